@@ -1,0 +1,135 @@
+"""What a user asks for, as values: where each kind of state lives, and the sizes that bound the work."""
+
+import math
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields
+from typing import Any, Literal
+
+from penstock.errors import ConfigError
+from penstock.kinds import Home, Tier, TierName, parse_home, parse_tier
+
+MIB = 1 << 20
+GIB = 1 << 30
+DEFAULT_LIVE_BYTES = 4 * GIB
+MIN_TILE_BYTES = 4096
+
+
+@dataclass(frozen=True, kw_only=True)
+class Placement:
+    """The home tier of each kind of training state.
+
+    Arguments:
+        params: home of the compute-dtype parameters: `"device"`, `"cpu"` or `"nvme"` (`"gpu"`, `"cuda"` and `"disk"`
+            are read too), or fractions of their bytes such as `{"device": 0.5, "cpu": 0.5}`.
+        grads: home of the reduced gradients.
+        optimizer: home of the master weights and of every optimizer state.
+        activations: tier of checkpointed activations; `None` leaves them to the model.
+        nvme_path: folder or folders of the nvme tier.
+
+    Raises:
+        ConfigError: an unknown tier, or fractions that do not sum to 1.
+
+    Example:
+        >>> Placement(params="cpu", optimizer="cpu").optimizer
+        'cpu'
+    """
+
+    params: Home = "device"
+    grads: Home = "device"
+    optimizer: Home = "device"
+    activations: TierName | None = None
+    nvme_path: str | os.PathLike[str] | Sequence[str | os.PathLike[str]] | None = None
+
+    def __post_init__(self) -> None:
+        """Refuse unknown tiers and fractions that do not sum to 1."""
+        for what in ("params", "grads", "optimizer"):
+            self.home(what)
+        if self.activations is not None:
+            parse_tier(self.activations, what="activations")
+
+    @classmethod
+    def twin_flow(cls, ratio: float, **kwargs: Any) -> "Placement":
+        """Split the optimizer between cpu (`ratio` of its bytes) and device (the rest).
+
+        Source: Twin-Flow of ZeRO-Offload++ (DeepSpeed, 2023).
+        """
+        if isinstance(ratio, bool) or not isinstance(ratio, int | float) or not 0 <= ratio <= 1:
+            raise ConfigError(f"twin_flow(ratio={ratio!r}) is not a fraction. Use a number from 0 to 1.")
+        return cls(optimizer={"cpu": ratio, "device": 1 - ratio}, **kwargs)
+
+    def home(self, what: str) -> dict[Tier, float]:
+        """The parsed home of `"params"`, `"grads"` or `"optimizer"`: tiers and their fractions."""
+        return parse_home(getattr(self, what), what=what)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """Sizes (always in bytes) and policies. Every default works for every model.
+
+    Arguments:
+        prefetch_bytes: parameters gathered ahead of their use, at most. 0 gathers each unit when it is needed.
+        live_bytes: gathered parameters at once, at most. The default grows to what the largest unit needs.
+        persistent_bytes: parameters up to this size stay gathered between uses.
+        tile_bytes: compute-dtype bytes of one tile, the grain of updates and of movement between tiers.
+        pinned_bytes: host memory that may be pinned; `None` for what the placement needs.
+        update_threads: threads of the update on the host; `None` shares the cores among the ranks of this host.
+        io_queue_depth: requests in flight per nvme path.
+        checksums: checksum stored tiles.
+        on_nonfinite: a step whose gradient norm is not finite is skipped, or raises `EngineError`.
+        reduce_op: gradients are averaged or summed over ranks.
+        state_dtype: dtype of the optimizer's moments.
+        initial_loss_scale: first loss scale of fp16.
+        dynamic_loss_scale: adapt the loss scale of fp16.
+
+    Raises:
+        ConfigError: a value out of its range; the message names it.
+    """
+
+    prefetch_bytes: int = field(default=1 * GIB)
+    live_bytes: int = field(default=DEFAULT_LIVE_BYTES)
+    persistent_bytes: int = 0
+    tile_bytes: int = 4 * MIB
+    pinned_bytes: int | None = None
+    update_threads: int | None = None
+    io_queue_depth: int = 32
+    checksums: bool = True
+    on_nonfinite: Literal["skip", "raise"] = "skip"
+    reduce_op: Literal["mean", "sum"] = "mean"
+    state_dtype: Literal["fp32", "bf16", "int8"] = "fp32"
+    initial_loss_scale: float = 65536.0
+    dynamic_loss_scale: bool = True
+
+    def __post_init__(self) -> None:
+        """Refuse values out of range, by name."""
+        for f in fields(self):
+            value = getattr(self, f.name)
+            if f.name in _WHOLE_NUMBERS:
+                least, optional = _WHOLE_NUMBERS[f.name]
+                if not (value is None and optional) and (
+                    isinstance(value, bool) or not isinstance(value, int) or value < least
+                ):
+                    unit = " of bytes" if f.name.endswith("_bytes") else ""
+                    raise ConfigError(f"Options({f.name}={value!r}): use a whole number{unit}, {least} or more.")
+            elif f.name in _CHOICES and value not in _CHOICES[f.name]:
+                raise ConfigError(f"Options({f.name}={value!r}): use one of {', '.join(map(repr, _CHOICES[f.name]))}.")
+        if not (self.initial_loss_scale > 0 and math.isfinite(self.initial_loss_scale)):
+            raise ConfigError(f"Options(initial_loss_scale={self.initial_loss_scale!r}): use a finite number above 0.")
+
+
+_WHOLE_NUMBERS = {  # name -> (least value, None allowed)
+    "prefetch_bytes": (0, False),
+    "live_bytes": (1, False),
+    "persistent_bytes": (0, False),
+    "tile_bytes": (MIN_TILE_BYTES, False),
+    "pinned_bytes": (0, True),
+    "update_threads": (1, True),
+    "io_queue_depth": (1, False),
+}
+_CHOICES: dict[str, tuple[Any, ...]] = {
+    "on_nonfinite": ("skip", "raise"),
+    "reduce_op": ("mean", "sum"),
+    "state_dtype": ("fp32", "bf16", "int8"),
+    "checksums": (True, False),
+    "dynamic_loss_scale": (True, False),
+}

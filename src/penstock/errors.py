@@ -1,0 +1,35 @@
+"""The errors a user can meet.
+
+    PenstockError
+    ├── ConfigError        (also ValueError)    the request cannot be met; raised before anything is allocated
+    ├── MemoryBudgetError                       a stated or measured budget is too small; says by how much
+    ├── NvmeError          (also OSError)       a file of the nvme tier failed
+    ├── CheckpointError                         a checkpoint is damaged, incomplete or does not fit
+    └── EngineError        (also RuntimeError)  used after close, ranks out of step, an update that failed
+
+Every message says what happened, to which object (with its shape, bytes and tier), and what to do next.
+"""
+
+
+class PenstockError(Exception):
+    """Base of every error that Penstock raises for a user's mistake or a failing machine."""
+
+
+class ConfigError(PenstockError, ValueError):
+    """The request cannot be met. Raised before anything is allocated."""
+
+
+class MemoryBudgetError(PenstockError):
+    """A stated or measured memory budget is too small. The message says by how much."""
+
+
+class NvmeError(PenstockError, OSError):
+    """A file of the nvme tier failed. The message names file, offset, unit, kind and the action to take."""
+
+
+class CheckpointError(PenstockError):
+    """A checkpoint cannot be written or read. The message names the file and the field."""
+
+
+class EngineError(PenstockError, RuntimeError):
+    """The engine was used after `close`, its ranks are out of step, or an update failed on a worker."""

@@ -1,0 +1,69 @@
+"""Columns and tiers of the table of training state, and the dtypes that a precision stands for."""
+
+from collections.abc import Mapping
+from enum import StrEnum
+from typing import Literal
+
+import torch
+
+from penstock.errors import ConfigError
+
+TierName = Literal["device", "cpu", "nvme"]
+Home = TierName | Mapping[TierName, float]
+KindName = Literal["param", "grad", "master", "optimizer"]
+Precision = Literal["fp32", "bf16", "fp16"]
+Overlap = Literal["none", "forward", "backward", "auto"]
+
+PARAM = "param"
+GRAD = "grad"
+MASTER = "master"
+
+
+class Tier(StrEnum):
+    """Where bytes can be."""
+
+    DEVICE = "device"
+    CPU = "cpu"
+    NVME = "nvme"
+
+
+_TIER_SPELLINGS = {
+    "device": Tier.DEVICE,
+    "gpu": Tier.DEVICE,
+    "cuda": Tier.DEVICE,
+    "cpu": Tier.CPU,
+    "nvme": Tier.NVME,
+    "disk": Tier.NVME,
+}
+
+COMPUTE_DTYPES: Mapping[str, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def parse_tier(name: object, *, what: str) -> Tier:
+    """Read a tier's name, `gpu` and `cuda` as device and `disk` as nvme. `what` names the setting in the error."""
+    tier = _TIER_SPELLINGS.get(name) if isinstance(name, str) else None
+    if tier is None:
+        raise ConfigError(f"{what}={name!r} is not a tier. Use one of 'device', 'cpu', 'nvme'.")
+    return tier
+
+
+def parse_home(home: object, *, what: str) -> dict[Tier, float]:
+    """Read a home: a tier's name, or a mapping of tiers to fractions that sum to 1.
+
+    Returns the tiers with a share above zero. Raises `ConfigError` for an unknown tier, a tier named twice, a
+    negative or non-finite fraction, or a sum that is not 1 (within 1e-6).
+    """
+    if not isinstance(home, Mapping):
+        return {parse_tier(home, what=what): 1.0}
+    fractions: dict[Tier, float] = {}
+    for name, fraction in home.items():
+        tier = parse_tier(name, what=what)
+        if tier in fractions:
+            raise ConfigError(f"{what}={dict(home)!r} names the tier '{tier}' twice. Give each tier one fraction.")
+        if isinstance(fraction, bool) or not isinstance(fraction, int | float) or not 0 <= fraction <= 1:
+            raise ConfigError(f"{what}[{name!r}]={fraction!r} is not a fraction. Use a number from 0 to 1.")
+        fractions[tier] = float(fraction)
+    total = sum(fractions.values())
+    if abs(total - 1) > 1e-6:
+        raise ConfigError(f"The fractions of {what}={dict(home)!r} sum to {total:g}. Make them sum to 1.")
+    return {tier: fraction for tier, fraction in fractions.items() if fraction > 0}
