@@ -1,0 +1,40 @@
+# setup, train, test, check: a fresh clone needs python3 with venv, a C++ compiler and a package registry.
+PYTHON ?= python3
+VENV   := .venv
+BIN    := $(VENV)/bin
+STAMP  := $(VENV)/.penstock-setup
+NATIVE := CMakeLists.txt $(wildcard csrc/*)
+ARGS   ?=
+
+.PHONY: setup train test check gpu-check clean
+
+setup: $(STAMP)
+
+# The build tools are installed first and used without isolation: pinned like everything else, and the next build
+# compiles only what changed.
+$(STAMP): pyproject.toml constraints.txt $(NATIVE)
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install -q -c constraints.txt scikit-build-core nanobind cmake ninja
+	$(BIN)/python -m pip install -q -c constraints.txt --no-build-isolation -e '.[train,tensorboard,dev]'
+	touch $@
+
+train: setup
+	$(BIN)/penstock train $(ARGS)
+
+# Two workers, one torch thread each: the suite is made for two cores.
+test: setup
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal $(ARGS)
+
+check: setup
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy --strict src
+	$(BIN)/python -m pytest -q tests/meta/test_layers.py
+
+# For a machine with a GPU whose PYTHON has torch and the build tools, and no registry: builds into that python.
+gpu-check:
+	$(PYTHON) -m pip install -q --no-build-isolation --no-deps -e .
+	$(PYTHON) benchmarks/gpu_check.py $(ARGS)
+
+clean:
+	rm -rf build $(STAMP) .pytest_cache .mypy_cache .ruff_cache .hypothesis

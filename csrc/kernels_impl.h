@@ -1,0 +1,177 @@
+// The kernels, written once over a vector type `V` and compiled once per instruction set.
+//
+// A translation unit defines V and includes this file inside an unnamed namespace, so that nothing compiled for one
+// instruction set can be linked into the code of another. For the same reason nothing here calls the standard library.
+//
+// V is `width` floats and offers: splat, load, store; + - * /; sqrt; fma (one rounding); Half, the vector of `width`
+// 16-bit words, with load_half and store_half; from_bf16, from_fp16, to_bf16, to_fp16 (nearest even); join and split
+// (the remainder form); Wide, `width` doubles, with squares(V), + and store.
+
+// How one dtype is read and written. `put` returns the value that was stored, rounding included.
+struct Fp32 {
+  using Word = float;
+  static V get(const Word* from) { return V::load(from); }
+  static V put(Word* to, V value) {
+    V::store(to, value);
+    return value;
+  }
+};
+struct Bf16 {
+  using Word = unsigned short;
+  static V get(const Word* from) { return V::from_bf16(V::load_half(from)); }
+  static V put(Word* to, V value) {
+    const auto half = V::to_bf16(value);
+    V::store_half(to, half);
+    return V::from_bf16(half);
+  }
+};
+struct Fp16 {
+  using Word = unsigned short;
+  static V get(const Word* from) { return V::from_fp16(V::load_half(from)); }
+  static V put(Word* to, V value) {
+    const auto half = V::to_fp16(value);
+    V::store_half(to, half);
+    return V::from_fp16(half);
+  }
+};
+
+// How the fp32 value behind a parameter is read and written back, by dtype of the parameter and kind of master.
+template <class Param>
+struct MasterNone {
+  using ParamWord = typename Param::Word;
+  using MasterWord = char;  // never read or written
+  static V get(const ParamWord* param, const MasterWord*) { return Param::get(param); }
+  static void put(ParamWord* param, MasterWord*, V value) { Param::put(param, value); }
+};
+struct MasterRemainder {
+  using ParamWord = unsigned short;
+  using MasterWord = unsigned short;
+  static V get(const ParamWord* param, const MasterWord* rest) {
+    return V::join(V::load_half(param), V::load_half(rest));
+  }
+  static void put(ParamWord* param, MasterWord* rest, V value) {
+    typename V::Half high, low;
+    V::split(value, high, low);
+    V::store_half(param, high);
+    V::store_half(rest, low);
+  }
+};
+template <class Param>
+struct MasterFp32 {
+  using ParamWord = typename Param::Word;
+  using MasterWord = float;
+  static V get(const ParamWord*, const MasterWord* master) { return V::load(master); }
+  static void put(ParamWord* param, MasterWord* master, V value) {
+    V::store(master, value);
+    Param::put(param, value);
+  }
+};
+
+// The last elements of a range, padded with zeros to a whole vector: every element goes through the same operations.
+template <class Word>
+struct Tail {
+  Word words[V::width] = {};
+  Tail() = default;
+  Tail(const Word* from, size_t count) {
+    for (size_t i = 0; i < count; ++i) words[i] = from[i];
+  }
+  void put(Word* to, size_t count) const {
+    for (size_t i = 0; i < count; ++i) to[i] = words[i];
+  }
+};
+
+// Sums of squares in fp64, where the square of any fp32 value is exact.
+class SquareSum {
+ public:
+  static constexpr size_t vectors = norm_lanes / V::width;
+  void add(size_t vector, V value) { sums_[vector] = sums_[vector] + V::Wide::squares(value); }
+  double total() const {
+    double lanes[norm_lanes];
+    for (size_t vector = 0; vector < vectors; ++vector) V::Wide::store(lanes + vector * V::width, sums_[vector]);
+    for (size_t half = norm_lanes / 2; half > 0; half /= 2)
+      for (size_t i = 0; i < half; ++i) lanes[i] += lanes[i + half];
+    return lanes[0];
+  }
+
+ private:
+  typename V::Wide sums_[vectors] = {};
+};
+
+// Feeds `value_at(i, count)`, the value of elements [i, i + count) padded with zeros, into a sum of squares.
+template <class ValueAt, class TailAt>
+double sum_squares(size_t begin, size_t end, ValueAt&& value_at, TailAt&& tail_at) {
+  SquareSum sum;
+  size_t i = begin;
+  for (; i + norm_lanes <= end; i += norm_lanes)
+    for (size_t vector = 0; vector < SquareSum::vectors; ++vector) sum.add(vector, value_at(i + vector * V::width));
+  for (size_t vector = 0; i < end; ++vector, i += V::width) {
+    if (i + V::width <= end) {
+      sum.add(vector, value_at(i));
+    } else {
+      sum.add(vector, tail_at(i, end - i));
+    }
+  }
+  return sum.total();
+}
+
+template <class Src>
+double squared_norm(const void* src_address, size_t begin, size_t end) noexcept {
+  using Word = typename Src::Word;
+  const Word* src = static_cast<const Word*>(src_address);
+  return sum_squares(
+      begin, end, [=](size_t i) { return Src::get(src + i); },
+      [=](size_t i, size_t count) { return Src::get(Tail<Word>(src + i, count).words); });
+}
+
+template <class Dst, class Src, bool add>
+double deposit(void* dst_address, const void* src_address, size_t begin, size_t end) noexcept {
+  using DstWord = typename Dst::Word;
+  using SrcWord = typename Src::Word;
+  DstWord* dst = static_cast<DstWord*>(dst_address);
+  const SrcWord* src = static_cast<const SrcWord*>(src_address);
+  const auto one = [](DstWord* to, const SrcWord* from) {
+    if constexpr (add) return Dst::put(to, Dst::get(to) + Src::get(from));
+    return Dst::put(to, Src::get(from));
+  };
+  return sum_squares(
+      begin, end, [=](size_t i) { return one(dst + i, src + i); },
+      [=](size_t i, size_t count) {
+        Tail<DstWord> to(dst + i, count);
+        const V value = one(to.words, Tail<SrcWord>(src + i, count).words);
+        to.put(dst + i, count);
+        return value;
+      });
+}
+
+#include "adam_impl.h"
+
+constexpr Kernels make_kernels(const char* isa) {
+  Kernels k{};
+  k.isa = isa;
+  constexpr int fp32 = int(DType::fp32), bf16 = int(DType::bf16), fp16 = int(DType::fp16);
+
+  add_adam<MasterNone<Fp32>>(k.adam[fp32][int(Master::none)]);
+  add_adam<MasterNone<Bf16>>(k.adam[bf16][int(Master::none)]);
+  add_adam<MasterRemainder>(k.adam[bf16][int(Master::remainder)]);
+  add_adam<MasterFp32<Bf16>>(k.adam[bf16][int(Master::fp32)]);
+  add_adam<MasterFp32<Fp16>>(k.adam[fp16][int(Master::fp32)]);
+
+  const auto add_deposit = [&]<class Dst, class Src>(Dst, Src, int dst, int src) {
+    k.deposit[dst][src][0] = deposit<Dst, Src, false>;
+    k.deposit[dst][src][1] = deposit<Dst, Src, true>;
+  };
+  add_deposit(Fp32{}, Fp32{}, fp32, fp32);
+  add_deposit(Fp32{}, Bf16{}, fp32, bf16);
+  add_deposit(Fp32{}, Fp16{}, fp32, fp16);
+  add_deposit(Bf16{}, Fp32{}, bf16, fp32);
+  add_deposit(Bf16{}, Bf16{}, bf16, bf16);
+  add_deposit(Bf16{}, Fp16{}, bf16, fp16);
+  add_deposit(Fp16{}, Fp32{}, fp16, fp32);
+  add_deposit(Fp16{}, Bf16{}, fp16, bf16);
+  add_deposit(Fp16{}, Fp16{}, fp16, fp16);
+
+  k.squared_norm[fp32] = squared_norm<Fp32>;
+  k.squared_norm[bf16] = squared_norm<Bf16>;
+  k.squared_norm[fp16] = squared_norm<Fp16>;
+  return k;
+}

@@ -1,0 +1,130 @@
+#include "pool.h"
+
+#include <signal.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <atomic>
+#include <condition_variable>
+#include <deque>
+#include <mutex>
+#include <stdexcept>
+#include <thread>
+#include <vector>
+
+namespace penstock {
+namespace {
+
+// One parallel_for in progress. It lives on its caller's stack: `helpers` keeps the caller there until no worker can
+// touch it any more.
+struct Job {
+  void (*piece)(const void*, std::size_t) noexcept;
+  const void* context;
+  std::size_t count;
+  std::atomic<std::size_t> next{0};
+  int helpers = 0;  // workers inside the job; guarded by the pool's mutex
+
+  bool exhausted() const noexcept { return next.load(std::memory_order_relaxed) >= count; }
+
+  void work() noexcept {
+    for (;;) {
+      const std::size_t index = next.fetch_add(1, std::memory_order_relaxed);
+      if (index >= count) return;
+      piece(context, index);
+    }
+  }
+};
+
+}  // namespace
+
+struct Pool::Shared {
+  pid_t owner = getpid();
+  std::mutex mutex;
+  std::condition_variable wake;   // workers: a job came, or the pool closes
+  std::condition_variable done;   // callers: a helper left a job
+  std::deque<Job*> jobs;          // jobs that may still have pieces to hand out, first come first
+  std::vector<std::thread> workers;
+  bool closing = false;
+
+  // The threads and the state of the mutex stay behind in the parent when it forks.
+  bool forked() const noexcept { return getpid() != owner; }
+
+  void serve() {
+    std::unique_lock lock(mutex);
+    for (;;) {
+      wake.wait(lock, [this] { return closing || !jobs.empty(); });
+      if (closing) return;
+      Job& job = *jobs.front();
+      ++job.helpers;
+      lock.unlock();
+      job.work();
+      lock.lock();
+      retire(job);
+      if (--job.helpers == 0) done.notify_all();
+    }
+  }
+
+  // Takes a job without pieces left out of the list, so that workers go on to the next one. Needs the mutex.
+  void retire(Job& job) {
+    const auto found = std::find(jobs.begin(), jobs.end(), &job);
+    if (found != jobs.end()) jobs.erase(found);
+  }
+};
+
+Pool::Pool(int threads) : threads_(threads) {
+  if (threads < 1) throw std::invalid_argument("a pool needs at least 1 thread, the caller's own");
+  shared_ = std::make_unique<Shared>();
+  // Signals are for the interpreter's thread: the workers block them all.
+  sigset_t all, before;
+  sigfillset(&all);
+  pthread_sigmask(SIG_SETMASK, &all, &before);
+  try {
+    for (int i = 1; i < threads; ++i) shared_->workers.emplace_back([shared = shared_.get()] { shared->serve(); });
+  } catch (...) {
+    pthread_sigmask(SIG_SETMASK, &before, nullptr);
+    close();
+    throw;
+  }
+  pthread_sigmask(SIG_SETMASK, &before, nullptr);
+}
+
+Pool::~Pool() {
+  close();
+  // Destroying a std::thread that was never joined ends the process, and there is nothing to join after a fork.
+  if (shared_ && shared_->forked()) (void)shared_.release();
+}
+
+void Pool::close() noexcept {
+  if (!shared_ || shared_->forked()) return;
+  std::vector<std::thread> workers;
+  {
+    std::lock_guard lock(shared_->mutex);
+    shared_->closing = true;
+    workers.swap(shared_->workers);
+  }
+  shared_->wake.notify_all();
+  for (std::thread& worker : workers) worker.join();
+}
+
+void Pool::run(std::size_t count, Piece piece, const void* context) {
+  Job job{piece, context, count};
+  Shared& shared = *shared_;
+  if (shared.forked()) return job.work();
+  {
+    std::lock_guard lock(shared.mutex);
+    if (shared.closing) throw std::runtime_error("the pool is closed");
+    if (count > 1 && threads_ > 1) shared.jobs.push_back(&job);
+  }
+  if (count <= 1 || threads_ == 1) return job.work();
+  if (count == 2) {
+    shared.wake.notify_one();
+  } else {
+    shared.wake.notify_all();
+  }
+  job.work();
+  std::unique_lock lock(shared.mutex);
+  shared.retire(job);
+  shared.done.wait(lock, [&job] { return job.helpers == 0; });
+}
+
+}  // namespace penstock

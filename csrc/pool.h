@@ -1,0 +1,47 @@
+// A pool of threads for element-wise work on memory the caller owns.
+#pragma once
+
+#include <cstddef>
+#include <memory>
+#include <type_traits>
+
+namespace penstock {
+
+// Runs numbered pieces of work on up to `threads` threads, the caller's own among them.
+//
+// Several callers may use one pool at once: each takes part in its own work, and the workers help whoever came first.
+// A process that was forked from the pool's owner has none of its workers and runs everything in the caller.
+class Pool {
+ public:
+  // `threads` counts the calling thread, so 1 starts none. Throws std::invalid_argument below 1.
+  explicit Pool(int threads);
+  // Joins the workers, as close() does.
+  ~Pool();
+  Pool(const Pool&) = delete;
+  Pool& operator=(const Pool&) = delete;
+
+  int threads() const noexcept { return threads_; }
+
+  // Calls body(0) ... body(count - 1), each exactly once, in any order; returns when all are done. `body` must not throw
+  // and must not call the pool. Throws std::runtime_error after close().
+  template <class Body>
+  void parallel_for(std::size_t count, Body&& body) {
+    using Plain = std::remove_reference_t<Body>;
+    run(count, [](const void* context, std::size_t index) noexcept { (*static_cast<const Plain*>(context))(index); },
+        &body);
+  }
+
+  // Ends and joins the workers; work under way in other threads is finished first by its callers. Idempotent.
+  void close() noexcept;
+
+ private:
+  using Piece = void (*)(const void* context, std::size_t index) noexcept;
+  struct Shared;
+
+  void run(std::size_t count, Piece piece, const void* context);
+
+  int threads_;
+  std::unique_ptr<Shared> shared_;
+};
+
+}  // namespace penstock
