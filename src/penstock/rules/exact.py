@@ -1,0 +1,43 @@
+"""Arithmetic that plain torch does not offer with a known rounding."""
+
+from __future__ import annotations
+
+import ctypes
+
+import torch
+from torch import Tensor
+
+
+def fp32(value: float) -> float:
+    """Round a Python number to fp32, as every kernel does with its scalars; beyond the range it becomes infinite."""
+    return ctypes.c_float(value).value
+
+
+def fma(a: float | Tensor, b: Tensor, c: Tensor) -> Tensor:
+    """Return `a * b + c` rounded once, for fp32 values, on any device.
+
+    The product of two fp32 values is exact in fp64. The sum is rounded to odd there (the last bit tells whether anything
+    was lost), after which rounding to fp32 gives what one rounding of the exact sum gives.
+
+    Args:
+        a: fp32 tensor, or a Python number that fp32 can hold.
+        b: fp32 tensor.
+        c: fp32 tensor.
+
+    Returns:
+        fp32 tensor.
+
+    Source:
+        S. Boldo and G. Melquiond, "Emulation of FMA and correctly rounded sums: proved algorithms using rounding to
+        odd", IEEE Transactions on Computers, 2008.
+    """
+    product = b.double() * a
+    addend = c.double()
+    total = product + addend
+    # Two-sum: `error` is exactly what the addition lost. It is NaN where the total is not finite, and then unused.
+    rest = total - product
+    error = (product - (total - rest)) + (addend - rest)
+    bits = total.view(torch.int64)
+    toward = torch.where((error > 0) == (total > 0), 1, -1)
+    even_and_inexact = ((bits & 1) == 0) & (error.abs() > 0)
+    return torch.where(even_and_inexact, bits + toward, bits).view(torch.float64).float()
