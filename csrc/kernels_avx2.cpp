@@ -1,4 +1,4 @@
-// The kernels for AVX2 with FMA and F16C.
+// The kernels for AVX2 with FMA and F16C: 16 elements at a time, a whole register of 16-bit words.
 #include <immintrin.h>
 
 #include "kernels.h"
@@ -9,72 +9,92 @@ namespace {
 using std::size_t;
 
 struct V {
-  static constexpr size_t width = 8;
-  using Half = __m128i;
-  __m256 v;
+  static constexpr size_t width = 16;
+  using Half = __m256i;
+  __m256 a, b;
 
-  static V splat(float value) { return {_mm256_set1_ps(value)}; }
-  static V load(const float* from) { return {_mm256_loadu_ps(from)}; }
-  static void store(float* to, V value) { _mm256_storeu_ps(to, value.v); }
-  static Half load_half(const unsigned short* from) { return _mm_loadu_si128(reinterpret_cast<const Half*>(from)); }
-  static void store_half(unsigned short* to, Half half) { _mm_storeu_si128(reinterpret_cast<Half*>(to), half); }
-
-  static V sqrt(V a) { return {_mm256_sqrt_ps(a.v)}; }
-  static V fma(V a, V b, V c) { return {_mm256_fmadd_ps(a.v, b.v, c.v)}; }
-  friend V operator+(V a, V b) { return {_mm256_add_ps(a.v, b.v)}; }
-  friend V operator-(V a, V b) { return {_mm256_sub_ps(a.v, b.v)}; }
-  friend V operator*(V a, V b) { return {_mm256_mul_ps(a.v, b.v)}; }
-  friend V operator/(V a, V b) { return {_mm256_div_ps(a.v, b.v)}; }
-
-  static V from_bf16(Half half) {
-    return {_mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(half), 16))};
+  static V splat(float value) { return {_mm256_set1_ps(value), _mm256_set1_ps(value)}; }
+  static V load(const float* from) { return {_mm256_loadu_ps(from), _mm256_loadu_ps(from + 8)}; }
+  static void store(float* to, V x) {
+    _mm256_storeu_ps(to, x.a);
+    _mm256_storeu_ps(to + 8, x.b);
   }
-  static Half to_bf16(V value) {
-    const __m256i bits = _mm256_castps_si256(value.v);
-    const __m256i odd = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));
-    const __m256i rounded = _mm256_add_epi32(bits, _mm256_add_epi32(odd, _mm256_set1_epi32(0x7FFF)));
-    return quiet_high(value, bits, rounded);
-  }
-  static V from_fp16(Half half) { return {_mm256_cvtph_ps(half)}; }
-  static Half to_fp16(V value) { return _mm256_cvtps_ph(value.v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
+  static Half load_half(const unsigned short* from) { return _mm256_loadu_si256(reinterpret_cast<const Half*>(from)); }
+  static void store_half(unsigned short* to, Half half) { _mm256_storeu_si256(reinterpret_cast<Half*>(to), half); }
 
+  static V sqrt(V x) { return {_mm256_sqrt_ps(x.a), _mm256_sqrt_ps(x.b)}; }
+  static V fma(V x, V y, V z) { return {_mm256_fmadd_ps(x.a, y.a, z.a), _mm256_fmadd_ps(x.b, y.b, z.b)}; }
+  friend V operator+(V x, V y) { return {_mm256_add_ps(x.a, y.a), _mm256_add_ps(x.b, y.b)}; }
+  friend V operator-(V x, V y) { return {_mm256_sub_ps(x.a, y.a), _mm256_sub_ps(x.b, y.b)}; }
+  friend V operator*(V x, V y) { return {_mm256_mul_ps(x.a, y.a), _mm256_mul_ps(x.b, y.b)}; }
+  friend V operator/(V x, V y) { return {_mm256_div_ps(x.a, y.a), _mm256_div_ps(x.b, y.b)}; }
+
+  static V from_bf16(Half half) { return interleave(_mm256_setzero_si256(), half); }
+  static Half to_bf16(V x) { return high_words(quiet(x.a, round_even(x.a)), quiet(x.b, round_even(x.b))); }
+  static V from_fp16(Half half) {
+    return {_mm256_cvtph_ps(_mm256_castsi256_si128(half)), _mm256_cvtph_ps(_mm256_extracti128_si256(half, 1))};
+  }
+  static Half to_fp16(V x) {
+    constexpr int nearest = _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC;
+    return _mm256_set_m128i(_mm256_cvtps_ph(x.b, nearest), _mm256_cvtps_ph(x.a, nearest));
+  }
+
+  // Flipping the remainder's sign bit adds 0x8000 and makes it unsigned; one subtraction from the whole takes that back.
   static V join(Half high, Half low) {
-    const __m256i top = _mm256_slli_epi32(_mm256_cvtepu16_epi32(high), 16);
-    return {_mm256_castsi256_ps(_mm256_add_epi32(top, _mm256_cvtepi16_epi32(low)))};
+    const __m256i half = _mm256_set1_epi32(0x8000);
+    const V x = interleave(_mm256_xor_si256(low, _mm256_set1_epi16(short(0x8000))), high);
+    return {_mm256_castsi256_ps(_mm256_sub_epi32(bits(x.a), half)),
+            _mm256_castsi256_ps(_mm256_sub_epi32(bits(x.b), half))};
   }
-  static void split(V value, Half& high, Half& low) {
-    const __m256i bits = _mm256_castps_si256(value.v);
-    const __m256i number = _mm256_castps_si256(_mm256_cmp_ps(value.v, value.v, _CMP_ORD_Q));
-    high = quiet_high(value, bits, _mm256_add_epi32(bits, _mm256_set1_epi32(0x8000)));
-    low = narrow(_mm256_and_si256(_mm256_and_si256(bits, number), _mm256_set1_epi32(0xFFFF)));
+  static void split(V x, Half& high, Half& low) {
+    const __m256i half = _mm256_set1_epi32(0x8000);
+    high = high_words(quiet(x.a, _mm256_add_epi32(bits(x.a), half)), quiet(x.b, _mm256_add_epi32(bits(x.b), half)));
+    low = pack(low_word_of_number(x.a), low_word_of_number(x.b));
   }
 
   struct Wide {
-    __m256d low, high;
-    static Wide squares(V value) {
-      const __m256d low = _mm256_cvtps_pd(_mm256_castps256_ps128(value.v));
-      const __m256d high = _mm256_cvtps_pd(_mm256_extractf128_ps(value.v, 1));
-      return {_mm256_mul_pd(low, low), _mm256_mul_pd(high, high)};
+    __m256d parts[4];
+    static Wide add_squares(Wide sum, V x) {
+      return {square(sum.parts[0], _mm256_castps256_ps128(x.a)), square(sum.parts[1], _mm256_extractf128_ps(x.a, 1)),
+              square(sum.parts[2], _mm256_castps256_ps128(x.b)), square(sum.parts[3], _mm256_extractf128_ps(x.b, 1))};
     }
     static void store(double* to, Wide wide) {
-      _mm256_storeu_pd(to, wide.low);
-      _mm256_storeu_pd(to + 4, wide.high);
+      for (int i = 0; i < 4; ++i) _mm256_storeu_pd(to + 4 * i, wide.parts[i]);
     }
-    friend Wide operator+(Wide a, Wide b) { return {_mm256_add_pd(a.low, b.low), _mm256_add_pd(a.high, b.high)}; }
+
+   private:
+    // The square is exact in fp64, so that fusing it with the addition changes nothing.
+    static __m256d square(__m256d sum, __m128 x) {
+      const __m256d wide = _mm256_cvtps_pd(x);
+      return _mm256_fmadd_pd(wide, wide, sum);
+    }
   };
 
  private:
-  // 32-bit words below 2^16 as 16-bit words.
-  static Half narrow(__m256i words) {
-    const __m256i pairs = _mm256_packus_epi32(words, words);
-    return _mm256_castsi256_si128(_mm256_permute4x64_epi64(pairs, 0b1000));
+  static __m256i bits(__m256 x) { return _mm256_castps_si256(x); }
+  static __m256i round_even(__m256 x) {
+    const __m256i odd = _mm256_and_si256(_mm256_srli_epi32(bits(x), 16), _mm256_set1_epi32(1));
+    return _mm256_add_epi32(bits(x), _mm256_add_epi32(odd, _mm256_set1_epi32(0x7FFF)));
   }
-  // The high halves of `rounded`, or of a quiet NaN where the value is one: rounding could carry a NaN into -0.
-  static Half quiet_high(V value, __m256i bits, __m256i rounded) {
-    const __m256 nan = _mm256_cmp_ps(value.v, value.v, _CMP_UNORD_Q);
-    const __m256i quiet = _mm256_or_si256(bits, _mm256_set1_epi32(0x400000));
-    const __m256 kept = _mm256_blendv_ps(_mm256_castsi256_ps(rounded), _mm256_castsi256_ps(quiet), nan);
-    return narrow(_mm256_srli_epi32(_mm256_castps_si256(kept), 16));
+  // `rounded`, or the bits of a quiet NaN where the value is one: rounding could carry a NaN into -0.
+  static __m256i quiet(__m256 x, __m256i rounded) {
+    const __m256i nan = _mm256_castps_si256(_mm256_cmp_ps(x, x, _CMP_UNORD_Q));
+    return _mm256_blendv_epi8(rounded, _mm256_or_si256(bits(x), _mm256_set1_epi32(0x400000)), nan);
+  }
+  static __m256i low_word_of_number(__m256 x) {
+    const __m256i number = _mm256_castps_si256(_mm256_cmp_ps(x, x, _CMP_ORD_Q));
+    return _mm256_and_si256(_mm256_and_si256(bits(x), number), _mm256_set1_epi32(0xFFFF));
+  }
+  static Half high_words(__m256i a, __m256i b) { return pack(_mm256_srli_epi32(a, 16), _mm256_srli_epi32(b, 16)); }
+  // 32-bit words below 2^16 as 16-bit words. Packing works within halves of a register; the permutation undoes that.
+  static Half pack(__m256i a, __m256i b) {
+    return _mm256_permute4x64_epi64(_mm256_packus_epi32(a, b), _MM_SHUFFLE(3, 1, 2, 0));
+  }
+  // The floats whose low and high words these are.
+  static V interleave(Half low, Half high) {
+    const __m256i l = _mm256_permute4x64_epi64(low, _MM_SHUFFLE(3, 1, 2, 0));
+    const __m256i h = _mm256_permute4x64_epi64(high, _MM_SHUFFLE(3, 1, 2, 0));
+    return {_mm256_castsi256_ps(_mm256_unpacklo_epi16(l, h)), _mm256_castsi256_ps(_mm256_unpackhi_epi16(l, h))};
   }
 };
 

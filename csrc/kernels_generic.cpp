@@ -83,9 +83,8 @@ struct V {
 
   struct Wide {
     double v;
-    static Wide squares(V value) { return {double{value.v} * double{value.v}}; }
+    static Wide add_squares(Wide sum, V value) { return {sum.v + double{value.v} * double{value.v}}; }
     static void store(double* to, Wide wide) { *to = wide.v; }
-    friend Wide operator+(Wide a, Wide b) { return {a.v + b.v}; }
   };
 
  private:

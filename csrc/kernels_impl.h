@@ -5,9 +5,9 @@
 //
 // V is `width` floats and offers: splat, load, store; + - * /; sqrt; fma (one rounding); Half, the vector of `width`
 // 16-bit words, with load_half and store_half; from_bf16, from_fp16, to_bf16, to_fp16 (nearest even); join and split
-// (the remainder form); Wide, `width` doubles, with squares(V), + and store.
+// (the remainder form); Wide, `width` doubles, with add_squares and store.
 
-// How one dtype is read and written. `put` returns the value that was stored, rounding included.
+// How one dtype is read, written and copied. `put` and `move` return the value that was stored, rounding included.
 struct Fp32 {
   using Word = float;
   static V get(const Word* from) { return V::load(from); }
@@ -15,6 +15,7 @@ struct Fp32 {
     V::store(to, value);
     return value;
   }
+  static V move(Word* to, const Word* from) { return put(to, get(from)); }
 };
 struct Bf16 {
   using Word = unsigned short;
@@ -24,12 +25,22 @@ struct Bf16 {
     V::store_half(to, half);
     return V::from_bf16(half);
   }
+  static V move(Word* to, const Word* from) {
+    const auto half = V::load_half(from);
+    V::store_half(to, half);
+    return V::from_bf16(half);
+  }
 };
 struct Fp16 {
   using Word = unsigned short;
   static V get(const Word* from) { return V::from_fp16(V::load_half(from)); }
   static V put(Word* to, V value) {
     const auto half = V::to_fp16(value);
+    V::store_half(to, half);
+    return V::from_fp16(half);
+  }
+  static V move(Word* to, const Word* from) {
+    const auto half = V::load_half(from);
     V::store_half(to, half);
     return V::from_fp16(half);
   }
@@ -84,7 +95,7 @@ struct Tail {
 class SquareSum {
  public:
   static constexpr size_t vectors = norm_lanes / V::width;
-  void add(size_t vector, V value) { sums_[vector] = sums_[vector] + V::Wide::squares(value); }
+  void add(size_t vector, V value) { sums_[vector] = V::Wide::add_squares(sums_[vector], value); }
   double total() const {
     double lanes[norm_lanes];
     for (size_t vector = 0; vector < vectors; ++vector) V::Wide::store(lanes + vector * V::width, sums_[vector]);
@@ -130,8 +141,13 @@ double deposit(void* dst_address, const void* src_address, size_t begin, size_t 
   DstWord* dst = static_cast<DstWord*>(dst_address);
   const SrcWord* src = static_cast<const SrcWord*>(src_address);
   const auto one = [](DstWord* to, const SrcWord* from) {
-    if constexpr (add) return Dst::put(to, Dst::get(to) + Src::get(from));
-    return Dst::put(to, Src::get(from));
+    if constexpr (add) {
+      return Dst::put(to, Dst::get(to) + Src::get(from));
+    } else if constexpr (std::is_same_v<Dst, Src>) {
+      return Dst::move(to, from);
+    } else {
+      return Dst::put(to, Src::get(from));
+    }
   };
   return sum_squares(
       begin, end, [=](size_t i) { return one(dst + i, src + i); },

@@ -1,4 +1,4 @@
-"""Adam (Kingma and Ba, 2015) and AdamW (Loshchilov and Hutter, 2019), rounded as torch rounds them on a CPU.
+"""Adam (Kingma and Ba, 2015) and AdamW (Loshchilov and Hutter, 2019), with the roundings of torch's CPU kernels.
 
 One update of a parameter p with gradient g, moments m and v, and the step count t after increment:
 
@@ -9,9 +9,11 @@ One update of a parameter p with gradient g, moments m and v, and the step count
     v = v * beta2 + (1 - beta2) * g * g
     p = p - lr / (1 - beta1^t) * m / (sqrt(v) / sqrt(1 - beta2^t) + eps)
 
-The scalars are worked out in fp64, as in torch, and each is rounded to fp32 once. Three sums take a product in without
-rounding it first (fused multiply-add): those of torch's own CPU kernels where the processor has that instruction. So the
-fp32 results are those of `torch.optim` with `foreach=False`, bit for bit, and do not depend on the processor.
+The scalars are worked out in fp64, as in torch, and each is rounded to fp32 once. The sums for g, m and v take a
+product in without rounding it first (fused multiply-add), as torch's own CPU kernels do on processors that can; square
+root and division are rounded correctly. So the bits do not depend on the processor, and from the same gradients AdamW's
+moments are those of `torch.optim` with `foreach=False`, bit for bit. Its parameters may differ in the last bit, because
+torch's square root on a CPU is not always the nearest value.
 """
 
 from __future__ import annotations
@@ -26,10 +28,10 @@ from torch import Tensor
 from penstock import _native
 from penstock._native import Pool
 from penstock.errors import ConfigError
-from penstock.rules.exact import fma, fp32
+from penstock.rules.exact import fma, fp32, sqrt
 from penstock.rules.master import read_master, write_master
 from penstock.rules.native import dtype_of, master_kind_of
-from penstock.rules.rule import Hyper, Segment, pieces
+from penstock.rules.rule import Hyper, Segment
 
 
 @dataclass(frozen=True)
@@ -64,14 +66,14 @@ class AdamHyper(Hyper):
 
 @dataclass(frozen=True)
 class Adam:
-    """The rule of `torch.optim.Adam` and `torch.optim.AdamW`; the group's `decoupled_weight_decay` tells them apart.
+    """The rule of `torch.optim.Adam` and `torch.optim.AdamW`; a group's `decoupled_weight_decay` tells them apart.
 
     Args:
         name: "adam" or "adamw".
 
     Example:
-        >>> rule = rule_for(torch.optim.AdamW(model.parameters(), lr=1e-4))
-        >>> rule.update(segment, rule.hyper(group, step=1), grad_scale=1.0, pool=None)
+        >>> rule = rule_for(optimizer)
+        >>> rule.update(segment, rule.hyper(optimizer.param_groups[0], step=1), grad_scale=1.0, pool=None)
     """
 
     name: str
@@ -79,7 +81,7 @@ class Adam:
 
     def hyper(self, group: Mapping[str, Any], step: int) -> AdamHyper:
         """Read a parameter group. `step` is 1 at the first update. Raises `ConfigError` for what is not honoured."""
-        refuse_unsupported(group)
+        _refuse_unsupported(group)
         beta1, beta2 = group["betas"]
         weight_decay = group["weight_decay"]
         decoupled = group["decoupled_weight_decay"]
@@ -111,20 +113,9 @@ class Adam:
             update_reference(segment, hyper, grad_scale)
 
 
-def refuse_unsupported(group: Mapping[str, Any]) -> None:
-    """Raise `ConfigError` if a parameter group asks for something that `Adam` does not do."""
-    for option in ("amsgrad", "capturable", "differentiable"):
-        if group.get(option):
-            raise ConfigError(
-                f"{option}={group[option]!r} is not supported by Penstock's Adam and AdamW. "
-                f"Use {option}=False in every parameter group."
-            )
-    for option, value in (*zip(("beta1", "beta2"), group["betas"], strict=True), ("weight_decay", group["weight_decay"])):
-        if isinstance(value, Tensor):
-            raise ConfigError(f"{option} is a tensor, which Penstock's Adam and AdamW do not support. Use a float.")
-
-
-def reference(p: Tensor, grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, hyper: AdamHyper, grad_scale: float) -> Tensor:
+def reference(
+    p: Tensor, grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, hyper: AdamHyper, grad_scale: float
+) -> Tensor:
     """Return the updated fp32 parameter and update both moments in place; every operation rounds on its own.
 
     Args:
@@ -143,18 +134,29 @@ def reference(p: Tensor, grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, hype
     exp_avg_sq.copy_(fma(hyper.grad_sq_weight * g, g, exp_avg_sq * hyper.beta2))
     # A tensor as divisor: by a Python number some devices multiply with the rounded inverse instead.
     bias2_sqrt = torch.full((), hyper.bias2_sqrt, dtype=torch.float32, device=p.device)
-    denominator = exp_avg_sq.sqrt() / bias2_sqrt + hyper.eps
+    denominator = sqrt(exp_avg_sq) / bias2_sqrt + hyper.eps
     return p + exp_avg * hyper.neg_step_size / denominator
 
 
 def update_reference(segment: Segment, hyper: AdamHyper, grad_scale: float) -> None:
     """Update a segment by `reference`, on any device."""
-    flat = (segment.param, segment.grad, *segment.states)
-    masters = [None] if segment.master is None else [piece for (piece,) in pieces(segment.master)]
-    for i, (param, grad, exp_avg, exp_avg_sq) in enumerate(pieces(*flat)):
-        master = masters[i] if segment.master is not None else None
-        p = read_master(param, master)
-        write_master(param, master, reference(p, grad, exp_avg, exp_avg_sq, hyper, grad_scale))
+    for piece in segment.pieces():
+        p = read_master(piece.param, piece.master)
+        p = reference(p, piece.grad, *piece.states, hyper, grad_scale)
+        write_master(piece.param, piece.master, p)
+
+
+def _refuse_unsupported(group: Mapping[str, Any]) -> None:
+    for option in ("amsgrad", "capturable", "differentiable"):
+        if group[option]:
+            raise ConfigError(
+                f"{option}={group[option]!r} is not supported by Penstock's Adam and AdamW. "
+                f"Set {option}=False in every parameter group."
+            )
+    beta1, beta2 = group["betas"]
+    for option, value in (("betas[0]", beta1), ("betas[1]", beta2), ("weight_decay", group["weight_decay"])):
+        if isinstance(value, Tensor):
+            raise ConfigError(f"{option} is a tensor, which Penstock's Adam and AdamW do not support. Make it a float.")
 
 
 def _update_native(segment: Segment, hyper: AdamHyper, grad_scale: float, pool: Pool | None) -> None:

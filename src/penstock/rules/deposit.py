@@ -8,7 +8,7 @@ from torch import Tensor
 from penstock import _native
 from penstock._native import Pool
 from penstock.rules.native import dtype_of
-from penstock.rules.rule import pieces
+from penstock.rules.rule import PIECE_NUMEL
 
 
 def deposit(dst: Tensor, src: Tensor, *, add: bool, pool: Pool | None) -> float | Tensor:
@@ -73,6 +73,6 @@ def _require_flat(tensor: Tensor, what: str) -> None:
 
 def _squared_norm_in_torch(tensor: Tensor) -> Tensor:
     total = torch.zeros((), dtype=torch.float64, device=tensor.device)
-    for (piece,) in pieces(tensor.view(-1)):
+    for piece in tensor.view(-1).split(PIECE_NUMEL):
         total += piece.double().square().sum()
     return total

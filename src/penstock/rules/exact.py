@@ -13,11 +13,20 @@ def fp32(value: float) -> float:
     return ctypes.c_float(value).value
 
 
+def sqrt(value: Tensor) -> Tensor:
+    """Return the correctly rounded square root of fp32 values, on any device.
+
+    `torch.sqrt` is one unit in the last place away from it for some values where a vendor's vector library computes it.
+    The root of an fp32 value is never so near the middle between two others that fp64's own rounding could matter.
+    """
+    return value.double().sqrt().float()
+
+
 def fma(a: float | Tensor, b: Tensor, c: Tensor) -> Tensor:
     """Return `a * b + c` rounded once, for fp32 values, on any device.
 
-    The product of two fp32 values is exact in fp64. The sum is rounded to odd there (the last bit tells whether anything
-    was lost), after which rounding to fp32 gives what one rounding of the exact sum gives.
+    The product of two fp32 values is exact in fp64. The sum is rounded to odd there (the last bit tells whether
+    anything was lost), after which rounding to fp32 gives what one rounding of the exact sum gives.
 
     Args:
         a: fp32 tensor, or a Python number that fp32 can hold.

@@ -5,9 +5,9 @@ The remainder form is exact. With the bits of a value seen as integers:
     bf16 = (fp32 + 0x8000) >> 16        nearest, ties away from zero
     fp32 = (bf16 << 16) + remainder     the remainder is signed
 
-so the low 16 bits of the value are the remainder's bits, and bf16 is the parameter that a user sees. Where the nearest
-even bf16 differs (on ties alone, one value in 65,536), either is as near. A NaN is kept as a quiet NaN with remainder 0:
-rounding 0x7FFFFFFF up would make it -0.
+so the low 16 bits of the value are the remainder's bits, and bf16 is the parameter that a user sees. It differs from
+the nearest even bf16 on half of the ties alone, one value in 131,072, and there either is as near. A NaN is kept as a
+quiet NaN with remainder 0: rounding 0x7FFFFFFF up would make it -0.
 """
 
 from __future__ import annotations

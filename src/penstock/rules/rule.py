@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-import torch
 from torch import Tensor
 
 from penstock._native import Pool
+
+#: Elements that a back end in plain torch takes at once: its temporaries stay small beside the tiles.
+PIECE_NUMEL = 1 << 22
 
 
 @dataclass(frozen=True)
@@ -40,9 +42,20 @@ class Segment:
         for tensor in (self.param, self.grad, *self.states, *([] if self.master is None else [self.master])):
             if tensor.numel() != numel or tensor.device != device or not tensor.is_contiguous():
                 raise ValueError(
-                    f"a segment's tensors must be contiguous and alike: the parameter has {numel} elements on {device}, "
-                    f"this one {tensor.numel()} on {tensor.device}, strides {tensor.stride()}, {tensor.dtype}"
+                    f"a segment takes contiguous tensors that are alike: param has {numel} elements on {device}, "
+                    f"this {tensor.dtype} tensor {tensor.numel()} on {tensor.device} with strides {tensor.stride()}"
                 )
+
+    def pieces(self) -> Iterator[Segment]:
+        """Cut the segment into views of at most `PIECE_NUMEL` elements, in order."""
+        for start in range(0, self.param.numel(), PIECE_NUMEL):
+            part = slice(start, start + PIECE_NUMEL)
+            yield Segment(
+                self.param[part],
+                self.grad[part],
+                None if self.master is None else self.master[part],
+                tuple(state[part] for state in self.states),
+            )
 
 
 @dataclass(frozen=True)
@@ -81,12 +94,3 @@ class Rule(Protocol):
             grad_scale: the gradient is `float(grad) * grad_scale`: unscaling, averaging and clipping in one factor.
             pool: the threads to use on host memory; None is the calling thread alone.
         """
-
-
-#: Elements that a back end in plain torch takes at once: its temporaries stay small beside the tiles.
-PIECE_NUMEL = 1 << 22
-
-
-def pieces(*tensors: Tensor) -> list[tuple[Tensor, ...]]:
-    """Cut flat tensors of equal numel into views of at most `PIECE_NUMEL` elements."""
-    return list(zip(*(torch.split(tensor, PIECE_NUMEL) for tensor in tensors), strict=True))
