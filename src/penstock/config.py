@@ -54,7 +54,7 @@ class Placement:
 
         Source: Twin-Flow of ZeRO-Offload++ (DeepSpeed, 2023).
         """
-        if isinstance(ratio, bool) or not isinstance(ratio, int | float) or not 0 <= ratio <= 1:
+        if not 0 <= ratio <= 1:
             raise ConfigError(f"twin_flow(ratio={ratio!r}) is not a fraction. Use a number from 0 to 1.")
         return cls(optimizer={"cpu": ratio, "device": 1 - ratio}, **kwargs)
 

@@ -17,6 +17,9 @@ Overlap = Literal["none", "forward", "backward", "auto"]
 PARAM = "param"
 GRAD = "grad"
 MASTER = "master"
+OPTIMIZER = "optimizer"  # every state of the rule, when asking
+STAGING = "staging"  # buffers that cells pass through
+GATHERED = "gathered"  # device memory of gathered parameters: a use of cells, not a cell
 
 
 class Tier(StrEnum):

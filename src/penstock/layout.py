@@ -1,9 +1,9 @@
 """Where each parameter lies in its unit's flat buffer, and how that buffer is cut. Pure arithmetic.
 
-    flat buffer   | slot 0 | gap | slot 1 | ... | slot k | tail gap |         layout.numel elements
-    shards        |   rank 0    |   rank 1    |  ...  |   rank N-1    |         layout.shard_numel each
-    tiles         | tile 0 | tile 1 | ... |  of one shard, tile_numel elements each, the last one shorter
-    pieces        the part of a slot that lies in one tile of one shard: one param group, one step count
+flat buffer   | slot 0 | gap | slot 1 | ... | slot k | tail gap |         layout.numel elements
+shards        |   rank 0    |   rank 1    |  ...  |   rank N-1    |         layout.shard_numel each
+tiles         | tile 0 | tile 1 | ... |  of one shard, tile_numel elements each, the last one shorter
+pieces        the part of a slot that lies in one tile of one shard: one param group, one step count
 """
 
 from collections.abc import Iterator, Sequence

@@ -1,0 +1,204 @@
+"""What `prepare` refuses, before anything is allocated. Each message says what, which, and what to do next."""
+
+import math
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from penstock.config import DEFAULT_LIVE_BYTES, Options, Placement
+from penstock.engine.discover import UnitSpec
+from penstock.engine.hooks import Hooks
+from penstock.errors import ConfigError, MemoryBudgetError
+from penstock.kinds import COMPUTE_DTYPES, Tier
+
+_SUM_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def check_features(
+    stage: object,
+    placement: object,
+    precision: object,
+    overlap: object,
+    master: object,
+    unit_micro_batches: object,
+    options: object,
+) -> Placement:
+    """Refuse values that do not exist, and those that this version does not have. Returns the placement."""
+    if stage not in (0, 1, 2, 3) or isinstance(stage, bool):
+        raise ConfigError(f"stage={stage!r}: use 0 (nothing sharded), 1, 2 or 3.")
+    _one_of("precision", precision, tuple(COMPUTE_DTYPES))
+    _one_of("overlap", overlap, ("none", "forward", "backward", "auto"))
+    _one_of("master", master, ("remainder", "fp32", "none"))
+    if not isinstance(options, Options):
+        raise ConfigError(f"options={options!r}: give a penstock.Options.")
+    if placement is None:
+        placement = Placement()
+    if placement == "auto":
+        raise _not_yet("placement='auto'", "Give a penstock.Placement.")
+    if not isinstance(placement, Placement):
+        raise ConfigError(f"placement={placement!r}: give a penstock.Placement, 'auto' or None.")
+    for what in ("params", "grads", "optimizer"):
+        home = placement.home(what)
+        if Tier.NVME in home:
+            raise _not_yet(f"{what} on the nvme tier", f"Use {what}='cpu' or 'device'.")
+        if len(home) > 1:
+            raise _not_yet(f"{what} split between tiers", f"Give one tier, such as {what}='cpu'.")
+    if placement.activations is not None:
+        raise _not_yet("Placement(activations=...)", "Use the model's own activation checkpointing.")
+    if precision == "fp16":
+        raise _not_yet("precision='fp16'", "Use precision='bf16'.")
+    if overlap in ("forward", "backward"):
+        raise _not_yet(f"overlap={overlap!r}", "Use overlap='auto'.")
+    if master == "none" and precision != "fp32":
+        raise _not_yet("master='none'", "Use master='remainder', which costs 2 bytes per parameter.")
+    if unit_micro_batches != 1:
+        raise _not_yet(f"unit_micro_batches={unit_micro_batches!r}", "Use 1, and call backward once per micro-batch.")
+    if options.state_dtype != "fp32":
+        raise _not_yet(f"Options(state_dtype={options.state_dtype!r})", "Use 'fp32'.")
+    return placement
+
+
+def check_dtypes(reduce_dtype: object, grad_accumulation_dtype: object) -> None:
+    """Refuse dtypes in which gradients cannot be summed."""
+    for what, dtype in (("reduce_dtype", reduce_dtype), ("grad_accumulation_dtype", grad_accumulation_dtype)):
+        if dtype is not None and dtype not in _SUM_DTYPES:
+            raise ConfigError(f"{what}={dtype!r}: use torch.float32, torch.bfloat16, torch.float16 or None.")
+
+
+def check_clip(max_grad_norm: object) -> None:
+    """Refuse a norm that clips everything or nothing by accident."""
+    if max_grad_norm is None:
+        return
+    if (
+        isinstance(max_grad_norm, bool)
+        or not isinstance(max_grad_norm, int | float)
+        or not (max_grad_norm > 0 and math.isfinite(max_grad_norm))
+    ):
+        raise ConfigError(f"max_grad_norm={max_grad_norm!r}: use a finite number above 0, or None not to clip.")
+
+
+def check_model(model: nn.Module) -> None:
+    """Refuse what is no model, has no memory, or is prepared already."""
+    if not isinstance(model, nn.Module):
+        raise ConfigError(f"model={type(model).__name__}: give a torch.nn.Module.")
+    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+        if tensor.is_meta:
+            raise ConfigError(
+                f"'{name}' {tuple(tensor.shape)} is on the meta device. Give it values first: model.to_empty(device='cpu') "
+                "and an initialisation."
+            )
+    if next(model.parameters(), None) is None:
+        raise ConfigError(f"{type(model).__name__} has no parameters.")
+    for name, module in model.named_modules():
+        if any(isinstance(getattr(hook, "__self__", None), Hooks) for hook in module._forward_pre_hooks.values()):
+            where = f"its module '{name}'" if name else "it"
+            raise ConfigError(
+                f"This {type(model).__name__} is prepared already ({where} has Penstock's hooks). "
+                "Call close() on its optimizer before preparing it again."
+            )
+
+
+def check_ranks(mesh: DeviceMesh | None) -> None:
+    """Refuse a process group that the launcher or the mesh contradicts."""
+    initialised = dist.is_available() and dist.is_initialized()
+    if mesh is not None:
+        if mesh.ndim > 2:
+            raise ConfigError(f"mesh has {mesh.ndim} dimensions: use one, or two (replicate, shard).")
+        return
+    announced = os.environ.get("WORLD_SIZE")
+    if announced is None:
+        return
+    actual = dist.get_world_size() if initialised else 1
+    if not announced.isdigit() or int(announced) != actual:
+        found = f"the process group has {actual} ranks" if initialised else "torch.distributed is not initialised"
+        raise ConfigError(
+            f"WORLD_SIZE={announced}, but {found}. Call torch.distributed.init_process_group() before prepare(), with the "
+            "launcher's world size, or unset WORLD_SIZE."
+        )
+
+
+def check_ownership(model: nn.Module, owned: Mapping[nn.Parameter, int]) -> None:
+    """Refuse optimizer parameters that are not the model's."""
+    of_model = set(model.parameters())
+    strangers = [p for p in owned if p not in of_model]
+    if strangers:
+        raise ConfigError(
+            f"{len(strangers)} of the optimizer's {len(owned)} parameters are not the model's; the first has shape "
+            f"{tuple(strangers[0].shape)} in group {owned[strangers[0]]}. Build the optimizer from model.parameters() after "
+            "the model has its final modules."
+        )
+
+
+def unowned(model: nn.Module, owned: Iterable[nn.Parameter]) -> list[str]:
+    """Names of trainable parameters that the optimizer does not own."""
+    known = set(owned)
+    return [name for name, p in model.named_parameters() if p.requires_grad and p not in known]
+
+
+def check_no_gradients(model: nn.Module) -> None:
+    """Refuse gradients that nobody would take into account."""
+    for name, parameter in model.named_parameters():
+        if parameter.grad is not None:
+            raise ConfigError(
+                f"Parameter '{name}' has a gradient already. Call zero_grad() or step() before prepare()."
+            )
+
+
+def check_live_bytes(units: Sequence[tuple[UnitSpec, int]], options: Options) -> int:
+    """Hold the budget of gathered parameters against what the largest unit needs. Returns the budget.
+
+    A unit is gathered together with those whose forward it is part of.
+    """
+    needs = []
+    for spec, nbytes in units:
+        outer = [n for other, n in units if other is not spec and any(a in other.inside for a in spec.anchors)]
+        needs.append((nbytes + sum(outer), spec.name))
+    need, name = max(needs)
+    if options.live_bytes >= need:
+        return options.live_bytes
+    if options.live_bytes == DEFAULT_LIVE_BYTES:  # nobody asked for less
+        return need
+    raise MemoryBudgetError(
+        f"Options(live_bytes={options.live_bytes:,}) is {need - options.live_bytes:,} bytes too small: unit '{name}' and the "
+        f"units around it take {need:,} bytes when gathered. Raise live_bytes, or choose smaller units."
+    )
+
+
+def check_host_memory(nbytes: int, device: torch.device, options: Options) -> None:
+    """Hold the cells of the cpu tier against the host, and pinned ones against their budget."""
+    if device.type != "cpu" and options.pinned_bytes is not None and nbytes > options.pinned_bytes:
+        raise MemoryBudgetError(
+            f"The cpu tier needs {nbytes:,} bytes of pinned memory, {nbytes - options.pinned_bytes:,} more than "
+            f"Options(pinned_bytes={options.pinned_bytes:,}). Raise it, or keep less on the cpu tier."
+        )
+    available = available_host_bytes()
+    if available is not None and nbytes > available:
+        raise MemoryBudgetError(
+            f"The cpu tier needs {nbytes:,} bytes on this rank; the host has {available:,} available, "
+            f"{nbytes - available:,} too few. Use more ranks, a higher stage, or keep less on the cpu tier."
+        )
+
+
+def available_host_bytes() -> int | None:
+    """Bytes that the host can still give, from /proc/meminfo; `None` where there is none."""
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+    except OSError:
+        return None
+    found = [line.split()[1] for line in lines if line.startswith("MemAvailable:")]
+    return int(found[0]) * 1024 if found else None
+
+
+def _one_of(what: str, value: object, choices: tuple[Any, ...]) -> None:
+    if value not in choices:
+        raise ConfigError(f"{what}={value!r}: use one of {', '.join(map(repr, choices))}.")
+
+
+def _not_yet(what: str, instead: str) -> ConfigError:
+    return ConfigError(f"{what} is not available in this version. {instead}")

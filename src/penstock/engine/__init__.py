@@ -1,0 +1,1 @@
+"""The training step: units, their hooks, gathers, reductions and updates."""

@@ -1,0 +1,243 @@
+"""Looking at training state and changing it, by parameter, wherever it lives.
+
+Every call is collective: all ranks make it, in the same order. Values are fp32 on the cpu, in the parameter's shape.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+
+from penstock.engine.gather import Gatherer
+from penstock.engine.reduce import Reducer
+from penstock.engine.unit import Trained, Unit
+from penstock.errors import ConfigError, EngineError
+from penstock.layout import Slot
+from penstock.machine.collectives import Ranks
+from penstock.machine.streams import DONE
+from penstock.rules.master import read_master, write_master
+
+
+class Access:
+    """Reads and writes the cells of single parameters.
+
+    Arguments:
+        state_names: the rule's states, in the order of their cells.
+        steps: how often each trained parameter was updated.
+        gradient_scale: what a gradient in its home is multiplied with.
+    """
+
+    def __init__(
+        self,
+        units: Sequence[Unit],
+        ranks: Ranks,
+        gatherer: Gatherer,
+        reducer: Reducer,
+        *,
+        state_names: Sequence[str],
+        steps: dict[nn.Parameter, int],
+        gradient_scale: float,
+        device: torch.device,
+    ) -> None:
+        self._units = units
+        self._ranks = ranks
+        self._gatherer = gatherer
+        self._reducer = reducer
+        self._state_names = tuple(state_names)
+        self._steps = steps
+        self._gradient_scale = gradient_scale
+        self._device = device
+        self._places = {p: (unit, index) for unit in units for index, p in enumerate(unit.spec.parameters)}
+
+    def finish(self) -> None:
+        """Wait until every update has reached its home, on the host."""
+        for unit in self._units:
+            if unit.trained:
+                unit.trained.gradient.ready.synchronize()
+                unit.trained.updated.synchronize()
+            unit.published.synchronize()
+
+    @contextmanager
+    def gathered(self, parameters: Iterable[nn.Parameter] | None, *, modify: bool) -> Iterator[None]:
+        """Whole parameters for the time of a `with` block."""
+        self.finish()
+        wanted = [self._place(p)[0] for p in parameters] if parameters is not None else self._units
+        units = sorted(dict.fromkeys(wanted), key=lambda unit: unit.index)
+        for unit in units:
+            unit.users += 1
+            self._gatherer.acquire(unit)
+        before = {unit: unit.own.clone() for unit in units} if modify else {}
+        try:
+            yield
+            for unit in units if modify else ():
+                self._take_over(unit, before[unit])
+        finally:
+            for unit in units:
+                unit.users -= 1
+                if unit.users == 0:
+                    self._gatherer.release(unit)
+
+    def param(self, parameter: nn.Parameter) -> Tensor:
+        """The parameter at master precision."""
+        self.finish()
+        unit, index = self._place(parameter)
+        return self._whole(unit, index, lambda part: _read(unit, part))
+
+    def grad(self, parameter: nn.Parameter) -> Tensor:
+        """The gradient accumulated so far, over ranks and micro-batches; zeros where there is none."""
+        self.finish()
+        unit, index, trained = self._trained_place(parameter)
+        gradient = trained.gradient
+        if gradient.pending is not None:
+            raise EngineError(
+                "Gradients of no_sync micro-batches are not reduced yet. Read them after the last backward."
+            )
+        if self._ranks.world_size == 1 and index not in gradient.present:
+            return torch.zeros(unit.layout.slots[index].shape)
+        return self._whole(unit, index, lambda part: gradient.home[part].float() * self._gradient_scale)
+
+    def state(self, parameter: nn.Parameter, name: str) -> Tensor:
+        """An optimizer state; `"step"` is the count of updates."""
+        self.finish()
+        unit, index, trained = self._trained_place(parameter)
+        if name == "step":
+            return torch.tensor(float(self._steps[parameter]))
+        values = trained.states[self._state_index(name)]
+        return self._whole(unit, index, lambda part: values[part].float())
+
+    def set_param(self, parameter: nn.Parameter, value: Tensor) -> None:
+        """Overwrite the parameter and its master weights."""
+        self.finish()
+        unit, index = self._place(parameter)
+        found = self._own_part(unit, index, value)
+        if found is not None:
+            part, values = found
+            _write(unit, part, values)
+            if unit.trained and unit.trained.shadow is not None:
+                unit.own[part].copy_(unit.trained.shadow[part])
+        unit.stale = unit.replicated and unit.layout.shards > 1
+        unit.published = DONE
+        self._gatherer.outdate(unit)
+        if unit.resident:
+            self._gatherer.acquire(unit)
+
+    def set_grad(self, parameter: nn.Parameter, value: Tensor) -> None:
+        """Overwrite the accumulated gradient."""
+        self.finish()
+        unit, index, trained = self._trained_place(parameter)
+        gradient = trained.gradient
+        if gradient.pending is not None:
+            raise EngineError(
+                "Gradients of no_sync micro-batches are not reduced yet. Set them after the last backward."
+            )
+        if not gradient.held:
+            gradient.home.zero_()
+            gradient.held = True
+        found = self._own_part(unit, index, value)
+        if found is not None:
+            part, values = found
+            gradient.home[part].copy_(values / self._gradient_scale)
+            gradient.squared_norms[index] = self._reducer.squared_norm(gradient.home[part])
+        gradient.present.add(index)
+
+    def set_state(self, parameter: nn.Parameter, name: str, value: Tensor) -> None:
+        """Overwrite an optimizer state; `"step"` takes a whole number."""
+        self.finish()
+        unit, index, trained = self._trained_place(parameter)
+        if name == "step":
+            self._steps[parameter] = int(value)
+            return
+        values = trained.states[self._state_index(name)]
+        found = self._own_part(unit, index, value)
+        if found is not None:
+            values[found[0]].copy_(found[1])
+
+    def steps(self) -> Mapping[nn.Parameter, int]:
+        """How often each trained parameter was updated."""
+        return self._steps
+
+    # Helpers
+
+    def _place(self, parameter: nn.Parameter) -> tuple[Unit, int]:
+        place = self._places.get(parameter)
+        if place is None:
+            raise ConfigError(
+                f"This is no parameter of the prepared model: {type(parameter).__name__} {tuple(parameter.shape)}. Pass one of model.parameters()."
+            )
+        return place
+
+    def _trained_place(self, parameter: nn.Parameter) -> tuple[Unit, int, Trained]:
+        unit, index = self._place(parameter)
+        if unit.trained is None:
+            raise ConfigError(
+                f"Parameter '{unit.spec.names[index]}' is frozen: it has no gradient and no optimizer state. "
+                "Only full_param and set_full_param work on it."
+            )
+        return unit, index, unit.trained
+
+    def _state_index(self, name: str) -> int:
+        if name not in self._state_names:
+            known = ", ".join(map(repr, (*self._state_names, "step")))
+            raise ConfigError(f"There is no optimizer state {name!r}. This rule has {known}.")
+        return self._state_names.index(name)
+
+    def _whole(self, unit: Unit, index: int, read: Callable[[slice], Tensor]) -> Tensor:
+        """Put the parts of all shards together. `read` gives fp32 values of a part of this rank's shard."""
+        slot = unit.layout.slots[index]
+        whole = torch.empty(slot.numel)
+        for rank in range(unit.layout.shards):
+            overlap = unit.layout.overlap(slot, rank)
+            if overlap is None:
+                continue
+            start, stop = overlap
+            first = unit.layout.shard_range(rank)[0]
+            part = torch.empty(stop - start, device=self._device)
+            if rank == unit.rank:
+                part.copy_(read(slice(start - first, stop - first)))
+            self._ranks.broadcast_part(part, rank)
+            whole[start - slot.start : stop - slot.start] = part.cpu()
+        return whole.view(slot.shape)
+
+    def _own_part(self, unit: Unit, index: int, value: Tensor) -> tuple[slice, Tensor] | None:
+        """Where this rank's shard holds a part of the slot, and that part of `value` in fp32."""
+        slot = unit.layout.slots[index]
+        _check_shape(unit.spec.names[index], slot, value)
+        overlap = unit.layout.overlap(slot, unit.rank)
+        if overlap is None:
+            return None
+        start, stop = overlap
+        first = unit.own_range[0]
+        values = value.detach().reshape(-1)[start - slot.start : stop - slot.start].float()
+        return slice(start - first, stop - first), values
+
+    def _take_over(self, unit: Unit, before: Tensor) -> None:
+        """The full buffer was modified: every rank takes the first rank's, masters keep what did not change."""
+        self._ranks.broadcast(unit.full)
+        start, stop = unit.own_range
+        now = unit.full[start:stop].to(before.device)
+        if unit.trained is not None:
+            values = _read(unit, slice(None))
+            changed = (now != before).to(values.device)
+            _write(unit, slice(None), torch.where(changed, now.to(values.device, torch.float32), values))
+        unit.own.copy_(now)
+        if unit.replicated and not unit.resident:
+            unit.home.copy_(unit.full)
+
+
+def _check_shape(name: str, slot: Slot, value: Tensor) -> None:
+    if tuple(value.shape) != slot.shape:
+        raise ConfigError(f"The value for '{name}' has shape {tuple(value.shape)}; the parameter has {slot.shape}.")
+
+
+def _read(unit: Unit, part: slice) -> Tensor:
+    """The fp32 values of a part of this rank's shard."""
+    master = unit.trained.master if unit.trained else None
+    return read_master(unit.written[part], None if master is None else master[part])
+
+
+def _write(unit: Unit, part: slice, values: Tensor) -> None:
+    """Write fp32 values into a part of this rank's shard, parameter and master."""
+    master = unit.trained.master if unit.trained else None
+    written = unit.written[part]
+    write_master(written, None if master is None else master[part], values.to(written.device))

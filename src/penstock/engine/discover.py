@@ -1,0 +1,154 @@
+"""Which parameters are handled together.
+
+A unit holds the parameters of one block (by default each repeated block of the model), or the rest of the model. Its
+parameters share one flat buffer, so they agree on dtype and on whether they are trained: a block with frozen and
+trained parameters gives two units.
+"""
+
+from collections.abc import Callable, Iterable, Set
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from penstock.errors import ConfigError
+
+UnitPolicy = Iterable[type[nn.Module]] | Callable[[str, nn.Module], bool] | None
+ROOT = "root"
+
+
+@dataclass(frozen=True)
+class UnitSpec:
+    """What belongs to a unit.
+
+    Attributes:
+        name: the block's name, or `root`; with a suffix where the block gives several units.
+        anchors: modules whose forward needs the unit's parameters.
+        inside: every module below the anchors.
+        names, parameters: the parameters, in the model's order.
+        dtype: dtype while computing.
+        trainable: whether the unit has gradients and optimizer state.
+        persistent: whether the unit stays gathered between uses.
+    """
+
+    name: str
+    anchors: tuple[nn.Module, ...]
+    inside: frozenset[nn.Module]
+    names: tuple[str, ...]
+    parameters: tuple[nn.Parameter, ...]
+    dtype: torch.dtype
+    trainable: bool
+    persistent: bool
+
+
+def find_units(
+    model: nn.Module, policy: UnitPolicy, *, owned: Set[nn.Parameter], compute_dtype: torch.dtype, persistent_bytes: int
+) -> list[UnitSpec]:
+    """Group the parameters of a model into units, the rest of the model first, then the blocks in the model's order.
+
+    Arguments:
+        policy: classes of the blocks, or a predicate on (name, module); `None` finds the repeated blocks.
+        owned: parameters that the optimizer updates.
+        compute_dtype: dtype of floating-point parameters while computing.
+        persistent_bytes: parameters up to this size join a unit of their own that stays gathered.
+
+    Raises:
+        ConfigError: a policy that is neither, or that selects no module; a complex parameter.
+    """
+    blocks = _blocks(model, policy)
+    owners = _owners(model, blocks)
+    groups: dict[tuple[str, torch.dtype, bool, bool], list[tuple[str, nn.Parameter]]] = {}
+    for name, parameter in model.named_parameters():
+        if parameter.is_complex():
+            raise ConfigError(f"Parameter '{name}' is {parameter.dtype}. Store its real and imaginary parts apart.")
+        dtype = compute_dtype if parameter.is_floating_point() else parameter.dtype
+        homes = {block for block, _ in owners[parameter]}
+        # Tied parameters share a unit: what several blocks use belongs to the rest of the model.
+        block = homes.pop() if len(homes) == 1 else ROOT
+        small = parameter.numel() * dtype.itemsize <= persistent_bytes
+        trainable = parameter.requires_grad and parameter in owned
+        groups.setdefault((ROOT if small else block, dtype, trainable, small), []).append((name, parameter))
+
+    specs = []
+    for (block, dtype, trainable, small), members in groups.items():
+        anchors = [blocks[block]]
+        if block == ROOT:  # a part of the model may be called by itself: an encoder, a head
+            anchors += [module for _, parameter in members for _, module in owners[parameter]]
+        if small:
+            anchors += blocks.values()
+        name = block + ("" if trainable else ".frozen") + (".small" if small else "")
+        if not dtype.is_floating_point:
+            name += f".{str(dtype).removeprefix('torch.')}"
+        names, parameters = zip(*members, strict=True)
+        unique = tuple(dict.fromkeys(anchors))
+        inside = frozenset(module for anchor in unique for module in anchor.modules()) - set(unique)
+        specs.append(UnitSpec(name, unique, inside, names, parameters, dtype, trainable, small))
+    order = {block: index for index, block in enumerate(blocks)}
+    return sorted(specs, key=lambda spec: min(order.get(_block_of(spec, blocks), 0), len(order)))
+
+
+def _block_of(spec: UnitSpec, blocks: dict[str, nn.Module]) -> str:
+    return next(name for name, module in blocks.items() if module is spec.anchors[0])
+
+
+def _blocks(model: nn.Module, policy: UnitPolicy) -> dict[str, nn.Module]:
+    """The model itself as `root`, then the blocks by name."""
+    if policy is None:
+        return {ROOT: model, **_repeated_blocks(model)}
+    if isinstance(policy, type):
+        policy = (policy,)
+    if isinstance(policy, Iterable):
+        classes = tuple(policy)
+        if not classes or not all(isinstance(c, type) for c in classes):
+            raise ConfigError(f"units={classes!r}: give module classes, a predicate on (name, module), or None.")
+        chosen = {n: m for n, m in model.named_modules() if m is not model and isinstance(m, classes)}
+        wanted = ", ".join(c.__name__ for c in classes)
+    elif callable(policy):
+        chosen = {n: m for n, m in model.named_modules() if m is not model and policy(n, m)}
+        wanted = "the predicate"
+    else:
+        raise ConfigError(f"units={policy!r}: give module classes, a predicate on (name, module), or None.")
+    if not chosen:
+        raise ConfigError(
+            f"units: no module of {type(model).__name__} matches {wanted}. Use units=None to find blocks."
+        )
+    return {ROOT: model, **chosen}
+
+
+def _repeated_blocks(model: nn.Module) -> dict[str, nn.Module]:
+    """The outermost modules with parameters that stand in a list of at least two of them."""
+    found: dict[str, nn.Module] = {}
+
+    def visit(name: str, module: nn.Module) -> None:
+        children = list(module.named_children())
+        filled = [child for _, child in children if next(child.parameters(), None) is not None]
+        is_list = isinstance(module, nn.ModuleList | nn.Sequential | nn.ModuleDict) and len(filled) > 1
+        for child_name, child in children:
+            full_name = f"{name}.{child_name}" if name else child_name
+            if is_list and child in filled and not isinstance(child, nn.ModuleList | nn.ModuleDict):
+                found[full_name] = child
+            else:
+                visit(full_name, child)
+
+    visit("", model)
+    return found
+
+
+def _owners(model: nn.Module, blocks: dict[str, nn.Module]) -> dict[nn.Parameter, set[tuple[str, nn.Module]]]:
+    """For each parameter, the modules that hold it, each with the innermost block that it is in, on every path."""
+    block_names = {module: name for name, module in blocks.items()}
+    owners: dict[nn.Parameter, set[tuple[str, nn.Module]]] = {}
+    seen: set[tuple[nn.Module, str]] = set()
+
+    def visit(module: nn.Module, block: str) -> None:
+        block = block_names.get(module, block)
+        if (module, block) in seen:
+            return
+        seen.add((module, block))
+        for parameter in module.parameters(recurse=False):
+            owners.setdefault(parameter, set()).add((block, module))
+        for child in module.children():
+            visit(child, block)
+
+    visit(model, ROOT)
+    return owners

@@ -1,0 +1,177 @@
+"""Making parameters usable, early enough, within a budget of bytes.
+
+The order of units is learned from the last forward and the last backward. It is a hint: another order costs speed,
+never correctness.
+"""
+
+from collections.abc import Iterator, Sequence
+from functools import partial
+
+from penstock.engine.unit import Residency, Unit
+from penstock.machine.collectives import Ranks
+from penstock.machine.streams import COLLECTIVE, DOWNLOAD, UPLOAD, Event, Streams, copy
+
+
+class Order:
+    """The sequence in which units were last used, and how far the present use has come."""
+
+    def __init__(self, guess: Sequence[Unit]) -> None:
+        self._learned = list(guess)
+        self._current: list[Unit] = []
+        self._position = 0
+        self.was_observed = False
+
+    @property
+    def learned(self) -> Sequence[Unit]:
+        """The order of the last complete pass."""
+        return self._learned
+
+    def start(self) -> None:
+        """Begin a pass."""
+        self._current = []
+        self._position = 0
+
+    def note(self, unit: Unit) -> None:
+        """The unit is used now."""
+        self._current.append(unit)
+        for ahead in range(self._position, len(self._learned)):
+            if self._learned[ahead] is unit:
+                self._position = ahead + 1
+                return
+
+    def upcoming(self) -> Iterator[Unit]:
+        """The units expected next, soonest first."""
+        yield from self._learned[self._position :]
+
+    def finish(self) -> None:
+        """The pass is complete: expect the same next time."""
+        if self._current:
+            self._learned = self._current
+            self.was_observed = True
+        self.start()
+
+    def replace(self, guess: Sequence[Unit]) -> None:
+        """Expect another order until one is observed."""
+        self._learned = list(guess)
+        self.start()
+
+
+class Gatherer:
+    """Gathers and releases units.
+
+    Arguments:
+        live_bytes: full buffers at once, at most, for gathers ahead of use. A unit that is needed is always gathered.
+        prefetch_bytes: full buffers being filled ahead of use, at most.
+    """
+
+    def __init__(self, ranks: Ranks, streams: Streams, *, live_bytes: int, prefetch_bytes: int) -> None:
+        self._ranks = ranks
+        self._streams = streams
+        self._live_budget = live_bytes
+        self._prefetch_budget = prefetch_bytes
+        self.live_bytes = 0
+        self.peak_live_bytes = 0
+        self._ahead: dict[Unit, None] = {}  # gathered ahead of use, in order
+
+    def acquire(self, unit: Unit) -> None:
+        """Make the unit's parameters usable by compute issued from here on."""
+        if unit.residency is Residency.RELEASED:
+            self._start(unit)
+        if unit.residency is Residency.GATHERING:
+            unit.event.wait()
+            unit.expose()
+            unit.residency = Residency.GATHERED
+            self._ahead.pop(unit, None)
+
+    def prefetch(self, upcoming: Iterator[Unit]) -> None:
+        """Start gathering the units that come next, as many as the budgets allow, in order."""
+        ahead_bytes = sum(unit.nbytes for unit in self._ahead)
+        for unit in upcoming:
+            if unit.residency is not Residency.RELEASED:
+                continue
+            ahead_bytes += 0 if unit.resident else unit.nbytes
+            live_bytes = self.live_bytes + (0 if unit.resident else unit.nbytes)
+            if ahead_bytes > self._prefetch_budget or live_bytes > self._live_budget:
+                return
+            self._start(unit)
+            self._ahead[unit] = None
+
+    def release(self, unit: Unit) -> None:
+        """Give the full buffer's memory back; the parameters become placeholders. Resident units keep theirs."""
+        if unit.resident or unit.spec.persistent:
+            return
+        self._retire(unit)
+
+    def drop_unused(self) -> None:
+        """Take back what was gathered ahead and not used."""
+        for unit in list(self._ahead):
+            del self._ahead[unit]
+            unit.event.wait()
+            if unit.resident or unit.spec.persistent:
+                unit.expose()
+                unit.residency = Residency.GATHERED
+            else:
+                self._retire(unit)
+
+    def outdate(self, unit: Unit) -> None:
+        """An update wrote the unit: what is gathered is from before it."""
+        assert unit.users == 0 and unit not in self._ahead, f"unit '{unit.name}' is updated while it is in use"
+        if unit.resident or unit.spec.persistent:
+            if unit.residency is Residency.GATHERED:
+                unit.residency = Residency.RELEASED
+        else:
+            self._retire(unit)
+
+    def _retire(self, unit: Unit) -> None:
+        if unit.residency is Residency.RELEASED:
+            return
+        if unit.residency is Residency.GATHERING:
+            unit.event.wait()
+        unit.hide()
+        self._streams.retire(unit.full)
+        unit.leased = False
+        unit.residency = Residency.RELEASED
+        self.live_bytes -= unit.nbytes
+
+    def _start(self, unit: Unit) -> None:
+        unit.event = self._refresh(unit) if unit.resident else self._fill(unit)
+        unit.residency = Residency.GATHERING
+
+    def _refresh(self, unit: Unit) -> Event:
+        """Resident: bring the other ranks' parts up to date in place."""
+        if not unit.stale:
+            return unit.published
+        unit.stale = False
+        return self._all_gather(unit, after=(unit.published,))
+
+    def _fill(self, unit: Unit) -> Event:
+        """Lease the full buffer and fill it: upload what this rank has, gather what others have."""
+        if not unit.leased:
+            self._streams.lease(unit.full)
+            unit.leased = True
+            self.live_bytes += unit.nbytes
+            self.peak_live_bytes = max(self.peak_live_bytes, self.live_bytes)
+        exchange = unit.stale or not unit.replicated
+        start, stop = unit.own_range
+        target, source = (unit.full[start:stop], unit.own) if exchange else (unit.full, unit.home)
+        event = self._streams.submit(
+            UPLOAD,
+            partial(copy, target, source),
+            after=(unit.published,),
+            writes=(unit.full,),
+            nbytes=source.numel() * source.element_size(),
+        )
+        if exchange and self._ranks.shards > 1:
+            event = self._all_gather(unit, after=(event,))
+        if unit.stale:  # the home of a replicated unit must hold every rank's part again
+            unit.stale = False
+            full, home = unit.full, unit.home
+            event = self._streams.submit(DOWNLOAD, partial(copy, home, full), after=(event,), nbytes=unit.nbytes)
+        return event
+
+    def _all_gather(self, unit: Unit, after: tuple[Event, ...]) -> Event:
+        start, stop = unit.own_range
+        full, own = unit.full, unit.full[start:stop]
+        return self._streams.submit(
+            COLLECTIVE, lambda: self._ranks.all_gather(full, own), after=after, nbytes=unit.nbytes
+        )

@@ -1,0 +1,230 @@
+"""What modules and autograd tell the engine, and what it does about it.
+
+Forward of an anchor: gather its units -> compute -> release them. Backward of a unit: gather -> compute, gradients go to
+the reducer -> when backward moves on to a unit outside it, reduce and release. The outermost units stay until backward
+ends. Order of events never matters for the result: a gradient that arrives after its unit was reduced is reduced again
+and added.
+"""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import Variable
+from torch.utils.hooks import RemovableHandle
+
+from penstock.engine.gather import Gatherer, Order
+from penstock.engine.precision import CastInputs, tensors_of
+from penstock.engine.reduce import Reducer
+from penstock.engine.unit import Unit
+from penstock.errors import EngineError
+
+
+def in_backward() -> bool:
+    """Whether the calling thread runs inside autograd's backward: a checkpointed forward does."""
+    return torch._C._current_graph_task_id() != -1
+
+
+class Hooks:
+    """Connects a model to a gatherer and a reducer.
+
+    Arguments:
+        cast_inputs: applied to the inputs of the outermost forward.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        units: Sequence[Unit],
+        gatherer: Gatherer,
+        reducer: Reducer,
+        cast_inputs: CastInputs | None,
+    ) -> None:
+        self._model = model
+        self._units = units
+        self._gatherer = gatherer
+        self._reducer = reducer
+        self._cast_inputs = cast_inputs
+        self._depth = 0  # anchors whose forward is under way
+        self._active: list[Unit] = []  # units whose backward is under way, outer ones first
+        self.backward_open = False
+        in_order = [unit for unit in units if not any(unit.contains(other) for other in units)] or list(units)
+        self._forward_order = Order(in_order)
+        self._backward_order = Order(in_order[::-1])
+        self._anchors: dict[nn.Module, tuple[Unit, ...]] = {}
+        for unit in units:
+            for anchor in unit.spec.anchors:
+                self._anchors[anchor] = (*self._anchors.get(anchor, ()), unit)
+        self._handles: list[RemovableHandle] = []
+        self._attach()
+
+    def _attach(self) -> None:
+        for anchor in {self._model: (), **self._anchors}:
+            self._handles += [
+                anchor.register_forward_pre_hook(self._before_forward, prepend=True, with_kwargs=True),
+                anchor.register_forward_hook(self._after_forward, with_kwargs=True, always_call=True),
+            ]
+        for unit in self._units:
+            for index, parameter in enumerate(unit.spec.parameters):
+                take: Callable[[nn.Parameter], None]
+                if unit.trained:
+                    take = partial(self._take_gradient, unit, index)
+                elif parameter.requires_grad:
+                    take = _drop_gradient
+                else:
+                    continue
+                handle = parameter.register_post_accumulate_grad_hook(take)  # type: ignore[no-untyped-call]
+                self._handles.append(handle)
+
+    def remove(self) -> None:
+        """Take every hook off the model."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+    @property
+    def in_forward(self) -> bool:
+        """Whether a forward of the model is under way."""
+        return self._depth > 0
+
+    def abandon_backward(self) -> None:
+        """A backward ended with an exception: drop what it collected and gathered."""
+        self._reducer.drop_pending(self._units)
+        self._close_backward()
+
+    # Forward
+
+    def _before_forward(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        recomputing = in_backward()
+        outermost = self._depth == 0 or (module is self._model and not recomputing)
+        if outermost and not recomputing:
+            self._begin_forward()
+        self._depth += 1
+        for unit in self._anchors.get(module, ()):
+            unit.users += 1
+            if unit.users > 1:
+                continue
+            if recomputing:
+                self._enter_backward(unit)
+            else:
+                self._forward_order.note(unit)
+                self._gatherer.acquire(unit)
+                self._gatherer.prefetch(self._forward_order.upcoming())
+        if outermost and not recomputing and self._cast_inputs is not None:
+            return self._cast_inputs(args, kwargs)
+        return None
+
+    def _after_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        recomputing = in_backward()
+        self._depth = max(0, self._depth - 1)
+        finished = []
+        for unit in self._anchors.get(module, ()):
+            unit.users = max(0, unit.users - 1)
+            if unit.users == 0:
+                finished.append(unit)
+        if finished:
+            keep = self._watch_outputs(finished, output, args, kwargs)
+            if not (keep or recomputing):  # else its backward comes next, and releases it
+                for unit in finished:
+                    self._gatherer.release(unit)
+        if self._depth == 0 and not recomputing:
+            self._end_forward(complete=output is not None)
+
+    def _watch_outputs(self, units: list[Unit], output: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Gather the units again when a gradient reaches what their forward made. Returns: keep them gathered instead.
+
+        An input that is handed through is not watched: its gradient is complete long after the unit's backward.
+        """
+        if not torch.is_grad_enabled():
+            return False
+        tensors = {id(t): t for t in tensors_of(output)}
+        inputs = {id(t) for t in tensors_of((args, kwargs))}
+        made = [t for key, t in tensors.items() if key not in inputs and t.grad_fn is not None]
+        for tensor in made:
+            tensor.register_hook(partial(self._before_backward, units))  # type: ignore[no-untyped-call]
+        if output is not None and not tensors:
+            return True  # an output we cannot look into: its backward may come unannounced
+        return bool(made) and self._depth == 0 and not in_backward()  # backward starts with it
+
+    def _begin_forward(self) -> None:
+        if self.backward_open:
+            self.abandon_backward()
+        elif self._depth:
+            self._forget_uses()
+        self._depth = 0
+        self._forward_order.start()
+
+    def _end_forward(self, *, complete: bool) -> None:
+        if complete:
+            self._forward_order.finish()
+            if not self._backward_order.was_observed:
+                self._backward_order.replace(self._forward_order.learned[::-1])
+        self._gatherer.drop_unused()
+
+    def _forget_uses(self) -> None:
+        self._depth = 0
+        self._gatherer.drop_unused()
+        for unit in self._units:
+            unit.users = 0
+            self._gatherer.release(unit)
+
+    # Backward
+
+    def _before_backward(self, units: list[Unit], grad: Tensor) -> None:
+        del grad
+        for unit in units:
+            self._enter_backward(unit)
+
+    def _enter_backward(self, unit: Unit) -> None:
+        if not self.backward_open:
+            self.backward_open = True
+            self._backward_order.start()
+            Variable._execution_engine.queue_callback(self._end_backward)
+        if unit in self._active:
+            return
+        for other in [u for u in self._active if not u.contains(unit)]:
+            self._leave_backward(other)
+        self._active.append(unit)
+        self._backward_order.note(unit)
+        self._gatherer.acquire(unit)
+        self._gatherer.prefetch(self._backward_order.upcoming())
+
+    def _leave_backward(self, unit: Unit) -> None:
+        self._active.remove(unit)
+        self._reducer.flush(unit)
+        if unit.users == 0:
+            self._gatherer.release(unit)
+
+    def _take_gradient(self, unit: Unit, index: int, parameter: nn.Parameter) -> None:
+        grad = parameter.grad
+        assert grad is not None
+        parameter.grad = None
+        if grad.is_sparse:
+            raise EngineError(
+                f"Parameter '{unit.spec.names[index]}' got a sparse gradient. Build its embedding with sparse=False."
+            )
+        if not self.backward_open:  # no watched output led here: the end of backward must still be seen
+            self._enter_backward(unit)
+        self._reducer.add(unit, index, grad)
+
+    def _end_backward(self) -> None:
+        for unit in self._units:
+            self._reducer.flush(unit)
+        self._backward_order.finish()
+        self._close_backward()
+
+    def _close_backward(self) -> None:
+        self.backward_open = False
+        self._active.clear()
+        self._gatherer.drop_unused()
+        for unit in self._units:
+            if unit.users == 0:
+                self._gatherer.release(unit)
+
+
+def _drop_gradient(parameter: nn.Parameter) -> None:
+    parameter.grad = None

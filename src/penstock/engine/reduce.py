@@ -1,0 +1,186 @@
+"""Gradients from autograd to their home: collected, reduced over ranks, summed over micro-batches, measured.
+
+    autograd -> pending (device, whole unit, reduce dtype) -> reduced (this rank's shard) -> home (accumulation dtype)
+
+At world size 1, where compute reaches the home, a gradient goes there straight from autograd. Nothing here makes the
+host wait for the device. Norms are taken part by part (a slot's part in the shard) of what the home holds in the end,
+so they do not depend on the path, the placement or the tile size.
+"""
+
+from collections.abc import Sequence
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from penstock._native import Pool
+from penstock.engine.buffers import BufferRing
+from penstock.engine.unit import Gradient, Part, Unit
+from penstock.kinds import Tier
+from penstock.machine.collectives import Ranks
+from penstock.machine.streams import COLLECTIVE, DONE, DOWNLOAD, UPDATE, Event, Streams, copy
+from penstock.rules.deposit import deposit, squared_norm
+
+
+class Reducer:
+    """Takes every gradient of the engine's units.
+
+    Arguments:
+        grads_tier: home of gradients.
+        reduce_dtype: dtype in which gradients are summed over ranks.
+        accumulation_dtype: dtype in which micro-batches are summed, the homes' own.
+        staging: host buffer of one tile in the reduce dtype, through which later micro-batches reach homes on the cpu
+            tier; `None` where compute reaches the homes.
+    """
+
+    def __init__(
+        self,
+        ranks: Ranks,
+        streams: Streams,
+        pool: Pool,
+        *,
+        grads_tier: Tier,
+        reduce_dtype: torch.dtype,
+        accumulation_dtype: torch.dtype,
+        staging: Tensor | None,
+    ) -> None:
+        self._ranks = ranks
+        self._streams = streams
+        self._pool = pool
+        self._reduce_dtype = reduce_dtype
+        self._accumulation_dtype = accumulation_dtype
+        self._home_in_reach = grads_tier is Tier.DEVICE or streams.aliases_host
+        self._straight = ranks.world_size == 1 and self._home_in_reach
+        self._staging = staging
+        self.buffers = BufferRing(streams.device, streams)
+        self.synchronizing = True  # False inside no_sync: micro-batches are summed on this rank before they are reduced
+
+    def add(self, unit: Unit, slot_index: int, grad: Tensor) -> None:
+        """Autograd finished one gradient of the unit."""
+        assert unit.trained is not None
+        gradient = unit.trained.gradient
+        slot = unit.layout.slots[slot_index]
+        flat = grad.reshape(-1)
+        if self._straight:
+            target, held = gradient.home[slot.start : slot.stop], slot_index in gradient.present
+            gradient.squared_norms[slot_index] = deposit(target, flat, add=held, pool=self._pool)
+            gradient.present.add(slot_index)
+            gradient.held = True
+            return
+        if gradient.pending is None:
+            dtype = self._reduce_dtype if self.synchronizing else self._accumulation_dtype
+            gradient.pending = self.buffers.lease(unit.layout.numel, dtype)
+        target = gradient.pending[slot.start : slot.stop]
+        if slot_index in gradient.arrived:
+            target.add_(flat)
+        else:
+            target.copy_(flat)
+        gradient.arrived.add(slot_index)
+
+    def flush(self, unit: Unit) -> None:
+        """The unit's backward is over: reduce what is pending and settle it in its home."""
+        gradient = unit.trained.gradient if unit.trained else None
+        if gradient is None or gradient.pending is None or not self.synchronizing:
+            return
+        self._clear_the_rest(unit, gradient)
+        pending, gradient.pending = gradient.pending, None
+        gradient.present |= gradient.arrived
+        gradient.arrived = set()
+        add, gradient.held = gradient.held, True
+
+        full = pending
+        if pending.dtype != self._reduce_dtype:
+            full = self.buffers.lease(unit.layout.numel, self._reduce_dtype)
+            full.copy_(pending)
+        sharded = self._ranks.shards > 1
+        reduced = self.buffers.lease(unit.layout.shard_numel, self._reduce_dtype) if sharded else full
+        parts = unit.parts()
+        settles_here = self._home_in_reach
+
+        def communicate() -> None:
+            if sharded:
+                self._ranks.reduce_scatter(reduced, full)
+            self._ranks.all_reduce_replicas(reduced)
+            if settles_here:
+                for index, start, stop in parts:
+                    target = gradient.home[start:stop]
+                    gradient.squared_norms[index] = deposit(target, reduced[start:stop], add=add, pool=self._pool)
+            elif not add:
+                for index, start, stop in parts:
+                    gradient.squared_norms[index] = squared_norm(reduced[start:stop], pool=self._pool)
+
+        writes = (reduced,) if sharded else ()
+        event = self._streams.submit(COLLECTIVE, communicate, writes=writes, nbytes=full.numel() * full.element_size())
+        if full is not pending:
+            self.buffers.give_back(pending, DONE)
+        if settles_here:
+            gradient.ready = event
+        elif add:
+            gradient.ready = self._add_on_host(gradient, reduced, parts, event)
+        else:
+            home = gradient.home
+            gradient.ready = self._streams.submit(
+                DOWNLOAD,
+                partial(copy, home, reduced),
+                after=(event,),
+                writes=(home,),
+                nbytes=home.numel() * home.element_size(),
+            )
+        self.buffers.give_back(full, event if sharded else gradient.ready)
+        if sharded:
+            self.buffers.give_back(reduced, gradient.ready)
+
+    def drop_pending(self, units: Sequence[Unit]) -> None:
+        """Forget what a backward that failed has collected."""
+        for unit in units:
+            if unit.trained and unit.trained.gradient.pending is not None:
+                self.buffers.give_back(unit.trained.gradient.pending, DONE)
+                unit.trained.gradient.pending = None
+                unit.trained.gradient.arrived = set()
+
+    def zero(self, units: Sequence[Unit]) -> None:
+        """Forget every gradient. Homes keep their memory and are overwritten by the next one."""
+        self.drop_pending(units)
+        for unit in units:
+            if unit.trained:
+                gradient = unit.trained.gradient
+                gradient.ready.synchronize()  # work under way must not write into what comes next
+                gradient.present = set()
+                gradient.squared_norms = {}
+                gradient.held = False
+
+    def squared_norm(self, values: Tensor) -> float | Tensor:
+        """The squared norm as every gradient's is taken."""
+        return squared_norm(values, pool=self._pool)
+
+    def _add_on_host(self, gradient: Gradient, reduced: Tensor, parts: Sequence[Part], after: Event) -> Event:
+        """A later micro-batch of a home on the cpu tier: down once in the reduced dtype, added there tile by tile."""
+        staging = self._staging
+        assert staging is not None
+        home = gradient.home
+
+        def down_and_add() -> None:
+            for start in range(0, home.numel(), staging.numel()):
+                source = reduced[start : start + staging.numel()]
+                landed = staging[: source.numel()]
+                copied = self._streams.submit(
+                    DOWNLOAD,
+                    partial(copy, landed, source),
+                    writes=(landed,),
+                    nbytes=source.numel() * source.element_size(),
+                )
+                copied.synchronize()
+                deposit(home[start : start + source.numel()], landed, add=True, pool=self._pool)
+            for index, start, stop in parts:
+                gradient.squared_norms[index] = squared_norm(home[start:stop], pool=self._pool)
+
+        return self._streams.submit(UPDATE, down_and_add, after=(after,))
+
+    def _clear_the_rest(self, unit: Unit, gradient: Gradient) -> None:
+        """Zero what no gradient arrived for: other ranks may have one."""
+        assert gradient.pending is not None
+        for start, stop in unit.layout.gaps():
+            gradient.pending[start:stop] = 0
+        for index, slot in enumerate(unit.layout.slots):
+            if index not in gradient.arrived:
+                gradient.pending[slot.start : slot.stop] = 0

@@ -1,0 +1,240 @@
+"""One optimizer step.
+
+1. Wait for the gradients; sum their squared norms over ranks, and which parameters got one: one all-reduce.
+2. Decide: a norm that is not finite skips the step, and nothing changes.
+3. Update each tile where its optimizer state lives: one fused pass that unscales, clips, updates and writes the param.
+4. Publish what was written beside its home.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from penstock._native import Pool
+from penstock.engine.unit import Trained, Unit
+from penstock.kinds import Tier
+from penstock.layout import Piece
+from penstock.machine.collectives import Ranks
+from penstock.machine.streams import DONE, DOWNLOAD, UPDATE, UPLOAD, Event, Streams, copy
+from penstock.rules.rule import Hyper, Rule, Segment
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What one `step` did.
+
+    Attributes:
+        grad_norm: norm of the gradient before clipping, over all ranks; NaN when it is not finite.
+        skipped: nothing was updated, because the norm was not finite.
+        loss_scale: loss scale of this step; 1 without fp16.
+    """
+
+    grad_norm: float
+    skipped: bool
+    loss_scale: float
+
+
+@dataclass(frozen=True)
+class Run:
+    """Neighbouring pieces of a tile that are updated in one pass: elements `start` to `stop` of the shard."""
+
+    start: int
+    stop: int
+    hyper: Hyper
+
+
+@dataclass(frozen=True)
+class Measure:
+    """The gradient of a step over all ranks: its norm, and for each unit the slots that have one."""
+
+    grad_norm: float
+    present: Mapping[Unit, frozenset[int]]
+
+
+class Stepper:
+    """Applies the rule to every tile.
+
+    Arguments:
+        groups: index of the optimizer's param group of each trained parameter.
+        gradient_scale: what a gradient in its home is multiplied with, 1 / world size for the mean.
+        staging: two tile buffers beside the optimizer state, for gradients that rest elsewhere; else `None`.
+        tile_numel: elements of a tile.
+    """
+
+    def __init__(
+        self,
+        units: Sequence[Unit],
+        rule: Rule,
+        ranks: Ranks,
+        streams: Streams,
+        pool: Pool,
+        *,
+        groups: Mapping[nn.Parameter, int],
+        gradient_scale: float,
+        staging: tuple[Tensor, Tensor] | None,
+        tile_numel: int,
+    ) -> None:
+        self._units = [unit for unit in units if unit.trained]
+        self._rule = rule
+        self._ranks = ranks
+        self._streams = streams
+        self._pool = pool
+        self._groups = groups
+        self._gradient_scale = gradient_scale
+        self._staging = staging
+        self._staging_free: list[Event] = [DONE, DONE]
+        self._tile_numel = tile_numel
+        self.steps: dict[nn.Parameter, int] = dict.fromkeys(groups, 0)
+
+    def measure(self) -> Measure:
+        """Phase 1. The same values on every rank."""
+        norms: list[float | Tensor] = []
+        flags: list[float] = []
+        for unit in self._units:
+            assert unit.trained is not None
+            gradient = unit.trained.gradient
+            gradient.ready.synchronize()
+            norms += [gradient.squared_norms[i] for i in sorted(gradient.squared_norms)]
+            flags += [float(index in gradient.present) for index in range(len(unit.layout.slots))]
+        total = _total(norms)
+        if self._ranks.world_size > 1:
+            message = torch.tensor([total, *flags], dtype=torch.float64).to(self._streams.device)
+            self._ranks.all_reduce(message)
+            total, *flags = message.tolist()
+            total /= self._ranks.replicas
+        present, cursor = {}, 0
+        for unit in self._units:
+            count = len(unit.layout.slots)
+            present[unit] = frozenset(i for i in range(count) if flags[cursor + i] > 0)
+            cursor += count
+        return Measure(math.sqrt(total) * self._gradient_scale if total >= 0 else math.nan, present)
+
+    def update(self, param_groups: Sequence[Mapping[str, Any]], measure: Measure, max_grad_norm: float | None) -> None:
+        """Phases 3 and 4. Units are updated in order; returns when the last update has run."""
+        scale = self._gradient_scale
+        if max_grad_norm is not None:  # as torch.nn.utils.clip_grad_norm_
+            scale *= min(1.0, max_grad_norm / (measure.grad_norm + 1e-6))
+        for unit in self._units:
+            slots = measure.present[unit]
+            if slots:
+                self._update_unit(unit, slots, param_groups, scale)
+        for unit in self._units:
+            assert unit.trained is not None
+            unit.trained.updated.synchronize()
+
+    def _update_unit(
+        self, unit: Unit, slots: frozenset[int], param_groups: Sequence[Mapping[str, Any]], scale: float
+    ) -> None:
+        trained = unit.trained
+        assert trained is not None
+        hypers = self._hypers(unit, slots, param_groups)
+        runs = [(number, tile) for number, tile in enumerate(merge(t, hypers) for t in trained.tiles) if tile]
+        if trained.gradient_near:
+            trained.updated = self._run(trained, partial(self._update_tiles, unit, runs, scale), trained.gradient.ready)
+        else:
+            for number, tile in runs:
+                trained.updated = self._update_far_tile(unit, number, tile, scale)
+        if trained.shadow is None:
+            unit.published = trained.updated
+        else:
+            up = trained.optimizer_tier is not Tier.DEVICE
+            unit.published = self._streams.submit(
+                UPLOAD if up else DOWNLOAD,
+                partial(copy, unit.own, trained.shadow),
+                after=(trained.updated,),
+                nbytes=unit.own.numel() * unit.own.element_size(),
+            )
+        unit.stale = unit.replicated and unit.layout.shards > 1
+
+    def _hypers(self, unit: Unit, slots: frozenset[int], param_groups: Sequence[Mapping[str, Any]]) -> dict[int, Hyper]:
+        """Count the step of each slot's parameter, and read its group as it is now: a scheduler may change it later."""
+        hypers: dict[int, Hyper] = {}
+        known: dict[tuple[int, int], Hyper] = {}
+        for index in sorted(slots):
+            parameter = unit.spec.parameters[index]
+            self.steps[parameter] += 1
+            key = self._groups[parameter], self.steps[parameter]
+            if key not in known:
+                known[key] = self._rule.hyper(param_groups[key[0]], key[1])
+            hypers[index] = known[key]
+        return hypers
+
+    def _run(self, trained: Trained, work: partial[None], after: Event) -> Event:
+        """Tiles on the device are updated by compute itself; those on the host by the update stream."""
+        if trained.optimizer_tier is Tier.DEVICE:
+            after.wait()
+            work()
+            return DONE
+        return self._streams.submit(UPDATE, work, after=(after,))
+
+    def _update_tiles(self, unit: Unit, tiles: list[tuple[int, list[Run]]], scale: float) -> None:
+        assert unit.trained is not None
+        for _, tile in tiles:
+            self._update_tile(unit, tile, unit.trained.gradient.home, 0, scale)
+
+    def _update_far_tile(self, unit: Unit, number: int, tile: list[Run], scale: float) -> Event:
+        """The gradient rests on another tier: bring this tile's part into one of two buffers while the other is used."""
+        trained, staging = unit.trained, self._staging
+        assert trained is not None and staging is not None
+        turn = number % 2
+        first = number * self._tile_numel
+        source = trained.gradient.home[first : first + self._tile_numel]
+        target = staging[turn][: source.numel()]
+        down = trained.optimizer_tier is not Tier.DEVICE
+        copied = self._streams.submit(
+            DOWNLOAD if down else UPLOAD,
+            partial(copy, target, source),
+            after=(trained.gradient.ready, self._staging_free[turn]),
+            writes=(target,),
+            nbytes=source.numel() * source.element_size(),
+        )
+        done = self._run(trained, partial(self._update_tile, unit, tile, target, first, scale), copied)
+        self._staging_free[turn] = done
+        return done
+
+    def _update_tile(self, unit: Unit, tile: list[Run], gradient: Tensor, gradient_start: int, scale: float) -> None:
+        """Update every run of a tile. `gradient` begins at element `gradient_start` of the shard."""
+        trained = unit.trained
+        assert trained is not None
+        written = unit.written
+        for run in tile:
+            part = slice(run.start, run.stop)
+            segment = Segment(
+                param=written[part],
+                grad=gradient[run.start - gradient_start : run.stop - gradient_start],
+                master=None if trained.master is None else trained.master[part],
+                states=tuple(state[part] for state in trained.states),
+            )
+            self._rule.update(segment, run.hyper, scale, self._pool)
+
+
+def merge(tile: Sequence[Piece], hypers: Mapping[int, Hyper]) -> list[Run]:
+    """The runs of a tile: pieces of slots in `hypers`, neighbours with equal scalars as one, gaps between them included.
+
+    Gaps hold zeros in every kind, which every rule keeps.
+    """
+    runs: list[Run] = []
+    extends = False
+    for piece in tile:
+        hyper = hypers.get(piece.slot)
+        if hyper is None:
+            extends = False
+        elif extends and runs[-1].hyper == hyper:
+            runs[-1] = Run(runs[-1].start, piece.stop, hyper)
+        else:
+            runs.append(Run(piece.start, piece.stop, hyper))
+            extends = True
+    return runs
+
+
+def _total(squared_norms: Sequence[float | Tensor]) -> float:
+    """The sum, in order; device values are summed there and read once."""
+    on_device = [norm for norm in squared_norms if isinstance(norm, Tensor)]
+    on_host = [norm for norm in squared_norms if not isinstance(norm, Tensor)]
+    total = sum(on_host)
+    return total + float(torch.stack(on_device).sum().item()) if on_device else float(total)

@@ -1,0 +1,166 @@
+"""One unit: its cells, and the states of its parameters.
+
+home       where the unit's parameters rest: this rank's shard, or the whole unit where parameters are replicated
+own        the part of the home that this rank updates
+shadow     what an update writes where it cannot reach the home: published to `own` afterwards
+full       the flat buffer that compute reads; for a resident unit it is the home itself
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from penstock.engine.discover import UnitSpec
+from penstock.kinds import Tier
+from penstock.layout import FlatLayout, Piece
+from penstock.machine.streams import DONE, Event
+
+
+class Part(NamedTuple):
+    """A rank's part of a slot: elements `start` to `stop`, counted from the start of the shard."""
+
+    slot: int
+    start: int
+    stop: int
+
+
+class Residency(Enum):
+    """What device memory a unit's parameters hold beside their home.
+
+    RELEASED: none; the parameters read as NaN (a resident unit keeps its values, which may be out of date).
+    GATHERING: the full buffer is leased and being filled.
+    GATHERED: the full buffer holds the values and the parameters are views of it.
+    """
+
+    RELEASED = "released"
+    GATHERING = "gathering"
+    GATHERED = "gathered"
+
+
+@dataclass
+class Gradient:
+    """The gradient of a unit since the last `zero_grad`.
+
+    Attributes:
+        home: this rank's shard of the reduced gradient, summed over ranks and micro-batches.
+        present: slots that got a gradient on this rank.
+        squared_norms: squared norm of this rank's part of each slot, of the values that `home` has after `ready`.
+        ready: `home` is complete.
+        held: whether `home` holds earlier micro-batches, which the next one is added to.
+        pending: the flat gradient of the backward under way, not reduced yet (reduce dtype, whole unit).
+        arrived: slots that `pending` holds.
+    """
+
+    home: Tensor
+    present: set[int] = field(default_factory=set)
+    squared_norms: dict[int, float | Tensor] = field(default_factory=dict)
+    ready: Event = DONE
+    held: bool = False
+    pending: Tensor | None = None
+    arrived: set[int] = field(default_factory=set)
+
+
+@dataclass
+class Trained:
+    """What only a trainable unit has: gradient, master weights, optimizer states, and how they are cut into tiles."""
+
+    gradient: Gradient
+    master: Tensor | None
+    states: tuple[Tensor, ...]
+    shadow: Tensor | None
+    optimizer_tier: Tier
+    gradient_near: bool  # the update reads the gradient where it rests
+    tiles: Sequence[tuple[Piece, ...]]
+    updated: Event = DONE
+
+
+class Unit:
+    """Parameters that are gathered, computed, reduced, updated and moved together."""
+
+    def __init__(
+        self,
+        spec: UnitSpec,
+        index: int,
+        layout: FlatLayout,
+        *,
+        rank: int,
+        home: Tensor,
+        full: Tensor,
+        device: torch.device,
+    ) -> None:
+        self.spec = spec
+        self.name = spec.name
+        self.index = index
+        self.layout = layout
+        self.rank = rank
+        self.home = home
+        self.full = full
+        self.trained: Trained | None = None
+        self.residency = Residency.RELEASED
+        self.event: Event = DONE  # while GATHERING: full is filled
+        self.published: Event = DONE  # the last update has reached the home
+        self.stale = False  # replicated home: the other ranks' parts are from before the last update
+        self.leased = False  # the full buffer has memory of its own
+        self.users = 0  # forwards of its anchors under way
+        self._placeholder = torch.full((1,), float("nan"), device=device).to(spec.dtype)
+
+    @property
+    def resident(self) -> bool:
+        """Whether the home is what compute reads: nothing to gather, nothing to release."""
+        return self.full is self.home
+
+    @property
+    def replicated(self) -> bool:
+        """Whether this rank's home has the whole unit."""
+        return self.home.numel() == self.layout.numel
+
+    @property
+    def own_range(self) -> tuple[int, int]:
+        """This rank's part of the flat buffer."""
+        return self.layout.shard_range(self.rank)
+
+    @property
+    def own(self) -> Tensor:
+        """This rank's part of the home."""
+        start, stop = self.own_range
+        return self.home[start:stop] if self.replicated else self.home
+
+    @property
+    def written(self) -> Tensor:
+        """What an update writes: the shadow where there is one, else the own part of the home."""
+        shadow = self.trained.shadow if self.trained else None
+        return self.own if shadow is None else shadow
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the full buffer."""
+        return self.layout.numel * self.spec.dtype.itemsize
+
+    def expose(self) -> None:
+        """Make the parameters views of the full buffer."""
+        for slot, parameter in zip(self.layout.slots, self.spec.parameters, strict=True):
+            parameter.data = self.full[slot.start : slot.stop].view(slot.shape)
+
+    def hide(self) -> None:
+        """Make the parameters placeholders: their real shape, NaN when read, one element of memory, no writes."""
+        for slot, parameter in zip(self.layout.slots, self.spec.parameters, strict=True):
+            parameter.data = self._placeholder.expand(slot.shape)
+
+    def drop(self) -> None:
+        """Let go of every tensor."""
+        self.trained = None
+        self.home = self.full = torch.empty(0)
+
+    def contains(self, other: "Unit") -> bool:
+        """Whether the other unit's forward runs inside a forward of this one."""
+        return any(anchor in self.spec.inside for anchor in other.spec.anchors)
+
+    def parts(self) -> list[Part]:
+        """This rank's part of each slot that it has one of."""
+        first = self.own_range[0]
+        overlaps = ((index, self.layout.overlap(slot, self.rank)) for index, slot in enumerate(self.layout.slots))
+        return [Part(index, found[0] - first, found[1] - first) for index, found in overlaps if found]

@@ -1,0 +1,1 @@
+"""One thin wrapper per resource of the machine: host memory, streams, collectives."""

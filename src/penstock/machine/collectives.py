@@ -1,0 +1,107 @@
+"""What ranks say to each other, counted.
+
+Ranks form a grid: the shards of one copy of the training state, and the replicas of that copy. ZeRO stages 1 to 3 shard
+over all ranks (one replica); stage 0 replicates over all ranks (one shard); hybrid sharding takes a 2-D mesh
+(replicate, shard), as in FSDP.
+"""
+
+from collections import Counter
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+# torch 2.13 renamed the flat collectives; the older names still work in torch 2.8 to 2.12.
+_all_gather_flat = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter_flat = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+class Ranks:
+    """The process groups of one engine.
+
+    Arguments:
+        shard_group: the ranks that share one copy of the state; `None` when there is one shard.
+        replica_groups: the groups over which copies are kept equal.
+
+    Attributes:
+        shards, shard_rank: number of shards, and this rank's.
+        replicas: number of copies.
+        counts: collectives issued so far, by name.
+    """
+
+    def __init__(
+        self, shard_group: dist.ProcessGroup | None = None, replica_groups: tuple[dist.ProcessGroup, ...] = ()
+    ) -> None:
+        self._shard_group = shard_group
+        self._replica_groups = replica_groups
+        self.shards = dist.get_world_size(shard_group) if shard_group else 1
+        self.shard_rank = dist.get_rank(shard_group) if shard_group else 0
+        self.replicas = 1
+        for group in replica_groups:
+            self.replicas *= dist.get_world_size(group)
+        self.counts: Counter[str] = Counter()
+
+    @classmethod
+    def from_mesh(cls, mesh: DeviceMesh | None, *, sharded: bool) -> "Ranks":
+        """The groups of a mesh of one dimension, or of two (replicate, shard). `None`: the default group, if any."""
+        if mesh is not None:
+            found = list(mesh.get_all_groups())
+        elif dist.is_available() and dist.is_initialized():
+            found = [dist.distributed_c10d._get_default_group()]
+        else:
+            found = []
+        shard_group = found.pop() if sharded and found else None
+        replicas = tuple(group for group in found if dist.get_world_size(group) > 1)
+        if shard_group is not None and dist.get_world_size(shard_group) == 1:
+            shard_group = None
+        return cls(shard_group, replicas)
+
+    @property
+    def world_size(self) -> int:
+        """Ranks in all."""
+        return self.shards * self.replicas
+
+    def all_gather(self, full: Tensor, shard: Tensor) -> None:
+        """Fill the flat `full` (numel = shards x shard numel) with every shard. `shard` may be its own part of it."""
+        self.counts["all_gather"] += 1
+        _all_gather_flat(full, shard, group=self._shard_group)
+
+    def reduce_scatter(self, shard: Tensor, full: Tensor) -> None:
+        """Sum the flat `full` over the shards; each keeps its own part."""
+        self.counts["reduce_scatter"] += 1
+        _reduce_scatter_flat(shard, full, op=dist.ReduceOp.SUM, group=self._shard_group)
+
+    def all_reduce_replicas(self, tensor: Tensor) -> None:
+        """Sum over the replicas, in place."""
+        for group in self._replica_groups:
+            self.counts["all_reduce"] += 1
+            dist.all_reduce(tensor, op=dist.ReduceOp.SUM, group=group)
+
+    def all_reduce(self, tensor: Tensor) -> None:
+        """Sum over all ranks, in place."""
+        if self._shard_group is not None:
+            self.counts["all_reduce"] += 1
+            dist.all_reduce(tensor, op=dist.ReduceOp.SUM, group=self._shard_group)
+        self.all_reduce_replicas(tensor)
+
+    def broadcast(self, tensor: Tensor) -> None:
+        """Every rank takes the tensor of the first rank of the grid."""
+        for group in (*self._replica_groups, self._shard_group):
+            if group is not None:
+                self.counts["broadcast"] += 1
+                dist.broadcast(tensor, group=group, group_src=0)
+
+    def broadcast_part(self, tensor: Tensor, shard_rank: int) -> None:
+        """Every shard rank takes the tensor of one of them."""
+        if self._shard_group is not None:
+            self.counts["broadcast"] += 1
+            dist.broadcast(tensor, group=self._shard_group, group_src=shard_rank)
+
+
+def default_device() -> torch.device:
+    """The accelerator's current device where there is one, else the cpu."""
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    if accelerator is None:
+        return torch.device("cpu")
+    return torch.device(accelerator.type, torch.accelerator.current_device_index())

@@ -1,0 +1,103 @@
+"""Simulated asynchronous streams on a cpu: every piece of submitted work runs late, and nothing hides a missing wait.
+
+Each stream is a worker thread that sleeps before it works: a random time, or bytes / bandwidth. Buffers are filled with
+NaN from lease to completion and after release, so that a read without a wait is a wrong number, not luck. Waits
+can be dropped one by one, which is how the tests show that each of them is needed.
+"""
+
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from penstock.machine.streams import COLLECTIVE, DOWNLOAD, UPDATE, UPLOAD, Event, HostEvent, HostWorker, Streams, Work
+
+Delay = Callable[[str, int], float]  # (stream, bytes) -> seconds
+
+
+def poison(tensor: Tensor) -> None:
+    """Fill with the bytes 0xFF: NaN in every floating dtype, -1 in the integer ones."""
+    if tensor.numel() and tensor.untyped_storage().nbytes():
+        tensor.view(torch.uint8).fill_(0xFF)
+
+
+class SimulatedStreams(Streams):
+    """Worker threads with delays in place of a device's streams.
+
+    Arguments:
+        delay: seconds that a piece of work on a stream waits before it runs, given its bytes.
+        dropped_wait: a site of `waits_seen` whose wait is left out.
+
+    Attributes:
+        waits_seen: `file:line` of every place that waited for an event, with `#index` for an entry of `after`.
+    """
+
+    aliases_host = False
+
+    def __init__(self, delay: Delay, dropped_wait: str | None = None) -> None:
+        super().__init__(torch.device("cpu"))
+        self._delay = delay
+        self._dropped_wait = dropped_wait
+        self.waits_seen: set[str] = set()
+        self._workers = {name: HostWorker(name) for name in (UPLOAD, DOWNLOAD, COLLECTIVE, UPDATE)}
+
+    def submit(
+        self, stream: str, work: Work, *, after: Sequence[Event] = (), writes: Sequence[Tensor] = (), nbytes: int = 0
+    ) -> Event:
+        """Queue `work` on the stream's thread; what it overwrites is NaN while it is delayed."""
+        site = _site(2)
+        kept = tuple(event for index, event in enumerate(after) if self.keeps(f"{site}#{index}"))
+        seconds = self._delay(stream, nbytes)
+
+        def late() -> None:
+            for event in kept:
+                event._finished.wait() if isinstance(event, _SimulatedEvent) else event.synchronize()
+            for tensor in writes:  # not before: until here it may belong to work that this one follows
+                poison(tensor)
+            time.sleep(seconds)
+            work()
+
+        event = _SimulatedEvent(self)
+        self._workers[stream].submit(late, event)
+        return event
+
+    def lease(self, buffer: Tensor) -> None:
+        """Give the buffer its memory, full of NaN."""
+        super().lease(buffer)
+        poison(buffer)
+
+    def retire(self, buffer: Tensor) -> None:
+        """Fill the buffer with NaN and keep its memory: a late reader gets NaN, not a fault."""
+        poison(buffer)
+
+    def keeps(self, site: str) -> bool:
+        """Note a wait; whether it is to be done."""
+        self.waits_seen.add(site)
+        return site != self._dropped_wait
+
+    def close(self) -> None:
+        """Run what is queued and end the threads."""
+        for worker in self._workers.values():
+            worker.close()
+
+
+class _SimulatedEvent(HostEvent):
+    def __init__(self, streams: SimulatedStreams) -> None:
+        super().__init__()
+        self._streams = streams
+
+    def wait(self) -> None:
+        if self._streams.keeps(_site(2)):
+            super().synchronize()
+
+    def synchronize(self) -> None:
+        if self._streams.keeps(_site(2)):
+            super().synchronize()
+
+
+def _site(depth: int) -> str:
+    frame = sys._getframe(depth)
+    return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"

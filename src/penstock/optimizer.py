@@ -1,0 +1,288 @@
+"""The handle a training loop holds: a `torch.optim.Optimizer` whose state lives wherever the placement says."""
+
+from collections.abc import Container, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from os import PathLike
+from typing import Any, Literal, NoReturn
+
+import torch
+from torch import Tensor, nn
+
+from penstock.engine.engine import Engine
+from penstock.engine.hooks import in_backward
+from penstock.engine.step import StepResult
+from penstock.errors import ConfigError, EngineError
+from penstock.kinds import GATHERED, KindName
+from penstock.tiers.report import Location, LocationReport
+
+
+class Optimizer(torch.optim.Optimizer):
+    """What `penstock.prepare` returns: takes the place of the optimizer it was given.
+
+    Param groups are the given optimizer's own, so learning-rate schedulers and manual changes work as always. Made by
+    `prepare` alone.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, engine: Engine, max_grad_norm: float | None) -> None:
+        self._engine: Engine | None = None
+        super().__init__(optimizer.param_groups, optimizer.defaults)
+        self._engine = engine
+        self._max_grad_norm = max_grad_norm
+
+    # Training
+
+    def backward(self, loss: Tensor, *, retain_graph: bool = False) -> None:
+        """Accumulate the gradients of a scalar loss.
+
+        Arguments:
+            loss: 0-dim tensor that a prepared model produced.
+            retain_graph: as in `torch.Tensor.backward`.
+
+        Raises:
+            EngineError: the optimizer is closed.
+
+        Example:
+            >>> optimizer.backward(model(**batch).loss)  # doctest: +SKIP
+        """
+        engine = self._open("backward")
+        try:
+            loss.backward(retain_graph=retain_graph)  # type: ignore[no-untyped-call]
+        except BaseException:
+            engine.hooks.abandon_backward()
+            raise
+
+    def step(self, closure: None = None) -> StepResult:  # type: ignore[override]
+        """Update every parameter that got a gradient since `zero_grad`, with its group's options as they are now.
+
+        Returns:
+            The norm of the gradient over all ranks before clipping, and whether the step was skipped because that norm
+            is not finite: then nothing has changed. Without any gradient nothing changes either; the norm is 0.
+
+        Raises:
+            ConfigError: a closure was given.
+            EngineError: closed; called inside forward or backward; the last backward did not finish; a frozen parameter
+                was unfrozen; the norm is not finite and `Options(on_nonfinite="raise")`.
+        """
+        if closure is not None:
+            raise ConfigError("step(closure) is not supported: call backward first, then step().")
+        engine = self._open("step")
+        if in_backward() or engine.hooks.in_forward:
+            raise EngineError("step() was called inside a forward or a backward. Call it after backward has returned.")
+        if engine.hooks.backward_open:
+            raise EngineError(
+                "The last backward did not finish, so its gradients are not whole. Drop them with zero_grad()."
+            )
+        engine.check_frozen()
+        measure = engine.stepper.measure()
+        if not torch.isfinite(torch.tensor(measure.grad_norm)):
+            if engine.options.on_nonfinite == "raise":
+                raise EngineError(
+                    "The norm of the gradient is not finite; nothing was updated. Look for an overflow in the loss, "
+                    "or use Options(on_nonfinite='skip')."
+                )
+            return StepResult(float("nan"), skipped=True, loss_scale=1.0)
+        for unit in measure.present:
+            engine.gatherer.outdate(unit)
+        engine.stepper.update(self.param_groups, measure, self._max_grad_norm)
+        for unit in engine.units:  # what compute reads in place is up to date when step returns
+            if unit.resident:
+                engine.gatherer.acquire(unit)
+        return StepResult(measure.grad_norm, skipped=False, loss_scale=1.0)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forget the accumulated gradients. They count as absent afterwards, whatever `set_to_none` says."""
+        del set_to_none
+        engine = self._open("zero_grad")
+        if engine.hooks.backward_open and not in_backward():
+            engine.hooks.abandon_backward()
+        engine.reducer.zero(engine.units)
+
+    @contextmanager
+    def _no_sync(self, engine: Engine) -> Iterator[None]:
+        before, engine.reducer.synchronizing = engine.reducer.synchronizing, False
+        try:
+            yield
+        finally:
+            engine.reducer.synchronizing = before
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        """Micro-batches whose backward is inside are summed on this rank, and reduced with the next one outside.
+
+        Saves communication at stages 0 and 1, for the memory of whole gradients. Stages 2 and 3 shard gradients, so
+        they reduce every micro-batch all the same.
+        """
+        engine = self._open("no_sync")
+        return self._no_sync(engine) if engine.keeps_whole_gradients else _nothing()
+
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
+        """Not available yet: use `prepare(max_grad_norm=...)`."""
+        del max_norm, norm_type
+        _not_yet("clip_grad_norm_", "Use prepare(max_grad_norm=...).")
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Only before `prepare`.
+
+        Raises:
+            ConfigError: always, on a prepared optimizer.
+        """
+        if self._engine is not None:
+            raise ConfigError("add_param_group: the parameters are laid out already. Add the group before prepare().")
+        super().add_param_group(param_group)
+
+    # State
+
+    def locations(self) -> LocationReport:
+        """Where every byte of this rank's training state is.
+
+        Example:
+            >>> print(optimizer.locations())  # doctest: +SKIP
+        """
+        engine = self._open("locations")
+        rows = []
+        for cell in engine.store.cells():
+            plan, values = cell.plan, cell.values
+            rows.append(
+                Location(
+                    plan.unit,
+                    plan.kind,
+                    plan.tier.value,
+                    plan.dtype,
+                    values.numel(),
+                    values.numel() * values.element_size(),
+                    cell.pinned,
+                    in_flight=not engine.at_rest(plan.unit, plan.kind),
+                )
+            )
+        for unit in engine.units:
+            if unit.leased:
+                flying = not unit.event.done()
+                numel = unit.layout.numel
+                rows.append(Location(unit.name, GATHERED, "device", unit.spec.dtype, numel, unit.nbytes, False, flying))
+        return LocationReport(rows)
+
+    def gathered(
+        self, parameters: Iterable[nn.Parameter] | None = None, *, modify: bool = False
+    ) -> AbstractContextManager[None]:
+        """Whole parameters inside a `with` block, on every rank. Collective.
+
+        Arguments:
+            parameters: which; `None` for all. Their whole units are gathered.
+            modify: take over what the first rank wrote into them. Elements that it did not change keep their master
+                precision.
+
+        Raises:
+            ConfigError: a tensor that is no parameter of the model.
+        """
+        return self._open("gathered").access.gathered(parameters, modify=modify)
+
+    def full_param(self, parameter: nn.Parameter) -> Tensor:
+        """The parameter at master precision: fp32, its shape, on the cpu. Collective."""
+        return self._open("full_param").access.param(parameter)
+
+    def full_grad(self, parameter: nn.Parameter) -> Tensor:
+        """The gradient accumulated so far, reduced over ranks: fp32, on the cpu; zeros where there is none. Collective."""
+        return self._open("full_grad").access.grad(parameter)
+
+    def full_state(self, parameter: nn.Parameter, name: str) -> Tensor:
+        """An optimizer state such as `"exp_avg"`: fp32, on the cpu; `"step"` is 0-dim. Collective."""
+        return self._open("full_state").access.state(parameter, name)
+
+    def set_full_param(self, parameter: nn.Parameter, value: Tensor) -> None:
+        """Overwrite parameter and master weights with a whole value, the same on every rank. Collective."""
+        self._open("set_full_param").access.set_param(parameter, value)
+
+    def set_full_grad(self, parameter: nn.Parameter, value: Tensor) -> None:
+        """Overwrite the accumulated gradient with a whole value, the same on every rank. Collective."""
+        self._open("set_full_grad").access.set_grad(parameter, value)
+
+    def set_full_state(self, parameter: nn.Parameter, name: str, value: Tensor) -> None:
+        """Overwrite an optimizer state with a whole value, the same on every rank. Collective."""
+        self._open("set_full_state").access.set_state(parameter, name, value)
+
+    def synchronize(self) -> None:
+        """Finish pending updates and movements; raises the error of one that failed."""
+        self._open("synchronize").access.finish()
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state in `torch.optim`'s format, whole, on the cpu of every rank. Collective.
+
+        Meant for small models and for tools that expect it: it needs the memory of the whole optimizer state.
+        """
+        access = self._open("state_dict").access
+        packed = super().state_dict()
+        numbers = {p: index for index, p in enumerate(p for group in self.param_groups for p in group["params"])}
+        names = self._open("state_dict").state_names
+        packed["state"] = {
+            numbers[p]: {name: access.state(p, name) for name in ("step", *names)}
+            for p, count in access.steps().items()
+            if count
+        }
+        return packed
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Take over a `state_dict` of this optimizer or of the torch optimizer it stands for. Collective."""
+        engine = self._open("load_state_dict")
+        super().load_state_dict({"state": {}, "param_groups": state_dict["param_groups"]})
+        parameters = [p for group in self.param_groups for p in group["params"]]
+        for number, values in state_dict["state"].items():
+            for name, value in values.items():
+                engine.access.set_state(parameters[number], name, value)
+
+    def offload_states(
+        self,
+        include: Container[KindName] | None = None,
+        to: Literal["cpu", "nvme"] = "cpu",
+        *,
+        pin_memory: bool = True,
+        non_blocking: bool = False,
+    ) -> None:
+        """Not available yet."""
+        _not_yet("offload_states", "Choose the homes in Placement.")
+
+    def reload_states(self, *, non_blocking: bool = False) -> None:
+        """Not available yet."""
+        _not_yet("reload_states", "Choose the homes in Placement.")
+
+    def save(
+        self,
+        path: str | PathLike[str],
+        *,
+        extra: Mapping[str, Any] | None = None,
+        blocking: bool = True,
+        keep: int | None = None,
+    ) -> None:
+        """Not available yet."""
+        _not_yet("save", "Use state_dict() and model.state_dict() under gathered().")
+
+    def load(self, path: str | PathLike[str]) -> dict[str, Any]:
+        """Not available yet."""
+        _not_yet("load", "Use load_state_dict() and set_full_param().")
+
+    def trace(self, path: str | PathLike[str]) -> AbstractContextManager[None]:
+        """Not available yet."""
+        _not_yet("trace", "Use torch.profiler.")
+
+    def close(self, *, keep_params: bool = True) -> None:
+        """Give back every byte, thread and hook. Calling it again does nothing. Collective.
+
+        Arguments:
+            keep_params: leave the model with whole parameters, at master precision in the dtype and on the device that
+                they had before `prepare`; else they are left empty (zero elements).
+        """
+        engine, self._engine = self._engine, None
+        if engine is not None:
+            engine.close(keep_params=keep_params)
+
+    def _open(self, verb: str) -> Engine:
+        if self._engine is None:
+            raise EngineError(f"{verb}() was called after close(). Prepare the model again to go on.")
+        return self._engine
+
+
+def _not_yet(what: str, instead: str) -> NoReturn:
+    raise ConfigError(f"{what} is not available in this version. {instead}")
+
+
+@contextmanager
+def _nothing() -> Iterator[None]:
+    yield

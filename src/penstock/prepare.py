@@ -1,0 +1,292 @@
+"""`prepare`: validates the request, plans the cells, and wires the parts of an engine. Only it knows them all.
+
+1. Check everything that can be checked, before anything is allocated.
+2. Find units and lay them out; plan every cell; hold the plan against the memory there is.
+3. Allocate, and move the model's parameters into their cells, unit by unit.
+4. Connect the parts and hook the model.
+"""
+
+import os
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Literal
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from penstock import checks
+from penstock._native import Pool
+from penstock.config import Options, Placement
+from penstock.engine.access import Access
+from penstock.engine.assemble import Homes, UnitPlan, in_reach
+from penstock.engine.discover import UnitPolicy, find_units
+from penstock.engine.engine import Engine, Origin
+from penstock.engine.gather import Gatherer
+from penstock.engine.hooks import Hooks
+from penstock.engine.precision import input_cast
+from penstock.engine.reduce import Reducer
+from penstock.engine.step import Stepper
+from penstock.kinds import COMPUTE_DTYPES, STAGING, Overlap, Precision, Tier
+from penstock.machine.collectives import Ranks, default_device
+from penstock.machine.streams import Streams, streams_for
+from penstock.optimizer import Optimizer
+from penstock.rules.rule import Rule
+from penstock.rules.select import rule_for
+from penstock.tiers.device import DeviceTier
+from penstock.tiers.host import HostTier
+from penstock.tiers.store import CellPlan, Store, bytes_on
+
+ACCUMULATION, UPDATE_EVEN, UPDATE_ODD = "(accumulation)", "(update, even)", "(update, odd)"
+
+
+def prepare(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    *,
+    stage: Literal[0, 1, 2, 3] = 3,
+    placement: Placement | Literal["auto"] | None = None,
+    precision: Precision = "bf16",
+    units: UnitPolicy = None,
+    mesh: DeviceMesh | None = None,
+    max_grad_norm: float | None = None,
+    grad_accumulation_dtype: torch.dtype | None = None,
+    reduce_dtype: torch.dtype | None = None,
+    overlap: Overlap = "auto",
+    master: Literal["remainder", "fp32", "none"] = "remainder",
+    unit_micro_batches: int = 1,
+    options: Options = Options(),  # noqa: B008 - a frozen value
+) -> Optimizer:
+    """Shard and place the training state of a model, and return the optimizer that trains it.
+
+    The model stays the same object; its parameters become views of buffers that are gathered for each use. Its first
+    rank's parameters are taken over by every rank. Floating-point inputs of the model are cast to the compute dtype;
+    buffers are moved to the device and keep their dtype.
+
+    Arguments:
+        model: any module with values (no meta tensors). Its floating-point parameters take the compute dtype.
+        optimizer: a stock torch optimizer over some or all of the model's parameters; state it has is taken over.
+        stage: what is sharded over ranks: 0 nothing, 1 optimizer state, 2 and gradients, 3 and parameters
+            (Rajbhandari et al., "ZeRO", 2020).
+        placement: home tier of each kind of state; `None` keeps everything on the device.
+        precision: compute dtype. bf16 keeps an fp32 master of every trained parameter.
+        units: classes of the modules that are gathered together, or a predicate on (name, module); `None` takes each
+            repeated block, and the rest of the model as one.
+        mesh: a `DeviceMesh` of one dimension, or of two (replicate, shard) for hybrid sharding; `None` takes the
+            default process group, or a single process.
+        max_grad_norm: clip the gradient's norm over all ranks; `None` does not clip.
+        grad_accumulation_dtype: dtype in which micro-batches are summed; `None` for `reduce_dtype`.
+        reduce_dtype: dtype in which gradients are summed over ranks; `None` for the compute dtype.
+        overlap: when updates run; `"auto"` and `"none"` run them inside `step`.
+        master: form of the fp32 master of bf16 parameters: the 16 bits that the parameter lacks, or a full copy.
+        unit_micro_batches: only 1 in this version.
+        options: sizes and policies.
+
+    Returns:
+        A `penstock.Optimizer`, which is a `torch.optim.Optimizer` over the same param groups.
+
+    Raises:
+        ConfigError: the request cannot be met; nothing was allocated.
+        MemoryBudgetError: a budget, or the host, is too small; nothing was allocated.
+
+    Example:
+        >>> model = torch.nn.Linear(4, 2)
+        >>> optimizer = prepare(model, torch.optim.AdamW(model.parameters()), precision="fp32")
+        >>> optimizer.backward(model(torch.ones(1, 4)).sum())
+        >>> optimizer.step().skipped
+        False
+    """
+    placement = checks.check_features(stage, placement, precision, overlap, master, unit_micro_batches, options)
+    checks.check_dtypes(reduce_dtype, grad_accumulation_dtype)
+    checks.check_clip(max_grad_norm)
+    checks.check_model(model)
+    checks.check_ranks(mesh)
+    device = torch.device(mesh.device_type) if mesh is not None else default_device()
+    if mesh is not None and device.type != "cpu":
+        device = default_device()
+    compute_dtype = COMPUTE_DTYPES[precision]
+    reduced = reduce_dtype or compute_dtype
+    request = Request(
+        stage=stage,
+        placement=placement,
+        compute_dtype=compute_dtype,
+        reduce_dtype=reduced,
+        accumulation_dtype=grad_accumulation_dtype or reduced,
+        full_master=master == "fp32",
+        units=units,
+        max_grad_norm=max_grad_norm,
+        options=options,
+    )
+    return build(model, optimizer, request, Ranks.from_mesh(mesh, sharded=stage > 0), streams_for(device))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """A checked request."""
+
+    stage: int
+    placement: Placement
+    compute_dtype: torch.dtype
+    reduce_dtype: torch.dtype
+    accumulation_dtype: torch.dtype
+    full_master: bool
+    units: UnitPolicy
+    max_grad_norm: float | None
+    options: Options
+
+    def homes(self, rule: Rule) -> Homes:
+        """The one home of each kind."""
+        tiers = {}
+        for what in ("params", "grads", "optimizer"):
+            (tiers[what],) = self.placement.home(what)
+        low_precision = self.compute_dtype != torch.float32
+        return Homes(
+            **tiers,
+            sharded_params=self.stage == 3,
+            grad_dtype=self.accumulation_dtype,
+            master_dtype=(torch.float32 if self.full_master else torch.int16) if low_precision else None,
+            state_names=rule.state_names,
+            tile_numel=self.options.tile_bytes // self.compute_dtype.itemsize,
+        )
+
+
+def build(
+    model: nn.Module, optimizer: torch.optim.Optimizer, request: Request, ranks: Ranks, streams: Streams
+) -> Optimizer:
+    """Phases 2 to 4, for given ranks and streams."""
+    options = request.options
+    rule = rule_for(optimizer)
+    groups = {p: number for number, group in enumerate(optimizer.param_groups) for p in group["params"]}
+    checks.check_ownership(model, groups)
+    checks.check_no_gradients(model)
+    specs = find_units(
+        model,
+        request.units,
+        owned=groups.keys(),
+        compute_dtype=request.compute_dtype,
+        persistent_bytes=options.persistent_bytes,
+    )
+    homes = request.homes(rule)
+    plans = [UnitPlan(spec, homes, ranks, streams) for spec in specs]
+    live_bytes = checks.check_live_bytes([(plan.spec, plan.full_bytes) for plan in plans], options)
+    staging_plans = plan_staging(plans, homes, request.reduce_dtype, streams)
+    cells = [*(cell for plan in plans for cell in plan.cells()), *staging_plans.values()]
+    host_bytes = bytes_on(cells, Tier.CPU)
+    checks.check_host_memory(host_bytes, streams.device, options)
+    warn_of_unowned(model, groups)
+
+    store = Store({Tier.DEVICE: DeviceTier(streams.device), Tier.CPU: HostTier(host_bytes, streams.device)})
+    origins = {p: Origin(p.dtype, p.device) for spec in specs for p in spec.parameters}
+    units = [plan.build(index, store) for index, plan in enumerate(plans)]
+    staging = {name: store.allocate(cell) for name, cell in staging_plans.items()}
+    move_buffers(model, streams.device)
+
+    pool = Pool(options.update_threads or default_update_threads())
+    gradient_scale = 1 / ranks.world_size if options.reduce_op == "mean" else 1.0
+    trained = {p: groups[p] for unit in units if unit.trained for p in unit.spec.parameters}
+    gatherer = Gatherer(ranks, streams, live_bytes=live_bytes, prefetch_bytes=options.prefetch_bytes)
+    for unit in units:
+        if unit.resident:
+            gatherer.acquire(unit)
+    reducer = Reducer(
+        ranks,
+        streams,
+        pool,
+        grads_tier=homes.grads,
+        reduce_dtype=request.reduce_dtype,
+        accumulation_dtype=request.accumulation_dtype,
+        staging=staging.get(ACCUMULATION),
+    )
+    stepper = Stepper(
+        units,
+        rule,
+        ranks,
+        streams,
+        pool,
+        groups=trained,
+        gradient_scale=gradient_scale,
+        staging=(staging[UPDATE_EVEN], staging[UPDATE_ODD]) if UPDATE_EVEN in staging else None,
+        tile_numel=homes.tile_numel,
+    )
+    hooks = Hooks(model, units, gatherer, reducer, input_cast(request.compute_dtype))
+    access = Access(
+        units,
+        ranks,
+        gatherer,
+        reducer,
+        state_names=rule.state_names,
+        steps=stepper.steps,
+        gradient_scale=gradient_scale,
+        device=streams.device,
+    )
+    engine = Engine(
+        units=units,
+        store=store,
+        ranks=ranks,
+        streams=streams,
+        pool=pool,
+        gatherer=gatherer,
+        reducer=reducer,
+        stepper=stepper,
+        hooks=hooks,
+        access=access,
+        options=options,
+        state_names=rule.state_names,
+        origins=origins,
+        owned_frozen=[p for p in groups if p not in trained],
+        keeps_whole_gradients=request.stage <= 1,
+        restore_model=partial(model.__dict__.pop, "zero_grad", None),
+    )
+    prepared = Optimizer(optimizer, engine, request.max_grad_norm)
+    # Loops that clear gradients through the model mean ours: parameters have none of their own.
+    model.zero_grad = prepared.zero_grad  # type: ignore[method-assign]
+    take_over_state(optimizer, access, trained)
+    return prepared
+
+
+def plan_staging(
+    plans: Sequence[UnitPlan], homes: Homes, reduce_dtype: torch.dtype, streams: Streams
+) -> dict[str, CellPlan]:
+    """Tile buffers through which gradients pass to a tier that arithmetic beside them does not reach."""
+    numel = min(homes.tile_numel, max((plan.layout.shard_numel for plan in plans if plan.spec.trainable), default=1))
+    staging = {}
+    if not in_reach(homes.grads, Tier.DEVICE, streams):
+        staging[ACCUMULATION] = CellPlan(ACCUMULATION, STAGING, homes.grads, reduce_dtype, numel)
+    if not in_reach(homes.grads, homes.optimizer, streams):
+        for name in (UPDATE_EVEN, UPDATE_ODD):
+            staging[name] = CellPlan(name, STAGING, homes.optimizer, homes.grad_dtype, numel)
+    return staging
+
+
+def warn_of_unowned(model: nn.Module, owned: Mapping[nn.Parameter, int]) -> None:
+    """One warning that names the trainable parameters which the optimizer does not own."""
+    names = checks.unowned(model, owned)
+    if names:
+        warnings.warn(
+            f"The optimizer does not own {len(names)} trainable parameters: {', '.join(names)}. They are kept, never "
+            "updated, and their gradients are dropped.",
+            stacklevel=4,
+        )
+
+
+def move_buffers(model: nn.Module, device: torch.device) -> None:
+    """Put the model's buffers on the device, in their own dtype."""
+    for module in model.modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None:
+                module._buffers[name] = buffer.to(device)
+
+
+def default_update_threads() -> int:
+    """The cores that this process may use, shared among the ranks of this host."""
+    ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    return max(1, len(os.sched_getaffinity(0)) // max(1, ranks_here))
+
+
+def take_over_state(optimizer: torch.optim.Optimizer, access: Access, trained: Mapping[nn.Parameter, int]) -> None:
+    """Continue where an optimizer that has made steps left off; its own copy of the state is dropped."""
+    for parameter in trained:
+        for name, value in optimizer.state.pop(parameter, {}).items():
+            access.set_state(parameter, name, torch.as_tensor(value))

@@ -1,0 +1,110 @@
+"""What tests share: several ranks on one machine, and engines on streams of the test's choice."""
+
+import contextlib
+import os
+import pickle
+import random
+import tempfile
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+import penstock
+from penstock.kinds import COMPUTE_DTYPES
+from penstock.machine.collectives import Ranks
+from penstock.machine.simulated import SimulatedStreams
+from penstock.machine.streams import InlineStreams, Streams
+from penstock.prepare import Request, build
+
+RANK_TIMEOUT = timedelta(seconds=60)
+
+
+def run_ranks(work: Callable[..., Any], world_size: int, *args: Any) -> list[Any]:
+    """Run `work(rank, *args)` in `world_size` processes with a gloo group, and return what each returned.
+
+    `work` is a module-level function; an exception on any rank fails the test with that rank's traceback.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        context = mp.get_context("spawn")
+        processes = [
+            context.Process(target=_rank, args=(work, rank, world_size, folder, args)) for rank in range(world_size)
+        ]
+        for process in processes:
+            process.start()
+        for process in processes:
+            process.join()
+        results = []
+        for rank in range(world_size):
+            path = Path(folder, f"result{rank}")
+            assert path.exists(), f"rank {rank} died with exit code {processes[rank].exitcode}"
+            results.append(pickle.loads(path.read_bytes()))
+        failures = [f"rank {rank}:\n{text}" for rank, (ok, text) in enumerate(results) if not ok]
+        assert not failures, "\n".join(failures)
+        return [value for _, value in results]
+
+
+def _rank(work: Callable[..., Any], rank: int, world_size: int, folder: str, args: tuple[Any, ...]) -> None:
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(rank))
+    os.environ["LOCAL_WORLD_SIZE"] = str(world_size)
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world_size, timeout=RANK_TIMEOUT
+    )
+    try:
+        outcome = (True, work(rank, *args))
+    except BaseException:
+        outcome = (False, traceback.format_exc())
+    Path(folder, f"result{rank}").write_bytes(pickle.dumps(outcome))
+    with contextlib.suppress(Exception):
+        dist.destroy_process_group()
+    os._exit(0)  # a rank whose peer failed must not hang in a collective at exit
+
+
+def inline() -> Streams:
+    """Nothing asynchronous: what a cpu as the device gets."""
+    return InlineStreams(torch.device("cpu"))
+
+
+def simulated(seed: int = 0, most_seconds: float = 0.002, dropped_wait: str | None = None) -> SimulatedStreams:
+    """Asynchronous streams with random delays."""
+    delays = random.Random(seed)
+    return SimulatedStreams(lambda stream, nbytes: delays.uniform(0, most_seconds), dropped_wait)
+
+
+def prepare_on(
+    streams: Streams,
+    model: torch.nn.Module,
+    optimizer: torch.optim.Optimizer,
+    *,
+    stage: int = 3,
+    placement: penstock.Placement | None = None,
+    precision: str = "bf16",
+    units: Any = None,
+    mesh: Any = None,
+    max_grad_norm: float | None = None,
+    grad_accumulation_dtype: torch.dtype | None = None,
+    reduce_dtype: torch.dtype | None = None,
+    master: str = "remainder",
+    options: penstock.Options | None = None,
+) -> penstock.Optimizer:
+    """`penstock.prepare` on the given streams."""
+    dtype = COMPUTE_DTYPES[precision]
+    request = Request(
+        stage=stage,
+        placement=placement or penstock.Placement(),
+        compute_dtype=dtype,
+        reduce_dtype=reduce_dtype or dtype,
+        accumulation_dtype=grad_accumulation_dtype or reduce_dtype or dtype,
+        full_master=master == "fp32",
+        units=units,
+        max_grad_norm=max_grad_norm,
+        options=options or penstock.Options(),
+    )
+    return build(model, optimizer, request, Ranks.from_mesh(mesh, sharded=stage > 0), streams)
