@@ -3,6 +3,8 @@
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
+#include <unistd.h>
+
 #include <cstdint>
 
 #include "pool.h"
@@ -18,7 +20,26 @@ namespace {
 
 // An address as Python holds it. Nothing can check that it is valid: src/penstock/rules/native.py does.
 using Address = std::uintptr_t;
-using Release = nb::call_guard<nb::gil_scoped_release>;
+
+// Lets other Python threads run during a call. A daemon thread that wants the interpreter back after its end is unwound
+// by force, which a destructor must not let pass: such a thread stays here until the process is gone.
+class InterpreterReleased {
+ public:
+  InterpreterReleased() noexcept : thread_(PyEval_SaveThread()) {}
+  ~InterpreterReleased() {
+    try {
+      PyEval_RestoreThread(thread_);
+    } catch (...) {
+      for (;;) pause();
+    }
+  }
+  InterpreterReleased(const InterpreterReleased&) = delete;
+  InterpreterReleased& operator=(const InterpreterReleased&) = delete;
+
+ private:
+  PyThreadState* thread_;
+};
+using Release = nb::call_guard<InterpreterReleased>;
 
 template <class T>
 T* pointer(Address address) {

@@ -142,7 +142,8 @@ def update_reference(segment: Segment, hyper: AdamHyper, grad_scale: float) -> N
     """Update a segment by `reference`, on any device."""
     for piece in segment.pieces():
         p = read_master(piece.param, piece.master)
-        p = reference(p, piece.grad, *piece.states, hyper, grad_scale)
+        exp_avg, exp_avg_sq = piece.states
+        p = reference(p, piece.grad, exp_avg, exp_avg_sq, hyper, grad_scale)
         write_master(piece.param, piece.master, p)
 
 

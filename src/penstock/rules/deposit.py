@@ -73,6 +73,6 @@ def _require_flat(tensor: Tensor, what: str) -> None:
 
 def _squared_norm_in_torch(tensor: Tensor) -> Tensor:
     total = torch.zeros((), dtype=torch.float64, device=tensor.device)
-    for piece in tensor.view(-1).split(PIECE_NUMEL):
+    for piece in torch.split(tensor.view(-1), PIECE_NUMEL):
         total += piece.double().square().sum()
     return total

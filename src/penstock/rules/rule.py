@@ -10,6 +10,8 @@ from torch import Tensor
 
 from penstock._native import Pool
 
+__all__ = ["PIECE_NUMEL", "Hyper", "Pool", "Rule", "Segment"]
+
 #: Elements that a back end in plain torch takes at once: its temporaries stay small beside the tiles.
 PIECE_NUMEL = 1 << 22
 

@@ -1,0 +1,170 @@
+"""Gradients into their home: the values against torch, the norm against exact sums, the bits against each other."""
+
+import math
+from collections.abc import Callable
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from penstock import _native
+from penstock.rules import Pool, deposit, squared_norm
+from penstock.rules.deposit import _squared_norm_in_torch
+
+Check = Callable[[Tensor, Tensor], None]
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+
+
+def expected_after(dst: Tensor, src: Tensor, add: bool) -> Tensor:
+    return dst.clone().add_(src) if add else src.to(dst.dtype)
+
+
+def all_halves(dtype: torch.dtype) -> Tensor:
+    return torch.arange(-(1 << 15), 1 << 15, dtype=torch.int32).to(torch.int16).view(dtype)
+
+
+@pytest.mark.parametrize("add", [False, True], ids=["write", "add"])
+@pytest.mark.parametrize("src_dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("dst_dtype", DTYPES, ids=str)
+def test_every_small_size_at_any_alignment(
+    dst_dtype: torch.dtype,
+    src_dtype: torch.dtype,
+    add: bool,
+    isa: str,
+    guarded: Callable[..., Any],
+    assert_same_bits: Check,
+) -> None:
+    for numel in range(71):
+        home = guarded(torch.randn(numel).to(dst_dtype), numel % 5)
+        src = guarded(torch.randn(numel).to(src_dtype), numel % 3).tensor
+        expected = expected_after(home.tensor, src, add)
+        norm = deposit(home.tensor, src, add=add, pool=None)
+        assert_same_bits(home.tensor, expected)
+        home.check()
+        assert norm == pytest.approx(math.fsum(x * x for x in expected.tolist()), rel=1e-14)
+        assert norm == squared_norm(expected, pool=None)
+
+
+@pytest.mark.parametrize("dst_dtype", DTYPES, ids=str)
+def test_hard_values_are_rounded_as_torch_rounds_them(
+    dst_dtype: torch.dtype, isa: str, hard_fp32: Tensor, assert_same_bits: Check
+) -> None:
+    for src in (hard_fp32, all_halves(torch.bfloat16), all_halves(torch.float16)):
+        dst = torch.empty(src.numel(), dtype=dst_dtype)
+        deposit(dst, src, add=False, pool=None)
+        assert_same_bits(dst, src.to(dst_dtype))
+        shuffled = src[torch.randperm(src.numel(), generator=torch.Generator().manual_seed(2))]
+        expected = expected_after(dst, shuffled, add=True)
+        deposit(dst, shuffled, add=True, pool=None)
+        assert_same_bits(dst, expected)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_the_norm_has_the_same_bits_on_every_processor_and_thread_count(dtype: torch.dtype) -> None:
+    src = (torch.randn(100_003) * 10 ** torch.empty(100_003).uniform_(-4, 2)).to(dtype)
+    norms = set()
+    try:
+        for isa, threads, add in product(_native.isas(), (1, 2, 3), (False, True)):
+            _native.set_isa(isa)
+            pool = Pool(threads)
+            norms.add(squared_norm(src, pool=pool))
+            norms.add(deposit(torch.zeros_like(src), src, add=add, pool=pool))
+            pool.close()
+    finally:
+        _native.set_isa(_native.isas()[0])
+    assert len(norms) == 1
+    assert norms.pop() == pytest.approx(math.fsum(x * x for x in src.tolist()), rel=1e-14)
+
+
+def test_the_norm_does_not_overflow_where_fp32_would(isa: str) -> None:
+    huge = torch.full((1000,), torch.finfo(torch.float32).max)
+    assert squared_norm(huge, pool=None) == pytest.approx(1000 * torch.finfo(torch.float32).max ** 2)
+    tiny = torch.full((1000,), 1e-45)
+    assert squared_norm(tiny, pool=None) == pytest.approx(1000 * tiny[0].item() ** 2)
+
+
+@pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_one_bad_element_anywhere_makes_the_norm_not_finite(dtype: torch.dtype, bad: float, isa: str) -> None:
+    for at in (0, 31, 32, 16_383, 16_384, 20_000, 20_010):
+        src = torch.ones(20_011, dtype=dtype)
+        src[at] = bad
+        assert not math.isfinite(float(squared_norm(src, pool=None)))
+        assert not math.isfinite(float(deposit(torch.zeros_like(src), src, add=True, pool=None)))
+
+
+def test_a_sum_that_overflows_its_dtype_is_seen_in_the_norm(isa: str) -> None:
+    dst = torch.full((10,), 60_000.0, dtype=torch.float16)
+    assert deposit(dst, dst.clone(), add=True, pool=None) == math.inf
+
+
+def test_nothing_is_zero(isa: str) -> None:
+    assert squared_norm(torch.empty(0), pool=None) == 0.0
+    assert deposit(torch.empty(0), torch.empty(0, dtype=torch.bfloat16), add=False, pool=None) == 0.0
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    numel=st.integers(0, 70_000),
+    offsets=st.tuples(st.integers(0, 9), st.integers(0, 9)),
+    dtypes=st.tuples(st.sampled_from(DTYPES), st.sampled_from(DTYPES)),
+    isa=st.sampled_from(_native.isas()),
+    threads=st.integers(1, 3),
+    add=st.booleans(),
+)
+def test_any_size_alignment_and_mix(
+    numel: int,
+    offsets: tuple[int, int],
+    dtypes: tuple[torch.dtype, torch.dtype],
+    isa: str,
+    threads: int,
+    add: bool,
+) -> None:
+    dst = torch.randn(numel + offsets[0]).to(dtypes[0])[offsets[0] :]
+    src = torch.randn(numel + offsets[1]).to(dtypes[1])[offsets[1] :]
+    expected = expected_after(dst, src, add)
+    pool = Pool(threads)
+    _native.set_isa(isa)
+    try:
+        norm = deposit(dst, src, add=add, pool=pool)
+    finally:
+        _native.set_isa(_native.isas()[0])
+        pool.close()
+    assert torch.equal(dst, expected)
+    assert norm == pytest.approx(expected.double().square().sum().item(), rel=1e-12)
+
+
+def test_the_back_end_in_torch_agrees() -> None:
+    src = torch.randn(1000).bfloat16()
+    norm = _squared_norm_in_torch(src)
+    assert (norm.shape, norm.dtype) == ((), torch.float64)
+    assert norm.item() == pytest.approx(float(squared_norm(src, pool=None)), rel=1e-14)
+
+
+def test_tensors_that_do_not_match_are_refused() -> None:
+    with pytest.raises(ValueError, match="dst has 3 elements on cpu, src 4 on cpu"):
+        deposit(torch.zeros(3), torch.zeros(4), add=False, pool=None)
+    with pytest.raises(ValueError, match="src must be contiguous"):
+        deposit(torch.zeros(3), torch.zeros(6)[::2], add=False, pool=None)
+    with pytest.raises(TypeError, match=r"dst is torch\.int32"):
+        deposit(torch.zeros(3, dtype=torch.int32), torch.zeros(3), add=False, pool=None)
+    with pytest.raises(TypeError, match=r"src is torch\.float64"):
+        squared_norm(torch.zeros(3, dtype=torch.float64), pool=None)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("add", [False, True], ids=["write", "add"])
+def test_the_device_deposits_the_same_values(add: bool, assert_same_bits: Check) -> None:
+    for dst_dtype, src_dtype in product(DTYPES, DTYPES):
+        dst, src = torch.randn(100_003).to(dst_dtype), torch.randn(100_003).to(src_dtype)
+        dst_device = dst.cuda()
+        norm_device = deposit(dst_device, src.cuda(), add=add, pool=None)
+        norm = deposit(dst, src, add=add, pool=None)
+        assert_same_bits(dst_device.cpu(), dst)
+        assert isinstance(norm_device, Tensor)
+        assert norm_device.item() == pytest.approx(norm, rel=1e-12)

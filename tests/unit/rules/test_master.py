@@ -1,0 +1,79 @@
+"""The remainder form: exact in both directions, nearest for the reader, and a NaN stays one."""
+
+from collections.abc import Callable
+
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from penstock.rules import join_master, split_master
+from penstock.rules.master import read_master, write_master
+
+Check = Callable[[Tensor, Tensor], None]
+
+
+def from_bits(bits: int) -> Tensor:
+    return torch.tensor([bits - (1 << 32) if bits >= 1 << 31 else bits], dtype=torch.int32).view(torch.float32)
+
+
+@given(st.integers(0, 2**32 - 1))
+def test_any_pattern_survives_split_and_join(bits: int) -> None:
+    value = from_bits(bits)
+    back = join_master(*split_master(value))
+    assert back.isnan() if value.isnan() else torch.equal(back.view(torch.int32), value.view(torch.int32))
+
+
+def test_hard_patterns_survive_split_and_join(hard_fp32: Tensor, assert_same_bits: Check) -> None:
+    param, remainder = split_master(hard_fp32)
+    assert (param.dtype, remainder.dtype) == (torch.bfloat16, torch.int16)
+    assert_same_bits(join_master(param, remainder), hard_fp32)
+    assert torch.equal(param.isnan(), hard_fp32.isnan())
+
+
+def test_param_is_nearest_and_differs_from_nearest_even_on_ties_alone(hard_fp32: Tensor) -> None:
+    number = hard_fp32[~hard_fp32.isnan()]
+    param, remainder = split_master(number)
+    tie = (number.view(torch.int32) & 0xFFFF) == 0x8000
+    nearest_even = number.bfloat16()
+    assert torch.equal(param[~tie].view(torch.int16), nearest_even[~tie].view(torch.int16))
+    # Ties go away from zero: the next pattern above the truncated one.
+    away = ((number[tie].view(torch.int32) >> 16) + 1).to(torch.int16)
+    assert torch.equal(param[tie].view(torch.int16), away)
+    assert (remainder[tie] == -0x8000).all()
+
+
+def test_largest_finite_value_reads_as_infinity_and_is_kept() -> None:
+    param, remainder = split_master(from_bits(0x7F7FFFFF))
+    assert param.item() == torch.inf
+    assert remainder.item() == -1
+    assert join_master(param, remainder).item() == torch.finfo(torch.float32).max
+
+
+def test_nan_that_rounding_would_carry_into_minus_zero() -> None:
+    for bits in (0x7FFFFFFF, 0xFFFFFFFF, 0x7F800001, 0xFF800001):
+        param, remainder = split_master(from_bits(bits))
+        assert param.isnan().all()
+        assert join_master(param, remainder).isnan().all()
+
+
+def test_shapes_and_strides_are_kept() -> None:
+    value = torch.randn(3, 4).t()
+    param, remainder = split_master(value)
+    assert param.shape == remainder.shape == value.shape
+    assert torch.equal(join_master(param, remainder), value)
+
+
+def test_read_and_write_every_form(assert_same_bits: Check) -> None:
+    value = torch.randn(1000)
+    for dtype, master in (
+        (torch.float32, None),
+        (torch.bfloat16, torch.empty(1000, dtype=torch.int16)),
+        (torch.bfloat16, torch.empty(1000)),
+        (torch.float16, torch.empty(1000)),
+    ):
+        param = torch.empty(1000, dtype=dtype)
+        write_master(param, master, value)
+        assert_same_bits(read_master(param, master), value)
+        if master is None or master.dtype == torch.float32:
+            assert_same_bits(param, value.to(dtype))

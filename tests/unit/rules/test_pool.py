@@ -1,0 +1,193 @@
+"""The thread pool: shared by threads, closed cleanly, harmless after a fork and at exit."""
+
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from penstock.rules import Pool, Segment, deposit, rule_for, squared_norm
+from penstock.rules.adam import Adam
+
+
+def thread_count() -> int:
+    return len(list(Path("/proc/self/task").iterdir()))
+
+
+def run(program: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=False)
+
+
+def test_workers_start_once_and_end_with_close() -> None:
+    before = thread_count()
+    pool = Pool(3)
+    assert pool.threads == 3
+    assert thread_count() == before + 2
+    pool.close()
+    assert thread_count() == before
+    pool.close()
+
+
+def test_workers_end_with_the_last_reference() -> None:
+    before = thread_count()
+    pool = Pool(2)
+    del pool
+    assert thread_count() == before
+
+
+def test_a_pool_of_one_starts_no_thread() -> None:
+    before = thread_count()
+    pool = Pool(1)
+    assert thread_count() == before
+    assert squared_norm(torch.ones(100_000), pool=pool) == 100_000
+    pool.close()
+
+
+def test_no_threads_are_refused() -> None:
+    with pytest.raises(ValueError, match="at least 1 thread"):
+        Pool(0)
+
+
+def test_a_closed_pool_says_so() -> None:
+    pool = Pool(2)
+    pool.close()
+    with pytest.raises(RuntimeError, match="the pool is closed"):
+        squared_norm(torch.ones(100_000), pool=pool)
+
+
+@pytest.mark.parametrize("threads", [1, 2, 3])
+def test_copy_is_memcpy(threads: int) -> None:
+    pool = Pool(threads)
+    for nbytes in (0, 1, 4095, (1 << 19) + 1, 3_000_001):
+        src = torch.randint(0, 255, (nbytes,), dtype=torch.uint8)
+        dst = torch.zeros(nbytes + 1, dtype=torch.uint8)
+        pool.copy(dst.data_ptr(), src.data_ptr(), nbytes)
+        assert torch.equal(dst[:nbytes], src)
+        assert dst[nbytes] == 0
+    pool.close()
+
+
+def test_many_python_threads_share_a_pool() -> None:
+    pool = Pool(3)
+    optimizer = torch.optim.AdamW([torch.zeros(1)])
+    hyper = rule_for(optimizer).hyper(optimizer.param_groups[0], 1)
+    numel, rounds = 150_001, 10
+    generator = torch.Generator().manual_seed(5)
+    value, grad = torch.randn(numel, generator=generator), torch.randn(numel, generator=generator)
+
+    def updates(pool: Pool | None) -> tuple[torch.Tensor, float]:
+        segment = Segment(value.clone(), grad.clone(), None, (torch.zeros(numel), torch.zeros(numel)))
+        for _ in range(rounds):
+            Adam("adamw").update(segment, hyper, 1.0, pool)
+        return segment.param, float(deposit(torch.zeros(numel), segment.param, add=True, pool=pool))
+
+    expected, expected_norm = updates(None)
+    results: list[tuple[torch.Tensor, float]] = []
+    threads = [threading.Thread(target=lambda: results.append(updates(pool))) for _ in range(5)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    pool.close()
+    assert len(results) == 5
+    for param, norm in results:
+        assert torch.equal(param, expected)
+        assert norm == expected_norm
+
+
+def test_close_while_others_work_lets_them_finish() -> None:
+    pool = Pool(3)
+    src = torch.ones(2_000_000)
+    norms: list[float] = []
+
+    def work() -> None:
+        while True:
+            try:
+                norms.append(float(squared_norm(src, pool=pool)))
+            except RuntimeError:
+                return
+
+    threads = [threading.Thread(target=work) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    while not norms:
+        time.sleep(0.001)
+    pool.close()
+    for thread in threads:
+        thread.join()
+    assert set(norms) == {2_000_000.0}
+
+
+def test_other_python_threads_run_during_a_call() -> None:
+    src = torch.ones(100_000_000)
+    begun, ended = threading.Event(), threading.Event()
+
+    def call() -> None:
+        begun.set()
+        squared_norm(src, pool=None)
+        ended.set()
+
+    worker = threading.Thread(target=call)
+    worker.start()
+    begun.wait()
+    turns = 0
+    while not ended.is_set():
+        time.sleep(0.001)
+        turns += 1
+    worker.join()
+    # The call takes tens of milliseconds. Were the interpreter locked meanwhile, this thread had one turn or two.
+    assert turns > 3
+
+
+FORK = """
+import os, sys, threading
+import torch
+from penstock.rules import Pool, squared_norm
+pool = Pool(3)
+src = torch.ones(5_000_000)
+stop = threading.Event()
+def busy():
+    while not stop.is_set():
+        squared_norm(src, pool=pool)
+threads = [threading.Thread(target=busy) for _ in range(2)]
+for thread in threads: thread.start()
+for _ in range(20):
+    child = os.fork()
+    if child == 0:
+        ok = squared_norm(src, pool=pool) == 5_000_000
+        own = Pool(2)
+        ok = ok and squared_norm(src, pool=own) == 5_000_000
+        own.close(); pool.close(); del pool
+        os._exit(0 if ok else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+stop.set()
+for thread in threads: thread.join()
+assert squared_norm(src, pool=pool) == 5_000_000
+"""
+
+
+def test_a_forked_child_works_and_never_hangs() -> None:
+    done = run(FORK)
+    assert done.returncode == 0, done.stderr
+
+
+EXIT = """
+import threading, time
+import torch
+from penstock.rules import Pool, squared_norm
+pool = Pool(3)
+src = torch.ones(5_000_000)
+def busy():
+    while True:
+        squared_norm(src, pool=pool)
+threading.Thread(target=busy, daemon=True).start()
+time.sleep(0.2)
+"""
+
+
+def test_the_process_exits_with_an_open_pool_at_work() -> None:
+    done = run(EXIT)
+    assert (done.returncode, done.stderr) == (0, "")
