@@ -1,0 +1,48 @@
+"""The machine that numbers were measured on, to be stored with them."""
+
+import os
+import platform
+from pathlib import Path
+from typing import Any
+
+import torch
+
+#: Settings under which glibc gives no memory back between steps: no page faults for anybody.
+TUNED_MALLOC = {
+    "MALLOC_MMAP_THRESHOLD_": "8000000000",
+    "MALLOC_TRIM_THRESHOLD_": "16000000000",
+    "MALLOC_TOP_PAD_": "268435456",
+}
+
+
+def describe() -> dict[str, Any]:
+    """Processor, cores, memory, accelerator and versions."""
+    device = torch.accelerator.current_accelerator(check_available=True)
+    return {
+        "processor": _field("/proc/cpuinfo", "model name"),
+        "cores": len(os.sched_getaffinity(0)),
+        "memory_bytes": int(_field("/proc/meminfo", "MemTotal").split()[0]) * 1024,
+        "kernel": platform.release(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "accelerator": torch.get_device_module(device).get_device_name() if device is not None else None,
+        "huge_pages": Path("/sys/kernel/mm/transparent_hugepage/enabled").read_text().strip(),
+    }
+
+
+def _field(path: str, name: str) -> str:
+    for line in Path(path).read_text().splitlines():
+        key, _, value = line.partition(":")
+        if key.strip() == name:
+            return value.strip()
+    return "unknown 0"
+
+
+def process_bytes(field: str) -> int:
+    """`VmRSS` (now) or `VmHWM` (peak since `restart_peak`) of this process."""
+    return int(_field("/proc/self/status", field).split()[0]) * 1024
+
+
+def restart_peak() -> None:
+    """Start the count of the peak resident set again."""
+    Path("/proc/self/clear_refs").write_text("5")

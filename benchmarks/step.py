@@ -1,0 +1,239 @@
+"""One training step end to end: penstock against the same loop in plain torch, and against FSDP2 and DeepSpeed.
+
+    python benchmarks/step.py                     # glibc as it is
+    python benchmarks/step.py --malloc tuned      # no page faults for anybody
+    python benchmarks/step.py --model tiny        # a quick look
+
+bf16 weights, fp32 masters, AdamW, clipping at 1.0; a Llama-type model with random weights on random tokens. Contenders are
+processes of their own that take turns, step by step. `benchmarks/results/` keeps the reports.
+"""
+
+import argparse
+import json
+import os
+import socket
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import machine
+import torch
+from turns import Figures, medians, paired_ratio, take_turns
+
+MODELS = {
+    "355m": dict(hidden_size=1024, num_hidden_layers=24, num_attention_heads=16, intermediate_size=2560, vocab_size=32000),
+    "tiny": dict(hidden_size=256, num_hidden_layers=4, num_attention_heads=4, intermediate_size=512, vocab_size=2000),
+}
+HYPER = dict(lr=1e-4, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.01)
+MAX_GRAD_NORM = 1.0
+
+
+def build_model(name: str, dtype: torch.dtype) -> torch.nn.Module:
+    """The model with random weights, on the cpu."""
+    import transformers
+
+    config = transformers.LlamaConfig(**MODELS[name], max_position_embeddings=1024, use_cache=False)
+    torch.manual_seed(0)
+    return transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).to(dtype).train()
+
+
+def run(model: torch.nn.Module, backward: Any, step: Any, device: torch.device, settings: dict[str, Any]) -> Iterator[Figures]:
+    """Take a step a turn; figures in milliseconds and GiB."""
+    vocabulary = MODELS[settings["model"]]["vocab_size"]
+    generator = torch.Generator().manual_seed(1)
+    wait = torch.accelerator.synchronize if device.type != "cpu" else lambda: None
+    message = yield {}
+    counting = False
+    while True:
+        tokens = torch.randint(0, vocabulary, (settings["batch"], settings["sequence"]), generator=generator).to(device)
+        if message == "counted" and not counting:
+            machine.restart_peak()
+            counting = True
+        wait()
+        started = time.perf_counter()
+        loss = model(input_ids=tokens, labels=tokens).loss
+        wait()
+        forward_done = time.perf_counter()
+        backward(loss)
+        wait()
+        backward_done = time.perf_counter()
+        step()
+        wait()
+        done = time.perf_counter()
+        value = float(loss.detach())
+        del loss
+        message = yield {
+            "forward_ms": (forward_done - started) * 1e3,
+            "backward_ms": (backward_done - forward_done) * 1e3,
+            "step_ms": (done - backward_done) * 1e3,
+            "total_ms": (done - started) * 1e3,
+            "peak_gib": machine.process_bytes("VmHWM") / 2**30,
+            "device_peak_gib": torch.accelerator.max_memory_allocated() / 2**30 if device.type != "cpu" else 0.0,
+            "loss": value,
+        }
+
+
+def device_of(settings: dict[str, Any]) -> torch.device:
+    """The accelerator, unless there is none or the cpu was asked for; sets the threads."""
+    torch.set_num_threads(settings["threads"])
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    return torch.device("cpu") if accelerator is None else accelerator
+
+
+def plain(**settings: Any) -> Iterator[Figures]:
+    """bf16 weights and gradients, an fp32 master copy, torch's fused AdamW."""
+    device = device_of(settings)
+    model = build_model(settings["model"], torch.bfloat16).to(device)
+    parameters = list(model.parameters())
+    masters = [p.detach().float() for p in parameters]
+    optimizer = torch.optim.AdamW(masters, fused=True, **HYPER)
+
+    @torch.no_grad()
+    def step() -> None:
+        for parameter, master in zip(parameters, masters, strict=True):
+            master.grad = parameter.grad.float()
+            parameter.grad = None
+        torch.nn.utils.clip_grad_norm_(masters, MAX_GRAD_NORM)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        torch._foreach_copy_(parameters, masters)
+
+    yield from run(model, lambda loss: loss.backward(), step, device, settings)
+
+
+def penstock(**settings: Any) -> Iterator[Figures]:
+    """Stage 3, everything on the cpu tier."""
+    import penstock
+
+    device = device_of(settings)
+    model = build_model(settings["model"], torch.bfloat16)
+    tier = settings["tier"]
+    optimizer = penstock.prepare(
+        model,
+        torch.optim.AdamW(model.parameters(), **HYPER),
+        placement=penstock.Placement(params=tier, grads=tier, optimizer=tier),
+        max_grad_norm=MAX_GRAD_NORM,
+        options=penstock.Options(update_threads=settings["threads"]),
+    )
+
+    def step() -> None:
+        optimizer.step()
+        optimizer.zero_grad()
+
+    yield from run(model, optimizer.backward, step, device, settings)
+
+
+def fsdp2(**settings: Any) -> Iterator[Figures]:
+    """torch's own `fully_shard` with CPUOffloadPolicy."""
+    import torch.distributed as dist
+    from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+
+    device = device_of(settings)
+    _single_rank("gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl")
+    mesh = dist.device_mesh.init_device_mesh(device.type, (1,))
+    model = build_model(settings["model"], torch.float32)
+    policy = dict(
+        mesh=mesh,
+        mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16),
+        offload_policy=CPUOffloadPolicy(pin_memory=device.type != "cpu"),
+    )
+    for layer in model.model.layers:
+        fully_shard(layer, **policy)
+    fully_shard(model, **policy)
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True, **HYPER)
+
+    def step() -> None:
+        torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_GRAD_NORM)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+
+    yield from run(model, lambda loss: loss.backward(), step, device, settings)
+
+
+def deepspeed(**settings: Any) -> Iterator[Figures]:
+    """ZeRO-3 with optimizer and parameters offloaded to the cpu. Needs an environment that has DeepSpeed."""
+    device = device_of(settings)
+    if device.type == "cpu":
+        os.environ["DS_ACCELERATOR"] = "cpu"
+    _single_rank(None)
+    import deepspeed
+
+    pinned = {"device": "cpu", "pin_memory": device.type != "cpu"}
+    config = {
+        "train_micro_batch_size_per_gpu": settings["batch"],
+        "gradient_clipping": MAX_GRAD_NORM,
+        "bf16": {"enabled": True},
+        "zero_optimization": {"stage": 3, "offload_optimizer": pinned, "offload_param": pinned},
+        "optimizer": {"type": "AdamW", "params": {**HYPER, "betas": list(HYPER["betas"])}},
+        "steps_per_print": 10**9,
+    }
+    model = build_model(settings["model"], torch.bfloat16)
+    engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
+    yield from run(engine, engine.backward, engine.step, device, settings)
+
+
+def _single_rank(backend: str | None) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    os.environ.update(
+        RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), GLOO_SOCKET_IFNAME="lo"
+    )
+    if backend is not None:
+        torch.distributed.init_process_group(backend)
+
+
+CONTENDERS = {"plain": plain, "penstock": penstock, "fsdp2": fsdp2, "deepspeed": deepspeed}
+
+
+def report(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Run the contenders and compare them with plain torch."""
+    settings = {key: getattr(arguments, key) for key in ("model", "batch", "sequence", "threads", "tier")}
+    environment = {"OMP_NUM_THREADS": str(arguments.threads)}
+    if arguments.malloc == "tuned":
+        environment |= machine.TUNED_MALLOC
+    chosen = {name: CONTENDERS[name] for name in arguments.contenders.split(",")}
+    figures = take_turns(chosen, arguments.rounds, arguments.warmup, environment, **settings)
+    result: dict[str, Any] = {
+        "machine": machine.describe(),
+        "settings": settings | {"malloc": arguments.malloc, "rounds": arguments.rounds},
+        "medians": {name: medians(rows) for name, rows in figures.items()},
+        "ratios_to_plain": {
+            name: {key: paired_ratio(figures, name, "plain", key) for key in ("total_ms", "peak_gib")}
+            for name in figures
+            if name != "plain"
+        },
+        "rounds": figures,
+    }
+    print(f"{'contender':<12}{'forward':>10}{'backward':>10}{'step':>10}{'total ms':>10}{'ratio':>8}{'peak GiB':>10}{'ratio':>8}")
+    for name, row in result["medians"].items():
+        ratio = result["ratios_to_plain"].get(name, {"total_ms": 1.0, "peak_gib": 1.0})
+        print(
+            f"{name:<12}{row['forward_ms']:>10.0f}{row['backward_ms']:>10.0f}{row['step_ms']:>10.0f}{row['total_ms']:>10.0f}"
+            f"{ratio['total_ms']:>8.3f}{row['peak_gib']:>10.2f}{ratio['peak_gib']:>8.3f}"
+        )
+    return result
+
+
+def parse(arguments: list[str] | None = None) -> argparse.Namespace:
+    """Read the command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", choices=MODELS, default="355m")
+    parser.add_argument("--contenders", default="plain,penstock", help="comma-separated: plain,penstock,fsdp2,deepspeed")
+    parser.add_argument("--malloc", choices=("default", "tuned"), default="default")
+    parser.add_argument("--tier", choices=("cpu", "device"), default="cpu", help="home of penstock's state")
+    parser.add_argument("--sequence", type=int, default=128)
+    parser.add_argument("--batch", type=int, default=1)
+    parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--warmup", type=int, default=3)
+    parser.add_argument("--out", type=Path, help="write the report as JSON")
+    return parser.parse_args(arguments)
+
+
+if __name__ == "__main__":
+    options = parse()
+    outcome = report(options)
+    if options.out:
+        options.out.write_text(json.dumps(outcome, indent=1) + "\n")
