@@ -1,0 +1,86 @@
+"""What people type, as values: sizes, homes and pairs. Pure; a mistake is a `ConfigError` that names the option."""
+
+import math
+import re
+
+from penstock.errors import ConfigError
+
+_UNIT_BYTES = {
+    "": 1,
+    "b": 1,
+    "kb": 10**3,
+    "mb": 10**6,
+    "gb": 10**9,
+    "tb": 10**12,
+    "kib": 2**10,
+    "mib": 2**20,
+    "gib": 2**30,
+    "tib": 2**40,
+}
+_SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([a-z]*)\s*", re.IGNORECASE)
+
+
+def parse_size_bytes(text: str, *, option: str) -> int:
+    """Read a size: a number of bytes, or a number with a suffix (`64MiB` is 2**26, `64MB` is 64 million).
+
+    Raises:
+        ConfigError: not a size, or not a whole number of bytes.
+
+    Example:
+        >>> parse_size_bytes("64MiB", option="--tile-bytes")
+        67108864
+    """
+    match = _SIZE.fullmatch(text)
+    unit = _UNIT_BYTES.get(match[2].lower()) if match else None
+    if match is None or unit is None:
+        raise ConfigError(f"{option} {text!r} is not a size. Write bytes, or a number with KiB, MiB, GiB or TiB.")
+    size = float(match[1]) * unit
+    if not size.is_integer():
+        raise ConfigError(f"{option} {text!r} is {size:g} bytes. Write a whole number of bytes.")
+    return int(size)
+
+
+def parse_home(text: str, *, option: str) -> str | dict[str, float]:
+    """Read the home of a kind of state: a tier (`cpu`), or tiers with their fractions (`device=0.6,cpu=0.4`).
+
+    Only the shape of the text is checked here: which tiers there are is the library's to say.
+
+    Raises:
+        ConfigError: a fraction that is not a number, or a tier named twice.
+
+    Example:
+        >>> parse_home("device=0.6,cpu=0.4", option="--optimizer")
+        {'device': 0.6, 'cpu': 0.4}
+    """
+    if "=" not in text:
+        return text.strip()
+    fractions: dict[str, float] = {}
+    for part in text.split(","):
+        tier, _, fraction_text = (piece.strip() for piece in part.partition("="))
+        if tier in fractions:
+            raise ConfigError(f"{option} {text!r} names the tier {tier!r} twice. Give each tier one fraction.")
+        fractions[tier] = _number(fraction_text, option=option, text=text, example="device=0.6,cpu=0.4")
+    return fractions
+
+
+def parse_betas(text: str, *, option: str) -> tuple[float, float]:
+    """Read the two decay rates of AdamW's moments, such as `0.9,0.95`.
+
+    Raises:
+        ConfigError: not two numbers.
+    """
+    parts = text.split(",")
+    if len(parts) != 2:
+        raise ConfigError(f"{option} {text!r} is not two numbers. Write them like 0.9,0.95.")
+    first, second = (_number(part.strip(), option=option, text=text, example="0.9,0.95") for part in parts)
+    return first, second
+
+
+def _number(part: str, *, option: str, text: str, example: str) -> float:
+    try:
+        number = float(part)
+    except ValueError:
+        number = math.nan
+    if not math.isfinite(number):
+        raise ConfigError(f"{option} {text!r}: {part!r} is not a number. Write it like {example}.")
+    return number

@@ -1,0 +1,63 @@
+"""The place of this process among the ranks of a run, as a launcher such as torchrun describes it."""
+
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """The place of this process: its rank, how many ranks there are, and the device it computes on."""
+
+    rank: int
+    world_size: int
+    device: torch.device
+
+    @classmethod
+    def from_environment(cls, environ: Mapping[str, str] = os.environ) -> "Ranks":
+        """The place that the launcher describes; alone without one. Joins nothing."""
+        on_cuda = torch.cuda.is_available()
+        return cls(
+            rank=int(environ.get("RANK", "0")),
+            world_size=int(environ.get("WORLD_SIZE", "1")),
+            device=torch.device("cuda", int(environ.get("LOCAL_RANK", "0"))) if on_cuda else torch.device("cpu"),
+        )
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this is the rank that prints and saves."""
+        return self.rank == 0
+
+    def sum(self, values: torch.Tensor) -> torch.Tensor:
+        """The values added over all ranks. Collective."""
+        if self.world_size > 1:
+            dist.all_reduce(values)
+        return values
+
+    def from_first(self, values: torch.Tensor) -> torch.Tensor:
+        """Rank 0's values, on every rank. Collective."""
+        if self.world_size > 1:
+            dist.broadcast(values, src=0)
+        return values
+
+
+@contextmanager
+def joined(ranks: Ranks) -> Iterator[None]:
+    """Join the process group of these ranks, and leave it at the end; alone, join none.
+
+    After an error the group is not left: leaving waits for the other ranks, which may wait in a collective for
+    this one. The launcher ends them.
+    """
+    if ranks.device.type == "cuda":
+        torch.cuda.set_device(ranks.device)
+    if ranks.world_size > 1:
+        # Host tensors are reduced too, so gloo stands beside NCCL.
+        backend = "cpu:gloo,cuda:nccl" if ranks.device.type == "cuda" else "gloo"
+        dist.init_process_group(backend, rank=ranks.rank, world_size=ranks.world_size)
+    yield
+    if ranks.world_size > 1:
+        dist.destroy_process_group()

@@ -1,0 +1,179 @@
+"""One run of `penstock train`, from the request to the saved model."""
+
+import tempfile
+import time
+from dataclasses import dataclass
+from importlib.metadata import version
+
+import torch
+from torch import nn
+from transformers.utils import logging
+
+from penstock.cli.training.batches import sequence_count
+from penstock.cli.training.config import TrainConfig
+from penstock.cli.training.corpus import Corpus, encode_corpus
+from penstock.cli.training.display import Display, open_display
+from penstock.cli.training.evaluate import held_out_loss
+from penstock.cli.training.files import find_files, read_pieces, standard_library_files
+from penstock.cli.training.loop import train_steps
+from penstock.cli.training.metrics import Metrics, check_tensorboard, open_metrics
+from penstock.cli.training.optimizer import options_of, placement_of, prepare_model
+from penstock.cli.training.precision import resolve_precision
+from penstock.cli.training.progress import format_seconds
+from penstock.cli.training.ranks import Ranks, joined
+from penstock.cli.training.sample import printable, sample_ids
+from penstock.errors import ConfigError
+from penstock.integrations.huggingface import (
+    ModelSource,
+    build_model,
+    enable_activation_checkpointing,
+    find_model,
+    save_pretrained,
+)
+from penstock.integrations.tokenizers import Tokenizer, tokenizer_for
+
+PROMPT_TOKENS = 32
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a run came to. Losses are nats per token on held-out text, `None` where they were not measured."""
+
+    loss_before: float | None
+    loss_after: float | None
+    seconds: float
+
+
+def run(config: TrainConfig) -> Result:
+    """Train as the settings say. Every rank of the launcher calls this.
+
+    1. Check the request: everything that can be wrong with it, before anything is allocated.
+    2. Read the text as tokens: a stream to train on, a stream held out.
+    3. Meet the other ranks, build the model and prepare it.
+    4. Measure the held-out loss.
+    5. Train.
+    6. Measure the held-out loss again.
+    7. Save the model.
+    8. Write a sample.
+
+    Raises:
+        ConfigError: the request cannot be met.
+    """
+    began = time.perf_counter()
+    ranks = Ranks.from_environment()
+    # 1.
+    source = find_model(config.model, seq_length=config.seq_length)
+    logging.disable_progress_bar()  # type: ignore[no-untyped-call]  # the display of the run is the only one
+    placement_of(config)
+    options_of(config)
+    files = find_files(config.data) if config.data else standard_library_files()
+    if ranks.is_first:
+        _check_out(config, source)
+    with open_display(is_first_rank=ranks.is_first) as display:
+        # 2.
+        tokenizer = tokenizer_for(source.folder, vocab_size=source.vocab_size)
+        pieces = (piece for path in files for piece in read_pieces(path, jsonl_field=config.jsonl_field))
+        corpus = encode_corpus(pieces, tokenizer, seq_length=config.seq_length)
+        display.note(_about_text(corpus, config, file_count=len(files)))
+        # 3.
+        with joined(ranks), open_metrics(config, is_first_rank=ranks.is_first) as metrics:
+            torch.manual_seed(config.seed)
+            model = build_model(source)
+            if config.activation_checkpointing:
+                enable_activation_checkpointing(model)
+            metrics.start(**_about_run(model, corpus, config, ranks))
+            optimizer = prepare_model(model, config, ranks)
+            measure = _Measure(model, corpus, tokenizer.token_name, config, ranks, display, metrics)
+            # 4.
+            loss_before = measure(step=0)
+            # 5.
+            train_steps(model, optimizer, corpus.train, config, ranks, display, metrics)
+            # 6.
+            loss_after = measure(step=config.steps)
+            # 7.
+            save_pretrained(model, optimizer, config.out, is_first_rank=ranks.is_first)
+            if ranks.is_first:
+                tokenizer.save(config.out)
+            display.note(f"saved the model in {config.out}")
+            # 8.
+            sample = _sample(model, tokenizer, corpus, config, ranks) if config.sample_tokens else None
+            if sample is not None:
+                display.note(f"sample:\n{printable(sample)}")
+            optimizer.close(keep_params=False)
+            result = Result(loss_before, loss_after, time.perf_counter() - began)
+            metrics.end(loss_before=loss_before, loss_after=loss_after, seconds=result.seconds, sample=sample)
+        display.note(f"done in {format_seconds(result.seconds)}")
+    return result
+
+
+def _check_out(config: TrainConfig, source: ModelSource) -> None:
+    if source.folder is not None and source.folder.resolve() == config.out.resolve():
+        raise ConfigError(f"--out {str(config.out)!r} is the folder of --model, which it would overwrite. Use another.")
+    if config.tensorboard:
+        check_tensorboard()
+    try:
+        config.out.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=config.out):
+            pass
+    except OSError as error:
+        raise ConfigError(f"--out {str(config.out)!r} cannot be written: {error.strerror}. Use another.") from error
+
+
+@dataclass(frozen=True)
+class _Measure:
+    """Measures the held-out loss and reports it; collective."""
+
+    model: nn.Module
+    corpus: Corpus
+    token_name: str
+    config: TrainConfig
+    ranks: Ranks
+    display: Display
+    metrics: Metrics
+
+    def __call__(self, *, step: int) -> float | None:
+        if self.config.eval_sequences == 0:
+            return None
+        began = time.perf_counter()
+        loss = held_out_loss(self.model, self.corpus.held_out, self.config, self.ranks)
+        seconds = time.perf_counter() - began
+        self.display.note(f"held-out loss {loss:.4f} nats per {self.token_name} after {step} steps")
+        self.metrics.evaluation(step, loss, seconds)
+        return loss
+
+
+def _sample(model: nn.Module, tokenizer: Tokenizer, corpus: Corpus, config: TrainConfig, ranks: Ranks) -> str:
+    """The prompt and its continuation; collective."""
+    prompt = tokenizer.encode(config.prompt) if config.prompt else corpus.held_out[:PROMPT_TOKENS]
+    prompt_ids = [int(i) for i in prompt]
+    ids = sample_ids(
+        model,
+        prompt_ids,
+        token_count=config.sample_tokens,
+        context_length=config.seq_length,
+        seed=config.seed,
+        ranks=ranks,
+    )
+    return tokenizer.decode(prompt_ids + ids)
+
+
+def _about_text(corpus: Corpus, config: TrainConfig, *, file_count: int) -> str:
+    count = sequence_count(len(corpus.train), config.seq_length)
+    return (
+        f"{file_count:,} files, {corpus.document_count:,} documents: {len(corpus.train):,} tokens to train on "
+        f"({count:,} sequences of {config.seq_length}), {len(corpus.held_out):,} held out"
+    )
+
+
+def _about_run(model: nn.Module, corpus: Corpus, config: TrainConfig, ranks: Ranks) -> dict[str, object]:
+    return {
+        "config": config.to_dict(),
+        "world_size": ranks.world_size,
+        "device": str(ranks.device),
+        "precision": resolve_precision(config.precision, ranks.device),
+        "parameter_count": sum(p.numel() for p in model.parameters()),
+        "train_tokens": len(corpus.train),
+        "held_out_tokens": len(corpus.held_out),
+        "document_count": corpus.document_count,
+        "versions": {name: version(name) for name in ("penstock", "torch", "transformers")},
+    }
