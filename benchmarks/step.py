@@ -4,8 +4,8 @@
     python benchmarks/step.py --malloc tuned      # no page faults for anybody
     python benchmarks/step.py --model tiny        # a quick look
 
-bf16 weights, fp32 masters, AdamW, clipping at 1.0; a Llama-type model with random weights on random tokens. Contenders are
-processes of their own that take turns, step by step. `benchmarks/results/` keeps the reports.
+bf16 weights, fp32 masters, AdamW, clipping at 1.0; a Llama-type model with random weights on random tokens. Contenders
+are processes of their own that take turns, step by step. `benchmarks/results/` keeps the reports.
 """
 
 import argparse
@@ -17,12 +17,15 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import machine
 import torch
+
+import machine
 from turns import Figures, medians, paired_ratio, take_turns
 
 MODELS = {
-    "355m": dict(hidden_size=1024, num_hidden_layers=24, num_attention_heads=16, intermediate_size=2560, vocab_size=32000),
+    "355m": dict(
+        hidden_size=1024, num_hidden_layers=24, num_attention_heads=16, intermediate_size=2560, vocab_size=32000
+    ),
     "tiny": dict(hidden_size=256, num_hidden_layers=4, num_attention_heads=4, intermediate_size=512, vocab_size=2000),
 }
 HYPER = dict(lr=1e-4, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.01)
@@ -38,7 +41,9 @@ def build_model(name: str, dtype: torch.dtype) -> torch.nn.Module:
     return transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).to(dtype).train()
 
 
-def run(model: torch.nn.Module, backward: Any, step: Any, device: torch.device, settings: dict[str, Any]) -> Iterator[Figures]:
+def run(
+    model: torch.nn.Module, backward: Any, step: Any, device: torch.device, settings: dict[str, Any]
+) -> Iterator[Figures]:
     """Take a step a turn; figures in milliseconds and GiB."""
     vocabulary = MODELS[settings["model"]]["vocab_size"]
     generator = torch.Generator().manual_seed(1)
@@ -178,7 +183,12 @@ def _single_rank(backend: str | None) -> None:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     os.environ.update(
-        RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), GLOO_SOCKET_IFNAME="lo"
+        RANK="0",
+        LOCAL_RANK="0",
+        WORLD_SIZE="1",
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=str(port),
+        GLOO_SOCKET_IFNAME="lo",
     )
     if backend is not None:
         torch.distributed.init_process_group(backend)
@@ -206,12 +216,13 @@ def report(arguments: argparse.Namespace) -> dict[str, Any]:
         },
         "rounds": figures,
     }
-    print(f"{'contender':<12}{'forward':>10}{'backward':>10}{'step':>10}{'total ms':>10}{'ratio':>8}{'peak GiB':>10}{'ratio':>8}")
+    columns = ("forward", "backward", "step", "total ms", "ratio", "peak GiB", "ratio")
+    print(f"{'contender':<12}" + "".join(f"{column:>10}" for column in columns))
     for name, row in result["medians"].items():
         ratio = result["ratios_to_plain"].get(name, {"total_ms": 1.0, "peak_gib": 1.0})
         print(
             f"{name:<12}{row['forward_ms']:>10.0f}{row['backward_ms']:>10.0f}{row['step_ms']:>10.0f}{row['total_ms']:>10.0f}"
-            f"{ratio['total_ms']:>8.3f}{row['peak_gib']:>10.2f}{ratio['peak_gib']:>8.3f}"
+            f"{ratio['total_ms']:>10.3f}{row['peak_gib']:>10.2f}{ratio['peak_gib']:>10.3f}"
         )
     return result
 
@@ -220,7 +231,9 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     """Read the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", choices=MODELS, default="355m")
-    parser.add_argument("--contenders", default="plain,penstock", help="comma-separated: plain,penstock,fsdp2,deepspeed")
+    parser.add_argument(
+        "--contenders", default="plain,penstock", help="comma-separated: plain,penstock,fsdp2,deepspeed"
+    )
     parser.add_argument("--malloc", choices=("default", "tuned"), default="default")
     parser.add_argument("--tier", choices=("cpu", "device"), default="cpu", help="home of penstock's state")
     parser.add_argument("--sequence", type=int, default=128)

@@ -1,0 +1,99 @@
+"""A small transformer-like model, and the plain torch loop it is compared with."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+HYPER = {"lr": 1e-2, "betas": (0.9, 0.95), "weight_decay": 0.1}
+
+
+class Block(nn.Module):
+    """Norm, wide linear, narrow linear, residual."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.up = nn.Linear(width, 4 * width)
+        self.down = nn.Linear(4 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[batch, width] to [batch, width]."""
+        return x + self.down(torch.nn.functional.gelu(self.up(self.norm(x))))
+
+
+class Net(nn.Module):
+    """An input layer, repeated blocks, an output layer."""
+
+    def __init__(self, width: int = 64, depth: int = 4) -> None:
+        super().__init__()
+        self.first = nn.Linear(16, width)
+        self.blocks = nn.ModuleList(Block(width) for _ in range(depth))
+        self.last = nn.Linear(width, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[batch, 16] to [batch, 8]."""
+        x = self.first(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.last(x)
+
+
+def build(width: int = 64, depth: int = 4) -> Net:
+    """The model with the same weights every time, on the cpu; every weight is a bf16 value."""
+    torch.manual_seed(0)
+    model = Net(width, depth)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(parameter.bfloat16().float())
+    return model
+
+
+def batches(count: int, device: torch.device, size: int = 32) -> list[Tensor]:
+    """Inputs, the same every time."""
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randn(size, 16, generator=generator).to(device) for _ in range(count)]
+
+
+def loss_of(model: nn.Module, x: Tensor) -> Tensor:
+    """A scalar that depends on every output."""
+    return model(x).float().square().mean()
+
+
+@dataclass
+class Outcome:
+    """What a run left behind: losses, norms, the gradients of the first step, and the final fp32 parameters."""
+
+    losses: list[float]
+    norms: list[float]
+    first_gradients: list[Tensor]
+    parameters: list[Tensor]
+
+
+def plain_run(precision: str, accumulation: int, clip: float | None, steps: int, device: torch.device) -> Outcome:
+    """The same loop in plain torch: weights in the compute dtype, fp32 masters, torch's own AdamW and clipping."""
+    dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[precision]
+    model = build().to(device, dtype)
+    weights = list(model.parameters())
+    masters = [w.detach().float().clone() for w in weights]
+    optimizer = torch.optim.AdamW(masters, foreach=False, **HYPER)
+    outcome = Outcome([], [], [], [])
+    data = iter(batches(steps * accumulation, device))
+    for step in range(steps):
+        for _ in range(accumulation):
+            loss = loss_of(model, next(data).to(dtype))
+            loss.backward()
+            outcome.losses.append(loss.item())
+        if step == 0:
+            outcome.first_gradients = [w.grad.float().cpu().clone() for w in weights]  # clipping works in place
+        for weight, master in zip(weights, masters, strict=True):
+            master.grad = weight.grad.float()
+            weight.grad = None
+        norm = torch.nn.utils.clip_grad_norm_(masters, clip or float("inf"))
+        outcome.norms.append(norm.item())
+        optimizer.step()
+        with torch.no_grad():
+            for weight, master in zip(weights, masters, strict=True):
+                weight.copy_(master)
+    outcome.parameters = [m.cpu() for m in masters]
+    return outcome
