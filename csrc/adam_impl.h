@@ -45,24 +45,22 @@ void adam(const AdamTask& task, size_t begin, size_t end) noexcept {
   const AdamConstants c(task);
 
   size_t i = begin;
-  for (; i + V::width <= end; i += V::width) {
-    const V p = adam_step(c, Store::get(param + i, master + i), Grad::get(grad + i), task.exp_avg + i,
-                          task.exp_avg_sq + i);
-    Store::put(param + i, master + i, p);
-  }
+  for (; i + V::width <= end; i += V::width)
+    Store::put(param, master, i,
+               adam_step(c, Store::get(param, master, i), Grad::get(grad + i), task.exp_avg + i, task.exp_avg_sq + i));
   if (i == end) return;
 
   const size_t count = end - i;
-  constexpr bool has_master = sizeof(MasterWord) > 1;
   Tail<ParamWord> p(param + i, count);
-  Tail<MasterWord> rest(master + i, has_master ? count : 0);
+  Tail<MasterWord> rest;
+  if constexpr (Store::has_master) rest = Tail<MasterWord>(master + i, count);
   const Tail<GradWord> g(grad + i, count);
   Tail<float> exp_avg(task.exp_avg + i, count);
   Tail<float> exp_avg_sq(task.exp_avg_sq + i, count);
-  Store::put(p.words, rest.words,
-             adam_step(c, Store::get(p.words, rest.words), Grad::get(g.words), exp_avg.words, exp_avg_sq.words));
+  Store::put(p.words, rest.words, 0,
+             adam_step(c, Store::get(p.words, rest.words, 0), Grad::get(g.words), exp_avg.words, exp_avg_sq.words));
   p.put(param + i, count);
-  rest.put(master + i, has_master ? count : 0);
+  if constexpr (Store::has_master) rest.put(master + i, count);
   exp_avg.put(task.exp_avg + i, count);
   exp_avg_sq.put(task.exp_avg_sq + i, count);
 }

@@ -46,35 +46,38 @@ struct Fp16 {
   }
 };
 
-// How the fp32 value behind a parameter is read and written back, by dtype of the parameter and kind of master.
+// How the fp32 values behind parameters i, i + 1, ... are read and written back, by dtype and kind of master.
 template <class Param>
 struct MasterNone {
   using ParamWord = typename Param::Word;
-  using MasterWord = char;  // never read or written
-  static V get(const ParamWord* param, const MasterWord*) { return Param::get(param); }
-  static void put(ParamWord* param, MasterWord*, V value) { Param::put(param, value); }
+  using MasterWord = char;
+  static constexpr bool has_master = false;
+  static V get(const ParamWord* param, const MasterWord*, size_t i) { return Param::get(param + i); }
+  static void put(ParamWord* param, MasterWord*, size_t i, V value) { Param::put(param + i, value); }
 };
 struct MasterRemainder {
   using ParamWord = unsigned short;
   using MasterWord = unsigned short;
-  static V get(const ParamWord* param, const MasterWord* rest) {
-    return V::join(V::load_half(param), V::load_half(rest));
+  static constexpr bool has_master = true;
+  static V get(const ParamWord* param, const MasterWord* rest, size_t i) {
+    return V::join(V::load_half(param + i), V::load_half(rest + i));
   }
-  static void put(ParamWord* param, MasterWord* rest, V value) {
+  static void put(ParamWord* param, MasterWord* rest, size_t i, V value) {
     typename V::Half high, low;
     V::split(value, high, low);
-    V::store_half(param, high);
-    V::store_half(rest, low);
+    V::store_half(param + i, high);
+    V::store_half(rest + i, low);
   }
 };
 template <class Param>
 struct MasterFp32 {
   using ParamWord = typename Param::Word;
   using MasterWord = float;
-  static V get(const ParamWord*, const MasterWord* master) { return V::load(master); }
-  static void put(ParamWord* param, MasterWord* master, V value) {
-    V::store(master, value);
-    Param::put(param, value);
+  static constexpr bool has_master = true;
+  static V get(const ParamWord*, const MasterWord* master, size_t i) { return V::load(master + i); }
+  static void put(ParamWord* param, MasterWord* master, size_t i, V value) {
+    V::store(master + i, value);
+    Param::put(param + i, value);
   }
 };
 
