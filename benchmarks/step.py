@@ -74,7 +74,9 @@ def run(
             "step_ms": (done - backward_done) * 1e3,
             "total_ms": (done - started) * 1e3,
             "peak_gib": machine.process_bytes("VmHWM") / 2**30,
-            "device_peak_gib": torch.accelerator.max_memory_allocated() / 2**30 if device.type != "cpu" else 0.0,
+            "device_peak_gib": torch.get_device_module(device).max_memory_allocated() / 2**30
+            if device.type != "cpu"
+            else 0.0,
             "loss": value,
         }
 

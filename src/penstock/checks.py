@@ -90,8 +90,8 @@ def check_model(model: nn.Module) -> None:
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
         if tensor.is_meta:
             raise ConfigError(
-                f"'{name}' {tuple(tensor.shape)} is on the meta device. Give it values first: model.to_empty(device='cpu') "
-                "and an initialisation."
+                f"'{name}' {tuple(tensor.shape)} is on the meta device. Give it values first: "
+                "model.to_empty(device='cpu') and an initialisation."
             )
     if next(model.parameters(), None) is None:
         raise ConfigError(f"{type(model).__name__} has no parameters.")
@@ -118,8 +118,8 @@ def check_ranks(mesh: DeviceMesh | None) -> None:
     if not announced.isdigit() or int(announced) != actual:
         found = f"the process group has {actual} ranks" if initialised else "torch.distributed is not initialised"
         raise ConfigError(
-            f"WORLD_SIZE={announced}, but {found}. Call torch.distributed.init_process_group() before prepare(), with the "
-            "launcher's world size, or unset WORLD_SIZE."
+            f"WORLD_SIZE={announced}, but {found}. Call torch.distributed.init_process_group() before prepare(), "
+            "with the launcher's world size, or unset WORLD_SIZE."
         )
 
 
@@ -130,8 +130,8 @@ def check_ownership(model: nn.Module, owned: Mapping[nn.Parameter, int]) -> None
     if strangers:
         raise ConfigError(
             f"{len(strangers)} of the optimizer's {len(owned)} parameters are not the model's; the first has shape "
-            f"{tuple(strangers[0].shape)} in group {owned[strangers[0]]}. Build the optimizer from model.parameters() after "
-            "the model has its final modules."
+            f"{tuple(strangers[0].shape)} in group {owned[strangers[0]]}. Build the optimizer from model.parameters() "
+            "after the model has its final modules."
         )
 
 
@@ -165,8 +165,8 @@ def check_live_bytes(units: Sequence[tuple[UnitSpec, int]], options: Options) ->
     if options.live_bytes == DEFAULT_LIVE_BYTES:  # nobody asked for less
         return need
     raise MemoryBudgetError(
-        f"Options(live_bytes={options.live_bytes:,}) is {need - options.live_bytes:,} bytes too small: unit '{name}' and the "
-        f"units around it take {need:,} bytes when gathered. Raise live_bytes, or choose smaller units."
+        f"Options(live_bytes={options.live_bytes:,}) is {need - options.live_bytes:,} bytes too small: unit '{name}' "
+        f"and the units around it take {need:,} bytes when gathered. Raise live_bytes, or choose smaller units."
     )
 
 

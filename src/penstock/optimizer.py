@@ -1,7 +1,7 @@
 """The handle a training loop holds: a `torch.optim.Optimizer` whose state lives wherever the placement says."""
 
-from collections.abc import Container, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Container, Iterable, Mapping
+from contextlib import AbstractContextManager
 from os import PathLike
 from typing import Any, Literal, NoReturn
 
@@ -97,22 +97,13 @@ class Optimizer(torch.optim.Optimizer):
             engine.hooks.abandon_backward()
         engine.reducer.zero(engine.units)
 
-    @contextmanager
-    def _no_sync(self, engine: Engine) -> Iterator[None]:
-        before, engine.reducer.synchronizing = engine.reducer.synchronizing, False
-        try:
-            yield
-        finally:
-            engine.reducer.synchronizing = before
-
     def no_sync(self) -> AbstractContextManager[None]:
         """Micro-batches whose backward is inside are summed on this rank, and reduced with the next one outside.
 
         Saves communication at stages 0 and 1, for the memory of whole gradients. Stages 2 and 3 shard gradients, so
         they reduce every micro-batch all the same.
         """
-        engine = self._open("no_sync")
-        return self._no_sync(engine) if engine.keeps_whole_gradients else _nothing()
+        return self._open("no_sync").reducer.held_back()
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Not available yet: use `prepare(max_grad_norm=...)`."""
@@ -180,7 +171,7 @@ class Optimizer(torch.optim.Optimizer):
         return self._open("full_param").access.param(parameter)
 
     def full_grad(self, parameter: nn.Parameter) -> Tensor:
-        """The gradient accumulated so far, reduced over ranks: fp32, on the cpu; zeros where there is none. Collective."""
+        """The gradient accumulated so far, over all ranks: fp32, on the cpu; zeros where there is none. Collective."""
         return self._open("full_grad").access.grad(parameter)
 
     def full_state(self, parameter: nn.Parameter, name: str) -> Tensor:
@@ -211,7 +202,7 @@ class Optimizer(torch.optim.Optimizer):
         access = self._open("state_dict").access
         packed = super().state_dict()
         numbers = {p: index for index, p in enumerate(p for group in self.param_groups for p in group["params"])}
-        names = self._open("state_dict").state_names
+        names = access.state_names
         packed["state"] = {
             numbers[p]: {name: access.state(p, name) for name in ("step", *names)}
             for p, count in access.steps().items()
@@ -281,8 +272,3 @@ class Optimizer(torch.optim.Optimizer):
 
 def _not_yet(what: str, instead: str) -> NoReturn:
     raise ConfigError(f"{what} is not available in this version. {instead}")
-
-
-@contextmanager
-def _nothing() -> Iterator[None]:
-    yield

@@ -24,6 +24,7 @@ from penstock.engine.access import Access
 from penstock.engine.assemble import Homes, UnitPlan, in_reach
 from penstock.engine.discover import UnitPolicy, find_units
 from penstock.engine.engine import Engine, Origin
+from penstock.engine.feed import Feed
 from penstock.engine.gather import Gatherer
 from penstock.engine.hooks import Hooks
 from penstock.engine.precision import input_cast
@@ -198,6 +199,7 @@ def build(
         reduce_dtype=request.reduce_dtype,
         accumulation_dtype=request.accumulation_dtype,
         staging=staging.get(ACCUMULATION),
+        may_hold_back=request.stage <= 1,
     )
     stepper = Stepper(
         units,
@@ -207,8 +209,11 @@ def build(
         pool,
         groups=trained,
         gradient_scale=gradient_scale,
-        staging=(staging[UPDATE_EVEN], staging[UPDATE_ODD]) if UPDATE_EVEN in staging else None,
-        tile_numel=homes.tile_numel,
+        feed=(
+            Feed(streams, (staging[UPDATE_EVEN], staging[UPDATE_ODD]), homes.tile_numel)
+            if UPDATE_EVEN in staging
+            else None
+        ),
     )
     hooks = Hooks(model, units, gatherer, reducer, input_cast(request.compute_dtype))
     access = Access(
@@ -233,10 +238,8 @@ def build(
         hooks=hooks,
         access=access,
         options=options,
-        state_names=rule.state_names,
         origins=origins,
         owned_frozen=[p for p in groups if p not in trained],
-        keeps_whole_gradients=request.stage <= 1,
         restore_model=partial(model.__dict__.pop, "zero_grad", None),
     )
     prepared = Optimizer(optimizer, engine, request.max_grad_norm)

@@ -41,19 +41,20 @@ def test_peak_device_memory_is_the_formula():
     if not torch.accelerator.is_available():
         pytest.skip("a cpu does not count what it allocates")
     device = torch.device(torch.accelerator.current_accelerator(), torch.accelerator.current_device_index())
+    memory = torch.get_device_module(device)
     width, depth = 1024, 8
     (x,) = batches(1, device, size=64)
     # Activations: the peak of the plain model beyond its weights and gradients, which live until the end.
     plain = build(width, depth).to(device, torch.bfloat16)
     loss_of(plain, x.bfloat16()).backward()
     plain.zero_grad()
-    torch.accelerator.reset_peak_memory_stats()
-    before = torch.accelerator.memory_allocated()
+    memory.reset_peak_memory_stats()
+    before = memory.memory_allocated()
     loss = loss_of(plain, x.bfloat16())
-    activations = torch.accelerator.max_memory_allocated() - before
+    activations = memory.max_memory_allocated() - before
     del loss, plain
     model = build(width, depth)
-    empty = torch.accelerator.memory_allocated()
+    empty = memory.memory_allocated()
     optimizer = penstock.prepare(
         model,
         torch.optim.AdamW(model.parameters(), **HYPER),
@@ -62,11 +63,11 @@ def test_peak_device_memory_is_the_formula():
     )
     engine = optimizer._engine
     for _ in range(3):
-        torch.accelerator.reset_peak_memory_stats()
+        memory.reset_peak_memory_stats()
         optimizer.backward(loss_of(model, x))
         optimizer.step()
         optimizer.zero_grad()
-    peak = torch.accelerator.max_memory_allocated() - empty
+    peak = memory.max_memory_allocated() - empty
     block = next(unit for unit in engine.units if unit.name == "blocks.0")
     largest_gradient = 4 * width * width * 2  # autograd's own, before it is collected
     formula = engine.gatherer.peak_live_bytes + engine.reducer.buffers.nbytes + activations + largest_gradient
@@ -75,8 +76,8 @@ def test_peak_device_memory_is_the_formula():
         engine.reducer.buffers.nbytes <= 2 * block.nbytes + 2 * next(u for u in engine.units if u.name == "root").nbytes
     )
     optimizer.close()
-    torch.accelerator.empty_cache()
-    assert torch.accelerator.memory_allocated() <= empty + (1 << 20)
+    memory.empty_cache()
+    assert memory.memory_allocated() <= empty + (1 << 20)
 
 
 def test_the_host_waits_for_nothing_inside_forward_and_backward(make_streams, device, monkeypatch):

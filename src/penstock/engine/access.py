@@ -44,7 +44,7 @@ class Access:
         self._ranks = ranks
         self._gatherer = gatherer
         self._reducer = reducer
-        self._state_names = tuple(state_names)
+        self.state_names = tuple(state_names)
         self._steps = steps
         self._gradient_scale = gradient_scale
         self._device = device
@@ -163,7 +163,8 @@ class Access:
         place = self._places.get(parameter)
         if place is None:
             raise ConfigError(
-                f"This is no parameter of the prepared model: {type(parameter).__name__} {tuple(parameter.shape)}. Pass one of model.parameters()."
+                f"This is no parameter of the prepared model: {type(parameter).__name__} {tuple(parameter.shape)}. "
+                "Pass one of model.parameters()."
             )
         return place
 
@@ -177,10 +178,10 @@ class Access:
         return unit, index, unit.trained
 
     def _state_index(self, name: str) -> int:
-        if name not in self._state_names:
-            known = ", ".join(map(repr, (*self._state_names, "step")))
+        if name not in self.state_names:
+            known = ", ".join(map(repr, (*self.state_names, "step")))
             raise ConfigError(f"There is no optimizer state {name!r}. This rule has {known}.")
-        return self._state_names.index(name)
+        return self.state_names.index(name)
 
     def _whole(self, unit: Unit, index: int, read: Callable[[slice], Tensor]) -> Tensor:
         """Put the parts of all shards together. `read` gives fp32 values of a part of this rank's shard."""

@@ -47,6 +47,7 @@ def find_units(
     """Group the parameters of a model into units, the rest of the model first, then the blocks in the model's order.
 
     Arguments:
+        model: the model.
         policy: classes of the blocks, or a predicate on (name, module); `None` finds the repeated blocks.
         owned: parameters that the optimizer updates.
         compute_dtype: dtype of floating-point parameters while computing.

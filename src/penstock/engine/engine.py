@@ -34,9 +34,7 @@ class Engine:
     """Everything that `prepare` built. Parts know each other only as far as their constructors say.
 
     Attributes:
-        state_names: the rule's states.
         owned_frozen: parameters that the optimizer was given and that do not require gradients.
-        keeps_whole_gradients: `no_sync` may hold back the reduction (stages 0 and 1).
         restore_model: undoes what `prepare` set on the model beside its parameters and hooks.
     """
 
@@ -51,10 +49,8 @@ class Engine:
     hooks: Hooks
     access: Access
     options: Options
-    state_names: tuple[str, ...]
     origins: dict[nn.Parameter, Origin]
     owned_frozen: Sequence[nn.Parameter]
-    keeps_whole_gradients: bool
     restore_model: Callable[[], None]
 
     def at_rest(self, unit_name: str, kind: str) -> bool:

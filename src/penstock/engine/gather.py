@@ -115,7 +115,8 @@ class Gatherer:
 
     def outdate(self, unit: Unit) -> None:
         """An update wrote the unit: what is gathered is from before it."""
-        assert unit.users == 0 and unit not in self._ahead, f"unit '{unit.name}' is updated while it is in use"
+        assert unit.users == 0, f"unit '{unit.name}' is updated while it is in use"
+        assert unit not in self._ahead, f"unit '{unit.name}' is updated while it is gathered"
         if unit.resident or unit.spec.persistent:
             if unit.residency is Residency.GATHERED:
                 unit.residency = Residency.RELEASED

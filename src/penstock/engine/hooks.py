@@ -1,9 +1,9 @@
 """What modules and autograd tell the engine, and what it does about it.
 
-Forward of an anchor: gather its units -> compute -> release them. Backward of a unit: gather -> compute, gradients go to
-the reducer -> when backward moves on to a unit outside it, reduce and release. The outermost units stay until backward
-ends. Order of events never matters for the result: a gradient that arrives after its unit was reduced is reduced again
-and added.
+Forward of an anchor: gather its units -> compute -> release them. Backward of a unit: gather -> compute, gradients go
+to the reducer -> when backward moves on to a unit outside it, reduce and release. The outermost units stay until
+backward ends. Order of events never matters for the result: a gradient that arrives after its unit was reduced is
+reduced again and added.
 """
 
 from collections.abc import Callable, Sequence

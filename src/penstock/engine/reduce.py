@@ -7,7 +7,8 @@ host wait for the device. Norms are taken part by part (a slot's part in the sha
 so they do not depend on the path, the placement or the tile size.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 
 import torch
@@ -31,6 +32,7 @@ class Reducer:
         accumulation_dtype: dtype in which micro-batches are summed, the homes' own.
         staging: host buffer of one tile in the reduce dtype, through which later micro-batches reach homes on the cpu
             tier; `None` where compute reaches the homes.
+        may_hold_back: whole gradients may stay on this rank until a later micro-batch is reduced (stages 0 and 1).
     """
 
     def __init__(
@@ -43,6 +45,7 @@ class Reducer:
         reduce_dtype: torch.dtype,
         accumulation_dtype: torch.dtype,
         staging: Tensor | None,
+        may_hold_back: bool,
     ) -> None:
         self._ranks = ranks
         self._streams = streams
@@ -53,7 +56,17 @@ class Reducer:
         self._straight = ranks.world_size == 1 and self._home_in_reach
         self._staging = staging
         self.buffers = BufferRing(streams.device, streams)
-        self.synchronizing = True  # False inside no_sync: micro-batches are summed on this rank before they are reduced
+        self._may_hold_back = may_hold_back
+        self._synchronizing = True
+
+    @contextmanager
+    def held_back(self) -> Iterator[None]:
+        """Micro-batches inside are summed on this rank and reduced with the next one outside, where that is allowed."""
+        before, self._synchronizing = self._synchronizing, not self._may_hold_back
+        try:
+            yield
+        finally:
+            self._synchronizing = before
 
     def add(self, unit: Unit, slot_index: int, grad: Tensor) -> None:
         """Autograd finished one gradient of the unit."""
@@ -68,7 +81,7 @@ class Reducer:
             gradient.held = True
             return
         if gradient.pending is None:
-            dtype = self._reduce_dtype if self.synchronizing else self._accumulation_dtype
+            dtype = self._reduce_dtype if self._synchronizing else self._accumulation_dtype
             gradient.pending = self.buffers.lease(unit.layout.numel, dtype)
         target = gradient.pending[slot.start : slot.stop]
         if slot_index in gradient.arrived:
@@ -80,7 +93,7 @@ class Reducer:
     def flush(self, unit: Unit) -> None:
         """The unit's backward is over: reduce what is pending and settle it in its home."""
         gradient = unit.trained.gradient if unit.trained else None
-        if gradient is None or gradient.pending is None or not self.synchronizing:
+        if gradient is None or gradient.pending is None or not self._synchronizing:
             return
         self._clear_the_rest(unit, gradient)
         pending, gradient.pending = gradient.pending, None

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock._native import Pool
+from penstock.engine.feed import Feed
 from penstock.engine.unit import Trained, Unit
 from penstock.kinds import Tier
 from penstock.layout import Piece
@@ -62,8 +63,7 @@ class Stepper:
     Arguments:
         groups: index of the optimizer's param group of each trained parameter.
         gradient_scale: what a gradient in its home is multiplied with, 1 / world size for the mean.
-        staging: two tile buffers beside the optimizer state, for gradients that rest elsewhere; else `None`.
-        tile_numel: elements of a tile.
+        feed: brings gradients that the update cannot read at their home; `None` where it can.
     """
 
     def __init__(
@@ -76,8 +76,7 @@ class Stepper:
         *,
         groups: Mapping[nn.Parameter, int],
         gradient_scale: float,
-        staging: tuple[Tensor, Tensor] | None,
-        tile_numel: int,
+        feed: Feed | None,
     ) -> None:
         self._units = [unit for unit in units if unit.trained]
         self._rule = rule
@@ -86,9 +85,7 @@ class Stepper:
         self._pool = pool
         self._groups = groups
         self._gradient_scale = gradient_scale
-        self._staging = staging
-        self._staging_free: list[Event] = [DONE, DONE]
-        self._tile_numel = tile_numel
+        self._feed = feed
         self.steps: dict[nn.Parameter, int] = dict.fromkeys(groups, 0)
 
     def measure(self) -> Measure:
@@ -178,24 +175,14 @@ class Stepper:
             self._update_tile(unit, tile, unit.trained.gradient.home, 0, scale)
 
     def _update_far_tile(self, unit: Unit, number: int, tile: list[Run], scale: float) -> Event:
-        """The gradient rests on another tier: bring this tile's part into one of two buffers while the other is used."""
-        trained, staging = unit.trained, self._staging
-        assert trained is not None and staging is not None
-        turn = number % 2
-        first = number * self._tile_numel
-        source = trained.gradient.home[first : first + self._tile_numel]
-        target = staging[turn][: source.numel()]
-        down = trained.optimizer_tier is not Tier.DEVICE
-        copied = self._streams.submit(
-            DOWNLOAD if down else UPLOAD,
-            partial(copy, target, source),
-            after=(trained.gradient.ready, self._staging_free[turn]),
-            writes=(target,),
-            nbytes=source.numel() * source.element_size(),
-        )
-        done = self._run(trained, partial(self._update_tile, unit, tile, target, first, scale), copied)
-        self._staging_free[turn] = done
-        return done
+        trained = unit.trained
+        assert trained is not None
+        assert self._feed is not None
+
+        def use(gradient: Tensor, first: int, copied: Event) -> Event:
+            return self._run(trained, partial(self._update_tile, unit, tile, gradient, first, scale), copied)
+
+        return self._feed.bring(trained, number, use)
 
     def _update_tile(self, unit: Unit, tile: list[Run], gradient: Tensor, gradient_start: int, scale: float) -> None:
         """Update every run of a tile. `gradient` begins at element `gradient_start` of the shard."""
@@ -214,7 +201,7 @@ class Stepper:
 
 
 def merge(tile: Sequence[Piece], hypers: Mapping[int, Hyper]) -> list[Run]:
-    """The runs of a tile: pieces of slots in `hypers`, neighbours with equal scalars as one, gaps between them included.
+    """The runs of a tile: pieces of slots in `hypers`; neighbours with equal scalars become one, with the gap between.
 
     Gaps hold zeros in every kind, which every rule keeps.
     """

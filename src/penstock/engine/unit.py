@@ -120,12 +120,12 @@ class Unit:
 
     @property
     def own_range(self) -> tuple[int, int]:
-        """This rank's part of the flat buffer."""
+        """The part of the flat buffer that is this rank's."""
         return self.layout.shard_range(self.rank)
 
     @property
     def own(self) -> Tensor:
-        """This rank's part of the home."""
+        """The part of the home that this rank updates."""
         start, stop = self.own_range
         return self.home[start:stop] if self.replicated else self.home
 
@@ -160,7 +160,7 @@ class Unit:
         return any(anchor in self.spec.inside for anchor in other.spec.anchors)
 
     def parts(self) -> list[Part]:
-        """This rank's part of each slot that it has one of."""
+        """The parts of slots that this rank has."""
         first = self.own_range[0]
         overlaps = ((index, self.layout.overlap(slot, self.rank)) for index, slot in enumerate(self.layout.slots))
         return [Part(index, found[0] - first, found[1] - first) for index, found in overlaps if found]

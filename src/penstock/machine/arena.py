@@ -5,6 +5,7 @@ anonymously, asks for huge pages (fewer page faults, fewer TLB misses in the upd
 device once where one copies from it, and cuts leases from it. Pages that are never touched cost nothing.
 """
 
+import contextlib
 import ctypes
 import mmap
 from typing import Any
@@ -40,10 +41,8 @@ class Arena:
                 "Use more ranks, a higher stage, or keep less on the cpu tier."
             ) from error
         if hasattr(mmap, "MADV_HUGEPAGE"):
-            try:
+            with contextlib.suppress(OSError):  # a kernel without transparent huge pages: slower, not wrong
                 memory.madvise(mmap.MADV_HUGEPAGE)
-            except OSError:
-                pass  # a kernel without transparent huge pages: slower, not wrong
         self._slab = torch.frombuffer(memory, dtype=torch.uint8)
         if self.pinned:
             _register(self._slab, device)
@@ -56,7 +55,8 @@ class Arena:
     def lease(self, numel: int, dtype: torch.dtype) -> Tensor:
         """A 1-D tensor of `numel` zeros, page-aligned. It lives until the arena is closed."""
         nbytes = self.lease_bytes(numel, dtype)
-        assert self._slab is not None and self.used + nbytes <= self.capacity, "the arena was planned too small"
+        assert self._slab is not None, "the arena is closed, or was planned empty"
+        assert self.used + nbytes <= self.capacity, "the arena was planned too small"
         lease = self._slab[self.used : self.used + numel * dtype.itemsize].view(dtype)
         self.used += nbytes
         return lease
