@@ -68,6 +68,8 @@ class Optimizer(torch.optim.Optimizer):
         engine = self._open("step")
         if in_backward() or engine.hooks.in_forward:
             raise EngineError("step() was called inside a forward or a backward. Call it after backward has returned.")
+        if any(unit.holds for unit in engine.units):
+            raise EngineError("step() was called inside gathered(). Leave the block first: step changes what it shows.")
         if engine.hooks.backward_open:
             raise EngineError(
                 "The last backward did not finish, so its gradients are not whole. Drop them with zero_grad()."

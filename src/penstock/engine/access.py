@@ -65,7 +65,7 @@ class Access:
         wanted = [self._place(p)[0] for p in parameters] if parameters is not None else self._units
         units = sorted(dict.fromkeys(wanted), key=lambda unit: unit.index)
         for unit in units:
-            unit.users += 1
+            unit.holds += 1
             self._gatherer.acquire(unit)
         before = {unit: unit.own.clone() for unit in units} if modify else {}
         try:
@@ -74,9 +74,8 @@ class Access:
                 self._take_over(unit, before[unit])
         finally:
             for unit in units:
-                unit.users -= 1
-                if unit.users == 0:
-                    self._gatherer.release(unit)
+                unit.holds -= 1
+                self._gatherer.release(unit)
 
     def param(self, parameter: nn.Parameter) -> Tensor:
         """The parameter at master precision."""
@@ -110,6 +109,8 @@ class Access:
         """Overwrite the parameter and its master weights."""
         self.finish()
         unit, index = self._place(parameter)
+        if unit.holds or unit.users:
+            raise EngineError(f"Unit '{unit.name}' is gathered. Set its parameters outside gathered() and forward.")
         found = self._own_part(unit, index, value)
         if found is not None:
             part, values = found

@@ -97,8 +97,11 @@ class Gatherer:
             self._ahead[unit] = None
 
     def release(self, unit: Unit) -> None:
-        """Give the full buffer's memory back; the parameters become placeholders. Resident units keep theirs."""
-        if unit.resident or unit.spec.persistent:
+        """Give the full buffer's memory back; the parameters become placeholders.
+
+        Resident and persistent units keep theirs, and so does a unit that is in use.
+        """
+        if unit.resident or unit.spec.persistent or unit.users or unit.holds:
             return
         self._retire(unit)
 
@@ -115,7 +118,7 @@ class Gatherer:
 
     def outdate(self, unit: Unit) -> None:
         """An update wrote the unit: what is gathered is from before it."""
-        assert unit.users == 0, f"unit '{unit.name}' is updated while it is in use"
+        assert unit.users == unit.holds == 0, f"unit '{unit.name}' is updated while it is in use"
         assert unit not in self._ahead, f"unit '{unit.name}' is updated while it is gathered"
         if unit.resident or unit.spec.persistent:
             if unit.residency is Residency.GATHERED:

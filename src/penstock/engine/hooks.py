@@ -127,14 +127,16 @@ class Hooks:
             if unit.users == 0:
                 finished.append(unit)
         if finished:
-            keep = self._watch_outputs(finished, output, args, kwargs)
+            keep = self._watch_outputs(module, finished, output, args, kwargs)
             if not (keep or recomputing):  # else its backward comes next, and releases it
                 for unit in finished:
                     self._gatherer.release(unit)
         if self._depth == 0 and not recomputing:
             self._end_forward(complete=output is not None)
 
-    def _watch_outputs(self, units: list[Unit], output: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    def _watch_outputs(
+        self, module: nn.Module, units: list[Unit], output: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> bool:
         """Gather the units again when a gradient reaches what their forward made. Returns: keep them gathered instead.
 
         An input that is handed through is not watched: its gradient is complete long after the unit's backward.
@@ -148,7 +150,7 @@ class Hooks:
             tensor.register_hook(partial(self._before_backward, units))  # type: ignore[no-untyped-call]
         if output is not None and not tensors:
             return True  # an output we cannot look into: its backward may come unannounced
-        return bool(made) and self._depth == 0 and not in_backward()  # backward starts with it
+        return bool(made) and module is self._model and not in_backward()  # backward starts with it
 
     def _begin_forward(self) -> None:
         if self.backward_open:
@@ -196,8 +198,7 @@ class Hooks:
     def _leave_backward(self, unit: Unit) -> None:
         self._active.remove(unit)
         self._reducer.flush(unit)
-        if unit.users == 0:
-            self._gatherer.release(unit)
+        self._gatherer.release(unit)
 
     def _take_gradient(self, unit: Unit, index: int, parameter: nn.Parameter) -> None:
         grad = parameter.grad
@@ -222,8 +223,7 @@ class Hooks:
         self._active.clear()
         self._gatherer.drop_unused()
         for unit in self._units:
-            if unit.users == 0:
-                self._gatherer.release(unit)
+            self._gatherer.release(unit)
 
 
 def _drop_gradient(parameter: nn.Parameter) -> None:

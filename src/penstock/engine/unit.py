@@ -106,6 +106,7 @@ class Unit:
         self.stale = False  # replicated home: the other ranks' parts are from before the last update
         self.leased = False  # the full buffer has memory of its own
         self.users = 0  # forwards of its anchors under way
+        self.holds = 0  # `gathered` blocks that it is in
         self._placeholder = torch.full((1,), float("nan"), device=device).to(spec.dtype)
 
     @property
