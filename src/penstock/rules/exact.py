@@ -41,11 +41,10 @@ def fma(a: float | Tensor, b: Tensor, c: Tensor) -> Tensor:
         odd", IEEE Transactions on Computers, 2008.
     """
     product = b.double() * a
-    addend = c.double()
-    total = product + addend
+    total = product + c
     # Two-sum: `error` is exactly what the addition lost. It is NaN where the total is not finite, and then unused.
     rest = total - product
-    error = (product - (total - rest)) + (addend - rest)
+    error = (product - (total - rest)) + (c - rest)
     bits = total.view(torch.int64)
     toward = torch.where((error > 0) == (total > 0), 1, -1)
     even_and_inexact = ((bits & 1) == 0) & (error.abs() > 0)

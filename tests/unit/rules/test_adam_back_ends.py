@@ -1,6 +1,6 @@
 """The native update is the reference, bit for bit: every storage, instruction set, thread count, size and alignment."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from itertools import product
 from typing import Any
 
@@ -9,54 +9,11 @@ import torch
 from torch import Tensor
 
 from penstock import _native
-from penstock.rules import Pool, Segment, rule_for, split_master
-from penstock.rules.adam import Adam, AdamHyper, update_reference
+from penstock.rules import Pool, Segment, rule_for
+from penstock.rules.adam import Adam, update_reference
+from tests.unit.rules.segments import GRADS, STORAGES, hypers, make, parts, random_inputs
 
 Check = Callable[[Tensor, Tensor], None]
-
-# dtype of the parameter, dtype of the master
-STORAGES = [
-    (torch.float32, None),
-    (torch.bfloat16, None),
-    (torch.bfloat16, torch.int16),
-    (torch.bfloat16, torch.float32),
-    (torch.float16, torch.float32),
-]
-GRADS = [torch.float32, torch.bfloat16, torch.float16]
-OPTIONS: list[dict[str, Any]] = [
-    {"decoupled_weight_decay": True, "weight_decay": 0.1},
-    {"weight_decay": 0.1, "maximize": True, "betas": (0.3, 0.99)},
-]
-
-
-def hypers() -> Iterator[AdamHyper]:
-    for options in OPTIONS:
-        optimizer = torch.optim.Adam([torch.zeros(1)], lr=1e-2, **options)
-        yield Adam("adam").hyper(optimizer.param_groups[0], step=3)
-
-
-def make(
-    value: Tensor, grad: Tensor, moments: tuple[Tensor, Tensor], storage: tuple[Any, Any], grad_dtype: Any
-) -> Segment:
-    """Build a segment that holds `value`, as nearly as its storage can."""
-    param_dtype, master_dtype = storage
-    if master_dtype is torch.int16:
-        param, master = split_master(value)
-    else:
-        param, master = value.to(param_dtype, copy=True), None if master_dtype is None else value.clone()
-    return Segment(param, grad.to(grad_dtype), master, (moments[0].clone(), moments[1].clone()))
-
-
-def parts(segment: Segment) -> list[Tensor]:
-    return [segment.param, *segment.states, *([] if segment.master is None else [segment.master])]
-
-
-def random_inputs(numel: int) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor]]:
-    generator = torch.Generator().manual_seed(numel)
-    spread = 10 ** torch.empty(numel).uniform_(-8, 3, generator=generator)
-    value = torch.randn(numel, generator=generator)
-    grad = torch.randn(numel, generator=generator) * spread
-    return value, grad, (grad * 0.3, (grad * 0.2).square())
 
 
 @pytest.mark.parametrize("grad_dtype", GRADS, ids=str)
@@ -154,25 +111,3 @@ def test_a_segment_whose_tensors_do_not_match_is_refused() -> None:
         Segment(n, torch.zeros(8)[::2], None, (n, n))
     with pytest.raises(ValueError, match="contiguous tensors that are alike"):
         Segment(n, n, None, (n, torch.zeros(4, device="meta")))
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-@pytest.mark.parametrize("storage", STORAGES, ids=str)
-def test_the_device_updates_to_the_same_bits(
-    storage: tuple[Any, Any], hard_fp32: Tensor, assert_same_bits: Check
-) -> None:
-    for hyper, inputs in product(
-        hypers(), (random_inputs(100_003), (hard_fp32, hard_fp32, (hard_fp32, hard_fp32.abs())))
-    ):
-        on_host = make(*inputs, storage, torch.bfloat16)
-        on_device = Segment(
-            on_host.param.cuda(),
-            on_host.grad.cuda(),
-            None if on_host.master is None else on_host.master.cuda(),
-            (on_host.states[0].cuda(), on_host.states[1].cuda()),
-        )
-        Adam("adam").update(on_host, hyper, 0.7, None)
-        Adam("adam").update(on_device, hyper, 0.7, None)
-        for result, reference in zip(parts(on_device), parts(on_host), strict=True):
-            assert_same_bits(result.cpu(), reference)

@@ -154,17 +154,3 @@ def test_tensors_that_do_not_match_are_refused() -> None:
         deposit(torch.zeros(3, dtype=torch.int32), torch.zeros(3), add=False, pool=None)
     with pytest.raises(TypeError, match=r"src is torch\.float64"):
         squared_norm(torch.zeros(3, dtype=torch.float64), pool=None)
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-@pytest.mark.parametrize("add", [False, True], ids=["write", "add"])
-def test_the_device_deposits_the_same_values(add: bool, assert_same_bits: Check) -> None:
-    for dst_dtype, src_dtype in product(DTYPES, DTYPES):
-        dst, src = torch.randn(100_003).to(dst_dtype), torch.randn(100_003).to(src_dtype)
-        dst_device = dst.cuda()
-        norm_device = deposit(dst_device, src.cuda(), add=add, pool=None)
-        norm = deposit(dst, src, add=add, pool=None)
-        assert_same_bits(dst_device.cpu(), dst)
-        assert isinstance(norm_device, Tensor)
-        assert norm_device.item() == pytest.approx(norm, rel=1e-12)
