@@ -36,7 +36,7 @@ TRAIN = {
     "--betas": "0.9,0.95",
     "--max-grad-norm": 1.0,
     "--warmup": None,
-    "--steps": 600,
+    "--steps": 400,
     "--batch-size": 16,
     "--accumulation": 1,
     "--seq-length": 128,

@@ -67,7 +67,7 @@ class TrainConfig:
     betas: tuple[float, float] = (0.9, 0.95)
     max_grad_norm: float | None = 1.0
     warmup: int | None = None
-    steps: int = 600
+    steps: int = 400
 
     batch_size: int = 16
     accumulation: int = 1
