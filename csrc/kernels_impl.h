@@ -111,7 +111,8 @@ class SquareSum {
   typename V::Wide sums_[vectors] = {};
 };
 
-// Feeds `value_at(i, count)`, the value of elements [i, i + count) padded with zeros, into a sum of squares.
+// The sum of squares of value_at(i), the elements [i, i + width), and, for the last of them, tail_at(i, count), padded
+// with zeros.
 template <class ValueAt, class TailAt>
 double sum_squares(size_t begin, size_t end, ValueAt&& value_at, TailAt&& tail_at) {
   SquareSum sum;
