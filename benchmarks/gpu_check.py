@@ -25,7 +25,19 @@ TEST_SECONDS = 240
 def device_tests() -> dict[str, Any]:
     """Run tests/gpu; the outcome of each test."""
     started = time.perf_counter()
-    command = [sys.executable, "-m", "pytest", "tests/gpu", "-rA", "-q", "-p", "no:cacheprovider", "-p", "no:randomly"]
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "tests/gpu",
+        "tests/unit/rules/test_on_device.py",
+        "-rA",
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        "-p",
+        "no:randomly",
+    ]
     try:
         done = subprocess.run(
             command, cwd=FOLDER.parent, capture_output=True, text=True, timeout=TEST_SECONDS, check=False

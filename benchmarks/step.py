@@ -56,7 +56,7 @@ def run(
             machine.restart_peak()
             counting = True
         wait()
-        started = time.perf_counter()
+        started, cpu_started = time.perf_counter(), time.process_time()
         loss = model(input_ids=tokens, labels=tokens).loss
         wait()
         forward_done = time.perf_counter()
@@ -73,6 +73,7 @@ def run(
             "backward_ms": (backward_done - forward_done) * 1e3,
             "step_ms": (done - backward_done) * 1e3,
             "total_ms": (done - started) * 1e3,
+            "cpu_ms": (time.process_time() - cpu_started) * 1e3,
             "peak_gib": machine.process_bytes("VmHWM") / 2**30,
             "device_peak_gib": torch.get_device_module(device).max_memory_allocated() / 2**30
             if device.type != "cpu"
@@ -212,7 +213,7 @@ def report(arguments: argparse.Namespace) -> dict[str, Any]:
         "settings": settings | {"malloc": arguments.malloc, "rounds": arguments.rounds},
         "medians": {name: medians(rows) for name, rows in figures.items()},
         "ratios_to_plain": {
-            name: {key: paired_ratio(figures, name, "plain", key) for key in ("total_ms", "peak_gib")}
+            name: {key: paired_ratio(figures, name, "plain", key) for key in ("total_ms", "cpu_ms", "peak_gib")}
             for name in figures
             if name != "plain"
         },
