@@ -17,9 +17,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import torch
-
 import machine
+import torch
 from turns import Figures, medians, paired_ratio, take_turns
 
 MODELS = {
