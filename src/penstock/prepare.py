@@ -199,7 +199,7 @@ def build(
         reduce_dtype=request.reduce_dtype,
         accumulation_dtype=request.accumulation_dtype,
         staging=staging.get(ACCUMULATION),
-        may_hold_back=request.stage <= 1,
+        may_hold_back=request.stage <= 1 and ranks.world_size > 1,
     )
     stepper = Stepper(
         units,

@@ -74,7 +74,7 @@ class Reducer:
         gradient = unit.trained.gradient
         slot = unit.layout.slots[slot_index]
         flat = grad.reshape(-1)
-        if self._straight:
+        if self._straight and self._reduce_dtype in (flat.dtype, torch.float32):  # else reducing would round
             target, held = gradient.home[slot.start : slot.stop], slot_index in gradient.present
             gradient.squared_norms[slot_index] = deposit(target, flat, add=held, pool=self._pool)
             gradient.present.add(slot_index)
@@ -120,7 +120,9 @@ class Reducer:
                     gradient.squared_norms[index] = deposit(target, reduced[start:stop], add=add, pool=self._pool)
             elif not add:
                 for index, start, stop in parts:
-                    gradient.squared_norms[index] = squared_norm(reduced[start:stop], pool=self._pool)
+                    gradient.squared_norms[index] = squared_norm(
+                        reduced[start:stop].to(gradient.home.dtype), pool=self._pool
+                    )
 
         writes = (reduced,) if sharded else ()
         event = self._streams.submit(COLLECTIVE, communicate, writes=writes, nbytes=full.numel() * full.element_size())
