@@ -31,6 +31,7 @@ from penstock.engine.precision import input_cast
 from penstock.engine.reduce import Reducer
 from penstock.engine.step import Stepper
 from penstock.kinds import COMPUTE_DTYPES, STAGING, Overlap, Precision, Tier
+from penstock.machine.arena import return_free_memory
 from penstock.machine.collectives import Ranks, default_device
 from penstock.machine.streams import Streams, streams_for
 from penstock.optimizer import Optimizer
@@ -183,6 +184,7 @@ def build(
     units = [plan.build(index, store) for index, plan in enumerate(plans)]
     staging = {name: store.allocate(cell) for name, cell in staging_plans.items()}
     move_buffers(model, streams.device)
+    return_free_memory()  # the parameters' own memory, which the cells have replaced
 
     pool = Pool(options.update_threads or default_update_threads())
     gradient_scale = 1 / ranks.world_size if options.reduce_op == "mean" else 1.0
