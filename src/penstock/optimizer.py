@@ -70,7 +70,7 @@ class Optimizer(torch.optim.Optimizer):
             raise EngineError("step() was called inside a forward or a backward. Call it after backward has returned.")
         if any(unit.holds for unit in engine.units):
             raise EngineError("step() was called inside gathered(). Leave the block first: step changes what it shows.")
-        if engine.hooks.backward_open:
+        if engine.hooks.backward_open or engine.hooks.backward_failed:
             raise EngineError(
                 "The last backward did not finish, so its gradients are not whole. Drop them with zero_grad()."
             )
@@ -97,6 +97,7 @@ class Optimizer(torch.optim.Optimizer):
         engine = self._open("zero_grad")
         if engine.hooks.backward_open and not in_backward():
             engine.hooks.abandon_backward()
+        engine.hooks.backward_failed = False
         engine.reducer.zero(engine.units)
 
     def no_sync(self) -> AbstractContextManager[None]:

@@ -73,8 +73,8 @@ def find_units(
     specs = []
     for (block, dtype, trainable, small), members in groups.items():
         anchors = [blocks[block]]
-        if block == ROOT:  # a part of the model may be called by itself: an encoder, a head
-            anchors += [module for _, parameter in members for _, module in owners[parameter]]
+        # A part may be called by itself: an encoder, a head, a layer of a block that is only walked through.
+        anchors += [module for _, parameter in members for _, module in owners[parameter]]
         if small:
             anchors += blocks.values()
         name = block + ("" if trainable else ".frozen") + (".small" if small else "")

@@ -16,7 +16,8 @@ from torch.autograd import Variable
 from torch.utils.hooks import RemovableHandle
 
 from penstock.engine.gather import Gatherer, Order
-from penstock.engine.precision import CastInputs, tensors_of
+from penstock.engine.outputs import Call
+from penstock.engine.precision import CastInputs
 from penstock.engine.reduce import Reducer
 from penstock.engine.unit import Unit
 from penstock.errors import EngineError
@@ -47,9 +48,10 @@ class Hooks:
         self._gatherer = gatherer
         self._reducer = reducer
         self._cast_inputs = cast_inputs
-        self._depth = 0  # anchors whose forward is under way
-        self._active: list[Unit] = []  # units whose backward is under way, outer ones first
+        self._calls: list[Call] = []  # forwards of anchors under way, outer ones first
+        self._active: list[Unit] = []  # units whose backward is under way
         self.backward_open = False
+        self.backward_failed = False  # since the last zero_grad
         in_order = [unit for unit in units if not any(unit.contains(other) for other in units)] or list(units)
         self._forward_order = Order(in_order)
         self._backward_order = Order(in_order[::-1])
@@ -58,14 +60,15 @@ class Hooks:
             for anchor in unit.spec.anchors:
                 self._anchors[anchor] = (*self._anchors.get(anchor, ()), unit)
         self._handles: list[RemovableHandle] = []
+        self._after_handles: dict[nn.Module, int] = {}
         self._attach()
 
     def _attach(self) -> None:
         for anchor in {self._model: (), **self._anchors}:
-            self._handles += [
-                anchor.register_forward_pre_hook(self._before_forward, prepend=True, with_kwargs=True),
-                anchor.register_forward_hook(self._after_forward, with_kwargs=True, always_call=True),
-            ]
+            before = anchor.register_forward_pre_hook(self._before_forward, prepend=True, with_kwargs=True)
+            after = anchor.register_forward_hook(self._after_forward, with_kwargs=True, always_call=True)
+            self._handles += [before, after]
+            self._after_handles[anchor] = after.id
         for unit in self._units:
             for index, parameter in enumerate(unit.spec.parameters):
                 take: Callable[[nn.Parameter], None]
@@ -87,10 +90,11 @@ class Hooks:
     @property
     def in_forward(self) -> bool:
         """Whether a forward of the model is under way."""
-        return self._depth > 0
+        return bool(self._calls)
 
     def abandon_backward(self) -> None:
         """A backward ended with an exception: drop what it collected and gathered."""
+        self.backward_failed = True
         self._reducer.drop_pending(self._units)
         self._close_backward()
 
@@ -99,13 +103,20 @@ class Hooks:
     def _before_forward(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        units = self._anchors.get(module, ())
+        if self._calls and all(unit.users for unit in units) and module is not self._model:
+            self._enter(Call(module), units)  # a layer of a block that is under way: nothing to do
+            return None
         recomputing = in_backward()
-        outermost = self._depth == 0 or (module is self._model and not recomputing)
-        if outermost and not recomputing:
+        outermost = not recomputing and (not self._calls or module is self._model)
+        if outermost:
             self._begin_forward()
-        self._depth += 1
-        for unit in self._anchors.get(module, ()):
-            unit.users += 1
+        cast = self._cast_inputs(args, kwargs) if outermost and self._cast_inputs is not None else None
+        call = Call(module)
+        call.note_inputs(*(cast or (args, kwargs)))
+        self._enter(call, units)
+        _run_last(module, self._after_handles[module])
+        for unit in units:
             if unit.users > 1:
                 continue
             if recomputing:
@@ -114,50 +125,51 @@ class Hooks:
                 self._forward_order.note(unit)
                 self._gatherer.acquire(unit)
                 self._gatherer.prefetch(self._forward_order.upcoming())
-        if outermost and not recomputing and self._cast_inputs is not None:
-            return self._cast_inputs(args, kwargs)
-        return None
+        return cast
+
+    def _enter(self, call: Call, units: Sequence[Unit]) -> None:
+        self._calls.append(call)
+        for unit in units:
+            unit.users += 1
 
     def _after_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-        recomputing = in_backward()
-        self._depth = max(0, self._depth - 1)
+        if not self._calls or self._calls[-1].module is not module:
+            return  # another hook failed before ours had its turn
+        call = self._calls.pop()
         finished = []
         for unit in self._anchors.get(module, ()):
-            unit.users = max(0, unit.users - 1)
+            unit.users -= 1
             if unit.users == 0:
                 finished.append(unit)
+        if self._calls and not finished:
+            return
+        recomputing = in_backward()
         if finished:
-            keep = self._watch_outputs(module, finished, output, args, kwargs)
+            keep = self._watch_outputs(call, finished, output, args, kwargs)
             if not (keep or recomputing):  # else its backward comes next, and releases it
                 for unit in finished:
                     self._gatherer.release(unit)
-        if self._depth == 0 and not recomputing:
+        if not (self._calls or recomputing):
             self._end_forward(complete=output is not None)
 
     def _watch_outputs(
-        self, module: nn.Module, units: list[Unit], output: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self, call: Call, units: list[Unit], output: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> bool:
-        """Gather the units again when a gradient reaches what their forward made. Returns: keep them gathered instead.
-
-        An input that is handed through is not watched: its gradient is complete long after the unit's backward.
-        """
+        """Gather the units again when a gradient reaches what their forward made. Returns: keep them instead."""
         if not torch.is_grad_enabled():
             return False
-        tensors = {id(t): t for t in tensors_of(output)}
-        inputs = {id(t) for t in tensors_of((args, kwargs))}
-        made = [t for key, t in tensors.items() if key not in inputs and t.grad_fn is not None]
+        made, complete = call.made(output, args, kwargs)
         for tensor in made:
             tensor.register_hook(partial(self._before_backward, units))  # type: ignore[no-untyped-call]
-        if output is not None and not tensors:
-            return True  # an output we cannot look into: its backward may come unannounced
-        return bool(made) and module is self._model and not in_backward()  # backward starts with it
+        if not complete:
+            return True  # its backward may come unannounced
+        return bool(made) and call.module is self._model and not in_backward()  # backward starts with it
 
     def _begin_forward(self) -> None:
         if self.backward_open:
             self.abandon_backward()
-        elif self._depth:
+        if self._calls:  # left behind by what is no Exception: an interrupt
             self._forget_uses()
-        self._depth = 0
         self._forward_order.start()
 
     def _end_forward(self, *, complete: bool) -> None:
@@ -168,7 +180,7 @@ class Hooks:
         self._gatherer.drop_unused()
 
     def _forget_uses(self) -> None:
-        self._depth = 0
+        self._calls.clear()
         self._gatherer.drop_unused()
         for unit in self._units:
             unit.users = 0
@@ -188,7 +200,7 @@ class Hooks:
             Variable._execution_engine.queue_callback(self._end_backward)
         if unit in self._active:
             return
-        for other in [u for u in self._active if not u.contains(unit)]:
+        for other in [u for u in self._active if not u.shares_forward(unit)]:
             self._leave_backward(other)
         self._active.append(unit)
         self._backward_order.note(unit)
@@ -224,6 +236,13 @@ class Hooks:
         self._gatherer.drop_unused()
         for unit in self._units:
             self._gatherer.release(unit)
+
+
+def _run_last(module: nn.Module, handle_id: int) -> None:
+    """Move our forward hook behind those registered since: they see the module's parameters too."""
+    hooks = module._forward_hooks
+    if next(reversed(hooks)) != handle_id:
+        hooks.move_to_end(handle_id)  # type: ignore[attr-defined]
 
 
 def _drop_gradient(parameter: nn.Parameter) -> None:

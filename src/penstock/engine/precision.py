@@ -1,7 +1,6 @@
 """The compute dtype at the border of the model."""
 
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import fields, is_dataclass
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -19,21 +18,6 @@ def cast_floating(value: Any, dtype: torch.dtype) -> Any:
     if isinstance(value, tuple) and type(value) is tuple:
         return tuple(cast_floating(item, dtype) for item in value)
     return value
-
-
-def tensors_of(value: Any) -> Iterator[Tensor]:
-    """Every tensor in nested tuples, lists, mappings and dataclasses."""
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, Mapping):
-        for item in value.values():
-            yield from tensors_of(item)
-    elif isinstance(value, list | tuple | set | frozenset):
-        for item in value:
-            yield from tensors_of(item)
-    elif is_dataclass(value) and not isinstance(value, type):
-        for f in fields(value):
-            yield from tensors_of(getattr(value, f.name))
 
 
 CastInputs = Callable[[tuple[Any, ...], dict[str, Any]], tuple[tuple[Any, ...], dict[str, Any]]]

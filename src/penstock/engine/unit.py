@@ -107,7 +107,7 @@ class Unit:
         self.leased = False  # the full buffer has memory of its own
         self.users = 0  # forwards of its anchors under way
         self.holds = 0  # `gathered` blocks that it is in
-        self._placeholder = torch.full((1,), float("nan"), device=device).to(spec.dtype)
+        self._placeholder = torch.full((), float("nan"), device=device).to(spec.dtype)
 
     @property
     def resident(self) -> bool:
@@ -159,6 +159,11 @@ class Unit:
     def contains(self, other: "Unit") -> bool:
         """Whether the other unit's forward runs inside a forward of this one."""
         return any(anchor in self.spec.inside for anchor in other.spec.anchors)
+
+    def shares_forward(self, other: "Unit") -> bool:
+        """Whether a forward of one runs inside one of the other, or is the same (frozen and trained parameters)."""
+        same = any(anchor in self.spec.anchors for anchor in other.spec.anchors)
+        return same or self.contains(other) or other.contains(self)
 
     def parts(self) -> list[Part]:
         """The parts of slots that this rank has."""
