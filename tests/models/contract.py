@@ -1,0 +1,175 @@
+"""A family on Penstock and in plain torch: the same steps, and what they left behind."""
+
+import copy
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+import penstock
+from penstock.machine.streams import Streams
+from tests.models.family import Batch, Family
+from tests.support import prepare_on
+
+STEPS = 3
+ON_DEVICE = penstock.Placement()
+ON_CPU = penstock.Placement(params="cpu", grads="cpu", optimizer="cpu")
+# A large eps: where gradients cancel, Adam would blow their last bit up to a whole step.
+HYPER = {"lr": 1e-2, "betas": (0.9, 0.95), "weight_decay": 0.1, "eps": 1e-2}
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+
+@dataclass
+class Trace:
+    """What each step returned, and by parameter: the gradients before the first update, and the final fp32 values."""
+
+    observed: list[list[Tensor]] = field(default_factory=list)
+    gradients: dict[str, Tensor] = field(default_factory=dict)
+    parameters: dict[str, Tensor] = field(default_factory=dict)
+
+
+def build(family: Family, precision: str) -> nn.Module:
+    """The model with the same values every time, its parameters in the compute dtype."""
+    torch.manual_seed(0)
+    model = family.build()
+    if precision == "bf16":
+        to_bf16(model)
+    return model
+
+
+def to_bf16(model: nn.Module) -> None:
+    """Convert parameters in place; buffers keep their dtype, as they do under Penstock."""
+    for parameter in model.parameters():
+        if parameter.is_floating_point():
+            parameter.data = parameter.data.bfloat16()
+
+
+def prepared(
+    family: Family, model: nn.Module, streams: Streams, placement: penstock.Placement, stage: int, precision: str
+) -> penstock.Optimizer:
+    owned = family.owned(model)
+    optimizer = torch.optim.AdamW(owned, foreach=False, **HYPER)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        result = prepare_on(
+            streams, model, optimizer, placement=placement, stage=stage, precision=precision, **family.prepare
+        )
+    ours = [str(w.message) for w in caught if "optimizer does not own" in str(w.message)]
+    assert len(ours) == (family.warns is not None), ours
+    assert family.warns is None or family.warns in ours[0]
+    return result
+
+
+def penstock_run(
+    family: Family,
+    streams: Streams,
+    placement: penstock.Placement,
+    stage: int,
+    precision: str,
+    *,
+    rank: int = 0,
+    world_size: int = 1,
+    look: bool = True,
+) -> Trace:
+    """Train on Penstock. `look`: read the first gradients, which waits for them; else nothing waits but the engine."""
+    model = build(family, precision)
+    optimizer = prepared(family, model, streams, placement, stage, precision)
+    trace = Trace()
+    for step in range(STEPS):
+        batch = Batch(step * world_size + rank)  # fp32: the engine casts
+        torch.manual_seed(step)
+        trace.observed.append([t.float() for t in family.work(model, batch, optimizer.backward)])
+        if step == 0 and look:
+            trained = {id(p) for p in family.owned(model) if p.requires_grad}
+            trace.gradients = {n: optimizer.full_grad(p) for n, p in model.named_parameters() if id(p) in trained}
+        assert not optimizer.step().skipped
+        assert all(p.grad is None for p in model.parameters())
+        optimizer.zero_grad()
+    trace.parameters = {n: optimizer.full_param(p) for n, p in model.named_parameters()}
+    optimizer.close()
+    return trace
+
+
+def plain_run(family: Family, precision: str, world_size: int = 1) -> Trace:
+    """The same in plain torch: ranks one after the other, their gradients averaged; bf16 with fp32 masters."""
+    dtype = DTYPES[precision]
+    model = build(family, precision)
+    named = dict(model.named_parameters())
+    owned = {id(p) for p in family.owned(model) if p.requires_grad}
+    trained = {n: p for n, p in named.items() if id(p) in owned}
+    masters = trained if precision == "fp32" else {n: p.detach().float().clone() for n, p in trained.items()}
+    optimizer = torch.optim.AdamW(masters.values(), foreach=False, **HYPER)
+    trace = Trace()
+    for step in range(STEPS):
+        gradients: dict[str, Tensor] = {}
+        for rank in range(world_size):
+            model.zero_grad()
+            batch = Batch(step * world_size + rank, dtype)
+            torch.manual_seed(step)
+            observed = family.work(model, batch, lambda loss, **kwargs: loss.backward(**kwargs))
+            if rank == 0:
+                trace.observed.append([t.float() for t in observed])
+            for name, parameter in trained.items():
+                if parameter.grad is not None:
+                    share = parameter.grad.float() / world_size
+                    gradients[name] = gradients[name] + share if name in gradients else share.clone()
+        if step == 0:
+            trace.gradients = {n: gradients.get(n, torch.zeros(p.shape)) for n, p in trained.items()}
+        for name, master in masters.items():
+            master.grad = gradients.get(name)
+        optimizer.step()
+        if masters is not trained:
+            with torch.no_grad():
+                for name, master in masters.items():
+                    trained[name].copy_(master)
+    trace.parameters = {n: masters.get(n, p) for n, p in named.items()}
+    trace.parameters = {n: copy.deepcopy(p.detach()).float() for n, p in trace.parameters.items()}
+    return trace
+
+
+def assert_equal(ours: Trace, theirs: Trace) -> None:
+    """Two runs of Penstock: bit for bit."""
+    assert_same(ours.observed, theirs.observed)
+    for kind in ("gradients", "parameters"):
+        mine, other = getattr(ours, kind), getattr(theirs, kind)
+        assert mine.keys() == other.keys()
+        for name in mine:
+            assert torch.equal(mine[name], other[name]), (kind, name)
+
+
+def assert_same(ours: Sequence[Sequence[Tensor]], theirs: Sequence[Sequence[Tensor]]) -> None:
+    """The same values step by step, bit for bit."""
+    for step, (a, b) in enumerate(zip(ours, theirs, strict=True)):
+        for index, (x, y) in enumerate(zip(a, b, strict=True)):
+            assert torch.equal(x, y), (step, index, x, y)
+
+
+def assert_gradients(ours: Trace, plain: Trace, *, exact: bool, relative: float) -> None:
+    """First gradients: bit for bit, or within `relative` of themselves and of their tensor's largest."""
+    assert ours.gradients.keys() == plain.gradients.keys()
+    for name, gradient in plain.gradients.items():
+        if exact:
+            assert torch.equal(ours.gradients[name], gradient), name
+        else:
+            _close(f"gradient of {name}", ours.gradients[name], gradient, relative)
+
+
+def assert_close(ours: Trace, plain: Trace, *, relative: float) -> None:
+    """What was observed and the final parameters, within `relative` of themselves and of their tensor's largest."""
+    for step, (a, b) in enumerate(zip(ours.observed, plain.observed, strict=True)):
+        for x, y in zip(a, b, strict=True):
+            _close(f"step {step}", x, y, relative)
+    assert ours.parameters.keys() == plain.parameters.keys()
+    for name, value in plain.parameters.items():
+        _close(name, ours.parameters[name], value, relative)
+
+
+def _close(what: str, ours: Tensor, plain: Tensor, relative: float) -> None:
+    assert ours.shape == plain.shape, what
+    if plain.numel():
+        # The constant: a bias before a softmax has no gradient but what rounding makes of one.
+        allowed = plain.abs() * relative + plain.abs().max() * relative + 1e-7
+        beyond = (ours - plain).abs() - allowed
+        assert bool((beyond <= 0).all()), (what, beyond.max(), ours, plain)  # False for NaN

@@ -1,0 +1,53 @@
+"""Every family of models trains as in plain torch, wherever its state lives."""
+
+from dataclasses import replace
+
+import pytest
+
+from tests.models.contract import (
+    ON_CPU,
+    ON_DEVICE,
+    assert_close,
+    assert_equal,
+    assert_gradients,
+    assert_same,
+    penstock_run,
+    plain_run,
+)
+from tests.models.graphs_rows import GRAPHS
+from tests.models.modules_rows import MODULES
+from tests.models.transformers_rows import TRANSFORMERS
+from tests.support import inline, simulated
+
+FAMILIES = [*TRANSFORMERS, *MODULES, *GRAPHS]
+# At world size 1 stages differ in nothing that moves, so each is run with one half of the placements.
+RUNS = {
+    "inline, all on device, stage 3": (inline, ON_DEVICE, 3),
+    "inline, everything on cpu, stage 1": (inline, ON_CPU, 1),
+    "simulated, all on device, stage 1": (simulated, ON_DEVICE, 1),
+    "simulated, everything on cpu, stage 3": (simulated, ON_CPU, 3),
+}
+
+
+@pytest.mark.parametrize("family", FAMILIES, ids=str)
+def test_fp32_equals_plain_torch(family):
+    plain = plain_run(family, "fp32")
+    first, *others = (penstock_run(family, make(), *how, "fp32") for make, *how in RUNS.values())
+    assert_gradients(first, plain, exact=family.exact, relative=1e-6)
+    assert_close(first, plain, relative=1e-6)
+    for other in others:
+        assert_equal(other, first)
+    # Nobody looks in between: only the engine's own waits order anything.
+    unseen = penstock_run(family, simulated(seed=1), ON_CPU, 3, "fp32", look=False)
+    assert_equal(replace(unseen, gradients=first.gradients), first)
+
+
+@pytest.mark.parametrize("family", [family for family in FAMILIES if family.bf16], ids=str)
+def test_bf16_equals_plain_torch(family):
+    plain = plain_run(family, "bf16")
+    first = penstock_run(family, inline(), ON_DEVICE, 3, "bf16")
+    assert_gradients(first, plain, exact=family.exact, relative=2e-2)
+    if family.exact:
+        assert_same(first.observed[:1], plain.observed[:1])
+    assert_close(first, plain, relative=2e-2)
+    assert_equal(penstock_run(family, simulated(), ON_CPU, 3, "bf16"), first)
