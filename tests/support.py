@@ -31,7 +31,8 @@ def run_ranks(work: Callable[..., Any], world_size: int, *args: Any) -> list[Any
     `work` is a module-level function; an exception on any rank fails the test with that rank's traceback.
     """
     with tempfile.TemporaryDirectory() as folder:
-        context = mp.get_context("spawn")
+        context = mp.get_context("forkserver")  # imports torch once for all ranks of all tests of this process
+        context.set_forkserver_preload(["torch", "torch.distributed", "penstock"])
         processes = [
             context.Process(target=_rank, args=(work, rank, world_size, folder, args)) for rank in range(world_size)
         ]
@@ -70,6 +71,17 @@ def _rank(work: Callable[..., Any], rank: int, world_size: int, folder: str, arg
 def inline() -> Streams:
     """Nothing asynchronous: what a cpu as the device gets."""
     return InlineStreams(torch.device("cpu"))
+
+
+class SeparateStreams(InlineStreams):
+    """A device whose memory is not the host's, on which nothing is asynchronous: gathers copy, releases free."""
+
+    aliases_host = False
+
+
+def separate() -> Streams:
+    """Nothing asynchronous, everything moved: the arithmetic and the memory of an accelerator."""
+    return SeparateStreams(torch.device("cpu"))
 
 
 def simulated(seed: int = 0, most_seconds: float = 0.002, dropped_wait: str | None = None) -> SimulatedStreams:
