@@ -78,7 +78,7 @@ def penstock_run(
     optimizer = prepared(family, model, streams, placement, stage, precision)
     trace = Trace()
     for step in range(STEPS):
-        batch = Batch(step * world_size + rank)  # fp32: the engine casts
+        batch = Batch(step, rank)  # fp32: the engine casts
         torch.manual_seed(step)
         trace.observed.append([t.float() for t in family.work(model, batch, optimizer.backward)])
         if step == 0 and look:
@@ -106,7 +106,7 @@ def plain_run(family: Family, precision: str, world_size: int = 1) -> Trace:
         gradients: dict[str, Tensor] = {}
         for rank in range(world_size):
             model.zero_grad()
-            batch = Batch(step * world_size + rank, dtype)
+            batch = Batch(step, rank, dtype)
             torch.manual_seed(step)
             observed = family.work(model, batch, lambda loss, **kwargs: loss.backward(**kwargs))
             if rank == 0:
@@ -172,4 +172,8 @@ def _close(what: str, ours: Tensor, plain: Tensor, relative: float) -> None:
         # The constant: a bias before a softmax has no gradient but what rounding makes of one.
         allowed = plain.abs() * relative + plain.abs().max() * relative + 1e-7
         beyond = (ours - plain).abs() - allowed
-        assert bool((beyond <= 0).all()), (what, beyond.max(), ours, plain)  # False for NaN
+        worst = int(beyond.nan_to_num(nan=float("inf")).argmax())
+        message = (
+            f"{what}: element {worst} is {ours.flatten()[worst].item()!r}, plain {plain.flatten()[worst].item()!r}"
+        )
+        assert bool((beyond <= 0).all()), message  # False for NaN

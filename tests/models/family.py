@@ -12,14 +12,15 @@ Backward = Callable[..., None]  # (loss, retain_graph=False)
 
 @dataclass
 class Batch:
-    """The data of one step of one rank: the same numbers for the same seed, floats in the dtype of the run."""
+    """The data of one step of one rank: the same numbers every time, floats in the dtype of the run."""
 
-    seed: int
+    step: int
+    rank: int = 0
     dtype: torch.dtype = torch.float32
     _generator: torch.Generator = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
-        self._generator = torch.Generator().manual_seed(1000 + self.seed)
+        self._generator = torch.Generator().manual_seed(1000 * self.rank + self.step)
 
     def floats(self, *shape: int) -> Tensor:
         return torch.randn(*shape, generator=self._generator).to(self.dtype)
