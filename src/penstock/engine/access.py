@@ -92,7 +92,7 @@ class Access:
             raise EngineError(
                 "Gradients of no_sync micro-batches are not reduced yet. Read them after the last backward."
             )
-        if self._ranks.world_size == 1 and index not in gradient.present:
+        if not gradient.held or (self._ranks.world_size == 1 and index not in gradient.present):
             return torch.zeros(unit.layout.slots[index].shape)
         return self._whole(unit, index, lambda part: gradient.home[part].float() * self._gradient_scale)
 
