@@ -59,7 +59,7 @@ def against_plain_run(
     fp32 only.
 
     Differences in the last bit come back through the next gradients, where terms of both signs cancel, and Adam divides
-    by the size of the gradient; so elements may be 1e-6 of themselves plus `of_largest` of their tensor's largest apart.
+    by the size of the gradient: elements may be 1e-6 of themselves plus `of_largest` of their tensor's largest apart.
     """
     plain = Plain(what, 1)
     for step in range(STEPS):
