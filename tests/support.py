@@ -20,7 +20,7 @@ from penstock.kinds import COMPUTE_DTYPES
 from penstock.machine.collectives import Ranks
 from penstock.machine.simulated import SimulatedStreams
 from penstock.machine.streams import InlineStreams, Streams
-from penstock.prepare import Request, build
+from penstock.build import Request, build
 
 RANK_TIMEOUT = timedelta(seconds=60)
 

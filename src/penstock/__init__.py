@@ -1,18 +1,26 @@
-"""Penstock trains PyTorch models that are larger than the memory of the GPU, exactly."""
+"""Penstock trains PyTorch models that are larger than the memory of the GPU, exactly.
 
-from penstock.config import Options, Placement
-from penstock.engine.step import StepResult
-from penstock.errors import (
-    CheckpointError,
-    ConfigError,
-    EngineError,
-    MemoryBudgetError,
-    NvmeError,
-    PenstockError,
-)
-from penstock.optimizer import Optimizer
-from penstock.prepare import prepare
-from penstock.tiers.report import Location, LocationReport
+Public names are imported when they are first used: `penstock --help` does not wait for torch, and the command line can
+set up the process before torch reads its environment.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from penstock.build import prepare
+    from penstock.config import Options, Placement
+    from penstock.engine.step import StepResult
+    from penstock.errors import (
+        CheckpointError,
+        ConfigError,
+        EngineError,
+        MemoryBudgetError,
+        NvmeError,
+        PenstockError,
+    )
+    from penstock.optimizer import Optimizer
+    from penstock.tiers.report import Location, LocationReport
 
 __version__ = "0.1.0"
 
@@ -31,3 +39,25 @@ __all__ = [
     "StepResult",
     "prepare",
 ]
+
+_HOMES = {
+    "prepare": "penstock.build",
+    "Options": "penstock.config",
+    "Placement": "penstock.config",
+    "StepResult": "penstock.engine.step",
+    "Optimizer": "penstock.optimizer",
+    "Location": "penstock.tiers.report",
+    "LocationReport": "penstock.tiers.report",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in __all__:
+        raise AttributeError(f"module 'penstock' has no attribute {name!r}")
+    value = getattr(import_module(_HOMES.get(name, "penstock.errors")), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

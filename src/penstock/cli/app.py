@@ -39,6 +39,8 @@ app.command()(train)
 
 def main() -> None:
     """Run the command line. A user's mistake is one line on stderr and exit status 2, never a traceback."""
+    # Before torch reads it: threads that spin while they wait cost several times the step on a cpu that others use too.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     try:
         app()
     except PenstockError as error:
