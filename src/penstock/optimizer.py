@@ -60,8 +60,9 @@ class Optimizer(torch.optim.Optimizer):
 
         Raises:
             ConfigError: a closure was given.
-            EngineError: closed; called inside forward or backward; the last backward did not finish; a frozen parameter
-                was unfrozen; the norm is not finite and `Options(on_nonfinite="raise")`.
+            EngineError: closed; called inside forward, backward or `gathered`; the last backward did not finish, or was
+                under `no_sync`; a frozen parameter was unfrozen; the norm is not finite and
+                `Options(on_nonfinite="raise")`.
         """
         if closure is not None:
             raise ConfigError("step(closure) is not supported: call backward first, then step().")
@@ -73,6 +74,11 @@ class Optimizer(torch.optim.Optimizer):
         if engine.hooks.backward_open or engine.hooks.backward_failed:
             raise EngineError(
                 "The last backward did not finish, so its gradients are not whole. Drop them with zero_grad()."
+            )
+        if engine.reducer.holds_back(engine.units):
+            raise EngineError(
+                "Gradients of no_sync micro-batches are not reduced yet. Run the last backward before step() outside "
+                "no_sync(), or drop them with zero_grad()."
             )
         engine.check_frozen()
         measure = engine.stepper.measure()

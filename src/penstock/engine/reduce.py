@@ -68,6 +68,10 @@ class Reducer:
         finally:
             self._synchronizing = before
 
+    def holds_back(self, units: Sequence[Unit]) -> bool:
+        """Whether a gradient waits to be reduced."""
+        return any(unit.trained is not None and unit.trained.gradient.pending is not None for unit in units)
+
     def add(self, unit: Unit, slot_index: int, grad: Tensor) -> None:
         """Autograd finished one gradient of the unit."""
         assert unit.trained is not None
