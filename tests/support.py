@@ -16,11 +16,11 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 import penstock
+from penstock.build import Request, build
 from penstock.kinds import COMPUTE_DTYPES
 from penstock.machine.collectives import Ranks
 from penstock.machine.simulated import SimulatedStreams
 from penstock.machine.streams import InlineStreams, Streams
-from penstock.build import Request, build
 
 RANK_TIMEOUT = timedelta(seconds=60)
 
