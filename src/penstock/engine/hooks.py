@@ -50,6 +50,7 @@ class Hooks:
         self._cast_inputs = cast_inputs
         self._calls: list[Call] = []  # forwards of anchors under way, outer ones first
         self._active: list[Unit] = []  # units whose backward is under way
+        self._run_again: set[Unit] = set()  # those of them that no gradient has reached: their forward ran again
         self.backward_open = False
         self.backward_failed = False  # since the last zero_grad
         in_order = [unit for unit in units if not any(unit.contains(other) for other in units)] or list(units)
@@ -120,7 +121,7 @@ class Hooks:
             if unit.users > 1:
                 continue
             if recomputing:
-                self._enter_backward(unit)
+                self._enter_backward(unit, runs_again=True)
             else:
                 self._forward_order.note(unit)
                 self._gatherer.acquire(unit)
@@ -193,15 +194,23 @@ class Hooks:
         for unit in units:
             self._enter_backward(unit)
 
-    def _enter_backward(self, unit: Unit) -> None:
+    def _enter_backward(self, unit: Unit, *, runs_again: bool = False) -> None:
+        """Backward goes on in this unit, or its forward runs again because backward will."""
         if not self.backward_open:
             self.backward_open = True
             self._backward_order.start()
             Variable._execution_engine.queue_callback(self._end_backward)
+        over = [other for other in self._active if not other.shares_forward(unit)]
+        if runs_again and _inside_a_node():  # which computes with what is active, and goes on afterwards
+            over = [other for other in over if other in self._run_again]
+        for other in over:
+            self._leave_backward(other)
+        if not runs_again:
+            self._run_again.discard(unit)
         if unit in self._active:
             return
-        for other in [u for u in self._active if not u.shares_forward(unit)]:
-            self._leave_backward(other)
+        if runs_again:
+            self._run_again.add(unit)
         self._active.append(unit)
         self._backward_order.note(unit)
         self._gatherer.acquire(unit)
@@ -209,6 +218,7 @@ class Hooks:
 
     def _leave_backward(self, unit: Unit) -> None:
         self._active.remove(unit)
+        self._run_again.discard(unit)
         self._reducer.flush(unit)
         self._gatherer.release(unit)
 
@@ -233,9 +243,18 @@ class Hooks:
     def _close_backward(self) -> None:
         self.backward_open = False
         self._active.clear()
+        self._run_again.clear()
         self._gatherer.drop_unused()
         for unit in self._units:
             self._gatherer.release(unit)
+
+
+def _inside_a_node() -> bool:
+    """Whether autograd is in the middle of a node, which reads saved tensors that a forward makes again.
+
+    The node of a reentrant checkpoint reads none: it only runs a forward and the backward of that.
+    """
+    return type(torch._C._current_autograd_node()).__name__ != "CheckpointFunctionBackward"
 
 
 def _run_last(module: nn.Module, handle_id: int) -> None:
