@@ -153,12 +153,12 @@ def check_no_gradients(model: nn.Module) -> None:
 def check_live_bytes(units: Sequence[tuple[UnitSpec, int]], options: Options) -> int:
     """Hold the budget of gathered parameters against what the largest unit needs. Returns the budget.
 
-    A unit is gathered together with those whose forward it is part of.
+    A unit is gathered together with those whose forward it is part of, and with those of the same forward.
     """
     needs = []
     for spec, nbytes in units:
-        outer = [n for other, n in units if other is not spec and any(a in other.inside for a in spec.anchors)]
-        needs.append((nbytes + sum(outer), spec.name))
+        around = [n for other, n in units if other is not spec and other.spans(spec)]
+        needs.append((nbytes + sum(around), spec.name))
     need, name = max(needs)
     if options.live_bytes >= need:
         return options.live_bytes

@@ -40,6 +40,10 @@ class UnitSpec:
     trainable: bool
     persistent: bool
 
+    def spans(self, other: "UnitSpec") -> bool:
+        """Whether this unit is gathered throughout a forward of the other: that is inside, or is, one of its own."""
+        return any(anchor in self.inside or anchor in self.anchors for anchor in other.anchors)
+
 
 def find_units(
     model: nn.Module, policy: UnitPolicy, *, owned: Set[nn.Parameter], compute_dtype: torch.dtype, persistent_bytes: int
@@ -66,7 +70,7 @@ def find_units(
         homes = {block for block, _ in owners[parameter]}
         # Tied parameters share a unit: what several blocks use belongs to the rest of the model.
         block = homes.pop() if len(homes) == 1 else ROOT
-        small = parameter.numel() * dtype.itemsize <= persistent_bytes
+        small = 0 < parameter.numel() * dtype.itemsize <= persistent_bytes
         trainable = parameter.requires_grad and parameter in owned
         groups.setdefault((ROOT if small else block, dtype, trainable, small), []).append((name, parameter))
 

@@ -76,6 +76,7 @@ class Gatherer:
     def acquire(self, unit: Unit) -> None:
         """Make the unit's parameters usable by compute issued from here on."""
         if unit.residency is Residency.RELEASED:
+            self._make_room(unit)
             self._start(unit)
         if unit.residency is Residency.GATHERING:
             unit.event.wait()
@@ -108,13 +109,7 @@ class Gatherer:
     def drop_unused(self) -> None:
         """Take back what was gathered ahead and not used."""
         for unit in list(self._ahead):
-            del self._ahead[unit]
-            unit.event.wait()
-            if unit.resident or unit.spec.persistent:
-                unit.expose()
-                unit.residency = Residency.GATHERED
-            else:
-                self._retire(unit)
+            self._drop(unit)
 
     def outdate(self, unit: Unit) -> None:
         """An update wrote the unit: what is gathered is from before it."""
@@ -123,6 +118,25 @@ class Gatherer:
         if unit.resident or unit.spec.persistent:
             if unit.residency is Residency.GATHERED:
                 unit.residency = Residency.RELEASED
+        else:
+            self._retire(unit)
+
+    def _make_room(self, unit: Unit) -> None:
+        """Keep what was gathered ahead within the budget when another unit is needed first: the last goes first."""
+        excess = self.live_bytes + (0 if unit.resident else unit.nbytes) - self._live_budget
+        for other in reversed([u for u in self._ahead if not (u.resident or u.spec.persistent)]):
+            if excess <= 0:
+                return
+            excess -= other.nbytes
+            self._drop(other)
+
+    def _drop(self, unit: Unit) -> None:
+        """A gather ahead of use that is not needed; a resident or persistent unit is gathered all the same."""
+        del self._ahead[unit]
+        unit.event.wait()
+        if unit.resident or unit.spec.persistent:
+            unit.expose()
+            unit.residency = Residency.GATHERED
         else:
             self._retire(unit)
 
