@@ -1,0 +1,115 @@
+"""Gathered parameters: none is left behind, and together they stay within `live_bytes`."""
+
+import re
+from contextlib import nullcontext
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+
+import penstock
+from penstock.engine.unit import Residency
+from tests.models.contract import HYPER, ON_CPU, STEPS, build, prepared
+from tests.models.family import Batch, Family
+from tests.models.graphs_rows import GRAPHS
+from tests.models.modules_rows import MODULES, Block, Stack, squared
+from tests.models.transformers_rows import TRANSFORMERS
+from tests.support import prepare_on, simulated
+
+FAMILIES = [*TRANSFORMERS, *MODULES, *GRAPHS]
+# A unit whose output nobody can look into stays gathered until its backward is over.
+NEEDS_GRAD = {"input_gradient_in_between", "parameter_gradient_in_between"}
+UNBOUNDED = {"output_closed_object", "output_closed_object_beside_tensor", "output_generator"}
+
+
+def with_live_bytes(family: Family, live_bytes: int) -> tuple[nn.Module, penstock.Optimizer]:
+    model = build(family, "fp32")
+    options = penstock.Options(live_bytes=live_bytes)
+    family = replace(family, prepare={**family.prepare, "options": options})
+    return model, prepared(family, model, simulated(most_seconds=0.001), ON_CPU, 3, "fp32")
+
+
+def least_live_bytes(family: Family) -> int:
+    """What the error asks for."""
+    with pytest.raises(penstock.MemoryBudgetError) as caught:
+        with_live_bytes(family, 1)
+    found = re.search(r"take ([\d,]+) bytes when gathered", str(caught.value))
+    return int(found[1].replace(",", ""))
+
+
+def assert_released(optimizer: penstock.Optimizer) -> None:
+    engine = optimizer._engine
+    assert [unit.name for unit in engine.units if unit.residency is not Residency.RELEASED] == []
+    assert engine.gatherer.live_bytes == 0
+    assert optimizer.locations().bytes(kind="gathered") == 0
+
+
+@pytest.mark.parametrize("family", FAMILIES, ids=str)
+def test_nothing_stays_gathered_and_the_least_budget_is_enough(family):
+    least = least_live_bytes(family)
+    model, optimizer = with_live_bytes(family, least)
+    for step in range(STEPS):
+        torch.manual_seed(step)
+        family.work(model, Batch(step), optimizer.backward)
+        assert_released(optimizer)
+        assert not optimizer.step().skipped
+        assert_released(optimizer)
+        optimizer.zero_grad()
+        with nullcontext() if family.name in NEEDS_GRAD else torch.no_grad():
+            family.work(model, Batch(step), lambda loss, **_: None)
+        assert_released(optimizer)
+    if family.name not in UNBOUNDED:
+        assert optimizer._engine.gatherer.peak_live_bytes <= least
+    optimizer.close()
+
+
+def test_small_parameters_stay_gathered_and_nothing_else():
+    model = Stack()
+    optimizer = prepare_on(
+        simulated(),
+        model,
+        torch.optim.AdamW(model.parameters(), **HYPER),
+        placement=ON_CPU,
+        precision="fp32",
+        options=penstock.Options(persistent_bytes=4 * 32),  # norms and biases
+    )
+    engine = optimizer._engine
+    for step in range(STEPS):
+        optimizer.backward(squared(model(Batch(step).floats(4, 8))))
+        kept = [unit for unit in engine.units if unit.residency is Residency.GATHERED]
+        assert [unit.name for unit in kept] == ["root.small"]
+        assert engine.gatherer.live_bytes == kept[0].nbytes
+        optimizer.step()
+        optimizer.zero_grad()
+    optimizer.close()
+
+
+@pytest.mark.parametrize("where", ["forward", "backward"])
+def test_an_exception_leaves_nothing_gathered(where):
+    class Fails(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            if where == "forward":
+                raise ValueError("out of luck")
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, grad):
+            raise ValueError("out of luck")
+
+    model = Stack([Block() for _ in range(4)])
+    optimizer = prepare_on(
+        simulated(), model, torch.optim.AdamW(model.parameters(), **HYPER), placement=ON_CPU, precision="fp32"
+    )
+    optimizer.backward(squared(model(Batch(0).floats(4, 8))))  # the order of units is known
+    optimizer.zero_grad()
+    handle = model.blocks[1].norm.register_forward_hook(lambda module, args, output: Fails.apply(output))
+    with pytest.raises(ValueError, match="out of luck"):
+        optimizer.backward(squared(model(Batch(1).floats(4, 8))))
+    assert_released(optimizer)
+    handle.remove()
+    with torch.no_grad():
+        model(Batch(1).floats(4, 8))
+    assert_released(optimizer)
+    optimizer.close()
