@@ -37,17 +37,18 @@ class Block(nn.Module):
 
 
 class Net(nn.Module):
-    """A root unit and two blocks of 5,312 parameters: several tiles each at 4 KiB, and a border of two shards in a weight."""
+    """A root unit and two blocks of 5,312 parameters: several tiles each at 4 KiB, a shard border in a weight."""
 
     def __init__(self, width: int = 32, blocks: int = 2) -> None:
         super().__init__()
         self.first = nn.Linear(INPUTS, width)
         self.blocks = nn.ModuleList(Block(width) for _ in range(blocks))
         self.last = nn.Linear(width, OUTPUTS)
+        self.blocks_used = blocks
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.first(x)
-        for block in self.blocks:
+        for block in self.blocks[: self.blocks_used]:
             x = block(x)
         return self.last(x)
 

@@ -132,12 +132,10 @@ class Gatherer:
 
     def _drop(self, unit: Unit) -> None:
         """A gather ahead of use that is not needed; a resident or persistent unit is gathered all the same."""
-        del self._ahead[unit]
-        unit.event.wait()
         if unit.resident or unit.spec.persistent:
-            unit.expose()
-            unit.residency = Residency.GATHERED
+            self.acquire(unit)
         else:
+            del self._ahead[unit]
             self._retire(unit)
 
     def _retire(self, unit: Unit) -> None:

@@ -1,8 +1,9 @@
 """Simulated asynchronous streams on a cpu: every piece of submitted work runs late, and nothing hides a missing wait.
 
 Each stream is a worker thread that sleeps before it works: a random time, or bytes / bandwidth. Buffers are filled with
-NaN from lease to completion and after release, so that a read without a wait is a wrong number, not luck. Waits
-can be dropped one by one, which is how the tests show that each of them is needed.
+NaN from lease to completion and after release, so that a read without a wait is a wrong number, not luck; a buffer that
+changes hands while work writes it is an error. Waits can be dropped one by one, which is how the tests show that each
+of them is needed.
 """
 
 import sys
@@ -42,6 +43,7 @@ class SimulatedStreams(Streams):
         self._delay = delay
         self._dropped_wait = dropped_wait
         self.waits_seen: set[str] = set()
+        self._writing: list[tuple[int, Event]] = []  # storages that submitted work overwrites
         self._workers = {name: HostWorker(name) for name in (UPLOAD, DOWNLOAD, COLLECTIVE, UPDATE)}
 
     def submit(
@@ -61,17 +63,26 @@ class SimulatedStreams(Streams):
             work()
 
         event = _SimulatedEvent(self)
+        self._writing = [(storage, other) for storage, other in self._writing if not other.done()]
+        self._writing += [(tensor.untyped_storage().data_ptr(), event) for tensor in writes]
         self._workers[stream].submit(late, event)
         return event
 
     def lease(self, buffer: Tensor) -> None:
         """Give the buffer its memory, full of NaN."""
         super().lease(buffer)
+        self._check_quiet(buffer)
         poison(buffer)
 
     def retire(self, buffer: Tensor) -> None:
         """Fill the buffer with NaN and keep its memory: a late reader gets NaN, not a fault."""
+        self._check_quiet(buffer)
         poison(buffer)
+
+    def _check_quiet(self, buffer: Tensor) -> None:
+        """Memory that changes hands while work still writes it would be damaged later, under its next user."""
+        storage = buffer.untyped_storage().data_ptr()
+        assert all(event.done() for other, event in self._writing if other == storage), "the buffer is being written"
 
     def keeps(self, site: str) -> bool:
         """Note a wait; whether it is to be done."""

@@ -1,0 +1,216 @@
+"""Every wait of the engine is needed: without it, a row on slow streams gives another result or an error."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cache
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import penstock
+from penstock.machine.simulated import SimulatedStreams
+from penstock.machine.streams import COLLECTIVE, DOWNLOAD, UPDATE, UPLOAD, Streams
+from tests.parity.rows import Arithmetic, Movement, batches, loss_of, prepared, train
+from tests.parity.waits import Wait, waits
+from tests.support import inline, run_ranks
+
+STREAMS = (UPLOAD, DOWNLOAD, COLLECTIVE, UPDATE)
+SLOW_SECONDS = 0.01
+KIB = 1 << 10
+
+# Waits that another wait makes redundant today, by name, each with the reason.
+REDUNDANT = {
+    "access.py finish: unit.trained.updated.synchronize()": "step returns after every update has run",
+    "feed.py bring: after trained.gradient.ready": "step measures first, which waits for every gradient",
+    "buffers.py clear: event.wait()": "close only, which has waited for every gradient",
+}
+Values = list[Any]
+RowRun = Callable[[Streams], Values]
+
+
+def values(optimizer: penstock.Optimizer, model: torch.nn.Module) -> Iterator[Tensor]:
+    for p in model.parameters():
+        yield optimizer.full_param(p)
+        yield optimizer.full_state(p, "exp_avg_sq")
+
+
+def training(how: Movement, *, rank: int = 0, world_size: int = 1) -> RowRun:
+    """Steps of two micro-batches."""
+
+    def run(streams: Streams) -> Values:
+        what = Arithmetic(accumulation=2, clip=0.5)
+        trace = train(what, how, streams=streams, steps=2, rank=rank, world_size=world_size)
+        return [*trace.losses, *trace.norms, *(t for ts in trace.final.values() for t in ts)]
+
+    return run
+
+
+def looking_right_after_backward(streams: Streams) -> Values:
+    model, optimizer = prepared(Arithmetic(), Movement(grads="cpu", optimizer="cpu"), streams)
+    seen = []
+    for (batch,), *_ in batches(1, 1)[:2]:
+        optimizer.backward(loss_of(model, batch))
+        seen += [optimizer.full_grad(p) for p in model.parameters()]
+    optimizer.close()
+    return seen
+
+
+def setting_a_parameter_right_after_step(streams: Streams) -> Values:
+    """The step publishes what it wrote beside the other tier; the rest of the unit must not be lost."""
+    model, optimizer = prepared(Arithmetic(), Movement(params="cpu"), streams)
+    seen = []
+    for (batch,), *_ in batches(1, 1)[:3]:
+        loss = loss_of(model, batch)
+        optimizer.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        optimizer.set_full_param(model.blocks[0].norm.weight, torch.full((32,), 0.5))
+        seen.append(loss.item())
+    seen += values(optimizer, model)
+    optimizer.close()
+    return seen
+
+
+def clearing_right_after_backward(streams: Streams) -> Values:
+    """A block that has no gradient any more must not count in the norm."""
+    model, optimizer = prepared(Arithmetic(), Movement(grads="cpu", optimizer="cpu"), streams)
+    first, second = (step[0][0] for step in batches(1, 1)[:2])
+    optimizer.backward(loss_of(model, first))
+    optimizer.zero_grad()
+    model.blocks_used = 1
+    optimizer.backward(loss_of(model, second))
+    norm = optimizer.step().grad_norm
+    optimizer.close()
+    return [norm]
+
+
+def nothing_in_flight_after_step(streams: Streams) -> Values:
+    """`step` returns when every update has run. `locations` does not wait."""
+    model, optimizer = prepared(Arithmetic(), Movement(params="cpu", grads="cpu", optimizer="cpu"), streams)
+    optimizer.backward(loss_of(model, batches(1, 1)[0][0][0]))
+    optimizer.step()
+    in_flight = [row.kind for row in optimizer.locations().rows if row.in_flight and row.kind != "param"]
+    optimizer.close()
+    return in_flight
+
+
+def skipping_what_was_prefetched(streams: Streams) -> Values:
+    model, optimizer = prepared(Arithmetic(), Movement(params="cpu"), streams)
+    seen = []
+    for number, ((batch,), *_) in enumerate(batches(1, 1)[:4]):
+        model.blocks_used = 1 + number % 2
+        with torch.no_grad():
+            seen.append(loss_of(model, batch).item())
+    optimizer.close()
+    return seen
+
+
+EVERYTHING_ON_CPU = Movement(params="cpu", grads="cpu", optimizer="cpu").but(tile_bytes=4 * KIB)
+OPTIMIZER_ON_DEVICE = Movement(params="cpu", grads="cpu").but(tile_bytes=4 * KIB)
+OPTIMIZER_ON_CPU = Movement(optimizer="cpu").but(tile_bytes=4 * KIB)
+
+ROWS: dict[str, RowRun] = {
+    "everything on cpu": training(EVERYTHING_ON_CPU),
+    "optimizer on device": training(OPTIMIZER_ON_DEVICE),
+    "optimizer on cpu": training(OPTIMIZER_ON_CPU),
+    "looking right after backward": looking_right_after_backward,
+    "setting a parameter right after step": setting_a_parameter_right_after_step,
+    "clearing right after backward": clearing_right_after_backward,
+    "nothing in flight after step": nothing_in_flight_after_step,
+    "skipping what was prefetched": skipping_what_was_prefetched,
+}
+
+
+@dataclass(frozen=True)
+class OfTwoRanks:
+    """A row that needs another rank, and the stream that must be slow."""
+
+    how: Movement
+    slow: str
+
+
+OF_TWO_RANKS = {
+    "gather.py _all_gather: after after": OfTwoRanks(EVERYTHING_ON_CPU, UPLOAD),
+    "gather.py _fill: after event": OfTwoRanks(EVERYTHING_ON_CPU.but(stage=1), COLLECTIVE),
+    "reduce.py _add_on_host: after after": OfTwoRanks(EVERYTHING_ON_CPU, COLLECTIVE),
+}
+
+
+def same(ours: Values, theirs: Values) -> bool:
+    return len(ours) == len(theirs) and all(
+        torch.equal(a, b) if isinstance(a, Tensor) else a == b for a, b in zip(ours, theirs, strict=True)
+    )
+
+
+@dataclass
+class Outcome:
+    same: bool
+    waits_seen: set[str]
+
+
+def attempt(run: RowRun, expected: Values, slow: str | None, dropped: str | None) -> Outcome:
+    streams = SimulatedStreams(lambda stream, nbytes: SLOW_SECONDS if stream == slow else 0.0, dropped)
+    try:
+        found = run(streams)
+    except Exception:
+        if dropped is None:
+            raise
+        found = []
+    finally:
+        streams.close()
+    return Outcome(same(found, expected), streams.waits_seen)
+
+
+@cache
+def expected_of(row: str) -> Values:
+    return ROWS[row](inline())
+
+
+@cache
+def reached_by(row: str) -> frozenset[str]:
+    """Sites that the row waits at."""
+    outcome = attempt(ROWS[row], expected_of(row), None, None)
+    assert outcome.same, row
+    return frozenset(outcome.waits_seen)
+
+
+@pytest.mark.filterwarnings("ignore:module forward hook with")  # what goes wrong may do so in a hook
+@pytest.mark.parametrize(
+    "wait", [w for w in waits() if w.name not in (*REDUNDANT, *OF_TWO_RANKS)], ids=lambda wait: wait.name
+)
+def test_without_the_wait_a_row_goes_wrong(wait: Wait) -> None:
+    rows = [row for row in ROWS if wait.site in reached_by(row)]
+    assert rows, f"no row waits at {wait.site}: write one"
+    for row, slow in product(rows, STREAMS):
+        if not attempt(ROWS[row], expected_of(row), slow, wait.site).same:
+            assert attempt(ROWS[row], expected_of(row), slow, None).same, "the row goes wrong with the wait too"
+            return
+    pytest.fail(f"{wait.site} can be dropped: {', '.join(rows)} stay right. Write the row that needs it, or drop it.")
+
+
+def drop_on_two_ranks(rank: int, sites: dict[str, str]) -> dict[str, bool]:
+    """Which sites, dropped, made their row go wrong on this rank."""
+    wrong = {}
+    for name, site in sites.items():
+        run = training(OF_TWO_RANKS[name].how, rank=rank, world_size=2)
+        expected = run(inline())
+        slow = OF_TWO_RANKS[name].slow
+        kept = attempt(run, expected, slow, None)
+        assert kept.same, name
+        assert site in kept.waits_seen, f"the row does not wait at {site}"
+        wrong[name] = not attempt(run, expected, slow, site).same
+    return wrong
+
+
+def test_without_the_wait_two_ranks_go_wrong() -> None:
+    sites = {wait.name: wait.site for wait in waits() if wait.name in OF_TWO_RANKS}
+    of_ranks = run_ranks(drop_on_two_ranks, 2, sites)
+    for name, site in sites.items():
+        assert any(wrong[name] for wrong in of_ranks), f"{site} ({name}) can be dropped"
+
+
+def test_the_lists_of_waits_are_up_to_date() -> None:
+    assert {*REDUNDANT, *OF_TWO_RANKS} <= {wait.name for wait in waits()}
