@@ -1,11 +1,14 @@
 // The border between Python and C++: addresses and lengths in, no tensors, no policy.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/string.h>
+#include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
 #include <unistd.h>
 
 #include <cstdint>
+#include <tuple>
+#include <vector>
 
 #include "pool.h"
 #include "rules.h"
@@ -15,6 +18,8 @@ using namespace nb::literals;
 using penstock::DType;
 using penstock::Master;
 using penstock::Pool;
+using penstock::Rule;
+using penstock::Storage;
 
 namespace {
 
@@ -73,34 +78,47 @@ NB_MODULE(_native, m) {
           Release(), "dst"_a, "src"_a, "nbytes"_a)
       .def("close", &Pool::close, Release());
 
+  nb::enum_<Rule>(m, "Rule")
+      .value("ADAM", Rule::adam)
+      .value("AMSGRAD", Rule::amsgrad)
+      .value("SGD", Rule::sgd)
+      .value("SGD_MOMENTUM", Rule::sgd_momentum)
+      .value("ADAGRAD", Rule::adagrad)
+      .value("LION", Rule::lion);
+  nb::enum_<Storage>(m, "Storage")
+      .value("FP32", Storage::fp32)
+      .value("BF16", Storage::bf16)
+      .value("BF16_RANDOM", Storage::bf16_random)
+      .value("INT8_SIGNED", Storage::int8_signed)
+      .value("INT8_UNSIGNED", Storage::int8_unsigned);
+
+  // A state is (address, address of the scales or 0, storage).
   m.def(
-      "adam",
-      [](Pool* pool, std::size_t numel, Address param, DType param_dtype, Address grad, DType grad_dtype,
-         Address master, Master master_kind, Address exp_avg, Address exp_avg_sq, float grad_scale, float l2,
-         float decay, float lerp_weight, bool lerp_from_grad, float beta2, float grad_sq_weight, float bias2_sqrt,
-         float eps, float neg_step_size) {
-        const penstock::AdamTask task{
+      "update",
+      [](Pool* pool, Rule rule, std::size_t numel, Address param, DType param_dtype, Address grad, DType grad_dtype,
+         Address master, Master master_kind, const std::vector<std::tuple<Address, Address, Storage>>& states,
+         const std::vector<float>& scalars, bool param_random, std::uint64_t random_key, std::uint64_t first_block) {
+        penstock::Update update{
+            .rule = rule,
+            .param_dtype = param_dtype,
+            .master_kind = master_kind,
+            .grad_dtype = grad_dtype,
             .param = pointer<void>(param),
             .grad = pointer<const void>(grad),
             .master = pointer<void>(master),
-            .exp_avg = pointer<float>(exp_avg),
-            .exp_avg_sq = pointer<float>(exp_avg_sq),
-            .grad_scale = grad_scale,
-            .l2 = l2,
-            .decay = decay,
-            .lerp_weight = lerp_weight,
-            .lerp_from_grad = lerp_from_grad,
-            .beta2 = beta2,
-            .grad_sq_weight = grad_sq_weight,
-            .bias2_sqrt = bias2_sqrt,
-            .eps = eps,
-            .neg_step_size = neg_step_size,
+            .states = {},
+            .scalars = scalars,
+            .param_random = param_random,
+            .random_key = random_key,
+            .first_block = first_block,
         };
-        penstock::adam(pool, numel, task, param_dtype, master_kind, grad_dtype);
+        for (const auto& [values, scales, storage] : states)
+          update.states.push_back({pointer<void>(values), pointer<float>(scales), storage});
+        penstock::update(pool, numel, update);
       },
-      Release(), "pool"_a.none(), "numel"_a, "param"_a, "param_dtype"_a, "grad"_a, "grad_dtype"_a, "master"_a,
-      "master_kind"_a, "exp_avg"_a, "exp_avg_sq"_a, nb::kw_only(), "grad_scale"_a, "l2"_a, "decay"_a, "lerp_weight"_a,
-      "lerp_from_grad"_a, "beta2"_a, "grad_sq_weight"_a, "bias2_sqrt"_a, "eps"_a, "neg_step_size"_a);
+      Release(), "pool"_a.none(), "rule"_a, "numel"_a, "param"_a, "param_dtype"_a, "grad"_a, "grad_dtype"_a,
+      "master"_a, "master_kind"_a, "states"_a, "scalars"_a, nb::kw_only(), "param_random"_a, "random_key"_a,
+      "first_block"_a);
 
   m.def(
       "deposit",

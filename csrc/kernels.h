@@ -23,36 +23,49 @@ inline constexpr std::size_t norm_block_numel = 16384;
 // Within a block, element i is summed in lane i % norm_lanes; the lanes are added as a balanced tree.
 inline constexpr std::size_t norm_lanes = 32;
 
-// One update of Adam or AdamW. Pointers are to the first element; all arrays have the same number of elements.
-struct AdamTask {
+// The optimizers' arithmetic. Each has a header of its own; scalars come as there: the factor on the gradient first,
+// flags (0 or 1) last.
+enum class Rule : int { adam = 0, amsgrad = 1, sgd = 2, sgd_momentum = 3, adagrad = 4, lion = 5 };
+inline constexpr int rule_count = 6;
+inline constexpr int max_states = 3;
+// How many states and scalars each takes.
+inline constexpr int state_count[rule_count] = {2, 3, 0, 1, 1, 1};
+inline constexpr int scalar_count[rule_count] = {11, 11, 4, 8, 5, 7};
+
+// What one update works on. Pointers are to the first element; all arrays have the same number of elements.
+struct Arrays {
   void* param;
   const void* grad;
   void* master;  // null for Master::none
-  float* exp_avg;
-  float* exp_avg_sq;
-  float grad_scale;      // g = grad * grad_scale; negative to maximize
-  float l2;              // g += l2 * p (Adam's weight decay), unless 0
-  float decay;           // p *= decay (AdamW's weight decay)
-  float lerp_weight;     // exp_avg = fma(lerp_weight, g - exp_avg, lerp_from_grad ? g : exp_avg)
-  bool lerp_from_grad;
-  float beta2;
-  float grad_sq_weight;  // exp_avg_sq = fma(grad_sq_weight * g, g, exp_avg_sq * beta2)
-  float bias2_sqrt;      // denominator = sqrt(exp_avg_sq) / bias2_sqrt + eps
-  float eps;
-  float neg_step_size;   // p += neg_step_size * exp_avg / denominator
+  void* states[max_states];
 };
+
+// Random bits belong to blocks of this many elements, and so do the scales of 8-bit states.
+inline constexpr std::size_t block_numel = 256;
 
 // The kernels of one instruction set, working on elements [begin, end). Null where a combination does not exist.
 struct Kernels {
   const char* isa;
-  // By parameter dtype, kind of master and gradient dtype.
-  void (*adam[dtype_count][master_count][dtype_count])(const AdamTask&, std::size_t begin, std::size_t end) noexcept;
+  // By rule, parameter dtype, kind of master and gradient dtype; the states are fp32.
+  void (*update[rule_count][dtype_count][master_count][dtype_count])(const Arrays&, const float* scalars,
+                                                                     std::size_t begin, std::size_t end) noexcept;
   // dst = src, or dst += src, by dtype of dst, dtype of src and whether to add; returns the squared norm of dst's
   // range afterwards. A range is at most one norm block and starts at one.
   double (*deposit[dtype_count][dtype_count][2])(void* dst, const void* src, std::size_t begin,
                                                  std::size_t end) noexcept;
   // The squared norm of a range that is at most one norm block and starts at one.
   double (*squared_norm[dtype_count])(const void* src, std::size_t begin, std::size_t end) noexcept;
+
+  // Storage of states and parameters in fewer bits, one block at a time.
+  // The random words of a block, from its key.
+  void (*random)(unsigned* to, unsigned key_low, unsigned key_high) noexcept;
+  void (*decode_bf16)(float* to, const unsigned short* from) noexcept;
+  void (*encode_bf16)(unsigned short* to, const float* from) noexcept;
+  // Stochastic: up with the probability of the distance, by the low or the high 16 bits of the block's random words.
+  void (*encode_bf16_random[2])(unsigned short* to, const float* from, const unsigned* random) noexcept;
+  // The dynamic 8-bit map, without and with sign. Encoding returns the scale.
+  void (*decode_int8[2])(float* to, const unsigned char* from, float scale) noexcept;
+  float (*encode_int8[2])(unsigned char* to, const float* from) noexcept;
 };
 
 extern const Kernels kernels_generic;

@@ -52,6 +52,66 @@ struct V {
     low = pack(low_word_of_number(x.a), low_word_of_number(x.b));
   }
 
+  struct U {
+    __m256i a, b;
+    static U splat(unsigned value) { return {_mm256_set1_epi32(int(value)), _mm256_set1_epi32(int(value))}; }
+    static U count() {
+      return {_mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7), _mm256_setr_epi32(8, 9, 10, 11, 12, 13, 14, 15)};
+    }
+    static U load(const unsigned* from) {
+      return {_mm256_loadu_si256(reinterpret_cast<const Half*>(from)),
+              _mm256_loadu_si256(reinterpret_cast<const Half*>(from + 8))};
+    }
+    static void store(unsigned* to, U x) {
+      _mm256_storeu_si256(reinterpret_cast<Half*>(to), x.a);
+      _mm256_storeu_si256(reinterpret_cast<Half*>(to + 8), x.b);
+    }
+    static U load_bytes(const unsigned char* from) {
+      const __m128i bytes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(from));
+      return {_mm256_cvtepu8_epi32(bytes), _mm256_cvtepu8_epi32(_mm_srli_si128(bytes, 8))};
+    }
+    static void store_bytes(unsigned char* to, U x) {
+      const Half words = pack(x.a, x.b);
+      _mm_storeu_si128(reinterpret_cast<__m128i*>(to),
+                       _mm_packus_epi16(_mm256_castsi256_si128(words), _mm256_extracti128_si256(words, 1)));
+    }
+    static U bits(V x) { return {V::bits(x.a), V::bits(x.b)}; }
+    static V float_of(U x) { return {_mm256_castsi256_ps(x.a), _mm256_castsi256_ps(x.b)}; }
+    static V to_floats(U x) { return {_mm256_cvtepi32_ps(x.a), _mm256_cvtepi32_ps(x.b)}; }
+    static U truncate(V x) { return {_mm256_cvttps_epi32(x.a), _mm256_cvttps_epi32(x.b)}; }
+    static U larger(U x, U y) { return {_mm256_max_epu32(x.a, y.a), _mm256_max_epu32(x.b, y.b)}; }
+    static U is_zero(U x) {
+      const __m256i zero = _mm256_setzero_si256();
+      return {_mm256_cmpeq_epi32(x.a, zero), _mm256_cmpeq_epi32(x.b, zero)};
+    }
+    U shifted(U by) const { return {_mm256_srlv_epi32(a, by.a), _mm256_srlv_epi32(b, by.b)}; }
+    friend U operator+(U x, U y) { return {_mm256_add_epi32(x.a, y.a), _mm256_add_epi32(x.b, y.b)}; }
+    friend U operator-(U x, U y) { return {_mm256_sub_epi32(x.a, y.a), _mm256_sub_epi32(x.b, y.b)}; }
+    friend U operator*(U x, U y) { return {_mm256_mullo_epi32(x.a, y.a), _mm256_mullo_epi32(x.b, y.b)}; }
+    friend U operator&(U x, U y) { return {_mm256_and_si256(x.a, y.a), _mm256_and_si256(x.b, y.b)}; }
+    friend U operator|(U x, U y) { return {_mm256_or_si256(x.a, y.a), _mm256_or_si256(x.b, y.b)}; }
+    friend U operator^(U x, U y) { return {_mm256_xor_si256(x.a, y.a), _mm256_xor_si256(x.b, y.b)}; }
+    friend U operator<<(U x, int by) { return {_mm256_slli_epi32(x.a, unsigned(by)), _mm256_slli_epi32(x.b, unsigned(by))}; }
+    friend U operator>>(U x, int by) { return {_mm256_srli_epi32(x.a, unsigned(by)), _mm256_srli_epi32(x.b, unsigned(by))}; }
+  };
+  // The instruction gives its second operand where either is a NaN.
+  static V larger(V x, V y) { return {larger(x.a, y.a), larger(x.b, y.b)}; }
+  static V sign(V x) { return {sign(x.a), sign(x.b)}; }
+  static U less(V x, V y) {
+    return {bits(_mm256_cmp_ps(x.a, y.a, _CMP_LT_OQ)), bits(_mm256_cmp_ps(x.b, y.b, _CMP_LT_OQ))};
+  }
+  static V lookup(const float* table, U index) {
+    const __m256 entries = _mm256_load_ps(table);
+    return {_mm256_permutevar8x32_ps(entries, index.a), _mm256_permutevar8x32_ps(entries, index.b)};
+  }
+  static V clamp(V x, float least, float most) {
+    const __m256 low = _mm256_set1_ps(least), high = _mm256_set1_ps(most);
+    return {_mm256_min_ps(_mm256_max_ps(x.a, low), high), _mm256_min_ps(_mm256_max_ps(x.b, low), high)};
+  }
+  static Half to_bf16_up(V x, U added) {
+    return high_words(quiet(x.a, _mm256_add_epi32(bits(x.a), added.a)), quiet(x.b, _mm256_add_epi32(bits(x.b), added.b)));
+  }
+
   struct Wide {
     __m256d parts[4];
     static Wide add_squares(Wide sum, V x) {
@@ -71,6 +131,14 @@ struct V {
   };
 
  private:
+  static __m256 larger(__m256 x, __m256 y) {
+    return _mm256_blendv_ps(_mm256_max_ps(x, y), x, _mm256_cmp_ps(x, x, _CMP_UNORD_Q));
+  }
+  static __m256 sign(__m256 x) {
+    const __m256 zero = _mm256_setzero_ps(), one = _mm256_set1_ps(1.0f);
+    return _mm256_sub_ps(_mm256_and_ps(_mm256_cmp_ps(x, zero, _CMP_GT_OQ), one),
+                         _mm256_and_ps(_mm256_cmp_ps(x, zero, _CMP_LT_OQ), one));
+  }
   static __m256i bits(__m256 x) { return _mm256_castps_si256(x); }
   static __m256i round_even(__m256 x) {
     const __m256i odd = _mm256_and_si256(_mm256_srli_epi32(bits(x), 16), _mm256_set1_epi32(1));

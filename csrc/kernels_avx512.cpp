@@ -55,6 +55,66 @@ struct V {
                                     _mm512_maskz_mov_epi32(~nans(x.b), bits(x.b)));
   }
 
+  struct U {
+    __m512i a, b;
+    static U splat(unsigned value) { return {_mm512_set1_epi32(int(value)), _mm512_set1_epi32(int(value))}; }
+    static U count() {
+      const __m512i a = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+      return {a, _mm512_add_epi32(a, _mm512_set1_epi32(16))};
+    }
+    static U load(const unsigned* from) { return {_mm512_loadu_si512(from), _mm512_loadu_si512(from + 16)}; }
+    static void store(unsigned* to, U x) {
+      _mm512_storeu_si512(to, x.a);
+      _mm512_storeu_si512(to + 16, x.b);
+    }
+    static U load_bytes(const unsigned char* from) {
+      return {_mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from))),
+              _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from + 16)))};
+    }
+    static void store_bytes(unsigned char* to, U x) {
+      _mm_storeu_si128(reinterpret_cast<__m128i*>(to), _mm512_cvtepi32_epi8(x.a));
+      _mm_storeu_si128(reinterpret_cast<__m128i*>(to + 16), _mm512_cvtepi32_epi8(x.b));
+    }
+    static U bits(V x) { return {V::bits(x.a), V::bits(x.b)}; }
+    static V float_of(U x) { return {_mm512_castsi512_ps(x.a), _mm512_castsi512_ps(x.b)}; }
+    static V to_floats(U x) { return {_mm512_cvtepi32_ps(x.a), _mm512_cvtepi32_ps(x.b)}; }
+    static U truncate(V x) { return {_mm512_cvttps_epi32(x.a), _mm512_cvttps_epi32(x.b)}; }
+    static U larger(U x, U y) { return {_mm512_max_epu32(x.a, y.a), _mm512_max_epu32(x.b, y.b)}; }
+    static U is_zero(U x) {
+      return {_mm512_movm_epi32(_mm512_testn_epi32_mask(x.a, x.a)), _mm512_movm_epi32(_mm512_testn_epi32_mask(x.b, x.b))};
+    }
+    U shifted(U by) const { return {_mm512_srlv_epi32(a, by.a), _mm512_srlv_epi32(b, by.b)}; }
+    friend U operator+(U x, U y) { return {_mm512_add_epi32(x.a, y.a), _mm512_add_epi32(x.b, y.b)}; }
+    friend U operator-(U x, U y) { return {_mm512_sub_epi32(x.a, y.a), _mm512_sub_epi32(x.b, y.b)}; }
+    friend U operator*(U x, U y) { return {_mm512_mullo_epi32(x.a, y.a), _mm512_mullo_epi32(x.b, y.b)}; }
+    friend U operator&(U x, U y) { return {_mm512_and_si512(x.a, y.a), _mm512_and_si512(x.b, y.b)}; }
+    friend U operator|(U x, U y) { return {_mm512_or_si512(x.a, y.a), _mm512_or_si512(x.b, y.b)}; }
+    friend U operator^(U x, U y) { return {_mm512_xor_si512(x.a, y.a), _mm512_xor_si512(x.b, y.b)}; }
+    friend U operator<<(U x, int by) { return {_mm512_slli_epi32(x.a, unsigned(by)), _mm512_slli_epi32(x.b, unsigned(by))}; }
+    friend U operator>>(U x, int by) { return {_mm512_srli_epi32(x.a, unsigned(by)), _mm512_srli_epi32(x.b, unsigned(by))}; }
+  };
+  // The instruction gives its second operand where either is a NaN.
+  static V larger(V x, V y) {
+    return {_mm512_mask_mov_ps(_mm512_max_ps(x.a, y.a), nans(x.a), x.a),
+            _mm512_mask_mov_ps(_mm512_max_ps(x.b, y.b), nans(x.b), x.b)};
+  }
+  static V sign(V x) { return {sign(x.a), sign(x.b)}; }
+  static U less(V x, V y) {
+    return {_mm512_movm_epi32(_mm512_cmp_ps_mask(x.a, y.a, _CMP_LT_OQ)),
+            _mm512_movm_epi32(_mm512_cmp_ps_mask(x.b, y.b, _CMP_LT_OQ))};
+  }
+  static V lookup(const float* table, U index) {
+    const __m512 entries = _mm512_broadcast_f32x8(_mm256_load_ps(table));
+    return {_mm512_permutexvar_ps(index.a, entries), _mm512_permutexvar_ps(index.b, entries)};
+  }
+  static V clamp(V x, float least, float most) {
+    const __m512 low = _mm512_set1_ps(least), high = _mm512_set1_ps(most);
+    return {_mm512_min_ps(_mm512_max_ps(x.a, low), high), _mm512_min_ps(_mm512_max_ps(x.b, low), high)};
+  }
+  static Half to_bf16_up(V x, U added) {
+    return high_words(quiet(x.a, _mm512_add_epi32(bits(x.a), added.a)), quiet(x.b, _mm512_add_epi32(bits(x.b), added.b)));
+  }
+
   struct Wide {
     __m512d parts[4];
     static Wide add_squares(Wide sum, V x) {
@@ -74,6 +134,11 @@ struct V {
   };
 
  private:
+  static __m512 sign(__m512 x) {
+    const __m512 zero = _mm512_setzero_ps();
+    const __m512 positive = _mm512_maskz_mov_ps(_mm512_cmp_ps_mask(x, zero, _CMP_GT_OQ), _mm512_set1_ps(1.0f));
+    return _mm512_mask_mov_ps(positive, _mm512_cmp_ps_mask(x, zero, _CMP_LT_OQ), _mm512_set1_ps(-1.0f));
+  }
   static __m512i bits(__m512 x) { return _mm512_castps_si512(x); }
   static __mmask16 nans(__m512 x) { return _mm512_cmp_ps_mask(x, x, _CMP_UNORD_Q); }
   static __m512i round_even(__m512 x) {

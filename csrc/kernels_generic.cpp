@@ -81,6 +81,40 @@ struct V {
     low = value.v == value.v ? static_cast<Half>(bits) : Half{0};
   }
 
+  struct U {
+    std::uint32_t v;
+    static U splat(std::uint32_t value) { return {value}; }
+    static U count() { return {0}; }
+    static U load(const unsigned* from) { return {*from}; }
+    static void store(unsigned* to, U x) { *to = x.v; }
+    static U load_bytes(const unsigned char* from) { return {*from}; }
+    static void store_bytes(unsigned char* to, U x) { *to = static_cast<unsigned char>(x.v); }
+    static U bits(V x) { return {bits_of(x.v)}; }
+    static V float_of(U x) { return {value_of(x.v)}; }
+    static V to_floats(U x) { return {static_cast<float>(static_cast<std::int32_t>(x.v))}; }
+    static U truncate(V x) { return {static_cast<std::uint32_t>(static_cast<std::int32_t>(x.v))}; }
+    static U larger(U a, U b) { return a.v > b.v ? a : b; }
+    static U is_zero(U x) { return {x.v == 0 ? ~0u : 0u}; }
+    U shifted(U by) const { return {v >> by.v}; }
+    friend U operator+(U a, U b) { return {a.v + b.v}; }
+    friend U operator-(U a, U b) { return {a.v - b.v}; }
+    friend U operator*(U a, U b) { return {a.v * b.v}; }
+    friend U operator&(U a, U b) { return {a.v & b.v}; }
+    friend U operator|(U a, U b) { return {a.v | b.v}; }
+    friend U operator^(U a, U b) { return {a.v ^ b.v}; }
+    friend U operator<<(U a, int by) { return {a.v << by}; }
+    friend U operator>>(U a, int by) { return {a.v >> by}; }
+  };
+  static V larger(V a, V b) { return a.v > b.v || a.v != a.v ? a : b; }
+  static V sign(V x) { return {float(x.v > 0.0f) - float(x.v < 0.0f)}; }
+  static V clamp(V x, float least, float most) { return {x.v > least ? (x.v < most ? x.v : most) : least}; }
+  static U less(V a, V b) { return {a.v < b.v ? ~0u : 0u}; }
+  static V lookup(const float* table, U index) { return {table[index.v & 7u]}; }
+  static Half to_bf16_up(V value, U added) {
+    const std::uint32_t bits = bits_of(value.v);
+    return quiet_high(value, bits, bits + added.v);
+  }
+
   struct Wide {
     double v;
     static Wide add_squares(Wide sum, V value) { return {sum.v + double{value.v} * double{value.v}}; }

@@ -5,7 +5,11 @@
 //
 // V is `width` floats and offers: splat, load, store; + - * /; sqrt; fma (one rounding); Half, the vector of `width`
 // 16-bit words, with load_half and store_half; from_bf16, from_fp16, to_bf16, to_fp16 (nearest even); join and split
-// (the remainder form); Wide, `width` doubles, with add_squares and store.
+// (the remainder form); larger (a NaN of either wins); sign (0 of a NaN); magnitude; at_least, clamp; lookup (by the
+// low 3 bits of an index); Wide, `width` doubles, with add_squares and store; U, `width` unsigned words, with splat,
+// count (0, 1, 2 ...), load, store, load_bytes, store_bytes, bits, float_of, to_floats, truncate, larger, + - * & | ^,
+// shifts by a number and by a vector; less and is_zero, whose result is all ones or zero; to_bf16_up (bits added below
+// the last one before truncating).
 
 // How one dtype is read, written and copied. `put` and `move` return the value that was stored, rounding included.
 struct Fp32 {
@@ -163,18 +167,82 @@ double deposit(void* dst_address, const void* src_address, size_t begin, size_t 
       });
 }
 
+// One fused pass: reads parameter, gradient and states, and writes back all but the gradient.
+template <class R, class Store, class Grad>
+void update(const Arrays& arrays, const float* scalars, size_t begin, size_t end) noexcept {
+  using ParamWord = typename Store::ParamWord;
+  using MasterWord = typename Store::MasterWord;
+  using GradWord = typename Grad::Word;
+  constexpr int count = state_count[int(R::id)];
+  ParamWord* param = static_cast<ParamWord*>(arrays.param);
+  MasterWord* master = static_cast<MasterWord*>(arrays.master);
+  const GradWord* grad = static_cast<const GradWord*>(arrays.grad);
+  float* states[count + 1];
+  for (int k = 0; k < count; ++k) states[k] = static_cast<float*>(arrays.states[k]);
+  const R rule(scalars);
+
+  size_t i = begin;
+  for (; i + V::width <= end; i += V::width) {
+    V values[count + 1];
+    for (int k = 0; k < count; ++k) values[k] = V::load(states[k] + i);
+    const V p = rule.step(Store::get(param, master, i), Grad::get(grad + i), values);
+    for (int k = 0; k < count; ++k) V::store(states[k] + i, values[k]);
+    Store::put(param, master, i, p);
+  }
+  if (i == end) return;
+
+  const size_t rest = end - i;
+  Tail<ParamWord> p(param + i, rest);
+  Tail<MasterWord> m;
+  if constexpr (Store::has_master) m = Tail<MasterWord>(master + i, rest);
+  const Tail<GradWord> g(grad + i, rest);
+  V values[count + 1];
+  for (int k = 0; k < count; ++k) values[k] = V::load(Tail<float>(states[k] + i, rest).words);
+  Store::put(p.words, m.words, 0, rule.step(Store::get(p.words, m.words, 0), Grad::get(g.words), values));
+  for (int k = 0; k < count; ++k) {
+    Tail<float> s;
+    V::store(s.words, values[k]);
+    s.put(states[k] + i, rest);
+  }
+  p.put(param + i, rest);
+  if constexpr (Store::has_master) m.put(master + i, rest);
+}
+
 #include "adam_impl.h"
+#include "adagrad_impl.h"
+#include "lion_impl.h"
+#include "sgd_impl.h"
+#include "storage_impl.h"
+
+template <class R, class Store, class Row>
+constexpr void add_grads(Row& row) {
+  row[int(DType::fp32)] = update<R, Store, Fp32>;
+  row[int(DType::bf16)] = update<R, Store, Bf16>;
+  row[int(DType::fp16)] = update<R, Store, Fp16>;
+}
+
+template <class R>
+constexpr void add_rule(Kernels& k) {
+  constexpr int fp32 = int(DType::fp32), bf16 = int(DType::bf16), fp16 = int(DType::fp16);
+  auto& rows = k.update[int(R::id)];
+  add_grads<R, MasterNone<Fp32>>(rows[fp32][int(Master::none)]);
+  add_grads<R, MasterNone<Bf16>>(rows[bf16][int(Master::none)]);
+  add_grads<R, MasterRemainder>(rows[bf16][int(Master::remainder)]);
+  add_grads<R, MasterFp32<Bf16>>(rows[bf16][int(Master::fp32)]);
+  add_grads<R, MasterFp32<Fp16>>(rows[fp16][int(Master::fp32)]);
+}
 
 constexpr Kernels make_kernels(const char* isa) {
   Kernels k{};
   k.isa = isa;
   constexpr int fp32 = int(DType::fp32), bf16 = int(DType::bf16), fp16 = int(DType::fp16);
 
-  add_adam<MasterNone<Fp32>>(k.adam[fp32][int(Master::none)]);
-  add_adam<MasterNone<Bf16>>(k.adam[bf16][int(Master::none)]);
-  add_adam<MasterRemainder>(k.adam[bf16][int(Master::remainder)]);
-  add_adam<MasterFp32<Bf16>>(k.adam[bf16][int(Master::fp32)]);
-  add_adam<MasterFp32<Fp16>>(k.adam[fp16][int(Master::fp32)]);
+  add_rule<Adam<false>>(k);
+  add_rule<Adam<true>>(k);
+  add_rule<Sgd>(k);
+  add_rule<SgdMomentum>(k);
+  add_rule<Adagrad>(k);
+  add_rule<Lion>(k);
 
   const auto add_deposit = [&]<class Dst, class Src>(Dst, Src, int dst, int src) {
     k.deposit[dst][src][0] = deposit<Dst, Src, false>;
@@ -193,5 +261,15 @@ constexpr Kernels make_kernels(const char* isa) {
   k.squared_norm[fp32] = squared_norm<Fp32>;
   k.squared_norm[bf16] = squared_norm<Bf16>;
   k.squared_norm[fp16] = squared_norm<Fp16>;
+
+  k.random = random_block;
+  k.decode_bf16 = decode_bf16;
+  k.encode_bf16 = encode_bf16;
+  k.encode_bf16_random[0] = encode_bf16_random<false>;
+  k.encode_bf16_random[1] = encode_bf16_random<true>;
+  k.decode_int8[0] = decode_int8<false>;
+  k.decode_int8[1] = decode_int8<true>;
+  k.encode_int8[0] = encode_int8<false>;
+  k.encode_int8[1] = encode_int8<true>;
   return k;
 }

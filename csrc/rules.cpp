@@ -75,6 +75,147 @@ double sum_blocks(Pool* pool, std::size_t numel, BlockNorm&& block_norm) {
   return sum;
 }
 
+// The finaliser of SplitMix64 (Steele, Lea and Flood, 2014): a bijection in which every bit depends on every other.
+std::uint64_t mix(std::uint64_t x) {
+  x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9u;
+  x = (x ^ (x >> 27)) * 0x94D049BB133111EBu;
+  return x ^ (x >> 31);
+}
+
+// A piece of work whose states or parameter are stored in fewer bits passes through fp32 buffers of this many elements,
+// which stay in the nearest cache.
+constexpr std::size_t staged_numel = 4 * block_numel;
+static_assert(piece_numel % staged_numel == 0);
+
+using UpdateKernel = void (*)(const Arrays&, const float*, std::size_t, std::size_t) noexcept;
+
+struct Words {
+  alignas(64) unsigned words[2][block_numel];
+};
+
+class Staged {
+ public:
+  Staged(const Kernels& kernels, UpdateKernel kernel, const Update& update) noexcept
+      : kernels_(kernels), kernel_(kernel), update_(update) {
+    for (const State& state : update.states) draws_[0] |= state.storage == Storage::bf16_random;
+    draws_[1] = update.param_random || (update.states.size() > 2 && update.states[2].storage == Storage::bf16_random);
+  }
+
+  void run(std::size_t begin, std::size_t end) const noexcept {
+    for (; begin + block_numel <= end; begin += staged_numel) {
+      const std::size_t count = std::min(staged_numel, (end - begin) / block_numel * block_numel);
+      whole(begin, count);
+      if (count < staged_numel) {
+        begin += count;
+        break;
+      }
+    }
+    if (begin < end) last(begin, end - begin);
+  }
+
+ private:
+  // Blocks of the arrays as they lie in memory.
+  void whole(std::size_t at, std::size_t count) const noexcept {
+    alignas(64) float buffers[max_states + 1][staged_numel];
+    Arrays arrays{};
+    const auto shift = [&](const void* base, std::size_t size) {
+      return base == nullptr ? nullptr : const_cast<char*>(static_cast<const char*>(base)) + at * size;
+    };
+    arrays.grad = shift(update_.grad, size_of(update_.grad_dtype));
+    arrays.master = shift(update_.master, update_.master_kind == Master::fp32 ? 4 : 2);
+    arrays.param = shift(update_.param, size_of(update_.param_dtype));
+    auto* const param = static_cast<unsigned short*>(arrays.param);
+    if (update_.param_random) {
+      arrays.param = buffers[max_states];
+      for (std::size_t i = 0; i < count; i += block_numel) kernels_.decode_bf16(buffers[max_states] + i, param + i);
+    }
+    for (std::size_t k = 0; k < update_.states.size(); ++k) arrays.states[k] = decode(update_.states[k], at, count, buffers[k]);
+    kernel_(arrays, update_.scalars.data(), 0, count);
+    for (std::size_t i = 0; i < count; i += block_numel) {
+      const std::uint64_t block = update_.first_block + (at + i) / block_numel;
+      Words random;
+      for (unsigned draw = 0; draw < 2; ++draw) {
+        if (!draws_[draw]) continue;
+        const std::uint64_t key = mix(update_.random_key ^ (2 * block + draw));
+        kernels_.random(random.words[draw], unsigned(key), unsigned(key >> 32));
+      }
+      for (std::size_t k = 0; k < update_.states.size(); ++k)
+        encode(update_.states[k], at + i, static_cast<float*>(arrays.states[k]) + i, random.words[k / 2], k % 2);
+      if (update_.param_random) kernels_.encode_bf16_random[1](param + i, buffers[max_states] + i, random.words[1]);
+    }
+  }
+
+  // Fewer elements than a block: through a block of zeros.
+  void last(std::size_t at, std::size_t count) const noexcept {
+    alignas(64) char copies[max_states + 3][block_numel * sizeof(float)] = {};
+    Update block = update_;
+    const auto move = [&](void*& address, std::size_t size, int k) {
+      if (address == nullptr) return;
+      char* const from = static_cast<char*>(address) + at * size;
+      std::memcpy(copies[k], from, count * size);
+      address = copies[k];
+    };
+    const auto back = [&](void* address, std::size_t size, int k) {
+      if (address != nullptr) std::memcpy(static_cast<char*>(address) + at * size, copies[k], count * size);
+    };
+    void* grad = const_cast<void*>(update_.grad);
+    const std::size_t param_size = size_of(update_.param_dtype), grad_size = size_of(update_.grad_dtype);
+    const std::size_t master_size = update_.master_kind == Master::fp32 ? 4 : 2;
+    move(block.param, param_size, max_states);
+    move(block.master, master_size, max_states + 1);
+    move(grad, grad_size, max_states + 2);
+    block.grad = grad;
+    for (std::size_t k = 0; k < block.states.size(); ++k) {
+      move(block.states[k].values, size_of(block.states[k].storage), int(k));
+      if (block.states[k].scales != nullptr) block.states[k].scales += at / block_numel;
+    }
+    block.first_block += at / block_numel;
+    Staged(kernels_, kernel_, block).whole(0, block_numel);
+    back(update_.param, param_size, max_states);
+    back(update_.master, master_size, max_states + 1);
+    for (std::size_t k = 0; k < update_.states.size(); ++k)
+      back(update_.states[k].values, size_of(update_.states[k].storage), int(k));
+  }
+
+  void* decode(const State& state, std::size_t at, std::size_t count, float* buffer) const noexcept {
+    if (state.storage == Storage::fp32) return static_cast<float*>(state.values) + at;
+    for (std::size_t i = 0; i < count; i += block_numel) {
+      if (state.storage == Storage::bf16 || state.storage == Storage::bf16_random) {
+        kernels_.decode_bf16(buffer + i, static_cast<const unsigned short*>(state.values) + at + i);
+      } else {
+        kernels_.decode_int8[state.storage == Storage::int8_signed](
+            buffer + i, static_cast<const unsigned char*>(state.values) + at + i, state.scales[(at + i) / block_numel]);
+      }
+    }
+    return buffer;
+  }
+
+  void encode(const State& state, std::size_t at, const float* values, const unsigned* random, bool high) const noexcept {
+    switch (state.storage) {
+      case Storage::fp32:
+        return;
+      case Storage::bf16:
+        return kernels_.encode_bf16(static_cast<unsigned short*>(state.values) + at, values);
+      case Storage::bf16_random:
+        return kernels_.encode_bf16_random[high](static_cast<unsigned short*>(state.values) + at, values, random);
+      case Storage::int8_signed:
+      case Storage::int8_unsigned:
+        state.scales[at / block_numel] = kernels_.encode_int8[state.storage == Storage::int8_signed](
+            static_cast<unsigned char*>(state.values) + at, values);
+    }
+  }
+
+  static std::size_t size_of(DType dtype) { return dtype == DType::fp32 ? 4 : 2; }
+  static std::size_t size_of(Storage storage) {
+    return storage == Storage::fp32 ? 4 : storage == Storage::bf16 || storage == Storage::bf16_random ? 2 : 1;
+  }
+
+  const Kernels& kernels_;
+  UpdateKernel kernel_;
+  const Update& update_;
+  bool draws_[2] = {};
+};
+
 template <class Kernel>
 Kernel require(Kernel kernel, const char* what) {
   if (kernel == nullptr) throw std::invalid_argument(what);
@@ -100,12 +241,28 @@ void set_isa(const std::string& name) {
   throw std::invalid_argument("no instruction set \"" + name + "\" on this machine");
 }
 
-void adam(Pool* pool, std::size_t numel, const AdamTask& task, DType param, Master master, DType grad) {
-  const auto kernel = require(chosen().load()->adam[int(param)][int(master)][int(grad)],
-                              "no Adam kernel for this dtype of the parameter with this kind of master");
+void update(Pool* pool, std::size_t numel, const Update& update) {
+  const Kernels& kernels = *chosen().load();
+  const int rule = int(update.rule);
+  if (int(update.states.size()) != state_count[rule] || int(update.scalars.size()) != scalar_count[rule])
+    throw std::invalid_argument("not the states and scalars of this rule");
+  if (update.param_random && (update.param_dtype != DType::bf16 || update.master_kind != Master::none))
+    throw std::invalid_argument("only a bf16 parameter without master is rounded stochastically");
+  bool staged = update.param_random;
+  Arrays arrays{update.param, update.grad, update.master, {}};
+  for (std::size_t k = 0; k < update.states.size(); ++k) {
+    arrays.states[k] = update.states[k].values;
+    staged |= update.states[k].storage != Storage::fp32;
+  }
+  // Rounded stochastically, a parameter passes through an fp32 buffer.
+  const int param = int(update.param_random ? DType::fp32 : update.param_dtype);
+  const auto kernel = require(kernels.update[rule][param][int(update.master_kind)][int(update.grad_dtype)],
+                              "no kernel for this dtype of the parameter with this kind of master");
+  const Staged through_buffers(kernels, kernel, update);
   for_ranges(pool, numel, piece_numel, [&](std::size_t begin, std::size_t end) noexcept {
     const DefaultArithmetic arithmetic;
-    kernel(task, begin, end);
+    if (staged) return through_buffers.run(begin, end);
+    kernel(arrays, update.scalars.data(), begin, end);
   });
 }
 

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstddef>
+#include <cstdint>
 #include <string>
 #include <vector>
 
@@ -20,8 +21,33 @@ void set_isa(const std::string& name);
 // In all of these a null pool means the calling thread alone. Denormals are kept and rounding is to nearest even,
 // whatever mode the calling thread is in. Throws std::invalid_argument for a combination without a kernel.
 
-// One fused pass of Adam or AdamW over `numel` elements, in place.
-void adam(Pool* pool, std::size_t numel, const AdamTask& task, DType param, Master master, DType grad);
+// How a state, or a parameter without master, is stored. A parameter is bf16 (nearest even unless random) or as its
+// dtype says; states are fp32, bf16 or 8-bit codes with an fp32 scale for each block of 256.
+enum class Storage : int { fp32 = 0, bf16 = 1, bf16_random = 2, int8_signed = 3, int8_unsigned = 4 };
+
+struct State {
+  void* values;
+  float* scales;  // of 8-bit states, else null
+  Storage storage;
+};
+
+struct Update {
+  Rule rule;
+  DType param_dtype;
+  Master master_kind;
+  DType grad_dtype;
+  void* param;
+  const void* grad;
+  void* master;  // null for Master::none
+  std::vector<State> states;
+  std::vector<float> scalars;
+  bool param_random;          // a bf16 parameter without master is rounded stochastically
+  std::uint64_t random_key;   // of this step
+  std::uint64_t first_block;  // number of the segment's first block of 256, in the order of all parameters
+};
+
+// One fused pass of a rule over `numel` elements, in place.
+void update(Pool* pool, std::size_t numel, const Update& update);
 // dst = src or dst += src; returns the squared norm of dst afterwards.
 double deposit(Pool* pool, std::size_t numel, void* dst, DType dst_dtype, const void* src, DType src_dtype, bool add);
 double squared_norm(Pool* pool, std::size_t numel, const void* src, DType dtype);

@@ -114,7 +114,7 @@ def prepare_on(
         compute_dtype=dtype,
         reduce_dtype=reduce_dtype or dtype,
         accumulation_dtype=grad_accumulation_dtype or reduce_dtype or dtype,
-        full_master=master == "fp32",
+        master=master,
         units=units,
         max_grad_norm=max_grad_norm,
         options=options or penstock.Options(),

@@ -1,6 +1,7 @@
 """The native module: addresses and lengths in, no tensors. `penstock.rules.native` is its one caller for arithmetic."""
 
 import enum
+from collections.abc import Sequence
 
 class DType(enum.Enum):
     FP32 = 0
@@ -11,6 +12,21 @@ class Master(enum.Enum):
     NONE = 0
     REMAINDER = 1
     FP32 = 2
+
+class Rule(enum.Enum):
+    ADAM = 0
+    AMSGRAD = 1
+    SGD = 2
+    SGD_MOMENTUM = 3
+    ADAGRAD = 4
+    LION = 5
+
+class Storage(enum.Enum):
+    FP32 = 0
+    BF16 = 1
+    BF16_RANDOM = 2
+    INT8_SIGNED = 3
+    INT8_UNSIGNED = 4
 
 def isas() -> list[str]:
     """The instruction sets this processor can run, best first; the last is "generic"."""
@@ -43,8 +59,9 @@ class Pool:
     def close(self) -> None:
         """End and join the workers; later calls raise RuntimeError. May be called again."""
 
-def adam(
+def update(
     pool: Pool | None,
+    rule: Rule,
     numel: int,
     param: int,
     param_dtype: DType,
@@ -52,20 +69,30 @@ def adam(
     grad_dtype: DType,
     master: int,
     master_kind: Master,
-    exp_avg: int,
-    exp_avg_sq: int,
+    states: Sequence[tuple[int, int, Storage]],
+    scalars: Sequence[float],
     *,
-    grad_scale: float,
-    l2: float,
-    decay: float,
-    lerp_weight: float,
-    lerp_from_grad: bool,
-    beta2: float,
-    grad_sq_weight: float,
-    bias2_sqrt: float,
-    eps: float,
-    neg_step_size: float,
-) -> None: ...
+    param_random: bool,
+    random_key: int,
+    first_block: int,
+) -> None:
+    """One fused pass of a rule, in place.
+
+    Args:
+        pool: the threads to use; None is the calling thread alone.
+        rule: which arithmetic.
+        numel: elements of every array.
+        param: address of the parameter; likewise grad and master (0 where there is none).
+        states: for each state its address, that of its scales (0 where there are none), and how it is stored.
+        scalars: the factor on the gradient, the rule's scalars, its flags: in the order of its header in csrc/.
+        param_random: round a bf16 parameter without master stochastically.
+        random_key: of this step.
+        first_block: number of the first block of 256 elements in the order of all parameters.
+
+    Raises:
+        ValueError: no kernel for this combination.
+    """
+
 def deposit(
     pool: Pool | None, numel: int, dst: int, dst_dtype: DType, src: int, src_dtype: DType, *, add: bool
 ) -> float: ...

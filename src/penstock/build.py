@@ -8,7 +8,7 @@
 
 import os
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Literal
@@ -31,16 +31,19 @@ from penstock.engine.precision import input_cast
 from penstock.engine.reduce import Reducer
 from penstock.engine.step import Stepper
 from penstock.kinds import COMPUTE_DTYPES, STAGING, Overlap, Precision, Tier
+from penstock.layout import ALIGNMENT_NUMEL
 from penstock.machine.arena import return_free_memory
 from penstock.machine.collectives import Ranks, default_device
 from penstock.machine.streams import Streams, streams_for
 from penstock.optimizer import Optimizer
 from penstock.rules.rule import Rule
 from penstock.rules.select import rule_for
+from penstock.rules.storage import StateFormat
 from penstock.tiers.device import DeviceTier
 from penstock.tiers.host import HostTier
 from penstock.tiers.store import CellPlan, Store, bytes_on
 
+MASTER_DTYPES = {"remainder": torch.int16, "fp32": torch.float32, "none": None}
 ACCUMULATION, UPDATE_EVEN, UPDATE_ODD = "(accumulation)", "(update, even)", "(update, odd)"
 
 
@@ -82,7 +85,8 @@ def prepare(
         grad_accumulation_dtype: dtype in which micro-batches are summed; `None` for `reduce_dtype`.
         reduce_dtype: dtype in which gradients are summed over ranks; `None` for the compute dtype.
         overlap: when updates run; `"auto"` and `"none"` run them inside `step`.
-        master: form of the fp32 master of bf16 parameters: the 16 bits that the parameter lacks, or a full copy.
+        master: form of the fp32 master of bf16 parameters: the 16 bits that the parameter lacks, a full copy, or none:
+            then every update rounds the parameter, as `Options(rounding=...)` says.
         unit_micro_batches: only 1 in this version.
         options: sizes and policies.
 
@@ -116,17 +120,12 @@ def prepare(
         compute_dtype=compute_dtype,
         reduce_dtype=reduced,
         accumulation_dtype=grad_accumulation_dtype or reduced,
-        full_master=master == "fp32",
+        master=master,
         units=units,
         max_grad_norm=max_grad_norm,
         options=options,
     )
-    streams = streams_for(device)
-    try:
-        return build(model, optimizer, request, Ranks.from_mesh(mesh, sharded=stage > 0), streams)
-    except BaseException:
-        streams.close()  # they have threads of their own
-        raise
+    return build(model, optimizer, request, Ranks.from_mesh(mesh, sharded=stage > 0), streams_for(device))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -138,7 +137,7 @@ class Request:
     compute_dtype: torch.dtype
     reduce_dtype: torch.dtype
     accumulation_dtype: torch.dtype
-    full_master: bool
+    master: Literal["remainder", "fp32", "none"]
     units: UnitPolicy
     max_grad_norm: float | None
     options: Options
@@ -153,9 +152,9 @@ class Request:
             **tiers,
             sharded_params=self.stage == 3,
             grad_dtype=self.accumulation_dtype,
-            master_dtype=(torch.float32 if self.full_master else torch.int16) if low_precision else None,
-            state_names=rule.state_names,
-            tile_numel=self.options.tile_bytes // self.compute_dtype.itemsize,
+            master_dtype=MASTER_DTYPES[self.master] if low_precision else None,
+            states=rule.states,
+            tile_numel=self.options.tile_bytes // self.compute_dtype.itemsize // ALIGNMENT_NUMEL * ALIGNMENT_NUMEL,
         )
 
 
@@ -164,7 +163,7 @@ def build(
 ) -> Optimizer:
     """Phases 2 to 4, for given ranks and streams."""
     options = request.options
-    rule = rule_for(optimizer)
+    rule = rule_for(optimizer, StateFormat(options.state_dtype, options.rounding, options.rounding_seed))
     groups = {p: number for number, group in enumerate(optimizer.param_groups) for p in group["params"]}
     checks.check_ownership(model, groups)
     checks.check_no_gradients(model)
@@ -215,6 +214,7 @@ def build(
         streams,
         pool,
         groups=trained,
+        firsts=number_elements(p for p in model.parameters() if p in trained),
         gradient_scale=gradient_scale,
         feed=(
             Feed(streams, (staging[UPDATE_EVEN], staging[UPDATE_ODD]), homes.tile_numel)
@@ -228,8 +228,9 @@ def build(
         ranks,
         gatherer,
         reducer,
-        state_names=rule.state_names,
+        rule=rule,
         steps=stepper.steps,
+        scalars=stepper.scalars,
         gradient_scale=gradient_scale,
         device=streams.device,
     )
@@ -289,6 +290,15 @@ def move_buffers(model: nn.Module, device: torch.device) -> None:
                 module._buffers[name] = buffer.to(device)
 
 
+def number_elements(parameters: Iterable[nn.Parameter]) -> dict[nn.Parameter, int]:
+    """The number of each parameter's first element among all of them, whatever unit, shard or tile it is in."""
+    firsts, cursor = {}, 0
+    for parameter in parameters:
+        firsts[parameter] = cursor
+        cursor += -(-parameter.numel() // ALIGNMENT_NUMEL) * ALIGNMENT_NUMEL
+    return firsts
+
+
 def default_update_threads() -> int:
     """The cores that this process may use, shared among the ranks of this host."""
     ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
@@ -299,4 +309,5 @@ def take_over_state(optimizer: torch.optim.Optimizer, access: Access, trained: M
     """Continue where an optimizer that has made steps left off; its own copy of the state is dropped."""
     for parameter in trained:
         for name, value in optimizer.state.pop(parameter, {}).items():
-            access.set_state(parameter, name, torch.as_tensor(value))
+            if value is not None:  # SGD's momentum before the first update
+                access.set_state(parameter, name, torch.as_tensor(value))

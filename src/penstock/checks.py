@@ -55,12 +55,12 @@ def check_features(
         raise _not_yet("precision='fp16'", "Use precision='bf16'.")
     if overlap in ("forward", "backward"):
         raise _not_yet(f"overlap={overlap!r}", "Use overlap='auto'.")
-    if master == "none" and precision != "fp32":
-        raise _not_yet("master='none'", "Use master='remainder', which costs 2 bytes per parameter.")
+    if master == "none" and precision == "fp16":
+        raise ConfigError(
+            "master='none' with fp16 loses small updates for good. Use master='fp32' or precision='bf16'."
+        )
     if unit_micro_batches != 1:
         raise _not_yet(f"unit_micro_batches={unit_micro_batches!r}", "Use 1, and call backward once per micro-batch.")
-    if options.state_dtype != "fp32":
-        raise _not_yet(f"Options(state_dtype={options.state_dtype!r})", "Use 'fp32'.")
     return placement
 
 
@@ -87,16 +87,7 @@ def check_model(model: nn.Module) -> None:
     """Refuse what is no model, has no memory, or is prepared already."""
     if not isinstance(model, nn.Module):
         raise ConfigError(f"model={type(model).__name__}: give a torch.nn.Module.")
-    if isinstance(model, nn.DataParallel | nn.parallel.DistributedDataParallel):
-        raise ConfigError(
-            f"model is a {type(model).__name__}, which combines gradients itself. Give the module that it wraps "
-            "(model.module)."
-        )
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
-        if nn.parameter.is_lazy(tensor):
-            raise ConfigError(
-                f"'{name}' has no shape yet. Run the model once first, so that lazy modules know their inputs."
-            )
         if tensor.is_meta:
             raise ConfigError(
                 f"'{name}' {tuple(tensor.shape)} is on the meta device. Give it values first: "
@@ -104,23 +95,13 @@ def check_model(model: nn.Module) -> None:
             )
     if next(model.parameters(), None) is None:
         raise ConfigError(f"{type(model).__name__} has no parameters.")
-    prepared = _prepared_part(model)
-    if prepared is not None:
-        raise ConfigError(
-            f"This {type(model).__name__} is prepared already ({prepared} has Penstock's hooks). "
-            "Call close() on its optimizer before preparing it again."
-        )
-
-
-def _prepared_part(model: nn.Module) -> str | None:
     for name, module in model.named_modules():
         if any(isinstance(getattr(hook, "__self__", None), Hooks) for hook in module._forward_pre_hooks.values()):
-            return f"its module '{name}'" if name else "it"
-    for name, parameter in model.named_parameters():  # of a prepared model that this one takes a parameter from
-        takers = [getattr(hook, "func", None) for hook in (parameter._post_accumulate_grad_hooks or {}).values()]
-        if any(isinstance(getattr(taker, "__self__", None), Hooks) for taker in takers):
-            return f"its parameter '{name}'"
-    return None
+            where = f"its module '{name}'" if name else "it"
+            raise ConfigError(
+                f"This {type(model).__name__} is prepared already ({where} has Penstock's hooks). "
+                "Call close() on its optimizer before preparing it again."
+            )
 
 
 def check_ranks(mesh: DeviceMesh | None) -> None:

@@ -78,7 +78,11 @@ class Options:
         checksums: checksum stored tiles.
         on_nonfinite: a step whose gradient norm is not finite is skipped, or raises `EngineError`.
         reduce_op: gradients are averaged or summed over ranks.
-        state_dtype: dtype of the optimizer's moments.
+        state_dtype: how the optimizer's states are stored: `"int8"` is a dynamic 8-bit map with one fp32 scale for
+            each block of 256 (Dettmers et al., "8-bit Optimizers via Block-wise Quantization", 2022).
+        rounding: of states in bf16, and of bf16 parameters with `master="none"`: to nearest, or stochastic, which
+            lets updates smaller than half a bf16 step count on average.
+        rounding_seed: of stochastic rounding; the same seed gives the same bits in every placement and world size.
         initial_loss_scale: first loss scale of fp16.
         dynamic_loss_scale: adapt the loss scale of fp16.
 
@@ -97,6 +101,8 @@ class Options:
     on_nonfinite: Literal["skip", "raise"] = "skip"
     reduce_op: Literal["mean", "sum"] = "mean"
     state_dtype: Literal["fp32", "bf16", "int8"] = "fp32"
+    rounding: Literal["stochastic", "nearest"] = "stochastic"
+    rounding_seed: int = 0
     initial_loss_scale: float = 65536.0
     dynamic_loss_scale: bool = True
 
@@ -125,11 +131,13 @@ _WHOLE_NUMBERS = {  # name -> (least value, None allowed)
     "pinned_bytes": (0, True),
     "update_threads": (1, True),
     "io_queue_depth": (1, False),
+    "rounding_seed": (0, False),
 }
 _CHOICES: dict[str, tuple[Any, ...]] = {
     "on_nonfinite": ("skip", "raise"),
     "reduce_op": ("mean", "sum"),
     "state_dtype": ("fp32", "bf16", "int8"),
+    "rounding": ("stochastic", "nearest"),
     "checksums": (True, False),
     "dynamic_loss_scale": (True, False),
 }

@@ -9,9 +9,9 @@ pieces        the part of a slot that lies in one tile of one shard: one param g
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-# Parameters start at multiples of this many elements (128 bytes at bf16), so that vector loads of a gathered
-# parameter and of its states are aligned on every tier.
-ALIGNMENT_NUMEL = 64
+# Parameters, shards and tiles start at multiples of this many elements: the blocks of 8-bit states and of random bits
+# (rules.rule.BLOCK_NUMEL) never lie in two of them, and vector loads are aligned on every tier.
+ALIGNMENT_NUMEL = 256
 
 
 @dataclass(frozen=True)

@@ -226,7 +226,8 @@ class Optimizer(torch.optim.Optimizer):
         parameters = [p for group in self.param_groups for p in group["params"]]
         for number, values in state_dict["state"].items():
             for name, value in values.items():
-                engine.access.set_state(parameters[number], name, value)
+                if value is not None:  # SGD's momentum before the first update
+                    engine.access.set_state(parameters[number], name, torch.as_tensor(value))
 
     def offload_states(
         self,

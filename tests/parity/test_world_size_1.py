@@ -27,7 +27,7 @@ def movements() -> Iterator[tuple[Callable[[], Streams], Movement]]:
     yield inline, Movement(optimizer="cpu").but(tile_bytes=4 * KIB, update_threads=3)
     everything_on_cpu = PLACEMENTS[2]
     yield separate, everything_on_cpu.but(prefetch_bytes=0)
-    yield separate, everything_on_cpu.but(live_bytes=24 * KIB)
+    yield separate, everything_on_cpu.but(live_bytes=32 * KIB)
 
 
 @pytest.mark.parametrize("what", [*CORE, *EXTRA], ids=changed)

@@ -35,7 +35,7 @@ def movements(stages: tuple[int, ...], every: bool) -> Iterator[tuple[Any, Movem
             yield separate, Movement(stage=stage, params="cpu")
             yield separate, Movement(stage=stage, optimizer="cpu")
             yield separate, EVERYTHING_ON_CPU.but(stage=stage, prefetch_bytes=0)
-            yield separate, EVERYTHING_ON_CPU.but(stage=stage, live_bytes=24 * KIB)
+            yield separate, EVERYTHING_ON_CPU.but(stage=stage, live_bytes=32 * KIB)
 
 
 #: the form of the master says nothing about ranks: its full copy is in one row

@@ -17,14 +17,17 @@ from penstock.layout import Slot
 from penstock.machine.collectives import Ranks
 from penstock.machine.streams import DONE
 from penstock.rules.master import read_master, write_master
+from penstock.rules.rule import BLOCK_NUMEL, Rule, Scalars
+from penstock.rules.storage import read_state, write_state
 
 
 class Access:
     """Reads and writes the cells of single parameters.
 
     Arguments:
-        state_names: the rule's states, in the order of their cells.
+        rule: whose states there are.
         steps: how often each trained parameter was updated.
+        scalars: the parameters' own scalars, where the rule has some.
         gradient_scale: what a gradient in its home is multiplied with.
     """
 
@@ -35,8 +38,9 @@ class Access:
         gatherer: Gatherer,
         reducer: Reducer,
         *,
-        state_names: Sequence[str],
+        rule: Rule,
         steps: dict[nn.Parameter, int],
+        scalars: dict[nn.Parameter, Scalars],
         gradient_scale: float,
         device: torch.device,
     ) -> None:
@@ -44,8 +48,10 @@ class Access:
         self._ranks = ranks
         self._gatherer = gatherer
         self._reducer = reducer
-        self.state_names = tuple(state_names)
+        self._states = rule.states
+        self._scalar_names = rule.scalar_names
         self._steps = steps
+        self._scalars = scalars
         self._gradient_scale = gradient_scale
         self._device = device
         self._places = {p: (unit, index) for unit in units for index, p in enumerate(unit.spec.parameters)}
@@ -102,8 +108,11 @@ class Access:
         unit, index, trained = self._trained_place(parameter)
         if name == "step":
             return torch.tensor(float(self._steps[parameter]))
-        values = trained.states[self._state_index(name)]
-        return self._whole(unit, index, lambda part: values[part].float())
+        if name in self._scalar_names:
+            return torch.tensor(float(self._scalars.get(parameter, {}).get(name, 0.0)))
+        state = self._state_index(name)
+        spec, values, scale = self._states[state], trained.states[state], trained.scales[state]
+        return self._whole(unit, index, lambda part: read_state(spec, values[part], _scale_of(scale, part)))
 
     def set_param(self, parameter: nn.Parameter, value: Tensor) -> None:
         """Overwrite the parameter and its master weights."""
@@ -146,13 +155,25 @@ class Access:
         """Overwrite an optimizer state; `"step"` takes a whole number."""
         self.finish()
         unit, index, trained = self._trained_place(parameter)
+        if name in self._scalar_names:
+            self._scalars[parameter] = {**self._scalars.get(parameter, {}), name: value.item()}
         if name == "step":
             self._steps[parameter] = int(value)
+        if name == "step" or name in self._scalar_names:
             return
-        values = trained.states[self._state_index(name)]
+        state = self._state_index(name)
+        spec, values, scale = self._states[state], trained.states[state], trained.scales[state]
+        if spec.begins_with_update:
+            self._steps[parameter] = max(1, self._steps[parameter])
         found = self._own_part(unit, index, value)
         if found is not None:
-            values[found[0]].copy_(found[1])
+            part, new = found
+            write_state(spec, values[part], _scale_of(scale, part), new.to(values.device))
+
+    @property
+    def state_names(self) -> tuple[str, ...]:
+        """What `state` knows beside `"step"`."""
+        return (*(spec.name for spec in self._states), *(name for name in self._scalar_names if name != "step"))
 
     def steps(self) -> Mapping[nn.Parameter, int]:
         """How often each trained parameter was updated."""
@@ -179,10 +200,11 @@ class Access:
         return unit, index, unit.trained
 
     def _state_index(self, name: str) -> int:
-        if name not in self.state_names:
+        names = [spec.name for spec in self._states]
+        if name not in names:
             known = ", ".join(map(repr, (*self.state_names, "step")))
             raise ConfigError(f"There is no optimizer state {name!r}. This rule has {known}.")
-        return self.state_names.index(name)
+        return names.index(name)
 
     def _whole(self, unit: Unit, index: int, read: Callable[[slice], Tensor]) -> Tensor:
         """Put the parts of all shards together. `read` gives fp32 values of a part of this rank's shard."""
@@ -230,6 +252,11 @@ class Access:
 def _check_shape(name: str, slot: Slot, value: Tensor) -> None:
     if tuple(value.shape) != slot.shape:
         raise ConfigError(f"The value for '{name}' has shape {tuple(value.shape)}; the parameter has {slot.shape}.")
+
+
+def _scale_of(scale: Tensor | None, part: slice) -> Tensor | None:
+    """The scales of a part of the shard that begins on a block."""
+    return None if scale is None else scale[part.start // BLOCK_NUMEL : -(-part.stop // BLOCK_NUMEL)]
 
 
 def _read(unit: Unit, part: slice) -> Tensor:

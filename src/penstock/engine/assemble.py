@@ -13,6 +13,7 @@ from penstock.layout import FlatLayout
 from penstock.machine.collectives import Ranks
 from penstock.machine.streams import Streams
 from penstock.rules.master import split_master, write_master
+from penstock.rules.rule import BLOCK_NUMEL, StateSpec
 from penstock.tiers.store import CellPlan, Store
 
 
@@ -23,7 +24,7 @@ class Homes:
     Attributes:
         sharded_params: parameters are sharded over ranks (stage 3), not replicated.
         master_dtype: int16 (remainder), float32 (full), or `None` where the parameter is its own master.
-        state_names: the rule's states.
+        states: the rule's states.
         tile_numel: elements of a tile.
     """
 
@@ -33,7 +34,7 @@ class Homes:
     sharded_params: bool
     grad_dtype: torch.dtype
     master_dtype: torch.dtype | None
-    state_names: tuple[str, ...]
+    states: tuple[StateSpec, ...]
     tile_numel: int
 
 
@@ -52,6 +53,7 @@ class UnitPlan:
         self._param = CellPlan(spec.name, PARAM, homes.params, spec.dtype, whole if replicated else shard)
         self._grad = self._master = self._shadow = None
         self._states: list[CellPlan] = []
+        self._scales: list[CellPlan | None] = []
         if not spec.trainable:
             return
         self._grad = CellPlan(spec.name, GRAD, homes.grads, homes.grad_dtype, shard)
@@ -60,7 +62,10 @@ class UnitPlan:
         if not in_reach(homes.params, homes.optimizer, streams):
             # The update cannot reach the parameters: it writes a copy beside its state, the other part of the master.
             self._shadow = CellPlan(spec.name, MASTER, homes.optimizer, spec.dtype, shard)
-        self._states = [CellPlan(spec.name, n, homes.optimizer, torch.float32, shard) for n in homes.state_names]
+        for state in homes.states:
+            self._states.append(CellPlan(spec.name, state.name, homes.optimizer, state.dtype, shard))
+            scale, blocks = state.scale_name, shard // BLOCK_NUMEL
+            self._scales.append(CellPlan(spec.name, scale, homes.optimizer, torch.float32, blocks) if scale else None)
 
     @property
     def full_bytes(self) -> int:
@@ -69,7 +74,7 @@ class UnitPlan:
 
     def cells(self) -> Iterator[CellPlan]:
         """Every cell."""
-        found = (self._param, self._grad, self._master, self._shadow, *self._states)
+        found = (self._param, self._grad, self._master, self._shadow, *self._states, *self._scales)
         return (cell for cell in found if cell is not None)
 
     def build(self, index: int, store: Store) -> Unit:
@@ -86,6 +91,7 @@ class UnitPlan:
                 gradient=Gradient(store.allocate(self._grad)),
                 master=store.allocate(self._master) if self._master else None,
                 states=tuple(store.allocate(cell) for cell in self._states),
+                scales=tuple(store.allocate(cell) if cell else None for cell in self._scales),
                 shadow=store.allocate(self._shadow) if self._shadow else None,
                 optimizer_tier=homes.optimizer,
                 gradient_near=in_reach(homes.grads, homes.optimizer, self._streams),

@@ -7,7 +7,7 @@
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -22,7 +22,7 @@ from penstock.kinds import Tier
 from penstock.layout import Piece
 from penstock.machine.collectives import Ranks
 from penstock.machine.streams import DONE, DOWNLOAD, UPDATE, UPLOAD, Event, Streams, copy
-from penstock.rules.rule import Hyper, Rule, Segment
+from penstock.rules.rule import BLOCK_NUMEL, Hyper, Rule, Scalars, Segment
 
 
 @dataclass(frozen=True)
@@ -47,6 +47,7 @@ class Run:
     start: int
     stop: int
     hyper: Hyper
+    base: int = 0  # what added to an element's index in the shard numbers it among all elements of the optimizer
 
 
 @dataclass(frozen=True)
@@ -62,6 +63,7 @@ class Stepper:
 
     Arguments:
         groups: index of the optimizer's param group of each trained parameter.
+        firsts: number of each trained parameter's first element among all elements of the optimizer.
         gradient_scale: what a gradient in its home is multiplied with, 1 / world size for the mean.
         feed: brings gradients that the update cannot read at their home; `None` where it can.
     """
@@ -75,6 +77,7 @@ class Stepper:
         pool: Pool,
         *,
         groups: Mapping[nn.Parameter, int],
+        firsts: Mapping[nn.Parameter, int],
         gradient_scale: float,
         feed: Feed | None,
     ) -> None:
@@ -84,9 +87,11 @@ class Stepper:
         self._streams = streams
         self._pool = pool
         self._groups = groups
+        self._firsts = firsts
         self._gradient_scale = gradient_scale
         self._feed = feed
         self.steps: dict[nn.Parameter, int] = dict.fromkeys(groups, 0)
+        self.scalars: dict[nn.Parameter, Scalars] = {}
 
     def measure(self) -> Measure:
         """Phase 1. The same values on every rank."""
@@ -130,7 +135,9 @@ class Stepper:
         trained = unit.trained
         assert trained is not None
         hypers = self._hypers(unit, slots, param_groups)
-        runs = [(number, tile) for number, tile in enumerate(merge(t, hypers) for t in trained.tiles) if tile]
+        bases = {index: self._base(unit, index) for index in slots}
+        merged = (merge(tile, hypers, bases) for tile in trained.tiles)
+        runs = [(number, tile) for number, tile in enumerate(merged) if tile]
         if trained.gradient_near:
             trained.updated = self._run(trained, partial(self._update_tiles, unit, runs, scale), trained.gradient.ready)
         else:
@@ -151,15 +158,21 @@ class Stepper:
     def _hypers(self, unit: Unit, slots: frozenset[int], param_groups: Sequence[Mapping[str, Any]]) -> dict[int, Hyper]:
         """Count the step of each slot's parameter, and read its group as it is now: a scheduler may change it later."""
         hypers: dict[int, Hyper] = {}
-        known: dict[tuple[int, int], Hyper] = {}
+        known: dict[Hashable, tuple[Hyper, Scalars]] = {}
         for index in sorted(slots):
             parameter = unit.spec.parameters[index]
             self.steps[parameter] += 1
-            key = self._groups[parameter], self.steps[parameter]
+            group, step = self._groups[parameter], self.steps[parameter]
+            scalars = self.scalars.get(parameter, {})
+            key = group, step, tuple(scalars.items())
             if key not in known:
-                known[key] = self._rule.hyper(param_groups[key[0]], key[1])
-            hypers[index] = known[key]
+                hyper = self._rule.hyper(param_groups[group], step, scalars)
+                known[key] = hyper, self._rule.advance(hyper)
+            hypers[index], self.scalars[parameter] = known[key]
         return hypers
+
+    def _base(self, unit: Unit, index: int) -> int:
+        return self._firsts[unit.spec.parameters[index]] + unit.own_range[0] - unit.layout.slots[index].start
 
     def _run(self, trained: Trained, work: partial[None], after: Event) -> Event:
         """Tiles on the device are updated by compute itself; those on the host by the update stream."""
@@ -190,20 +203,23 @@ class Stepper:
         assert trained is not None
         written = unit.written
         for run in tile:
-            part = slice(run.start, run.stop)
+            part, blocks = slice(run.start, run.stop), slice(run.start // BLOCK_NUMEL, -(-run.stop // BLOCK_NUMEL))
             segment = Segment(
                 param=written[part],
                 grad=gradient[run.start - gradient_start : run.stop - gradient_start],
                 master=None if trained.master is None else trained.master[part],
                 states=tuple(state[part] for state in trained.states),
+                scales=tuple(None if scale is None else scale[blocks] for scale in trained.scales),
+                first=run.base + run.start,
             )
             self._rule.update(segment, run.hyper, scale, self._pool)
 
 
-def merge(tile: Sequence[Piece], hypers: Mapping[int, Hyper]) -> list[Run]:
+def merge(tile: Sequence[Piece], hypers: Mapping[int, Hyper], bases: Mapping[int, int]) -> list[Run]:
     """The runs of a tile: pieces of slots in `hypers`; neighbours with equal scalars become one, with the gap between.
 
-    Gaps hold zeros in every kind, which every rule keeps.
+    Gaps hold zeros in every kind. Where the update would not keep them, and where neighbours are not numbered one after
+    the other (`bases`, see `Run`), they stay apart.
     """
     runs: list[Run] = []
     extends = False
@@ -211,10 +227,16 @@ def merge(tile: Sequence[Piece], hypers: Mapping[int, Hyper]) -> list[Run]:
         hyper = hypers.get(piece.slot)
         if hyper is None:
             extends = False
-        elif extends and runs[-1].hyper == hyper:
-            runs[-1] = Run(runs[-1].start, piece.stop, hyper)
+            continue
+        base = bases[piece.slot]
+        if (
+            extends
+            and (runs[-1].hyper, runs[-1].base) == (hyper, base)
+            and (hyper.keeps_zeros or runs[-1].stop == piece.start)
+        ):
+            runs[-1] = Run(runs[-1].start, piece.stop, hyper, base)
         else:
-            runs.append(Run(piece.start, piece.stop, hyper))
+            runs.append(Run(piece.start, piece.stop, hyper, base))
             extends = True
     return runs
 

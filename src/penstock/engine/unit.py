@@ -71,6 +71,7 @@ class Trained:
     gradient: Gradient
     master: Tensor | None
     states: tuple[Tensor, ...]
+    scales: tuple[Tensor | None, ...]  # of 8-bit states, one per block
     shadow: Tensor | None
     optimizer_tier: Tier
     gradient_near: bool  # the update reads the gradient where it rests

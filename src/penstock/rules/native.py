@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from penstock._native import DType, Master
+from penstock._native import DType, Master, Storage
+from penstock.rules.rule import StateSpec
 
 DTYPES = {torch.float32: DType.FP32, torch.bfloat16: DType.BF16, torch.float16: DType.FP16}
 
@@ -35,3 +36,26 @@ def master_kind_of(master: Tensor | None) -> Master:
     if master.dtype == torch.float32:
         return Master.FP32
     raise TypeError(f"master is {master.dtype}; use int16 (the remainder) or float32 (a full copy)")
+
+
+def storage_of(spec: StateSpec, values: Tensor, scale: Tensor | None, *, stochastic: bool) -> Storage:
+    """Return how a state is stored.
+
+    Raises:
+        TypeError: its tensors are not those of `spec`.
+    """
+    scaled = spec.dtype == torch.uint8
+    if (
+        values.dtype != spec.dtype
+        or (scale is not None) != scaled
+        or (scale is not None and scale.dtype != torch.float32)
+    ):
+        raise TypeError(
+            f"{spec.name} is {values.dtype} with scales {None if scale is None else scale.dtype}; it must be "
+            f"{spec.dtype} {'with float32 scales' if scaled else 'without scales'}"
+        )
+    if scaled:
+        return Storage.INT8_SIGNED if spec.signed else Storage.INT8_UNSIGNED
+    if spec.dtype == torch.bfloat16:
+        return Storage.BF16_RANDOM if stochastic else Storage.BF16
+    return Storage.FP32

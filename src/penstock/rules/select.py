@@ -2,43 +2,66 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 
 from penstock.errors import ConfigError
+from penstock.rules.adagrad import Adagrad
 from penstock.rules.adam import Adam
+from penstock.rules.lion import Lion
 from penstock.rules.rule import Rule
+from penstock.rules.sgd import Sgd
+from penstock.rules.storage import StateFormat
 
-#: By exact class, since a subclass may compute anything.
-RULES: Mapping[type[torch.optim.Optimizer], Rule] = {
-    torch.optim.AdamW: Adam("adamw"),
-    torch.optim.Adam: Adam("adam"),
+Make = Callable[[torch.optim.Optimizer, StateFormat], Rule]
+
+
+def _uses(optimizer: torch.optim.Optimizer, option: str) -> bool:
+    return any(group[option] for group in optimizer.param_groups)
+
+
+def _lion_of_lion_pytorch(optimizer: torch.optim.Optimizer, format_: StateFormat) -> Rule:
+    if getattr(optimizer, "decoupled_wd", False):
+        raise ConfigError("lion_pytorch.Lion(decoupled_weight_decay=True) is not supported. Use penstock.optim.Lion.")
+    return Lion("lion", format_)
+
+
+#: By the exact class's full name, since a subclass may compute anything, and a package need not be imported.
+FUSED: Mapping[str, Make] = {
+    "torch.optim.adamw.AdamW": lambda o, f: Adam("adamw", f, amsgrad=_uses(o, "amsgrad")),
+    "torch.optim.adam.Adam": lambda o, f: Adam("adam", f, amsgrad=_uses(o, "amsgrad")),
+    "torch.optim.sgd.SGD": lambda o, f: Sgd("sgd", f, momentum=_uses(o, "momentum")),
+    "torch.optim.adagrad.Adagrad": lambda _, f: Adagrad("adagrad", f),
+    "penstock.optim.Lion": lambda _, f: Lion("lion", f),
+    "lion_pytorch.lion_pytorch.Lion": _lion_of_lion_pytorch,
 }
 
 
-def rule_for(optimizer: torch.optim.Optimizer) -> Rule:
+def rule_for(optimizer: torch.optim.Optimizer, format_: StateFormat = StateFormat()) -> Rule:  # noqa: B008
     """Return the rule that computes what `optimizer` would.
 
     Args:
-        optimizer: exactly a `torch.optim.AdamW` or `torch.optim.Adam`, not a subclass. `foreach` and `fused` only
-            choose among torch's back ends and have no effect here.
+        optimizer: exactly one of the classes in docs/rules.md, not a subclass. `foreach` and `fused` only choose among
+            torch's back ends and have no effect here.
+        format_: how its states are stored.
 
     Raises:
         ConfigError: the class is not supported, or a parameter group sets an option that the rule does not honour; the
             message names it.
 
     Example:
-        >>> rule_for(torch.optim.AdamW(model.parameters(), lr=1e-4)).state_names
-        ('exp_avg', 'exp_avg_sq')
+        >>> [spec.name for spec in rule_for(torch.optim.AdamW(model.parameters(), lr=1e-4)).states]
+        ['exp_avg', 'exp_avg_sq']
     """
-    rule = RULES.get(type(optimizer))
-    if rule is None:
-        supported = ", ".join(f"torch.optim.{cls.__name__}" for cls in RULES)
+    name = f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"
+    make = FUSED.get(name)
+    if make is None:
+        supported = "torch.optim.AdamW, Adam, SGD, Adagrad, penstock.optim.Lion, lion_pytorch.Lion"
         raise ConfigError(
-            f"{type(optimizer).__module__}.{type(optimizer).__qualname__} is not supported. "
-            f"Use exactly one of {supported}; a subclass may compute something else."
+            f"{name} is not supported. Use exactly one of {supported}; a subclass may compute something else."
         )
+    rule = make(optimizer, format_)
     for index, group in enumerate(optimizer.param_groups):
         try:
             rule.hyper(group, step=1)

@@ -8,7 +8,13 @@ from torch import Tensor
 
 from penstock import _native
 
-WORDS = {torch.float32: torch.int32, torch.bfloat16: torch.int16, torch.float16: torch.int16, torch.int16: torch.int16}
+WORDS = {
+    torch.float32: torch.int32,
+    torch.bfloat16: torch.int16,
+    torch.float16: torch.int16,
+    torch.int16: torch.int16,
+    torch.uint8: torch.uint8,
+}
 
 
 @pytest.fixture(params=_native.isas())

@@ -1,13 +1,17 @@
-"""Segments for the tests of the back ends: every storage, and inputs of every size."""
+"""The table of rules and storages, and segments of it for the tests of the back ends."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from penstock.rules import Segment, split_master
-from penstock.rules.adam import Adam, AdamHyper
+from penstock.optim import Lion
+from penstock.rules import Segment, StateFormat, rule_for, split_master
+from penstock.rules.fused import Fused, FusedHyper
+from penstock.rules.rule import BLOCK_NUMEL
+from penstock.rules.storage import write_state
 
 # dtype of the parameter, dtype of the master
 STORAGES = [
@@ -18,20 +22,37 @@ STORAGES = [
     (torch.float16, torch.float32),
 ]
 GRADS = [torch.float32, torch.bfloat16, torch.float16]
-OPTIONS: list[dict[str, Any]] = [
-    {"decoupled_weight_decay": True, "weight_decay": 0.1},
-    {"weight_decay": 0.1, "maximize": True, "betas": (0.3, 0.99)},
+FORMATS = [
+    StateFormat(),
+    StateFormat("fp32", "stochastic", seed=7),
+    StateFormat("bf16", "nearest"),
+    StateFormat("bf16", "stochastic", seed=7),
+    StateFormat("int8", "stochastic", seed=7),
 ]
+ADAM, SGD = torch.optim.Adam, torch.optim.SGD
+# Every kernel, and every branch of one.
+RULES: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
+    "adamw": (torch.optim.AdamW, {"weight_decay": 0.1}),
+    "adam-l2": (ADAM, {"weight_decay": 0.1, "maximize": True, "betas": (0.3, 0.99)}),
+    "amsgrad": (ADAM, {"amsgrad": True}),
+    "sgd": (SGD, {"weight_decay": 0.1}),
+    "sgd-momentum": (SGD, {"momentum": 0.9, "dampening": 0.3}),
+    "sgd-nesterov": (SGD, {"momentum": 0.9, "nesterov": True, "weight_decay": 0.1, "maximize": True}),
+    "adagrad": (torch.optim.Adagrad, {"weight_decay": 0.1, "lr_decay": 0.1}),
+    "lion": (Lion, {"weight_decay": 0.1}),
+}
 
 
-def hypers() -> Iterator[AdamHyper]:
-    for options in OPTIONS:
-        optimizer = torch.optim.Adam([torch.zeros(1)], lr=1e-2, **options)
-        yield Adam("adam").hyper(optimizer.param_groups[0], step=3)
+def rule_and_hyper(name: str, format_: StateFormat = FORMATS[0], step: int = 3) -> tuple[Fused, FusedHyper]:
+    cls, options = RULES[name]
+    optimizer = cls([torch.zeros(1)], lr=1e-2, **options)
+    rule = rule_for(optimizer, format_)
+    assert isinstance(rule, Fused)
+    return rule, rule.hyper(optimizer.param_groups[0], step)
 
 
 def make(
-    value: Tensor, grad: Tensor, moments: tuple[Tensor, Tensor], storage: tuple[Any, Any], grad_dtype: Any
+    rule: Fused, value: Tensor, grad: Tensor, moments: tuple[Tensor, ...], storage: tuple[Any, Any], grad_dtype: Any
 ) -> Segment:
     """Build a segment that holds `value`, as nearly as its storage can."""
     param_dtype, master_dtype = storage
@@ -39,16 +60,41 @@ def make(
         param, master = split_master(value)
     else:
         param, master = value.to(param_dtype, copy=True), None if master_dtype is None else value.clone()
-    return Segment(param, grad.to(grad_dtype), master, (moments[0].clone(), moments[1].clone()))
+    states, scales = [], []
+    for spec, moment in zip(rule.states, moments, strict=False):
+        states.append(torch.empty(value.numel(), dtype=spec.dtype))
+        scales.append(torch.empty(-(-value.numel() // BLOCK_NUMEL)) if spec.scale_name else None)
+        write_state(spec, states[-1], scales[-1], moment)
+    return Segment(param, grad.to(grad_dtype), master, tuple(states), tuple(scales), first=3 * BLOCK_NUMEL)
 
 
-def parts(segment: Segment) -> list[Tensor]:
-    return [segment.param, *segment.states, *([] if segment.master is None else [segment.master])]
+def copy_of(segment: Segment) -> Segment:
+    def clone(tensor: Tensor | None) -> Any:
+        return None if tensor is None else tensor.clone()
+
+    return replace(
+        segment,
+        param=clone(segment.param),
+        master=clone(segment.master),
+        states=tuple(map(clone, segment.states)),
+        scales=tuple(map(clone, segment.scales)),
+    )
 
 
-def random_inputs(numel: int) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor]]:
+def parts(segment: Segment) -> Iterator[tuple[str, Tensor]]:
+    yield "param", segment.param
+    if segment.master is not None:
+        yield "master", segment.master
+    for index, state in enumerate(segment.states):
+        yield f"state {index}", state
+    for index, scale in enumerate(segment.scales):
+        if scale is not None:
+            yield f"scale {index}", scale
+
+
+def random_inputs(numel: int) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
     generator = torch.Generator().manual_seed(numel)
     spread = 10 ** torch.empty(numel).uniform_(-8, 3, generator=generator)
     value = torch.randn(numel, generator=generator)
     grad = torch.randn(numel, generator=generator) * spread
-    return value, grad, (grad * 0.3, (grad * 0.2).square())
+    return value, grad, (grad * 0.3, (grad * 0.2).square(), (grad * 0.1).square())

@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from penstock.rules import Segment, deposit
-from penstock.rules.adam import Adam
-from tests.unit.rules.segments import STORAGES, hypers, make, parts, random_inputs
+from penstock.rules import Segment, StateFormat, deposit
+from penstock.rules.fused import update_reference
+from tests.unit.rules.segments import FORMATS, RULES, STORAGES, make, parts, random_inputs, rule_and_hyper
 
 Check = Callable[[Tensor, Tensor], None]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -18,23 +18,31 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
 
+def on_device(segment: Segment) -> Segment:
+    return Segment(
+        segment.param.cuda(),
+        segment.grad.cuda(),
+        None if segment.master is None else segment.master.cuda(),
+        tuple(state.cuda() for state in segment.states),
+        tuple(None if scale is None else scale.cuda() for scale in segment.scales),
+        segment.first,
+    )
+
+
+@pytest.mark.parametrize("format_", FORMATS, ids=lambda f: f"{f.dtype}-{f.rounding}")
+@pytest.mark.parametrize("name", RULES)
 @pytest.mark.parametrize("storage", STORAGES, ids=str)
-def test_the_device_updates_to_the_same_bits(
-    storage: tuple[Any, Any], hard_fp32: Tensor, assert_same_bits: Check
+def test_the_reference_on_the_device_gives_the_same_bits(
+    storage: tuple[Any, Any], name: str, format_: StateFormat, hard_fp32: Tensor, assert_same_bits: Check
 ) -> None:
-    for hyper, inputs in product(
-        hypers(), (random_inputs(100_003), (hard_fp32, hard_fp32, (hard_fp32, hard_fp32.abs())))
-    ):
-        on_host = make(*inputs, storage, torch.bfloat16)
-        on_device = Segment(
-            on_host.param.cuda(),
-            on_host.grad.cuda(),
-            None if on_host.master is None else on_host.master.cuda(),
-            (on_host.states[0].cuda(), on_host.states[1].cuda()),
-        )
-        Adam("adam").update(on_host, hyper, 0.7, None)
-        Adam("adam").update(on_device, hyper, 0.7, None)
-        for result, reference in zip(parts(on_device), parts(on_host), strict=True):
+    rule, hyper = rule_and_hyper(name, format_)
+    hard = (hard_fp32, hard_fp32, (hard_fp32, hard_fp32.abs(), hard_fp32.abs()))
+    for inputs in (random_inputs(100_003), hard):
+        host = make(rule, *inputs, storage, torch.bfloat16)
+        device = on_device(host)
+        rule.update(host, hyper, 0.7, None)
+        update_reference(rule, device, hyper, 0.7)
+        for (_, result), (_, reference) in zip(parts(device), parts(host), strict=True):
             assert_same_bits(result.cpu(), reference)
 
 

@@ -1,0 +1,24 @@
+// Adagrad. Included by kernels_impl.h; the reference is src/penstock/rules/adagrad.py.
+class Adagrad {
+ public:
+  static constexpr Rule id = Rule::adagrad;
+
+  explicit Adagrad(const float* scalars)
+      : grad_scale_(V::splat(scalars[0])),
+        l2_(V::splat(scalars[1])),
+        eps_(V::splat(scalars[2])),
+        neg_lr_(V::splat(scalars[3])),
+        has_l2_(scalars[4] != 0.0f) {}
+
+  V step(V param, V grad, V* states) const {
+    V g = grad * grad_scale_;
+    if (has_l2_) g = V::fma(l2_, param, g);
+    const V sum = V::fma(g, g, states[0]);
+    states[0] = sum;
+    return param + neg_lr_ * g / (V::sqrt(sum) + eps_);
+  }
+
+ private:
+  V grad_scale_, l2_, eps_, neg_lr_;
+  bool has_l2_;
+};

@@ -1,0 +1,48 @@
+// SGD, plain and with momentum. Included by kernels_impl.h; the reference is src/penstock/rules/sgd.py.
+class Sgd {
+ public:
+  static constexpr Rule id = Rule::sgd;
+
+  explicit Sgd(const float* scalars)
+      : grad_scale_(V::splat(scalars[0])),
+        l2_(V::splat(scalars[1])),
+        neg_lr_(V::splat(scalars[2])),
+        has_l2_(scalars[3] != 0.0f) {}
+
+  V step(V param, V grad, V*) const {
+    V g = grad * grad_scale_;
+    if (has_l2_) g = V::fma(l2_, param, g);
+    return V::fma(neg_lr_, g, param);
+  }
+
+ private:
+  V grad_scale_, l2_, neg_lr_;
+  bool has_l2_;
+};
+
+class SgdMomentum {
+ public:
+  static constexpr Rule id = Rule::sgd_momentum;
+
+  explicit SgdMomentum(const float* scalars)
+      : grad_scale_(V::splat(scalars[0])),
+        l2_(V::splat(scalars[1])),
+        neg_lr_(V::splat(scalars[2])),
+        momentum_(V::splat(scalars[3])),
+        grad_weight_(V::splat(scalars[4])),
+        has_l2_(scalars[5] != 0.0f),
+        first_(scalars[6] != 0.0f),
+        nesterov_(scalars[7] != 0.0f) {}
+
+  V step(V param, V grad, V* states) const {
+    V g = grad * grad_scale_;
+    if (has_l2_) g = V::fma(l2_, param, g);
+    const V buffer = first_ ? g : V::fma(grad_weight_, g, states[0] * momentum_);
+    states[0] = buffer;
+    return V::fma(neg_lr_, nesterov_ ? V::fma(momentum_, buffer, g) : buffer, param);
+  }
+
+ private:
+  V grad_scale_, l2_, neg_lr_, momentum_, grad_weight_;
+  bool has_l2_, first_, nesterov_;
+};

@@ -1,0 +1,101 @@
+// States and parameters in fewer bits, one block of 256 elements at a time. Included by kernels_impl.h.
+//
+// The references are src/penstock/rules/dither.py and src/penstock/rules/blockwise.py, operation by operation.
+using U = typename V::U;
+
+// A 32-bit hash of the element's number in the block, under the block's 64-bit key.
+void random_block(unsigned* to, unsigned key_low, unsigned key_high) noexcept {
+  for (size_t i = 0; i < block_numel; i += V::width) {
+    U x = (U::count() + U::splat(unsigned(i))) * U::splat(0x9E3779B9u) + U::splat(key_low);
+    x = (x ^ (x >> 16)) * U::splat(0x7FEB352Du) ^ U::splat(key_high);
+    x = (x ^ (x >> 15)) * U::splat(0x846CA68Bu);
+    U::store(to + i, x ^ (x >> 16));
+  }
+}
+
+void decode_bf16(float* to, const unsigned short* from) noexcept {
+  for (size_t i = 0; i < block_numel; i += V::width) V::store(to + i, Bf16::get(from + i));
+}
+void encode_bf16(unsigned short* to, const float* from) noexcept {
+  for (size_t i = 0; i < block_numel; i += V::width) V::store_half(to + i, V::to_bf16(V::load(from + i)));
+}
+template <bool high>
+void encode_bf16_random(unsigned short* to, const float* from, const unsigned* random) noexcept {
+  for (size_t i = 0; i < block_numel; i += V::width) {
+    const U word = U::load(random + i);
+    V::store_half(to + i, V::to_bf16_up(V::load(from + i), high ? word >> 16 : word & U::splat(0xFFFFu)));
+  }
+}
+
+// The dynamic map: code m of magnitude 2^e * (1 + f) stands for the middle of an interval of the decade
+// [10^(e - bits), 10^(e - bits + 1)), which has 2^e intervals. Code 0 is zero. 8 bits of magnitude, or 7 and a sign.
+alignas(32) constexpr float decade_unsigned[8] = {1e-7f, 1e-6f, 1e-5f, 1e-4f, 1e-3f, 1e-2f, 1e-1f, 1.0f};
+alignas(32) constexpr float decade_signed[8] = {1e-6f, 1e-5f, 1e-4f, 1e-3f, 1e-2f, 1e-1f, 1.0f, 1.0f};
+alignas(32) constexpr float inverse_unsigned[8] = {1e7f, 1e6f, 1e5f, 1e4f, 1e3f, 1e2f, 1e1f, 1.0f};
+alignas(32) constexpr float inverse_signed[8] = {1e6f, 1e5f, 1e4f, 1e3f, 1e2f, 1e1f, 1.0f, 1.0f};
+alignas(32) constexpr float border_unsigned[8] = {1e-8f, 1e-7f, 1e-6f, 1e-5f, 1e-4f, 1e-3f, 1e-2f, 1e-1f};
+alignas(32) constexpr float border_signed[8] = {1e-7f, 1e-6f, 1e-5f, 1e-4f, 1e-3f, 1e-2f, 1e-1f, 2.0f};
+// What the largest codes, 255 and 127, stand for: the largest magnitude of a block is one of them, exactly in the middle.
+constexpr float top_unsigned = 0.99648434f;
+constexpr float top_signed = 0.99296874f;
+
+template <bool is_signed>
+void decode_int8(float* to, const unsigned char* from, float scale) noexcept {
+  const float* decade = is_signed ? decade_signed : decade_unsigned;
+  for (size_t i = 0; i < block_numel; i += V::width) {
+    const U code = U::load_bytes(from + i);
+    const U m = is_signed ? code & U::splat(127) : code;
+    const U bits = U::bits(U::to_floats((m << 1) + U::splat(1)));
+    const U e = (bits >> 23) - U::splat(128);
+    const V mantissa = U::float_of((bits & U::splat(0x7FFFFFu)) | U::splat(0x3F800000u));
+    const V value = V::fma(V::splat(0.9f), mantissa, V::splat(-0.8f)) * V::lookup(decade, e) * V::splat(scale);
+    const U sign = is_signed ? (code & U::splat(128)) << 24 : U::splat(0);
+    // A scale that is NaN makes the whole block NaN, zeros too.
+    const V zero = V::splat(0.0f) * V::splat(scale);
+    const U none = U::is_zero(m);
+    V::store(to + i, U::float_of((U::bits(value) & (none ^ U::splat(~0u))) | (U::bits(zero) & none) | sign));
+  }
+}
+
+template <bool is_signed>
+float encode_int8(unsigned char* to, const float* from) noexcept {
+  U largest = U::splat(0);
+  for (size_t i = 0; i < block_numel; i += V::width)
+    largest = U::larger(largest, U::bits(V::load(from + i)) & U::splat(0x7FFFFFFFu));
+  unsigned words[V::width], top = 0;
+  U::store(words, largest);
+  for (const unsigned word : words) top = word > top ? word : top;
+  // Below 2^-120 a block is zero, and one that is not finite has no scale.
+  if (top < 7u << 23 || top >= 0x7F800000u) {
+    for (size_t i = 0; i < block_numel; ++i) to[i] = 0;
+    return top < 7u << 23 ? 0.0f : __builtin_nanf("");
+  }
+  float absmax;
+  __builtin_memcpy(&absmax, &top, sizeof absmax);
+  const float scale = absmax / (is_signed ? top_signed : top_unsigned);
+  const V inverse = V::splat(1.0f / scale);
+  const float* border = is_signed ? border_signed : border_unsigned;
+  const float* factor = is_signed ? inverse_signed : inverse_unsigned;
+  constexpr int bits = is_signed ? 7 : 8;
+  for (size_t i = 0; i < block_numel; i += V::width) {
+    const V value = V::load(from + i);
+    const U word = U::bits(value);
+    const V x = U::float_of(word & U::splat(0x7FFFFFFFu)) * inverse;
+    // The decade, or the one above it: log2 is taken as linear between powers of two, plus what that lacks at most.
+    const V log2 = U::to_floats(U::bits(x)) * V::splat(0x1p-23f) + V::splat(0.09f - 127.0f);
+    const V guess = V::clamp(V::fma(log2, V::splat(0.30103f), V::splat(float(bits))), 0.0f, bits - 0.5f);
+    const U above = U::truncate(guess);
+    const U below = V::less(x, V::lookup(border, above));
+    const U e = above + below;  // minus 1 where it was one too many
+    const V mantissa = V::clamp(V::fma(x * V::lookup(factor, e), V::splat(1.1111112f), V::splat(0.8888889f)), 1.0f,
+                                0x1.fffffep0f);
+    const U m = ((U::bits(mantissa) & U::splat(0x7FFFFFu)) | U::splat(0x800000u)).shifted(U::splat(23) - e);
+    // Under the lowest decade (e is -1, all ones): zero, but where there is no sign nothing that is not zero becomes so.
+    const U under = U::is_zero(e + U::splat(1));
+    const U least = is_signed ? U::splat(0) : (U::is_zero(word << 1) + U::splat(1));
+    const U code = (m & (under ^ U::splat(~0u))) | (least & under);
+    const U sign = is_signed ? (word >> 24) & U::splat(128) & (U::is_zero(code) ^ U::splat(~0u)) : U::splat(0);
+    U::store_bytes(to + i, code | sign);
+  }
+  return scale;
+}

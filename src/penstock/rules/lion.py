@@ -1,0 +1,80 @@
+"""Lion (Chen et al., "Symbolic discovery of optimization algorithms", 2023).
+
+    g = grad * grad_scale                                     negated to maximize
+    u = sign(beta1 * m + (1 - beta1) * g)
+    m = beta2 * m + (1 - beta2) * g
+    p = p * (1 - lr * weight_decay) - lr * u
+
+Both sums take the gradient's product in without rounding it first. The equations and their roundings are those of
+`penstock.optim.Lion` and of `lion_pytorch.Lion` in torch operations, bit for bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from penstock import _native
+from penstock.errors import ConfigError
+from penstock.rules.exact import fp32
+from penstock.rules.fused import Arithmetic, Fused, FusedHyper, refuse
+from penstock.rules.rule import Scalars, StateSpec
+
+
+class LionScalars(NamedTuple):
+    """The factor on the parameter, both decays with the weights of the gradient, and minus the learning rate."""
+
+    decay: float
+    beta1: float
+    grad_weight1: float
+    beta2: float
+    grad_weight2: float
+    neg_lr: float
+
+
+class LionFlags(NamedTuple):
+    """Nothing is fixed."""
+
+
+@dataclass(frozen=True)
+class Lion(Fused):
+    """The rule of `penstock.optim.Lion` and `lion_pytorch.Lion`."""
+
+    @property
+    def states(self) -> tuple[StateSpec, ...]:
+        """The moving average."""
+        return (self.format.spec("exp_avg", signed=True),)
+
+    def hyper(self, group: Mapping[str, Any], step: int, scalars: Scalars = {}) -> FusedHyper:  # noqa: B006
+        """Read a parameter group; see `Rule.hyper`."""
+        refuse("Lion", group, set_options=(), tensors=("betas", "weight_decay"))
+        if group.get("cautious_factor", 1) != 1:
+            raise ConfigError(f"cautious_factor={group['cautious_factor']!r} is not supported by Penstock's Lion.")
+        beta1, beta2 = group["betas"]
+        lr = group["lr"]
+        return FusedHyper(
+            _native.Rule.LION,
+            -1.0 if group.get("maximize") else 1.0,
+            LionScalars(
+                decay=fp32(1 - lr * group["weight_decay"]),
+                beta1=fp32(beta1),
+                grad_weight1=fp32(1 - beta1),
+                beta2=fp32(beta2),
+                grad_weight2=fp32(1 - beta2),
+                neg_lr=fp32(-lr),
+            ),
+            LionFlags(),
+            step if self.format.stochastic else 0,
+        )
+
+    def arithmetic(self, p: Tensor, g: Tensor, states: list[Tensor], hyper: FusedHyper, ops: Arithmetic) -> Tensor:
+        """One update; see `Fused.arithmetic`."""
+        c = hyper.scalars
+        u = ops.fma(c.grad_weight1, g, states[0] * c.beta1)
+        states[0] = ops.fma(c.grad_weight2, g, states[0] * c.beta2)
+        direction = (u > 0).to(torch.float32) - (u < 0).to(torch.float32)
+        return ops.fma(c.neg_lr, direction, p * c.decay)

@@ -1,0 +1,103 @@
+"""Stochastic gradient descent with momentum (Sutskever et al., 2013), with the roundings of torch's CPU kernels.
+
+    g = grad * grad_scale                                     negated to maximize
+    g = g + weight_decay * p
+    b = g at the first update, then momentum * b + (1 - dampening) * g
+    g = g + momentum * b with nesterov, else b
+    p = p - lr * g
+
+Without momentum there is no b. Every sum takes its product in without rounding it first, as torch's kernels do, so
+parameters and momentum are those of `torch.optim.SGD(foreach=False)`, bit for bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from penstock import _native
+from penstock.errors import ConfigError
+from penstock.rules.exact import fp32
+from penstock.rules.fused import Arithmetic, Fused, FusedHyper, refuse
+from penstock.rules.rule import Scalars, StateSpec
+
+
+class PlainScalars(NamedTuple):
+    """The scalars without momentum: weight decay and minus the learning rate."""
+
+    l2: float
+    neg_lr: float
+
+
+class PlainFlags(NamedTuple):
+    """Whether there is weight decay."""
+
+    l2: bool
+
+
+class MomentumScalars(NamedTuple):
+    """The scalars with momentum; `grad_weight` is 1 - dampening."""
+
+    l2: float
+    neg_lr: float
+    momentum: float
+    grad_weight: float
+
+
+class MomentumFlags(NamedTuple):
+    """Whether there is weight decay, whether this is the first update, and whether to look ahead."""
+
+    l2: bool
+    first: bool
+    nesterov: bool
+
+
+@dataclass(frozen=True)
+class Sgd(Fused):
+    """The rule of `torch.optim.SGD`.
+
+    Args:
+        momentum: whether some group has momentum.
+    """
+
+    momentum: bool = False
+
+    @property
+    def states(self) -> tuple[StateSpec, ...]:
+        """The momentum, if any."""
+        return (self.format.spec("momentum_buffer", signed=True, begins_with_update=True),) if self.momentum else ()
+
+    def hyper(self, group: Mapping[str, Any], step: int, scalars: Scalars = {}) -> FusedHyper:  # noqa: B006
+        """Read a parameter group; see `Rule.hyper`."""
+        refuse("SGD", group, set_options=("differentiable",), tensors=("momentum", "dampening", "weight_decay"))
+        l2, neg_lr = fp32(group["weight_decay"]), fp32(-group["lr"])
+        sign = -1.0 if group["maximize"] else 1.0
+        counted = step if self.format.stochastic else 0
+        if group["momentum"] == 0:
+            return FusedHyper(_native.Rule.SGD, sign, PlainScalars(l2, neg_lr), PlainFlags(l2 != 0), counted)
+        if not self.momentum:
+            raise ConfigError("momentum was turned on after prepare(), which made no memory for it. Prepare again.")
+        return FusedHyper(
+            _native.Rule.SGD_MOMENTUM,
+            sign,
+            MomentumScalars(l2, neg_lr, fp32(group["momentum"]), fp32(1 - group["dampening"])),
+            MomentumFlags(l2 != 0, first=step == 1, nesterov=bool(group["nesterov"])),
+            counted,
+        )
+
+    def used(self, hyper: FusedHyper) -> int:
+        """None without momentum."""
+        return int(hyper.kernel == _native.Rule.SGD_MOMENTUM)
+
+    def arithmetic(self, p: Tensor, g: Tensor, states: list[Tensor], hyper: FusedHyper, ops: Arithmetic) -> Tensor:
+        """One update; see `Fused.arithmetic`."""
+        c, flags = hyper.scalars, hyper.flags
+        if flags.l2:
+            g = ops.fma(c.l2, p, g)
+        if states:
+            states[0] = g if flags.first else ops.fma(c.grad_weight, g, states[0] * c.momentum)
+            g = ops.fma(c.momentum, states[0], g) if flags.nesterov else states[0]
+        return ops.fma(c.neg_lr, g, p)
