@@ -125,7 +125,12 @@ def prepare(
         max_grad_norm=max_grad_norm,
         options=options,
     )
-    return build(model, optimizer, request, Ranks.from_mesh(mesh, sharded=stage > 0), streams_for(device))
+    streams = streams_for(device)
+    try:
+        return build(model, optimizer, request, Ranks.from_mesh(mesh, sharded=stage > 0), streams)
+    except BaseException:
+        streams.close()  # they have threads of their own
+        raise
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -87,7 +87,16 @@ def check_model(model: nn.Module) -> None:
     """Refuse what is no model, has no memory, or is prepared already."""
     if not isinstance(model, nn.Module):
         raise ConfigError(f"model={type(model).__name__}: give a torch.nn.Module.")
+    if isinstance(model, nn.DataParallel | nn.parallel.DistributedDataParallel):
+        raise ConfigError(
+            f"model is a {type(model).__name__}, which combines gradients itself. Give the module that it wraps "
+            "(model.module)."
+        )
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+        if nn.parameter.is_lazy(tensor):
+            raise ConfigError(
+                f"'{name}' has no shape yet. Run the model once first, so that lazy modules know their inputs."
+            )
         if tensor.is_meta:
             raise ConfigError(
                 f"'{name}' {tuple(tensor.shape)} is on the meta device. Give it values first: "
@@ -95,13 +104,23 @@ def check_model(model: nn.Module) -> None:
             )
     if next(model.parameters(), None) is None:
         raise ConfigError(f"{type(model).__name__} has no parameters.")
+    prepared = _prepared_part(model)
+    if prepared is not None:
+        raise ConfigError(
+            f"This {type(model).__name__} is prepared already ({prepared} has Penstock's hooks). "
+            "Call close() on its optimizer before preparing it again."
+        )
+
+
+def _prepared_part(model: nn.Module) -> str | None:
     for name, module in model.named_modules():
         if any(isinstance(getattr(hook, "__self__", None), Hooks) for hook in module._forward_pre_hooks.values()):
-            where = f"its module '{name}'" if name else "it"
-            raise ConfigError(
-                f"This {type(model).__name__} is prepared already ({where} has Penstock's hooks). "
-                "Call close() on its optimizer before preparing it again."
-            )
+            return f"its module '{name}'" if name else "it"
+    for name, parameter in model.named_parameters():  # of a prepared model that this one takes a parameter from
+        takers = [getattr(hook, "func", None) for hook in (parameter._post_accumulate_grad_hooks or {}).values()]
+        if any(isinstance(getattr(taker, "__self__", None), Hooks) for taker in takers):
+            return f"its parameter '{name}'"
+    return None
 
 
 def check_ranks(mesh: DeviceMesh | None) -> None:
