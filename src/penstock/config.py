@@ -119,8 +119,9 @@ class Options:
                     raise ConfigError(f"Options({f.name}={value!r}): use a whole number{unit}, {least} or more.")
             elif f.name in _CHOICES and value not in _CHOICES[f.name]:
                 raise ConfigError(f"Options({f.name}={value!r}): use one of {', '.join(map(repr, _CHOICES[f.name]))}.")
-        if not (self.initial_loss_scale > 0 and math.isfinite(self.initial_loss_scale)):
-            raise ConfigError(f"Options(initial_loss_scale={self.initial_loss_scale!r}): use a finite number above 0.")
+        scale: Any = self.initial_loss_scale
+        if not (isinstance(scale, int | float) and scale > 0 and math.isfinite(scale)):
+            raise ConfigError(f"Options(initial_loss_scale={scale!r}): use a finite number above 0.")
 
 
 _WHOLE_NUMBERS = {  # name -> (least value, None allowed)

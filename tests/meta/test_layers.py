@@ -8,7 +8,7 @@ import pytest
 from tests.meta.source import imports, modules
 
 LAYERS = (
-    ("errors", "kinds", "config", "layout", "plan", "trace", "_native"),  # values and arithmetic
+    ("errors", "kinds", "config", "layout", "plan", "trace", "optim", "_native"),  # values and arithmetic
     ("machine", "rules"),
     ("tiers",),
     ("checkpoint", "planner"),

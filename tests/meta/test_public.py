@@ -78,6 +78,8 @@ FIELDS = {
         "on_nonfinite": "skip",
         "reduce_op": "mean",
         "state_dtype": "fp32",
+        "rounding": "stochastic",
+        "rounding_seed": 0,
         "initial_loss_scale": 65536.0,
         "dynamic_loss_scale": True,
     },
