@@ -1,0 +1,94 @@
+"""Ranks form a grid of shards and replicas; one rank says nothing to anybody."""
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+
+from penstock.machine.collectives import Ranks
+from tests.support import run_ranks
+
+
+def test_a_single_process_is_a_grid_of_one() -> None:
+    for sharded in (False, True):
+        ranks = Ranks.from_mesh(None, sharded=sharded)
+        assert (ranks.shards, ranks.shard_rank, ranks.replicas, ranks.world_size) == (1, 0, 1, 1)
+        values = torch.ones(3)
+        ranks.all_reduce(values)
+        ranks.broadcast(values)
+        ranks.broadcast_part(values, 0)
+        assert values.eq(1).all()
+        assert not ranks.counts
+
+
+def grids(rank: int) -> dict[str, tuple[int, int, int]]:
+    meshes = {
+        "default": None,
+        "flat": init_device_mesh("cpu", (2,)),
+        "replicated": init_device_mesh("cpu", (2, 1)),
+        "sharded": init_device_mesh("cpu", (1, 2)),
+    }
+    found = {}
+    for name, mesh in meshes.items():
+        for sharded in (False, True):
+            ranks = Ranks.from_mesh(mesh, sharded=sharded)
+            found[f"{name}, {'shards' if sharded else 'copies'}"] = (ranks.shards, ranks.shard_rank, ranks.replicas)
+    return found
+
+
+def test_meshes_become_grids_of_shards_and_replicas() -> None:
+    for rank, found in enumerate(run_ranks(grids, 2)):
+        copies, shards = (1, 0, 2), (2, rank, 1)
+        assert found == {
+            "default, copies": copies,
+            "default, shards": shards,
+            "flat, copies": copies,
+            "flat, shards": shards,
+            "replicated, copies": copies,
+            "replicated, shards": copies,
+            "sharded, copies": copies,
+            "sharded, shards": shards,
+        }
+
+
+def talk(rank: int) -> dict[str, object]:
+    """On a grid of two shards and two replicas."""
+    ranks = Ranks.from_mesh(init_device_mesh("cpu", (2, 2)), sharded=True)
+    mine = torch.tensor([float(rank)])
+    found: dict[str, object] = {"grid": (ranks.shards, ranks.shard_rank, ranks.replicas)}
+    full = torch.empty(2)
+    ranks.all_gather(full, mine)
+    found["all_gather"] = full.tolist()
+    own = torch.empty(1)
+    ranks.reduce_scatter(own, torch.tensor([1.0 + rank, 10.0 * (1 + rank)]))
+    found["reduce_scatter"] = own.item()
+    ranks.all_reduce_replicas(own)
+    found["all_reduce_replicas"] = own.item()
+    total = mine.clone()
+    ranks.all_reduce(total)
+    found["all_reduce"] = total.item()
+    first = mine.clone()
+    ranks.broadcast(first)
+    found["broadcast"] = first.item()
+    part = mine.clone()
+    ranks.broadcast_part(part, 1)
+    found["broadcast_part"] = part.item()
+    found["counts"] = dict(ranks.counts)
+    dist.barrier()
+    return found
+
+
+def test_every_collective_and_its_count_on_four_ranks() -> None:
+    for rank, found in enumerate(run_ranks(talk, 4)):
+        replica, shard = divmod(rank, 2)
+        pair = [2 * replica, 2 * replica + 1]
+        column = [1.0, 10.0][shard]
+        assert found == {
+            "grid": (2, shard, 2),
+            "all_gather": pair,
+            "reduce_scatter": column * sum(1 + r for r in pair),
+            "all_reduce_replicas": column * (1 + 2 + 3 + 4),
+            "all_reduce": 0 + 1 + 2 + 3,
+            "broadcast": 0,
+            "broadcast_part": pair[1],
+            "counts": {"all_gather": 1, "reduce_scatter": 1, "all_reduce": 1 + 2, "broadcast": 2 + 1},
+        }

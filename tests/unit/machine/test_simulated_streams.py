@@ -1,0 +1,125 @@
+"""The simulated back end hides no missing wait: what is read too early is NaN."""
+
+import threading
+
+import pytest
+import torch
+
+from penstock.machine.simulated import SimulatedStreams, poison
+from penstock.machine.streams import DOWNLOAD, UPLOAD, copy
+
+
+@pytest.fixture
+def gate() -> threading.Event:
+    return threading.Event()
+
+
+@pytest.fixture
+def streams(gate: threading.Event) -> SimulatedStreams:
+    """Streams whose uploads wait for the gate once they have begun."""
+    streams = SimulatedStreams(lambda stream, nbytes: 0.0)
+    yield streams
+    gate.set()
+    streams.close()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+def test_poison_is_nan_in_every_floating_dtype(dtype: torch.dtype) -> None:
+    values = torch.zeros(5, dtype=dtype)
+    poison(values)
+    assert values.isnan().all()
+
+
+def test_poison_of_integers_is_all_ones_and_of_nothing_is_nothing() -> None:
+    values = torch.zeros(5, dtype=torch.int16)
+    poison(values)
+    assert values.eq(-1).all()
+    poison(torch.empty(0))
+
+
+def test_what_work_overwrites_is_nan_until_it_has_run(streams: SimulatedStreams, gate: threading.Event) -> None:
+    target, begun = torch.zeros(4), threading.Event()
+
+    def work() -> None:
+        begun.set()
+        gate.wait()
+        copy(target, torch.ones(4))
+
+    event = streams.submit(UPLOAD, work, writes=(target,))
+    begun.wait()
+    assert target.isnan().all()
+    assert not event.done()
+    gate.set()
+    event.wait()
+    assert target.eq(1).all()
+
+
+def test_poison_comes_after_the_work_that_this_one_follows(streams: SimulatedStreams, gate: threading.Event) -> None:
+    shared, read = torch.ones(4), torch.zeros(4)
+
+    def slow_read() -> None:
+        gate.wait()
+        copy(read, shared)
+
+    reading = streams.submit(DOWNLOAD, slow_read)
+    overwriting = streams.submit(
+        UPLOAD, lambda: copy(shared, torch.full((4,), 2.0)), after=(reading,), writes=(shared,)
+    )
+    gate.set()
+    overwriting.synchronize()
+    assert read.eq(1).all()
+    assert shared.eq(2).all()
+
+
+def test_a_buffer_is_nan_from_lease_and_after_release(streams: SimulatedStreams) -> None:
+    buffer = torch.ones(4)
+    streams.lease(buffer)
+    assert buffer.isnan().all()
+    buffer.fill_(1)
+    streams.retire(buffer)
+    assert buffer.isnan().all()
+
+
+@pytest.mark.parametrize("verb", ["lease", "retire"])
+def test_a_buffer_that_work_still_writes_cannot_change_hands(
+    streams: SimulatedStreams, gate: threading.Event, verb: str
+) -> None:
+    buffer = torch.ones(8)
+    event = streams.submit(UPLOAD, gate.wait, writes=(buffer[2:4],))
+    with pytest.raises(AssertionError, match="being written"):
+        getattr(streams, verb)(buffer)
+    gate.set()
+    event.wait()
+    getattr(streams, verb)(buffer)
+
+
+def test_delays_are_asked_for_by_stream_and_bytes() -> None:
+    asked = []
+    streams = SimulatedStreams(lambda stream, nbytes: asked.append((stream, nbytes)) or 0.0)
+    streams.submit(UPLOAD, lambda: None, nbytes=12)
+    streams.submit(DOWNLOAD, lambda: None)
+    streams.close()
+    assert asked == [(UPLOAD, 12), (DOWNLOAD, 0)]
+
+
+def test_every_wait_is_noted_by_its_place_and_can_be_dropped(gate: threading.Event) -> None:
+    def use(streams: SimulatedStreams) -> bool:
+        event = streams.submit(UPLOAD, gate.wait)
+        later = streams.submit(DOWNLOAD, lambda: None, after=(event,))
+        event.wait()
+        return later.done() or not gate.is_set()
+
+    streams = SimulatedStreams(lambda stream, nbytes: 0.0)
+    threading.Timer(0.02, gate.set).start()
+    use(streams)
+    streams.close()
+    line = use.__code__.co_firstlineno
+    name = "test_simulated_streams.py"
+    assert streams.waits_seen == {f"{name}:{line + 2}#0", f"{name}:{line + 3}"}
+
+    gate.clear()
+    dropping = SimulatedStreams(lambda stream, nbytes: 0.0, dropped_wait=f"{name}:{line + 3}")
+    assert use(dropping), "returns while the gate is closed"
+    assert not gate.is_set()
+    gate.set()
+    dropping.close()
