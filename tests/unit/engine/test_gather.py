@@ -1,0 +1,212 @@
+"""Gathers within their budgets, in the order that was learned."""
+
+from collections.abc import Callable, Mapping
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import penstock
+from penstock.engine.gather import Gatherer, Order
+from penstock.engine.unit import Residency, Unit
+from tests.support import prepare_on, separate
+
+WIDTH, BLOCKS = 64, 4
+BLOCK_BYTES = (WIDTH * WIDTH + 256) * 4  # a weight and a bias, aligned, in fp32
+ROOT_BYTES = BLOCK_BYTES
+
+
+class Chain(nn.Module):
+    """A root layer, then blocks of equal size in an order of choice. `watch` is called while each block computes."""
+
+    def __init__(self, watch: Callable[[int], None] = lambda number: None) -> None:
+        super().__init__()
+        self.root = nn.Linear(WIDTH, WIDTH)
+        self.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(BLOCKS))
+        self.order = list(range(BLOCKS))
+        self.watch = watch
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.root(x)
+        for number in self.order:
+            self.watch(number)  # after the block before has been released, before this one is needed
+            x = torch.relu(self.blocks[number](x))
+        return x
+
+
+def chain(**options: Any) -> tuple[Chain, penstock.Optimizer]:
+    model = Chain()
+    optimizer = prepare_on(
+        separate(),
+        model,
+        torch.optim.AdamW(model.parameters(), lr=1e-3),
+        precision="fp32",
+        placement=penstock.Placement(params="cpu", grads="cpu", optimizer="cpu"),
+        options=penstock.Options(**options),
+    )
+    return model, optimizer
+
+
+def gatherer_of(optimizer: penstock.Optimizer) -> Gatherer:
+    return optimizer._engine.gatherer
+
+
+def unit(optimizer: penstock.Optimizer, name: str) -> Unit:
+    return next(unit for unit in optimizer._engine.units if unit.name == name)
+
+
+def train(model: Chain, optimizer: penstock.Optimizer, steps: int = 2) -> None:
+    for _ in range(steps):
+        optimizer.backward(model(torch.ones(2, WIDTH)).sum())
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def test_sizes_are_what_this_file_says() -> None:
+    _, optimizer = chain()
+    assert {u.name: u.nbytes for u in optimizer._engine.units} == {
+        "root": ROOT_BYTES,
+        **{f"blocks.{n}": BLOCK_BYTES for n in range(BLOCKS)},
+    }
+    optimizer.close()
+
+
+@pytest.mark.parametrize("blocks_at_once", [1, 2, 3, BLOCKS])
+def test_live_bytes_are_never_exceeded_and_used_as_far_as_they_go(blocks_at_once: int) -> None:
+    budget = ROOT_BYTES + blocks_at_once * BLOCK_BYTES
+    model, optimizer = chain(live_bytes=budget)
+    gatherer = gatherer_of(optimizer)
+    seen = []
+    model.watch = lambda number: seen.append(gatherer.live_bytes)
+    train(model, optimizer)
+    assert gatherer.peak_live_bytes == budget
+    assert max(seen) <= budget
+    assert gatherer.live_bytes == 0
+    optimizer.close()
+
+
+@pytest.mark.parametrize("blocks_ahead", [0, 1, 2])
+def test_prefetch_bytes_bound_what_is_gathered_ahead(blocks_ahead: int) -> None:
+    model, optimizer = chain(prefetch_bytes=blocks_ahead * BLOCK_BYTES)
+    ahead: list[int] = []
+
+    def watch(number: int) -> None:
+        units = [unit(optimizer, f"blocks.{n}") for n in range(BLOCKS)]
+        ahead.append(sum(u.residency is not Residency.RELEASED for u in units))
+
+    model.watch = watch
+    train(model, optimizer, steps=1)
+    # before the first block is needed, the root has gathered ahead; then each block in its place
+    assert ahead == [min(blocks_ahead, BLOCKS - number) for number in range(BLOCKS)]
+    optimizer.close()
+
+
+def test_a_unit_larger_than_the_default_budget_grows_it_but_not_one_that_was_asked_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    needed = ROOT_BYTES + BLOCK_BYTES
+    model, optimizer = chain(live_bytes=needed)
+    train(model, optimizer, steps=1)
+    optimizer.close()
+    with pytest.raises(penstock.MemoryBudgetError, match=rf"is 1 bytes too small.* take {needed:,} bytes"):
+        chain(live_bytes=needed - 1)
+    monkeypatch.setattr("penstock.checks.DEFAULT_LIVE_BYTES", BLOCK_BYTES)
+    model, optimizer = chain(live_bytes=BLOCK_BYTES)  # what nobody asked for
+    train(model, optimizer, steps=1)
+    assert gatherer_of(optimizer).peak_live_bytes == needed
+    optimizer.close()
+
+
+def test_the_order_of_the_last_forward_and_backward_is_expected_next() -> None:
+    model, optimizer = chain(prefetch_bytes=BLOCK_BYTES)
+    expected: list[tuple[int, bool]] = []
+
+    def watch(number: int) -> None:
+        expected.append((number, unit(optimizer, f"blocks.{number}").residency is not Residency.RELEASED))
+
+    model.watch = watch
+    train(model, optimizer, steps=1)
+    model.order = [2, 0, 3, 1]
+    expected.clear()
+    train(model, optimizer, steps=1)
+    assert not all(hit for _, hit in expected), "another order than before is a surprise"
+    expected.clear()
+    train(model, optimizer, steps=1)
+    assert expected == [(2, True), (0, True), (3, True), (1, True)]
+    hooks = optimizer._engine.hooks
+    assert [u.name for u in hooks._forward_order.learned] == ["root", "blocks.2", "blocks.0", "blocks.3", "blocks.1"]
+    assert [u.name for u in hooks._backward_order.learned] == ["root", "blocks.1", "blocks.3", "blocks.0", "blocks.2"]
+    optimizer.close()
+
+
+def test_what_is_gathered_ahead_and_not_used_is_taken_back() -> None:
+    model, optimizer = chain()
+    train(model, optimizer, steps=1)
+    model.order = [0]
+    with torch.no_grad():
+        model(torch.ones(1, WIDTH))
+    assert gatherer_of(optimizer).live_bytes == 0
+    assert all(u.residency is Residency.RELEASED for u in optimizer._engine.units)
+    assert model.blocks[3].weight.isnan().all()
+    assert model.blocks[3].weight.shape == (WIDTH, WIDTH)
+    optimizer.close()
+
+
+class TestOrder:
+    """Units of one letter."""
+
+    units: Mapping[str, Any] = {letter: SimpleNamespace(letter=letter) for letter in "abcx"}
+
+    def order(self, guess: str) -> Order:
+        return Order([self.units[letter] for letter in guess])
+
+    def upcoming(self, order: Order) -> str:
+        return "".join(unit.letter for unit in order.upcoming())  # type: ignore[attr-defined]
+
+    def run(self, order: Order, names: str) -> None:
+        order.start()
+        for name in names:
+            order.note(self.units[name])
+        order.finish()
+
+    def test_a_guess_is_expected_until_something_was_observed(self) -> None:
+        order = self.order("abc")
+        assert not order.was_observed
+        assert self.upcoming(order) == "abc"
+        order.replace([self.units[letter] for letter in "cab"])
+        assert self.upcoming(order) == "cab"
+        self.run(order, "ba")
+        assert order.was_observed
+        assert self.upcoming(order) == "ba"
+
+    def test_what_was_passed_is_not_expected_again(self) -> None:
+        order = self.order("abcab")
+        for used, left in (("a", "bcab"), ("c", "ab"), ("b", "")):
+            order.note(self.units[used])
+            assert self.upcoming(order) == left
+
+    def test_a_stranger_moves_nothing(self) -> None:
+        order = self.order("abc")
+        order.note(self.units["a"])
+        order.note(self.units["x"])
+        assert self.upcoming(order) == "bc"
+
+    def test_repeated_uses_are_learned_as_they_came(self) -> None:
+        order = self.order("abc")
+        self.run(order, "abab")
+        assert self.upcoming(order) == "abab"
+
+    def test_an_empty_pass_teaches_nothing(self) -> None:
+        order = self.order("abc")
+        self.run(order, "ca")
+        self.run(order, "")
+        assert self.upcoming(order) == "ca"
+
+    def test_a_pass_that_did_not_finish_teaches_nothing(self) -> None:
+        order = self.order("abc")
+        order.start()
+        order.note(self.units["c"])
+        order.start()
+        assert self.upcoming(order) == "abc"
