@@ -121,21 +121,21 @@ class Stepper:
         scale = self._gradient_scale
         if max_grad_norm is not None:  # as torch.nn.utils.clip_grad_norm_
             scale *= min(1.0, max_grad_norm / (measure.grad_norm + 1e-6))
-        for unit in self._units:
-            slots = measure.present[unit]
-            if slots:
-                self._update_unit(unit, slots, param_groups, scale)
+        plans = [(unit, self._hypers(unit, slots, param_groups)) for unit, slots in measure.present.items() if slots]
+        for unit, hypers in plans:  # every group was read: from here on nothing is refused
+            self._update_unit(unit, hypers, scale)
         for unit in self._units:
             assert unit.trained is not None
             unit.trained.updated.synchronize()
 
-    def _update_unit(
-        self, unit: Unit, slots: frozenset[int], param_groups: Sequence[Mapping[str, Any]], scale: float
-    ) -> None:
+    def _update_unit(self, unit: Unit, plan: Mapping[int, tuple[Hyper, Scalars]], scale: float) -> None:
         trained = unit.trained
         assert trained is not None
-        hypers = self._hypers(unit, slots, param_groups)
-        bases = {index: self._base(unit, index) for index in slots}
+        for index, (_, scalars) in plan.items():
+            self.steps[unit.spec.parameters[index]] += 1
+            self.scalars[unit.spec.parameters[index]] = scalars
+        hypers = {index: hyper for index, (hyper, _) in plan.items()}
+        bases = {index: self._base(unit, index) for index in plan}
         merged = (merge(tile, hypers, bases) for tile in trained.tiles)
         runs = [(number, tile) for number, tile in enumerate(merged) if tile]
         if trained.gradient_near:
@@ -155,21 +155,27 @@ class Stepper:
             )
         unit.stale = unit.replicated and unit.layout.shards > 1
 
-    def _hypers(self, unit: Unit, slots: frozenset[int], param_groups: Sequence[Mapping[str, Any]]) -> dict[int, Hyper]:
-        """Count the step of each slot's parameter, and read its group as it is now: a scheduler may change it later."""
-        hypers: dict[int, Hyper] = {}
+    def _hypers(
+        self, unit: Unit, slots: frozenset[int], param_groups: Sequence[Mapping[str, Any]]
+    ) -> dict[int, tuple[Hyper, Scalars]]:
+        """Read each slot's group as it is now, for the next step of its parameter: a scheduler may change it later."""
+        plan: dict[int, tuple[Hyper, Scalars]] = {}
         known: dict[Hashable, tuple[Hyper, Scalars]] = {}
         for index in sorted(slots):
             parameter = unit.spec.parameters[index]
-            self.steps[parameter] += 1
-            group, step = self._groups[parameter], self.steps[parameter]
+            group, step = self._groups[parameter], self.steps[parameter] + 1
             scalars = self.scalars.get(parameter, {})
             key = group, step, tuple(scalars.items())
             if key not in known:
                 hyper = self._rule.hyper(param_groups[group], step, scalars)
                 known[key] = hyper, self._rule.advance(hyper)
-            hypers[index], self.scalars[parameter] = known[key]
-        return hypers
+            plan[index] = known[key]
+        return plan
+
+    def check_groups(self, param_groups: Sequence[Mapping[str, Any]]) -> None:
+        """Raise `ConfigError` for a group that asks for what the rule does not honour."""
+        for group in param_groups:
+            self._rule.hyper(group, step=1)
 
     def _base(self, unit: Unit, index: int) -> int:
         return self._firsts[unit.spec.parameters[index]] + unit.own_range[0] - unit.layout.slots[index].start
