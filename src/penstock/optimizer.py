@@ -26,6 +26,7 @@ class Optimizer(torch.optim.Optimizer):
     def __init__(self, optimizer: torch.optim.Optimizer, engine: Engine, max_grad_norm: float | None) -> None:
         self._engine: Engine | None = None
         super().__init__(optimizer.param_groups, optimizer.defaults)
+        self._given = optimizer
         self._engine = engine
         self._max_grad_norm = max_grad_norm
 
@@ -80,6 +81,7 @@ class Optimizer(torch.optim.Optimizer):
                 "Gradients of no_sync micro-batches are not reduced yet. Run the last backward before step() outside "
                 "no_sync(), or drop them with zero_grad()."
             )
+        self._given._opt_called = True  # type: ignore[attr-defined] # its schedulers look here for a step before theirs
         engine.check_frozen()
         measure = engine.stepper.measure()
         if not torch.isfinite(torch.tensor(measure.grad_norm)):
@@ -214,20 +216,43 @@ class Optimizer(torch.optim.Optimizer):
         names = access.state_names
         packed["state"] = {
             numbers[p]: {name: access.state(p, name) for name in ("step", *names)}
-            for p, count in access.steps().items()
-            if count
+            for p in access.steps()
+            if access.has_state(p)
         }
         return packed
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Take over a `state_dict` of this optimizer or of the torch optimizer it stands for. Collective."""
+        """Take over a `state_dict` of this optimizer or of the torch optimizer it stands for. Collective.
+
+        Parameters without state in it are as before their first update.
+
+        Raises:
+            ConfigError: a state or an option that the rule does not have, or a state of another shape. Nothing changed.
+            ValueError: other groups than this optimizer's.
+        """
         engine = self._open("load_state_dict")
+        groups = self.param_groups
         super().load_state_dict({"state": {}, "param_groups": state_dict["param_groups"]})
-        parameters = [p for group in self.param_groups for p in group["params"]]
-        for number, values in state_dict["state"].items():
+        # The groups stay the same objects: schedulers may hold the optimizer that was given to prepare.
+        loaded, self.param_groups = self.param_groups, groups
+        engine.stepper.check_groups(loaded)
+        numbers = (number for group in state_dict["param_groups"] for number in group["params"])
+        parameters = dict(zip(numbers, (p for group in groups for p in group["params"]), strict=True))
+        states = {
+            parameters[number]: {n: torch.as_tensor(v) for n, v in values.items() if v is not None}  # SGD before a step
+            for number, values in state_dict["state"].items()
+        }
+        for parameter, values in states.items():
             for name, value in values.items():
-                if value is not None:  # SGD's momentum before the first update
-                    engine.access.set_state(parameters[number], name, torch.as_tensor(value))
+                engine.access.check_state(parameter, name, value)
+
+        for group, new in zip(groups, loaded, strict=True):
+            group.clear()
+            group.update(new)
+        for parameter in engine.access.steps():
+            engine.access.reset_state(parameter)
+            for name, value in states.get(parameter, {}).items():
+                engine.access.set_state(parameter, name, value)
 
     def offload_states(
         self,

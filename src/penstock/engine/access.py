@@ -55,6 +55,7 @@ class Access:
         self._gradient_scale = gradient_scale
         self._device = device
         self._places = {p: (unit, index) for unit in units for index, p in enumerate(unit.spec.parameters)}
+        self._given_state: set[nn.Parameter] = set()  # by `set_state`: they have state before their first update
 
     def finish(self) -> None:
         """Wait until every update has reached its home, on the host."""
@@ -73,11 +74,16 @@ class Access:
         for unit in units:
             unit.holds += 1
             self._gatherer.acquire(unit)
-        before = {unit: unit.own.clone() for unit in units} if modify else {}
+        before = {unit: (unit.full if unit.resident else unit.own).clone() for unit in units} if modify else {}
         try:
             yield
             for unit in units if modify else ():
                 self._take_over(unit, before[unit])
+        except BaseException:
+            for unit, values in before.items():
+                if unit.resident:  # what was written is in the home already
+                    unit.full.copy_(values)
+            raise
         finally:
             for unit in units:
                 unit.holds -= 1
@@ -85,9 +91,14 @@ class Access:
 
     def param(self, parameter: nn.Parameter) -> Tensor:
         """The parameter at master precision."""
+        return self.exact_param(parameter).float()
+
+    def exact_param(self, parameter: nn.Parameter) -> Tensor:
+        """The parameter at master precision; integers and booleans in their own dtype."""
         self.finish()
         unit, index = self._place(parameter)
-        return self._whole(unit, index, lambda part: _read(unit, part))
+        dtype = torch.float32 if unit.spec.dtype.is_floating_point else unit.spec.dtype
+        return self._whole(unit, index, lambda part: _read(unit, part), dtype)
 
     def grad(self, parameter: nn.Parameter) -> Tensor:
         """The gradient accumulated so far, over ranks and micro-batches; zeros where there is none."""
@@ -154,7 +165,9 @@ class Access:
     def set_state(self, parameter: nn.Parameter, name: str, value: Tensor) -> None:
         """Overwrite an optimizer state; `"step"` takes a whole number."""
         self.finish()
+        self.check_state(parameter, name, value)
         unit, index, trained = self._trained_place(parameter)
+        self._given_state.add(parameter)
         if name in self._scalar_names:
             self._scalars[parameter] = {**self._scalars.get(parameter, {}), name: value.item()}
         if name == "step":
@@ -169,6 +182,27 @@ class Access:
         if found is not None:
             part, new = found
             write_state(spec, values[part], _scale_of(scale, part), new.to(values.device))
+
+    def check_state(self, parameter: nn.Parameter, name: str, value: Tensor) -> None:
+        """Refuse what `set_state` would refuse."""
+        unit, index, _ = self._trained_place(parameter)
+        if name != "step" and name not in self._scalar_names:
+            self._state_index(name)
+            _check_shape(unit.spec.names[index], unit.layout.slots[index], value)
+
+    def reset_state(self, parameter: nn.Parameter) -> None:
+        """As before the first update."""
+        unit, index, _ = self._trained_place(parameter)
+        zeros = torch.zeros(unit.layout.slots[index].shape)
+        for spec in self._states:
+            self.set_state(parameter, spec.name, zeros)
+        self._scalars.pop(parameter, None)
+        self._steps[parameter] = 0
+        self._given_state.discard(parameter)
+
+    def has_state(self, parameter: nn.Parameter) -> bool:
+        """Whether it was updated, or its state was set."""
+        return self._steps[parameter] > 0 or parameter in self._given_state
 
     @property
     def state_names(self) -> tuple[str, ...]:
@@ -206,17 +240,19 @@ class Access:
             raise ConfigError(f"There is no optimizer state {name!r}. This rule has {known}.")
         return names.index(name)
 
-    def _whole(self, unit: Unit, index: int, read: Callable[[slice], Tensor]) -> Tensor:
-        """Put the parts of all shards together. `read` gives fp32 values of a part of this rank's shard."""
+    def _whole(
+        self, unit: Unit, index: int, read: Callable[[slice], Tensor], dtype: torch.dtype = torch.float32
+    ) -> Tensor:
+        """Put the parts of all shards together. `read` gives the values of a part of this rank's shard."""
         slot = unit.layout.slots[index]
-        whole = torch.empty(slot.numel)
+        whole = torch.empty(slot.numel, dtype=dtype)
         for rank in range(unit.layout.shards):
             overlap = unit.layout.overlap(slot, rank)
             if overlap is None:
                 continue
             start, stop = overlap
             first = unit.layout.shard_range(rank)[0]
-            part = torch.empty(stop - start, device=self._device)
+            part = torch.empty(stop - start, dtype=dtype, device=self._device)
             if rank == unit.rank:
                 part.copy_(read(slice(start - first, stop - first)))
             self._ranks.broadcast_part(part, rank)
@@ -224,7 +260,7 @@ class Access:
         return whole.view(slot.shape)
 
     def _own_part(self, unit: Unit, index: int, value: Tensor) -> tuple[slice, Tensor] | None:
-        """Where this rank's shard holds a part of the slot, and that part of `value` in fp32."""
+        """Where this rank's shard holds a part of the slot, and that part of `value`: fp32, or integers as they are."""
         slot = unit.layout.slots[index]
         _check_shape(unit.spec.names[index], slot, value)
         overlap = unit.layout.overlap(slot, unit.rank)
@@ -232,13 +268,14 @@ class Access:
             return None
         start, stop = overlap
         first = unit.own_range[0]
-        values = value.detach().reshape(-1)[start - slot.start : stop - slot.start].float()
-        return slice(start - first, stop - first), values
+        values = value.detach().reshape(-1)[start - slot.start : stop - slot.start]
+        return slice(start - first, stop - first), values.float() if unit.spec.dtype.is_floating_point else values
 
     def _take_over(self, unit: Unit, before: Tensor) -> None:
         """The full buffer was modified: every rank takes the first rank's, masters keep what did not change."""
         self._ranks.broadcast(unit.full)
         start, stop = unit.own_range
+        before = before[start:stop] if unit.resident else before
         now = unit.full[start:stop].to(before.device)
         if unit.trained is not None:
             values = _read(unit, slice(None))
@@ -260,7 +297,9 @@ def _scale_of(scale: Tensor | None, part: slice) -> Tensor | None:
 
 
 def _read(unit: Unit, part: slice) -> Tensor:
-    """The fp32 values of a part of this rank's shard."""
+    """The fp32 values of a part of this rank's shard; integers as they are."""
+    if not unit.spec.dtype.is_floating_point:
+        return unit.own[part]
     master = unit.trained.master if unit.trained else None
     return read_master(unit.written[part], None if master is None else master[part])
 

@@ -82,7 +82,7 @@ class Engine:
         self.restore_model()
         for parameter, origin in self.origins.items():
             if keep_params:
-                parameter.data = self.access.param(parameter).to(device=origin.device, dtype=origin.dtype)
+                parameter.data = self.access.exact_param(parameter).to(device=origin.device, dtype=origin.dtype)
             else:
                 parameter.data = torch.empty(0, dtype=origin.dtype, device=origin.device)
         self.reducer.buffers.clear()
