@@ -1,0 +1,670 @@
+"""The handle is a `torch.optim.Optimizer`: schedulers, state dicts, hooks and models behave as with torch's own."""
+
+import copy
+import io
+import pickle
+import threading
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim import lr_scheduler as schedulers
+
+import penstock
+from penstock import Placement
+from tests.models.modules_rows import WIDTH, Block, Stack, squared
+from tests.support import inline, prepare_on, simulated
+
+HYPER = {"lr": 1e-2, "betas": (0.9, 0.95), "eps": 1e-2}
+ON_CPU = Placement(params="cpu", grads="cpu", optimizer="cpu")
+STREAMS = {"inline": inline, "simulated": simulated}
+
+
+@pytest.fixture(params=STREAMS)
+def make_streams(request: pytest.FixtureRequest) -> Callable[[], Any]:
+    return STREAMS[request.param]
+
+
+@pytest.fixture(autouse=True)
+def no_thread_is_left() -> Iterator[None]:
+    before = set(threading.enumerate())
+    yield
+    assert set(threading.enumerate()) <= before
+
+
+def stack(seed: int = 0) -> Stack:
+    torch.manual_seed(seed)
+    return Stack()
+
+
+def groups_of(model: nn.Module) -> list[dict[str, Any]]:
+    """Two groups, the way most training scripts split them."""
+    parameters = list(model.parameters())
+    return [
+        {"params": [p for p in parameters if p.dim() > 1], "weight_decay": 0.1},
+        {"params": [p for p in parameters if p.dim() <= 1], "weight_decay": 0.0, "lr": 3e-2},
+    ]
+
+
+def adamw(model: nn.Module) -> torch.optim.AdamW:
+    return torch.optim.AdamW(groups_of(model), foreach=False, **HYPER)
+
+
+def prepare(
+    model: nn.Module, optimizer: Any = None, make_streams: Any = simulated, **kwargs: Any
+) -> penstock.Optimizer:
+    kwargs = {"placement": ON_CPU, "precision": "fp32", **kwargs}
+    return prepare_on(make_streams(), model, optimizer or adamw(model), **kwargs)
+
+
+def loss_of(model: nn.Module, step: int) -> Tensor:
+    generator = torch.Generator().manual_seed(step)
+    return squared(model(torch.randn(4, 8, generator=generator)))
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> None:
+    for step in steps:
+        loss_of(model, step).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def values_of(model: nn.Module, optimizer: penstock.Optimizer) -> list[Tensor]:
+    return [optimizer.full_param(p) for p in model.parameters()]
+
+
+def assert_close(ours: list[Tensor], plain: Any) -> None:
+    for a, b in zip(ours, plain, strict=True):
+        torch.testing.assert_close(a, b.detach(), rtol=1e-6, atol=1e-6 * float(b.detach().abs().max()))
+
+
+def assert_equal(ours: list[Tensor], theirs: list[Tensor]) -> None:
+    for a, b in zip(ours, theirs, strict=True):
+        assert torch.equal(a, b)
+
+
+# Param groups and schedulers
+
+
+def test_it_is_a_torch_optimizer():
+    model = stack()
+    given = adamw(model)
+    optimizer = prepare(model, given)
+    assert isinstance(optimizer, torch.optim.Optimizer)
+    assert len(optimizer.param_groups) == 2
+    for ours, theirs in zip(optimizer.param_groups, given.param_groups, strict=True):
+        assert ours is theirs
+    assert optimizer.defaults == given.defaults
+    assert "lr: 0.03" in repr(optimizer)
+    optimizer.close()
+
+
+SCHEDULERS: dict[str, Callable[[torch.optim.Optimizer], Any]] = {
+    "LambdaLR": lambda o: schedulers.LambdaLR(o, [lambda step: 1 / (1 + step), lambda step: 0.5**step]),
+    "OneCycleLR": lambda o: schedulers.OneCycleLR(o, max_lr=[1e-2, 3e-2], total_steps=8),
+    "ReduceLROnPlateau": lambda o: schedulers.ReduceLROnPlateau(o, factor=0.1, patience=0, threshold=10.0),
+    "SequentialLR": lambda o: schedulers.SequentialLR(
+        o,
+        [schedulers.LinearLR(o, start_factor=0.1, total_iters=2), schedulers.CosineAnnealingLR(o, T_max=4)],
+        milestones=[2],
+    ),
+    "CosineAnnealingWarmRestarts": lambda o: schedulers.CosineAnnealingWarmRestarts(o, T_0=3),
+}
+
+
+def scheduled(model: nn.Module, optimizer: torch.optim.Optimizer, scheduler: Any, steps: int = 6) -> list[Any]:
+    seen = []
+    for step in range(steps):
+        loss = loss_of(model, step)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        plateau = isinstance(scheduler, schedulers.ReduceLROnPlateau)
+        scheduler.step(1.0) if plateau else scheduler.step()
+        seen.append([(group["lr"], group["betas"]) for group in optimizer.param_groups])
+    return seen
+
+
+@pytest.mark.parametrize("name", SCHEDULERS)
+@pytest.mark.parametrize("on", ["ours", "given before prepare"])
+def test_stock_schedulers_reach_the_update(name, on, make_streams):
+    plain_model, model = stack(), stack()
+    plain = adamw(plain_model)
+    expected = scheduled(plain_model, plain, SCHEDULERS[name](plain))
+    assert len({str(rates) for rates in expected}) > 2  # it does change them
+    given = adamw(model)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # "lr_scheduler.step() before optimizer.step()" would be wrong
+        scheduler = SCHEDULERS[name](given) if on != "ours" else None
+        optimizer = prepare(model, given, make_streams)
+        seen = scheduled(model, optimizer, scheduler or SCHEDULERS[name](optimizer))
+    assert seen == expected
+    assert_close(values_of(model, optimizer), plain_model.parameters())
+    optimizer.close()
+
+
+def test_groups_changed_by_hand_reach_the_update():
+    plain_model, model = stack(), stack()
+    plain, optimizer = adamw(plain_model), prepare(model)
+    for m, o in ((plain_model, plain), (model, optimizer)):
+        train(m, o, range(2))
+        o.param_groups[0]["lr"] = torch.tensor(0.05) if o is optimizer else 0.05
+        o.param_groups[1]["weight_decay"] = 0.3
+        o.param_groups[1]["maximize"] = True
+        train(m, o, range(2, 4))
+    assert_close(values_of(model, optimizer), plain_model.parameters())
+    optimizer.close()
+
+
+def test_a_group_that_no_rule_honours_stops_the_step_before_anything_changes():
+    model = stack()
+    optimizer = prepare(model)
+    train(model, optimizer, range(2))
+    before = [*values_of(model, optimizer), *(optimizer.full_state(p, "step") for p in model.parameters())]
+    loss_of(model, 2).backward()
+    optimizer.param_groups[1]["amsgrad"] = True
+    with pytest.raises(penstock.ConfigError, match=r"amsgrad was turned on after prepare"):
+        optimizer.step()
+    after = [*values_of(model, optimizer), *(optimizer.full_state(p, "step") for p in model.parameters())]
+    assert_equal(after, before)
+    optimizer.param_groups[1]["amsgrad"] = False
+    assert not optimizer.step().skipped
+    optimizer.close()
+
+
+def test_step_hooks_of_torch_run():
+    model = stack()
+    optimizer = prepare(model)
+    calls = []
+    optimizer.register_step_pre_hook(lambda *args: calls.append("before"))
+    optimizer.register_step_post_hook(lambda *args: calls.append("after"))
+    train(model, optimizer, range(1))
+    assert calls == ["before", "after"]
+    optimizer.close()
+
+
+# State dicts
+
+
+def assert_same_state(ours: dict[str, Any], theirs: dict[str, Any]) -> None:
+    assert ours.keys() == theirs.keys()
+    assert ours["param_groups"] == theirs["param_groups"]
+    assert ours["state"].keys() == theirs["state"].keys()
+    for number, values in theirs["state"].items():
+        assert ours["state"][number].keys() == values.keys()
+        for name, value in values.items():
+            ours_value = ours["state"][number][name]
+            assert (ours_value.dtype, ours_value.shape) == (value.dtype, value.shape)
+            assert_close([ours_value], [value])
+
+
+def test_state_dicts_are_those_of_torch_both_ways(make_streams):
+    plain_model, model = stack(), stack()
+    plain, optimizer = adamw(plain_model), prepare(model, make_streams=make_streams)
+    assert_same_state(optimizer.state_dict(), plain.state_dict())
+    for m, o in ((plain_model, plain), (model, optimizer)):
+        train(m, o, range(3))
+        o.param_groups[0]["lr"] = 0.02
+    assert_same_state(optimizer.state_dict(), plain.state_dict())
+
+    # Torch's into ours, and ours into torch's, through a file; then both go on.
+    def through_a_file(state: dict[str, Any]) -> Any:
+        file = io.BytesIO()
+        torch.save(state, file)
+        file.seek(0)
+        return torch.load(file, weights_only=True)
+
+    to_ours, to_plain = through_a_file(plain.state_dict()), through_a_file(optimizer.state_dict())
+    with optimizer.gathered():
+        parameters = copy.deepcopy(model.state_dict())
+    optimizer.close()
+    resumed_model, resumed_plain_model = stack(1), stack(2)
+    resumed_model.load_state_dict(plain_model.state_dict())
+    resumed_plain_model.load_state_dict(parameters)
+    resumed, resumed_plain = prepare(resumed_model, make_streams=make_streams), adamw(resumed_plain_model)
+    resumed.load_state_dict(to_ours)
+    resumed_plain.load_state_dict(to_plain)
+    for m, o in ((plain_model, plain), (resumed_model, resumed), (resumed_plain_model, resumed_plain)):
+        train(m, o, range(3, 6))
+    assert_close(values_of(resumed_model, resumed), plain_model.parameters())
+    assert_close(list(resumed_plain_model.parameters()), plain_model.parameters())
+    resumed.close()
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_a_round_trip_continues_bit_for_bit(precision, make_streams):
+    def run(stops: bool) -> list[Tensor]:
+        model = stack()
+        optimizer = prepare(model, make_streams=make_streams, precision=precision)
+        train(model, optimizer, range(3))
+        if stops:
+            state, parameters = optimizer.state_dict(), values_of(model, optimizer)
+            optimizer.close()
+            model = stack(1)
+            optimizer = prepare(model, make_streams=make_streams, precision=precision)
+            optimizer.load_state_dict(state)
+            for parameter, value in zip(model.parameters(), parameters, strict=True):
+                optimizer.set_full_param(parameter, value)
+        train(model, optimizer, range(3, 6))
+        values = values_of(model, optimizer)
+        optimizer.close()
+        return values
+
+    assert_equal(run(True), run(False))
+
+
+def test_loading_replaces_all_state():
+    """A state dict of a fresh optimizer, or one in which some parameters have no state, resets the others."""
+    model = stack()
+    optimizer = prepare(model)
+    fresh = optimizer.state_dict()
+    train(model, optimizer, range(2))
+    trained = optimizer.state_dict()
+    del trained["state"][3]
+    optimizer.load_state_dict(trained)
+    assert_same_state(optimizer.state_dict(), trained)
+    optimizer.load_state_dict(fresh)
+    assert_same_state(optimizer.state_dict(), fresh)
+    for parameter in model.parameters():
+        assert not optimizer.full_state(parameter, "exp_avg").any()
+        assert not optimizer.full_state(parameter, "exp_avg_sq").any()
+    optimizer.close()
+
+
+def test_state_is_matched_by_the_numbers_in_the_groups():
+    """As torch does: the numbers are keys, not positions."""
+    model = stack()
+    optimizer = prepare(model)
+    train(model, optimizer, range(2))
+    state = optimizer.state_dict()
+    renamed = {number: 100 - number for number in state["state"]}
+    for group in state["param_groups"]:
+        group["params"] = [renamed[number] for number in group["params"]]
+    expected = optimizer.state_dict()
+    state["state"] = {renamed[number]: values for number, values in state["state"].items()}
+    optimizer.load_state_dict(state)
+    assert_same_state(optimizer.state_dict(), expected)
+    optimizer.close()
+
+
+def test_a_state_dict_that_does_not_fit_changes_nothing():
+    model = stack()
+    optimizer = prepare(model)
+    train(model, optimizer, range(2))
+    before = optimizer.state_dict()
+    bad_option = copy.deepcopy(before)
+    bad_option["param_groups"][0]["amsgrad"] = True
+    bad_shape = copy.deepcopy(before)
+    bad_shape["state"][2]["exp_avg"] = torch.zeros(5)
+    bad_name = copy.deepcopy(before)
+    bad_name["state"][2]["momentum_buffer"] = torch.zeros(5)
+    for state, text in (
+        (bad_option, "amsgrad was turned on after prepare"),
+        (bad_shape, r"has shape \(5,\); the parameter has \("),
+        (bad_name, "There is no optimizer state 'momentum_buffer'"),
+    ):
+        with pytest.raises(penstock.ConfigError, match=text):
+            optimizer.load_state_dict(state)
+        assert_same_state(optimizer.state_dict(), before)
+    with pytest.raises(ValueError, match="different number of parameter groups"):
+        optimizer.load_state_dict({"state": {}, "param_groups": before["param_groups"][:1]})
+    assert_same_state(optimizer.state_dict(), before)
+    optimizer.close()
+
+
+def test_a_scheduler_on_the_given_optimizer_survives_load_state_dict():
+    model = stack()
+    given = adamw(model)
+    scheduler = schedulers.ExponentialLR(given, gamma=0.5)
+    optimizer = prepare(model, given)
+    train(model, optimizer, range(1))
+    optimizer.load_state_dict(optimizer.state_dict())
+    scheduler.step()
+    assert [group["lr"] for group in optimizer.param_groups] == [5e-3, 1.5e-2]
+    optimizer.close()
+
+
+def test_state_from_before_prepare_is_taken_over(make_streams):
+    plain_model, model = stack(), stack()
+    plain, given = adamw(plain_model), adamw(model)
+    train(plain_model, plain, range(6))
+    train(model, given, range(3))
+    optimizer = prepare(model, given, make_streams)
+    assert not given.state  # its memory is given back
+    assert float(optimizer.full_state(model.first.weight, "step")) == 3
+    train(model, optimizer, range(3, 6))
+    assert_close(values_of(model, optimizer), plain_model.parameters())
+    optimizer.close()
+
+
+# Gradients
+
+
+@pytest.mark.parametrize("set_to_none", [True, False])
+@pytest.mark.parametrize("through", ["model", "optimizer"])
+def test_zero_grad(through, set_to_none, make_streams):
+    model = stack()
+    optimizer = prepare(model, make_streams=make_streams)
+    before = values_of(model, optimizer)
+    loss_of(model, 0).backward()
+    assert optimizer.full_grad(model.first.weight).any()
+    (model if through == "model" else optimizer).zero_grad(set_to_none=set_to_none)
+    assert not any(optimizer.full_grad(p).any() for p in model.parameters())
+    assert optimizer.step().grad_norm == 0
+    assert_equal(values_of(model, optimizer), before)
+    assert float(optimizer.full_state(model.first.weight, "step")) == 0
+    optimizer.close()
+    assert "zero_grad" not in model.__dict__
+    loss_of(model, 0).backward()
+    model.zero_grad()  # its own again
+    assert model.first.weight.grad is None
+
+
+# gathered()
+
+
+def test_gathered_shows_what_torch_would_have(make_streams):
+    plain_model, model = stack(), stack()
+    plain, optimizer = adamw(plain_model), prepare(model, make_streams=make_streams)
+    for m, o in ((plain_model, plain), (model, optimizer)):
+        train(m, o, range(3))
+    with optimizer.gathered():
+        state = copy.deepcopy(model.state_dict())
+        with optimizer.gathered([model.first.weight]):  # inside another
+            pass
+        assert_equal(list(model.parameters()), [state[n] for n, _ in model.named_parameters()])
+        expected_output = model(torch.ones(2, 8))
+    assert state.keys() == plain_model.state_dict().keys()
+    assert_close(list(state.values()), plain_model.state_dict().values())
+    other = stack(1)
+    other.load_state_dict(state)
+    assert torch.equal(other(torch.ones(2, 8)), expected_output)
+    with optimizer.gathered([model.blocks[0].up.weight]):
+        assert torch.equal(model.blocks[0].up.weight, state["blocks.0.up.weight"])
+    optimizer.close()
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_gathered_modify_takes_over_what_was_written(precision, make_streams):
+    model = stack()
+    optimizer = prepare(model, make_streams=make_streams, precision=precision)
+    train(model, optimizer, range(2))
+    before = values_of(model, optimizer)
+    names = [name for name, _ in model.named_parameters()]
+    with optimizer.gathered([model.blocks[1].up.weight], modify=True), torch.no_grad():
+        model.blocks[1].up.weight[3].fill_(0.123)
+    written = float(torch.tensor(0.123).to(torch.bfloat16 if precision == "bf16" else torch.float32))
+    for name, old, new in zip(names, before, values_of(model, optimizer), strict=True):
+        expected = old.clone()
+        if name == "blocks.1.up.weight":
+            expected[3] = written
+        assert torch.equal(new, expected), name  # master precision where nothing was written
+    with optimizer.gathered():
+        assert (model.blocks[1].up.weight[3] == written).all()
+    # Reading does not write.
+    with optimizer.gathered(modify=True):
+        pass
+    assert torch.equal(values_of(model, optimizer)[0], before[0])
+    # An exception drops what was written.
+    now = values_of(model, optimizer)
+
+    def write_and_fail() -> None:
+        with optimizer.gathered(modify=True), torch.no_grad():
+            model.first.weight.zero_()
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        write_and_fail()
+    assert_equal(values_of(model, optimizer), now)
+    with optimizer.gathered():
+        assert_close([model.first.weight.detach().float()], [now[0].to(model.first.weight.dtype).float()])
+    train(model, optimizer, range(2, 3))
+    optimizer.close()
+
+
+def test_load_state_dict_of_the_model_under_gathered(make_streams):
+    model, other = stack(), stack(5)
+    optimizer = prepare(model, make_streams=make_streams)
+    with optimizer.gathered(modify=True):
+        model.load_state_dict(other.state_dict())
+    plain = adamw(other)
+    for m, o in ((other, plain), (model, optimizer)):
+        train(m, o, range(3))
+    assert_close(values_of(model, optimizer), other.parameters())
+    optimizer.close()
+
+
+# close()
+
+
+class Various(Stack):
+    """Parameters of several dtypes, frozen ones, and a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks[0].double()
+        self.blocks[1].bfloat16()
+        self.last.requires_grad_(False)
+        self.table = nn.Parameter(torch.tensor([2**40 + 1, -3, 2**24 + 1]), requires_grad=False)
+        self.fine = nn.Parameter(torch.tensor([1.0 + 2**-40], dtype=torch.float64), requires_grad=False)
+        self.register_buffer("ticks", torch.arange(3))
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_close_gives_the_model_back(precision, make_streams):
+    torch.manual_seed(0)
+    model = Various()
+    dtypes = {name: p.dtype for name, p in model.named_parameters()}
+    identities = [id(p) for p in model.parameters()]
+    optimizer = prepare(
+        model, torch.optim.AdamW(model.parameters(), **HYPER), make_streams=make_streams, precision=precision
+    )
+    with optimizer.gathered():
+        assert model.table.tolist() == [2**40 + 1, -3, 2**24 + 1]
+    assert optimizer.full_param(model.table).dtype == torch.float32
+    train(model, optimizer, range(2))
+    masters = {n: optimizer.full_param(p) for n, p in model.named_parameters() if p.is_floating_point()}
+    optimizer.close()
+    optimizer.close()
+    assert [id(p) for p in model.parameters()] == identities
+    assert {name: p.dtype for name, p in model.named_parameters()} == dtypes
+    for name, parameter in model.named_parameters():
+        assert parameter.device == torch.device("cpu")
+        assert parameter.grad is None
+        assert parameter.requires_grad == (not name.startswith(("last", "table", "fine")))
+        if name in masters:
+            assert torch.equal(parameter, masters[name].to(parameter.dtype)), name
+    assert model.table.tolist() == [2**40 + 1, -3, 2**24 + 1]
+    assert_no_trace(model)
+
+
+def assert_no_trace(model: nn.Module) -> None:
+    for module in model.modules():
+        assert not module._forward_hooks
+        assert not module._forward_pre_hooks
+        assert not module._forward_hooks_always_called
+        assert not module._forward_hooks_with_kwargs
+        assert not [key for key in module.__dict__ if "penstock" in key or key == "zero_grad"]
+    for parameter in model.parameters():
+        assert not parameter._post_accumulate_grad_hooks
+        assert not parameter._backward_hooks
+        assert not parameter.__dict__
+
+
+def test_close_without_parameters(make_streams):
+    model = stack()
+    optimizer = prepare(model, make_streams=make_streams)
+    train(model, optimizer, range(1))
+    optimizer.close(keep_params=False)
+    assert all(p.numel() == 0 and p.dtype == torch.float32 for p in model.parameters())
+    assert_no_trace(model)
+    optimizer.close()
+
+
+def test_close_in_the_middle(make_streams):
+    """After a forward without backward, after a backward without step, and after one that failed."""
+    for middle in ("forward", "backward", "failed backward"):
+        model = stack()
+        optimizer = prepare(model, make_streams=make_streams)
+        expected = values_of(model, optimizer)
+        loss = loss_of(model, 0)
+        if middle == "backward":
+            loss.backward()
+        if middle == "failed backward":
+            handle = model.blocks[0].register_full_backward_hook(lambda *args: 1 / 0)
+            with pytest.raises(ZeroDivisionError):
+                loss_of(model, 0).backward()
+            handle.remove()
+        optimizer.close()
+        assert_equal(list(model.parameters()), expected)
+        assert_no_trace(model)
+
+
+def test_a_model_trains_on_after_close_and_can_be_prepared_again(make_streams):
+    plain_model, model = stack(), stack()
+    plain = adamw(plain_model)
+    train(plain_model, plain, range(6))
+    optimizer = prepare(model, make_streams=make_streams)
+    train(model, optimizer, range(2))
+    state = optimizer.state_dict()
+    optimizer.close()
+    own = adamw(model)
+    own.load_state_dict(state)
+    train(model, own, range(2, 4))
+    optimizer = prepare(model, own, make_streams)
+    train(model, optimizer, range(4, 6))
+    assert_close(values_of(model, optimizer), plain_model.parameters())
+    optimizer.close()
+
+
+@pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))], ids=["copy", "pickle"])
+def test_a_closed_model_can_be_copied(duplicate, make_streams):
+    model = stack()
+    optimizer = prepare(model, make_streams=make_streams)
+    train(model, optimizer, range(2))
+    optimizer.close()
+    other = duplicate(model)
+    assert_equal(list(other.parameters()), list(model.parameters()))
+    loss_of(other, 0).backward()
+    assert other.first.weight.grad is not None
+    assert model.first.weight.grad is None
+
+
+# Neighbours
+
+
+def test_two_engines_in_one_process(make_streams):
+    """A student and a frozen-in-time teacher, both trained, their steps interleaved."""
+    plain_models, models = [stack(0), stack(1)], [stack(0), stack(1)]
+    plain = [adamw(m) for m in plain_models]
+    optimizers = [prepare(m, make_streams=make_streams) for m in models]
+    for both, their_optimizers in ((plain_models, plain), (models, optimizers)):
+        for step in range(3):
+            x = torch.randn(4, 8, generator=torch.Generator().manual_seed(step))
+            a, b = both[0](x), both[1](x)
+            (squared(a - b) + squared(a)).backward()  # one graph through both
+            their_optimizers[0].step()
+            squared(both[1](x)).backward()
+            their_optimizers[1].step()
+            for optimizer in their_optimizers:
+                optimizer.zero_grad()
+    for model, optimizer, plain_model in zip(models, optimizers, plain_models, strict=True):
+        assert_close(values_of(model, optimizer), plain_model.parameters())
+    optimizers[0].close()
+    train(models[1], optimizers[1], range(1))
+    optimizers[1].close()
+
+
+def test_forward_hooks_of_users_see_full_parameters(make_streams):
+    model = stack()
+    seen: dict[str, list[bool]] = {}
+
+    def look(name: str, module: nn.Module) -> Callable[..., None]:
+        def hook(*args: Any) -> None:
+            seen.setdefault(name, []).append(not any(p.isnan().any() for p in module.parameters()))
+
+        return hook
+
+    modules = {"model": model.first, "block": model.blocks[0], "layer": model.blocks[1].up}
+    watched = {"model": model, "block": model.blocks[0], "layer": model.blocks[1].up}
+    for name, module in watched.items():
+        module.register_forward_pre_hook(look(f"{name}, before, early", modules[name]))
+        module.register_forward_hook(look(f"{name}, after, early", modules[name]))
+    optimizer = prepare(model, make_streams=make_streams)
+    for name, module in watched.items():
+        module.register_forward_pre_hook(look(f"{name}, before, late", modules[name]))
+        module.register_forward_hook(look(f"{name}, after, late", modules[name]))
+    loss_of(model, 0).backward()
+    with torch.no_grad():
+        loss_of(model, 0)
+    assert len(seen) == 12
+    assert all(calls == [True, True] for calls in seen.values()), seen
+    optimizer.close()
+
+
+def test_a_forward_hook_of_a_user_may_replace_the_output(make_streams):
+    plain_model, model = stack(), stack()
+    plain, optimizer = adamw(plain_model), prepare(model, make_streams=make_streams)
+    for m, o in ((plain_model, plain), (model, optimizer)):
+        for block in m.blocks:
+            block.register_forward_hook(lambda module, args, output: output * 0.5 + args[0])
+        train(m, o, range(3))
+    assert_close(values_of(model, optimizer), plain_model.parameters())
+    optimizer.close()
+
+
+@pytest.mark.filterwarnings("ignore:Full backward hook is firing when gradients are computed")
+def test_full_backward_hooks_of_users_run(make_streams):
+    plain_model, model = stack(), stack()
+    plain, optimizer = adamw(plain_model), prepare(model, make_streams=make_streams)
+    seen: list[list[Tensor]] = []
+    for m, o in ((plain_model, plain), (model, optimizer)):
+        seen.append([])
+        for module in (m, m.blocks[0], m.blocks[1].up):
+            module.register_full_backward_hook(lambda mod, into, out, to=seen[-1]: to.append(out[0].clone()))
+        train(m, o, range(2))
+    assert_close(seen[1], seen[0])
+    assert_close(values_of(model, optimizer), plain_model.parameters())
+    optimizer.close()
+
+
+def test_a_hook_on_a_parameter_sees_and_changes_its_gradient(make_streams):
+    plain_model, model = stack(), stack()
+    plain, optimizer = adamw(plain_model), prepare(model, make_streams=make_streams)
+    for m, o in ((plain_model, plain), (model, optimizer)):
+        m.blocks[0].up.weight.register_hook(lambda grad: grad.clamp(-1e-3, 1e-3))
+        train(m, o, range(3))
+    assert_close(values_of(model, optimizer), plain_model.parameters())
+    optimizer.close()
+
+
+def test_requires_grad_may_be_taken_away_for_a_while(make_streams):
+    """A trained parameter that gets no gradient is not touched, as in torch."""
+    plain_model, model = stack(), stack()
+    plain, optimizer = adamw(plain_model), prepare(model, make_streams=make_streams)
+    for m, o in ((plain_model, plain), (model, optimizer)):
+        train(m, o, range(1))
+        m.blocks[0].requires_grad_(False)
+        train(m, o, range(1, 3))
+        m.blocks[0].requires_grad_(True)
+        train(m, o, range(3, 4))
+    assert_close(values_of(model, optimizer), plain_model.parameters())
+    optimizer.close()
+
+
+def test_inputs_are_cast_and_buffers_keep_their_dtype():
+    class Sees(Block):
+        def forward(self, x: Tensor, scale: Tensor, ids: Tensor) -> Tensor:
+            assert (x.dtype, scale.dtype, ids.dtype) == (torch.bfloat16, torch.bfloat16, torch.int64)
+            return super().forward(x) * scale * self.table[ids].to(x.dtype)
+
+    model = Sees()
+    model.register_buffer("table", torch.rand(4, 1, dtype=torch.float64))
+    optimizer = prepare(model, torch.optim.AdamW(model.parameters()), precision="bf16")
+    optimizer.backward(squared(model(torch.ones(2, WIDTH), scale=torch.tensor(0.5), ids=torch.tensor([1, 3]))))
+    assert model.table.dtype == torch.float64
+    assert not optimizer.step().skipped
+    optimizer.close()
