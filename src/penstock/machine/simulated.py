@@ -56,7 +56,7 @@ class SimulatedStreams(Streams):
 
         def late() -> None:
             for event in kept:
-                event._finished.wait() if isinstance(event, _SimulatedEvent) else event.synchronize()
+                HostEvent.synchronize(event) if isinstance(event, HostEvent) else event.synchronize()
             for tensor in writes:  # not before: until here it may belong to work that this one follows
                 poison(tensor)
             time.sleep(seconds)

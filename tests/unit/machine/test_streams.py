@@ -99,6 +99,18 @@ def test_an_error_surfaces_at_every_wait_and_stops_nothing_else(make: type) -> N
     streams.close()
 
 
+@pytest.mark.parametrize("make", [late, at_once_on_threads])
+def test_work_after_failed_work_does_not_run_and_fails_with_it(make: type) -> None:
+    streams = make()
+    ran: list[int] = []
+    failed = streams.submit(COLLECTIVE, fail)
+    after = streams.submit(DOWNLOAD, lambda: ran.append(1), after=(failed,))
+    with pytest.raises(BrokenError):
+        after.synchronize()
+    assert ran == []
+    streams.close()
+
+
 def test_inline_work_fails_where_it_is_submitted() -> None:
     with pytest.raises(BrokenError):
         inline().submit(UPLOAD, fail)
