@@ -25,7 +25,7 @@ from penstock.machine.streams import InlineStreams, Streams
 RANK_TIMEOUT = timedelta(seconds=60)
 
 
-def run_ranks(work: Callable[..., Any], world_size: int, *args: Any) -> list[Any]:
+def run_ranks(work: Callable[..., Any], world_size: int, *args: Any, timeout: timedelta = RANK_TIMEOUT) -> list[Any]:
     """Run `work(rank, *args)` in `world_size` processes with a gloo group, and return what each returned.
 
     `work` is a module-level function; an exception on any rank fails the test with that rank's traceback.
@@ -34,7 +34,8 @@ def run_ranks(work: Callable[..., Any], world_size: int, *args: Any) -> list[Any
         context = mp.get_context("forkserver")  # imports torch once for all ranks of all tests of this process
         context.set_forkserver_preload(["torch", "torch.distributed", "penstock"])
         processes = [
-            context.Process(target=_rank, args=(work, rank, world_size, folder, args)) for rank in range(world_size)
+            context.Process(target=_rank, args=(work, rank, world_size, folder, args, timeout))
+            for rank in range(world_size)
         ]
         for process in processes:
             process.start()
@@ -50,13 +51,15 @@ def run_ranks(work: Callable[..., Any], world_size: int, *args: Any) -> list[Any
         return [value for _, value in results]
 
 
-def _rank(work: Callable[..., Any], rank: int, world_size: int, folder: str, args: tuple[Any, ...]) -> None:
+def _rank(
+    work: Callable[..., Any], rank: int, world_size: int, folder: str, args: tuple[Any, ...], timeout: timedelta
+) -> None:
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(rank))
     os.environ["LOCAL_WORLD_SIZE"] = str(world_size)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.set_num_threads(1)
     dist.init_process_group(
-        "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world_size, timeout=RANK_TIMEOUT
+        "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world_size, timeout=timeout
     )
     try:
         outcome = (True, work(rank, *args))
