@@ -27,28 +27,35 @@ void encode_bf16_random(unsigned short* to, const float* from, const unsigned* r
   }
 }
 
-// The dynamic map: code m of magnitude 2^e * (1 + f) stands for the middle of an interval of the decade
-// [10^(e - bits), 10^(e - bits + 1)), which has 2^e intervals. Code 0 is zero. 8 bits of magnitude, or 7 and a sign.
+// The dynamic map: code m of magnitude 2^e * (1 + f) stands for the middle of one of the 2^e intervals of a decade, and
+// code 0 for zero. There are 8 bits of magnitude, or 7 and a sign. Slope and offset have so few bits that the largest
+// code is exactly 1; a decade begins at their difference.
 alignas(32) constexpr float decade_unsigned[8] = {1e-7f, 1e-6f, 1e-5f, 1e-4f, 1e-3f, 1e-2f, 1e-1f, 1.0f};
 alignas(32) constexpr float decade_signed[8] = {1e-6f, 1e-5f, 1e-4f, 1e-3f, 1e-2f, 1e-1f, 1.0f, 1.0f};
 alignas(32) constexpr float inverse_unsigned[8] = {1e7f, 1e6f, 1e5f, 1e4f, 1e3f, 1e2f, 1e1f, 1.0f};
 alignas(32) constexpr float inverse_signed[8] = {1e6f, 1e5f, 1e4f, 1e3f, 1e2f, 1e1f, 1.0f, 1.0f};
-alignas(32) constexpr float border_unsigned[8] = {1e-8f, 1e-7f, 1e-6f, 1e-5f, 1e-4f, 1e-3f, 1e-2f, 1e-1f};
-alignas(32) constexpr float border_signed[8] = {1e-7f, 1e-6f, 1e-5f, 1e-4f, 1e-3f, 1e-2f, 1e-1f, 2.0f};
-// What the largest codes, 255 and 127, stand for: the largest magnitude of a block is one of them, exactly in the middle.
-constexpr float top_unsigned = 0.99648434f;
-constexpr float top_signed = 0.99296874f;
+constexpr float slope_unsigned = 0.9031982421875f, offset_unsigned = 0.8028683662414551f;
+constexpr float slope_signed = 0.9063720703125f, offset_signed = 0.8056631088256836f;
+constexpr float begin_unsigned = slope_unsigned - offset_unsigned, begin_signed = slope_signed - offset_signed;
+alignas(32) constexpr float border_unsigned[8] = {
+    begin_unsigned * 1e-7f, begin_unsigned * 1e-6f, begin_unsigned * 1e-5f, begin_unsigned * 1e-4f,
+    begin_unsigned * 1e-3f, begin_unsigned * 1e-2f, begin_unsigned * 1e-1f, begin_unsigned};
+alignas(32) constexpr float border_signed[8] = {
+    begin_signed * 1e-6f, begin_signed * 1e-5f, begin_signed * 1e-4f, begin_signed * 1e-3f,
+    begin_signed * 1e-2f, begin_signed * 1e-1f, begin_signed,         2.0f};
 
 template <bool is_signed>
 void decode_int8(float* to, const unsigned char* from, float scale) noexcept {
   const float* decade = is_signed ? decade_signed : decade_unsigned;
+  const V slope = V::splat(is_signed ? slope_signed : slope_unsigned);
+  const V minus_offset = V::splat(is_signed ? -offset_signed : -offset_unsigned);
   for (size_t i = 0; i < block_numel; i += V::width) {
     const U code = U::load_bytes(from + i);
     const U m = is_signed ? code & U::splat(127) : code;
     const U bits = U::bits(U::to_floats((m << 1) + U::splat(1)));
     const U e = (bits >> 23) - U::splat(128);
     const V mantissa = U::float_of((bits & U::splat(0x7FFFFFu)) | U::splat(0x3F800000u));
-    const V value = V::fma(V::splat(0.9f), mantissa, V::splat(-0.8f)) * V::lookup(decade, e) * V::splat(scale);
+    const V value = V::fma(slope, mantissa, minus_offset) * V::lookup(decade, e) * V::splat(scale);
     const U sign = is_signed ? (code & U::splat(128)) << 24 : U::splat(0);
     // A scale that is NaN makes the whole block NaN, zeros too.
     const V zero = V::splat(0.0f) * V::splat(scale);
@@ -70,13 +77,14 @@ float encode_int8(unsigned char* to, const float* from) noexcept {
     for (size_t i = 0; i < block_numel; ++i) to[i] = 0;
     return top < 7u << 23 ? 0.0f : __builtin_nanf("");
   }
-  float absmax;
-  __builtin_memcpy(&absmax, &top, sizeof absmax);
-  const float scale = absmax / (is_signed ? top_signed : top_unsigned);
+  float scale;
+  __builtin_memcpy(&scale, &top, sizeof scale);
   const V inverse = V::splat(1.0f / scale);
   const float* border = is_signed ? border_signed : border_unsigned;
   const float* factor = is_signed ? inverse_signed : inverse_unsigned;
   constexpr int bits = is_signed ? 7 : 8;
+  constexpr float slope = is_signed ? slope_signed : slope_unsigned;
+  constexpr float offset = is_signed ? offset_signed : offset_unsigned;
   for (size_t i = 0; i < block_numel; i += V::width) {
     const V value = V::load(from + i);
     const U word = U::bits(value);
@@ -87,8 +95,8 @@ float encode_int8(unsigned char* to, const float* from) noexcept {
     const U above = U::truncate(guess);
     const U below = V::less(x, V::lookup(border, above));
     const U e = above + below;  // minus 1 where it was one too many
-    const V mantissa = V::clamp(V::fma(x * V::lookup(factor, e), V::splat(1.1111112f), V::splat(0.8888889f)), 1.0f,
-                                0x1.fffffep0f);
+    const V mantissa = V::clamp(V::fma(x * V::lookup(factor, e), V::splat(1.0f / slope), V::splat(offset / slope)),
+                                1.0f, 0x1.fffffep0f);
     const U m = ((U::bits(mantissa) & U::splat(0x7FFFFFu)) | U::splat(0x800000u)).shifted(U::splat(23) - e);
     // Under the lowest decade (e is -1, all ones): zero, but where there is no sign nothing that is not zero becomes so.
     const U under = U::is_zero(e + U::splat(1));

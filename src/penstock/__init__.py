@@ -20,6 +20,7 @@ if TYPE_CHECKING:
         PenstockError,
     )
     from penstock.optimizer import Optimizer
+    from penstock.rules.generic import elementwise
     from penstock.tiers.report import Location, LocationReport
 
 __version__ = "0.1.0"
@@ -37,6 +38,7 @@ __all__ = [
     "PenstockError",
     "Placement",
     "StepResult",
+    "elementwise",
     "prepare",
 ]
 
@@ -46,6 +48,7 @@ _HOMES = {
     "Placement": "penstock.config",
     "StepResult": "penstock.engine.step",
     "Optimizer": "penstock.optimizer",
+    "elementwise": "penstock.rules.generic",
     "Location": "penstock.tiers.report",
     "LocationReport": "penstock.tiers.report",
 }

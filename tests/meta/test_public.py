@@ -23,6 +23,7 @@ NAMES = [
     "PenstockError",
     "Placement",
     "StepResult",
+    "elementwise",
     "prepare",
 ]
 

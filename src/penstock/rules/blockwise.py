@@ -4,16 +4,19 @@ A code is a magnitude m and, in the signed map, a sign in its highest bit. Where
 the code stands for the middle of one of 2^e equal intervals of the decade [10^(e - b), 10^(e - b + 1)), with b bits of
 magnitude, 8 or 7; m = 0 is zero:
 
-    value = scale * 10^(e - b + 1) * (0.9 * (m + 1/2) / 2^e - 0.8)
+    value = scale * 10^(e - b + 1) * (slope * (m + 1/2) / 2^e - offset)
 
-Small values get few bits but keep their size, over eight decades without sign and seven with it. A block is scaled so
-that its largest magnitude is the largest code, which therefore returns what went in. Encoding takes the interval that a
+with slope and offset about 0.9 and 0.8, of so few bits that the largest code is exactly 1.
+
+Small values get few bits but keep their size, over eight decades without sign and seven with it. The scale is the
+largest magnitude of the block, which therefore comes back as it went in, and what was decoded is encoded to the same
+codes. Encoding takes the interval that a
 value lies in. What lies below all of them becomes zero in the signed map; without sign it becomes the smallest code, so
 that no second moment vanishes under a first one that does not.
 
 Source: T. Dettmers, M. Lewis, S. Shleifer and L. Zettlemoyer, "8-bit Optimizers via Block-wise Quantization", ICLR
-2022. There a code for 1.0 stands beside the intervals of the highest decade; here the scale puts the largest value
-exactly on its code in both signs, and without sign one decade more is covered.
+2022. There a code for 1.0 stands beside the intervals of the highest decade; here the largest
+code itself is 1, in both signs, and without sign one decade more is covered.
 """
 
 from __future__ import annotations
@@ -25,7 +28,8 @@ from penstock.rules.exact import fma, fp32
 from penstock.rules.rule import BLOCK_NUMEL
 
 _LEAST = 2.0**-120  # a block below it is zero
-_TOP = {False: fp32(0.99648434), True: fp32(0.99296874)}
+_SLOPE = {False: 0.9031982421875, True: 0.9063720703125}
+_OFFSET = {False: 0.8028683662414551, True: 0.8056631088256836}
 
 
 def encode_blocks(value: Tensor, *, signed: bool) -> tuple[Tensor, Tensor]:
@@ -44,19 +48,21 @@ def encode_blocks(value: Tensor, *, signed: bool) -> tuple[Tensor, Tensor]:
     largest = magnitude.amax(dim=1)
     finite = torch.isfinite(largest)  # amax hands a NaN on
     usable = finite & (largest >= _LEAST)
-    scale = torch.where(finite, 0.0, torch.nan)
-    top = torch.full_like(scale, _TOP[signed])
-    scale = torch.where(usable, largest / top, scale)
+    scale = torch.where(usable, largest, torch.where(finite, 0.0, torch.nan))
     inverse = torch.where(usable, torch.ones_like(scale) / torch.where(usable, scale, 1.0), 0.0)
     x = torch.where(usable[:, None], magnitude, 0.0) * inverse[:, None]
 
     bits = 7 if signed else 8
-    borders = torch.tensor([fp32(10.0**k) for k in range(-bits, 0)], dtype=torch.float32, device=value.device)
+    slope, offset = _SLOPE[signed], _OFFSET[signed]
+    begin = fp32(slope - offset)
+    borders = torch.tensor(
+        [fp32(begin * fp32(10.0**k)) for k in range(1 - bits, 1)], dtype=torch.float32, device=value.device
+    )
     factors = torch.tensor([fp32(10.0**k) for k in range(bits - 1, -1, -1)], dtype=torch.float32, device=value.device)
     decade = torch.bucketize(x, borders, right=True) - 1
     under = decade < 0
     e = decade.clamp(min=0)
-    within = fma(fp32(1.1111112), x * factors[e], torch.full_like(x, fp32(0.8888889)))
+    within = fma(fp32(1 / slope), x * factors[e], torch.full_like(x, fp32(offset / slope)))
     within = within.clamp(1.0, 2.0 - 2.0**-23)
     mantissa = (within.view(torch.int32) & 0x7FFFFF) | 0x800000
     code = mantissa >> (23 - e).to(torch.int32)
@@ -86,6 +92,6 @@ def _table(signed: bool) -> list[float]:
     values = [0.0]
     for m in range(1, 1 << bits):
         e = m.bit_length() - 1
-        middle = fp32(fp32(0.9) * ((2 * m + 1) / (1 << (e + 1))) - fp32(0.8))
+        middle = fp32(_SLOPE[signed] * ((2 * m + 1) / (1 << (e + 1))) - _OFFSET[signed])
         values.append(fp32(middle * fp32(10.0 ** (e - bits + 1))))
     return values + [-v for v in values] if signed else values

@@ -89,11 +89,11 @@ class Segment:
         """The scales of one state."""
         return self.scales[index] if self.scales else None
 
-    def pieces(self) -> Iterator[Segment]:
-        """Cut the segment into views of at most `PIECE_NUMEL` elements, in order."""
-        for start in range(0, self.param.numel(), PIECE_NUMEL):
-            part = slice(start, start + PIECE_NUMEL)
-            blocks = slice(start // BLOCK_NUMEL, (start + PIECE_NUMEL) // BLOCK_NUMEL)
+    def pieces(self, numel: int = PIECE_NUMEL) -> Iterator[Segment]:
+        """Cut the segment into views of at most `numel` elements, whole blocks, in order."""
+        for start in range(0, self.param.numel(), numel):
+            part = slice(start, start + numel)
+            blocks = slice(start // BLOCK_NUMEL, (start + numel) // BLOCK_NUMEL)
             yield Segment(
                 self.param[part],
                 self.grad[part],

@@ -9,6 +9,7 @@ import torch
 from penstock.errors import ConfigError
 from penstock.rules.adagrad import Adagrad
 from penstock.rules.adam import Adam
+from penstock.rules.generic import Generic, is_declared
 from penstock.rules.lion import Lion
 from penstock.rules.rule import Rule
 from penstock.rules.sgd import Sgd
@@ -37,6 +38,20 @@ FUSED: Mapping[str, Make] = {
     "lion_pytorch.lion_pytorch.Lion": _lion_of_lion_pytorch,
 }
 
+#: Torch's classes that the generic rule runs.
+ELEMENTWISE = frozenset(
+    f"torch.optim.{name.lower()}.{name}"
+    for name in ("RMSprop", "Adadelta", "Adamax", "NAdam", "RAdam", "ASGD", "Rprop")
+)
+
+#: Classes that compute across elements, and why they do not fit.
+NOT_ELEMENTWISE: Mapping[str, str] = {
+    "torch.optim.Muon": "it makes whole matrices orthogonal, and Penstock cuts parameters into flat parts",
+    "torch.optim.Adafactor": "it keeps second moments by row and column, and Penstock cuts parameters into flat parts",
+    "torch.optim.lbfgs.LBFGS": "it looks at all parameters at once and calls a closure several times per step",
+    "torch.optim.sparse_adam.SparseAdam": "it takes sparse gradients, and Penstock reduces dense ones",
+}
+
 
 def rule_for(optimizer: torch.optim.Optimizer, format_: StateFormat = StateFormat()) -> Rule:  # noqa: B008
     """Return the rule that computes what `optimizer` would.
@@ -54,14 +69,20 @@ def rule_for(optimizer: torch.optim.Optimizer, format_: StateFormat = StateForma
         >>> [spec.name for spec in rule_for(torch.optim.AdamW(model.parameters(), lr=1e-4)).states]
         ['exp_avg', 'exp_avg_sq']
     """
-    name = f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"
-    make = FUSED.get(name)
-    if make is None:
-        supported = "torch.optim.AdamW, Adam, SGD, Adagrad, penstock.optim.Lion, lion_pytorch.Lion"
+    cls = type(optimizer)
+    name = f"{cls.__module__}.{cls.__qualname__}"
+    if name in FUSED:
+        rule = FUSED[name](optimizer, format_)
+    elif name in ELEMENTWISE or is_declared(cls):
+        rule = Generic(optimizer, format_)
+    elif name in NOT_ELEMENTWISE:
+        raise ConfigError(f"{name} is not supported: {NOT_ELEMENTWISE[name]}.")
+    else:
         raise ConfigError(
-            f"{name} is not supported. Use exactly one of {supported}; a subclass may compute something else."
+            f"{name} is not supported. Use exactly one of torch.optim.AdamW, Adam, SGD, Adagrad, RMSprop, Adadelta, "
+            "Adamax, NAdam, RAdam, ASGD, Rprop or penstock.optim.Lion; a subclass may compute something else. If the "
+            "class updates every element by itself, say so: penstock.elementwise(...)."
         )
-    rule = make(optimizer, format_)
     for index, group in enumerate(optimizer.param_groups):
         try:
             rule.hyper(group, step=1)
