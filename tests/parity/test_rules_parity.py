@@ -147,8 +147,11 @@ def test_low_precision_stays_near_fp32(row: Row) -> None:
     found = train(row, inline(), 3, penstock.Placement(), {})
     reference = train(exact, inline(), 3, penstock.Placement(), {})
     for name, _ in model_of().named_parameters():
-        # A few updates of 1e-3 (RMSprop: ten times that at first), and a step of bf16 for each.
-        assert bool((found[name] - reference[name]).abs().max() < 1.5e-2 + reference[name].abs().max() / 32), name
+        difference = (found[name] - reference[name]).abs()
+        size = reference[name].abs()
+        # One by one: a few updates of the wrong sign, where the gradient nearly vanishes (RMSprop's first is 10 lr).
+        assert bool((difference < 0.08 + size / 32).all()), name
+        assert difference.mean() < 3e-3 + size.mean() / 128, name
 
 
 def check_ranks(rank: int, rows: list[Row]) -> list[str]:
