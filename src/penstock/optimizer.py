@@ -62,8 +62,8 @@ class Optimizer(torch.optim.Optimizer):
         Raises:
             ConfigError: a closure was given.
             EngineError: closed; called inside forward, backward or `gathered`; the last backward did not finish, or was
-                under `no_sync`; a frozen parameter was unfrozen; the norm is not finite and
-                `Options(on_nonfinite="raise")`.
+                under `no_sync`; a frozen parameter was unfrozen, or one was written outside `gathered`; the norm is not
+                finite and `Options(on_nonfinite="raise")`.
         """
         if closure is not None:
             raise ConfigError("step(closure) is not supported: call backward first, then step().")
@@ -83,6 +83,8 @@ class Optimizer(torch.optim.Optimizer):
             )
         self._given._opt_called = True  # type: ignore[attr-defined] # its schedulers look here for a step before theirs
         engine.check_frozen()
+        for unit in engine.units:
+            unit.check_written()
         measure = engine.stepper.measure()
         if not torch.isfinite(torch.tensor(measure.grad_norm)):
             if engine.options.on_nonfinite == "raise":

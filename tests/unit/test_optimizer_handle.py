@@ -425,6 +425,80 @@ def test_gathered_modify_takes_over_what_was_written(precision, make_streams):
     optimizer.close()
 
 
+def everywhere() -> Iterator[tuple[str, Any, Placement, str]]:
+    for streams, make in STREAMS.items():
+        for placement in (Placement(), Placement(optimizer="cpu"), ON_CPU):
+            for precision in ("fp32", "bf16"):
+                yield streams, make, placement, precision
+
+
+def test_a_write_that_would_be_lost_is_an_error():
+    """Outside `gathered(modify=True)` a write is kept, refused by torch, or an error at the next step: never lost."""
+    fates = set()
+    for streams, make, placement, precision in everywhere():
+        model, other = stack(), stack()
+        optimizer = prepare(model, make_streams=make, placement=placement, precision=precision)
+        train(model, optimizer, range(1))
+        weight = model.blocks[0].up.weight
+        fate = "kept"
+        try:
+            with torch.no_grad():
+                weight.copy_(torch.ones_like(weight))
+        except RuntimeError:
+            fate = "refused"
+        loss_of(model, 1).backward()
+        before = [optimizer.full_param(p) for p in model.parameters() if p is not weight]
+        try:
+            optimizer.step()
+        except penstock.EngineError as error:
+            assert "Parameter 'blocks.0.up.weight' was written outside gathered(modify=True)" in str(error)  # noqa: PT017
+            fate = "error"
+            assert_equal([optimizer.full_param(p) for p in model.parameters() if p is not weight], before)
+            optimizer.set_full_param(weight, other.blocks[0].up.weight)
+            assert not optimizer.step().skipped
+        fates.add((fate, streams, precision, placement == Placement()))
+        optimizer.close()
+    resident = {("kept", s, "fp32", True) for s in STREAMS} | {("error", s, "bf16", True) for s in STREAMS}
+    elsewhere = {("kept", "inline", "fp32", False), ("error", "inline", "bf16", False)}
+    shadowed = {
+        ("error", "simulated", p, False) for p in ("fp32", "bf16")
+    }  # params on the device, optimizer on the cpu
+    released = {("refused", "simulated", p, False) for p in ("fp32", "bf16")}
+    assert fates == resident | elsewhere | shadowed | released
+
+
+def test_a_write_under_gathered_without_modify_is_an_error():
+    for _, make, placement, precision in everywhere():
+        model = stack()
+        optimizer = prepare(model, make_streams=make, placement=placement, precision=precision)
+
+        def write(model: nn.Module = model, optimizer: penstock.Optimizer = optimizer) -> None:
+            with optimizer.gathered(), torch.no_grad():
+                model.first.weight.zero_()
+
+        if precision == "fp32" and (make is inline or placement == Placement()):
+            write()  # the home itself: there is no other copy
+            assert not optimizer.full_param(model.first.weight).any()
+        else:
+            with pytest.raises(
+                penstock.EngineError, match=r"'first.weight' was written outside gathered\(modify=True\)"
+            ):
+                write()
+        optimizer.close()
+
+
+def test_reading_inside_a_gathered_that_modifies(make_streams):
+    model = stack()
+    optimizer = prepare(model, make_streams=make_streams, precision="bf16")
+    with optimizer.gathered(modify=True), torch.no_grad():
+        model.first.weight.zero_()
+        with optimizer.gathered():
+            assert not model.first.weight.any()
+    assert not optimizer.full_param(model.first.weight).any()
+    train(model, optimizer, range(1))
+    optimizer.close()
+
+
 def test_load_state_dict_of_the_model_under_gathered(make_streams):
     model, other = stack(), stack(5)
     optimizer = prepare(model, make_streams=make_streams)

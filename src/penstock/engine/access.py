@@ -77,12 +77,17 @@ class Access:
         before = {unit: (unit.full if unit.resident else unit.own).clone() for unit in units} if modify else {}
         try:
             yield
-            for unit in units if modify else ():
-                self._take_over(unit, before[unit])
+            for unit in units:
+                if modify:
+                    self._take_over(unit, before[unit])
+                    unit.note_versions()
+                elif unit.holds == 1:
+                    unit.check_written()
         except BaseException:
             for unit, values in before.items():
                 if unit.resident:  # what was written is in the home already
                     unit.full.copy_(values)
+                unit.note_versions()
             raise
         finally:
             for unit in units:
@@ -137,6 +142,7 @@ class Access:
             _write(unit, part, values)
             if unit.trained and unit.trained.shadow is not None:
                 unit.own[part].copy_(unit.trained.shadow[part])
+        unit.note_version(index)
         unit.stale = unit.replicated and unit.layout.shards > 1
         unit.published = DONE
         self._gatherer.outdate(unit)

@@ -100,6 +100,7 @@ class UnitPlan:
         for slot_index, parameter in enumerate(spec.parameters):
             self._fill(unit, slot_index, parameter.detach())
         unit.hide()
+        unit.note_versions()
         return unit
 
     def _fill(self, unit: Unit, index: int, value: Tensor) -> None:

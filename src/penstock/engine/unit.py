@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from penstock.engine.discover import UnitSpec
+from penstock.errors import EngineError
 from penstock.kinds import Tier
 from penstock.layout import FlatLayout, Piece
 from penstock.machine.streams import DONE, Event
@@ -108,6 +109,7 @@ class Unit:
         self.leased = False  # the full buffer has memory of its own
         self.users = 0  # forwards of its anchors under way
         self.holds = 0  # `gathered` blocks that it is in
+        self._versions: list[int] = []  # of the parameters: torch counts every write of theirs, and none of ours
         self._placeholder = torch.full((), float("nan"), device=device).to(spec.dtype)
 
     @property
@@ -151,6 +153,29 @@ class Unit:
         """Make the parameters placeholders: their real shape, NaN when read, one element of memory, no writes."""
         for slot, parameter in zip(self.layout.slots, self.spec.parameters, strict=True):
             parameter.data = self._placeholder.expand(slot.shape)
+
+    def note_versions(self) -> None:
+        """What the parameters show is what the home and the master say."""
+        self._versions = [parameter._version for parameter in self.spec.parameters]
+
+    def note_version(self, index: int) -> None:
+        """The same for one parameter."""
+        self._versions[index] = self.spec.parameters[index]._version
+
+    def check_written(self) -> None:
+        """Refuse a parameter that somebody wrote where no update starts from: in a gathered copy, or half its master.
+
+        Raises:
+            EngineError: names the parameter.
+        """
+        if self.resident and (self.trained is None or (self.trained.master is None and self.trained.shadow is None)):
+            return  # what was written is all there is
+        for name, parameter, version in zip(self.spec.names, self.spec.parameters, self._versions, strict=True):
+            if parameter._version != version:
+                raise EngineError(
+                    f"Parameter '{name}' was written outside gathered(modify=True), and its master weights were not. "
+                    "Set it again with set_full_param(), or write it inside."
+                )
 
     def drop(self) -> None:
         """Let go of every tensor."""
