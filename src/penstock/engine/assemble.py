@@ -57,7 +57,7 @@ class UnitPlan:
         if not spec.trainable:
             return
         self._grad = CellPlan(spec.name, GRAD, homes.grads, homes.grad_dtype, shard)
-        if homes.master_dtype is not None:
+        if homes.master_dtype is not None and spec.dtype != torch.float32:
             self._master = CellPlan(spec.name, MASTER, homes.optimizer, homes.master_dtype, shard)
         if not in_reach(homes.params, homes.optimizer, streams):
             # The update cannot reach the parameters: it writes a copy beside its state, the other part of the master.
@@ -111,7 +111,7 @@ class UnitPlan:
             flat = flat.to(self._streams.device, copy=True)
             self._ranks.broadcast(flat)
         if unit.replicated:
-            remainder = unit.trained is not None and self._homes.master_dtype == torch.int16
+            remainder = self._master is not None and self._master.dtype == torch.int16
             rounded = split_master(flat.float())[0] if remainder else flat.to(unit.spec.dtype)
             unit.home[slot.start : slot.stop].copy_(rounded)
         overlap = unit.layout.overlap(slot, unit.rank)

@@ -54,7 +54,7 @@ def find_units(
         model: the model.
         policy: classes of the blocks, or a predicate on (name, module); `None` finds the repeated blocks.
         owned: parameters that the optimizer updates.
-        compute_dtype: dtype of floating-point parameters while computing.
+        compute_dtype: dtype of floating-point parameters while computing; those of batch norms stay in fp32.
         persistent_bytes: parameters up to this size join a unit of their own that stays gathered.
 
     Raises:
@@ -66,7 +66,11 @@ def find_units(
     for name, parameter in model.named_parameters():
         if parameter.is_complex():
             raise ConfigError(f"Parameter '{name}' is {parameter.dtype}. Store its real and imaginary parts apart.")
-        dtype = compute_dtype if parameter.is_floating_point() else parameter.dtype
+        dtype = parameter.dtype
+        if parameter.is_floating_point():
+            # Beside statistics in fp32 (batch norms) torch wants weights in fp32; it takes inputs in any dtype there.
+            keeps_fp32 = any(getattr(module, "running_mean", None) is not None for _, module in owners[parameter])
+            dtype = torch.float32 if keeps_fp32 else compute_dtype
         homes = {block for block, _ in owners[parameter]}
         # Tied parameters share a unit: what several blocks use belongs to the rest of the model.
         block = homes.pop() if len(homes) == 1 else ROOT
@@ -82,7 +86,7 @@ def find_units(
         if small:
             anchors += blocks.values()
         name = block + ("" if trainable else ".frozen") + (".small" if small else "")
-        if not dtype.is_floating_point:
+        if dtype != compute_dtype:
             name += f".{str(dtype).removeprefix('torch.')}"
         names, parameters = zip(*members, strict=True)
         unique = tuple(dict.fromkeys(anchors))
