@@ -40,10 +40,11 @@ def build(family: Family, precision: str) -> nn.Module:
 
 
 def to_bf16(model: nn.Module) -> None:
-    """Convert parameters in place; buffers keep their dtype, as they do under Penstock."""
-    for parameter in model.parameters():
-        if parameter.is_floating_point():
-            parameter.data = parameter.data.bfloat16()
+    """Convert parameters in place; buffers and batch norms keep their dtype, as they do under Penstock."""
+    for module in model.modules():
+        for parameter in module.parameters(recurse=False):
+            if parameter.is_floating_point() and getattr(module, "running_mean", None) is None:
+                parameter.data = parameter.data.bfloat16()
 
 
 def prepared(
@@ -99,7 +100,9 @@ def plain_run(family: Family, precision: str, world_size: int = 1) -> Trace:
     named = dict(model.named_parameters())
     owned = {id(p) for p in family.owned(model) if p.requires_grad}
     trained = {n: p for n, p in named.items() if id(p) in owned}
-    masters = trained if precision == "fp32" else {n: p.detach().float().clone() for n, p in trained.items()}
+    masters = (
+        trained if precision == "fp32" else {n: p.detach().to(torch.float32, copy=True) for n, p in trained.items()}
+    )
     optimizer = torch.optim.AdamW(masters.values(), foreach=False, **HYPER)
     trace = Trace()
     for step in range(STEPS):
@@ -113,7 +116,7 @@ def plain_run(family: Family, precision: str, world_size: int = 1) -> Trace:
                 trace.observed.append([t.float() for t in observed])
             for name, parameter in trained.items():
                 if parameter.grad is not None:
-                    share = parameter.grad.float() / world_size
+                    share = parameter.grad.to(dtype).float() / world_size  # batch norms' too are reduced in it
                     gradients[name] = gradients[name] + share if name in gradients else share.clone()
         if step == 0:
             trace.gradients = {n: gradients.get(n, torch.zeros(p.shape)) for n, p in trained.items()}

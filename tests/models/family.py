@@ -52,7 +52,6 @@ class Family:
         work: forwards and backwards of one step; what it returns (losses, gradients of inputs) is compared.
         owned: the parameters that the optimizer gets.
         prepare: further arguments of `prepare`.
-        bf16: whether the model can compute in bf16.
         exact: whether plain torch does the same arithmetic: other strides take other kernels.
         warns: text of the warning that `prepare` gives.
     """
@@ -62,7 +61,6 @@ class Family:
     work: Work
     owned: Callable[[nn.Module], list[nn.Parameter]] = lambda model: list(model.parameters())
     prepare: dict[str, Any] = field(default_factory=dict)
-    bf16: bool = True
     exact: bool = True
     warns: str | None = None
 

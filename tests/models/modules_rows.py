@@ -343,7 +343,7 @@ MODULES = [
     Family("one_linear", lambda: nn.Linear(8, 4), on_floats(4, 8)),
     Family("stack", Stack, on_floats(4, 8)),
     Family("input_gradient", Stack, input_gradient),
-    Family("conv_batch_norm", ConvNet, on_floats(4, 3, 6, 6), bf16=False),
+    Family("conv_batch_norm", ConvNet, on_floats(4, 3, 6, 6)),
     Family("nn_transformer", Seq2Seq, one_loss(seq2seq_loss)),
     Family("nn_transformer_encoder", Encoder, on_floats(2, 5, WIDTH)),
     Family("lstm", Lstm, one_loss(lambda model, batch: squared(model(batch.ids(32, 3, 5))))),

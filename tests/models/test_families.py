@@ -3,8 +3,10 @@
 from dataclasses import replace
 
 import pytest
+import torch
 
 from tests.models.contract import (
+    HYPER,
     ON_CPU,
     ON_DEVICE,
     assert_close,
@@ -13,11 +15,13 @@ from tests.models.contract import (
     assert_same,
     penstock_run,
     plain_run,
+    to_bf16,
 )
+from tests.models.family import Batch
 from tests.models.graphs_rows import GRAPHS
-from tests.models.modules_rows import MODULES
+from tests.models.modules_rows import MODULES, ConvNet, squared
 from tests.models.transformers_rows import TRANSFORMERS
-from tests.support import inline, simulated
+from tests.support import inline, prepare_on, simulated
 
 FAMILIES = [*TRANSFORMERS, *MODULES, *GRAPHS]
 # At world size 1 stages differ in nothing that moves, so each is run with one half of the placements.
@@ -42,7 +46,7 @@ def test_fp32_equals_plain_torch(family):
     assert_equal(replace(unseen, gradients=first.gradients), first)
 
 
-@pytest.mark.parametrize("family", [family for family in FAMILIES if family.bf16], ids=str)
+@pytest.mark.parametrize("family", FAMILIES, ids=str)
 def test_bf16_equals_plain_torch(family):
     plain = plain_run(family, "bf16")
     first = penstock_run(family, inline(), ON_DEVICE, 3, "bf16")
@@ -51,3 +55,30 @@ def test_bf16_equals_plain_torch(family):
         assert_same(first.observed[:1], plain.observed[:1])
     assert_close(first, plain, relative=2e-2)
     assert_equal(penstock_run(family, simulated(), ON_CPU, 3, "bf16"), first)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_batch_norms_keep_their_statistics_and_weights_in_fp32(precision):
+    torch.manual_seed(0)
+    plain, model = ConvNet(), ConvNet()
+    model.load_state_dict(plain.state_dict())
+    if precision == "bf16":
+        to_bf16(plain)
+    optimizer = prepare_on(
+        simulated(), model, torch.optim.AdamW(model.parameters(), **HYPER), placement=ON_CPU, precision=precision
+    )
+    dtype = torch.bfloat16 if precision == "bf16" else torch.float32
+    images = Batch(0).floats(4, 3, 6, 6)
+    squared(plain(images.to(dtype)))
+    optimizer.backward(squared(model(images)))
+    for name, buffer in plain.named_buffers():
+        assert torch.equal(model.get_buffer(name), buffer), name
+    with optimizer.gathered():
+        dtypes = {name: parameter.dtype for name, parameter in model.named_parameters()}
+    norms = {name for name in dtypes if name.startswith(("stages.0.1", "stages.1.1"))}
+    assert {name for name, found in dtypes.items() if found == torch.float32} == (
+        norms if dtype.itemsize == 2 else set(dtypes)
+    )
+    assert len(norms) == 4
+    optimizer.step()
+    optimizer.close()
