@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstddef>
+#include <cstdint>
 #include <type_traits>
 
 namespace penstock {
@@ -38,10 +39,25 @@ struct Arrays {
   const void* grad;
   void* master;  // null for Master::none
   void* states[max_states];
+  std::uint64_t random_key = 0;   // of this step
+  std::uint64_t first_block = 0;  // number of the first block of 256 elements, in the order of all parameters
 };
 
 // Random bits belong to blocks of this many elements, and so do the scales of 8-bit states.
 inline constexpr std::size_t block_numel = 256;
+
+// The finaliser of SplitMix64 (Steele, Lea and Flood, 2014): a bijection in which every bit depends on every other.
+namespace {
+inline std::uint64_t mix(std::uint64_t x) {
+  x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9u;
+  x = (x ^ (x >> 27)) * 0x94D049BB133111EBu;
+  return x ^ (x >> 31);
+}
+// The key of a block's random words: draw 0 for the states 0 and 1, draw 1 for the state 2 and the parameter.
+inline std::uint64_t block_key(std::uint64_t random_key, std::uint64_t block, unsigned draw) {
+  return mix(random_key ^ (2 * block + draw));
+}
+}  // namespace
 
 // The kernels of one instruction set, working on elements [begin, end). Null where a combination does not exist.
 struct Kernels {
@@ -49,6 +65,10 @@ struct Kernels {
   // By rule, parameter dtype, kind of master and gradient dtype; the states are fp32.
   void (*update[rule_count][dtype_count][master_count][dtype_count])(const Arrays&, const float* scalars,
                                                                      std::size_t begin, std::size_t end) noexcept;
+  // The same with all states in bf16, a bf16 parameter, and whole blocks alone: by rounding (nearest or random), rule,
+  // whether there is a remainder (else the parameter has no master and is rounded like the states), gradient dtype.
+  void (*update_bf16[2][rule_count][2][dtype_count])(const Arrays&, const float* scalars, std::size_t begin,
+                                                     std::size_t end) noexcept;
   // dst = src, or dst += src, by dtype of dst, dtype of src and whether to add; returns the squared norm of dst's
   // range afterwards. A range is at most one norm block and starts at one.
   double (*deposit[dtype_count][dtype_count][2])(void* dst, const void* src, std::size_t begin,
@@ -58,7 +78,7 @@ struct Kernels {
 
   // Storage of states and parameters in fewer bits, one block at a time.
   // The random words of a block, from its key.
-  void (*random)(unsigned* to, unsigned key_low, unsigned key_high) noexcept;
+  void (*random)(unsigned* to, std::uint64_t key) noexcept;
   void (*decode_bf16)(float* to, const unsigned short* from) noexcept;
   void (*encode_bf16)(unsigned short* to, const float* from) noexcept;
   // Stochastic: up with the probability of the distance, by the low or the high 16 bits of the block's random words.

@@ -221,8 +221,22 @@ constexpr void add_grads(Row& row) {
   row[int(DType::fp16)] = update<R, Store, Fp16>;
 }
 
+template <class R, bool random>
+constexpr void add_bf16(Kernels& k) {
+  constexpr int fp32 = int(DType::fp32), bf16 = int(DType::bf16);
+  auto& rows = k.update_bf16[random][int(R::id)];
+  rows[0][fp32] = update_bf16<R, false, Fp32, random>;
+  rows[0][bf16] = update_bf16<R, false, Bf16, random>;
+  rows[1][fp32] = update_bf16<R, true, Fp32, random>;
+  rows[1][bf16] = update_bf16<R, true, Bf16, random>;
+}
+
 template <class R>
 constexpr void add_rule(Kernels& k) {
+  if constexpr (state_count[int(R::id)] > 0) {
+    add_bf16<R, false>(k);
+    add_bf16<R, true>(k);
+  }
   constexpr int fp32 = int(DType::fp32), bf16 = int(DType::bf16), fp16 = int(DType::fp16);
   auto& rows = k.update[int(R::id)];
   add_grads<R, MasterNone<Fp32>>(rows[fp32][int(Master::none)]);

@@ -75,13 +75,6 @@ double sum_blocks(Pool* pool, std::size_t numel, BlockNorm&& block_norm) {
   return sum;
 }
 
-// The finaliser of SplitMix64 (Steele, Lea and Flood, 2014): a bijection in which every bit depends on every other.
-std::uint64_t mix(std::uint64_t x) {
-  x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9u;
-  x = (x ^ (x >> 27)) * 0x94D049BB133111EBu;
-  return x ^ (x >> 31);
-}
-
 // A piece of work whose states or parameter are stored in fewer bits passes through fp32 buffers of this many elements,
 // which stay in the nearest cache.
 constexpr std::size_t staged_numel = 4 * block_numel;
@@ -116,7 +109,8 @@ class Staged {
  private:
   // Blocks of the arrays as they lie in memory.
   void whole(std::size_t at, std::size_t count) const noexcept {
-    alignas(64) float buffers[max_states + 1][staged_numel];
+    // Rows of a power of two would put the same element of all states on one line of the cache.
+    alignas(64) float buffers[max_states + 1][staged_numel + 112];
     Arrays arrays{};
     const auto shift = [&](const void* base, std::size_t size) {
       return base == nullptr ? nullptr : const_cast<char*>(static_cast<const char*>(base)) + at * size;
@@ -136,8 +130,7 @@ class Staged {
       Words random;
       for (unsigned draw = 0; draw < 2; ++draw) {
         if (!draws_[draw]) continue;
-        const std::uint64_t key = mix(update_.random_key ^ (2 * block + draw));
-        kernels_.random(random.words[draw], unsigned(key), unsigned(key >> 32));
+        kernels_.random(random.words[draw], block_key(update_.random_key, block, draw));
       }
       for (std::size_t k = 0; k < update_.states.size(); ++k)
         encode(update_.states[k], at + i, static_cast<float*>(arrays.states[k]) + i, random.words[k / 2], k % 2);
@@ -216,6 +209,17 @@ class Staged {
   bool draws_[2] = {};
 };
 
+// The kernel that needs no buffers for bf16 states, or null where there is none.
+UpdateKernel direct_bf16(const Kernels& kernels, const Update& update) {
+  const bool remainder = update.master_kind == Master::remainder;
+  if (update.states.empty() || update.param_dtype != DType::bf16 || update.master_kind == Master::fp32) return nullptr;
+  const bool random = update.states[0].storage == Storage::bf16_random;
+  for (const State& state : update.states)
+    if (state.storage != (random ? Storage::bf16_random : Storage::bf16)) return nullptr;
+  if (!remainder && update.param_random != random) return nullptr;
+  return kernels.update_bf16[random][int(update.rule)][remainder][int(update.grad_dtype)];
+}
+
 template <class Kernel>
 Kernel require(Kernel kernel, const char* what) {
   if (kernel == nullptr) throw std::invalid_argument(what);
@@ -249,7 +253,7 @@ void update(Pool* pool, std::size_t numel, const Update& update) {
   if (update.param_random && (update.param_dtype != DType::bf16 || update.master_kind != Master::none))
     throw std::invalid_argument("only a bf16 parameter without master is rounded stochastically");
   bool staged = update.param_random;
-  Arrays arrays{update.param, update.grad, update.master, {}};
+  Arrays arrays{update.param, update.grad, update.master, {}, update.random_key, update.first_block};
   for (std::size_t k = 0; k < update.states.size(); ++k) {
     arrays.states[k] = update.states[k].values;
     staged |= update.states[k].storage != Storage::fp32;
@@ -259,8 +263,14 @@ void update(Pool* pool, std::size_t numel, const Update& update) {
   const auto kernel = require(kernels.update[rule][param][int(update.master_kind)][int(update.grad_dtype)],
                               "no kernel for this dtype of the parameter with this kind of master");
   const Staged through_buffers(kernels, kernel, update);
+  const auto direct = direct_bf16(kernels, update);
   for_ranges(pool, numel, piece_numel, [&](std::size_t begin, std::size_t end) noexcept {
     const DefaultArithmetic arithmetic;
+    if (direct != nullptr) {
+      const std::size_t whole = begin + (end - begin) / block_numel * block_numel;
+      direct(arrays, update.scalars.data(), begin, whole);
+      begin = whole;
+    }
     if (staged) return through_buffers.run(begin, end);
     kernel(arrays, update.scalars.data(), begin, end);
   });
