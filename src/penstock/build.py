@@ -6,7 +6,6 @@
 4. Connect the parts and hook the model.
 """
 
-import os
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -35,6 +34,7 @@ from penstock.layout import ALIGNMENT_NUMEL
 from penstock.machine.arena import return_free_memory
 from penstock.machine.collectives import Ranks, default_device
 from penstock.machine.streams import Streams, streams_for
+from penstock.machine.threads import update_threads
 from penstock.optimizer import Optimizer
 from penstock.rules.rule import Rule
 from penstock.rules.select import rule_for
@@ -195,7 +195,7 @@ def build(
     move_buffers(model, streams.device)
     return_free_memory()  # the parameters' own memory, which the cells have replaced
 
-    pool = Pool(options.update_threads or default_update_threads())
+    pool = Pool(options.update_threads or update_threads())
     gradient_scale = 1 / ranks.world_size if options.reduce_op == "mean" else 1.0
     trained = {p: groups[p] for unit in units if unit.trained for p in unit.spec.parameters}
     gatherer = Gatherer(ranks, streams, live_bytes=live_bytes, prefetch_bytes=options.prefetch_bytes)
@@ -302,12 +302,6 @@ def number_elements(parameters: Iterable[nn.Parameter]) -> dict[nn.Parameter, in
         firsts[parameter] = cursor
         cursor += -(-parameter.numel() // ALIGNMENT_NUMEL) * ALIGNMENT_NUMEL
     return firsts
-
-
-def default_update_threads() -> int:
-    """The cores that this process may use, shared among the ranks of this host."""
-    ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    return max(1, len(os.sched_getaffinity(0)) // max(1, ranks_here))
 
 
 def take_over_state(optimizer: torch.optim.Optimizer, access: Access, trained: Mapping[nn.Parameter, int]) -> None:
