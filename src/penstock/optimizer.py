@@ -295,11 +295,18 @@ class Optimizer(torch.optim.Optimizer):
 
         Arguments:
             keep_params: leave the model with whole parameters, at master precision in the dtype and on the device that
-                they had before `prepare`; else they are left empty (zero elements).
+                they had before `prepare`; else they are left empty (zero elements). Where they do not fit, the error
+                of the allocator is raised and the optimizer stays open.
+
+        Raises:
+            Exception: the error of an update that failed. Everything is given back; the parameters are left empty.
         """
-        engine, self._engine = self._engine, None
+        engine = self._engine
         if engine is not None:
-            engine.close(keep_params=keep_params)
+            try:
+                engine.close(keep_params=keep_params)
+            finally:
+                self._engine = None if engine.closed else engine
 
     def _open(self, verb: str) -> Engine:
         if self._engine is None:

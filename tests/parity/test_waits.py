@@ -26,7 +26,6 @@ KIB = 1 << 10
 REDUNDANT = {
     "access.py finish: unit.trained.updated.synchronize()": "step returns after every update has run",
     "feed.py bring: after trained.gradient.ready": "step measures first, which waits for every gradient",
-    "buffers.py clear: event.wait()": "close only, which has waited for every gradient",
 }
 Values = list[Any]
 RowRun = Callable[[Streams], Values]

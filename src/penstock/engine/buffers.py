@@ -49,8 +49,5 @@ class BufferRing:
         return sum(b.numel() * b.element_size() for ring in self._free.values() for b, _ in ring)
 
     def clear(self) -> None:
-        """Drop every returned buffer."""
-        for ring in self._free.values():
-            for _, event in ring:
-                event.wait()
+        """Drop every returned buffer. All work is over."""
         self._free.clear()

@@ -1,10 +1,10 @@
 """The parts of one engine, and how they end."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from penstock._native import Pool
 from penstock.config import Options
@@ -36,6 +36,7 @@ class Engine:
     Attributes:
         owned_frozen: parameters that the optimizer was given and that do not require gradients.
         restore_model: undoes what `prepare` set on the model beside its parameters and hooks.
+        closed: everything was given back.
     """
 
     units: Sequence[Unit]
@@ -52,6 +53,7 @@ class Engine:
     origins: dict[nn.Parameter, Origin]
     owned_frozen: Sequence[nn.Parameter]
     restore_model: Callable[[], None]
+    closed: bool = False
 
     def at_rest(self, unit_name: str, kind: str) -> bool:
         """Whether a cell has no movement or update under way."""
@@ -75,18 +77,31 @@ class Engine:
                         )
 
     def close(self, *, keep_params: bool) -> None:
-        """Finish work, take hooks off, restore the parameters, give everything back."""
-        self.access.finish()
-        self.hooks.abandon_backward()
+        """Finish work, restore the parameters, give everything back.
+
+        An update that failed leaves no whole values: everything is given back, the parameters are left empty, and its
+        error is raised. Where whole parameters do not fit into memory, that is raised and nothing has changed.
+        """
+        try:
+            self.access.finish()
+        except Exception:
+            self._give_back({})
+            raise
+        self._give_back({p: self._restored(p, origin) for p, origin in self.origins.items()} if keep_params else {})
+
+    def _restored(self, parameter: nn.Parameter, origin: Origin) -> Tensor:
+        return self.access.exact_param(parameter).to(device=origin.device, dtype=origin.dtype)
+
+    def _give_back(self, values: Mapping[nn.Parameter, Tensor]) -> None:
+        """Leave the model with these values of its parameters, or none, and without hooks; free all memory."""
+        self.closed = True
         self.hooks.remove()
         self.restore_model()
         for parameter, origin in self.origins.items():
-            if keep_params:
-                parameter.data = self.access.exact_param(parameter).to(device=origin.device, dtype=origin.dtype)
-            else:
-                parameter.data = torch.empty(0, dtype=origin.dtype, device=origin.device)
+            whole = values.get(parameter)
+            parameter.data = torch.empty(0, dtype=origin.dtype, device=origin.device) if whole is None else whole
+        self.streams.close()  # what is under way, gathers too, ends before its memory goes
         self.reducer.buffers.clear()
-        self.streams.close()
         self.store.close()
         for unit in self.units:
             unit.drop()

@@ -1,0 +1,108 @@
+"""Work that fails late surfaces where its result is needed, and close gives everything back all the same."""
+
+import threading
+from typing import Any
+
+import pytest
+import torch
+
+import penstock
+from penstock.machine.simulated import SimulatedStreams
+from penstock.machine.streams import COLLECTIVE, DOWNLOAD, UPDATE, UPLOAD, Event, Work
+from tests.parity.rows import PLACEMENTS, Arithmetic, Net, batches, loss_of, prepared
+
+BATCH = batches(1, 1)[0][0][0]
+EVERYTHING_ON_CPU = PLACEMENTS[2]
+
+
+class BrokenError(Exception):
+    pass
+
+
+class BreakingStreams(SimulatedStreams):
+    """All work of one stream fails from the moment that it is named."""
+
+    broken: str | None = None
+
+    def __init__(self) -> None:
+        super().__init__(lambda stream, nbytes: 0.0)
+
+    def submit(self, stream: str, work: Work, **rest: Any) -> Event:
+        def fail() -> None:
+            raise BrokenError(stream)
+
+        return super().submit(stream, fail if stream == self.broken else work, **rest)
+
+
+def after_one_step(streams: BreakingStreams) -> tuple[Net, penstock.Optimizer]:
+    model, optimizer = prepared(Arithmetic(), EVERYTHING_ON_CPU, streams)
+    optimizer.backward(loss_of(model, BATCH))
+    optimizer.step()
+    optimizer.zero_grad()
+    return model, optimizer
+
+
+def backward_and_step(optimizer: penstock.Optimizer, loss: torch.Tensor) -> None:
+    """Where gradients go down late, either may meet the error."""
+    optimizer.backward(loss)
+    optimizer.step()
+
+
+def assert_given_back(model: Net, threads: set[threading.Thread]) -> None:
+    assert set(threading.enumerate()) == threads
+    assert "zero_grad" not in vars(model)
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+
+
+@pytest.mark.parametrize("stream", [COLLECTIVE, DOWNLOAD, UPDATE])
+@pytest.mark.parametrize("keep_params", [True, False])
+def test_a_step_that_failed_raises_and_close_gives_everything_back(stream: str, keep_params: bool) -> None:
+    threads = set(threading.enumerate())
+    streams = BreakingStreams()
+    model, optimizer = after_one_step(streams)
+    loss = loss_of(model, BATCH)
+    streams.broken = stream
+    with pytest.raises(BrokenError, match=stream):
+        backward_and_step(optimizer, loss)
+    with pytest.raises(BrokenError, match=stream):
+        optimizer.close(keep_params=keep_params)
+    assert_given_back(model, threads)
+    assert all(p.numel() == 0 for p in model.parameters()), "no half-updated values are passed off as whole"
+    optimizer.close()
+
+
+@pytest.mark.filterwarnings("ignore:module forward hook with")
+def test_a_gather_that_failed_raises_and_close_keeps_the_parameters() -> None:
+    threads = set(threading.enumerate())
+    streams = BreakingStreams()
+    model, optimizer = after_one_step(streams)
+    expected = [optimizer.full_param(p) for p in model.parameters()]
+    streams.broken = UPLOAD
+    with pytest.raises(BrokenError, match=UPLOAD):
+        loss_of(model, BATCH)
+    optimizer.close()
+    assert_given_back(model, threads)
+    assert all(torch.equal(p, value) for p, value in zip(model.parameters(), expected, strict=True))
+
+
+def test_parameters_that_do_not_fit_are_not_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, optimizer = after_one_step(BreakingStreams())
+    expected = [optimizer.full_param(p) for p in model.parameters()]
+    access = optimizer._engine.access
+    whole = access.exact_param
+    given = []
+
+    def exact_param(parameter: torch.nn.Parameter) -> torch.Tensor:
+        if len(given) == 3:
+            raise torch.OutOfMemoryError("no room for the fourth")
+        given.append(parameter)
+        return whole(parameter)
+
+    monkeypatch.setattr(access, "exact_param", exact_param)
+    with pytest.raises(torch.OutOfMemoryError):
+        optimizer.close()
+    monkeypatch.undo()
+    optimizer.backward(loss_of(model, BATCH))
+    optimizer.zero_grad()
+    optimizer.close()
+    assert all(torch.equal(p, value) for p, value in zip(model.parameters(), expected, strict=True))
