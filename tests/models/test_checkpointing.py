@@ -9,11 +9,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
+from penstock.machine.streams import Streams
 from tests.models.contract import HYPER, ON_CPU, Trace, assert_equal
 from tests.models.family import Batch
 from tests.models.modules_rows import Block, Stack, squared
 from tests.models.transformers_rows import bert, gpt2, image_loss, language_loss, llama, mixtral, t5, t5_loss, vit
-from tests.support import prepare_on, simulated
+from tests.support import prepare_on, separate, simulated
 
 Checkpoint = Callable[..., Any]  # (function, *args)
 Run = Callable[[nn.Module, Tensor, Checkpoint], Tensor]
@@ -104,10 +105,12 @@ WAYS: dict[str, Run] = {
 }
 
 
-def train(model: nn.Module, loss_of: Callable[[nn.Module, Batch], Tensor]) -> tuple[Trace, list[str]]:
+def train(
+    model: nn.Module, loss_of: Callable[[nn.Module, Batch], Tensor], make_streams: Callable[[], Streams] = simulated
+) -> tuple[Trace, list[str]]:
     """Three steps with real gathers; also the forward order that was learned, the same after every step."""
     optimizer = prepare_on(
-        simulated(most_seconds=0.001),
+        make_streams(),
         model,
         torch.optim.AdamW(model.parameters(), foreach=False, **HYPER),
         placement=ON_CPU,
@@ -154,6 +157,7 @@ def check(
     expected, order = train(seeded(False), loss_of)
     trace, order_with = train(seeded(True), loss_of)
     assert order_with == order
+    assert_equal(train(seeded(True), loss_of, separate)[0], trace)  # what is released is freed
     gradients = plain_gradients(seeded(True), loss_of)
     for name, gradient in gradients.items():
         assert torch.equal(trace.gradients[name], gradient), name

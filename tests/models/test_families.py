@@ -21,7 +21,7 @@ from tests.models.family import Batch
 from tests.models.graphs_rows import GRAPHS
 from tests.models.modules_rows import MODULES, ConvNet, squared
 from tests.models.transformers_rows import TRANSFORMERS
-from tests.support import inline, prepare_on, simulated
+from tests.support import inline, prepare_on, separate, simulated
 
 FAMILIES = [*TRANSFORMERS, *MODULES, *GRAPHS]
 # At world size 1 stages differ in nothing that moves, so each is run with one half of the placements.
@@ -30,6 +30,7 @@ RUNS = {
     "inline, everything on cpu, stage 1": (inline, ON_CPU, 1),
     "simulated, all on device, stage 1": (simulated, ON_DEVICE, 1),
     "simulated, everything on cpu, stage 3": (simulated, ON_CPU, 3),
+    "separate memory, everything on cpu, stage 3": (separate, ON_CPU, 3),  # what is released is freed
 }
 
 
