@@ -17,8 +17,9 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from penstock import _native
+from penstock.rules.device import Operations, Traced
 from penstock.rules.exact import fp32
-from penstock.rules.fused import Arithmetic, Fused, FusedHyper, refuse
+from penstock.rules.fused import Fused, FusedHyper, refuse
 from penstock.rules.rule import Scalars, StateSpec
 
 
@@ -58,7 +59,9 @@ class Adagrad(Fused):
             step if self.format.stochastic else 0,
         )
 
-    def arithmetic(self, p: Tensor, g: Tensor, states: list[Tensor], hyper: FusedHyper, ops: Arithmetic) -> Tensor:
+    def arithmetic(
+        self, p: Tensor, g: Tensor, states: list[Tensor], hyper: FusedHyper | Traced, ops: Operations
+    ) -> Tensor:
         """One update; see `Fused.arithmetic`."""
         c = hyper.scalars
         if hyper.flags.l2:

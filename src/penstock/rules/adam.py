@@ -32,8 +32,9 @@ from torch import Tensor
 
 from penstock import _native
 from penstock.errors import ConfigError
+from penstock.rules.device import Operations, Traced
 from penstock.rules.exact import fp32
-from penstock.rules.fused import Arithmetic, Fused, FusedHyper, refuse
+from penstock.rules.fused import Fused, FusedHyper, refuse
 from penstock.rules.rule import Scalars, StateSpec
 
 
@@ -133,7 +134,9 @@ class Adam(Fused):
         """Three with amsgrad."""
         return 3 if hyper.kernel == _native.Rule.AMSGRAD else 2
 
-    def arithmetic(self, p: Tensor, g: Tensor, states: list[Tensor], hyper: FusedHyper, ops: Arithmetic) -> Tensor:
+    def arithmetic(
+        self, p: Tensor, g: Tensor, states: list[Tensor], hyper: FusedHyper | Traced, ops: Operations
+    ) -> Tensor:
         """One update; see `Fused.arithmetic`."""
         c, flags = hyper.scalars, hyper.flags
         exp_avg, exp_avg_sq = states[:2]

@@ -27,9 +27,35 @@ from torch import Tensor
 from penstock.rules.exact import fma, fp32
 from penstock.rules.rule import BLOCK_NUMEL
 
-_LEAST = 2.0**-120  # a block below it is zero
+# Of the map without sign and with it.
 _SLOPE = {False: 0.9031982421875, True: 0.9063720703125}
 _OFFSET = {False: 0.8028683662414551, True: 0.8056631088256836}
+_LEAST = 2.0**-120  # a block below it is zero
+
+
+def _table(signed: bool) -> list[float]:
+    """What each code stands for, at scale 1."""
+    bits = 7 if signed else 8
+    values = [0.0]
+    for m in range(1, 1 << bits):
+        e = m.bit_length() - 1
+        middle = fp32(_SLOPE[signed] * ((2 * m + 1) / (1 << (e + 1))) - _OFFSET[signed])
+        values.append(fp32(middle * fp32(10.0 ** (e - bits + 1))))
+    return values + [-v for v in values] if signed else values
+
+
+def _borders(signed: bool) -> list[float]:
+    """Where each decade begins."""
+    begin = fp32(_SLOPE[signed] - _OFFSET[signed])
+    return [fp32(begin * fp32(10.0**k)) for k in range(-6 if signed else -7, 1)]
+
+
+# Worked out once, and outside of what a compiler traces.
+_TABLE = {signed: _table(signed) for signed in (False, True)}
+_BORDERS = {signed: _borders(signed) for signed in (False, True)}
+_FACTORS = {signed: [fp32(10.0**-k) for k in range(-6 if signed else -7, 1)] for signed in (False, True)}
+_INVERSE_SLOPE = {signed: fp32(1 / _SLOPE[signed]) for signed in (False, True)}
+_INVERSE_OFFSET = {signed: fp32(_OFFSET[signed] / _SLOPE[signed]) for signed in (False, True)}
 
 
 def encode_blocks(value: Tensor, *, signed: bool) -> tuple[Tensor, Tensor]:
@@ -52,17 +78,12 @@ def encode_blocks(value: Tensor, *, signed: bool) -> tuple[Tensor, Tensor]:
     inverse = torch.where(usable, torch.ones_like(scale) / torch.where(usable, scale, 1.0), 0.0)
     x = torch.where(usable[:, None], magnitude, 0.0) * inverse[:, None]
 
-    bits = 7 if signed else 8
-    slope, offset = _SLOPE[signed], _OFFSET[signed]
-    begin = fp32(slope - offset)
-    borders = torch.tensor(
-        [fp32(begin * fp32(10.0**k)) for k in range(1 - bits, 1)], dtype=torch.float32, device=value.device
-    )
-    factors = torch.tensor([fp32(10.0**k) for k in range(bits - 1, -1, -1)], dtype=torch.float32, device=value.device)
+    borders = torch.tensor(_BORDERS[signed], dtype=torch.float32, device=value.device)
+    factors = torch.tensor(_FACTORS[signed], dtype=torch.float32, device=value.device)
     decade = torch.bucketize(x, borders, right=True) - 1
     under = decade < 0
     e = decade.clamp(min=0)
-    within = fma(fp32(1 / slope), x * factors[e], torch.full_like(x, fp32(offset / slope)))
+    within = fma(_INVERSE_SLOPE[signed], x * factors[e], torch.full_like(x, _INVERSE_OFFSET[signed]))
     within = within.clamp(1.0, 2.0 - 2.0**-23)
     mantissa = (within.view(torch.int32) & 0x7FFFFF) | 0x800000
     code = mantissa >> (23 - e).to(torch.int32)
@@ -81,17 +102,6 @@ def decode_blocks(codes: Tensor, scale: Tensor, *, signed: bool) -> Tensor:
         scale: fp32, [ceil(n / 256)].
         signed: which map.
     """
-    table = torch.tensor(_table(signed), dtype=torch.float32, device=codes.device)
+    table = torch.tensor(_TABLE[signed], dtype=torch.float32, device=codes.device)
     padded = torch.nn.functional.pad(codes, (0, -codes.numel() % BLOCK_NUMEL)).view(-1, BLOCK_NUMEL)
     return (table[padded.int()] * scale[:, None]).view(-1)[: codes.numel()].contiguous()
-
-
-def _table(signed: bool) -> list[float]:
-    """What each code stands for, at scale 1."""
-    bits = 7 if signed else 8
-    values = [0.0]
-    for m in range(1, 1 << bits):
-        e = m.bit_length() - 1
-        middle = fp32(_SLOPE[signed] * ((2 * m + 1) / (1 << (e + 1))) - _OFFSET[signed])
-        values.append(fp32(middle * fp32(10.0 ** (e - bits + 1))))
-    return values + [-v for v in values] if signed else values

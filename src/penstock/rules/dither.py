@@ -36,18 +36,19 @@ def step_key(seed: int, step: int) -> int:
     return _mix(_mix(seed & _MASK64) ^ step)
 
 
-def random_words(key: int, first: int, numel: int, draw: int, device: torch.device) -> Tensor:
+def random_words(key: int | Tensor, first: int | Tensor, numel: int, draw: int, device: torch.device) -> Tensor:
     """Return the 32-bit words of elements `first` to `first + numel`, as int64.
 
     Args:
-        key: from `step_key`.
+        key: from `step_key`; as a tensor int64, with the same bits.
         first: a multiple of 256.
         numel: how many.
         draw: 0 or 1.
         device: where.
     """
     blocks = torch.arange(-(-numel // BLOCK_NUMEL), dtype=torch.int64, device=device) + first // BLOCK_NUMEL
-    keys = _mix_tensor((2 * blocks + draw) ^ _signed(key))[:, None]
+    key = _signed(key) if isinstance(key, int) else key
+    keys = _mix_tensor((2 * blocks + draw) ^ key)[:, None]
     element = torch.arange(BLOCK_NUMEL, dtype=torch.int64, device=device)
     x = (element * 0x9E3779B9 + (keys & _MASK32)) & _MASK32
     x = ((x ^ (x >> 16)) * 0x7FEB352D & _MASK32) ^ ((keys >> 32) & _MASK32)

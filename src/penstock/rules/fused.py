@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ from penstock import _native
 from penstock._native import Pool
 from penstock.errors import ConfigError
 from penstock.rules import exact
+from penstock.rules.device import DeviceUpdate, Operations, Traced
 from penstock.rules.dither import step_key
 from penstock.rules.exact import fp32
 from penstock.rules.master import read_master
@@ -46,20 +47,8 @@ class FusedHyper(Hyper):
         return bool(getattr(self.scalars, "eps", 1.0) > 0)
 
 
-@dataclass(frozen=True)
-class Arithmetic:
-    """The two operations whose rounding differs between back ends.
-
-    Args:
-        fma: a * b + c, rounded once where the back end can.
-        sqrt: square root.
-    """
-
-    fma: Callable[[Any, Tensor, Tensor], Tensor]
-    sqrt: Callable[[Tensor], Tensor]
-
-
-EXACT = Arithmetic(exact.fma, exact.sqrt)
+#: Every operation rounded once.
+EXACT = Operations(exact.fma, exact.sqrt)
 
 
 @dataclass(frozen=True)
@@ -69,10 +58,12 @@ class Fused(ABC):
     Args:
         name: as in reports.
         format: how the states are stored.
+        on_device: how segments on an accelerator are updated.
     """
 
     name: str
     format: StateFormat = StateFormat()  # noqa: RUF009 - a frozen value
+    on_device: DeviceUpdate = field(default_factory=DeviceUpdate, compare=False, repr=False, kw_only=True)
 
     @property
     @abstractmethod
@@ -89,7 +80,9 @@ class Fused(ABC):
         """Read a parameter group; see `Rule.hyper`."""
 
     @abstractmethod
-    def arithmetic(self, p: Tensor, g: Tensor, states: list[Tensor], hyper: FusedHyper, ops: Arithmetic) -> Tensor:
+    def arithmetic(
+        self, p: Tensor, g: Tensor, states: list[Tensor], hyper: FusedHyper | Traced, ops: Operations
+    ) -> Tensor:
         """Return the updated parameter, and put the updated states in the list; every operation rounds on its own.
 
         Args:
@@ -116,7 +109,7 @@ class Fused(ABC):
         if segment.param.device.type == "cpu":
             self._update_native(segment, hyper, grad_scale, pool)
         else:
-            update_reference(self, segment, hyper, grad_scale)
+            self.on_device(self, segment, hyper, grad_scale, update_reference)
 
     def _update_native(self, segment: Segment, hyper: FusedHyper, grad_scale: float, pool: Pool | None) -> None:
         param, stochastic = segment.param, self.format.stochastic

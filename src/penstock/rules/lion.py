@@ -20,8 +20,9 @@ from torch import Tensor
 
 from penstock import _native
 from penstock.errors import ConfigError
+from penstock.rules.device import Operations, Traced
 from penstock.rules.exact import fp32
-from penstock.rules.fused import Arithmetic, Fused, FusedHyper, refuse
+from penstock.rules.fused import Fused, FusedHyper, refuse
 from penstock.rules.rule import Scalars, StateSpec
 
 
@@ -71,7 +72,9 @@ class Lion(Fused):
             step if self.format.stochastic else 0,
         )
 
-    def arithmetic(self, p: Tensor, g: Tensor, states: list[Tensor], hyper: FusedHyper, ops: Arithmetic) -> Tensor:
+    def arithmetic(
+        self, p: Tensor, g: Tensor, states: list[Tensor], hyper: FusedHyper | Traced, ops: Operations
+    ) -> Tensor:
         """One update; see `Fused.arithmetic`."""
         c = hyper.scalars
         u = ops.fma(c.grad_weight1, g, states[0] * c.beta1)

@@ -20,8 +20,9 @@ from torch import Tensor
 
 from penstock import _native
 from penstock.errors import ConfigError
+from penstock.rules.device import Operations, Traced
 from penstock.rules.exact import fp32
-from penstock.rules.fused import Arithmetic, Fused, FusedHyper, refuse
+from penstock.rules.fused import Fused, FusedHyper, refuse
 from penstock.rules.rule import Scalars, StateSpec
 
 
@@ -92,7 +93,9 @@ class Sgd(Fused):
         """None without momentum."""
         return int(hyper.kernel == _native.Rule.SGD_MOMENTUM)
 
-    def arithmetic(self, p: Tensor, g: Tensor, states: list[Tensor], hyper: FusedHyper, ops: Arithmetic) -> Tensor:
+    def arithmetic(
+        self, p: Tensor, g: Tensor, states: list[Tensor], hyper: FusedHyper | Traced, ops: Operations
+    ) -> Tensor:
         """One update; see `Fused.arithmetic`."""
         c, flags = hyper.scalars, hyper.flags
         if flags.l2:

@@ -64,7 +64,7 @@ def make(
     for spec, moment in zip(rule.states, moments, strict=False):
         states.append(torch.empty(value.numel(), dtype=spec.dtype))
         scales.append(torch.empty(-(-value.numel() // BLOCK_NUMEL)) if spec.scale_name else None)
-        write_state(spec, states[-1], scales[-1], moment)
+        write_state(spec, states[-1], scales[-1], moment if spec.signed else moment.abs())
     return Segment(param, grad.to(grad_dtype), master, tuple(states), tuple(scales), first=3 * BLOCK_NUMEL)
 
 

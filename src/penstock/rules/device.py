@@ -1,0 +1,133 @@
+"""The update of a segment on an accelerator: one function of tensors, compiled into one kernel where that works.
+
+Compiled, an element is read and written once. The bits may differ from the host's in the last place of each operation:
+the compiler decides which products it fuses into sums, and its division and square root need not be rounded correctly.
+Not compiled, the reference runs: the host's bits, for many passes over memory.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from importlib.util import find_spec
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from penstock.rules.dither import PARAM, random_words, round_up_by, step_key
+from penstock.rules.exact import fp32
+from penstock.rules.master import read_master, write_master
+from penstock.rules.rule import Segment, StateSpec
+from penstock.rules.storage import read_state, write_state
+
+Pass = Callable[..., None]
+
+
+class Operations(NamedTuple):
+    """The two operations whose rounding differs between back ends: a * b + c, and the square root."""
+
+    fma: Callable[[Any, Tensor, Tensor], Tensor]
+    sqrt: Callable[[Tensor], Tensor]
+
+
+class Traced(NamedTuple):
+    """The scalars of an update as 0-dim tensors, so that a new learning rate compiles nothing, and its flags."""
+
+    scalars: Any
+    flags: Any
+
+
+def one_pass(
+    arithmetic: Callable[..., Tensor],
+    specs: tuple[StateSpec, ...],
+    make_scalars: Callable[..., Any],
+    flags: Any,
+    stochastic: bool,
+    tensors: tuple[Tensor, Tensor, Tensor | None, list[Tensor], list[Tensor | None]],
+    numbers: Tensor,
+    key_and_first: Tensor,
+) -> None:
+    """Update in place; everything before `tensors` is fixed for a compilation.
+
+    Args:
+        arithmetic: of the rule.
+        specs: the states that the update uses.
+        make_scalars: the rule's NamedTuple of scalars.
+        flags: the rule's NamedTuple of flags.
+        stochastic: bf16 is rounded by random bits.
+        tensors: param, grad, master, states and their scales.
+        numbers: fp32: the factor on the gradient, and the scalars.
+        key_and_first: int64: the key of the step's random bits, and the number of the first element.
+    """
+    param, grad, master, states, scales = tensors
+    scale, *scalars = numbers.unbind()
+    key, first = key_and_first.unbind()
+    values = [read_state(spec, states[k], scales[k]) for k, spec in enumerate(specs)]
+    p = read_master(param, master)
+    hyper = Traced(make_scalars(*scalars), flags)
+    p = arithmetic(p, grad.float() * scale, values, hyper, Operations(_plain_fma, torch.sqrt))
+    for k, spec in enumerate(specs):
+        if stochastic and spec.dtype == torch.bfloat16:
+            words = random_words(key, first, param.numel(), k // 2, param.device)
+            states[k].copy_(round_up_by(values[k], words, k))
+        else:
+            write_state(spec, states[k], scales[k], values[k])
+    if stochastic and master is None and param.dtype == torch.bfloat16:
+        param.copy_(round_up_by(p, random_words(key, first, param.numel(), PARAM // 2, param.device), PARAM))
+    else:
+        write_master(param, master, p)
+
+
+class DeviceUpdate:
+    """Runs `one_pass` compiled where the device's compiler is there, else what it is given instead.
+
+    Args:
+        compiled: `None` decides by the device; tests choose.
+    """
+
+    def __init__(self, compiled: Pass | None = None) -> None:
+        self._compiled = compiled
+        self._decided = compiled is not None
+
+    def __call__(
+        self, rule: Any, segment: Segment, hyper: Any, grad_scale: float, otherwise: Callable[..., None]
+    ) -> None:
+        """Update a segment of a rule; `otherwise(rule, segment, hyper, grad_scale)` is the way without a compiler."""
+        device = segment.param.device
+        if not self._decided:
+            self._decided = True
+            if device.type == "cuda" and find_spec("triton") is not None:
+                self._compiled = torch.compile(one_pass, fullgraph=True, dynamic=True)
+        if self._compiled is None or segment.param.numel() == 0:
+            return otherwise(rule, segment, hyper, grad_scale)
+        specs = rule.states[: rule.used(hyper)]
+        key = step_key(rule.format.seed, hyper.step) if rule.format.stochastic else 0
+        numbers = torch.tensor([fp32(grad_scale * hyper.sign), *hyper.scalars], dtype=torch.float32)
+        key_and_first = torch.tensor([key - (1 << 64) if key >> 63 else key, segment.first])
+        scales = [segment.scale(k) for k in range(len(specs))]
+        arguments = (
+            rule.arithmetic,
+            specs,
+            type(hyper.scalars),
+            hyper.flags,
+            rule.format.stochastic,
+            (segment.param, segment.grad, segment.master, list(segment.states[: len(specs)]), scales),
+            numbers.to(device, non_blocking=True),
+            key_and_first.to(device, non_blocking=True),
+        )
+        try:
+            return self._compiled(*arguments)
+        except Exception as error:  # compilation fails before anything has run
+            warnings.warn(
+                f"torch.compile failed for the update on {device} ({type(error).__name__}: {error}). Updates there run "
+                "in plain torch operations: the same result in more passes over memory.",
+                stacklevel=2,
+            )
+            self._compiled = None
+            return otherwise(rule, segment, hyper, grad_scale)
+
+
+def _plain_fma(a: Any, b: Tensor, c: Tensor) -> Tensor:
+    product: Tensor = a * b
+    return product + c
