@@ -51,6 +51,7 @@ class Hooks:
         self._calls: list[Call] = []  # forwards of anchors under way, outer ones first
         self._active: list[Unit] = []  # units whose backward is under way
         self._run_again: set[Unit] = set()  # those of them that no gradient has reached: their forward ran again
+        self._recorded: set[Unit] = set()  # units whose backward was recorded: the backward of that is not announced
         self.backward_open = False
         self.backward_failed = False  # since the last zero_grad
         in_order = [unit for unit in units if not any(unit.contains(other) for other in units)] or list(units)
@@ -97,6 +98,7 @@ class Hooks:
         """A backward ended with an exception: drop what it collected and gathered."""
         self.backward_failed = True
         self._reducer.drop_pending(self._units)
+        self._recorded.clear()
         self._close_backward()
 
     # Forward
@@ -192,6 +194,8 @@ class Hooks:
     def _before_backward(self, units: list[Unit], grad: Tensor) -> None:
         del grad
         for unit in units:
+            if torch.is_grad_enabled():  # create_graph
+                self._recorded.add(unit)
             self._enter_backward(unit)
 
     def _enter_backward(self, unit: Unit, *, runs_again: bool = False) -> None:
@@ -220,7 +224,8 @@ class Hooks:
         self._active.remove(unit)
         self._run_again.discard(unit)
         self._reducer.flush(unit)
-        self._gatherer.release(unit)
+        if unit not in self._recorded:
+            self._gatherer.release(unit)
 
     def _take_gradient(self, unit: Unit, index: int, parameter: nn.Parameter) -> None:
         grad = parameter.grad
@@ -238,6 +243,8 @@ class Hooks:
         for unit in self._units:
             self._reducer.flush(unit)
         self._backward_order.finish()
+        if not torch.is_grad_enabled():
+            self._recorded.clear()
         self._close_backward()
 
     def _close_backward(self) -> None:
@@ -246,7 +253,8 @@ class Hooks:
         self._run_again.clear()
         self._gatherer.drop_unused()
         for unit in self._units:
-            self._gatherer.release(unit)
+            if unit not in self._recorded:
+                self._gatherer.release(unit)
 
 
 def _inside_a_node() -> bool:
