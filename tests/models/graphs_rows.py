@@ -292,6 +292,30 @@ class Forces(Stack):
         return super().forward(x.detach() + 0.1 * force)
 
 
+class TrainedForces(Stack):
+    """An energy, and forces that the loss is about too: their backward is a backward of a backward."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        with torch.enable_grad():
+            x = x.detach().requires_grad_()
+            energy = super().forward(x).float().square().sum()
+            (force,) = torch.autograd.grad(energy, x, create_graph=True)
+        return energy, force
+
+
+def energy_and_forces(model: nn.Module, batch: Batch) -> Tensor:
+    energy, force = model(batch.floats(4, 8))
+    return energy + squared(force)
+
+
+def gradient_penalty(model: nn.Module, batch: Batch) -> Tensor:
+    """As critics of generative models are regularised."""
+    x = batch.floats(4, 8).requires_grad_()
+    out = model(x)
+    (of_input,) = torch.autograd.grad(squared(out), x, create_graph=True)
+    return squared(out) + squared(of_input)
+
+
 def first_half_alone(model: nn.Module, batch: Batch, backward: Backward) -> list[Tensor]:
     """Modules of the model called one by one; the model itself never is."""
     loss = squared(model.last(model.blocks[1](model.blocks[0](model.first(batch.floats(4, 8))))))
@@ -336,6 +360,8 @@ GRAPHS = [
     Family("input_gradient_in_between", Stack, input_gradient_in_between),
     Family("parameter_gradient_in_between", Stack, parameter_gradient_in_between),
     Family("gradient_inside_forward", Forces, on_floats(4, 8)),
+    Family("trained_forces", TrainedForces, one_loss(energy_and_forces)),
+    Family("gradient_penalty", Stack, one_loss(gradient_penalty)),
     Family("modules_one_by_one", Stack, first_half_alone),
     Family("encoder_alone", t5, encoder_alone),
     Family("body_alone", llama, body_alone),
