@@ -39,6 +39,13 @@ def build(family: Family, precision: str) -> nn.Module:
     return model
 
 
+def to_fp32(model: nn.Module) -> None:
+    """Convert parameters in place, as Penstock does."""
+    for parameter in model.parameters():
+        if parameter.is_floating_point():
+            parameter.data = parameter.data.float()
+
+
 def to_bf16(model: nn.Module) -> None:
     """Convert parameters in place; buffers and batch norms keep their dtype, as they do under Penstock."""
     for module in model.modules():
@@ -97,6 +104,8 @@ def plain_run(family: Family, precision: str, world_size: int = 1) -> Trace:
     """The same in plain torch: ranks one after the other, their gradients averaged; bf16 with fp32 masters."""
     dtype = DTYPES[precision]
     model = build(family, precision)
+    if precision == "fp32":
+        to_fp32(model)
     named = dict(model.named_parameters())
     owned = {id(p) for p in family.owned(model) if p.requires_grad}
     trained = {n: p for n, p in named.items() if id(p) in owned}

@@ -316,6 +316,26 @@ def gradient_penalty(model: nn.Module, batch: Batch) -> Tensor:
     return squared(out) + squared(of_input)
 
 
+def evaluation_in_inference_mode(model: nn.Module, batch: Batch, backward: Backward) -> list[Tensor]:
+    with torch.inference_mode():
+        before = float(squared(model(batch.floats(4, 8))))
+    loss = squared(model(batch.floats(4, 8)))
+    with torch.inference_mode():
+        between = float(squared(model(batch.floats(4, 8))))
+    backward(loss)
+    return [loss.detach(), torch.tensor([before, between])]
+
+
+def autocast(model: nn.Module, batch: Batch) -> Tensor:
+    with torch.autocast("cpu", torch.bfloat16):
+        return squared(model(batch.floats(4, 8)))
+
+
+def forward_called_directly(model: nn.Module, batch: Batch) -> Tensor:
+    """Past the hooks of the model; those of its layers see the call."""
+    return squared(model.forward(batch.floats(4, 8)))
+
+
 def first_half_alone(model: nn.Module, batch: Batch, backward: Backward) -> list[Tensor]:
     """Modules of the model called one by one; the model itself never is."""
     loss = squared(model.last(model.blocks[1](model.blocks[0](model.first(batch.floats(4, 8))))))
@@ -360,6 +380,9 @@ GRAPHS = [
     Family("input_gradient_in_between", Stack, input_gradient_in_between),
     Family("parameter_gradient_in_between", Stack, parameter_gradient_in_between),
     Family("gradient_inside_forward", Forces, on_floats(4, 8)),
+    Family("evaluation_in_inference_mode", Stack, evaluation_in_inference_mode),
+    Family("autocast", Stack, one_loss(autocast)),
+    Family("forward_called_directly", Stack, one_loss(forward_called_directly)),
     Family("trained_forces", TrainedForces, one_loss(energy_and_forces)),
     Family("gradient_penalty", Stack, one_loss(gradient_penalty)),
     Family("modules_one_by_one", Stack, first_half_alone),

@@ -294,6 +294,53 @@ class MixedDtypes(Stack):
         self.last.double()
 
 
+class Nested(nn.Module):
+    """Blocks inside blocks, units both, and experts inside those."""
+
+    class Outer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.ModuleList(Block() for _ in range(2))
+            self.mix = nn.Linear(WIDTH, WIDTH)
+
+        def forward(self, x: Tensor) -> Tensor:
+            for block in self.inner:
+                x = block(self.mix(x))
+            return self.mix(x)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.outer = nn.ModuleList(Nested.Outer() for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.outer:
+            x = block(x)
+        return x
+
+
+class ParameterLists(nn.Module):
+    """Parameters in containers that are no layers, used from the block and from the root."""
+
+    class Low(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.pairs = nn.ParameterList([nn.Parameter(torch.randn(WIDTH, 2)), nn.Parameter(torch.randn(2, WIDTH))])
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x + torch.tanh(x @ self.pairs[0] @ self.pairs[1])
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(ParameterLists.Low() for _ in range(2))
+        self.scales = nn.ParameterDict({"in": torch.ones(WIDTH), "out": torch.ones(WIDTH)})
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x * self.scales["in"]
+        for block in self.blocks:
+            x = block(x)
+        return x * self.scales["out"]
+
+
 class Parametrized(nn.Module):
     """A weight that is computed from others at each use."""
 
@@ -374,6 +421,10 @@ MODULES = [
     Family("odd_sizes", OddSizes, on_floats(4, WIDTH)),
     Family("only_empty", OnlyEmpty, on_floats(4, 8)),
     Family("integers", Integers, on_floats(4, 8)),
+    Family("nested_units", Nested, on_floats(4, WIDTH), prepare={"units": (Nested.Outer, Block)}),
+    Family("units_by_predicate", Nested, on_floats(4, WIDTH), prepare={"units": lambda name, _: name.endswith("mix")}),
+    Family("parameter_lists", ParameterLists, on_floats(4, WIDTH)),
+    Family("mixed_dtypes", MixedDtypes, on_floats(4, 8)),
     Family("parametrized", Parametrized, on_floats(4, WIDTH)),
     Family("frozen_block", frozen(Stack, "blocks.1"), on_floats(4, 8)),
     Family("frozen_first_block", frozen(Stack, "first", "blocks.0"), on_floats(4, 8)),
