@@ -16,7 +16,7 @@ from torch.optim import lr_scheduler as schedulers
 import penstock
 from penstock import Placement
 from tests.models.modules_rows import WIDTH, Block, Stack, squared
-from tests.support import inline, prepare_on, simulated
+from tests.support import inline, prepare_on, run_ranks, simulated
 
 HYPER = {"lr": 1e-2, "betas": (0.9, 0.95), "eps": 1e-2}
 ON_CPU = Placement(params="cpu", grads="cpu", optimizer="cpu")
@@ -742,3 +742,50 @@ def test_inputs_are_cast_and_buffers_keep_their_dtype():
     assert model.table.dtype == torch.float64
     assert not optimizer.step().skipped
     optimizer.close()
+
+
+# Several ranks
+
+
+def on_two_ranks(rank: int) -> None:
+    """The same data on both ranks, so that everything is as on one."""
+    plain_model = stack()
+    plain = adamw(plain_model)
+    train(plain_model, plain, range(6))
+    for stage, make_streams in ((3, simulated), (1, simulated), (3, inline), (1, inline)):
+        for placement in (ON_CPU, Placement()):
+            model = stack(rank)  # the first rank's values count
+            model.register_parameter("table", nn.Parameter(torch.tensor([2**40 + 1, -3]), requires_grad=False))
+            optimizer = prepare(model, adamw_without_table(model), make_streams, stage=stage, placement=placement)
+            train(model, optimizer, range(3))
+            state, values = optimizer.state_dict(), values_of(model, optimizer)
+            with optimizer.gathered(modify=True), torch.no_grad():
+                model.first.weight.fill_(float(rank) + 1)  # the first rank's counts
+            assert (optimizer.full_param(model.first.weight) == 1).all()
+            try:
+                with optimizer.gathered(modify=True), torch.no_grad():
+                    model.first.weight.fill_(7.0)
+                    raise KeyError
+            except KeyError:
+                assert (optimizer.full_param(model.first.weight) == 1).all()
+            train(model, optimizer, range(1))
+            optimizer.load_state_dict(state)
+            for parameter, value in zip(model.parameters(), values, strict=True):
+                if parameter is not model.table:
+                    optimizer.set_full_param(parameter, value)
+            train(model, optimizer, range(3, 6))
+            assert_close(values_of(model, optimizer)[1:], plain_model.parameters())
+            assert_same_state(optimizer.state_dict(), plain.state_dict())
+            optimizer.close()
+            assert_close(list(model.parameters())[1:], plain_model.parameters())
+            assert model.table.tolist() == [2**40 + 1, -3]
+            assert_no_trace(model)
+
+
+def adamw_without_table(model: nn.Module) -> torch.optim.AdamW:
+    groups = [{**group, "params": [p for p in group["params"] if p.is_floating_point()]} for group in groups_of(model)]
+    return torch.optim.AdamW(groups, foreach=False, **HYPER)
+
+
+def test_the_handle_on_two_ranks():
+    run_ranks(on_two_ranks, 2)
