@@ -7,6 +7,7 @@ trained parameters gives two units.
 
 from collections.abc import Callable, Iterable, Set
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import nn
@@ -40,9 +41,17 @@ class UnitSpec:
     trainable: bool
     persistent: bool
 
+    def contains(self, other: "UnitSpec") -> bool:
+        """Whether the other unit's forward runs inside a forward of this one."""
+        return not self.inside.isdisjoint(other.anchors)
+
     def spans(self, other: "UnitSpec") -> bool:
         """Whether this unit is gathered throughout a forward of the other: that is inside, or is, one of its own."""
-        return any(anchor in self.inside or anchor in self.anchors for anchor in other.anchors)
+        return self.contains(other) or not self._anchor_set.isdisjoint(other.anchors)
+
+    @cached_property
+    def _anchor_set(self) -> frozenset[nn.Module]:
+        return frozenset(self.anchors)
 
 
 def find_units(

@@ -51,6 +51,7 @@ class Hooks:
         self._calls: list[Call] = []  # forwards of anchors under way, outer ones first
         self._active: list[Unit] = []  # units whose backward is under way
         self._run_again: set[Unit] = set()  # those of them that no gradient has reached: their forward ran again
+        self._gathers = any(not unit.resident or unit.layout.shards > 1 for unit in units)
         self._recorded: set[Unit] = set()  # units whose backward was recorded: the backward of that is not announced
         self.backward_open = False
         self.backward_failed = False  # since the last zero_grad
@@ -127,7 +128,7 @@ class Hooks:
             else:
                 self._forward_order.note(unit)
                 self._gatherer.acquire(unit)
-                self._gatherer.prefetch(self._forward_order.upcoming())
+                self._prefetch(self._forward_order)
         return cast
 
     def _enter(self, call: Call, units: Sequence[Unit]) -> None:
@@ -218,7 +219,11 @@ class Hooks:
         self._active.append(unit)
         self._backward_order.note(unit)
         self._gatherer.acquire(unit)
-        self._gatherer.prefetch(self._backward_order.upcoming())
+        self._prefetch(self._backward_order)
+
+    def _prefetch(self, order: Order) -> None:
+        if self._gathers:
+            self._gatherer.prefetch(order.upcoming())
 
     def _leave_backward(self, unit: Unit) -> None:
         self._active.remove(unit)

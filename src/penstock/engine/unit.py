@@ -184,12 +184,11 @@ class Unit:
 
     def contains(self, other: "Unit") -> bool:
         """Whether the other unit's forward runs inside a forward of this one."""
-        return any(anchor in self.spec.inside for anchor in other.spec.anchors)
+        return self.spec.contains(other.spec)
 
     def shares_forward(self, other: "Unit") -> bool:
         """Whether a forward of one runs inside one of the other, or is the same (frozen and trained parameters)."""
-        same = any(anchor in self.spec.anchors for anchor in other.spec.anchors)
-        return same or self.contains(other) or other.contains(self)
+        return self.spec.spans(other.spec) or other.contains(self)
 
     def parts(self) -> list[Part]:
         """The parts of slots that this rank has."""
