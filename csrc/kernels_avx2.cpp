@@ -80,10 +80,6 @@ struct V {
     static V to_floats(U x) { return {_mm256_cvtepi32_ps(x.a), _mm256_cvtepi32_ps(x.b)}; }
     static U truncate(V x) { return {_mm256_cvttps_epi32(x.a), _mm256_cvttps_epi32(x.b)}; }
     static U larger(U x, U y) { return {_mm256_max_epu32(x.a, y.a), _mm256_max_epu32(x.b, y.b)}; }
-    static U is_zero(U x) {
-      const __m256i zero = _mm256_setzero_si256();
-      return {_mm256_cmpeq_epi32(x.a, zero), _mm256_cmpeq_epi32(x.b, zero)};
-    }
     U shifted(U by) const { return {_mm256_srlv_epi32(a, by.a), _mm256_srlv_epi32(b, by.b)}; }
     friend U operator+(U x, U y) { return {_mm256_add_epi32(x.a, y.a), _mm256_add_epi32(x.b, y.b)}; }
     friend U operator-(U x, U y) { return {_mm256_sub_epi32(x.a, y.a), _mm256_sub_epi32(x.b, y.b)}; }
@@ -97,8 +93,18 @@ struct V {
   // The instruction gives its second operand where either is a NaN.
   static V larger(V x, V y) { return {larger(x.a, y.a), larger(x.b, y.b)}; }
   static V sign(V x) { return {sign(x.a), sign(x.b)}; }
-  static U less(V x, V y) {
-    return {bits(_mm256_cmp_ps(x.a, y.a, _CMP_LT_OQ)), bits(_mm256_cmp_ps(x.b, y.b, _CMP_LT_OQ))};
+  static U one_more_unless_less(U n, V x, V y) {
+    return {_mm256_sub_epi32(n.a, bits(_mm256_cmp_ps(x.a, y.a, _CMP_NLT_UQ))),
+            _mm256_sub_epi32(n.b, bits(_mm256_cmp_ps(x.b, y.b, _CMP_NLT_UQ)))};
+  }
+  static U if_less(V x, V y, U yes, U no) {
+    return {_mm256_blendv_epi8(no.a, yes.a, bits(_mm256_cmp_ps(x.a, y.a, _CMP_LT_OQ))),
+            _mm256_blendv_epi8(no.b, yes.b, bits(_mm256_cmp_ps(x.b, y.b, _CMP_LT_OQ)))};
+  }
+  static V if_zero(U what, V yes, V no) {
+    const __m256i zero = _mm256_setzero_si256();
+    return {_mm256_blendv_ps(no.a, yes.a, _mm256_castsi256_ps(_mm256_cmpeq_epi32(what.a, zero))),
+            _mm256_blendv_ps(no.b, yes.b, _mm256_castsi256_ps(_mm256_cmpeq_epi32(what.b, zero)))};
   }
   static V lookup(const float* table, U index) {
     const __m256 entries = _mm256_load_ps(table);

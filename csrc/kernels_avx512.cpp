@@ -80,9 +80,6 @@ struct V {
     static V to_floats(U x) { return {_mm512_cvtepi32_ps(x.a), _mm512_cvtepi32_ps(x.b)}; }
     static U truncate(V x) { return {_mm512_cvttps_epi32(x.a), _mm512_cvttps_epi32(x.b)}; }
     static U larger(U x, U y) { return {_mm512_max_epu32(x.a, y.a), _mm512_max_epu32(x.b, y.b)}; }
-    static U is_zero(U x) {
-      return {_mm512_movm_epi32(_mm512_testn_epi32_mask(x.a, x.a)), _mm512_movm_epi32(_mm512_testn_epi32_mask(x.b, x.b))};
-    }
     U shifted(U by) const { return {_mm512_srlv_epi32(a, by.a), _mm512_srlv_epi32(b, by.b)}; }
     friend U operator+(U x, U y) { return {_mm512_add_epi32(x.a, y.a), _mm512_add_epi32(x.b, y.b)}; }
     friend U operator-(U x, U y) { return {_mm512_sub_epi32(x.a, y.a), _mm512_sub_epi32(x.b, y.b)}; }
@@ -99,9 +96,18 @@ struct V {
             _mm512_mask_mov_ps(_mm512_max_ps(x.b, y.b), nans(x.b), x.b)};
   }
   static V sign(V x) { return {sign(x.a), sign(x.b)}; }
-  static U less(V x, V y) {
-    return {_mm512_movm_epi32(_mm512_cmp_ps_mask(x.a, y.a, _CMP_LT_OQ)),
-            _mm512_movm_epi32(_mm512_cmp_ps_mask(x.b, y.b, _CMP_LT_OQ))};
+  static U one_more_unless_less(U n, V x, V y) {
+    const __m512i one = _mm512_set1_epi32(1);
+    return {_mm512_mask_add_epi32(n.a, _mm512_cmp_ps_mask(x.a, y.a, _CMP_NLT_UQ), n.a, one),
+            _mm512_mask_add_epi32(n.b, _mm512_cmp_ps_mask(x.b, y.b, _CMP_NLT_UQ), n.b, one)};
+  }
+  static U if_less(V x, V y, U yes, U no) {
+    return {_mm512_mask_mov_epi32(no.a, _mm512_cmp_ps_mask(x.a, y.a, _CMP_LT_OQ), yes.a),
+            _mm512_mask_mov_epi32(no.b, _mm512_cmp_ps_mask(x.b, y.b, _CMP_LT_OQ), yes.b)};
+  }
+  static V if_zero(U what, V yes, V no) {
+    return {_mm512_mask_mov_ps(no.a, _mm512_testn_epi32_mask(what.a, what.a), yes.a),
+            _mm512_mask_mov_ps(no.b, _mm512_testn_epi32_mask(what.b, what.b), yes.b)};
   }
   static V lookup(const float* table, U index) {
     const __m512 entries = _mm512_broadcast_f32x8(_mm256_load_ps(table));

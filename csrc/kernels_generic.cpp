@@ -94,7 +94,6 @@ struct V {
     static V to_floats(U x) { return {static_cast<float>(static_cast<std::int32_t>(x.v))}; }
     static U truncate(V x) { return {static_cast<std::uint32_t>(static_cast<std::int32_t>(x.v))}; }
     static U larger(U a, U b) { return a.v > b.v ? a : b; }
-    static U is_zero(U x) { return {x.v == 0 ? ~0u : 0u}; }
     U shifted(U by) const { return {v >> by.v}; }
     friend U operator+(U a, U b) { return {a.v + b.v}; }
     friend U operator-(U a, U b) { return {a.v - b.v}; }
@@ -108,7 +107,9 @@ struct V {
   static V larger(V a, V b) { return a.v > b.v || a.v != a.v ? a : b; }
   static V sign(V x) { return {float(x.v > 0.0f) - float(x.v < 0.0f)}; }
   static V clamp(V x, float least, float most) { return {x.v > least ? (x.v < most ? x.v : most) : least}; }
-  static U less(V a, V b) { return {a.v < b.v ? ~0u : 0u}; }
+  static U one_more_unless_less(U x, V a, V b) { return {a.v < b.v ? x.v : x.v + 1}; }
+  static U if_less(V a, V b, U x, U otherwise) { return a.v < b.v ? x : otherwise; }
+  static V if_zero(U what, V x, V otherwise) { return what.v == 0 ? x : otherwise; }
   static V lookup(const float* table, U index) { return {table[index.v & 7u]}; }
   static Half to_bf16_up(V value, U added) {
     const std::uint32_t bits = bits_of(value.v);

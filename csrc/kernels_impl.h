@@ -8,8 +8,8 @@
 // (the remainder form); larger (a NaN of either wins); sign (0 of a NaN); magnitude; at_least, clamp; lookup (by the
 // low 3 bits of an index); Wide, `width` doubles, with add_squares and store; U, `width` unsigned words, with splat,
 // count (0, 1, 2 ...), load, store, load_bytes, store_bytes, bits, float_of, to_floats, truncate, larger, + - * & | ^,
-// shifts by a number and by a vector; less and is_zero, whose result is all ones or zero; to_bf16_up (bits added below
-// the last one before truncating).
+// shifts by a number and by a vector; one_more_unless_less, if_less and if_zero, which choose by element; to_bf16_up (bits
+// added below the last one before truncating).
 
 // How one dtype is read, written and copied. `put` and `move` return the value that was stored, rounding included.
 struct Fp32 {
