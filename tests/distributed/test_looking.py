@@ -1,13 +1,15 @@
 """Looking at state and changing it, on two ranks."""
 
+from itertools import product
+
 import pytest
 import torch
 
 import penstock
-from tests.parity.rows import PLACEMENTS, Arithmetic, Movement, batches, loss_of, prepared
-from tests.support import run_ranks
+from tests.parity.rows import Arithmetic, Movement, batches, loss_of, make_model, prepared
+from tests.support import inline, run_ranks, separate
 
-EVERYTHING_ON_CPU = PLACEMENTS[2]
+TIERS = ("device", "cpu")
 
 
 def step_with_gradients_held_back(rank: int) -> list[str]:
@@ -48,3 +50,33 @@ def zeroed_gradients(rank: int) -> list[str]:
 
 def test_full_grad_is_zero_after_zero_grad() -> None:
     assert run_ranks(zeroed_gradients, 2) == [[], []]
+
+
+def changes_by_hand(rank: int) -> list[str]:
+    """Rank 0 writes under `gathered`; every rank computes with it, and updates start from it."""
+    failures = []
+    first, second = (step[0][rank] for step in batches(2, 1)[:2])
+    for stage, (params, optimizer_tier), make in product((0, 1, 3), product(TIERS, TIERS), (inline, separate)):
+        how = Movement(stage, params, "cpu", optimizer_tier)
+        model, optimizer = prepared(Arithmetic(), how, make())
+        plain = make_model()
+        with optimizer.gathered(modify=True), torch.no_grad():
+            for p, q in zip(model.parameters(), plain.parameters(), strict=True):
+                p[-1:].mul_(0.5 if rank == 0 else 77.0)
+                q[-1:].mul_(0.5)
+        if not torch.equal(loss_of(model, first), loss_of(plain, first)):
+            failures.append(f"{how}, {make.__name__}: gathered")
+        value = torch.full_like(plain.blocks[0].down.weight, 0.25)
+        optimizer.set_full_param(model.blocks[0].down.weight, value)
+        plain.blocks[0].down.weight.data.copy_(value)
+        if not torch.equal(loss_of(model, second), loss_of(plain, second)):
+            failures.append(f"{how}, {make.__name__}: set_full_param")
+        for p, q in zip(model.parameters(), plain.parameters(), strict=True):
+            if not torch.equal(optimizer.full_param(p), q):
+                failures.append(f"{how}, {make.__name__}: full_param {tuple(p.shape)}")
+        optimizer.close()
+    return failures
+
+
+def test_changes_by_hand_reach_every_rank() -> None:
+    assert run_ranks(changes_by_hand, 2) == [[], []]

@@ -38,16 +38,20 @@ class Block(nn.Module):
 
 
 class Net(nn.Module):
-    """Two blocks, the second of which may be left out, and a weight that is used on both ends."""
+    """Two blocks, the second of which may be left out; a weight that is used on both ends, and one that may not be."""
 
     def __init__(self) -> None:
         super().__init__()
         self.embed = nn.Linear(INPUTS, WIDTH)
         self.blocks = nn.ModuleList(Block() for _ in range(2))
+        self.shift = nn.Parameter(torch.zeros(300))
         self.blocks_used = 2
+        self.shifts = True
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.embed(x)
+        if self.shifts:
+            x = x + self.shift[::100].sum()
         for block in self.blocks[: self.blocks_used]:
             x = block(x)
         return x @ self.embed.weight
@@ -85,6 +89,7 @@ class Subject:
 
     def loss(self, seed: int, blocks: int, scale: float = 1.0) -> Tensor:
         self.model.blocks_used = blocks
+        self.model.shifts = seed % 3 > 0
         loss = (self.model(noise(seed, 4, INPUTS)) - noise(seed + 1, 4, INPUTS)).square().mean() * scale
         self.log.append(loss.detach().float())
         return loss
@@ -94,6 +99,10 @@ class Subject:
         with torch.no_grad():
             self.loss(seed, 2)
         self.model.train()
+
+    def forward(self, seed: int) -> None:
+        """Without a backward, but with a graph."""
+        self.loss(seed, 2)
 
     def fail_in_forward(self, seed: int) -> None:
         self.model.blocks[1].fails = True
@@ -237,23 +246,38 @@ class Ours(Subject):
 Operation = tuple[Any, ...]
 seeds = st.integers(0, 50)
 indices = st.integers(0, len(list(Net().parameters())) - 1)
+looks = st.tuples(st.just("look"), st.sampled_from(["param", "grad", "state"]), indices)
+changes = st.tuples(st.just("change"), st.sampled_from(["param", "grad", "state"]), indices, seeds)
 backwards = st.tuples(st.just("backward"), seeds, st.sampled_from([1, 2]), st.just(1.0), st.booleans())
-operations = st.one_of(
-    backwards,
-    backwards,
-    st.tuples(st.just("step")),
-    st.tuples(st.just("step")),
-    st.tuples(st.just("zero_grad")),
-    st.tuples(st.just("backward"), seeds, st.just(2), st.sampled_from([1e30, float("inf")]), st.just(False)),
+overflows = st.tuples(st.just("backward"), seeds, st.just(2), st.sampled_from([1e30, float("inf")]), st.just(False))
+step, zero_grad = st.tuples(st.just("step")), st.tuples(st.just("zero_grad"))
+others = st.one_of(
+    looks,
+    changes,
+    overflows,
+    st.tuples(st.just("forward"), seeds),
     st.tuples(st.just("evaluate"), seeds),
     st.tuples(st.just("schedule"), st.sampled_from([0.5, 2.0])),
     st.tuples(st.just("fail_in_forward"), seeds),
     st.tuples(st.just("fail_in_backward"), seeds),
-    st.tuples(st.just("look"), st.sampled_from(["param", "grad", "state"]), indices),
-    st.tuples(st.just("change"), st.sampled_from(["param", "grad", "state"]), indices, seeds),
     st.tuples(st.just("modify"), indices, seeds, st.booleans()),
     st.tuples(st.just("save_and_load")),
 )
+
+
+@st.composite
+def sequences(draw: Any) -> list[Operation]:
+    """Training as it goes, with anything else at any moment; steps and zero_grad may be left out."""
+    sequence: list[Operation] = []
+    for _ in range(draw(st.integers(1, 5))):
+        for _ in range(draw(st.integers(0, 3))):
+            sequence += [draw(backwards), *draw(st.lists(others, max_size=1))]
+        kinds = [(step, zero_grad), (step, zero_grad), (step,), (zero_grad,), ()]
+        for kind in draw(st.sampled_from(kinds)):
+            sequence += [draw(kind), *draw(st.lists(st.one_of(looks, changes, others), max_size=1))]
+    return sequence
+
+
 tiers = st.sampled_from(["device", "cpu"])
 placements = st.builds(penstock.Placement, params=tiers, grads=tiers, optimizer=tiers)
 
@@ -278,9 +302,7 @@ def assert_same(ours: Log, theirs: Log) -> None:
 
 
 @settings(max_examples=60, deadline=None, derandomize=True)
-@given(
-    st.lists(operations, max_size=14), placements, st.sampled_from(["fp32", "bf16"]), st.sampled_from([4096, 1 << 22])
-)
+@given(sequences(), placements, st.sampled_from(["fp32", "bf16"]), st.sampled_from([4096, 1 << 22]))
 def test_one_trajectory(
     sequence: list[Operation], placement: penstock.Placement, precision: str, tile_bytes: int
 ) -> None:
