@@ -107,6 +107,7 @@ def prepare_on(
     grad_accumulation_dtype: torch.dtype | None = None,
     reduce_dtype: torch.dtype | None = None,
     master: str = "remainder",
+    overlap: str = "auto",
     options: penstock.Options | None = None,
 ) -> penstock.Optimizer:
     """`penstock.prepare` on the given streams."""
@@ -120,6 +121,7 @@ def prepare_on(
         master=master,
         units=units,
         max_grad_norm=max_grad_norm,
+        overlap=overlap,
         options=options or penstock.Options(),
     )
     return build(model, optimizer, request, Ranks.from_mesh(mesh, sharded=stage > 0), streams)

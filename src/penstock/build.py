@@ -6,8 +6,9 @@
 4. Connect the parts and hook the model.
 """
 
+import contextlib
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Literal
@@ -20,16 +21,16 @@ from penstock import checks
 from penstock._native import Pool
 from penstock.config import Options, Placement
 from penstock.engine.access import Access
-from penstock.engine.assemble import Homes, UnitPlan, in_reach
+from penstock.engine.assemble import Homes, UnitPlan
 from penstock.engine.discover import UnitPolicy, find_units
 from penstock.engine.engine import Engine, Origin
-from penstock.engine.feed import Feed
 from penstock.engine.gather import Gatherer
 from penstock.engine.hooks import Hooks
 from penstock.engine.precision import input_cast
 from penstock.engine.reduce import Reducer
+from penstock.engine.staging import StagingPlan
 from penstock.engine.step import Stepper
-from penstock.kinds import COMPUTE_DTYPES, STAGING, Overlap, Precision, Tier
+from penstock.kinds import COMPUTE_DTYPES, Overlap, Precision, Tier
 from penstock.layout import ALIGNMENT_NUMEL
 from penstock.machine.arena import return_free_memory
 from penstock.machine.collectives import Ranks, default_device
@@ -41,10 +42,11 @@ from penstock.rules.select import rule_for
 from penstock.rules.storage import StateFormat
 from penstock.tiers.device import DeviceTier
 from penstock.tiers.host import HostTier
-from penstock.tiers.store import CellPlan, Store, bytes_on
+from penstock.tiers.nvme import NvmeTier
+from penstock.tiers.pipeline import Pipeline, Transit
+from penstock.tiers.store import Store, bytes_on
 
 MASTER_DTYPES = {"remainder": torch.int16, "fp32": torch.float32, "none": None}
-ACCUMULATION, UPDATE_EVEN, UPDATE_ODD = "(accumulation)", "(update, even)", "(update, odd)"
 
 
 def prepare(
@@ -84,7 +86,10 @@ def prepare(
         max_grad_norm: clip the gradient's norm over all ranks; `None` does not clip.
         grad_accumulation_dtype: dtype in which micro-batches are summed; `None` for `reduce_dtype`.
         reduce_dtype: dtype in which gradients are summed over ranks; `None` for the compute dtype.
-        overlap: when updates run; `"auto"` and `"none"` run them inside `step`.
+        overlap: when updates run. `"none"`: inside `step`. `"forward"`: `step` returns at once, and the forward of each
+            unit waits for that unit's update alone; parameters read NaN until then. `"auto"`: the same for parameters
+            that are gathered for their use; those that rest where compute reads them are up to date when `step`
+            returns. The result is the same, bit for bit.
         master: form of the fp32 master of bf16 parameters: the 16 bits that the parameter lacks, a full copy, or none:
             then every update rounds the parameter, as `Options(rounding=...)` says.
         unit_micro_batches: only 1 in this version.
@@ -123,6 +128,7 @@ def prepare(
         master=master,
         units=units,
         max_grad_norm=max_grad_norm,
+        overlap=overlap,
         options=options,
     )
     streams = streams_for(device)
@@ -145,6 +151,7 @@ class Request:
     master: Literal["remainder", "fp32", "none"]
     units: UnitPolicy
     max_grad_norm: float | None
+    overlap: Overlap
     options: Options
 
     def homes(self, rule: Rule) -> Homes:
@@ -182,34 +189,48 @@ def build(
     homes = request.homes(rule)
     plans = [UnitPlan(spec, homes, ranks, streams) for spec in specs]
     live_bytes = checks.check_live_bytes([(plan.spec, plan.full_bytes) for plan in plans], options)
-    staging_plans = plan_staging(plans, homes, request.reduce_dtype, streams)
-    cells = [*(cell for plan in plans for cell in plan.cells()), *staging_plans.values()]
+    staging_plan = StagingPlan(plans, homes, request.reduce_dtype, streams)
+    records = [layout for plan in plans for layout in plan.records]
+    cells = [*(cell for plan in plans for cell in plan.cells()), *staging_plan.cells()]
     host_bytes = bytes_on(cells, Tier.CPU)
     checks.check_host_memory(host_bytes, streams.device, options)
     warn_of_unowned(model, groups)
 
-    store = Store({Tier.DEVICE: DeviceTier(streams.device), Tier.CPU: HostTier(host_bytes, streams.device)})
-    origins = {p: Origin(p.dtype, p.device) for spec in specs for p in spec.parameters}
-    units = [plan.build(index, store) for index, plan in enumerate(plans)]
-    staging = {name: store.allocate(cell) for name, cell in staging_plans.items()}
+    with contextlib.ExitStack() as undo:
+        nvme = None
+        if records:
+            nvme = NvmeTier(
+                request.placement.nvme_folders(),
+                records,
+                queue_depth=options.io_queue_depth,
+                checksums=options.checksums,
+            )
+            undo.callback(nvme.close)
+        store = Store({Tier.DEVICE: DeviceTier(streams.device), Tier.CPU: HostTier(host_bytes, streams.device)}, nvme)
+        origins = {p: Origin(p.dtype, p.device) for spec in specs for p in spec.parameters}
+        units = [plan.build(index, store) for index, plan in enumerate(plans)]
+        staging = staging_plan.build(store)
+        undo.pop_all()
     move_buffers(model, streams.device)
     return_free_memory()  # the parameters' own memory, which the cells have replaced
 
     pool = Pool(options.update_threads or update_threads())
     gradient_scale = 1 / ranks.world_size if options.reduce_op == "mean" else 1.0
     trained = {p: groups[p] for unit in units if unit.trained for p in unit.spec.parameters}
-    gatherer = Gatherer(ranks, streams, live_bytes=live_bytes, prefetch_bytes=options.prefetch_bytes)
+    transit = Transit(streams, staging.transit)
+    gatherer = Gatherer(ranks, streams, transit, live_bytes=live_bytes, prefetch_bytes=options.prefetch_bytes)
     for unit in units:
         if unit.resident:
             gatherer.acquire(unit)
     reducer = Reducer(
         ranks,
         streams,
+        transit,
         pool,
         grads_tier=homes.grads,
         reduce_dtype=request.reduce_dtype,
         accumulation_dtype=request.accumulation_dtype,
-        staging=staging.get(ACCUMULATION),
+        staging=staging.accumulation,
         may_hold_back=request.stage <= 1 and ranks.world_size > 1,
     )
     stepper = Stepper(
@@ -221,11 +242,8 @@ def build(
         groups=trained,
         firsts=number_elements(p for p in model.parameters() if p in trained),
         gradient_scale=gradient_scale,
-        feed=(
-            Feed(streams, (staging[UPDATE_EVEN], staging[UPDATE_ODD]), homes.tile_numel)
-            if UPDATE_EVEN in staging
-            else None
-        ),
+        pipeline=Pipeline(streams, staging.update, beside=Tier.DEVICE if homes.optimizer is Tier.DEVICE else Tier.CPU),
+        overlaps=request.overlap in ("forward", "auto"),
     )
     hooks = Hooks(model, units, gatherer, reducer, input_cast(request.compute_dtype))
     access = Access(
@@ -250,6 +268,7 @@ def build(
         stepper=stepper,
         hooks=hooks,
         access=access,
+        overlap=request.overlap,
         options=options,
         origins=origins,
         owned_frozen=[p for p in groups if p not in trained],
@@ -260,20 +279,6 @@ def build(
     model.zero_grad = prepared.zero_grad  # type: ignore[method-assign]
     take_over_state(optimizer, access, trained)
     return prepared
-
-
-def plan_staging(
-    plans: Sequence[UnitPlan], homes: Homes, reduce_dtype: torch.dtype, streams: Streams
-) -> dict[str, CellPlan]:
-    """Tile buffers through which gradients pass to a tier that arithmetic beside them does not reach."""
-    numel = min(homes.tile_numel, max((plan.layout.shard_numel for plan in plans if plan.spec.trainable), default=1))
-    staging = {}
-    if not in_reach(homes.grads, Tier.DEVICE, streams):
-        staging[ACCUMULATION] = CellPlan(ACCUMULATION, STAGING, homes.grads, reduce_dtype, numel)
-    if not in_reach(homes.grads, homes.optimizer, streams):
-        for name in (UPDATE_EVEN, UPDATE_ODD):
-            staging[name] = CellPlan(name, STAGING, homes.optimizer, homes.grad_dtype, numel)
-    return staging
 
 
 def warn_of_unowned(model: nn.Module, owned: Mapping[nn.Parameter, int]) -> None:

@@ -45,16 +45,19 @@ def check_features(
         raise ConfigError(f"placement={placement!r}: give a penstock.Placement, 'auto' or None.")
     for what in ("params", "grads", "optimizer"):
         home = placement.home(what)
-        if Tier.NVME in home:
-            raise _not_yet(f"{what} on the nvme tier", f"Use {what}='cpu' or 'device'.")
+        if Tier.NVME in home and not placement.nvme_folders():
+            raise ConfigError(
+                f"{what}={getattr(placement, what)!r} needs a folder for its files. "
+                "Name one on a fast disk: Placement(nvme_path=...)."
+            )
         if len(home) > 1:
             raise _not_yet(f"{what} split between tiers", f"Give one tier, such as {what}='cpu'.")
     if placement.activations is not None:
         raise _not_yet("Placement(activations=...)", "Use the model's own activation checkpointing.")
     if precision == "fp16":
         raise _not_yet("precision='fp16'", "Use precision='bf16'.")
-    if overlap in ("forward", "backward"):
-        raise _not_yet(f"overlap={overlap!r}", "Use overlap='auto'.")
+    if overlap == "backward":
+        raise _not_yet("overlap='backward'", "Use overlap='auto'.")
     if master == "none" and precision == "fp16":
         raise ConfigError(
             "master='none' with fp16 loses small updates for good. Use master='fp32' or precision='bf16'."

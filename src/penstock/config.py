@@ -4,6 +4,7 @@ import math
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
+from pathlib import Path
 from typing import Any, Literal
 
 from penstock.errors import ConfigError
@@ -57,6 +58,13 @@ class Placement:
         if not 0 <= ratio <= 1:
             raise ConfigError(f"twin_flow(ratio={ratio!r}) is not a fraction. Use a number from 0 to 1.")
         return cls(optimizer={"cpu": ratio, "device": 1 - ratio}, **kwargs)
+
+    def nvme_folders(self) -> list[Path]:
+        """The folders of the nvme tier."""
+        given = self.nvme_path
+        if given is None:
+            return []
+        return [Path(path) for path in ([given] if isinstance(given, str | os.PathLike) else given)]
 
     def home(self, what: str) -> dict[Tier, float]:
         """The parsed home of `"params"`, `"grads"` or `"optimizer"`: tiers and their fractions."""

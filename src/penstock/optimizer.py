@@ -96,9 +96,7 @@ class Optimizer(torch.optim.Optimizer):
         for unit in measure.present:
             engine.gatherer.outdate(unit)
         engine.stepper.update(self.param_groups, measure, self._max_grad_norm)
-        for unit in engine.units:  # what compute reads in place is up to date when step returns
-            if unit.resident:
-                engine.gatherer.acquire(unit)
+        engine.gatherer.show_resident(engine.units, wait=engine.overlap != "forward")
         return StepResult(measure.grad_norm, skipped=False, loss_scale=1.0)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -144,15 +142,15 @@ class Optimizer(torch.optim.Optimizer):
         engine = self._open("locations")
         rows = []
         for cell in engine.store.cells():
-            plan, values = cell.plan, cell.values
+            plan = cell.plan
             rows.append(
                 Location(
                     plan.unit,
                     plan.kind,
                     plan.tier.value,
                     plan.dtype,
-                    values.numel(),
-                    values.numel() * values.element_size(),
+                    plan.numel,
+                    plan.nbytes,
                     cell.pinned,
                     in_flight=not engine.at_rest(plan.unit, plan.kind),
                 )

@@ -30,13 +30,13 @@ ENGINE = {
     "buffers": set(),
     "discover": set(),
     "engine": {"access", "gather", "hooks", "reduce", "step", "unit"},
-    "feed": {"unit"},
     "gather": {"unit"},
     "hooks": {"gather", "outputs", "precision", "reduce", "unit"},
     "outputs": set(),
     "precision": set(),
     "reduce": {"buffers", "unit"},
-    "step": {"feed", "unit"},
+    "staging": {"assemble"},
+    "step": {"unit"},
     "unit": {"discover"},
 }
 

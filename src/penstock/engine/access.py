@@ -11,14 +11,17 @@ from torch import Tensor, nn
 
 from penstock.engine.gather import Gatherer
 from penstock.engine.reduce import Reducer
-from penstock.engine.unit import Trained, Unit
+from penstock.engine.unit import Kinds, Trained, Unit
 from penstock.errors import ConfigError, EngineError
 from penstock.layout import Slot
 from penstock.machine.collectives import Ranks
 from penstock.machine.streams import DONE
 from penstock.rules.master import read_master, write_master
-from penstock.rules.rule import BLOCK_NUMEL, Rule, Scalars
+from penstock.rules.rule import Rule, Scalars
 from penstock.rules.storage import read_state, write_state
+
+#: Values of a range of this rank's shard, piece by piece: first element, one past the last, values.
+Pieces = Iterator[tuple[int, int, Tensor]]
 
 
 class Access:
@@ -64,6 +67,8 @@ class Access:
                 unit.trained.gradient.ready.synchronize()
                 unit.trained.updated.synchronize()
             unit.published.synchronize()
+            for home in unit.homes:
+                home.settle()
 
     @contextmanager
     def gathered(self, parameters: Iterable[nn.Parameter] | None, *, modify: bool) -> Iterator[None]:
@@ -74,7 +79,7 @@ class Access:
         for unit in units:
             unit.holds += 1
             self._gatherer.acquire(unit)
-        before = {unit: (unit.full if unit.resident else unit.own).clone() for unit in units} if modify else {}
+        before = {unit: unit.full.clone() for unit in units} if modify else {}
         try:
             yield
             for unit in units:
@@ -103,7 +108,12 @@ class Access:
         self.finish()
         unit, index = self._place(parameter)
         dtype = torch.float32 if unit.spec.dtype.is_floating_point else unit.spec.dtype
-        return self._whole(unit, index, lambda part: _read(unit, part), dtype)
+
+        def read(start: int, stop: int) -> Pieces:
+            for first, last, param, kinds in unit.visit(start, stop):
+                yield first, last, _value(param, kinds) if dtype.is_floating_point else param
+
+        return self._whole(unit, index, read, dtype)
 
     def grad(self, parameter: nn.Parameter) -> Tensor:
         """The gradient accumulated so far, over ranks and micro-batches; zeros where there is none."""
@@ -116,19 +126,28 @@ class Access:
             )
         if not gradient.held or (self._ranks.world_size == 1 and index not in gradient.present):
             return torch.zeros(unit.layout.slots[index].shape)
-        return self._whole(unit, index, lambda part: gradient.home[part].float() * self._gradient_scale)
+
+        def read(start: int, stop: int) -> Pieces:
+            for first, last, (values,) in gradient.home.visit(start, stop):
+                yield first, last, values.float() * self._gradient_scale
+
+        return self._whole(unit, index, read)
 
     def state(self, parameter: nn.Parameter, name: str) -> Tensor:
         """An optimizer state; `"step"` is the count of updates."""
         self.finish()
-        unit, index, trained = self._trained_place(parameter)
+        unit, index, _ = self._trained_place(parameter)
         if name == "step":
             return torch.tensor(float(self._steps[parameter]))
         if name in self._scalar_names:
             return torch.tensor(float(self._scalars.get(parameter, {}).get(name, 0.0)))
         state = self._state_index(name)
-        spec, values, scale = self._states[state], trained.states[state], trained.scales[state]
-        return self._whole(unit, index, lambda part: read_state(spec, values[part], _scale_of(scale, part)))
+
+        def read(start: int, stop: int) -> Pieces:
+            for first, last, _, kinds in unit.visit(start, stop):
+                yield first, last, read_state(self._states[state], kinds.states[state], kinds.scales[state])
+
+        return self._whole(unit, index, read)
 
     def set_param(self, parameter: nn.Parameter, value: Tensor) -> None:
         """Overwrite the parameter and its master weights."""
@@ -138,12 +157,11 @@ class Access:
             raise EngineError(f"Unit '{unit.name}' is gathered. Set its parameters outside gathered() and forward.")
         found = self._own_part(unit, index, value)
         if found is not None:
-            part, values = found
-            _write(unit, part, values)
-            if unit.trained and unit.trained.shadow is not None:
-                unit.own[part].copy_(unit.trained.shadow[part])
+            start, stop, values = found
+            for first, last, param, kinds in unit.visit(start, stop, modify=True):
+                _set_value(param, kinds, values[first - start : last - start])
         unit.note_version(index)
-        unit.stale = unit.replicated and unit.layout.shards > 1
+        unit.stale = unit.replica is not None and unit.layout.shards > 1
         unit.published = DONE
         self._gatherer.outdate(unit)
         if unit.resident:
@@ -159,20 +177,23 @@ class Access:
                 "Gradients of no_sync micro-batches are not reduced yet. Set them after the last backward."
             )
         if not gradient.held:
-            gradient.home.zero_()
+            for _, _, (kept,) in gradient.home.visit(0, gradient.home.numel, modify=True):
+                kept.zero_()
             gradient.held = True
         found = self._own_part(unit, index, value)
         if found is not None:
-            part, values = found
-            gradient.home[part].copy_(values / self._gradient_scale)
-            gradient.squared_norms[index] = self._reducer.squared_norm(gradient.home[part])
+            start, stop, values = found
+            rounded = (values / self._gradient_scale).to(gradient.home.plans[0].dtype)
+            for first, last, (kept,) in gradient.home.visit(start, stop, modify=True):
+                kept.copy_(rounded[first - start : last - start])
+            gradient.squared_norms[index] = self._reducer.squared_norm(rounded)
         gradient.present.add(index)
 
     def set_state(self, parameter: nn.Parameter, name: str, value: Tensor) -> None:
         """Overwrite an optimizer state; `"step"` takes a whole number."""
         self.finish()
         self.check_state(parameter, name, value)
-        unit, index, trained = self._trained_place(parameter)
+        unit, index, _ = self._trained_place(parameter)
         self._given_state.add(parameter)
         if name in self._scalar_names:
             self._scalars[parameter] = {**self._scalars.get(parameter, {}), name: value.item()}
@@ -181,13 +202,15 @@ class Access:
         if name == "step" or name in self._scalar_names:
             return
         state = self._state_index(name)
-        spec, values, scale = self._states[state], trained.states[state], trained.scales[state]
+        spec = self._states[state]
         if spec.begins_with_update:
             self._steps[parameter] = max(1, self._steps[parameter])
         found = self._own_part(unit, index, value)
         if found is not None:
-            part, new = found
-            write_state(spec, values[part], _scale_of(scale, part), new.to(values.device))
+            start, stop, new = found
+            for first, last, _, kinds in unit.visit(start, stop, modify=True):
+                kept = kinds.states[state]
+                write_state(spec, kept, kinds.scales[state], new[first - start : last - start].to(kept.device))
 
     def check_state(self, parameter: nn.Parameter, name: str, value: Tensor) -> None:
         """Refuse what `set_state` would refuse."""
@@ -247,9 +270,9 @@ class Access:
         return names.index(name)
 
     def _whole(
-        self, unit: Unit, index: int, read: Callable[[slice], Tensor], dtype: torch.dtype = torch.float32
+        self, unit: Unit, index: int, read: Callable[[int, int], Pieces], dtype: torch.dtype = torch.float32
     ) -> Tensor:
-        """Put the parts of all shards together. `read` gives the values of a part of this rank's shard."""
+        """Put the parts of all shards together. `read` gives the values of a range of this rank's shard."""
         slot = unit.layout.slots[index]
         whole = torch.empty(slot.numel, dtype=dtype)
         for rank in range(unit.layout.shards):
@@ -260,13 +283,14 @@ class Access:
             first = unit.layout.shard_range(rank)[0]
             part = torch.empty(stop - start, dtype=dtype, device=self._device)
             if rank == unit.rank:
-                part.copy_(read(slice(start - first, stop - first)))
+                for begin, end, values in read(start - first, stop - first):
+                    part[begin + first - start : end + first - start] = values
             self._ranks.broadcast_part(part, rank)
             whole[start - slot.start : stop - slot.start] = part.cpu()
         return whole.view(slot.shape)
 
-    def _own_part(self, unit: Unit, index: int, value: Tensor) -> tuple[slice, Tensor] | None:
-        """Where this rank's shard holds a part of the slot, and that part of `value`: fp32, or integers as they are."""
+    def _own_part(self, unit: Unit, index: int, value: Tensor) -> tuple[int, int, Tensor] | None:
+        """The range of this rank's shard that holds a part of the slot, and that part of `value`: fp32, or integers."""
         slot = unit.layout.slots[index]
         _check_shape(unit.spec.names[index], slot, value)
         overlap = unit.layout.overlap(slot, unit.rank)
@@ -275,21 +299,23 @@ class Access:
         start, stop = overlap
         first = unit.own_range[0]
         values = value.detach().reshape(-1)[start - slot.start : stop - slot.start]
-        return slice(start - first, stop - first), values.float() if unit.spec.dtype.is_floating_point else values
+        return start - first, stop - first, values.float() if unit.spec.dtype.is_floating_point else values
 
     def _take_over(self, unit: Unit, before: Tensor) -> None:
         """The full buffer was modified: every rank takes the first rank's, masters keep what did not change."""
         self._ranks.broadcast(unit.full)
         start, stop = unit.own_range
-        before = before[start:stop] if unit.resident else before
-        now = unit.full[start:stop].to(before.device)
-        if unit.trained is not None:
-            values = _read(unit, slice(None))
-            changed = (now != before).to(values.device)
-            _write(unit, slice(None), torch.where(changed, now.to(values.device, torch.float32), values))
-        unit.own.copy_(now)
-        if unit.replicated and not unit.resident:
-            unit.home.copy_(unit.full)
+        now, before = unit.full[start:stop], before[start:stop]
+        for first, last, param, kinds in unit.visit(0, stop - start, modify=True):
+            new, old = now[first:last], before[first:last]
+            if unit.trained is None:
+                param.copy_(new)
+                continue
+            kept = _value(param, kinds)
+            changed = (new != old).to(kept.device)
+            _set_value(param, kinds, torch.where(changed, new.to(kept.device, torch.float32), kept))
+        if unit.replica is not None and not unit.resident:
+            unit.replica.copy_(unit.full)
 
 
 def _check_shape(name: str, slot: Slot, value: Tensor) -> None:
@@ -297,21 +323,17 @@ def _check_shape(name: str, slot: Slot, value: Tensor) -> None:
         raise ConfigError(f"The value for '{name}' has shape {tuple(value.shape)}; the parameter has {slot.shape}.")
 
 
-def _scale_of(scale: Tensor | None, part: slice) -> Tensor | None:
-    """The scales of a part of the shard that begins on a block."""
-    return None if scale is None else scale[part.start // BLOCK_NUMEL : -(-part.stop // BLOCK_NUMEL)]
+def _value(param: Tensor, kinds: Kinds) -> Tensor:
+    """The fp32 values of a piece."""
+    return read_master(param if kinds.shadow is None else kinds.shadow, kinds.master)
 
 
-def _read(unit: Unit, part: slice) -> Tensor:
-    """The fp32 values of a part of this rank's shard; integers as they are."""
-    if not unit.spec.dtype.is_floating_point:
-        return unit.own[part]
-    master = unit.trained.master if unit.trained else None
-    return read_master(unit.written[part], None if master is None else master[part])
-
-
-def _write(unit: Unit, part: slice, values: Tensor) -> None:
-    """Write fp32 values into a part of this rank's shard, parameter and master."""
-    master = unit.trained.master if unit.trained else None
-    written = unit.written[part]
-    write_master(written, None if master is None else master[part], values.to(written.device))
+def _set_value(param: Tensor, kinds: Kinds, values: Tensor) -> None:
+    """Write values into a piece, parameter and master: fp32, or integers as they are."""
+    if not param.dtype.is_floating_point:
+        param.copy_(values)
+        return
+    written = param if kinds.shadow is None else kinds.shadow
+    write_master(written, kinds.master, values.to(written.device))
+    if kinds.shadow is not None:
+        param.copy_(written)

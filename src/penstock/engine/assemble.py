@@ -2,19 +2,23 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
 
 from penstock.engine.discover import UnitSpec
-from penstock.engine.unit import Gradient, Trained, Unit
+from penstock.engine.unit import Fields, Gradient, Trained, Unit
 from penstock.kinds import GRAD, MASTER, PARAM, Tier
 from penstock.layout import FlatLayout
 from penstock.machine.collectives import Ranks
 from penstock.machine.streams import Streams
 from penstock.rules.master import split_master, write_master
 from penstock.rules.rule import BLOCK_NUMEL, StateSpec
-from penstock.tiers.store import CellPlan, Store
+from penstock.tiers.home import CellPlan, Home, MemoryHome
+from penstock.tiers.pipeline import in_reach
+from penstock.tiers.records import RecordLayout
+from penstock.tiers.store import Store
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,25 +51,37 @@ class UnitPlan:
         self._ranks = ranks
         self._streams = streams
         self.layout = FlatLayout.build(spec.names, [tuple(p.shape) for p in spec.parameters], ranks.shards)
-        replicated = not homes.sharded_params or ranks.shards == 1
-        self._resident = replicated and (homes.params is Tier.DEVICE or streams.aliases_host)
+        # A file holds every byte once, whatever the stage: what is replicated elsewhere is gathered from shards there.
+        in_file = homes.params is Tier.NVME
+        self._replicated = not in_file and (not homes.sharded_params or ranks.shards == 1)
+        self._resident = self._replicated and (homes.params is Tier.DEVICE or streams.aliases_host)
         shard, whole = self.layout.shard_numel, self.layout.numel
-        self._param = CellPlan(spec.name, PARAM, homes.params, spec.dtype, whole if replicated else shard)
-        self._grad = self._master = self._shadow = None
-        self._states: list[CellPlan] = []
-        self._scales: list[CellPlan | None] = []
-        if not spec.trainable:
-            return
-        self._grad = CellPlan(spec.name, GRAD, homes.grads, homes.grad_dtype, shard)
-        if homes.master_dtype is not None and spec.dtype != torch.float32:
-            self._master = CellPlan(spec.name, MASTER, homes.optimizer, homes.master_dtype, shard)
-        if not in_reach(homes.params, homes.optimizer, streams):
-            # The update cannot reach the parameters: it writes a copy beside its state, the other part of the master.
-            self._shadow = CellPlan(spec.name, MASTER, homes.optimizer, spec.dtype, shard)
+        self.param = CellPlan(spec.name, PARAM, homes.params, spec.dtype, whole if self._replicated else shard)
+        self.grad = CellPlan(spec.name, GRAD, homes.grads, homes.grad_dtype, shard) if spec.trainable else None
+        self.optimizer: list[CellPlan] = []
+        self.fields = self._plan_optimizer() if spec.trainable else None
+
+    def _plan_optimizer(self) -> Fields:
+        spec, homes, shard = self.spec, self._homes, self.layout.shard_numel
+
+        def plan(kind: str, dtype: torch.dtype, grain: int = 1) -> int:
+            self.optimizer.append(CellPlan(spec.name, kind, homes.optimizer, dtype, shard // grain, grain))
+            return len(self.optimizer) - 1
+
+        has_master = homes.master_dtype is not None and spec.dtype != torch.float32
+        master = plan(MASTER, homes.master_dtype) if has_master and homes.master_dtype else None
+        # Where the update cannot reach the parameters, it writes a copy beside its state, the other part of the master.
+        # Tiles that come from or go to a file are brought to the update anyway, and the parameters with them.
+        shadowed = Tier.NVME not in (homes.params, homes.optimizer) and not in_reach(
+            homes.params, homes.optimizer, self._streams
+        )
+        shadow = plan(MASTER, spec.dtype) if shadowed else None
+        states, scales = [], []
         for state in homes.states:
-            self._states.append(CellPlan(spec.name, state.name, homes.optimizer, state.dtype, shard))
-            scale, blocks = state.scale_name, shard // BLOCK_NUMEL
-            self._scales.append(CellPlan(spec.name, scale, homes.optimizer, torch.float32, blocks) if scale else None)
+            states.append(plan(state.name, state.dtype))
+            scale = state.scale_name
+            scales.append(plan(scale, torch.float32, BLOCK_NUMEL) if scale else None)
+        return Fields(master, shadow, tuple(states), tuple(scales))
 
     @property
     def full_bytes(self) -> int:
@@ -74,63 +90,84 @@ class UnitPlan:
 
     def cells(self) -> Iterator[CellPlan]:
         """Every cell."""
-        found = (self._param, self._grad, self._master, self._shadow, *self._states, *self._scales)
-        return (cell for cell in found if cell is not None)
+        yield self.param
+        if self.grad is not None:
+            yield self.grad
+        yield from self.optimizer
+
+    @cached_property
+    def records(self) -> list[RecordLayout]:
+        """What goes into files, in the order in which `build` makes the homes."""
+        homes = [[self.param], [self.grad] if self.grad else [], self.optimizer]
+        shard, tile = self.layout.shard_numel, self._homes.tile_numel
+        return [RecordLayout(cells, shard, tile) for cells in homes if cells and cells[0].tier is Tier.NVME]
 
     def build(self, index: int, store: Store) -> Unit:
         """Allocate the cells and fill them; the model's parameters give up their own memory. Collective."""
-        spec, homes, layout = self.spec, self._homes, self.layout
-        home = store.allocate(self._param)
-        full = home
-        if not self._resident:
+        spec, layout = self.spec, self.layout
+        shard, tile, rank = layout.shard_numel, self._homes.tile_numel, self._ranks.shard_rank
+        params: Home
+        if self._replicated:
+            replica = store.allocate(self.param)
+            start, stop = layout.shard_range(rank)
+            params = MemoryHome([self.param], [replica[start:stop]], shard, tile)
+        else:
+            replica = None
+            params = store.make_home([self.param], shard, tile)
+        if self._resident:
+            assert replica is not None
+            full = replica
+        else:
             full = torch.empty(layout.numel, dtype=spec.dtype, device=self._streams.device)
             self._streams.retire(full)
-        unit = Unit(spec, index, layout, rank=self._ranks.shard_rank, home=home, full=full, device=self._streams.device)
-        if self._grad is not None:
+        unit = Unit(
+            spec, index, layout, rank=rank, params=params, replica=replica, full=full, device=self._streams.device
+        )
+        if self.grad is not None and self.fields is not None:
             unit.trained = Trained(
-                gradient=Gradient(store.allocate(self._grad)),
-                master=store.allocate(self._master) if self._master else None,
-                states=tuple(store.allocate(cell) for cell in self._states),
-                scales=tuple(store.allocate(cell) if cell else None for cell in self._scales),
-                shadow=store.allocate(self._shadow) if self._shadow else None,
-                optimizer_tier=homes.optimizer,
-                gradient_near=in_reach(homes.grads, homes.optimizer, self._streams),
-                tiles=layout.tiles(unit.rank, homes.tile_numel),
+                gradient=Gradient(store.make_home([self.grad], shard, tile)),
+                optimizer=store.make_home(self.optimizer, shard, tile) if self.optimizer else None,
+                fields=self.fields,
+                optimizer_tier=self._homes.optimizer,
+                tiles=layout.tiles(rank, tile),
             )
-        for slot_index, parameter in enumerate(spec.parameters):
-            self._fill(unit, slot_index, parameter.detach())
+        self._fill(unit)
         unit.hide()
         unit.note_versions()
         return unit
 
-    def _fill(self, unit: Unit, index: int, value: Tensor) -> None:
-        """Put one parameter, the first rank's, into the home and this rank's part of it into the master."""
-        slot = unit.layout.slots[index]
+    def _fill(self, unit: Unit) -> None:
+        """Put the first rank's parameters into the home, and this rank's part of them into the master."""
+        flats = [self._first_ranks(parameter.detach()) for parameter in unit.spec.parameters]
+        master = unit.trained.fields.master if unit.trained else None
+        remainder = master is not None and self.optimizer[master].dtype == torch.int16
+        if unit.replica is not None:
+            for slot, flat in zip(unit.layout.slots, flats, strict=True):
+                rounded = split_master(flat.float())[0] if remainder else flat.to(unit.spec.dtype)
+                unit.replica[slot.start : slot.stop].copy_(rounded)
+        parts = unit.parts()
+        first = unit.own_range[0]
+        for begin, end, param, kinds in unit.visit(0, unit.layout.shard_numel, modify=True):
+            for part in parts:
+                start, stop = max(part.start, begin), min(part.stop, end)
+                if start >= stop:
+                    continue
+                inside = slice(start - begin, stop - begin)
+                offset = first - unit.layout.slots[part.slot].start
+                value = flats[part.slot][start + offset : stop + offset]
+                if unit.trained is None:
+                    param[inside].copy_(value)
+                    continue
+                written = (param if kinds.shadow is None else kinds.shadow)[inside]
+                rest = None if kinds.master is None else kinds.master[inside]
+                write_master(written, rest, value.float().to(written.device))
+                if kinds.shadow is not None:
+                    param[inside].copy_(written)
+
+    def _first_ranks(self, value: Tensor) -> Tensor:
+        """The first rank's value, flat."""
         flat = value.reshape(-1)
         if self._ranks.world_size > 1:
             flat = flat.to(self._streams.device, copy=True)
             self._ranks.broadcast(flat)
-        if unit.replicated:
-            remainder = self._master is not None and self._master.dtype == torch.int16
-            rounded = split_master(flat.float())[0] if remainder else flat.to(unit.spec.dtype)
-            unit.home[slot.start : slot.stop].copy_(rounded)
-        overlap = unit.layout.overlap(slot, unit.rank)
-        if overlap is None:
-            return
-        start, stop = overlap
-        first = unit.own_range[0]
-        part = slice(start - first, stop - first)
-        mine = flat[start - slot.start : stop - slot.start]
-        if unit.trained is None:
-            unit.own[part].copy_(mine)
-            return
-        master = unit.trained.master
-        written = unit.written[part]
-        write_master(written, None if master is None else master[part], mine.float().to(written.device))
-        if unit.trained.shadow is not None:
-            unit.own[part].copy_(written)
-
-
-def in_reach(tier: Tier, of: Tier, streams: Streams) -> bool:
-    """Whether arithmetic beside one tier reads and writes the other directly."""
-    return tier is of or streams.aliases_host
+        return flat

@@ -15,7 +15,7 @@ from penstock.engine.reduce import Reducer
 from penstock.engine.step import Stepper
 from penstock.engine.unit import Unit
 from penstock.errors import EngineError
-from penstock.kinds import GRAD, PARAM
+from penstock.kinds import GRAD, PARAM, Overlap
 from penstock.machine.collectives import Ranks
 from penstock.machine.streams import Streams
 from penstock.tiers.store import Store
@@ -49,6 +49,7 @@ class Engine:
     stepper: Stepper
     hooks: Hooks
     access: Access
+    overlap: Overlap
     options: Options
     origins: dict[nn.Parameter, Origin]
     owned_frozen: Sequence[nn.Parameter]
@@ -61,9 +62,13 @@ class Engine:
         if unit is None:  # staging
             return all(u.trained is None or u.trained.updated.done() for u in self.units)
         if kind == PARAM:
-            return unit.published.done() and (unit.trained is None or unit.trained.updated.done())
+            events = [unit.published] if unit.trained is None else [unit.published, unit.trained.updated]
+            return unit.params.at_rest() and all(event.done() for event in events)
         assert unit.trained is not None
-        return unit.trained.gradient.ready.done() if kind == GRAD else unit.trained.updated.done()
+        if kind == GRAD:
+            return unit.trained.gradient.ready.done() and unit.trained.gradient.home.at_rest()
+        optimizer = unit.trained.optimizer
+        return unit.trained.updated.done() and (optimizer is None or optimizer.at_rest())
 
     def check_frozen(self) -> None:
         """Refuse parameters that were unfrozen after `prepare`: they have no optimizer state."""

@@ -4,12 +4,15 @@ The order of units is learned from the last forward and the last backward. It is
 never correctness.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
+
+from torch import Tensor
 
 from penstock.engine.unit import Residency, Unit
 from penstock.machine.collectives import Ranks
 from penstock.machine.streams import COLLECTIVE, DOWNLOAD, UPLOAD, Event, Streams, copy
+from penstock.tiers.pipeline import Transit
 
 
 class Order:
@@ -64,9 +67,12 @@ class Gatherer:
         prefetch_bytes: full buffers being filled ahead of use, at most.
     """
 
-    def __init__(self, ranks: Ranks, streams: Streams, *, live_bytes: int, prefetch_bytes: int) -> None:
+    def __init__(
+        self, ranks: Ranks, streams: Streams, transit: Transit, *, live_bytes: int, prefetch_bytes: int
+    ) -> None:
         self._ranks = ranks
         self._streams = streams
+        self._transit = transit
         self._live_budget = live_bytes
         self._prefetch_budget = prefetch_bytes
         self.live_bytes = 0
@@ -121,6 +127,21 @@ class Gatherer:
         else:
             self._retire(unit)
 
+    def show_resident(self, units: Iterable[Unit], *, wait: bool) -> None:
+        """After updates: resident parameters show their new values, or read NaN until their unit is used.
+
+        Arguments:
+            units: all; the resident ones are shown.
+            wait: wait for all of them; else those are hidden that are not up to date yet.
+        """
+        for unit in units:
+            if unit.resident:
+                # Not what other ranks' parts have to be gathered for: ranks would do so in different orders.
+                if wait or (unit.published.done() and not unit.stale):
+                    self.acquire(unit)
+                else:
+                    unit.hide()
+
     def _make_room(self, unit: Unit) -> None:
         """Keep what was gathered ahead within the budget when another unit is needed first: the last goes first."""
         excess = self.live_bytes + (0 if unit.resident else unit.nbytes) - self._live_budget
@@ -167,23 +188,22 @@ class Gatherer:
             unit.leased = True
             self.live_bytes += unit.nbytes
             self.peak_live_bytes = max(self.peak_live_bytes, self.live_bytes)
-        exchange = unit.stale or not unit.replicated
+        replica = unit.replica
+        if replica is not None and not unit.stale:
+            return self._copy(UPLOAD, unit.full, replica, unit.published)
         start, stop = unit.own_range
-        target, source = (unit.full[start:stop], unit.own) if exchange else (unit.full, unit.home)
-        event = self._streams.submit(
-            UPLOAD,
-            partial(copy, target, source),
-            after=(unit.published,),
-            writes=(unit.full,),
-            nbytes=source.numel() * source.element_size(),
-        )
-        if exchange and self._ranks.shards > 1:
+        event = self._transit.fill(unit.full[start:stop], unit.params, after=unit.published, writes=(unit.full,))
+        if self._ranks.shards > 1:
             event = self._all_gather(unit, after=(event,))
-        if unit.stale:  # the home of a replicated unit must hold every rank's part again
+        if replica is not None:  # it must hold every rank's part again
             unit.stale = False
-            full, home = unit.full, unit.home
-            event = self._streams.submit(DOWNLOAD, partial(copy, home, full), after=(event,), nbytes=unit.nbytes)
+            event = self._copy(DOWNLOAD, replica, unit.full, event)
         return event
+
+    def _copy(self, stream: str, target: Tensor, source: Tensor, after: Event) -> Event:
+        nbytes = source.numel() * source.element_size()
+        work = partial(copy, target, source)
+        return self._streams.submit(stream, work, after=(after,), writes=(target,), nbytes=nbytes)
 
     def _all_gather(self, unit: Unit, after: tuple[Event, ...]) -> Event:
         start, stop = unit.own_range

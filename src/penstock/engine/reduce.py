@@ -21,6 +21,7 @@ from penstock.kinds import Tier
 from penstock.machine.collectives import Ranks
 from penstock.machine.streams import COLLECTIVE, DONE, DOWNLOAD, UPDATE, Event, Streams, copy
 from penstock.rules.deposit import deposit, squared_norm
+from penstock.tiers.pipeline import Transit, in_reach
 
 
 class Reducer:
@@ -39,6 +40,7 @@ class Reducer:
         self,
         ranks: Ranks,
         streams: Streams,
+        transit: Transit,
         pool: Pool,
         *,
         grads_tier: Tier,
@@ -49,10 +51,12 @@ class Reducer:
     ) -> None:
         self._ranks = ranks
         self._streams = streams
+        self._transit = transit
         self._pool = pool
         self._reduce_dtype = reduce_dtype
         self._accumulation_dtype = accumulation_dtype
-        self._home_in_reach = grads_tier is Tier.DEVICE or streams.aliases_host
+        self._home_in_reach = in_reach(grads_tier, Tier.DEVICE, streams)
+        self._home_is_file = grads_tier is Tier.NVME
         self._straight = ranks.world_size == 1 and self._home_in_reach
         self._staging = staging
         self.buffers = BufferRing(streams.device, streams)
@@ -79,7 +83,7 @@ class Reducer:
         slot = unit.layout.slots[slot_index]
         flat = grad.reshape(-1)
         if self._straight and self._reduce_dtype in (flat.dtype, torch.float32):  # else reducing would round
-            target, held = gradient.home[slot.start : slot.stop], slot_index in gradient.present
+            target, held = gradient.values[slot.start : slot.stop], slot_index in gradient.present
             gradient.squared_norms[slot_index] = deposit(target, flat, add=held, pool=self._pool)
             gradient.present.add(slot_index)
             gradient.held = True
@@ -120,12 +124,12 @@ class Reducer:
             self._ranks.all_reduce_replicas(reduced)
             if settles_here:
                 for index, start, stop in parts:
-                    target = gradient.home[start:stop]
+                    target = gradient.values[start:stop]
                     gradient.squared_norms[index] = deposit(target, reduced[start:stop], add=add, pool=self._pool)
             elif not add:
                 for index, start, stop in parts:
                     gradient.squared_norms[index] = squared_norm(
-                        reduced[start:stop].to(gradient.home.dtype), pool=self._pool
+                        reduced[start:stop].to(self._accumulation_dtype), pool=self._pool
                     )
 
         writes = (reduced,) if sharded else ()
@@ -134,17 +138,12 @@ class Reducer:
             self.buffers.give_back(pending, DONE)
         if settles_here:
             gradient.ready = event
-        elif add:
-            gradient.ready = self._add_on_host(gradient, reduced, parts, event)
+        elif not add:
+            gradient.ready = self._transit.save(gradient.home, reduced, after=event)
+        elif self._home_is_file:
+            gradient.ready = self._add_to_file(gradient, reduced, parts, event)
         else:
-            home = gradient.home
-            gradient.ready = self._streams.submit(
-                DOWNLOAD,
-                partial(copy, home, reduced),
-                after=(event,),
-                writes=(home,),
-                nbytes=home.numel() * home.element_size(),
-            )
+            gradient.ready = self._add_on_host(gradient, reduced, parts, event)
         self.buffers.give_back(full, event if sharded else gradient.ready)
         if sharded:
             self.buffers.give_back(reduced, gradient.ready)
@@ -176,7 +175,7 @@ class Reducer:
         """A later micro-batch of a home on the cpu tier: down once in the reduced dtype, added there tile by tile."""
         staging = self._staging
         assert staging is not None
-        home = gradient.home
+        home = gradient.values
 
         def down_and_add() -> None:
             for start in range(0, home.numel(), staging.numel()):
@@ -194,6 +193,21 @@ class Reducer:
                 gradient.squared_norms[index] = squared_norm(home[start:stop], pool=self._pool)
 
         return self._streams.submit(UPDATE, down_and_add, after=(after,))
+
+    def _add_to_file(self, gradient: Gradient, reduced: Tensor, parts: Sequence[Part], after: Event) -> Event:
+        """A later micro-batch of a home in a file: what it holds comes up, is added to, and goes back."""
+        total = self.buffers.lease(reduced.numel(), self._accumulation_dtype)
+        brought = self._transit.fill(total, gradient.home, after=gradient.ready)
+
+        def add() -> None:
+            for index, start, stop in parts:
+                part = total[start:stop]
+                gradient.squared_norms[index] = deposit(part, reduced[start:stop], add=True, pool=self._pool)
+
+        added = self._streams.submit(COLLECTIVE, add, after=(after, brought))
+        saved = self._transit.save(gradient.home, total, after=added)
+        self.buffers.give_back(total, saved)
+        return saved
 
     def _clear_the_rest(self, unit: Unit, gradient: Gradient) -> None:
         """Zero what no gradient arrived for: other ranks may have one."""

@@ -16,13 +16,14 @@ import torch
 from torch import Tensor, nn
 
 from penstock._native import Pool
-from penstock.engine.feed import Feed
 from penstock.engine.unit import Trained, Unit
 from penstock.kinds import Tier
 from penstock.layout import Piece
 from penstock.machine.collectives import Ranks
-from penstock.machine.streams import DONE, DOWNLOAD, UPDATE, UPLOAD, Event, Streams, copy
+from penstock.machine.streams import DONE, DOWNLOAD, UPDATE, UPLOAD, Event, Streams, all_of, copy
 from penstock.rules.rule import BLOCK_NUMEL, Hyper, Rule, Scalars, Segment
+from penstock.tiers.home import Home, MemoryHome, Views
+from penstock.tiers.pipeline import GRAD_AREA, OPTIMIZER_AREA, PARAM_AREA, Pipeline
 
 
 @dataclass(frozen=True)
@@ -65,7 +66,8 @@ class Stepper:
         groups: index of the optimizer's param group of each trained parameter.
         firsts: number of each trained parameter's first element among all elements of the optimizer.
         gradient_scale: what a gradient in its home is multiplied with, 1 / world size for the mean.
-        feed: brings gradients that the update cannot read at their home; `None` where it can.
+        pipeline: brings what the update cannot reach where it rests.
+        overlaps: `update` returns before the last update has run: whoever needs a unit waits for it.
     """
 
     def __init__(
@@ -79,7 +81,8 @@ class Stepper:
         groups: Mapping[nn.Parameter, int],
         firsts: Mapping[nn.Parameter, int],
         gradient_scale: float,
-        feed: Feed | None,
+        pipeline: Pipeline,
+        overlaps: bool,
     ) -> None:
         self._units = [unit for unit in units if unit.trained]
         self._rule = rule
@@ -89,7 +92,8 @@ class Stepper:
         self._groups = groups
         self._firsts = firsts
         self._gradient_scale = gradient_scale
-        self._feed = feed
+        self._pipeline = pipeline
+        self._overlaps = overlaps
         self.steps: dict[nn.Parameter, int] = dict.fromkeys(groups, 0)
         self.scalars: dict[nn.Parameter, Scalars] = {}
 
@@ -117,16 +121,17 @@ class Stepper:
         return Measure(math.sqrt(total) * self._gradient_scale if total >= 0 else math.nan, present)
 
     def update(self, param_groups: Sequence[Mapping[str, Any]], measure: Measure, max_grad_norm: float | None) -> None:
-        """Phases 3 and 4. Units are updated in order; returns when the last update has run."""
+        """Phases 3 and 4. Units are updated in order."""
         scale = self._gradient_scale
         if max_grad_norm is not None:  # as torch.nn.utils.clip_grad_norm_
             scale *= min(1.0, max_grad_norm / (measure.grad_norm + 1e-6))
         plans = [(unit, self._hypers(unit, slots, param_groups)) for unit, slots in measure.present.items() if slots]
         for unit, hypers in plans:  # every group was read: from here on nothing is refused
             self._update_unit(unit, hypers, scale)
-        for unit in self._units:
-            assert unit.trained is not None
-            unit.trained.updated.synchronize()
+        if not self._overlaps:
+            for unit in self._units:
+                assert unit.trained is not None
+                unit.trained.updated.synchronize()
 
     def _update_unit(self, unit: Unit, plan: Mapping[int, tuple[Hyper, Scalars]], scale: float) -> None:
         trained = unit.trained
@@ -136,24 +141,52 @@ class Stepper:
             self.scalars[unit.spec.parameters[index]] = scalars
         hypers = {index: hyper for index, (hyper, _) in plan.items()}
         bases = {index: self._base(unit, index) for index in plan}
-        merged = (merge(tile, hypers, bases) for tile in trained.tiles)
-        runs = [(number, tile) for number, tile in enumerate(merged) if tile]
-        if trained.gradient_near:
-            trained.updated = self._run(trained, partial(self._update_tiles, unit, runs, scale), trained.gradient.ready)
+        updated, published = [], []
+        for number, pieces in enumerate(trained.tiles):
+            runs = merge(pieces, hypers, bases)
+            if runs:
+                done, home_again = self._update_tile(unit, number, runs, scale)
+                updated.append(done)
+                published.append(home_again)
+        trained.updated = all_of(updated)
+        unit.published = all_of(published)
+        if trained.fields.shadow is not None:
+            unit.published = self._publish(unit, trained)
+        unit.stale = unit.replica is not None and unit.layout.shards > 1
+
+    def _update_tile(self, unit: Unit, number: int, runs: Sequence[Run], scale: float) -> tuple[Event, Event]:
+        """Returns the events of the update, and of the parameters' way home."""
+        trained = unit.trained
+        assert trained is not None
+        homes: dict[str, Home] = {GRAD_AREA: trained.gradient.home}
+        if trained.optimizer is not None:
+            homes[OPTIMIZER_AREA] = trained.optimizer
+        if trained.fields.shadow is None:
+            homes[PARAM_AREA] = unit.params
+        tile = self._pipeline.bring(number, homes, after=trained.gradient.ready, written=(OPTIMIZER_AREA, PARAM_AREA))
+        first = number * unit.params.tile_numel
+        work = partial(self._apply, trained, tile.views, first, runs, scale)
+        if trained.optimizer_tier is Tier.DEVICE:  # compute itself updates what is on the device
+            tile.ready.wait()
+            work()
+            updated = DONE
         else:
-            for number, tile in runs:
-                trained.updated = self._update_far_tile(unit, number, tile, scale)
-        if trained.shadow is None:
-            unit.published = trained.updated
-        else:
-            up = trained.optimizer_tier is not Tier.DEVICE
-            unit.published = self._streams.submit(
-                UPLOAD if up else DOWNLOAD,
-                partial(copy, unit.own, trained.shadow),
-                after=(trained.updated,),
-                nbytes=unit.own.numel() * unit.own.element_size(),
-            )
-        unit.stale = unit.replicated and unit.layout.shards > 1
+            updated = self._streams.submit(UPDATE, work, after=(tile.ready,))
+        return updated, tile.put_back(updated)
+
+    def _publish(self, unit: Unit, trained: Trained) -> Event:
+        """Copy the shadow to where the parameters rest."""
+        assert isinstance(trained.optimizer, MemoryHome)
+        assert isinstance(unit.params, MemoryHome)
+        shadow = trained.fields.name(trained.optimizer.tensors).shadow
+        (own,) = unit.params.tensors
+        assert shadow is not None
+        return self._streams.submit(
+            DOWNLOAD if trained.optimizer_tier is Tier.DEVICE else UPLOAD,
+            partial(copy, own, shadow),
+            after=(trained.updated,),
+            nbytes=own.numel() * own.element_size(),
+        )
 
     def _hypers(
         self, unit: Unit, slots: frozenset[int], param_groups: Sequence[Mapping[str, Any]]
@@ -180,42 +213,22 @@ class Stepper:
     def _base(self, unit: Unit, index: int) -> int:
         return self._firsts[unit.spec.parameters[index]] + unit.own_range[0] - unit.layout.slots[index].start
 
-    def _run(self, trained: Trained, work: partial[None], after: Event) -> Event:
-        """Tiles on the device are updated by compute itself; those on the host by the update stream."""
-        if trained.optimizer_tier is Tier.DEVICE:
-            after.wait()
-            work()
-            return DONE
-        return self._streams.submit(UPDATE, work, after=(after,))
-
-    def _update_tiles(self, unit: Unit, tiles: list[tuple[int, list[Run]]], scale: float) -> None:
-        assert unit.trained is not None
-        for _, tile in tiles:
-            self._update_tile(unit, tile, unit.trained.gradient.home, 0, scale)
-
-    def _update_far_tile(self, unit: Unit, number: int, tile: list[Run], scale: float) -> Event:
-        trained = unit.trained
-        assert trained is not None
-        assert self._feed is not None
-
-        def use(gradient: Tensor, first: int, copied: Event) -> Event:
-            return self._run(trained, partial(self._update_tile, unit, tile, gradient, first, scale), copied)
-
-        return self._feed.bring(trained, number, use)
-
-    def _update_tile(self, unit: Unit, tile: list[Run], gradient: Tensor, gradient_start: int, scale: float) -> None:
-        """Update every run of a tile. `gradient` begins at element `gradient_start` of the shard."""
-        trained = unit.trained
-        assert trained is not None
-        written = unit.written
-        for run in tile:
-            part, blocks = slice(run.start, run.stop), slice(run.start // BLOCK_NUMEL, -(-run.stop // BLOCK_NUMEL))
+    def _apply(
+        self, trained: Trained, views: Mapping[str, Views], first: int, runs: Sequence[Run], scale: float
+    ) -> None:
+        """Update every run of a tile whose values begin at element `first` of the shard."""
+        kinds = trained.fields.name(views.get(OPTIMIZER_AREA, ()))
+        (grad,) = views[GRAD_AREA]
+        param = kinds.shadow if kinds.shadow is not None else views[PARAM_AREA][0]
+        for run in runs:
+            start, stop = run.start - first, run.stop - first
+            part, blocks = slice(start, stop), slice(start // BLOCK_NUMEL, -(-stop // BLOCK_NUMEL))
             segment = Segment(
-                param=written[part],
-                grad=gradient[run.start - gradient_start : run.stop - gradient_start],
-                master=None if trained.master is None else trained.master[part],
-                states=tuple(state[part] for state in trained.states),
-                scales=tuple(None if scale is None else scale[blocks] for scale in trained.scales),
+                param=param[part],
+                grad=grad[part],
+                master=None if kinds.master is None else kinds.master[part],
+                states=tuple(state[part] for state in kinds.states),
+                scales=tuple(None if scale is None else scale[blocks] for scale in kinds.scales),
                 first=run.base + run.start,
             )
             self._rule.update(segment, run.hyper, scale, self._pool)

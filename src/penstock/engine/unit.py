@@ -1,12 +1,12 @@
 """One unit: its cells, and the states of its parameters.
 
-home       where the unit's parameters rest: this rank's shard, or the whole unit where parameters are replicated
-own        the part of the home that this rank updates
-shadow     what an update writes where it cannot reach the home: published to `own` afterwards
-full       the flat buffer that compute reads; for a resident unit it is the home itself
+params     where this rank's shard of the parameters rests
+replica    the whole unit beside it, of which `params` is a part, where parameters are replicated over ranks
+shadow     what an update writes where it cannot reach `params`: published there afterwards
+full       the flat buffer that compute reads; for a resident unit it is the replica itself
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import NamedTuple
@@ -19,6 +19,7 @@ from penstock.errors import EngineError
 from penstock.kinds import Tier
 from penstock.layout import FlatLayout, Piece
 from penstock.machine.streams import DONE, Event
+from penstock.tiers.home import Home, MemoryHome, Views
 
 
 class Part(NamedTuple):
@@ -56,7 +57,7 @@ class Gradient:
         arrived: slots that `pending` holds.
     """
 
-    home: Tensor
+    home: Home
     present: set[int] = field(default_factory=set)
     squared_norms: dict[int, float | Tensor] = field(default_factory=dict)
     ready: Event = DONE
@@ -64,18 +65,55 @@ class Gradient:
     pending: Tensor | None = None
     arrived: set[int] = field(default_factory=set)
 
+    @property
+    def values(self) -> Tensor:
+        """The gradient, where its home is memory."""
+        assert isinstance(self.home, MemoryHome)
+        return self.home.tensors[0]
+
+
+class Kinds(NamedTuple):
+    """What the optimizer keeps of a range of elements, by name."""
+
+    master: Tensor | None
+    shadow: Tensor | None
+    states: tuple[Tensor, ...]
+    scales: tuple[Tensor | None, ...]  # of 8-bit states, one per block
+
+
+@dataclass(frozen=True)
+class Fields:
+    """Which of the optimizer home's kinds is what."""
+
+    master: int | None
+    shadow: int | None
+    states: tuple[int, ...]
+    scales: tuple[int | None, ...]
+
+    def name(self, views: Views) -> Kinds:
+        """Name the values of a range of elements."""
+        return Kinds(
+            None if self.master is None else views[self.master],
+            None if self.shadow is None else views[self.shadow],
+            tuple(views[index] for index in self.states),
+            tuple(None if index is None else views[index] for index in self.scales),
+        )
+
 
 @dataclass
 class Trained:
-    """What only a trainable unit has: gradient, master weights, optimizer states, and how they are cut into tiles."""
+    """What only a trainable unit has: gradient, master weights, optimizer states, and how they are cut into tiles.
+
+    Attributes:
+        optimizer: home of everything that the optimizer keeps; `None` where that is nothing.
+        optimizer_tier: where the update runs beside.
+        updated: the last update is over.
+    """
 
     gradient: Gradient
-    master: Tensor | None
-    states: tuple[Tensor, ...]
-    scales: tuple[Tensor | None, ...]  # of 8-bit states, one per block
-    shadow: Tensor | None
+    optimizer: Home | None
+    fields: Fields
     optimizer_tier: Tier
-    gradient_near: bool  # the update reads the gradient where it rests
     tiles: Sequence[tuple[Piece, ...]]
     updated: Event = DONE
 
@@ -90,7 +128,8 @@ class Unit:
         layout: FlatLayout,
         *,
         rank: int,
-        home: Tensor,
+        params: Home,
+        replica: Tensor | None,
         full: Tensor,
         device: torch.device,
     ) -> None:
@@ -99,13 +138,14 @@ class Unit:
         self.index = index
         self.layout = layout
         self.rank = rank
-        self.home = home
+        self.params = params
+        self.replica = replica
         self.full = full
         self.trained: Trained | None = None
         self.residency = Residency.RELEASED
         self.event: Event = DONE  # while GATHERING: full is filled
         self.published: Event = DONE  # the last update has reached the home
-        self.stale = False  # replicated home: the other ranks' parts are from before the last update
+        self.stale = False  # replicated: the other ranks' parts are from before the last update
         self.leased = False  # the full buffer has memory of its own
         self.users = 0  # forwards of its anchors under way
         self.holds = 0  # `gathered` blocks that it is in
@@ -114,13 +154,8 @@ class Unit:
 
     @property
     def resident(self) -> bool:
-        """Whether the home is what compute reads: nothing to gather, nothing to release."""
-        return self.full is self.home
-
-    @property
-    def replicated(self) -> bool:
-        """Whether this rank's home has the whole unit."""
-        return self.home.numel() == self.layout.numel
+        """Whether compute reads the replica: nothing to gather, nothing to release."""
+        return self.full is self.replica
 
     @property
     def own_range(self) -> tuple[int, int]:
@@ -128,16 +163,25 @@ class Unit:
         return self.layout.shard_range(self.rank)
 
     @property
-    def own(self) -> Tensor:
-        """The part of the home that this rank updates."""
-        start, stop = self.own_range
-        return self.home[start:stop] if self.replicated else self.home
+    def homes(self) -> list[Home]:
+        """Every home."""
+        if self.trained is None:
+            return [self.params]
+        optimizer = [] if self.trained.optimizer is None else [self.trained.optimizer]
+        return [self.params, self.trained.gradient.home, *optimizer]
 
-    @property
-    def written(self) -> Tensor:
-        """What an update writes: the shadow where there is one, else the own part of the home."""
-        shadow = self.trained.shadow if self.trained else None
-        return self.own if shadow is None else shadow
+    def visit(self, start: int, stop: int, *, modify: bool = False) -> Iterator[tuple[int, int, Tensor, Kinds]]:
+        """Look at a range of this rank's shard, piece by piece: parameters, and what the optimizer keeps of them.
+
+        See `Home.visit`.
+        """
+        trained = self.trained
+        for first, last, (param,) in self.params.visit(start, stop, modify=modify):
+            if trained is None or trained.optimizer is None:
+                yield first, last, param, Kinds(None, None, (), ())
+                continue
+            for begin, end, views in trained.optimizer.visit(first, last, modify=modify):
+                yield begin, end, param[begin - first : end - first], trained.fields.name(views)
 
     @property
     def nbytes(self) -> int:
@@ -168,7 +212,8 @@ class Unit:
         Raises:
             EngineError: names the parameter.
         """
-        if self.resident and (self.trained is None or (self.trained.master is None and self.trained.shadow is None)):
+        fields = self.trained.fields if self.trained else None
+        if self.resident and (fields is None or fields.master is None is fields.shadow):
             return  # what was written is all there is
         for name, parameter, version in zip(self.spec.names, self.spec.parameters, self._versions, strict=True):
             if parameter._version != version:
@@ -180,7 +225,8 @@ class Unit:
     def drop(self) -> None:
         """Let go of every tensor."""
         self.trained = None
-        self.home = self.full = torch.empty(0)
+        self.full = torch.empty(0)
+        self.params = self.replica = None  # type: ignore[assignment]
 
     def contains(self, other: "Unit") -> bool:
         """Whether the other unit's forward runs inside a forward of this one."""

@@ -70,6 +70,11 @@ class Arena:
         self.used = 0
 
 
+def page_aligned(nbytes: int) -> Tensor:
+    """A buffer of `nbytes` zero bytes that begins on a page, outside any slab."""
+    return torch.frombuffer(mmap.mmap(-1, max(nbytes, 1)), dtype=torch.uint8)[:nbytes]
+
+
 def return_free_memory() -> None:
     """Ask the C library to give freed memory back to the system; glibc keeps it otherwise. No effect elsewhere."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)

@@ -14,7 +14,23 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from penstock.machine.streams import COLLECTIVE, DOWNLOAD, UPDATE, UPLOAD, Event, HostEvent, HostWorker, Streams, Work
+from penstock.machine.streams import (
+    COLLECTIVE,
+    DOWNLOAD,
+    FETCH,
+    READ,
+    UPDATE,
+    UPLOAD,
+    WRITE,
+    Event,
+    HostEvent,
+    HostWorker,
+    Pending,
+    Streams,
+    Work,
+)
+
+_STREAMS = (UPLOAD, DOWNLOAD, COLLECTIVE, UPDATE, READ, FETCH, WRITE)
 
 Delay = Callable[[str, int], float]  # (stream, bytes) -> seconds
 
@@ -44,7 +60,7 @@ class SimulatedStreams(Streams):
         self._dropped_wait = dropped_wait
         self.waits_seen: set[str] = set()
         self._writing: list[tuple[int, Event]] = []  # storages that submitted work overwrites
-        self._workers = {name: HostWorker(name) for name in (UPLOAD, DOWNLOAD, COLLECTIVE, UPDATE)}
+        self._workers = {name: HostWorker(name) for name in _STREAMS}
 
     def submit(
         self, stream: str, work: Work, *, after: Sequence[Event] = (), writes: Sequence[Tensor] = (), nbytes: int = 0
@@ -54,13 +70,13 @@ class SimulatedStreams(Streams):
         kept = tuple(event for index, event in enumerate(after) if self.keeps(f"{site}#{index}"))
         seconds = self._delay(stream, nbytes)
 
-        def late() -> None:
+        def late() -> Pending | None:
             for event in kept:
                 HostEvent.synchronize(event) if isinstance(event, HostEvent) else event.synchronize()
             for tensor in writes:  # not before: until here it may belong to work that this one follows
                 poison(tensor)
             time.sleep(seconds)
-            work()
+            return work()
 
         event = _SimulatedEvent(self)
         self._writing = [(storage, other) for storage, other in self._writing if not other.done()]

@@ -10,8 +10,9 @@ a wrong number on any machine (`machine/simulated.py`).
 import queue
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -20,8 +21,22 @@ UPLOAD = "upload"  # host to device
 DOWNLOAD = "download"  # device to host
 COLLECTIVE = "collective"  # between ranks: one stream, so that every rank issues them in the same order
 UPDATE = "update"  # arithmetic on the host
+READ = "read"  # file to host, for gathers and gradients
+FETCH = "fetch"  # file to host, for updates: these wait for each other, and gathers do not wait for them
+WRITE = "write"  # host to file
 
-Work = Callable[[], None]
+
+class Pending(Protocol):
+    """A transfer that goes on after the work that started it has returned."""
+
+    def wait(self) -> None:
+        """Block until it is over; raise its error."""
+
+    def done(self) -> bool:
+        """Whether it is over."""
+
+
+Work = Callable[[], Pending | None]
 
 
 class Event(ABC):
@@ -56,8 +71,9 @@ class Streams(ABC):
         """Run `work` on a stream.
 
         Arguments:
-            stream: `UPLOAD`, `DOWNLOAD`, `COLLECTIVE` or `UPDATE`.
-            work: issues the copies, collectives or arithmetic. Buffers it touches must outlive its event.
+            stream: one of the names above.
+            work: issues the copies, collectives or arithmetic, or starts a transfer and returns it. Buffers it touches
+                must outlive its event.
             after: events that the work waits for.
             writes: tensors that the work overwrites whole; undefined until the event.
             nbytes: bytes moved, for bandwidth models and traces.
@@ -97,21 +113,26 @@ class _Done(Event):
 DONE: Event = _Done()
 
 
-class InlineStreams(Streams):
-    """Nothing is asynchronous: work runs where it is submitted. The back end of a cpu as the device."""
+class _AllOf(Event):
+    def __init__(self, events: Sequence[Event]) -> None:
+        self._events = events
 
-    aliases_host = True
+    def wait(self) -> None:
+        for event in self._events:
+            event.wait()
 
-    def submit(
-        self, stream: str, work: Work, *, after: Sequence[Event] = (), writes: Sequence[Tensor] = (), nbytes: int = 0
-    ) -> Event:
-        """Run `work` now."""
-        del stream, after, writes, nbytes
-        work()
-        return DONE
+    def synchronize(self) -> None:
+        for event in self._events:
+            event.synchronize()
 
-    def close(self) -> None:
-        """Nothing is pending."""
+    def done(self) -> bool:
+        return all(event.done() for event in self._events)
+
+
+def all_of(events: Iterable[Event]) -> Event:
+    """One event for several. An error of any of them is raised at every wait."""
+    left = [event for event in events if event is not DONE]
+    return _AllOf(left) if len(left) > 1 else left[0] if left else DONE
 
 
 class HostEvent(Event):
@@ -119,12 +140,13 @@ class HostEvent(Event):
 
     def __init__(self) -> None:
         self._finished = threading.Event()
+        self._pending: Pending | None = None
         self._error: BaseException | None = None
 
     def run(self, work: Work) -> None:
         """Run the work and keep its error for whoever waits."""
         try:
-            work()
+            self._pending = work()
         except BaseException as error:
             self._error = error
         self._finished.set()
@@ -138,10 +160,16 @@ class HostEvent(Event):
         self._finished.wait()
         if self._error is not None:
             raise self._error
+        if self._pending is not None:
+            self._pending.wait()
+
+    def ran(self) -> bool:
+        """Whether the work ran; what it started may go on."""
+        return self._finished.is_set()
 
     def done(self) -> bool:
-        """Whether the work ran."""
-        return self._finished.is_set()
+        """Whether the work ran, and what it started is over."""
+        return self._finished.is_set() and (self._pending is None or self._pending.done())
 
 
 class HostWorker:
@@ -149,14 +177,20 @@ class HostWorker:
 
     def __init__(self, name: str) -> None:
         self._queue: queue.SimpleQueue[tuple[HostEvent, Work] | None] = queue.SimpleQueue()
+        self._last: HostEvent | None = None
         self._thread = threading.Thread(target=self._loop, name=f"penstock-{name}", daemon=True)
         self._thread.start()
 
     def submit(self, work: Work, event: HostEvent | None = None) -> HostEvent:
         """Queue the work; returns its event (the one given, if any)."""
         event = event or HostEvent()
+        self._last = event
         self._queue.put((event, work))
         return event
+
+    def idle(self) -> bool:
+        """Whether everything submitted has run; what it started may go on."""
+        return self._last is None or self._last.ran()
 
     def close(self) -> None:
         """Run what is queued, then end the thread."""
@@ -170,8 +204,67 @@ class HostWorker:
             del item, event, work  # a waiting worker must not keep the last buffers alive
 
 
+class InlineStreams(Streams):
+    """The back end of a cpu as the device: work runs where it is submitted.
+
+    Work that cannot start yet, because a file is still being read or written, runs on a thread of its stream, and so
+    does what follows it there: the caller computes meanwhile.
+    """
+
+    aliases_host = True
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__(device)
+        self._workers: dict[str, HostWorker] = {}
+
+    def submit(
+        self, stream: str, work: Work, *, after: Sequence[Event] = (), writes: Sequence[Tensor] = (), nbytes: int = 0
+    ) -> Event:
+        """Run `work` now if everything before it is done, else queue it."""
+        del writes, nbytes
+        worker = self._workers.get(stream)
+        if (worker is None or worker.idle()) and all(event.done() for event in after):
+            for event in after:
+                event.synchronize()  # raises the error of work that failed
+            pending = work()
+            return DONE if pending is None else _PendingEvent(pending)
+        if worker is None:
+            worker = self._workers[stream] = HostWorker(stream)
+        return worker.submit(partial(_after, tuple(after), work))
+
+    def close(self) -> None:
+        """Run what is queued and end the threads."""
+        for worker in self._workers.values():
+            worker.close()
+        self._workers.clear()
+
+
+class _PendingEvent(Event):
+    def __init__(self, pending: Pending) -> None:
+        self._pending = pending
+
+    def wait(self) -> None:
+        self._pending.wait()
+
+    def synchronize(self) -> None:
+        self._pending.wait()
+
+    def done(self) -> bool:
+        return self._pending.done()
+
+
+def _after(events: Sequence[Event], work: Work) -> Pending | None:
+    for event in events:
+        event.synchronize()
+    return work()
+
+
 class AcceleratorStreams(Streams):
-    """A stream of the accelerator for each kind of movement, and one thread for arithmetic on the host."""
+    """A stream of the accelerator for each kind of movement, and a thread for each kind of work on the host.
+
+    The device's work is enqueued where it is submitted. Where it follows work on the host that is not over, such as the
+    read of a file, a thread waits for that and enqueues it then, and what follows on the same stream too.
+    """
 
     aliases_host = False
 
@@ -180,25 +273,29 @@ class AcceleratorStreams(Streams):
         self._module: Any = torch.get_device_module(device)
         with self._module.device(device):
             self._sides = {name: self._module.Stream() for name in (UPLOAD, DOWNLOAD, COLLECTIVE)}
-        self._update = HostWorker(UPDATE)
+        self._workers = {name: HostWorker(name) for name in (*self._sides, UPDATE, READ, FETCH, WRITE)}
 
     def submit(
         self, stream: str, work: Work, *, after: Sequence[Event] = (), writes: Sequence[Tensor] = (), nbytes: int = 0
     ) -> Event:
-        """Enqueue `work` on the device's stream; `UPDATE` work goes to the host thread."""
+        """Enqueue `work` on the device's stream, or on a host thread."""
         del writes, nbytes
-        if stream == UPDATE:
-            pending = tuple(after)
+        worker = self._workers[stream]
+        if stream not in self._sides:
+            return worker.submit(partial(_after, tuple(after), work))
+        compute = self._module.Event()
+        compute.record(self._module.current_stream(self.device))
+        enqueue = partial(self._enqueue, stream, work, tuple(after), compute)
+        if worker.idle() and all(event.done() or isinstance(event, _DeviceEvent) for event in after):
+            return enqueue()
+        deferred = _DeferredEvent()
+        worker.submit(lambda: deferred.enqueued(enqueue()), deferred)
+        return deferred
 
-            def on_host() -> None:
-                for event in pending:
-                    event.synchronize()
-                work()
-
-            return self._update.submit(on_host)
+    def _enqueue(self, stream: str, work: Work, after: tuple[Event, ...], compute: Any) -> "_DeviceEvent":
         side = self._sides[stream]
-        side.wait_stream(self._module.current_stream(self.device))
-        with self._module.stream(side):
+        with self._module.device(self.device), self._module.stream(side):
+            side.wait_event(compute)
             for event in after:
                 event.wait()
             work()
@@ -208,8 +305,31 @@ class AcceleratorStreams(Streams):
 
     def close(self) -> None:
         """Finish host work and device work."""
-        self._update.close()
+        for worker in self._workers.values():
+            worker.close()
         self._module.synchronize(self.device)
+
+
+class _DeferredEvent(HostEvent):
+    """Device work that a host thread enqueues."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._enqueued: Event = DONE
+
+    def enqueued(self, event: Event) -> None:
+        self._enqueued = event
+
+    def wait(self) -> None:
+        super().synchronize()
+        self._enqueued.wait()
+
+    def synchronize(self) -> None:
+        super().synchronize()
+        self._enqueued.synchronize()
+
+    def done(self) -> bool:
+        return super().done() and self._enqueued.done()
 
 
 class _DeviceEvent(Event):

@@ -6,57 +6,57 @@ It needs no engine: reports and checkpoints read it by name.
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from penstock.kinds import Tier
-from penstock.machine.arena import Arena
+from penstock.tiers.home import CellPlan, Home, MemoryHome
+from penstock.tiers.nvme import NvmeTier
 from penstock.tiers.tier import MemoryTier
 
 
 @dataclass(frozen=True)
-class CellPlan:
-    """A cell before its memory: what will be allocated, where."""
-
-    unit: str
-    kind: str
-    tier: Tier
-    dtype: torch.dtype
-    numel: int
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the cell's values."""
-        return self.numel * self.dtype.itemsize
-
-    @property
-    def lease_bytes(self) -> int:
-        """Bytes that the cell takes on the cpu tier, whole pages."""
-        return Arena.lease_bytes(self.numel, self.dtype)
-
-
-@dataclass(frozen=True)
 class Cell:
-    """One cell: the values of a kind of a unit, on one tier."""
+    """One cell: the values of a kind of a unit, in `home` on its tier."""
 
     plan: CellPlan
-    values: Tensor
     pinned: bool
+    home: Home | None  # None: a buffer
 
 
 class Store:
     """All cells of one engine on this rank. A unit and a kind may have several cells (a value and its shadow)."""
 
-    def __init__(self, tiers: Mapping[Tier, MemoryTier]) -> None:
+    def __init__(self, tiers: Mapping[Tier, MemoryTier], nvme: NvmeTier | None) -> None:
         self._tiers = tiers
+        self._nvme = nvme
         self._cells: list[Cell] = []
 
     def allocate(self, plan: CellPlan) -> Tensor:
-        """Allocate a planned cell, all zeros, and enter it in the table."""
+        """Allocate a buffer in memory, all zeros, and enter it in the table."""
         tier = self._tiers[plan.tier]
         values = tier.allocate(plan.numel, plan.dtype)
-        self._cells.append(Cell(plan, values, tier.pinned))
+        self._cells.append(Cell(plan, tier.pinned, None))
         return values
+
+    def make_home(self, plans: Sequence[CellPlan], numel: int, tile_numel: int) -> Home:
+        """Allocate the cells of one home, all zeros (in files: never written), and enter them in the table.
+
+        Arguments:
+            plans: cells on one tier.
+            numel: elements of the shard.
+            tile_numel: elements of a tile.
+        """
+        home: Home
+        pinned = False
+        if plans[0].tier is Tier.NVME:
+            assert self._nvme is not None
+            home = self._nvme.make_home(plans, numel, tile_numel)
+        else:
+            tier = self._tiers[plans[0].tier]
+            home = MemoryHome(plans, [tier.allocate(p.numel, p.dtype) for p in plans], numel, tile_numel)
+            pinned = tier.pinned
+        self._cells += [Cell(plan, pinned, home) for plan in plans]
+        return home
 
     def cells(self) -> Iterator[Cell]:
         """Every cell, in the order of allocation."""
@@ -67,6 +67,8 @@ class Store:
         self._cells.clear()
         for tier in self._tiers.values():
             tier.close()
+        if self._nvme is not None:
+            self._nvme.close()
 
 
 def bytes_on(plans: Sequence[CellPlan], tier: Tier) -> int:
