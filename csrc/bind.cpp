@@ -11,7 +11,6 @@
 #include <cstdint>
 #include <memory>
 #include <tuple>
-#include <utility>
 #include <vector>
 
 #include "aio.h"
@@ -55,6 +54,12 @@ class InterpreterReleased {
   PyThreadState* thread_;
 };
 using Release = nb::call_guard<InterpreterReleased>;
+
+// A file as Python holds it. The threads of a queue drop theirs without the interpreter: were a file Python's own object,
+// they would wait for the interpreter, and whoever has it for them.
+struct FileHandle {
+  std::shared_ptr<File> file;
+};
 
 template <class T>
 T* pointer(Address address) {
@@ -146,10 +151,12 @@ NB_MODULE(_native, m) {
 
   m.attr("END_OF_FILE") = penstock::kEndOfFile;
 
-  nb::class_<File>(m, "File")
-      .def(nb::init<int>(), "descriptor"_a)
-      .def_prop_ro("bytes_read", [](const File& file) { return file.bytes_read.load(); })
-      .def_prop_ro("bytes_written", [](const File& file) { return file.bytes_written.load(); });
+  nb::class_<FileHandle>(m, "File")
+      .def(
+          "__init__", [](FileHandle* self, int fd) { new (self) FileHandle{std::make_shared<File>(fd)}; },
+          "descriptor"_a)
+      .def_prop_ro("bytes_read", [](const FileHandle& self) { return self.file->bytes_read.load(); })
+      .def_prop_ro("bytes_written", [](const FileHandle& self) { return self.file->bytes_written.load(); });
 
   nb::class_<Transfer>(m, "Transfer")
       .def_prop_ro("done", &Transfer::done)
@@ -166,9 +173,9 @@ NB_MODULE(_native, m) {
       .def_prop_ro("depth", &Queue::depth)
       .def(
           "submit",
-          [](Queue& queue, std::shared_ptr<File> file, bool write, std::uint64_t offset, Address memory,
+          [](Queue& queue, const FileHandle& handle, bool write, std::uint64_t offset, Address memory,
              std::size_t nbytes, bool checksum) {
-            return queue.submit({std::move(file), write, offset, pointer<char>(memory), nbytes, checksum});
+            return queue.submit({handle.file, write, offset, pointer<char>(memory), nbytes, checksum});
           },
           "file"_a, nb::kw_only(), "write"_a, "offset"_a, "memory"_a, "nbytes"_a, "checksum"_a)
       .def("close", &Queue::close, Release());

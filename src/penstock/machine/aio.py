@@ -201,7 +201,7 @@ class File:
             raise RuntimeError(f"{self.path} is closed")
         if memory.device.type != "cpu" or not memory.is_contiguous():
             raise ValueError(
-                f"a transfer takes a contiguous tensor on the cpu, not {memory.stride()} on {memory.device}"
+                f"a transfer takes a contiguous tensor on the cpu, not strides {memory.stride()} on {memory.device}"
             )
         address, nbytes = memory.data_ptr(), memory.nbytes
         if offset % PAGE_BYTES or address % PAGE_BYTES or nbytes % PAGE_BYTES:
