@@ -76,26 +76,44 @@ Outcome move(int fd, bool write, char* memory, std::size_t nbytes, std::uint64_t
 }  // namespace
 
 struct Queue::Shared {
+  struct Direction {
+    std::deque<std::shared_ptr<Transfer>> waiting;  // transfers with chunks to hand out, first come first
+    std::size_t in_flight = 0;                      // chunks
+  };
+
   pid_t owner = getpid();
   std::mutex mutex;
   std::condition_variable wake;                  // threads: a transfer came, or the queue closes
   std::condition_variable finished;              // waiters: a transfer is done
-  std::deque<std::shared_ptr<Transfer>> waiting;  // transfers with chunks to hand out, first come first
+  Direction reads, writes;
+  bool wrote_last = false;                       // the chunk handed out last was of a write
   std::vector<std::thread> threads;
   bool closing = false;
 
   // The threads and the state of the mutex stay behind in the parent when it forks.
   bool forked() const noexcept { return getpid() != owner; }
 
+  // Where the next chunk comes from, or null. Disks read and write at once faster than in turns: both are kept in
+  // flight while there are both. Needs the mutex.
+  Direction* next() noexcept {
+    if (reads.waiting.empty() || writes.waiting.empty())
+      return !reads.waiting.empty() ? &reads : !writes.waiting.empty() ? &writes : nullptr;
+    if (reads.in_flight != writes.in_flight) return reads.in_flight < writes.in_flight ? &reads : &writes;
+    return wrote_last ? &reads : &writes;
+  }
+
   void serve() {
     std::unique_lock lock(mutex);
     for (;;) {
-      wake.wait(lock, [this] { return closing || !waiting.empty(); });
-      if (waiting.empty()) return;
-      const std::shared_ptr<Transfer> transfer = waiting.front();
+      Direction* from = nullptr;
+      wake.wait(lock, [&] { return (from = next()) != nullptr || closing; });
+      if (!from) return;
+      const std::shared_ptr<Transfer> transfer = from->waiting.front();
       Transfer::Work& work = *transfer->work_;
       const std::size_t chunk = work.handed_out++;
-      if (work.handed_out == work.chunks) waiting.pop_front();
+      if (work.handed_out == work.chunks) from->waiting.pop_front();
+      wrote_last = from == &writes;
+      ++from->in_flight;
       if (work.error == 0) {  // after an error the rest of the transfer is not tried
         lock.unlock();
         std::uint32_t checksum = 0;
@@ -107,6 +125,7 @@ struct Queue::Shared {
           work.error_offset = work.request.offset + chunk * work.chunk_bytes + outcome.moved;
         }
       }
+      --from->in_flight;
       if (++work.finished == work.chunks) finish(work);
     }
   }
@@ -182,7 +201,7 @@ std::shared_ptr<Transfer> Queue::submit(const Request& request) {
     if (chunks == 0) {
       shared_->finish(*transfer->work_);
     } else {
-      shared_->waiting.push_back(transfer);
+      (request.write ? shared_->writes : shared_->reads).waiting.push_back(transfer);
     }
   }
   if (chunks == 1) {

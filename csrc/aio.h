@@ -29,8 +29,9 @@ struct File {
 
 class Transfer;
 
-// `depth` threads with one request each. Transfers are cut into chunks, and chunks are taken in the order of submission;
-// several transfers are in flight at once and end in any order.
+// `depth` threads with one request each. Transfers are cut into chunks. The chunks of reads are taken in the order of
+// submission, so are those of writes, and where both wait, about half of the threads serve each. Several transfers are in
+// flight at once and end in any order.
 //
 // A process that was forked from the queue's owner has none of its threads: it can submit nothing and wait for nothing.
 class Queue {

@@ -187,8 +187,9 @@ def test_a_tensor_lives_until_its_transfer_is_done_and_no_longer(tmp_path: Path)
         file.write(0, source)  # nobody keeps the transfer
         del source
         assert alive() is not None
+        file.write(32 * MIB, memory(PAGE_BYTES)).wait()  # behind it: one thread takes writes in order
         into = memory(32 * MIB)
-        read = file.read(0, into)  # behind the write: one thread
+        read = file.read(0, into)
         read.wait()
         assert torch.equal(into, expected)
         dropped = weakref.ref(into)
@@ -288,3 +289,14 @@ def test_the_checksum_does_not_depend_on_the_processor(nbytes: int, start: int, 
     assert _native.crc32c(tensor.data_ptr() + start, nbytes) == _native.crc32c_portable(
         tensor.data_ptr() + start, nbytes
     )
+
+
+def test_reads_and_writes_are_served_at_once(tmp_path: Path, queue: Queue) -> None:
+    """A write does not wait until the reads before it are all done, nor a read for writes."""
+    with File(queue, tmp_path / "file", 128 * MIB) as file:
+        many, one = memory(112 * MIB, seed=1), memory(MIB, seed=2)
+        for ahead, behind in ((file.write, file.read), (file.read, file.write)):
+            long = ahead(0, many)
+            behind(120 * MIB, one).wait()
+            assert not long.done()
+            long.wait()
