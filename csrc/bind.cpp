@@ -1,29 +1,38 @@
 // The border between Python and C++: addresses and lengths in, no tensors, no policy.
 #include <nanobind/nanobind.h>
+#include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
 #include <unistd.h>
 
+#include <chrono>
 #include <cstdint>
+#include <memory>
 #include <tuple>
 #include <vector>
 
+#include "aio.h"
+#include "crc32c.h"
 #include "pool.h"
 #include "rules.h"
 
 namespace nb = nanobind;
 using namespace nb::literals;
 using penstock::DType;
+using penstock::File;
 using penstock::Master;
 using penstock::Pool;
+using penstock::Queue;
 using penstock::Rule;
 using penstock::Storage;
+using penstock::Transfer;
 
 namespace {
 
-// An address as Python holds it. Nothing can check that it is valid: src/penstock/rules/native.py does.
+// An address as Python holds it. Nothing here can check that it is valid: src/penstock/rules/native.py and
+// src/penstock/machine/aio.py do.
 using Address = std::uintptr_t;
 
 // Lets other Python threads run during a call. A daemon thread that wants the interpreter back after its end is unwound
@@ -45,6 +54,12 @@ class InterpreterReleased {
   PyThreadState* thread_;
 };
 using Release = nb::call_guard<InterpreterReleased>;
+
+// A file as Python holds it. The threads of a queue drop theirs without the interpreter: were a file Python's own object,
+// they would wait for the interpreter, and whoever has it for them.
+struct FileHandle {
+  std::shared_ptr<File> file;
+};
 
 template <class T>
 T* pointer(Address address) {
@@ -133,4 +148,44 @@ NB_MODULE(_native, m) {
         return penstock::squared_norm(pool, numel, pointer<const void>(src), dtype);
       },
       Release(), "pool"_a.none(), "numel"_a, "src"_a, "dtype"_a);
+
+  m.attr("END_OF_FILE") = penstock::kEndOfFile;
+
+  nb::class_<FileHandle>(m, "File")
+      .def(
+          "__init__", [](FileHandle* self, int fd) { new (self) FileHandle{std::make_shared<File>(fd)}; },
+          "descriptor"_a)
+      .def_prop_ro("bytes_read", [](const FileHandle& self) { return self.file->bytes_read.load(); })
+      .def_prop_ro("bytes_written", [](const FileHandle& self) { return self.file->bytes_written.load(); });
+
+  nb::class_<Transfer>(m, "Transfer")
+      .def_prop_ro("done", &Transfer::done)
+      .def(
+          "wait",
+          [](const Transfer& transfer, int limit_ms) { return transfer.wait(std::chrono::milliseconds(limit_ms)); },
+          Release(), "limit_ms"_a)
+      .def_prop_ro("error", &Transfer::error)
+      .def_prop_ro("error_offset", &Transfer::error_offset)
+      .def_prop_ro("checksum", &Transfer::checksum);
+
+  nb::class_<Queue>(m, "Queue")
+      .def(nb::init<std::size_t, std::size_t>(), "depth"_a, "chunk_bytes"_a)
+      .def_prop_ro("depth", &Queue::depth)
+      .def(
+          "submit",
+          [](Queue& queue, const FileHandle& handle, bool write, std::uint64_t offset, Address memory,
+             std::size_t nbytes, bool checksum) {
+            return queue.submit({handle.file, write, offset, pointer<char>(memory), nbytes, checksum});
+          },
+          "file"_a, nb::kw_only(), "write"_a, "offset"_a, "memory"_a, "nbytes"_a, "checksum"_a)
+      .def("close", &Queue::close, Release());
+
+  m.def(
+      "crc32c",
+      [](Address memory, std::size_t nbytes) { return penstock::crc32c(pointer<const void>(memory), nbytes); },
+      Release(), "memory"_a, "nbytes"_a);
+  m.def(
+      "crc32c_portable",
+      [](Address memory, std::size_t nbytes) { return penstock::crc32c_portable(pointer<const void>(memory), nbytes); },
+      Release(), "memory"_a, "nbytes"_a);
 }

@@ -1,4 +1,7 @@
-"""The native module: addresses and lengths in, no tensors. `penstock.rules.native` is its one caller for arithmetic."""
+"""The native module: addresses and lengths in, no tensors.
+
+`penstock.rules.native` is its one caller for arithmetic, `penstock.machine.aio` for files.
+"""
 
 import enum
 from collections.abc import Sequence
@@ -97,3 +100,58 @@ def deposit(
     pool: Pool | None, numel: int, dst: int, dst_dtype: DType, src: int, src_dtype: DType, *, add: bool
 ) -> float: ...
 def squared_norm(pool: Pool | None, numel: int, src: int, dtype: DType) -> float: ...
+
+END_OF_FILE: int
+"""What `Transfer.error` is where a read met the end of the file."""
+
+class File:
+    """Owns an open descriptor and closes it with its last owner; transfers own theirs until they are done."""
+
+    def __init__(self, descriptor: int) -> None: ...
+    @property
+    def bytes_read(self) -> int: ...
+    @property
+    def bytes_written(self) -> int: ...
+
+class Transfer:
+    """One read or write in flight. `error`, `error_offset` and `checksum` are there once it is done."""
+
+    @property
+    def done(self) -> bool: ...
+    def wait(self, limit_ms: int) -> bool:
+        """Block until done, at most `limit_ms`, without the interpreter; returns `done`.
+
+        Raises:
+            RuntimeError: this process was forked from the queue's owner, and the transfer was in flight then.
+        """
+
+    @property
+    def error(self) -> int: ...
+    @property
+    def error_offset(self) -> int: ...
+    @property
+    def checksum(self) -> int: ...
+
+class Queue:
+    """`depth` threads with one request each, of at most `chunk_bytes`.
+
+    A process that was forked from the queue's owner can submit nothing.
+    """
+
+    def __init__(self, depth: int, chunk_bytes: int) -> None: ...
+    @property
+    def depth(self) -> int: ...
+    def submit(self, file: File, *, write: bool, offset: int, memory: int, nbytes: int, checksum: bool) -> Transfer:
+        """Start a transfer between a file and `nbytes` of memory, which must stay valid until it is done.
+
+        Raises:
+            ValueError: offset, address or length is no multiple of 4096.
+            RuntimeError: the queue is closed, or belongs to the process that this one was forked from.
+        """
+
+    def close(self) -> None:
+        """Finish what was submitted and join the threads. May be called again; does nothing in a forked process."""
+
+def crc32c(memory: int, nbytes: int) -> int: ...
+def crc32c_portable(memory: int, nbytes: int) -> int:
+    """The same by table, as on a processor without the instruction."""

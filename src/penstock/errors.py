@@ -24,7 +24,21 @@ class MemoryBudgetError(PenstockError):
 
 
 class NvmeError(PenstockError, OSError):
-    """A file of the nvme tier failed. The message names file, offset, unit, kind and the action to take."""
+    """A file of the nvme tier failed. The message names file, offset, unit, kind and the action to take.
+
+    Attributes:
+        file: its path.
+        offset: where in the file, in bytes; `None` where the file could not be made.
+        errno: as the kernel gave it; `EBADMSG` where the data is not what was written; `None` where the file ended.
+    """
+
+    def __init__(
+        self, message: str, *, file: str | None = None, offset: int | None = None, errno: int | None = None
+    ) -> None:
+        super().__init__(message)
+        self.file = file
+        self.offset = offset
+        self.errno = errno
 
 
 class CheckpointError(PenstockError):

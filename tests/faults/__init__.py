@@ -1,0 +1,1 @@
+"""Faults at the system calls, by injection and for real."""

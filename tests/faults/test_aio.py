@@ -1,0 +1,258 @@
+"""Disks that are full, files that others change, processes that end: what a user's run can meet."""
+
+import errno
+import os
+import resource
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from penstock.errors import NvmeError
+from penstock.machine.aio import CHUNK_BYTES, File, Queue
+from penstock.machine.arena import PAGE_BYTES, Arena
+
+MIB = 1 << 20
+HERE = Path(__file__).parent
+
+
+@pytest.fixture
+def queue() -> Iterator[Queue]:
+    with Queue(2) as queue:
+        yield queue
+
+
+def memory(nbytes: int, seed: int | None = None) -> Tensor:
+    tensor = Arena(nbytes, torch.device("cpu")).lease(nbytes, torch.uint8)
+    if seed is not None:
+        tensor.random_(0, 256, generator=torch.Generator().manual_seed(seed))
+    return tensor
+
+
+def test_calls_that_fail_move_less_or_take_long(tmp_path: Path) -> None:
+    """The tests of injected_aio.py."""
+    compiler = shutil.which("cc")
+    if compiler is None:
+        pytest.skip("no C compiler to build the faults with")
+    shim = tmp_path / "syscalls.so"
+    subprocess.run([compiler, "-O1", "-shared", "-fPIC", HERE / "syscalls.c", "-o", shim, "-ldl"], check=True)
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "--basetemp", tmp_path / "inner", HERE / "injected_aio.py"],
+        env={**os.environ, "LD_PRELOAD": str(shim)},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
+    assert " passed" in done.stdout
+    assert "skipped" not in done.stdout
+
+
+def test_a_file_truncated_under_us_ends(tmp_path: Path, queue: Queue) -> None:
+    with File(queue, tmp_path / "file", 4 * CHUNK_BYTES) as file:
+        file.write(0, memory(4 * CHUNK_BYTES, seed=1)).wait()
+        for size in (2 * CHUNK_BYTES, CHUNK_BYTES + 100):
+            os.truncate(file.path, size)
+            end = size // PAGE_BYTES * PAGE_BYTES
+            with pytest.raises(NvmeError) as caught:
+                file.read(end - PAGE_BYTES, memory(4 * PAGE_BYTES)).wait()
+            assert str(caught.value) == (
+                f"Reading 16,384 bytes at offset {end - PAGE_BYTES:,} of {file.path} failed at offset {end:,}: the "
+                "file ends there. Another program truncated the file: nothing else may write to nvme_path."
+            )
+            assert (caught.value.offset, caught.value.errno) == (end, None)
+        into = memory(CHUNK_BYTES)
+        file.read(0, into).wait()
+        assert torch.equal(into, memory(4 * CHUNK_BYTES, seed=1)[:CHUNK_BYTES])
+
+
+def test_a_file_removed_under_us_works_on(tmp_path: Path, queue: Queue) -> None:
+    source, into = memory(MIB, seed=1), memory(MIB)
+    with File(queue, tmp_path / "file", MIB) as file:
+        os.unlink(file.path)
+        write = file.write(0, source)
+        write.wait()
+        file.read(0, into, checksum=write.checksum).wait()
+        assert torch.equal(source, into)
+
+
+@pytest.mark.parametrize("place", [0, CHUNK_BYTES + 17, 3 * CHUNK_BYTES - 1])
+def test_one_changed_bit_fails_the_checksum(tmp_path: Path, queue: Queue, place: int) -> None:
+    source = memory(3 * CHUNK_BYTES, seed=1)
+    with File(queue, tmp_path / "file", 4 * CHUNK_BYTES) as file:
+        write = file.write(PAGE_BYTES, source)
+        write.wait()
+        changed = bytes([int(source[place]) ^ 1])
+        with open(file.path, "r+b", buffering=0) as outside:
+            outside.seek(PAGE_BYTES + place)
+            outside.write(changed)
+            os.fsync(outside)
+        into = memory(3 * CHUNK_BYTES)
+        file.read(PAGE_BYTES, into).wait()  # nothing was asked
+        transfer = file.read(PAGE_BYTES, into, checksum=write.checksum, what="master of unit 'head', tile 0")
+        with pytest.raises(NvmeError) as caught:
+            transfer.wait()
+        assert str(caught.value) == (
+            f"Reading master of unit 'head', tile 0, 3,145,728 bytes at offset 4,096 of {file.path} failed at offset "
+            f"4,096: the checksum is {transfer.checksum:#010x}, not {write.checksum:#010x}. Another program wrote to "
+            "the file, or the disk does not keep what it is given: give another nvme_path."
+        )
+        assert (caught.value.file, caught.value.offset, caught.value.errno) == (file.path, 4096, errno.EBADMSG)
+        file.read(PAGE_BYTES, into, checksum=write.checksum)  # nobody waits
+        with pytest.raises(NvmeError, match="the checksum is"):
+            file.close()
+
+
+def test_folders_that_do_not_work(tmp_path: Path, queue: Queue) -> None:
+    missing = tmp_path / "missing" / "file"
+    with pytest.raises(NvmeError) as caught:
+        File(queue, missing, 2 * MIB)
+    assert str(caught.value) == (
+        f"Cannot make a file of 2,097,152 bytes at {missing}: No such file or directory. Create the folder, or give "
+        "another nvme_path."
+    )
+    assert (caught.value.file, caught.value.offset, caught.value.errno) == (str(missing), None, errno.ENOENT)
+    (tmp_path / "plain").write_text("x")
+    with pytest.raises(NvmeError, match=r"Not a directory\. Give an nvme_path that is a folder\."):
+        File(queue, tmp_path / "plain" / "file", MIB)
+    with pytest.raises(NvmeError, match=r"File exists\. Give another nvme_path; remove the file"):
+        File(queue, tmp_path / "plain", MIB)
+    assert (tmp_path / "plain").read_text() == "x"
+
+
+def test_a_folder_that_may_not_be_written(tmp_path: Path, queue: Queue) -> None:
+    if os.geteuid() == 0:
+        pytest.skip("root may write everywhere")
+    (tmp_path / "folder").mkdir(mode=0o500)
+    with pytest.raises(NvmeError, match=r"Permission denied\. Make the folder writable, or give another nvme_path\."):
+        File(queue, tmp_path / "folder" / "file", MIB)
+
+
+def test_a_read_only_file_system(queue: Queue) -> None:
+    with pytest.raises(NvmeError) as caught:
+        File(queue, "/proc/penstock", MIB)  # takes no files from anybody, root included
+    assert caught.value.errno in (errno.ENOENT, errno.EACCES, errno.EROFS)
+
+
+def test_more_than_the_disk_holds_leaves_nothing(tmp_path: Path, queue: Queue) -> None:
+    free = os.statvfs(tmp_path)
+    size = (free.f_bfree * free.f_frsize // PAGE_BYTES + 1_000_000) * PAGE_BYTES
+    before = set(os.listdir("/proc/self/fd"))
+    with pytest.raises(NvmeError, match=r"Cannot make a file of [\d,]+ bytes at .*(No space|too large)") as caught:
+        File(queue, tmp_path / "file", size)
+    assert caught.value.errno in (errno.ENOSPC, errno.EFBIG)
+    assert not (tmp_path / "file").exists()
+    assert set(os.listdir("/proc/self/fd")) == before
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 8 MiB, where this process may mount one."""
+    folder = tmp_path / "mounted"
+    folder.mkdir()
+    mount = shutil.which("mount")
+    command = [mount or "mount", "-t", "tmpfs", "-o", "size=8m", "tmpfs", str(folder)]
+    if mount is None or subprocess.run(command, capture_output=True).returncode:
+        pytest.skip("this process may not mount a small file system")
+    yield folder
+    subprocess.run(["umount", folder], check=True)
+
+
+def test_a_disk_that_gets_full(small_disk: Path, queue: Queue) -> None:
+    with pytest.raises(NvmeError, match=r"No space left on device\. Free space there, or give another nvme_path\."):
+        File(queue, small_disk / "large", 16 * MIB)
+    assert not list(small_disk.iterdir())
+    with File(queue, small_disk / "file", 4 * MIB) as file:
+        os.truncate(file.path, 0)  # gives the blocks back, and somebody else takes them
+        (small_disk / "other").write_bytes(bytes(6 * MIB))
+        with pytest.raises(NvmeError, match=r"Writing .*: No space left on device\. Free space there") as caught:
+            file.write(0, memory(4 * MIB)).wait()
+        assert caught.value.errno == errno.ENOSPC
+        (small_disk / "other").unlink()
+        file.write(0, memory(4 * MIB, seed=1)).wait()
+    assert (small_disk / "file").read_bytes() == memory(4 * MIB, seed=1).numpy().tobytes()
+
+
+def test_memory_as_a_file_system(queue: Queue) -> None:
+    """tmpfs: whether direct I/O is refused depends on the kernel."""
+    folder = Path("/dev/shm")
+    if not os.access(folder, os.W_OK):
+        pytest.skip("no /dev/shm")
+    path = folder / f"penstock-test-{os.getpid()}"
+    source, into = memory(3 * CHUNK_BYTES, seed=1), memory(3 * CHUNK_BYTES)
+    try:
+        with File(queue, path, source.nbytes) as file:
+            write = file.write(0, source)
+            write.wait()
+            file.read(0, into, checksum=write.checksum).wait()
+    finally:
+        path.unlink()
+    assert torch.equal(source, into)
+
+
+LIMITED = """
+import resource, sys, errno
+from pathlib import Path
+import torch
+from penstock.errors import NvmeError
+from penstock.machine.aio import File, Queue
+from penstock.machine.arena import Arena
+
+CHUNK = 1 << 20
+source = Arena(4 * CHUNK, torch.device("cpu")).lease(4 * CHUNK, torch.uint8).fill_(7)
+with Queue(1) as queue:
+    file = File(queue, sys.argv[1], 4 * CHUNK)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (CHUNK + CHUNK // 2, resource.RLIM_INFINITY))
+    try:
+        file.write(0, source).wait()
+    except NvmeError as error:
+        assert error.errno == errno.EFBIG, error
+        assert error.offset == CHUNK + CHUNK // 2, error
+        assert file.bytes_written == CHUNK + CHUNK // 2, file.bytes_written
+        assert "File too large. Raise the limit of file sizes (ulimit -f)" in str(error), error
+        print("limited")
+    try:
+        File(queue, sys.argv[1] + "2", 4 * CHUNK)
+    except NvmeError as error:
+        assert error.errno == errno.EFBIG, error
+        assert not Path(sys.argv[1] + "2").exists()
+        print("refused")
+    file.close()
+"""
+
+LEFT_OPEN = """
+import sys
+import torch
+from penstock.machine.aio import File, Queue
+from penstock.machine.arena import Arena
+
+queue = Queue(2)
+source = Arena(64 << 20, torch.device("cpu")).lease(64 << 20, torch.uint8).fill_(7)
+file = File(queue, sys.argv[1], 64 << 20)
+transfer = file.write(0, source)
+assert not transfer.done()
+del source
+"""
+
+
+def run(script: str, *arguments: Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, "-c", script, *arguments], capture_output=True, text=True, timeout=120)
+
+
+def test_the_limit_of_file_sizes(tmp_path: Path) -> None:
+    """The kernel writes what the limit allows and refuses the rest: a real short write, then a real error."""
+    if resource.getrlimit(resource.RLIMIT_FSIZE)[1] != resource.RLIM_INFINITY:
+        pytest.skip("file sizes are limited here already")
+    done = run(LIMITED, tmp_path / "file")
+    assert (done.returncode, done.stdout.split()) == (0, ["limited", "refused"]), done.stderr
+
+
+@pytest.mark.parametrize("ending", ["", "raise SystemExit(0)", "import os; os.fork()", "del queue, file, transfer"])
+def test_a_process_that_ends_without_closing_finishes_its_writes(tmp_path: Path, ending: str) -> None:
+    done = run(LEFT_OPEN + ending, tmp_path / "file")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert (tmp_path / "file").read_bytes() == b"\x07" * (64 << 20)

@@ -1,0 +1,302 @@
+"""Files of the nvme tier against plain bytes: any order, any size, many threads, and how transfers end."""
+
+import errno
+import gc
+import logging
+import os
+import stat
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from penstock import _native
+from penstock.machine.aio import CHUNK_BYTES, File, Queue, Transfer, checksum
+from penstock.machine.arena import PAGE_BYTES, Arena
+
+MIB = 1 << 20
+
+
+@pytest.fixture
+def queue() -> Iterator[Queue]:
+    with Queue(3) as queue:
+        yield queue
+
+
+def memory(nbytes: int, seed: int | None = None) -> Tensor:
+    """Page-aligned bytes, random ones where there is a seed."""
+    tensor = Arena(nbytes, torch.device("cpu")).lease(nbytes, torch.uint8)
+    if seed is not None:
+        tensor.random_(0, 256, generator=torch.Generator().manual_seed(seed))
+    return tensor
+
+
+@pytest.mark.parametrize(
+    "nbytes", [PAGE_BYTES, CHUNK_BYTES - PAGE_BYTES, CHUNK_BYTES, 5 * CHUNK_BYTES + 3 * PAGE_BYTES]
+)
+@pytest.mark.parametrize("checked", [False, True])
+def test_what_was_written_is_read(tmp_path: Path, queue: Queue, nbytes: int, checked: bool) -> None:
+    source, into = memory(nbytes, seed=1), memory(nbytes)
+    with File(queue, tmp_path / "file", nbytes + 2 * PAGE_BYTES) as file:
+        write = file.write(PAGE_BYTES, source, checksum=checked)
+        write.wait()
+        read = file.read(PAGE_BYTES, into, checksum=write.checksum if checked else None)
+        read.wait()
+        assert write.done()
+        assert read.done()
+        assert write.checksum == (checksum(source) if checked else 0)
+        assert (file.bytes_written, file.bytes_read) == (nbytes, nbytes)
+    assert torch.equal(source, into)
+    assert (file.bytes_written, file.bytes_read) == (nbytes, nbytes)
+    raw = (tmp_path / "file").read_bytes()
+    assert raw == bytes(PAGE_BYTES) + source.numpy().tobytes() + bytes(PAGE_BYTES)
+
+
+def test_a_transfer_of_nothing_is_done_at_once(tmp_path: Path, queue: Queue) -> None:
+    with File(queue, tmp_path / "file", PAGE_BYTES) as file:
+        transfer = file.write(0, memory(PAGE_BYTES)[:0])
+        assert transfer.done()
+        transfer.wait()
+        assert transfer.checksum == 0
+
+
+PAGES = 64
+STEP = st.tuples(st.booleans(), st.integers(0, PAGES - 1), st.integers(1, PAGES), st.integers(0, 2**31))
+
+
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(steps=st.lists(STEP, max_size=12), depth=st.integers(1, 4))
+def test_any_sequence_of_transfers_is_that_of_a_bytearray(
+    tmp_path: Path, steps: list[tuple[bool, int, int, int]], depth: int
+) -> None:
+    """Whole sequences stay in flight; only what overlaps in the file is waited for, as the caller has to."""
+    path = tmp_path / "file"
+    model = bytearray(PAGES * PAGE_BYTES)
+    in_flight: list[tuple[range, bool, Transfer]] = []
+    reads = []
+    try:
+        with Queue(depth) as queue, File(queue, path, len(model)) as file:
+            for write, page, pages, seed in steps:
+                where = range(page * PAGE_BYTES, min(page + pages, PAGES) * PAGE_BYTES)
+                for other, other_write, transfer in in_flight:
+                    if (write or other_write) and other.start < where.stop and where.start < other.stop:
+                        transfer.wait()
+                if write:
+                    source = memory(len(where), seed)
+                    transfer = file.write(where.start, source)
+                    model[where.start : where.stop] = source.numpy().tobytes()
+                else:
+                    into = memory(len(where), seed)
+                    transfer = file.read(where.start, into)
+                    reads.append((transfer, into, bytes(model[where.start : where.stop])))
+                in_flight.append((where, write, transfer))
+            for transfer, into, expected in reversed(reads):
+                transfer.wait()
+                assert into.numpy().tobytes() == expected
+        assert path.read_bytes() == bytes(model)
+    finally:
+        path.unlink()
+
+
+def test_many_threads_submit_at_once(tmp_path: Path, queue: Queue) -> None:
+    nbytes, rounds = 3 * CHUNK_BYTES // 2, 6
+    wrong = []
+
+    def work(file: File, lane: int) -> None:
+        for turn in range(rounds):
+            source, into = memory(nbytes, seed=lane * 100 + turn), memory(nbytes)
+            write = file.write(lane * nbytes, source)
+            write.wait()
+            file.read(lane * nbytes, into, checksum=write.checksum).wait()
+            if not torch.equal(source, into):
+                wrong.append((lane, turn))
+
+    with File(queue, tmp_path / "a", 4 * nbytes) as a, File(queue, tmp_path / "b", 4 * nbytes) as b:
+        threads = [threading.Thread(target=work, args=(file, lane)) for file in (a, b) for lane in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert a.bytes_written == b.bytes_read == 4 * rounds * nbytes
+    assert not wrong
+
+
+def test_a_queue_moves_at_most_depth_chunks_at_once_and_finishes_on_close(tmp_path: Path) -> None:
+    queue = Queue(1)
+    file = File(queue, tmp_path / "file", 32 * MIB)
+    transfers = [file.write(i * 4 * MIB, memory(4 * MIB, seed=i)) for i in range(8)]
+    transfers[3].wait()  # one thread takes chunks in order
+    assert all(transfer.done() for transfer in transfers[:4])
+    queue.close()
+    assert all(transfer.done() for transfer in transfers)
+    assert file.bytes_written == 32 * MIB
+    queue.close()
+    with pytest.raises(RuntimeError, match="the queue is closed"):
+        file.read(0, memory(PAGE_BYTES))
+    file.close()
+    file.close()
+    with pytest.raises(RuntimeError, match=r"file is closed"):
+        file.read(0, memory(PAGE_BYTES))
+
+
+def descriptors() -> set[str]:
+    return {f"{fd}: {os.readlink(f'/proc/self/fd/{fd}')}" for fd in os.listdir("/proc/self/fd") if _is_open(fd)}
+
+
+def _is_open(fd: str) -> bool:
+    return os.path.lexists(f"/proc/self/fd/{fd}")
+
+
+def test_nothing_is_left_after_close(tmp_path: Path) -> None:
+    threads, open_before = len(os.listdir("/proc/self/task")), descriptors()
+    queue = Queue(4)
+    assert len(os.listdir("/proc/self/task")) == threads + 4
+    file = File(queue, tmp_path / "file", MIB)
+    file.write(0, memory(MIB))
+    file.close()
+    assert descriptors() == open_before
+    queue.close()
+    assert len(os.listdir("/proc/self/task")) == threads
+    assert stat.S_IMODE((tmp_path / "file").stat().st_mode) == 0o600
+    assert (tmp_path / "file").stat().st_blocks * 512 >= MIB
+
+
+def test_what_nobody_keeps_ends_by_itself(tmp_path: Path) -> None:
+    threads, open_before = len(os.listdir("/proc/self/task")), descriptors()
+    source = memory(8 * MIB, seed=5)
+    queue = Queue(2)
+    File(queue, tmp_path / "file", 8 * MIB).write(0, source)
+    del queue
+    gc.collect()
+    assert len(os.listdir("/proc/self/task")) == threads
+    assert descriptors() == open_before
+    assert (tmp_path / "file").read_bytes() == source.numpy().tobytes()
+
+
+def test_a_tensor_lives_until_its_transfer_is_done_and_no_longer(tmp_path: Path) -> None:
+    with Queue(1) as queue, File(queue, tmp_path / "file", 64 * MIB) as file:
+        source = memory(32 * MIB, seed=1)
+        alive = weakref.ref(source)
+        expected = source.clone()
+        file.write(0, source)  # nobody keeps the transfer
+        del source
+        assert alive() is not None
+        file.write(32 * MIB, memory(PAGE_BYTES)).wait()  # behind it: one thread takes writes in order
+        into = memory(32 * MIB)
+        read = file.read(0, into)
+        read.wait()
+        assert torch.equal(into, expected)
+        dropped = weakref.ref(into)
+        del into
+        assert dropped() is None  # though the transfer is still held
+        file.write(0, memory(PAGE_BYTES)).wait()
+        assert alive() is None
+
+
+@pytest.mark.parametrize(
+    ("offset", "start", "nbytes", "message"),
+    [
+        (1, 0, PAGE_BYTES, "multiples of 4096, not 4,096 bytes at address .* for offset 1;"),
+        (0, 8, PAGE_BYTES, "multiples of 4096, not 4,096 bytes at address 0x.*8 for offset 0;"),
+        (0, 0, 100, "multiples of 4096, not 100 bytes"),
+        (MIB, 0, PAGE_BYTES, "4,096 bytes at offset 1,048,576 are outside .*file of 1,048,576 bytes"),
+        (-PAGE_BYTES, 0, PAGE_BYTES, "at offset -4,096 are outside"),
+        (MIB - PAGE_BYTES, 0, 2 * PAGE_BYTES, "8,192 bytes at offset 1,044,480 are outside"),
+    ],
+)
+def test_what_direct_io_cannot_move_is_refused(
+    tmp_path: Path, queue: Queue, offset: int, start: int, nbytes: int, message: str
+) -> None:
+    tensor = memory(4 * PAGE_BYTES)[start : start + nbytes]
+    with File(queue, tmp_path / "file", MIB) as file:
+        for submit in (file.read, file.write):
+            with pytest.raises(ValueError, match=message):
+                submit(offset, tensor)
+        with pytest.raises(ValueError, match=r"contiguous tensor on the cpu, not strides \(2,\) on cpu"):
+            file.read(0, memory(2 * PAGE_BYTES)[::2])
+        with pytest.raises(ValueError, match=r"contiguous tensor on the cpu, not .* on meta"):
+            file.write(0, torch.empty(PAGE_BYTES, dtype=torch.uint8, device="meta"))
+        assert (file.bytes_read, file.bytes_written) == (0, 0)
+
+
+def test_sizes_and_depths_that_make_no_sense_are_refused(tmp_path: Path, queue: Queue) -> None:
+    for size in (0, -PAGE_BYTES, PAGE_BYTES + 1):
+        with pytest.raises(ValueError, match=f"a file of {size:,} bytes is not whole pages of 4096; round it up"):
+            File(queue, tmp_path / "file", size)
+    assert not (tmp_path / "file").exists()
+    with pytest.raises(ValueError, match="a queue of depth 0 moves nothing; use 1 or more"):
+        Queue(0)
+
+
+def test_the_native_queue_refuses_broken_pages_too() -> None:
+    native, tensor = _native.Queue(1, PAGE_BYTES), memory(PAGE_BYTES)
+    file = _native.File(os.open(os.devnull, os.O_RDWR))
+    good = {"write": True, "offset": 0, "memory": tensor.data_ptr(), "nbytes": PAGE_BYTES, "checksum": False}
+    for name, value in (("offset", 1), ("memory", tensor.data_ptr() + 8), ("nbytes", 100)):
+        with pytest.raises(ValueError, match="multiples of 4096"):
+            native.submit(file, **{**good, name: value})
+    for depth, chunk in ((0, PAGE_BYTES), (1, 0), (1, 100)):
+        with pytest.raises(ValueError, match=r"depth of at least 1|whole pages"):
+            _native.Queue(depth, chunk)
+    native.close()
+
+
+def test_buffered_files_are_said_once(
+    tmp_path: Path, queue: Queue, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(descriptor: int, command: int, argument: int) -> int:
+        raise OSError(errno.EINVAL, "Invalid argument")
+
+    monkeypatch.setattr("penstock.machine.aio.fcntl.fcntl", refuse)
+    source, into = memory(MIB, seed=3), memory(MIB)
+    with caplog.at_level(logging.WARNING, logger="penstock"):
+        for name in ("a", "b"):
+            with File(queue, tmp_path / name, MIB) as file:
+                assert not file.direct
+                file.write(0, source).wait()
+                file.read(0, into).wait()
+                assert torch.equal(source, into)
+    assert [record.getMessage() for record in caplog.records] == [
+        f"No direct I/O on the file system of {tmp_path / 'a'}: its files go through the page cache."
+    ]
+
+
+@pytest.mark.parametrize("native", [_native.crc32c, _native.crc32c_portable])
+def test_the_checksum_is_crc32c(native: Callable[[int, int], int]) -> None:
+    def crc(data: bytes) -> int:
+        tensor = torch.frombuffer(bytearray(data or b"?"), dtype=torch.uint8)
+        return native(tensor.data_ptr(), len(data))
+
+    # RFC 3720, B.4, and the check value of the catalogue of CRCs
+    assert crc(b"123456789") == 0xE3069283
+    assert crc(bytes(32)) == 0x8A9136AA
+    assert crc(b"\xff" * 32) == 0x62A8AB43
+    assert crc(bytes(range(32))) == 0x46DD794E
+    assert crc(bytes(reversed(range(32)))) == 0x113FDB5C
+    assert crc(b"") == 0
+
+
+@settings(max_examples=50, deadline=None)
+@given(nbytes=st.integers(0, 5000), start=st.integers(0, 9), seed=st.integers(0, 2**31))
+def test_the_checksum_does_not_depend_on_the_processor(nbytes: int, start: int, seed: int) -> None:
+    tensor = memory(3 * PAGE_BYTES, seed)
+    assert _native.crc32c(tensor.data_ptr() + start, nbytes) == _native.crc32c_portable(
+        tensor.data_ptr() + start, nbytes
+    )
+
+
+def test_reads_and_writes_are_served_at_once(tmp_path: Path, queue: Queue) -> None:
+    """A write does not wait until the reads before it are all done, nor a read for writes."""
+    with File(queue, tmp_path / "file", 128 * MIB) as file:
+        many, one = memory(112 * MIB, seed=1), memory(MIB, seed=2)
+        for ahead, behind in ((file.write, file.read), (file.read, file.write)):
+            long = ahead(0, many)
+            behind(120 * MIB, one).wait()
+            assert not long.done()
+            long.wait()
