@@ -1,0 +1,289 @@
+"""The folders in which the nvme tier keeps its files: one for each engine, gone with it, cleaned up after a crash.
+
+`parent/penstock-<host>-<pid>-<random>/` holds, beside the files of the tier,
+
+lock            held by `flock` as long as the run lives; the kernel lets go of it however the process ends
+identity.json   which run that is, for people and for the next run
+
+Both are written under the name `.penstock-...`, then the folder is renamed. So whoever sees `penstock-*` with an
+identity and gets its lock sees what a dead run left behind, never what another rank is about to make.
+"""
+
+import contextlib
+import errno
+import fcntl
+import json
+import logging
+import os
+import re
+import secrets
+import shutil
+import signal
+import stat
+import sys
+import threading
+import time
+import weakref
+from dataclasses import asdict, dataclass
+from datetime import datetime
+from importlib.metadata import version
+from pathlib import Path
+
+from penstock.errors import NvmeError
+
+LOCK = "lock"
+IDENTITY = "identity.json"
+UNFINISHED = re.compile(r"\.penstock-.+-\d+-[0-9a-f]{8}")
+UNFINISHED_SECONDS = 3600.0
+BOOT_ID = Path("/proc/sys/kernel/random/boot_id")  # tells two machines of one name apart; Linux only
+ELSEWHERE = "choose another folder with Placement(nvme_path=...)"
+
+_logger = logging.getLogger("penstock")
+
+
+@dataclass(frozen=True)
+class Identity:
+    """Which run a swap folder belongs to, as its identity file says."""
+
+    pid: int
+    host: str
+    boot: str
+    started: str
+    command: list[str]
+    version: str
+
+    def __str__(self) -> str:
+        return f"the run with pid {self.pid} on {self.host}, started {self.started}"
+
+    @classmethod
+    def own(cls) -> "Identity":
+        """That of this process, now."""
+        boot = BOOT_ID.read_text().strip() if BOOT_ID.exists() else ""
+        started = datetime.now().astimezone().isoformat(timespec="seconds")
+        return cls(os.getpid(), os.uname().nodename, boot, started, sys.argv, version("penstock"))
+
+    @classmethod
+    def read(cls, folder: Path) -> "Identity | None":
+        """That of a folder, or `None` where it is no swap folder, or is one no longer."""
+        try:
+            return cls(**json.loads((folder / IDENTITY).read_text()))
+        except (OSError, ValueError, TypeError):
+            return None
+
+    def same_machine(self, other: "Identity") -> bool:
+        """Whether both see each other's locks for sure; over a network file system not everyone does."""
+        return self.host == other.host or (self.boot == other.boot != "")
+
+
+class SwapFolder:
+    """A new folder in `parent` for files of `nbytes` in all. Removes what dead runs left there.
+
+    It goes on `close`, when the object is collected, when the interpreter exits, and on SIGTERM where its action is the
+    default one and the folder is made on the main thread (Python lets no other set a handler). What SIGKILL leaves, the
+    next run removes. A forked child has no part in it.
+
+    Arguments:
+        parent: an existing folder that can be written, on the file system to use.
+        nbytes: bytes that must be free there, once leftovers are gone.
+
+    Raises:
+        NvmeError: `parent` is missing, no folder, cannot be written, lies in a swap folder, or has too little free
+            space (then with `errno.ENOSPC`).
+    """
+
+    def __init__(self, parent: str | os.PathLike[str], nbytes: int) -> None:
+        folder = _existing(parent)
+        own = Identity.own()
+        _remove_leftovers(folder, own)
+        _check_space(folder, nbytes)
+        self.path = _create(folder, own)
+        self._finalizer = weakref.finalize(self, _release, self.path)
+        if threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
+            signal.signal(signal.SIGTERM, _on_sigterm)
+
+    def close(self) -> None:
+        """Remove the folder with everything in it. Once is enough; what cannot be removed is logged, not raised."""
+        self._finalizer()
+
+
+class _Held:
+    """Descriptors of the locks that this process holds, by folder, and which of its threads are in a fork.
+
+    The one state of the module: a process has one exit, one action per signal, and forks with all it has open.
+    """
+
+    def __init__(self) -> None:
+        self.pid = os.getpid()
+        self.locks: dict[Path, int] = {}
+        self.forking: set[int] = set()
+
+
+_held = _Held()
+
+
+def _existing(parent: str | os.PathLike[str]) -> Path:
+    """`parent` without symlinks, where a swap folder may be made."""
+    try:
+        folder = Path(os.path.realpath(parent, strict=True))
+    except OSError as error:
+        text = f"The nvme path {os.fspath(parent)!r} cannot be found ({error.strerror}). Create it, or {ELSEWHERE}."
+        raise NvmeError(error.errno, text) from error
+    if not folder.is_dir():
+        text = f"The nvme path {str(folder)!r} is no folder. Remove that file and create a folder, or {ELSEWHERE}."
+        raise NvmeError(errno.ENOTDIR, text)
+    for above in (folder, *folder.parents):
+        # Of a dead run as well: the next one would remove it, and this one's files with it.
+        if above.name.startswith("penstock-") and (identity := Identity.read(above)):
+            text = f"The nvme path {str(folder)!r} lies in the swap folder of {identity}. C{ELSEWHERE[1:]}."
+            raise NvmeError(errno.EBUSY, text)
+    return folder
+
+
+def _check_space(folder: Path, nbytes: int) -> None:
+    system = os.statvfs(folder)
+    free_bytes = system.f_bavail * system.f_frsize
+    if nbytes > free_bytes:
+        text = (
+            f"The nvme tier needs {nbytes:,} bytes, and {str(folder)!r} has {free_bytes:,} bytes free. Free "
+            f"{nbytes - free_bytes:,} bytes, keep less on the nvme tier, or {ELSEWHERE}."
+        )
+        raise NvmeError(errno.ENOSPC, text)
+
+
+def _create(parent: Path, own: Identity) -> Path:
+    """Make a swap folder and hold its lock."""
+    path = parent / f"penstock-{own.host}-{own.pid}-{secrets.token_hex(4)}"
+    unfinished = path.with_name(f".{path.name}")
+    lock = None
+    try:
+        unfinished.mkdir(mode=0o700)
+        lock = os.open(unfinished / LOCK, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        (unfinished / IDENTITY).write_text(json.dumps(asdict(own), indent=2) + "\n")
+        unfinished.rename(path)
+    except BaseException as error:
+        shutil.rmtree(unfinished, ignore_errors=True)
+        if lock is not None:
+            os.close(lock)
+        if not isinstance(error, OSError):
+            raise
+        text = (
+            f"No swap folder can be made in the nvme path {str(parent)!r} ({error.strerror}). Make it a folder "
+            f"that this user can write, on a file system with locks (flock), or {ELSEWHERE}."
+        )
+        raise NvmeError(error.errno, text) from error
+    _held.locks[path] = lock
+    return path
+
+
+def _remove_leftovers(parent: Path, own: Identity) -> None:
+    """Remove the folders of runs that ended without removing them. Other ranks may be doing the same."""
+    for path in [*parent.glob("penstock-*"), *parent.glob(".penstock-*")]:
+        with contextlib.suppress(OSError):  # gone meanwhile, or not this user's to change
+            found = path.lstat()
+            if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid():
+                continue
+            if path.name.startswith("."):
+                # Renamed at once by who makes it, removed at once by who ends it; either was killed in between.
+                if UNFINISHED.fullmatch(path.name) and time.time() - found.st_mtime > UNFINISHED_SECONDS:
+                    shutil.rmtree(path, ignore_errors=True)
+            elif identity := Identity.read(path):
+                _remove_leftover(path, identity, own)
+
+
+def _remove_leftover(path: Path, identity: Identity, own: Identity) -> None:
+    lock = os.open(path / LOCK, os.O_RDWR | os.O_NOFOLLOW)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if not identity.same_machine(own):
+            _logger.warning("%s is of %s: another machine. Remove it if that run has ended.", path, identity)
+            return
+        nbytes = sum(file.lstat().st_blocks * 512 for file in path.rglob("*"))
+        _remove(path)
+        _logger.warning("Removed %s, left by %s: %s bytes freed.", path, identity, f"{nbytes:,}")
+    finally:
+        os.close(lock)
+
+
+def _remove(path: Path) -> None:
+    """Remove a swap folder whose lock is held.
+
+    Data first: what a kill leaves in the middle still has lock and identity, by which the next run knows it. Then the
+    folder loses its name, which only one of several can bring about.
+    """
+    for entry in path.iterdir():
+        if entry.is_dir() and not entry.is_symlink():
+            shutil.rmtree(entry, ignore_errors=True)
+        elif entry.name not in (LOCK, IDENTITY):
+            entry.unlink(missing_ok=True)
+    nameless = path.rename(path.with_name(f".{path.name}"))
+    shutil.rmtree(nameless)
+
+
+def _release(path: Path) -> None:
+    """Remove a folder that this process holds, and let go of its lock.
+
+    SIGTERM may come in the middle of it and do all of it again before the process ends.
+    """
+    if os.getpid() != _held.pid or path not in _held.locks:
+        return
+    try:
+        _remove(path)
+    except FileNotFoundError:
+        pass
+    except OSError as error:
+        _logger.warning("The swap folder %s cannot be removed (%s). Remove it by hand.", path, error)
+    lock = _held.locks.pop(path, None)
+    if lock is not None:
+        os.close(lock)
+    if not _held.locks:
+        _restore_sigterm()
+
+
+def _restore_sigterm() -> None:
+    main = threading.current_thread() is threading.main_thread()  # elsewhere Python changes no handler
+    if main and signal.getsignal(signal.SIGTERM) is _on_sigterm:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
+def _on_sigterm(signum: int, frame: object) -> None:
+    """What the default action does, after the folders are removed."""
+    try:
+        for path in list(_held.locks):
+            _release(path)
+    finally:
+        signal.signal(signum, signal.SIG_DFL)
+        signal.raise_signal(signum)
+
+
+def _before_fork() -> None:
+    """Keep SIGTERM for later: Python forgets what comes to a child before the child is set up."""
+    ours = signal.getsignal(signal.SIGTERM) is _on_sigterm
+    if ours and signal.SIGTERM not in signal.pthread_sigmask(signal.SIG_BLOCK, ()):
+        _held.forking.add(threading.get_ident())
+        signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGTERM,))
+
+
+def _after_fork() -> None:
+    if threading.get_ident() in _held.forking:
+        _held.forking.remove(threading.get_ident())
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGTERM,))
+
+
+def _after_fork_in_child() -> None:
+    """Leave folders and locks to the parent.
+
+    A lock lasts until every copy of its descriptor is closed: without this, a child that outlives its parent would keep
+    the leftovers. Unlocking would unlock it for the parent as well.
+    """
+    locks = list(_held.locks.values())
+    _held.locks.clear()
+    _held.pid = os.getpid()
+    for lock in locks:
+        os.close(lock)
+    _restore_sigterm()
+    _after_fork()
+    _held.forking.clear()  # the parent's other threads
+
+
+os.register_at_fork(before=_before_fork, after_in_parent=_after_fork, after_in_child=_after_fork_in_child)
