@@ -6,11 +6,18 @@ All contenders of one number of threads work on the same arrays, in turns: a noi
 row's bound is a C program that reads and writes the same bytes with hardly any arithmetic (bound.c), timed in the same
 round; `of_bound` is the median over the rounds of bound / time, `least_of_bound` the same of the shortest times. Ours
 takes a bf16 gradient, unscales and clips it, and writes a bf16 parameter, in one pass; the norm that clipping needs is
-measured by itself, and together with the update.
+measured by itself, and together with the update. The rows share their arrays, 28 bytes per parameter in all.
+
+DeepSpeed's rows need its package, which this project does not depend on. An environment of the same Python and the same
+torch can lend it for the run (its kernel is compiled at first use, by the ninja in PATH):
+
+    python3.11 -m venv PEERS && PEERS/bin/pip install torch==2.13.0 deepspeed==0.19.8
+    PATH=$PWD/.venv/bin:$PATH PYTHONPATH=PEERS/lib/python3.11/site-packages python benchmarks/rules.py
 """
 
 import argparse
 import ctypes
+import gc
 import json
 import os
 import statistics
@@ -70,16 +77,21 @@ def contenders(numel: int, threads: int) -> tuple[dict[str, Row], dict[str, str]
     value = torch.randn(numel)
     param, remainder = value.bfloat16(), torch.zeros(numel, dtype=torch.int16)
     grad = torch.randn(numel).mul_(1e-3).bfloat16()
-    moments = [torch.zeros(numel), torch.zeros(numel)]
+    # One array for the signed states of a dtype, one for those that must not be negative.
+    shared: dict[tuple[torch.dtype, bool], Any] = {}
     rows: dict[str, Row] = {}
+
+    def state_of(dtype: torch.dtype, *, signed: bool) -> Any:
+        if (dtype, signed) not in shared:
+            shared[dtype, signed] = torch.zeros(numel, dtype=dtype)
+        return shared[dtype, signed]
 
     def ours(name: str, cls: Any, format_: StateFormat, *, master: bool = True, **options: Any) -> Callable[[], None]:
         optimizer = cls([torch.zeros(1)], **options)
         rule = rule_for(optimizer, format_)
         states, scales = [], []
-        for index, spec in enumerate(rule.states):
-            whole = moments[index] if spec.dtype == torch.float32 else torch.zeros(numel, dtype=spec.dtype)
-            states.append(whole)
+        for spec in rule.states:
+            states.append(state_of(spec.dtype, signed=spec.signed))
             scales.append(torch.zeros(numel // 256) if spec.scale_name else None)
         segment = Segment(param, grad, remainder if master else None, tuple(states), tuple(scales))
         hyper = rule.hyper(optimizer.param_groups[0], 10)
@@ -106,6 +118,7 @@ def contenders(numel: int, threads: int) -> tuple[dict[str, Row], dict[str, str]
     ours("penstock SGD momentum", torch.optim.SGD, StateFormat(), lr=1e-4, momentum=0.9)
     ours("penstock Adagrad", torch.optim.Adagrad, StateFormat(), lr=1e-4)
 
+    moments = [state_of(torch.float32, signed=signed) for signed in (True, False)]
     value_grad = grad.float()
     value.grad = value_grad
     theirs = torch.optim.AdamW([value], fused=True, **adamw)
@@ -135,6 +148,7 @@ def contenders(numel: int, threads: int) -> tuple[dict[str, Row], dict[str, str]
 
 
 def measure(numel: int, threads: int, rounds: int, library: Any) -> dict[str, Any]:
+    gc.collect()  # torch's optimizers are in cycles with the arrays of the run before
     rows, left_out = contenders(numel, threads)
     for turn in range(rounds + 1):
         for row in rows.values():

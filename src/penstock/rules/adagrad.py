@@ -12,14 +12,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 from torch import Tensor
 
 from penstock import _native
 from penstock.rules.device import Operations, Traced
 from penstock.rules.exact import fp32
-from penstock.rules.fused import Fused, FusedHyper, refuse
+from penstock.rules.fused import Fused, FusedHyper
 from penstock.rules.rule import Scalars, StateSpec
 
 
@@ -41,6 +41,9 @@ class AdagradFlags(NamedTuple):
 class Adagrad(Fused):
     """The rule of `torch.optim.Adagrad`."""
 
+    # The initial value is in the state by now.
+    honoured: ClassVar = ("lr", "lr_decay", "weight_decay", "initial_accumulator_value", "eps", "maximize")
+
     @property
     def states(self) -> tuple[StateSpec, ...]:
         """The sum of squares."""
@@ -48,7 +51,7 @@ class Adagrad(Fused):
 
     def hyper(self, group: Mapping[str, Any], step: int, scalars: Scalars = {}) -> FusedHyper:  # noqa: B006
         """Read a parameter group; see `Rule.hyper`."""
-        refuse("Adagrad", group, set_options=("differentiable",), tensors=("lr_decay", "eps", "weight_decay"))
+        self.check(group)
         l2 = fp32(group["weight_decay"])
         neg_lr = fp32(-(group["lr"] / (1 + (step - 1) * group["lr_decay"])))
         return FusedHyper(

@@ -25,7 +25,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -34,7 +34,7 @@ from penstock import _native
 from penstock.errors import ConfigError
 from penstock.rules.device import Operations, Traced
 from penstock.rules.exact import fp32
-from penstock.rules.fused import Fused, FusedHyper, refuse
+from penstock.rules.fused import Fused, FusedHyper
 from penstock.rules.rule import Scalars, StateSpec
 
 
@@ -89,6 +89,9 @@ class Adam(Fused):
 
     amsgrad: bool = False
 
+    honoured: ClassVar = ("lr", "betas", "eps", "weight_decay", "amsgrad", "maximize", "decoupled_weight_decay")
+    refused: ClassVar = ("capturable", "differentiable")
+
     @property
     def states(self) -> tuple[StateSpec, ...]:
         """Both moments, and with amsgrad the largest second one."""
@@ -97,7 +100,7 @@ class Adam(Fused):
 
     def hyper(self, group: Mapping[str, Any], step: int, scalars: Scalars = {}) -> FusedHyper:  # noqa: B006
         """Read a parameter group. `step` is 1 at the first update. Raises `ConfigError` for what is not honoured."""
-        refuse("Adam and AdamW", group, set_options=("capturable", "differentiable"), tensors=("betas", "weight_decay"))
+        self.check(group)
         if group["amsgrad"] and not self.amsgrad:
             raise ConfigError("amsgrad was turned on after prepare(), which made no memory for it. Prepare again.")
         beta1, beta2 = group["betas"]

@@ -10,6 +10,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable
 from importlib.util import find_spec
+from types import FunctionType
 from typing import Any, NamedTuple
 
 import torch
@@ -79,6 +80,17 @@ def one_pass(
         write_master(param, master, p)
 
 
+def compile_pass(backend: Any = "inductor") -> Pass:
+    """Return `one_pass` compiled, for one rule.
+
+    It is compiled anew for each combination of flags and dtypes, and the compiler gives up after a few of one piece of
+    code. So every rule has a copy of its own.
+    """
+    copy = FunctionType(one_pass.__code__.replace(), one_pass.__globals__, one_pass.__name__)
+    compiled: Pass = torch.compile(copy, fullgraph=True, dynamic=True, backend=backend)
+    return compiled
+
+
 class DeviceUpdate:
     """Runs `one_pass` compiled where the device's compiler is there, else what it is given instead.
 
@@ -98,7 +110,7 @@ class DeviceUpdate:
         if not self._decided:
             self._decided = True
             if device.type == "cuda" and find_spec("triton") is not None:
-                self._compiled = torch.compile(one_pass, fullgraph=True, dynamic=True)
+                self._compiled = compile_pass()
         if self._compiled is None or segment.param.numel() == 0:
             return otherwise(rule, segment, hyper, grad_scale)
         specs = rule.states[: rule.used(hyper)]

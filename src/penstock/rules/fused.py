@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -59,11 +59,20 @@ class Fused(ABC):
         name: as in reports.
         format: how the states are stored.
         on_device: how segments on an accelerator are updated.
+        unknown: options of the user's class that this rule does not know, and the value at which each asks for nothing.
     """
 
     name: str
     format: StateFormat = StateFormat()  # noqa: RUF009 - a frozen value
     on_device: DeviceUpdate = field(default_factory=DeviceUpdate, compare=False, repr=False, kw_only=True)
+    unknown: Mapping[str, Any] = field(default_factory=dict, compare=False, repr=False, kw_only=True)
+
+    #: Options that the update obeys.
+    honoured: ClassVar[tuple[str, ...]]
+    #: Options that have to be off.
+    refused: ClassVar[tuple[str, ...]] = ("differentiable",)
+    #: Options that choose among torch's back ends.
+    without_effect: ClassVar[tuple[str, ...]] = ("foreach", "fused")
 
     @property
     @abstractmethod
@@ -74,6 +83,31 @@ class Fused(ABC):
     def scalar_names(self) -> tuple[str, ...]:
         """None beside the step count."""
         return ()
+
+    def check(self, group: Mapping[str, Any]) -> None:
+        """Raise `ConfigError` for the first option of a parameter group that the update would not obey, by name."""
+        for option in self.refused:
+            if group.get(option):
+                raise ConfigError(
+                    f"{option}={group[option]!r} is not supported by Penstock's {self.name}. "
+                    f"Set {option}=False in every parameter group."
+                )
+        for option in self.honoured:
+            given = group.get(option)
+            values = given if isinstance(given, tuple | list) else (given,)
+            for index, value in enumerate(values):
+                if isinstance(value, Tensor) and option != "lr":
+                    name = f"{option}[{index}]" if len(values) > 1 else option
+                    raise ConfigError(
+                        f"{name} is a tensor, which Penstock's {self.name} does not support. Make it a float."
+                    )
+        for option, nothing in self.unknown.items():
+            value = group.get(option, nothing)
+            if value is not nothing and (isinstance(value, Tensor) or value != nothing):
+                raise ConfigError(
+                    f"{option}={value!r} is an option of this version of the class that Penstock's {self.name} does "
+                    f"not know. Set {option}={nothing!r} in every parameter group."
+                )
 
     @abstractmethod
     def hyper(self, group: Mapping[str, Any], step: int, scalars: Scalars = {}) -> FusedHyper:  # noqa: B006
@@ -151,32 +185,6 @@ def update_reference(rule: Fused, segment: Segment, hyper: FusedHyper, grad_scal
         for k, spec in enumerate(specs):
             write_state(spec, piece.states[k], piece.scale(k), states[k], rounding, k)
         write_param(piece, p, rounding)
-
-
-def refuse(what: str, group: Mapping[str, Any], *, set_options: tuple[str, ...], tensors: tuple[str, ...]) -> None:
-    """Refuse options that a rule does not honour, by name.
-
-    Args:
-        what: the rule.
-        group: the parameter group.
-        set_options: options that must be false.
-        tensors: options that must be no tensors.
-
-    Raises:
-        ConfigError: names the first.
-    """
-    for option in set_options:
-        if group.get(option):
-            raise ConfigError(
-                f"{option}={group[option]!r} is not supported by Penstock's {what}. "
-                f"Set {option}=False in every parameter group."
-            )
-    for option in tensors:
-        values = group[option] if isinstance(group[option], tuple) else (group[option],)
-        for index, value in enumerate(values):
-            if isinstance(value, Tensor):
-                name = f"{option}[{index}]" if len(values) > 1 else option
-                raise ConfigError(f"{name} is a tensor, which Penstock's {what} does not support. Make it a float.")
 
 
 def _address(tensor: Tensor | None) -> int:

@@ -2,8 +2,8 @@
 
 The class sees fp32 tensors of its own, one piece after the other: a copy of the values behind the parameters, their
 gradients, and its state. Pieces begin where a block of 256 elements begins and are filled up with zeros to whole
-blocks, so that an element goes through the same instructions in every partition: in the same place of a vector, in one
-thread.
+blocks, and torch's threads share a piece in whole blocks or not at all. So an element goes through the same
+instructions in every partition: in the same place of a vector.
 
 State tensors of the parameter's shape are per-element states; 0-dim tensors and numbers are the parameter's own
 scalars, which advance once per step, on a piece of one element. Anything else is refused by name.
@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import inspect
 from collections import OrderedDict, defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -28,11 +28,13 @@ from penstock._native import Pool
 from penstock.errors import ConfigError
 from penstock.rules.exact import fp32
 from penstock.rules.master import read_master
-from penstock.rules.rule import BLOCK_NUMEL, PIECE_NUMEL, Hyper, Scalars, Segment
+from penstock.rules.rule import BLOCK_NUMEL, Hyper, Scalars, Segment
 from penstock.rules.storage import Rounding, StateFormat, read_state, write_param, write_state
 
-#: torch shares work among threads above 32,768 elements, and then cuts where it likes.
-_HOST_PIECE_NUMEL = 1 << 14
+#: torch shares an operation on up to 32,768 elements with no other thread.
+_ALONE_NUMEL = 1 << 14
+#: It cuts a longer one into equal parts, one for each thread: this long, if the piece is as many times as long.
+_THREAD_NUMEL = 1 << 16
 _MARK = "__penstock_elementwise__"
 _TRIAL_SHAPE = (8, 6)
 
@@ -152,11 +154,9 @@ class Generic:
         return {name: _number(state[name]) for name in self._scalars if state.get(name) is not None}
 
     def update(self, segment: Segment, hyper: Hyper, grad_scale: float, pool: Pool | None) -> None:
-        """Run the class on a segment, piece by piece; see `Rule.update`."""
-        del pool
+        """Run the class on a segment, piece by piece; see `Rule.update`. A pool stands for torch's own threads."""
         assert isinstance(hyper, GenericHyper)
-        piece_numel = _HOST_PIECE_NUMEL if segment.param.device.type == "cpu" else PIECE_NUMEL
-        for piece in segment.pieces(piece_numel):
+        for piece in _pieces(segment, pool):
             numel = piece.param.numel()
             value = _padded(read_master(piece.param, piece.master))
             grad = _padded(piece.grad.float() * fp32(grad_scale))
@@ -251,6 +251,19 @@ class _Maker:
 
     def __call__(self, number: float) -> Tensor:
         return torch.tensor(number, dtype=self.dtype)
+
+
+def _pieces(segment: Segment, pool: Pool | None) -> Iterator[Segment]:
+    if segment.param.device.type != "cpu":
+        yield from segment.pieces()
+        return
+    threads = 1 if pool is None or pool.threads == 1 else torch.get_num_threads()
+    shared_numel = threads * _THREAD_NUMEL
+    for piece in segment.pieces(shared_numel):
+        if threads > 1 and piece.param.numel() == shared_numel:
+            yield piece
+        else:
+            yield from piece.pieces(_ALONE_NUMEL)
 
 
 def _options(group: Mapping[str, Any]) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,7 +22,7 @@ from penstock import _native
 from penstock.errors import ConfigError
 from penstock.rules.device import Operations, Traced
 from penstock.rules.exact import fp32
-from penstock.rules.fused import Fused, FusedHyper, refuse
+from penstock.rules.fused import Fused, FusedHyper
 from penstock.rules.rule import Scalars, StateSpec
 
 
@@ -45,6 +45,9 @@ class LionFlags(NamedTuple):
 class Lion(Fused):
     """The rule of `penstock.optim.Lion` and `lion_pytorch.Lion`."""
 
+    honoured: ClassVar = ("lr", "betas", "weight_decay", "maximize")
+    refused: ClassVar = ()
+
     @property
     def states(self) -> tuple[StateSpec, ...]:
         """The moving average."""
@@ -52,7 +55,7 @@ class Lion(Fused):
 
     def hyper(self, group: Mapping[str, Any], step: int, scalars: Scalars = {}) -> FusedHyper:  # noqa: B006
         """Read a parameter group; see `Rule.hyper`."""
-        refuse("Lion", group, set_options=(), tensors=("betas", "weight_decay"))
+        self.check(group)
         if group.get("cautious_factor", 1) != 1:
             raise ConfigError(f"cautious_factor={group['cautious_factor']!r} is not supported by Penstock's Lion.")
         beta1, beta2 = group["betas"]

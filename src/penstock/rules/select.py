@@ -2,30 +2,45 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
 
 import torch
 
 from penstock.errors import ConfigError
 from penstock.rules.adagrad import Adagrad
 from penstock.rules.adam import Adam
+from penstock.rules.fused import Fused
 from penstock.rules.generic import Generic, is_declared
 from penstock.rules.lion import Lion
 from penstock.rules.rule import Rule
 from penstock.rules.sgd import Sgd
 from penstock.rules.storage import StateFormat
 
-Make = Callable[[torch.optim.Optimizer, StateFormat], Rule]
+Make = Callable[[torch.optim.Optimizer, StateFormat], Fused]
 
 
 def _uses(optimizer: torch.optim.Optimizer, option: str) -> bool:
     return any(group[option] for group in optimizer.param_groups)
 
 
-def _lion_of_lion_pytorch(optimizer: torch.optim.Optimizer, format_: StateFormat) -> Rule:
+def _lion_of_lion_pytorch(optimizer: torch.optim.Optimizer, format_: StateFormat) -> Fused:
     if getattr(optimizer, "decoupled_wd", False):
         raise ConfigError("lion_pytorch.Lion(decoupled_weight_decay=True) is not supported. Use penstock.optim.Lion.")
     return Lion("lion", format_)
+
+
+def _unknown_options(optimizer: torch.optim.Optimizer, rule: Fused) -> dict[str, Any]:
+    """Options of the user's class beyond the rule's, such as those of a newer torch, and the constructor's defaults."""
+    constructor = inspect.signature(type(optimizer)).parameters
+    known = {*rule.honoured, *rule.refused, *rule.without_effect}
+    return {
+        name: constructor[name].default if name in constructor else None
+        for name in optimizer.defaults
+        if name not in known
+    }
 
 
 #: By the exact class's full name, since a subclass may compute anything, and a package need not be imported.
@@ -71,8 +86,10 @@ def rule_for(optimizer: torch.optim.Optimizer, format_: StateFormat = StateForma
     """
     cls = type(optimizer)
     name = f"{cls.__module__}.{cls.__qualname__}"
+    rule: Rule
     if name in FUSED:
-        rule = FUSED[name](optimizer, format_)
+        fused = FUSED[name](optimizer, format_)
+        rule = replace(fused, unknown=_unknown_options(optimizer, fused))
     elif name in ELEMENTWISE or is_declared(cls):
         rule = Generic(optimizer, format_)
     elif name in NOT_ELEMENTWISE:

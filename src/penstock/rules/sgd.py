@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 from torch import Tensor
 
@@ -22,7 +22,7 @@ from penstock import _native
 from penstock.errors import ConfigError
 from penstock.rules.device import Operations, Traced
 from penstock.rules.exact import fp32
-from penstock.rules.fused import Fused, FusedHyper, refuse
+from penstock.rules.fused import Fused, FusedHyper
 from penstock.rules.rule import Scalars, StateSpec
 
 
@@ -66,6 +66,8 @@ class Sgd(Fused):
 
     momentum: bool = False
 
+    honoured: ClassVar = ("lr", "momentum", "dampening", "weight_decay", "nesterov", "maximize")
+
     @property
     def states(self) -> tuple[StateSpec, ...]:
         """The momentum, if any."""
@@ -73,7 +75,7 @@ class Sgd(Fused):
 
     def hyper(self, group: Mapping[str, Any], step: int, scalars: Scalars = {}) -> FusedHyper:  # noqa: B006
         """Read a parameter group; see `Rule.hyper`."""
-        refuse("SGD", group, set_options=("differentiable",), tensors=("momentum", "dampening", "weight_decay"))
+        self.check(group)
         l2, neg_lr = fp32(group["weight_decay"]), fp32(-group["lr"])
         sign = -1.0 if group["maximize"] else 1.0
         counted = step if self.format.stochastic else 0

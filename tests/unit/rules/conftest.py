@@ -25,7 +25,7 @@ def isa(request: pytest.FixtureRequest) -> Iterator[str]:
     _native.set_isa(_native.isas()[0])
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")  # of no state: tests of hypothesis may use it too
 def assert_same_bits() -> Callable[[Tensor, Tensor], None]:
     """Equal bit by bit, signs of zeros included; a NaN is a NaN, whatever its payload."""
 

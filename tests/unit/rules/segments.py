@@ -11,7 +11,7 @@ from penstock.optim import Lion
 from penstock.rules import Segment, StateFormat, rule_for, split_master
 from penstock.rules.fused import Fused, FusedHyper
 from penstock.rules.rule import BLOCK_NUMEL
-from penstock.rules.storage import write_state
+from penstock.rules.storage import read_state, write_state
 
 # dtype of the parameter, dtype of the master
 STORAGES = [
@@ -98,3 +98,16 @@ def random_inputs(numel: int) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
     value = torch.randn(numel, generator=generator)
     grad = torch.randn(numel, generator=generator) * spread
     return value, grad, (grad * 0.3, (grad * 0.2).square(), (grad * 0.1).square())
+
+
+def assert_near(device: Segment, host: Segment, rule: Fused, hyper: FusedHyper) -> None:
+    """What an accelerator made of a segment, held against the host's: a last place apart, and mostly equal."""
+    torch.testing.assert_close(device.param.float(), host.param.float(), rtol=2e-2, atol=1e-6)
+    equal = (device.param == host.param).float().mean()
+    assert equal > (0.9 if host.param.dtype == torch.float32 else 0.99)
+    for k, spec in enumerate(rule.states[: rule.used(hyper)]):
+        a, b = (read_state(spec, s.states[k], s.scale(k)) for s in (device, host))
+        # A last bit decides between neighbours of a coarse grid now and then.
+        rtol = {torch.float32: 1e-6, torch.bfloat16: 1e-2, torch.uint8: 1.0}[spec.dtype]
+        torch.testing.assert_close(a, b, rtol=rtol, atol=1e-6)
+        assert (a == b).float().mean() > 0.5

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 import penstock
 from penstock.errors import ConfigError
-from penstock.rules import Segment, StateFormat, rule_for
+from penstock.rules import Pool, Segment, StateFormat, rule_for
 from penstock.rules.generic import Generic, GenericHyper
 
 NUMEL = 40_000
@@ -91,6 +91,33 @@ def test_as_the_class_itself_and_in_every_partition(cls: Any, options: dict[str,
         assert all(torch.equal(others[name], states[name]) for name in states)
 
 
+@pytest.mark.parametrize(("cls", "options"), [*CLASSES, (SignMomentum, {})])
+def test_threads_change_no_bit(cls: Any, options: dict[str, Any]) -> None:
+    numel = 3 * (1 << 16) + 12_345
+    generator = torch.Generator().manual_seed(3)
+    value, grad = torch.randn(numel, generator=generator), torch.randn(numel, generator=generator)
+    optimizer = cls(parameters(), **options)
+    rule = rule_for(optimizer)
+    states = [0.5 + 0.2 * torch.rand(numel, generator=generator) for _ in rule.states]
+    scalars = rule.advance(rule.hyper(optimizer.param_groups[0], 1))
+    hyper = rule.hyper(optimizer.param_groups[0], 2, scalars)
+
+    def updated(threads: int, pool: Pool | None) -> list[Tensor]:
+        segment = Segment(value.clone(), grad, None, tuple(state.clone() for state in states))
+        torch.set_num_threads(threads)
+        rule.update(segment, hyper, 1.0, pool)
+        return [segment.param, *segment.states]
+
+    before, pool = torch.get_num_threads(), Pool(2)
+    try:
+        alone = updated(1, None)
+        for threads, given in ((3, None), (1, pool), (2, pool), (3, pool)):
+            assert all(map(torch.equal, updated(threads, given), alone)), threads
+    finally:
+        torch.set_num_threads(before)
+        pool.close()
+
+
 def test_states_in_bf16() -> None:
     value = torch.randn(NUMEL, generator=torch.Generator().manual_seed(1))
     exact = run(torch.optim.RMSprop(parameters(), lr=1e-3), value, StateFormat(), cut=NUMEL, steps=10)
@@ -146,9 +173,10 @@ def test_only_the_declared_class_is_believed() -> None:
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (
+        pytest.param(
             lambda p: torch.optim.Muon([nn.Parameter(torch.zeros(2, 2))]),
             "Muon is not supported: it makes whole",
+            marks=pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="torch 2.9 brought it"),
         ),
         (torch.optim.Adafactor, "Adafactor is not supported: it keeps second moments by row"),
         (torch.optim.LBFGS, "LBFGS is not supported: it looks at all parameters at once"),

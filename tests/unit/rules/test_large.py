@@ -1,0 +1,200 @@
+"""More than 2^31 and 2^32 elements: nothing counts in 32 bits.
+
+Memory that large is mapped, not had: what is only read is the page of zeros, and what is written is one short piece of
+memory seen again and again. The elements past the border have memory of their own, and they are what is compared.
+"""
+
+import ctypes
+import mmap
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from penstock.build import number_elements
+from penstock.engine.step import Run, merge
+from penstock.layout import FlatLayout, Piece
+from penstock.rules import Pool, Segment, StateFormat, deposit, squared_norm
+from penstock.rules.dither import random_words, step_key
+from penstock.rules.fused import update_reference
+from penstock.rules.rule import BLOCK_NUMEL, Hyper
+from tests.unit.rules.segments import FORMATS, copy_of, make, parts, random_inputs, rule_and_hyper
+
+Check = Callable[[Tensor, Tensor], None]
+BORDER, BEYOND = 1 << 31, 300_000
+PIECE_BYTES = 1 << 21
+_FIXED, _NORESERVE, _POPULATE = 0x10, 0x4000, 0x8000  # of Linux; mmap does not name them in Python 3.11
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.mmap.restype = ctypes.c_void_p
+_libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
+_libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+_libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+
+
+def _map(address: int | None, nbytes: int, flags: int, file: int = -1) -> int:
+    found = _libc.mmap(address, nbytes, mmap.PROT_READ | mmap.PROT_WRITE, flags, file, 0)
+    assert found != ctypes.c_void_p(-1).value, os.strerror(ctypes.get_errno())
+    return int(found)
+
+
+class Mappings:
+    """Makes tensors of more elements than there is memory for."""
+
+    def __init__(self) -> None:
+        self._made: list[tuple[int, int]] = []
+
+    def zeros(self, numel: int, dtype: torch.dtype) -> Tensor:
+        """Zeros to read; what is written gets memory, page by page."""
+        nbytes = numel * dtype.itemsize
+        address = _map(None, nbytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NORESERVE)
+        _libc.madvise(address, nbytes, mmap.MADV_HUGEPAGE)  # fewer pages to map; slower where it is refused
+        self._made.append((address, nbytes))
+        return torch.frombuffer((ctypes.c_char * nbytes).from_address(address), dtype=dtype)
+
+    def ring(self, values: Tensor) -> Tensor:
+        """`BORDER` elements that share a short piece of memory, and `values` after them."""
+        tensor = self.zeros(BORDER + values.numel(), values.dtype)
+        file = os.memfd_create("ring")
+        os.ftruncate(file, PIECE_BYTES)
+        head_bytes = BORDER * values.element_size()
+        for at in range(tensor.data_ptr(), tensor.data_ptr() + head_bytes, PIECE_BYTES):
+            _map(at, PIECE_BYTES, mmap.MAP_SHARED | _FIXED | _POPULATE, file)
+        os.close(file)
+        tensor[BORDER:] = values
+        return tensor
+
+    def close(self) -> None:
+        for address, nbytes in self._made:
+            assert _libc.munmap(address, nbytes) == 0
+
+
+@pytest.fixture
+def mappings() -> Iterator[Mappings]:
+    made = Mappings()
+    yield made
+    made.close()
+
+
+def test_a_norm_of_more_than_two_to_the_32(mappings: Mappings) -> None:
+    src = mappings.zeros((1 << 32) + 1000, torch.bfloat16)
+    for index, value in ((7, 1.0), (BORDER - 1, 2.0), (BORDER, 4.0), ((1 << 32) - 1, 8.0), ((1 << 32) + 999, 16.0)):
+        src[index] = value
+    pool = Pool(2)
+    assert squared_norm(src, pool=pool) == 1 + 4 + 16 + 64 + 256
+    pool.close()
+
+
+def test_a_gradient_of_more_than_two_to_the_31_is_deposited(mappings: Mappings, assert_same_bits: Check) -> None:
+    values = torch.randn(BEYOND, generator=torch.Generator().manual_seed(1)).bfloat16()
+    dst, src = mappings.ring(torch.zeros_like(values)), mappings.zeros(BORDER + BEYOND, torch.bfloat16)
+    src[BORDER:] = values
+    assert deposit(dst, src, add=False, pool=None) == pytest.approx(float(values.double().square().sum()))
+    assert_same_bits(dst[BORDER:], values)
+
+
+@pytest.mark.parametrize(
+    ("format_", "master"),
+    [(FORMATS[0], torch.int16), (FORMATS[3], None), (FORMATS[4], torch.int16)],
+    ids=["fp32 states", "bf16 states without master", "int8 states"],
+)
+def test_an_update_of_more_than_two_to_the_31(
+    mappings: Mappings, format_: StateFormat, master: Any, assert_same_bits: Check
+) -> None:
+    rule, hyper = rule_and_hyper("sgd" if format_.dtype == "fp32" else "lion", format_)
+    beyond = make(rule, *random_inputs(BEYOND), (torch.bfloat16, master), torch.bfloat16)
+    grad = mappings.zeros(BORDER + BEYOND, torch.bfloat16)
+    grad[BORDER:] = beyond.grad
+    whole = Segment(
+        mappings.ring(beyond.param),
+        grad,
+        None if beyond.master is None else mappings.ring(beyond.master),
+        tuple(map(mappings.ring, beyond.states)),
+        tuple(
+            None if scale is None else torch.cat([torch.ones(BORDER // BLOCK_NUMEL), scale]) for scale in beyond.scales
+        ),
+    )
+    expected = replace(copy_of(beyond), first=BORDER)
+    rule.update(expected, hyper, 0.7, None)
+    assert not torch.equal(expected.param, beyond.param)
+    rule.update(whole, hyper, 0.7, None)
+    for (name, found), (_, wanted) in zip(parts(whole), parts(expected), strict=True):
+        assert_same_bits(found[-wanted.numel() :], wanted), name
+
+
+FIRSTS = [BORDER, 1 << 32, (1 << 32) * BLOCK_NUMEL, (1 << 45) + 3 * BLOCK_NUMEL]
+
+
+@pytest.mark.parametrize("first", FIRSTS)
+@pytest.mark.parametrize(("format_", "master"), [(FORMATS[1], None), (FORMATS[3], None), (FORMATS[3], torch.int16)])
+def test_random_bits_of_large_numbers(
+    first: int, format_: StateFormat, master: Any, isa: str, assert_same_bits: Check
+) -> None:
+    rule, hyper = rule_and_hyper("amsgrad", format_)
+    start = replace(make(rule, *random_inputs(1111), (torch.bfloat16, master), torch.bfloat16), first=first)
+    expected, actual, elsewhere = copy_of(start), copy_of(start), replace(copy_of(start), first=0)
+    update_reference(rule, expected, hyper, 0.7)
+    rule.update(actual, hyper, 0.7, None)
+    rule.update(elsewhere, hyper, 0.7, None)
+    for (_, found), (_, wanted) in zip(parts(actual), parts(expected), strict=True):
+        assert_same_bits(found, wanted)
+    rounded = "state 0" if format_.dtype == "bf16" else "param"
+    assert not torch.equal(dict(parts(actual))[rounded], dict(parts(elsewhere))[rounded])
+
+
+def test_random_words_are_numbered_in_64_bits() -> None:
+    key, device = step_key(7, 3), torch.device("cpu")
+    words = [random_words(key, first, 1000, 1, device) for first in (0, *FIRSTS)]
+    assert all(not torch.equal(a, b) for a, b in pairwise(words))
+    signed = torch.tensor(key - (1 << 64) if key >> 63 else key)
+    for first, expected in zip((0, *FIRSTS), words, strict=True):
+        assert torch.equal(random_words(signed, torch.tensor(first), 1000, 1, device), expected)
+
+
+def test_segments_are_cut_into_pieces_past_the_border() -> None:
+    numel = (1 << 33) + 1000
+    param = torch.empty(numel, dtype=torch.bfloat16, device="meta")
+    codes = torch.empty(numel, dtype=torch.uint8, device="meta")
+    scale = torch.empty(-(-numel // BLOCK_NUMEL), device="meta")
+    pieces = list(Segment(param, param, None, (codes,), (scale,), first=1 << 40).pieces(1 << 31))
+    assert [piece.param.numel() for piece in pieces] == [1 << 31] * 4 + [1000]
+    assert [piece.first - (1 << 40) for piece in pieces] == [k << 31 for k in range(5)]
+    assert [piece.scale(0).storage_offset() for piece in pieces] == [k << 23 for k in range(5)]
+    assert pieces[-1].states[0].storage_offset() == 1 << 33
+
+
+def test_units_of_any_size_are_laid_out_and_numbered() -> None:
+    shapes = [(90_000, 90_000), (3,), (1 << 20, 1 << 14), (70_000, 70_000)]  # 8.1, 17.2 and 4.9 billion
+    parameters = [nn.Parameter(torch.empty(shape, device="meta")) for shape in shapes]
+    layout = FlatLayout.build(["a", "b", "c", "d"], shapes, 2)
+    assert [slot.stop - slot.start for slot in layout.slots] == [p.numel() for p in parameters]
+    assert layout.numel >= sum(p.numel() for p in parameters) > 30_000_000_000
+    firsts = number_elements(parameters)
+    assert [firsts[p] for p in parameters] == [slot.start for slot in layout.slots]
+
+    covered = dict.fromkeys(range(4), 0)
+    for rank in range(2):
+        start, stop = layout.shard_range(rank)
+        tile_numel = (1 << 32) + BLOCK_NUMEL
+        tiles = layout.tiles(rank, tile_numel)
+        assert len(tiles) == -(-(stop - start) // tile_numel)
+        for number, tile in enumerate(tiles):
+            for piece in tile:
+                assert number * tile_numel <= piece.start < piece.stop <= (number + 1) * tile_numel
+                covered[piece.slot] += piece.stop - piece.start
+    assert list(covered.values()) == [p.numel() for p in parameters]
+
+
+def test_runs_join_past_the_border() -> None:
+    hyper, end = Hyper(), (1 << 33) + 40
+    tile = (Piece(0, 0, end), Piece(1, (1 << 33) + 256, 3 << 33), Piece(2, 3 << 33, 4 << 33))
+    bases = {0: 1 << 40, 1: 1 << 40, 2: (1 << 40) + BLOCK_NUMEL}
+    assert merge(tile, dict.fromkeys(range(3), hyper), bases) == [
+        Run(0, 3 << 33, hyper, 1 << 40),
+        Run(3 << 33, 4 << 33, hyper, (1 << 40) + BLOCK_NUMEL),
+    ]
