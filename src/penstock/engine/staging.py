@@ -64,7 +64,8 @@ class StagingPlan:
         tiers = {GRAD_AREA: homes.grads, PARAM_AREA: homes.params, OPTIMIZER_AREA: homes.optimizer}
         files = {area for area in areas if tiers[area] is Tier.NVME}
         count = _slots(sum(areas.values())) if files else MEMORY_SLOTS
-        self._near = [_buffers("update", number, beside, areas) for number in range(count)]
+        near = Tier.CPU if streams.aliases_host else beside  # files want pages, which that tier hands out
+        self._near = [_buffers("update", number, near, areas) for number in range(count)]
         # What an update on a device takes from a file goes through the host.
         bounces = beside is Tier.DEVICE and not streams.aliases_host
         bounced = {area: nbytes for area, nbytes in areas.items() if area in files} if bounces else {}

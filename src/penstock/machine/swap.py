@@ -127,15 +127,15 @@ def _existing(parent: str | os.PathLike[str]) -> Path:
         folder = Path(os.path.realpath(parent, strict=True))
     except OSError as error:
         text = f"The nvme path {os.fspath(parent)!r} cannot be found ({error.strerror}). Create it, or {ELSEWHERE}."
-        raise NvmeError(error.errno, text) from error
+        raise NvmeError(text, file=os.fspath(parent), errno=error.errno) from error
     if not folder.is_dir():
         text = f"The nvme path {str(folder)!r} is no folder. Remove that file and create a folder, or {ELSEWHERE}."
-        raise NvmeError(errno.ENOTDIR, text)
+        raise NvmeError(text, file=str(folder), errno=errno.ENOTDIR)
     for above in (folder, *folder.parents):
         # Of a dead run as well: the next one would remove it, and this one's files with it.
         if above.name.startswith("penstock-") and (identity := Identity.read(above)):
             text = f"The nvme path {str(folder)!r} lies in the swap folder of {identity}. C{ELSEWHERE[1:]}."
-            raise NvmeError(errno.EBUSY, text)
+            raise NvmeError(text, file=str(folder), errno=errno.EBUSY)
     return folder
 
 
@@ -147,7 +147,7 @@ def _check_space(folder: Path, nbytes: int) -> None:
             f"The nvme tier needs {nbytes:,} bytes, and {str(folder)!r} has {free_bytes:,} bytes free. Free "
             f"{nbytes - free_bytes:,} bytes, keep less on the nvme tier, or {ELSEWHERE}."
         )
-        raise NvmeError(errno.ENOSPC, text)
+        raise NvmeError(text, file=str(folder), errno=errno.ENOSPC)
 
 
 def _create(parent: Path, own: Identity) -> Path:
@@ -171,7 +171,7 @@ def _create(parent: Path, own: Identity) -> Path:
             f"No swap folder can be made in the nvme path {str(parent)!r} ({error.strerror}). Make it a folder "
             f"that this user can write, on a file system with locks (flock), or {ELSEWHERE}."
         )
-        raise NvmeError(error.errno, text) from error
+        raise NvmeError(text, file=str(path), errno=error.errno) from error
     _held.locks[path] = lock
     return path
 
