@@ -46,3 +46,10 @@ def process_bytes(field: str) -> int:
 def restart_peak() -> None:
     """Start the count of the peak resident set again."""
     Path("/proc/self/clear_refs").write_text("5")
+
+
+def disk_bytes() -> tuple[int, int]:
+    """Bytes that this process has read from disks and written to them, as the kernel counts."""
+    lines = (line.split(":") for line in Path("/proc/self/io").read_text().splitlines())
+    counts = {name: int(value) for name, value in lines}
+    return counts["read_bytes"], counts["write_bytes"]

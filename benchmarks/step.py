@@ -3,17 +3,23 @@
     python benchmarks/step.py                     # glibc as it is
     python benchmarks/step.py --malloc tuned      # no page faults for anybody
     python benchmarks/step.py --model tiny        # a quick look
+    python benchmarks/step.py --tier nvme --folder /disk --contenders plain,disk,penstock,penstock8,deepspeed
 
 bf16 weights, fp32 masters, AdamW, clipping at 1.0; a Llama-type model with random weights on random tokens. Contenders
-are processes of their own that take turns, step by step. `benchmarks/results/` keeps the reports.
+are processes of their own that take turns. `benchmarks/results/` keeps the reports.
+
+A turn is one step; with the optimizer state on nvme it is several, ended by waiting for everything that still goes on,
+so that what overlaps the next step is counted in full. `disk` is the limit there: it moves the bytes of those steps,
+reads and writes mixed as a step mixes them, and nothing else. `penstock8` keeps the moments in 8 bits.
 """
 
 import argparse
 import json
 import os
 import socket
+import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -41,42 +47,56 @@ def build_model(name: str, dtype: torch.dtype) -> torch.nn.Module:
 
 
 def run(
-    model: torch.nn.Module, backward: Any, step: Any, device: torch.device, settings: dict[str, Any]
+    model: torch.nn.Module,
+    backward: Any,
+    step: Any,
+    device: torch.device,
+    settings: dict[str, Any],
+    finish: Callable[[], None] = lambda: None,
 ) -> Iterator[Figures]:
-    """Take a step a turn; figures in milliseconds and GiB."""
+    """Take some steps a turn; figures of one of them, in milliseconds and GiB."""
     vocabulary = MODELS[settings["model"]]["vocab_size"]
     generator = torch.Generator().manual_seed(1)
     wait = torch.accelerator.synchronize if device.type != "cpu" else lambda: None
+    steps = settings["steps"]
     message = yield {}
     counting = False
     while True:
-        tokens = torch.randint(0, vocabulary, (settings["batch"], settings["sequence"]), generator=generator).to(device)
         if message == "counted" and not counting:
             machine.restart_peak()
             counting = True
+        phases = {"forward_ms": 0.0, "backward_ms": 0.0, "step_ms": 0.0}
         wait()
-        started, cpu_started = time.perf_counter(), time.process_time()
-        loss = model(input_ids=tokens, labels=tokens).loss
-        wait()
-        forward_done = time.perf_counter()
-        backward(loss)
-        wait()
-        backward_done = time.perf_counter()
-        step()
-        wait()
+        started, cpu_started, disk_started = time.perf_counter(), time.process_time(), machine.disk_bytes()
+        for _ in range(steps):
+            shape = (settings["batch"], settings["sequence"])
+            tokens = torch.randint(0, vocabulary, shape, generator=generator).to(device)
+            times = [time.perf_counter()]
+            loss = model(input_ids=tokens, labels=tokens).loss
+            wait()
+            times.append(time.perf_counter())
+            backward(loss)
+            wait()
+            times.append(time.perf_counter())
+            step()
+            wait()
+            times.append(time.perf_counter())
+            value = float(loss.detach())
+            del loss
+            for phase, begin, end in zip(phases, times, times[1:], strict=False):
+                phases[phase] += (end - begin) * 1e3 / steps
+        finish()
         done = time.perf_counter()
-        value = float(loss.detach())
-        del loss
-        message = yield {
-            "forward_ms": (forward_done - started) * 1e3,
-            "backward_ms": (backward_done - forward_done) * 1e3,
-            "step_ms": (done - backward_done) * 1e3,
-            "total_ms": (done - started) * 1e3,
-            "cpu_ms": (time.process_time() - cpu_started) * 1e3,
+        read, written = (now - before for now, before in zip(machine.disk_bytes(), disk_started, strict=True))
+        message = yield phases | {
+            "total_ms": (done - started) * 1e3 / steps,
+            "cpu_ms": (time.process_time() - cpu_started) * 1e3 / steps,
             "peak_gib": machine.process_bytes("VmHWM") / 2**30,
             "device_peak_gib": torch.get_device_module(device).max_memory_allocated() / 2**30
             if device.type != "cpu"
             else 0.0,
+            "disk_read_mb": read / 1e6 / steps,
+            "disk_written_mb": written / 1e6 / steps,
             "loss": value,
         }
 
@@ -109,26 +129,72 @@ def plain(**settings: Any) -> Iterator[Figures]:
     yield from run(model, lambda loss: loss.backward(), step, device, settings)
 
 
-def penstock(**settings: Any) -> Iterator[Figures]:
-    """Stage 3, everything on the cpu tier."""
+def penstock(state_dtype: str = "fp32", **settings: Any) -> Iterator[Figures]:
+    """Stage 3, everything on one tier; with nvme, the optimizer there and the rest on the cpu."""
     import penstock
 
     device = device_of(settings)
     model = build_model(settings["model"], torch.bfloat16)
     tier = settings["tier"]
+    rest = "cpu" if tier == "nvme" else tier
     optimizer = penstock.prepare(
         model,
         torch.optim.AdamW(model.parameters(), **HYPER),
-        placement=penstock.Placement(params=tier, grads=tier, optimizer=tier),
+        placement=penstock.Placement(params=rest, grads=rest, optimizer=tier, nvme_path=settings["folder"]),
         max_grad_norm=MAX_GRAD_NORM,
-        options=penstock.Options(update_threads=settings["threads"]),
+        overlap="forward" if tier == "nvme" else "auto",
+        options=penstock.Options(update_threads=settings["threads"], state_dtype=state_dtype),
     )
 
     def step() -> None:
         optimizer.step()
         optimizer.zero_grad()
 
-    yield from run(model, optimizer.backward, step, device, settings)
+    yield from run(model, optimizer.backward, step, device, settings, optimizer.synchronize)
+
+
+def penstock8(**settings: Any) -> Iterator[Figures]:
+    """The same with 8-bit moments."""
+    return penstock(state_dtype="int8", **settings)
+
+
+def disk(**settings: Any) -> Iterator[Figures]:
+    """Reads and writes the 10 + 10 bytes per parameter of a step, in records of a tile, and computes nothing."""
+    from penstock.machine.aio import File, Queue
+    from penstock.machine.arena import page_aligned
+
+    numel = sum(p.numel() for p in build_model(settings["model"], torch.bfloat16).parameters())
+    record = 5 * (4 << 20)
+    count = 10 * numel // record
+    with tempfile.TemporaryDirectory(dir=settings["folder"]) as folder:
+        file = File(Queue(32), Path(folder, "limit"), count * record)
+        slots = [page_aligned(record) for _ in range(8)]
+        for index in range(count):
+            file.write(index * record, slots[index % 8]).wait()
+        message = yield {}
+        while message is not None:
+            started = time.perf_counter()
+            under_way: list[Any] = [None] * 8
+            for index in range(settings["steps"] * count + 4):
+                if index < settings["steps"] * count:
+                    slot = index % 8
+                    if under_way[slot] is not None:
+                        under_way[slot].wait()
+                    under_way[slot] = file.read(index % count * record, slots[slot])
+                if index >= 4:
+                    slot = (index - 4) % 8
+                    under_way[slot].wait()
+                    under_way[slot] = file.write((index - 4) % count * record, slots[slot])
+            for transfer in under_way:
+                transfer.wait()
+            elapsed = (time.perf_counter() - started) * 1e3 / settings["steps"]
+            moved = count * record / 1e6
+            message = yield {
+                "total_ms": elapsed,
+                "disk_read_mb": moved,
+                "disk_written_mb": moved,
+                **dict.fromkeys(("forward_ms", "backward_ms", "step_ms", "cpu_ms", "peak_gib"), 0.0),
+            }
 
 
 def fsdp2(**settings: Any) -> Iterator[Figures]:
@@ -159,7 +225,7 @@ def fsdp2(**settings: Any) -> Iterator[Figures]:
 
 
 def deepspeed(**settings: Any) -> Iterator[Figures]:
-    """ZeRO-3 with optimizer and parameters offloaded to the cpu. Needs an environment that has DeepSpeed."""
+    """ZeRO-3, everything offloaded to the cpu, or the optimizer to nvme. Needs an environment that has DeepSpeed."""
     device = device_of(settings)
     if device.type == "cpu":
         os.environ["DS_ACCELERATOR"] = "cpu"
@@ -175,6 +241,25 @@ def deepspeed(**settings: Any) -> Iterator[Figures]:
         "optimizer": {"type": "AdamW", "params": {**HYPER, "betas": list(HYPER["betas"])}},
         "steps_per_print": 10**9,
     }
+    if settings["tier"] == "nvme":  # as fast as it gets: pipelined both ways, buffers for both
+        config["zero_optimization"] = {
+            "stage": 3,
+            "sub_group_size": 10**8,
+            "offload_optimizer": {
+                "device": "nvme",
+                "nvme_path": settings["folder"],
+                "buffer_count": 12,
+                "pipeline_read": True,
+                "pipeline_write": True,
+            },
+        }
+        config["aio"] = {
+            "block_size": 1 << 20,
+            "queue_depth": 32,
+            "intra_op_parallelism": 2,
+            "single_submit": False,
+            "overlap_events": True,
+        }
     model = build_model(settings["model"], torch.bfloat16)
     engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
     yield from run(engine, engine.backward, engine.step, device, settings)
@@ -196,12 +281,21 @@ def _single_rank(backend: str | None) -> None:
         torch.distributed.init_process_group(backend)
 
 
-CONTENDERS = {"plain": plain, "penstock": penstock, "fsdp2": fsdp2, "deepspeed": deepspeed}
+CONTENDERS = {
+    "plain": plain,
+    "penstock": penstock,
+    "penstock8": penstock8,
+    "fsdp2": fsdp2,
+    "deepspeed": deepspeed,
+    "disk": disk,
+}
 
 
 def report(arguments: argparse.Namespace) -> dict[str, Any]:
     """Run the contenders and compare them with plain torch."""
-    settings = {key: getattr(arguments, key) for key in ("model", "batch", "sequence", "threads", "tier")}
+    settings = {key: getattr(arguments, key) for key in ("model", "batch", "sequence", "threads", "tier", "steps")}
+    settings["steps"] = settings["steps"] or (4 if arguments.tier == "nvme" else 1)
+    settings["folder"] = arguments.folder
     environment = {"OMP_NUM_THREADS": str(arguments.threads)}
     if arguments.malloc == "tuned":
         environment |= machine.TUNED_MALLOC
@@ -233,11 +327,11 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     """Read the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", choices=MODELS, default="355m")
-    parser.add_argument(
-        "--contenders", default="plain,penstock", help="comma-separated: plain,penstock,fsdp2,deepspeed"
-    )
+    parser.add_argument("--contenders", default="plain,penstock", help="comma-separated: " + ",".join(CONTENDERS))
+    parser.add_argument("--folder", default=tempfile.gettempdir(), help="a folder on the disk of the nvme tier")
+    parser.add_argument("--steps", type=int, help="steps of a turn")
     parser.add_argument("--malloc", choices=("default", "tuned"), default="default")
-    parser.add_argument("--tier", choices=("cpu", "device"), default="cpu", help="home of penstock's state")
+    parser.add_argument("--tier", choices=("cpu", "device", "nvme"), default="cpu", help="home of penstock's state")
     parser.add_argument("--sequence", type=int, default=128)
     parser.add_argument("--batch", type=int, default=1)
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))

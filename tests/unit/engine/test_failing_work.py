@@ -43,9 +43,10 @@ def after_one_step(streams: BreakingStreams) -> tuple[Net, penstock.Optimizer]:
 
 
 def backward_and_step(optimizer: penstock.Optimizer, loss: torch.Tensor) -> None:
-    """Where gradients go down late, either may meet the error."""
+    """Whichever of these first needs what failed meets the error."""
     optimizer.backward(loss)
     optimizer.step()
+    optimizer.synchronize()
 
 
 def assert_given_back(model: Net, threads: set[threading.Thread]) -> None:
