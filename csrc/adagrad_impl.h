@@ -2,6 +2,7 @@
 class Adagrad {
  public:
   static constexpr Rule id = Rule::adagrad;
+  static constexpr bool is_signed[] = {false};
 
   explicit Adagrad(const float* scalars)
       : grad_scale_(V::splat(scalars[0])),

@@ -5,6 +5,7 @@ template <bool amsgrad>
 class Adam {
  public:
   static constexpr Rule id = amsgrad ? Rule::amsgrad : Rule::adam;
+  static constexpr bool is_signed[] = {true, false, false};
 
   explicit Adam(const float* scalars)
       : grad_scale_(V::splat(scalars[0])),

@@ -213,6 +213,7 @@ void update(const Arrays& arrays, const float* scalars, size_t begin, size_t end
 #include "lion_impl.h"
 #include "sgd_impl.h"
 #include "storage_impl.h"
+#include "int8_impl.h"
 
 template <class R, class Store, class Row>
 constexpr void add_grads(Row& row) {
@@ -236,6 +237,8 @@ constexpr void add_rule(Kernels& k) {
   if constexpr (state_count[int(R::id)] > 0) {
     add_bf16<R, false>(k);
     add_bf16<R, true>(k);
+    k.update_int8[int(R::id)][int(DType::fp32)] = update_int8<R, Fp32>;
+    k.update_int8[int(R::id)][int(DType::bf16)] = update_int8<R, Bf16>;
   }
   constexpr int fp32 = int(DType::fp32), bf16 = int(DType::bf16), fp16 = int(DType::fp16);
   auto& rows = k.update[int(R::id)];

@@ -23,6 +23,7 @@ class Sgd {
 class SgdMomentum {
  public:
   static constexpr Rule id = Rule::sgd_momentum;
+  static constexpr bool is_signed[] = {true};
 
   explicit SgdMomentum(const float* scalars)
       : grad_scale_(V::splat(scalars[0])),
