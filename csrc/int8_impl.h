@@ -114,7 +114,9 @@ void update_int8(const Arrays& arrays, const float* scalars, size_t begin, size_
     const auto pass = [&]<bool is_first>() {
       for (size_t v = 0; v < block_vectors; ++v) {
         const size_t i = at + v * V::width;
+        look_ahead(i, param, master, grad);
         V now[count];
+        if (v % 2 == 0) each<count>([&]<int k>() { look_ahead(i, states[k]); });
         each<count>([&]<int k>() { now[k] = Map8<R::is_signed[k]>::decode(states[k] + i, zero[k], base[k]); });
         MasterRemainder::put(param, master, i, rule.step(MasterRemainder::get(param, master, i), Grad::get(grad + i), now));
         each<count>([&]<int k>() {

@@ -3,13 +3,21 @@
 // A translation unit defines V and includes this file inside an unnamed namespace, so that nothing compiled for one
 // instruction set can be linked into the code of another. For the same reason nothing here calls the standard library.
 //
-// V is `width` floats and offers: splat, load, store; + - * /; sqrt; fma (one rounding); Half, the vector of `width`
-// 16-bit words, with load_half and store_half; from_bf16, from_fp16, to_bf16, to_fp16 (nearest even); join and split
-// (the remainder form); larger (a NaN of either wins); sign (0 of a NaN); magnitude; at_least, clamp; lookup (by the
-// low 3 bits of an index); Wide, `width` doubles, with add_squares and store; U, `width` unsigned words, with splat,
-// count (0, 1, 2 ...), load, store, load_bytes, store_bytes, bits, float_of, to_floats, truncate, larger, + - * & | ^,
-// shifts by a number and by a vector; one_more_unless_less, if_less and if_zero, which choose by element; to_bf16_up (bits
-// added below the last one before truncating).
+// V is `width` floats, in an order of its own, and offers: splat, load, store; + - * /; sqrt; fma (one rounding); Half, the
+// vector of `width` 16-bit words, with load_half and store_half; from_bf16, from_fp16, to_bf16, to_fp16 (nearest even);
+// join and split (the remainder form); larger (a NaN of either wins); sign (0 of a NaN); Wide, `width` doubles, with
+// add_squares and store; U, `width` unsigned words, with splat, count (0, 1, 2 ...), load and store (in V's order),
+// load_bytes, load_signed_bytes, store_bytes (the low 8 bits), bits, float_of, to_floats, truncate, larger, smaller,
+// largest (of all), + - * & | ^, shifts by a number, shifted_signed; sum_unless, which chooses by element; to_bf16_up
+// (bits added below the last one before truncating).
+
+// Asks for memory before it is needed. The processor's own prefetching stops at the end of a page, and behind this much
+// arithmetic it does not look far enough ahead. One element at a time, asking would cost more than it gives.
+constexpr size_t ahead_bytes = 2048;
+template <class... Words>
+void look_ahead(size_t i, const Words*... arrays) {
+  if constexpr (V::width > 1) (__builtin_prefetch(reinterpret_cast<const char*>(arrays + i) + ahead_bytes), ...);
+}
 
 // How one dtype is read, written and copied. `put` and `move` return the value that was stored, rounding included.
 struct Fp32 {
@@ -138,7 +146,11 @@ double squared_norm(const void* src_address, size_t begin, size_t end) noexcept 
   using Word = typename Src::Word;
   const Word* src = static_cast<const Word*>(src_address);
   return sum_squares(
-      begin, end, [=](size_t i) { return Src::get(src + i); },
+      begin, end,
+      [=](size_t i) {
+        look_ahead(i, src);
+        return Src::get(src + i);
+      },
       [=](size_t i, size_t count) { return Src::get(Tail<Word>(src + i, count).words); });
 }
 
@@ -184,6 +196,12 @@ void update(const Arrays& arrays, const float* scalars, size_t begin, size_t end
   size_t i = begin;
   for (; i + V::width <= end; i += V::width) {
     V values[count + 1];
+    for (int k = 0; k < count; ++k) {
+      look_ahead(i, states[k]);
+      look_ahead(i + V::width / 2, states[k]);  // a vector of fp32 is two lines of the cache
+    }
+    look_ahead(i, param, grad);
+    if constexpr (Store::has_master) look_ahead(i, master);
     for (int k = 0; k < count; ++k) values[k] = V::load(states[k] + i);
     const V p = rule.step(Store::get(param, master, i), Grad::get(grad + i), values);
     for (int k = 0; k < count; ++k) V::store(states[k] + i, values[k]);
@@ -206,6 +224,13 @@ void update(const Arrays& arrays, const float* scalars, size_t begin, size_t end
   }
   p.put(param + i, rest);
   if constexpr (Store::has_master) m.put(master + i, rest);
+}
+
+// Of a scalar that is 0 or 1, as an integer: a loop tests it again for every vector.
+inline bool flag(float scalar) {
+  unsigned bits;
+  __builtin_memcpy(&bits, &scalar, sizeof bits);
+  return bits != 0;
 }
 
 #include "adam_impl.h"

@@ -49,6 +49,9 @@ void update_bf16(const Arrays& arrays, const float* scalars, size_t begin, size_
     const std::uint64_t keys[2] = {block_key(arrays.random_key, block, 0), block_key(arrays.random_key, block, 1)};
     for (size_t i = begin; i < begin + block_numel; i += V::width) {
       V values[count];
+      look_ahead(i, param, grad);
+      if constexpr (has_remainder) look_ahead(i, master);
+      for (int k = 0; k < count; ++k) look_ahead(i, states[k]);
       for (int k = 0; k < count; ++k) values[k] = Bf16::get(states[k] + i);
       const V p = rule.step(Store::get(param, master, i), Grad::get(grad + i), values);
       if constexpr (random) {
