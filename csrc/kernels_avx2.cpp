@@ -133,11 +133,16 @@ struct V {
       return {square(sum.parts[0], _mm256_castps256_ps128(x.a)), square(sum.parts[1], _mm256_extractf128_ps(x.a, 1)),
               square(sum.parts[2], _mm256_castps256_ps128(x.b)), square(sum.parts[3], _mm256_extractf128_ps(x.b, 1))};
     }
+    static Wide add(Wide sum, V x) {
+      return {plus(sum.parts[0], _mm256_castps256_ps128(x.a)), plus(sum.parts[1], _mm256_extractf128_ps(x.a, 1)),
+              plus(sum.parts[2], _mm256_castps256_ps128(x.b)), plus(sum.parts[3], _mm256_extractf128_ps(x.b, 1))};
+    }
     static void store(double* to, Wide wide) {
       for (int i = 0; i < 16; ++i) to[i] = wide.parts[i % 2 * 2 + i / 8][i / 2 % 4];
     }
 
    private:
+    static __m256d plus(__m256d sum, __m128 x) { return _mm256_add_pd(sum, _mm256_cvtps_pd(x)); }
     // The square is exact in fp64, so that fusing it with the addition changes nothing.
     static __m256d square(__m256d sum, __m128 x) {
       const __m256d wide = _mm256_cvtps_pd(x);

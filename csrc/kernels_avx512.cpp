@@ -119,11 +119,16 @@ struct V {
       return {square(sum.parts[0], _mm512_castps512_ps256(x.a)), square(sum.parts[1], _mm512_extractf32x8_ps(x.a, 1)),
               square(sum.parts[2], _mm512_castps512_ps256(x.b)), square(sum.parts[3], _mm512_extractf32x8_ps(x.b, 1))};
     }
+    static Wide add(Wide sum, V x) {
+      return {plus(sum.parts[0], _mm512_castps512_ps256(x.a)), plus(sum.parts[1], _mm512_extractf32x8_ps(x.a, 1)),
+              plus(sum.parts[2], _mm512_castps512_ps256(x.b)), plus(sum.parts[3], _mm512_extractf32x8_ps(x.b, 1))};
+    }
     static void store(double* to, Wide wide) {
       for (int i = 0; i < 32; ++i) to[i] = wide.parts[i % 2 * 2 + i / 16][i / 2 % 8];
     }
 
    private:
+    static __m512d plus(__m512d sum, __m256 x) { return _mm512_add_pd(sum, _mm512_cvtps_pd(x)); }
     // The square is exact in fp64, so that fusing it with the addition changes nothing.
     static __m512d square(__m512d sum, __m256 x) {
       const __m512d wide = _mm512_cvtps_pd(x);

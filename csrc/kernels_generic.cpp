@@ -120,6 +120,7 @@ struct V {
   struct Wide {
     double v;
     static Wide add_squares(Wide sum, V value) { return {sum.v + double{value.v} * double{value.v}}; }
+    static Wide add(Wide sum, V value) { return {sum.v + double{value.v}}; }
     static void store(double* to, Wide wide) { *to = wide.v; }
   };
 
