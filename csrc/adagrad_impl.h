@@ -2,13 +2,14 @@
 class Adagrad {
  public:
   static constexpr Rule id = Rule::adagrad;
+  static constexpr bool is_signed[] = {false};
 
   explicit Adagrad(const float* scalars)
       : grad_scale_(V::splat(scalars[0])),
         l2_(V::splat(scalars[1])),
         eps_(V::splat(scalars[2])),
         neg_lr_(V::splat(scalars[3])),
-        has_l2_(scalars[4] != 0.0f) {}
+        has_l2_(flag(scalars[4])) {}
 
   V step(V param, V grad, V* states) const {
     V g = grad * grad_scale_;

@@ -5,6 +5,7 @@ template <bool amsgrad>
 class Adam {
  public:
   static constexpr Rule id = amsgrad ? Rule::amsgrad : Rule::adam;
+  static constexpr bool is_signed[] = {true, false, false};
 
   explicit Adam(const float* scalars)
       : grad_scale_(V::splat(scalars[0])),
@@ -16,9 +17,9 @@ class Adam {
         bias2_sqrt_(V::splat(scalars[6])),
         eps_(V::splat(scalars[7])),
         neg_step_size_(V::splat(scalars[8])),
-        has_l2_(scalars[9] != 0.0f),
-        divides_(scalars[6] != 1.0f),
-        lerp_from_grad_(scalars[10] != 0.0f) {}
+        has_l2_(flag(scalars[9])),
+        divides_(flag(scalars[6] - 1.0f)),
+        lerp_from_grad_(flag(scalars[10])) {}
 
   V step(V param, V grad, V* states) const {
     V g = grad * grad_scale_;

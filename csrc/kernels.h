@@ -39,6 +39,7 @@ struct Arrays {
   const void* grad;
   void* master;  // null for Master::none
   void* states[max_states];
+  float* scales[max_states];  // of 8-bit states, one for each block of 256
   std::uint64_t random_key = 0;   // of this step
   std::uint64_t first_block = 0;  // number of the first block of 256 elements, in the order of all parameters
 };
@@ -69,6 +70,9 @@ struct Kernels {
   // whether there is a remainder (else the parameter has no master and is rounded like the states), gradient dtype.
   void (*update_bf16[2][rule_count][2][dtype_count])(const Arrays&, const float* scalars, std::size_t begin,
                                                      std::size_t end) noexcept;
+  // The same with all states in 8 bits, for a bf16 parameter with remainder: by rule and gradient dtype.
+  void (*update_int8[rule_count][dtype_count])(const Arrays&, const float* scalars, std::size_t begin,
+                                               std::size_t end) noexcept;
   // dst = src, or dst += src, by dtype of dst, dtype of src and whether to add; returns the squared norm of dst's
   // range afterwards. A range is at most one norm block and starts at one.
   double (*deposit[dtype_count][dtype_count][2])(void* dst, const void* src, std::size_t begin,

@@ -1,5 +1,8 @@
 // The kernels for AVX-512 (F, BW, VL, DQ): 32 elements at a time, a whole register of 16-bit words.
 //
+// A vector holds the even elements in one register and the odd ones in the other: then a 16-bit word becomes the fp32
+// value in its place by one shift or mask. Only fp32 and fp16 arrays need permutations.
+//
 // The conversion instructions of AVX512_BF16 are not used: they treat denormals as zero.
 #include <immintrin.h>
 
@@ -16,10 +19,10 @@ struct V {
   __m512 a, b;
 
   static V splat(float value) { return {_mm512_set1_ps(value), _mm512_set1_ps(value)}; }
-  static V load(const float* from) { return {_mm512_loadu_ps(from), _mm512_loadu_ps(from + 16)}; }
+  static V load(const float* from) { return apart(_mm512_loadu_ps(from), _mm512_loadu_ps(from + 16)); }
   static void store(float* to, V x) {
-    _mm512_storeu_ps(to, x.a);
-    _mm512_storeu_ps(to + 16, x.b);
+    _mm512_storeu_ps(to, first(x));
+    _mm512_storeu_ps(to + 16, second(x));
   }
   static Half load_half(const unsigned short* from) { return _mm512_loadu_si512(from); }
   static void store_half(unsigned short* to, Half half) { _mm512_storeu_si512(to, half); }
@@ -31,36 +34,36 @@ struct V {
   friend V operator*(V x, V y) { return {_mm512_mul_ps(x.a, y.a), _mm512_mul_ps(x.b, y.b)}; }
   friend V operator/(V x, V y) { return {_mm512_div_ps(x.a, y.a), _mm512_div_ps(x.b, y.b)}; }
 
-  static V from_bf16(Half half) { return interleave(_mm512_setzero_si512(), half); }
-  static Half to_bf16(V x) { return high_words(quiet(x.a, round_even(x.a)), quiet(x.b, round_even(x.b))); }
+  static V from_bf16(Half half) {
+    return {_mm512_castsi512_ps(_mm512_slli_epi32(half, 16)), _mm512_castsi512_ps(_mm512_and_si512(half, high_mask()))};
+  }
+  static Half to_bf16(V x) { return high_words(plus(x.a, to_even(x.a)), plus(x.b, to_even(x.b))); }
   static V from_fp16(Half half) {
-    return {_mm512_cvtph_ps(_mm512_castsi512_si256(half)), _mm512_cvtph_ps(_mm512_extracti64x4_epi64(half, 1))};
+    return apart(_mm512_cvtph_ps(_mm512_castsi512_si256(half)), _mm512_cvtph_ps(_mm512_extracti64x4_epi64(half, 1)));
   }
   static Half to_fp16(V x) {
     constexpr int nearest = _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC;
-    return _mm512_inserti64x4(_mm512_castsi256_si512(_mm512_cvtps_ph(x.a, nearest)), _mm512_cvtps_ph(x.b, nearest), 1);
+    return _mm512_inserti64x4(_mm512_castsi256_si512(_mm512_cvtps_ph(first(x), nearest)),
+                              _mm512_cvtps_ph(second(x), nearest), 1);
   }
 
-  // Flipping the remainder's sign bit adds 0x8000 and makes it unsigned; one subtraction from the whole takes that back.
   static V join(Half high, Half low) {
-    const __m512i half = _mm512_set1_epi32(0x8000);
-    const V x = interleave(_mm512_xor_si512(low, _mm512_set1_epi16(short(0x8000))), high);
-    return {_mm512_castsi512_ps(_mm512_sub_epi32(bits(x.a), half)),
-            _mm512_castsi512_ps(_mm512_sub_epi32(bits(x.b), half))};
+    const __m512i even = _mm512_srai_epi32(_mm512_slli_epi32(low, 16), 16);
+    return {_mm512_castsi512_ps(_mm512_add_epi32(_mm512_slli_epi32(high, 16), even)),
+            _mm512_castsi512_ps(_mm512_add_epi32(_mm512_and_si512(high, high_mask()), _mm512_srai_epi32(low, 16)))};
   }
   static void split(V x, Half& high, Half& low) {
     const __m512i half = _mm512_set1_epi32(0x8000);
-    high = high_words(quiet(x.a, _mm512_add_epi32(bits(x.a), half)), quiet(x.b, _mm512_add_epi32(bits(x.b), half)));
-    low = _mm512_permutex2var_epi16(_mm512_maskz_mov_epi32(~nans(x.a), bits(x.a)), even_words(),
-                                    _mm512_maskz_mov_epi32(~nans(x.b), bits(x.b)));
+    high = high_words(plus(x.a, half), plus(x.b, half));
+    low = alternate(_mm512_maskz_mov_epi32(numbers(x.a), bits(x.a)), _mm512_maskz_slli_epi32(numbers(x.b), bits(x.b), 16));
   }
 
   struct U {
     __m512i a, b;
     static U splat(unsigned value) { return {_mm512_set1_epi32(int(value)), _mm512_set1_epi32(int(value))}; }
     static U count() {
-      const __m512i a = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
-      return {a, _mm512_add_epi32(a, _mm512_set1_epi32(16))};
+      const __m512i a = _mm512_setr_epi32(0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30);
+      return {a, _mm512_add_epi32(a, _mm512_set1_epi32(1))};
     }
     static U load(const unsigned* from) { return {_mm512_loadu_si512(from), _mm512_loadu_si512(from + 16)}; }
     static void store(unsigned* to, U x) {
@@ -68,19 +71,31 @@ struct V {
       _mm512_storeu_si512(to + 16, x.b);
     }
     static U load_bytes(const unsigned char* from) {
-      return {_mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from))),
-              _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from + 16)))};
+      const __m512i words = _mm512_cvtepu8_epi16(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(from)));
+      return {_mm512_and_si512(words, _mm512_set1_epi32(0xFFFF)), _mm512_srli_epi32(words, 16)};
+    }
+    static U load_signed_bytes(const unsigned char* from) {
+      const __m512i words = _mm512_cvtepi8_epi16(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(from)));
+      return {_mm512_srai_epi32(_mm512_slli_epi32(words, 16), 16), _mm512_srai_epi32(words, 16)};
     }
     static void store_bytes(unsigned char* to, U x) {
-      _mm_storeu_si128(reinterpret_cast<__m128i*>(to), _mm512_cvtepi32_epi8(x.a));
-      _mm_storeu_si128(reinterpret_cast<__m128i*>(to + 16), _mm512_cvtepi32_epi8(x.b));
+      const __m512i words = alternate(x.a, _mm512_slli_epi32(x.b, 16));
+      _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), _mm512_cvtepi16_epi8(words));
     }
     static U bits(V x) { return {V::bits(x.a), V::bits(x.b)}; }
     static V float_of(U x) { return {_mm512_castsi512_ps(x.a), _mm512_castsi512_ps(x.b)}; }
     static V to_floats(U x) { return {_mm512_cvtepi32_ps(x.a), _mm512_cvtepi32_ps(x.b)}; }
     static U truncate(V x) { return {_mm512_cvttps_epi32(x.a), _mm512_cvttps_epi32(x.b)}; }
     static U larger(U x, U y) { return {_mm512_max_epu32(x.a, y.a), _mm512_max_epu32(x.b, y.b)}; }
-    U shifted(U by) const { return {_mm512_srlv_epi32(a, by.a), _mm512_srlv_epi32(b, by.b)}; }
+    static U smaller(U x, U y) { return {_mm512_min_epu32(x.a, y.a), _mm512_min_epu32(x.b, y.b)}; }
+    static unsigned largest(U x) { return _mm512_reduce_max_epu32(_mm512_max_epu32(x.a, x.b)); }
+    static U shifted_signed(U x, int by) {
+      return {_mm512_srai_epi32(x.a, unsigned(by)), _mm512_srai_epi32(x.b, unsigned(by))};
+    }
+    static U sum_unless(U what, U unless, U x, U y, U otherwise) {
+      return {_mm512_mask_add_epi32(otherwise.a, _mm512_cmpneq_epi32_mask(what.a, unless.a), x.a, y.a),
+              _mm512_mask_add_epi32(otherwise.b, _mm512_cmpneq_epi32_mask(what.b, unless.b), x.b, y.b)};
+    }
     friend U operator+(U x, U y) { return {_mm512_add_epi32(x.a, y.a), _mm512_add_epi32(x.b, y.b)}; }
     friend U operator-(U x, U y) { return {_mm512_sub_epi32(x.a, y.a), _mm512_sub_epi32(x.b, y.b)}; }
     friend U operator*(U x, U y) { return {_mm512_mullo_epi32(x.a, y.a), _mm512_mullo_epi32(x.b, y.b)}; }
@@ -96,30 +111,7 @@ struct V {
             _mm512_mask_mov_ps(_mm512_max_ps(x.b, y.b), nans(x.b), x.b)};
   }
   static V sign(V x) { return {sign(x.a), sign(x.b)}; }
-  static U one_more_unless_less(U n, V x, V y) {
-    const __m512i one = _mm512_set1_epi32(1);
-    return {_mm512_mask_add_epi32(n.a, _mm512_cmp_ps_mask(x.a, y.a, _CMP_NLT_UQ), n.a, one),
-            _mm512_mask_add_epi32(n.b, _mm512_cmp_ps_mask(x.b, y.b, _CMP_NLT_UQ), n.b, one)};
-  }
-  static U if_less(V x, V y, U yes, U no) {
-    return {_mm512_mask_mov_epi32(no.a, _mm512_cmp_ps_mask(x.a, y.a, _CMP_LT_OQ), yes.a),
-            _mm512_mask_mov_epi32(no.b, _mm512_cmp_ps_mask(x.b, y.b, _CMP_LT_OQ), yes.b)};
-  }
-  static V if_zero(U what, V yes, V no) {
-    return {_mm512_mask_mov_ps(no.a, _mm512_testn_epi32_mask(what.a, what.a), yes.a),
-            _mm512_mask_mov_ps(no.b, _mm512_testn_epi32_mask(what.b, what.b), yes.b)};
-  }
-  static V lookup(const float* table, U index) {
-    const __m512 entries = _mm512_broadcast_f32x8(_mm256_load_ps(table));
-    return {_mm512_permutexvar_ps(index.a, entries), _mm512_permutexvar_ps(index.b, entries)};
-  }
-  static V clamp(V x, float least, float most) {
-    const __m512 low = _mm512_set1_ps(least), high = _mm512_set1_ps(most);
-    return {_mm512_min_ps(_mm512_max_ps(x.a, low), high), _mm512_min_ps(_mm512_max_ps(x.b, low), high)};
-  }
-  static Half to_bf16_up(V x, U added) {
-    return high_words(quiet(x.a, _mm512_add_epi32(bits(x.a), added.a)), quiet(x.b, _mm512_add_epi32(bits(x.b), added.b)));
-  }
+  static Half to_bf16_up(V x, U added) { return high_words(plus(x.a, added.a), plus(x.b, added.b)); }
 
   struct Wide {
     __m512d parts[4];
@@ -127,11 +119,16 @@ struct V {
       return {square(sum.parts[0], _mm512_castps512_ps256(x.a)), square(sum.parts[1], _mm512_extractf32x8_ps(x.a, 1)),
               square(sum.parts[2], _mm512_castps512_ps256(x.b)), square(sum.parts[3], _mm512_extractf32x8_ps(x.b, 1))};
     }
+    static Wide add(Wide sum, V x) {
+      return {plus(sum.parts[0], _mm512_castps512_ps256(x.a)), plus(sum.parts[1], _mm512_extractf32x8_ps(x.a, 1)),
+              plus(sum.parts[2], _mm512_castps512_ps256(x.b)), plus(sum.parts[3], _mm512_extractf32x8_ps(x.b, 1))};
+    }
     static void store(double* to, Wide wide) {
-      for (int i = 0; i < 4; ++i) _mm512_storeu_pd(to + 8 * i, wide.parts[i]);
+      for (int i = 0; i < 32; ++i) to[i] = wide.parts[i % 2 * 2 + i / 16][i / 2 % 8];
     }
 
    private:
+    static __m512d plus(__m512d sum, __m256 x) { return _mm512_add_pd(sum, _mm512_cvtps_pd(x)); }
     // The square is exact in fp64, so that fusing it with the addition changes nothing.
     static __m512d square(__m512d sum, __m256 x) {
       const __m512d wide = _mm512_cvtps_pd(x);
@@ -147,28 +144,33 @@ struct V {
   }
   static __m512i bits(__m512 x) { return _mm512_castps_si512(x); }
   static __mmask16 nans(__m512 x) { return _mm512_cmp_ps_mask(x, x, _CMP_UNORD_Q); }
-  static __m512i round_even(__m512 x) {
+  static __mmask16 numbers(__m512 x) { return _mm512_cmp_ps_mask(x, x, _CMP_ORD_Q); }
+  // What rounding to nearest even adds before the low half is cut off.
+  static __m512i to_even(__m512 x) {
     const __m512i odd = _mm512_and_si512(_mm512_srli_epi32(bits(x), 16), _mm512_set1_epi32(1));
-    return _mm512_add_epi32(bits(x), _mm512_add_epi32(odd, _mm512_set1_epi32(0x7FFF)));
+    return _mm512_add_epi32(odd, _mm512_set1_epi32(0x7FFF));
   }
-  // `rounded`, or the bits of a quiet NaN where the value is one: rounding could carry a NaN into -0.
-  static __m512i quiet(__m512 x, __m512i rounded) {
-    return _mm512_mask_or_epi32(rounded, nans(x), bits(x), _mm512_set1_epi32(0x400000));
+  // The sum, or the bits of a quiet NaN where the value is one: rounding could carry a NaN into -0.
+  static __m512i plus(__m512 x, __m512i added) {
+    return _mm512_mask_add_epi32(_mm512_or_si512(bits(x), _mm512_set1_epi32(0x400000)), numbers(x), bits(x), added);
   }
-  static __m512i even_words() {
-    return _mm512_set_epi16(62, 60, 58, 56, 54, 52, 50, 48, 46, 44, 42, 40, 38, 36, 34, 32, 30, 28, 26, 24, 22, 20, 18,
-                            16, 14, 12, 10, 8, 6, 4, 2, 0);
+  static __m512i high_mask() { return _mm512_set1_epi32(int(0xFFFF0000u)); }
+  // The low words of one with the high words of the other.
+  static Half alternate(__m512i low, __m512i high) { return _mm512_mask_blend_epi16(0xAAAAAAAAu, low, high); }
+  static Half high_words(__m512i even, __m512i odd) { return alternate(_mm512_srli_epi32(even, 16), odd); }
+  // Between 32 floats in order, in two registers, and V.
+  static V apart(__m512 x, __m512 y) {
+    const __m512i even = _mm512_setr_epi32(0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30);
+    return {_mm512_permutex2var_ps(x, even, y),
+            _mm512_permutex2var_ps(x, _mm512_add_epi32(even, _mm512_set1_epi32(1)), y)};
   }
-  static Half high_words(__m512i a, __m512i b) {
-    return _mm512_permutex2var_epi16(a, _mm512_add_epi16(even_words(), _mm512_set1_epi16(1)), b);
+  static __m512 first(V x) {
+    const __m512i order = _mm512_setr_epi32(0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
+    return _mm512_permutex2var_ps(x.a, order, x.b);
   }
-  // The floats whose low and high words these are.
-  static V interleave(Half low, Half high) {
-    const __m512i first = _mm512_set_epi16(47, 15, 46, 14, 45, 13, 44, 12, 43, 11, 42, 10, 41, 9, 40, 8, 39, 7, 38, 6,
-                                           37, 5, 36, 4, 35, 3, 34, 2, 33, 1, 32, 0);
-    const __m512i second = _mm512_add_epi16(first, _mm512_set1_epi16(16));
-    return {_mm512_castsi512_ps(_mm512_permutex2var_epi16(low, first, high)),
-            _mm512_castsi512_ps(_mm512_permutex2var_epi16(low, second, high))};
+  static __m512 second(V x) {
+    const __m512i order = _mm512_setr_epi32(8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31);
+    return _mm512_permutex2var_ps(x.a, order, x.b);
   }
 };
 

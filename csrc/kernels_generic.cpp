@@ -88,13 +88,19 @@ struct V {
     static U load(const unsigned* from) { return {*from}; }
     static void store(unsigned* to, U x) { *to = x.v; }
     static U load_bytes(const unsigned char* from) { return {*from}; }
+    static U load_signed_bytes(const unsigned char* from) {
+      return {static_cast<std::uint32_t>(static_cast<signed char>(*from))};
+    }
     static void store_bytes(unsigned char* to, U x) { *to = static_cast<unsigned char>(x.v); }
     static U bits(V x) { return {bits_of(x.v)}; }
     static V float_of(U x) { return {value_of(x.v)}; }
     static V to_floats(U x) { return {static_cast<float>(static_cast<std::int32_t>(x.v))}; }
     static U truncate(V x) { return {static_cast<std::uint32_t>(static_cast<std::int32_t>(x.v))}; }
     static U larger(U a, U b) { return a.v > b.v ? a : b; }
-    U shifted(U by) const { return {v >> by.v}; }
+    static U smaller(U a, U b) { return a.v < b.v ? a : b; }
+    static unsigned largest(U a) { return a.v; }
+    static U shifted_signed(U a, int by) { return {static_cast<std::uint32_t>(static_cast<std::int32_t>(a.v) >> by)}; }
+    static U sum_unless(U what, U unless, U a, U b, U otherwise) { return what.v != unless.v ? a + b : otherwise; }
     friend U operator+(U a, U b) { return {a.v + b.v}; }
     friend U operator-(U a, U b) { return {a.v - b.v}; }
     friend U operator*(U a, U b) { return {a.v * b.v}; }
@@ -106,11 +112,6 @@ struct V {
   };
   static V larger(V a, V b) { return a.v > b.v || a.v != a.v ? a : b; }
   static V sign(V x) { return {float(x.v > 0.0f) - float(x.v < 0.0f)}; }
-  static V clamp(V x, float least, float most) { return {x.v > least ? (x.v < most ? x.v : most) : least}; }
-  static U one_more_unless_less(U x, V a, V b) { return {a.v < b.v ? x.v : x.v + 1}; }
-  static U if_less(V a, V b, U x, U otherwise) { return a.v < b.v ? x : otherwise; }
-  static V if_zero(U what, V x, V otherwise) { return what.v == 0 ? x : otherwise; }
-  static V lookup(const float* table, U index) { return {table[index.v & 7u]}; }
   static Half to_bf16_up(V value, U added) {
     const std::uint32_t bits = bits_of(value.v);
     return quiet_high(value, bits, bits + added.v);
@@ -119,6 +120,7 @@ struct V {
   struct Wide {
     double v;
     static Wide add_squares(Wide sum, V value) { return {sum.v + double{value.v} * double{value.v}}; }
+    static Wide add(Wide sum, V value) { return {sum.v + double{value.v}}; }
     static void store(double* to, Wide wide) { *to = wide.v; }
   };
 

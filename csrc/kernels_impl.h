@@ -3,13 +3,21 @@
 // A translation unit defines V and includes this file inside an unnamed namespace, so that nothing compiled for one
 // instruction set can be linked into the code of another. For the same reason nothing here calls the standard library.
 //
-// V is `width` floats and offers: splat, load, store; + - * /; sqrt; fma (one rounding); Half, the vector of `width`
-// 16-bit words, with load_half and store_half; from_bf16, from_fp16, to_bf16, to_fp16 (nearest even); join and split
-// (the remainder form); larger (a NaN of either wins); sign (0 of a NaN); magnitude; at_least, clamp; lookup (by the
-// low 3 bits of an index); Wide, `width` doubles, with add_squares and store; U, `width` unsigned words, with splat,
-// count (0, 1, 2 ...), load, store, load_bytes, store_bytes, bits, float_of, to_floats, truncate, larger, + - * & | ^,
-// shifts by a number and by a vector; one_more_unless_less, if_less and if_zero, which choose by element; to_bf16_up (bits
-// added below the last one before truncating).
+// V is `width` floats, in an order of its own, and offers: splat, load, store; + - * /; sqrt; fma (one rounding); Half, the
+// vector of `width` 16-bit words, with load_half and store_half; from_bf16, from_fp16, to_bf16, to_fp16 (nearest even);
+// join and split (the remainder form); larger (a NaN of either wins); sign (0 of a NaN); Wide, `width` doubles, with
+// add, add_squares and store; U, `width` unsigned words, with splat, count (0, 1, 2 ...), load and store (in V's order),
+// load_bytes, load_signed_bytes, store_bytes (the low 8 bits), bits, float_of, to_floats, truncate, larger, smaller,
+// largest (of all), + - * & | ^, shifts by a number, shifted_signed; sum_unless, which chooses by element; to_bf16_up
+// (bits added below the last one before truncating).
+
+// Asks for memory before it is needed. The processor's own prefetching stops at the end of a page, and behind this much
+// arithmetic it does not look far enough ahead. One element at a time, asking would cost more than it gives.
+constexpr size_t ahead_bytes = 2048;
+template <class... Words>
+void look_ahead(size_t i, const Words*... arrays) {
+  if constexpr (V::width > 1) (__builtin_prefetch(reinterpret_cast<const char*>(arrays + i) + ahead_bytes), ...);
+}
 
 // How one dtype is read, written and copied. `put` and `move` return the value that was stored, rounding included.
 struct Fp32 {
@@ -98,11 +106,12 @@ struct Tail {
   }
 };
 
-// Sums of squares in fp64, where the square of any fp32 value is exact.
+// Sums of squares in fp64, where the square of any fp32 value is exact, or of sums of them.
 class SquareSum {
  public:
   static constexpr size_t vectors = norm_lanes / V::width;
   void add(size_t vector, V value) { sums_[vector] = V::Wide::add_squares(sums_[vector], value); }
+  void add_sum(size_t vector, V squares) { sums_[vector] = V::Wide::add(sums_[vector], squares); }
   double total() const {
     double lanes[norm_lanes];
     for (size_t vector = 0; vector < vectors; ++vector) V::Wide::store(lanes + vector * V::width, sums_[vector]);
@@ -116,11 +125,27 @@ class SquareSum {
 };
 
 // The sum of squares of value_at(i), the elements [i, i + width), and, for the last of them, tail_at(i, count), padded
-// with zeros.
-template <class ValueAt, class TailAt>
+// with zeros. `quick` adds up 4 squares of a lane in fp32 first.
+template <bool quick, class ValueAt, class TailAt>
 double sum_squares(size_t begin, size_t end, ValueAt&& value_at, TailAt&& tail_at) {
   SquareSum sum;
   size_t i = begin;
+  if constexpr (quick) {
+    for (; i + 4 * norm_lanes <= end; i += 4 * norm_lanes) {
+      V squares[SquareSum::vectors];
+      for (size_t vector = 0; vector < SquareSum::vectors; ++vector) {
+        const V value = value_at(i + vector * V::width);
+        squares[vector] = value * value;
+      }
+      for (size_t group = 1; group < 4; ++group) {
+        for (size_t vector = 0; vector < SquareSum::vectors; ++vector) {
+          const V value = value_at(i + group * norm_lanes + vector * V::width);
+          squares[vector] = V::fma(value, value, squares[vector]);
+        }
+      }
+      for (size_t vector = 0; vector < SquareSum::vectors; ++vector) sum.add_sum(vector, squares[vector]);
+    }
+  }
   for (; i + norm_lanes <= end; i += norm_lanes)
     for (size_t vector = 0; vector < SquareSum::vectors; ++vector) sum.add(vector, value_at(i + vector * V::width));
   for (size_t vector = 0; i < end; ++vector, i += V::width) {
@@ -133,13 +158,31 @@ double sum_squares(size_t begin, size_t end, ValueAt&& value_at, TailAt&& tail_a
   return sum.total();
 }
 
+// Squares of bf16 values are exact in fp32 unless they are out of its range. A quick sum that is finite had no square
+// above it, and beside one of at least 2^-100 what was lost below it is nothing; otherwise the sum is made again, in fp64.
+template <class Stored>
+constexpr bool is_quick = std::is_same_v<Stored, Bf16>;
+inline bool holds(double quick_sum) { return quick_sum >= 0x1p-100 && quick_sum <= 0x1p127; }
+
+template <class Src, bool quick>
+double squares_of(const typename Src::Word* src, size_t begin, size_t end) {
+  return sum_squares<quick>(
+      begin, end,
+      [=](size_t i) {
+        look_ahead(i, src);
+        return Src::get(src + i);
+      },
+      [=](size_t i, size_t count) { return Src::get(Tail<typename Src::Word>(src + i, count).words); });
+}
+
 template <class Src>
 double squared_norm(const void* src_address, size_t begin, size_t end) noexcept {
-  using Word = typename Src::Word;
-  const Word* src = static_cast<const Word*>(src_address);
-  return sum_squares(
-      begin, end, [=](size_t i) { return Src::get(src + i); },
-      [=](size_t i, size_t count) { return Src::get(Tail<Word>(src + i, count).words); });
+  const auto* src = static_cast<const typename Src::Word*>(src_address);
+  if constexpr (is_quick<Src>) {
+    const double sum = squares_of<Src, true>(src, begin, end);
+    if (holds(sum)) return sum;
+  }
+  return squares_of<Src, false>(src, begin, end);
 }
 
 template <class Dst, class Src, bool add>
@@ -157,14 +200,19 @@ double deposit(void* dst_address, const void* src_address, size_t begin, size_t 
       return Dst::put(to, Src::get(from));
     }
   };
-  return sum_squares(
-      begin, end, [=](size_t i) { return one(dst + i, src + i); },
+  const double sum = sum_squares<is_quick<Dst>>(
+      begin, end,
+      [=](size_t i) {
+        look_ahead(i, src, dst);
+        return one(dst + i, src + i);
+      },
       [=](size_t i, size_t count) {
         Tail<DstWord> to(dst + i, count);
         const V value = one(to.words, Tail<SrcWord>(src + i, count).words);
         to.put(dst + i, count);
         return value;
       });
+  return !is_quick<Dst> || holds(sum) ? sum : squares_of<Dst, false>(dst, begin, end);
 }
 
 // One fused pass: reads parameter, gradient and states, and writes back all but the gradient.
@@ -184,6 +232,12 @@ void update(const Arrays& arrays, const float* scalars, size_t begin, size_t end
   size_t i = begin;
   for (; i + V::width <= end; i += V::width) {
     V values[count + 1];
+    for (int k = 0; k < count; ++k) {
+      look_ahead(i, states[k]);
+      look_ahead(i + V::width / 2, states[k]);  // a vector of fp32 is two lines of the cache
+    }
+    look_ahead(i, param, grad);
+    if constexpr (Store::has_master) look_ahead(i, master);
     for (int k = 0; k < count; ++k) values[k] = V::load(states[k] + i);
     const V p = rule.step(Store::get(param, master, i), Grad::get(grad + i), values);
     for (int k = 0; k < count; ++k) V::store(states[k] + i, values[k]);
@@ -208,11 +262,19 @@ void update(const Arrays& arrays, const float* scalars, size_t begin, size_t end
   if constexpr (Store::has_master) m.put(master + i, rest);
 }
 
+// Of a scalar that is 0 or 1, as an integer: a loop tests it again for every vector.
+inline bool flag(float scalar) {
+  unsigned bits;
+  __builtin_memcpy(&bits, &scalar, sizeof bits);
+  return bits != 0;
+}
+
 #include "adam_impl.h"
 #include "adagrad_impl.h"
 #include "lion_impl.h"
 #include "sgd_impl.h"
 #include "storage_impl.h"
+#include "int8_impl.h"
 
 template <class R, class Store, class Row>
 constexpr void add_grads(Row& row) {
@@ -236,6 +298,8 @@ constexpr void add_rule(Kernels& k) {
   if constexpr (state_count[int(R::id)] > 0) {
     add_bf16<R, false>(k);
     add_bf16<R, true>(k);
+    k.update_int8[int(R::id)][int(DType::fp32)] = update_int8<R, Fp32>;
+    k.update_int8[int(R::id)][int(DType::bf16)] = update_int8<R, Bf16>;
   }
   constexpr int fp32 = int(DType::fp32), bf16 = int(DType::bf16), fp16 = int(DType::fp16);
   auto& rows = k.update[int(R::id)];

@@ -2,6 +2,7 @@
 class Lion {
  public:
   static constexpr Rule id = Rule::lion;
+  static constexpr bool is_signed[] = {true};
 
   explicit Lion(const float* scalars)
       : grad_scale_(V::splat(scalars[0])),

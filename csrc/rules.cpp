@@ -209,13 +209,16 @@ class Staged {
   bool draws_[2] = {};
 };
 
-// The kernel that needs no buffers for bf16 states, or null where there is none.
-UpdateKernel direct_bf16(const Kernels& kernels, const Update& update) {
+// The kernel that needs no buffers for states in fewer bits, or null where there is none.
+UpdateKernel direct(const Kernels& kernels, const Update& update) {
   const bool remainder = update.master_kind == Master::remainder;
   if (update.states.empty() || update.param_dtype != DType::bf16 || update.master_kind == Master::fp32) return nullptr;
+  const auto all = [&](auto&& stored) { return std::all_of(update.states.begin(), update.states.end(), stored); };
+  if (remainder && all([](const State& state) { return state.scales != nullptr; }))
+    return kernels.update_int8[int(update.rule)][int(update.grad_dtype)];
   const bool random = update.states[0].storage == Storage::bf16_random;
-  for (const State& state : update.states)
-    if (state.storage != (random ? Storage::bf16_random : Storage::bf16)) return nullptr;
+  if (!all([&](const State& state) { return state.storage == (random ? Storage::bf16_random : Storage::bf16); }))
+    return nullptr;
   if (!remainder && update.param_random != random) return nullptr;
   return kernels.update_bf16[random][int(update.rule)][remainder][int(update.grad_dtype)];
 }
@@ -253,9 +256,10 @@ void update(Pool* pool, std::size_t numel, const Update& update) {
   if (update.param_random && (update.param_dtype != DType::bf16 || update.master_kind != Master::none))
     throw std::invalid_argument("only a bf16 parameter without master is rounded stochastically");
   bool staged = update.param_random;
-  Arrays arrays{update.param, update.grad, update.master, {}, update.random_key, update.first_block};
+  Arrays arrays{update.param, update.grad, update.master, {}, {}, update.random_key, update.first_block};
   for (std::size_t k = 0; k < update.states.size(); ++k) {
     arrays.states[k] = update.states[k].values;
+    arrays.scales[k] = update.states[k].scales;
     staged |= update.states[k].storage != Storage::fp32;
   }
   // Rounded stochastically, a parameter passes through an fp32 buffer.
@@ -263,12 +267,12 @@ void update(Pool* pool, std::size_t numel, const Update& update) {
   const auto kernel = require(kernels.update[rule][param][int(update.master_kind)][int(update.grad_dtype)],
                               "no kernel for this dtype of the parameter with this kind of master");
   const Staged through_buffers(kernels, kernel, update);
-  const auto direct = direct_bf16(kernels, update);
+  const auto without_buffers = direct(kernels, update);
   for_ranges(pool, numel, piece_numel, [&](std::size_t begin, std::size_t end) noexcept {
     const DefaultArithmetic arithmetic;
-    if (direct != nullptr) {
+    if (without_buffers != nullptr) {
       const std::size_t whole = begin + (end - begin) / block_numel * block_numel;
-      direct(arrays, update.scalars.data(), begin, whole);
+      without_buffers(arrays, update.scalars.data(), begin, whole);
       begin = whole;
     }
     if (staged) return through_buffers.run(begin, end);

@@ -7,7 +7,7 @@ class Sgd {
       : grad_scale_(V::splat(scalars[0])),
         l2_(V::splat(scalars[1])),
         neg_lr_(V::splat(scalars[2])),
-        has_l2_(scalars[3] != 0.0f) {}
+        has_l2_(flag(scalars[3])) {}
 
   V step(V param, V grad, V*) const {
     V g = grad * grad_scale_;
@@ -23,6 +23,7 @@ class Sgd {
 class SgdMomentum {
  public:
   static constexpr Rule id = Rule::sgd_momentum;
+  static constexpr bool is_signed[] = {true};
 
   explicit SgdMomentum(const float* scalars)
       : grad_scale_(V::splat(scalars[0])),
@@ -30,9 +31,9 @@ class SgdMomentum {
         neg_lr_(V::splat(scalars[2])),
         momentum_(V::splat(scalars[3])),
         grad_weight_(V::splat(scalars[4])),
-        has_l2_(scalars[5] != 0.0f),
-        first_(scalars[6] != 0.0f),
-        nesterov_(scalars[7] != 0.0f) {}
+        has_l2_(flag(scalars[5])),
+        first_(flag(scalars[6])),
+        nesterov_(flag(scalars[7])) {}
 
   V step(V param, V grad, V* states) const {
     V g = grad * grad_scale_;

@@ -1,22 +1,22 @@
 """States of 8 bits: codes of a dynamic map, and one fp32 scale for each block of 256 elements.
 
-A code is a magnitude m and, in the signed map, a sign in its highest bit. Where 2^e is the highest power of two in m,
-the code stands for the middle of one of 2^e equal intervals of the decade [10^(e - b), 10^(e - b + 1)), with b bits of
-magnitude, 8 or 7; m = 0 is zero:
+The bits of a positive fp32 number, read as an integer, are 2^23 times its logarithm to base 2, up to a constant and
+taken as linear between powers of two; call them L(x). A code of magnitude m > 0 stands for the value whose logarithm is
+D times that of m + 1/2, counted from the largest code, which stands for the block's largest magnitude, the scale:
 
-    value = scale * 10^(e - b + 1) * (slope * (m + 1/2) / 2^e - offset)
+    L(value) = L(scale) - D * (L(M + 1/2) - L(m + 1/2))
 
-with slope and offset about 0.9 and 0.8, of so few bits that the largest code is exactly 1.
+with M = 255 and D = 4 without sign, M = 127 and D = 3 with it; m = 0 is zero. So each of 8 (7 with sign) decades of 2^D
+has half as many codes as the one above it: small values get few bits but keep their size, down to 1e-9 of the scale
+(1e-6 with sign). A negative value has the code 255 - m.
 
-Small values get few bits but keep their size, over eight decades without sign and seven with it. The scale is the
-largest magnitude of the block, which therefore comes back as it went in, and what was decoded is encoded to the same
-codes. Encoding takes the interval that a
-value lies in. What lies below all of them becomes zero in the signed map; without sign it becomes the smallest code, so
-that no second moment vanishes under a first one that does not.
+The scale comes back as it went in, and what was decoded is encoded to the same codes. Encoding takes the m that the
+logarithm, divided by D, is truncated to. What lies below all of them becomes zero in the signed map; without sign it
+becomes the smallest code, so that no second moment vanishes under a first one that does not.
 
 Source: T. Dettmers, M. Lewis, S. Shleifer and L. Zettlemoyer, "8-bit Optimizers via Block-wise Quantization", ICLR
-2022. There a code for 1.0 stands beside the intervals of the highest decade; here the largest
-code itself is 1, in both signs, and without sign one decade more is covered.
+2022. There a decade is a power of ten, and linear; here codes are spaced evenly in the logarithm, which takes a few
+integer operations.
 """
 
 from __future__ import annotations
@@ -27,42 +27,20 @@ from torch import Tensor
 from penstock.rules.exact import fma, fp32
 from penstock.rules.rule import BLOCK_NUMEL
 
-# Of the map without sign and with it.
-_SLOPE = {False: 0.9031982421875, True: 0.9063720703125}
-_OFFSET = {False: 0.8028683662414551, True: 0.8056631088256836}
-_LEAST = 2.0**-120  # a block below it is zero
-
-
-def _table(signed: bool) -> list[float]:
-    """What each code stands for, at scale 1."""
-    bits = 7 if signed else 8
-    values = [0.0]
-    for m in range(1, 1 << bits):
-        e = m.bit_length() - 1
-        middle = fp32(_SLOPE[signed] * ((2 * m + 1) / (1 << (e + 1))) - _OFFSET[signed])
-        values.append(fp32(middle * fp32(10.0 ** (e - bits + 1))))
-    return values + [-v for v in values] if signed else values
-
-
-def _borders(signed: bool) -> list[float]:
-    """Where each decade begins."""
-    begin = fp32(_SLOPE[signed] - _OFFSET[signed])
-    return [fp32(begin * fp32(10.0**k)) for k in range(-6 if signed else -7, 1)]
-
-
-# Worked out once, and outside of what a compiler traces.
-_TABLE = {signed: _table(signed) for signed in (False, True)}
-_BORDERS = {signed: _borders(signed) for signed in (False, True)}
-_FACTORS = {signed: [fp32(10.0**-k) for k in range(-6 if signed else -7, 1)] for signed in (False, True)}
-_INVERSE_SLOPE = {signed: fp32(1 / _SLOPE[signed]) for signed in (False, True)}
-_INVERSE_OFFSET = {signed: fp32(_OFFSET[signed] / _SLOPE[signed]) for signed in (False, True)}
+# Of the map without sign and with it: D, and the bits of M + 1/2.
+_OCTAVES = {False: 4, True: 3}
+_THIRD = fp32(1 / 3)  # worked out once, and outside of what a compiler traces
+_TOP_BITS = {False: 0x437F8000, True: 0x42FF0000}
+_LEAST_BITS = 31 << 23  # 2^-96: a block below it is zero
+_INFINITE_BITS = 255 << 23
+_MAGNITUDE_BITS = 0x7FFFFFFF
 
 
 def encode_blocks(value: Tensor, *, signed: bool) -> tuple[Tensor, Tensor]:
     """Quantise fp32 values.
 
     Args:
-        value: fp32, [n]; a block with a value that is not finite is NaN afterwards.
+        value: fp32, [n], not negative unless `signed`; a block with a value that is not finite is NaN afterwards.
         signed: which map.
 
     Returns:
@@ -70,27 +48,22 @@ def encode_blocks(value: Tensor, *, signed: bool) -> tuple[Tensor, Tensor]:
     """
     numel = value.numel()
     padded = torch.nn.functional.pad(value, (0, -numel % BLOCK_NUMEL)).view(-1, BLOCK_NUMEL)
-    magnitude = padded.abs()
+    bits = padded.view(torch.int32)
+    magnitude = bits & _MAGNITUDE_BITS
     largest = magnitude.amax(dim=1)
-    finite = torch.isfinite(largest)  # amax hands a NaN on
-    usable = finite & (largest >= _LEAST)
-    scale = torch.where(usable, largest, torch.where(finite, 0.0, torch.nan))
-    inverse = torch.where(usable, torch.ones_like(scale) / torch.where(usable, scale, 1.0), 0.0)
-    x = torch.where(usable[:, None], magnitude, 0.0) * inverse[:, None]
+    finite = largest < _INFINITE_BITS
+    usable = finite & (largest >= _LEAST_BITS)
+    scale = torch.where(usable, largest.view(torch.float32), torch.where(finite, 0.0, torch.nan))
 
-    borders = torch.tensor(_BORDERS[signed], dtype=torch.float32, device=value.device)
-    factors = torch.tensor(_FACTORS[signed], dtype=torch.float32, device=value.device)
-    decade = torch.bucketize(x, borders, right=True) - 1
-    under = decade < 0
-    e = decade.clamp(min=0)
-    within = fma(_INVERSE_SLOPE[signed], x * factors[e], torch.full_like(x, _INVERSE_OFFSET[signed]))
-    within = within.clamp(1.0, 2.0 - 2.0**-23)
-    mantissa = (within.view(torch.int32) & 0x7FFFFF) | 0x800000
-    code = mantissa >> (23 - e).to(torch.int32)
-    nonzero = (magnitude > 0) & usable[:, None]
-    code = torch.where(under, torch.zeros_like(code) if signed else nonzero.to(torch.int32), code)
+    distance = magnitude - largest[:, None]
     if signed:
-        code = torch.where((padded < 0) & (code > 0), code | 128, code)
+        top = torch.full_like(padded, float(_TOP_BITS[signed]))
+        log = fma(_THIRD, distance.float(), top).to(torch.int32)
+        code = log.view(torch.float32).to(torch.int32) ^ (bits >> 31)
+    else:
+        log = (distance >> 2) + _TOP_BITS[signed]
+        code = torch.maximum(log.view(torch.float32).to(torch.int32), magnitude.clamp(max=1))
+    code = torch.where(usable[:, None], code & 255, 0)
     return code.to(torch.uint8).view(-1)[:numel], scale
 
 
@@ -102,6 +75,12 @@ def decode_blocks(codes: Tensor, scale: Tensor, *, signed: bool) -> Tensor:
         scale: fp32, [ceil(n / 256)].
         signed: which map.
     """
-    table = torch.tensor(_TABLE[signed], dtype=torch.float32, device=codes.device)
-    padded = torch.nn.functional.pad(codes, (0, -codes.numel() % BLOCK_NUMEL)).view(-1, BLOCK_NUMEL)
-    return (table[padded.int()] * scale[:, None]).view(-1)[: codes.numel()].contiguous()
+    numel = codes.numel()
+    padded = torch.nn.functional.pad(codes, (0, -numel % BLOCK_NUMEL)).view(-1, BLOCK_NUMEL).int()
+    magnitude = torch.where(padded > 127, 255 - padded, padded) if signed else padded
+    log = (magnitude.float() + 0.5).view(torch.int32)
+    bits = scale.view(torch.int32)[:, None] - _OCTAVES[signed] * (_TOP_BITS[signed] - log)
+    value = torch.where(magnitude == 0, 0.0 * scale[:, None], bits.view(torch.float32))
+    if signed:
+        value = torch.where((padded > 127) & (magnitude > 0), -value, value)
+    return value.view(-1)[:numel].contiguous()

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from penstock.layout import ALIGNMENT_NUMEL
-from penstock.rules.blockwise import _BORDERS, _TABLE, decode_blocks, encode_blocks
+from penstock.rules.blockwise import decode_blocks, encode_blocks
 from penstock.rules.fused import update_reference
 from penstock.rules.rule import BLOCK_NUMEL
 from tests.unit.rules.segments import FORMATS, copy_of, make, parts, rule_and_hyper
@@ -22,16 +22,32 @@ def test_parameters_begin_on_blocks() -> None:
     assert ALIGNMENT_NUMEL == BLOCK_NUMEL == 256
 
 
+def table(signed: bool) -> Tensor:
+    """What each code stands for, at scale 1."""
+    return decode_blocks(torch.arange(256, dtype=torch.uint8), torch.ones(1), signed=signed)
+
+
 @both
 def test_codes_stand_for_different_values_up_to_one(signed: bool) -> None:
-    table = torch.tensor(_TABLE[signed])
-    assert table.numel() == 256
-    positive = table[:128] if signed else table
+    values = table(signed)
+    positive = values[:128] if signed else values
     assert positive[0] == 0
     assert positive[-1] == 1
     assert (positive.diff() > 0).all()
     if signed:
-        assert torch.equal(table[128:], -table[:128])
+        assert torch.equal(values.flip(0)[:128], -positive)
+
+
+@both
+def test_each_decade_has_half_the_codes_of_the_one_above(signed: bool) -> None:
+    positive = table(signed)[: 128 if signed else 256]
+    octaves, bits = (3, 7) if signed else (4, 8)
+    for decade in range(bits - 1):
+        codes = positive[1 << (bits - 1 - decade) : 1 << (bits - decade)]
+        # The largest code is the middle of its interval: the decade ends half an interval above it.
+        end = 2.0 ** (-octaves * decade) * (1 + octaves * 2.0**-bits)
+        assert codes[-1] <= end
+        assert codes[0] > end * 2.0**-octaves
 
 
 @both
@@ -53,13 +69,25 @@ def test_relative_error_is_bounded_and_nothing_positive_becomes_zero(values: lis
     codes, scale = encode_blocks(value, signed=False)
     decoded = decode_blocks(codes, scale, signed=False)
     largest = torch.stack([block.max() for block in value.split(256)]).repeat_interleave(256)[: len(values)]
-    usable = largest >= 2.0**-120
+    usable = largest >= 2.0**-96
     assert (decoded[~usable] == 0).all()
     assert ((decoded > 0) == (value > 0))[usable].all()
     assert torch.equal(decoded[value == largest][usable[value == largest]], largest[(value == largest) & usable])
-    # In a decade of n intervals the error is at most half of an interval of 0.9 of the decade.
-    fine = usable & (value > largest * 0.11)
-    assert ((decoded - value).abs()[fine] <= largest[fine] / 256 * 1.01).all()
+    # An interval is 1/32 of an octave in the highest decade, and twice as much in each one below. A decade ends half
+    # an interval above the power of two.
+    for decade in range(4):
+        inside = usable & (value > largest * 2.0 ** (-4 * (decade + 1)) * 1.03)
+        assert ((decoded - value).abs() <= value.double() * (2.0 ** (decade - 6) * 1.01))[inside].all()
+
+
+def test_the_sign_is_kept_and_the_relative_error_with_sign_is_bounded() -> None:
+    value = torch.randn(256 * 200, generator=torch.Generator().manual_seed(3))
+    decoded = decode_blocks(*encode_blocks(value, signed=True), signed=True)
+    largest = value.abs().view(-1, 256).amax(dim=1).repeat_interleave(256)
+    assert ((decoded == 0) | (decoded.sign() == value.sign())).all()
+    for decade in range(4):
+        inside = value.abs() > largest * 2.0 ** (-3 * (decade + 1)) * 1.03
+        assert ((decoded - value).abs() <= value.abs() * (2.0**decade * 3 / 128 * 1.01))[inside].all()
 
 
 @both
@@ -77,8 +105,10 @@ def test_borders_of_intervals_on_every_instruction_set(name: str, isa: str, asse
     """The first update of SGD stores its gradient, that of Adagrad its square: values around every border."""
     rule, hyper = rule_and_hyper(name, FORMATS[4], step=1)
     signed = rule.states[0].signed
-    table = torch.tensor(_TABLE[signed])[:128] if signed else torch.tensor(_TABLE[signed])
-    centres = torch.cat([torch.tensor(_BORDERS[signed]), (table[1:] + table[:-1]) / 2, table])
+    values = table(signed)[:128] if signed else table(signed)
+    logs = values.view(torch.int32).double()
+    between = ((logs[1:] + logs[:-1]) / 2).to(torch.int32).view(torch.float32)
+    centres = torch.cat([between, values, values[1:2] / 2**1.5])
     bits = centres.view(torch.int32)[:, None] + torch.arange(-40, 41, dtype=torch.int32)
     around = bits.clamp(min=0).flatten().view(torch.float32)
     around = (around if signed else around.sqrt()).clamp(max=1.0)
