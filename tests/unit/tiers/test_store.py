@@ -4,8 +4,8 @@ import torch
 
 from penstock.kinds import Tier
 from penstock.tiers.device import DeviceTier
-from penstock.tiers.host import HostTier
 from penstock.tiers.home import CellPlan
+from penstock.tiers.host import HostTier
 from penstock.tiers.store import Store, bytes_on
 
 CPU = torch.device("cpu")
