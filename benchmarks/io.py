@@ -127,7 +127,7 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()), help="on the disk to measure")
     parser.add_argument("--sizes", default="64,256,1024", help="working sets, MiB")
     parser.add_argument("--requests", default="1,8,20", help="bytes of a transfer, MiB")
-    parser.add_argument("--depth", type=int, default=4)
+    parser.add_argument("--depth", type=int, default=8)
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()

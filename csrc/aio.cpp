@@ -93,8 +93,8 @@ struct Queue::Shared {
   // The threads and the state of the mutex stay behind in the parent when it forks.
   bool forked() const noexcept { return getpid() != owner; }
 
-  // Where the next chunk comes from, or null. Disks read and write at once faster than in turns: both are kept in
-  // flight while there are both. Needs the mutex.
+  // Where the next chunk comes from, or null. A read does not wait for all writes before it, nor a write for reads:
+  // both are kept in flight while there are both. Needs the mutex.
   Direction* next() noexcept {
     if (reads.waiting.empty() || writes.waiting.empty())
       return !reads.waiting.empty() ? &reads : !writes.waiting.empty() ? &writes : nullptr;

@@ -55,7 +55,7 @@ class Queue:
     nothing.
     """
 
-    def __init__(self, depth: int = 4) -> None:
+    def __init__(self, depth: int = 8) -> None:
         if depth < 1:
             raise ValueError(f"a queue of depth {depth} moves nothing; use 1 or more")
         self._native = _native.Queue(depth, CHUNK_BYTES)
