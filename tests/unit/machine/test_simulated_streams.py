@@ -9,6 +9,10 @@ from penstock.machine.simulated import SimulatedStreams, poison
 from penstock.machine.streams import DOWNLOAD, UPLOAD, copy
 
 
+def wait_for(gate: threading.Event) -> None:
+    gate.wait()
+
+
 @pytest.fixture
 def gate() -> threading.Event:
     return threading.Event()
@@ -85,7 +89,7 @@ def test_a_buffer_that_work_still_writes_cannot_change_hands(
     streams: SimulatedStreams, gate: threading.Event, verb: str
 ) -> None:
     buffer = torch.ones(8)
-    event = streams.submit(UPLOAD, gate.wait, writes=(buffer[2:4],))
+    event = streams.submit(UPLOAD, lambda: wait_for(gate), writes=(buffer[2:4],))
     with pytest.raises(AssertionError, match="being written"):
         getattr(streams, verb)(buffer)
     gate.set()
@@ -104,7 +108,7 @@ def test_delays_are_asked_for_by_stream_and_bytes() -> None:
 
 def test_every_wait_is_noted_by_its_place_and_can_be_dropped(gate: threading.Event) -> None:
     def use(streams: SimulatedStreams) -> bool:
-        event = streams.submit(UPLOAD, gate.wait)
+        event = streams.submit(UPLOAD, lambda: wait_for(gate))
         later = streams.submit(DOWNLOAD, lambda: None, after=(event,))
         event.wait()
         return later.done() or not gate.is_set()

@@ -4,6 +4,7 @@ import gc
 import threading
 import time
 import weakref
+from functools import partial
 
 import pytest
 import torch
@@ -150,6 +151,10 @@ def test_copy_copies() -> None:
     assert target.tolist() == [0, 1, 2]
 
 
+def zero(buffer: torch.Tensor) -> None:
+    buffer.zero_()
+
+
 class TestHostWorker:
     def test_runs_in_order_on_its_own_thread(self) -> None:
         worker = HostWorker("test")
@@ -182,7 +187,7 @@ class TestHostWorker:
         worker = HostWorker("test")
         buffer = torch.zeros(10)
         gone = weakref.ref(buffer)
-        worker.submit(lambda b=buffer: b.fill_(1)).synchronize()
+        worker.submit(partial(zero, buffer)).synchronize()
         del buffer
         worker.submit(lambda: None).synchronize()  # the loop has let go of the work before
         gc.collect()
