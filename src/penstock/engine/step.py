@@ -94,6 +94,7 @@ class Stepper:
         self._gradient_scale = gradient_scale
         self._pipeline = pipeline
         self._overlaps = overlaps
+        self._forwards = False  # of the last update
         self.steps: dict[nn.Parameter, int] = dict.fromkeys(groups, 0)
         self.scalars: dict[nn.Parameter, Scalars] = {}
 
@@ -121,12 +122,17 @@ class Stepper:
         return Measure(math.sqrt(total) * self._gradient_scale if total >= 0 else math.nan, present)
 
     def update(self, param_groups: Sequence[Mapping[str, Any]], measure: Measure, max_grad_norm: float | None) -> None:
-        """Phases 3 and 4. Units are updated in order."""
+        """Phases 3 and 4.
+
+        Units are updated in order, which forward waits for them in. Where it does not wait, every other step goes
+        backwards: it begins with the tiles that the rings still hold.
+        """
         scale = self._gradient_scale
         if max_grad_norm is not None:  # as torch.nn.utils.clip_grad_norm_
             scale *= min(1.0, max_grad_norm / (measure.grad_norm + 1e-6))
         plans = [(unit, self._hypers(unit, slots, param_groups)) for unit, slots in measure.present.items() if slots]
-        for unit, hypers in plans:  # every group was read: from here on nothing is refused
+        self._forwards = self._overlaps or not self._forwards
+        for unit, hypers in plans if self._forwards else plans[::-1]:  # from here on nothing is refused
             self._update_unit(unit, hypers, scale)
         if not self._overlaps:
             for unit in self._units:
@@ -142,8 +148,9 @@ class Stepper:
         hypers = {index: hyper for index, (hyper, _) in plan.items()}
         bases = {index: self._base(unit, index) for index in plan}
         updated, published = [], []
-        for number, pieces in enumerate(trained.tiles):
-            runs = merge(pieces, hypers, bases)
+        numbers = range(len(trained.tiles))
+        for number in numbers if self._forwards else reversed(numbers):
+            runs = merge(trained.tiles[number], hypers, bases)
             if runs:
                 done, home_again = self._update_tile(unit, number, runs, scale)
                 updated.append(done)

@@ -7,13 +7,14 @@ While tile i is used, tile i+1 is brought and tile i-1 is put back:
     WRITE                      | write 0 | write 1 | ...
 
 Everything is submitted ahead; the slots of a ring bound how far it runs. A slot is used again once what used it last is
-over, so no buffer is ever larger than a tile.
+over, so no buffer is ever larger than a tile. Until then, whoever wants the record that it still holds takes it from
+there instead of reading it.
 """
 
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import cycle
 
 from torch import Tensor
 
@@ -31,13 +32,13 @@ from penstock.machine.streams import (
     copy,
 )
 from penstock.tiers.home import Home, MemoryHome, Views
-from penstock.tiers.records import Records
+from penstock.tiers.records import Kept, Records
 
 #: What a tile consists of: three homes of one unit.
 PARAM_AREA, GRAD_AREA, OPTIMIZER_AREA = "param", "grad", "optimizer"
 
 
-@dataclass
+@dataclass(eq=False)
 class Slot:
     """Buffers of bytes for one tile.
 
@@ -45,11 +46,52 @@ class Slot:
         near: by area, where the tile is used.
         host: by area, where files are read and written: the same buffer, unless it is used on a device.
         free: work on the slot is over.
+        holds: the records that its buffers still hold.
     """
 
     near: Mapping[str, Tensor]
     host: Mapping[str, Tensor]
     free: Event = DONE
+    holds: dict[tuple[Records, int], None] = field(default_factory=dict)
+
+    def keep(self, home: Records, number: int, buffer: Tensor, ready: Event) -> None:
+        """Let others take a record from the slot until it is used again."""
+        home.kept[number] = Kept(buffer, ready, self)
+        self.holds[home, number] = None
+
+    def forget(self) -> None:
+        """The slot is used for something else."""
+        for home, number in self.holds:
+            kept = home.kept.get(number)
+            if kept is not None and kept.slot is self:
+                del home.kept[number]
+        self.holds.clear()
+
+
+class Ring:
+    """Slots, used in turn."""
+
+    def __init__(self, slots: Sequence[Slot]) -> None:
+        self._slots = deque(slots)
+
+    def take(self, wanted: object = None) -> Slot:
+        """The slot that was used least recently, or the one that is wanted."""
+        assert self._slots, "the ring was planned without slots"
+        slot = next((slot for slot in self._slots if slot is wanted), self._slots[0])
+        self._slots.remove(slot)
+        self._slots.append(slot)
+        return slot
+
+
+def take_kept(home: Records, number: int, copy_from: Callable[[Tensor, Event], Event]) -> Event | None:
+    """Copy a record from the slot that still holds it; `None` where none does."""
+    kept = home.kept.get(number)
+    if kept is None:
+        return None
+    assert isinstance(kept.slot, Slot)
+    event = copy_from(kept.buffer, kept.ready)
+    kept.slot.free = event if kept.slot.free.done() else all_of([kept.slot.free, event])  # not before it was copied
+    return event
 
 
 class Tile:
@@ -87,7 +129,7 @@ class Pipeline:
 
     def __init__(self, streams: Streams, slots: Sequence[Slot], *, beside: Tier) -> None:
         self._streams = streams
-        self._ring = cycle(slots) if slots else None
+        self._ring = Ring(slots)
         self._beside = beside
 
     def bring(self, number: int, homes: Mapping[str, Home], *, after: Event, written: Sequence[str] = ()) -> Tile:
@@ -100,8 +142,7 @@ class Pipeline:
             written: areas that the use writes, and that have to be put back.
         """
         far = [home for home in homes.values() if not self._reaches(home)]
-        slot = next(self._ring) if far and self._ring is not None else None
-        assert slot is not None or not far, "the ring was planned without slots"
+        slot = self._slot_for(number, homes) if far else None
         moves = _Moves()
         views: dict[str, Views] = {}
         for area, home in homes.items():
@@ -120,6 +161,15 @@ class Pipeline:
             return home_again
 
         return Tile(views, all_of([after, *moves.ready]), put_back)
+
+    def _slot_for(self, number: int, homes: Mapping[str, Home]) -> Slot:
+        """The next slot, or the one that still holds the tile's optimizer state."""
+        home = homes.get(OPTIMIZER_AREA)
+        kept = home.kept.get(number) if isinstance(home, Records) else None
+        slot = self._ring.take(kept.slot if kept else None)
+        if kept is None:
+            slot.forget()
+        return slot
 
     def _reaches(self, home: Home) -> bool:
         return in_reach(home.tier, self._beside, self._streams)
@@ -146,19 +196,18 @@ class Pipeline:
         """From a file, by way of the host where the tile is used on a device."""
         assert isinstance(home, Records)
         near, host, nbytes = slot.near[area], slot.host[area], home.record_bytes(number)
-        event = self._streams.submit(
-            FETCH,
-            partial(home.read, number, host),
-            after=(after, home.settled[number], slot.free),
-            writes=(host,),
-            nbytes=nbytes,
-        )
-        if near is not host:
-            event = self._copy(UPLOAD, near[:nbytes], host[:nbytes], (event,))
+        kept = home.kept.get(number)
+        if kept is not None and kept.slot is slot:
+            event = slot.free
+        else:
+            event = self._fetch(home, number, host[:nbytes], after, slot)
+            if near is not host:
+                event = self._copy(UPLOAD, near[:nbytes], host[:nbytes], (event,))
         moves.ready.append(event)
 
         def to_file(used: Event) -> Event:
             landed = used if near is host else self._copy(DOWNLOAD, host[:nbytes], near[:nbytes], (used,))
+            slot.keep(home, number, host, landed)
             written = self._streams.submit(WRITE, partial(home.write, number, host), after=(landed,), nbytes=nbytes)
             home.settled[number] = written
             return written
@@ -166,6 +215,18 @@ class Pipeline:
         if back:
             moves.to_files.append(to_file)
         return home.views(number, near)
+
+    def _fetch(self, home: Records, number: int, buffer: Tensor, after: Event, slot: Slot) -> Event:
+        def from_slot(kept: Tensor, ready: Event) -> Event:
+            return self._copy(FETCH, buffer, kept[: buffer.numel()], (after, ready, slot.free))
+
+        return take_kept(home, number, from_slot) or self._streams.submit(
+            FETCH,
+            partial(home.read, number, buffer),
+            after=(after, home.settled[number], slot.free),
+            writes=(buffer,),
+            nbytes=buffer.numel(),
+        )
 
     def _copy_after(self, stream: str, target: Tensor, source: Tensor, used: Event) -> Event:
         return self._copy(stream, target, source, (used,))
@@ -184,7 +245,7 @@ class Transit:
 
     def __init__(self, streams: Streams, slots: Sequence[Tensor]) -> None:
         self._streams = streams
-        self._ring = cycle([Slot({}, {"": slot}) for slot in slots]) if slots else None
+        self._ring = Ring([Slot({}, {"": slot}) for slot in slots])
 
     def fill(self, target: Tensor, home: Home, *, after: Event, writes: Sequence[Tensor] = ()) -> Event:
         """Copy the one kind of a home into `target`. `writes`: what `target` is a part of."""
@@ -194,20 +255,32 @@ class Transit:
         assert isinstance(home, Records)
         copied = []
         for number in range(home.tiles):
-            slot = self._next()
-            buffer, (view,) = slot.host[""], home.views(number, slot.host[""])
-            read = self._streams.submit(
-                READ,
-                partial(home.read, number, buffer),
-                after=(after, home.settled[number], slot.free),
-                writes=(buffer,),
-                nbytes=home.record_bytes(number),
-            )
             start, stop = home.tile_range(number)
             part = target[start:stop]
-            slot.free = self._copy(UPLOAD, part, view, (read,), (part,))
-            copied.append(slot.free)
+            event = take_kept(home, number, partial(self._copy_record, home, number, part, after))
+            copied.append(event or self._read(home, number, part, after))
         return all_of(copied)
+
+    def _read(self, home: Records, number: int, target: Tensor, after: Event) -> Event:
+        slot = self._ring.take()
+        slot.forget()
+        buffer = slot.host[""]
+        read = self._streams.submit(
+            READ,
+            partial(home.read, number, buffer),
+            after=(after, home.settled[number], slot.free),
+            writes=(buffer,),
+            nbytes=home.record_bytes(number),
+        )
+        slot.free = self._copy_record(home, number, target, after, buffer, read)
+        slot.keep(home, number, buffer, read)
+        return slot.free
+
+    def _copy_record(
+        self, home: Records, number: int, target: Tensor, after: Event, buffer: Tensor, ready: Event
+    ) -> Event:
+        (view,) = home.views(number, buffer)
+        return self._copy(UPLOAD, target, view, (after, ready), (target,))
 
     def save(self, home: Home, source: Tensor, *, after: Event) -> Event:
         """Copy `source` into the home of one kind.
@@ -220,7 +293,8 @@ class Transit:
         assert isinstance(home, Records)
         taken = []
         for number in range(home.tiles):
-            slot = self._next()
+            slot = self._ring.take()
+            slot.forget()
             buffer, (view,) = slot.host[""], home.views(number, slot.host[""])
             start, stop = home.tile_range(number)
             landed = self._copy(DOWNLOAD, view, source[start:stop], (after, slot.free), (view,))
@@ -231,12 +305,9 @@ class Transit:
                 nbytes=home.record_bytes(number),
             )
             home.settled[number] = slot.free
+            slot.keep(home, number, buffer, landed)
             taken.append(landed)
         return all_of(taken)
-
-    def _next(self) -> Slot:
-        assert self._ring is not None, "the ring was planned without slots"
-        return next(self._ring)
 
     def _copy(
         self, stream: str, target: Tensor, source: Tensor, after: Sequence[Event], writes: Sequence[Tensor]

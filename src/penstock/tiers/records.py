@@ -8,6 +8,7 @@ one read brings everything that an update of the tile needs from there, one writ
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from torch import Tensor
 
@@ -66,6 +67,14 @@ class Place:
     nbytes: int
 
 
+class Kept(NamedTuple):
+    """A buffer that still holds what a record says, once `ready`, until its slot is used for something else."""
+
+    buffer: Tensor
+    ready: Event
+    slot: object
+
+
 class Records(Home):
     """Kinds in records.
 
@@ -76,6 +85,7 @@ class Records(Home):
 
     Attributes:
         settled: for each tile, the event of the last work that wrote its record.
+        kept: by tile, a buffer from which its record can be had without reading.
     """
 
     def __init__(self, layout: RecordLayout, places: Sequence[Place], *, checksums: bool) -> None:
@@ -85,6 +95,7 @@ class Records(Home):
         self._checksums = checksums
         self._written: list[Transfer | None] = [None] * len(places)
         self.settled: list[Event] = [DONE] * len(places)
+        self.kept: dict[int, Kept] = {}
 
     def record_bytes(self, number: int) -> int:
         """Bytes of a tile's record."""
@@ -142,6 +153,7 @@ class Records(Home):
                 ),
             )
             if modify:
+                self.kept.pop(number, None)
                 self.write(number, buffer).wait()
 
     def _name(self, number: int) -> str:
