@@ -305,21 +305,25 @@ def report(arguments: argparse.Namespace) -> dict[str, Any]:
         "machine": machine.describe(),
         "settings": settings | {"malloc": arguments.malloc, "rounds": arguments.rounds},
         "medians": {name: medians(rows) for name, rows in figures.items()},
-        "ratios_to_plain": {
-            name: {key: paired_ratio(figures, name, "plain", key) for key in ("total_ms", "cpu_ms", "peak_gib")}
+        "ratios": {
+            f"{name} / {base}": {
+                key: paired_ratio(figures, name, base, key)
+                for key in ("total_ms", "cpu_ms", "peak_gib")
+                if all(row[key] for row in (*figures[name], *figures[base]))
+            }
             for name in figures
-            if name != "plain"
+            for base in figures
+            if name != base
         },
         "rounds": figures,
     }
-    columns = ("forward", "backward", "step", "total ms", "ratio", "peak GiB", "ratio")
-    print(f"{'contender':<12}" + "".join(f"{column:>10}" for column in columns))
+    columns = ("forward", "backward", "step", "total ms", "peak GiB", "read MB", "written MB")
+    keys = ("forward_ms", "backward_ms", "step_ms", "total_ms", "peak_gib", "disk_read_mb", "disk_written_mb")
+    print(f"{'contender':<12}" + "".join(f"{column:>11}" for column in columns))
     for name, row in result["medians"].items():
-        ratio = result["ratios_to_plain"].get(name, {"total_ms": 1.0, "peak_gib": 1.0})
-        print(
-            f"{name:<12}{row['forward_ms']:>10.0f}{row['backward_ms']:>10.0f}{row['step_ms']:>10.0f}{row['total_ms']:>10.0f}"
-            f"{ratio['total_ms']:>10.3f}{row['peak_gib']:>10.2f}{ratio['peak_gib']:>10.3f}"
-        )
+        print(f"{name:<12}" + "".join(f"{row[key]:>11.{2 if key == 'peak_gib' else 0}f}" for key in keys))
+    for pair, ratios in result["ratios"].items():
+        print(f"{pair:<24}" + "".join(f"  {key} {ratio:.3f}" for key, ratio in ratios.items()))
     return result
 
 

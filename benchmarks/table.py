@@ -8,13 +8,15 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from turns import paired_ratio
+
 
 def rows(path: Path) -> list[str]:
     """One line of the table for each contender of a report."""
     report: dict[str, Any] = json.loads(path.read_text())
     lines = []
     for name, row in report["medians"].items():
-        ratio = report["ratios_to_plain"].get(name, {"total_ms": 1.0, "peak_gib": 1.0})
+        ratio = {key: paired_ratio(report["rounds"], name, "plain", key) for key in ("total_ms", "peak_gib")}
         lines.append(
             f"| {name} | {report['settings']['malloc']} | {row['forward_ms']:.0f} / {row['backward_ms']:.0f} / "
             f"{row['step_ms']:.0f} | {row['total_ms']:.0f} | {ratio['total_ms']:.2f} | {row['peak_gib']:.2f} | "

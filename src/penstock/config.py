@@ -104,7 +104,7 @@ class Options:
     tile_bytes: int = 4 * MIB
     pinned_bytes: int | None = None
     update_threads: int | None = None
-    io_queue_depth: int = 32
+    io_queue_depth: int = 8
     checksums: bool = True
     on_nonfinite: Literal["skip", "raise"] = "skip"
     reduce_op: Literal["mean", "sum"] = "mean"
