@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 import penstock
+from penstock.engine import staging
 from penstock.engine.staging import MOST_FILE_SLOTS, RING_BYTES
 from penstock.layout import ALIGNMENT_NUMEL
 from penstock.machine.arena import PAGE_BYTES
@@ -68,19 +69,37 @@ def moved(optimizer: penstock.Optimizer, work: Callable[[], Any]) -> tuple[int, 
     return tier.bytes_read - read, tier.bytes_written - written
 
 
+@pytest.fixture
+def short_rings(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two slots each, of a tile: next to nothing is still there when it is wanted again."""
+    monkeypatch.setattr(staging, "LEAST_FILE_SLOTS", SHORT)
+    monkeypatch.setattr(staging, "RING_BYTES", 0)
+
+
+SHORT = 2
+
+
+def held(bytes_per_parameter: int) -> int:
+    """Bytes at most that short rings still hold of some kinds."""
+    return SHORT * TILE_BYTES // PARAM * bytes_per_parameter
+
+
+@pytest.mark.usefixtures("short_rings")
 @pytest.mark.parametrize("streams", BACK_ENDS)
 def test_an_optimizer_in_files_moves_ten_bytes_a_parameter_each_way(
     streams: Callable[[], Streams], tmp_path: Path
 ) -> None:
     model = stack()
     optimizer = prepared(model, streams(), tmp_path, optimizer="nvme")
-    assert moved(optimizer, lambda: backward(model, optimizer)) == (0, 0)
     nbytes = in_records(model, MASTER_AND_MOMENTS)
-    assert moved(optimizer, optimizer.step) == (nbytes, nbytes)
     assert nbytes < 1.1 * MASTER_AND_MOMENTS * sum(shards(model)), "padding"
+    for _ in range(2):
+        assert moved(optimizer, lambda: backward(model, optimizer)) == (0, 0)
+        assert moved(optimizer, optimizer.step) == (nbytes, nbytes)
     optimizer.close()
 
 
+@pytest.mark.usefixtures("short_rings")
 @pytest.mark.parametrize("streams", BACK_ENDS)
 def test_parameters_in_files_move_two_bytes_a_gather_and_two_each_way_in_the_update(
     streams: Callable[[], Streams], tmp_path: Path
@@ -89,20 +108,47 @@ def test_parameters_in_files_move_two_bytes_a_gather_and_two_each_way_in_the_upd
     optimizer = prepared(model, streams(), tmp_path, params="nvme")
     nbytes = in_records(model, PARAM)
     for _ in range(2):
-        assert moved(optimizer, lambda: model(torch.ones(1, WIDTH))) == (nbytes, 0)
-        assert moved(optimizer, lambda: backward(model, optimizer)) == (2 * nbytes, 0)
-        assert moved(optimizer, optimizer.step) == (nbytes, nbytes)
+        for work, gathers in ((lambda: model(torch.ones(1, WIDTH)), 1), (lambda: backward(model, optimizer), 2)):
+            read, written = moved(optimizer, work)
+            assert gathers * (nbytes - held(PARAM)) <= read <= gathers * nbytes
+            assert written == 0
+        read, written = moved(optimizer, optimizer.step)
+        assert nbytes - 2 * held(PARAM) <= read <= nbytes
+        assert written == nbytes
     optimizer.close()
 
 
+@pytest.mark.usefixtures("short_rings")
 @pytest.mark.parametrize("streams", BACK_ENDS)
 def test_gradients_in_files_move_two_bytes_each_way(streams: Callable[[], Streams], tmp_path: Path) -> None:
     model = stack()
     optimizer = prepared(model, streams(), tmp_path, grads="nvme")
     nbytes = in_records(model, GRAD)
     assert moved(optimizer, lambda: backward(model, optimizer)) == (0, nbytes)
-    assert moved(optimizer, lambda: backward(model, optimizer)) == (nbytes, nbytes), "a later micro-batch is added"
-    assert moved(optimizer, optimizer.step) == (nbytes, 0)
+    read, written = moved(optimizer, lambda: backward(model, optimizer))
+    assert nbytes - held(GRAD) <= read <= nbytes, "a later micro-batch is added"
+    assert written == nbytes
+    read, written = moved(optimizer, optimizer.step)
+    assert nbytes - held(GRAD) <= read <= nbytes
+    assert written == 0
+    optimizer.close()
+
+
+@pytest.mark.parametrize("streams", BACK_ENDS)
+def test_what_the_rings_still_hold_is_written_and_not_read(streams: Callable[[], Streams], tmp_path: Path) -> None:
+    model = stack()
+    optimizer = prepared(model, streams(), tmp_path, params="nvme", grads="nvme", optimizer="nvme")
+    nbytes = [in_records(model, each) for each in (PARAM, GRAD, MASTER_AND_MOMENTS)]
+
+    def step() -> None:
+        backward(model, optimizer)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    first = moved(optimizer, step)
+    assert first == (nbytes[0] + nbytes[2], sum(nbytes)), "the first gather, and the optimizer's state"
+    for _ in range(2):
+        assert moved(optimizer, step) == (0, sum(nbytes))
     optimizer.close()
 
 
@@ -110,8 +156,8 @@ def test_what_is_not_updated_is_not_moved(tmp_path: Path) -> None:
     model = stack()
     optimizer = prepared(model, inline(), tmp_path, params="nvme", grads="nvme", optimizer="nvme")
     optimizer.backward(model[0](torch.ones(1, WIDTH)).float().sum())
-    one = in_records(model[:1], MASTER_AND_MOMENTS) + in_records(model[:1], PARAM)
-    assert moved(optimizer, optimizer.step) == (one + in_records(model[:1], GRAD), one)
+    state, param = (in_records(model[:1], nbytes) for nbytes in (MASTER_AND_MOMENTS, PARAM))
+    assert moved(optimizer, optimizer.step) == (state, state + param), "of one unit; its parameters are there"
     optimizer.zero_grad()
     backward(model, optimizer)
     optimizer.set_full_grad(model[0][0].bias, torch.full((WIDTH,), float("inf")))
@@ -126,7 +172,7 @@ def of_the_kernel() -> tuple[int, int]:
 
 
 def test_the_kernel_counts_the_same_bytes(tmp_path: Path) -> None:
-    model = stack(width=512)
+    model = stack(width=512)  # more than the rings hold
     optimizer = prepared(model, inline(), tmp_path, params="nvme", grads="nvme", optimizer="nvme")
     if not Path("/proc/self/io").exists() or not all(f.direct for f in optimizer._engine.store._nvme._files):
         optimizer.close()
@@ -137,16 +183,16 @@ def test_the_kernel_counts_the_same_bytes(tmp_path: Path) -> None:
         optimizer.step()
         optimizer.zero_grad()
 
-    all_kinds = sum(in_records(model, nbytes) for nbytes in (MASTER_AND_MOMENTS, PARAM, GRAD))
-    expected = all_kinds + 2 * in_records(model, PARAM), all_kinds
     found = []
     for _ in range(6):
         before = of_the_kernel()
-        assert moved(optimizer, step) == expected
-        found.append([after - then for after, then in zip(of_the_kernel(), before, strict=True)])
+        ours = moved(optimizer, step)
+        kernels = [after - then for after, then in zip(of_the_kernel(), before, strict=True)]
+        assert min(ours) > 0
+        found.append([count - our for count, our in zip(kernels, ours, strict=True)])
     optimizer.close()
     reads, writes = zip(*found, strict=True)  # with what else the process does: pages of a library, a log
-    assert (min(reads), min(writes)) == expected
+    assert (min(reads), min(writes)) == (0, 0)
 
 
 @pytest.mark.parametrize("disks", [1, 3])
