@@ -93,6 +93,14 @@ def simulated(seed: int = 0, most_seconds: float = 0.002, dropped_wait: str | No
     return SimulatedStreams(lambda stream, nbytes: delays.uniform(0, most_seconds), dropped_wait)
 
 
+def disks(count: int = 1) -> list[Path]:
+    """Folders for the nvme tier, on the file system of temporary files; each engine makes its own inside."""
+    folders = [Path(tempfile.gettempdir(), "disks-of-tests", str(number)) for number in range(count)]
+    for folder in folders:
+        folder.mkdir(parents=True, exist_ok=True)
+    return folders
+
+
 def prepare_on(
     streams: Streams,
     model: torch.nn.Module,

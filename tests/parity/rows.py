@@ -16,7 +16,7 @@ from torch import Tensor, nn
 import penstock
 from penstock.kinds import COMPUTE_DTYPES
 from penstock.machine.streams import Streams
-from tests.support import inline, prepare_on
+from tests.support import disks, inline, prepare_on
 
 STEPS = 10
 BATCH = 16
@@ -102,12 +102,18 @@ class Arithmetic:
 
 @dataclass(frozen=True)
 class Movement:
-    """Where it happens."""
+    """Where it happens, and when.
+
+    Attributes:
+        disks: folders of the nvme tier.
+    """
 
     stage: int = 3
     params: str = "device"
     grads: str = "device"
     optimizer: str = "device"
+    overlap: str = "auto"
+    disks: int = 1
     options: tuple[tuple[str, Any], ...] = ()
 
     def but(self, stage: int | None = None, **options: Any) -> "Movement":
@@ -117,7 +123,8 @@ class Movement:
 
     @property
     def placement(self) -> penstock.Placement:
-        return penstock.Placement(params=self.params, grads=self.grads, optimizer=self.optimizer)
+        tiers = {"params": self.params, "grads": self.grads, "optimizer": self.optimizer}
+        return penstock.Placement(**tiers, nvme_path=disks(self.disks) if "nvme" in tiers.values() else None)
 
 
 PLACEMENTS = (
@@ -310,6 +317,7 @@ def prepared(
         reduce_dtype=what.reduce_dtype,
         grad_accumulation_dtype=what.accumulation_dtype,
         mesh=mesh,
+        overlap=how.overlap,
         options=penstock.Options(**{"reduce_op": what.reduce_op, **dict(how.options)}),
     )
     return model, optimizer

@@ -12,21 +12,20 @@ import torch
 from torch import Tensor
 
 import penstock
+from penstock.engine import staging, step
 from penstock.machine.simulated import SimulatedStreams
-from penstock.machine.streams import COLLECTIVE, DOWNLOAD, UPDATE, UPLOAD, Streams
+from penstock.machine.streams import COLLECTIVE, DOWNLOAD, FETCH, READ, UPDATE, UPLOAD, WRITE, Streams
+from penstock.tiers import pipeline
 from tests.parity.rows import Arithmetic, Movement, batches, loss_of, prepared, train
-from tests.parity.waits import Wait, waits
+from tests.parity.waits import AllOf, Wait, waits
 from tests.support import inline, run_ranks
 
-STREAMS = (UPLOAD, DOWNLOAD, COLLECTIVE, UPDATE)
+STREAMS = (UPLOAD, DOWNLOAD, COLLECTIVE, UPDATE, READ, FETCH, WRITE)
 SLOW_SECONDS = 0.01
 KIB = 1 << 10
 
 # Waits that another wait makes redundant today, by name, each with the reason.
-REDUNDANT = {
-    "access.py finish: unit.trained.updated.synchronize()": "step returns after every update has run",
-    "feed.py bring: after trained.gradient.ready": "step measures first, which waits for every gradient",
-}
+REDUNDANT = {}
 Values = list[Any]
 RowRun = Callable[[Streams], Values]
 
@@ -87,9 +86,20 @@ def clearing_right_after_backward(streams: Streams) -> Values:
     return [norm]
 
 
+def stepping_right_after_step(streams: Streams) -> Values:
+    model, optimizer = prepared(Arithmetic(), OPTIMIZER_IN_FILES, streams)
+    optimizer.backward(loss_of(model, batches(1, 1)[0][0][0]))
+    optimizer.step()
+    optimizer.step()
+    seen = list(values(optimizer, model))
+    optimizer.close()
+    return seen
+
+
 def nothing_in_flight_after_step(streams: Streams) -> Values:
-    """`step` returns when every update has run. `locations` does not wait."""
-    model, optimizer = prepared(Arithmetic(), Movement(params="cpu", grads="cpu", optimizer="cpu"), streams)
+    """Without overlap `step` returns when every update has run. `locations` does not wait."""
+    how = Movement(params="cpu", grads="cpu", optimizer="cpu", overlap="none")
+    model, optimizer = prepared(Arithmetic(), how, streams)
     optimizer.backward(loss_of(model, batches(1, 1)[0][0][0]))
     optimizer.step()
     in_flight = [row.kind for row in optimizer.locations().rows if row.in_flight and row.kind != "param"]
@@ -111,16 +121,23 @@ def skipping_what_was_prefetched(streams: Streams) -> Values:
 EVERYTHING_ON_CPU = Movement(params="cpu", grads="cpu", optimizer="cpu").but(tile_bytes=4 * KIB)
 OPTIMIZER_ON_DEVICE = Movement(params="cpu", grads="cpu").but(tile_bytes=4 * KIB)
 OPTIMIZER_ON_CPU = Movement(optimizer="cpu").but(tile_bytes=4 * KIB)
+IN_FILES = Movement(params="nvme", grads="nvme", optimizer="nvme", overlap="forward").but(tile_bytes=16 * KIB)
+OPTIMIZER_IN_FILES = Movement(optimizer="nvme", overlap="forward").but(tile_bytes=16 * KIB)
+REST_IN_FILES = Movement(params="nvme", grads="nvme").but(tile_bytes=16 * KIB)
 
 ROWS: dict[str, RowRun] = {
-    "everything on cpu": training(EVERYTHING_ON_CPU),
-    "optimizer on device": training(OPTIMIZER_ON_DEVICE),
-    "optimizer on cpu": training(OPTIMIZER_ON_CPU),
     "looking right after backward": looking_right_after_backward,
     "setting a parameter right after step": setting_a_parameter_right_after_step,
     "clearing right after backward": clearing_right_after_backward,
     "nothing in flight after step": nothing_in_flight_after_step,
     "skipping what was prefetched": skipping_what_was_prefetched,
+    "everything on cpu": training(EVERYTHING_ON_CPU),
+    "optimizer on device": training(OPTIMIZER_ON_DEVICE),
+    "optimizer on cpu": training(OPTIMIZER_ON_CPU),
+    "everything in files": training(IN_FILES),
+    "optimizer in files": training(OPTIMIZER_IN_FILES),
+    "all but the optimizer in files": training(REST_IN_FILES),
+    "stepping right after step": stepping_right_after_step,
 }
 
 
@@ -133,9 +150,9 @@ class OfTwoRanks:
 
 
 OF_TWO_RANKS = {
-    "gather.py _all_gather: after after": OfTwoRanks(EVERYTHING_ON_CPU, UPLOAD),
-    "gather.py _fill: after event": OfTwoRanks(EVERYTHING_ON_CPU.but(stage=1), COLLECTIVE),
-    "reduce.py _add_on_host: after after": OfTwoRanks(EVERYTHING_ON_CPU, COLLECTIVE),
+    "gather.py _all_gather: COLLECTIVE after after": OfTwoRanks(EVERYTHING_ON_CPU, UPLOAD),
+    "gather.py _fill: DOWNLOAD after event": OfTwoRanks(EVERYTHING_ON_CPU.but(stage=1), COLLECTIVE),
+    "reduce.py _add_on_host: UPDATE after after": OfTwoRanks(EVERYTHING_ON_CPU, COLLECTIVE),
 }
 
 
@@ -151,7 +168,27 @@ class Outcome:
     waits_seen: set[str]
 
 
+@pytest.fixture(autouse=True)
+def _short_rings(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two slots: what reuses one too early meets what is still in it."""
+    shorten_rings(monkeypatch)
+
+
+def shorten_rings(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(staging, "LEAST_FILE_SLOTS", 2)
+    patch.setattr(staging, "RING_BYTES", 0)
+
+
 def attempt(run: RowRun, expected: Values, slow: str | None, dropped: str | None) -> Outcome:
+    together = AllOf(dropped)
+    with pytest.MonkeyPatch.context() as patch:
+        for module in (step, pipeline):
+            patch.setattr(module, "all_of", together)
+        outcome = attempt_with(run, expected, slow, dropped)
+    return Outcome(outcome.same, outcome.waits_seen | together.seen)
+
+
+def attempt_with(run: RowRun, expected: Values, slow: str | None, dropped: str | None) -> Outcome:
     streams = SimulatedStreams(lambda stream, nbytes: SLOW_SECONDS if stream == slow else 0.0, dropped)
     try:
         found = run(streams)
@@ -193,6 +230,7 @@ def test_without_the_wait_a_row_goes_wrong(wait: Wait) -> None:
 
 def drop_on_two_ranks(rank: int, name: str, site: str) -> bool:
     """Whether the site, dropped, makes its row go wrong on this rank."""
+    shorten_rings(pytest.MonkeyPatch())
     run = training(OF_TWO_RANKS[name].how, rank=rank, world_size=2)
     expected = run(inline())
     slow = OF_TWO_RANKS[name].slow

@@ -1,13 +1,16 @@
 """Every place of the engine that waits for an event, read from its source."""
 
 import ast
-from collections.abc import Iterator
+import sys
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import penstock
+from penstock.machine.streams import Event, all_of
 
 PACKAGE = Path(penstock.__file__).parent
+FIRST, REST, ALL = "#first", "#rest", "#all"  # entries of `all_of([first, *rest])`, and of `all_of(events)`
 
 
 @dataclass(frozen=True)
@@ -16,7 +19,7 @@ class Wait:
 
     Attributes:
         name: file, function and what is waited for: stable when lines move.
-        site: as `SimulatedStreams` names it.
+        site: as `SimulatedStreams` or `AllOf` names it.
     """
 
     name: str
@@ -24,7 +27,7 @@ class Wait:
 
 
 def waits() -> list[Wait]:
-    """`event.wait()`, `event.synchronize()`, and each entry of `submit(after=...)`, below penstock/ but machine/."""
+    """`event.wait()`, `event.synchronize()`, and what `submit` and `all_of` wait for, below penstock/ but machine/."""
     found = []
     for path in sorted(PACKAGE.rglob("*.py")):
         if path.parent.name != "machine":
@@ -38,16 +41,57 @@ def _waits_of(path: Path) -> Iterator[Wait]:
     tree = ast.parse(path.read_text())
     functions = [n for n in ast.walk(tree) if isinstance(n, ast.FunctionDef)]
     for node in ast.walk(tree):
-        if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)):
+        if not isinstance(node, ast.Call):
             continue
         inside = [f for f in functions if f.lineno <= node.lineno <= f.end_lineno]
         function = max(inside, key=lambda f: f.lineno).name if inside else ""
         site = f"{path.name}:{node.lineno}"
-        if node.func.attr in ("wait", "synchronize") and not node.args and not node.keywords:
-            yield Wait(f"{path.name} {function}: {ast.unparse(node)}", site)
-        elif node.func.attr == "submit":
-            for keyword in node.keywords:
-                if keyword.arg == "after":
-                    entries = keyword.value.elts if isinstance(keyword.value, ast.Tuple) else [keyword.value]
-                    for index, entry in enumerate(entries):
-                        yield Wait(f"{path.name} {function}: after {ast.unparse(entry)}", f"{site}#{index}")
+        for what, entry in _entries(node, function):
+            yield Wait(f"{path.name} {function}: {what}", f"{site}{entry}")
+
+
+def _entries(call: ast.Call, function: str) -> Iterator[tuple[str, str]]:
+    """What a call waits for, and what that adds to the call's site."""
+    verb = call.func.attr if isinstance(call.func, ast.Attribute) else getattr(call.func, "id", "")
+    if verb in ("wait", "synchronize") and not call.args and not call.keywords:
+        if not isinstance(call.func.value, ast.Call):  # a transfer that is waited for where it is started
+            yield ast.unparse(call), ""
+    elif verb == "_copy":  # passes on what it waits for
+        yield from _after(call, call.args[3])
+    elif verb == "submit" and function != "_copy":
+        for keyword in call.keywords:
+            if keyword.arg == "after":
+                yield from _after(call, keyword.value)
+    elif verb == "all_of":
+        (events,) = call.args
+        if isinstance(events, ast.List):
+            first, rest = events.elts
+            yield f"all of {ast.unparse(first)}", FIRST
+            yield f"all of {ast.unparse(rest)}", REST
+        else:
+            yield f"all of {ast.unparse(events)}", ALL
+
+
+def _after(call: ast.Call, value: ast.expr) -> Iterator[tuple[str, str]]:
+    entries = value.elts if isinstance(value, ast.Tuple) else [value]
+    for index, entry in enumerate(entries):
+        others = f" of {ast.unparse(value)}" if len(entries) > 1 else ""
+        yield f"{ast.unparse(call.args[0])} after {ast.unparse(entry)}{others}", f"#{index}"
+
+
+class AllOf:
+    """`all_of` without the events that a site names."""
+
+    def __init__(self, dropped: str | None) -> None:
+        self._dropped = dropped
+        self.seen: set[str] = set()
+
+    def __call__(self, events: Iterable[Event]) -> Event:
+        frame = sys._getframe(1)
+        site = f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
+        kept = list(events)
+        for part, without in ((FIRST, kept[1:]), (REST, kept[:1]), (ALL, [])):
+            self.seen.add(site + part)
+            if site + part == self._dropped:
+                kept = without
+        return all_of(kept)

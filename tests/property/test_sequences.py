@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import penstock
 from penstock.machine.streams import Streams
-from tests.support import inline, prepare_on, separate, simulated
+from tests.support import disks, inline, prepare_on, separate, simulated
 
 WIDTH, INPUTS = 24, 6
 CLIP = 1.0
@@ -174,7 +174,9 @@ class Plain(Subject):
 
 
 class Ours(Subject):
-    def __init__(self, streams: Streams, placement: penstock.Placement, precision: str, tile_bytes: int) -> None:
+    def __init__(
+        self, streams: Streams, placement: penstock.Placement, precision: str, tile_bytes: int, overlap: str
+    ) -> None:
         super().__init__()
         self.model = make_net()
         self.optimizer: penstock.Optimizer = prepare_on(
@@ -184,6 +186,7 @@ class Ours(Subject):
             placement=placement,
             precision=precision,
             max_grad_norm=CLIP,
+            overlap=overlap,
             options=penstock.Options(tile_bytes=tile_bytes),
         )
 
@@ -278,8 +281,11 @@ def sequences(draw: Any) -> list[Operation]:
     return sequence
 
 
-tiers = st.sampled_from(["device", "cpu"])
-placements = st.builds(penstock.Placement, params=tiers, grads=tiers, optimizer=tiers)
+tiers = st.sampled_from(["device", "cpu", "nvme"])
+placements = st.builds(
+    penstock.Placement, params=tiers, grads=tiers, optimizer=tiers, nvme_path=st.integers(1, 2).map(disks)
+)
+overlaps = st.sampled_from(["none", "forward", "auto"])
 
 
 def apply(subject: Subject, sequence: list[Operation]) -> None:
@@ -302,13 +308,15 @@ def assert_same(ours: Log, theirs: Log) -> None:
 
 
 @settings(max_examples=60, deadline=None, derandomize=True)
-@given(sequences(), placements, st.sampled_from(["fp32", "bf16"]), st.sampled_from([4096, 1 << 22]))
+@given(sequences(), placements, st.sampled_from(["fp32", "bf16"]), st.sampled_from([4096, 1 << 22]), overlaps)
 def test_one_trajectory(
-    sequence: list[Operation], placement: penstock.Placement, precision: str, tile_bytes: int
+    sequence: list[Operation], placement: penstock.Placement, precision: str, tile_bytes: int, overlap: str
 ) -> None:
-    at_once = run(inline, sequence, placement, precision, tile_bytes)
-    assert_same(run(separate, sequence, placement, precision, tile_bytes), at_once)
-    assert_same(run(lambda: simulated(most_seconds=0.0005), sequence, placement, precision, tile_bytes), at_once)
+    at_once = run(inline, sequence, penstock.Placement(), precision, tile_bytes, "none")
+    how = placement, precision, tile_bytes, overlap
+    assert_same(run(inline, sequence, *how), at_once)
+    assert_same(run(separate, sequence, *how), at_once)
+    assert_same(run(lambda: simulated(most_seconds=0.0005), sequence, *how), at_once)
     if precision == "fp32":
         plain = Plain()
         apply(plain, sequence)

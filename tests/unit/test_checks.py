@@ -75,12 +75,15 @@ REFUSED: dict[str, tuple[Callable[[nn.Module], Any], str]] = {
         "units=('Block',): give module classes, a predicate on (name, module), or None.",
     ),
     "units of another type": (with_(units=3), "units=3: give module classes, a predicate on (name, module), or None."),
-    # Not available
-    "nvme": (
+    "nvme without a folder": (
         with_(placement=Placement(optimizer="nvme")),
-        "optimizer on the nvme tier is not available in this version. Use optimizer='cpu' or 'device'.",
+        "optimizer='nvme' needs a folder for its files. Name one on a fast disk: Placement(nvme_path=...).",
     ),
-    "disk": (with_(placement=Placement(params="disk")), "params on the nvme tier is not available in this version."),
+    "disk without a folder": (
+        with_(placement=Placement(params="disk", nvme_path=[])),
+        "params='disk' needs a folder for its files.",
+    ),
+    # Not available
     "split": (
         with_(placement=Placement.twin_flow(0.5)),
         "optimizer split between tiers is not available in this version. Give one tier, such as optimizer='cpu'.",
@@ -94,7 +97,6 @@ REFUSED: dict[str, tuple[Callable[[nn.Module], Any], str]] = {
         "placement='auto' is not available in this version. Give a penstock.Placement.",
     ),
     "fp16": (with_(precision="fp16"), "precision='fp16' is not available in this version. Use precision='bf16'."),
-    "overlap forward": (with_(overlap="forward"), "overlap='forward' is not available in this version."),
     "overlap backward": (with_(overlap="backward"), "overlap='backward' is not available in this version."),
     "unit_micro_batches": (
         with_(unit_micro_batches=2),
@@ -109,7 +111,7 @@ REFUSED: dict[str, tuple[Callable[[nn.Module], Any], str]] = {
     "no optimizer": (by(lambda m: None), "NoneType is not supported. Use exactly one of torch.optim.AdamW"),
     "capturable": (
         by(lambda m: adamw(m, capturable=True)),
-        "Parameter group 0: capturable=True is not supported by Penstock's Adam and AdamW. Set capturable=False in",
+        "Parameter group 0: capturable=True is not supported by Penstock's adamw. Set capturable=False in",
     ),
     "an option of the second group": (
         by(
@@ -623,3 +625,11 @@ def test_a_norm_that_is_not_finite_can_raise(model):
     backward(model, optimizer)
     assert not optimizer.step().skipped
     optimizer.close()
+
+
+def test_an_nvme_path_that_is_not_there_leaves_the_model_alone(tmp_path, nothing_allocated):
+    model = Stack()
+    there = Placement(optimizer="nvme", nvme_path=[tmp_path, tmp_path / "not there"])
+    message = refused(lambda: penstock.prepare(model, adamw(model), placement=there), model, penstock.NvmeError)
+    assert "not there' cannot be found" in message
+    assert list(tmp_path.iterdir()) == []

@@ -170,7 +170,8 @@ class Stepper:
             homes[OPTIMIZER_AREA] = trained.optimizer
         if trained.fields.shadow is None:
             homes[PARAM_AREA] = unit.params
-        tile = self._pipeline.bring(number, homes, after=trained.gradient.ready, written=(OPTIMIZER_AREA, PARAM_AREA))
+        complete = all_of([trained.gradient.ready, unit.published])  # the last update may be under way
+        tile = self._pipeline.bring(number, homes, after=complete, written=(OPTIMIZER_AREA, PARAM_AREA))
         first = number * unit.params.tile_numel
         work = partial(self._apply, trained, tile.views, first, runs, scale)
         if trained.optimizer_tier is Tier.DEVICE:  # compute itself updates what is on the device

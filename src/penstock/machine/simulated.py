@@ -30,6 +30,7 @@ from penstock.machine.streams import (
     Work,
 )
 
+_STREAMS_FILE = HostEvent.run.__code__.co_filename  # where an event of several waits for each
 _STREAMS = (UPLOAD, DOWNLOAD, COLLECTIVE, UPDATE, READ, FETCH, WRITE)
 
 Delay = Callable[[str, int], float]  # (stream, bytes) -> seconds
@@ -49,7 +50,8 @@ class SimulatedStreams(Streams):
         dropped_wait: a site of `waits_seen` whose wait is left out.
 
     Attributes:
-        waits_seen: `file:line` of every place that waited for an event, with `#index` for an entry of `after`.
+        waits_seen: `file:line` of every place that waited for an event, with `#index` for an entry of `after`. Of
+            helpers that pass `after` on (`_copy`) it is the place that called them.
     """
 
     aliases_host = False
@@ -127,4 +129,6 @@ class _SimulatedEvent(HostEvent):
 
 def _site(depth: int) -> str:
     frame = sys._getframe(depth)
+    while frame.f_back and (frame.f_code.co_name == "_copy" or frame.f_code.co_filename == _STREAMS_FILE):
+        frame = frame.f_back
     return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"

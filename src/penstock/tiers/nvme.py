@@ -68,6 +68,8 @@ class NvmeTier:
             planned.place(layout)
         try:
             for parent, nbytes in zip(parents, planned.used, strict=True):
+                if nbytes == 0:
+                    break  # more folders than records: the first ones were filled
                 self._folders.append(SwapFolder(parent, nbytes))
                 self._queues.append(Queue(queue_depth))
                 self._files.append(File(self._queues[-1], Path(self._folders[-1].path, FILE_NAME), nbytes))

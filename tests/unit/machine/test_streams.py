@@ -4,7 +4,10 @@ import gc
 import threading
 import time
 import weakref
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -14,8 +17,13 @@ from penstock.machine.streams import (
     COLLECTIVE,
     DONE,
     DOWNLOAD,
+    FETCH,
+    READ,
     UPDATE,
     UPLOAD,
+    WRITE,
+    AcceleratorStreams,
+    Event,
     HostEvent,
     HostWorker,
     InlineStreams,
@@ -25,7 +33,7 @@ from penstock.machine.streams import (
 )
 
 CPU = torch.device("cpu")
-STREAMS = (UPLOAD, DOWNLOAD, COLLECTIVE, UPDATE)
+STREAMS = (UPLOAD, DOWNLOAD, COLLECTIVE, UPDATE, READ, FETCH, WRITE)
 
 
 def inline() -> Streams:
@@ -153,6 +161,265 @@ def test_copy_copies() -> None:
 
 def zero(buffer: torch.Tensor) -> None:
     buffer.zero_()
+
+
+class Transfer:
+    """A read or write that goes on until it is ended."""
+
+    def __init__(self, error: Exception | None = None) -> None:
+        self._over = threading.Event()
+        self._error = error
+
+    def end(self) -> None:
+        self._over.set()
+
+    def done(self) -> bool:
+        return self._over.is_set()
+
+    def wait(self) -> None:
+        assert self._over.wait(60)
+        if self._error is not None:
+            raise self._error
+
+
+@pytest.fixture
+def streams() -> Iterator[InlineStreams]:
+    streams = InlineStreams(CPU)
+    yield streams
+    streams.close()
+
+
+class TestInlineStreamsBesideTransfers:
+    def test_a_transfer_goes_on_after_it_was_submitted(self, streams: InlineStreams) -> None:
+        transfer = Transfer()
+        event = streams.submit(READ, lambda: transfer)
+        assert not event.done()
+        transfer.end()
+        assert event.done()
+        event.synchronize()
+        event.wait()
+
+    def test_transfers_of_one_stream_are_in_flight_together(self, streams: InlineStreams) -> None:
+        transfers = [Transfer(), Transfer()]
+        events = [streams.submit(READ, lambda t=transfer: t) for transfer in transfers]
+        transfers[1].end()
+        assert [event.done() for event in events] == [False, True]
+        transfers[0].end()
+
+    def test_what_needs_no_transfer_runs_where_it_is_submitted(self, streams: InlineStreams) -> None:
+        streams.submit(READ, Transfer)
+        seen: list[threading.Thread] = []
+        event = streams.submit(UPLOAD, lambda: seen.append(threading.current_thread()))
+        assert seen == [threading.current_thread()]
+        assert event.done()
+
+    def test_what_waits_for_a_transfer_runs_on_a_thread_when_that_is_over(self, streams: InlineStreams) -> None:
+        transfer, seen = Transfer(), []
+        read = streams.submit(READ, lambda: transfer)
+        event = streams.submit(UPDATE, lambda: seen.append(threading.current_thread().name), after=(read,))
+        assert seen == []
+        assert not event.done()
+        transfer.end()
+        event.synchronize()
+        assert seen == ["penstock-update"]
+
+    def test_what_follows_on_its_stream_keeps_the_order_and_other_streams_do_not_wait(
+        self, streams: InlineStreams
+    ) -> None:
+        transfer, order = Transfer(), []
+        read = streams.submit(READ, lambda: transfer)
+        streams.submit(UPDATE, lambda: order.append("after the read"), after=(read,))
+        last = streams.submit(UPDATE, lambda: order.append("next"))
+        streams.submit(UPLOAD, lambda: order.append("elsewhere"))
+        assert order == ["elsewhere"]
+        transfer.end()
+        last.synchronize()
+        assert order == ["elsewhere", "after the read", "next"]
+        streams.submit(UPDATE, lambda: order.append(threading.current_thread().name))
+        assert order[-1] == threading.current_thread().name, "once its thread is idle, at once again"
+
+    def test_chains_over_streams_keep_their_order(self, streams: InlineStreams) -> None:
+        """As in the pipeline of tiles: read, use, write, and the slot's next read after that."""
+        order: list[str] = []
+        reads, writes = [Transfer() for _ in range(3)], [Transfer() for _ in range(3)]
+
+        def start(name: str, transfer: Transfer) -> Transfer:
+            order.append(name)
+            return transfer
+
+        free: Event = DONE
+        for number in range(3):
+            read = streams.submit(FETCH, partial(start, f"read {number}", reads[number]), after=(free,))
+            used = streams.submit(UPDATE, partial(order.append, f"use {number}"), after=(read,))
+            free = streams.submit(WRITE, partial(start, f"write {number}", writes[number]), after=(used,))
+        for transfer in (*writes[::-1], *reads[::-1]):
+            transfer.end()
+        free.synchronize()
+        assert order == [f"{what} {number}" for number in range(3) for what in ("read", "use", "write")]
+
+    def test_an_error_of_a_transfer_reaches_every_wait_and_what_comes_after_it(self, streams: InlineStreams) -> None:
+        transfer, ran = Transfer(BrokenError("the disk is gone")), []
+        read = streams.submit(READ, lambda: transfer)
+        event = streams.submit(UPDATE, lambda: ran.append(1), after=(read,))
+        other = streams.submit(UPDATE, lambda: ran.append(2))
+        transfer.end()
+        for failed in (read, event, event):
+            with pytest.raises(BrokenError, match="the disk is gone"):
+                failed.synchronize()
+        with pytest.raises(BrokenError):
+            event.wait()
+        other.synchronize()
+        assert ran == [2], "what does not need it goes on"
+
+    def test_close_runs_what_waits_for_transfers(self) -> None:
+        threads = set(threading.enumerate())
+        streams = InlineStreams(CPU)
+        transfer, ran = Transfer(), []
+        read = streams.submit(READ, lambda: transfer)
+        streams.submit(UPDATE, lambda: ran.append(1), after=(read,))
+        timer = threading.Timer(0.02, transfer.end)
+        timer.start()
+        streams.close()
+        timer.join()
+        assert ran == [1]
+        assert set(threading.enumerate()) == threads
+
+
+class FakeAccelerator:
+    """What `AcceleratorStreams` asks of a device's module: everything enqueued is logged, and over when it is let."""
+
+    def __init__(self) -> None:
+        self.log: list[str] = []
+        self.over = True
+        self._current = threading.local()
+        accelerator = self
+
+        class Stream:
+            def __init__(self, name: str | None = None) -> None:
+                accelerator.made = accelerator.made + 1 if name is None else 0
+                self.name = name or (UPLOAD, DOWNLOAD, COLLECTIVE)[accelerator.made - 1]
+
+            def wait_event(self, event: Any) -> None:
+                accelerator.log.append(f"{self.name} waits for {event.stream}")
+
+        class Event:
+            stream = ""
+
+            def record(self, stream: Any) -> None:
+                self.stream = stream.name
+
+            def query(self) -> bool:
+                return accelerator.over
+
+            def synchronize(self) -> None:
+                accelerator.log.append(f"host waits for {self.stream}")
+
+        self.made = 0
+        self._compute = Stream("compute")
+        self.made = 0
+        self.Stream, self.Event = Stream, Event
+
+    def device(self, device: torch.device) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    @contextmanager
+    def stream(self, stream: Any) -> Iterator[None]:
+        before = self.current_stream()
+        self._current.stream = stream
+        yield
+        self._current.stream = before
+
+    def current_stream(self, device: torch.device | None = None) -> Any:
+        return getattr(self._current, "stream", self._compute)
+
+    def synchronize(self, device: torch.device) -> None:
+        self.log.append("host waits for all")
+
+
+@pytest.fixture
+def accelerator(monkeypatch: pytest.MonkeyPatch) -> FakeAccelerator:
+    fake = FakeAccelerator()
+    monkeypatch.setattr(torch, "get_device_module", lambda device: fake)
+    return fake
+
+
+class TestAcceleratorStreams:
+    """Without a device: what is enqueued where, by which thread, in which order."""
+
+    def test_device_work_is_enqueued_where_it_is_submitted(self, accelerator: FakeAccelerator) -> None:
+        streams = AcceleratorStreams(CPU)
+        accelerator.over = False  # the device is busy: nobody waits for it
+        first = streams.submit(UPLOAD, lambda: accelerator.log.append("copy on " + accelerator.current_stream().name))
+        second = streams.submit(COLLECTIVE, lambda: accelerator.log.append("gather"), after=(first,))
+        second.wait()
+        assert accelerator.log == [
+            "upload waits for compute",
+            "copy on upload",
+            "collective waits for compute",
+            "collective waits for upload",
+            "gather",
+            "compute waits for collective",
+        ]
+        assert not second.done()
+        streams.close()
+
+    def test_device_work_after_a_read_is_enqueued_when_that_is_over_and_so_is_what_follows(
+        self, accelerator: FakeAccelerator
+    ) -> None:
+        streams = AcceleratorStreams(CPU)
+        transfer, names = Transfer(), []
+        read = streams.submit(READ, lambda: transfer)
+        copied = streams.submit(UPLOAD, lambda: names.append(threading.current_thread().name), after=(read,))
+        following = streams.submit(UPLOAD, lambda: names.append("second"))
+        elsewhere = streams.submit(DOWNLOAD, lambda: names.append("elsewhere"))
+        assert names == ["elsewhere"]
+        assert elsewhere.done()
+        assert not copied.done()
+        assert not following.done()
+        transfer.end()
+        following.synchronize()
+        assert names == ["elsewhere", "penstock-upload", "second"]
+        assert copied.done()
+        copied.wait()
+        assert accelerator.log[-1] == "compute waits for upload"
+        streams.submit(UPLOAD, lambda: names.append(threading.current_thread().name))
+        assert names[-1] == threading.current_thread().name
+        streams.close()
+
+    def test_host_work_after_device_work_waits_for_the_device_on_its_thread(self, accelerator: FakeAccelerator) -> None:
+        streams = AcceleratorStreams(CPU)
+        copied = streams.submit(DOWNLOAD, lambda: None)
+        names: list[str] = []
+        written = streams.submit(WRITE, lambda: names.append(threading.current_thread().name), after=(copied,))
+        written.synchronize()
+        assert accelerator.log[-1] == "host waits for download"
+        assert names == ["penstock-write"]
+        streams.close()
+
+    def test_a_read_that_failed_fails_what_was_to_be_enqueued_after_it(self, accelerator: FakeAccelerator) -> None:
+        streams = AcceleratorStreams(CPU)
+        transfer, ran = Transfer(BrokenError("the disk is gone")), []
+        read = streams.submit(READ, lambda: transfer)
+        copied = streams.submit(UPLOAD, lambda: ran.append(1), after=(read,))
+        transfer.end()
+        for wait in (copied.wait, copied.synchronize):
+            with pytest.raises(BrokenError, match="the disk is gone"):
+                wait()
+        assert copied.done()
+        assert ran == []
+        streams.close()
+
+    def test_close_enqueues_what_waits_and_finishes_the_device(self, accelerator: FakeAccelerator) -> None:
+        threads = set(threading.enumerate())
+        streams = AcceleratorStreams(CPU)
+        transfer, ran = Transfer(), []
+        read = streams.submit(READ, lambda: transfer)
+        streams.submit(UPLOAD, lambda: ran.append(1), after=(read,))
+        transfer.end()
+        streams.close()
+        assert ran == [1]
+        assert accelerator.log[-1] == "host waits for all"
+        assert set(threading.enumerate()) == threads
 
 
 class TestHostWorker:

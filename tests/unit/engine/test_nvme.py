@@ -1,0 +1,271 @@
+"""The nvme tier as numbers: bytes read and written per step, bytes in files and in host memory, and nothing left."""
+
+import os
+import threading
+from collections.abc import Callable
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import penstock
+from penstock.engine import staging
+from penstock.engine.staging import MOST_FILE_SLOTS, RING_BYTES
+from penstock.layout import ALIGNMENT_NUMEL
+from penstock.machine.arena import PAGE_BYTES
+from penstock.machine.streams import Streams
+from tests.support import inline, prepare_on, separate, simulated
+
+WIDTH, BLOCKS = 96, 3
+TILE_BYTES = 4096
+MASTER_AND_MOMENTS, PARAM, GRAD = 2 + 4 + 4, 2, 2  # bytes per parameter in bf16
+BACK_ENDS = [inline, separate, simulated]
+
+
+def stack(width: int = WIDTH, blocks: int = BLOCKS) -> nn.Sequential:
+    return nn.Sequential(*(nn.Sequential(nn.Linear(width, width), nn.Tanh()) for _ in range(blocks)))
+
+
+def prepared(
+    model: nn.Module, streams: Streams, disks: Path | list[Path], tile_bytes: int = TILE_BYTES, **tiers: str
+) -> penstock.Optimizer:
+    placement = penstock.Placement(**tiers, nvme_path=disks)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    options = penstock.Options(tile_bytes=tile_bytes)
+    return prepare_on(streams, model, optimizer, placement=placement, options=options)
+
+
+def backward(model: nn.Module, optimizer: penstock.Optimizer) -> None:
+    width = next(model.parameters()).shape[-1]
+    optimizer.backward(model(torch.ones(1, width)).float().square().sum())
+
+
+def shards(model: nn.Module) -> list[int]:
+    """Elements of each block's flat buffer."""
+    return [sum(-(-p.numel() // ALIGNMENT_NUMEL) * ALIGNMENT_NUMEL for p in block.parameters()) for block in model]
+
+
+def in_records(model: nn.Module, bytes_per_parameter: int, tile_numel: int = TILE_BYTES // 2) -> int:
+    """Bytes of all records of some kinds: those of each tile, in whole pages."""
+    total = 0
+    for numel in shards(model):
+        borders = [*range(0, numel, tile_numel), numel]
+        total += sum(
+            -(-(stop - start) * bytes_per_parameter // PAGE_BYTES) * PAGE_BYTES for start, stop in pairwise(borders)
+        )
+    return total
+
+
+def moved(optimizer: penstock.Optimizer, work: Callable[[], Any]) -> tuple[int, int]:
+    """Bytes that the tier read and wrote for some work."""
+    tier = optimizer._engine.store._nvme
+    optimizer.synchronize()
+    read, written = tier.bytes_read, tier.bytes_written
+    work()
+    optimizer.synchronize()
+    return tier.bytes_read - read, tier.bytes_written - written
+
+
+@pytest.fixture
+def short_rings(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two slots each, of a tile: next to nothing is still there when it is wanted again."""
+    monkeypatch.setattr(staging, "LEAST_FILE_SLOTS", SHORT)
+    monkeypatch.setattr(staging, "RING_BYTES", 0)
+
+
+SHORT = 2
+
+
+def held(bytes_per_parameter: int) -> int:
+    """Bytes at most that short rings still hold of some kinds."""
+    return SHORT * TILE_BYTES // PARAM * bytes_per_parameter
+
+
+@pytest.mark.usefixtures("short_rings")
+@pytest.mark.parametrize("streams", BACK_ENDS)
+def test_an_optimizer_in_files_moves_ten_bytes_a_parameter_each_way(
+    streams: Callable[[], Streams], tmp_path: Path
+) -> None:
+    model = stack()
+    optimizer = prepared(model, streams(), tmp_path, optimizer="nvme")
+    nbytes = in_records(model, MASTER_AND_MOMENTS)
+    assert nbytes < 1.1 * MASTER_AND_MOMENTS * sum(shards(model)), "padding"
+    for _ in range(2):
+        assert moved(optimizer, lambda: backward(model, optimizer)) == (0, 0)
+        assert moved(optimizer, optimizer.step) == (nbytes, nbytes)
+    optimizer.close()
+
+
+@pytest.mark.usefixtures("short_rings")
+@pytest.mark.parametrize("streams", BACK_ENDS)
+def test_parameters_in_files_move_two_bytes_a_gather_and_two_each_way_in_the_update(
+    streams: Callable[[], Streams], tmp_path: Path
+) -> None:
+    model = stack()
+    optimizer = prepared(model, streams(), tmp_path, params="nvme")
+    nbytes = in_records(model, PARAM)
+    for _ in range(2):
+        for work, gathers in ((lambda: model(torch.ones(1, WIDTH)), 1), (lambda: backward(model, optimizer), 2)):
+            read, written = moved(optimizer, work)
+            assert gathers * (nbytes - held(PARAM)) <= read <= gathers * nbytes
+            assert written == 0
+        read, written = moved(optimizer, optimizer.step)
+        assert nbytes - 2 * held(PARAM) <= read <= nbytes
+        assert written == nbytes
+    optimizer.close()
+
+
+@pytest.mark.usefixtures("short_rings")
+@pytest.mark.parametrize("streams", BACK_ENDS)
+def test_gradients_in_files_move_two_bytes_each_way(streams: Callable[[], Streams], tmp_path: Path) -> None:
+    model = stack()
+    optimizer = prepared(model, streams(), tmp_path, grads="nvme")
+    nbytes = in_records(model, GRAD)
+    assert moved(optimizer, lambda: backward(model, optimizer)) == (0, nbytes)
+    read, written = moved(optimizer, lambda: backward(model, optimizer))
+    assert nbytes - held(GRAD) <= read <= nbytes, "a later micro-batch is added"
+    assert written == nbytes
+    read, written = moved(optimizer, optimizer.step)
+    assert nbytes - held(GRAD) <= read <= nbytes
+    assert written == 0
+    optimizer.close()
+
+
+@pytest.mark.parametrize("streams", BACK_ENDS)
+def test_what_the_rings_still_hold_is_written_and_not_read(streams: Callable[[], Streams], tmp_path: Path) -> None:
+    model = stack()
+    optimizer = prepared(model, streams(), tmp_path, params="nvme", grads="nvme", optimizer="nvme")
+    nbytes = [in_records(model, each) for each in (PARAM, GRAD, MASTER_AND_MOMENTS)]
+
+    def step() -> None:
+        backward(model, optimizer)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    first = moved(optimizer, step)
+    assert first == (nbytes[0] + nbytes[2], sum(nbytes)), "the first gather, and the optimizer's state"
+    for _ in range(2):
+        assert moved(optimizer, step) == (0, sum(nbytes))
+    optimizer.close()
+
+
+def test_what_is_not_updated_is_not_moved(tmp_path: Path) -> None:
+    model = stack()
+    optimizer = prepared(model, inline(), tmp_path, params="nvme", grads="nvme", optimizer="nvme")
+    optimizer.backward(model[0](torch.ones(1, WIDTH)).float().sum())
+    state, param = (in_records(model[:1], nbytes) for nbytes in (MASTER_AND_MOMENTS, PARAM))
+    assert moved(optimizer, optimizer.step) == (state, state + param), "of one unit; its parameters are there"
+    optimizer.zero_grad()
+    backward(model, optimizer)
+    optimizer.set_full_grad(model[0][0].bias, torch.full((WIDTH,), float("inf")))
+    assert moved(optimizer, optimizer.step) == (0, 0), "a skipped step"
+    optimizer.close()
+
+
+def of_the_kernel() -> tuple[int, int]:
+    """Bytes that this process made its disks read and write."""
+    counts = dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())
+    return int(counts["read_bytes"]), int(counts["write_bytes"])
+
+
+def test_the_kernel_counts_the_same_bytes(tmp_path: Path) -> None:
+    model = stack(width=512)  # more than the rings hold
+    optimizer = prepared(model, inline(), tmp_path, params="nvme", grads="nvme", optimizer="nvme")
+    if not Path("/proc/self/io").exists() or not all(f.direct for f in optimizer._engine.store._nvme._files):
+        optimizer.close()
+        pytest.skip("no direct I/O in the folder of temporary files, or a kernel that counts no bytes")
+
+    def step() -> None:
+        backward(model, optimizer)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    found = []
+    for _ in range(6):
+        before = of_the_kernel()
+        ours = moved(optimizer, step)
+        kernels = [after - then for after, then in zip(of_the_kernel(), before, strict=True)]
+        assert min(ours) > 0
+        found.append([count - our for count, our in zip(kernels, ours, strict=True)])
+    optimizer.close()
+    reads, writes = zip(*found, strict=True)  # with what else the process does: pages of a library, a log
+    assert (min(reads), min(writes)) == (0, 0)
+
+
+@pytest.mark.parametrize("disks", [1, 3])
+@pytest.mark.parametrize("streams", BACK_ENDS)
+def test_the_files_hold_what_the_report_says_and_the_padding_of_records(
+    streams: Callable[[], Streams], disks: int, tmp_path: Path
+) -> None:
+    parents = [tmp_path / str(number) for number in range(disks)]
+    for parent in parents:
+        parent.mkdir()
+    model = stack()
+    optimizer = prepared(model, streams(), parents, params="nvme", grads="nvme", optimizer="nvme")
+    assert optimizer.locations().bytes(tier="nvme") == (MASTER_AND_MOMENTS + PARAM + GRAD) * sum(shards(model))
+    sizes = [sum(f.stat().st_size for f in parent.glob("*/tiles")) for parent in parents]
+    assert sum(sizes) == sum(in_records(model, nbytes) for nbytes in (MASTER_AND_MOMENTS, PARAM, GRAD))
+    assert max(sizes) - min(sizes) <= in_records(model, MASTER_AND_MOMENTS) / BLOCKS, "disks are filled alike"
+    allocated = sum(f.stat().st_blocks * 512 for parent in parents for f in parent.glob("*/tiles"))
+    assert allocated >= sum(sizes), "no space is left to be found missing later"
+    optimizer.close()
+
+
+@pytest.mark.parametrize("streams", BACK_ENDS)
+def test_host_memory_does_not_grow_with_the_model(streams: Callable[[], Streams], tmp_path: Path) -> None:
+    """A slot of the update holds a tile of everything, a slot of gathers and gradients one of a parameter."""
+    in_slot = TILE_BYTES * (MASTER_AND_MOMENTS + PARAM + GRAD) // PARAM
+    for width, blocks in ((96, 2), (96, 8), (768, 2)):
+        model = stack(width, blocks)
+        optimizer = prepared(model, streams(), tmp_path, params="nvme", grads="nvme", optimizer="nvme")
+        report = optimizer.locations()
+        assert report.bytes(tier="cpu") == report.bytes(kind="staging") == MOST_FILE_SLOTS * (in_slot + TILE_BYTES)
+        assert report.bytes(tier="device") == 0
+        optimizer.close()
+    for tile_bytes in (1 << 20, 4 << 20):
+        a_tile = tile_bytes * (MASTER_AND_MOMENTS + PARAM + GRAD) // PARAM
+        model = stack(1536, 1)  # of 4.5 MiB: larger than a tile
+        optimizer = prepared(model, streams(), tmp_path, tile_bytes, params="nvme", grads="nvme", optimizer="nvme")
+        assert optimizer.locations().bytes(tier="cpu") + a_tile > RING_BYTES
+        assert optimizer.locations().bytes(tier="cpu") <= RING_BYTES + MOST_FILE_SLOTS * tile_bytes
+        optimizer.close()
+
+
+def open_files() -> set[str]:
+    found = set()
+    for name in os.listdir("/proc/self/fd"):
+        path = Path("/proc/self/fd", name)
+        if path.is_symlink():
+            found.add(f"{name} {os.readlink(path)}")
+    return found
+
+
+def native_threads() -> int:
+    return len(os.listdir("/proc/self/task"))
+
+
+@pytest.mark.parametrize("keep_params", [True, False])
+@pytest.mark.parametrize("streams", BACK_ENDS)
+def test_close_leaves_no_file_thread_or_descriptor(
+    streams: Callable[[], Streams], keep_params: bool, tmp_path: Path
+) -> None:
+    warm = stack()
+    backward(warm, first := prepared(warm, streams(), tmp_path, optimizer="nvme"))
+    first.close()
+    files, threads, native = open_files(), set(threading.enumerate()), native_threads()
+    model = stack()
+    optimizer = prepared(model, streams(), [tmp_path] * 2, params="nvme", grads="nvme", optimizer="nvme")
+    assert len(list(tmp_path.iterdir())) == 2
+    assert open_files() > files
+    for _ in range(2):
+        backward(model, optimizer)
+        optimizer.step()  # close comes in the middle of it
+    expected = [optimizer.full_param(p) for p in model.parameters()] if keep_params else []
+    optimizer.close(keep_params=keep_params)
+    assert list(tmp_path.iterdir()) == []
+    assert (open_files(), set(threading.enumerate()), native_threads()) == (files, threads, native)
+    for parameter, value in zip(model.parameters(), expected, strict=keep_params):
+        assert torch.equal(parameter, value)

@@ -1,0 +1,193 @@
+"""Records: the kinds of a tile in whole pages of a file."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from penstock.errors import NvmeError
+from penstock.kinds import Tier
+from penstock.machine.aio import File, Queue
+from penstock.machine.arena import page_aligned
+from penstock.tiers.home import CellPlan
+from penstock.tiers.records import Place, RecordLayout, Records
+
+PAGE = 4096
+TILE = 1024
+NUMEL = 2 * TILE + 256
+
+
+def plan(kind: str, dtype: torch.dtype, grain: int = 1, numel: int = NUMEL) -> CellPlan:
+    return CellPlan("layers.0", kind, Tier.NVME, dtype, numel // grain, grain)
+
+
+PLANS = [
+    plan("master", torch.int16),
+    plan("exp_avg", torch.uint8),
+    plan("exp_avg_scale", torch.float32, grain=256),
+    plan("exp_avg_sq", torch.float32),
+]
+
+
+class TestRecordLayout:
+    def test_sizes_are_whole_pages_of_all_kinds_together(self) -> None:
+        layout = RecordLayout(PLANS, NUMEL, TILE)
+        whole = TILE * (2 + 1 + 4) + 4 * 4 + 48  # the scales are padded to a cache line
+        assert whole < 2 * PAGE
+        assert layout.sizes == [2 * PAGE, 2 * PAGE, PAGE]
+        assert RecordLayout(PLANS[3:], TILE, TILE).sizes == [PAGE], "one that is full is not padded"
+        assert RecordLayout(PLANS[3:], 256, TILE).sizes == [PAGE]
+
+    def test_views_have_the_kinds_dtypes_lie_apart_and_begin_on_cache_lines(self) -> None:
+        layout = RecordLayout(PLANS, NUMEL, TILE)
+        for numel in (TILE, 256):
+            buffer = page_aligned(layout.record_bytes(TILE))
+            views = layout.views(buffer, numel)
+            assert [v.dtype for v in views] == [p.dtype for p in PLANS]
+            assert [v.numel() for v in views] == [numel, numel, numel // 256, numel]
+            assert all(v.data_ptr() % 64 == 0 for v in views)
+            assert all(0 <= v.data_ptr() - buffer.data_ptr() <= layout.record_bytes(numel) - v.nbytes for v in views)
+            for view in views:
+                view.view(torch.uint8).fill_(1)
+            assert int(buffer.sum()) == sum(v.nbytes for v in views), "no byte belongs to two kinds"
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Iterator[File]:
+    with Queue(2) as queue, File(queue, tmp_path / "tiles", 8 * PAGE) as file:
+        yield file
+
+
+def records(file: File, *, checksums: bool = True, plans: list[CellPlan] = PLANS) -> Records:
+    layout = RecordLayout(plans, NUMEL, TILE)
+    places, offset = [], 0
+    for nbytes in layout.sizes:
+        places.append(Place(file, offset, nbytes))
+        offset += nbytes
+    return Records(layout, places, checksums=checksums)
+
+
+def number(home: Records) -> None:
+    """Every value is the index of its element, as far as its dtype goes."""
+    for start, stop, views in home.visit(0, NUMEL, modify=True):
+        for kind, view in zip(home.plans, views, strict=True):
+            view.copy_(torch.arange(start // kind.grain, -(-stop // kind.grain)) % 100)
+
+
+def test_never_written_tiles_are_zeros_whatever_the_buffer_held(file: File) -> None:
+    home = records(file)
+    for first, _, views in home.visit(0, TILE, modify=True):
+        assert first == 0
+        for view in views:
+            view.fill_(7)
+    seen = [(first, last, [int(v.count_nonzero()) for v in views]) for first, last, views in home.visit(0, NUMEL)]
+    assert seen == [
+        (0, TILE, [TILE, TILE, 4, TILE]),
+        (TILE, 2 * TILE, [0, 0, 0, 0]),
+        (2 * TILE, NUMEL, [0, 0, 0, 0]),
+    ]
+
+
+@pytest.mark.parametrize("checksums", [True, False])
+def test_what_was_written_is_read(file: File, checksums: bool) -> None:
+    home = records(file, checksums=checksums)
+    number(home)
+    for start, stop, views in home.visit(0, NUMEL):
+        for kind, view in zip(home.plans, views, strict=True):
+            assert torch.equal(view.long(), torch.arange(start // kind.grain, -(-stop // kind.grain)) % 100)
+
+
+@pytest.mark.parametrize(
+    ("start", "stop", "pieces"),
+    [
+        (0, 256, [(0, 256)]),
+        (512, 2 * TILE, [(512, TILE), (TILE, 2 * TILE)]),
+        (768, 2 * TILE + 10, [(768, TILE), (TILE, 2 * TILE), (2 * TILE, 2 * TILE + 10)]),
+        (TILE, TILE, []),
+    ],
+)
+def test_a_range_is_visited_tile_by_tile(file: File, start: int, stop: int, pieces: list[tuple[int, int]]) -> None:
+    home = records(file)
+    number(home)
+    seen = []
+    for first, last, (master, *_, exp_avg_sq) in home.visit(start, stop, modify=True):
+        seen.append((first, last))
+        assert exp_avg_sq.tolist() == [index % 100 for index in range(first, last)]
+        master.fill_(-1)
+    assert seen == pieces
+    written = torch.cat([views[0].clone() for _, _, views in home.visit(0, NUMEL)])
+    assert int(written.eq(-1).sum()) == stop - start
+    assert bool(written[start:stop].eq(-1).all())
+
+
+def test_a_look_writes_nothing(file: File) -> None:
+    home = records(file)
+    number(home)
+    before = file.bytes_written
+    for _, _, views in home.visit(0, NUMEL):
+        views[0].fill_(5)
+    assert file.bytes_written == before
+    assert not any(bool(views[0].eq(5).all()) for _, _, views in home.visit(0, NUMEL))
+
+
+def test_a_visitor_that_fails_keeps_the_tile_as_it_was(file: File) -> None:
+    home = records(file)
+    number(home)
+
+    def fail() -> None:
+        for _, _, views in home.visit(0, NUMEL, modify=True):
+            views[0].fill_(5)
+            raise ValueError
+
+    with pytest.raises(ValueError):  # noqa: PT011 - its own
+        fail()
+    assert next(home.visit(0, TILE))[2][0].tolist() == [index % 100 for index in range(TILE)]
+
+
+def damage(file: File, offset: int) -> None:
+    page = page_aligned(PAGE)
+    file.read(offset, page).wait()
+    page[17] ^= 1
+    file.write(offset, page).wait()
+
+
+def test_bytes_that_changed_in_the_file_are_an_error_that_names_them(file: File) -> None:
+    home = records(file)
+    number(home)
+    damage(file, 2 * PAGE)
+    next(home.visit(0, TILE))
+    kinds = "master and exp_avg and exp_avg_scale and exp_avg_sq"
+    with pytest.raises(NvmeError, match=f"{kinds} of unit 'layers.0', tile 1.*checksum"):
+        next(home.visit(TILE, 2 * TILE))
+
+
+def test_without_checksums_nobody_looks(file: File) -> None:
+    home = records(file, checksums=False)
+    number(home)
+    damage(file, 0)
+    assert next(home.visit(0, TILE))[2][0].tolist() != [index % 100 for index in range(TILE)]
+
+
+def test_a_home_is_at_rest_when_its_writes_are_over(file: File) -> None:
+    class Open:
+        waited = False
+
+        def done(self) -> bool:
+            return self.waited
+
+        def synchronize(self) -> None:
+            self.waited = True
+
+    home = records(file)
+    assert home.at_rest()
+    home.settled[1] = event = Open()  # type: ignore[assignment] # as much of an event as is asked for
+    assert not home.at_rest()
+    home.settle()
+    assert event.waited
+    assert home.at_rest()
+    home.settled[2] = later = Open()  # type: ignore[assignment]
+    list(home.visit(0, TILE))
+    assert not later.waited, "of another tile"
+    list(home.visit(2 * TILE, NUMEL))
+    assert later.waited
