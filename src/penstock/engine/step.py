@@ -126,7 +126,11 @@ class Stepper:
             self._ranks.all_reduce(message)
             total, *flags = message.tolist()
             total /= self._ranks.replicas
-            self._ranks.check_reports(flags[-len(report) :], failure)
+            try:
+                self._ranks.check_reports(flags[-len(report) :], failure)
+            except Exception as error:
+                self._fail(error)  # on every rank: a close that gathers parameters would wait for the others
+                raise
         elif failure is not None:
             raise failure
         present, cursor = {}, 0
@@ -159,7 +163,7 @@ class Stepper:
             raise
 
     def _fail(self, error: BaseException) -> None:
-        """Some tiles are of this step and others of the last one: whoever asks for any of them gets the error."""
+        """The units are not whole, here or on another rank: whoever asks for any of them gets the error."""
         if not isinstance(error, Exception):  # an interrupt is over once it was raised
             error = EngineError("An update was interrupted: its values are not whole. Close the optimizer.")
         for unit in self._units:

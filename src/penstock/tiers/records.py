@@ -159,8 +159,9 @@ class Records(Home):
             )
             if modify:
                 self.kept.pop(number, None)
-                self.settled[number] = PendingEvent(self.write(number, buffer))
-                self.settled[number].synchronize()
+                written = PendingEvent(self.write(number, buffer))
+                self.settled[number] = written
+                written.synchronize()
 
     def _name(self, number: int) -> str:
         kinds = " and ".join(dict.fromkeys(plan.kind for plan in self.plans))
