@@ -31,21 +31,24 @@ class Row:
     grads: str = "device"
     optimizer: str = "device"
     overlap: str = "forward"
+    checksums: bool = True
 
     @property
     def micro_batches(self) -> int:
         return 2 if self.grads == "nvme" else 1
 
-    def prepare(self, folder: Path, streams: Streams) -> tuple[Net, penstock.Optimizer]:
-        model = make_model()
-        placement = penstock.Placement(params=self.params, grads=self.grads, optimizer=self.optimizer, nvme_path=folder)
+    def prepare(
+        self, folder: Path, streams: Streams, model: Net | None = None, given: torch.optim.Optimizer | None = None
+    ) -> tuple[Net, penstock.Optimizer]:
+        model = model or make_model()
+        homes = {kind: getattr(self, kind) for kind in KIND_NAMES}
         optimizer = prepare_on(
             streams,
             model,
-            torch.optim.AdamW(model.parameters(), lr=1e-2),
-            placement=placement,
+            given or torch.optim.AdamW(model.parameters(), lr=1e-2),
+            placement=penstock.Placement(**homes, nvme_path=folder),
             overlap=self.overlap,
-            options=penstock.Options(tile_bytes=TILE_BYTES),
+            options=penstock.Options(tile_bytes=TILE_BYTES, checksums=self.checksums),
         )
         return model, optimizer
 
@@ -55,6 +58,11 @@ class Row:
             optimizer.backward(loss_of(model, batch))
         optimizer.step()
         optimizer.zero_grad()
+
+    def iterate_to_the_end(self, model: Net, optimizer: penstock.Optimizer) -> None:
+        """One optimizer step, and everything that it started."""
+        self.iterate(model, optimizer)
+        optimizer.synchronize()
 
 
 KINDS = ({"optimizer": "nvme"}, {"params": "nvme"}, {"grads": "nvme"}, dict.fromkeys(KIND_NAMES, "nvme"))
@@ -144,21 +152,18 @@ def one_failure(
     faults.arm(0)
     model, optimizer = row.prepare(folder, streams)
     models.append(model)
-    row.iterate(model, optimizer)
-    optimizer.synchronize()
+    row.iterate_to_the_end(model, optimizer)
     faults.arm(number, when)
     steps = 1
     try:
-        row.iterate(model, optimizer)
-        optimizer.synchronize()
+        row.iterate_to_the_end(model, optimizer)
         steps = 2
     except penstock.NvmeError as error:
         check_error(error, faults)
         if again:
             with suppress(penstock.NvmeError):
                 optimizer.zero_grad()
-                row.iterate(model, optimizer)
-                optimizer.synchronize()
+                row.iterate_to_the_end(model, optimizer)
                 steps = 2
     else:
         assert not faults.injected, "the error was lost"
