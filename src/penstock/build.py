@@ -30,6 +30,8 @@ from penstock.engine.precision import input_cast
 from penstock.engine.reduce import Reducer
 from penstock.engine.staging import StagingPlan
 from penstock.engine.step import Stepper
+from penstock.engine.unit import Unit
+from penstock.errors import NvmeError
 from penstock.kinds import COMPUTE_DTYPES, Overlap, Precision, Tier
 from penstock.layout import ALIGNMENT_NUMEL
 from penstock.machine.arena import return_free_memory
@@ -199,16 +201,25 @@ def build(
     with contextlib.ExitStack() as undo:
         nvme = None
         if records:
-            nvme = NvmeTier(
-                request.placement.nvme_folders(),
-                records,
-                queue_depth=options.io_queue_depth,
-                checksums=options.checksums,
-            )
-            undo.callback(nvme.close)
+            failure: NvmeError | None = None
+            try:
+                nvme = NvmeTier(
+                    request.placement.nvme_folders(),
+                    records,
+                    queue_depth=options.io_queue_depth,
+                    checksums=options.checksums,
+                )
+                undo.callback(nvme.close)
+            except NvmeError as error:
+                failure = error
+            ranks.check_failures(failure, streams.device)  # the other ranks would wait for this one's parameters
         store = Store({Tier.DEVICE: DeviceTier(streams.device), Tier.CPU: HostTier(host_bytes, streams.device)}, nvme)
+        undo.callback(store.close)
         origins = {p: Origin(p.dtype, p.device) for spec in specs for p in spec.parameters}
-        units = [plan.build(index, store) for index, plan in enumerate(plans)]
+        units: list[Unit] = []
+        undo.callback(empty_parameters, units, origins)
+        for plan in plans:
+            units.append(plan.build(len(units), store))
         staging = staging_plan.build(store)
         undo.pop_all()
     move_buffers(model, streams.device)
@@ -277,8 +288,19 @@ def build(
     prepared = Optimizer(optimizer, engine, request.max_grad_norm)
     # Loops that clear gradients through the model mean ours: parameters have none of their own.
     model.zero_grad = prepared.zero_grad  # type: ignore[method-assign]
-    take_over_state(optimizer, access, trained)
+    try:
+        take_over_state(optimizer, access, trained)
+    except BaseException:
+        engine.abandon()
+        raise
     return prepared
+
+
+def empty_parameters(units: Iterable[Unit], origins: Mapping[nn.Parameter, Origin]) -> None:
+    """What was moved into cells that are given up is gone. Empty parameters say so, where placeholders would be NaN."""
+    for unit in units:
+        for parameter in unit.spec.parameters:
+            parameter.data = origins[parameter].empty()
 
 
 def warn_of_unowned(model: nn.Module, owned: Mapping[nn.Parameter, int]) -> None:

@@ -1,5 +1,6 @@
 """The parts of one engine, and how they end."""
 
+import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -14,7 +15,7 @@ from penstock.engine.hooks import Hooks
 from penstock.engine.reduce import Reducer
 from penstock.engine.step import Stepper
 from penstock.engine.unit import Unit
-from penstock.errors import EngineError
+from penstock.errors import EngineError, NvmeError
 from penstock.kinds import GRAD, PARAM, Overlap
 from penstock.machine.collectives import Ranks
 from penstock.machine.streams import Streams
@@ -27,6 +28,10 @@ class Origin:
 
     dtype: torch.dtype
     device: torch.device
+
+    def empty(self) -> Tensor:
+        """What is left of a parameter whose values are gone."""
+        return torch.empty(0, dtype=self.dtype, device=self.device)
 
 
 @dataclass
@@ -84,15 +89,26 @@ class Engine:
     def close(self, *, keep_params: bool) -> None:
         """Finish work, restore the parameters, give everything back.
 
-        An update that failed leaves no whole values: everything is given back, the parameters are left empty, and its
-        error is raised. Where whole parameters do not fit into memory, that is raised and nothing has changed.
+        An update that failed leaves no whole values, and a file that cannot be read gives none: everything is given
+        back, the parameters are left empty, and the error is raised. Where whole parameters do not fit into memory,
+        that is raised and nothing has changed.
         """
         try:
             self.access.finish()
         except Exception:
-            self._give_back({})
+            self.abandon()
             raise
-        self._give_back({p: self._restored(p, origin) for p, origin in self.origins.items()} if keep_params else {})
+        try:
+            values = {p: self._restored(p, origin) for p, origin in self.origins.items()} if keep_params else {}
+        except NvmeError:
+            self.abandon()
+            raise
+        self._give_back(values)
+
+    def abandon(self) -> None:
+        """Give everything back and leave the parameters empty, because of an error that says enough."""
+        with contextlib.suppress(NvmeError):  # of transfers that nobody waited for
+            self._give_back({})
 
     def _restored(self, parameter: nn.Parameter, origin: Origin) -> Tensor:
         return self.access.exact_param(parameter).to(device=origin.device, dtype=origin.dtype)
@@ -104,10 +120,12 @@ class Engine:
         self.restore_model()
         for parameter, origin in self.origins.items():
             whole = values.get(parameter)
-            parameter.data = torch.empty(0, dtype=origin.dtype, device=origin.device) if whole is None else whole
+            parameter.data = origin.empty() if whole is None else whole
         self.streams.close()  # what is under way, gathers too, ends before its memory goes
         self.reducer.buffers.clear()
-        self.store.close()
-        for unit in self.units:
-            unit.drop()
-        self.pool.close()
+        try:
+            self.store.close()
+        finally:
+            for unit in self.units:
+                unit.drop()
+            self.pool.close()

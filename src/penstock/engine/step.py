@@ -17,10 +17,11 @@ from torch import Tensor, nn
 
 from penstock._native import Pool
 from penstock.engine.unit import Trained, Unit
+from penstock.errors import EngineError
 from penstock.kinds import Tier
 from penstock.layout import Piece
 from penstock.machine.collectives import Ranks
-from penstock.machine.streams import DONE, DOWNLOAD, UPDATE, UPLOAD, Event, Streams, all_of, copy
+from penstock.machine.streams import DONE, DOWNLOAD, UPDATE, UPLOAD, Event, FailedEvent, Streams, all_of, copy
 from penstock.rules.rule import BLOCK_NUMEL, Hyper, Rule, Scalars, Segment
 from penstock.tiers.home import Home, MemoryHome, Views
 from penstock.tiers.pipeline import GRAD_AREA, OPTIMIZER_AREA, PARAM_AREA, Pipeline
@@ -99,21 +100,39 @@ class Stepper:
         self.scalars: dict[nn.Parameter, Scalars] = {}
 
     def measure(self) -> Measure:
-        """Phase 1. The same values on every rank."""
+        """Phase 1. The same values on every rank.
+
+        Raises:
+            Exception: what has failed by now, on the rank where it did.
+            EngineError: on the other ranks.
+        """
+        failure: Exception | None = None
         norms: list[float | Tensor] = []
         flags: list[float] = []
-        for unit in self._units:
+        for unit in self._units:  # all of them, also after a failure: their collectives come before the one here
             assert unit.trained is not None
             gradient = unit.trained.gradient
-            gradient.ready.synchronize()
+            try:
+                _check(unit)
+                gradient.ready.synchronize()
+            except Exception as error:
+                failure = failure or error
             norms += [gradient.squared_norms[i] for i in sorted(gradient.squared_norms)]
             flags += [float(index in gradient.present) for index in range(len(unit.layout.slots))]
         total = _total(norms)
         if self._ranks.world_size > 1:
-            message = torch.tensor([total, *flags], dtype=torch.float64).to(self._streams.device)
+            report = self._ranks.report(failure)
+            message = torch.tensor([total, *flags, *report], dtype=torch.float64).to(self._streams.device)
             self._ranks.all_reduce(message)
             total, *flags = message.tolist()
             total /= self._ranks.replicas
+            try:
+                self._ranks.check_reports(flags[-len(report) :], failure)
+            except Exception as error:
+                self._fail(error)  # on every rank: a close that gathers parameters would wait for the others
+                raise
+        elif failure is not None:
+            raise failure
         present, cursor = {}, 0
         for unit in self._units:
             count = len(unit.layout.slots)
@@ -132,12 +151,24 @@ class Stepper:
             scale *= min(1.0, max_grad_norm / (measure.grad_norm + 1e-6))
         plans = [(unit, self._hypers(unit, slots, param_groups)) for unit, slots in measure.present.items() if slots]
         self._forwards = self._overlaps or not self._forwards
-        for unit, hypers in plans if self._forwards else plans[::-1]:  # from here on nothing is refused
-            self._update_unit(unit, hypers, scale)
-        if not self._overlaps:
-            for unit in self._units:
-                assert unit.trained is not None
-                unit.trained.updated.synchronize()
+        try:
+            for unit, hypers in plans if self._forwards else plans[::-1]:  # from here on nothing is refused
+                self._update_unit(unit, hypers, scale)
+            if not self._overlaps:
+                for unit in self._units:
+                    assert unit.trained is not None
+                    unit.trained.updated.synchronize()
+        except BaseException as error:
+            self._fail(error)
+            raise
+
+    def _fail(self, error: BaseException) -> None:
+        """The units are not whole, here or on another rank: whoever asks for any of them gets the error."""
+        if not isinstance(error, Exception):  # an interrupt is over once it was raised
+            error = EngineError("An update was interrupted: its values are not whole. Close the optimizer.")
+        for unit in self._units:
+            assert unit.trained is not None
+            unit.trained.updated = unit.published = FailedEvent(error)
 
     def _update_unit(self, unit: Unit, plan: Mapping[int, tuple[Hyper, Scalars]], scale: float) -> None:
         trained = unit.trained
@@ -266,6 +297,15 @@ def merge(tile: Sequence[Piece], hypers: Mapping[int, Hyper], bases: Mapping[int
             runs.append(Run(piece.start, piece.stop, hyper, base))
             extends = True
     return runs
+
+
+def _check(unit: Unit) -> None:
+    """Raise the error of an earlier update or movement that has failed by now."""
+    assert unit.trained is not None
+    unit.trained.updated.check()
+    unit.published.check()
+    for home in unit.homes:
+        home.check()
 
 
 def _total(squared_norms: Sequence[float | Tensor]) -> float:

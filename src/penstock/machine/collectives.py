@@ -6,11 +6,14 @@ over all ranks (one replica); stage 0 replicates over all ranks (one shard); hyb
 """
 
 from collections import Counter
+from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
+
+from penstock.errors import EngineError
 
 # torch 2.13 renamed the flat collectives; the older names still work in torch 2.8 to 2.12.
 _all_gather_flat = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -25,6 +28,7 @@ class Ranks:
         replica_groups: the groups over which copies are kept equal.
 
     Attributes:
+        rank: this rank's number among all of the job.
         shards, shard_rank: number of shards, and this rank's.
         replicas: number of copies.
         counts: collectives issued so far, by name.
@@ -35,6 +39,7 @@ class Ranks:
     ) -> None:
         self._shard_group = shard_group
         self._replica_groups = replica_groups
+        self.rank = dist.get_rank() if shard_group or replica_groups else 0
         self.shards = dist.get_world_size(shard_group) if shard_group else 1
         self.shard_rank = dist.get_rank(shard_group) if shard_group else 0
         self.replicas = 1
@@ -84,6 +89,25 @@ class Ranks:
             self.counts["all_reduce"] += 1
             dist.all_reduce(tensor, op=dist.ReduceOp.SUM, group=self._shard_group)
         self.all_reduce_replicas(tensor)
+
+    def report(self, failure: Exception | None) -> list[float]:
+        """Whether this rank has failed, as numbers that ranks sum: how many have, and the sum of their ranks."""
+        return [0.0, 0.0] if failure is None else [1.0, float(self.rank)]
+
+    def check_reports(self, summed: Sequence[float], failure: Exception | None) -> None:
+        """Raise where any rank has failed: its own error there, `EngineError` on the others."""
+        count, numbers = map(int, summed)
+        if failure is not None:
+            raise failure
+        if count:
+            who = f"Rank {numbers}" if count == 1 else f"{count} of {self.world_size} ranks"
+            raise EngineError(f"{who} failed, and this rank stops with it: see the error there.")
+
+    def check_failures(self, failure: Exception | None, device: torch.device) -> None:
+        """The same with a message of its own. Collective."""
+        summed = torch.tensor(self.report(failure), dtype=torch.float64, device=device)
+        self.all_reduce(summed)
+        self.check_reports(summed.tolist(), failure)
 
     def broadcast(self, tensor: Tensor) -> None:
         """Every rank takes the tensor of the first rank of the grid."""

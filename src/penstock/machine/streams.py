@@ -54,6 +54,10 @@ class Event(ABC):
     def done(self) -> bool:
         """Whether the work is done, without blocking."""
 
+    @abstractmethod
+    def check(self) -> None:
+        """Raise the error of work that has failed by now, without blocking."""
+
 
 class Streams(ABC):
     """Side streams of one device."""
@@ -109,6 +113,9 @@ class _Done(Event):
     def done(self) -> bool:
         return True
 
+    def check(self) -> None:
+        pass
+
 
 DONE: Event = _Done()
 
@@ -128,11 +135,62 @@ class _AllOf(Event):
     def done(self) -> bool:
         return all(event.done() for event in self._events)
 
+    def check(self) -> None:
+        for event in self._events:
+            event.check()
+
 
 def all_of(events: Iterable[Event]) -> Event:
     """One event for several. An error of any of them is raised at every wait."""
     left = [event for event in events if event is not DONE]
     return _AllOf(left) if len(left) > 1 else left[0] if left else DONE
+
+
+class PendingEvent(Event):
+    """Completion of a transfer."""
+
+    def __init__(self, pending: Pending) -> None:
+        self._pending = pending
+
+    def wait(self) -> None:
+        """Block until done: compute on the host is the calling thread."""
+        self._pending.wait()
+
+    def synchronize(self) -> None:
+        """Block until done."""
+        self._pending.wait()
+
+    def done(self) -> bool:
+        """Whether it is over."""
+        return self._pending.done()
+
+    def check(self) -> None:
+        """Raise its error if it is over."""
+        if self.done():
+            self._pending.wait()
+
+
+class FailedEvent(Event):
+    """Work that failed before it had an event of its own."""
+
+    def __init__(self, error: BaseException) -> None:
+        self._error = error
+
+    def wait(self) -> None:
+        """Raise the error."""
+        raise self._error
+
+    def synchronize(self) -> None:
+        """Raise the error."""
+        raise self._error
+
+    def done(self) -> bool:
+        """It is over."""
+        return True
+
+    def check(self) -> None:
+        """Raise the error."""
+        raise self._error
 
 
 class HostEvent(Event):
@@ -170,6 +228,11 @@ class HostEvent(Event):
     def done(self) -> bool:
         """Whether the work ran, and what it started is over."""
         return self._finished.is_set() and (self._pending is None or self._pending.done())
+
+    def check(self) -> None:
+        """Raise the error of work that is over."""
+        if HostEvent.done(self):
+            HostEvent.synchronize(self)
 
 
 class HostWorker:
@@ -227,7 +290,7 @@ class InlineStreams(Streams):
             for event in after:
                 event.synchronize()  # raises the error of work that failed
             pending = work()
-            return DONE if pending is None else _PendingEvent(pending)
+            return DONE if pending is None else PendingEvent(pending)
         if worker is None:
             worker = self._workers[stream] = HostWorker(stream)
         return worker.submit(partial(_after, tuple(after), work))
@@ -237,20 +300,6 @@ class InlineStreams(Streams):
         for worker in self._workers.values():
             worker.close()
         self._workers.clear()
-
-
-class _PendingEvent(Event):
-    def __init__(self, pending: Pending) -> None:
-        self._pending = pending
-
-    def wait(self) -> None:
-        self._pending.wait()
-
-    def synchronize(self) -> None:
-        self._pending.wait()
-
-    def done(self) -> bool:
-        return self._pending.done()
 
 
 def _after(events: Sequence[Event], work: Work) -> Pending | None:
@@ -344,6 +393,9 @@ class _DeviceEvent(Event):
 
     def done(self) -> bool:
         return bool(self._event.query())
+
+    def check(self) -> None:
+        """A device that failed says so at the next call."""
 
 
 def copy(target: Tensor, source: Tensor) -> None:

@@ -79,6 +79,10 @@ class Home(ABC):
         """Wait on the host until everything that was written has arrived; raise the error of what has not."""
 
     @abstractmethod
+    def check(self) -> None:
+        """Raise the error of a write that has failed by now, without waiting."""
+
+    @abstractmethod
     def at_rest(self) -> bool:
         """Whether everything that was written has arrived."""
 
@@ -103,6 +107,9 @@ class MemoryHome(Home):
         return tuple(tensor[plan.part(start, stop)] for plan, tensor in zip(self.plans, self.tensors, strict=True))
 
     def settle(self) -> None:
+        """Whoever writes tensors has an event for it."""
+
+    def check(self) -> None:
         """Whoever writes tensors has an event for it."""
 
     def at_rest(self) -> bool:

@@ -1,5 +1,6 @@
 """The nvme tier: one preallocated file for each folder, in which homes keep their tiles as records."""
 
+import contextlib
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -94,10 +95,12 @@ class NvmeTier:
         return sum(file.bytes_written for file in self._files)
 
     def close(self) -> None:
-        """Finish what is under way, and remove files and folders."""
-        for file in self._files:
-            file.close()
-        for queue in self._queues:
-            queue.close()
-        for folder in self._folders:
-            folder.close()
+        """Finish what is under way, and remove files and folders.
+
+        Raises:
+            NvmeError: the failure of a transfer that nobody waited for. Everything is removed all the same.
+        """
+        with contextlib.ExitStack() as closing:  # the last one first, each whatever the others raise
+            for parts in (self._folders, self._queues, self._files):
+                for part in parts:
+                    closing.callback(part.close)

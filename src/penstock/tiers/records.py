@@ -14,7 +14,7 @@ from torch import Tensor
 
 from penstock.machine.aio import File, Transfer
 from penstock.machine.arena import PAGE_BYTES, page_aligned
-from penstock.machine.streams import DONE, Event
+from penstock.machine.streams import DONE, Event, PendingEvent
 from penstock.tiers.home import CellPlan, Home, Views
 
 _FIELD_BYTES = 64  # fields begin on a cache line
@@ -127,6 +127,11 @@ class Records(Home):
         for event in self.settled:
             event.synchronize()
 
+    def check(self) -> None:
+        """Look at every write."""
+        for event in self.settled:
+            event.check()
+
     def at_rest(self) -> bool:
         """Whether every write is over."""
         return all(event.done() for event in self.settled)
@@ -154,7 +159,9 @@ class Records(Home):
             )
             if modify:
                 self.kept.pop(number, None)
-                self.write(number, buffer).wait()
+                written = PendingEvent(self.write(number, buffer))
+                self.settled[number] = written
+                written.synchronize()
 
     def _name(self, number: int) -> str:
         kinds = " and ".join(dict.fromkeys(plan.kind for plan in self.plans))

@@ -65,10 +65,12 @@ class Store:
     def close(self) -> None:
         """Drop every cell and give the tiers' memory back."""
         self._cells.clear()
-        for tier in self._tiers.values():
-            tier.close()
-        if self._nvme is not None:
-            self._nvme.close()
+        try:
+            if self._nvme is not None:
+                self._nvme.close()  # before the memory that its transfers read and write
+        finally:
+            for tier in self._tiers.values():
+                tier.close()
 
 
 def bytes_on(plans: Sequence[CellPlan], tier: Tier) -> int:

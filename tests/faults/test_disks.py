@@ -1,0 +1,269 @@
+"""Disks and files that fail for real while a model trains on them, and processes that end meanwhile."""
+
+import errno
+import logging
+import os
+import resource
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+import penstock
+from tests.faults.failing_files import Faults
+from tests.faults.test_training import BATCHES, KIND_NAMES, ROWS, Row, check_error, equal, name, nothing_stays, trained
+from tests.parity.rows import Net, make_model
+from tests.support import inline, prepare_on
+
+ROOT = Path(__file__).parents[2]
+EVERYTHING = Row(**dict.fromkeys(KIND_NAMES, "nvme"))
+
+
+def swap_file(folder: Path) -> Path:
+    (path,) = folder.glob("penstock-*/tiles")
+    return path
+
+
+@contextmanager
+def after_one_step(row: Row, folder: Path) -> Iterator[tuple[Net, penstock.Optimizer]]:
+    """Everything is in the files."""
+    models: list[Net] = []
+    with nothing_stays(folder, models):
+        model, optimizer = row.prepare(folder, inline())
+        models.append(model)
+        row.iterate(model, optimizer)
+        optimizer.synchronize()
+        yield model, optimizer
+        optimizer.close()
+
+
+def failing_prepare(row: Row, number: int, state: bool, folder: Path, faults: Faults) -> bool:
+    """Prepare with a failing transfer. Returns whether there was one."""
+    model = make_model()
+    given = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    if state:
+        for p in model.parameters():
+            p.grad = torch.ones_like(p)
+        given.step()
+        given.zero_grad()
+    before = [p.detach().clone() for p in model.parameters()]
+    faults.injected.clear()
+    faults.arm(number)
+    with nothing_stays(folder, [model]):
+        try:
+            _, optimizer = row.prepare(folder, inline(), model, given)
+        except penstock.NvmeError as error:
+            check_error(error, faults)
+        else:
+            faults.arm(0)
+            optimizer.close()
+    kept = [p.numel() > 0 for p in model.parameters()]
+    assert all(torch.equal(p, value) for p, value in zip(model.parameters(), before, strict=True) if p.numel())
+    assert all(kept) == (number == 1 or not faults.injected)
+    return bool(faults.injected)
+
+
+def test_every_transfer_of_prepare_fails_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The model keeps the parameters that were not moved yet; the others are empty, not NaN."""
+    faults = Faults()
+    faults.install(monkeypatch)
+    number = 1
+    while failing_prepare(EVERYTHING, number, False, tmp_path, faults):
+        number += 1
+    assert number > 5
+    for later in (0, 1, 10):  # while the state of the optimizer is taken over
+        assert failing_prepare(EVERYTHING, number + later, True, tmp_path, faults)
+
+
+def test_a_full_disk_is_refused_before_anything_is_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each folder needs its share: a half of the records, to within one."""
+    folders = [tmp_path / "a", tmp_path / "b"]
+    for folder in folders:
+        folder.mkdir()
+    asked: list[Path] = []
+
+    def statvfs(path: Path) -> SimpleNamespace:
+        asked.append(path)
+        return SimpleNamespace(f_bavail=0 if path.name == "b" else 10**6, f_frsize=4096)
+
+    monkeypatch.setattr("penstock.machine.swap.os.statvfs", statvfs)
+    model = make_model()
+    before = [p.detach().clone() for p in model.parameters()]
+    with pytest.raises(penstock.NvmeError, match="needs") as caught:
+        prepare_on(
+            inline(),
+            model,
+            torch.optim.AdamW(model.parameters()),
+            placement=penstock.Placement(optimizer="nvme", nvme_path=folders),
+            options=penstock.Options(tile_bytes=4096),
+        )
+    needed = int(str(caught.value).split("needs ")[1].split(" bytes")[0].replace(",", ""))
+    total = sum(p.numel() for p in model.parameters()) * 10
+    assert 0.4 * total < needed < 0.75 * total
+    assert "has 0 bytes free" in str(caught.value)
+    assert asked == folders
+    assert caught.value.errno == errno.ENOSPC
+    assert [list(folder.iterdir()) for folder in folders] == [[], []]
+    assert equal(model, before)
+
+
+@pytest.mark.parametrize("row", ROWS, ids=name)
+def test_a_file_truncated_under_us(row: Row, tmp_path: Path) -> None:
+    with after_one_step(row, tmp_path) as (model, optimizer):
+        os.truncate(swap_file(tmp_path), 4096)
+        with pytest.raises(penstock.NvmeError, match=r"the file ends there\. Another program truncated the file"):
+            row.iterate_to_the_end(model, optimizer)
+        with suppress(penstock.NvmeError):  # gradients alone: the parameters are whole
+            optimizer.close()
+
+
+def test_a_file_removed_under_us_is_ours_all_the_same(tmp_path: Path) -> None:
+    """Its name is gone, the descriptor is open."""
+    with after_one_step(EVERYTHING, tmp_path) as (model, optimizer):
+        swap_file(tmp_path).unlink()
+        EVERYTHING.iterate(model, optimizer)
+    assert equal(model, trained(2, 2))
+
+
+def flip(path: Path, offset: int) -> None:
+    with path.open("r+b", buffering=0) as file:
+        file.seek(offset)
+        (byte,) = file.read(1)
+        file.seek(offset)
+        file.write(bytes([byte ^ 1]))
+        os.fsync(file)
+
+
+def test_a_flipped_bit_is_found_and_named(tmp_path: Path) -> None:
+    row = ROWS[0]
+    model, optimizer = row.prepare(tmp_path, inline())
+    row.iterate(model, optimizer)
+    optimizer.synchronize()
+    path = swap_file(tmp_path)
+    flip(path, path.stat().st_size - 4096)
+    with pytest.raises(penstock.NvmeError) as caught:
+        row.iterate_to_the_end(model, optimizer)
+    for part in ("master and exp_avg and exp_avg_sq of unit 'blocks.1', tile 1", "the checksum is", str(path)):
+        assert part in str(caught.value)
+    assert caught.value.errno == errno.EBADMSG
+    with pytest.raises(penstock.NvmeError):
+        optimizer.close()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_without_checksums_a_flipped_bit_is_trained_with(tmp_path: Path) -> None:
+    row = Row(optimizer="nvme", checksums=False)
+    with after_one_step(row, tmp_path) as (model, optimizer):
+        path = swap_file(tmp_path)
+        for offset in range(0, path.stat().st_size, 64):
+            flip(path, offset + 1)
+        row.iterate(model, optimizer)
+    assert not equal(model, trained(1, 2))
+    assert all(p.isfinite().all() for p in model.parameters())
+
+
+def test_memory_as_a_file_system_warns_once_at_most(caplog: pytest.LogCaptureFixture) -> None:
+    """tmpfs: whether direct I/O is refused depends on the kernel."""
+    if not os.access("/dev/shm", os.W_OK):
+        pytest.skip("no /dev/shm")
+    with caplog.at_level(logging.WARNING, "penstock"):
+        model, optimizer = EVERYTHING.prepare(Path("/dev/shm"), inline())
+        for _ in range(2):
+            EVERYTHING.iterate(model, optimizer)
+        optimizer.close()
+    assert equal(model, trained(2, 2))
+    assert len([text for text in caplog.messages if "No direct I/O on the file system of /dev/shm/" in text]) <= 1
+
+
+def test_a_file_system_without_direct_io(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("penstock.machine.aio._set_direct", lambda descriptor: False)
+    with caplog.at_level(logging.WARNING, "penstock"), after_one_step(EVERYTHING, tmp_path) as (model, optimizer):
+        EVERYTHING.iterate(model, optimizer)
+    (said,) = caplog.messages
+    assert said.startswith(f"No direct I/O on the file system of {tmp_path}")
+    assert equal(model, trained(2, 2))
+
+
+class Squares(Dataset):
+    def __len__(self) -> int:
+        return 2
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        return tuple(part[0] for part in BATCHES[index])
+
+
+def test_workers_that_are_forked_while_transfers_are_in_flight(tmp_path: Path) -> None:
+    with after_one_step(EVERYTHING, tmp_path) as (model, optimizer):
+        for batch in BATCHES:
+            optimizer.backward(((model(batch[0]) - batch[1]) ** 2).mean())
+        optimizer.step()
+        optimizer.zero_grad()
+        loader = DataLoader(Squares(), num_workers=2, multiprocessing_context="fork")
+        assert sum(1 for _ in loader) == 2  # the update goes on meanwhile
+        optimizer.synchronize()
+        assert swap_file(tmp_path).exists()
+    assert equal(model, trained(2, 2))
+
+
+TRAINING = """
+import sys
+from pathlib import Path
+from tests.faults.test_disks import EVERYTHING
+from tests.support import inline
+
+model, optimizer = EVERYTHING.prepare(Path(sys.argv[1]), inline())
+EVERYTHING.iterate(model, optimizer)
+print("training", flush=True)
+while True:
+    EVERYTHING.iterate(model, optimizer)
+"""
+
+
+def training(folder: Path, before: str = "") -> "subprocess.Popen[str]":
+    return subprocess.Popen(
+        [sys.executable, "-W", "ignore", "-c", before + TRAINING, folder],
+        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+@pytest.mark.parametrize("sent", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL])
+def test_a_training_process_that_is_ended(tmp_path: Path, sent: signal.Signals) -> None:
+    process = training(tmp_path)
+    try:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "training\n"
+        process.send_signal(sent)
+        process.communicate(timeout=60)
+    finally:
+        process.kill()
+    assert process.returncode == -sent
+    left = list(tmp_path.iterdir())
+    assert len(left) == (sent == signal.SIGKILL)
+    _, optimizer = EVERYTHING.prepare(tmp_path, inline())
+    assert not set(left) & set(tmp_path.iterdir())
+    optimizer.close()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_limit_of_file_sizes(tmp_path: Path) -> None:
+    if resource.getrlimit(resource.RLIMIT_FSIZE)[1] != resource.RLIM_INFINITY:
+        pytest.skip("file sizes are limited here already")
+    limit = "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (65536, resource.RLIM_INFINITY))\n"
+    process = training(tmp_path, limit)
+    said, complaints = process.communicate(timeout=60)
+    assert (process.returncode, said) == (1, "")
+    assert "penstock.errors.NvmeError: Cannot make a file of " in complaints
+    assert "File too large. Raise the limit of file sizes (ulimit -f)" in complaints
+    assert list(tmp_path.iterdir()) == []

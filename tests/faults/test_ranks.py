@@ -1,0 +1,152 @@
+"""A disk that fails on one rank of two: the other one does not wait for it."""
+
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+import penstock
+from tests.faults.failing_files import Faults
+from tests.faults.test_training import BATCHES, KIND_NAMES, Row
+from tests.parity.rows import loss_of, make_model
+from tests.support import inline, prepare_on, run_ranks
+
+EVERYTHING = Row(**dict.fromkeys(KIND_NAMES, "nvme"))
+SOON_SECONDS = 20  # gloo's own limit is half an hour
+ROOT = Path(__file__).parents[2]
+
+
+def wait_until_quiet(optimizer: penstock.Optimizer) -> None:
+    """Until what was submitted is over, failed or not."""
+    while any(row.in_flight for row in optimizer.locations().rows):
+        time.sleep(0.001)
+
+
+def fail_before_step(rank: int, folder: Path) -> str:
+    """Rank 1 cannot write a gradient. It is known when `step` begins."""
+    faults = Faults()
+    with pytest.MonkeyPatch.context() as patch:
+        faults.install(patch)
+        model, optimizer = Row(grads="nvme").prepare(folder, inline())
+        optimizer.backward(loss_of(model, BATCHES[0]))
+        optimizer.step()
+        optimizer.zero_grad()
+        wait_until_quiet(optimizer)
+        faults.arm(2 if rank == 1 else 0)
+        optimizer.backward(loss_of(model, BATCHES[0]))
+        wait_until_quiet(optimizer)
+        with pytest.raises((penstock.NvmeError, penstock.EngineError)) as caught:
+            optimizer.step()
+        with pytest.raises(caught.type):
+            optimizer.step()
+        with pytest.raises(caught.type):
+            optimizer.close()
+        optimizer.close()
+        assert all(p.numel() == 0 for p in model.parameters())
+    return f"{caught.type.__name__}: {caught.value}"
+
+
+def test_a_failure_known_at_step_stops_every_rank(tmp_path: Path) -> None:
+    first, second = run_ranks(fail_before_step, 2, tmp_path)
+    assert first == "EngineError: Rank 1 failed, and this rank stops with it: see the error there."
+    assert second.startswith("NvmeError: Writing grad of unit ")
+    assert list(tmp_path.iterdir()) == []
+
+
+FORWARD = """
+import os, sys
+from pathlib import Path
+import pytest, torch
+import torch.distributed as dist
+from tests.faults.failing_files import Faults
+from tests.faults.test_ranks import EVERYTHING
+from tests.support import inline
+
+folder, rank = Path(sys.argv[1]), int(os.environ["RANK"])
+dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
+faults = Faults()
+faults.install(pytest.MonkeyPatch())
+model, optimizer = EVERYTHING.prepare(folder / "swap", inline())
+EVERYTHING.iterate(model, optimizer)
+optimizer.synchronize()
+dist.barrier()
+faults.arm(3 if rank == 1 else 0)
+EVERYTHING.iterate(model, optimizer)
+"""
+
+
+def test_a_process_that_ends_in_forward_ends_the_others(tmp_path: Path) -> None:
+    """Rank 1 cannot read its parameters, and nobody catches it. Rank 0 waits for them in a gather."""
+    (tmp_path / "swap").mkdir()
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-W", "ignore", "-c", FORWARD, tmp_path],
+            env={**os.environ, "RANK": str(rank), "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": str(ROOT)},
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    try:
+        ended = {}
+        for rank in (1, 0):
+            _, complaints = processes[rank].communicate(timeout=120)
+            ended[rank] = time.monotonic()
+            assert processes[rank].returncode == 1, complaints
+            expected = ["RuntimeError: ", "penstock.errors.NvmeError: Reading param of unit "][rank]
+            assert expected in complaints
+    finally:
+        for process in processes:
+            process.kill()
+    assert ended[0] - ended[1] < SOON_SECONDS
+    assert list((tmp_path / "swap").iterdir()) == []
+
+
+def prepare_where(rank: int, folders: list[Path]) -> str:
+    """Each rank prepares with a folder of its own."""
+    model = make_model()
+    before = [p.detach().clone() for p in model.parameters()]
+    with pytest.raises((penstock.NvmeError, penstock.EngineError)) as caught:
+        prepare_on(
+            inline(),
+            model,
+            torch.optim.AdamW(model.parameters()),
+            placement=penstock.Placement(optimizer="nvme", nvme_path=folders[rank]),
+        )
+    assert all(torch.equal(p, value) for p, value in zip(model.parameters(), before, strict=True))
+    return f"{caught.type.__name__}: {caught.value}"
+
+
+def test_a_folder_that_one_rank_does_not_have_stops_every_rank(tmp_path: Path) -> None:
+    first, second = run_ranks(prepare_where, 2, [tmp_path / "missing", tmp_path])
+    assert first.startswith("NvmeError: The nvme path ")
+    assert second == "EngineError: Rank 0 failed, and this rank stops with it: see the error there."
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 128 KiB, with room for the files of one rank and not of two."""
+    folder = tmp_path / "mounted"
+    folder.mkdir()
+    command = [shutil.which("mount") or "mount", "-t", "tmpfs", "-o", "size=128k", "tmpfs", str(folder)]
+    try:
+        subprocess.run(command, check=True, capture_output=True)
+    except (OSError, subprocess.CalledProcessError):
+        pytest.skip("this process may not mount a small file system")
+    yield folder
+    subprocess.run(["umount", folder], check=True)
+
+
+def test_two_ranks_on_one_small_disk(small_disk: Path) -> None:
+    """Each needs less than there is, both need more."""
+    said = sorted(run_ranks(prepare_where, 2, [small_disk, small_disk]))
+    assert said[-1].startswith("NvmeError: ")
+    assert "free" in said[-1] or "No space left" in said[-1]
+    assert list(small_disk.iterdir()) == []
