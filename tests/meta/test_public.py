@@ -74,7 +74,7 @@ FIELDS = {
         "tile_bytes": 4 << 20,
         "pinned_bytes": None,
         "update_threads": None,
-        "io_queue_depth": 32,
+        "io_queue_depth": 8,
         "checksums": True,
         "on_nonfinite": "skip",
         "reduce_op": "mean",
