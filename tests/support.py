@@ -11,12 +11,14 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
 import penstock
 from penstock.build import Request, build
+from penstock.engine import staging
 from penstock.kinds import COMPUTE_DTYPES
 from penstock.machine.collectives import Ranks
 from penstock.machine.simulated import SimulatedStreams
@@ -99,6 +101,12 @@ def disks(count: int = 1) -> list[Path]:
     for folder in folders:
         folder.mkdir(parents=True, exist_ok=True)
     return folders
+
+
+def shorten_rings(patch: pytest.MonkeyPatch, slots: int = 2) -> None:
+    """A few slots of a tile: next to nothing is still in them when it is wanted again."""
+    patch.setattr(staging, "LEAST_FILE_SLOTS", slots)
+    patch.setattr(staging, "RING_BYTES", 0)
 
 
 def prepare_on(

@@ -12,13 +12,13 @@ import torch
 from torch import Tensor
 
 import penstock
-from penstock.engine import staging, step
+from penstock.engine import step
 from penstock.machine.simulated import SimulatedStreams
 from penstock.machine.streams import COLLECTIVE, DOWNLOAD, FETCH, READ, UPDATE, UPLOAD, WRITE, Streams
 from penstock.tiers import pipeline
 from tests.parity.rows import Arithmetic, Movement, batches, loss_of, prepared, train
 from tests.parity.waits import AllOf, Wait, waits
-from tests.support import inline, run_ranks
+from tests.support import inline, run_ranks, shorten_rings
 
 STREAMS = (UPLOAD, DOWNLOAD, COLLECTIVE, UPDATE, READ, FETCH, WRITE)
 SLOW_SECONDS = 0.01
@@ -172,11 +172,6 @@ class Outcome:
 def _short_rings(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two slots: what reuses one too early meets what is still in it."""
     shorten_rings(monkeypatch)
-
-
-def shorten_rings(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(staging, "LEAST_FILE_SLOTS", 2)
-    patch.setattr(staging, "RING_BYTES", 0)
 
 
 def attempt(run: RowRun, expected: Values, slow: str | None, dropped: str | None) -> Outcome:

@@ -12,12 +12,11 @@ import torch
 from torch import nn
 
 import penstock
-from penstock.engine import staging
 from penstock.engine.staging import MOST_FILE_SLOTS, RING_BYTES
 from penstock.layout import ALIGNMENT_NUMEL
 from penstock.machine.arena import PAGE_BYTES
 from penstock.machine.streams import Streams
-from tests.support import inline, prepare_on, separate, simulated
+from tests.support import inline, prepare_on, separate, shorten_rings, simulated
 
 WIDTH, BLOCKS = 96, 3
 TILE_BYTES = 4096
@@ -69,19 +68,17 @@ def moved(optimizer: penstock.Optimizer, work: Callable[[], Any]) -> tuple[int, 
     return tier.bytes_read - read, tier.bytes_written - written
 
 
+SLOTS = 2
+
+
 @pytest.fixture
 def short_rings(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two slots each, of a tile: next to nothing is still there when it is wanted again."""
-    monkeypatch.setattr(staging, "LEAST_FILE_SLOTS", SHORT)
-    monkeypatch.setattr(staging, "RING_BYTES", 0)
-
-
-SHORT = 2
+    shorten_rings(monkeypatch, SLOTS)
 
 
 def held(bytes_per_parameter: int) -> int:
     """Bytes at most that short rings still hold of some kinds."""
-    return SHORT * TILE_BYTES // PARAM * bytes_per_parameter
+    return SLOTS * TILE_BYTES // PARAM * bytes_per_parameter
 
 
 @pytest.mark.usefixtures("short_rings")
@@ -172,7 +169,7 @@ def of_the_kernel() -> tuple[int, int]:
 
 
 def test_the_kernel_counts_the_same_bytes(tmp_path: Path) -> None:
-    model = stack(width=512)  # more than the rings hold
+    model = stack(width=256)  # more than the rings hold
     optimizer = prepared(model, inline(), tmp_path, params="nvme", grads="nvme", optimizer="nvme")
     if not Path("/proc/self/io").exists() or not all(f.direct for f in optimizer._engine.store._nvme._files):
         optimizer.close()
@@ -184,7 +181,7 @@ def test_the_kernel_counts_the_same_bytes(tmp_path: Path) -> None:
         optimizer.zero_grad()
 
     found = []
-    for _ in range(6):
+    for _ in range(4):
         before = of_the_kernel()
         ours = moved(optimizer, step)
         kernels = [after - then for after, then in zip(of_the_kernel(), before, strict=True)]

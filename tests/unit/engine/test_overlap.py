@@ -13,7 +13,7 @@ from torch import nn
 import penstock
 from penstock.machine.simulated import SimulatedStreams
 from penstock.machine.streams import DOWNLOAD, FETCH, READ, UPDATE, WRITE, Event, Streams, Work
-from tests.support import inline, prepare_on, separate
+from tests.support import inline, prepare_on, separate, shorten_rings
 
 BLOCKS, WIDTH = 4, 32
 SLOW_SECONDS = 0.05
@@ -162,6 +162,12 @@ def test_looks_see_finished_updates(stream: str, tiers: dict[str, str], tmp_path
         assert found[0] == found[1], look
 
 
+@pytest.fixture
+def short_rings(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else forward finds its parameters in the ring of the update, and needs no file."""
+    shorten_rings(monkeypatch)
+
+
 class BrokenError(Exception):
     pass
 
@@ -207,6 +213,7 @@ def descriptors() -> set[str]:
     }
 
 
+@pytest.mark.usefixtures("short_rings")
 @pytest.mark.filterwarnings("ignore:module forward hook with")
 @pytest.mark.parametrize("stream", [FETCH, UPDATE, WRITE])
 @pytest.mark.parametrize("call", CALLS)
@@ -245,6 +252,7 @@ def test_gradients_that_did_not_reach_their_file_are_raised_by_step_or_what_come
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.usefixtures("short_rings")
 @pytest.mark.filterwarnings("ignore:module forward hook with")
 def test_a_gather_that_failed_is_raised_by_forward_and_nothing_is_lost(tmp_path: Path) -> None:
     streams = BreakingStreams()
