@@ -17,13 +17,18 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 import penstock
-from tests.faults.failing_files import Faults
+from tests.faults.failing_files import Faults, small_rings
 from tests.faults.test_training import BATCHES, KIND_NAMES, ROWS, Row, check_error, equal, name, nothing_stays, trained
 from tests.parity.rows import Net, make_model
 from tests.support import inline, prepare_on
 
 ROOT = Path(__file__).parents[2]
 EVERYTHING = Row(**dict.fromkeys(KIND_NAMES, "nvme"))
+
+
+@pytest.fixture(autouse=True)
+def files_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    small_rings(monkeypatch)
 
 
 def swap_file(folder: Path) -> Path:

@@ -111,7 +111,7 @@ def check_error(error: penstock.NvmeError, faults: Faults) -> None:
     ((file, offset, what),) = faults.injected
     assert (error.file, error.offset) == (file, offset)
     assert error.errno is not None
-    for part in (file, f"offset {offset:,}", what):
+    for part in (file, f"offset {offset:,}", what, "nvme_path"):
         assert part in str(error), str(error)
 
 
