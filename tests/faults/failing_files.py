@@ -15,6 +15,12 @@ from penstock.machine.aio import File, Transfer
 When = Literal["submission", "completion"]
 
 
+def small_rings(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rings of two slots: they do not hold all records of a small model, so files are read."""
+    monkeypatch.setattr("penstock.engine.staging.LEAST_FILE_SLOTS", 2)
+    monkeypatch.setattr("penstock.engine.staging.MOST_FILE_SLOTS", 2)
+
+
 @dataclass
 class Faults:
     """Which transfer fails, counted from the last `arm`.
@@ -42,8 +48,9 @@ class Faults:
             return self.started == self.failing
 
     def install(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """Files made from here on are subject to the faults."""
+        """Files made from here on are subject to the faults, and are read: no ring holds all of a small model."""
         faults = self
+        small_rings(monkeypatch)
 
         class FailingFile(File):
             def read(self, offset: int, into: Tensor, **rest: Any) -> Transfer:
@@ -61,7 +68,7 @@ class Faults:
             self.injected.append((file.path, offset, rest["what"]))
             if self.when == "submission":
                 raise NvmeError(
-                    f"{rest['what']} at offset {offset:,} of {file.path}: not started. Try again.",
+                    f"{rest['what']} at offset {offset:,} of {file.path}: not started. Give another nvme_path.",
                     file=file.path,
                     offset=offset,
                     errno=errno.EIO,

@@ -76,7 +76,7 @@ model, optimizer = EVERYTHING.prepare(folder / "swap", inline())
 EVERYTHING.iterate(model, optimizer)
 optimizer.synchronize()
 dist.barrier()
-faults.arm(3 if rank == 1 else 0)
+faults.arm(1 if rank == 1 else 0)
 EVERYTHING.iterate(model, optimizer)
 """
 

@@ -1,4 +1,4 @@
-"""The README is true: its code runs, its commands and its files exist."""
+"""The README is true, and so is the code of the pages: it runs, its commands and its files exist."""
 
 import re
 import subprocess
@@ -9,9 +9,10 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
+NVME = (ROOT / "docs" / "nvme.md").read_text()
 
 
-@pytest.mark.parametrize("snippet", re.findall(r"```python\n(.*?)```", README, re.S))
+@pytest.mark.parametrize("snippet", re.findall(r"```python\n(.*?)```", README + NVME, re.S))
 def test_snippet_runs(snippet, tmp_path):
     done = subprocess.run([sys.executable, "-c", snippet], cwd=tmp_path, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
