@@ -25,7 +25,30 @@ SLOW_SECONDS = 0.01
 KIB = 1 << 10
 
 # Waits that another wait makes redundant today, by name, each with the reason.
-REDUNDANT = {}
+IN_TURN = "slots are used in turn, and what is waited for was done with one that this one's slot was used after"
+ONCE = "what the gradient's or the update's event says already"
+MEASURED = "step measures first, which waits for every gradient; updates run in order"
+AT_ONCE = "transfers are not late here"
+REDUNDANT = {
+    "access.py finish: unit.trained.updated.synchronize()": "what was updated is published after it",
+    "step.py _update_tile: all of unit.published": IN_TURN,
+    "reduce.py _add_to_file: COLLECTIVE after after of (after, brought)": "the one before on the same stream",
+    "step.py _update_tile: all of trained.gradient.ready": MEASURED,
+    "pipeline.py bring: all of after": MEASURED,
+    "pipeline.py _from_memory: there after after of (after, slot.free)": MEASURED,
+    "pipeline.py from_slot: FETCH after after of (after, ready, slot.free)": MEASURED,
+    "pipeline.py _fetch: FETCH after after of (after, home.settled[number], slot.free)": MEASURED,
+    "pipeline.py to_file: DOWNLOAD after used": "only compute updates far from the host, and work starts after compute",
+    "pipeline.py take_kept: all of kept.slot.free": "only where a slot is written from and copied from, both late",
+    "pipeline.py take_kept: all of event": "only where a slot is written from and copied from, both late",
+    "pipeline.py from_slot: FETCH after ready of (after, ready, slot.free)": ONCE,
+    "pipeline.py _fetch: FETCH after home.settled[number] of (after, home.settled[number], slot.free)": IN_TURN,
+    "pipeline.py _read: READ after after of (after, home.settled[number], slot.free)": "the record is settled later",
+    "pipeline.py _copy_record: UPLOAD after after of (after, ready)": ONCE,
+    "pipeline.py save: WRITE after home.settled[number] of (landed, home.settled[number])": AT_ONCE,
+    "records.py visit: self.settled[number].synchronize()": "who visits settles every home first",
+    "records.py visit: written.synchronize()": AT_ONCE,
+}
 Values = list[Any]
 RowRun = Callable[[Streams], Values]
 
@@ -96,6 +119,16 @@ def stepping_right_after_step(streams: Streams) -> Values:
     return seen
 
 
+def nothing_in_flight_after_synchronize(streams: Streams) -> Values:
+    model, optimizer = prepared(Arithmetic(), IN_FILES, streams)
+    optimizer.backward(loss_of(model, batches(1, 1)[0][0][0]))
+    optimizer.step()
+    optimizer.synchronize()
+    in_flight = [row.kind for row in optimizer.locations().rows if row.in_flight]
+    optimizer.close()
+    return in_flight
+
+
 def nothing_in_flight_after_step(streams: Streams) -> Values:
     """Without overlap `step` returns when every update has run. `locations` does not wait."""
     how = Movement(params="cpu", grads="cpu", optimizer="cpu", overlap="none")
@@ -130,6 +163,7 @@ ROWS: dict[str, RowRun] = {
     "setting a parameter right after step": setting_a_parameter_right_after_step,
     "clearing right after backward": clearing_right_after_backward,
     "nothing in flight after step": nothing_in_flight_after_step,
+    "nothing in flight after synchronize": nothing_in_flight_after_synchronize,
     "skipping what was prefetched": skipping_what_was_prefetched,
     "everything on cpu": training(EVERYTHING_ON_CPU),
     "optimizer on device": training(OPTIMIZER_ON_DEVICE),
@@ -152,6 +186,7 @@ class OfTwoRanks:
 OF_TWO_RANKS = {
     "gather.py _all_gather: COLLECTIVE after after": OfTwoRanks(EVERYTHING_ON_CPU, UPLOAD),
     "gather.py _fill: DOWNLOAD after event": OfTwoRanks(EVERYTHING_ON_CPU.but(stage=1), COLLECTIVE),
+    "pipeline.py fill: UPLOAD after after": OfTwoRanks(EVERYTHING_ON_CPU, UPDATE),
     "reduce.py _add_on_host: UPDATE after after": OfTwoRanks(EVERYTHING_ON_CPU, COLLECTIVE),
 }
 
