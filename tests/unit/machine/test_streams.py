@@ -177,7 +177,7 @@ class Transfer:
         return self._over.is_set()
 
     def wait(self) -> None:
-        assert self._over.wait(60)
+        assert self._over.wait(10)
         if self._error is not None:
             raise self._error
 
