@@ -12,7 +12,7 @@ import penstock
 from penstock.machine.streams import Streams
 from penstock.optim import Lion
 from tests.parity.rows import INPUTS, OUTPUTS, Net
-from tests.support import inline, prepare_on, run_ranks, separate, simulated
+from tests.support import disks, inline, prepare_on, run_ranks, separate, simulated
 
 STEPS = 4
 KIB = 1 << 10
@@ -69,6 +69,9 @@ def movements(row: Row) -> Iterator[tuple[Streams, int, penstock.Placement, dict
     yield separate(), 2, penstock.Placement(optimizer="cpu"), {"tile_bytes": 4 * KIB}
     yield simulated(), 3, penstock.Placement(params="cpu", optimizer="cpu"), {"tile_bytes": 8 * KIB}
     yield inline(), 3, EVERYWHERE, {"persistent_bytes": 512}
+    in_files = penstock.Placement(params="nvme", grads="nvme", optimizer="nvme", nvme_path=disks(2))
+    yield inline(), 3, in_files, {"tile_bytes": 4 * KIB}
+    yield separate(), 1, penstock.Placement(optimizer="nvme", nvme_path=disks()), {"tile_bytes": 8 * KIB}
 
 
 def model_of() -> Net:
