@@ -28,6 +28,7 @@ from penstock.machine.streams import (
     Pending,
     Streams,
     Work,
+    close_workers,
 )
 
 _STREAMS_FILE = HostEvent.run.__code__.co_filename  # where an event of several waits for each
@@ -109,8 +110,7 @@ class SimulatedStreams(Streams):
 
     def close(self) -> None:
         """Run what is queued and end the threads."""
-        for worker in self._workers.values():
-            worker.close()
+        close_workers(self._workers)
 
 
 class _SimulatedEvent(HostEvent):

@@ -10,7 +10,7 @@ a wrong number on any machine (`machine/simulated.py`).
 import queue
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, Protocol
 
@@ -267,6 +267,12 @@ class HostWorker:
             del item, event, work  # a waiting worker must not keep the last buffers alive
 
 
+def close_workers(workers: Mapping[str, HostWorker]) -> None:
+    """End the threads of streams by name, updates first: their work submits copies, and waits for them."""
+    for name in sorted(workers, key=lambda name: name != UPDATE):
+        workers[name].close()
+
+
 class InlineStreams(Streams):
     """The back end of a cpu as the device: work runs where it is submitted.
 
@@ -297,8 +303,7 @@ class InlineStreams(Streams):
 
     def close(self) -> None:
         """Run what is queued and end the threads."""
-        for worker in self._workers.values():
-            worker.close()
+        close_workers(self._workers)
         self._workers.clear()
 
 
@@ -354,8 +359,7 @@ class AcceleratorStreams(Streams):
 
     def close(self) -> None:
         """Finish host work and device work."""
-        for worker in self._workers.values():
-            worker.close()
+        close_workers(self._workers)
         self._module.synchronize(self.device)
 
 

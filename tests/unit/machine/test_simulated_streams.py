@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from penstock.machine.simulated import SimulatedStreams, poison
-from penstock.machine.streams import DOWNLOAD, UPLOAD, copy
+from penstock.machine.streams import DOWNLOAD, UPDATE, UPLOAD, copy
 
 
 def wait_for(gate: threading.Event) -> None:
@@ -127,3 +127,22 @@ def test_every_wait_is_noted_by_its_place_and_can_be_dropped(gate: threading.Eve
     assert not gate.is_set()
     gate.set()
     dropping.close()
+
+
+def test_close_runs_an_update_that_still_has_copies_to_submit() -> None:
+    """Copies were closed before updates: the update waited for its copy forever, and close for the update."""
+    streams = SimulatedStreams(lambda stream, nbytes: 0.0)
+    gate = threading.Event()
+    copied = []
+
+    def update() -> None:
+        gate.wait()
+        streams.submit(DOWNLOAD, lambda: copied.append(True)).synchronize()
+
+    streams.submit(UPDATE, update)
+    threading.Timer(0.05, gate.set).start()
+    closing = threading.Thread(target=streams.close, daemon=True)
+    closing.start()
+    closing.join(10)
+    assert not closing.is_alive()
+    assert copied == [True]
