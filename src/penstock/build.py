@@ -33,7 +33,7 @@ from penstock.engine.step import Stepper
 from penstock.engine.unit import Unit
 from penstock.errors import NvmeError
 from penstock.kinds import COMPUTE_DTYPES, Overlap, Precision, Tier
-from penstock.layout import ALIGNMENT_NUMEL
+from penstock.layout import ALIGNMENT_NUMEL, round_up
 from penstock.machine.arena import return_free_memory
 from penstock.machine.collectives import Ranks, default_device
 from penstock.machine.streams import Streams, streams_for
@@ -327,7 +327,7 @@ def number_elements(parameters: Iterable[nn.Parameter]) -> dict[nn.Parameter, in
     firsts, cursor = {}, 0
     for parameter in parameters:
         firsts[parameter] = cursor
-        cursor += -(-parameter.numel() // ALIGNMENT_NUMEL) * ALIGNMENT_NUMEL
+        cursor += round_up(parameter.numel(), ALIGNMENT_NUMEL)
     return firsts
 
 

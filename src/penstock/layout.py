@@ -56,8 +56,8 @@ class FlatLayout:
             for extent in shape:
                 numel *= extent
             slots.append(Slot(name, tuple(shape), numel, cursor))
-            cursor = _round_up(cursor + numel, ALIGNMENT_NUMEL)
-        return cls(tuple(slots), _round_up(max(cursor, 1), ALIGNMENT_NUMEL * shards), shards)
+            cursor = round_up(cursor + numel, ALIGNMENT_NUMEL)
+        return cls(tuple(slots), round_up(max(cursor, 1), ALIGNMENT_NUMEL * shards), shards)
 
     @property
     def shard_numel(self) -> int:
@@ -101,5 +101,6 @@ class FlatLayout:
         return [tuple(tile) for tile in tiles]
 
 
-def _round_up(value: int, multiple: int) -> int:
+def round_up(value: int, multiple: int) -> int:
+    """The least multiple that is not below the value."""
     return -(-value // multiple) * multiple

@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from penstock.layout import round_up
 from penstock.machine.aio import File, Transfer
 from penstock.machine.arena import PAGE_BYTES, page_aligned
 from penstock.machine.streams import DONE, Event, PendingEvent
@@ -44,14 +45,14 @@ class RecordLayout:
         """Bytes of the record of a tile of `numel` elements: whole pages."""
         offset = 0
         for plan in self.plans:
-            offset = _round_up(offset, _FIELD_BYTES) + plan.part(0, numel).stop * plan.dtype.itemsize
-        return _round_up(offset, PAGE_BYTES)
+            offset = round_up(offset, _FIELD_BYTES) + plan.part(0, numel).stop * plan.dtype.itemsize
+        return round_up(offset, PAGE_BYTES)
 
     def views(self, buffer: Tensor, numel: int) -> Views:
         """The kinds' values in a buffer that holds the record of a tile of `numel` elements."""
         offset, views = 0, []
         for plan in self.plans:
-            offset = _round_up(offset, _FIELD_BYTES)
+            offset = round_up(offset, _FIELD_BYTES)
             nbytes = plan.part(0, numel).stop * plan.dtype.itemsize
             views.append(buffer[offset : offset + nbytes].view(plan.dtype))
             offset += nbytes
@@ -166,7 +167,3 @@ class Records(Home):
     def _name(self, number: int) -> str:
         kinds = " and ".join(dict.fromkeys(plan.kind for plan in self.plans))
         return f"{kinds} of unit '{self.plans[0].unit}', tile {number}"
-
-
-def _round_up(value: int, multiple: int) -> int:
-    return -(-value // multiple) * multiple
