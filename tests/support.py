@@ -15,14 +15,16 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from torch import Tensor
 
 import penstock
 from penstock.build import Request, build
 from penstock.engine import staging
 from penstock.kinds import COMPUTE_DTYPES
+from penstock.machine.arena import Arena
 from penstock.machine.collectives import Ranks
 from penstock.machine.simulated import SimulatedStreams
-from penstock.machine.streams import InlineStreams, Streams
+from penstock.machine.streams import Event, InlineStreams, Streams, Work
 
 RANK_TIMEOUT = timedelta(seconds=60)
 
@@ -107,6 +109,33 @@ def shorten_rings(patch: pytest.MonkeyPatch, slots: int = 2) -> None:
     """A few slots of a tile: next to nothing is still in them when it is wanted again."""
     patch.setattr(staging, "LEAST_FILE_SLOTS", slots)
     patch.setattr(staging, "RING_BYTES", 0)
+
+
+def memory(nbytes: int, seed: int | None = None) -> Tensor:
+    """Page-aligned bytes, random ones where there is a seed."""
+    tensor = Arena(nbytes, torch.device("cpu")).lease(nbytes, torch.uint8)
+    if seed is not None:
+        tensor.random_(0, 256, generator=torch.Generator().manual_seed(seed))
+    return tensor
+
+
+class BrokenError(Exception):
+    pass
+
+
+class BreakingStreams(SimulatedStreams):
+    """All work of one stream fails from the moment that it is named."""
+
+    broken: str | None = None
+
+    def __init__(self) -> None:
+        super().__init__(lambda stream, nbytes: 0.0)
+
+    def submit(self, stream: str, work: Work, **rest: Any) -> Event:
+        def fail() -> None:
+            raise BrokenError(stream)
+
+        return super().submit(stream, fail if stream == self.broken else work, **rest)
 
 
 def prepare_on(

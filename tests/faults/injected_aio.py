@@ -11,11 +11,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor
 
 from penstock.errors import NvmeError
 from penstock.machine.aio import CHUNK_BYTES, File, Queue, checksum
-from penstock.machine.arena import PAGE_BYTES, Arena
+from penstock.machine.arena import PAGE_BYTES
+from tests.support import memory
 
 NBYTES = 3 * CHUNK_BYTES
 WHAT = "exp_avg of unit 'layers.3', tile 4"
@@ -33,13 +33,6 @@ def fault(
 
 def calls(kind: str) -> int:
     return int(shim.fault_calls(kind == "write"))
-
-
-def memory(nbytes: int, seed: int | None = None) -> Tensor:
-    tensor = Arena(nbytes, torch.device("cpu")).lease(nbytes, torch.uint8)
-    if seed is not None:
-        tensor.random_(0, 256, generator=torch.Generator().manual_seed(seed))
-    return tensor
 
 
 @pytest.fixture

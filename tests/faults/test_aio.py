@@ -11,11 +11,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor
 
 from penstock.errors import NvmeError
 from penstock.machine.aio import CHUNK_BYTES, File, Queue
-from penstock.machine.arena import PAGE_BYTES, Arena
+from penstock.machine.arena import PAGE_BYTES
+from tests.support import memory
 
 MIB = 1 << 20
 HERE = Path(__file__).parent
@@ -25,13 +25,6 @@ HERE = Path(__file__).parent
 def queue() -> Iterator[Queue]:
     with Queue(2) as queue:
         yield queue
-
-
-def memory(nbytes: int, seed: int | None = None) -> Tensor:
-    tensor = Arena(nbytes, torch.device("cpu")).lease(nbytes, torch.uint8)
-    if seed is not None:
-        tensor.random_(0, 256, generator=torch.Generator().manual_seed(seed))
-    return tensor
 
 
 def test_calls_that_fail_move_less_or_take_long(tmp_path: Path) -> None:

@@ -1,37 +1,17 @@
 """Work that fails late surfaces where its result is needed, and close gives everything back all the same."""
 
 import threading
-from typing import Any
 
 import pytest
 import torch
 
 import penstock
-from penstock.machine.simulated import SimulatedStreams
-from penstock.machine.streams import COLLECTIVE, DOWNLOAD, UPDATE, UPLOAD, Event, Work
+from penstock.machine.streams import COLLECTIVE, DOWNLOAD, UPDATE, UPLOAD
 from tests.parity.rows import PLACEMENTS, Arithmetic, Net, batches, loss_of, prepared
+from tests.support import BreakingStreams, BrokenError
 
 BATCH = batches(1, 1)[0][0][0]
 EVERYTHING_ON_CPU = PLACEMENTS[2]
-
-
-class BrokenError(Exception):
-    pass
-
-
-class BreakingStreams(SimulatedStreams):
-    """All work of one stream fails from the moment that it is named."""
-
-    broken: str | None = None
-
-    def __init__(self) -> None:
-        super().__init__(lambda stream, nbytes: 0.0)
-
-    def submit(self, stream: str, work: Work, **rest: Any) -> Event:
-        def fail() -> None:
-            raise BrokenError(stream)
-
-        return super().submit(stream, fail if stream == self.broken else work, **rest)
 
 
 def after_one_step(streams: BreakingStreams) -> tuple[Net, penstock.Optimizer]:

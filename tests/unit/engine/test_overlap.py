@@ -13,7 +13,7 @@ from torch import nn
 import penstock
 from penstock.machine.simulated import SimulatedStreams
 from penstock.machine.streams import DOWNLOAD, FETCH, READ, UPDATE, WRITE, Event, Streams, Work
-from tests.support import inline, prepare_on, separate, shorten_rings
+from tests.support import BreakingStreams, BrokenError, inline, prepare_on, separate, shorten_rings
 
 BLOCKS, WIDTH = 4, 32
 SLOW_SECONDS = 0.05
@@ -166,25 +166,6 @@ def test_looks_see_finished_updates(stream: str, tiers: dict[str, str], tmp_path
 def short_rings(monkeypatch: pytest.MonkeyPatch) -> None:
     """Else forward finds its parameters in the ring of the update, and needs no file."""
     shorten_rings(monkeypatch)
-
-
-class BrokenError(Exception):
-    pass
-
-
-class BreakingStreams(SimulatedStreams):
-    """All work of one stream fails from the moment that it is named."""
-
-    broken: str | None = None
-
-    def __init__(self) -> None:
-        super().__init__(lambda stream, nbytes: 0.0)
-
-    def submit(self, stream: str, work: Work, **rest: Any) -> Event:
-        def fail() -> None:
-            raise BrokenError(stream)
-
-        return super().submit(stream, fail if stream == self.broken else work, **rest)
 
 
 def again(model: Net, optimizer: penstock.Optimizer) -> None:

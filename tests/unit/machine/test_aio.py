@@ -14,11 +14,11 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from torch import Tensor
 
 from penstock import _native
 from penstock.machine.aio import CHUNK_BYTES, File, Queue, Transfer, checksum
-from penstock.machine.arena import PAGE_BYTES, Arena
+from penstock.machine.arena import PAGE_BYTES
+from tests.support import memory
 
 MIB = 1 << 20
 
@@ -27,14 +27,6 @@ MIB = 1 << 20
 def queue() -> Iterator[Queue]:
     with Queue(3) as queue:
         yield queue
-
-
-def memory(nbytes: int, seed: int | None = None) -> Tensor:
-    """Page-aligned bytes, random ones where there is a seed."""
-    tensor = Arena(nbytes, torch.device("cpu")).lease(nbytes, torch.uint8)
-    if seed is not None:
-        tensor.random_(0, 256, generator=torch.Generator().manual_seed(seed))
-    return tensor
 
 
 @pytest.mark.parametrize(
