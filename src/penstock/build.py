@@ -21,14 +21,14 @@ from penstock import checks
 from penstock._native import Pool
 from penstock.config import Options, Placement
 from penstock.engine.access import Access
-from penstock.engine.assemble import Homes, UnitPlan
+from penstock.engine.assemble import Homes, plan_units
 from penstock.engine.discover import UnitPolicy, find_units
 from penstock.engine.engine import Engine, Origin
 from penstock.engine.gather import Gatherer
 from penstock.engine.hooks import Hooks
 from penstock.engine.precision import input_cast
 from penstock.engine.reduce import Reducer
-from penstock.engine.staging import StagingPlan
+from penstock.engine.staging import Staging, StagingPlan
 from penstock.engine.step import Stepper
 from penstock.engine.unit import Unit
 from penstock.errors import NvmeError
@@ -45,8 +45,9 @@ from penstock.rules.storage import StateFormat
 from penstock.tiers.device import DeviceTier
 from penstock.tiers.host import HostTier
 from penstock.tiers.nvme import NvmeTier
-from penstock.tiers.pipeline import Pipeline, Transit
+from penstock.tiers.pipeline import Pipeline
 from penstock.tiers.store import Store, bytes_on
+from penstock.tiers.transit import Transit
 
 MASTER_DTYPES = {"remainder": torch.int16, "fp32": torch.float32, "none": None}
 
@@ -157,13 +158,12 @@ class Request:
     options: Options
 
     def homes(self, rule: Rule) -> Homes:
-        """The one home of each kind."""
-        tiers = {}
-        for what in ("params", "grads", "optimizer"):
-            (tiers[what],) = self.placement.home(what)
+        """Where each kind lives."""
         low_precision = self.compute_dtype != torch.float32
         return Homes(
-            **tiers,
+            params=self.placement.home("params"),
+            grads=self.placement.home("grads"),
+            optimizer=self.placement.home("optimizer"),
             sharded_params=self.stage == 3,
             grad_dtype=self.accumulation_dtype,
             master_dtype=MASTER_DTYPES[self.master] if low_precision else None,
@@ -189,38 +189,39 @@ def build(
         persistent_bytes=options.persistent_bytes,
     )
     homes = request.homes(rule)
-    plans = [UnitPlan(spec, homes, ranks, streams) for spec in specs]
+    plans = plan_units(specs, homes, ranks, streams)
     live_bytes = checks.check_live_bytes([(plan.spec, plan.full_bytes) for plan in plans], options)
-    staging_plan = StagingPlan(plans, homes, request.reduce_dtype, streams)
-    records = [layout for plan in plans for layout in plan.records]
-    cells = [*(cell for plan in plans for cell in plan.cells()), *staging_plan.cells()]
-    host_bytes = bytes_on(cells, Tier.CPU)
-    checks.check_host_memory(host_bytes, streams.device, options)
+    staging_plan = StagingPlan([plan.shard_sections for plan in plans], request.reduce_dtype, streams)
+    sections = [*(section for plan in plans for section in plan.all_sections()), *staging_plan.sections()]
+    checks.check_host_memory(bytes_on(sections, Tier.CPU), streams.device, options)
     warn_of_unowned(model, groups)
 
     with contextlib.ExitStack() as undo:
-        nvme = None
-        if records:
-            failure: NvmeError | None = None
-            try:
-                nvme = NvmeTier(
-                    request.placement.nvme_folders(),
-                    records,
-                    queue_depth=options.io_queue_depth,
-                    checksums=options.checksums,
-                )
-                undo.callback(nvme.close)
-            except NvmeError as error:
-                failure = error
-            ranks.check_failures(failure, streams.device)  # the other ranks would wait for this one's parameters
-        store = Store({Tier.DEVICE: DeviceTier(streams.device), Tier.CPU: HostTier(host_bytes, streams.device)}, nvme)
+        folders = request.placement.nvme_folders()
+        store = Store(
+            [
+                DeviceTier(streams.device),
+                HostTier(streams.device),
+                NvmeTier(folders, queue_depth=options.io_queue_depth, checksums=options.checksums),
+            ]
+        )
         undo.callback(store.close)
+        reserved, failure = None, None
+        try:
+            reserved = store.reserve(sections)
+        except NvmeError as error:
+            failure = error
+        if any(section.tier is Tier.NVME for section in sections):
+            ranks.check_failures(failure, streams.device)  # the other ranks would wait for this one's parameters
+        assert reserved is not None
         origins = {p: Origin(p.dtype, p.device) for spec in specs for p in spec.parameters}
         units: list[Unit] = []
         undo.callback(empty_parameters, units, origins)
         for plan in plans:
-            units.append(plan.build(len(units), store))
-        staging = staging_plan.build(store)
+            units.append(plan.build(len(units), reserved))
+        staging = Staging(store)
+        staging.replan(staging_plan)
+        staging.take(reserved)
         undo.pop_all()
     move_buffers(model, streams.device)
     return_free_memory()  # the parameters' own memory, which the cells have replaced
@@ -238,10 +239,9 @@ def build(
         streams,
         transit,
         pool,
-        grads_tier=homes.grads,
         reduce_dtype=request.reduce_dtype,
         accumulation_dtype=request.accumulation_dtype,
-        staging=staging.accumulation,
+        accumulation=staging.accumulation,
         may_hold_back=request.stage <= 1 and ranks.world_size > 1,
     )
     stepper = Stepper(
@@ -253,7 +253,8 @@ def build(
         groups=trained,
         firsts=number_elements(p for p in model.parameters() if p in trained),
         gradient_scale=gradient_scale,
-        pipeline=Pipeline(streams, staging.update, beside=Tier.DEVICE if homes.optimizer is Tier.DEVICE else Tier.CPU),
+        pipelines={beside: Pipeline(streams, ring, beside=beside) for beside, ring in staging.update.items()},
+        transit=transit,
         overlaps=request.overlap in ("forward", "auto"),
     )
     hooks = Hooks(model, units, gatherer, reducer, input_cast(request.compute_dtype))

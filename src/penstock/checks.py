@@ -50,8 +50,6 @@ def check_features(
                 f"{what}={getattr(placement, what)!r} needs a folder for its files. "
                 "Name one on a fast disk: Placement(nvme_path=...)."
             )
-        if len(home) > 1:
-            raise _not_yet(f"{what} split between tiers", f"Give one tier, such as {what}='cpu'.")
     if placement.activations is not None:
         raise _not_yet("Placement(activations=...)", "Use the model's own activation checkpointing.")
     if precision == "fp16":

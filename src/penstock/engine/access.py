@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from penstock.engine.gather import Gatherer
 from penstock.engine.reduce import Reducer
-from penstock.engine.unit import Kinds, Trained, Unit
+from penstock.engine.unit import Trained, Unit, Weights
 from penstock.errors import ConfigError, EngineError
 from penstock.layout import Slot
 from penstock.machine.collectives import Ranks
@@ -67,7 +67,7 @@ class Access:
                 unit.trained.gradient.ready.synchronize()
                 unit.trained.updated.synchronize()
             unit.published.synchronize()
-            for home in unit.homes:
+            for home in unit.homes.values():
                 home.settle()
 
     @contextmanager
@@ -110,8 +110,8 @@ class Access:
         dtype = torch.float32 if unit.spec.dtype.is_floating_point else unit.spec.dtype
 
         def read(start: int, stop: int) -> Pieces:
-            for first, last, param, kinds in unit.visit(start, stop):
-                yield first, last, _value(param, kinds) if dtype.is_floating_point else param
+            for first, last, weights in unit.visit(start, stop):
+                yield first, last, _value(weights) if dtype.is_floating_point else weights.param
 
         return self._whole(unit, index, read, dtype)
 
@@ -136,7 +136,7 @@ class Access:
     def state(self, parameter: nn.Parameter, name: str) -> Tensor:
         """An optimizer state; `"step"` is the count of updates."""
         self.finish()
-        unit, index, _ = self._trained_place(parameter)
+        unit, index, trained = self._trained_place(parameter)
         if name == "step":
             return torch.tensor(float(self._steps[parameter]))
         if name in self._scalar_names:
@@ -144,8 +144,9 @@ class Access:
         state = self._state_index(name)
 
         def read(start: int, stop: int) -> Pieces:
-            for first, last, _, kinds in unit.visit(start, stop):
-                yield first, last, read_state(self._states[state], kinds.states[state], kinds.scales[state])
+            for first, last, views in trained.optimizer.visit(start, stop):
+                states, scales = trained.fields.name(views)
+                yield first, last, read_state(self._states[state], states[state], scales[state])
 
         return self._whole(unit, index, read)
 
@@ -158,8 +159,8 @@ class Access:
         found = self._own_part(unit, index, value)
         if found is not None:
             start, stop, values = found
-            for first, last, param, kinds in unit.visit(start, stop, modify=True):
-                _set_value(param, kinds, values[first - start : last - start])
+            for first, last, weights in unit.visit(start, stop, modify=True):
+                _set_value(weights, values[first - start : last - start])
         unit.note_version(index)
         unit.stale = unit.replica is not None and unit.layout.shards > 1
         unit.published = DONE
@@ -177,13 +178,13 @@ class Access:
                 "Gradients of no_sync micro-batches are not reduced yet. Set them after the last backward."
             )
         if not gradient.held:
-            for _, _, (kept,) in gradient.home.visit(0, gradient.home.numel, modify=True):
+            for _, _, (kept,) in gradient.home.visit(0, gradient.home.stop, modify=True):
                 kept.zero_()
             gradient.held = True
         found = self._own_part(unit, index, value)
         if found is not None:
             start, stop, values = found
-            rounded = (values / self._gradient_scale).to(gradient.home.plans[0].dtype)
+            rounded = (values / self._gradient_scale).to(gradient.home.plans[0].cells[0].dtype)
             for first, last, (kept,) in gradient.home.visit(start, stop, modify=True):
                 kept.copy_(rounded[first - start : last - start])
             gradient.squared_norms[index] = self._reducer.squared_norm(rounded)
@@ -193,7 +194,7 @@ class Access:
         """Overwrite an optimizer state; `"step"` takes a whole number."""
         self.finish()
         self.check_state(parameter, name, value)
-        unit, index, _ = self._trained_place(parameter)
+        unit, index, trained = self._trained_place(parameter)
         self._given_state.add(parameter)
         if name in self._scalar_names:
             self._scalars[parameter] = {**self._scalars.get(parameter, {}), name: value.item()}
@@ -208,9 +209,10 @@ class Access:
         found = self._own_part(unit, index, value)
         if found is not None:
             start, stop, new = found
-            for first, last, _, kinds in unit.visit(start, stop, modify=True):
-                kept = kinds.states[state]
-                write_state(spec, kept, kinds.scales[state], new[first - start : last - start].to(kept.device))
+            for first, last, views in trained.optimizer.visit(start, stop, modify=True):
+                states, scales = trained.fields.name(views)
+                kept = states[state]
+                write_state(spec, kept, scales[state], new[first - start : last - start].to(kept.device))
 
     def check_state(self, parameter: nn.Parameter, name: str, value: Tensor) -> None:
         """Refuse what `set_state` would refuse."""
@@ -306,16 +308,17 @@ class Access:
         self._ranks.broadcast(unit.full)
         start, stop = unit.own_range
         now, before = unit.full[start:stop], before[start:stop]
-        for first, last, param, kinds in unit.visit(0, stop - start, modify=True):
+        for first, last, weights in unit.visit(0, stop - start, modify=True):
             new, old = now[first:last], before[first:last]
             if unit.trained is None:
-                param.copy_(new)
+                weights.param.copy_(new)
                 continue
-            kept = _value(param, kinds)
+            kept = _value(weights)
             changed = (new != old).to(kept.device)
-            _set_value(param, kinds, torch.where(changed, new.to(kept.device, torch.float32), kept))
+            _set_value(weights, torch.where(changed, new.to(kept.device, torch.float32), kept))
         if unit.replica is not None and not unit.resident:
-            unit.replica.copy_(unit.full)
+            for first, last, (values,) in unit.replica.visit(0, unit.replica.stop, modify=True):
+                values.copy_(unit.full[first:last])
 
 
 def _check_shape(name: str, slot: Slot, value: Tensor) -> None:
@@ -323,17 +326,18 @@ def _check_shape(name: str, slot: Slot, value: Tensor) -> None:
         raise ConfigError(f"The value for '{name}' has shape {tuple(value.shape)}; the parameter has {slot.shape}.")
 
 
-def _value(param: Tensor, kinds: Kinds) -> Tensor:
+def _value(weights: Weights) -> Tensor:
     """The fp32 values of a piece."""
-    return read_master(param if kinds.shadow is None else kinds.shadow, kinds.master)
+    return read_master(weights.param if weights.shadow is None else weights.shadow, weights.master)
 
 
-def _set_value(param: Tensor, kinds: Kinds, values: Tensor) -> None:
+def _set_value(weights: Weights, values: Tensor) -> None:
     """Write values into a piece, parameter and master: fp32, or integers as they are."""
+    param = weights.param
     if not param.dtype.is_floating_point:
         param.copy_(values)
         return
-    written = param if kinds.shadow is None else kinds.shadow
-    write_master(written, kinds.master, values.to(written.device))
-    if kinds.shadow is not None:
+    written = param if weights.shadow is None else weights.shadow
+    write_master(written, weights.master, values.to(written.device))
+    if weights.shadow is not None:
         param.copy_(written)

@@ -1,24 +1,23 @@
-"""A unit's cells: planned from the request, then allocated and filled from the model's parameters."""
+"""A unit's homes: planned from the request, then made and filled from the model's parameters."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 
 import torch
 from torch import Tensor
 
 from penstock.engine.discover import UnitSpec
 from penstock.engine.unit import Fields, Gradient, Trained, Unit
-from penstock.kinds import GRAD, MASTER, PARAM, Tier
+from penstock.kinds import GRAD, MASTER, OPTIMIZER, PARAM, SHADOW, Tier
 from penstock.layout import FlatLayout
 from penstock.machine.collectives import Ranks
 from penstock.machine.streams import Streams
 from penstock.rules.master import split_master, write_master
 from penstock.rules.rule import BLOCK_NUMEL, StateSpec
-from penstock.tiers.home import CellPlan, Home, MemoryHome
+from penstock.split import Span, part, split
+from penstock.tiers.home import CellPlan, Home, MemorySection, SectionPlan
 from penstock.tiers.pipeline import in_reach
-from penstock.tiers.records import RecordLayout
-from penstock.tiers.store import Store
+from penstock.tiers.store import Reservation
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,15 +25,16 @@ class Homes:
     """Where the kinds of every unit live, and in what dtype.
 
     Attributes:
+        params, grads, optimizer: fractions of their bytes, by tier.
         sharded_params: parameters are sharded over ranks (stage 3), not replicated.
         master_dtype: int16 (remainder), float32 (full), or `None` where the parameter is its own master.
         states: the rule's states.
         tile_numel: elements of a tile.
     """
 
-    params: Tier
-    grads: Tier
-    optimizer: Tier
+    params: Mapping[Tier, float]
+    grads: Mapping[Tier, float]
+    optimizer: Mapping[Tier, float]
     sharded_params: bool
     grad_dtype: torch.dtype
     master_dtype: torch.dtype | None
@@ -42,94 +42,171 @@ class Homes:
     tile_numel: int
 
 
-class UnitPlan:
-    """The cells of one unit on this rank, before any memory is taken."""
+@dataclass(frozen=True)
+class Kind:
+    """One kind of a home: its name, dtype, and elements of the shard that one value belongs to."""
 
-    def __init__(self, spec: UnitSpec, homes: Homes, ranks: Ranks, streams: Streams) -> None:
+    name: str
+    dtype: torch.dtype
+    grain: int = 1
+
+
+def plan_units(specs: Sequence[UnitSpec], homes: Homes, ranks: Ranks, streams: Streams) -> list["UnitPlan"]:
+    """The homes of every unit on this rank; kinds that are split between tiers are cut over all units together."""
+    layouts = [FlatLayout.build(s.names, [tuple(p.shape) for p in s.parameters], ranks.shards) for s in specs]
+    # A file holds every byte once, whatever the stage: what is replicated elsewhere is gathered from shards there.
+    replicated = Tier.NVME not in homes.params and (not homes.sharded_params or ranks.shards == 1)
+    tiles = [_tiles(layout.shard_numel, homes.tile_numel) for layout in layouts]
+    trained = [index for index, spec in enumerate(specs) if spec.trainable]
+
+    def cut(chosen: Sequence[int], fractions: Mapping[Tier, float], copies: int = 1) -> dict[int, tuple[Span, ...]]:
+        return dict(zip(chosen, split([tiles[index] * copies for index in chosen], fractions), strict=True))
+
+    params = cut(range(len(specs)), homes.params, ranks.shards if replicated else 1)
+    grads, optimizer = cut(trained, homes.grads), cut(trained, homes.optimizer)
+    return [
+        UnitPlan(spec, layout, homes, ranks, streams, replicated, params[i], grads.get(i, ()), optimizer.get(i, ()))
+        for i, (spec, layout) in enumerate(zip(specs, layouts, strict=True))
+    ]
+
+
+class UnitPlan:
+    """The homes of one unit on this rank, before any memory is taken.
+
+    Arguments:
+        replicated: every rank holds all parameters, not its shard alone.
+        params: where the parameters are: of the whole unit if they are replicated, else of this rank's shard.
+        grads, optimizer: where those of this rank's shard are.
+
+    Attributes:
+        sections: by home.
+        resident: compute reads the parameters where they rest.
+    """
+
+    def __init__(
+        self,
+        spec: UnitSpec,
+        layout: FlatLayout,
+        homes: Homes,
+        ranks: Ranks,
+        streams: Streams,
+        replicated: bool,
+        params: Sequence[Span],
+        grads: Sequence[Span],
+        optimizer: Sequence[Span],
+    ) -> None:
         self.spec = spec
-        self._homes = homes
+        self.layout = layout
+        self.homes = homes
         self._ranks = ranks
         self._streams = streams
-        self.layout = FlatLayout.build(spec.names, [tuple(p.shape) for p in spec.parameters], ranks.shards)
-        # A file holds every byte once, whatever the stage: what is replicated elsewhere is gathered from shards there.
-        in_file = homes.params is Tier.NVME
-        self._replicated = not in_file and (not homes.sharded_params or ranks.shards == 1)
-        self._resident = self._replicated and (homes.params is Tier.DEVICE or streams.aliases_host)
-        shard, whole = self.layout.shard_numel, self.layout.numel
-        self.param = CellPlan(spec.name, PARAM, homes.params, spec.dtype, whole if self._replicated else shard)
-        self.grad = CellPlan(spec.name, GRAD, homes.grads, homes.grad_dtype, shard) if spec.trainable else None
-        self.optimizer: list[CellPlan] = []
-        self.fields = self._plan_optimizer() if spec.trainable else None
+        self.replicated = replicated
+        self.resident = replicated and len(params) == 1 and in_reach(params[0].tier, Tier.DEVICE, streams)
+        self._own_params = part(params, *layout.shard_range(ranks.shard_rank)) if replicated else tuple(params)
+        self.sections = {PARAM: self._plan(PARAM, [Kind(PARAM, spec.dtype)], params)}
+        self.fields = Fields((), ())
+        if spec.trainable:
+            self.sections[GRAD] = self._plan(GRAD, [Kind(GRAD, homes.grad_dtype)], grads)
+            self._plan_optimizer(optimizer)
 
-    def _plan_optimizer(self) -> Fields:
-        spec, homes, shard = self.spec, self._homes, self.layout.shard_numel
-
-        def plan(kind: str, dtype: torch.dtype, grain: int = 1) -> int:
-            self.optimizer.append(CellPlan(spec.name, kind, homes.optimizer, dtype, shard // grain, grain))
-            return len(self.optimizer) - 1
-
+    def _plan_optimizer(self, optimizer: Sequence[Span]) -> None:
+        spec, homes = self.spec, self.homes
         has_master = homes.master_dtype is not None and spec.dtype != torch.float32
-        master = plan(MASTER, homes.master_dtype) if has_master and homes.master_dtype else None
-        # Where the update cannot reach the parameters, it writes a copy beside its state, the other part of the master.
-        # Tiles that come from or go to a file are brought to the update anyway, and the parameters with them.
-        shadowed = Tier.NVME not in (homes.params, homes.optimizer) and not in_reach(
-            homes.params, homes.optimizer, self._streams
-        )
-        shadow = plan(MASTER, spec.dtype) if shadowed else None
+        master = [Kind(MASTER, homes.master_dtype)] if has_master and homes.master_dtype else []
+        kinds: list[Kind] = []
+
+        def add(kind: Kind) -> int:
+            kinds.append(kind)
+            return len(kinds) - 1
+
         states, scales = [], []
         for state in homes.states:
-            states.append(plan(state.name, state.dtype))
+            states.append(add(Kind(state.name, state.dtype)))
             scale = state.scale_name
-            scales.append(plan(scale, torch.float32, BLOCK_NUMEL) if scale else None)
-        return Fields(master, shadow, tuple(states), tuple(scales))
+            scales.append(add(Kind(scale, torch.float32, BLOCK_NUMEL)) if scale else None)
+        self.fields = Fields(tuple(states), tuple(scales))
+        self.sections[MASTER] = self._plan(MASTER, master, optimizer)
+        self.sections[OPTIMIZER] = self._plan(OPTIMIZER, kinds, optimizer)
+        self.sections[SHADOW] = [
+            section
+            for update in optimizer
+            for param in self._own_params
+            if max(update.start, param.start) < min(update.stop, param.stop)
+            for section in self._plan(
+                SHADOW,
+                [Kind(MASTER, spec.dtype)] if self._needs_shadow(param.tier, update.tier) else [],
+                [Span(update.tier, max(update.start, param.start), min(update.stop, param.stop))],
+            )
+        ]
+
+    def _needs_shadow(self, params: Tier, optimizer: Tier) -> bool:
+        """Where the update cannot reach the parameters, it writes a copy beside its state, the master's other part.
+
+        Tiles that come from or go to a file are brought to the update anyway, and the parameters with them.
+        """
+        return Tier.NVME not in (params, optimizer) and not in_reach(params, optimizer, self._streams)
+
+    def _plan(self, home: str, kinds: Sequence[Kind], spans: Iterable[Span]) -> list[SectionPlan]:
+        return [
+            SectionPlan(
+                home,
+                tier,
+                tuple(
+                    CellPlan(self.spec.name, k.name, tier, k.dtype, (stop - start) // k.grain, k.grain) for k in kinds
+                ),
+                start,
+                stop - start,
+                self.homes.tile_numel,
+            )
+            for tier, start, stop in spans
+        ]
 
     @property
     def full_bytes(self) -> int:
         """Bytes of the unit when it is gathered."""
         return self.layout.numel * self.spec.dtype.itemsize
 
-    def cells(self) -> Iterator[CellPlan]:
-        """Every cell."""
-        yield self.param
-        if self.grad is not None:
-            yield self.grad
-        yield from self.optimizer
+    @property
+    def shard_sections(self) -> dict[str, list[SectionPlan]]:
+        """The sections of this rank's shard."""
+        return {**self.sections, PARAM: self._plan(PARAM, [Kind(PARAM, self.spec.dtype)], self._own_params)}
 
-    @cached_property
-    def records(self) -> list[RecordLayout]:
-        """What goes into files, in the order in which `build` makes the homes."""
-        homes = [[self.param], [self.grad] if self.grad else [], self.optimizer]
-        shard, tile = self.layout.shard_numel, self._homes.tile_numel
-        return [RecordLayout(cells, shard, tile) for cells in homes if cells and cells[0].tier is Tier.NVME]
+    def all_sections(self) -> Iterator[SectionPlan]:
+        """Every section, in the order in which `build` makes them."""
+        for sections in self.sections.values():
+            yield from sections
 
-    def build(self, index: int, store: Store) -> Unit:
-        """Allocate the cells and fill them; the model's parameters give up their own memory. Collective."""
-        spec, layout = self.spec, self.layout
-        shard, tile, rank = layout.shard_numel, self._homes.tile_numel, self._ranks.shard_rank
-        params: Home
-        if self._replicated:
-            replica = store.allocate(self.param)
-            start, stop = layout.shard_range(rank)
-            params = MemoryHome([self.param], [replica[start:stop]], shard, tile)
+    def build(self, index: int, reserved: Reservation) -> Unit:
+        """Make the homes and fill them; the model's parameters give up their own memory. Collective."""
+        spec, layout, device = self.spec, self.layout, self._streams.device
+        homes = {name: Home([reserved.make(plan) for plan in plans]) for name, plans in self.sections.items()}
+        whole = homes[PARAM]
+        if self.resident:
+            (section,) = whole.sections
+            assert isinstance(section, MemorySection)
+            (full,) = section.tensors
         else:
-            replica = None
-            params = store.make_home([self.param], shard, tile)
-        if self._resident:
-            assert replica is not None
-            full = replica
-        else:
-            full = torch.empty(layout.numel, dtype=spec.dtype, device=self._streams.device)
+            full = torch.empty(layout.numel, dtype=spec.dtype, device=device)
             self._streams.retire(full)
         unit = Unit(
-            spec, index, layout, rank=rank, params=params, replica=replica, full=full, device=self._streams.device
+            spec,
+            index,
+            layout,
+            rank=self._ranks.shard_rank,
+            params=whole.part(*layout.shard_range(self._ranks.shard_rank)) if self.replicated else whole,
+            replica=whole if self.replicated else None,
+            full=full,
+            resident=self.resident,
+            device=device,
         )
-        if self.grad is not None and self.fields is not None:
+        if spec.trainable:
             unit.trained = Trained(
-                gradient=Gradient(store.make_home([self.grad], shard, tile)),
-                optimizer=store.make_home(self.optimizer, shard, tile) if self.optimizer else None,
+                gradient=Gradient(homes[GRAD]),
+                master=homes[MASTER],
+                optimizer=homes[OPTIMIZER],
+                shadow=homes[SHADOW],
                 fields=self.fields,
-                optimizer_tier=self._homes.optimizer,
-                tiles=layout.tiles(rank, tile),
+                tiles=layout.tiles(self._ranks.shard_rank, self.homes.tile_numel),
             )
         self._fill(unit)
         unit.hide()
@@ -139,30 +216,30 @@ class UnitPlan:
     def _fill(self, unit: Unit) -> None:
         """Put the first rank's parameters into the home, and this rank's part of them into the master."""
         flats = [self._first_ranks(parameter.detach()) for parameter in unit.spec.parameters]
-        master = unit.trained.fields.master if unit.trained else None
-        remainder = master is not None and self.optimizer[master].dtype == torch.int16
+        remainder = self.homes.master_dtype == torch.int16 and unit.spec.dtype != torch.float32 and unit.spec.trainable
         if unit.replica is not None:
             for slot, flat in zip(unit.layout.slots, flats, strict=True):
                 rounded = split_master(flat.float())[0] if remainder else flat.to(unit.spec.dtype)
-                unit.replica[slot.start : slot.stop].copy_(rounded)
+                for start, stop, (values,) in unit.replica.visit(slot.start, slot.stop, modify=True):
+                    values.copy_(rounded[start - slot.start : stop - slot.start])
         parts = unit.parts()
         first = unit.own_range[0]
-        for begin, end, param, kinds in unit.visit(0, unit.layout.shard_numel, modify=True):
-            for part in parts:
-                start, stop = max(part.start, begin), min(part.stop, end)
+        for begin, end, weights in unit.visit(0, unit.layout.shard_numel, modify=True):
+            for index, start, stop in parts:
+                start, stop = max(start, begin), min(stop, end)
                 if start >= stop:
                     continue
                 inside = slice(start - begin, stop - begin)
-                offset = first - unit.layout.slots[part.slot].start
-                value = flats[part.slot][start + offset : stop + offset]
+                offset = first - unit.layout.slots[index].start
+                value = flats[index][start + offset : stop + offset]
                 if unit.trained is None:
-                    param[inside].copy_(value)
+                    weights.param[inside].copy_(value)
                     continue
-                written = (param if kinds.shadow is None else kinds.shadow)[inside]
-                rest = None if kinds.master is None else kinds.master[inside]
+                written = (weights.param if weights.shadow is None else weights.shadow)[inside]
+                rest = None if weights.master is None else weights.master[inside]
                 write_master(written, rest, value.float().to(written.device))
-                if kinds.shadow is not None:
-                    param[inside].copy_(written)
+                if weights.shadow is not None:
+                    weights.param[inside].copy_(written)
 
     def _first_ranks(self, value: Tensor) -> Tensor:
         """The first rank's value, flat."""
@@ -171,3 +248,8 @@ class UnitPlan:
             flat = flat.to(self._streams.device, copy=True)
             self._ranks.broadcast(flat)
         return flat
+
+
+def _tiles(numel: int, tile_numel: int) -> list[int]:
+    whole, rest = divmod(numel, tile_numel)
+    return [tile_numel] * whole + ([rest] if rest else [])

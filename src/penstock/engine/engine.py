@@ -66,14 +66,15 @@ class Engine:
         unit = next((unit for unit in self.units if unit.name == unit_name), None)
         if unit is None:  # staging
             return all(u.trained is None or u.trained.updated.done() for u in self.units)
-        if kind == PARAM:
-            events = [unit.published] if unit.trained is None else [unit.published, unit.trained.updated]
-            return unit.params.at_rest() and all(event.done() for event in events)
-        assert unit.trained is not None
+        trained = unit.trained
         if kind == GRAD:
-            return unit.trained.gradient.ready.done() and unit.trained.gradient.home.at_rest()
-        optimizer = unit.trained.optimizer
-        return unit.trained.updated.done() and (optimizer is None or optimizer.at_rest())
+            assert trained is not None
+            return trained.gradient.ready.done() and trained.gradient.home.at_rest()
+        updated = trained is None or trained.updated.done()
+        if kind == PARAM:
+            return updated and unit.published.done() and unit.params.at_rest()
+        assert trained is not None
+        return updated and all(home.at_rest() for home in (trained.master, trained.shadow, trained.optimizer))
 
     def check_frozen(self) -> None:
         """Refuse parameters that were unfrozen after `prepare`: they have no optimizer state."""

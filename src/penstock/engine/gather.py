@@ -5,14 +5,11 @@ never correctness.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
-from functools import partial
-
-from torch import Tensor
 
 from penstock.engine.unit import Residency, Unit
 from penstock.machine.collectives import Ranks
-from penstock.machine.streams import COLLECTIVE, DOWNLOAD, UPLOAD, Event, Streams, copy
-from penstock.tiers.pipeline import Transit
+from penstock.machine.streams import COLLECTIVE, Event, Streams
+from penstock.tiers.transit import Transit, buffer_home
 
 
 class Order:
@@ -189,21 +186,18 @@ class Gatherer:
             self.live_bytes += unit.nbytes
             self.peak_live_bytes = max(self.peak_live_bytes, self.live_bytes)
         replica = unit.replica
+        full = buffer_home(unit.full)
         if replica is not None and not unit.stale:
-            return self._copy(UPLOAD, unit.full, replica, unit.published)
+            return self._transit.copy(replica, full, after=unit.published)
         start, stop = unit.own_range
-        event = self._transit.fill(unit.full[start:stop], unit.params, after=unit.published, writes=(unit.full,))
+        own = buffer_home(unit.full[start:stop])
+        event = self._transit.copy(unit.params, own, after=unit.published)
         if self._ranks.shards > 1:
             event = self._all_gather(unit, after=(event,))
         if replica is not None:  # it must hold every rank's part again
             unit.stale = False
-            event = self._copy(DOWNLOAD, replica, unit.full, event)
+            event = self._transit.copy(full, replica, after=event)
         return event
-
-    def _copy(self, stream: str, target: Tensor, source: Tensor, after: Event) -> Event:
-        nbytes = source.numel() * source.element_size()
-        work = partial(copy, target, source)
-        return self._streams.submit(stream, work, after=(after,), writes=(target,), nbytes=nbytes)
 
     def _all_gather(self, unit: Unit, after: tuple[Event, ...]) -> Event:
         start, stop = unit.own_range

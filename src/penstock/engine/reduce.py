@@ -7,7 +7,7 @@ host wait for the device. Norms are taken part by part (a slot's part in the sha
 so they do not depend on the path, the placement or the tile size.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 
@@ -16,23 +16,22 @@ from torch import Tensor
 
 from penstock._native import Pool
 from penstock.engine.buffers import BufferRing
-from penstock.engine.unit import Gradient, Part, Unit
-from penstock.kinds import Tier
+from penstock.engine.unit import Gradient, Part, Unit, reached
 from penstock.machine.collectives import Ranks
-from penstock.machine.streams import COLLECTIVE, DONE, DOWNLOAD, UPDATE, Event, Streams, copy
+from penstock.machine.streams import COLLECTIVE, DONE, DOWNLOAD, UPDATE, Event, Streams, all_of, copy
 from penstock.rules.deposit import deposit, squared_norm
-from penstock.tiers.pipeline import Transit, in_reach
+from penstock.tiers.home import MemorySection
+from penstock.tiers.transit import Transit, buffer_home
 
 
 class Reducer:
     """Takes every gradient of the engine's units.
 
     Arguments:
-        grads_tier: home of gradients.
         reduce_dtype: dtype in which gradients are summed over ranks.
         accumulation_dtype: dtype in which micro-batches are summed, the homes' own.
-        staging: host buffer of one tile in the reduce dtype, through which later micro-batches reach homes on the cpu
-            tier; `None` where compute reaches the homes.
+        accumulation: gives a host buffer of one tile in the reduce dtype, through which later micro-batches reach homes
+            on the cpu tier where compute does not.
         may_hold_back: whole gradients may stay on this rank until a later micro-batch is reduced (stages 0 and 1).
     """
 
@@ -43,10 +42,9 @@ class Reducer:
         transit: Transit,
         pool: Pool,
         *,
-        grads_tier: Tier,
         reduce_dtype: torch.dtype,
         accumulation_dtype: torch.dtype,
-        staging: Tensor | None,
+        accumulation: Callable[[], Tensor],
         may_hold_back: bool,
     ) -> None:
         self._ranks = ranks
@@ -55,10 +53,8 @@ class Reducer:
         self._pool = pool
         self._reduce_dtype = reduce_dtype
         self._accumulation_dtype = accumulation_dtype
-        self._home_in_reach = in_reach(grads_tier, Tier.DEVICE, streams)
-        self._home_is_file = grads_tier is Tier.NVME
-        self._straight = ranks.world_size == 1 and self._home_in_reach
-        self._staging = staging
+        self._straight = ranks.world_size == 1
+        self._accumulation = accumulation
         self.buffers = BufferRing(streams.device, streams)
         self._may_hold_back = may_hold_back
         self._synchronizing = True
@@ -82,8 +78,10 @@ class Reducer:
         gradient = unit.trained.gradient
         slot = unit.layout.slots[slot_index]
         flat = grad.reshape(-1)
-        if self._straight and self._reduce_dtype in (flat.dtype, torch.float32):  # else reducing would round
-            target, held = gradient.values[slot.start : slot.stop], slot_index in gradient.present
+        values = reached(gradient.home, self._streams) if self._straight else None
+        if values is not None and self._reduce_dtype in (flat.dtype, torch.float32):  # else reducing would round
+            gradient.ready.wait()  # the home may have moved
+            target, held = values[slot.start : slot.stop], slot_index in gradient.present
             gradient.squared_norms[slot_index] = deposit(target, flat, add=held, pool=self._pool)
             gradient.present.add(slot_index)
             gradient.held = True
@@ -116,15 +114,15 @@ class Reducer:
         sharded = self._ranks.shards > 1
         reduced = self.buffers.lease(unit.layout.shard_numel, self._reduce_dtype) if sharded else full
         parts = unit.parts()
-        settles_here = self._home_in_reach
+        values, before = reached(gradient.home, self._streams), gradient.ready
 
         def communicate() -> None:
             if sharded:
                 self._ranks.reduce_scatter(reduced, full)
             self._ranks.all_reduce_replicas(reduced)
-            if settles_here:
+            if values is not None:
                 for index, start, stop in parts:
-                    target = gradient.values[start:stop]
+                    target = values[start:stop]
                     gradient.squared_norms[index] = deposit(target, reduced[start:stop], add=add, pool=self._pool)
             elif not add:
                 for index, start, stop in parts:
@@ -133,17 +131,23 @@ class Reducer:
                     )
 
         writes = (reduced,) if sharded else ()
-        event = self._streams.submit(COLLECTIVE, communicate, writes=writes, nbytes=full.numel() * full.element_size())
+        event = self._streams.submit(
+            COLLECTIVE,
+            communicate,
+            after=(before,) if values is not None else (),
+            writes=writes,
+            nbytes=full.numel() * full.element_size(),
+        )
         if full is not pending:
             self.buffers.give_back(pending, DONE)
-        if settles_here:
+        if values is not None:
             gradient.ready = event
         elif not add:
-            gradient.ready = self._transit.save(gradient.home, reduced, after=event)
-        elif self._home_is_file:
-            gradient.ready = self._add_to_file(gradient, reduced, parts, event)
+            gradient.ready = self._transit.copy(buffer_home(reduced), gradient.home, after=all_of([event, before]))
+        elif len(gradient.home.sections) == 1 and not gradient.home.in_files:
+            gradient.ready = self._add_on_host(gradient, reduced, parts, all_of([event, before]))
         else:
-            gradient.ready = self._add_on_host(gradient, reduced, parts, event)
+            gradient.ready = self._add_on_device(gradient, reduced, parts, event)
         self.buffers.give_back(full, event if sharded else gradient.ready)
         if sharded:
             self.buffers.give_back(reduced, gradient.ready)
@@ -173,9 +177,10 @@ class Reducer:
 
     def _add_on_host(self, gradient: Gradient, reduced: Tensor, parts: Sequence[Part], after: Event) -> Event:
         """A later micro-batch of a home on the cpu tier: down once in the reduced dtype, added there tile by tile."""
-        staging = self._staging
-        assert staging is not None
-        home = gradient.values
+        staging = self._accumulation()
+        (section,) = gradient.home.sections
+        assert isinstance(section, MemorySection)
+        (home,) = section.tensors
 
         def down_and_add() -> None:
             for start in range(0, home.numel(), staging.numel()):
@@ -194,10 +199,13 @@ class Reducer:
 
         return self._streams.submit(UPDATE, down_and_add, after=(after,))
 
-    def _add_to_file(self, gradient: Gradient, reduced: Tensor, parts: Sequence[Part], after: Event) -> Event:
-        """A later micro-batch of a home in a file: what it holds comes up, is added to, and goes back."""
+    def _add_on_device(self, gradient: Gradient, reduced: Tensor, parts: Sequence[Part], after: Event) -> Event:
+        """A later micro-batch of a home in files or on several tiers: what it holds comes up, is added to, goes back.
+
+        Of homes in memory only those on a cut are on several tiers: their parts must be measured whole.
+        """
         total = self.buffers.lease(reduced.numel(), self._accumulation_dtype)
-        brought = self._transit.fill(total, gradient.home, after=gradient.ready)
+        brought = self._transit.copy(gradient.home, buffer_home(total), after=gradient.ready)
 
         def add() -> None:
             for index, start, stop in parts:
@@ -205,7 +213,7 @@ class Reducer:
                 gradient.squared_norms[index] = deposit(part, reduced[start:stop], add=True, pool=self._pool)
 
         added = self._streams.submit(COLLECTIVE, add, after=(after, brought))
-        saved = self._transit.save(gradient.home, total, after=added)
+        saved = self._transit.copy(buffer_home(total), gradient.home, after=added)
         self.buffers.give_back(total, saved)
         return saved
 

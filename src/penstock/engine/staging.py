@@ -1,116 +1,193 @@
-"""Buffers through which tiles pass: planned with the cells, allocated with them. None is larger than a tile.
+"""Buffers through which tiles pass: planned from where the homes are, none larger than a tile.
 
 accumulation   a tile of a gradient that is added to its home on the cpu tier
-update         the ring of the update: what it cannot reach where it rests, a buffer for each such home of a unit
+update         the rings of the updates on the host and on the device: what each cannot reach where it rests, a buffer
+               for each such home
 transit        the ring of gathers and gradients that come from files or go there
+
+They are planned and taken with the homes. When homes move, they are given back and planned again, and taken when
+they are needed.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from penstock.engine.assemble import Homes, UnitPlan
-from penstock.kinds import STAGING, Tier
-from penstock.layout import ALIGNMENT_NUMEL
+from penstock.kinds import GRAD, MASTER, OPTIMIZER, PARAM, SHADOW, STAGING, Tier
 from penstock.machine.streams import Streams
-from penstock.tiers.home import CellPlan
-from penstock.tiers.pipeline import GRAD_AREA, OPTIMIZER_AREA, PARAM_AREA, Slot, in_reach
-from penstock.tiers.records import RecordLayout
-from penstock.tiers.store import Store
+from penstock.tiers.home import CellPlan, MemorySection, Section, SectionPlan
+from penstock.tiers.pipeline import in_reach
+from penstock.tiers.records import RecordLayout, record_sizes
+from penstock.tiers.ring import Ring, Slot
+from penstock.tiers.store import Reservation, Store
+from penstock.tiers.transit import PASSING
 
 # Of two slots, one is filled while the other is used. Files come and go at a pace of their own and want more in flight:
 # as many tiles as these bytes hold, within limits.
 MEMORY_SLOTS = 2
 LEAST_FILE_SLOTS, MOST_FILE_SLOTS, RING_BYTES = 4, 32, 256 << 20
 
+#: The sections of one unit on this rank, by home.
+Sections = Mapping[str, Sequence[SectionPlan]]
+
 
 @dataclass(frozen=True)
-class Staging:
-    """The buffers."""
+class SlotPlan:
+    """The buffers of one slot, by home: where a tile is used, and where its files are read and written."""
 
-    accumulation: Tensor | None
-    update: Sequence[Slot]
-    transit: Sequence[Tensor]
+    near: Mapping[str, SectionPlan]
+    host: Mapping[str, SectionPlan]
+
+    def sections(self) -> Iterator[SectionPlan]:
+        """Every buffer."""
+        yield from (*self.near.values(), *self.host.values())
 
 
 class StagingPlan:
     """Which buffers there will be.
 
     Arguments:
-        plans: the units.
-        homes: where their kinds live.
+        units: where the homes are.
         reduce_dtype: of gradients on their way.
     """
 
-    def __init__(self, plans: Sequence[UnitPlan], homes: Homes, reduce_dtype: torch.dtype, streams: Streams) -> None:
-        trained = [plan for plan in plans if plan.spec.trainable]
-        beside = Tier.DEVICE if homes.optimizer is Tier.DEVICE else Tier.CPU
-        tile = min(homes.tile_numel, max((plan.layout.shard_numel for plan in plans), default=ALIGNMENT_NUMEL))
+    def __init__(self, units: Sequence[Sections], reduce_dtype: torch.dtype, streams: Streams) -> None:
+        self._streams = streams
+        plans = [plan for unit in units for sections in unit.values() for plan in sections]
+        self._tile = max((min(plan.numel, plan.tile_numel) for plan in plans), default=0)
+        on_host = any(plan.tier is Tier.CPU for unit in units for plan in unit.get(GRAD, ()))
+        accumulates = on_host and not in_reach(Tier.CPU, Tier.DEVICE, streams)
+        self.accumulation = _buffer("accumulation", Tier.CPU, reduce_dtype, self._tile) if accumulates else None
+        self.update = {beside: self._slots_beside(beside, units) for beside in (Tier.DEVICE, Tier.CPU)}
+        self.transit = transit_slots(plan for unit in units for home in (PARAM, GRAD) for plan in unit.get(home, ()))
 
-        self._accumulation: CellPlan | None = None
-        if homes.grads is Tier.CPU and not in_reach(homes.grads, Tier.DEVICE, streams):
-            self._accumulation = CellPlan("(accumulation)", STAGING, homes.grads, reduce_dtype, tile)
+    def sections(self) -> Iterator[SectionPlan]:
+        """Every buffer."""
+        if self.accumulation is not None:
+            yield self.accumulation
+        for slots in (*self.update.values(), self.transit):
+            for slot in slots:
+                yield from slot.sections()
 
-        areas: dict[str, int] = {}
-        for plan in trained:
-            parts = {GRAD_AREA: [plan.grad] if plan.grad else [], OPTIMIZER_AREA: plan.optimizer}
-            if plan.fields is not None and plan.fields.shadow is None:
-                parts[PARAM_AREA] = [plan.param]
-            for area, cells in parts.items():
-                if cells and not in_reach(cells[0].tier, beside, streams):
-                    areas[area] = max(areas.get(area, 0), _tile_bytes(cells, tile))
-        tiers = {GRAD_AREA: homes.grads, PARAM_AREA: homes.params, OPTIMIZER_AREA: homes.optimizer}
-        files = {area for area in areas if tiers[area] is Tier.NVME}
-        count = _slots(sum(areas.values())) if files else MEMORY_SLOTS
-        near = Tier.CPU if streams.aliases_host else beside  # files want pages, which that tier hands out
-        self._near = [_buffers("update", number, near, areas) for number in range(count)]
-        # What an update on a device takes from a file goes through the host.
-        bounces = beside is Tier.DEVICE and not streams.aliases_host
-        bounced = {area: nbytes for area, nbytes in areas.items() if area in files} if bounces else {}
-        self._host = [_buffers("file", number, Tier.CPU, bounced) for number in range(count)]
-
-        passing = [plan.param for plan in plans if homes.params is Tier.NVME]
-        passing += [plan.grad for plan in trained if plan.grad and homes.grads is Tier.NVME]
-        nbytes = max((_tile_bytes([cell], tile) for cell in passing), default=0)
-        self._transit = [
-            CellPlan(f"(transit {number})", STAGING, Tier.CPU, torch.uint8, nbytes)
-            for number in range(_slots(nbytes) if nbytes else 0)
+    def _slots_beside(self, beside: Tier, units: Sequence[Sections]) -> list[SlotPlan]:
+        """The ring of the updates beside one tier."""
+        sizes: dict[str, int] = {}
+        files: set[str] = set()
+        for home, plan in (each for unit in units for each in _updated_beside(beside, unit)):
+            if plan.cells and not in_reach(plan.tier, beside, self._streams):
+                sizes[home] = max(sizes.get(home, 0), RecordLayout(plan.cells).record_bytes(self._tile))
+                if plan.tier is Tier.NVME:
+                    files.add(home)
+        near = Tier.CPU if self._streams.aliases_host else beside  # files want pages, which that tier hands out
+        bounced = files if near is Tier.DEVICE else ()  # what an update on a device takes from files passes the host
+        count = 0 if not sizes else _slots(sum(sizes.values())) if files else MEMORY_SLOTS
+        return [
+            SlotPlan(
+                {home: _buffer(f"update {number}, {home}", near, torch.uint8, sizes[home]) for home in sizes},
+                {home: _buffer(f"file {number}, {home}", Tier.CPU, torch.uint8, sizes[home]) for home in bounced},
+            )
+            for number in range(count)
         ]
 
-    def cells(self) -> Iterator[CellPlan]:
-        """Every buffer."""
-        if self._accumulation is not None:
-            yield self._accumulation
-        for buffers in (*self._near, *self._host):
-            yield from buffers.values()
-        yield from self._transit
 
-    def build(self, store: Store) -> Staging:
-        """Allocate them."""
-        slots = []
-        for near, host in zip(self._near, self._host, strict=True):
-            buffers = {area: store.allocate(cell) for area, cell in near.items()}
-            slots.append(Slot(buffers, {area: store.allocate(cell) for area, cell in host.items()} or buffers))
-        return Staging(
-            accumulation=None if self._accumulation is None else store.allocate(self._accumulation),
-            update=[slot for slot in slots if slot.near],
-            transit=[store.allocate(cell) for cell in self._transit],
-        )
+def transit_slots(plans: Iterable[SectionPlan]) -> list[SlotPlan]:
+    """The ring through which sections in files pass."""
+    nbytes = max((max(record_sizes(plan)) for plan in plans if plan.tier is Tier.NVME and plan.cells), default=0)
+    count = _slots(nbytes) if nbytes else 0
+    return [SlotPlan({PASSING: _buffer(f"transit {n}", Tier.CPU, torch.uint8, nbytes)}, {}) for n in range(count)]
 
 
-def _tile_bytes(cells: Sequence[CellPlan], tile: int) -> int:
-    """Bytes of a tile of some kinds, in a record or one after the other."""
-    return RecordLayout(cells, tile, tile).record_bytes(tile)
+class Staging:
+    """The buffers, and the rings that hold them.
+
+    Arguments:
+        store: where their memory comes from.
+    """
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self._plan: StagingPlan | None = None
+        self._sections: list[Section] = []
+        self._accumulation: Tensor | None = None
+        self._update = {beside: Ring(self.take) for beside in (Tier.DEVICE, Tier.CPU)}
+        self._transit = Ring(self.take)
+
+    @property
+    def update(self) -> Mapping[Tier, Ring]:
+        """The rings of the updates, by the tier beside which they run."""
+        return self._update
+
+    @property
+    def transit(self) -> Ring:
+        """The ring of gathers and gradients."""
+        return self._transit
+
+    def accumulation(self) -> Tensor:
+        """The buffer of accumulation on the host."""
+        self.take()
+        assert self._accumulation is not None, "the buffer was not planned"
+        return self._accumulation
+
+    def replan(self, plan: StagingPlan) -> None:
+        """Give back what there is. The buffers of the new plan are taken when one is needed."""
+        for ring in (*self._update.values(), self._transit):
+            ring.drop()
+        self._accumulation = None
+        for section in self._sections:
+            self._store.free(section, self._store.leave(section))
+        self._sections.clear()
+        self._plan = plan
+
+    def take(self, reserved: Reservation | None = None) -> None:
+        """Make the buffers, in memory that was reserved with others or now."""
+        plan = self._plan
+        if plan is None or self._sections:
+            return
+        reserved = reserved or self._store.reserve(list(plan.sections()))
+        if plan.accumulation is not None:
+            self._accumulation = self._make(plan.accumulation, reserved)
+        for beside, slots in plan.update.items():
+            self._update[beside].fill([self._make_slot(slot, reserved) for slot in slots])
+        self._transit.fill([self._make_slot(slot, reserved) for slot in plan.transit])
+
+    def _make_slot(self, plan: SlotPlan, reserved: Reservation) -> Slot:
+        near = {home: self._make(buffer, reserved) for home, buffer in plan.near.items()}
+        return Slot(near, near | {home: self._make(buffer, reserved) for home, buffer in plan.host.items()})
+
+    def _make(self, plan: SectionPlan, reserved: Reservation) -> Tensor:
+        section = reserved.make(plan)
+        assert isinstance(section, MemorySection)
+        self._sections.append(section)
+        return section.tensors[0]
+
+
+def _updated_beside(beside: Tier, unit: Sections) -> Iterator[tuple[str, SectionPlan]]:
+    """The sections that the updates beside one tier work on, by home."""
+    for update in unit.get(OPTIMIZER, ()):
+        if (update.tier is Tier.DEVICE) != (beside is Tier.DEVICE):
+            continue
+        shadowed = [plan for plan in unit[SHADOW] if plan.cells and _overlap(plan, update)]
+        for home in (GRAD, MASTER, OPTIMIZER, SHADOW, PARAM):
+            for plan in unit[home]:
+                covered = home == PARAM and any(_covers(shadow, plan, update) for shadow in shadowed)
+                if _overlap(plan, update) and not covered:
+                    yield home, plan
+
+
+def _overlap(one: SectionPlan, other: SectionPlan) -> bool:
+    return max(one.start, other.start) < min(one.stop, other.stop)
+
+
+def _covers(shadow: SectionPlan, plan: SectionPlan, update: SectionPlan) -> bool:
+    """Whether the update of a part of a section needs its shadow alone."""
+    return shadow.start <= max(plan.start, update.start) and min(plan.stop, update.stop) <= shadow.stop
 
 
 def _slots(nbytes: int) -> int:
     return max(LEAST_FILE_SLOTS, min(MOST_FILE_SLOTS, RING_BYTES // max(nbytes, 1)))
 
 
-def _buffers(name: str, number: int, tier: Tier, areas: Mapping[str, int]) -> dict[str, CellPlan]:
-    return {
-        area: CellPlan(f"({name} {number}, {area})", STAGING, tier, torch.uint8, nbytes)
-        for area, nbytes in areas.items()
-    }
+def _buffer(name: str, tier: Tier, dtype: torch.dtype, numel: int) -> SectionPlan:
+    return SectionPlan(STAGING, tier, (CellPlan(f"({name})", STAGING, tier, dtype, numel),), 0, numel, max(numel, 1))

@@ -10,21 +10,23 @@ import math
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import groupby, zip_longest
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from penstock._native import Pool
-from penstock.engine.unit import Trained, Unit
+from penstock.engine.unit import Fields, Unit
 from penstock.errors import EngineError
-from penstock.kinds import Tier
+from penstock.kinds import GRAD, MASTER, OPTIMIZER, PARAM, SHADOW, Tier
 from penstock.layout import Piece
 from penstock.machine.collectives import Ranks
-from penstock.machine.streams import DONE, DOWNLOAD, UPDATE, UPLOAD, Event, FailedEvent, Streams, all_of, copy
+from penstock.machine.streams import DONE, UPDATE, Event, FailedEvent, Streams, all_of
 from penstock.rules.rule import BLOCK_NUMEL, Hyper, Rule, Scalars, Segment
-from penstock.tiers.home import Home, MemoryHome, Views
-from penstock.tiers.pipeline import GRAD_AREA, OPTIMIZER_AREA, PARAM_AREA, Pipeline
+from penstock.tiers.home import Views
+from penstock.tiers.pipeline import Pipeline
+from penstock.tiers.transit import Transit
 
 
 @dataclass(frozen=True)
@@ -52,6 +54,19 @@ class Run:
     base: int = 0  # what added to an element's index in the shard numbers it among all elements of the optimizer
 
 
+@dataclass
+class _TileUpdate:
+    """One tile's update: where it runs, what of it in which passes, and once submitted, its events."""
+
+    unit: Unit
+    number: int
+    beside: Tier
+    runs: Sequence[Run]
+    scale: float
+    updated: Event = DONE
+    home_again: Event = DONE  # what it wrote is in those homes that are memory
+
+
 @dataclass(frozen=True)
 class Measure:
     """The gradient of a step over all ranks: its norm, and for each unit the slots that have one."""
@@ -67,7 +82,8 @@ class Stepper:
         groups: index of the optimizer's param group of each trained parameter.
         firsts: number of each trained parameter's first element among all elements of the optimizer.
         gradient_scale: what a gradient in its home is multiplied with, 1 / world size for the mean.
-        pipeline: brings what the update cannot reach where it rests.
+        pipelines: bring what the updates on the host and on the device cannot reach where it rests.
+        transit: publishes shadows.
         overlaps: `update` returns before the last update has run: whoever needs a unit waits for it.
     """
 
@@ -82,7 +98,8 @@ class Stepper:
         groups: Mapping[nn.Parameter, int],
         firsts: Mapping[nn.Parameter, int],
         gradient_scale: float,
-        pipeline: Pipeline,
+        pipelines: Mapping[Tier, Pipeline],
+        transit: Transit,
         overlaps: bool,
     ) -> None:
         self._units = [unit for unit in units if unit.trained]
@@ -93,7 +110,8 @@ class Stepper:
         self._groups = groups
         self._firsts = firsts
         self._gradient_scale = gradient_scale
-        self._pipeline = pipeline
+        self._pipelines = pipelines
+        self._transit = transit
         self._overlaps = overlaps
         self._forwards = False  # of the last update
         self.steps: dict[nn.Parameter, int] = dict.fromkeys(groups, 0)
@@ -149,11 +167,18 @@ class Stepper:
         scale = self._gradient_scale
         if max_grad_norm is not None:  # as torch.nn.utils.clip_grad_norm_
             scale *= min(1.0, max_grad_norm / (measure.grad_norm + 1e-6))
-        plans = [(unit, self._hypers(unit, slots, param_groups)) for unit, slots in measure.present.items() if slots]
+        plans = {unit: self._hypers(unit, slots, param_groups) for unit, slots in measure.present.items() if slots}
         self._forwards = self._overlaps or not self._forwards
-        try:
-            for unit, hypers in plans if self._forwards else plans[::-1]:  # from here on nothing is refused
-                self._update_unit(unit, hypers, scale)
+        try:  # from here on nothing is refused
+            tiles = [tile for unit, plan in plans.items() for tile in self._plan_tiles(unit, plan, scale)]
+            on_host = [tile for tile in tiles if tile.beside is Tier.CPU]
+            on_device = [tile for tile in tiles if tile.beside is Tier.DEVICE]
+            # At the same time: neither the host nor the device waits until all of the other's work is submitted.
+            for pair in zip_longest(on_host if self._forwards else on_host[::-1], on_device):
+                for tile in filter(None, pair):
+                    self._update_tile(tile)
+            for unit, updates in groupby(tiles, key=lambda tile: tile.unit):
+                self._publish(unit, list(updates))
             if not self._overlaps:
                 for unit in self._units:
                     assert unit.trained is not None
@@ -170,7 +195,8 @@ class Stepper:
             assert unit.trained is not None
             unit.trained.updated = unit.published = FailedEvent(error)
 
-    def _update_unit(self, unit: Unit, plan: Mapping[int, tuple[Hyper, Scalars]], scale: float) -> None:
+    def _plan_tiles(self, unit: Unit, plan: Mapping[int, tuple[Hyper, Scalars]], scale: float) -> list[_TileUpdate]:
+        """What is to be done for a unit, in forward order."""
         trained = unit.trained
         assert trained is not None
         for index, (_, scalars) in plan.items():
@@ -178,54 +204,33 @@ class Stepper:
             self.scalars[unit.spec.parameters[index]] = scalars
         hypers = {index: hyper for index, (hyper, _) in plan.items()}
         bases = {index: self._base(unit, index) for index in plan}
-        updated, published = [], []
-        numbers = range(len(trained.tiles))
-        for number in numbers if self._forwards else reversed(numbers):
-            runs = merge(trained.tiles[number], hypers, bases)
-            if runs:
-                done, home_again = self._update_tile(unit, number, runs, scale)
-                updated.append(done)
-                published.append(home_again)
-        trained.updated = all_of(updated)
-        unit.published = all_of(published)
-        if trained.fields.shadow is not None:
-            unit.published = self._publish(unit, trained)
-        unit.stale = unit.replica is not None and unit.layout.shards > 1
+        runs = [merge(pieces, hypers, bases) for pieces in trained.tiles]
+        return [_TileUpdate(unit, n, trained.update_tier(n), own, scale) for n, own in enumerate(runs) if own]
 
-    def _update_tile(self, unit: Unit, number: int, runs: Sequence[Run], scale: float) -> tuple[Event, Event]:
-        """Returns the events of the update, and of the parameters' way home."""
+    def _update_tile(self, tile: _TileUpdate) -> None:
+        unit, trained = tile.unit, tile.unit.trained
+        assert trained is not None
+        homes = {GRAD: trained.gradient.home, MASTER: trained.master, OPTIMIZER: trained.optimizer}
+        homes |= {SHADOW: trained.shadow} if trained.is_shadowed(tile.number) else {PARAM: unit.params}
+        complete = all_of([trained.gradient.ready, unit.published])  # the last update may be under way
+        written = MASTER, OPTIMIZER, SHADOW, PARAM
+        brought = self._pipelines[tile.beside].bring(tile.number, homes, after=complete, written=written)
+        work = partial(self._apply, tile, trained.fields, brought.views)
+        if tile.beside is Tier.DEVICE:  # compute itself updates what is on the device
+            brought.ready.wait()
+            work()
+        else:
+            tile.updated = self._streams.submit(UPDATE, work, after=(brought.ready,))
+        tile.home_again = brought.put_back(tile.updated)
+
+    def _publish(self, unit: Unit, tiles: Sequence[_TileUpdate]) -> None:
+        """Copy shadows to where the parameters rest; from now on the unit waits for its update."""
         trained = unit.trained
         assert trained is not None
-        homes: dict[str, Home] = {GRAD_AREA: trained.gradient.home}
-        if trained.optimizer is not None:
-            homes[OPTIMIZER_AREA] = trained.optimizer
-        if trained.fields.shadow is None:
-            homes[PARAM_AREA] = unit.params
-        complete = all_of([trained.gradient.ready, unit.published])  # the last update may be under way
-        tile = self._pipeline.bring(number, homes, after=complete, written=(OPTIMIZER_AREA, PARAM_AREA))
-        first = number * unit.params.tile_numel
-        work = partial(self._apply, trained, tile.views, first, runs, scale)
-        if trained.optimizer_tier is Tier.DEVICE:  # compute itself updates what is on the device
-            tile.ready.wait()
-            work()
-            updated = DONE
-        else:
-            updated = self._streams.submit(UPDATE, work, after=(tile.ready,))
-        return updated, tile.put_back(updated)
-
-    def _publish(self, unit: Unit, trained: Trained) -> Event:
-        """Copy the shadow to where the parameters rest."""
-        assert isinstance(trained.optimizer, MemoryHome)
-        assert isinstance(unit.params, MemoryHome)
-        shadow = trained.fields.name(trained.optimizer.tensors).shadow
-        (own,) = unit.params.tensors
-        assert shadow is not None
-        return self._streams.submit(
-            DOWNLOAD if trained.optimizer_tier is Tier.DEVICE else UPLOAD,
-            partial(copy, own, shadow),
-            after=(trained.updated,),
-            nbytes=own.numel() * own.element_size(),
-        )
+        trained.updated = all_of(tile.updated for tile in tiles)
+        home_again = all_of(tile.home_again for tile in tiles)
+        unit.published = self._transit.copy(trained.shadow, unit.params, after=home_again)
+        unit.stale = unit.replica is not None and unit.layout.shards > 1
 
     def _hypers(
         self, unit: Unit, slots: frozenset[int], param_groups: Sequence[Mapping[str, Any]]
@@ -252,25 +257,25 @@ class Stepper:
     def _base(self, unit: Unit, index: int) -> int:
         return self._firsts[unit.spec.parameters[index]] + unit.own_range[0] - unit.layout.slots[index].start
 
-    def _apply(
-        self, trained: Trained, views: Mapping[str, Views], first: int, runs: Sequence[Run], scale: float
-    ) -> None:
-        """Update every run of a tile whose values begin at element `first` of the shard."""
-        kinds = trained.fields.name(views.get(OPTIMIZER_AREA, ()))
-        (grad,) = views[GRAD_AREA]
-        param = kinds.shadow if kinds.shadow is not None else views[PARAM_AREA][0]
-        for run in runs:
+    def _apply(self, tile: _TileUpdate, fields: Fields, views: Mapping[str, Views]) -> None:
+        """Update every run of a tile."""
+        first = tile.number * tile.unit.params.sections[0].tile_numel  # where the values begin in the shard
+        (grad,) = views[GRAD]
+        (param,) = views[SHADOW] if SHADOW in views else views[PARAM]
+        master = views[MASTER][0] if views[MASTER] else None
+        states, scales = fields.name(views[OPTIMIZER])
+        for run in tile.runs:
             start, stop = run.start - first, run.stop - first
             part, blocks = slice(start, stop), slice(start // BLOCK_NUMEL, -(-stop // BLOCK_NUMEL))
             segment = Segment(
                 param=param[part],
                 grad=grad[part],
-                master=None if kinds.master is None else kinds.master[part],
-                states=tuple(state[part] for state in kinds.states),
-                scales=tuple(None if scale is None else scale[blocks] for scale in kinds.scales),
+                master=None if master is None else master[part],
+                states=tuple(state[part] for state in states),
+                scales=tuple(None if scale is None else scale[blocks] for scale in scales),
                 first=run.base + run.start,
             )
-            self._rule.update(segment, run.hyper, scale, self._pool)
+            self._rule.update(segment, run.hyper, tile.scale, self._pool)
 
 
 def merge(tile: Sequence[Piece], hypers: Mapping[int, Hyper], bases: Mapping[int, int]) -> list[Run]:
@@ -304,7 +309,7 @@ def _check(unit: Unit) -> None:
     assert unit.trained is not None
     unit.trained.updated.check()
     unit.published.check()
-    for home in unit.homes:
+    for home in unit.homes.values():
         home.check()
 
 

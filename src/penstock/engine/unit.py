@@ -1,9 +1,11 @@
 """One unit: its cells, and the states of its parameters.
 
 params     where this rank's shard of the parameters rests
-replica    the whole unit beside it, of which `params` is a part, where parameters are replicated over ranks
+replica    the whole unit, of which `params` is a part, where parameters are replicated over ranks
+master     what the parameters lack of their fp32 values
+optimizer  the rule's states
 shadow     what an update writes where it cannot reach `params`: published there afterwards
-full       the flat buffer that compute reads; for a resident unit it is the replica itself
+full       the flat buffer that compute reads; for a resident unit it is the replica's own memory
 """
 
 from collections.abc import Iterator, Sequence
@@ -16,10 +18,11 @@ from torch import Tensor
 
 from penstock.engine.discover import UnitSpec
 from penstock.errors import EngineError
-from penstock.kinds import Tier
+from penstock.kinds import GRAD, MASTER, OPTIMIZER, PARAM, SHADOW, Tier
 from penstock.layout import FlatLayout, Piece
-from penstock.machine.streams import DONE, Event
-from penstock.tiers.home import Home, MemoryHome, Views
+from penstock.machine.streams import DONE, Event, Streams
+from penstock.tiers.home import Home, MemorySection, Views, visit_together
+from penstock.tiers.pipeline import in_reach, tile_of
 
 
 class Part(NamedTuple):
@@ -65,57 +68,56 @@ class Gradient:
     pending: Tensor | None = None
     arrived: set[int] = field(default_factory=set)
 
-    @property
-    def values(self) -> Tensor:
-        """The gradient, where its home is memory."""
-        assert isinstance(self.home, MemoryHome)
-        return self.home.tensors[0]
 
+class Weights(NamedTuple):
+    """The parameters of a range of elements, and what their fp32 values consist of."""
 
-class Kinds(NamedTuple):
-    """What the optimizer keeps of a range of elements, by name."""
-
-    master: Tensor | None
+    param: Tensor
     shadow: Tensor | None
-    states: tuple[Tensor, ...]
-    scales: tuple[Tensor | None, ...]  # of 8-bit states, one per block
+    master: Tensor | None
 
 
 @dataclass(frozen=True)
 class Fields:
     """Which of the optimizer home's kinds is what."""
 
-    master: int | None
-    shadow: int | None
     states: tuple[int, ...]
-    scales: tuple[int | None, ...]
+    scales: tuple[int | None, ...]  # of 8-bit states, one value per block
 
-    def name(self, views: Views) -> Kinds:
-        """Name the values of a range of elements."""
-        return Kinds(
-            None if self.master is None else views[self.master],
-            None if self.shadow is None else views[self.shadow],
-            tuple(views[index] for index in self.states),
-            tuple(None if index is None else views[index] for index in self.scales),
-        )
+    def name(self, views: Views) -> tuple[tuple[Tensor, ...], tuple[Tensor | None, ...]]:
+        """The states of a range of elements, and their scales."""
+        states = tuple(views[index] for index in self.states)
+        return states, tuple(None if index is None else views[index] for index in self.scales)
 
 
 @dataclass
 class Trained:
     """What only a trainable unit has: gradient, master weights, optimizer states, and how they are cut into tiles.
 
+    Homes of what the rule or the precision does not need keep nothing; so do sections of `shadow` whose parameters are
+    in reach of the update.
+
     Attributes:
-        optimizer: home of everything that the optimizer keeps; `None` where that is nothing.
-        optimizer_tier: where the update runs beside.
         updated: the last update is over.
     """
 
     gradient: Gradient
-    optimizer: Home | None
+    master: Home
+    optimizer: Home
+    shadow: Home
     fields: Fields
-    optimizer_tier: Tier
     tiles: Sequence[tuple[Piece, ...]]
     updated: Event = DONE
+
+    def update_tier(self, number: int) -> Tier:
+        """Where a tile is updated: on the device if its states live there, else on the host."""
+        section, _ = tile_of(self.optimizer, number)
+        return Tier.DEVICE if section.tier is Tier.DEVICE else Tier.CPU
+
+    def is_shadowed(self, number: int) -> bool:
+        """Whether the update of a tile writes a shadow of its parameters."""
+        section, _ = tile_of(self.shadow, number)
+        return bool(section.plan.cells)
 
 
 class Unit:
@@ -129,8 +131,9 @@ class Unit:
         *,
         rank: int,
         params: Home,
-        replica: Tensor | None,
+        replica: Home | None,
         full: Tensor,
+        resident: bool,
         device: torch.device,
     ) -> None:
         self.spec = spec
@@ -141,6 +144,7 @@ class Unit:
         self.params = params
         self.replica = replica
         self.full = full
+        self.resident = resident  # compute reads the replica: nothing to gather, nothing to release
         self.trained: Trained | None = None
         self.residency = Residency.RELEASED
         self.event: Event = DONE  # while GATHERING: full is filled
@@ -153,35 +157,26 @@ class Unit:
         self._placeholder = torch.full((), float("nan"), device=device).to(spec.dtype)
 
     @property
-    def resident(self) -> bool:
-        """Whether compute reads the replica: nothing to gather, nothing to release."""
-        return self.full is self.replica
-
-    @property
     def own_range(self) -> tuple[int, int]:
         """The part of the flat buffer that is this rank's."""
         return self.layout.shard_range(self.rank)
 
     @property
-    def homes(self) -> list[Home]:
-        """Every home."""
-        if self.trained is None:
-            return [self.params]
-        optimizer = [] if self.trained.optimizer is None else [self.trained.optimizer]
-        return [self.params, self.trained.gradient.home, *optimizer]
+    def homes(self) -> dict[str, Home]:
+        """Every home, by name."""
+        homes = {PARAM: self.replica or self.params}
+        if self.trained is not None:
+            trained = self.trained
+            homes |= {GRAD: trained.gradient.home, MASTER: trained.master, OPTIMIZER: trained.optimizer}
+            homes[SHADOW] = trained.shadow
+        return homes
 
-    def visit(self, start: int, stop: int, *, modify: bool = False) -> Iterator[tuple[int, int, Tensor, Kinds]]:
-        """Look at a range of this rank's shard, piece by piece: parameters, and what the optimizer keeps of them.
-
-        See `Home.visit`.
-        """
-        trained = self.trained
-        for first, last, (param,) in self.params.visit(start, stop, modify=modify):
-            if trained is None or trained.optimizer is None:
-                yield first, last, param, Kinds(None, None, (), ())
-                continue
-            for begin, end, views in trained.optimizer.visit(first, last, modify=modify):
-                yield begin, end, param[begin - first : end - first], trained.fields.name(views)
+    def visit(self, start: int, stop: int, *, modify: bool = False) -> Iterator[tuple[int, int, Weights]]:
+        """Look at the parameters of a range of this rank's shard, piece by piece. See `Home.visit`."""
+        others = [] if self.trained is None else [self.trained.shadow, self.trained.master]
+        for first, last, ((param,), *rest) in visit_together([self.params, *others], start, stop, modify=modify):
+            shadow, master = (views[0] if views else None for views in rest) if rest else (None, None)
+            yield first, last, Weights(param, shadow, master)
 
     @property
     def nbytes(self) -> int:
@@ -212,8 +207,8 @@ class Unit:
         Raises:
             EngineError: names the parameter.
         """
-        fields = self.trained.fields if self.trained else None
-        if self.resident and (fields is None or fields.master is None is fields.shadow):
+        copies = (self.trained.master, self.trained.shadow) if self.trained else ()
+        if self.resident and not any(plan.cells for home in copies for plan in home.plans):
             return  # what was written is all there is
         for name, parameter, version in zip(self.spec.names, self.spec.parameters, self._versions, strict=True):
             if parameter._version != version:
@@ -241,3 +236,12 @@ class Unit:
         first = self.own_range[0]
         overlaps = ((index, self.layout.overlap(slot, self.rank)) for index, slot in enumerate(self.layout.slots))
         return [Part(index, found[0] - first, found[1] - first) for index, found in overlaps if found]
+
+
+def reached(home: Home, streams: Streams) -> Tensor | None:
+    """The values of a home of one kind, where compute reaches all of them in one piece."""
+    section, *others = home.sections
+    if others or not isinstance(section, MemorySection) or not in_reach(section.tier, Tier.DEVICE, streams):
+        return None
+    (values,) = section.tensors
+    return values

@@ -19,16 +19,19 @@ PAGE_BYTES = 4096
 
 
 class Arena:
-    """A slab of `capacity` bytes of host memory, pinned for `device` unless it is a cpu.
+    """A slab of `capacity` bytes of host memory.
+
+    Arguments:
+        pin: page-lock it for `device`, unless that is a cpu.
 
     Raises:
         MemoryBudgetError: the slab cannot be mapped or registered with the device.
     """
 
-    def __init__(self, capacity: int, device: torch.device) -> None:
+    def __init__(self, capacity: int, device: torch.device, *, pin: bool = True) -> None:
         self.capacity = capacity
         self.used = 0
-        self.pinned = device.type == "cuda"
+        self.pinned = pin and device.type == "cuda"
         self._device = device
         self._slab: Tensor | None = None
         if capacity == 0:

@@ -1,24 +1,36 @@
 """The device tier: memory of the accelerator (or of the cpu that stands for it)."""
 
+from collections.abc import Mapping, Sequence
+
 import torch
-from torch import Tensor
 
 from penstock.kinds import Tier
-from penstock.tiers.tier import MemoryTier
+from penstock.tiers.home import MemorySection, Section, SectionPlan
+from penstock.tiers.tier import Slab, TierMemory
 
 
-class DeviceTier(MemoryTier):
-    """Cells in device memory, through torch's allocator."""
+class DeviceTier(TierMemory):
+    """Sections in device memory, through torch's allocator, which is asked for each when it is made."""
 
     name = Tier.DEVICE
-    pinned = False
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
 
-    def allocate(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """A 1-D tensor of zeros on the device."""
-        return torch.zeros(numel, dtype=dtype, device=self._device)
+    def reserve(self, wanted: Mapping[str, Sequence[SectionPlan]], *, pin: bool = True) -> dict[str, Slab]:
+        """Nothing is taken yet: `prepare` moves a model that is on the device unit by unit, and frees what it moved."""
+        del pin
+        return {home: _DeviceSlab(self._device) for home in wanted}
+
+
+class _DeviceSlab(Slab):
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def make(self, plan: SectionPlan) -> Section:
+        return MemorySection(
+            plan, [torch.zeros(cell.numel, dtype=cell.dtype, device=self._device) for cell in plan.cells]
+        )
 
     def close(self) -> None:
-        """Nothing is kept beside the cells."""
+        pass

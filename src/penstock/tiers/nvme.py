@@ -1,16 +1,16 @@
-"""The nvme tier: one preallocated file for each folder, in which homes keep their tiles as records."""
+"""The nvme tier: preallocated files, in which sections keep their tiles as records."""
 
 import contextlib
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
+from penstock.kinds import Tier
 from penstock.machine.aio import File, Queue
 from penstock.machine.swap import SwapFolder
-from penstock.tiers.home import CellPlan
-from penstock.tiers.records import Place, RecordLayout, Records
-
-FILE_NAME = "tiles"
+from penstock.tiers.home import Section, SectionPlan
+from penstock.tiers.records import Place, Records, record_sizes
+from penstock.tiers.tier import Slab, TierMemory
 
 
 class Extents:
@@ -26,63 +26,135 @@ class Extents:
     def __init__(self, files: int) -> None:
         self.used = [0] * files
 
-    def place(self, layout: RecordLayout) -> list[tuple[int, int, int]]:
-        """The file, offset and bytes of each tile's record."""
+    def place(self, sizes: Sequence[int]) -> list[tuple[int, int, int]]:
+        """The file, offset and bytes of each record, given their bytes."""
         places = []
-        for nbytes in layout.sizes:
+        for nbytes in sizes:
             file = min(range(len(self.used)), key=self.used.__getitem__)
             places.append((file, self.used[file], nbytes))
             self.used[file] += nbytes
         return places
 
 
-class NvmeTier:
-    """Files on one disk or several.
+class NvmeTier(TierMemory):
+    """Files on one disk or several: one in each folder for each home.
 
-    The folders are this run's own, locked; they are removed at close and when the process ends (`machine/swap.py`).
+    The folders are this run's own, locked; they are there while there are files, and gone at close and when the process
+    ends (`machine/swap.py`).
 
     Arguments:
         parents: existing folders, one for each disk.
-        layouts: of all homes that will be made, in order: what the files are sized for.
         queue_depth: requests in flight per folder.
         checksums: verify what is read.
-
-    Raises:
-        NvmeError: a folder cannot be used, or has not enough space.
     """
 
-    def __init__(
-        self,
-        parents: Sequence[str | os.PathLike[str]],
-        layouts: Sequence[RecordLayout],
-        *,
-        queue_depth: int,
-        checksums: bool,
-    ) -> None:
+    name = Tier.NVME
+
+    def __init__(self, parents: Sequence[str | os.PathLike[str]], *, queue_depth: int, checksums: bool) -> None:
+        self._parents = tuple(parents)
+        self._queue_depth = queue_depth
         self._checksums = checksums
-        self._extents = Extents(len(parents))
         self._folders: list[SwapFolder] = []
         self._queues: list[Queue] = []
-        self._files: list[File] = []
-        planned = Extents(len(parents))
-        for layout in layouts:
-            planned.place(layout)
-        try:
-            for parent, nbytes in zip(parents, planned.used, strict=True):
-                if nbytes == 0:
-                    break  # more folders than records: the first ones were filled
-                self._folders.append(SwapFolder(parent, nbytes))
-                self._queues.append(Queue(queue_depth))
-                self._files.append(File(self._queues[-1], Path(self._folders[-1].path, FILE_NAME), nbytes))
-        except BaseException:
-            self.close()
-            raise
+        self._slabs: list[FileSlab] = []
+        self._made = 0
+        self._moved_bytes = [0, 0]  # by files that are closed
 
-    def make_home(self, plans: Sequence[CellPlan], numel: int, tile_numel: int) -> Records:
-        """The next of the planned homes."""
-        layout = RecordLayout(plans, numel, tile_numel)
-        places = [Place(self._files[file], offset, nbytes) for file, offset, nbytes in self._extents.place(layout)]
-        return Records(layout, places, checksums=self._checksums)
+    def reserve(self, wanted: Mapping[str, Sequence[SectionPlan]], *, pin: bool = True) -> dict[str, Slab]:
+        """Make a file for each home in each folder, allocated in full."""
+        del pin
+        slabs: dict[str, Slab] = {}
+        planned = {home: Extents(len(self._parents)) for home in wanted}
+        for home, plans in wanted.items():
+            for plan in plans:
+                planned[home].place(record_sizes(plan))
+        needed = [sum(extents.used[number] for extents in planned.values()) for number in range(len(self._parents))]
+        try:
+            self._open_folders(needed)
+            for home, extents in planned.items():
+                slabs[home] = self._make_slab(home, extents.used)
+        except BaseException:
+            for slab in slabs.values():
+                slab.close()
+            self._close_folders()
+            raise
+        return slabs
+
+    def _open_folders(self, needed: Sequence[int]) -> None:
+        """Make folders, with room for these bytes, where there are none yet."""
+        for parent, nbytes in list(zip(self._parents, needed, strict=True))[len(self._folders) :]:
+            if nbytes == 0:
+                break  # more folders than records: the first ones were filled
+            self._folders.append(SwapFolder(parent, nbytes))
+            self._queues.append(Queue(self._queue_depth))
+
+    def _make_slab(self, home: str, sizes: Sequence[int]) -> "FileSlab":
+        files: list[File] = []
+        self._made += 1
+        try:
+            for folder, queue, nbytes in zip(self._folders, self._queues, sizes, strict=False):
+                if nbytes:
+                    files.append(File(queue, Path(folder.path, f"{home}.{self._made}"), nbytes))
+        except BaseException:
+            for file in files:
+                file.close()
+            raise
+        slab = FileSlab(files, checksums=self._checksums, closed=self._closed)
+        self._slabs.append(slab)
+        return slab
+
+    def _closed(self, slab: "FileSlab") -> None:
+        if slab not in self._slabs:
+            return
+        self._slabs.remove(slab)
+        self._moved_bytes[0] += slab.bytes_read
+        self._moved_bytes[1] += slab.bytes_written
+        self._close_folders()
+
+    def _close_folders(self) -> None:
+        if not self._slabs:
+            folders, queues, self._folders, self._queues = self._folders, self._queues, [], []
+            with contextlib.ExitStack() as closing:  # the last one first, each whatever the others raise
+                for parts in (folders, queues):
+                    for part in parts:
+                        closing.callback(part.close)
+
+    @property
+    def bytes_read(self) -> int:
+        """Bytes read from the files so far."""
+        return self._moved_bytes[0] + sum(slab.bytes_read for slab in self._slabs)
+
+    @property
+    def bytes_written(self) -> int:
+        """Bytes written to the files so far."""
+        return self._moved_bytes[1] + sum(slab.bytes_written for slab in self._slabs)
+
+    def close(self) -> None:
+        """Finish what is under way, and remove files and folders.
+
+        Raises:
+            NvmeError: the failure of a transfer that nobody waited for. Everything is removed all the same.
+        """
+        with contextlib.ExitStack() as closing:
+            closing.callback(self._close_folders)
+            for slab in list(self._slabs):
+                closing.callback(slab.close)
+
+
+class FileSlab(Slab):
+    """One preallocated file in each folder, for the sections of one home of every unit."""
+
+    def __init__(self, files: Sequence[File], *, checksums: bool, closed: Callable[["FileSlab"], None]) -> None:
+        self._files = files
+        self._extents = Extents(len(files))
+        self._checksums = checksums
+        self._report_closed = closed
+        self._owner = os.getpid()
+
+    def make(self, plan: SectionPlan) -> Section:
+        """The next of the planned sections."""
+        places = [Place(self._files[file], *place) for file, *place in self._extents.place(record_sizes(plan))]
+        return Records(plan, places, checksums=self._checksums)
 
     @property
     def bytes_read(self) -> int:
@@ -95,12 +167,18 @@ class NvmeTier:
         return sum(file.bytes_written for file in self._files)
 
     def close(self) -> None:
-        """Finish what is under way, and remove files and folders.
+        """Finish what is under way, and remove the files. Once is enough.
 
         Raises:
             NvmeError: the failure of a transfer that nobody waited for. Everything is removed all the same.
         """
-        with contextlib.ExitStack() as closing:  # the last one first, each whatever the others raise
-            for parts in (self._folders, self._queues, self._files):
-                for part in parts:
-                    closing.callback(part.close)
+        with contextlib.ExitStack() as closing:
+            closing.callback(self._report_closed, self)
+            for file in self._files:
+                closing.callback(self._remove, file.path)
+                closing.callback(file.close)
+
+    def _remove(self, path: str) -> None:
+        if os.getpid() == self._owner:  # a forked child has no part in it
+            with contextlib.suppress(OSError):
+                os.unlink(path)

@@ -11,19 +11,16 @@ over, so no buffer is ever larger than a tile. Until then, whoever wants the rec
 there instead of reading it.
 """
 
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
 from torch import Tensor
 
-from penstock.kinds import Tier
+from penstock.kinds import OPTIMIZER, Tier
 from penstock.machine.streams import (
-    DONE,
     DOWNLOAD,
     FETCH,
-    READ,
     UPLOAD,
     WRITE,
     Event,
@@ -31,71 +28,13 @@ from penstock.machine.streams import (
     all_of,
     copy,
 )
-from penstock.tiers.home import Home, MemoryHome, Views
-from penstock.tiers.records import Kept, Records
-
-#: What a tile consists of: three homes of one unit.
-PARAM_AREA, GRAD_AREA, OPTIMIZER_AREA = "param", "grad", "optimizer"
-
-
-@dataclass(eq=False)
-class Slot:
-    """Buffers of bytes for one tile.
-
-    Attributes:
-        near: by area, where the tile is used.
-        host: by area, where files are read and written: the same buffer, unless it is used on a device.
-        free: work on the slot is over.
-        holds: the records that its buffers still hold.
-    """
-
-    near: Mapping[str, Tensor]
-    host: Mapping[str, Tensor]
-    free: Event = DONE
-    holds: dict[tuple[Records, int], None] = field(default_factory=dict)
-
-    def keep(self, home: Records, number: int, buffer: Tensor, ready: Event) -> None:
-        """Let others take a record from the slot until it is used again."""
-        home.kept[number] = Kept(buffer, ready, self)
-        self.holds[home, number] = None
-
-    def forget(self) -> None:
-        """The slot is used for something else."""
-        for home, number in self.holds:
-            kept = home.kept.get(number)
-            if kept is not None and kept.slot is self:
-                del home.kept[number]
-        self.holds.clear()
-
-
-class Ring:
-    """Slots, used in turn."""
-
-    def __init__(self, slots: Sequence[Slot]) -> None:
-        self._slots = deque(slots)
-
-    def take(self, wanted: object = None) -> Slot:
-        """The slot that was used least recently, or the one that is wanted."""
-        assert self._slots, "the ring was planned without slots"
-        slot = next((slot for slot in self._slots if slot is wanted), self._slots[0])
-        self._slots.remove(slot)
-        self._slots.append(slot)
-        return slot
-
-
-def take_kept(home: Records, number: int, copy_from: Callable[[Tensor, Event], Event]) -> Event | None:
-    """Copy a record from the slot that still holds it; `None` where none does."""
-    kept = home.kept.get(number)
-    if kept is None:
-        return None
-    assert isinstance(kept.slot, Slot)
-    event = copy_from(kept.buffer, kept.ready)
-    kept.slot.free = event if kept.slot.free.done() else all_of([kept.slot.free, event])  # not before it was copied
-    return event
+from penstock.tiers.home import Home, MemorySection, Section, Views
+from penstock.tiers.records import Records
+from penstock.tiers.ring import Ring, Slot, take_kept
 
 
 class Tile:
-    """A tile that was brought: its values, by area, once `ready`."""
+    """A tile that was brought: its values, by home, once `ready`."""
 
     def __init__(self, views: Mapping[str, Views], ready: Event, put_back: Callable[[Event], Event]) -> None:
         self.views = views
@@ -123,13 +62,13 @@ class Pipeline:
     """Brings tiles to where the update runs, and puts them back.
 
     Arguments:
+        ring: of slots with a buffer for each home that may be out of reach.
         beside: the tier whose memory the update works in.
-        slots: a ring of them.
     """
 
-    def __init__(self, streams: Streams, slots: Sequence[Slot], *, beside: Tier) -> None:
+    def __init__(self, streams: Streams, ring: Ring, *, beside: Tier) -> None:
         self._streams = streams
-        self._ring = Ring(slots)
+        self._ring = ring
         self._beside = beside
 
     def bring(self, number: int, homes: Mapping[str, Home], *, after: Event, written: Sequence[str] = ()) -> Tile:
@@ -137,22 +76,23 @@ class Pipeline:
 
         Arguments:
             number: the tile's number in the shard.
-            homes: by area.
+            homes: by name.
             after: what is in the homes is complete.
-            written: areas that the use writes, and that have to be put back.
+            written: homes that the use writes, and that have to be put back.
         """
-        far = [home for home in homes.values() if not self._reaches(home)]
-        slot = self._slot_for(number, homes) if far else None
+        sections = {name: tile_of(home, number) for name, home in homes.items()}
+        far = any(not self._reaches(section) for section, _ in sections.values())
+        slot = self._slot_for(sections) if far else None
         moves = _Moves()
         views: dict[str, Views] = {}
-        for area, home in homes.items():
-            if self._reaches(home):
-                assert isinstance(home, MemoryHome)
-                views[area] = home.views(*home.tile_range(number))
+        for name, (section, local) in sections.items():
+            if self._reaches(section):
+                assert isinstance(section, MemorySection)
+                views[name] = section.views(*section.tile_range(local))
                 continue
             assert slot is not None
-            move = self._from_file if isinstance(home, Records) else self._from_memory
-            views[area] = move(area, home, number, slot, after, moves, back=area in written)
+            move = self._from_file if isinstance(section, Records) else self._from_memory
+            views[name] = move(name, section, local, slot, after, moves, back=name in written)
 
         def put_back(used: Event) -> Event:
             home_again = all_of([used, *(back(used) for back in moves.to_memory)])
@@ -162,27 +102,27 @@ class Pipeline:
 
         return Tile(views, all_of([after, *moves.ready]), put_back)
 
-    def _slot_for(self, number: int, homes: Mapping[str, Home]) -> Slot:
+    def _slot_for(self, sections: Mapping[str, tuple[Section, int]]) -> Slot:
         """The next slot, or the one that still holds the tile's optimizer state."""
-        home = homes.get(OPTIMIZER_AREA)
-        kept = home.kept.get(number) if isinstance(home, Records) else None
+        section, number = sections.get(OPTIMIZER, (None, 0))
+        kept = section.kept.get(number) if isinstance(section, Records) else None
         slot = self._ring.take(kept.slot if kept else None)
-        if kept is None:
+        if kept is None or kept.slot is not slot:
             slot.forget()
         return slot
 
-    def _reaches(self, home: Home) -> bool:
-        return in_reach(home.tier, self._beside, self._streams)
+    def _reaches(self, section: Section) -> bool:
+        return not section.plan.cells or in_reach(section.tier, self._beside, self._streams)
 
     def _from_memory(
-        self, area: str, home: Home, number: int, slot: Slot, after: Event, moves: _Moves, *, back: bool
+        self, name: str, section: Section, number: int, slot: Slot, after: Event, moves: _Moves, *, back: bool
     ) -> Views:
         """Between host and device memory: a copy each way."""
-        assert isinstance(home, MemoryHome)
+        assert isinstance(section, MemorySection)
         there, return_ = (UPLOAD, DOWNLOAD) if self._beside is Tier.DEVICE else (DOWNLOAD, UPLOAD)
-        start, stop = home.tile_range(number)
-        sources = home.views(start, stop)
-        targets = _views_like(sources, slot.near[area])
+        start, stop = section.tile_range(number)
+        sources = section.views(start, stop)
+        targets = _views_like(sources, slot.near[name])
         for source, target in zip(sources, targets, strict=True):
             event = self._copy(there, target, source, (after, slot.free))
             moves.ready.append(event)
@@ -191,39 +131,39 @@ class Pipeline:
         return targets
 
     def _from_file(
-        self, area: str, home: Home, number: int, slot: Slot, after: Event, moves: _Moves, *, back: bool
+        self, name: str, section: Section, number: int, slot: Slot, after: Event, moves: _Moves, *, back: bool
     ) -> Views:
         """From a file, by way of the host where the tile is used on a device."""
-        assert isinstance(home, Records)
-        near, host, nbytes = slot.near[area], slot.host[area], home.record_bytes(number)
-        kept = home.kept.get(number)
+        assert isinstance(section, Records)
+        near, host, nbytes = slot.near[name], slot.host[name], section.record_bytes(number)
+        kept = section.kept.get(number)
         if kept is not None and kept.slot is slot:
             event = slot.free
         else:
-            event = self._fetch(home, number, host[:nbytes], after, slot)
+            event = self._fetch(section, number, host[:nbytes], after, slot)
             if near is not host:
                 event = self._copy(UPLOAD, near[:nbytes], host[:nbytes], (event,))
         moves.ready.append(event)
 
         def to_file(used: Event) -> Event:
             landed = used if near is host else self._copy(DOWNLOAD, host[:nbytes], near[:nbytes], (used,))
-            slot.keep(home, number, host, landed)
-            written = self._streams.submit(WRITE, partial(home.write, number, host), after=(landed,), nbytes=nbytes)
-            home.settled[number] = written
+            slot.keep(section, number, host, landed)
+            written = self._streams.submit(WRITE, partial(section.write, number, host), after=(landed,), nbytes=nbytes)
+            section.settled[number] = written
             return written
 
         if back:
             moves.to_files.append(to_file)
-        return home.views(number, near)
+        return section.views(number, near)
 
-    def _fetch(self, home: Records, number: int, buffer: Tensor, after: Event, slot: Slot) -> Event:
+    def _fetch(self, section: Records, number: int, buffer: Tensor, after: Event, slot: Slot) -> Event:
         def from_slot(kept: Tensor, ready: Event) -> Event:
             return self._copy(FETCH, buffer, kept[: buffer.numel()], (after, ready, slot.free))
 
-        return take_kept(home, number, from_slot) or self._streams.submit(
+        return take_kept(section, number, from_slot) or self._streams.submit(
             FETCH,
-            partial(home.read, number, buffer),
-            after=(after, home.settled[number], slot.free),
+            partial(section.read, number, buffer),
+            after=(after, section.settled[number], slot.free),
             writes=(buffer,),
             nbytes=buffer.numel(),
         )
@@ -236,84 +176,10 @@ class Pipeline:
         return self._streams.submit(stream, partial(copy, target, source), after=after, writes=(target,), nbytes=nbytes)
 
 
-class Transit:
-    """Whole shards on their way between a home and one buffer in device memory: gathers, and gradients.
-
-    Arguments:
-        slots: host buffers of one tile, through which files are read and written; none where no home is a file.
-    """
-
-    def __init__(self, streams: Streams, slots: Sequence[Tensor]) -> None:
-        self._streams = streams
-        self._ring = Ring([Slot({}, {"": slot}) for slot in slots])
-
-    def fill(self, target: Tensor, home: Home, *, after: Event, writes: Sequence[Tensor] = ()) -> Event:
-        """Copy the one kind of a home into `target`. `writes`: what `target` is a part of."""
-        if isinstance(home, MemoryHome):
-            (source,) = home.tensors
-            return self._copy(UPLOAD, target, source, (after,), writes or (target,))
-        assert isinstance(home, Records)
-        copied = []
-        for number in range(home.tiles):
-            start, stop = home.tile_range(number)
-            part = target[start:stop]
-            event = take_kept(home, number, partial(self._copy_record, home, number, part, after))
-            copied.append(event or self._read(home, number, part, after))
-        return all_of(copied)
-
-    def _read(self, home: Records, number: int, target: Tensor, after: Event) -> Event:
-        slot = self._ring.take()
-        slot.forget()
-        buffer = slot.host[""]
-        read = self._streams.submit(
-            READ,
-            partial(home.read, number, buffer),
-            after=(after, home.settled[number], slot.free),
-            writes=(buffer,),
-            nbytes=home.record_bytes(number),
-        )
-        slot.free = self._copy_record(home, number, target, after, buffer, read)
-        slot.keep(home, number, buffer, read)
-        return slot.free
-
-    def _copy_record(
-        self, home: Records, number: int, target: Tensor, after: Event, buffer: Tensor, ready: Event
-    ) -> Event:
-        (view,) = home.views(number, buffer)
-        return self._copy(UPLOAD, target, view, (after, ready), (target,))
-
-    def save(self, home: Home, source: Tensor, *, after: Event) -> Event:
-        """Copy `source` into the home of one kind.
-
-        Returns the event after which `source` is free, and a home in memory holds its values.
-        """
-        if isinstance(home, MemoryHome):
-            (target,) = home.tensors
-            return self._copy(DOWNLOAD, target, source, (after,), (target,))
-        assert isinstance(home, Records)
-        taken = []
-        for number in range(home.tiles):
-            slot = self._ring.take()
-            slot.forget()
-            buffer, (view,) = slot.host[""], home.views(number, slot.host[""])
-            start, stop = home.tile_range(number)
-            landed = self._copy(DOWNLOAD, view, source[start:stop], (after, slot.free), (view,))
-            slot.free = self._streams.submit(
-                WRITE,
-                partial(home.write, number, buffer),
-                after=(landed, home.settled[number]),
-                nbytes=home.record_bytes(number),
-            )
-            home.settled[number] = slot.free
-            slot.keep(home, number, buffer, landed)
-            taken.append(landed)
-        return all_of(taken)
-
-    def _copy(
-        self, stream: str, target: Tensor, source: Tensor, after: Sequence[Event], writes: Sequence[Tensor]
-    ) -> Event:
-        nbytes = source.numel() * source.element_size()
-        return self._streams.submit(stream, partial(copy, target, source), after=after, writes=writes, nbytes=nbytes)
+def tile_of(home: Home, number: int) -> tuple[Section, int]:
+    """The section that a tile of the shard is in, and its number there."""
+    section = home.section_at(number * home.sections[0].tile_numel)
+    return section, number - section.plan.start // section.tile_numel
 
 
 def in_reach(tier: Tier, of: Tier, streams: Streams) -> bool:

@@ -16,7 +16,7 @@ from penstock.layout import round_up
 from penstock.machine.aio import File, Transfer
 from penstock.machine.arena import PAGE_BYTES, page_aligned
 from penstock.machine.streams import DONE, Event, PendingEvent
-from penstock.tiers.home import CellPlan, Home, Views
+from penstock.tiers.home import CellPlan, Section, SectionPlan, Views
 
 _FIELD_BYTES = 64  # fields begin on a cache line
 
@@ -25,38 +25,35 @@ class RecordLayout:
     """What a record of each tile holds, and where in it.
 
     Arguments:
-        plans: the kinds, in order.
-        numel: elements of the shard.
-        tile_numel: elements of a tile; the last one may be shorter.
+        cells: the kinds, in order.
     """
 
-    def __init__(self, plans: Sequence[CellPlan], numel: int, tile_numel: int) -> None:
-        self.plans = tuple(plans)
-        self.numel = numel
-        self.tile_numel = tile_numel
-
-    @property
-    def sizes(self) -> list[int]:
-        """Bytes of each tile's record."""
-        whole, rest = divmod(self.numel, self.tile_numel)
-        return [self.record_bytes(self.tile_numel)] * whole + ([self.record_bytes(rest)] if rest else [])
+    def __init__(self, cells: Sequence[CellPlan]) -> None:
+        self.cells = tuple(cells)
 
     def record_bytes(self, numel: int) -> int:
         """Bytes of the record of a tile of `numel` elements: whole pages."""
         offset = 0
-        for plan in self.plans:
-            offset = round_up(offset, _FIELD_BYTES) + plan.part(0, numel).stop * plan.dtype.itemsize
+        for cell in self.cells:
+            offset = round_up(offset, _FIELD_BYTES) + cell.part(0, numel).stop * cell.dtype.itemsize
         return round_up(offset, PAGE_BYTES)
 
     def views(self, buffer: Tensor, numel: int) -> Views:
         """The kinds' values in a buffer that holds the record of a tile of `numel` elements."""
         offset, views = 0, []
-        for plan in self.plans:
+        for cell in self.cells:
             offset = round_up(offset, _FIELD_BYTES)
-            nbytes = plan.part(0, numel).stop * plan.dtype.itemsize
-            views.append(buffer[offset : offset + nbytes].view(plan.dtype))
+            nbytes = cell.part(0, numel).stop * cell.dtype.itemsize
+            views.append(buffer[offset : offset + nbytes].view(cell.dtype))
             offset += nbytes
         return tuple(views)
+
+
+def record_sizes(plan: SectionPlan) -> list[int]:
+    """Bytes of the record of each tile of a section."""
+    layout = RecordLayout(plan.cells)
+    whole, rest = divmod(plan.numel, plan.tile_numel)
+    return [layout.record_bytes(plan.tile_numel)] * whole + ([layout.record_bytes(rest)] if rest else [])
 
 
 @dataclass(frozen=True)
@@ -76,11 +73,10 @@ class Kept(NamedTuple):
     slot: object
 
 
-class Records(Home):
+class Records(Section):
     """Kinds in records.
 
     Arguments:
-        layout: what the records hold.
         places: where each tile's record lies.
         checksums: verify what is read.
 
@@ -89,9 +85,9 @@ class Records(Home):
         kept: by tile, a buffer from which its record can be had without reading.
     """
 
-    def __init__(self, layout: RecordLayout, places: Sequence[Place], *, checksums: bool) -> None:
-        super().__init__(layout.plans, layout.numel, layout.tile_numel)
-        self._layout = layout
+    def __init__(self, plan: SectionPlan, places: Sequence[Place], *, checksums: bool) -> None:
+        super().__init__(plan)
+        self._layout = RecordLayout(plan.cells)
         self._places = places
         self._checksums = checksums
         self._written: list[Transfer | None] = [None] * len(places)
@@ -107,10 +103,15 @@ class Records(Home):
         start, stop = self.tile_range(number)
         return self._layout.views(buffer, stop - start)
 
-    def read(self, number: int, buffer: Tensor) -> Transfer:
-        """Start to read a tile's record into the front of a page-aligned buffer of bytes."""
+    def read(self, number: int, buffer: Tensor) -> Transfer | None:
+        """Start to read a tile's record into the front of a page-aligned buffer of bytes.
+
+        One that was never written is zeros, at once.
+        """
         place, last = self._places[number], self._written[number]
-        assert last is not None, f"{self._name(number)} was never written"
+        if last is None:
+            buffer[: place.nbytes].zero_()
+            return None
         expected = last.checksum if self._checksums else None
         return place.file.read(place.offset, buffer[: place.nbytes], checksum=expected, what=self._name(number))
 
@@ -138,24 +139,23 @@ class Records(Home):
         return all(event.done() for event in self.settled)
 
     def visit(self, start: int, stop: int, *, modify: bool = False) -> Iterator[tuple[int, int, Views]]:
-        """A piece for each tile, through a buffer of one record. Never written tiles are zeros."""
+        """A piece for each tile, through a buffer of one record."""
         buffer: Tensor | None = None
         for number in range(start // self.tile_numel, -(-stop // self.tile_numel)):
             if buffer is None:
-                buffer = page_aligned(max(self._layout.sizes))
+                buffer = page_aligned(max(place.nbytes for place in self._places))
             self.settled[number].synchronize()
-            if self._written[number] is None:
-                buffer.zero_()
-            else:
-                self.read(number, buffer).wait()
+            reading = self.read(number, buffer)
+            if reading is not None:
+                reading.wait()
             first, last = self.tile_range(number)
             inside = max(start, first), min(stop, last)
             views = self.views(number, buffer)
             yield (
                 *inside,
                 tuple(
-                    view[plan.part(inside[0] - first, inside[1] - first)]
-                    for plan, view in zip(self.plans, views, strict=True)
+                    view[cell.part(inside[0] - first, inside[1] - first)]
+                    for cell, view in zip(self.plan.cells, views, strict=True)
                 ),
             )
             if modify:
@@ -164,6 +164,11 @@ class Records(Home):
                 self.settled[number] = written
                 written.synchronize()
 
+    def drop(self) -> None:
+        """Buffers that hold records hold nothing of use any more."""
+        self.kept.clear()
+
     def _name(self, number: int) -> str:
-        kinds = " and ".join(dict.fromkeys(plan.kind for plan in self.plans))
-        return f"{kinds} of unit '{self.plans[0].unit}', tile {number}"
+        kinds = " and ".join(dict.fromkeys(cell.kind for cell in self.plan.cells))
+        tile = self.plan.start // self.tile_numel + number
+        return f"{kinds} of unit '{self.plan.cells[0].unit}', tile {tile}"

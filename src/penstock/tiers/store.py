@@ -1,78 +1,134 @@
-"""The table of training state: unit, kind -> cell.
+"""The table of training state: unit, kind -> cells, and the memory and files that they take.
 
 It needs no engine: reports and checkpoints read it by name.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+import contextlib
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
 
 from penstock.kinds import Tier
-from penstock.tiers.home import CellPlan, Home, MemoryHome
-from penstock.tiers.nvme import NvmeTier
-from penstock.tiers.tier import MemoryTier
+from penstock.tiers.home import CellPlan, MemorySection, Section, SectionPlan
+from penstock.tiers.tier import Slab, TierMemory
 
 
 @dataclass(frozen=True)
 class Cell:
-    """One cell: the values of a kind of a unit, in `home` on its tier."""
+    """One cell: the values of a kind of a unit in a section of its home."""
 
     plan: CellPlan
     pinned: bool
-    home: Home | None  # None: a buffer
+    section: Section
+
+
+class Reservation:
+    """Memory and files that were taken for some sections, until they are made.
+
+    Arguments:
+        store: enters what is made in the table.
+        slabs: by tier and home.
+    """
+
+    def __init__(self, store: "Store", slabs: Mapping[tuple[Tier, str], Slab]) -> None:
+        self._store = store
+        self._slabs = slabs
+
+    def make(self, plan: SectionPlan) -> Section:
+        """Make one of the sections; those of one tier and home in the order in which they were reserved."""
+        if not plan.cells:
+            return MemorySection(plan, ())
+        slab = self._slabs[plan.tier, plan.home]
+        section = slab.make(plan)
+        self._store.enter(section, slab)
+        return section
+
+    def buffer(self, plan: SectionPlan) -> Tensor:
+        """Make a section of one kind in memory, and give its values."""
+        section = self.make(plan)
+        assert isinstance(section, MemorySection)
+        (values,) = section.tensors
+        return values
 
 
 class Store:
-    """All cells of one engine on this rank. A unit and a kind may have several cells (a value and its shadow)."""
+    """All sections of one engine on this rank. A unit and a kind may have several cells: in parts, or with a shadow."""
 
-    def __init__(self, tiers: Mapping[Tier, MemoryTier], nvme: NvmeTier | None) -> None:
-        self._tiers = tiers
-        self._nvme = nvme
-        self._cells: list[Cell] = []
+    def __init__(self, tiers: Collection[TierMemory]) -> None:
+        self._tiers = {tier.name: tier for tier in tiers}
+        self._sections: dict[Section, Slab | None] = {}
+        self._left: dict[Slab, int] = {}  # sections that it still holds, or will
 
-    def allocate(self, plan: CellPlan) -> Tensor:
-        """Allocate a buffer in memory, all zeros, and enter it in the table."""
-        tier = self._tiers[plan.tier]
-        values = tier.allocate(plan.numel, plan.dtype)
-        self._cells.append(Cell(plan, tier.pinned, None))
-        return values
-
-    def make_home(self, plans: Sequence[CellPlan], numel: int, tile_numel: int) -> Home:
-        """Allocate the cells of one home, all zeros (in files: never written), and enter them in the table.
+    def reserve(self, plans: Sequence[SectionPlan], *, pin: bool = True) -> Reservation:
+        """Take the memory and files for some sections. What one home has on one tier is given back together.
 
         Arguments:
-            plans: cells on one tier.
-            numel: elements of the shard.
-            tile_numel: elements of a tile.
+            plans: sections, in the order in which those of a home will be made.
+            pin: page-lock host memory that a device copies from.
+
+        Raises:
+            MemoryBudgetError, NvmeError: there is not enough; nothing was taken.
         """
-        home: Home
-        pinned = False
-        if plans[0].tier is Tier.NVME:
-            assert self._nvme is not None
-            home = self._nvme.make_home(plans, numel, tile_numel)
-        else:
-            tier = self._tiers[plans[0].tier]
-            home = MemoryHome(plans, [tier.allocate(p.numel, p.dtype) for p in plans], numel, tile_numel)
-            pinned = tier.pinned
-        self._cells += [Cell(plan, pinned, home) for plan in plans]
-        return home
+        wanted: dict[Tier, dict[str, list[SectionPlan]]] = {}
+        for plan in plans:
+            if plan.cells:
+                wanted.setdefault(plan.tier, {}).setdefault(plan.home, []).append(plan)
+        slabs: dict[tuple[Tier, str], Slab] = {}
+        try:
+            for tier, homes in wanted.items():
+                slabs |= {(tier, home): slab for home, slab in self._tiers[tier].reserve(homes, pin=pin).items()}
+        except BaseException:
+            for slab in slabs.values():
+                slab.close()
+            raise
+        self._left |= {slab: len(wanted[tier][home]) for (tier, home), slab in slabs.items()}
+        return Reservation(self, slabs)
+
+    def enter(self, section: Section, slab: Slab | None) -> None:
+        """Put a section in the table. `slab`: what it is made of; `None` for memory that somebody else owns."""
+        self._sections[section] = slab
+
+    def leave(self, section: Section) -> Slab | None:
+        """Take a section out of the table; `free` gives its memory back."""
+        return self._sections.pop(section, None)
+
+    def free(self, section: Section, slab: Slab | None) -> None:
+        """Give a section's memory back, or its part of a slab that goes with the last one. Nothing works on it."""
+        section.drop()
+        if slab is not None and slab in self._left:
+            self._left[slab] -= 1
+            if self._left[slab] == 0:
+                del self._left[slab]
+                slab.close()
 
     def cells(self) -> Iterator[Cell]:
         """Every cell, in the order of allocation."""
-        return iter(self._cells)
+        for section, slab in list(self._sections.items()):
+            for plan in section.plan.cells:
+                yield Cell(plan, slab is not None and slab.pinned, section)
+
+    @property
+    def tiers(self) -> Mapping[Tier, TierMemory]:
+        """What it takes memory and files from."""
+        return self._tiers
 
     def close(self) -> None:
-        """Drop every cell and give the tiers' memory back."""
-        self._cells.clear()
-        try:
-            if self._nvme is not None:
-                self._nvme.close()  # before the memory that its transfers read and write
-        finally:
+        """Drop every section and give everything back.
+
+        Raises:
+            NvmeError: the failure of a transfer that nobody waited for. Everything is given back all the same.
+        """
+        self._sections.clear()
+        slabs, self._left = list(self._left), {}
+        with contextlib.ExitStack() as closing:  # the last one first: files before the memory that they read and write
+            for slab in slabs:
+                closing.callback(slab.close)
             for tier in self._tiers.values():
-                tier.close()
+                closing.callback(tier.close)
 
 
-def bytes_on(plans: Sequence[CellPlan], tier: Tier) -> int:
-    """Bytes that planned cells take on a tier."""
-    return sum(p.lease_bytes if tier is Tier.CPU else p.nbytes for p in plans if p.tier is tier)
+def bytes_on(plans: Sequence[SectionPlan], tier: Tier) -> int:
+    """Bytes that planned sections take on a tier."""
+    cells = [cell for plan in plans if plan.tier is tier for cell in plan.cells]
+    return sum(cell.lease_bytes if tier is Tier.CPU else cell.nbytes for cell in cells)

@@ -1,23 +1,43 @@
-"""What a tier does: hand out memory that holds cells of the table."""
+"""What a tier does: set memory or files aside for some sections, and make them there."""
 
 from abc import ABC, abstractmethod
-
-import torch
-from torch import Tensor
+from collections.abc import Mapping, Sequence
 
 from penstock.kinds import Tier
+from penstock.tiers.home import Section, SectionPlan
 
 
-class MemoryTier(ABC):
-    """A tier whose cells are tensors."""
+class Slab(ABC):
+    """Memory or a file for some sections, taken at once and given back at once."""
 
-    name: Tier
-    pinned: bool
+    pinned = False
 
     @abstractmethod
-    def allocate(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """A 1-D tensor of zeros."""
+    def make(self, plan: SectionPlan) -> Section:
+        """The next of the sections that the slab was sized for: all zeros (in files: never written)."""
 
     @abstractmethod
     def close(self) -> None:
-        """Give everything back."""
+        """Give it back. Its sections have been dropped, or hold nothing of use any more."""
+
+
+class TierMemory(ABC):
+    """One tier."""
+
+    name: Tier
+
+    @abstractmethod
+    def reserve(self, wanted: Mapping[str, Sequence[SectionPlan]], *, pin: bool = True) -> dict[str, Slab]:
+        """A slab for each home's sections, by the home's name.
+
+        Arguments:
+            wanted: the sections that will be made, in order.
+            pin: page-lock host memory that a device copies from.
+
+        Raises:
+            MemoryBudgetError: there is not enough memory.
+            NvmeError: there is not enough space, or no folder for it.
+        """
+
+    def close(self) -> None:  # noqa: B027 - most tiers have nothing beside their slabs
+        """Give back what is not a slab."""

@@ -1,0 +1,68 @@
+"""Which tiles are on which tier, when a kind of state is split between tiers. Pure arithmetic.
+
+    tiles of unit 0        | tiles of unit 1        | tiles of unit 2        |
+    device device device     device cpu    cpu        cpu    nvme   nvme
+
+All units are cut together, in forward order, fastest tier first: what forward needs first is updated first, and what
+has to wait for a slow tier is needed last. Equal fractions of two kinds give equal cuts, so that a tile's gradient and
+parameters are where its update runs. Only units on a cut have several tiers.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+from penstock.kinds import Tier
+
+FASTEST_FIRST = (Tier.DEVICE, Tier.CPU, Tier.NVME)
+
+
+class Span(NamedTuple):
+    """Elements `start` to `stop`, on one tier."""
+
+    tier: Tier
+    start: int
+    stop: int
+
+
+def split(units: Sequence[Sequence[int]], fractions: Mapping[Tier, float]) -> list[tuple[Span, ...]]:
+    """Give each tier its fraction of all elements, to within one tile.
+
+    Arguments:
+        units: the elements of each tile of each unit, in forward order.
+        fractions: of the tiers; they sum to 1.
+
+    Returns:
+        For each unit its spans, in order, each of whole tiles.
+
+    Example:
+        >>> split([[4, 4], [4, 2]], {Tier.DEVICE: 0.25, Tier.CPU: 0.75})[0]
+        (Span(tier=<Tier.DEVICE: 'device'>, start=0, stop=4), Span(tier=<Tier.CPU: 'cpu'>, start=4, stop=8))
+    """
+    tiers = [tier for tier in FASTEST_FIRST if fractions.get(tier)]
+    total = sum(map(sum, units))
+    ends, share = [], 0.0
+    for tier in tiers[:-1]:
+        share += fractions[tier]
+        ends.append(share * total)
+    spans: list[tuple[Span, ...]] = []
+    passed, current = 0, 0
+    for tiles in units:
+        unit: list[Span] = []
+        cursor = 0
+        for numel in tiles:
+            while current < len(ends) and passed + numel / 2 >= ends[current]:  # more than half of it is beyond
+                current += 1
+            if unit and unit[-1].tier is tiers[current]:
+                unit[-1] = unit[-1]._replace(stop=cursor + numel)
+            else:
+                unit.append(Span(tiers[current], cursor, cursor + numel))
+            cursor += numel
+            passed += numel
+        spans.append(tuple(unit))
+    return spans
+
+
+def part(spans: Sequence[Span], start: int, stop: int) -> tuple[Span, ...]:
+    """What of the spans lies in a range, counted from its start."""
+    inside = (Span(tier, max(first, start) - start, min(last, stop) - start) for tier, first, last in spans)
+    return tuple(span for span in inside if span.start < span.stop)

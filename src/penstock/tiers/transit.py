@@ -1,0 +1,126 @@
+"""Values on their way from one home to another: gathers, gradients, and homes that move."""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+
+from torch import Tensor
+
+from penstock.kinds import Tier
+from penstock.machine.streams import DOWNLOAD, READ, UPLOAD, WRITE, Event, Streams, all_of, copy
+from penstock.tiers.home import CellPlan, Home, MemorySection, Section, SectionPlan, shared_sections
+from penstock.tiers.records import Records
+from penstock.tiers.ring import Ring, take_kept
+
+#: Takes a record's values from a buffer, once it holds them.
+Arrive = Callable[[Tensor, Event], Event]
+
+#: The one buffer of a slot through which records pass.
+PASSING = "passing"
+
+
+class Transit:
+    """Copies homes as a whole, through memory where one of them is in files.
+
+    Arguments:
+        ring: of host buffers of one record, in which files are read and written.
+    """
+
+    def __init__(self, streams: Streams, ring: Ring) -> None:
+        self._streams = streams
+        self._ring = ring
+
+    def copy(self, source: Home, target: Home, *, after: Event) -> Event:
+        """Copy all values of a home to another one of the same extent, kinds and tiles.
+
+        Of what the source keeps nothing, the target stays as it is. Returns the event after which the source is free,
+        and what of the target is memory holds the values; `Records.settled` tells of the rest.
+        """
+        copied: list[Event] = [after]
+        for start, stop, here, there in shared_sections(source, target):
+            if not here.plan.cells:
+                continue
+            if isinstance(here, Records):
+                copied += self._from_file(here, there, start, stop, after)
+            elif isinstance(there, Records):
+                copied += self._to_file(here, there, start, stop, after)
+            else:
+                copied += self._in_memory(_views(there, start, stop), _views(here, start, stop), there.tier, (after,))
+        return all_of(copied)
+
+    def _from_file(self, here: Records, there: Section, start: int, stop: int, after: Event) -> list[Event]:
+        copied = []
+        for number in _tiles(here, start, stop):
+            first, last = here.tile_range(number)
+            targets = _views(there, first + here.plan.start, last + here.plan.start)
+
+            def arrive(
+                buffer: Tensor, ready: Event, number: int = number, targets: Sequence[Tensor] = targets
+            ) -> Event:
+                views = here.views(number, buffer)
+                return all_of(self._in_memory(targets, views, there.tier, (after, ready)))
+
+            copied.append(take_kept(here, number, arrive) or self._read(here, number, arrive, after))
+        return copied
+
+    def _read(self, here: Records, number: int, arrive: Arrive, after: Event) -> Event:
+        slot = self._ring.take()
+        slot.forget()
+        buffer = slot.near[PASSING]
+        read = self._streams.submit(
+            READ,
+            partial(here.read, number, buffer),
+            after=(after, here.settled[number], slot.free),
+            writes=(buffer,),
+            nbytes=here.record_bytes(number),
+        )
+        slot.free = arrive(buffer, read)
+        slot.keep(here, number, buffer, read)
+        return slot.free
+
+    def _to_file(self, here: Section, there: Records, start: int, stop: int, after: Event) -> list[Event]:
+        taken = []
+        for number in _tiles(there, start, stop):
+            slot = self._ring.take()
+            slot.forget()
+            buffer = slot.near[PASSING]
+            first, last = there.tile_range(number)
+            sources = _views(here, first + there.plan.start, last + there.plan.start)
+            landed = all_of(self._in_memory(there.views(number, buffer), sources, Tier.CPU, (after, slot.free)))
+            slot.free = self._streams.submit(
+                WRITE,
+                partial(there.write, number, buffer),
+                after=(landed, there.settled[number]),
+                nbytes=there.record_bytes(number),
+            )
+            there.settled[number] = slot.free
+            slot.keep(there, number, buffer, landed)
+            taken.append(landed)
+        return taken
+
+    def _in_memory(
+        self, targets: Sequence[Tensor], sources: Sequence[Tensor], tier: Tier, after: Sequence[Event]
+    ) -> list[Event]:
+        stream = UPLOAD if tier is Tier.DEVICE else DOWNLOAD
+        return [self._copy(stream, t, s, after) for t, s in zip(targets, sources, strict=True)]
+
+    def _copy(self, stream: str, target: Tensor, source: Tensor, after: Sequence[Event]) -> Event:
+        nbytes = source.numel() * source.element_size()
+        return self._streams.submit(stream, partial(copy, target, source), after=after, writes=(target,), nbytes=nbytes)
+
+
+def buffer_home(values: Tensor) -> Home:
+    """A flat buffer in device memory as a home, to copy from and to."""
+    cell = CellPlan("", "", Tier.DEVICE, values.dtype, values.numel())
+    plan = SectionPlan("", Tier.DEVICE, (cell,), 0, values.numel(), values.numel())
+    return Home([MemorySection(plan, [values])])
+
+
+def _views(section: Section, start: int, stop: int) -> Sequence[Tensor]:
+    assert isinstance(section, MemorySection)
+    return section.views(start - section.plan.start, stop - section.plan.start)
+
+
+def _tiles(section: Section, start: int, stop: int) -> range:
+    """The numbers of a section's tiles in a range of its home."""
+    first, last = start - section.plan.start, stop - section.plan.start
+    return range(first // section.tile_numel, -(-last // section.tile_numel))
