@@ -28,6 +28,7 @@ from penstock.engine.gather import Gatherer
 from penstock.engine.hooks import Hooks
 from penstock.engine.precision import input_cast
 from penstock.engine.reduce import Reducer
+from penstock.engine.residency import Mover
 from penstock.engine.staging import Staging, StagingPlan
 from penstock.engine.step import Stepper
 from penstock.engine.unit import Unit
@@ -201,7 +202,7 @@ def build(
         store = Store(
             [
                 DeviceTier(streams.device),
-                HostTier(streams.device),
+                HostTier(streams.device, options.pinned_bytes),
                 NvmeTier(folders, queue_depth=options.io_queue_depth, checksums=options.checksums),
             ]
         )
@@ -258,6 +259,17 @@ def build(
         overlaps=request.overlap in ("forward", "auto"),
     )
     hooks = Hooks(model, units, gatherer, reducer, input_cast(request.compute_dtype))
+    mover = Mover(
+        units,
+        plans,
+        store,
+        streams,
+        gatherer,
+        reducer,
+        staging,
+        in_use=hooks.in_use,
+        reduce_dtype=request.reduce_dtype,
+    )
     access = Access(
         units,
         ranks,
@@ -280,6 +292,7 @@ def build(
         stepper=stepper,
         hooks=hooks,
         access=access,
+        mover=mover,
         overlap=request.overlap,
         options=options,
         origins=origins,

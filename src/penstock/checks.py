@@ -3,7 +3,6 @@
 import math
 import os
 from collections.abc import Iterable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,6 +15,7 @@ from penstock.engine.discover import UnitSpec
 from penstock.engine.hooks import Hooks
 from penstock.errors import ConfigError, MemoryBudgetError
 from penstock.kinds import COMPUTE_DTYPES, Tier
+from penstock.machine.arena import available_host_bytes
 
 _SUM_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -203,16 +203,6 @@ def check_host_memory(nbytes: int, device: torch.device, options: Options) -> No
             f"The cpu tier needs {nbytes:,} bytes on this rank; the host has {available:,} available, "
             f"{nbytes - available:,} too few. Use more ranks, a higher stage, or keep less on the cpu tier."
         )
-
-
-def available_host_bytes() -> int | None:
-    """Bytes that the host can still give, from /proc/meminfo; `None` where there is none."""
-    try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
-    except OSError:
-        return None
-    found = [line.split()[1] for line in lines if line.startswith("MemAvailable:")]
-    return int(found[0]) * 1024 if found else None
 
 
 def _one_of(what: str, value: object, choices: tuple[Any, ...]) -> None:

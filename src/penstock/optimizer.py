@@ -3,7 +3,7 @@
 from collections.abc import Container, Iterable, Mapping
 from contextlib import AbstractContextManager
 from os import PathLike
-from typing import Any, Literal, NoReturn
+from typing import Any, Literal, NoReturn, get_args
 
 import torch
 from torch import Tensor, nn
@@ -12,7 +12,7 @@ from penstock.engine.engine import Engine
 from penstock.engine.hooks import in_backward
 from penstock.engine.step import StepResult
 from penstock.errors import ConfigError, EngineError
-from penstock.kinds import GATHERED, KindName
+from penstock.kinds import GATHERED, KindName, Tier, parse_tier
 from penstock.tiers.report import Location, LocationReport
 
 
@@ -262,12 +262,44 @@ class Optimizer(torch.optim.Optimizer):
         pin_memory: bool = True,
         non_blocking: bool = False,
     ) -> None:
-        """Not available yet."""
-        _not_yet("offload_states", "Choose the homes in Placement.")
+        """Move kinds of state to another tier now, wherever they are, until `reload_states`. Every rank calls it.
+
+        Training may go on meanwhile, from where the state is then, with the same result. Legal at any point; the
+        gradients of a backward survive. Buffers of gathers and gradients are given back too.
+
+        Arguments:
+            include: what moves: `"param"`, `"grad"`, `"master"` and `"optimizer"` (every state of the rule); `None` for
+                all of them. What is on `to` already stays there.
+            to: `"cpu"` or `"nvme"`, which needs `Placement(nvme_path=...)`.
+            pin_memory: page-lock the host memory that is taken: copies are faster, taking it is slower.
+            non_blocking: return while copies are under way. The old memory goes once they have arrived.
+
+        Raises:
+            ConfigError: an unknown kind or tier, or no folder for nvme. Nothing has changed.
+            MemoryBudgetError, NvmeError: there is no room. Nothing has changed.
+
+        Example:
+            >>> optimizer.offload_states({"optimizer", "master", "grad"})  # doctest: +SKIP
+            >>> answers = model.generate(**prompts)  # doctest: +SKIP
+            >>> optimizer.reload_states()  # doctest: +SKIP
+        """
+        tier = parse_tier(to, what="to")
+        if tier is Tier.DEVICE:
+            raise ConfigError("offload_states(to='device'): use 'cpu' or 'nvme'; reload_states() brings state back.")
+        kinds = _movable(include)
+        engine = self._open("offload_states")
+        engine.access.finish()
+        engine.mover.offload(kinds, tier, pin=pin_memory, wait=not non_blocking)
 
     def reload_states(self, *, non_blocking: bool = False) -> None:
-        """Not available yet."""
-        _not_yet("reload_states", "Choose the homes in Placement.")
+        """Move everything that was offloaded to where the placement wants it. Every rank calls it.
+
+        Arguments:
+            non_blocking: return while copies are under way; who needs the state waits for it.
+        """
+        engine = self._open("reload_states")
+        engine.access.finish()
+        engine.mover.reload(wait=not non_blocking)
 
     def save(
         self,
@@ -310,6 +342,18 @@ class Optimizer(torch.optim.Optimizer):
         if self._engine is None:
             raise EngineError(f"{verb}() was called after close(). Prepare the model again to go on.")
         return self._engine
+
+
+def _movable(include: Container[KindName] | None) -> list[str]:
+    """The kinds that `include` names."""
+    kinds: tuple[KindName, ...] = get_args(KindName)
+    if include is None:
+        return list(kinds)
+    named = {include} if isinstance(include, str) else include
+    unknown = [kind for kind in named if kind not in kinds] if isinstance(named, Iterable) else []
+    if unknown:
+        raise ConfigError(f"include names {unknown[0]!r}. Use some of {', '.join(map(repr, kinds))}.")
+    return [kind for kind in kinds if kind in named]
 
 
 def _not_yet(what: str, instead: str) -> NoReturn:

@@ -49,5 +49,8 @@ class BufferRing:
         return sum(b.numel() * b.element_size() for ring in self._free.values() for b, _ in ring)
 
     def clear(self) -> None:
-        """Drop every returned buffer. All work is over."""
+        """Drop every returned buffer, once work on it is over."""
+        for free in self._free.values():
+            for _, event in free:
+                event.synchronize()
         self._free.clear()

@@ -13,6 +13,7 @@ from penstock.engine.access import Access
 from penstock.engine.gather import Gatherer
 from penstock.engine.hooks import Hooks
 from penstock.engine.reduce import Reducer
+from penstock.engine.residency import Mover
 from penstock.engine.step import Stepper
 from penstock.engine.unit import Unit
 from penstock.errors import EngineError, NvmeError
@@ -54,6 +55,7 @@ class Engine:
     stepper: Stepper
     hooks: Hooks
     access: Access
+    mover: Mover
     overlap: Overlap
     options: Options
     origins: dict[nn.Parameter, Origin]

@@ -6,6 +6,9 @@ never correctness.
 
 from collections.abc import Iterable, Iterator, Sequence
 
+import torch
+from torch import Tensor
+
 from penstock.engine.unit import Residency, Unit
 from penstock.machine.collectives import Ranks
 from penstock.machine.streams import COLLECTIVE, Event, Streams
@@ -138,6 +141,50 @@ class Gatherer:
                     self.acquire(unit)
                 else:
                     unit.hide()
+
+    def forget(self, unit: Unit) -> None:
+        """Give the memory of a persistent unit that is not in use back, too."""
+        if unit.spec.persistent and not unit.resident:
+            self._retire(unit)
+
+    def lend(self, unit: Unit) -> Tensor:
+        """The full buffer with memory, to become the home of the parameters."""
+        if not unit.leased:
+            self._streams.lease(unit.full)
+        return unit.full
+
+    def take_back(self, unit: Unit) -> None:
+        """What was lent did not become a home."""
+        if not (unit.resident or unit.leased):
+            self._streams.retire(unit.full)
+
+    def settle(self, unit: Unit) -> None:
+        """The full buffer is the home of the parameters from now on."""
+        assert unit.residency is not Residency.GATHERING
+        unit.resident = True
+        if unit.leased:
+            unit.leased = False
+            self.live_bytes -= unit.nbytes
+
+    def unsettle(self, unit: Unit, *, in_use: bool) -> None:
+        """The parameters do not rest any longer where compute reads them: the unit is gathered for each use.
+
+        Arguments:
+            unit: a resident one.
+            in_use: compute may read the parameters now; a copy stays until they are released.
+        """
+        before = unit.full
+        unit.full = torch.empty_like(before)
+        unit.resident = False
+        if in_use:
+            unit.full.copy_(before)
+            unit.expose()
+            unit.leased = True
+            self.live_bytes += unit.nbytes
+        else:
+            self._streams.retire(unit.full)
+            unit.hide()
+            unit.residency = Residency.RELEASED
 
     def _make_room(self, unit: Unit) -> None:
         """Keep what was gathered ahead within the budget when another unit is needed first: the last goes first."""

@@ -53,6 +53,7 @@ class Hooks:
         self._run_again: set[Unit] = set()  # those of them that no gradient has reached: their forward ran again
         self._gathers = any(not unit.resident or unit.layout.shards > 1 for unit in units)
         self._recorded: set[Unit] = set()  # units whose backward was recorded: the backward of that is not announced
+        self._unannounced: set[Unit] = set()  # gathered until a backward that nothing tells of
         self.backward_open = False
         self.backward_failed = False  # since the last zero_grad
         in_order = [unit for unit in units if not any(unit.contains(other) for other in units)] or list(units)
@@ -94,6 +95,10 @@ class Hooks:
     def in_forward(self) -> bool:
         """Whether a forward of the model is under way."""
         return bool(self._calls)
+
+    def in_use(self, unit: Unit) -> bool:
+        """Whether compute may read the unit's parameters now."""
+        return bool(unit.users or unit.holds) or unit in self._active or unit in self._recorded | self._unannounced
 
     def abandon_backward(self) -> None:
         """A backward ended with an exception: drop what it collected and gathered."""
@@ -166,6 +171,7 @@ class Hooks:
         for tensor in made:
             tensor.register_hook(partial(self._before_backward, units))  # type: ignore[no-untyped-call]
         if not complete:
+            self._unannounced.update(units)
             return True  # its backward may come unannounced
         return bool(made) and call.module is self._model and not in_backward()  # backward starts with it
 
@@ -185,6 +191,7 @@ class Hooks:
 
     def _forget_uses(self) -> None:
         self._calls.clear()
+        self._unannounced.clear()
         self._gatherer.drop_unused()
         for unit in self._units:
             unit.users = 0
@@ -255,6 +262,7 @@ class Hooks:
     def _close_backward(self) -> None:
         self.backward_open = False
         self._active.clear()
+        self._unannounced.clear()
         self._run_again.clear()
         self._gatherer.drop_unused()
         for unit in self._units:

@@ -89,6 +89,8 @@ class Reducer:
         if gradient.pending is None:
             dtype = self._reduce_dtype if self._synchronizing else self._accumulation_dtype
             gradient.pending = self.buffers.lease(unit.layout.numel, dtype)
+        elif gradient.pending.device != self._streams.device:  # it rested
+            gradient.pending = self.buffers.lease(unit.layout.numel, gradient.pending.dtype).copy_(gradient.pending)
         target = gradient.pending[slot.start : slot.stop]
         if slot_index in gradient.arrived:
             target.add_(flat)
@@ -159,6 +161,13 @@ class Reducer:
                 self.buffers.give_back(unit.trained.gradient.pending, DONE)
                 unit.trained.gradient.pending = None
                 unit.trained.gradient.arrived = set()
+
+    def rest(self, units: Sequence[Unit]) -> None:
+        """Give the memory of buffers back. Micro-batches that were held back wait in host memory."""
+        for unit in units:
+            if unit.trained and unit.trained.gradient.pending is not None:
+                unit.trained.gradient.pending = unit.trained.gradient.pending.cpu()
+        self.buffers.clear()
 
     def zero(self, units: Sequence[Unit]) -> None:
         """Forget every gradient. Homes keep their memory and are overwritten by the next one."""

@@ -99,6 +99,36 @@ def transit_slots(plans: Iterable[SectionPlan]) -> list[SlotPlan]:
     return [SlotPlan({PASSING: _buffer(f"transit {n}", Tier.CPU, torch.uint8, nbytes)}, {}) for n in range(count)]
 
 
+class Buffers:
+    """Buffers that are taken and given back together."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self._sections: list[Section] = []
+
+    def make(self, plan: SectionPlan, reserved: Reservation) -> Tensor:
+        """One of them, in memory that was reserved."""
+        section = reserved.make(plan)
+        assert isinstance(section, MemorySection)
+        self._sections.append(section)
+        return section.tensors[0]
+
+    def make_slots(self, slots: Sequence[SlotPlan], reserved: Reservation | None = None) -> list[Slot]:
+        """Slots, in memory that was reserved with others or now."""
+        reserved = reserved or self._store.reserve([plan for slot in slots for plan in slot.sections()])
+        made = []
+        for slot in slots:
+            near = {home: self.make(plan, reserved) for home, plan in slot.near.items()}
+            made.append(Slot(near, near | {home: self.make(plan, reserved) for home, plan in slot.host.items()}))
+        return made
+
+    def free(self) -> None:
+        """Give all of them back. Nothing works on them."""
+        for section in self._sections:
+            self._store.free(section, self._store.leave(section))
+        self._sections.clear()
+
+
 class Staging:
     """The buffers, and the rings that hold them.
 
@@ -109,7 +139,7 @@ class Staging:
     def __init__(self, store: Store) -> None:
         self._store = store
         self._plan: StagingPlan | None = None
-        self._sections: list[Section] = []
+        self._buffers: Buffers | None = None
         self._accumulation: Tensor | None = None
         self._update = {beside: Ring(self.take) for beside in (Tier.DEVICE, Tier.CPU)}
         self._transit = Ring(self.take)
@@ -135,32 +165,23 @@ class Staging:
         for ring in (*self._update.values(), self._transit):
             ring.drop()
         self._accumulation = None
-        for section in self._sections:
-            self._store.free(section, self._store.leave(section))
-        self._sections.clear()
+        if self._buffers is not None:
+            self._buffers.free()
+            self._buffers = None
         self._plan = plan
 
     def take(self, reserved: Reservation | None = None) -> None:
         """Make the buffers, in memory that was reserved with others or now."""
         plan = self._plan
-        if plan is None or self._sections:
+        if plan is None or self._buffers is not None:
             return
         reserved = reserved or self._store.reserve(list(plan.sections()))
+        self._buffers = Buffers(self._store)
         if plan.accumulation is not None:
-            self._accumulation = self._make(plan.accumulation, reserved)
+            self._accumulation = self._buffers.make(plan.accumulation, reserved)
         for beside, slots in plan.update.items():
-            self._update[beside].fill([self._make_slot(slot, reserved) for slot in slots])
-        self._transit.fill([self._make_slot(slot, reserved) for slot in plan.transit])
-
-    def _make_slot(self, plan: SlotPlan, reserved: Reservation) -> Slot:
-        near = {home: self._make(buffer, reserved) for home, buffer in plan.near.items()}
-        return Slot(near, near | {home: self._make(buffer, reserved) for home, buffer in plan.host.items()})
-
-    def _make(self, plan: SectionPlan, reserved: Reservation) -> Tensor:
-        section = reserved.make(plan)
-        assert isinstance(section, MemorySection)
-        self._sections.append(section)
-        return section.tensors[0]
+            self._update[beside].fill(self._buffers.make_slots(slots, reserved))
+        self._transit.fill(self._buffers.make_slots(plan.transit, reserved))
 
 
 def _updated_beside(beside: Tier, unit: Sections) -> Iterator[tuple[str, SectionPlan]]:

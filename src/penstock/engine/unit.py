@@ -171,6 +171,25 @@ class Unit:
             homes[SHADOW] = trained.shadow
         return homes
 
+    @property
+    def shard_homes(self) -> dict[str, Home]:
+        """Every home, of this rank's shard alone."""
+        return self.homes | {PARAM: self.params}
+
+    def exchange(self, name: str, home: Home) -> None:
+        """What the home of a name is from now on; not of the parameters."""
+        trained = self.trained
+        assert trained is not None
+        if name == GRAD:
+            trained.gradient.home = home
+        elif name == MASTER:
+            trained.master = home
+        elif name == OPTIMIZER:
+            trained.optimizer = home
+        else:
+            assert name == SHADOW
+            trained.shadow = home
+
     def visit(self, start: int, stop: int, *, modify: bool = False) -> Iterator[tuple[int, int, Weights]]:
         """Look at the parameters of a range of this rank's shard, piece by piece. See `Home.visit`."""
         others = [] if self.trained is None else [self.trained.shadow, self.trained.master]

@@ -8,6 +8,7 @@ device once where one copies from it, and cuts leases from it. Pages that are ne
 import contextlib
 import ctypes
 import mmap
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -76,6 +77,16 @@ class Arena:
 def page_aligned(nbytes: int) -> Tensor:
     """A buffer of `nbytes` zero bytes that begins on a page, outside any slab."""
     return torch.frombuffer(mmap.mmap(-1, max(nbytes, 1)), dtype=torch.uint8)[:nbytes]
+
+
+def available_host_bytes() -> int | None:
+    """Bytes that the host can still give, from /proc/meminfo; `None` where there is none."""
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+    except OSError:
+        return None
+    found = [line.split()[1] for line in lines if line.startswith("MemAvailable:")]
+    return int(found[0]) * 1024 if found else None
 
 
 def return_free_memory() -> None:

@@ -17,6 +17,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from penstock.machine.arena import return_free_memory
+
 UPLOAD = "upload"  # host to device
 DOWNLOAD = "download"  # device to host
 COLLECTIVE = "collective"  # between ranks: one stream, so that every rank issues them in the same order
@@ -97,6 +99,10 @@ class Streams(ABC):
     def retire(self, buffer: Tensor) -> None:
         """Take a buffer's memory back. All work on it has been waited for."""
         buffer.untyped_storage().resize_(0)
+
+    def return_free_memory(self) -> None:
+        """Give memory that was freed back to the system, for others than torch to use."""
+        return_free_memory()
 
     @abstractmethod
     def close(self) -> None:
@@ -356,6 +362,12 @@ class AcceleratorStreams(Streams):
             recorded = self._module.Event()
             recorded.record(side)
         return _DeviceEvent(self._module, self.device, recorded)
+
+    def return_free_memory(self) -> None:
+        """Empty the cache of the device's allocator as well."""
+        super().return_free_memory()
+        with self._module.device(self.device):
+            self._module.empty_cache()
 
     def close(self) -> None:
         """Finish host work and device work."""

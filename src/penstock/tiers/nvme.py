@@ -5,6 +5,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
+from penstock.errors import ConfigError
 from penstock.kinds import Tier
 from penstock.machine.aio import File, Queue
 from penstock.machine.swap import SwapFolder
@@ -63,6 +64,10 @@ class NvmeTier(TierMemory):
     def reserve(self, wanted: Mapping[str, Sequence[SectionPlan]], *, pin: bool = True) -> dict[str, Slab]:
         """Make a file for each home in each folder, allocated in full."""
         del pin
+        if not self._parents:
+            raise ConfigError(
+                "The nvme tier has no folder for its files. Name one on a fast disk: Placement(nvme_path=...)."
+            )
         slabs: dict[str, Slab] = {}
         planned = {home: Extents(len(self._parents)) for home in wanted}
         for home, plans in wanted.items():

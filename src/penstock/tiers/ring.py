@@ -47,7 +47,7 @@ class Ring:
         before_use: called when a slot is wanted and there is none: it fills the ring.
     """
 
-    def __init__(self, before_use: Callable[[], None]) -> None:
+    def __init__(self, before_use: Callable[[], None] = lambda: None) -> None:
         self._before_use = before_use
         self._slots: deque[Slot] = deque()
 

@@ -4,6 +4,7 @@ It needs no engine: reports and checkpoints read it by name.
 """
 
 import contextlib
+import threading
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -58,6 +59,7 @@ class Store:
     def __init__(self, tiers: Collection[TierMemory]) -> None:
         self._tiers = {tier.name: tier for tier in tiers}
         self._sections: dict[Section, Slab | None] = {}
+        self._lock = threading.Lock()
         self._left: dict[Slab, int] = {}  # sections that it still holds, or will
 
     def reserve(self, plans: Sequence[SectionPlan], *, pin: bool = True) -> Reservation:
@@ -97,10 +99,11 @@ class Store:
         """Give a section's memory back, or its part of a slab that goes with the last one. Nothing works on it."""
         section.drop()
         if slab is not None and slab in self._left:
-            self._left[slab] -= 1
-            if self._left[slab] == 0:
-                del self._left[slab]
-                slab.close()
+            with self._lock:  # state that is in flight is freed by the thread that sees it arrive
+                self._left[slab] -= 1
+                if self._left[slab] == 0:
+                    del self._left[slab]
+                    slab.close()
 
     def cells(self) -> Iterator[Cell]:
         """Every cell, in the order of allocation."""

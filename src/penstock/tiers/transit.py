@@ -32,12 +32,12 @@ class Transit:
     def copy(self, source: Home, target: Home, *, after: Event) -> Event:
         """Copy all values of a home to another one of the same extent, kinds and tiles.
 
-        Of what the source keeps nothing, the target stays as it is. Returns the event after which the source is free,
-        and what of the target is memory holds the values; `Records.settled` tells of the rest.
+        What one of them does not keep, and what they share, stays as it is. Returns the event after which the source is
+        free, and what of the target is memory holds the values; `Records.settled` tells of the rest.
         """
         copied: list[Event] = [after]
         for start, stop, here, there in shared_sections(source, target):
-            if not here.plan.cells:
+            if here is there or not here.plan.cells or not there.plan.cells:
                 continue
             if isinstance(here, Records):
                 copied += self._from_file(here, there, start, stop, after)
