@@ -32,6 +32,7 @@ from penstock.engine.residency import Mover
 from penstock.engine.staging import Staging, StagingPlan
 from penstock.engine.step import Stepper
 from penstock.engine.unit import Unit
+from penstock.engine.update import Updater
 from penstock.errors import NvmeError
 from penstock.kinds import COMPUTE_DTYPES, Overlap, Precision, Tier
 from penstock.layout import ALIGNMENT_NUMEL, round_up
@@ -93,7 +94,10 @@ def prepare(
         overlap: when updates run. `"none"`: inside `step`. `"forward"`: `step` returns at once, and the forward of each
             unit waits for that unit's update alone; parameters read NaN until then. `"auto"`: the same for parameters
             that are gathered for their use; those that rest where compute reads them are up to date when `step`
-            returns. The result is the same, bit for bit.
+            returns. `"backward"`: the host updates a unit as soon as its gradient is reduced, and `step` ends with what
+            is left; there can be no clipping, all micro-batches but the last must run under `no_sync`, and a gradient
+            that is not finite, or a backward that fails, after updates have begun ends the optimizer. The result is
+            the same, bit for bit.
         master: form of the fp32 master of bf16 parameters: the 16 bits that the parameter lacks, a full copy, or none:
             then every update rounds the parameter, as `Options(rounding=...)` says.
         unit_micro_batches: only 1 in this version.
@@ -115,7 +119,7 @@ def prepare(
     """
     placement = checks.check_features(stage, placement, precision, overlap, master, unit_micro_batches, options)
     checks.check_dtypes(reduce_dtype, grad_accumulation_dtype)
-    checks.check_clip(max_grad_norm)
+    checks.check_clip(max_grad_norm, overlap)
     checks.check_model(model)
     checks.check_ranks(mesh)
     device = torch.device(mesh.device_type) if mesh is not None else default_device()
@@ -235,6 +239,7 @@ def build(
     for unit in units:
         if unit.resident:
             gatherer.acquire(unit)
+    begins = request.overlap == "backward"
     reducer = Reducer(
         ranks,
         streams,
@@ -243,22 +248,30 @@ def build(
         reduce_dtype=request.reduce_dtype,
         accumulation_dtype=request.accumulation_dtype,
         accumulation=staging.accumulation,
+        agrees=begins,
         may_hold_back=request.stage <= 1 and ranks.world_size > 1,
     )
-    stepper = Stepper(
-        units,
+    updater = Updater(
         rule,
-        ranks,
         streams,
         pool,
         groups=trained,
         firsts=number_elements(p for p in model.parameters() if p in trained),
-        gradient_scale=gradient_scale,
         pipelines={beside: Pipeline(streams, ring, beside=beside) for beside, ring in staging.update.items()},
         transit=transit,
-        overlaps=request.overlap in ("forward", "auto"),
     )
-    hooks = Hooks(model, units, gatherer, reducer, input_cast(request.compute_dtype))
+    stepper = Stepper(
+        units,
+        ranks,
+        streams,
+        updater,
+        param_groups=optimizer.param_groups,
+        gradient_scale=gradient_scale,
+        overlaps=request.overlap != "none",
+        begins=begins,
+    )
+    cast = input_cast(request.compute_dtype)
+    hooks = Hooks(model, units, gatherer, reducer, cast, stepper if begins else None)
     mover = Mover(
         units,
         plans,
@@ -276,8 +289,8 @@ def build(
         gatherer,
         reducer,
         rule=rule,
-        steps=stepper.steps,
-        scalars=stepper.scalars,
+        steps=updater.steps,
+        scalars=updater.scalars,
         gradient_scale=gradient_scale,
         device=streams.device,
     )
@@ -290,6 +303,7 @@ def build(
         gatherer=gatherer,
         reducer=reducer,
         stepper=stepper,
+        updater=updater,
         hooks=hooks,
         access=access,
         mover=mover,

@@ -54,8 +54,6 @@ def check_features(
         raise _not_yet("Placement(activations=...)", "Use the model's own activation checkpointing.")
     if precision == "fp16":
         raise _not_yet("precision='fp16'", "Use precision='bf16'.")
-    if overlap == "backward":
-        raise _not_yet("overlap='backward'", "Use overlap='auto'.")
     if master == "none" and precision == "fp16":
         raise ConfigError(
             "master='none' with fp16 loses small updates for good. Use master='fp32' or precision='bf16'."
@@ -72,8 +70,8 @@ def check_dtypes(reduce_dtype: object, grad_accumulation_dtype: object) -> None:
             raise ConfigError(f"{what}={dtype!r}: use torch.float32, torch.bfloat16, torch.float16 or None.")
 
 
-def check_clip(max_grad_norm: object) -> None:
-    """Refuse a norm that clips everything or nothing by accident."""
+def check_clip(max_grad_norm: object, overlap: str) -> None:
+    """Refuse a norm that clips everything or nothing by accident, and one that updates in backward cannot wait for."""
     if max_grad_norm is None:
         return
     if (
@@ -82,6 +80,11 @@ def check_clip(max_grad_norm: object) -> None:
         or not (max_grad_norm > 0 and math.isfinite(max_grad_norm))
     ):
         raise ConfigError(f"max_grad_norm={max_grad_norm!r}: use a finite number above 0, or None not to clip.")
+    if overlap == "backward":
+        raise ConfigError(
+            f"max_grad_norm={max_grad_norm!r} needs the whole gradient, and overlap='backward' updates before it is "
+            "there. Use overlap='forward', or max_grad_norm=None."
+        )
 
 
 def check_model(model: nn.Module) -> None:

@@ -87,6 +87,7 @@ class Optimizer(torch.optim.Optimizer):
             unit.check_written()
         measure = engine.stepper.measure()
         if not torch.isfinite(torch.tensor(measure.grad_norm)):
+            engine.stepper.skip()
             if engine.options.on_nonfinite == "raise":
                 raise EngineError(
                     "The norm of the gradient is not finite; nothing was updated. Look for an overflow in the loss, "
@@ -95,14 +96,14 @@ class Optimizer(torch.optim.Optimizer):
             return StepResult(float("nan"), skipped=True, loss_scale=1.0)
         for unit in measure.present:
             engine.gatherer.outdate(unit)
-        engine.stepper.update(self.param_groups, measure, self._max_grad_norm)
-        engine.gatherer.show_resident(engine.units, wait=engine.overlap != "forward")
+        engine.stepper.update(measure, self._max_grad_norm)
+        engine.gatherer.show_resident(engine.units, wait=engine.overlap not in ("forward", "backward"))
         return StepResult(measure.grad_norm, skipped=False, loss_scale=1.0)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the accumulated gradients. They count as absent afterwards, whatever `set_to_none` says."""
         del set_to_none
-        engine = self._open("zero_grad")
+        engine = self._open("zero_grad", changes=True)
         if engine.hooks.backward_open and not in_backward():
             engine.hooks.abandon_backward()
         engine.hooks.backward_failed = False
@@ -175,7 +176,7 @@ class Optimizer(torch.optim.Optimizer):
         Raises:
             ConfigError: a tensor that is no parameter of the model.
         """
-        return self._open("gathered").access.gathered(parameters, modify=modify)
+        return self._open("gathered", changes=modify).access.gathered(parameters, modify=modify)
 
     def full_param(self, parameter: nn.Parameter) -> Tensor:
         """The parameter at master precision: fp32, its shape, on the cpu. Collective."""
@@ -191,15 +192,15 @@ class Optimizer(torch.optim.Optimizer):
 
     def set_full_param(self, parameter: nn.Parameter, value: Tensor) -> None:
         """Overwrite parameter and master weights with a whole value, the same on every rank. Collective."""
-        self._open("set_full_param").access.set_param(parameter, value)
+        self._open("set_full_param", changes=True).access.set_param(parameter, value)
 
     def set_full_grad(self, parameter: nn.Parameter, value: Tensor) -> None:
         """Overwrite the accumulated gradient with a whole value, the same on every rank. Collective."""
-        self._open("set_full_grad").access.set_grad(parameter, value)
+        self._open("set_full_grad", changes=True).access.set_grad(parameter, value)
 
     def set_full_state(self, parameter: nn.Parameter, name: str, value: Tensor) -> None:
         """Overwrite an optimizer state with a whole value, the same on every rank. Collective."""
-        self._open("set_full_state").access.set_state(parameter, name, value)
+        self._open("set_full_state", changes=True).access.set_state(parameter, name, value)
 
     def synchronize(self) -> None:
         """Finish pending updates and movements; raises the error of one that failed."""
@@ -230,12 +231,12 @@ class Optimizer(torch.optim.Optimizer):
             ConfigError: a state or an option that the rule does not have, or a state of another shape. Nothing changed.
             ValueError: other groups than this optimizer's.
         """
-        engine = self._open("load_state_dict")
+        engine = self._open("load_state_dict", changes=True)
         groups = self.param_groups
         super().load_state_dict({"state": {}, "param_groups": state_dict["param_groups"]})
         # The groups stay the same objects: schedulers may hold the optimizer that was given to prepare.
         loaded, self.param_groups = self.param_groups, groups
-        engine.stepper.check_groups(loaded)
+        engine.updater.check_groups(loaded)
         numbers = (number for group in state_dict["param_groups"] for number in group["params"])
         parameters = dict(zip(numbers, (p for group in groups for p in group["params"]), strict=True))
         states = {
@@ -338,9 +339,15 @@ class Optimizer(torch.optim.Optimizer):
             finally:
                 self._engine = None if engine.closed else engine
 
-    def _open(self, verb: str) -> Engine:
+    def _open(self, verb: str, *, changes: bool = False) -> Engine:
+        """The engine. `changes`: the call changes what updates read that may have begun in backward."""
         if self._engine is None:
             raise EngineError(f"{verb}() was called after close(). Prepare the model again to go on.")
+        if changes and self._engine.stepper.is_open:
+            raise EngineError(
+                f"{verb}() was called between backward and step, and updates have begun in that backward. Call step() "
+                "first, or use overlap='forward'."
+            )
         return self._engine
 
 

@@ -16,6 +16,7 @@ from penstock.engine.reduce import Reducer
 from penstock.engine.residency import Mover
 from penstock.engine.step import Stepper
 from penstock.engine.unit import Unit
+from penstock.engine.update import Updater
 from penstock.errors import EngineError, NvmeError
 from penstock.kinds import GRAD, PARAM, Overlap
 from penstock.machine.collectives import Ranks
@@ -53,6 +54,7 @@ class Engine:
     gatherer: Gatherer
     reducer: Reducer
     stepper: Stepper
+    updater: Updater
     hooks: Hooks
     access: Access
     mover: Mover

@@ -8,7 +8,7 @@ reduced again and added.
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -28,11 +28,25 @@ def in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
+class BackwardUpdates(Protocol):
+    """Updates that begin in backward."""
+
+    def begin(self, unit: Unit) -> None:
+        """All gradients of the unit have come."""
+
+    def check(self, unit: Unit) -> None:
+        """Raise an error for a gradient of a unit whose update has begun."""
+
+    def abandon(self) -> None:
+        """Backward has failed."""
+
+
 class Hooks:
     """Connects a model to a gatherer and a reducer.
 
     Arguments:
         cast_inputs: applied to the inputs of the outermost forward.
+        updates: what begins in backward; `None` for nothing.
     """
 
     def __init__(
@@ -42,12 +56,15 @@ class Hooks:
         gatherer: Gatherer,
         reducer: Reducer,
         cast_inputs: CastInputs | None,
+        updates: BackwardUpdates | None = None,
     ) -> None:
         self._model = model
         self._units = units
         self._gatherer = gatherer
         self._reducer = reducer
         self._cast_inputs = cast_inputs
+        self._updates = updates
+        self._arrived: dict[Unit, set[int]] = {}  # gradients of this backward, by slot
         self._calls: list[Call] = []  # forwards of anchors under way, outer ones first
         self._active: list[Unit] = []  # units whose backward is under way
         self._run_again: set[Unit] = set()  # those of them that no gradient has reached: their forward ran again
@@ -103,6 +120,8 @@ class Hooks:
     def abandon_backward(self) -> None:
         """A backward ended with an exception: drop what it collected and gathered."""
         self.backward_failed = True
+        if self._updates is not None:
+            self._updates.abandon()
         self._reducer.drop_pending(self._units)
         self._recorded.clear()
         self._close_backward()
@@ -235,9 +254,17 @@ class Hooks:
     def _leave_backward(self, unit: Unit) -> None:
         self._active.remove(unit)
         self._run_again.discard(unit)
-        self._reducer.flush(unit)
+        self._settle(unit)
         if unit not in self._recorded:
             self._gatherer.release(unit)
+
+    def _settle(self, unit: Unit) -> None:
+        """Send the gradient home. Once every parameter has its own, no other will come."""
+        self._reducer.flush(unit)
+        complete = len(self._arrived.get(unit, ())) == len(unit.layout.slots)
+        if self._updates is not None and complete and not self._reducer.accumulates:
+            self._updates.begin(unit)
+            del self._arrived[unit]
 
     def _take_gradient(self, unit: Unit, index: int, parameter: nn.Parameter) -> None:
         grad = parameter.grad
@@ -249,11 +276,14 @@ class Hooks:
             )
         if not self.backward_open:  # no watched output led here: the end of backward must still be seen
             self._enter_backward(unit)
+        if self._updates is not None:
+            self._updates.check(unit)
+            self._arrived.setdefault(unit, set()).add(index)
         self._reducer.add(unit, index, grad)
 
     def _end_backward(self) -> None:
         for unit in self._units:
-            self._reducer.flush(unit)
+            self._settle(unit)
         self._backward_order.finish()
         if not torch.is_grad_enabled():
             self._recorded.clear()
@@ -264,6 +294,7 @@ class Hooks:
         self._active.clear()
         self._unannounced.clear()
         self._run_again.clear()
+        self._arrived.clear()
         self._gatherer.drop_unused()
         for unit in self._units:
             if unit not in self._recorded:

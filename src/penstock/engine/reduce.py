@@ -32,6 +32,7 @@ class Reducer:
         accumulation_dtype: dtype in which micro-batches are summed, the homes' own.
         accumulation: gives a host buffer of one tile in the reduce dtype, through which later micro-batches reach homes
             on the cpu tier where compute does not.
+        agrees: ranks tell each other whether a gradient is finite, as soon as it is reduced.
         may_hold_back: whole gradients may stay on this rank until a later micro-batch is reduced (stages 0 and 1).
     """
 
@@ -45,6 +46,7 @@ class Reducer:
         reduce_dtype: torch.dtype,
         accumulation_dtype: torch.dtype,
         accumulation: Callable[[], Tensor],
+        agrees: bool,
         may_hold_back: bool,
     ) -> None:
         self._ranks = ranks
@@ -56,17 +58,23 @@ class Reducer:
         self._straight = ranks.world_size == 1
         self._accumulation = accumulation
         self.buffers = BufferRing(streams.device, streams)
+        self._agrees = agrees and ranks.world_size > 1
         self._may_hold_back = may_hold_back
-        self._synchronizing = True
+        self.accumulates = False  # inside `held_back`: another micro-batch follows
+
+    @property
+    def _synchronizing(self) -> bool:
+        return not (self.accumulates and self._may_hold_back)
 
     @contextmanager
     def held_back(self) -> Iterator[None]:
         """Micro-batches inside are summed on this rank and reduced with the next one outside, where that is allowed."""
-        before, self._synchronizing = self._synchronizing, not self._may_hold_back
+        before = self.accumulates
+        self.accumulates = True
         try:
             yield
         finally:
-            self._synchronizing = before
+            self.accumulates = before
 
     def holds_back(self, units: Sequence[Unit]) -> bool:
         """Whether a gradient waits to be reduced."""
@@ -153,6 +161,8 @@ class Reducer:
         self.buffers.give_back(full, event if sharded else gradient.ready)
         if sharded:
             self.buffers.give_back(reduced, gradient.ready)
+        if self._agrees:
+            gradient.ready = self._agree(gradient)
 
     def drop_pending(self, units: Sequence[Unit]) -> None:
         """Forget what a backward that failed has collected."""
@@ -179,6 +189,7 @@ class Reducer:
                 gradient.present = set()
                 gradient.squared_norms = {}
                 gradient.held = False
+                gradient.flaws = None
 
     def squared_norm(self, values: Tensor) -> float | Tensor:
         """The squared norm as every gradient's is taken."""
@@ -225,6 +236,18 @@ class Reducer:
         saved = self._transit.copy(buffer_home(total), gradient.home, after=added)
         self.buffers.give_back(total, saved)
         return saved
+
+    def _agree(self, gradient: Gradient) -> Event:
+        """Sum over ranks whether the gradient is not finite."""
+        flaws = gradient.flaws = torch.zeros(1, device=self._streams.device)
+
+        def communicate() -> None:
+            norms = [torch.as_tensor(norm, device=flaws.device) for norm in gradient.squared_norms.values()]
+            if norms:
+                flaws.add_(torch.stack(norms).sum().isfinite().logical_not())
+            self._ranks.all_reduce(flaws)
+
+        return self._streams.submit(COLLECTIVE, communicate, after=(gradient.ready,))
 
     def _clear_the_rest(self, unit: Unit, gradient: Gradient) -> None:
         """Zero what no gradient arrived for: other ranks may have one."""

@@ -4,29 +4,26 @@
 2. Decide: a norm that is not finite skips the step, and nothing changes.
 3. Update each tile where its optimizer state lives: one fused pass that unscales, clips, updates and writes the param.
 4. Publish what was written beside its home.
+
+With `overlap="backward"` phase 3 begins in backward, unit by unit, for the tiles that the host updates. What decides
+there is whether the gradients so far are finite, agreed by all ranks.
 """
 
 import math
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import groupby, zip_longest
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from penstock._native import Pool
-from penstock.engine.unit import Fields, Unit
+from penstock.engine.unit import Unit
+from penstock.engine.update import Plan, TileUpdate, Updater
 from penstock.errors import EngineError
-from penstock.kinds import GRAD, MASTER, OPTIMIZER, PARAM, SHADOW, Tier
-from penstock.layout import Piece
+from penstock.kinds import Tier
 from penstock.machine.collectives import Ranks
-from penstock.machine.streams import DONE, UPDATE, Event, FailedEvent, Streams, all_of
-from penstock.rules.rule import BLOCK_NUMEL, Hyper, Rule, Scalars, Segment
-from penstock.tiers.home import Views
-from penstock.tiers.pipeline import Pipeline
-from penstock.tiers.transit import Transit
+from penstock.machine.streams import Event, FailedEvent, Streams, all_of
 
 
 @dataclass(frozen=True)
@@ -45,29 +42,6 @@ class StepResult:
 
 
 @dataclass(frozen=True)
-class Run:
-    """Neighbouring pieces of a tile that are updated in one pass: elements `start` to `stop` of the shard."""
-
-    start: int
-    stop: int
-    hyper: Hyper
-    base: int = 0  # what added to an element's index in the shard numbers it among all elements of the optimizer
-
-
-@dataclass
-class _TileUpdate:
-    """One tile's update: where it runs, what of it in which passes, and once submitted, its events."""
-
-    unit: Unit
-    number: int
-    beside: Tier
-    runs: Sequence[Run]
-    scale: float
-    updated: Event = DONE
-    home_again: Event = DONE  # what it wrote is in those homes that are memory
-
-
-@dataclass(frozen=True)
 class Measure:
     """The gradient of a step over all ranks: its norm, and for each unit the slots that have one."""
 
@@ -75,47 +49,49 @@ class Measure:
     present: Mapping[Unit, frozenset[int]]
 
 
+@dataclass
+class _Begun:
+    """A unit whose update began in backward: as what, after which event, and the tiles that the host updates."""
+
+    plan: Plan
+    tiles: Sequence[TileUpdate]
+    after: Event
+
+
 class Stepper:
-    """Applies the rule to every tile.
+    """Decides on steps, and has every tile updated.
 
     Arguments:
-        groups: index of the optimizer's param group of each trained parameter.
-        firsts: number of each trained parameter's first element among all elements of the optimizer.
+        param_groups: of the optimizer, as the user changes them.
         gradient_scale: what a gradient in its home is multiplied with, 1 / world size for the mean.
-        pipelines: bring what the updates on the host and on the device cannot reach where it rests.
-        transit: publishes shadows.
         overlaps: `update` returns before the last update has run: whoever needs a unit waits for it.
+        begins: updates begin in backward.
     """
 
     def __init__(
         self,
         units: Sequence[Unit],
-        rule: Rule,
         ranks: Ranks,
         streams: Streams,
-        pool: Pool,
+        updater: Updater,
         *,
-        groups: Mapping[nn.Parameter, int],
-        firsts: Mapping[nn.Parameter, int],
+        param_groups: Sequence[Mapping[str, Any]],
         gradient_scale: float,
-        pipelines: Mapping[Tier, Pipeline],
-        transit: Transit,
         overlaps: bool,
+        begins: bool,
     ) -> None:
         self._units = [unit for unit in units if unit.trained]
-        self._rule = rule
         self._ranks = ranks
         self._streams = streams
-        self._pool = pool
-        self._groups = groups
-        self._firsts = firsts
+        self._updater = updater
+        self._param_groups = param_groups
         self._gradient_scale = gradient_scale
-        self._pipelines = pipelines
-        self._transit = transit
         self._overlaps = overlaps
+        self._begins = begins
         self._forwards = False  # of the last update
-        self.steps: dict[nn.Parameter, int] = dict.fromkeys(groups, 0)
-        self.scalars: dict[nn.Parameter, Scalars] = {}
+        self._begun: dict[Unit, _Begun] = {}
+        self._flawed = False  # a gradient of this backward was not finite
+        self._applied = False  # a tile was updated in this backward
 
     def measure(self) -> Measure:
         """Phase 1. The same values on every rank.
@@ -158,27 +134,33 @@ class Stepper:
             cursor += count
         return Measure(math.sqrt(total) * self._gradient_scale if total >= 0 else math.nan, present)
 
-    def update(self, param_groups: Sequence[Mapping[str, Any]], measure: Measure, max_grad_norm: float | None) -> None:
+    def update(self, measure: Measure, max_grad_norm: float | None) -> None:
         """Phases 3 and 4.
 
         Units are updated in order, which forward waits for them in. Where it does not wait, every other step goes
         backwards: it begins with the tiles that the rings still hold.
+
+        Raises:
+            EngineError: a group changed after the update of a parameter of it began in backward.
         """
         scale = self._gradient_scale
         if max_grad_norm is not None:  # as torch.nn.utils.clip_grad_norm_
             scale *= min(1.0, max_grad_norm / (measure.grad_norm + 1e-6))
-        plans = {unit: self._hypers(unit, slots, param_groups) for unit, slots in measure.present.items() if slots}
+        plans = {
+            unit: self._updater.plan(unit, slots, self._param_groups)
+            for unit, slots in measure.present.items()
+            if slots
+        }
         self._forwards = self._overlaps or not self._forwards
+        begun, self._begun = self._begun, {}
+        self._applied = False
         try:  # from here on nothing is refused
-            tiles = [tile for unit, plan in plans.items() for tile in self._plan_tiles(unit, plan, scale)]
-            on_host = [tile for tile in tiles if tile.beside is Tier.CPU]
-            on_device = [tile for tile in tiles if tile.beside is Tier.DEVICE]
-            # At the same time: neither the host nor the device waits until all of the other's work is submitted.
-            for pair in zip_longest(on_host if self._forwards else on_host[::-1], on_device):
-                for tile in filter(None, pair):
-                    self._update_tile(tile)
-            for unit, updates in groupby(tiles, key=lambda tile: tile.unit):
-                self._publish(unit, list(updates))
+            self._check_groups_kept(begun, plans)
+            tiles = {unit: self._rest(unit, plan, scale, begun.get(unit)) for unit, plan in plans.items()}
+            left = [tile for of_unit in tiles.values() for tile in of_unit]
+            self._updater.submit(left if self._forwards else left[::-1])
+            for unit, plan in plans.items():
+                self._updater.publish(unit, plan, [*(begun[unit].tiles if unit in begun else ()), *tiles[unit]])
             if not self._overlaps:
                 for unit in self._units:
                     assert unit.trained is not None
@@ -187,6 +169,105 @@ class Stepper:
             self._fail(error)
             raise
 
+    # Updates that begin in backward
+
+    def begin(self, unit: Unit) -> None:
+        """Every gradient of the unit is on its way home, and no other will come before the step: update it.
+
+        The device's own tiles wait for the step: they would take time from backward.
+        """
+        trained = unit.trained
+        assert trained is not None
+        plan = self._updater.plan(unit, frozenset(range(len(unit.layout.slots))), self._param_groups)
+        tiles = self._updater.tiles(unit, plan, self._gradient_scale, after=unit.published)
+        begun = _Begun(plan, [tile for tile in tiles if tile.beside is not Tier.DEVICE], unit.published)
+        self._begun[unit] = begun
+        try:
+            self._updater.submit(begun.tiles, allowed=partial(self._may_update, unit))
+            trained.updated = all_of(tile.updated for tile in begun.tiles)
+            unit.published = all_of([unit.published, *(tile.home_again for tile in begun.tiles)])
+        except BaseException as error:
+            self._fail(error)
+            raise
+
+    def check(self, unit: Unit) -> None:
+        """Raise an error for a gradient of a unit whose update has begun."""
+        if unit in self._begun:
+            self._refuse(
+                f"A gradient of unit '{unit.name}' came after its update began in backward: from a second backward before "
+                "step(), or from a parameter that several checkpointed segments share. Run all micro-batches but the "
+                "last under no_sync(), or use overlap='forward'. Close the optimizer: this step is not whole."
+            )
+
+    def abandon(self) -> None:
+        """Backward has failed: what began cannot be finished."""
+        if self._begun:
+            self._begun.clear()
+            self._fail(
+                EngineError(
+                    "A backward failed after updates had begun in it: the state is that of no step. Close the "
+                    "optimizer and go back to a checkpoint; with overlap='forward' a failed backward changes nothing."
+                )
+            )
+
+    @property
+    def is_open(self) -> bool:
+        """Whether updates that began in backward wait for the step."""
+        return bool(self._begun)
+
+    def _refuse(self, message: str) -> NoReturn:
+        """What began cannot be finished: raise an error, now and from every use of a unit."""
+        error = EngineError(message)
+        self._begun.clear()
+        self._fail(error)
+        raise error
+
+    def skip(self) -> None:
+        """The norm is not finite: nothing is to change. Collective.
+
+        Raises:
+            EngineError: some units were updated before the first gradient that is not finite.
+        """
+        begun, self._begun = self._begun, {}
+        for unit in begun:
+            assert unit.trained is not None
+            unit.trained.updated.synchronize()
+        applied, self._applied, self._flawed = self._applied, False, False
+        if self._begins and self._ranks.world_size > 1:
+            count = torch.tensor([float(applied)], device=self._streams.device)
+            self._ranks.all_reduce(count)
+            applied = bool(count.item())
+        if applied:
+            self._refuse(
+                "A gradient is not finite, and units whose gradients came before it in backward are updated already: "
+                "the state is that of no step. Close the optimizer and go back to a checkpoint; overlap='forward' skips"
+                " such steps whole."
+            )
+
+    def _may_update(self, unit: Unit) -> bool:
+        """On the thread of updates: whether all gradients so far are finite."""
+        assert unit.trained is not None
+        self._flawed = self._flawed or not unit.trained.gradient.is_finite()
+        self._applied = self._applied or not self._flawed
+        return not self._flawed
+
+    def _check_groups_kept(self, begun: Mapping[Unit, _Begun], plans: Mapping[Unit, Plan]) -> None:
+        for unit, as_begun in begun.items():
+            if plans.get(unit) != as_begun.plan:
+                raise EngineError(
+                    f"The options of a param group changed after the update of unit '{unit.name}' began in backward. "
+                    "Change learning rates after step(), or use overlap='forward'. Close the optimizer: this step is "
+                    "not whole."
+                )
+
+    def _rest(self, unit: Unit, plan: Plan, scale: float, begun: _Begun | None) -> list[TileUpdate]:
+        """What is left to be updated of a unit."""
+        if begun is None:
+            return self._updater.tiles(unit, plan, scale, after=unit.published)
+        tiles = self._updater.tiles(unit, plan, scale, after=begun.after)
+        done = {tile.number for tile in begun.tiles}
+        return [tile for tile in tiles if tile.number not in done]
+
     def _fail(self, error: BaseException) -> None:
         """The units are not whole, here or on another rank: whoever asks for any of them gets the error."""
         if not isinstance(error, Exception):  # an interrupt is over once it was raised
@@ -194,114 +275,6 @@ class Stepper:
         for unit in self._units:
             assert unit.trained is not None
             unit.trained.updated = unit.published = FailedEvent(error)
-
-    def _plan_tiles(self, unit: Unit, plan: Mapping[int, tuple[Hyper, Scalars]], scale: float) -> list[_TileUpdate]:
-        """What is to be done for a unit, in forward order."""
-        trained = unit.trained
-        assert trained is not None
-        for index, (_, scalars) in plan.items():
-            self.steps[unit.spec.parameters[index]] += 1
-            self.scalars[unit.spec.parameters[index]] = scalars
-        hypers = {index: hyper for index, (hyper, _) in plan.items()}
-        bases = {index: self._base(unit, index) for index in plan}
-        runs = [merge(pieces, hypers, bases) for pieces in trained.tiles]
-        return [_TileUpdate(unit, n, trained.update_tier(n), own, scale) for n, own in enumerate(runs) if own]
-
-    def _update_tile(self, tile: _TileUpdate) -> None:
-        unit, trained = tile.unit, tile.unit.trained
-        assert trained is not None
-        homes = {GRAD: trained.gradient.home, MASTER: trained.master, OPTIMIZER: trained.optimizer}
-        homes |= {SHADOW: trained.shadow} if trained.is_shadowed(tile.number) else {PARAM: unit.params}
-        complete = all_of([trained.gradient.ready, unit.published])  # the last update may be under way
-        written = MASTER, OPTIMIZER, SHADOW, PARAM
-        brought = self._pipelines[tile.beside].bring(tile.number, homes, after=complete, written=written)
-        work = partial(self._apply, tile, trained.fields, brought.views)
-        if tile.beside is Tier.DEVICE:  # compute itself updates what is on the device
-            brought.ready.wait()
-            work()
-        else:
-            tile.updated = self._streams.submit(UPDATE, work, after=(brought.ready,))
-        tile.home_again = brought.put_back(tile.updated)
-
-    def _publish(self, unit: Unit, tiles: Sequence[_TileUpdate]) -> None:
-        """Copy shadows to where the parameters rest; from now on the unit waits for its update."""
-        trained = unit.trained
-        assert trained is not None
-        trained.updated = all_of(tile.updated for tile in tiles)
-        home_again = all_of(tile.home_again for tile in tiles)
-        unit.published = self._transit.copy(trained.shadow, unit.params, after=home_again)
-        unit.stale = unit.replica is not None and unit.layout.shards > 1
-
-    def _hypers(
-        self, unit: Unit, slots: frozenset[int], param_groups: Sequence[Mapping[str, Any]]
-    ) -> dict[int, tuple[Hyper, Scalars]]:
-        """Read each slot's group as it is now, for the next step of its parameter: a scheduler may change it later."""
-        plan: dict[int, tuple[Hyper, Scalars]] = {}
-        known: dict[Hashable, tuple[Hyper, Scalars]] = {}
-        for index in sorted(slots):
-            parameter = unit.spec.parameters[index]
-            group, step = self._groups[parameter], self.steps[parameter] + 1
-            scalars = self.scalars.get(parameter, {})
-            key = group, step, tuple(scalars.items())
-            if key not in known:
-                hyper = self._rule.hyper(param_groups[group], step, scalars)
-                known[key] = hyper, self._rule.advance(hyper)
-            plan[index] = known[key]
-        return plan
-
-    def check_groups(self, param_groups: Sequence[Mapping[str, Any]]) -> None:
-        """Raise `ConfigError` for a group that asks for what the rule does not honour."""
-        for group in param_groups:
-            self._rule.hyper(group, step=1)
-
-    def _base(self, unit: Unit, index: int) -> int:
-        return self._firsts[unit.spec.parameters[index]] + unit.own_range[0] - unit.layout.slots[index].start
-
-    def _apply(self, tile: _TileUpdate, fields: Fields, views: Mapping[str, Views]) -> None:
-        """Update every run of a tile."""
-        first = tile.number * tile.unit.params.sections[0].tile_numel  # where the values begin in the shard
-        (grad,) = views[GRAD]
-        (param,) = views[SHADOW] if SHADOW in views else views[PARAM]
-        master = views[MASTER][0] if views[MASTER] else None
-        states, scales = fields.name(views[OPTIMIZER])
-        for run in tile.runs:
-            start, stop = run.start - first, run.stop - first
-            part, blocks = slice(start, stop), slice(start // BLOCK_NUMEL, -(-stop // BLOCK_NUMEL))
-            segment = Segment(
-                param=param[part],
-                grad=grad[part],
-                master=None if master is None else master[part],
-                states=tuple(state[part] for state in states),
-                scales=tuple(None if scale is None else scale[blocks] for scale in scales),
-                first=run.base + run.start,
-            )
-            self._rule.update(segment, run.hyper, tile.scale, self._pool)
-
-
-def merge(tile: Sequence[Piece], hypers: Mapping[int, Hyper], bases: Mapping[int, int]) -> list[Run]:
-    """The runs of a tile: pieces of slots in `hypers`; neighbours with equal scalars become one, with the gap between.
-
-    Gaps hold zeros in every kind. Where the update would not keep them, and where neighbours are not numbered one after
-    the other (`bases`, see `Run`), they stay apart.
-    """
-    runs: list[Run] = []
-    extends = False
-    for piece in tile:
-        hyper = hypers.get(piece.slot)
-        if hyper is None:
-            extends = False
-            continue
-        base = bases[piece.slot]
-        if (
-            extends
-            and (runs[-1].hyper, runs[-1].base) == (hyper, base)
-            and (hyper.keeps_zeros or runs[-1].stop == piece.start)
-        ):
-            runs[-1] = Run(runs[-1].start, piece.stop, hyper, base)
-        else:
-            runs.append(Run(piece.start, piece.stop, hyper, base))
-            extends = True
-    return runs
 
 
 def _check(unit: Unit) -> None:

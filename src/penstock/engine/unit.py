@@ -8,6 +8,7 @@ shadow     what an update writes where it cannot reach `params`: published there
 full       the flat buffer that compute reads; for a resident unit it is the replica's own memory
 """
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
@@ -58,6 +59,7 @@ class Gradient:
         held: whether `home` holds earlier micro-batches, which the next one is added to.
         pending: the flat gradient of the backward under way, not reduced yet (reduce dtype, whole unit).
         arrived: slots that `pending` holds.
+        flaws: after `ready`, on how many ranks it is not finite; `None` where they do not ask each other.
     """
 
     home: Home
@@ -67,6 +69,13 @@ class Gradient:
     held: bool = False
     pending: Tensor | None = None
     arrived: set[int] = field(default_factory=set)
+    flaws: Tensor | None = None
+
+    def is_finite(self) -> bool:
+        """Whether its norm is, over all ranks where they ask each other. It is `ready`."""
+        if self.flaws is not None:
+            return float(self.flaws) == 0
+        return all(math.isfinite(float(norm)) for norm in self.squared_norms.values())
 
 
 class Weights(NamedTuple):

@@ -1,0 +1,216 @@
+"""Updates of tiles: what the rule is applied to, where, and what moves for it."""
+
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import zip_longest
+from typing import Any
+
+from torch import nn
+
+from penstock._native import Pool
+from penstock.engine.unit import Fields, Unit
+from penstock.kinds import GRAD, MASTER, OPTIMIZER, PARAM, SHADOW, Tier
+from penstock.layout import Piece
+from penstock.machine.streams import DONE, UPDATE, Event, Streams, all_of
+from penstock.rules.rule import BLOCK_NUMEL, Hyper, Rule, Scalars, Segment
+from penstock.tiers.home import Views
+from penstock.tiers.pipeline import Pipeline
+from penstock.tiers.transit import Transit
+
+#: For each slot that has a gradient: what the rule reads of its group and step, and its scalars afterwards.
+Plan = dict[int, tuple[Hyper, Scalars]]
+
+
+@dataclass(frozen=True)
+class Run:
+    """Neighbouring pieces of a tile that are updated in one pass: elements `start` to `stop` of the shard."""
+
+    start: int
+    stop: int
+    hyper: Hyper
+    base: int = 0  # what added to an element's index in the shard numbers it among all elements of the optimizer
+
+
+@dataclass
+class TileUpdate:
+    """One tile's update: where it runs, what of it in which passes, and once submitted, its events.
+
+    Attributes:
+        complete: gradient and parameters are.
+        home_again: what it wrote is in those homes that are memory.
+    """
+
+    unit: Unit
+    number: int
+    beside: Tier
+    runs: Sequence[Run]
+    scale: float
+    complete: Event
+    updated: Event = DONE
+    home_again: Event = DONE
+
+
+class Updater:
+    """Plans the updates of tiles, and submits them.
+
+    Arguments:
+        groups: index of the optimizer's param group of each trained parameter.
+        firsts: number of each trained parameter's first element among all elements of the optimizer.
+        pipelines: bring what the updates on the host and on the device cannot reach where it rests.
+        transit: publishes shadows.
+
+    Attributes:
+        steps: how often each trained parameter was updated.
+        scalars: the parameters' own scalars, where the rule has some.
+    """
+
+    def __init__(
+        self,
+        rule: Rule,
+        streams: Streams,
+        pool: Pool,
+        *,
+        groups: Mapping[nn.Parameter, int],
+        firsts: Mapping[nn.Parameter, int],
+        pipelines: Mapping[Tier, Pipeline],
+        transit: Transit,
+    ) -> None:
+        self._rule = rule
+        self._streams = streams
+        self._pool = pool
+        self._groups = groups
+        self._firsts = firsts
+        self._pipelines = pipelines
+        self._transit = transit
+        self.steps: dict[nn.Parameter, int] = dict.fromkeys(groups, 0)
+        self.scalars: dict[nn.Parameter, Scalars] = {}
+
+    def plan(self, unit: Unit, slots: frozenset[int], param_groups: Sequence[Mapping[str, Any]]) -> Plan:
+        """What the next step does to each slot, with its group as it is now: a scheduler may change it later."""
+        plan: Plan = {}
+        known: dict[Hashable, tuple[Hyper, Scalars]] = {}
+        for index in sorted(slots):
+            parameter = unit.spec.parameters[index]
+            group, step = self._groups[parameter], self.steps[parameter] + 1
+            scalars = self.scalars.get(parameter, {})
+            key = group, step, tuple(scalars.items())
+            if key not in known:
+                hyper = self._rule.hyper(param_groups[group], step, scalars)
+                known[key] = hyper, self._rule.advance(hyper)
+            plan[index] = known[key]
+        return plan
+
+    def check_groups(self, param_groups: Sequence[Mapping[str, Any]]) -> None:
+        """Raise `ConfigError` for a group that asks for what the rule does not honour."""
+        for group in param_groups:
+            self._rule.hyper(group, step=1)
+
+    def tiles(self, unit: Unit, plan: Plan, scale: float, *, after: Event) -> list[TileUpdate]:
+        """What is to be done for a unit once its gradient is complete and after an event, in forward order."""
+        trained = unit.trained
+        assert trained is not None
+        complete = all_of([trained.gradient.ready, after])
+        hypers = {index: hyper for index, (hyper, _) in plan.items()}
+        bases = {index: self._base(unit, index) for index in plan}
+        runs = [merge(pieces, hypers, bases) for pieces in trained.tiles]
+        return [
+            TileUpdate(unit, number, trained.update_tier(number), own, scale, complete)
+            for number, own in enumerate(runs)
+            if own
+        ]
+
+    def submit(self, tiles: Iterable[TileUpdate], allowed: Callable[[], bool] | None = None) -> None:
+        """Update tiles: in order on the host, in order on the device, both at the same time.
+
+        Arguments:
+            tiles: of any units.
+            allowed: asked on the host before each tile, once its gradient is there; a tile that is not stays as it is.
+        """
+        on_host: list[TileUpdate] = []
+        on_device: list[TileUpdate] = []
+        for tile in tiles:
+            (on_device if tile.beside is Tier.DEVICE else on_host).append(tile)
+        for pair in zip_longest(on_host, on_device):  # neither waits until all of the other's work is submitted
+            for tile in filter(None, pair):
+                self._submit(tile, allowed)
+
+    def _submit(self, tile: TileUpdate, allowed: Callable[[], bool] | None) -> None:
+        unit, trained = tile.unit, tile.unit.trained
+        assert trained is not None
+        homes = {GRAD: trained.gradient.home, MASTER: trained.master, OPTIMIZER: trained.optimizer}
+        homes |= {SHADOW: trained.shadow} if trained.is_shadowed(tile.number) else {PARAM: unit.params}
+        written = MASTER, OPTIMIZER, SHADOW, PARAM
+        brought = self._pipelines[tile.beside].bring(tile.number, homes, after=tile.complete, written=written)
+        work = partial(self._apply, tile, trained.fields, brought.views, allowed)
+        if tile.beside is Tier.DEVICE:  # compute itself updates what is on the device
+            brought.ready.wait()
+            work()
+        else:
+            tile.updated = self._streams.submit(UPDATE, work, after=(brought.ready,))
+        tile.home_again = brought.put_back(tile.updated)
+
+    def publish(self, unit: Unit, plan: Plan, tiles: Sequence[TileUpdate]) -> None:
+        """All tiles of a unit are submitted: it waits for them from now on, and shadows go to where parameters rest."""
+        trained = unit.trained
+        assert trained is not None
+        for index, (_, scalars) in plan.items():
+            self.steps[unit.spec.parameters[index]] += 1
+            self.scalars[unit.spec.parameters[index]] = scalars
+        trained.updated = all_of(tile.updated for tile in tiles)
+        home_again = all_of(tile.home_again for tile in tiles)
+        unit.published = self._transit.copy(trained.shadow, unit.params, after=home_again)
+        unit.stale = unit.replica is not None and unit.layout.shards > 1
+
+    def _base(self, unit: Unit, index: int) -> int:
+        return self._firsts[unit.spec.parameters[index]] + unit.own_range[0] - unit.layout.slots[index].start
+
+    def _apply(
+        self, tile: TileUpdate, fields: Fields, views: Mapping[str, Views], allowed: Callable[[], bool] | None
+    ) -> None:
+        """Update every run of a tile."""
+        if allowed is not None and not allowed():
+            return
+        first = tile.number * tile.unit.params.sections[0].tile_numel  # where the values begin in the shard
+        (grad,) = views[GRAD]
+        (param,) = views[SHADOW] if SHADOW in views else views[PARAM]
+        master = views[MASTER][0] if views[MASTER] else None
+        states, scales = fields.name(views[OPTIMIZER])
+        for run in tile.runs:
+            start, stop = run.start - first, run.stop - first
+            part, blocks = slice(start, stop), slice(start // BLOCK_NUMEL, -(-stop // BLOCK_NUMEL))
+            segment = Segment(
+                param=param[part],
+                grad=grad[part],
+                master=None if master is None else master[part],
+                states=tuple(state[part] for state in states),
+                scales=tuple(None if scale is None else scale[blocks] for scale in scales),
+                first=run.base + run.start,
+            )
+            self._rule.update(segment, run.hyper, tile.scale, self._pool)
+
+
+def merge(tile: Sequence[Piece], hypers: Mapping[int, Hyper], bases: Mapping[int, int]) -> list[Run]:
+    """The runs of a tile: pieces of slots in `hypers`; neighbours with equal scalars become one, with the gap between.
+
+    Gaps hold zeros in every kind. Where the update would not keep them, and where neighbours are not numbered one after
+    the other (`bases`, see `Run`), they stay apart.
+    """
+    runs: list[Run] = []
+    extends = False
+    for piece in tile:
+        hyper = hypers.get(piece.slot)
+        if hyper is None:
+            extends = False
+            continue
+        base = bases[piece.slot]
+        if (
+            extends
+            and (runs[-1].hyper, runs[-1].base) == (hyper, base)
+            and (hyper.keeps_zeros or runs[-1].stop == piece.start)
+        ):
+            runs[-1] = Run(runs[-1].start, piece.stop, hyper, base)
+        else:
+            runs.append(Run(piece.start, piece.stop, hyper, base))
+            extends = True
+    return runs
