@@ -194,9 +194,9 @@ class Stepper:
         """Raise an error for a gradient of a unit whose update has begun."""
         if unit in self._begun:
             self._refuse(
-                f"A gradient of unit '{unit.name}' came after its update began in backward: from a second backward before "
-                "step(), or from a parameter that several checkpointed segments share. Run all micro-batches but the "
-                "last under no_sync(), or use overlap='forward'. Close the optimizer: this step is not whole."
+                f"A gradient of unit '{unit.name}' came after its update began in backward: from a second backward "
+                "before step(), or from a parameter that several checkpointed segments share. Run all micro-batches "
+                "but the last under no_sync(), or use overlap='forward'. Close the optimizer: this step is not whole."
             )
 
     def abandon(self) -> None:
