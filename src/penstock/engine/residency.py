@@ -5,6 +5,7 @@ unit: whatever fails, the state of each unit is whole, in the old place or in th
 wherever the state is: tiles are updated where their optimizer states are, and what they need is brought to them.
 """
 
+import contextlib
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -134,6 +135,7 @@ class Mover:
         self._gatherer.drop_unused()
         self._move({unit: plan.sections for unit, plan in self._plans.items()}, pin=True, wait=wait)
         self._replan()
+        self._staging.take()  # not later, within a backward: to pin memory there may block what it waits for
         self._gatherer.show_resident(self._units, wait=wait)
 
     def _move(self, wanted: Mapping[Unit, Wanted], *, pin: bool, wait: bool) -> None:
@@ -149,7 +151,16 @@ class Mover:
         ring = Ring()
         ring.fill(buffers.make_slots(transit_slots([*old, *new])))
         transit = Transit(self._streams, ring)
-        moves = [self._start(unit, homes, reserved, transit) for unit, homes in changes.items() if homes]
+        moves = [_Move(unit) for unit, homes in changes.items() if homes]
+        try:
+            for move in moves:
+                self._start(move, changes[move.unit], reserved, transit)
+        except BaseException:  # no memory on the device: nothing counts yet
+            self._undo(moves)
+            reserved.close()
+            ring.drop()
+            buffers.free()
+            raise
         if wait:
             self._finish(moves)
             ring.drop()
@@ -174,12 +185,19 @@ class Mover:
                 move.finish()
             except Exception as error:
                 failure = failure or error
-                self._free([(section, self._store.leave(section)) for section in move.new_sections()])
-                self._gatherer.take_back(move.unit)
+                self._undo([move])
             else:
                 self._free(self._commit(move))
         if failure is not None:
             raise failure
+
+    def _undo(self, moves: Sequence[_Move]) -> None:
+        """Leave units where they are."""
+        for move in moves:
+            with contextlib.suppress(Exception):
+                move.finish()
+            self._free([(section, self._store.leave(section)) for section in move.new_sections()])
+            self._gatherer.take_back(move.unit)
 
     def _replan(self) -> None:
         """The buffers through which tiles pass depend on where the homes are."""
@@ -195,9 +213,9 @@ class Mover:
     def _becomes_resident(self, unit: Unit, params: Sequence[SectionPlan]) -> bool:
         return self._plans[unit].resident and list(params) == list(self._plans[unit].sections[PARAM])
 
-    def _start(self, unit: Unit, homes: Wanted, reserved: Reservation, transit: Transit) -> _Move:
+    def _start(self, move: _Move, homes: Wanted, reserved: Reservation, transit: Transit) -> None:
         """Make the new homes of a unit and submit the copies into them."""
-        move = _Move(unit)
+        unit = move.unit
         for name in (PARAM, GRAD, MASTER, OPTIMIZER, SHADOW):  # the shadow last: it is a copy of the parameters
             if name not in homes:
                 continue
@@ -219,7 +237,6 @@ class Mover:
                 move.weights.append(transit.copy(params, new, after=all_of(move.weights)))
             else:
                 move.weights.append(transit.copy(unit.homes[name], new, after=DONE))
-        return move
 
     def _lend_full(self, unit: Unit, plan: SectionPlan) -> Section:
         """The full buffer as the home of a resident unit: views of it that autograd saved stay good."""

@@ -30,11 +30,13 @@ class Reservation:
     Arguments:
         store: enters what is made in the table.
         slabs: by tier and home.
+        sections: how many will be made of each.
     """
 
-    def __init__(self, store: "Store", slabs: Mapping[tuple[Tier, str], Slab]) -> None:
+    def __init__(self, store: "Store", slabs: Mapping[tuple[Tier, str], Slab], sections: Mapping[Slab, int]) -> None:
         self._store = store
         self._slabs = slabs
+        self._unmade = dict(sections)
 
     def make(self, plan: SectionPlan) -> Section:
         """Make one of the sections; those of one tier and home in the order in which they were reserved."""
@@ -42,8 +44,15 @@ class Reservation:
             return MemorySection(plan, ())
         slab = self._slabs[plan.tier, plan.home]
         section = slab.make(plan)
+        self._unmade[slab] -= 1
         self._store.enter(section, slab)
         return section
+
+    def close(self) -> None:
+        """Give back what was not made."""
+        for slab, count in self._unmade.items():
+            self._store.give_back(slab, count)
+        self._unmade.clear()
 
     def buffer(self, plan: SectionPlan) -> Tensor:
         """Make a section of one kind in memory, and give its values."""
@@ -84,8 +93,9 @@ class Store:
             for slab in slabs.values():
                 slab.close()
             raise
-        self._left |= {slab: len(wanted[tier][home]) for (tier, home), slab in slabs.items()}
-        return Reservation(self, slabs)
+        counts = {slab: len(wanted[tier][home]) for (tier, home), slab in slabs.items()}
+        self._left |= counts
+        return Reservation(self, slabs, counts)
 
     def enter(self, section: Section, slab: Slab | None) -> None:
         """Put a section in the table. `slab`: what it is made of; `None` for memory that somebody else owns."""
@@ -98,9 +108,14 @@ class Store:
     def free(self, section: Section, slab: Slab | None) -> None:
         """Give a section's memory back, or its part of a slab that goes with the last one. Nothing works on it."""
         section.drop()
-        if slab is not None and slab in self._left:
-            with self._lock:  # state that is in flight is freed by the thread that sees it arrive
-                self._left[slab] -= 1
+        if slab is not None:
+            self.give_back(slab, 1)
+
+    def give_back(self, slab: Slab, sections: int) -> None:
+        """A slab has fewer sections than before; it goes with the last one."""
+        with self._lock:  # state that is in flight is freed by the thread that sees it arrive
+            if slab in self._left:
+                self._left[slab] -= sections
                 if self._left[slab] == 0:
                     del self._left[slab]
                     slab.close()
