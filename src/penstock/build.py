@@ -29,6 +29,7 @@ from penstock.engine.hooks import Hooks
 from penstock.engine.precision import input_cast
 from penstock.engine.reduce import Reducer
 from penstock.engine.residency import Mover
+from penstock.engine.scale import GradientScale, LossScale
 from penstock.engine.staging import Staging, StagingPlan
 from penstock.engine.step import Stepper
 from penstock.engine.unit import Unit
@@ -83,7 +84,8 @@ def prepare(
         stage: what is sharded over ranks: 0 nothing, 1 optimizer state, 2 and gradients, 3 and parameters
             (Rajbhandari et al., "ZeRO", 2020).
         placement: home tier of each kind of state; `None` keeps everything on the device.
-        precision: compute dtype. bf16 keeps an fp32 master of every trained parameter.
+        precision: compute dtype. bf16 and fp16 keep an fp32 master of every trained parameter; fp16 scales the loss
+            (`Options(initial_loss_scale=, dynamic_loss_scale=)`), so its backward is `optimizer.backward(loss)`.
         units: classes of the modules that are gathered together, or a predicate on (name, module); `None` takes each
             repeated block, and the rest of the model as one.
         mesh: a `DeviceMesh` of one dimension, or of two (replicate, shard) for hybrid sharding; `None` takes the
@@ -99,7 +101,7 @@ def prepare(
             that is not finite, or a backward that fails, after updates have begun ends the optimizer. The result is
             the same, bit for bit.
         master: form of the fp32 master of bf16 parameters: the 16 bits that the parameter lacks, a full copy, or none:
-            then every update rounds the parameter, as `Options(rounding=...)` says.
+            then every update rounds the parameter, as `Options(rounding=...)` says. fp16 always has a full copy.
         unit_micro_batches: only 1 in this version.
         options: sizes and policies.
 
@@ -120,6 +122,7 @@ def prepare(
     placement = checks.check_features(stage, placement, precision, overlap, master, unit_micro_batches, options)
     checks.check_dtypes(reduce_dtype, grad_accumulation_dtype)
     checks.check_clip(max_grad_norm, overlap)
+    checks.check_loss_scale(precision, overlap, options)
     checks.check_model(model)
     checks.check_ranks(mesh)
     device = torch.device(mesh.device_type) if mesh is not None else default_device()
@@ -165,13 +168,14 @@ class Request:
     def homes(self, rule: Rule) -> Homes:
         """Where each kind lives."""
         low_precision = self.compute_dtype != torch.float32
+        master: Literal["remainder", "fp32", "none"] = "fp32" if self.compute_dtype == torch.float16 else self.master
         return Homes(
             params=self.placement.home("params"),
             grads=self.placement.home("grads"),
             optimizer=self.placement.home("optimizer"),
             sharded_params=self.stage == 3,
             grad_dtype=self.accumulation_dtype,
-            master_dtype=MASTER_DTYPES[self.master] if low_precision else None,
+            master_dtype=MASTER_DTYPES[master] if low_precision else None,
             states=rule.states,
             tile_numel=self.options.tile_bytes // self.compute_dtype.itemsize // ALIGNMENT_NUMEL * ALIGNMENT_NUMEL,
         )
@@ -232,7 +236,9 @@ def build(
     return_free_memory()  # the parameters' own memory, which the cells have replaced
 
     pool = Pool(options.update_threads or update_threads())
-    gradient_scale = 1 / ranks.world_size if options.reduce_op == "mean" else 1.0
+    scales_loss = request.compute_dtype == torch.float16
+    loss_scale = LossScale(options.initial_loss_scale, dynamic=options.dynamic_loss_scale) if scales_loss else None
+    gradient_scale = GradientScale(1 / ranks.world_size if options.reduce_op == "mean" else 1.0, loss_scale)
     trained = {p: groups[p] for unit in units if unit.trained for p in unit.spec.parameters}
     transit = Transit(streams, staging.transit)
     gatherer = Gatherer(ranks, streams, transit, live_bytes=live_bytes, prefetch_bytes=options.prefetch_bytes)
@@ -271,7 +277,7 @@ def build(
         begins=begins,
     )
     cast = input_cast(request.compute_dtype)
-    hooks = Hooks(model, units, gatherer, reducer, cast, stepper if begins else None)
+    hooks = Hooks(model, units, gatherer, reducer, cast, stepper if begins else None, scales_loss=scales_loss)
     mover = Mover(
         units,
         plans,
@@ -306,6 +312,7 @@ def build(
         updater=updater,
         hooks=hooks,
         access=access,
+        gradient_scale=gradient_scale,
         mover=mover,
         overlap=request.overlap,
         options=options,

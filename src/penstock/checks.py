@@ -52,8 +52,6 @@ def check_features(
             )
     if placement.activations is not None:
         raise _not_yet("Placement(activations=...)", "Use the model's own activation checkpointing.")
-    if precision == "fp16":
-        raise _not_yet("precision='fp16'", "Use precision='bf16'.")
     if master == "none" and precision == "fp16":
         raise ConfigError(
             "master='none' with fp16 loses small updates for good. Use master='fp32' or precision='bf16'."
@@ -84,6 +82,15 @@ def check_clip(max_grad_norm: object, overlap: str) -> None:
         raise ConfigError(
             f"max_grad_norm={max_grad_norm!r} needs the whole gradient, and overlap='backward' updates before it is "
             "there. Use overlap='forward', or max_grad_norm=None."
+        )
+
+
+def check_loss_scale(precision: str, overlap: str, options: Options) -> None:
+    """Refuse a loss scale that updates in backward cannot wait for."""
+    if precision == "fp16" and overlap == "backward" and options.dynamic_loss_scale:
+        raise ConfigError(
+            "overlap='backward' with precision='fp16' needs a static loss scale: a step that overflows could not be "
+            "skipped whole. Use overlap='forward', or Options(dynamic_loss_scale=False, initial_loss_scale=...)."
         )
 
 

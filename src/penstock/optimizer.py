@@ -1,5 +1,6 @@
 """The handle a training loop holds: a `torch.optim.Optimizer` whose state lives wherever the placement says."""
 
+import math
 from collections.abc import Container, Iterable, Mapping
 from contextlib import AbstractContextManager
 from os import PathLike
@@ -46,11 +47,21 @@ class Optimizer(torch.optim.Optimizer):
             >>> optimizer.backward(model(**batch).loss)  # doctest: +SKIP
         """
         engine = self._open("backward")
+        if engine.gradient_scale.clip != 1.0:
+            raise EngineError(
+                "backward() was called after clip_grad_norm_(), which comes last: run all micro-batches, then clip, "
+                "then step(); or use prepare(max_grad_norm=...)."
+            )
+        scale = engine.gradient_scale.loss_scale
+        engine.hooks.loss_is_scaled = True
         try:
-            loss.backward(retain_graph=retain_graph)  # type: ignore[no-untyped-call]
+            # In fp32: a loss in fp16 would overflow.
+            (loss if scale == 1.0 else loss.float() * scale).backward(retain_graph=retain_graph)  # type: ignore[no-untyped-call]
         except BaseException:
             engine.hooks.abandon_backward()
             raise
+        finally:
+            engine.hooks.loss_is_scaled = False
 
     def step(self, closure: None = None) -> StepResult:  # type: ignore[override]
         """Update every parameter that got a gradient since `zero_grad`, with its group's options as they are now.
@@ -68,37 +79,47 @@ class Optimizer(torch.optim.Optimizer):
         if closure is not None:
             raise ConfigError("step(closure) is not supported: call backward first, then step().")
         engine = self._open("step")
-        if in_backward() or engine.hooks.in_forward:
-            raise EngineError("step() was called inside a forward or a backward. Call it after backward has returned.")
+        self._check_backward_over("step", engine)
         if any(unit.holds for unit in engine.units):
             raise EngineError("step() was called inside gathered(). Leave the block first: step changes what it shows.")
+        self._given._opt_called = True  # type: ignore[attr-defined] # its schedulers look here for a step before theirs
+        engine.check_frozen()
+        for unit in engine.units:
+            unit.check_written()
+        measure, scale = engine.stepper.measure(), engine.gradient_scale
+        if not torch.isfinite(torch.tensor(measure.grad_norm)):
+            engine.stepper.skip()
+            if scale.loss is not None:
+                scale.loss.update(finite=False)
+            if engine.options.on_nonfinite == "raise" and not (scale.loss is not None and scale.loss.dynamic):
+                raise EngineError(
+                    "The norm of the gradient is not finite; nothing was updated. Look for an overflow in the loss, "
+                    "or use Options(on_nonfinite='skip')."
+                )
+            return StepResult(float("nan"), skipped=True, loss_scale=scale.loss_scale)
+        for unit in measure.present:
+            engine.gatherer.outdate(unit)
+        engine.stepper.update(measure, self._max_grad_norm)
+        engine.gatherer.show_resident(engine.units, wait=engine.overlap not in ("forward", "backward"))
+        if scale.loss is not None:
+            scale.loss.update(finite=True)
+        return StepResult(measure.grad_norm, skipped=False, loss_scale=scale.loss_scale)
+
+    def _check_backward_over(self, verb: str, engine: Engine) -> None:
+        """Refuse to work on gradients that are not whole."""
+        if in_backward() or engine.hooks.in_forward:
+            raise EngineError(
+                f"{verb}() was called inside a forward or a backward. Call it after backward has returned."
+            )
         if engine.hooks.backward_open or engine.hooks.backward_failed:
             raise EngineError(
                 "The last backward did not finish, so its gradients are not whole. Drop them with zero_grad()."
             )
         if engine.reducer.holds_back(engine.units):
             raise EngineError(
-                "Gradients of no_sync micro-batches are not reduced yet. Run the last backward before step() outside "
-                "no_sync(), or drop them with zero_grad()."
+                f"Gradients of no_sync micro-batches are not reduced yet. Run the last backward before {verb}() "
+                "outside no_sync(), or drop them with zero_grad()."
             )
-        self._given._opt_called = True  # type: ignore[attr-defined] # its schedulers look here for a step before theirs
-        engine.check_frozen()
-        for unit in engine.units:
-            unit.check_written()
-        measure = engine.stepper.measure()
-        if not torch.isfinite(torch.tensor(measure.grad_norm)):
-            engine.stepper.skip()
-            if engine.options.on_nonfinite == "raise":
-                raise EngineError(
-                    "The norm of the gradient is not finite; nothing was updated. Look for an overflow in the loss, "
-                    "or use Options(on_nonfinite='skip')."
-                )
-            return StepResult(float("nan"), skipped=True, loss_scale=1.0)
-        for unit in measure.present:
-            engine.gatherer.outdate(unit)
-        engine.stepper.update(measure, self._max_grad_norm)
-        engine.gatherer.show_resident(engine.units, wait=engine.overlap not in ("forward", "backward"))
-        return StepResult(measure.grad_norm, skipped=False, loss_scale=1.0)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the accumulated gradients. They count as absent afterwards, whatever `set_to_none` says."""
@@ -108,6 +129,7 @@ class Optimizer(torch.optim.Optimizer):
             engine.hooks.abandon_backward()
         engine.hooks.backward_failed = False
         engine.reducer.zero(engine.units)
+        engine.gradient_scale.renew()
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Micro-batches whose backward is inside are summed on this rank, and reduced with the next one outside.
@@ -118,9 +140,38 @@ class Optimizer(torch.optim.Optimizer):
         return self._open("no_sync").reducer.held_back()
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
-        """Not available yet: use `prepare(max_grad_norm=...)`."""
-        del max_norm, norm_type
-        _not_yet("clip_grad_norm_", "Use prepare(max_grad_norm=...).")
+        """Clip the norm of the accumulated gradient over parameters and ranks, as the torch function does. Collective.
+
+        For loops that clip by themselves, between the last backward and `step`, which applies it: no pass over the
+        gradients is spent for it, and `full_grad` shows them clipped. `prepare(max_grad_norm=...)` does the same in
+        every step.
+
+        Arguments:
+            max_norm: the norm afterwards, at most.
+            norm_type: 2, or any other that `torch.nn.utils.clip_grad_norm_` takes, such as `float("inf")`: those read
+                every gradient once more.
+
+        Returns:
+            The norm before clipping, 0-dim on the cpu; not finite when the gradient is not, which `step` then skips.
+
+        Raises:
+            ConfigError: not a number above 0.
+            EngineError: the gradient is not complete, or updates have begun in backward.
+
+        Example:
+            >>> optimizer.backward(loss)  # doctest: +SKIP
+            >>> norm = optimizer.clip_grad_norm_(1.0)  # doctest: +SKIP
+            >>> optimizer.step()  # doctest: +SKIP
+        """
+        for name, value in (("max_norm", max_norm), ("norm_type", norm_type)):
+            if not value > 0:
+                raise ConfigError(f"clip_grad_norm_({name}={value!r}): use a number above 0.")
+        engine = self._open("clip_grad_norm_", changes=True)
+        self._check_backward_over("clip_grad_norm_", engine)
+        norm = engine.stepper.measure().grad_norm if norm_type == 2 else engine.access.grad_norm(norm_type)
+        if math.isfinite(norm):
+            engine.gradient_scale.clip *= min(1.0, max_norm / (norm + 1e-6))
+        return torch.tensor(norm)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Only before `prepare`.

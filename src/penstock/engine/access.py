@@ -3,6 +3,7 @@
 Every call is collective: all ranks make it, in the same order. Values are fp32 on the cpu, in the parameter's shape.
 """
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 
 from penstock.engine.gather import Gatherer
 from penstock.engine.reduce import Reducer
+from penstock.engine.scale import GradientScale
 from penstock.engine.unit import Trained, Unit, Weights
 from penstock.errors import ConfigError, EngineError
 from penstock.layout import Slot
@@ -44,7 +46,7 @@ class Access:
         rule: Rule,
         steps: dict[nn.Parameter, int],
         scalars: dict[nn.Parameter, Scalars],
-        gradient_scale: float,
+        gradient_scale: GradientScale,
         device: torch.device,
     ) -> None:
         self._units = units
@@ -129,9 +131,35 @@ class Access:
 
         def read(start: int, stop: int) -> Pieces:
             for first, last, (values,) in gradient.home.visit(start, stop):
-                yield first, last, values.float() * self._gradient_scale
+                yield first, last, values.float() * self._gradient_scale.value
 
         return self._whole(unit, index, read)
+
+    def grad_norm(self, norm_type: float) -> float:
+        """The norm of all gradients accumulated so far, over ranks; `norm_type` as in `torch.linalg.vector_norm`."""
+        self.finish()
+        greatest = math.isinf(norm_type)
+        total = 0.0
+        for unit in self._units:
+            gradient = unit.trained.gradient if unit.trained else None
+            if gradient is None or not gradient.held:
+                continue
+            for index, start, stop in unit.parts():
+                if self._ranks.world_size == 1 and index not in gradient.present:
+                    continue
+                for _, _, (values,) in gradient.home.visit(start, stop):
+                    norm = float(torch.linalg.vector_norm(values, norm_type, dtype=torch.float64))
+                    # Not max(), which drops NaN.
+                    total = float(torch.tensor([total, norm]).max()) if greatest else total + norm**norm_type
+        if self._ranks.world_size > 1:
+            summed = torch.tensor([total], dtype=torch.float64, device=self._device)
+            if greatest:
+                self._ranks.all_reduce_max(summed)
+            else:
+                self._ranks.all_reduce(summed)
+                summed /= self._ranks.replicas
+            total = float(summed)
+        return (total if greatest else total ** (1 / norm_type)) * self._gradient_scale.value
 
     def state(self, parameter: nn.Parameter, name: str) -> Tensor:
         """An optimizer state; `"step"` is the count of updates."""
@@ -184,7 +212,7 @@ class Access:
         found = self._own_part(unit, index, value)
         if found is not None:
             start, stop, values = found
-            rounded = (values / self._gradient_scale).to(gradient.home.plans[0].cells[0].dtype)
+            rounded = (values / self._gradient_scale.value).to(gradient.home.plans[0].cells[0].dtype)
             for first, last, (kept,) in gradient.home.visit(start, stop, modify=True):
                 kept.copy_(rounded[first - start : last - start])
             gradient.squared_norms[index] = self._reducer.squared_norm(rounded)

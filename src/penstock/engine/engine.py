@@ -14,6 +14,7 @@ from penstock.engine.gather import Gatherer
 from penstock.engine.hooks import Hooks
 from penstock.engine.reduce import Reducer
 from penstock.engine.residency import Mover
+from penstock.engine.scale import GradientScale
 from penstock.engine.step import Stepper
 from penstock.engine.unit import Unit
 from penstock.engine.update import Updater
@@ -57,6 +58,7 @@ class Engine:
     updater: Updater
     hooks: Hooks
     access: Access
+    gradient_scale: GradientScale
     mover: Mover
     overlap: Overlap
     options: Options

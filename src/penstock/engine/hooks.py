@@ -47,6 +47,7 @@ class Hooks:
     Arguments:
         cast_inputs: applied to the inputs of the outermost forward.
         updates: what begins in backward; `None` for nothing.
+        scales_loss: the loss has to be scaled before its backward.
     """
 
     def __init__(
@@ -57,6 +58,8 @@ class Hooks:
         reducer: Reducer,
         cast_inputs: CastInputs | None,
         updates: BackwardUpdates | None = None,
+        *,
+        scales_loss: bool = False,
     ) -> None:
         self._model = model
         self._units = units
@@ -64,6 +67,8 @@ class Hooks:
         self._reducer = reducer
         self._cast_inputs = cast_inputs
         self._updates = updates
+        self._scales_loss = scales_loss
+        self.loss_is_scaled = False  # the backward under way was called with a scaled loss
         self._arrived: dict[Unit, set[int]] = {}  # gradients of this backward, by slot
         self._calls: list[Call] = []  # forwards of anchors under way, outer ones first
         self._active: list[Unit] = []  # units whose backward is under way
@@ -228,6 +233,11 @@ class Hooks:
     def _enter_backward(self, unit: Unit, *, runs_again: bool = False) -> None:
         """Backward goes on in this unit, or its forward runs again because backward will."""
         if not self.backward_open:
+            if self._scales_loss and not self.loss_is_scaled:
+                raise EngineError(
+                    "loss.backward() was called, and fp16 needs a scaled loss. Use optimizer.backward(loss), without "
+                    "a GradScaler."
+                )
             self.backward_open = True
             self._backward_order.start()
             Variable._execution_engine.queue_callback(self._end_backward)

@@ -18,6 +18,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
+from penstock.engine.scale import GradientScale
 from penstock.engine.unit import Unit
 from penstock.engine.update import Plan, TileUpdate, Updater
 from penstock.errors import EngineError
@@ -63,7 +64,7 @@ class Stepper:
 
     Arguments:
         param_groups: of the optimizer, as the user changes them.
-        gradient_scale: what a gradient in its home is multiplied with, 1 / world size for the mean.
+        gradient_scale: what a gradient in its home is multiplied with.
         overlaps: `update` returns before the last update has run: whoever needs a unit waits for it.
         begins: updates begin in backward.
     """
@@ -76,7 +77,7 @@ class Stepper:
         updater: Updater,
         *,
         param_groups: Sequence[Mapping[str, Any]],
-        gradient_scale: float,
+        gradient_scale: GradientScale,
         overlaps: bool,
         begins: bool,
     ) -> None:
@@ -132,7 +133,7 @@ class Stepper:
             count = len(unit.layout.slots)
             present[unit] = frozenset(i for i in range(count) if flags[cursor + i] > 0)
             cursor += count
-        return Measure(math.sqrt(total) * self._gradient_scale if total >= 0 else math.nan, present)
+        return Measure(math.sqrt(total) * self._gradient_scale.value if total >= 0 else math.nan, present)
 
     def update(self, measure: Measure, max_grad_norm: float | None) -> None:
         """Phases 3 and 4.
@@ -143,7 +144,7 @@ class Stepper:
         Raises:
             EngineError: a group changed after the update of a parameter of it began in backward.
         """
-        scale = self._gradient_scale
+        scale = self._gradient_scale.value
         if max_grad_norm is not None:  # as torch.nn.utils.clip_grad_norm_
             scale *= min(1.0, max_grad_norm / (measure.grad_norm + 1e-6))
         plans = {
@@ -179,7 +180,7 @@ class Stepper:
         trained = unit.trained
         assert trained is not None
         plan = self._updater.plan(unit, frozenset(range(len(unit.layout.slots))), self._param_groups)
-        tiles = self._updater.tiles(unit, plan, self._gradient_scale, after=unit.published)
+        tiles = self._updater.tiles(unit, plan, self._gradient_scale.value, after=unit.published)
         begun = _Begun(plan, [tile for tile in tiles if tile.beside is not Tier.DEVICE], unit.published)
         self._begun[unit] = begun
         try:

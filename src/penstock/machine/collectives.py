@@ -90,6 +90,13 @@ class Ranks:
             dist.all_reduce(tensor, op=dist.ReduceOp.SUM, group=self._shard_group)
         self.all_reduce_replicas(tensor)
 
+    def all_reduce_max(self, tensor: Tensor) -> None:
+        """The greatest over all ranks, in place."""
+        for group in (self._shard_group, *self._replica_groups):
+            if group is not None:
+                self.counts["all_reduce"] += 1
+                dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=group)
+
     def report(self, failure: Exception | None) -> list[float]:
         """Whether this rank has failed, as numbers that ranks sum: how many have, and the sum of their ranks."""
         return [0.0, 0.0] if failure is None else [1.0, float(self.rank)]

@@ -1,0 +1,72 @@
+"""What a gradient in its home is multiplied with to be the gradient of the loss."""
+
+import math
+
+
+class LossScale:
+    """The factor by which fp16 losses are multiplied, so that small gradients do not vanish; as `torch.amp.GradScaler`.
+
+    A new factor counts from the next `zero_grad` on: gradients that are summed have one factor.
+
+    Arguments:
+        value: the first factor.
+        dynamic: halve it after a step whose gradient is not finite, double it after 2,000 that are.
+
+    Source: Micikevicius et al., "Mixed Precision Training", 2018.
+    """
+
+    GROWTH, BACKOFF, GROWTH_INTERVAL = 2.0, 0.5, 2000
+
+    def __init__(self, value: float, *, dynamic: bool) -> None:
+        self.value = value
+        self.dynamic = dynamic
+        self._next = value
+        self._finite_steps = 0
+
+    def update(self, *, finite: bool) -> None:
+        """A step was made, or skipped."""
+        if not self.dynamic:
+            return
+        if not finite:
+            self._next = self.value * self.BACKOFF
+            self._finite_steps = 0
+            return
+        self._finite_steps += 1
+        if self._finite_steps == self.GROWTH_INTERVAL:
+            self._finite_steps = 0
+            grown = self.value * self.GROWTH
+            self._next = grown if math.isfinite(grown) else self.value
+
+    def renew(self) -> None:
+        """The summed gradients were dropped."""
+        self.value = self._next
+
+
+class GradientScale:
+    """The scale of gradients: of the mean over ranks, of the loss, and of a clip that the user asked for.
+
+    Arguments:
+        mean: 1 / world size for the mean over ranks, 1 for the sum.
+        loss: the loss scale; `None` without one.
+    """
+
+    def __init__(self, mean: float, loss: LossScale | None = None) -> None:
+        self._mean = mean
+        self.loss = loss
+        self.clip = 1.0
+
+    @property
+    def value(self) -> float:
+        """What a gradient in its home is multiplied with."""
+        return self._mean * self.clip / self.loss_scale
+
+    @property
+    def loss_scale(self) -> float:
+        """What the loss was multiplied with."""
+        return 1.0 if self.loss is None else self.loss.value
+
+    def renew(self) -> None:
+        """The summed gradients were dropped."""
+        self.clip = 1.0
+        if self.loss is not None:
+            self.loss.renew()
