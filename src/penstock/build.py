@@ -30,6 +30,7 @@ from penstock.engine.precision import input_cast
 from penstock.engine.reduce import Reducer
 from penstock.engine.residency import Mover
 from penstock.engine.scale import GradientScale, LossScale
+from penstock.engine.source import INIT, FirstRank, Given, Initialised, Source, Weights, replace_meta
 from penstock.engine.staging import Staging, StagingPlan
 from penstock.engine.step import Stepper
 from penstock.engine.unit import Unit
@@ -71,6 +72,7 @@ def prepare(
     master: Literal["remainder", "fp32", "none"] = "remainder",
     unit_micro_batches: int = 1,
     options: Options = Options(),  # noqa: B008 - a frozen value
+    weights: Weights | None = None,
 ) -> Optimizer:
     """Shard and place the training state of a model, and return the optimizer that trains it.
 
@@ -79,7 +81,8 @@ def prepare(
     buffers are moved to the device and keep their dtype, and so do batch norms as a whole: fp32.
 
     Arguments:
-        model: any module with values (no meta tensors). Its floating-point parameters take the compute dtype.
+        model: any module with values, or on the meta device with `weights`. Its floating-point parameters take the
+            compute dtype.
         optimizer: a stock torch optimizer over some or all of the model's parameters; state it has is taken over.
         stage: what is sharded over ranks: 0 nothing, 1 optimizer state, 2 and gradients, 3 and parameters
             (Rajbhandari et al., "ZeRO", 2020).
@@ -104,12 +107,16 @@ def prepare(
             then every update rounds the parameter, as `Options(rounding=...)` says. fp16 always has a full copy.
         unit_micro_batches: only 1 in this version.
         options: sizes and policies.
+        weights: the parameters' first values, where the model does not have them (or has others): a folder or a file of
+            safetensors, tensors by name, a function from a name to its tensor, or `"init"` for the modules' own
+            initialisation. The model may be on the meta device: no rank ever holds more than one unit and its shards.
 
     Returns:
         A `penstock.Optimizer`, which is a `torch.optim.Optimizer` over the same param groups.
 
     Raises:
-        ConfigError: the request cannot be met; nothing was allocated.
+        ConfigError: the request cannot be met, or `weights` do not fit; nothing was allocated.
+        CheckpointError: a file of weights cannot be read.
         MemoryBudgetError: a budget, or the host, is too small; nothing was allocated.
 
     Example:
@@ -123,7 +130,7 @@ def prepare(
     checks.check_dtypes(reduce_dtype, grad_accumulation_dtype)
     checks.check_clip(max_grad_norm, overlap)
     checks.check_loss_scale(precision, overlap, options)
-    checks.check_model(model)
+    checks.check_model(model, has_values=weights is None)
     checks.check_ranks(mesh)
     device = torch.device(mesh.device_type) if mesh is not None else default_device()
     if mesh is not None and device.type != "cpu":
@@ -141,6 +148,7 @@ def prepare(
         max_grad_norm=max_grad_norm,
         overlap=overlap,
         options=options,
+        weights=weights,
     )
     streams = streams_for(device)
     try:
@@ -164,6 +172,7 @@ class Request:
     max_grad_norm: float | None
     overlap: Overlap
     options: Options
+    weights: Weights | None = None
 
     def homes(self, rule: Rule) -> Homes:
         """Where each kind lives."""
@@ -204,8 +213,14 @@ def build(
     sections = [*(section for plan in plans for section in plan.all_sections()), *staging_plan.sections()]
     checks.check_host_memory(bytes_on(sections, Tier.CPU), streams.device, options)
     warn_of_unowned(model, groups)
+    if request.weights is None:
+        source: Source = FirstRank(ranks, streams.device)
+    elif request.weights == INIT:
+        source = Initialised(model, ranks, streams.device)
+    else:
+        source = Given(model, request.weights)
 
-    with contextlib.ExitStack() as undo:
+    with contextlib.ExitStack() as undo, contextlib.closing(source):
         folders = request.placement.nvme_folders()
         store = Store(
             [
@@ -223,11 +238,14 @@ def build(
         if any(section.tier is Tier.NVME for section in sections):
             ranks.check_failures(failure, streams.device)  # the other ranks would wait for this one's parameters
         assert reserved is not None
+        replace_meta(model)
         origins = {p: Origin(p.dtype, p.device) for spec in specs for p in spec.parameters}
         units: list[Unit] = []
         undo.callback(empty_parameters, units, origins)
-        for plan in plans:
-            units.append(plan.build(len(units), reserved))
+        for number, flats in source.units(specs):
+            while len(units) <= number:
+                units.append(plans[len(units)].build(len(units), reserved))
+            plans[number].fill(units[number], flats)
         staging = Staging(store)
         staging.replan(staging_plan)
         staging.take(reserved)

@@ -94,8 +94,8 @@ def check_loss_scale(precision: str, overlap: str, options: Options) -> None:
         )
 
 
-def check_model(model: nn.Module) -> None:
-    """Refuse what is no model, has no memory, or is prepared already."""
+def check_model(model: nn.Module, *, has_values: bool) -> None:
+    """Refuse what is no model, has no values where it should have, or is prepared already."""
     if not isinstance(model, nn.Module):
         raise ConfigError(f"model={type(model).__name__}: give a torch.nn.Module.")
     if isinstance(model, nn.DataParallel | nn.parallel.DistributedDataParallel):
@@ -108,10 +108,10 @@ def check_model(model: nn.Module) -> None:
             raise ConfigError(
                 f"'{name}' has no shape yet. Run the model once first, so that lazy modules know their inputs."
             )
-        if tensor.is_meta:
+        if tensor.is_meta and has_values:
             raise ConfigError(
-                f"'{name}' {tuple(tensor.shape)} is on the meta device. Give it values first: "
-                "model.to_empty(device='cpu') and an initialisation."
+                f"'{name}' {tuple(tensor.shape)} is on the meta device. Say where its values come from: "
+                "prepare(weights=<a folder of safetensors>), or weights='init'."
             )
     if next(model.parameters(), None) is None:
         raise ConfigError(f"{type(model).__name__} has no parameters.")

@@ -4,9 +4,9 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
 
 from penstock.engine.discover import UnitSpec
+from penstock.engine.source import Flat
 from penstock.engine.unit import Fields, Gradient, Trained, Unit
 from penstock.kinds import GRAD, MASTER, OPTIMIZER, PARAM, SHADOW, Tier
 from penstock.layout import FlatLayout
@@ -177,7 +177,7 @@ class UnitPlan:
             yield from sections
 
     def build(self, index: int, reserved: Reservation) -> Unit:
-        """Make the homes and fill them; the model's parameters give up their own memory. Collective."""
+        """Make the homes, empty."""
         spec, layout, device = self.spec, self.layout, self._streams.device
         homes = {name: Home([reserved.make(plan) for plan in plans]) for name, plans in self.sections.items()}
         whole = homes[PARAM]
@@ -208,20 +208,16 @@ class UnitPlan:
                 fields=self.fields,
                 tiles=layout.tiles(self._ranks.shard_rank, self.homes.tile_numel),
             )
-        self._fill(unit)
-        unit.hide()
-        unit.note_versions()
         return unit
 
-    def _fill(self, unit: Unit) -> None:
-        """Put the first rank's parameters into the home, and this rank's part of them into the master."""
-        flats = [self._first_ranks(parameter.detach()) for parameter in unit.spec.parameters]
+    def fill(self, unit: Unit, flats: Sequence[Flat]) -> None:
+        """Put parameters into the home, and this rank's part of them into the master; their own memory goes."""
         remainder = self.homes.master_dtype == torch.int16 and unit.spec.dtype != torch.float32 and unit.spec.trainable
         if unit.replica is not None:
             for slot, flat in zip(unit.layout.slots, flats, strict=True):
-                rounded = split_master(flat.float())[0] if remainder else flat.to(unit.spec.dtype)
                 for start, stop, (values,) in unit.replica.visit(slot.start, slot.stop, modify=True):
-                    values.copy_(rounded[start - slot.start : stop - slot.start])
+                    value = flat.read(start - slot.start, stop - slot.start)
+                    values.copy_(split_master(value.float())[0] if remainder else value)
         parts = unit.parts()
         first = unit.own_range[0]
         for begin, end, weights in unit.visit(0, unit.layout.shard_numel, modify=True):
@@ -231,7 +227,7 @@ class UnitPlan:
                     continue
                 inside = slice(start - begin, stop - begin)
                 offset = first - unit.layout.slots[index].start
-                value = flats[index][start + offset : stop + offset]
+                value = flats[index].read(start + offset, stop + offset)
                 if unit.trained is None:
                     weights.param[inside].copy_(value)
                     continue
@@ -240,14 +236,8 @@ class UnitPlan:
                 write_master(written, rest, value.float().to(written.device))
                 if weights.shadow is not None:
                     weights.param[inside].copy_(written)
-
-    def _first_ranks(self, value: Tensor) -> Tensor:
-        """The first rank's value, flat."""
-        flat = value.reshape(-1)
-        if self._ranks.world_size > 1:
-            flat = flat.to(self._streams.device, copy=True)
-            self._ranks.broadcast(flat)
-        return flat
+        unit.hide()
+        unit.note_versions()
 
 
 def _tiles(numel: int, tile_numel: int) -> list[int]:
