@@ -21,6 +21,7 @@ from penstock import checks
 from penstock._native import Pool
 from penstock.config import Options, Placement
 from penstock.engine.access import Access
+from penstock.engine.activations import Activations
 from penstock.engine.assemble import Homes, plan_units
 from penstock.engine.discover import UnitPolicy, find_units
 from penstock.engine.engine import Engine, Origin
@@ -36,7 +37,7 @@ from penstock.engine.step import Stepper
 from penstock.engine.unit import Unit
 from penstock.engine.update import Updater
 from penstock.errors import NvmeError
-from penstock.kinds import COMPUTE_DTYPES, Overlap, Precision, Tier
+from penstock.kinds import COMPUTE_DTYPES, Overlap, Precision, Tier, parse_tier
 from penstock.layout import ALIGNMENT_NUMEL, round_up
 from penstock.machine.arena import return_free_memory
 from penstock.machine.collectives import Ranks, default_device
@@ -295,7 +296,25 @@ def build(
         begins=begins,
     )
     cast = input_cast(request.compute_dtype)
-    hooks = Hooks(model, units, gatherer, reducer, cast, stepper if begins else None, scales_loss=scales_loss)
+    activations = None
+    if request.placement.activations is not None and parse_tier(request.placement.activations, what="") != Tier.DEVICE:
+        activations = Activations(
+            streams,
+            store,
+            parse_tier(request.placement.activations, what="activations"),
+            tile_numel=options.tile_bytes,
+            kept=lambda: [unit.full for unit in units],
+        )
+    hooks = Hooks(
+        model,
+        units,
+        gatherer,
+        reducer,
+        cast,
+        stepper if begins else None,
+        scales_loss=scales_loss,
+        activations=activations,
+    )
     mover = Mover(
         units,
         plans,

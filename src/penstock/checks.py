@@ -14,7 +14,7 @@ from penstock.config import DEFAULT_LIVE_BYTES, Options, Placement
 from penstock.engine.discover import UnitSpec
 from penstock.engine.hooks import Hooks
 from penstock.errors import ConfigError, MemoryBudgetError
-from penstock.kinds import COMPUTE_DTYPES, Tier
+from penstock.kinds import COMPUTE_DTYPES, Tier, parse_tier
 from penstock.machine.arena import available_host_bytes
 
 _SUM_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -50,8 +50,11 @@ def check_features(
                 f"{what}={getattr(placement, what)!r} needs a folder for its files. "
                 "Name one on a fast disk: Placement(nvme_path=...)."
             )
-    if placement.activations is not None:
-        raise _not_yet("Placement(activations=...)", "Use the model's own activation checkpointing.")
+    activations = placement.activations and parse_tier(placement.activations, what="activations")
+    if activations is Tier.NVME and not placement.nvme_folders():
+        raise ConfigError(
+            "activations='nvme' needs a folder for its files. Name one on a fast disk: Placement(nvme_path=...)."
+        )
     if master == "none" and precision == "fp16":
         raise ConfigError(
             "master='none' with fp16 loses small updates for good. Use master='fp32' or precision='bf16'."

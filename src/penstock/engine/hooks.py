@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.autograd import Variable
 from torch.utils.hooks import RemovableHandle
 
+from penstock.engine.activations import Activations
 from penstock.engine.gather import Gatherer, Order
 from penstock.engine.outputs import Call
 from penstock.engine.precision import CastInputs
@@ -48,6 +49,7 @@ class Hooks:
         cast_inputs: applied to the inputs of the outermost forward.
         updates: what begins in backward; `None` for nothing.
         scales_loss: the loss has to be scaled before its backward.
+        activations: takes what forward saves; `None` leaves it.
     """
 
     def __init__(
@@ -60,6 +62,7 @@ class Hooks:
         updates: BackwardUpdates | None = None,
         *,
         scales_loss: bool = False,
+        activations: Activations | None = None,
     ) -> None:
         self._model = model
         self._units = units
@@ -68,6 +71,7 @@ class Hooks:
         self._cast_inputs = cast_inputs
         self._updates = updates
         self._scales_loss = scales_loss
+        self._activations = activations
         self.loss_is_scaled = False  # the backward under way was called with a scaled loss
         self._arrived: dict[Unit, set[int]] = {}  # gradients of this backward, by slot
         self._calls: list[Call] = []  # forwards of anchors under way, outer ones first
@@ -205,8 +209,12 @@ class Hooks:
         if self._calls:  # left behind by what is no Exception: an interrupt
             self._forget_uses()
         self._forward_order.start()
+        if self._activations is not None and torch.is_grad_enabled():
+            self._activations.begin()
 
     def _end_forward(self, *, complete: bool) -> None:
+        if self._activations is not None:
+            self._activations.end()
         if complete:
             self._forward_order.finish()
             if not self._backward_order.was_observed:

@@ -7,9 +7,9 @@ from typing import Any
 import torch
 
 from penstock.errors import PenstockError
-from penstock.kinds import GATHERED, GRAD, MASTER, OPTIMIZER, PARAM, STAGING, TierName, parse_tier
+from penstock.kinds import ACTIVATION, GATHERED, GRAD, MASTER, OPTIMIZER, PARAM, STAGING, TierName, parse_tier
 
-_NOT_A_STATE = frozenset((PARAM, GRAD, MASTER, STAGING, GATHERED))
+_NOT_A_STATE = frozenset((PARAM, GRAD, MASTER, STAGING, ACTIVATION, GATHERED))
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,183 @@
+"""What forward saves for backward, kept off the device meanwhile.
+
+    forward     compute saves a tensor -> a copy goes to its tier -> its device memory goes
+    backward    before a tensor is wanted it comes back, the ones that were saved before it after it
+
+With activation checkpointing these are the inputs of the checkpointed blocks, and what lies outside of them. Only what
+autograd saves during the model's forward is seen: parameters stay with their units, small tensors where they are.
+"""
+
+import weakref
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from penstock.engine.staging import Buffers, transit_slots
+from penstock.kinds import ACTIVATION, Tier
+from penstock.machine.streams import DONE, Event, Streams
+from penstock.tiers.home import CellPlan, Home, SectionPlan
+from penstock.tiers.ring import Ring
+from penstock.tiers.store import Store
+from penstock.tiers.transit import Transit, buffer_home
+
+LEAST_BYTES = 64 << 10  # smaller ones are not worth a copy
+AHEAD_BYTES = 256 << 20  # on their way to the tier, or back before they are wanted
+
+
+@dataclass(eq=False)
+class Saved:
+    """One saved tensor.
+
+    Attributes:
+        home: where its bytes are.
+        before: the one that was saved before it: backward wants it after this one.
+        shape, stride, dtype: of the tensor.
+        here: its bytes on the device, while they leave or once they are coming back.
+        key: what tells it apart while they leave.
+        arrived: `home` holds them, or `here` does.
+    """
+
+    home: Home
+    before: "weakref.ref[Saved] | None"
+    shape: torch.Size
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    here: Tensor | None
+    key: tuple[object, ...]
+    arrived: Event = DONE
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the tensor."""
+        return self.home.stop
+
+    def saved_before(self) -> "Saved | None":
+        """The one that was saved before it, if it is still wanted."""
+        return None if self.before is None else self.before()
+
+
+class Activations:
+    """Takes saved tensors to a tier and brings them back.
+
+    Arguments:
+        tier: cpu or nvme.
+        tile_numel: bytes of a tile of what goes to files.
+        kept: tensors whose memory somebody else keeps: those of parameters.
+    """
+
+    def __init__(
+        self, streams: Streams, store: Store, tier: Tier, *, tile_numel: int, kept: Callable[[], Iterable[Tensor]]
+    ) -> None:
+        self._streams = streams
+        self._store = store
+        self._tier = tier
+        self._tile_numel = tile_numel
+        self._kept = kept
+        self._kept_storages: set[int] = set()
+        self._ring = Ring(self._fill_ring)
+        self._transit = Transit(streams, self._ring)
+        self._free: dict[int, list[Home]] = defaultdict(list)  # by bytes
+        self._leaving: deque[Saved] = deque()
+        self._known: dict[tuple[object, ...], Saved] = {}  # those that are leaving, by what tells tensors apart
+        self._last: weakref.ref[Saved] | None = None
+        self._hooks: torch.autograd.graph.saved_tensors_hooks | None = None
+
+    def begin(self) -> None:
+        """The outermost forward begins on this thread."""
+        self.end()
+        self._kept_storages = {tensor.untyped_storage()._cdata for tensor in self._kept()}
+        self._hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
+        self._hooks.__enter__()
+
+    def end(self) -> None:
+        """It is over."""
+        if self._hooks is not None:
+            hooks, self._hooks = self._hooks, None
+            hooks.__exit__()
+            self._let_go(AHEAD_BYTES)
+
+    def rest(self) -> None:
+        """Give back the memory and files that nothing is saved in now."""
+        for homes in self._free.values():
+            for home in homes:
+                for section in home.sections:
+                    self._store.free(section, self._store.leave(section))
+            homes.clear()
+
+    def _pack(self, tensor: Tensor) -> "Tensor | Saved":
+        nbytes = tensor.numel() * tensor.element_size()
+        if (
+            tensor.device != self._streams.device
+            or type(tensor) is not Tensor
+            or nbytes < LEAST_BYTES
+            or tensor.untyped_storage()._cdata in self._kept_storages
+            or not _is_dense(tensor)
+        ):
+            return tensor
+        key = (tensor.data_ptr(), tensor._version, tensor.shape, tensor.stride(), tensor.dtype)
+        if key in self._known:
+            return self._known[key]
+        self._let_go(AHEAD_BYTES - nbytes)
+        home = self._free[nbytes].pop() if self._free[nbytes] else self._make_home(nbytes)
+        here = tensor.detach().as_strided((tensor.numel(),), (1,)).view(torch.uint8)
+        saved = Saved(home, self._last, tensor.shape, tensor.stride(), tensor.dtype, here, key)
+        saved.arrived = self._transit.copy(buffer_home(here), home, after=DONE)
+        weakref.finalize(saved, self._free[nbytes].append, home)
+        self._known[key] = saved
+        self._leaving.append(saved)
+        self._last = weakref.ref(saved)
+        return saved
+
+    def _unpack(self, packed: "Tensor | Saved") -> Tensor:
+        if isinstance(packed, Tensor):
+            return packed
+        self._bring(packed)
+        packed.arrived.wait()
+        assert packed.here is not None
+        values, packed.here = packed.here, None
+        ahead, before = 0, packed.saved_before()
+        while before is not None and (ahead := ahead + before.nbytes) <= AHEAD_BYTES:
+            self._bring(before)
+            before = before.saved_before()
+        return values.view(packed.dtype).as_strided(packed.shape, packed.stride)
+
+    def _bring(self, saved: Saved) -> None:
+        """Start to bring a tensor back, if it is not on the device."""
+        if saved.here is None:
+            saved.here = torch.empty(saved.nbytes, dtype=torch.uint8, device=self._streams.device)
+            saved.arrived = self._transit.copy(saved.home, buffer_home(saved.here), after=saved.arrived)
+
+    def _let_go(self, most_bytes: int) -> None:
+        """Drop what has left; where more than some bytes are leaving, compute waits for the first of them."""
+        left = sum(saved.nbytes for saved in self._leaving)
+        while self._leaving and (left > most_bytes or self._leaving[0].arrived.done()):
+            saved = self._leaving.popleft()
+            saved.arrived.wait()
+            saved.here = None
+            self._known.pop(saved.key, None)
+            left -= saved.nbytes
+
+    def _make_home(self, nbytes: int) -> Home:
+        plan = self._plan(nbytes)
+        return Home([self._store.reserve([plan]).make(plan)])
+
+    def _plan(self, nbytes: int) -> SectionPlan:
+        cell = CellPlan("(activations)", ACTIVATION, self._tier, torch.uint8, nbytes)
+        return SectionPlan(ACTIVATION, self._tier, (cell,), 0, nbytes, self._tile_numel)
+
+    def _fill_ring(self) -> None:
+        self._ring.fill(Buffers(self._store).make_slots(transit_slots([self._plan(self._tile_numel)])))
+
+
+def _is_dense(tensor: Tensor) -> bool:
+    """Whether its elements fill one piece of memory, in whatever order."""
+    expected = 1
+    for stride, extent in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if extent > 1:
+            if stride != expected:
+                return False
+            expected *= extent
+    return True
