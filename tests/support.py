@@ -154,6 +154,7 @@ def prepare_on(
     master: str = "remainder",
     overlap: str = "auto",
     options: penstock.Options | None = None,
+    **rest: Any,
 ) -> penstock.Optimizer:
     """`penstock.prepare` on the given streams."""
     dtype = COMPUTE_DTYPES[precision]
@@ -168,5 +169,6 @@ def prepare_on(
         max_grad_norm=max_grad_norm,
         overlap=overlap,
         options=options or penstock.Options(),
+        **rest,
     )
     return build(model, optimizer, request, Ranks.from_mesh(mesh, sharded=stage > 0), streams)

@@ -31,6 +31,7 @@ from penstock.engine.precision import input_cast
 from penstock.engine.reduce import Reducer
 from penstock.engine.residency import Mover
 from penstock.engine.scale import GradientScale, LossScale
+from penstock.engine.slices import SlicedBlock
 from penstock.engine.source import INIT, FirstRank, Given, Initialised, Source, Weights, replace_meta
 from penstock.engine.staging import Staging, StagingPlan
 from penstock.engine.step import Stepper
@@ -106,7 +107,9 @@ def prepare(
             the same, bit for bit.
         master: form of the fp32 master of bf16 parameters: the 16 bits that the parameter lacks, a full copy, or none:
             then every update rounds the parameter, as `Options(rounding=...)` says. fp16 always has a full copy.
-        unit_micro_batches: only 1 in this version.
+        unit_micro_batches: each block is gathered once and runs this many slices of the batch, in forward and in
+            backward, which saves the block's input alone and computes its forward again: parameters and gradients
+            travel as for one large batch, activations are those of a slice.
         options: sizes and policies.
         weights: the parameters' first values, where the model does not have them (or has others): a folder or a file of
             safetensors, tensors by name, a function from a name to its tensor, or `"init"` for the modules' own
@@ -150,6 +153,7 @@ def prepare(
         overlap=overlap,
         options=options,
         weights=weights,
+        unit_micro_batches=unit_micro_batches,
     )
     streams = streams_for(device)
     try:
@@ -174,6 +178,7 @@ class Request:
     overlap: Overlap
     options: Options
     weights: Weights | None = None
+    unit_micro_batches: int = 1
 
     def homes(self, rule: Rule) -> Homes:
         """Where each kind lives."""
@@ -273,6 +278,7 @@ def build(
         reduce_dtype=request.reduce_dtype,
         accumulation_dtype=request.accumulation_dtype,
         accumulation=staging.accumulation,
+        collects_fp32=request.unit_micro_batches > 1,
         agrees=begins,
         may_hold_back=request.stage <= 1 and ranks.world_size > 1,
     )
@@ -315,6 +321,9 @@ def build(
         scales_loss=scales_loss,
         activations=activations,
     )
+    blocks = {spec.anchors[0]: spec.name for spec in specs if spec.anchors[0] is not model}
+    slices = request.unit_micro_batches
+    sliced = [SlicedBlock(block, name, slices) for block, name in blocks.items()] if slices > 1 else []
     mover = Mover(
         units,
         plans,
@@ -355,7 +364,7 @@ def build(
         options=options,
         origins=origins,
         owned_frozen=[p for p in groups if p not in trained],
-        restore_model=partial(model.__dict__.pop, "zero_grad", None),
+        restore_model=partial(restore, model, sliced),
     )
     prepared = Optimizer(optimizer, engine, request.max_grad_norm)
     # Loops that clear gradients through the model mean ours: parameters have none of their own.
@@ -366,6 +375,13 @@ def build(
         engine.abandon()
         raise
     return prepared
+
+
+def restore(model: nn.Module, sliced: Iterable[SlicedBlock]) -> None:
+    """Undo what was set on the model beside its parameters and hooks."""
+    model.__dict__.pop("zero_grad", None)
+    for block in sliced:
+        block.remove()
 
 
 def empty_parameters(units: Iterable[Unit], origins: Mapping[nn.Parameter, Origin]) -> None:

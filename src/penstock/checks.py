@@ -59,8 +59,8 @@ def check_features(
         raise ConfigError(
             "master='none' with fp16 loses small updates for good. Use master='fp32' or precision='bf16'."
         )
-    if unit_micro_batches != 1:
-        raise _not_yet(f"unit_micro_batches={unit_micro_batches!r}", "Use 1, and call backward once per micro-batch.")
+    if isinstance(unit_micro_batches, bool) or not isinstance(unit_micro_batches, int) or unit_micro_batches < 1:
+        raise ConfigError(f"unit_micro_batches={unit_micro_batches!r}: use a whole number, 1 or more.")
     return placement
 
 

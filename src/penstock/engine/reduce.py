@@ -32,6 +32,8 @@ class Reducer:
         accumulation_dtype: dtype in which micro-batches are summed, the homes' own.
         accumulation: gives a host buffer of one tile in the reduce dtype, through which later micro-batches reach homes
             on the cpu tier where compute does not.
+        collects_fp32: gradients are summed in fp32 until they are reduced, because a parameter gets several in one
+            backward.
         agrees: ranks tell each other whether a gradient is finite, as soon as it is reduced.
         may_hold_back: whole gradients may stay on this rank until a later micro-batch is reduced (stages 0 and 1).
     """
@@ -46,6 +48,7 @@ class Reducer:
         reduce_dtype: torch.dtype,
         accumulation_dtype: torch.dtype,
         accumulation: Callable[[], Tensor],
+        collects_fp32: bool,
         agrees: bool,
         may_hold_back: bool,
     ) -> None:
@@ -55,7 +58,8 @@ class Reducer:
         self._pool = pool
         self._reduce_dtype = reduce_dtype
         self._accumulation_dtype = accumulation_dtype
-        self._straight = ranks.world_size == 1
+        self._straight = ranks.world_size == 1 and not collects_fp32
+        self._collects_fp32 = collects_fp32
         self._accumulation = accumulation
         self.buffers = BufferRing(streams.device, streams)
         self._agrees = agrees and ranks.world_size > 1
@@ -96,6 +100,8 @@ class Reducer:
             return
         if gradient.pending is None:
             dtype = self._reduce_dtype if self._synchronizing else self._accumulation_dtype
+            if self._collects_fp32:
+                dtype = torch.float32
             gradient.pending = self.buffers.lease(unit.layout.numel, dtype)
         elif gradient.pending.device != self._streams.device:  # it rested
             gradient.pending = self.buffers.lease(unit.layout.numel, gradient.pending.dtype).copy_(gradient.pending)
