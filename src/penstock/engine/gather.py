@@ -248,7 +248,10 @@ class Gatherer:
 
     def _all_gather(self, unit: Unit, after: tuple[Event, ...]) -> Event:
         start, stop = unit.own_range
-        full, own = unit.full, unit.full[start:stop]
+        full, own, what = unit.full, unit.full[start:stop], f"unit '{unit.name}'"
         return self._streams.submit(
-            COLLECTIVE, lambda: self._ranks.all_gather(full, own), after=after, nbytes=unit.nbytes
+            COLLECTIVE,
+            lambda: self._ranks.all_gather(full, own, what),
+            after=after,
+            nbytes=unit.nbytes,
         )

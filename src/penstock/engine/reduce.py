@@ -132,10 +132,12 @@ class Reducer:
         parts = unit.parts()
         values, before = reached(gradient.home, self._streams), gradient.ready
 
+        what = f"unit '{unit.name}'"
+
         def communicate() -> None:
             if sharded:
-                self._ranks.reduce_scatter(reduced, full)
-            self._ranks.all_reduce_replicas(reduced)
+                self._ranks.reduce_scatter(reduced, full, what)
+            self._ranks.all_reduce_replicas(reduced, what)
             if values is not None:
                 for index, start, stop in parts:
                     target = values[start:stop]

@@ -117,15 +117,17 @@ class Stepper:
         total = _total(norms)
         if self._ranks.world_size > 1:
             report = self._ranks.report(failure)
-            message = torch.tensor([total, *flags, *report], dtype=torch.float64).to(self._streams.device)
+            numbers = [total, *flags, *report, *self._ranks.digest()]
+            message = torch.tensor(numbers, dtype=torch.float64).to(self._streams.device)
             self._ranks.all_reduce(message)
-            total, *flags = message.tolist()
+            total, *flags, digest, squares = message.tolist()
             total /= self._ranks.replicas
             try:
                 self._ranks.check_reports(flags[-len(report) :], failure)
             except Exception as error:
                 self._fail(error)  # on every rank: a close that gathers parameters would wait for the others
                 raise
+            self._ranks.check_digests([digest, squares])
         elif failure is not None:
             raise failure
         present, cursor = {}, 0

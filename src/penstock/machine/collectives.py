@@ -5,8 +5,12 @@ over all ranks (one replica); stage 0 replicates over all ranks (one shard); hyb
 (replicate, shard), as in FSDP.
 """
 
+import zlib
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from functools import partial
+from itertools import zip_longest
 
 import torch
 import torch.distributed as dist
@@ -18,6 +22,10 @@ from penstock.errors import EngineError
 # torch 2.13 renamed the flat collectives; the older names still work in torch 2.8 to 2.12.
 _all_gather_flat = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter_flat = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+_MOST_NOTED = 1 << 16  # of a long evaluation
+_HEARING = timedelta(seconds=5)  # for what other ranks say when a collective has failed
 
 
 class Ranks:
@@ -46,6 +54,7 @@ class Ranks:
         for group in replica_groups:
             self.replicas *= dist.get_world_size(group)
         self.counts: Counter[str] = Counter()
+        self._issued: list[str] = []  # since ranks last compared what they issue, in order
 
     @classmethod
     def from_mesh(cls, mesh: DeviceMesh | None, *, sharded: bool) -> "Ranks":
@@ -67,21 +76,83 @@ class Ranks:
         """Ranks in all."""
         return self.shards * self.replicas
 
-    def all_gather(self, full: Tensor, shard: Tensor) -> None:
+    def all_gather(self, full: Tensor, shard: Tensor, what: str = "") -> None:
         """Fill the flat `full` (numel = shards x shard numel) with every shard. `shard` may be its own part of it."""
-        self.counts["all_gather"] += 1
-        _all_gather_flat(full, shard, group=self._shard_group)
+        self._issue(
+            "all_gather", f"the gather of {what}", lambda: _all_gather_flat(full, shard, group=self._shard_group)
+        )
 
-    def reduce_scatter(self, shard: Tensor, full: Tensor) -> None:
+    def reduce_scatter(self, shard: Tensor, full: Tensor, what: str = "") -> None:
         """Sum the flat `full` over the shards; each keeps its own part."""
-        self.counts["reduce_scatter"] += 1
-        _reduce_scatter_flat(shard, full, op=dist.ReduceOp.SUM, group=self._shard_group)
+        reduce = dist.ReduceOp.SUM
+        self._issue(
+            "reduce_scatter",
+            f"the reduction of {what}",
+            lambda: _reduce_scatter_flat(shard, full, op=reduce, group=self._shard_group),
+        )
 
-    def all_reduce_replicas(self, tensor: Tensor) -> None:
+    def all_reduce_replicas(self, tensor: Tensor, what: str = "") -> None:
         """Sum over the replicas, in place."""
         for group in self._replica_groups:
-            self.counts["all_reduce"] += 1
-            dist.all_reduce(tensor, op=dist.ReduceOp.SUM, group=group)
+            self._issue(
+                "all_reduce", f"the sum of {what}", partial(dist.all_reduce, tensor, op=dist.ReduceOp.SUM, group=group)
+            )
+
+    def _issue(self, name: str, what: str, collective: Callable[[], object]) -> None:
+        """Note a collective, for ranks to compare, and issue it."""
+        self.counts[name] += 1
+        self._issued.append(what)
+        if len(self._issued) > _MOST_NOTED:
+            del self._issued[: _MOST_NOTED // 2]
+        try:
+            collective()
+        except RuntimeError as error:
+            raise EngineError(
+                f"Rank {self.rank} could not finish {what}, collective {len(self._issued)} since the last step; "
+                f"{self._others(what)}. Every rank must run the same units in the same order. ({error})"
+            ) from error
+
+    def _others(self, what: str) -> str:
+        """Tell the other ranks where this one stands, and hear where they do."""
+        store = dist.distributed_c10d._get_default_store()
+        store.set(f"penstock stopped {self.rank}", what)
+        said = []
+        for rank in range(dist.get_world_size()):
+            if rank != self.rank:
+                try:
+                    store.wait([f"penstock stopped {rank}"], _HEARING)
+                    said.append(f"rank {rank} could not finish {store.get(f'penstock stopped {rank}').decode()}")
+                except RuntimeError:
+                    said.append(f"rank {rank} says nothing: it has ended, or runs something else")
+        return "; ".join(said)
+
+    def digest(self) -> list[float]:
+        """Numbers that ranks sum, of what they have issued since they last compared."""
+        value = float(zlib.crc32("|".join(self._issued).encode()) & 0xFFFF)  # squares of it are exact when summed
+        return [value, value * value]
+
+    def check_digests(self, summed: Sequence[float]) -> None:
+        """Raise `EngineError` on every rank where they have issued different collectives; it names the first."""
+        issued, self._issued = self._issued, []
+        total, squares = summed
+        if total * total == squares * self.world_size:
+            return
+        everyone = self._exchange(issued)
+        for number, names in enumerate(zip_longest(*everyone.values()), start=1):
+            if len(set(names)) > 1:
+                of_ranks = zip(everyone, names, strict=True)
+                by_rank = "; ".join(f"rank {rank}: {name or 'none'}" for rank, name in of_ranks)
+                raise EngineError(
+                    f"Ranks are out of step: collective {number} since the last step was not the same on all of them "
+                    f"({by_rank}). Nothing was updated. Every rank must run the same units in the same order."
+                )
+
+    def _exchange(self, issued: list[str]) -> dict[int, list[str]]:
+        """What each rank has issued, by rank; of one group."""
+        group = self._shard_group or self._replica_groups[0]
+        gathered: list[list[str]] = [[] for _ in range(dist.get_world_size(group))]
+        dist.all_gather_object(gathered, issued, group=group)
+        return dict(zip(dist.get_process_group_ranks(group), gathered, strict=True))
 
     def all_reduce(self, tensor: Tensor) -> None:
         """Sum over all ranks, in place."""
