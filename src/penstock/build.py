@@ -244,7 +244,7 @@ def build(
         if any(section.tier is Tier.NVME for section in sections):
             ranks.check_failures(failure, streams.device)  # the other ranks would wait for this one's parameters
         assert reserved is not None
-        replace_meta(model)
+        undo.callback(replace_meta(model))
         origins = {p: Origin(p.dtype, p.device) for spec in specs for p in spec.parameters}
         units: list[Unit] = []
         undo.callback(empty_parameters, units, origins)
@@ -252,6 +252,7 @@ def build(
             while len(units) <= number:
                 units.append(plans[len(units)].build(len(units), reserved))
             plans[number].fill(units[number], flats)
+            del flats  # before the next unit's come
         staging = Staging(store)
         staging.replan(staging_plan)
         staging.take(reserved)

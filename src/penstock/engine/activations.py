@@ -138,6 +138,7 @@ class Activations:
         packed.arrived.wait()
         assert packed.here is not None
         values, packed.here = packed.here, None
+        self._forget(packed)
         ahead, before = 0, packed.saved_before()
         while before is not None and (ahead := ahead + before.nbytes) <= AHEAD_BYTES:
             self._bring(before)
@@ -156,9 +157,13 @@ class Activations:
         while self._leaving and (left > most_bytes or self._leaving[0].arrived.done()):
             saved = self._leaving.popleft()
             saved.arrived.wait()
-            saved.here = None
-            self._known.pop(saved.key, None)
+            if self._forget(saved):
+                saved.here = None
             left -= saved.nbytes
+
+    def _forget(self, saved: Saved) -> bool:
+        """Its device memory may be another tensor's from now on. Whether that was not known yet."""
+        return self._known.get(saved.key) is saved and self._known.pop(saved.key) is saved
 
     def _make_home(self, nbytes: int) -> Home:
         plan = self._plan(nbytes)

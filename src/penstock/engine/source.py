@@ -97,10 +97,10 @@ class Given(Source):
         self._names = {tensor: self._known(aliases) for tensor, aliases in names.items()}
         self._shapes = {tensor: tuple(tensor.shape) for tensor in names}
         self._check(names)
+        self._fill_buffers()
 
     def units(self, specs: Sequence[UnitSpec]) -> Iterator[tuple[int, list[Flat]]]:
         """In order; of files each rank reads what it keeps."""
-        self._fill_buffers()
         for number, spec in enumerate(specs):
             yield number, [self._flat(parameter) for parameter in spec.parameters]
 
@@ -218,12 +218,27 @@ class Initialised(Source):
             torch.set_rng_state(own_state)
 
 
-def replace_meta(model: nn.Module) -> None:
-    """Parameters on the meta device become empty ones on the cpu, the same objects: optimizers keep them."""
-    for parameter in {p: None for p in model.parameters() if p.is_meta}:
-        empty = nn.Parameter(torch.empty(0, dtype=parameter.dtype), requires_grad=parameter.requires_grad)
-        empty.__dict__.update(parameter.__dict__)
-        torch.utils.swap_tensors(parameter, empty)  # type: ignore[no-untyped-call]
+def replace_meta(model: nn.Module) -> Callable[[], None]:
+    """Parameters on the meta device become empty ones on the cpu, the same objects: optimizers keep them.
+
+    Returns what makes them as they were.
+    """
+    values = {p: p.detach() for p in model.parameters() if p.is_meta}
+    for parameter in values:
+        _exchange(parameter, torch.empty(0, dtype=parameter.dtype))
+
+    def undo() -> None:
+        for parameter, value in values.items():
+            _exchange(parameter, value)
+
+    return undo
+
+
+def _exchange(parameter: nn.Parameter, value: Tensor) -> None:
+    """Give a parameter a value on another device."""
+    other = nn.Parameter(value, requires_grad=parameter.requires_grad)
+    other.__dict__.update(parameter.__dict__)
+    torch.utils.swap_tensors(parameter, other)  # type: ignore[no-untyped-call]
 
 
 def initialiser(model: nn.Module, module: nn.Module) -> Callable[[], object] | None:
@@ -253,7 +268,7 @@ def initialise(model: nn.Module, module: nn.Module) -> None:
         with torch.no_grad():
             run()
     for key, value in (*module._parameters.items(), *module._buffers.items()):
-        if value is not None and value.is_floating_point() and bool(value.isnan().any()):
+        if value is not None and not value.is_meta and value.is_floating_point() and bool(value.isnan().any()):
             name = next(name for name, other in model.named_modules() if other is module)
             raise ConfigError(
                 f"'{name}.{key}' is on the meta device and the initialisation of {type(module).__name__} gives it no "

@@ -1,0 +1,126 @@
+"""`clip_grad_norm_`: torch's norms, and the same step as clipping by hand."""
+
+import math
+
+import pytest
+import torch
+from torch import nn
+
+import penstock
+from penstock.errors import ConfigError, EngineError
+from tests.support import inline, prepare_on, run_ranks, separate
+
+WIDTH = 48
+NORMS = [2.0, 1.0, 3.0, math.inf]
+
+
+def stack() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(3)))
+
+
+def loss_of(model: nn.Module, seed: int = 0) -> torch.Tensor:
+    return model(torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(seed))).square().sum()
+
+
+def prepared(model: nn.Module, **rest: object) -> penstock.Optimizer:
+    options = penstock.Options(tile_bytes=4096)
+    return prepare_on(
+        separate(), model, torch.optim.SGD(model.parameters(), lr=0.1), precision="fp32", options=options, **rest
+    )
+
+
+@pytest.mark.parametrize("norm_type", NORMS)
+@pytest.mark.parametrize("grads", ["device", "cpu", {"device": 0.5, "cpu": 0.5}])
+def test_it_is_torchs(norm_type: float, grads: object) -> None:
+    reference = stack()
+    stock = torch.optim.SGD(reference.parameters(), lr=0.1)
+    model = stack()
+    optimizer = prepared(model, placement=penstock.Placement(grads=grads))
+    for seed in range(2):
+        loss_of(reference, seed).backward()
+        optimizer.backward(loss_of(model, seed))
+    expected = torch.nn.utils.clip_grad_norm_(reference.parameters(), 0.5, norm_type)
+    found = optimizer.clip_grad_norm_(0.5, norm_type)
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=0.0)
+    for p, q in zip(model.parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(optimizer.full_grad(p), q.grad, rtol=1e-5, atol=1e-8)
+    stock.step()
+    optimizer.step()
+    for p, q in zip(model.parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(optimizer.full_param(p), q.detach(), rtol=1e-6, atol=1e-7)
+    optimizer.close()
+
+
+def test_it_is_the_same_as_prepares() -> None:
+    def run(clip: float | None, by_hand: bool) -> list[torch.Tensor]:
+        model = stack()
+        optimizer = prepared(model, max_grad_norm=clip)
+        for seed in range(3):
+            optimizer.backward(loss_of(model, seed))
+            if by_hand:
+                optimizer.clip_grad_norm_(0.5)
+            optimizer.step()
+            optimizer.zero_grad()
+        found = [optimizer.full_param(p) for p in model.parameters()]
+        optimizer.close()
+        return found
+
+    assert all(torch.equal(a, b) for a, b in zip(run(0.5, False), run(None, True), strict=True))
+
+
+def test_a_norm_below_the_limit_changes_nothing_and_the_next_step_starts_anew() -> None:
+    model = stack()
+    optimizer = prepared(model)
+    optimizer.backward(loss_of(model))
+    before = optimizer.full_grad(model[0][0].weight)
+    norm = float(optimizer.clip_grad_norm_(1e9))
+    assert torch.equal(optimizer.full_grad(model[0][0].weight), before)
+    optimizer.clip_grad_norm_(norm / 2)
+    optimizer.zero_grad()
+    optimizer.backward(loss_of(model))
+    assert torch.equal(optimizer.full_grad(model[0][0].weight), before)
+    optimizer.close()
+
+
+def test_what_is_refused() -> None:
+    model = stack()
+    optimizer = prepared(model)
+    optimizer.backward(loss_of(model))
+    for wrong in (0.0, -1.0, math.nan):
+        with pytest.raises(ConfigError, match="clip_grad_norm_"):
+            optimizer.clip_grad_norm_(wrong)
+    optimizer.clip_grad_norm_(0.5)
+    with pytest.raises(EngineError, match="comes last"):
+        optimizer.backward(loss_of(model))
+    optimizer.close()
+
+
+def norms_on(rank: int) -> list[float]:
+    model = stack()
+    optimizer = penstock.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), precision="fp32")
+    found = []
+    for norm_type in NORMS:
+        optimizer.zero_grad()
+        optimizer.backward(loss_of(model, rank))
+        found.append(float(optimizer.clip_grad_norm_(0.5, norm_type)))
+    optimizer.close()
+    return found
+
+
+def test_over_two_ranks_it_is_the_norm_of_the_mean() -> None:
+    reference = stack()
+    for rank in range(2):
+        (loss_of(reference, rank) / 2).backward()
+    gradients = [p.grad for p in reference.parameters()]
+    expected = [float(torch.nn.utils.get_total_norm(gradients, n)) for n in NORMS]
+    for found in run_ranks(norms_on, 2):
+        assert found == pytest.approx(expected, rel=1e-5)
+
+
+def test_inline_streams_too() -> None:
+    model = stack()
+    optimizer = prepare_on(inline(), model, torch.optim.SGD(model.parameters(), lr=0.1), precision="fp32")
+    optimizer.backward(loss_of(model))
+    assert math.isfinite(float(optimizer.clip_grad_norm_(0.5, math.inf)))
+    optimizer.close()

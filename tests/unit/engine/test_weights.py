@@ -1,0 +1,266 @@
+"""`prepare(weights=...)`: the model's first values from files, names, functions and initialisation; meta devices."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+import penstock
+from penstock.engine import source
+from penstock.errors import CheckpointError, ConfigError
+from tests.support import run_ranks
+
+transformers = pytest.importorskip("transformers")
+
+
+def config(**rest: Any) -> Any:
+    return transformers.LlamaConfig(
+        vocab_size=101,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        **rest,
+    )
+
+
+def llama(**rest: Any) -> nn.Module:
+    return transformers.LlamaForCausalLM(config(**rest))
+
+
+def on_meta(make: Callable[[], nn.Module] = llama) -> nn.Module:
+    with torch.device("meta"):
+        return make()
+
+
+def steps(model: nn.Module, **how: Any) -> tuple[list[float], dict[str, Tensor]]:
+    """Two losses, and the parameters afterwards."""
+    optimizer = penstock.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-2), **how)
+    tokens = torch.arange(40).view(2, 20) % 101
+    losses = []
+    for _ in range(2):
+        loss = model(tokens, labels=tokens).loss
+        losses.append(loss.item())
+        optimizer.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+    values = {name: optimizer.full_param(p) for name, p in model.named_parameters()}
+    optimizer.close()
+    return losses, values
+
+
+def same(one: tuple[list[float], dict[str, Tensor]], other: tuple[list[float], dict[str, Tensor]]) -> bool:
+    return one[0] == other[0] and all(torch.equal(one[1][name], other[1][name]) for name in one[1])
+
+
+PLACEMENTS = [{}, {"params": "cpu", "optimizer": {"device": 0.5, "cpu": 0.5}}, {"params": "nvme", "optimizer": "nvme"}]
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("placement", PLACEMENTS, ids=["device", "split", "nvme"])
+def test_a_folder_of_shards_gives_the_same_training(tied: bool, placement: dict[str, Any], tmp_path: Path) -> None:
+    model = llama(tie_word_embeddings=tied)
+    model.save_pretrained(tmp_path, max_shard_size="30KB")
+    assert (tmp_path / "model.safetensors.index.json").exists()
+    where = penstock.Placement(**placement, nvme_path=tmp_path)
+    empty = on_meta(lambda: llama(tie_word_embeddings=tied))
+    found = steps(empty, weights=tmp_path, placement=where)
+    assert same(found, steps(model, placement=where))
+    assert not any(tensor.is_meta for tensor in [*empty.parameters(), *empty.buffers()])
+
+
+def test_one_file_an_index_names_and_a_function_do_too(tmp_path: Path) -> None:
+    model = llama()
+    model.save_pretrained(tmp_path / "one")
+    model.save_pretrained(tmp_path / "many", max_shard_size="30KB")
+    values = {name: value.clone() for name, value in model.state_dict().items()}
+    expected = steps(model)
+    sources = (
+        tmp_path / "one",
+        str(tmp_path / "one" / "model.safetensors"),
+        tmp_path / "many" / "model.safetensors.index.json",
+        values,
+        values.__getitem__,
+    )
+    for weights in sources:
+        assert same(steps(on_meta(), weights=weights), expected), weights
+
+
+def test_weights_replace_what_a_model_has(tmp_path: Path) -> None:
+    model, other = llama(), llama()
+    model.save_pretrained(tmp_path)
+    assert same(steps(other, weights=tmp_path), steps(model))
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_initialisation_is_that_of_the_whole_model_on_one_cpu(tied: bool) -> None:
+    reference = llama(tie_word_embeddings=tied)
+
+    def initialise(module: nn.Module) -> None:
+        for child in module.children():
+            initialise(child)
+        for parameter in module.parameters(recurse=False):
+            parameter._is_hf_initialized = False
+        reference._init_weights(module)
+
+    torch.manual_seed(3)
+    with torch.no_grad():
+        initialise(reference)
+    torch.manual_seed(3)
+    found = steps(on_meta(lambda: llama(tie_word_embeddings=tied)), weights="init")
+    assert same(found, steps(reference))
+
+
+class Plain(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(16, 16) for _ in range(3))
+        self.norm = nn.BatchNorm1d(16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return self.norm(x)
+
+
+def test_plain_modules_are_initialised_by_reset_parameters() -> None:
+    torch.manual_seed(1)
+    reference = Plain()
+    for module in [*reference.layers, reference.norm]:
+        torch.nn.init.zeros_(module.weight)
+    torch.manual_seed(2)
+    for module in [*reference.layers, reference.norm]:
+        module.reset_parameters()
+    with torch.device("meta"):
+        model = Plain()
+    torch.manual_seed(2)
+    optimizer = penstock.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), weights="init", precision="fp32")
+    for p, q in zip(model.parameters(), reference.parameters(), strict=True):
+        assert torch.equal(optimizer.full_param(p), q.detach())
+    assert torch.equal(model.norm.running_var, torch.ones(16))
+    optimizer.close()
+
+
+class Bare(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(4))
+        self.register_buffer("table", torch.arange(4.0), persistent=False)
+
+
+def test_what_cannot_be_initialised_is_named() -> None:
+    with torch.device("meta"):
+        model = Bare()
+    stock = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(ConfigError, match=r"weights='init': Bare has parameters and no reset_parameters\(\)"):
+        penstock.prepare(model, stock, weights="init")
+    with pytest.raises(ConfigError, match=r"'\.table' is on the meta device"):
+        penstock.prepare(model, stock, weights={"scale": torch.ones(4)})
+    with pytest.raises(ConfigError, match=r"prepare\(weights=<a folder of safetensors>\)"):
+        penstock.prepare(model, stock)
+
+
+def test_everything_that_does_not_fit_is_said_at_once() -> None:
+    model = on_meta()
+    stock = torch.optim.SGD(model.parameters(), lr=0.1)
+    values = {name: value.clone() for name, value in llama().state_dict().items()}
+    values["model.norm.weight"] = torch.ones(31)
+    values["lm_head.weight"] = values["lm_head.weight"].to(torch.int8)
+    values["stranger"] = torch.ones(1)
+    del values["model.embed_tokens.weight"]
+    with pytest.raises(ConfigError) as caught:
+        penstock.prepare(model, stock, weights=values)
+    said = str(caught.value)
+    for fault in (
+        "'model.embed_tokens.weight' is missing",
+        "'model.norm.weight' has shape (31,), not (32,)",
+        "'lm_head.weight' is torch.int8, not torch.float32",
+        "'stranger' is unexpected",
+    ):
+        assert fault in said
+    assert next(model.parameters()).is_meta, "nothing has changed"
+
+
+def test_files_that_cannot_be_read_are_named(tmp_path: Path) -> None:
+    model = on_meta()
+    stock = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def refused(match: str, path: Path = tmp_path) -> None:
+        with pytest.raises(CheckpointError, match=match):
+            penstock.prepare(model, stock, weights=path)
+
+    refused("neither a file nor a folder", tmp_path / "nowhere")
+    refused("holds no .safetensors")
+    (tmp_path / "model.safetensors").write_bytes(b"\xff" * 100)
+    refused("is no safetensors file")
+    (tmp_path / "model.safetensors").unlink()
+    index = tmp_path / "model.safetensors.index.json"
+    index.write_text("[]")
+    refused("'weight_map' cannot be read")
+    index.write_text(json.dumps({"weight_map": {"a": "../a.safetensors"}}))
+    refused("does not lie beside it")
+    index.write_text(json.dumps({"weight_map": {"a": "a.safetensors"}}))
+    refused("which is missing")
+    save_file({"b": torch.ones(2)}, tmp_path / "a.safetensors")
+    refused("'a', which no file holds")
+
+
+def trained_from(rank: int, folder: str | None) -> tuple[list[float], dict[str, Tensor]]:
+    torch.manual_seed(3 if rank == 0 else 4)
+    model = on_meta() if folder else llama()
+    if folder is None:
+        torch.manual_seed(3)
+        return steps(on_meta(), weights="init")
+    return steps(model, weights=folder)
+
+
+def test_two_ranks_read_what_they_keep(tmp_path: Path) -> None:
+    model = llama()
+    model.save_pretrained(tmp_path, max_shard_size="30KB")
+    expected = steps(model)
+    for found in run_ranks(trained_from, 2, str(tmp_path)):
+        assert found[0][0] == expected[0][0]
+
+
+def initialised_on(rank: int) -> dict[str, Tensor]:
+    torch.manual_seed(3 + rank)
+    model = on_meta()
+    optimizer = penstock.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), weights="init")
+    values = {name: optimizer.full_param(p) for name, p in model.named_parameters()}
+    optimizer.close()
+    return values
+
+
+def test_two_ranks_take_the_first_ranks_random_numbers() -> None:
+    expected = initialised_on(0)
+    for found in run_ranks(initialised_on, 2):
+        assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+def test_no_more_than_a_unit_is_asked_for_before_it_is_in_its_home(monkeypatch: pytest.MonkeyPatch) -> None:
+    values = {name: value.clone() for name, value in llama().state_dict().items()}
+    alive = peak = 0
+
+    class Counted(source.Whole):
+        def __init__(self, value: Tensor) -> None:
+            nonlocal alive, peak
+            super().__init__(value)
+            self.numel = value.numel()
+            alive += self.numel
+            peak = max(peak, alive)
+
+        def __del__(self) -> None:
+            nonlocal alive
+            alive -= self.numel
+
+    monkeypatch.setattr(source, "Whole", Counted)
+    model = on_meta()
+    largest = sum(p.numel() for p in llama().model.layers[0].parameters())
+    penstock.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), weights=values.__getitem__).close()
+    assert peak == largest < sum(value.numel() for value in values.values()) / 2
