@@ -13,6 +13,8 @@ from torch import Tensor, nn
 import penstock
 import penstock.build
 from penstock import ConfigError, EngineError, MemoryBudgetError, Options, Placement, checks
+from penstock.tiers.device import DeviceTier
+from penstock.tiers.host import HostTier
 from tests.models.modules_rows import Stack, squared
 from tests.support import inline, prepare_on, simulated
 
@@ -83,11 +85,11 @@ REFUSED: dict[str, tuple[Callable[[nn.Module], Any], str]] = {
         with_(placement=Placement(params="disk", nvme_path=[])),
         "params='disk' needs a folder for its files.",
     ),
-    # Not available
-    "split": (
-        with_(placement=Placement.twin_flow(0.5)),
-        "optimizer split between tiers is not available in this version. Give one tier, such as optimizer='cpu'.",
+    "a fraction on nvme without a folder": (
+        with_(placement=Placement(grads={"cpu": 0.9, "nvme": 0.1})),
+        "grads={'cpu': 0.9, 'nvme': 0.1} needs a folder for its files. Name one on a fast disk:",
     ),
+    # Not available
     "activations": (
         with_(placement=Placement(activations="cpu")),
         "Placement(activations=...) is not available in this version. Use the model's own activation checkpointing.",
@@ -160,8 +162,9 @@ def nothing_allocated(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     def forbidden(*args: Any, **kwargs: Any) -> None:
         raise AssertionError("something was allocated before the error")
 
-    for name in ("Store", "DeviceTier", "HostTier", "Pool"):
-        monkeypatch.setattr(penstock.build, name, forbidden)
+    monkeypatch.setattr(penstock.build, "Pool", forbidden)
+    for tier in (DeviceTier, HostTier):
+        monkeypatch.setattr(tier, "reserve", forbidden)
     # What an accelerator has: streams with threads of their own.
     monkeypatch.setattr(penstock.build, "streams_for", lambda device: simulated())
     before = set(threading.enumerate())
