@@ -8,7 +8,7 @@ import pytest
 from tests.meta.source import imports, modules
 
 LAYERS = (
-    ("errors", "kinds", "config", "layout", "plan", "trace", "optim", "_native"),  # values and arithmetic
+    ("errors", "kinds", "config", "layout", "split", "plan", "trace", "optim", "_native"),  # values and arithmetic
     ("machine", "rules"),
     ("tiers",),
     ("checkpoint", "planner"),
@@ -35,7 +35,7 @@ ENGINE = {
     "outputs": set(),
     "precision": set(),
     "reduce": {"buffers", "unit"},
-    "staging": {"assemble"},
+    "staging": set(),
     "step": {"unit"},
     "unit": {"discover"},
 }
