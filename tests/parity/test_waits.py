@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 
 import penstock
-from penstock.engine import step
+from penstock.engine import reduce, step
 from penstock.machine.simulated import SimulatedStreams
 from penstock.machine.streams import COLLECTIVE, DOWNLOAD, FETCH, READ, UPDATE, UPLOAD, WRITE, Streams
-from penstock.tiers import pipeline
-from tests.parity.rows import Arithmetic, Movement, batches, loss_of, prepared, train
+from penstock.tiers import pipeline, ring, transit
+from tests.parity.rows import Arithmetic, Movement, batches, loss_of, prepared, shares, train
 from tests.parity.waits import AllOf, Wait, waits
 from tests.support import inline, run_ranks, shorten_rings
 
@@ -29,25 +29,31 @@ IN_TURN = "slots are used in turn, and what is waited for was done with one that
 ONCE = "what the gradient's or the update's event says already"
 MEASURED = "step measures first, which waits for every gradient; updates run in order"
 AT_ONCE = "transfers are not late here"
+MOVES = "only where homes move"
 REDUNDANT = {
     "access.py finish: unit.trained.updated.synchronize()": "what was updated is published after it",
     "step.py _update_tile: all of unit.published": IN_TURN,
-    "reduce.py _add_to_file: COLLECTIVE after after of (after, brought)": "the one before on the same stream",
+    "reduce.py _add_on_device: COLLECTIVE after after of (after, brought)": "the one before on the same stream",
     "step.py _update_tile: all of trained.gradient.ready": MEASURED,
     "pipeline.py bring: all of after": MEASURED,
     "pipeline.py _from_memory: there after after of (after, slot.free)": MEASURED,
     "pipeline.py from_slot: FETCH after after of (after, ready, slot.free)": MEASURED,
-    "pipeline.py _fetch: FETCH after after of (after, home.settled[number], slot.free)": MEASURED,
+    "pipeline.py _fetch: FETCH after after of (after, section.settled[number], slot.free)": MEASURED,
     "pipeline.py to_file: DOWNLOAD after used": "only compute updates far from the host, and work starts after compute",
-    "pipeline.py take_kept: all of kept.slot.free": "only where a slot is written from and copied from, both late",
-    "pipeline.py take_kept: all of event": "only where a slot is written from and copied from, both late",
+    "ring.py take_kept: all of kept.slot.free": "only where a slot is written from and copied from, both late",
+    "ring.py take_kept: all of event": "only where a slot is written from and copied from, both late",
     "pipeline.py from_slot: FETCH after ready of (after, ready, slot.free)": ONCE,
-    "pipeline.py _fetch: FETCH after home.settled[number] of (after, home.settled[number], slot.free)": IN_TURN,
-    "pipeline.py _read: READ after after of (after, home.settled[number], slot.free)": "the record is settled later",
-    "pipeline.py _copy_record: UPLOAD after after of (after, ready)": ONCE,
-    "pipeline.py save: WRITE after home.settled[number] of (landed, home.settled[number])": AT_ONCE,
+    "pipeline.py _fetch: FETCH after section.settled[number] of (after, section.settled[number], slot.free)": IN_TURN,
+    "transit.py _read: READ after after of (after, here.settled[number], slot.free)": "the record is settled later",
+    "transit.py arrive: there.tier after after of (after, ready)": ONCE,
+    "transit.py _to_file: WRITE after there.settled[number] of (landed, there.settled[number])": AT_ONCE,
+    "reduce.py add: gradient.ready.wait()": MOVES,
+    "reduce.py flush: all of before": MOVES,
+    "reduce.py flush: COLLECTIVE after (before,) if values is not None else ()": MOVES,
+    "ring.py drop: slot.free.synchronize()": MOVES,
     "records.py visit: self.settled[number].synchronize()": "who visits settles every home first",
     "records.py visit: written.synchronize()": AT_ONCE,
+    "records.py visit: reading.wait()": "a transfer and not an event: the tests of records see to it",
 }
 Values = list[Any]
 RowRun = Callable[[Streams], Values]
@@ -140,6 +146,18 @@ def nothing_in_flight_after_step(streams: Streams) -> Values:
     return in_flight
 
 
+def updated_when_step_returns(streams: Streams) -> Values:
+    """Without overlap. Nothing but the step waits."""
+    how = Movement(params="cpu", grads="cpu", optimizer="cpu", overlap="none")
+    model, optimizer = prepared(Arithmetic(), how, streams)
+    optimizer.backward(loss_of(model, batches(1, 1)[0][0][0]))
+    optimizer.step()
+    homes = [unit.trained.optimizer for unit in optimizer._engine.units]
+    seen = [tensor.clone() for home in homes for section in home.sections for tensor in section.tensors]
+    optimizer.close()
+    return seen
+
+
 def skipping_what_was_prefetched(streams: Streams) -> Values:
     model, optimizer = prepared(Arithmetic(), Movement(params="cpu"), streams)
     seen = []
@@ -157,12 +175,19 @@ OPTIMIZER_ON_CPU = Movement(optimizer="cpu").but(tile_bytes=4 * KIB)
 IN_FILES = Movement(params="nvme", grads="nvme", optimizer="nvme", overlap="forward").but(tile_bytes=16 * KIB)
 OPTIMIZER_IN_FILES = Movement(optimizer="nvme", overlap="forward").but(tile_bytes=16 * KIB)
 REST_IN_FILES = Movement(params="nvme", grads="nvme").but(tile_bytes=16 * KIB)
+SPLIT = Movement(
+    params=shares(device=0.4, cpu=0.3, nvme=0.3),
+    grads=shares(device=0.2, cpu=0.5, nvme=0.3),
+    optimizer=shares(device=0.5, cpu=0.2, nvme=0.3),
+    overlap="forward",
+).but(tile_bytes=4 * KIB)
 
 ROWS: dict[str, RowRun] = {
     "looking right after backward": looking_right_after_backward,
     "setting a parameter right after step": setting_a_parameter_right_after_step,
     "clearing right after backward": clearing_right_after_backward,
     "nothing in flight after step": nothing_in_flight_after_step,
+    "updated when step returns": updated_when_step_returns,
     "nothing in flight after synchronize": nothing_in_flight_after_synchronize,
     "skipping what was prefetched": skipping_what_was_prefetched,
     "everything on cpu": training(EVERYTHING_ON_CPU),
@@ -172,6 +197,7 @@ ROWS: dict[str, RowRun] = {
     "optimizer in files": training(OPTIMIZER_IN_FILES),
     "all but the optimizer in files": training(REST_IN_FILES),
     "stepping right after step": stepping_right_after_step,
+    "all in parts": training(SPLIT),
 }
 
 
@@ -185,8 +211,6 @@ class OfTwoRanks:
 
 OF_TWO_RANKS = {
     "gather.py _all_gather: COLLECTIVE after after": OfTwoRanks(EVERYTHING_ON_CPU, UPLOAD),
-    "gather.py _fill: DOWNLOAD after event": OfTwoRanks(EVERYTHING_ON_CPU.but(stage=1), COLLECTIVE),
-    "pipeline.py fill: UPLOAD after after": OfTwoRanks(EVERYTHING_ON_CPU, UPDATE),
     "reduce.py _add_on_host: UPDATE after after": OfTwoRanks(EVERYTHING_ON_CPU, COLLECTIVE),
 }
 
@@ -212,7 +236,7 @@ def _short_rings(monkeypatch: pytest.MonkeyPatch) -> None:
 def attempt(run: RowRun, expected: Values, slow: str | None, dropped: str | None) -> Outcome:
     together = AllOf(dropped)
     with pytest.MonkeyPatch.context() as patch:
-        for module in (step, pipeline):
+        for module in (reduce, step, pipeline, ring, transit):
             patch.setattr(module, "all_of", together)
         outcome = attempt_with(run, expected, slow, dropped)
     return Outcome(outcome.same, outcome.waits_seen | together.seen)

@@ -10,6 +10,7 @@ import penstock
 from penstock.machine.streams import Event, all_of
 
 PACKAGE = Path(penstock.__file__).parent
+HELPERS = ("_copy", "_copy_all")  # pass on what they wait for, their fourth argument
 FIRST, REST, ALL = "#first", "#rest", "#all"  # entries of `all_of([first, *rest])`, and of `all_of(events)`
 
 
@@ -56,9 +57,9 @@ def _entries(call: ast.Call, function: str) -> Iterator[tuple[str, str]]:
     if verb in ("wait", "synchronize") and not call.args and not call.keywords:
         if not isinstance(call.func.value, ast.Call):  # a transfer that is waited for where it is started
             yield ast.unparse(call), ""
-    elif verb == "_copy":  # passes on what it waits for
+    elif verb in HELPERS and function not in HELPERS:
         yield from _after(call, call.args[3])
-    elif verb == "submit" and function != "_copy":
+    elif verb == "submit" and function not in HELPERS:
         for keyword in call.keywords:
             if keyword.arg == "after":
                 yield from _after(call, keyword.value)

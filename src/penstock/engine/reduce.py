@@ -152,12 +152,14 @@ class Reducer:
             self.buffers.give_back(pending, DONE)
         if values is not None:
             gradient.ready = event
-        elif not add:
-            gradient.ready = self._transit.copy(buffer_home(reduced), gradient.home, after=all_of([event, before]))
-        elif len(gradient.home.sections) == 1 and not gradient.home.in_files:
-            gradient.ready = self._add_on_host(gradient, reduced, parts, all_of([event, before]))
-        else:
+        elif add and (len(gradient.home.sections) > 1 or gradient.home.in_files):
             gradient.ready = self._add_on_device(gradient, reduced, parts, event)
+        else:
+            settled = all_of([event, before])
+            if add:
+                gradient.ready = self._add_on_host(gradient, reduced, parts, settled)
+            else:
+                gradient.ready = self._transit.copy(buffer_home(reduced), gradient.home, after=settled)
         self.buffers.give_back(full, event if sharded else gradient.ready)
         if sharded:
             self.buffers.give_back(reduced, gradient.ready)

@@ -32,6 +32,7 @@ from penstock.machine.streams import (
 )
 
 _STREAMS_FILE = HostEvent.run.__code__.co_filename  # where an event of several waits for each
+_HELPERS = ("_copy", "_copy_all", "<listcomp>")
 _STREAMS = (UPLOAD, DOWNLOAD, COLLECTIVE, UPDATE, READ, FETCH, WRITE)
 
 Delay = Callable[[str, int], float]  # (stream, bytes) -> seconds
@@ -52,7 +53,7 @@ class SimulatedStreams(Streams):
 
     Attributes:
         waits_seen: `file:line` of every place that waited for an event, with `#index` for an entry of `after`. Of
-            helpers that pass `after` on (`_copy`) it is the place that called them.
+            helpers that pass `after` on (`_copy`, `_copy_all`) it is the place that called them.
     """
 
     aliases_host = False
@@ -129,6 +130,6 @@ class _SimulatedEvent(HostEvent):
 
 def _site(depth: int) -> str:
     frame = sys._getframe(depth)
-    while frame.f_back and (frame.f_code.co_name == "_copy" or frame.f_code.co_filename == _STREAMS_FILE):
+    while frame.f_back and (frame.f_code.co_name in _HELPERS or frame.f_code.co_filename == _STREAMS_FILE):
         frame = frame.f_back
     return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"

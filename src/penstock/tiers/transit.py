@@ -44,7 +44,7 @@ class Transit:
             elif isinstance(there, Records):
                 copied += self._to_file(here, there, start, stop, after)
             else:
-                copied += self._in_memory(_views(there, start, stop), _views(here, start, stop), there.tier, (after,))
+                copied += self._copy_all(there.tier, _views(there, start, stop), _views(here, start, stop), (after,))
         return all_of(copied)
 
     def _from_file(self, here: Records, there: Section, start: int, stop: int, after: Event) -> list[Event]:
@@ -57,7 +57,7 @@ class Transit:
                 buffer: Tensor, ready: Event, number: int = number, targets: Sequence[Tensor] = targets
             ) -> Event:
                 views = here.views(number, buffer)
-                return all_of(self._in_memory(targets, views, there.tier, (after, ready)))
+                return all_of(self._copy_all(there.tier, targets, views, (after, ready)))
 
             copied.append(take_kept(here, number, arrive) or self._read(here, number, arrive, after))
         return copied
@@ -85,7 +85,7 @@ class Transit:
             buffer = slot.near[PASSING]
             first, last = there.tile_range(number)
             sources = _views(here, first + there.plan.start, last + there.plan.start)
-            landed = all_of(self._in_memory(there.views(number, buffer), sources, Tier.CPU, (after, slot.free)))
+            landed = all_of(self._copy_all(Tier.CPU, there.views(number, buffer), sources, (after, slot.free)))
             slot.free = self._streams.submit(
                 WRITE,
                 partial(there.write, number, buffer),
@@ -97,8 +97,8 @@ class Transit:
             taken.append(landed)
         return taken
 
-    def _in_memory(
-        self, targets: Sequence[Tensor], sources: Sequence[Tensor], tier: Tier, after: Sequence[Event]
+    def _copy_all(
+        self, tier: Tier, targets: Sequence[Tensor], sources: Sequence[Tensor], after: Sequence[Event]
     ) -> list[Event]:
         stream = UPLOAD if tier is Tier.DEVICE else DOWNLOAD
         return [self._copy(stream, t, s, after) for t, s in zip(targets, sources, strict=True)]
