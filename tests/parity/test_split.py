@@ -19,6 +19,7 @@ ON_DEVICE = Movement()
 HALF = shares(device=0.5, cpu=0.5)
 TWIN_FLOW = shares(device=0.6, cpu=0.4)
 THREE_WAYS = shares(device=0.3, cpu=0.4, nvme=0.3)
+NARROW = shares(device=0.25, cpu=0.15, nvme=0.6)  # both cuts are in the first block
 SMALL = {"tile_bytes": 4 * KIB}  # a block is 7 tiles in fp32, and a parameter lies in several
 
 # Each kind alone and all at once, with equal cuts and others, stage, overlap, tile size, and kind of streams.
@@ -34,6 +35,8 @@ MOVEMENTS: tuple[tuple[Callable[[], Streams], Movement], ...] = (
     (inline, Movement(2, shares(device=0.2, cpu=0.8), HALF, shares(device=0.7, cpu=0.3), "forward").but(**SMALL)),
     (inline, Movement(3, THREE_WAYS, THREE_WAYS, THREE_WAYS).but(**SMALL, update_threads=3)),
     (separate, Movement(3, THREE_WAYS, shares(cpu=0.5, nvme=0.5), shares(device=0.5, cpu=0.2, nvme=0.3)).but(**SMALL)),
+    (separate, Movement(3, NARROW, NARROW, NARROW).but(**SMALL)),
+    (separate, Movement(1, NARROW, THREE_WAYS, shares(device=0.35, cpu=0.05, nvme=0.6), "forward").but(**SMALL)),
     (separate, Movement(0, shares(device=0.5, nvme=0.5), "device", THREE_WAYS, "forward", disks=2).but(**SMALL)),
     (separate, Movement(1, "device", THREE_WAYS, shares(cpu=0.5, nvme=0.5), "none").but(tile_bytes=6 * KIB)),
     (separate, Movement(2, "nvme", shares(device=0.5, nvme=0.5), HALF, "forward").but(**SMALL)),
@@ -97,6 +100,7 @@ SPLIT_ROWS = (
     (separate, Movement(3, shares(device=0.7, cpu=0.3), shares(device=0.2, cpu=0.8), HALF).but(**SMALL)),
     (separate, Movement(1, THREE_WAYS, shares(cpu=0.5, nvme=0.5), THREE_WAYS).but(**SMALL)),
     (late, Movement(2, shares(device=0.4, nvme=0.6), HALF, THREE_WAYS).but(**SMALL)),
+    (separate, Movement(3, NARROW, NARROW, NARROW).but(**SMALL)),
 )
 NAMES = [f"{streams.__name__} {changed(how)}" for streams, how in SPLIT_ROWS]
 
