@@ -72,8 +72,8 @@ def otherwise_on_rank(rank: int, stages: tuple[int, ...]) -> list[str]:
     failures = []
     for stage in stages:
         what = Arithmetic(precision="bf16", accumulation=3, clip=0.5, no_sync=stage % 2 == 0)
-        rows = [(streams, how.but(stage=stage)) for streams, how in MOVEMENTS[stage % 2 :: 2]]
-        rows += [(late, how.but(stage=stage)) for how in LATE[stage::4]]
+        rows = [(streams, how.but(stage=stage)) for streams, how in MOVEMENTS[stage % 3 :: 3]]
+        rows += [(late, how.but(stage=stage)) for how in LATE[stage::6]]
         failures += otherwise(what, rows, ON_DEVICE, rank=rank, world_size=2, steps=STEPS)
     return failures
 
