@@ -29,15 +29,17 @@ ENGINE = {
     "assemble": {"discover", "unit"},
     "buffers": set(),
     "discover": set(),
-    "engine": {"access", "gather", "hooks", "reduce", "step", "unit"},
+    "engine": {"access", "gather", "hooks", "reduce", "residency", "step", "unit", "update"},
     "gather": {"unit"},
     "hooks": {"gather", "outputs", "precision", "reduce", "unit"},
     "outputs": set(),
     "precision": set(),
     "reduce": {"buffers", "unit"},
+    "residency": {"assemble", "gather", "reduce", "staging", "unit"},
     "staging": set(),
-    "step": {"unit"},
+    "step": {"unit", "update"},
     "unit": {"discover"},
+    "update": {"unit"},
 }
 
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 import penstock
-from penstock.engine import reduce, step
+from penstock.engine import reduce, residency, step, update
 from penstock.machine.simulated import SimulatedStreams
 from penstock.machine.streams import COLLECTIVE, DOWNLOAD, FETCH, READ, UPDATE, UPLOAD, WRITE, Streams
 from penstock.tiers import pipeline, ring, transit
@@ -33,9 +33,9 @@ AT_ONCE = "transfers are not late here"
 MOVES = "only where homes move"
 REDUNDANT = {
     "access.py finish: unit.trained.updated.synchronize()": "what was updated is published after it",
-    "step.py _update_tile: all of unit.published": IN_TURN,
+    "update.py tiles: all of after": IN_TURN,
     "reduce.py _add_on_device: COLLECTIVE after after of (after, brought)": "the one before on the same stream",
-    "step.py _update_tile: all of trained.gradient.ready": MEASURED,
+    "update.py tiles: all of trained.gradient.ready": MEASURED,
     "pipeline.py bring: all of after": MEASURED,
     "pipeline.py _from_memory: there after after of (after, slot.free)": MEASURED,
     "pipeline.py from_slot: FETCH after after of (after, ready, slot.free)": MEASURED,
@@ -252,7 +252,7 @@ def _short_rings(monkeypatch: pytest.MonkeyPatch) -> None:
 def attempt(run: RowRun, expected: Values, slow: str | None, dropped: str | None) -> Outcome:
     together, copy = AllOf(dropped), Copy(dropped)
     with pytest.MonkeyPatch.context() as patch:
-        for module in (reduce, step, pipeline, ring, transit):
+        for module in (reduce, residency, step, update, pipeline, ring, transit):
             patch.setattr(module, "all_of", together)
         patch.setattr(Transit, "copy", copy)
         outcome = attempt_with(run, expected, slow, dropped)

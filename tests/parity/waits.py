@@ -59,7 +59,9 @@ def _entries(call: ast.Call, function: str) -> Iterator[tuple[str, str]]:
     """What a call waits for, and what that adds to the call's site."""
     verb = call.func.attr if isinstance(call.func, ast.Attribute) else getattr(call.func, "id", "")
     if verb in ("wait", "synchronize") and not call.args and not call.keywords:
-        if not isinstance(call.func.value, ast.Call):  # a transfer that is waited for where it is started
+        if isinstance(call.func, ast.Attribute) and not isinstance(
+            call.func.value, ast.Call
+        ):  # a transfer that is waited for where it is started
             yield ast.unparse(call), ""
     elif verb in HELPERS and function not in HELPERS:
         yield from _after(call, call.args[3])

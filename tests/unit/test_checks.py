@@ -99,7 +99,6 @@ REFUSED: dict[str, tuple[Callable[[nn.Module], Any], str]] = {
         "placement='auto' is not available in this version. Give a penstock.Placement.",
     ),
     "fp16": (with_(precision="fp16"), "precision='fp16' is not available in this version. Use precision='bf16'."),
-    "overlap backward": (with_(overlap="backward"), "overlap='backward' is not available in this version."),
     "unit_micro_batches": (
         with_(unit_micro_batches=2),
         "unit_micro_batches=2 is not available in this version. Use 1,",
@@ -436,8 +435,6 @@ def test_after_close(model):
 
 NOT_YET: dict[str, tuple[Callable[[penstock.Optimizer], Any], str]] = {
     "clip_grad_norm_": (lambda o: o.clip_grad_norm_(1.0), "Use prepare(max_grad_norm=...)."),
-    "offload_states": (lambda o: o.offload_states(), "Choose the homes in Placement."),
-    "reload_states": (lambda o: o.reload_states(), "Choose the homes in Placement."),
     "save": (lambda o: o.save("x"), "Use state_dict() and model.state_dict() under gathered()."),
     "load": (lambda o: o.load("x"), "Use load_state_dict() and set_full_param()."),
     "trace": (lambda o: o.trace("x"), "Use torch.profiler."),

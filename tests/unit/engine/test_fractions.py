@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import penstock
-from penstock.engine.step import Stepper
+from penstock.engine.update import Updater
 from penstock.kinds import Tier
 from penstock.machine.simulated import SimulatedStreams
 from penstock.machine.streams import UPDATE, UPLOAD, Event, Streams, Work
@@ -169,14 +169,14 @@ SLOW_SECONDS = 0.02
 def seconds_of_a_step(patch: pytest.MonkeyPatch, *, device: float, host: float, **homes: Any) -> float:
     """With updates that take so long for each tile on the device and on the host. They run in turn on either side."""
     streams = SimulatedStreams(lambda stream, nbytes: host if stream == UPDATE else 0.0)
-    apply = Stepper._apply
+    apply = Updater._apply
 
-    def slow(self: Stepper, tile: Any, *rest: Any) -> None:
+    def slow(self: Updater, tile: Any, *rest: Any) -> None:
         if tile.beside is Tier.DEVICE:
             time.sleep(device)
         apply(self, tile, *rest)
 
-    patch.setattr(Stepper, "_apply", slow)
+    patch.setattr(Updater, "_apply", slow)
     model, optimizer = prepared(streams, **homes)
     backward(model, optimizer)
     optimizer.synchronize()
