@@ -71,7 +71,8 @@ def _entries(call: ast.Call, function: str) -> Iterator[tuple[str, str]]:
                 yield from _after(call, keyword.value)
     elif verb == "copy" and call.keywords:  # of homes
         (after,) = call.keywords
-        yield f"copy of {ast.unparse(call.args[0])} after {ast.unparse(after.value)}", AFTER
+        if ast.unparse(after.value) != "DONE":
+            yield f"copy of {ast.unparse(call.args[0])} after {ast.unparse(after.value)}", AFTER
     elif verb == "all_of":
         (events,) = call.args
         if isinstance(events, ast.List):
