@@ -257,7 +257,7 @@ def build(
         pipeline=Pipeline(streams, staging.update, beside=Tier.DEVICE if homes.optimizer is Tier.DEVICE else Tier.CPU),
         overlaps=request.overlap in ("forward", "auto"),
     )
-    hooks = Hooks(model, units, gatherer, reducer, input_cast(request.compute_dtype))
+    hooks = Hooks(model, units, gatherer, reducer, input_cast(request.compute_dtype), streams)
     access = Access(
         units,
         ranks,

@@ -37,6 +37,7 @@ ENGINE = {
     "reduce": {"buffers", "unit"},
     "staging": {"assemble"},
     "step": {"unit"},
+    "tracing": set(),
     "unit": {"discover"},
 }
 

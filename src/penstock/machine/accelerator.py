@@ -7,14 +7,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from penstock.machine.clocks import Clock, DeviceClock
 from penstock.machine.streams import (
-    COLLECTIVE,
     DONE,
-    DOWNLOAD,
     FETCH,
+    ON_DEVICE,
     READ,
     UPDATE,
-    UPLOAD,
     WRITE,
     Event,
     HostEvent,
@@ -40,14 +39,12 @@ class AcceleratorStreams(Streams):
         super().__init__(device)
         self._module: Any = torch.get_device_module(device)
         with self._module.device(device):
-            self._sides = {name: self._module.Stream() for name in (UPLOAD, DOWNLOAD, COLLECTIVE)}
+            self._sides = {name: self._module.Stream() for name in ON_DEVICE}
         self._workers = {name: HostWorker(name) for name in (*self._sides, UPDATE, READ, FETCH, WRITE)}
 
-    def submit(
-        self, stream: str, work: Work, *, after: Sequence[Event] = (), writes: Sequence[Tensor] = (), nbytes: int = 0
-    ) -> Event:
+    def _submit(self, stream: str, work: Work, after: Sequence[Event], writes: Sequence[Tensor]) -> Event:
         """Enqueue `work` on the device's stream, or on a host thread."""
-        del writes, nbytes
+        del writes
         worker = self._workers[stream]
         if stream not in self._sides:
             return worker.submit(partial(after_all, tuple(after), work))
@@ -70,6 +67,10 @@ class AcceleratorStreams(Streams):
             recorded = self._module.Event()
             recorded.record(side)
         return _DeviceEvent(self._module, self.device, recorded)
+
+    def device_clock(self) -> Clock:
+        """The device's own."""
+        return DeviceClock(self._module, self.device)
 
     def close(self) -> None:
         """Finish host work and device work."""

@@ -17,6 +17,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from penstock.machine.clocks import Clock, HostClock
+
 UPLOAD = "upload"  # host to device
 DOWNLOAD = "download"  # device to host
 COLLECTIVE = "collective"  # between ranks: one stream, so that every rank issues them in the same order
@@ -24,6 +26,8 @@ UPDATE = "update"  # arithmetic on the host
 READ = "read"  # file to host, for gathers and gradients
 FETCH = "fetch"  # file to host, for updates: these wait for each other, and gathers do not wait for them
 WRITE = "write"  # host to file
+
+ON_DEVICE = (UPLOAD, DOWNLOAD, COLLECTIVE)  # streams of the device itself, where it has some
 
 
 class Pending(Protocol):
@@ -34,6 +38,10 @@ class Pending(Protocol):
 
     def done(self) -> bool:
         """Whether it is over."""
+
+    @property
+    def ended(self) -> float:
+        """When it was over, in seconds of `time.monotonic`, once done."""
 
 
 Work = Callable[[], Pending | None]
@@ -58,19 +66,60 @@ class Event(ABC):
     def check(self) -> None:
         """Raise the error of work that has failed by now, without blocking."""
 
+    def parts(self) -> Sequence["Event"]:
+        """The events that this one stands for."""
+        return (self,)
+
+
+class Job(Protocol):
+    """Submitted work that is being recorded.
+
+    Attributes:
+        after: the events that it waits for, as they were before they were watched.
+    """
+
+    after: Sequence[Event]
+
+    def run(self) -> Pending | None:
+        """Run the work and note when."""
+
+    def watch(self, event: Event) -> Event:
+        """The work's event, with a note of every wait for it."""
+
+
+class Recorder(Protocol):
+    """Takes notes for a trace (`machine/recorder.py`)."""
+
+    def submitted(self, stream: str, work: Work, after: Sequence[Event], nbytes: int, what: str) -> Job:
+        """Work is submitted."""
+
+    def turn_to(self, what: str) -> None:
+        """Compute turns to something; empty: to nothing in particular."""
+
 
 class Streams(ABC):
-    """Side streams of one device."""
+    """Side streams of one device.
+
+    Attributes:
+        recorder: while a trace is taken.
+    """
 
     #: compute reads and writes the cpu tier directly: nothing has to be copied to be used
     aliases_host: bool
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
+        self.recorder: Recorder | None = None
 
-    @abstractmethod
     def submit(
-        self, stream: str, work: Work, *, after: Sequence[Event] = (), writes: Sequence[Tensor] = (), nbytes: int = 0
+        self,
+        stream: str,
+        work: Work,
+        *,
+        after: Sequence[Event] = (),
+        writes: Sequence[Tensor] = (),
+        nbytes: int = 0,
+        what: str = "",
     ) -> Event:
         """Run `work` on a stream.
 
@@ -81,7 +130,20 @@ class Streams(ABC):
             after: events that the work waits for.
             writes: tensors that the work overwrites whole; undefined until the event.
             nbytes: bytes moved, for bandwidth models and traces.
+            what: `verb unit [kind] [tile n]`, for traces.
         """
+        if self.recorder is None:
+            return self._submit(stream, work, after, writes)
+        job = self.recorder.submitted(stream, work, after, nbytes, what)
+        return job.watch(self._submit(stream, job.run, job.after, writes))
+
+    @abstractmethod
+    def _submit(self, stream: str, work: Work, after: Sequence[Event], writes: Sequence[Tensor]) -> Event:
+        """`submit`, as the back end does it."""
+
+    def device_clock(self) -> Clock:
+        """A clock of compute and of the device's streams. Waits for the device."""
+        return HostClock()
 
     def lease(self, buffer: Tensor) -> None:
         """Give a buffer its memory. Contents are undefined.
@@ -138,6 +200,9 @@ class _AllOf(Event):
     def check(self) -> None:
         for event in self._events:
             event.check()
+
+    def parts(self) -> Sequence[Event]:
+        return [part for event in self._events for part in event.parts()]
 
 
 def all_of(events: Iterable[Event]) -> Event:
@@ -235,13 +300,17 @@ class HostEvent(Event):
             HostEvent.synchronize(self)
 
 
+class WorkerThread(threading.Thread):
+    """The thread of a `HostWorker`: neither compute nor the caller's."""
+
+
 class HostWorker:
     """One persistent thread that runs submitted work in order."""
 
     def __init__(self, name: str) -> None:
         self._queue: queue.SimpleQueue[tuple[HostEvent, Work] | None] = queue.SimpleQueue()
         self._last: HostEvent | None = None
-        self._thread = threading.Thread(target=self._loop, name=f"penstock-{name}", daemon=True)
+        self._thread = WorkerThread(target=self._loop, name=f"penstock-{name}", daemon=True)
         self._thread.start()
 
     def submit(self, work: Work, event: HostEvent | None = None) -> HostEvent:
@@ -286,11 +355,9 @@ class InlineStreams(Streams):
         super().__init__(device)
         self._workers: dict[str, HostWorker] = {}
 
-    def submit(
-        self, stream: str, work: Work, *, after: Sequence[Event] = (), writes: Sequence[Tensor] = (), nbytes: int = 0
-    ) -> Event:
+    def _submit(self, stream: str, work: Work, after: Sequence[Event], writes: Sequence[Tensor]) -> Event:
         """Run `work` now if everything before it is done, else queue it."""
-        del writes, nbytes
+        del writes
         worker = self._workers.get(stream)
         if (worker is None or worker.idle()) and all(event.done() for event in after):
             for event in after:
