@@ -190,24 +190,29 @@ class Gatherer:
             self.peak_live_bytes = max(self.peak_live_bytes, self.live_bytes)
         replica = unit.replica
         if replica is not None and not unit.stale:
-            return self._copy(UPLOAD, unit.full, replica, unit.published)
+            return self._copy(UPLOAD, unit.full, replica, unit.published, what=f"gather {unit.name}")
         start, stop = unit.own_range
-        event = self._transit.fill(unit.full[start:stop], unit.params, after=unit.published, writes=(unit.full,))
+        own, what = unit.full[start:stop], f"gather {unit.name}"
+        event = self._transit.fill(own, unit.params, after=unit.published, writes=(unit.full,), what=what)
         if self._ranks.shards > 1:
             event = self._all_gather(unit, after=(event,))
         if replica is not None:  # it must hold every rank's part again
             unit.stale = False
-            event = self._copy(DOWNLOAD, replica, unit.full, event)
+            event = self._copy(DOWNLOAD, replica, unit.full, event, what=f"save {unit.name} param")
         return event
 
-    def _copy(self, stream: str, target: Tensor, source: Tensor, after: Event) -> Event:
+    def _copy(self, stream: str, target: Tensor, source: Tensor, after: Event, *, what: str) -> Event:
         nbytes = source.numel() * source.element_size()
         work = partial(copy, target, source)
-        return self._streams.submit(stream, work, after=(after,), writes=(target,), nbytes=nbytes)
+        return self._streams.submit(stream, work, after=(after,), writes=(target,), nbytes=nbytes, what=what)
 
     def _all_gather(self, unit: Unit, after: tuple[Event, ...]) -> Event:
         start, stop = unit.own_range
         full, own = unit.full, unit.full[start:stop]
         return self._streams.submit(
-            COLLECTIVE, lambda: self._ranks.all_gather(full, own), after=after, nbytes=unit.nbytes
+            COLLECTIVE,
+            lambda: self._ranks.all_gather(full, own),
+            after=after,
+            nbytes=unit.nbytes,
+            what=f"gather {unit.name}",
         )

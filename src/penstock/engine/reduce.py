@@ -133,17 +133,24 @@ class Reducer:
                     )
 
         writes = (reduced,) if sharded else ()
-        event = self._streams.submit(COLLECTIVE, communicate, writes=writes, nbytes=full.numel() * full.element_size())
+        event = self._streams.submit(
+            COLLECTIVE,
+            communicate,
+            writes=writes,
+            nbytes=full.numel() * full.element_size(),
+            what=f"reduce {unit.name}",
+        )
+        what = f"save {unit.name} grad"
         if full is not pending:
             self.buffers.give_back(pending, DONE)
         if settles_here:
             gradient.ready = event
         elif not add:
-            gradient.ready = self._transit.save(gradient.home, reduced, after=event)
+            gradient.ready = self._transit.save(gradient.home, reduced, after=event, what=what)
         elif self._home_is_file:
-            gradient.ready = self._add_to_file(gradient, reduced, parts, event)
+            gradient.ready = self._add_to_file(gradient, reduced, parts, event, what)
         else:
-            gradient.ready = self._add_on_host(gradient, reduced, parts, event)
+            gradient.ready = self._add_on_host(gradient, reduced, parts, event, what)
         self.buffers.give_back(full, event if sharded else gradient.ready)
         if sharded:
             self.buffers.give_back(reduced, gradient.ready)
@@ -171,7 +178,9 @@ class Reducer:
         """The squared norm as every gradient's is taken."""
         return squared_norm(values, pool=self._pool)
 
-    def _add_on_host(self, gradient: Gradient, reduced: Tensor, parts: Sequence[Part], after: Event) -> Event:
+    def _add_on_host(
+        self, gradient: Gradient, reduced: Tensor, parts: Sequence[Part], after: Event, what: str
+    ) -> Event:
         """A later micro-batch of a home on the cpu tier: down once in the reduced dtype, added there tile by tile."""
         staging = self._staging
         assert staging is not None
@@ -186,26 +195,29 @@ class Reducer:
                     partial(copy, landed, source),
                     writes=(landed,),
                     nbytes=source.numel() * source.element_size(),
+                    what=what,
                 )
                 copied.synchronize()
                 deposit(home[start : start + source.numel()], landed, add=True, pool=self._pool)
             for index, start, stop in parts:
                 gradient.squared_norms[index] = squared_norm(home[start:stop], pool=self._pool)
 
-        return self._streams.submit(UPDATE, down_and_add, after=(after,))
+        return self._streams.submit(UPDATE, down_and_add, after=(after,), what=what)
 
-    def _add_to_file(self, gradient: Gradient, reduced: Tensor, parts: Sequence[Part], after: Event) -> Event:
+    def _add_to_file(
+        self, gradient: Gradient, reduced: Tensor, parts: Sequence[Part], after: Event, what: str
+    ) -> Event:
         """A later micro-batch of a home in a file: what it holds comes up, is added to, and goes back."""
         total = self.buffers.lease(reduced.numel(), self._accumulation_dtype)
-        brought = self._transit.fill(total, gradient.home, after=gradient.ready)
+        brought = self._transit.fill(total, gradient.home, after=gradient.ready, what=what)
 
         def add() -> None:
             for index, start, stop in parts:
                 part = total[start:stop]
                 gradient.squared_norms[index] = deposit(part, reduced[start:stop], add=True, pool=self._pool)
 
-        added = self._streams.submit(COLLECTIVE, add, after=(after, brought))
-        saved = self._transit.save(gradient.home, total, after=added)
+        added = self._streams.submit(COLLECTIVE, add, after=(after, brought), what=what)
+        saved = self._transit.save(gradient.home, total, after=added, what=what)
         self.buffers.give_back(total, saved)
         return saved
 

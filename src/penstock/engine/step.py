@@ -201,16 +201,17 @@ class Stepper:
             homes[OPTIMIZER_AREA] = trained.optimizer
         if trained.fields.shadow is None:
             homes[PARAM_AREA] = unit.params
+        what = f"update {unit.name}"
         complete = all_of([trained.gradient.ready, unit.published])  # the last update may be under way
-        tile = self._pipeline.bring(number, homes, after=complete, written=(OPTIMIZER_AREA, PARAM_AREA))
+        tile = self._pipeline.bring(number, homes, after=complete, written=(OPTIMIZER_AREA, PARAM_AREA), what=what)
         first = number * unit.params.tile_numel
         work = partial(self._apply, trained, tile.views, first, runs, scale)
         if trained.optimizer_tier is Tier.DEVICE:  # compute itself updates what is on the device
             tile.ready.wait()
-            work()
+            self._streams.compute(work, what=f"{what} tile {number}")
             updated = DONE
         else:
-            updated = self._streams.submit(UPDATE, work, after=(tile.ready,))
+            updated = self._streams.submit(UPDATE, work, after=(tile.ready,), what=f"{what} tile {number}")
         return updated, tile.put_back(updated)
 
     def _publish(self, unit: Unit, trained: Trained) -> Event:
@@ -225,6 +226,7 @@ class Stepper:
             partial(copy, own, shadow),
             after=(trained.updated,),
             nbytes=own.numel() * own.element_size(),
+            what=f"publish {unit.name}",
         )
 
     def _hypers(

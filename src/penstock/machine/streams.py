@@ -141,6 +141,14 @@ class Streams(ABC):
     def _submit(self, stream: str, work: Work, after: Sequence[Event], writes: Sequence[Tensor]) -> Event:
         """`submit`, as the back end does it."""
 
+    def compute(self, work: Callable[[], None], *, what: str) -> None:
+        """Run what compute itself does: now, in the caller's thread."""
+        if self.recorder is not None:
+            self.recorder.turn_to(what)
+        work()
+        if self.recorder is not None:
+            self.recorder.turn_to("")
+
     def device_clock(self) -> Clock:
         """A clock of compute and of the device's streams. Waits for the device."""
         return HostClock()

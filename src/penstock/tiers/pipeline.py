@@ -112,8 +112,9 @@ class Tile:
 
 @dataclass
 class _Moves:
-    """What has to happen before the use of one tile, and after it."""
+    """What has to happen before the use of one tile, and after it. `what`: what for."""
 
+    what: str
     ready: list[Event] = field(default_factory=list)
     to_memory: list[Callable[[Event], Event]] = field(default_factory=list)
     to_files: list[Callable[[Event], Event]] = field(default_factory=list)
@@ -132,7 +133,9 @@ class Pipeline:
         self._ring = Ring(slots)
         self._beside = beside
 
-    def bring(self, number: int, homes: Mapping[str, Home], *, after: Event, written: Sequence[str] = ()) -> Tile:
+    def bring(
+        self, number: int, homes: Mapping[str, Home], *, after: Event, written: Sequence[str] = (), what: str = ""
+    ) -> Tile:
         """Make a tile's values available where the update runs.
 
         Arguments:
@@ -140,10 +143,11 @@ class Pipeline:
             homes: by area.
             after: what is in the homes is complete.
             written: areas that the use writes, and that have to be put back.
+            what: what for, `verb unit`.
         """
         far = [home for home in homes.values() if not self._reaches(home)]
         slot = self._slot_for(number, homes) if far else None
-        moves = _Moves()
+        moves = _Moves(what)
         views: dict[str, Views] = {}
         for area, home in homes.items():
             if self._reaches(home):
@@ -183,11 +187,12 @@ class Pipeline:
         start, stop = home.tile_range(number)
         sources = home.views(start, stop)
         targets = _views_like(sources, slot.near[area])
+        what = f"{moves.what} {area} tile {number}"
         for source, target in zip(sources, targets, strict=True):
-            event = self._copy(there, target, source, (after, slot.free))
+            event = self._copy(there, target, source, (after, slot.free), what)
             moves.ready.append(event)
             if back:
-                moves.to_memory.append(partial(self._copy_after, return_, source, target))
+                moves.to_memory.append(partial(self._copy_after, return_, source, target, what=what))
         return targets
 
     def _from_file(
@@ -196,19 +201,21 @@ class Pipeline:
         """From a file, by way of the host where the tile is used on a device."""
         assert isinstance(home, Records)
         near, host, nbytes = slot.near[area], slot.host[area], home.record_bytes(number)
+        what = f"{moves.what} {area} tile {number}"
         kept = home.kept.get(number)
         if kept is not None and kept.slot is slot:
             event = slot.free
         else:
-            event = self._fetch(home, number, host[:nbytes], after, slot)
+            event = self._fetch(home, number, host[:nbytes], after, slot, what)
             if near is not host:
-                event = self._copy(UPLOAD, near[:nbytes], host[:nbytes], (event,))
+                event = self._copy(UPLOAD, near[:nbytes], host[:nbytes], (event,), what)
         moves.ready.append(event)
 
         def to_file(used: Event) -> Event:
-            landed = used if near is host else self._copy(DOWNLOAD, host[:nbytes], near[:nbytes], (used,))
+            landed = used if near is host else self._copy(DOWNLOAD, host[:nbytes], near[:nbytes], (used,), what)
             slot.keep(home, number, host, landed)
-            written = self._streams.submit(WRITE, partial(home.write, number, host), after=(landed,), nbytes=nbytes)
+            work = partial(home.write, number, host)
+            written = self._streams.submit(WRITE, work, after=(landed,), nbytes=nbytes, what=what)
             home.settled[number] = written
             return written
 
@@ -216,9 +223,9 @@ class Pipeline:
             moves.to_files.append(to_file)
         return home.views(number, near)
 
-    def _fetch(self, home: Records, number: int, buffer: Tensor, after: Event, slot: Slot) -> Event:
+    def _fetch(self, home: Records, number: int, buffer: Tensor, after: Event, slot: Slot, what: str) -> Event:
         def from_slot(kept: Tensor, ready: Event) -> Event:
-            return self._copy(FETCH, buffer, kept[: buffer.numel()], (after, ready, slot.free))
+            return self._copy(FETCH, buffer, kept[: buffer.numel()], (after, ready, slot.free), what)
 
         return take_kept(home, number, from_slot) or self._streams.submit(
             FETCH,
@@ -226,14 +233,16 @@ class Pipeline:
             after=(after, home.settled[number], slot.free),
             writes=(buffer,),
             nbytes=buffer.numel(),
+            what=what,
         )
 
-    def _copy_after(self, stream: str, target: Tensor, source: Tensor, used: Event) -> Event:
-        return self._copy(stream, target, source, (used,))
+    def _copy_after(self, stream: str, target: Tensor, source: Tensor, used: Event, *, what: str) -> Event:
+        return self._copy(stream, target, source, (used,), what)
 
-    def _copy(self, stream: str, target: Tensor, source: Tensor, after: Sequence[Event]) -> Event:
+    def _copy(self, stream: str, target: Tensor, source: Tensor, after: Sequence[Event], what: str) -> Event:
         nbytes = source.numel() * source.element_size()
-        return self._streams.submit(stream, partial(copy, target, source), after=after, writes=(target,), nbytes=nbytes)
+        work = partial(copy, target, source)
+        return self._streams.submit(stream, work, after=after, writes=(target,), nbytes=nbytes, what=what)
 
 
 class Transit:
@@ -247,21 +256,22 @@ class Transit:
         self._streams = streams
         self._ring = Ring([Slot({}, {"": slot}) for slot in slots])
 
-    def fill(self, target: Tensor, home: Home, *, after: Event, writes: Sequence[Tensor] = ()) -> Event:
-        """Copy the one kind of a home into `target`. `writes`: what `target` is a part of."""
+    def fill(self, target: Tensor, home: Home, *, after: Event, writes: Sequence[Tensor] = (), what: str = "") -> Event:
+        """Copy the one kind of a home into `target`. `writes`: what `target` is a part of; `what`: what for."""
         if isinstance(home, MemoryHome):
             (source,) = home.tensors
-            return self._copy(UPLOAD, target, source, (after,), writes or (target,))
+            return self._copy(UPLOAD, target, source, (after,), writes or (target,), what)
         assert isinstance(home, Records)
         copied = []
         for number in range(home.tiles):
             start, stop = home.tile_range(number)
             part = target[start:stop]
-            event = take_kept(home, number, partial(self._copy_record, home, number, part, after))
-            copied.append(event or self._read(home, number, part, after))
+            named = f"{what} tile {number}"
+            event = take_kept(home, number, partial(self._copy_record, home, number, part, after, named))
+            copied.append(event or self._read(home, number, part, after, named))
         return all_of(copied)
 
-    def _read(self, home: Records, number: int, target: Tensor, after: Event) -> Event:
+    def _read(self, home: Records, number: int, target: Tensor, after: Event, what: str) -> Event:
         slot = self._ring.take()
         slot.forget()
         buffer = slot.host[""]
@@ -271,25 +281,26 @@ class Transit:
             after=(after, home.settled[number], slot.free),
             writes=(buffer,),
             nbytes=home.record_bytes(number),
+            what=what,
         )
-        slot.free = self._copy_record(home, number, target, after, buffer, read)
+        slot.free = self._copy_record(home, number, target, after, what, buffer, read)
         slot.keep(home, number, buffer, read)
         return slot.free
 
     def _copy_record(
-        self, home: Records, number: int, target: Tensor, after: Event, buffer: Tensor, ready: Event
+        self, home: Records, number: int, target: Tensor, after: Event, what: str, buffer: Tensor, ready: Event
     ) -> Event:
         (view,) = home.views(number, buffer)
-        return self._copy(UPLOAD, target, view, (after, ready), (target,))
+        return self._copy(UPLOAD, target, view, (after, ready), (target,), what)
 
-    def save(self, home: Home, source: Tensor, *, after: Event) -> Event:
-        """Copy `source` into the home of one kind.
+    def save(self, home: Home, source: Tensor, *, after: Event, what: str = "") -> Event:
+        """Copy `source` into the home of one kind. `what`: what for.
 
         Returns the event after which `source` is free, and a home in memory holds its values.
         """
         if isinstance(home, MemoryHome):
             (target,) = home.tensors
-            return self._copy(DOWNLOAD, target, source, (after,), (target,))
+            return self._copy(DOWNLOAD, target, source, (after,), (target,), what)
         assert isinstance(home, Records)
         taken = []
         for number in range(home.tiles):
@@ -297,12 +308,14 @@ class Transit:
             slot.forget()
             buffer, (view,) = slot.host[""], home.views(number, slot.host[""])
             start, stop = home.tile_range(number)
-            landed = self._copy(DOWNLOAD, view, source[start:stop], (after, slot.free), (view,))
+            named = f"{what} tile {number}"
+            landed = self._copy(DOWNLOAD, view, source[start:stop], (after, slot.free), (view,), named)
             slot.free = self._streams.submit(
                 WRITE,
                 partial(home.write, number, buffer),
                 after=(landed, home.settled[number]),
                 nbytes=home.record_bytes(number),
+                what=named,
             )
             home.settled[number] = slot.free
             slot.keep(home, number, buffer, landed)
@@ -310,10 +323,11 @@ class Transit:
         return all_of(taken)
 
     def _copy(
-        self, stream: str, target: Tensor, source: Tensor, after: Sequence[Event], writes: Sequence[Tensor]
+        self, stream: str, target: Tensor, source: Tensor, after: Sequence[Event], writes: Sequence[Tensor], what: str
     ) -> Event:
         nbytes = source.numel() * source.element_size()
-        return self._streams.submit(stream, partial(copy, target, source), after=after, writes=writes, nbytes=nbytes)
+        work = partial(copy, target, source)
+        return self._streams.submit(stream, work, after=after, writes=writes, nbytes=nbytes, what=what)
 
 
 def in_reach(tier: Tier, of: Tier, streams: Streams) -> bool:
