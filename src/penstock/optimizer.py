@@ -308,8 +308,7 @@ class Optimizer(torch.optim.Optimizer):
             ...     train_one_step()
             >>> print(report)  # doctest: +SKIP
         """
-        engine = self._open("trace")
-        return take_trace(path, engine.streams, engine.ranks)
+        return take_trace(path, self._open("trace"))
 
     def close(self, *, keep_params: bool = True) -> None:
         """Give back every byte, thread and hook. Calling it again does nothing. Collective.

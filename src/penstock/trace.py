@@ -8,8 +8,10 @@ waited for, back over what that waited for in turn.
 """
 
 from bisect import bisect
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from itertools import pairwise
 from math import inf
 from typing import Any
 
@@ -80,10 +82,11 @@ class Recording:
 
 @dataclass(frozen=True)
 class Use:
-    """How one row was used."""
+    """How one row was used, and how long compute or the host stood waiting for it."""
 
     spans: int
     busy_seconds: float
+    waited_seconds: float
     nbytes: int
 
     @property
@@ -132,11 +135,14 @@ class Summary:
         """The binding resource, a line for each row, and the longest waits."""
         cut = "" if self.complete else ", cut where the limit of spans was reached"
         lines = [f"bound by: {self.bound_by}", f"{self.seconds:.3f} s traced{cut}", ""]
-        lines += [f"{'row':<12}{'resource':<22}{'busy':>6}{'seconds':>10}{'spans':>8}{'bytes':>18}{'GB/s':>8}"]
+        lines += [
+            f"{'row':<12}{'resource':<22}{'busy':>6}{'seconds':>10}{'waited':>8}{'spans':>8}{'bytes':>18}{'GB/s':>8}"
+        ]
         for row, use in self.rows.items():
             moved = f"{use.nbytes:>18,}{use.bytes_per_second / 1e9:>8.2f}" if use.nbytes else f"{'-':>18}{'-':>8}"
-            share = use.busy_seconds / self.seconds
-            lines.append(f"{row:<12}{RESOURCES[row]:<22}{share:>6.0%}{use.busy_seconds:>10.4f}{use.spans:>8}{moved}")
+            busy, waited = use.busy_seconds / self.seconds, use.waited_seconds / self.seconds
+            name = f"{row:<12}{RESOURCES[row]:<22}"
+            lines.append(f"{name}{busy:>6.0%}{use.busy_seconds:>10.4f}{waited:>8.0%}{use.spans:>8}{moved}")
         total = sum(self.waits.values())
         lines += ["", f"{'exposed waits':<34}{total / self.seconds:>6.0%}{total:>10.4f}"]
         shown = list(self.waits.items())[:CAUSES_SHOWN]
@@ -176,14 +182,15 @@ class Timeline:
     def summary(self) -> Summary:
         """Busy time, exposed waits, and what binds."""
         seconds = max(self.recording.stop - self.recording.start, 1e-9)
+        waits: defaultdict[str, float] = defaultdict(float)
+        waited: defaultdict[str, float] = defaultdict(float)
+        for span in self.waits:
+            waits[f"{span.what.partition(' tile ')[0]} ({span.row})"] += span.stop - span.start
+            waited[span.row] += span.stop - span.start
         rows = {
-            row: Use(len(spans), _length(map(_interval, spans)), sum(span.nbytes for span in spans))
+            row: Use(len(spans), _length(map(_interval, spans)), waited[row], sum(span.nbytes for span in spans))
             for row, spans in self.rows.items()
         }
-        waits: dict[str, float] = {}
-        for span in self.waits:
-            cause = f"{span.what.partition(' tile ')[0]} ({span.row})"
-            waits[cause] = waits.get(cause, 0.0) + span.stop - span.start
         longest = dict(sorted(waits.items(), key=lambda item: -item[1]))
         return Summary(seconds, rows, longest, self._bound_by(seconds), self.recording.complete)
 
@@ -213,7 +220,7 @@ def to_chrome(timeline: Timeline, rank: int) -> dict[str, Any]:
         events.append(_metadata("thread_name", rank, numbers[row], name=row))
         events.append(_metadata("thread_sort_index", rank, numbers[row], sort_index=numbers[row]))
         for span in spans:
-            name = f"wait for {span.what} ({span.row})" if row == WAITING else span.what
+            name = f"wait for {span.what} ({span.row})" if row == WAITING else span.what or row
             event = {"ph": "X", "pid": rank, "tid": numbers[row], "name": name, "cat": row}
             event["ts"] = (span.start - timeline.recording.start) * 1e6
             event["dur"] = (span.stop - span.start) * 1e6
@@ -286,10 +293,10 @@ def without(interval: Interval, holes: Sequence[Interval]) -> list[Interval]:
 
 def _pieces(recording: Recording, holes: Sequence[Interval]) -> list[Span]:
     """What compute did, without the holes."""
-    ends = [*(start for start, _ in recording.compute[1:]), recording.stop]
+    turns = [*recording.compute, (recording.stop, "")]
     return [
         Span(COMPUTE, what, *left)
-        for (start, what), end in zip(recording.compute, ends, strict=True)
+        for (start, what), (end, _) in pairwise(turns)
         if what
         for left in without((start, end), holes)
     ]

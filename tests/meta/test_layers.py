@@ -37,7 +37,7 @@ ENGINE = {
     "reduce": {"buffers", "unit"},
     "staging": {"assemble"},
     "step": {"unit"},
-    "tracing": set(),
+    "tracing": {"engine"},
     "unit": {"discover"},
 }
 

@@ -3,14 +3,13 @@
 import json
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from os import PathLike
 from typing import TextIO
 
+from penstock.engine.engine import Engine
 from penstock.errors import ConfigError, EngineError
-from penstock.machine.collectives import Ranks
 from penstock.machine.recorder import Recorder
-from penstock.machine.streams import Streams
 from penstock.trace import Summary, Timeline, to_chrome
 
 RANK = "{rank}"
@@ -31,41 +30,44 @@ class TraceReport:
 
 
 @contextmanager
-def take_trace(path: str | PathLike[str], streams: Streams, ranks: Ranks) -> Iterator[TraceReport]:
+def take_trace(path: str | PathLike[str], engine: Engine) -> Iterator[TraceReport]:
     """See `penstock.Optimizer.trace`."""
+    streams, rank = engine.streams, engine.ranks.rank
     if streams.recorder is not None:
         raise EngineError("trace() was called inside another trace. Leave that block first.")
-    file: TextIO | None = None
-    failure: ConfigError | None = None
-    if ranks.rank == 0 or RANK in os.fspath(path):
-        try:
-            file = open(os.fspath(path).replace(RANK, str(ranks.rank)), "w", encoding="utf-8")  # noqa: SIM115 - below
-        except OSError as error:
-            failure = _refused(path, error)
-    ranks.check_failures(failure, streams.device)  # the other ranks would go on alone
-    report = TraceReport()
-    recorder = streams.recorder = Recorder(streams)
-    ended = False
-    try:
-        yield report
-        ended = True
-    finally:
-        try:
-            recording = recorder.finish(wait=ended)  # of what failed, some work may never be done
-        finally:
-            streams.recorder = None
-        timeline = Timeline(recording)
-        report.summary = timeline.summary()
-        if file is not None:
+    name = os.fspath(path)
+    with ExitStack() as opened:
+        file: TextIO | None = None
+        failure: ConfigError | None = None
+        if rank == 0 or RANK in name:
             try:
-                with file:
-                    file.write(json.dumps(to_chrome(timeline, ranks.rank)))
+                file = opened.enter_context(open(name.replace(RANK, str(rank)), "w", encoding="utf-8"))
             except OSError as error:
-                raise _refused(path, error) from error
+                failure = _refused(name, error)
+        engine.ranks.check_failures(failure, streams.device)  # the other ranks would go on alone
+        engine.access.finish()  # nobody would know what a wait for it were for
+        report = TraceReport()
+        recorder = streams.recorder = Recorder(streams)
+        ended = False
+        try:
+            yield report
+            ended = True
+        finally:
+            try:
+                timeline = Timeline(recorder.finish(wait=ended))  # of what failed, some work may never be done
+            finally:
+                streams.recorder = None
+            report.summary = timeline.summary()
+            if file is not None:
+                try:
+                    file.write(json.dumps(to_chrome(timeline, rank)))
+                    file.flush()
+                except OSError as error:
+                    raise _refused(name, error) from error
 
 
-def _refused(path: str | PathLike[str], error: OSError) -> ConfigError:
+def _refused(name: str, error: OSError) -> ConfigError:
     return ConfigError(
-        f"The trace cannot be written to {os.fspath(path)!r}: {error.strerror}. Give a file on a disk with space, in a "
-        "folder that exists and that you can write."
+        f"The trace cannot be written to {name!r}: {error.strerror}. Give a file on a disk with space, in a folder "
+        "that exists and that you can write."
     )

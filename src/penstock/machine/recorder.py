@@ -157,8 +157,9 @@ class Recorder:
         """
         if wait:
             for job in list(self._unsettled):
+                event = job.event or DONE
                 with contextlib.suppress(Exception):  # whoever needs the work gets its error
-                    (job.event or DONE).synchronize()
+                    self.waiting(job, event, event.synchronize, by_host=True)
             self._device.synchronize()
         with self._lock:
             stop = self._ended = self._ended or time.monotonic()
