@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -237,32 +238,32 @@ class TestFile:
 
 
 class TestWhatBinds:
-    """Each piece of work on the slow resource takes 10 ms, of which a step has a dozen or more."""
+    """The slow resource is busy for some tenths of a second, whatever else the machine is doing."""
 
     @pytest.mark.parametrize(
-        ("streams", "placement", "name"),
+        ("streams", "seconds", "placement", "name"),
         [
-            ((READ, FETCH), on_nvme, "NVMe reads"),
-            ((WRITE,), on_nvme, "NVMe writes"),
-            ((UPDATE,), lambda: ON_CPU, "host update"),
-            ((UPLOAD,), lambda: ON_CPU, "host-to-device link"),
-            ((DOWNLOAD,), lambda: ON_CPU, "device-to-host link"),
-            ((COLLECTIVE,), lambda: ON_CPU, "links between ranks"),
+            ((READ, FETCH), 0.01, on_nvme, "NVMe reads"),
+            ((WRITE,), 0.01, on_nvme, "NVMe writes"),
+            ((UPDATE,), 0.02, lambda: ON_CPU, "host update"),
+            ((UPLOAD,), 0.05, lambda: ON_CPU, "host-to-device link"),
+            ((DOWNLOAD,), 0.1, lambda: ON_CPU, "device-to-host link"),
+            ((COLLECTIVE,), 0.1, lambda: ON_CPU, "links between ranks"),
         ],
     )
     def test_the_slow_resource(
         self,
         streams: tuple[str, ...],
+        seconds: float,
         placement: Callable[[], penstock.Placement],
         name: str,
         path: Path,
         monkeypatch: pytest.MonkeyPatch,
     ) -> None:
         shorten_rings(monkeypatch)
-        model, optimizer = prepared(slow(*streams, seconds=0.01), placement())
-        train(model, optimizer)
+        model, optimizer = prepared(slow(*streams, seconds=seconds), placement())
         with optimizer.trace(path) as report:
-            train(model, optimizer, 2)
+            train(model, optimizer)
         optimizer.close()
         assert report.summary.bound_by == name
         assert str(report).startswith(f"bound by: {name}\n")
@@ -270,12 +271,11 @@ class TestWhatBinds:
         assert max(waited, key=waited.__getitem__) in streams
 
     def test_compute_where_everything_else_is_fast(self, path: Path) -> None:
-        streams = slow(seconds=0)
-        model, optimizer = prepared(streams)
+        model, optimizer = prepared(slow(seconds=0))
         for block in model.blocks:
-            block.think = lambda: torch.randn(512, 512) @ torch.randn(512, 20000)  # type: ignore[assignment]
+            block.think = lambda: time.sleep(0.1)
         with optimizer.trace(path) as report:
-            train(model, optimizer, 2)
+            train(model, optimizer)
         optimizer.close()
         assert report.summary.bound_by == "device compute"
 
@@ -295,14 +295,14 @@ class TestWhatBinds:
 
     def test_a_gather_from_a_slow_disk_waits_for_the_disk(self, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         shorten_rings(monkeypatch)
-        model, optimizer = prepared(slow(READ, seconds=0.01), on_nvme())
-        train(model, optimizer)
+        model, optimizer = prepared(slow(READ, seconds=0.02), on_nvme())
         with optimizer.trace(path) as report:
             train(model, optimizer)
         optimizer.close()
         waits = report.summary.waits
-        for number in range(DEPTH):
-            assert waits[f"gather blocks.{number} (read)"] > 2 * waits.get(f"gather blocks.{number} (upload)", 0.0)
+        assert all(waits[f"gather blocks.{number} (read)"] > 0.05 for number in range(DEPTH))
+        waited = {row: use.waited_seconds for row, use in report.summary.rows.items()}
+        assert waited[READ] > 3 * waited[UPLOAD]
 
     def test_work_of_before_is_not_in_it(self, path: Path) -> None:
         """The update of the step before was still running, and the first gather waited for it."""
