@@ -180,6 +180,18 @@ class TestFile:
         assert order == ["forward root", *between, "backward root", *back, *order[len(between) + 2 + DEPTH :]]
         assert set(order[len(between) + 2 + DEPTH :]) <= {"backward root"}
 
+    def test_compute_is_idle_after_a_pass(self, path: Path) -> None:
+        model, optimizer = prepared(simulated())
+        with optimizer.trace(path) as report:
+            loss = model(torch.ones(4, 8)).sum()
+            time.sleep(0.2)
+            optimizer.backward(loss)
+            time.sleep(0.2)
+        optimizer.close()
+        events = Drawn(path).rows["compute"]
+        assert events[-1]["ts"] + events[-1]["dur"] < report.summary.seconds * 1e6 - 0.2e6
+        assert report.summary.rows["compute"].busy_seconds < report.summary.seconds - 0.4
+
     def test_an_update_on_the_device_is_compute(self, path: Path) -> None:
         model, optimizer = prepared(simulated(), penstock.Placement(params="cpu"))
         with optimizer.trace(path):

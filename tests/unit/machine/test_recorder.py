@@ -321,6 +321,7 @@ class FakeAccelerator:
             def elapsed_time(self, end: "Event") -> float:
                 assert self.enable_timing
                 assert end.enable_timing
+                assert end.query(), "a device refuses to tell the time of what it has not reached"
                 return (end.at - self.at) * 1e3
 
         self.streams: list[Stream] = []
@@ -432,6 +433,16 @@ class TestDevices:
         rows = {span.row: span for span in found[0].spans}
         assert seconds(rows[UPLOAD]) == pytest.approx(4)
         assert rows[UPLOAD].after == (0,)
+
+    def test_device_work_after_device_work_is_enqueued_by_its_caller(
+        self, streams: AcceleratorStreams, device: FakeAccelerator
+    ) -> None:
+        """As without a recorder: a watched event must not make a thread of it."""
+        threads = []
+        with recorded(streams):
+            upload = streams.submit(UPLOAD, partial(device.work, 4))
+            streams.submit(DOWNLOAD, lambda: threads.append(threading.current_thread()), after=(upload,))
+            assert threads == [threading.current_thread()]
 
     def test_without_a_recorder_no_event_is_timed(self, streams: AcceleratorStreams, device: FakeAccelerator) -> None:
         streams.submit(UPLOAD, partial(device.work, 4)).wait()
