@@ -7,9 +7,10 @@ where compute has nothing to do meanwhile, and is put down to the rows that caus
 waited for, back over what that waited for in turn.
 """
 
+import json
 from bisect import bisect
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import pairwise
 from math import inf
@@ -208,26 +209,32 @@ class Timeline:
         return _length(merged(_interval(span) for row in rows for span in self.rows.get(row, ())))
 
 
-def to_chrome(timeline: Timeline, rank: int) -> dict[str, Any]:
-    """The JSON object that Perfetto and chrome://tracing read: a process for the rank, a thread for each row.
+def to_chrome(timeline: Timeline, rank: int) -> Iterator[str]:
+    """The JSON text that Perfetto and chrome://tracing read, an event a line: a process for the rank, a thread a row.
 
     `otherData` holds the summary, as numbers and as text.
     """
-    rows = {**timeline.rows, **({WAITING: timeline.waits} if timeline.waits else {})}
-    numbers = {row: number for number, row in enumerate((*RESOURCES, WAITING))}
-    events = [_metadata("process_name", rank, 0, name=f"rank {rank}")]
-    for row, spans in rows.items():
-        events.append(_metadata("thread_name", rank, numbers[row], name=row))
-        events.append(_metadata("thread_sort_index", rank, numbers[row], sort_index=numbers[row]))
-        for span in spans:
-            name = f"wait for {span.what} ({span.row})" if row == WAITING else span.what or row
-            event = {"ph": "X", "pid": rank, "tid": numbers[row], "name": name, "cat": row}
-            event["ts"] = (span.start - timeline.recording.start) * 1e6
-            event["dur"] = (span.stop - span.start) * 1e6
-            events.append({**event, "args": _arguments(span)})
     summary = timeline.summary()
     other = {"rank": rank, "summary": summary.to_dict(), "text": str(summary)}
-    return {"traceEvents": events, "displayTimeUnit": "ms", "otherData": other}
+    yield f'{{"displayTimeUnit": "ms", "otherData": {json.dumps(other)}, "traceEvents": [\n'
+    yield json.dumps(_metadata("process_name", rank, 0, name=f"rank {rank}"))
+    numbers = {row: number for number, row in enumerate((*RESOURCES, WAITING))}
+    for row, spans in {**timeline.rows, **({WAITING: timeline.waits} if timeline.waits else {})}.items():
+        yield ",\n" + json.dumps(_metadata("thread_name", rank, numbers[row], name=row))
+        yield ",\n" + json.dumps(_metadata("thread_sort_index", rank, numbers[row], sort_index=numbers[row]))
+        for span in spans:
+            event = {
+                "ph": "X",
+                "pid": rank,
+                "tid": numbers[row],
+                "name": f"wait for {span.what} ({span.row})" if row == WAITING else span.what or row,
+                "cat": row,
+                "ts": (span.start - timeline.recording.start) * 1e6,
+                "dur": (span.stop - span.start) * 1e6,
+                "args": _arguments(span),
+            }
+            yield ",\n" + json.dumps(event)
+    yield "\n]}\n"
 
 
 def in_turn(spans: Sequence[Span]) -> tuple[list[Span], list[int | None]]:

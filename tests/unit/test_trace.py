@@ -179,8 +179,7 @@ class TestChrome:
             Span("upload", "", 100, 101),
         ]
         seen = Recording(100, 105, spans, [Wait(1, 102, 104)], [(100, "forward layers.3"), (101, "")])
-        text = json.dumps(to_chrome(Timeline(seen), rank=3))
-        chrome = json.loads(text)
+        chrome = json.loads("".join(to_chrome(Timeline(seen), rank=3)))
         assert all(event["pid"] == 3 for event in chrome["traceEvents"])
         names = {e["tid"]: e["args"]["name"] for e in chrome["traceEvents"] if e["name"] == "thread_name"}
         assert list(names.values()) == ["compute", "upload", "update", "fetch", "waiting"]

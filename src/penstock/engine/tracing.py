@@ -1,6 +1,5 @@
 """Taking a trace: from the notes that streams let a recorder take to the file and the report."""
 
-import json
 import os
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -60,7 +59,7 @@ def take_trace(path: str | PathLike[str], engine: Engine) -> Iterator[TraceRepor
             report.summary = timeline.summary()
             if file is not None:
                 try:
-                    file.write(json.dumps(to_chrome(timeline, rank)))
+                    file.writelines(to_chrome(timeline, rank))
                     file.flush()
                 except OSError as error:
                     raise _refused(name, error) from error
