@@ -36,9 +36,10 @@ from penstock.engine.update import Updater
 from penstock.errors import NvmeError
 from penstock.kinds import COMPUTE_DTYPES, Overlap, Precision, Tier
 from penstock.layout import ALIGNMENT_NUMEL, round_up
+from penstock.machine.accelerator import streams_for
 from penstock.machine.arena import return_free_memory
 from penstock.machine.collectives import Ranks, default_device
-from penstock.machine.streams import Streams, streams_for
+from penstock.machine.streams import Streams
 from penstock.machine.threads import update_threads
 from penstock.optimizer import Optimizer
 from penstock.rules.rule import Rule
@@ -271,7 +272,7 @@ def build(
         begins=begins,
     )
     cast = input_cast(request.compute_dtype)
-    hooks = Hooks(model, units, gatherer, reducer, cast, stepper if begins else None)
+    hooks = Hooks(model, units, gatherer, reducer, cast, streams, stepper if begins else None)
     mover = Mover(
         units,
         plans,

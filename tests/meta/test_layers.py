@@ -38,6 +38,7 @@ ENGINE = {
     "residency": {"assemble", "gather", "reduce", "staging", "unit"},
     "staging": set(),
     "step": {"unit", "update"},
+    "tracing": {"engine"},
     "unit": {"discover"},
     "update": {"unit"},
 }

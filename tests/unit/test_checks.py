@@ -437,7 +437,6 @@ NOT_YET: dict[str, tuple[Callable[[penstock.Optimizer], Any], str]] = {
     "clip_grad_norm_": (lambda o: o.clip_grad_norm_(1.0), "Use prepare(max_grad_norm=...)."),
     "save": (lambda o: o.save("x"), "Use state_dict() and model.state_dict() under gathered()."),
     "load": (lambda o: o.load("x"), "Use load_state_dict() and set_full_param()."),
-    "trace": (lambda o: o.trace("x"), "Use torch.profiler."),
 }
 
 

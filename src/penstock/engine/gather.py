@@ -235,20 +235,24 @@ class Gatherer:
         replica = unit.replica
         full = buffer_home(unit.full)
         if replica is not None and not unit.stale:
-            return self._transit.copy(replica, full, after=unit.published)
+            return self._transit.copy(replica, full, after=unit.published, what=f"gather {unit.name}")
         start, stop = unit.own_range
         own = buffer_home(unit.full[start:stop])
-        event = self._transit.copy(unit.params, own, after=unit.published)
+        event = self._transit.copy(unit.params, own, after=unit.published, what=f"gather {unit.name}")
         if self._ranks.shards > 1:
             event = self._all_gather(unit, after=(event,))
         if replica is not None:  # it must hold every rank's part again
             unit.stale = False
-            event = self._transit.copy(full, replica, after=event)
+            event = self._transit.copy(full, replica, after=event, what=f"save {unit.name} param")
         return event
 
     def _all_gather(self, unit: Unit, after: tuple[Event, ...]) -> Event:
         start, stop = unit.own_range
         full, own = unit.full, unit.full[start:stop]
         return self._streams.submit(
-            COLLECTIVE, lambda: self._ranks.all_gather(full, own), after=after, nbytes=unit.nbytes
+            COLLECTIVE,
+            lambda: self._ranks.all_gather(full, own),
+            after=after,
+            nbytes=unit.nbytes,
+            what=f"gather {unit.name}",
         )

@@ -67,7 +67,14 @@ class SimulatedStreams(Streams):
         self._workers = {name: HostWorker(name) for name in _STREAMS}
 
     def submit(
-        self, stream: str, work: Work, *, after: Sequence[Event] = (), writes: Sequence[Tensor] = (), nbytes: int = 0
+        self,
+        stream: str,
+        work: Work,
+        *,
+        after: Sequence[Event] = (),
+        writes: Sequence[Tensor] = (),
+        nbytes: int = 0,
+        what: str = "",
     ) -> Event:
         """Queue `work` on the stream's thread; what it overwrites is NaN while it is delayed."""
         site = _site(2)
@@ -75,17 +82,23 @@ class SimulatedStreams(Streams):
         seconds = self._delay(stream, nbytes)
 
         def late() -> Pending | None:
-            for event in kept:
-                HostEvent.synchronize(event) if isinstance(event, HostEvent) else event.synchronize()
             for tensor in writes:  # not before: until here it may belong to work that this one follows
                 poison(tensor)
             time.sleep(seconds)
             return work()
 
+        return super().submit(stream, late, after=kept, writes=writes, nbytes=nbytes, what=what)
+
+    def _submit(self, stream: str, work: Work, after: Sequence[Event], writes: Sequence[Tensor]) -> Event:
+        def in_order() -> Pending | None:
+            for event in after:
+                HostEvent.synchronize(event) if isinstance(event, HostEvent) else event.synchronize()
+            return work()
+
         event = _SimulatedEvent(self)
         self._writing = [(storage, other) for storage, other in self._writing if not other.done()]
         self._writing += [(tensor.untyped_storage().data_ptr(), event) for tensor in writes]
-        self._workers[stream].submit(late, event)
+        self._workers[stream].submit(in_order, event)
         return event
 
     def lease(self, buffer: Tensor) -> None:
