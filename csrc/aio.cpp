@@ -29,6 +29,7 @@ struct Transfer::Work {
   std::uint32_t checksum = 0;
   int error = 0;
   std::uint64_t error_offset = 0;
+  std::chrono::steady_clock::time_point ended;
   std::atomic<bool> done{false};
 
   Work(const Queue::Request& r, std::size_t chunk)
@@ -146,6 +147,7 @@ struct Queue::Shared {
     for (std::size_t chunk = 0; chunk < work.checksums.size(); ++chunk)
       work.checksum = crc32c_join(work.checksum, work.checksums[chunk], work.nbytes_of(chunk));
     work.request.file.reset();  // who waited for a file's last transfer can close the file
+    work.ended = std::chrono::steady_clock::now();
     work.done.store(true, std::memory_order_release);
     finished.notify_all();
   }
@@ -231,5 +233,9 @@ int Transfer::error() const noexcept { return work_->error; }
 std::uint64_t Transfer::error_offset() const noexcept { return work_->error_offset; }
 
 std::uint32_t Transfer::checksum() const noexcept { return work_->checksum; }
+
+double Transfer::ended() const noexcept {
+  return std::chrono::duration<double>(work_->ended.time_since_epoch()).count();
+}
 
 }  // namespace penstock

@@ -86,6 +86,8 @@ class Transfer {
   std::uint64_t error_offset() const noexcept;
   // Once done without error: the CRC-32C of all bytes, 0 where none was asked for.
   std::uint32_t checksum() const noexcept;
+  // Once done: when, in seconds of the steady clock (CLOCK_MONOTONIC).
+  double ended() const noexcept;
 
  private:
   friend class Queue;

@@ -166,7 +166,8 @@ NB_MODULE(_native, m) {
           Release(), "limit_ms"_a)
       .def_prop_ro("error", &Transfer::error)
       .def_prop_ro("error_offset", &Transfer::error_offset)
-      .def_prop_ro("checksum", &Transfer::checksum);
+      .def_prop_ro("checksum", &Transfer::checksum)
+      .def_prop_ro("ended", &Transfer::ended);
 
   nb::class_<Queue>(m, "Queue")
       .def(nb::init<std::size_t, std::size_t>(), "depth"_a, "chunk_bytes"_a)

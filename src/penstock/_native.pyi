@@ -114,7 +114,7 @@ class File:
     def bytes_written(self) -> int: ...
 
 class Transfer:
-    """One read or write in flight. `error`, `error_offset` and `checksum` are there once it is done."""
+    """One read or write in flight. The other properties are there once it is `done`."""
 
     @property
     def done(self) -> bool: ...
@@ -131,6 +131,9 @@ class Transfer:
     def error_offset(self) -> int: ...
     @property
     def checksum(self) -> int: ...
+    @property
+    def ended(self) -> float:
+        """When it was done, on the clock of `time.monotonic`."""
 
 class Queue:
     """`depth` threads with one request each, of at most `chunk_bytes`.

@@ -8,7 +8,7 @@
 
 import contextlib
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Literal
@@ -40,9 +40,10 @@ from penstock.engine.update import Updater
 from penstock.errors import NvmeError
 from penstock.kinds import COMPUTE_DTYPES, Overlap, Precision, Tier, parse_tier
 from penstock.layout import ALIGNMENT_NUMEL, round_up
+from penstock.machine.accelerator import streams_for
 from penstock.machine.arena import return_free_memory
 from penstock.machine.collectives import Ranks, default_device
-from penstock.machine.streams import Streams, streams_for
+from penstock.machine.streams import Streams
 from penstock.machine.threads import update_threads
 from penstock.optimizer import Optimizer
 from penstock.rules.rule import Rule
@@ -303,24 +304,16 @@ def build(
         begins=begins,
     )
     cast = input_cast(request.compute_dtype)
-    activations = None
-    if request.placement.activations is not None and parse_tier(request.placement.activations, what="") != Tier.DEVICE:
-        activations = Activations(
-            streams,
-            store,
-            parse_tier(request.placement.activations, what="activations"),
-            tile_numel=options.tile_bytes,
-            kept=lambda: [unit.full for unit in units],
-        )
     hooks = Hooks(
         model,
         units,
         gatherer,
         reducer,
         cast,
+        streams,
         stepper if begins else None,
         scales_loss=scales_loss,
-        activations=activations,
+        activations=activations_for(request, streams, store, units),
     )
     blocks = {spec.anchors[0]: spec.name for spec in specs if spec.anchors[0] is not model}
     slices = request.unit_micro_batches
@@ -376,6 +369,17 @@ def build(
         engine.abandon()
         raise
     return prepared
+
+
+def activations_for(request: Request, streams: Streams, store: Store, units: Sequence[Unit]) -> Activations | None:
+    """What takes saved tensors off the device, where the request asks for it."""
+    if request.placement.activations is None:
+        return None
+    tier = parse_tier(request.placement.activations, what="activations")
+    if tier is Tier.DEVICE:
+        return None
+    tile_numel = request.options.tile_bytes
+    return Activations(streams, store, tier, tile_numel=tile_numel, kept=lambda: [unit.full for unit in units])
 
 
 def restore(model: nn.Module, sliced: Iterable[SlicedBlock]) -> None:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from penstock.engine.engine import Engine
 from penstock.engine.hooks import in_backward
 from penstock.engine.step import StepResult
+from penstock.engine.tracing import TraceReport, take_trace
 from penstock.errors import ConfigError, EngineError
 from penstock.kinds import GATHERED, KindName, Tier, parse_tier
 from penstock.tiers.report import Location, LocationReport
@@ -368,9 +369,30 @@ class Optimizer(torch.optim.Optimizer):
         """Not available yet."""
         _not_yet("load", "Use load_state_dict() and set_full_param().")
 
-    def trace(self, path: str | PathLike[str]) -> AbstractContextManager[None]:
-        """Not available yet."""
-        _not_yet("trace", "Use torch.profiler.")
+    def trace(self, path: str | PathLike[str]) -> AbstractContextManager[TraceReport]:
+        """Write a Chrome trace of what happens inside a `with` block: movement, compute, updates, waits. Collective.
+
+        The file is for Perfetto (ui.perfetto.dev) or chrome://tracing. The block ends when what was submitted inside is
+        done, and the file is written then, also where an exception ends it.
+
+        Arguments:
+            path: replaced where it exists. `{rank}` in it stands for the rank, and every rank writes a file; without
+                it, the first rank alone does.
+
+        Returns:
+            A context manager that gives a report: printed after the block, it is a table of how busy each resource of
+            this rank was, what compute waited for, and which resource binds.
+
+        Raises:
+            ConfigError: the file cannot be written. Raised before the block runs.
+            EngineError: closed; or inside another trace.
+
+        Example:
+            >>> with optimizer.trace("step.json") as report:  # doctest: +SKIP
+            ...     train_one_step()
+            >>> print(report)  # doctest: +SKIP
+        """
+        return take_trace(path, self._open("trace"))
 
     def close(self, *, keep_params: bool = True) -> None:
         """Give back every byte, thread and hook. Calling it again does nothing. Collective.

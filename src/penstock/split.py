@@ -50,7 +50,7 @@ def split(units: Sequence[Sequence[int]], fractions: Mapping[Tier, float]) -> li
         unit: list[Span] = []
         cursor = 0
         for numel in tiles:
-            while current < len(ends) and passed + numel / 2 >= ends[current]:  # more than half of it is beyond
+            while current < len(ends) and passed + numel / 2 >= ends[current]:  # half of it or more is beyond
                 current += 1
             if unit and unit[-1].tier is tiers[current]:
                 unit[-1] = unit[-1]._replace(stop=cursor + numel)

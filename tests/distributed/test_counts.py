@@ -5,11 +5,12 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from penstock.machine.streams import Streams
 from tests.parity.rows import PLACEMENTS, Arithmetic, Movement, batches, loss_of, prepared
-from tests.support import inline, run_ranks, separate
+from tests.support import inline, prepare_on, run_ranks, separate
 
 UNITS, BLOCKS = 3, 2
 EVERYTHING_ON_CPU = PLACEMENTS[2]
@@ -137,6 +138,26 @@ def found() -> list[dict[str, dict[str, int]]]:
 def test_every_collective_of_two_ranks_is_accounted_for(found: list[dict[str, dict[str, int]]]) -> None:
     for of_rank in found:
         assert of_rank == EXPECTED
+
+
+def counts_of_a_small_unit(rank: int) -> dict[str, int]:
+    model = nn.Linear(4, 2, bias=False)
+    stock = torch.optim.AdamW(model.parameters())
+    optimizer = prepare_on(separate(), model, stock, stage=1)
+    for _ in range(2):
+        optimizer._engine.ranks.counts.clear()
+        optimizer.backward(model(torch.ones(1, 4)).float().sum())
+        optimizer.step()
+        optimizer.zero_grad()
+    found = dict(optimizer._engine.ranks.counts)
+    optimizer.close()
+    return found
+
+
+def test_a_rank_that_updates_nothing_of_a_unit_gathers_what_others_updated() -> None:
+    """A shard may be padding alone. Who did not gather would leave the others waiting."""
+    expected = {"all_gather": 1, "reduce_scatter": 1, "all_reduce": 1}
+    assert run_ranks(counts_of_a_small_unit, 2) == [expected] * 2
 
 
 def counts_on_four(rank: int) -> dict[str, int]:

@@ -31,9 +31,9 @@ def files_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
     small_rings(monkeypatch)
 
 
-def swap_file(folder: Path) -> Path:
-    (path,) = folder.glob("penstock-*/tiles")
-    return path
+def swap_files(folder: Path) -> dict[str, Path]:
+    """By home."""
+    return {path.name.split(".")[0]: path for path in folder.glob("penstock-*/*.[0-9]*")}
 
 
 @contextmanager
@@ -123,11 +123,17 @@ def test_a_full_disk_is_refused_before_anything_is_made(tmp_path: Path, monkeypa
     assert equal(model, before)
 
 
-@pytest.mark.parametrize("row", [ROWS[0], ROWS[1], ROWS[3]], ids=name)
-def test_a_file_truncated_under_us(row: Row, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("row", "home"),
+    [
+        pytest.param(row, home, id=f"{name(row)}, {home}")
+        for row, home in ((ROWS[0], "master"), (ROWS[0], "optimizer"), (ROWS[1], "param"), (ROWS[3], "optimizer"))
+    ],
+)
+def test_a_file_truncated_under_us(row: Row, home: str, tmp_path: Path) -> None:
     """Not gradients alone: each is written, and so its place in the file made, before it is read."""
     with after_one_step(row, tmp_path) as (model, optimizer):
-        os.truncate(swap_file(tmp_path), 4096)
+        os.truncate(swap_files(tmp_path)[home], 4096)
         with pytest.raises(penstock.NvmeError, match=r"the file ends there\. Another program truncated the file"):
             row.iterate_to_the_end(model, optimizer)
         with suppress(penstock.NvmeError):  # gradients alone: the parameters are whole
@@ -137,7 +143,8 @@ def test_a_file_truncated_under_us(row: Row, tmp_path: Path) -> None:
 def test_a_file_removed_under_us_is_ours_all_the_same(tmp_path: Path) -> None:
     """Its name is gone, the descriptor is open."""
     with after_one_step(EVERYTHING, tmp_path) as (model, optimizer):
-        swap_file(tmp_path).unlink()
+        for path in swap_files(tmp_path).values():
+            path.unlink()
         EVERYTHING.iterate(model, optimizer)
     assert equal(model, trained(2, 2))
 
@@ -156,11 +163,11 @@ def test_a_flipped_bit_is_found_and_named(tmp_path: Path) -> None:
     model, optimizer = row.prepare(tmp_path, inline())
     row.iterate(model, optimizer)
     optimizer.synchronize()
-    path = swap_file(tmp_path)
+    path = swap_files(tmp_path)["optimizer"]
     flip(path, path.stat().st_size - 4096)
     with pytest.raises(penstock.NvmeError) as caught:
         row.iterate_to_the_end(model, optimizer)
-    for part in ("master and exp_avg and exp_avg_sq of unit 'blocks.1', tile 1", "the checksum is", str(path)):
+    for part in ("exp_avg and exp_avg_sq of unit 'blocks.1', tile 1", "the checksum is", str(path)):
         assert part in str(caught.value)
     assert caught.value.errno == errno.EBADMSG
     with pytest.raises(penstock.NvmeError):
@@ -171,9 +178,9 @@ def test_a_flipped_bit_is_found_and_named(tmp_path: Path) -> None:
 def test_without_checksums_a_flipped_bit_is_trained_with(tmp_path: Path) -> None:
     row = Row(optimizer="nvme", checksums=False)
     with after_one_step(row, tmp_path) as (model, optimizer):
-        path = swap_file(tmp_path)
-        for offset in range(0, path.stat().st_size, 64):
-            flip(path, offset + 1)
+        for path in swap_files(tmp_path).values():
+            for offset in range(0, path.stat().st_size, 64):
+                flip(path, offset + 1)
         row.iterate(model, optimizer)
     assert not equal(model, trained(1, 2))
     assert all(p.isfinite().all() for p in model.parameters())
@@ -220,7 +227,7 @@ def test_workers_that_are_forked_while_transfers_are_in_flight(tmp_path: Path) -
         loader = DataLoader(Squares(), num_workers=2, multiprocessing_context="fork")
         assert sum(1 for _ in loader) == 2  # the update goes on meanwhile
         optimizer.synchronize()
-        assert swap_file(tmp_path).exists()
+        assert all(path.exists() for path in swap_files(tmp_path).values())
     assert equal(model, trained(2, 2))
 
 

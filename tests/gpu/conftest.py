@@ -5,8 +5,9 @@ from collections.abc import Callable
 import pytest
 import torch
 
+from penstock.machine.accelerator import streams_for
 from penstock.machine.collectives import default_device
-from penstock.machine.streams import Streams, streams_for
+from penstock.machine.streams import Streams
 from tests.support import simulated
 
 

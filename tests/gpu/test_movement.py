@@ -7,7 +7,8 @@ import pytest
 import torch
 
 import penstock
-from penstock.machine.streams import AcceleratorStreams, HostEvent
+from penstock.machine.accelerator import AcceleratorStreams
+from penstock.machine.streams import HostEvent
 from tests.gpu.models import HYPER, batches, build, loss_of
 from tests.support import prepare_on, simulated
 

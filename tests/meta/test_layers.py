@@ -8,7 +8,7 @@ import pytest
 from tests.meta.source import imports, modules
 
 LAYERS = (
-    ("errors", "kinds", "config", "layout", "plan", "trace", "optim", "_native"),  # values and arithmetic
+    ("errors", "kinds", "config", "layout", "split", "plan", "trace", "optim", "_native"),  # values and arithmetic
     ("machine", "rules"),
     ("tiers",),
     ("checkpoint", "planner"),
@@ -29,15 +29,18 @@ ENGINE = {
     "assemble": {"discover", "unit"},
     "buffers": set(),
     "discover": set(),
-    "engine": {"access", "gather", "hooks", "reduce", "step", "unit"},
+    "engine": {"access", "gather", "hooks", "reduce", "residency", "step", "unit", "update"},
     "gather": {"unit"},
     "hooks": {"gather", "outputs", "precision", "reduce", "unit"},
     "outputs": set(),
     "precision": set(),
     "reduce": {"buffers", "unit"},
-    "staging": {"assemble"},
-    "step": {"unit"},
+    "residency": {"assemble", "gather", "reduce", "staging", "unit"},
+    "staging": set(),
+    "step": {"unit", "update"},
+    "tracing": {"engine"},
     "unit": {"discover"},
+    "update": {"unit"},
 }
 
 

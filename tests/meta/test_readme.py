@@ -9,10 +9,10 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
-NVME = (ROOT / "docs" / "nvme.md").read_text()
+PAGES = "".join((ROOT / "docs" / page).read_text() for page in ("placement.md", "nvme.md"))
 
 
-@pytest.mark.parametrize("snippet", re.findall(r"```python\n(.*?)```", README + NVME, re.S))
+@pytest.mark.parametrize("snippet", re.findall(r"```python\n(.*?)```", README + PAGES, re.S))
 def test_snippet_runs(snippet, tmp_path):
     done = subprocess.run([sys.executable, "-c", snippet], cwd=tmp_path, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr

@@ -1,11 +1,26 @@
 """How runs are compared: with plain torch step by step, and with each other bit by bit."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from tests.parity.rows import STATE_NAMES, STEPS, Arithmetic, Net, Plain, Snapshot, Trace, batches, loss_of
+from penstock.machine.streams import Streams
+from tests.parity.rows import (
+    STATE_NAMES,
+    STEPS,
+    Arithmetic,
+    Movement,
+    Net,
+    Plain,
+    Snapshot,
+    Trace,
+    batches,
+    changed,
+    loss_of,
+    train,
+)
 
 NAMES = [name for name, _ in Net().named_parameters()]
 
@@ -85,6 +100,31 @@ def different_bits(trace: Trace, reference: Trace, steps: int, accumulation: int
         if names:
             found.append(f"{kind} of {names[0]}" + (f" and {len(names) - 1} more" if names[1:] else ""))
     return found
+
+
+def bits(trace: Trace) -> list[object]:
+    """Everything that a run gave."""
+    return [trace.losses, trace.norms, *(t.tolist() for values in trace.final.values() for t in values)]
+
+
+def otherwise(
+    what: Arithmetic,
+    rows: Iterable[tuple[Callable[[], Streams], Movement]],
+    reference: Movement,
+    **common: Any,
+) -> list[str]:
+    """The rows that give other bits than the reference, at their stage, gives at once. `common`: see `train`."""
+    references: dict[Movement, list[object]] = {}
+    failures = []
+    for streams, how in rows:
+        at_once = reference.but(stage=how.stage)
+        if "persistent_bytes" in dict(how.options):  # other units, whose norm adds up in another order
+            at_once = at_once.but(persistent_bytes=dict(how.options)["persistent_bytes"])
+        if at_once not in references:
+            references[at_once] = bits(train(what, at_once, **common))
+        if bits(train(what, how, streams=streams(), **common)) != references[at_once]:
+            failures.append(f"{changed(what)} | {streams.__name__} {changed(how)}")
+    return failures
 
 
 def _snapshots(ours: Snapshot, theirs: Snapshot, tolerances: dict[str, dict[str, float]]) -> Iterator[str]:

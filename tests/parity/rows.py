@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 import penstock
-from penstock.kinds import COMPUTE_DTYPES
+from penstock.kinds import COMPUTE_DTYPES, Tier
 from penstock.machine.streams import Streams
 from tests.support import disks, inline, prepare_on
 
@@ -100,6 +100,15 @@ class Arithmetic:
         return torch.optim.lr_scheduler.StepLR(optimizer, step_size=2, gamma=0.7) if self.schedule else None
 
 
+#: A tier, or fractions of tiers as pairs.
+Where = str | tuple[tuple[str, float], ...]
+
+
+def shares(device: float = 0, cpu: float = 0, nvme: float = 0) -> Where:
+    """Fractions of the tiers."""
+    return tuple({"device": device, "cpu": cpu, "nvme": nvme}.items())
+
+
 @dataclass(frozen=True)
 class Movement:
     """Where it happens, and when.
@@ -109,9 +118,9 @@ class Movement:
     """
 
     stage: int = 3
-    params: str = "device"
-    grads: str = "device"
-    optimizer: str = "device"
+    params: Where = "device"
+    grads: Where = "device"
+    optimizer: Where = "device"
     overlap: str = "auto"
     disks: int = 1
     options: tuple[tuple[str, Any], ...] = ()
@@ -123,8 +132,12 @@ class Movement:
 
     @property
     def placement(self) -> penstock.Placement:
-        tiers = {"params": self.params, "grads": self.grads, "optimizer": self.optimizer}
-        return penstock.Placement(**tiers, nvme_path=disks(self.disks) if "nvme" in tiers.values() else None)
+        kinds = {"params": self.params, "grads": self.grads, "optimizer": self.optimizer}
+        homes = {kind: where if isinstance(where, str) else dict(where) for kind, where in kinds.items()}
+        placement = penstock.Placement(**homes)
+        if any(Tier.NVME in placement.home(kind) for kind in homes):
+            placement = replace(placement, nvme_path=disks(self.disks))
+        return placement
 
 
 PLACEMENTS = (

@@ -12,7 +12,8 @@ from torch.distributed.device_mesh import init_device_mesh
 import penstock
 from penstock.machine.simulated import SimulatedStreams
 from penstock.machine.streams import DOWNLOAD, UPDATE, UPLOAD, Streams
-from tests.parity.rows import CORE, EXTRA, INPUTS, OUTPUTS, Arithmetic, Movement, Trace, changed, train
+from tests.parity.compare import otherwise
+from tests.parity.rows import CORE, EXTRA, INPUTS, OUTPUTS, Arithmetic, Movement, changed
 from tests.support import inline, prepare_on, run_ranks, separate, simulated
 
 STEPS = 2
@@ -46,30 +47,14 @@ ALL_ARITHMETIC = (*CORE, *EXTRA)
 BUSY = [what for what in CORE if what.accumulation > 1 and what.clip is not None]
 
 
-def bits(trace: Trace) -> list[object]:
-    return [trace.losses, trace.norms, *(t.tolist() for values in trace.final.values() for t in values)]
-
-
-def otherwise(what: Arithmetic, rows: Any, **common: Any) -> list[str]:
-    """The rows that give other bits than everything on the cpu tier at once."""
-    references: dict[Movement, list[object]] = {}
-    failures = []
-    for streams, how in rows:
-        everything_on_cpu = Movement(how.stage, "cpu", "cpu", "cpu")
-        if "persistent_bytes" in dict(how.options):  # other units, whose norm adds up in another order
-            everything_on_cpu = everything_on_cpu.but(persistent_bytes=512)
-        if everything_on_cpu not in references:
-            references[everything_on_cpu] = bits(train(what, everything_on_cpu, steps=STEPS, **common))
-        if bits(train(what, how, streams=streams(), steps=STEPS, **common)) != references[everything_on_cpu]:
-            failures.append(f"{changed(what)} | {streams.__name__} {changed(how)}")
-    return failures
+EVERYTHING_ON_CPU = Movement(params="cpu", grads="cpu", optimizer="cpu")
 
 
 @pytest.mark.parametrize("what", ALL_ARITHMETIC, ids=changed)
 def test_files_change_no_bit(what: Arithmetic) -> None:
     turn = 2 * ALL_ARITHMETIC.index(what)  # every arithmetic meets some movements, the busiest all of them
     rows = MOVEMENTS if what in BUSY else [MOVEMENTS[(turn + k) % len(MOVEMENTS)] for k in range(2)]
-    assert otherwise(what, rows) == []
+    assert otherwise(what, rows, EVERYTHING_ON_CPU, steps=STEPS) == []
 
 
 LATE = (
@@ -89,7 +74,7 @@ def late() -> Streams:
 
 @pytest.mark.parametrize("what", [BUSY[0], Arithmetic(precision="bf16", groups=True)], ids=changed)
 def test_files_on_late_streams_change_no_bit(what: Arithmetic) -> None:
-    assert otherwise(what, [(late, how) for how in LATE]) == []
+    assert otherwise(what, [(late, how) for how in LATE], EVERYTHING_ON_CPU, steps=STEPS) == []
 
 
 def otherwise_on_rank(rank: int, stages: tuple[int, ...]) -> list[str]:
@@ -98,7 +83,7 @@ def otherwise_on_rank(rank: int, stages: tuple[int, ...]) -> list[str]:
         what = Arithmetic(precision="bf16", accumulation=3, clip=0.5, no_sync=stage % 2 == 0)
         rows = [(streams, how.but(stage=stage)) for streams, how in MOVEMENTS[stage::4]]
         rows.append((late, LATE[stage].but(stage=stage)))
-        failures += otherwise(what, rows, rank=rank, world_size=2)
+        failures += otherwise(what, rows, EVERYTHING_ON_CPU, rank=rank, world_size=2, steps=STEPS)
     return failures
 
 
@@ -109,7 +94,8 @@ def test_files_change_no_bit_on_two_ranks(stages: tuple[int, ...]) -> None:
 
 def otherwise_on_a_mesh(rank: int) -> list[str]:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
-    return otherwise(BUSY[2], MOVEMENTS[::6], rank=rank, world_size=4, mesh=mesh)
+    common = {"rank": rank, "world_size": 4, "mesh": mesh, "steps": STEPS}
+    return otherwise(BUSY[2], MOVEMENTS[::6], EVERYTHING_ON_CPU, **common)
 
 
 def test_files_change_no_bit_on_replicated_shards() -> None:

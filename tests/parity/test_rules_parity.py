@@ -60,6 +60,15 @@ ROWS = [
     Row("rmsprop bf16 none", torch.optim.RMSprop, precision="bf16", state_dtype="bf16", master="none"),
 ]
 EVERYWHERE = penstock.Placement(params="cpu", grads="cpu", optimizer="cpu")
+SPLIT = penstock.Placement(
+    params={"device": 0.6, "cpu": 0.4}, grads={"device": 0.2, "cpu": 0.8}, optimizer={"device": 0.4, "cpu": 0.6}
+)
+SPLIT_THREE_WAYS = penstock.Placement(
+    params={"device": 0.4, "cpu": 0.3, "nvme": 0.3},
+    grads={"cpu": 0.7, "nvme": 0.3},
+    optimizer={"device": 0.3, "cpu": 0.3, "nvme": 0.4},
+    nvme_path=disks(2),
+)
 
 
 def movements(row: Row) -> Iterator[tuple[Streams, int, penstock.Placement, dict[str, Any]]]:
@@ -72,6 +81,8 @@ def movements(row: Row) -> Iterator[tuple[Streams, int, penstock.Placement, dict
     in_files = penstock.Placement(params="nvme", grads="nvme", optimizer="nvme", nvme_path=disks(2))
     yield inline(), 3, in_files, {"tile_bytes": 4 * KIB}
     yield separate(), 1, penstock.Placement(optimizer="nvme", nvme_path=disks()), {"tile_bytes": 8 * KIB}
+    yield separate(), 1, SPLIT, {"tile_bytes": 4 * KIB}
+    yield simulated(), 3, SPLIT_THREE_WAYS, {"tile_bytes": 4 * KIB}
 
 
 def model_of() -> Net:
@@ -161,8 +172,12 @@ def check_ranks(rank: int, rows: list[Row]) -> list[str]:
     failures = []
     for row in rows:
         reference = train(row, inline(), 3, penstock.Placement(), {}, rank)
-        for streams, stage in ((separate(), 1), (inline(), 2)):
-            found = train(row, streams, stage, EVERYWHERE, {"tile_bytes": 4 * KIB}, rank)
+        for streams, stage, placement in (
+            (separate(), 1, EVERYWHERE),
+            (inline(), 2, EVERYWHERE),
+            (separate(), 3, SPLIT),
+        ):
+            found = train(row, streams, stage, placement, {"tile_bytes": 4 * KIB}, rank)
             failures += [f"{row.name} {stage}: {name}" for name in different(found, reference)]
     return failures
 

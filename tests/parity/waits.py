@@ -2,15 +2,20 @@
 
 import ast
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import penstock
-from penstock.machine.streams import Event, all_of
+from penstock.machine.streams import DONE, Event, all_of
+from penstock.tiers.home import Home
+from penstock.tiers.transit import Transit
 
 PACKAGE = Path(penstock.__file__).parent
+HELPERS = ("_copy", "_copy_all")  # pass on what they wait for, their fourth argument
 FIRST, REST, ALL = "#first", "#rest", "#all"  # entries of `all_of([first, *rest])`, and of `all_of(events)`
+AFTER = "#after"  # of `Transit.copy`
 
 
 @dataclass(frozen=True)
@@ -54,14 +59,20 @@ def _entries(call: ast.Call, function: str) -> Iterator[tuple[str, str]]:
     """What a call waits for, and what that adds to the call's site."""
     verb = call.func.attr if isinstance(call.func, ast.Attribute) else getattr(call.func, "id", "")
     if verb in ("wait", "synchronize") and not call.args and not call.keywords:
-        if not isinstance(call.func.value, ast.Call):  # a transfer that is waited for where it is started
+        if isinstance(call.func, ast.Attribute) and not isinstance(
+            call.func.value, ast.Call
+        ):  # a transfer that is waited for where it is started
             yield ast.unparse(call), ""
-    elif verb == "_copy":  # passes on what it waits for
+    elif verb in HELPERS and function not in HELPERS:
         yield from _after(call, call.args[3])
-    elif verb == "submit" and function != "_copy":
+    elif verb == "submit" and function not in HELPERS:
         for keyword in call.keywords:
             if keyword.arg == "after":
                 yield from _after(call, keyword.value)
+    elif verb == "copy" and call.keywords:  # of homes
+        (after,) = call.keywords
+        if ast.unparse(after.value) != "DONE":
+            yield f"copy of {ast.unparse(call.args[0])} after {ast.unparse(after.value)}", AFTER
     elif verb == "all_of":
         (events,) = call.args
         if isinstance(events, ast.List):
@@ -77,6 +88,24 @@ def _after(call: ast.Call, value: ast.expr) -> Iterator[tuple[str, str]]:
     for index, entry in enumerate(entries):
         others = f" of {ast.unparse(value)}" if len(entries) > 1 else ""
         yield f"{ast.unparse(call.args[0])} after {ast.unparse(entry)}{others}", f"#{index}"
+
+
+class Copy:
+    """`Transit.copy` that does not wait where a site names it."""
+
+    def __init__(self, dropped: str | None) -> None:
+        self._dropped = dropped
+        self._copy = Transit.copy
+        self.seen: set[str] = set()
+
+    def __get__(self, transit: Transit, cls: type[Transit]) -> Callable[..., Event]:
+        return partial(self, transit)
+
+    def __call__(self, transit: Transit, source: Home, target: Home, *, after: Event) -> Event:
+        frame = sys._getframe(1)
+        site = f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}{AFTER}"
+        self.seen.add(site)
+        return self._copy(transit, source, target, after=DONE if site == self._dropped else after)
 
 
 class AllOf:

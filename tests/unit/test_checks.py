@@ -13,6 +13,8 @@ from torch import Tensor, nn
 import penstock
 import penstock.build
 from penstock import ConfigError, EngineError, MemoryBudgetError, Options, Placement, checks
+from penstock.tiers.device import DeviceTier
+from penstock.tiers.host import HostTier
 from tests.models.modules_rows import Stack, squared
 from tests.support import inline, prepare_on, simulated
 
@@ -83,11 +85,11 @@ REFUSED: dict[str, tuple[Callable[[nn.Module], Any], str]] = {
         with_(placement=Placement(params="disk", nvme_path=[])),
         "params='disk' needs a folder for its files.",
     ),
-    # Not available
-    "split": (
-        with_(placement=Placement.twin_flow(0.5)),
-        "optimizer split between tiers is not available in this version. Give one tier, such as optimizer='cpu'.",
+    "a fraction on nvme without a folder": (
+        with_(placement=Placement(grads={"cpu": 0.9, "nvme": 0.1})),
+        "grads={'cpu': 0.9, 'nvme': 0.1} needs a folder for its files. Name one on a fast disk:",
     ),
+    # Not available
     "activations": (
         with_(placement=Placement(activations="cpu")),
         "Placement(activations=...) is not available in this version. Use the model's own activation checkpointing.",
@@ -97,7 +99,6 @@ REFUSED: dict[str, tuple[Callable[[nn.Module], Any], str]] = {
         "placement='auto' is not available in this version. Give a penstock.Placement.",
     ),
     "fp16": (with_(precision="fp16"), "precision='fp16' is not available in this version. Use precision='bf16'."),
-    "overlap backward": (with_(overlap="backward"), "overlap='backward' is not available in this version."),
     "unit_micro_batches": (
         with_(unit_micro_batches=2),
         "unit_micro_batches=2 is not available in this version. Use 1,",
@@ -160,8 +161,9 @@ def nothing_allocated(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     def forbidden(*args: Any, **kwargs: Any) -> None:
         raise AssertionError("something was allocated before the error")
 
-    for name in ("Store", "DeviceTier", "HostTier", "Pool"):
-        monkeypatch.setattr(penstock.build, name, forbidden)
+    monkeypatch.setattr(penstock.build, "Pool", forbidden)
+    for tier in (DeviceTier, HostTier):
+        monkeypatch.setattr(tier, "reserve", forbidden)
     # What an accelerator has: streams with threads of their own.
     monkeypatch.setattr(penstock.build, "streams_for", lambda device: simulated())
     before = set(threading.enumerate())
@@ -433,11 +435,8 @@ def test_after_close(model):
 
 NOT_YET: dict[str, tuple[Callable[[penstock.Optimizer], Any], str]] = {
     "clip_grad_norm_": (lambda o: o.clip_grad_norm_(1.0), "Use prepare(max_grad_norm=...)."),
-    "offload_states": (lambda o: o.offload_states(), "Choose the homes in Placement."),
-    "reload_states": (lambda o: o.reload_states(), "Choose the homes in Placement."),
     "save": (lambda o: o.save("x"), "Use state_dict() and model.state_dict() under gathered()."),
     "load": (lambda o: o.load("x"), "Use load_state_dict() and set_full_param()."),
-    "trace": (lambda o: o.trace("x"), "Use torch.profiler."),
 }
 
 

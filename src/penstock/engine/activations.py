@@ -124,7 +124,7 @@ class Activations:
         home = self._free[nbytes].pop() if self._free[nbytes] else self._make_home(nbytes)
         here = tensor.detach().as_strided((tensor.numel(),), (1,)).view(torch.uint8)
         saved = Saved(home, self._last, tensor.shape, tensor.stride(), tensor.dtype, here, key)
-        saved.arrived = self._transit.copy(buffer_home(here), home, after=DONE)
+        saved.arrived = self._transit.copy(buffer_home(here), home, after=DONE, what="save activation")
         weakref.finalize(saved, self._free[nbytes].append, home)
         self._known[key] = saved
         self._leaving.append(saved)
@@ -149,7 +149,9 @@ class Activations:
         """Start to bring a tensor back, if it is not on the device."""
         if saved.here is None:
             saved.here = torch.empty(saved.nbytes, dtype=torch.uint8, device=self._streams.device)
-            saved.arrived = self._transit.copy(saved.home, buffer_home(saved.here), after=saved.arrived)
+            saved.arrived = self._transit.copy(
+                saved.home, buffer_home(saved.here), after=saved.arrived, what="bring activation"
+            )
 
     def _let_go(self, most_bytes: int) -> None:
         """Drop what has left; where more than some bytes are leaving, compute waits for the first of them."""

@@ -4,6 +4,7 @@ Memory that is given back to the allocator and mapped again every step costs pag
 a device, so buffers are kept.
 """
 
+import contextlib
 from collections import deque
 
 import torch
@@ -52,5 +53,6 @@ class BufferRing:
         """Drop every returned buffer, once work on it is over."""
         for free in self._free.values():
             for _, event in free:
-                event.synchronize()
+                with contextlib.suppress(Exception):  # raised where the result is needed
+                    event.synchronize()
         self._free.clear()

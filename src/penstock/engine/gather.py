@@ -235,15 +235,15 @@ class Gatherer:
         replica = unit.replica
         full = buffer_home(unit.full)
         if replica is not None and not unit.stale:
-            return self._transit.copy(replica, full, after=unit.published)
+            return self._transit.copy(replica, full, after=unit.published, what=f"gather {unit.name}")
         start, stop = unit.own_range
         own = buffer_home(unit.full[start:stop])
-        event = self._transit.copy(unit.params, own, after=unit.published)
+        event = self._transit.copy(unit.params, own, after=unit.published, what=f"gather {unit.name}")
         if self._ranks.shards > 1:
             event = self._all_gather(unit, after=(event,))
         if replica is not None:  # it must hold every rank's part again
             unit.stale = False
-            event = self._transit.copy(full, replica, after=event)
+            event = self._transit.copy(full, replica, after=event, what=f"save {unit.name} param")
         return event
 
     def _all_gather(self, unit: Unit, after: tuple[Event, ...]) -> Event:
@@ -254,4 +254,5 @@ class Gatherer:
             lambda: self._ranks.all_gather(full, own, what),
             after=after,
             nbytes=unit.nbytes,
+            what=f"gather {unit.name}",
         )

@@ -22,6 +22,7 @@ from penstock.engine.precision import CastInputs
 from penstock.engine.reduce import Reducer
 from penstock.engine.unit import Unit
 from penstock.errors import EngineError
+from penstock.machine.streams import Streams
 
 
 def in_backward() -> bool:
@@ -47,6 +48,7 @@ class Hooks:
 
     Arguments:
         cast_inputs: applied to the inputs of the outermost forward.
+        streams: told what compute is doing, for traces.
         updates: what begins in backward; `None` for nothing.
         scales_loss: the loss has to be scaled before its backward.
         activations: takes what forward saves; `None` leaves it.
@@ -59,6 +61,7 @@ class Hooks:
         gatherer: Gatherer,
         reducer: Reducer,
         cast_inputs: CastInputs | None,
+        streams: Streams,
         updates: BackwardUpdates | None = None,
         *,
         scales_loss: bool = False,
@@ -69,6 +72,7 @@ class Hooks:
         self._gatherer = gatherer
         self._reducer = reducer
         self._cast_inputs = cast_inputs
+        self._streams = streams
         self._updates = updates
         self._scales_loss = scales_loss
         self._activations = activations
@@ -162,6 +166,7 @@ class Hooks:
                 self._forward_order.note(unit)
                 self._gatherer.acquire(unit)
                 self._prefetch(self._forward_order)
+        self._note_turn()
         return cast
 
     def _enter(self, call: Call, units: Sequence[Unit]) -> None:
@@ -188,6 +193,7 @@ class Hooks:
                     self._gatherer.release(unit)
         if not (self._calls or recomputing):
             self._end_forward(complete=output is not None)
+        self._note_turn()
 
     def _watch_outputs(
         self, call: Call, units: list[Unit], output: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -264,6 +270,7 @@ class Hooks:
         self._backward_order.note(unit)
         self._gatherer.acquire(unit)
         self._prefetch(self._backward_order)
+        self._note_turn()
 
     def _prefetch(self, order: Order) -> None:
         if self._gathers:
@@ -317,6 +324,15 @@ class Hooks:
         for unit in self._units:
             if unit not in self._recorded:
                 self._gatherer.release(unit)
+        self._note_turn()
+
+    def _note_turn(self) -> None:
+        """Tell a trace what compute turns to: the innermost unit's backward or forward."""
+        if self._streams.recorder is None:
+            return
+        units = self._active[-1:] or [u for call in self._calls[::-1] for u in self._anchors.get(call.module, ())][:1]
+        verb = "backward" if self._active else "forward"
+        self._streams.recorder.turn_to(f"{verb} {units[0].name}" if units else "")
 
 
 def _inside_a_node() -> bool:

@@ -155,22 +155,26 @@ class Reducer:
             after=(before,) if values is not None else (),
             writes=writes,
             nbytes=full.numel() * full.element_size(),
+            what=f"reduce {unit.name}",
         )
+        what = f"save {unit.name} grad"
         if full is not pending:
             self.buffers.give_back(pending, DONE)
         if values is not None:
             gradient.ready = event
-        elif not add:
-            gradient.ready = self._transit.copy(buffer_home(reduced), gradient.home, after=all_of([event, before]))
-        elif len(gradient.home.sections) == 1 and not gradient.home.in_files:
-            gradient.ready = self._add_on_host(gradient, reduced, parts, all_of([event, before]))
+        elif add and (len(gradient.home.sections) > 1 or gradient.home.in_files):
+            gradient.ready = self._add_on_device(gradient, reduced, parts, event, what)
         else:
-            gradient.ready = self._add_on_device(gradient, reduced, parts, event)
+            settled = all_of([event, before])
+            if add:
+                gradient.ready = self._add_on_host(gradient, reduced, parts, settled, what)
+            else:
+                gradient.ready = self._transit.copy(buffer_home(reduced), gradient.home, after=settled, what=what)
         self.buffers.give_back(full, event if sharded else gradient.ready)
         if sharded:
             self.buffers.give_back(reduced, gradient.ready)
         if self._agrees:
-            gradient.ready = self._agree(gradient)
+            gradient.ready = self._agree(gradient, f"agree {unit.name}")
 
     def drop_pending(self, units: Sequence[Unit]) -> None:
         """Forget what a backward that failed has collected."""
@@ -203,7 +207,9 @@ class Reducer:
         """The squared norm as every gradient's is taken."""
         return squared_norm(values, pool=self._pool)
 
-    def _add_on_host(self, gradient: Gradient, reduced: Tensor, parts: Sequence[Part], after: Event) -> Event:
+    def _add_on_host(
+        self, gradient: Gradient, reduced: Tensor, parts: Sequence[Part], after: Event, what: str
+    ) -> Event:
         """A later micro-batch of a home on the cpu tier: down once in the reduced dtype, added there tile by tile."""
         staging = self._accumulation()
         (section,) = gradient.home.sections
@@ -219,33 +225,36 @@ class Reducer:
                     partial(copy, landed, source),
                     writes=(landed,),
                     nbytes=source.numel() * source.element_size(),
+                    what=what,
                 )
                 copied.synchronize()
                 deposit(home[start : start + source.numel()], landed, add=True, pool=self._pool)
             for index, start, stop in parts:
                 gradient.squared_norms[index] = squared_norm(home[start:stop], pool=self._pool)
 
-        return self._streams.submit(UPDATE, down_and_add, after=(after,))
+        return self._streams.submit(UPDATE, down_and_add, after=(after,), what=what)
 
-    def _add_on_device(self, gradient: Gradient, reduced: Tensor, parts: Sequence[Part], after: Event) -> Event:
+    def _add_on_device(
+        self, gradient: Gradient, reduced: Tensor, parts: Sequence[Part], after: Event, what: str
+    ) -> Event:
         """A later micro-batch of a home in files or on several tiers: what it holds comes up, is added to, goes back.
 
         Of homes in memory only those on a cut are on several tiers: their parts must be measured whole.
         """
         total = self.buffers.lease(reduced.numel(), self._accumulation_dtype)
-        brought = self._transit.copy(gradient.home, buffer_home(total), after=gradient.ready)
+        brought = self._transit.copy(gradient.home, buffer_home(total), after=gradient.ready, what=what)
 
         def add() -> None:
             for index, start, stop in parts:
                 part = total[start:stop]
                 gradient.squared_norms[index] = deposit(part, reduced[start:stop], add=True, pool=self._pool)
 
-        added = self._streams.submit(COLLECTIVE, add, after=(after, brought))
-        saved = self._transit.copy(buffer_home(total), gradient.home, after=added)
+        added = self._streams.submit(COLLECTIVE, add, after=(after, brought), what=what)
+        saved = self._transit.copy(buffer_home(total), gradient.home, after=added, what=what)
         self.buffers.give_back(total, saved)
         return saved
 
-    def _agree(self, gradient: Gradient) -> Event:
+    def _agree(self, gradient: Gradient, what: str) -> Event:
         """Sum over ranks whether the gradient is not finite."""
         flaws = gradient.flaws = torch.zeros(1, device=self._streams.device)
 
@@ -255,7 +264,7 @@ class Reducer:
                 flaws.add_(torch.stack(norms).sum().isfinite().logical_not())
             self._ranks.all_reduce(flaws)
 
-        return self._streams.submit(COLLECTIVE, communicate, after=(gradient.ready,))
+        return self._streams.submit(COLLECTIVE, communicate, after=(gradient.ready,), what=what)
 
     def _clear_the_rest(self, unit: Unit, gradient: Gradient) -> None:
         """Zero what no gradient arrived for: other ranks may have one."""

@@ -229,14 +229,18 @@ class Mover:
                 assert unit.trained is not None
                 gradient = unit.trained.gradient
                 if gradient.held:
-                    move.gradient = transit.copy(gradient.home, new, after=gradient.ready)
+                    move.gradient = transit.copy(
+                        gradient.home, new, after=gradient.ready, what=f"move {unit.name} grad"
+                    )
             elif name == PARAM:
                 move.weights.append(self._copy_params(move, new, transit))
             elif name == SHADOW:
                 params = self._own_part(unit, move.homes[PARAM]) if PARAM in move.homes else unit.params
-                move.weights.append(transit.copy(params, new, after=all_of(move.weights)))
+                move.weights.append(
+                    transit.copy(params, new, after=all_of(move.weights), what=f"move {unit.name} shadow")
+                )
             else:
-                move.weights.append(transit.copy(unit.homes[name], new, after=DONE))
+                move.weights.append(transit.copy(unit.homes[name], new, after=DONE, what=f"move {unit.name} {name}"))
 
     def _lend_full(self, unit: Unit, plan: SectionPlan) -> Section:
         """The full buffer as the home of a resident unit: views of it that autograd saved stay good."""
@@ -250,9 +254,9 @@ class Mover:
             return DONE  # it is gathered, so the values are there
         becomes_replica = self._becomes_replica(unit, new)
         if becomes_replica == (unit.replica is not None):
-            return transit.copy(unit.homes[PARAM], new, after=DONE)
+            return transit.copy(unit.homes[PARAM], new, after=DONE, what=f"move {unit.name} param")
         move.stale = becomes_replica and unit.layout.shards > 1
-        return transit.copy(unit.params, self._own_part(unit, new), after=DONE)
+        return transit.copy(unit.params, self._own_part(unit, new), after=DONE, what=f"move {unit.name} param")
 
     def _becomes_replica(self, unit: Unit, params: Home) -> bool:
         return self._plans[unit].replicated and not params.in_files

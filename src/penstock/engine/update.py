@@ -140,14 +140,16 @@ class Updater:
         assert trained is not None
         homes = {GRAD: trained.gradient.home, MASTER: trained.master, OPTIMIZER: trained.optimizer}
         homes |= {SHADOW: trained.shadow} if trained.is_shadowed(tile.number) else {PARAM: unit.params}
-        written = MASTER, OPTIMIZER, SHADOW, PARAM
-        brought = self._pipelines[tile.beside].bring(tile.number, homes, after=tile.complete, written=written)
+        written, what = (MASTER, OPTIMIZER, SHADOW, PARAM), f"update {unit.name} tile {tile.number}"
+        brought = self._pipelines[tile.beside].bring(
+            tile.number, homes, after=tile.complete, written=written, what=what
+        )
         work = partial(self._apply, tile, trained.fields, brought.views, allowed)
         if tile.beside is Tier.DEVICE:  # compute itself updates what is on the device
             brought.ready.wait()
-            work()
+            self._streams.compute(work, what=what)
         else:
-            tile.updated = self._streams.submit(UPDATE, work, after=(brought.ready,))
+            tile.updated = self._streams.submit(UPDATE, work, after=(brought.ready,), what=what)
         tile.home_again = brought.put_back(tile.updated)
 
     def publish(self, unit: Unit, plan: Plan, tiles: Sequence[TileUpdate]) -> None:
@@ -159,7 +161,7 @@ class Updater:
             self.scalars[unit.spec.parameters[index]] = scalars
         trained.updated = all_of(tile.updated for tile in tiles)
         home_again = all_of(tile.home_again for tile in tiles)
-        unit.published = self._transit.copy(trained.shadow, unit.params, after=home_again)
+        unit.published = self._transit.copy(trained.shadow, unit.params, after=home_again, what=f"publish {unit.name}")
         unit.stale = unit.replica is not None and unit.layout.shards > 1
 
     def _base(self, unit: Unit, index: int) -> int:

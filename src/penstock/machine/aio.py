@@ -261,6 +261,11 @@ class Transfer:
         """CRC-32C of all bytes, once waited for; 0 where none was asked for."""
         return self._native.checksum
 
+    @property
+    def ended(self) -> float:
+        """When it ended, in seconds of `time.monotonic`, once done."""
+        return self._native.ended
+
     def _failure(self) -> NvmeError | None:
         """Of a transfer that is done."""
         error = self._native.error

@@ -32,6 +32,7 @@ from penstock.machine.streams import (
 )
 
 _STREAMS_FILE = HostEvent.run.__code__.co_filename  # where an event of several waits for each
+_HELPERS = ("_copy", "_copy_all", "<listcomp>")
 _STREAMS = (UPLOAD, DOWNLOAD, COLLECTIVE, UPDATE, READ, FETCH, WRITE)
 
 Delay = Callable[[str, int], float]  # (stream, bytes) -> seconds
@@ -52,7 +53,7 @@ class SimulatedStreams(Streams):
 
     Attributes:
         waits_seen: `file:line` of every place that waited for an event, with `#index` for an entry of `after`. Of
-            helpers that pass `after` on (`_copy`) it is the place that called them.
+            helpers that pass `after` on (`_copy`, `_copy_all`) it is the place that called them.
     """
 
     aliases_host = False
@@ -66,7 +67,14 @@ class SimulatedStreams(Streams):
         self._workers = {name: HostWorker(name) for name in _STREAMS}
 
     def submit(
-        self, stream: str, work: Work, *, after: Sequence[Event] = (), writes: Sequence[Tensor] = (), nbytes: int = 0
+        self,
+        stream: str,
+        work: Work,
+        *,
+        after: Sequence[Event] = (),
+        writes: Sequence[Tensor] = (),
+        nbytes: int = 0,
+        what: str = "",
     ) -> Event:
         """Queue `work` on the stream's thread; what it overwrites is NaN while it is delayed."""
         site = _site(2)
@@ -74,17 +82,23 @@ class SimulatedStreams(Streams):
         seconds = self._delay(stream, nbytes)
 
         def late() -> Pending | None:
-            for event in kept:
-                HostEvent.synchronize(event) if isinstance(event, HostEvent) else event.synchronize()
             for tensor in writes:  # not before: until here it may belong to work that this one follows
                 poison(tensor)
             time.sleep(seconds)
             return work()
 
+        return super().submit(stream, late, after=kept, writes=writes, nbytes=nbytes, what=what)
+
+    def _submit(self, stream: str, work: Work, after: Sequence[Event], writes: Sequence[Tensor]) -> Event:
+        def in_order() -> Pending | None:
+            for event in after:
+                HostEvent.synchronize(event) if isinstance(event, HostEvent) else event.synchronize()
+            return work()
+
         event = _SimulatedEvent(self)
         self._writing = [(storage, other) for storage, other in self._writing if not other.done()]
         self._writing += [(tensor.untyped_storage().data_ptr(), event) for tensor in writes]
-        self._workers[stream].submit(late, event)
+        self._workers[stream].submit(in_order, event)
         return event
 
     def lease(self, buffer: Tensor) -> None:
@@ -129,6 +143,6 @@ class _SimulatedEvent(HostEvent):
 
 def _site(depth: int) -> str:
     frame = sys._getframe(depth)
-    while frame.f_back and (frame.f_code.co_name == "_copy" or frame.f_code.co_filename == _STREAMS_FILE):
+    while frame.f_back and (frame.f_code.co_name in _HELPERS or frame.f_code.co_filename == _STREAMS_FILE):
         frame = frame.f_back
     return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"

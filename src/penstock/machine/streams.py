@@ -12,12 +12,13 @@ import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from penstock.machine.arena import return_free_memory
+from penstock.machine.clocks import Clock, HostClock
 
 UPLOAD = "upload"  # host to device
 DOWNLOAD = "download"  # device to host
@@ -26,6 +27,8 @@ UPDATE = "update"  # arithmetic on the host
 READ = "read"  # file to host, for gathers and gradients
 FETCH = "fetch"  # file to host, for updates: these wait for each other, and gathers do not wait for them
 WRITE = "write"  # host to file
+
+ON_DEVICE = (UPLOAD, DOWNLOAD, COLLECTIVE)  # streams of the device itself, where it has some
 
 
 class Pending(Protocol):
@@ -36,6 +39,10 @@ class Pending(Protocol):
 
     def done(self) -> bool:
         """Whether it is over."""
+
+    @property
+    def ended(self) -> float:
+        """When it was over, in seconds of `time.monotonic`, once done."""
 
 
 Work = Callable[[], Pending | None]
@@ -60,19 +67,60 @@ class Event(ABC):
     def check(self) -> None:
         """Raise the error of work that has failed by now, without blocking."""
 
+    def parts(self) -> Sequence["Event"]:
+        """The events that this one stands for."""
+        return (self,)
+
+
+class Job(Protocol):
+    """Submitted work that is being recorded.
+
+    Attributes:
+        after: the events that it waits for, as they were before they were watched.
+    """
+
+    after: Sequence[Event]
+
+    def run(self) -> Pending | None:
+        """Run the work and note when."""
+
+    def watch(self, event: Event) -> Event:
+        """The work's event, with a note of every wait for it."""
+
+
+class Recorder(Protocol):
+    """Takes notes for a trace (`machine/recorder.py`)."""
+
+    def submitted(self, stream: str, work: Work, after: Sequence[Event], nbytes: int, what: str) -> Job:
+        """Work is submitted."""
+
+    def turn_to(self, what: str) -> None:
+        """Compute turns to something; empty: to nothing in particular."""
+
 
 class Streams(ABC):
-    """Side streams of one device."""
+    """Side streams of one device.
+
+    Attributes:
+        recorder: while a trace is taken.
+    """
 
     #: compute reads and writes the cpu tier directly: nothing has to be copied to be used
     aliases_host: bool
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
+        self.recorder: Recorder | None = None
 
-    @abstractmethod
     def submit(
-        self, stream: str, work: Work, *, after: Sequence[Event] = (), writes: Sequence[Tensor] = (), nbytes: int = 0
+        self,
+        stream: str,
+        work: Work,
+        *,
+        after: Sequence[Event] = (),
+        writes: Sequence[Tensor] = (),
+        nbytes: int = 0,
+        what: str = "",
     ) -> Event:
         """Run `work` on a stream.
 
@@ -83,7 +131,28 @@ class Streams(ABC):
             after: events that the work waits for.
             writes: tensors that the work overwrites whole; undefined until the event.
             nbytes: bytes moved, for bandwidth models and traces.
+            what: `verb unit [kind] [tile n]`, for traces.
         """
+        if self.recorder is None:
+            return self._submit(stream, work, after, writes)
+        job = self.recorder.submitted(stream, work, after, nbytes, what)
+        return job.watch(self._submit(stream, job.run, job.after, writes))
+
+    @abstractmethod
+    def _submit(self, stream: str, work: Work, after: Sequence[Event], writes: Sequence[Tensor]) -> Event:
+        """`submit`, as the back end does it."""
+
+    def compute(self, work: Callable[[], None], *, what: str) -> None:
+        """Run what compute itself does: now, in the caller's thread."""
+        if self.recorder is not None:
+            self.recorder.turn_to(what)
+        work()
+        if self.recorder is not None:
+            self.recorder.turn_to("")
+
+    def device_clock(self) -> Clock:
+        """A clock of compute and of the device's streams. Waits for the device."""
+        return HostClock()
 
     def lease(self, buffer: Tensor) -> None:
         """Give a buffer its memory. Contents are undefined.
@@ -144,6 +213,9 @@ class _AllOf(Event):
     def check(self) -> None:
         for event in self._events:
             event.check()
+
+    def parts(self) -> Sequence[Event]:
+        return [part for event in self._events for part in event.parts()]
 
 
 def all_of(events: Iterable[Event]) -> Event:
@@ -241,13 +313,17 @@ class HostEvent(Event):
             HostEvent.synchronize(self)
 
 
+class WorkerThread(threading.Thread):
+    """The thread of a `HostWorker`: neither compute nor the caller's."""
+
+
 class HostWorker:
     """One persistent thread that runs submitted work in order."""
 
     def __init__(self, name: str) -> None:
         self._queue: queue.SimpleQueue[tuple[HostEvent, Work] | None] = queue.SimpleQueue()
         self._last: HostEvent | None = None
-        self._thread = threading.Thread(target=self._loop, name=f"penstock-{name}", daemon=True)
+        self._thread = WorkerThread(target=self._loop, name=f"penstock-{name}", daemon=True)
         self._thread.start()
 
     def submit(self, work: Work, event: HostEvent | None = None) -> HostEvent:
@@ -292,11 +368,9 @@ class InlineStreams(Streams):
         super().__init__(device)
         self._workers: dict[str, HostWorker] = {}
 
-    def submit(
-        self, stream: str, work: Work, *, after: Sequence[Event] = (), writes: Sequence[Tensor] = (), nbytes: int = 0
-    ) -> Event:
+    def _submit(self, stream: str, work: Work, after: Sequence[Event], writes: Sequence[Tensor]) -> Event:
         """Run `work` now if everything before it is done, else queue it."""
-        del writes, nbytes
+        del writes
         worker = self._workers.get(stream)
         if (worker is None or worker.idle()) and all(event.done() for event in after):
             for event in after:
@@ -305,7 +379,7 @@ class InlineStreams(Streams):
             return DONE if pending is None else PendingEvent(pending)
         if worker is None:
             worker = self._workers[stream] = HostWorker(stream)
-        return worker.submit(partial(_after, tuple(after), work))
+        return worker.submit(partial(after_all, tuple(after), work))
 
     def close(self) -> None:
         """Run what is queued and end the threads."""
@@ -313,112 +387,13 @@ class InlineStreams(Streams):
         self._workers.clear()
 
 
-def _after(events: Sequence[Event], work: Work) -> Pending | None:
+def after_all(events: Sequence[Event], work: Work) -> Pending | None:
+    """Wait for the events on the host, then run the work."""
     for event in events:
         event.synchronize()
     return work()
 
 
-class AcceleratorStreams(Streams):
-    """A stream of the accelerator for each kind of movement, and a thread for each kind of work on the host.
-
-    The device's work is enqueued where it is submitted. Where it follows work on the host that is not over, such as the
-    read of a file, a thread waits for that and enqueues it then, and what follows on the same stream too.
-    """
-
-    aliases_host = False
-
-    def __init__(self, device: torch.device) -> None:
-        super().__init__(device)
-        self._module: Any = torch.get_device_module(device)
-        with self._module.device(device):
-            self._sides = {name: self._module.Stream() for name in (UPLOAD, DOWNLOAD, COLLECTIVE)}
-        self._workers = {name: HostWorker(name) for name in (*self._sides, UPDATE, READ, FETCH, WRITE)}
-
-    def submit(
-        self, stream: str, work: Work, *, after: Sequence[Event] = (), writes: Sequence[Tensor] = (), nbytes: int = 0
-    ) -> Event:
-        """Enqueue `work` on the device's stream, or on a host thread."""
-        del writes, nbytes
-        worker = self._workers[stream]
-        if stream not in self._sides:
-            return worker.submit(partial(_after, tuple(after), work))
-        compute = self._module.Event()
-        compute.record(self._module.current_stream(self.device))
-        enqueue = partial(self._enqueue, stream, work, tuple(after), compute)
-        if worker.idle() and all(event.done() or isinstance(event, _DeviceEvent) for event in after):
-            return enqueue()
-        deferred = _DeferredEvent()
-        worker.submit(lambda: deferred.enqueued(enqueue()), deferred)
-        return deferred
-
-    def _enqueue(self, stream: str, work: Work, after: tuple[Event, ...], compute: Any) -> "_DeviceEvent":
-        side = self._sides[stream]
-        with self._module.device(self.device), self._module.stream(side):
-            side.wait_event(compute)
-            for event in after:
-                event.wait()
-            work()
-            recorded = self._module.Event()
-            recorded.record(side)
-        return _DeviceEvent(self._module, self.device, recorded)
-
-    def return_free_memory(self) -> None:
-        """Empty the cache of the device's allocator as well."""
-        super().return_free_memory()
-        with self._module.device(self.device):
-            self._module.empty_cache()
-
-    def close(self) -> None:
-        """Finish host work and device work."""
-        close_workers(self._workers)
-        self._module.synchronize(self.device)
-
-
-class _DeferredEvent(HostEvent):
-    """Device work that a host thread enqueues."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._enqueued: Event = DONE
-
-    def enqueued(self, event: Event) -> None:
-        self._enqueued = event
-
-    def wait(self) -> None:
-        super().synchronize()
-        self._enqueued.wait()
-
-    def synchronize(self) -> None:
-        super().synchronize()
-        self._enqueued.synchronize()
-
-    def done(self) -> bool:
-        return super().done() and self._enqueued.done()
-
-
-class _DeviceEvent(Event):
-    def __init__(self, module: Any, device: torch.device, event: Any) -> None:
-        self._module, self._device, self._event = module, device, event
-
-    def wait(self) -> None:
-        self._module.current_stream(self._device).wait_event(self._event)
-
-    def synchronize(self) -> None:
-        self._event.synchronize()
-
-    def done(self) -> bool:
-        return bool(self._event.query())
-
-    def check(self) -> None:
-        """A device that failed says so at the next call."""
-
-
 def copy(target: Tensor, source: Tensor) -> None:
     """Work: copy a tensor, without waiting for it where the host memory is pinned."""
     target.copy_(source, non_blocking=True)
-
-
-def streams_for(device: torch.device) -> Streams:
-    """The back end of a device: inline for a cpu, the accelerator's own streams otherwise."""
-    return InlineStreams(device) if device.type == "cpu" else AcceleratorStreams(device)

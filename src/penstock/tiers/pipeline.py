@@ -51,8 +51,9 @@ class Tile:
 
 @dataclass
 class _Moves:
-    """What has to happen before the use of one tile, and after it."""
+    """What has to happen before the use of one tile, and after it. `what`: what for."""
 
+    what: str
     ready: list[Event] = field(default_factory=list)
     to_memory: list[Callable[[Event], Event]] = field(default_factory=list)
     to_files: list[Callable[[Event], Event]] = field(default_factory=list)
@@ -71,7 +72,9 @@ class Pipeline:
         self._ring = ring
         self._beside = beside
 
-    def bring(self, number: int, homes: Mapping[str, Home], *, after: Event, written: Sequence[str] = ()) -> Tile:
+    def bring(
+        self, number: int, homes: Mapping[str, Home], *, after: Event, written: Sequence[str] = (), what: str = ""
+    ) -> Tile:
         """Make a tile's values available where the update runs.
 
         Arguments:
@@ -79,11 +82,12 @@ class Pipeline:
             homes: by name.
             after: what is in the homes is complete.
             written: homes that the use writes, and that have to be put back.
+            what: what for, in traces: `update unit tile`.
         """
         sections = {name: tile_of(home, number) for name, home in homes.items()}
         far = any(not self._reaches(section) for section, _ in sections.values())
         slot = self._slot_for(sections) if far else None
-        moves = _Moves()
+        moves = _Moves(what)
         views: dict[str, Views] = {}
         for name, (section, local) in sections.items():
             if self._reaches(section):
@@ -124,10 +128,10 @@ class Pipeline:
         sources = section.views(start, stop)
         targets = _views_like(sources, slot.near[name])
         for source, target in zip(sources, targets, strict=True):
-            event = self._copy(there, target, source, (after, slot.free))
+            event = self._copy(there, target, source, (after, slot.free), moves.what)
             moves.ready.append(event)
             if back:
-                moves.to_memory.append(partial(self._copy_after, return_, source, target))
+                moves.to_memory.append(partial(self._copy_after, return_, source, target, what=moves.what))
         return targets
 
     def _from_file(
@@ -140,15 +144,18 @@ class Pipeline:
         if kept is not None and kept.slot is slot:
             event = slot.free
         else:
-            event = self._fetch(section, number, host[:nbytes], after, slot)
+            event = self._fetch(section, number, host[:nbytes], after, slot, moves.what)
             if near is not host:
-                event = self._copy(UPLOAD, near[:nbytes], host[:nbytes], (event,))
+                event = self._copy(UPLOAD, near[:nbytes], host[:nbytes], (event,), moves.what)
         moves.ready.append(event)
 
         def to_file(used: Event) -> Event:
-            landed = used if near is host else self._copy(DOWNLOAD, host[:nbytes], near[:nbytes], (used,))
+            landed = used
+            if near is not host:
+                landed = self._copy(DOWNLOAD, host[:nbytes], near[:nbytes], (used,), moves.what)
             slot.keep(section, number, host, landed)
-            written = self._streams.submit(WRITE, partial(section.write, number, host), after=(landed,), nbytes=nbytes)
+            work = partial(section.write, number, host)
+            written = self._streams.submit(WRITE, work, after=(landed,), nbytes=nbytes, what=moves.what)
             section.settled[number] = written
             return written
 
@@ -156,9 +163,9 @@ class Pipeline:
             moves.to_files.append(to_file)
         return section.views(number, near)
 
-    def _fetch(self, section: Records, number: int, buffer: Tensor, after: Event, slot: Slot) -> Event:
+    def _fetch(self, section: Records, number: int, buffer: Tensor, after: Event, slot: Slot, what: str) -> Event:
         def from_slot(kept: Tensor, ready: Event) -> Event:
-            return self._copy(FETCH, buffer, kept[: buffer.numel()], (after, ready, slot.free))
+            return self._copy(FETCH, buffer, kept[: buffer.numel()], (after, ready, slot.free), what)
 
         return take_kept(section, number, from_slot) or self._streams.submit(
             FETCH,
@@ -166,14 +173,15 @@ class Pipeline:
             after=(after, section.settled[number], slot.free),
             writes=(buffer,),
             nbytes=buffer.numel(),
+            what=what,
         )
 
-    def _copy_after(self, stream: str, target: Tensor, source: Tensor, used: Event) -> Event:
-        return self._copy(stream, target, source, (used,))
+    def _copy_after(self, stream: str, target: Tensor, source: Tensor, used: Event, *, what: str) -> Event:
+        return self._copy(stream, target, source, (used,), what)
 
-    def _copy(self, stream: str, target: Tensor, source: Tensor, after: Sequence[Event]) -> Event:
-        nbytes = source.numel() * source.element_size()
-        return self._streams.submit(stream, partial(copy, target, source), after=after, writes=(target,), nbytes=nbytes)
+    def _copy(self, stream: str, target: Tensor, source: Tensor, after: Sequence[Event], what: str) -> Event:
+        nbytes, work = source.numel() * source.element_size(), partial(copy, target, source)
+        return self._streams.submit(stream, work, after=after, writes=(target,), nbytes=nbytes, what=what)
 
 
 def tile_of(home: Home, number: int) -> tuple[Section, int]:

@@ -87,8 +87,9 @@ class Store:
                 wanted.setdefault(plan.tier, {}).setdefault(plan.home, []).append(plan)
         slabs: dict[tuple[Tier, str], Slab] = {}
         try:
-            for tier, homes in wanted.items():
-                slabs |= {(tier, home): slab for home, slab in self._tiers[tier].reserve(homes, pin=pin).items()}
+            for tier in sorted(wanted, key=lambda tier: tier is not Tier.NVME):  # disks refuse before memory is taken
+                taken = self._tiers[tier].reserve(wanted[tier], pin=pin)
+                slabs |= {(tier, home): slab for home, slab in taken.items()}
         except BaseException:
             for slab in slabs.values():
                 slab.close()

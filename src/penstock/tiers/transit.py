@@ -29,8 +29,8 @@ class Transit:
         self._streams = streams
         self._ring = ring
 
-    def copy(self, source: Home, target: Home, *, after: Event) -> Event:
-        """Copy all values of a home to another one of the same extent, kinds and tiles.
+    def copy(self, source: Home, target: Home, *, after: Event, what: str = "") -> Event:
+        """Copy all values of a home to another one of the same extent, kinds and tiles. `what`: what for, in traces.
 
         What one of them does not keep, and what they share, stays as it is. Returns the event after which the source is
         free, and what of the target is memory holds the values; `Records.settled` tells of the rest.
@@ -40,14 +40,15 @@ class Transit:
             if here is there or not here.plan.cells or not there.plan.cells:
                 continue
             if isinstance(here, Records):
-                copied += self._from_file(here, there, start, stop, after)
+                copied += self._from_file(here, there, start, stop, after, what)
             elif isinstance(there, Records):
-                copied += self._to_file(here, there, start, stop, after)
+                copied += self._to_file(here, there, start, stop, after, what)
             else:
-                copied += self._in_memory(_views(there, start, stop), _views(here, start, stop), there.tier, (after,))
+                targets, sources = _views(there, start, stop), _views(here, start, stop)
+                copied += self._copy_all(there.tier, targets, sources, (after,), what)
         return all_of(copied)
 
-    def _from_file(self, here: Records, there: Section, start: int, stop: int, after: Event) -> list[Event]:
+    def _from_file(self, here: Records, there: Section, start: int, stop: int, after: Event, what: str) -> list[Event]:
         copied = []
         for number in _tiles(here, start, stop):
             first, last = here.tile_range(number)
@@ -57,12 +58,12 @@ class Transit:
                 buffer: Tensor, ready: Event, number: int = number, targets: Sequence[Tensor] = targets
             ) -> Event:
                 views = here.views(number, buffer)
-                return all_of(self._in_memory(targets, views, there.tier, (after, ready)))
+                return all_of(self._copy_all(there.tier, targets, views, (after, ready), what))
 
-            copied.append(take_kept(here, number, arrive) or self._read(here, number, arrive, after))
+            copied.append(take_kept(here, number, arrive) or self._read(here, number, arrive, after, what))
         return copied
 
-    def _read(self, here: Records, number: int, arrive: Arrive, after: Event) -> Event:
+    def _read(self, here: Records, number: int, arrive: Arrive, after: Event, what: str) -> Event:
         slot = self._ring.take()
         slot.forget()
         buffer = slot.near[PASSING]
@@ -72,12 +73,13 @@ class Transit:
             after=(after, here.settled[number], slot.free),
             writes=(buffer,),
             nbytes=here.record_bytes(number),
+            what=f"{what} tile {number}",
         )
         slot.free = arrive(buffer, read)
         slot.keep(here, number, buffer, read)
         return slot.free
 
-    def _to_file(self, here: Section, there: Records, start: int, stop: int, after: Event) -> list[Event]:
+    def _to_file(self, here: Section, there: Records, start: int, stop: int, after: Event, what: str) -> list[Event]:
         taken = []
         for number in _tiles(there, start, stop):
             slot = self._ring.take()
@@ -85,27 +87,29 @@ class Transit:
             buffer = slot.near[PASSING]
             first, last = there.tile_range(number)
             sources = _views(here, first + there.plan.start, last + there.plan.start)
-            landed = all_of(self._in_memory(there.views(number, buffer), sources, Tier.CPU, (after, slot.free)))
+            views = there.views(number, buffer)
+            landed = all_of(self._copy_all(Tier.CPU, views, sources, (after, slot.free), what))
             slot.free = self._streams.submit(
                 WRITE,
                 partial(there.write, number, buffer),
                 after=(landed, there.settled[number]),
                 nbytes=there.record_bytes(number),
+                what=f"{what} tile {number}",
             )
             there.settled[number] = slot.free
             slot.keep(there, number, buffer, landed)
             taken.append(landed)
         return taken
 
-    def _in_memory(
-        self, targets: Sequence[Tensor], sources: Sequence[Tensor], tier: Tier, after: Sequence[Event]
+    def _copy_all(
+        self, tier: Tier, targets: Sequence[Tensor], sources: Sequence[Tensor], after: Sequence[Event], what: str
     ) -> list[Event]:
         stream = UPLOAD if tier is Tier.DEVICE else DOWNLOAD
-        return [self._copy(stream, t, s, after) for t, s in zip(targets, sources, strict=True)]
+        return [self._copy(stream, t, s, after, what) for t, s in zip(targets, sources, strict=True)]
 
-    def _copy(self, stream: str, target: Tensor, source: Tensor, after: Sequence[Event]) -> Event:
-        nbytes = source.numel() * source.element_size()
-        return self._streams.submit(stream, partial(copy, target, source), after=after, writes=(target,), nbytes=nbytes)
+    def _copy(self, stream: str, target: Tensor, source: Tensor, after: Sequence[Event], what: str) -> Event:
+        nbytes, work = source.numel() * source.element_size(), partial(copy, target, source)
+        return self._streams.submit(stream, work, after=after, writes=(target,), nbytes=nbytes, what=what)
 
 
 def buffer_home(values: Tensor) -> Home:

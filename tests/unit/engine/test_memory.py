@@ -15,10 +15,10 @@ import torch
 from torch import nn
 
 import penstock
-from penstock.kinds import Tier
 from penstock.layout import ALIGNMENT_NUMEL
 from penstock.machine.arena import PAGE_BYTES, return_free_memory
 from penstock.machine.streams import Streams
+from penstock.tiers.host import _HostSlab
 from tests.support import inline, prepare_on, separate, simulated
 
 EVERYTHING_ON_CPU = penstock.Placement(params="cpu", grads="cpu", optimizer="cpu")
@@ -91,14 +91,18 @@ def test_the_allocator_holds_what_the_report_says_and_less_than_a_page_a_cell_mo
     model = stack()
     optimizer = prepare_on(streams(), model, adamw(model), placement=EVERYTHING_ON_CPU)
     store = optimizer._engine.store
-    arena = store._tiers[Tier.CPU]._arena
     cells = list(store.cells())
     reported = optimizer.locations().bytes(tier="cpu")
     assert reported == sum(cell.plan.nbytes for cell in cells)
-    assert arena.used == arena.capacity, "planned exactly"
-    assert 0 <= arena.capacity - reported < PAGE_BYTES * len(cells)
-    homes = [home for unit in optimizer._engine.units for home in unit.homes]
-    assert len({tensor.untyped_storage().data_ptr() for home in homes for tensor in home.tensors}) == 1, "one slab"
+    arenas = [slab._arena for slab in store._left if isinstance(slab, _HostSlab)]
+    assert all(arena.used == arena.capacity for arena in arenas), "planned exactly"
+    assert 0 <= sum(arena.capacity for arena in arenas) - reported < PAGE_BYTES * len(cells)
+    slabs: dict[str, set[int]] = {}
+    for cell in cells:
+        pointers = slabs.setdefault(cell.section.plan.home, set())
+        pointers |= {tensor.untyped_storage().data_ptr() for tensor in cell.section.tensors}
+    assert set(map(len, slabs.values())) == {1}, "one slab for each home"
+    assert len(arenas) == len(slabs)
     numel = sum(p.numel() for p in model.parameters())
     state = reported - optimizer.locations().bytes(kind="staging")
     slots = len(list(model.parameters()))
@@ -174,11 +178,11 @@ def test_a_closed_engine_is_garbage() -> None:
     model = stack()
     optimizer = prepare_on(separate(), model, adamw(model), placement=EVERYTHING_ON_CPU)
     step(model, optimizer)
-    slab = optimizer._engine.store._tiers[Tier.CPU]._arena._slab.data_ptr()
-    assert any(t.untyped_storage().data_ptr() == slab for t in live_tensors())
+    slabs = {slab._arena._slab.data_ptr() for slab in optimizer._engine.store._left if isinstance(slab, _HostSlab)}
+    assert slabs <= {t.untyped_storage().data_ptr() for t in live_tensors()}
     optimizer.close()
     gc.collect()
-    assert not any(t.untyped_storage().data_ptr() == slab for t in live_tensors())
+    assert not slabs & {t.untyped_storage().data_ptr() for t in live_tensors()}
 
 
 def live_tensors() -> list[torch.Tensor]:

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from penstock.machine.accelerator import AcceleratorStreams, streams_for
 from penstock.machine.simulated import SimulatedStreams
 from penstock.machine.streams import (
     COLLECTIVE,
@@ -22,14 +23,12 @@ from penstock.machine.streams import (
     UPDATE,
     UPLOAD,
     WRITE,
-    AcceleratorStreams,
     Event,
     HostEvent,
     HostWorker,
     InlineStreams,
     Streams,
     copy,
-    streams_for,
 )
 
 CPU = torch.device("cpu")

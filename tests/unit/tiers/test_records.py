@@ -10,8 +10,8 @@ from penstock.errors import NvmeError
 from penstock.kinds import Tier
 from penstock.machine.aio import File, Queue
 from penstock.machine.arena import page_aligned
-from penstock.tiers.home import CellPlan
-from penstock.tiers.records import Place, RecordLayout, Records
+from penstock.tiers.home import CellPlan, SectionPlan
+from penstock.tiers.records import Place, RecordLayout, Records, record_sizes
 
 PAGE = 4096
 TILE = 1024
@@ -30,17 +30,20 @@ PLANS = [
 ]
 
 
+def section(plans: list[CellPlan] = PLANS, numel: int = NUMEL) -> SectionPlan:
+    return SectionPlan("optimizer", Tier.NVME, tuple(plans), 0, numel, TILE)
+
+
 class TestRecordLayout:
     def test_sizes_are_whole_pages_of_all_kinds_together(self) -> None:
-        layout = RecordLayout(PLANS, NUMEL, TILE)
         whole = TILE * (2 + 1 + 4) + 4 * 4 + 48  # the scales are padded to a cache line
         assert whole < 2 * PAGE
-        assert layout.sizes == [2 * PAGE, 2 * PAGE, PAGE]
-        assert RecordLayout(PLANS[3:], TILE, TILE).sizes == [PAGE], "one that is full is not padded"
-        assert RecordLayout(PLANS[3:], 256, TILE).sizes == [PAGE]
+        assert record_sizes(section()) == [2 * PAGE, 2 * PAGE, PAGE]
+        assert record_sizes(section(PLANS[3:], TILE)) == [PAGE], "one that is full is not padded"
+        assert record_sizes(section(PLANS[3:], 256)) == [PAGE]
 
     def test_views_have_the_kinds_dtypes_lie_apart_and_begin_on_cache_lines(self) -> None:
-        layout = RecordLayout(PLANS, NUMEL, TILE)
+        layout = RecordLayout(PLANS)
         for numel in (TILE, 256):
             buffer = page_aligned(layout.record_bytes(TILE))
             views = layout.views(buffer, numel)
@@ -59,19 +62,18 @@ def file(tmp_path: Path) -> Iterator[File]:
         yield file
 
 
-def records(file: File, *, checksums: bool = True, plans: list[CellPlan] = PLANS) -> Records:
-    layout = RecordLayout(plans, NUMEL, TILE)
+def records(file: File, *, checksums: bool = True) -> Records:
     places, offset = [], 0
-    for nbytes in layout.sizes:
+    for nbytes in record_sizes(section()):
         places.append(Place(file, offset, nbytes))
         offset += nbytes
-    return Records(layout, places, checksums=checksums)
+    return Records(section(), places, checksums=checksums)
 
 
 def number(home: Records) -> None:
     """Every value is the index of its element, as far as its dtype goes."""
     for start, stop, views in home.visit(0, NUMEL, modify=True):
-        for kind, view in zip(home.plans, views, strict=True):
+        for kind, view in zip(home.plan.cells, views, strict=True):
             view.copy_(torch.arange(start // kind.grain, -(-stop // kind.grain)) % 100)
 
 
@@ -94,7 +96,7 @@ def test_what_was_written_is_read(file: File, checksums: bool) -> None:
     home = records(file, checksums=checksums)
     number(home)
     for start, stop, views in home.visit(0, NUMEL):
-        for kind, view in zip(home.plans, views, strict=True):
+        for kind, view in zip(home.plan.cells, views, strict=True):
             assert torch.equal(view.long(), torch.arange(start // kind.grain, -(-stop // kind.grain)) % 100)
 
 

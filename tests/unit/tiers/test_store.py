@@ -1,56 +1,138 @@
 """The table: what is planned is what is allocated, on the tier that was asked for."""
 
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+
+import pytest
 import torch
 
+from penstock.errors import MemoryBudgetError, NvmeError
 from penstock.kinds import Tier
 from penstock.tiers.device import DeviceTier
-from penstock.tiers.home import CellPlan
+from penstock.tiers.home import CellPlan, MemorySection, SectionPlan
 from penstock.tiers.host import HostTier
+from penstock.tiers.nvme import NvmeTier
 from penstock.tiers.store import Store, bytes_on
+from penstock.tiers.tier import Slab, TierMemory
 
 CPU = torch.device("cpu")
+
+
+def section(home: str, tier: Tier, *kinds: tuple[str, torch.dtype, int], numel: int = 2048) -> SectionPlan:
+    """`kinds`: name, dtype, and elements that one value belongs to."""
+    cells = tuple(CellPlan("a", name, tier, dtype, numel // grain, grain) for name, dtype, grain in kinds)
+    return SectionPlan(home, tier, cells, 0, numel, 512)
+
+
 PLANS = [
-    CellPlan("a", "param", Tier.DEVICE, torch.bfloat16, 300),
-    CellPlan("a", "exp_avg", Tier.CPU, torch.float32, 2000),
-    CellPlan("b", "master", Tier.CPU, torch.int16, 5),
-    CellPlan("b", "master", Tier.CPU, torch.bfloat16, 5),  # a shadow beside its remainder
+    section("param", Tier.DEVICE, ("param", torch.bfloat16, 1), numel=300),
+    section("optimizer", Tier.CPU, ("exp_avg", torch.float32, 1), ("exp_avg_sq", torch.float32, 1), numel=2000),
+    section("shadow", Tier.CPU),  # the parameters are in reach: it keeps nothing
+    section("master", Tier.CPU, ("master", torch.int16, 1), numel=5),
+    section("optimizer", Tier.CPU, ("exp_avg", torch.float32, 1), ("exp_avg_sq", torch.float32, 1), numel=10),
 ]
 
 
 def test_bytes_are_counted_before_anything_is_allocated() -> None:
-    assert [plan.nbytes for plan in PLANS] == [600, 8000, 10, 10]
-    assert [plan.lease_bytes for plan in PLANS] == [4096, 8192, 4096, 4096]
+    cells = [cell for plan in PLANS for cell in plan.cells]
+    assert [cell.nbytes for cell in cells] == [600, 8000, 8000, 10, 40, 40]
+    assert [cell.lease_bytes for cell in cells] == [4096, 8192, 8192, 4096, 4096, 4096]
     assert bytes_on(PLANS, Tier.DEVICE) == 600
-    assert bytes_on(PLANS, Tier.CPU) == 8192 + 4096 + 4096
+    assert bytes_on(PLANS, Tier.CPU) == 2 * 8192 + 3 * 4096
     assert bytes_on(PLANS, Tier.NVME) == 0
 
 
-def test_every_plan_becomes_a_cell_of_zeros_on_its_tier_in_order() -> None:
-    host = HostTier(bytes_on(PLANS, Tier.CPU), CPU)
-    store = Store({Tier.DEVICE: DeviceTier(CPU), Tier.CPU: host}, nvme=None)
-    values = [store.allocate(plan) for plan in PLANS]
+def test_every_plan_becomes_cells_of_zeros_on_its_tier_in_order() -> None:
+    store = Store([DeviceTier(CPU), HostTier(CPU)])
+    reserved = store.reserve(PLANS)
+    assert list(store.cells()) == [], "what is reserved is not there yet"
+    sections = [reserved.make(plan) for plan in PLANS]
     cells = list(store.cells())
-    assert [cell.plan for cell in cells] == PLANS
-    for cell, value, plan in zip(cells, values, PLANS, strict=True):
-        assert (value.numel(), value.dtype, value.device) == (plan.numel, plan.dtype, CPU)
-        assert not value.any()
-        assert not cell.pinned
+    assert [cell.plan for cell in cells] == [cell for plan in PLANS for cell in plan.cells]
+    for made, plan in zip(sections, PLANS, strict=True):
+        assert isinstance(made, MemorySection)
+        assert made.tier is plan.tier
+        for value, cell in zip(made.tensors, plan.cells, strict=True):
+            assert (value.numel(), value.dtype, value.device) == (cell.numel, cell.dtype, CPU)
+            assert not value.any()
+    assert not any(cell.pinned for cell in cells)
     store.close()
     assert list(store.cells()) == []
 
 
-def test_a_home_has_a_cell_for_each_kind() -> None:
-    plans = [
-        CellPlan("a", "exp_avg", Tier.CPU, torch.uint8, 1024),
-        CellPlan("a", "exp_avg_scale", Tier.CPU, torch.float32, 4, grain=256),
-    ]
-    store = Store({Tier.CPU: HostTier(bytes_on(plans, Tier.CPU), CPU)}, nvme=None)
-    home = store.make_home(plans, 1024, 512)
-    assert [(cell.plan, cell.home) for cell in store.cells()] == [(plan, home) for plan in plans]
-    assert [home.tile_range(number) for number in range(home.tiles)] == [(0, 512), (512, 1024)]
-    for first, last, (codes, scales) in home.visit(256, 1024, modify=True):
+def test_a_section_has_a_cell_for_each_kind() -> None:
+    plan = section(
+        "optimizer", Tier.CPU, ("exp_avg", torch.uint8, 1), ("exp_avg_scale", torch.float32, 256), numel=1024
+    )
+    store = Store([DeviceTier(CPU), HostTier(CPU)])
+    made = store.reserve([plan]).make(plan)
+    assert [(cell.plan, cell.section) for cell in store.cells()] == [(cell, made) for cell in plan.cells]
+    assert [made.tile_range(number) for number in range(made.tiles)] == [(0, 512), (512, 1024)]
+    for first, last, (codes, scales) in made.visit(256, 1024, modify=True):
         assert (first, last, codes.numel(), scales.numel()) == (256, 1024, 768, 3)
         scales.fill_(2.0)
-    ((_, _, (_, scales)),) = home.visit(0, 1024)
+    ((_, _, (_, scales)),) = made.visit(0, 1024)
     assert scales.tolist() == [0, 2, 2, 2]
+    store.close()
+
+
+class Watched(TierMemory):
+    """Notes what another tier's slabs go through."""
+
+    def __init__(self, tier: TierMemory, *, refuses: bool = False) -> None:
+        self.name = tier.name
+        self._tier = tier
+        self._refuses = refuses
+        self.log: list[str] = []
+
+    def reserve(self, wanted: Mapping[str, Sequence[SectionPlan]], *, pin: bool = True) -> dict[str, Slab]:
+        if self._refuses:
+            raise MemoryBudgetError("no room")
+        self.log += [f"{home} reserved" for home in wanted]
+        slabs = self._tier.reserve(wanted, pin=pin)
+        for home, slab in slabs.items():
+            slab.close = partial(self._close, home, slab.close)  # type: ignore[method-assign]
+        return slabs
+
+    def _close(self, home: str, close: Callable[[], None]) -> None:
+        self.log.append(f"{home} closed")
+        close()
+
+
+def test_what_a_home_has_on_a_tier_lies_in_one_slab_and_goes_with_its_last_section() -> None:
+    tier = Watched(HostTier(CPU))
+    store = Store([DeviceTier(CPU), tier])
+    reserved = store.reserve(PLANS)
+    _, first, _, master, second = (reserved.make(plan) for plan in PLANS)
+    slabs = [{tensor.untyped_storage().data_ptr() for tensor in s.tensors} for s in (first, second, master)]
+    assert slabs[0] == slabs[1] != slabs[2]
+    tier.log.clear()
+    store.free(first, store.leave(first))
+    assert first.tensors == ()
+    assert first not in [cell.section for cell in store.cells()]
+    assert tier.log == []
+    store.free(second, store.leave(second))
+    assert tier.log == ["optimizer closed"]
+    store.close()
+    assert tier.log == ["optimizer closed", "master closed"]
+
+
+def test_a_tier_that_has_no_room_leaves_nothing_taken_on_the_others(tmp_path: Path) -> None:
+    files = Watched(NvmeTier([tmp_path], queue_depth=1, checksums=True))
+    store = Store([DeviceTier(CPU), Watched(HostTier(CPU), refuses=True), files])
+    with pytest.raises(MemoryBudgetError, match="no room"):
+        store.reserve([*PLANS, section("grad", Tier.NVME, ("grad", torch.bfloat16, 1))])
+    assert files.log == ["grad reserved", "grad closed"]
+    assert list(tmp_path.iterdir()) == []
+    store.close()
+    assert len(files.log) == 2, "closed once"
+
+
+def test_disks_refuse_before_memory_is_taken(tmp_path: Path) -> None:
+    host = Watched(HostTier(CPU))
+    store = Store([host, NvmeTier([tmp_path / "missing"], queue_depth=1, checksums=True)])
+    with pytest.raises(NvmeError, match="missing"):
+        store.reserve([PLANS[1], section("grad", Tier.NVME, ("grad", torch.bfloat16, 1))])
+    assert host.log == []
     store.close()

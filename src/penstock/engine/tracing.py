@@ -1,0 +1,72 @@
+"""Taking a trace: from the notes that streams let a recorder take to the file and the report."""
+
+import os
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from os import PathLike
+from typing import TextIO
+
+from penstock.engine.engine import Engine
+from penstock.errors import ConfigError, EngineError
+from penstock.machine.recorder import Recorder
+from penstock.trace import Summary, Timeline, to_chrome
+
+RANK = "{rank}"
+
+
+class TraceReport:
+    """What a trace found, once its block has ended. Print it for a table.
+
+    Attributes:
+        summary: `None` until then.
+    """
+
+    def __init__(self) -> None:
+        self.summary: Summary | None = None
+
+    def __str__(self) -> str:
+        return "The trace is not over yet." if self.summary is None else str(self.summary)
+
+
+@contextmanager
+def take_trace(path: str | PathLike[str], engine: Engine) -> Iterator[TraceReport]:
+    """See `penstock.Optimizer.trace`."""
+    streams, rank = engine.streams, engine.ranks.rank
+    if streams.recorder is not None:
+        raise EngineError("trace() was called inside another trace. Leave that block first.")
+    name = os.fspath(path)
+    with ExitStack() as opened:
+        file: TextIO | None = None
+        failure: ConfigError | None = None
+        if rank == 0 or RANK in name:
+            try:
+                file = opened.enter_context(open(name.replace(RANK, str(rank)), "w", encoding="utf-8"))
+            except OSError as error:
+                failure = _refused(name, error)
+        engine.ranks.check_failures(failure, streams.device)  # the other ranks would go on alone
+        engine.access.finish()  # nobody would know what a wait for it were for
+        report = TraceReport()
+        recorder = streams.recorder = Recorder(streams)
+        ended = False
+        try:
+            yield report
+            ended = True
+        finally:
+            try:
+                timeline = Timeline(recorder.finish(wait=ended))  # of what failed, some work may never be done
+            finally:
+                streams.recorder = None
+            report.summary = timeline.summary()
+            if file is not None:
+                try:
+                    file.writelines(to_chrome(timeline, rank))
+                    file.flush()
+                except OSError as error:
+                    raise _refused(name, error) from error
+
+
+def _refused(name: str, error: OSError) -> ConfigError:
+    return ConfigError(
+        f"The trace cannot be written to {name!r}: {error.strerror}. Give a file on a disk with space, in a folder "
+        "that exists and that you can write."
+    )

@@ -1,0 +1,212 @@
+"""Fractions as bytes: each tier holds its share to within a tile, the first units in forward order on the fastest."""
+
+import time
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import penstock
+from penstock.engine.update import Updater
+from penstock.kinds import Tier
+from penstock.machine.simulated import SimulatedStreams
+from penstock.machine.streams import UPDATE, UPLOAD, Event, Streams, Work
+from tests.support import SeparateStreams, disks, inline, prepare_on, separate
+
+WIDTH, BLOCKS = 96, 4  # five tiles each
+TILE_BYTES = 4096
+TENTHS = [number / 10 for number in range(11)]
+BYTES = {"param": 2, "grad": 2, "master": 2, "exp_avg": 4, "exp_avg_sq": 4}  # per parameter, in bf16
+KINDS = {"params": ["param"], "grads": ["grad"], "optimizer": ["master", "exp_avg", "exp_avg_sq"]}
+
+
+def stack() -> nn.Sequential:
+    return nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(BLOCKS)))
+
+
+def prepared(
+    streams: Streams, *, stage: int = 3, overlap: str = "auto", tile_bytes: int = TILE_BYTES, **homes: Any
+) -> tuple[nn.Sequential, penstock.Optimizer]:
+    model = stack()
+    return model, prepare_on(
+        streams,
+        model,
+        torch.optim.AdamW(model.parameters(), lr=1e-2),
+        stage=stage,
+        overlap=overlap,
+        placement=penstock.Placement(**homes, nvme_path=disks()),
+        options=penstock.Options(tile_bytes=tile_bytes),
+    )
+
+
+def backward(model: nn.Module, optimizer: penstock.Optimizer) -> None:
+    optimizer.backward(model(torch.ones(2, WIDTH)).float().square().sum())
+
+
+def on_tiers(what: str, home: dict[str, float]) -> list[dict[str, int]]:
+    """For each kind, its bytes on each tier."""
+    _, optimizer = prepared(separate(), **{what: home})
+    report = optimizer.locations()
+    optimizer.close()
+    return [
+        {tier: sum(row.nbytes for row in report.rows if (row.kind, row.tier) == (kind, tier)) for tier in Tier}
+        for kind in KINDS[what]
+    ]
+
+
+def sweep(first: str, second: str, third: str = "") -> list[dict[str, float]]:
+    """Shares of the first tier from 0 to 1; the others have what is left, the third a third of that."""
+    rest = {second: 2 / 3, third: 1 / 3} if third else {second: 1.0}
+    return [{first: share, **{tier: (1 - share) * part for tier, part in rest.items()}} for share in TENTHS]
+
+
+SWEEPS = [("device", "cpu"), ("cpu", "nvme"), ("device", "cpu", "nvme"), ("cpu", "nvme", "device")]
+
+
+@pytest.mark.parametrize("tiers", SWEEPS, ids=str)
+@pytest.mark.parametrize("what", KINDS)
+def test_bytes_on_each_tier_are_the_fraction_to_within_a_tile(what: str, tiers: Sequence[str]) -> None:
+    shadow = 2 if what == "optimizer" else 0  # beside the remainder, where the update does not reach the parameters
+    tile_numel = TILE_BYTES // 2
+    of_first = []
+    for home in sweep(*tiers):
+        found = on_tiers(what, home)
+        for kind, nbytes in zip(KINDS[what], found, strict=True):
+            per_parameter = BYTES[kind]
+            if kind == "master":
+                nbytes = {**nbytes, Tier.CPU: nbytes[Tier.CPU] * BYTES[kind] // (BYTES[kind] + shadow)}
+            total, tile = sum(nbytes.values()), tile_numel * per_parameter
+            assert total == per_parameter * BLOCKS * (WIDTH * WIDTH + 256)
+            for tier in Tier:
+                assert abs(nbytes[tier] - home.get(tier, 0.0) * total) <= tile, (kind, tier, home)
+        of_first.append(found[0][Tier(tiers[0])])
+    assert of_first == sorted(of_first), "more is never less"
+    assert all(a < b for a, b in pairwise(of_first)), "tiles are small enough to tell a tenth"
+
+
+def test_all_kinds_of_an_optimizer_are_cut_in_one_place() -> None:
+    home = {"device": 0.45, "cpu": 0.35, "nvme": 0.2}
+    _, optimizer = prepared(inline(), params=home, grads=home, optimizer=home)
+    for unit in optimizer._engine.units:
+        cuts = [
+            [(plan.tier, plan.start, plan.stop) for plan in home.plans]
+            for name, home in unit.homes.items()
+            if name != "shadow"
+        ]
+        assert all(cut == cuts[0] for cut in cuts)
+    optimizer.close()
+
+
+def test_twin_flow_puts_a_ratio_of_the_optimizer_on_the_cpu() -> None:
+    model = stack()
+    placement = penstock.Placement.twin_flow(0.4)
+    optimizer = prepare_on(
+        inline(), model, torch.optim.AdamW(model.parameters()), placement=placement,
+        options=penstock.Options(tile_bytes=TILE_BYTES),
+    )  # fmt: skip
+    report = optimizer.locations()
+    device, cpu = (report.bytes(kind="optimizer", tier=tier) for tier in ("device", "cpu"))
+    tile = TILE_BYTES // 2 * (BYTES["exp_avg"] + BYTES["exp_avg_sq"])
+    assert abs(cpu - 0.4 * (device + cpu)) <= tile
+    optimizer.close()
+
+
+@pytest.mark.parametrize("what", KINDS)
+def test_the_first_units_in_forward_order_are_on_the_fastest_tier(what: str) -> None:
+    _, optimizer = prepared(separate(), **{what: {"nvme": 0.2, "cpu": 0.3, "device": 0.5}})
+    report = optimizer.locations()
+    tiers = [
+        [row.tier for row in report.rows if row.unit == str(number) and row.kind == KINDS[what][-1]]
+        for number in range(BLOCKS)
+    ]
+    assert tiers == [["device"], ["device"], ["cpu"], ["cpu", "nvme"]]
+    optimizer.close()
+
+
+class Counting(SeparateStreams):
+    """Counts what is submitted, by stream."""
+
+    def __init__(self) -> None:
+        super().__init__(torch.device("cpu"))
+        self.counts: dict[str, int] = {}
+
+    def submit(self, stream: str, work: Work, **rest: Any) -> Event:
+        self.counts[stream] = self.counts.get(stream, 0) + 1
+        return super().submit(stream, work, **rest)
+
+
+def uploads_of_a_forward(params: dict[str, float]) -> int:
+    streams = Counting()
+    model, optimizer = prepared(streams, params=params)
+    streams.counts.clear()
+    with torch.no_grad():
+        model(torch.ones(1, WIDTH))
+    optimizer.close()
+    return streams.counts.get(UPLOAD, 0)
+
+
+def test_units_that_are_wholly_on_the_device_stay_resident() -> None:
+    """A unit on a cut is gathered from its sections, one copy each, and one beyond it from the one that it is."""
+    assert uploads_of_a_forward({"device": 1.0}) == 0
+    assert uploads_of_a_forward({"device": 0.5, "cpu": 0.5}) == 2
+    assert uploads_of_a_forward({"device": 0.65, "cpu": 0.35}) == 2 + 1
+    assert uploads_of_a_forward({"cpu": 1.0}) == BLOCKS
+
+
+def test_a_unit_that_is_resident_beside_gathered_ones_shows_its_parameters() -> None:
+    model, optimizer = prepared(separate(), params={"device": 0.5, "cpu": 0.5})
+    shown = [not bool(p.isnan().any()) for p in model.parameters()]
+    assert shown == [True] * 4 + [False] * 4
+    optimizer.close()
+
+
+SLOW_SECONDS = 0.02
+
+
+def seconds_of_a_step(patch: pytest.MonkeyPatch, *, device: float, host: float, **homes: Any) -> float:
+    """With updates that take so long for each tile on the device and on the host. They run in turn on either side."""
+    streams = SimulatedStreams(lambda stream, nbytes: host if stream == UPDATE else 0.0)
+    apply = Updater._apply
+
+    def slow(self: Updater, tile: Any, *rest: Any) -> None:
+        if tile.beside is Tier.DEVICE:
+            time.sleep(device)
+        apply(self, tile, *rest)
+
+    patch.setattr(Updater, "_apply", slow)
+    model, optimizer = prepared(streams, **homes)
+    backward(model, optimizer)
+    optimizer.synchronize()
+    start = time.perf_counter()
+    optimizer.step()
+    optimizer.synchronize()
+    seconds = time.perf_counter() - start
+    optimizer.close()
+    return seconds
+
+
+HALF = {"device": 0.5, "cpu": 0.5}
+
+
+@pytest.mark.parametrize(
+    "homes",
+    [
+        pytest.param({"optimizer": HALF}, id="the optimizer"),
+        pytest.param({"optimizer": HALF, "params": "cpu", "grads": "cpu"}, id="the optimizer, the rest on the cpu"),
+        pytest.param({"params": HALF, "grads": HALF, "optimizer": HALF}, id="everything"),
+    ],
+)
+@pytest.mark.parametrize("overlap", ["none", "forward"])
+def test_tiles_of_the_device_and_of_the_host_are_updated_at_the_same_time(homes: Any, overlap: str) -> None:
+    def measure(device: float, host: float) -> float:
+        with pytest.MonkeyPatch.context() as patch:
+            return seconds_of_a_step(patch, device=device, host=host, overlap=overlap, **homes)
+
+    on_device, on_host = measure(SLOW_SECONDS, 0), measure(0, SLOW_SECONDS)
+    tiles = 5 * BLOCKS
+    assert min(on_device, on_host) >= tiles / 2 * SLOW_SECONDS, "half of the tiles each, one after the other"
+    both = measure(SLOW_SECONDS, SLOW_SECONDS)
+    assert both < max(on_device, on_host) + 0.4 * min(on_device, on_host)

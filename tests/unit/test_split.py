@@ -1,0 +1,110 @@
+"""Which tiles go where: whole tiles, as many as the fractions say, in forward order, fastest tier first."""
+
+from itertools import pairwise
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from penstock.kinds import Tier
+from penstock.split import FASTEST_FIRST, Span, part, split
+
+DEVICE, CPU, NVME = Tier.DEVICE, Tier.CPU, Tier.NVME
+
+#: elements of each tile of each unit
+models = st.lists(st.lists(st.integers(1, 1000), min_size=1, max_size=8), min_size=1, max_size=8)
+
+
+@st.composite
+def fractions(draw: st.DrawFn) -> dict[Tier, float]:
+    """Any that sum to 1, of one tier, two or three, in any order."""
+    tiers = draw(st.permutations(FASTEST_FIRST))[: draw(st.integers(1, 3))]
+    cuts = sorted(draw(st.lists(st.floats(0, 1), min_size=len(tiers) - 1, max_size=len(tiers) - 1)))
+    return {tier: stop - start for tier, (start, stop) in zip(tiers, pairwise([0.0, *cuts, 1.0]), strict=True)}
+
+
+def on(tier: Tier, units: list[tuple[Span, ...]]) -> int:
+    return sum(span.stop - span.start for spans in units for span in spans if span.tier is tier)
+
+
+@given(models, fractions())
+def test_each_tier_has_its_fraction_of_all_elements_to_within_a_tile(
+    units: list[list[int]], fractions: dict[Tier, float]
+) -> None:
+    found = split(units, fractions)
+    tile = max(map(max, units))
+    for tier in Tier:
+        assert abs(on(tier, found) - fractions.get(tier, 0.0) * sum(map(sum, units))) <= tile + 1e-6
+
+
+@given(models, fractions())
+def test_a_tier_without_a_share_has_no_tile(units: list[list[int]], fractions: dict[Tier, float]) -> None:
+    found = split(units, fractions)
+    assert {span.tier for spans in found for span in spans} <= {tier for tier, share in fractions.items() if share}
+
+
+@given(models, fractions())
+def test_spans_are_whole_tiles_that_follow_each_other_fastest_first(
+    units: list[list[int]], fractions: dict[Tier, float]
+) -> None:
+    found = split(units, fractions)
+    assert len(found) == len(units)
+    speeds = []
+    for tiles, spans in zip(units, found, strict=True):
+        borders = {sum(tiles[:count]) for count in range(len(tiles) + 1)}
+        assert spans[0].start == 0
+        assert spans[-1].stop == sum(tiles)
+        assert all(a.stop == b.start and a.tier is not b.tier for a, b in pairwise(spans))
+        assert {border for span in spans for border in span[1:]} <= borders
+        speeds += [FASTEST_FIRST.index(span.tier) for span in spans]
+    assert speeds == sorted(speeds), "over all units in forward order"
+
+
+@given(models, fractions())
+def test_equal_fractions_are_equal_cuts(units: list[list[int]], fractions: dict[Tier, float]) -> None:
+    assert split(units, fractions) == split(units, dict(reversed(fractions.items())))
+
+
+@given(models, fractions(), st.floats(0, 1))
+def test_a_larger_share_of_the_device_takes_no_tile_from_it(
+    units: list[list[int]], fractions: dict[Tier, float], share: float
+) -> None:
+    more = {DEVICE: share, CPU: 1 - share}
+    less = {DEVICE: share / 2, CPU: 1 - share / 2}
+    assert on(DEVICE, split(units, less)) <= on(DEVICE, split(units, more))
+
+
+def test_a_cut_in_the_middle_of_a_unit() -> None:
+    tenths = {DEVICE: 0.5, CPU: 0.3, NVME: 0.2}
+    assert split([[4, 4, 2], [4, 4, 2]], tenths) == [
+        (Span(DEVICE, 0, 10),),
+        (Span(CPU, 0, 4), Span(NVME, 4, 10)),
+    ]
+    assert split([[4] * 10], tenths) == [(Span(DEVICE, 0, 20), Span(CPU, 20, 32), Span(NVME, 32, 40))]
+
+
+def test_a_tile_goes_where_more_than_half_of_it_belongs_and_where_none_has_more_to_the_slower_tier() -> None:
+    assert split([[10, 10]], {DEVICE: 0.75, CPU: 0.25}) == [(Span(DEVICE, 0, 10), Span(CPU, 10, 20))]
+    assert split([[10, 10]], {DEVICE: 0.8, CPU: 0.2}) == [(Span(DEVICE, 0, 20),)]
+    assert split([[10, 10]], {DEVICE: 0.74, CPU: 0.26}) == [(Span(DEVICE, 0, 10), Span(CPU, 10, 20))]
+
+
+def test_fractions_whose_sum_is_rounded_lose_no_tile() -> None:
+    thirds = {DEVICE: 0.3333333, CPU: 0.3333333, NVME: 0.3333333}
+    assert split([[1] * 9], thirds) == [(Span(DEVICE, 0, 3), Span(CPU, 3, 6), Span(NVME, 6, 9))]
+
+
+@pytest.mark.parametrize(
+    ("start", "stop", "expected"),
+    [
+        (0, 10, (Span(DEVICE, 0, 4), Span(CPU, 4, 8), Span(NVME, 8, 10))),
+        (2, 6, (Span(DEVICE, 0, 2), Span(CPU, 2, 4))),
+        (4, 8, (Span(CPU, 0, 4),)),
+        (5, 7, (Span(CPU, 0, 2),)),
+        (8, 10, (Span(NVME, 0, 2),)),
+        (3, 3, ()),
+    ],
+)
+def test_a_part_is_counted_from_its_start(start: int, stop: int, expected: tuple[Span, ...]) -> None:
+    spans = (Span(DEVICE, 0, 4), Span(CPU, 4, 8), Span(NVME, 8, 10))
+    assert part(spans, start, stop) == expected
