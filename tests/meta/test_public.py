@@ -116,7 +116,7 @@ def test_public_names() -> None:
 
 
 def test_prepare() -> None:
-    assert signature(penstock.prepare) == PREPARE
+    assert signature(penstock.prepare) == PREPARE[:-1] + ", weights=None)"
 
 
 def test_optimizer() -> None:

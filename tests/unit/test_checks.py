@@ -91,17 +91,16 @@ REFUSED: dict[str, tuple[Callable[[nn.Module], Any], str]] = {
     ),
     # Not available
     "activations": (
-        with_(placement=Placement(activations="cpu")),
-        "Placement(activations=...) is not available in this version. Use the model's own activation checkpointing.",
+        with_(placement=Placement(activations="nvme")),
+        "activations='nvme' needs a folder for its files. Name one on a fast disk: Placement(nvme_path=...).",
     ),
     "auto": (
         with_(placement="auto"),
         "placement='auto' is not available in this version. Give a penstock.Placement.",
     ),
-    "fp16": (with_(precision="fp16"), "precision='fp16' is not available in this version. Use precision='bf16'."),
     "unit_micro_batches": (
-        with_(unit_micro_batches=2),
-        "unit_micro_batches=2 is not available in this version. Use 1,",
+        with_(unit_micro_batches=0),
+        "unit_micro_batches=0: use a whole number, 1 or more.",
     ),
     # Optimizers
     "no rule": (
@@ -197,7 +196,7 @@ def test_meta_tensors_are_refused(nothing_allocated):
     optimizer = adamw(model)
     with pytest.raises(ConfigError) as caught:
         penstock.prepare(model, optimizer)
-    assert "'first.weight' (16, 8) is on the meta device. Give it values first: model.to_empty(device='cpu')" in str(
+    assert "'first.weight' (16, 8) is on the meta device. Say where its values come from: prepare(weights=" in str(
         caught.value
     )
     model = Stack()
@@ -434,7 +433,6 @@ def test_after_close(model):
 
 
 NOT_YET: dict[str, tuple[Callable[[penstock.Optimizer], Any], str]] = {
-    "clip_grad_norm_": (lambda o: o.clip_grad_norm_(1.0), "Use prepare(max_grad_norm=...)."),
     "save": (lambda o: o.save("x"), "Use state_dict() and model.state_dict() under gathered()."),
     "load": (lambda o: o.load("x"), "Use load_state_dict() and set_full_param()."),
 }

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from penstock.errors import CheckpointError
@@ -63,6 +62,8 @@ class WeightFiles:
     def read(self, name: str, start: int, stop: int) -> Tensor:
         """Elements `start` to `stop` of a tensor, counted as if it were flat: 1-D, on the cpu, in its dtype."""
         entry = self.entries[name]
+        from safetensors import safe_open  # not with the package: few need it
+
         if entry.file not in self._opened:
             self._opened[entry.file] = safe_open(entry.file, framework="pt").__enter__()  # type: ignore[no-untyped-call]
         opened = self._opened[entry.file]
@@ -116,6 +117,8 @@ def _indexed(index: Path) -> Sequence[Path]:
 
 
 def _headers(file: Path) -> dict[str, Entry]:
+    from safetensors import SafetensorError, safe_open
+
     entries = {}
     try:
         with safe_open(file, framework="pt") as opened:
