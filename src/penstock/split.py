@@ -24,12 +24,15 @@ class Span(NamedTuple):
     stop: int
 
 
-def split(units: Sequence[Sequence[int]], fractions: Mapping[Tier, float]) -> list[tuple[Span, ...]]:
-    """Give each tier its fraction of all elements, to within one tile.
+def split(
+    units: Sequence[Sequence[int]], fractions: Mapping[Tier, float], bytes_of: Sequence[float] | None = None
+) -> list[tuple[Span, ...]]:
+    """Give each tier its fraction of all bytes, to within one tile.
 
     Arguments:
         units: the elements of each tile of each unit, in forward order.
         fractions: of the tiers; they sum to 1.
+        bytes_of: of one element of each unit; `None` where units are alike.
 
     Returns:
         For each unit its spans, in order, each of whole tiles.
@@ -39,25 +42,26 @@ def split(units: Sequence[Sequence[int]], fractions: Mapping[Tier, float]) -> li
         (Span(tier=<Tier.DEVICE: 'device'>, start=0, stop=4), Span(tier=<Tier.CPU: 'cpu'>, start=4, stop=8))
     """
     tiers = [tier for tier in FASTEST_FIRST if fractions.get(tier)]
-    total = sum(map(sum, units))
+    weights = bytes_of or [1.0] * len(units)
+    total = sum(weight * sum(tiles) for weight, tiles in zip(weights, units, strict=True))
     ends, share = [], 0.0
     for tier in tiers[:-1]:
         share += fractions[tier]
         ends.append(share * total)
     spans: list[tuple[Span, ...]] = []
-    passed, current = 0, 0
-    for tiles in units:
+    passed, current = 0.0, 0
+    for tiles, weight in zip(units, weights, strict=True):
         unit: list[Span] = []
         cursor = 0
         for numel in tiles:
-            while current < len(ends) and passed + numel / 2 >= ends[current]:  # half of it or more is beyond
+            while current < len(ends) and passed + weight * numel / 2 >= ends[current]:  # half of it or more is beyond
                 current += 1
             if unit and unit[-1].tier is tiers[current]:
                 unit[-1] = unit[-1]._replace(stop=cursor + numel)
             else:
                 unit.append(Span(tiers[current], cursor, cursor + numel))
             cursor += numel
-            passed += numel
+            passed += weight * numel
         spans.append(tuple(unit))
     return spans
 

@@ -37,6 +37,19 @@ def test_each_tier_has_its_fraction_of_all_elements_to_within_a_tile(
         assert abs(on(tier, found) - fractions.get(tier, 0.0) * sum(map(sum, units))) <= tile + 1e-6
 
 
+@given(models, fractions(), st.data())
+def test_bytes_count_where_units_are_not_alike(
+    units: list[list[int]], fractions: dict[Tier, float], data: st.DataObject
+) -> None:
+    bytes_of = data.draw(st.lists(st.sampled_from([2, 4, 12]), min_size=len(units), max_size=len(units)))
+    found = split(units, fractions, bytes_of)
+    tile = max(nbytes * max(tiles) for nbytes, tiles in zip(bytes_of, units, strict=True))
+    total = sum(nbytes * sum(tiles) for nbytes, tiles in zip(bytes_of, units, strict=True))
+    for tier in Tier:
+        held = sum(nbytes * on(tier, [spans]) for nbytes, spans in zip(bytes_of, found, strict=True))
+        assert abs(held - fractions.get(tier, 0.0) * total) <= tile + 1e-6
+
+
 @given(models, fractions())
 def test_a_tier_without_a_share_has_no_tile(units: list[list[int]], fractions: dict[Tier, float]) -> None:
     found = split(units, fractions)

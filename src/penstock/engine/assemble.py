@@ -1,6 +1,6 @@
 """A unit's homes: planned from the request, then made and filled from the model's parameters."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -41,6 +41,17 @@ class Homes:
     states: tuple[StateSpec, ...]
     tile_numel: int
 
+    def keeps_master(self, spec: UnitSpec) -> bool:
+        """Whether a unit has master weights beside its parameters."""
+        return self.master_dtype is not None and spec.trainable and spec.dtype != torch.float32
+
+    def optimizer_bytes(self, spec: UnitSpec) -> float:
+        """Bytes of master weights and states of one element, or of the parameter where there are none."""
+        nbytes = sum(state.dtype.itemsize + (4 / BLOCK_NUMEL if state.scale_name else 0) for state in self.states)
+        if self.master_dtype is not None and self.keeps_master(spec):
+            nbytes += self.master_dtype.itemsize
+        return nbytes or spec.dtype.itemsize
+
 
 @dataclass(frozen=True)
 class Kind:
@@ -59,11 +70,15 @@ def plan_units(specs: Sequence[UnitSpec], homes: Homes, ranks: Ranks, streams: S
     tiles = [_tiles(layout.shard_numel, homes.tile_numel) for layout in layouts]
     trained = [index for index, spec in enumerate(specs) if spec.trainable]
 
-    def cut(chosen: Sequence[int], fractions: Mapping[Tier, float], copies: int = 1) -> dict[int, tuple[Span, ...]]:
-        return dict(zip(chosen, split([tiles[index] * copies for index in chosen], fractions), strict=True))
+    def cut(
+        chosen: Sequence[int], fractions: Mapping[Tier, float], bytes_of: Callable[[UnitSpec], float], copies: int = 1
+    ) -> dict[int, tuple[Span, ...]]:
+        bytes_of_units = [bytes_of(specs[index]) for index in chosen]
+        return dict(zip(chosen, split([tiles[i] * copies for i in chosen], fractions, bytes_of_units), strict=True))
 
-    params = cut(range(len(specs)), homes.params, ranks.shards if replicated else 1)
-    grads, optimizer = cut(trained, homes.grads), cut(trained, homes.optimizer)
+    params = cut(range(len(specs)), homes.params, lambda spec: spec.dtype.itemsize, ranks.shards if replicated else 1)
+    grads = cut(trained, homes.grads, lambda spec: homes.grad_dtype.itemsize)
+    optimizer = cut(trained, homes.optimizer, homes.optimizer_bytes)
     return [
         UnitPlan(spec, layout, homes, ranks, streams, replicated, params[i], grads.get(i, ()), optimizer.get(i, ()))
         for i, (spec, layout) in enumerate(zip(specs, layouts, strict=True))
@@ -111,8 +126,7 @@ class UnitPlan:
 
     def _plan_optimizer(self, optimizer: Sequence[Span]) -> None:
         spec, homes = self.spec, self.homes
-        has_master = homes.master_dtype is not None and spec.dtype != torch.float32
-        master = [Kind(MASTER, homes.master_dtype)] if has_master and homes.master_dtype else []
+        master = [Kind(MASTER, homes.master_dtype)] if homes.master_dtype and homes.keeps_master(spec) else []
         kinds: list[Kind] = []
 
         def add(kind: Kind) -> int:
@@ -212,7 +226,7 @@ class UnitPlan:
 
     def fill(self, unit: Unit, flats: Sequence[Flat]) -> None:
         """Put parameters into the home, and this rank's part of them into the master; their own memory goes."""
-        remainder = self.homes.master_dtype == torch.int16 and unit.spec.dtype != torch.float32 and unit.spec.trainable
+        remainder = self.homes.master_dtype == torch.int16 and self.homes.keeps_master(unit.spec)
         if unit.replica is not None:
             for slot, flat in zip(unit.layout.slots, flats, strict=True):
                 for start, stop, (values,) in unit.replica.visit(slot.start, slot.stop, modify=True):
