@@ -277,6 +277,7 @@ def build(
         units,
         plans,
         store,
+        ranks,
         streams,
         gatherer,
         reducer,
