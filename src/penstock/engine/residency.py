@@ -161,7 +161,8 @@ class Mover:
         with contextlib.ExitStack() as undo:
             undo.callback(self._take_back_lent, changes)
             try:  # 1.
-                reserved = self._store.reserve([*new, *(plan for slot in slots for plan in slot.sections())], pin=pin)
+                buffered = [plan for slot in slots for plan in slot.sections()]
+                reserved = self._store.reserve([*new, *buffered], pin=pin, apart=self._away(new))
                 undo.callback(reserved.cancel)
                 moves += [_Move(unit, self._make(unit, homes, reserved)) for unit, homes in changes.items()]
                 ring.fill(buffers.make_slots(slots, reserved))
@@ -217,6 +218,10 @@ class Mover:
         for name, plans in homes.items():
             if not (name == PARAM and self._becomes_resident(unit, plans)):
                 yield from (plan for plan in plans if plan.cells and plan not in unit.homes[name].plans)
+
+    def _away(self, sections: Collection[SectionPlan]) -> Collection[SectionPlan]:
+        """Those of the new sections that the next reload leaves."""
+        return set(sections).difference(*(plans for plan in self._plans.values() for plans in plan.sections.values()))
 
     def _becomes_resident(self, unit: Unit, params: Sequence[SectionPlan]) -> bool:
         return self._plans[unit].resident and list(params) == list(self._plans[unit].sections[PARAM])

@@ -29,18 +29,19 @@ class Reservation:
 
     Arguments:
         store: enters what is made in the table.
-        slabs: by tier and home.
+        slabs: by tier and home, and by home for those that are `apart`.
     """
 
-    def __init__(self, store: "Store", slabs: Mapping[tuple[Tier, str], Slab]) -> None:
+    def __init__(self, store: "Store", slabs: Mapping[tuple[Tier, str], Slab], apart: Collection[SectionPlan]) -> None:
         self._store = store
         self._slabs = slabs
+        self._apart = apart
 
     def make(self, plan: SectionPlan) -> Section:
         """Make one of the sections; those of one tier and home in the order in which they were reserved."""
         if not plan.cells:
             return MemorySection(plan, ())
-        slab = self._slabs[plan.tier, plan.home]
+        slab = self._slabs[plan.tier, _slab_name(plan, self._apart)]
         section = slab.make(plan)
         self._store.enter(section, slab)
         return section
@@ -67,11 +68,14 @@ class Store:
         self._lock = threading.Lock()  # state that is in flight is freed by the thread that sees it arrive
         self._left: dict[Slab, int] = {}  # sections that it still holds, or will
 
-    def reserve(self, plans: Sequence[SectionPlan], *, pin: bool = True) -> Reservation:
+    def reserve(
+        self, plans: Sequence[SectionPlan], *, pin: bool = True, apart: Collection[SectionPlan] = frozenset()
+    ) -> Reservation:
         """Take the memory and files for some sections. What one home has on one tier is given back together.
 
         Arguments:
             plans: sections, in the order in which those of a home will be made.
+            apart: those of them that are given back while others of their home stay.
             pin: page-lock host memory that a device copies from.
 
         Raises:
@@ -80,7 +84,7 @@ class Store:
         wanted: dict[Tier, dict[str, list[SectionPlan]]] = {}
         for plan in plans:
             if plan.cells:
-                wanted.setdefault(plan.tier, {}).setdefault(plan.home, []).append(plan)
+                wanted.setdefault(plan.tier, {}).setdefault(_slab_name(plan, apart), []).append(plan)
         slabs: dict[tuple[Tier, str], Slab] = {}
         try:
             for tier in sorted(wanted, key=lambda tier: tier is not Tier.NVME):  # disks refuse before memory is taken
@@ -91,7 +95,7 @@ class Store:
                 slab.close()
             raise
         self._left |= {slab: len(wanted[tier][home]) for (tier, home), slab in slabs.items()}
-        return Reservation(self, slabs)
+        return Reservation(self, slabs, apart)
 
     def enter(self, section: Section, slab: Slab | None) -> None:
         """Put a section in the table. `slab`: what it is made of; `None` for memory that somebody else owns."""
@@ -163,6 +167,10 @@ class Store:
                 closing.callback(slab.close)
             for tier in self._tiers.values():
                 closing.callback(tier.close)
+
+
+def _slab_name(plan: SectionPlan, apart: Collection[SectionPlan]) -> str:
+    return f"{plan.home}-apart" if plan in apart else plan.home
 
 
 def bytes_on(plans: Sequence[SectionPlan], tier: Tier) -> int:
