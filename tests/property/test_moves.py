@@ -113,7 +113,7 @@ def run(streams: Streams, sequence: list[Operation], *arguments: Any) -> Log:
 @pytest.mark.parametrize(
     "make", [inline, separate, lambda: simulated(most_seconds=0.0005)], ids=["inline", "separate", "simulated"]
 )
-@settings(max_examples=25, deadline=None, derandomize=True)
+@settings(max_examples=20, deadline=None, derandomize=True)
 @given(
     moving_sequences(),
     st.sampled_from(SPLITS),
