@@ -206,11 +206,12 @@ class Mover:
             elif name == PARAM and unit.replica is None:
                 plans = self._plans[unit].sections[PARAM]
             wanted[name] = [plan if plan.tier is to or not plan.cells else plan.on(to) for plan in plans]
-        if unit.trained is not None and any(
-            tuple(wanted[name]) != unit.homes[name].plans for name in wanted.keys() - {GRAD}
-        ):
-            # It stands between a home of the parameters and one of the optimizer. Tiles are brought instead.
-            wanted[SHADOW] = [replace(plan, cells=()) for plan in unit.homes[SHADOW].plans]
+        if unit.trained is not None:
+            shadow = unit.homes[SHADOW].plans
+            moves = any(tuple(wanted[name]) != unit.homes[name].plans for name in wanted.keys() - {GRAD})
+            if moves or (MASTER in homes and any(plan.cells and plan.tier is not to for plan in shadow)):
+                # It stands between a home of the parameters and one of the optimizer. Tiles are brought instead.
+                wanted[SHADOW] = [replace(plan, cells=()) for plan in shadow]
         return wanted
 
     def _new_sections(self, unit: Unit, homes: Wanted) -> Iterator[SectionPlan]:
