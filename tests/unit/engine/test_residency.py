@@ -228,14 +228,46 @@ def test_a_persistent_unit_comes_home_from_after_its_update(tmp_path: Path) -> N
 def test_staging_is_bounded_and_given_back(tmp_path: Path) -> None:
     model, optimizer = prepared(separate(), tmp_path, params="cpu", optimizer="cpu")
     train(model, optimizer)
-    assert optimizer.locations().bytes(kind="staging") > 0
+    staging = optimizer.locations().bytes(kind="staging")
+    assert 0 < staging < 40 * 4096 * 8
     optimizer.offload_states(to="nvme")
     assert optimizer.locations().bytes(kind="staging") == 0
     assert slabs(optimizer) == [], "no buffer stays mapped"
     optimizer.reload_states()
-    assert optimizer.locations().bytes(kind="staging") == 0
     train(model, optimizer)
-    assert 0 < optimizer.locations().bytes(kind="staging") < 40 * 4096 * 8
+    assert optimizer.locations().bytes(kind="staging") == staging
+    optimizer.close()
+
+
+def test_a_split_home_that_went_through_another_tier_takes_no_more_than_before(tmp_path: Path) -> None:
+    """What a reload leaves must not share a slab or a file with what stays."""
+    thirds = {"device": 0.3, "cpu": 0.3, "nvme": 0.4}
+    model, optimizer = prepared(separate(), tmp_path, optimizer=thirds, options={"tile_bytes": 2048})
+    train(model, optimizer)
+    mapped, in_files = sum(arena.capacity for arena in slabs(optimizer)), file_bytes(tmp_path)
+    for ways in (("nvme", "cpu"), ("cpu", "nvme")):
+        for to in ways:
+            optimizer.offload_states({"optimizer", "master"}, to)
+            assert_table_agrees(optimizer, tmp_path)
+        optimizer.reload_states()
+        assert_table_agrees(optimizer, tmp_path)
+        assert sum(arena.capacity for arena in slabs(optimizer)) == mapped
+        assert file_bytes(tmp_path) == in_files
+    optimizer.close()
+
+
+def test_the_shadow_goes_with_the_master_that_it_is(tmp_path: Path) -> None:
+    """In fp32 there is no other."""
+    model, optimizer = prepared(separate(), tmp_path, params="cpu", precision="fp32")
+    train(model, optimizer)
+    before = state(model, optimizer)
+    assert optimizer.locations().bytes(kind="master", tier="device") > 0
+    optimizer.offload_states({"master"})
+    optimizer.locations().assert_on("master", "cpu")
+    assert_equal(state(model, optimizer), before)
+    optimizer.reload_states()
+    assert optimizer.locations().bytes(kind="master", tier="device") > 0
+    assert_equal(state(model, optimizer), before)
     optimizer.close()
 
 
