@@ -156,7 +156,7 @@ def test_every_kind_goes_there_and_back(
 def test_device_memory_falls_to_what_is_left(home: str, to: str, tmp_path: Path) -> None:
     """Every tensor that Python sees, the cpu tier's slabs aside: nothing keeps a copy, or a buffer of gradients."""
     bare = tensor_bytes()
-    model, optimizer = prepared(separate(), tmp_path, params=home, grads="device", optimizer="device")
+    model, optimizer = prepared(separate(), tmp_path, params=home, grads=home, optimizer="device")
     train(model, optimizer)
     backward(model, optimizer)
     held = tensor_bytes()
@@ -213,6 +213,16 @@ def test_units_that_are_kept_gathered_are_given_up(tmp_path: Path) -> None:
         each.close()
 
 
+def test_the_root_that_waits_for_backward_is_given_up(tmp_path: Path) -> None:
+    model, optimizer = prepared(separate(), tmp_path, params="cpu")
+    loss = loss_of(model)
+    assert optimizer.locations().bytes(kind="gathered") > 0
+    optimizer.offload_states({"param"}, "nvme")
+    assert optimizer.locations().bytes(kind="gathered") == 0
+    optimizer.backward(loss)
+    optimizer.close()
+
+
 def test_a_persistent_unit_comes_home_from_after_its_update(tmp_path: Path) -> None:
     """Its full buffer is kept, and is from before the update, when it becomes the home of the parameters."""
     model, optimizer = prepared(separate(), tmp_path, options={"persistent_bytes": 1 << 20})
@@ -242,7 +252,7 @@ def test_staging_is_bounded_and_given_back(tmp_path: Path) -> None:
 def test_a_split_home_that_went_through_another_tier_takes_no_more_than_before(tmp_path: Path) -> None:
     """What a reload leaves must not share a slab or a file with what stays."""
     thirds = {"device": 0.3, "cpu": 0.3, "nvme": 0.4}
-    model, optimizer = prepared(separate(), tmp_path, optimizer=thirds, options={"tile_bytes": 2048})
+    model, optimizer = prepared(separate(), tmp_path, optimizer=thirds)
     train(model, optimizer)
     mapped, in_files = sum(arena.capacity for arena in slabs(optimizer)), file_bytes(tmp_path)
     for ways in (("nvme", "cpu"), ("cpu", "nvme")):
@@ -543,7 +553,8 @@ def test_a_device_that_is_full_changes_nothing(monkeypatch: pytest.MonkeyPatch) 
     for kind in KINDS:
         optimizer.locations().assert_on(kind, "cpu")
     assert_table_agrees(optimizer)
-    assert not any(unit.resident or unit.leased for unit in optimizer._engine.units)
+    units = optimizer._engine.units
+    assert not any(unit.resident or unit.full.untyped_storage().nbytes() for unit in units)
     assert_equal(state(model, optimizer), before)
     optimizer.reload_states()
     assert_equal(state(model, optimizer), before)
