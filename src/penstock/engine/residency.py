@@ -131,7 +131,14 @@ class Mover:
             for unit in self._units:
                 if not self._in_use(unit):
                     self._gatherer.forget(unit)
-        self._move({unit: self._offloaded(unit, homes, to) for unit in self._units}, pin=pin, wait=wait)
+        wanted = {unit: self._offloaded(unit, homes, to) for unit in self._units}
+        if any(_parts_from_shadow(unit, plans, homes, to) for unit, plans in wanted.items()):
+            # Shadows stand between homes of parameters and of the optimizer. Tiles are brought instead. All shadows
+            # go, those of units that stay too: they share slabs.
+            for unit in self._units:
+                if unit.trained is not None:
+                    wanted[unit][SHADOW] = [replace(plan, cells=()) for plan in unit.homes[SHADOW].plans]
+        self._move(wanted, pin=pin, wait=wait)
 
     def reload(self, *, wait: bool) -> None:
         """Move every home to where the placement wants it. Updates are over. Collective. Raises as `offload`."""
@@ -196,8 +203,8 @@ class Mover:
         units = [{name: home.plans for name, home in unit.shard_homes.items()} for unit in self._units]
         self._staging.replan(StagingPlan(units, self._reduce_dtype, self._streams))
 
-    def _offloaded(self, unit: Unit, homes: Collection[str], to: Tier) -> Wanted:
-        """Where the homes of a unit are once some of them are on a tier."""
+    def _offloaded(self, unit: Unit, homes: Collection[str], to: Tier) -> dict[str, Sequence[SectionPlan]]:
+        """Where the homes of a unit, but its shadow, are once some of them are on a tier."""
         wanted: dict[str, Sequence[SectionPlan]] = {}
         for name in set(homes) & unit.homes.keys():
             plans: Sequence[SectionPlan] = unit.homes[name].plans
@@ -206,12 +213,6 @@ class Mover:
             elif name == PARAM and unit.replica is None:
                 plans = self._plans[unit].sections[PARAM]
             wanted[name] = [plan if plan.tier is to or not plan.cells else plan.on(to) for plan in plans]
-        if unit.trained is not None:
-            shadow = unit.homes[SHADOW].plans
-            moves = any(tuple(wanted[name]) != unit.homes[name].plans for name in wanted.keys() - {GRAD})
-            if moves or (MASTER in homes and any(plan.cells and plan.tier is not to for plan in shadow)):
-                # It stands between a home of the parameters and one of the optimizer. Tiles are brought instead.
-                wanted[SHADOW] = [replace(plan, cells=()) for plan in shadow]
         return wanted
 
     def _new_sections(self, unit: Unit, homes: Wanted) -> Iterator[SectionPlan]:
@@ -310,6 +311,15 @@ class Mover:
         if GRAD in move.homes and unit.trained is not None:
             unit.trained.gradient.ready = move.gradient
         return left
+
+
+def _parts_from_shadow(unit: Unit, wanted: Wanted, homes: Collection[str], to: Tier) -> bool:
+    """Whether a move takes a unit's parameters, master or optimizer from beside the shadow, or means the shadow."""
+    if unit.trained is None:
+        return False
+    moves = any(tuple(wanted[name]) != unit.homes[name].plans for name in wanted.keys() - {GRAD})
+    shadow = unit.homes[SHADOW].plans
+    return moves or (MASTER in homes and any(plan.cells and plan.tier is not to for plan in shadow))
 
 
 class _Over(Event):
