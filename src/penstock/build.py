@@ -322,6 +322,7 @@ def build(
         units,
         plans,
         store,
+        ranks,
         streams,
         gatherer,
         reducer,

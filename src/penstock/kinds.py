@@ -21,6 +21,7 @@ OPTIMIZER = "optimizer"  # every state of the rule, when asking
 SHADOW = "shadow"  # a home: parameters beside the update, where it cannot reach them; its kind is the master
 STAGING = "staging"  # buffers that cells pass through
 ACTIVATION = "activation"  # what forward saves for backward
+LEAVING = "leaving"  # memory of cells whose values are on the way to another tier
 GATHERED = "gathered"  # device memory of gathered parameters: a use of cells, not a cell
 
 

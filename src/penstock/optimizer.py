@@ -14,7 +14,7 @@ from penstock.engine.hooks import in_backward
 from penstock.engine.step import StepResult
 from penstock.engine.tracing import TraceReport, take_trace
 from penstock.errors import ConfigError, EngineError
-from penstock.kinds import GATHERED, KindName, Tier, parse_tier
+from penstock.kinds import GATHERED, LEAVING, KindName, Tier, parse_tier
 from penstock.tiers.report import Location, LocationReport
 
 
@@ -194,25 +194,17 @@ class Optimizer(torch.optim.Optimizer):
         """
         engine = self._open("locations")
         rows = []
-        for cell in engine.store.cells():
-            plan = cell.plan
+        cells = [(cell, cell.plan.kind) for cell in engine.store.cells()]
+        cells += [(cell, LEAVING) for cell in engine.store.leaving()]
+        for cell, kind in cells:
+            plan, flies = cell.plan, kind == LEAVING or not engine.at_rest(cell.plan.unit, kind)
             rows.append(
-                Location(
-                    plan.unit,
-                    plan.kind,
-                    plan.tier.value,
-                    plan.dtype,
-                    plan.numel,
-                    plan.nbytes,
-                    cell.pinned,
-                    in_flight=not engine.at_rest(plan.unit, plan.kind),
-                )
+                Location(plan.unit, kind, plan.tier.value, plan.dtype, plan.numel, plan.nbytes, cell.pinned, flies)
             )
         for unit in engine.units:
             if unit.leased:
-                flying = not unit.event.done()
-                numel = unit.layout.numel
-                rows.append(Location(unit.name, GATHERED, "device", unit.spec.dtype, numel, unit.nbytes, False, flying))
+                flies, numel = not unit.event.done(), unit.layout.numel
+                rows.append(Location(unit.name, GATHERED, "device", unit.spec.dtype, numel, unit.nbytes, False, flies))
         return LocationReport(rows)
 
     def gathered(

@@ -15,6 +15,7 @@ from penstock.engine.reduce import Reducer
 from penstock.engine.scale import GradientScale
 from penstock.engine.unit import Trained, Unit, Weights
 from penstock.errors import ConfigError, EngineError
+from penstock.kinds import PARAM
 from penstock.layout import Slot
 from penstock.machine.collectives import Ranks
 from penstock.machine.streams import DONE
@@ -84,6 +85,8 @@ class Access:
         before = {unit: unit.full.clone() for unit in units} if modify else {}
         try:
             yield
+            if modify:
+                self.finish()  # homes may have moved
             for unit in units:
                 if modify:
                     self._take_over(unit, before[unit])
@@ -91,9 +94,9 @@ class Access:
                 elif unit.holds == 1:
                     unit.check_written()
         except BaseException:
+            self.finish()
             for unit, values in before.items():
-                if unit.resident:  # what was written is in the home already
-                    unit.full.copy_(values)
+                _restore(unit, values)
                 unit.note_versions()
             raise
         finally:
@@ -347,6 +350,16 @@ class Access:
         if unit.replica is not None and not unit.resident:
             for first, last, (values,) in unit.replica.visit(0, unit.replica.stop, modify=True):
                 values.copy_(unit.full[first:last])
+
+
+def _restore(unit: Unit, values: Tensor) -> None:
+    """Undo what was written into the parameters: into the home, too, if they rested where compute reads them."""
+    unit.full.copy_(values)
+    home = unit.homes[PARAM]
+    start, stop = (0, unit.layout.numel) if unit.replica is not None else unit.own_range
+    if not unit.resident:
+        for first, last, (kept,) in home.visit(0, stop - start, modify=True):
+            kept.copy_(values[start + first : start + last])
 
 
 def _check_shape(name: str, slot: Slot, value: Tensor) -> None:

@@ -99,14 +99,6 @@ class Activations:
             hooks.__exit__()
             self._let_go(AHEAD_BYTES)
 
-    def rest(self) -> None:
-        """Give back the memory and files that nothing is saved in now."""
-        for homes in self._free.values():
-            for home in homes:
-                for section in home.sections:
-                    self._store.free(section, self._store.leave(section))
-            homes.clear()
-
     def _pack(self, tensor: Tensor) -> "Tensor | Saved":
         nbytes = tensor.numel() * tensor.element_size()
         if (

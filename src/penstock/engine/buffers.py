@@ -42,7 +42,11 @@ class BufferRing:
         """Return a buffer; work on it is over at `event`."""
         key = (buffer.numel(), buffer.dtype)
         self._leased[key] -= 1
-        self._free[key].append((buffer, event))
+        self._free.setdefault(key, deque()).append((buffer, event))
+
+    def forget(self, buffer: Tensor) -> None:
+        """A leased buffer does not come back."""
+        self._leased[buffer.numel(), buffer.dtype] -= 1
 
     @property
     def nbytes(self) -> int:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from penstock.engine.unit import Residency, Unit
 from penstock.machine.collectives import Ranks
-from penstock.machine.streams import COLLECTIVE, Event, Streams
+from penstock.machine.streams import COLLECTIVE, DONE, Event, Streams
 from penstock.tiers.transit import Transit, buffer_home
 
 
@@ -139,12 +139,12 @@ class Gatherer:
                 # Not what other ranks' parts have to be gathered for: ranks would do so in different orders.
                 if wait or (unit.published.done() and not unit.stale):
                     self.acquire(unit)
-                else:
+                elif unit.residency is not Residency.GATHERED:  # else it is in use
                     unit.hide()
 
     def forget(self, unit: Unit) -> None:
-        """Give the memory of a persistent unit that is not in use back, too."""
-        if unit.spec.persistent and not unit.resident:
+        """Give the memory of a unit that is not in use back, also where it would be kept for the next use."""
+        if not unit.resident:
             self._retire(unit)
 
     def lend(self, unit: Unit) -> Tensor:
@@ -166,25 +166,30 @@ class Gatherer:
             unit.leased = False
             self.live_bytes -= unit.nbytes
 
-    def unsettle(self, unit: Unit, *, in_use: bool) -> None:
+    def unsettle(self, unit: Unit, *, in_use: bool, moved: Event) -> None:
         """The parameters do not rest any longer where compute reads them: the unit is gathered for each use.
 
         Arguments:
             unit: a resident one.
-            in_use: compute may read the parameters now; a copy stays until they are released.
+            in_use: compute may read the parameters now; they stay gathered until they are released.
+            moved: they have been copied from the full buffer.
         """
-        before = unit.full
-        unit.full = torch.empty_like(before)
+        if unit.is_whole:
+            unit.note_versions()  # what was written was written to the home
         unit.resident = False
-        if in_use:
-            unit.full.copy_(before)
-            unit.expose()
-            unit.leased = True
-            self.live_bytes += unit.nbytes
-        else:
-            self._streams.retire(unit.full)
-            unit.hide()
-            unit.residency = Residency.RELEASED
+        unit.leased = True
+        self.live_bytes += unit.nbytes
+        before = unit.full
+        if before.untyped_storage().resizable() and (in_use or moved.done()):
+            unit.event = moved  # the same storage: what autograd saved sees the next gather
+        else:  # a part of a slab, or still being copied: its memory goes with the home
+            unit.event = DONE
+            unit.full = torch.empty_like(before)
+            if in_use:
+                unit.full.copy_(before)
+                unit.expose()
+        if not in_use:
+            self._retire(unit)
 
     def _make_room(self, unit: Unit) -> None:
         """Keep what was gathered ahead within the budget when another unit is needed first: the last goes first."""
@@ -204,10 +209,9 @@ class Gatherer:
             self._retire(unit)
 
     def _retire(self, unit: Unit) -> None:
-        if unit.residency is Residency.RELEASED:
+        if not unit.leased:
             return
-        if unit.residency is Residency.GATHERING:
-            unit.event.wait()
+        unit.event.wait()  # it is being filled, or copied
         unit.hide()
         self._streams.retire(unit.full)
         unit.leased = False

@@ -81,7 +81,7 @@ class Hooks:
         self._calls: list[Call] = []  # forwards of anchors under way, outer ones first
         self._active: list[Unit] = []  # units whose backward is under way
         self._run_again: set[Unit] = set()  # those of them that no gradient has reached: their forward ran again
-        self._gathers = any(not unit.resident or unit.layout.shards > 1 for unit in units)
+        self._gathers = True  # some units are not resident, or are on other ranks too
         self._recorded: set[Unit] = set()  # units whose backward was recorded: the backward of that is not announced
         self._unannounced: set[Unit] = set()  # gathered until a backward that nothing tells of
         self.backward_open = False
@@ -214,6 +214,7 @@ class Hooks:
             self.abandon_backward()
         if self._calls:  # left behind by what is no Exception: an interrupt
             self._forget_uses()
+        self._gathers = any(not unit.resident or unit.layout.shards > 1 for unit in self._units)  # homes may have moved
         self._forward_order.start()
         if self._activations is not None and torch.is_grad_enabled():
             self._activations.begin()

@@ -82,7 +82,7 @@ class Reducer:
 
     def holds_back(self, units: Sequence[Unit]) -> bool:
         """Whether a gradient waits to be reduced."""
-        return any(unit.trained is not None and unit.trained.gradient.pending is not None for unit in units)
+        return bool(_pending(units))
 
     def add(self, unit: Unit, slot_index: int, grad: Tensor) -> None:
         """Autograd finished one gradient of the unit."""
@@ -103,8 +103,7 @@ class Reducer:
             if self._collects_fp32:
                 dtype = torch.float32
             gradient.pending = self.buffers.lease(unit.layout.numel, dtype)
-        elif gradient.pending.device != self._streams.device:  # it rested
-            gradient.pending = self.buffers.lease(unit.layout.numel, gradient.pending.dtype).copy_(gradient.pending)
+        self._wake(gradient)
         target = gradient.pending[slot.start : slot.stop]
         if slot_index in gradient.arrived:
             target.add_(flat)
@@ -117,6 +116,7 @@ class Reducer:
         gradient = unit.trained.gradient if unit.trained else None
         if gradient is None or gradient.pending is None or not self._synchronizing:
             return
+        self._wake(gradient)
         self._clear_the_rest(unit, gradient)
         pending, gradient.pending = gradient.pending, None
         gradient.present |= gradient.arrived
@@ -178,18 +178,28 @@ class Reducer:
 
     def drop_pending(self, units: Sequence[Unit]) -> None:
         """Forget what a backward that failed has collected."""
-        for unit in units:
-            if unit.trained and unit.trained.gradient.pending is not None:
-                self.buffers.give_back(unit.trained.gradient.pending, DONE)
-                unit.trained.gradient.pending = None
-                unit.trained.gradient.arrived = set()
+        for gradient in _pending(units):
+            assert gradient.pending is not None
+            if not gradient.rests:
+                self.buffers.give_back(gradient.pending, DONE)
+            gradient.pending, gradient.rests = None, False
+            gradient.arrived = set()
 
     def rest(self, units: Sequence[Unit]) -> None:
-        """Give the memory of buffers back. Micro-batches that were held back wait in host memory."""
-        for unit in units:
-            if unit.trained and unit.trained.gradient.pending is not None:
-                unit.trained.gradient.pending = unit.trained.gradient.pending.cpu()
+        """Give the memory of buffers back. What was not reduced yet waits in host memory for the next gradient."""
+        for gradient in _pending(units):
+            assert gradient.pending is not None
+            if not (gradient.rests or self._streams.aliases_host):
+                self.buffers.forget(gradient.pending)
+                gradient.pending, gradient.rests = gradient.pending.to("cpu", copy=True), True
         self.buffers.clear()
+
+    def _wake(self, gradient: Gradient) -> None:
+        """Bring back what rested."""
+        if gradient.rests:
+            assert gradient.pending is not None
+            buffer = self.buffers.lease(gradient.pending.numel(), gradient.pending.dtype)
+            gradient.pending, gradient.rests = buffer.copy_(gradient.pending), False
 
     def zero(self, units: Sequence[Unit]) -> None:
         """Forget every gradient. Homes keep their memory and are overwritten by the next one."""
@@ -274,3 +284,9 @@ class Reducer:
         for index, slot in enumerate(unit.layout.slots):
             if index not in gradient.arrived:
                 gradient.pending[slot.start : slot.stop] = 0
+
+
+def _pending(units: Sequence[Unit]) -> list[Gradient]:
+    """The gradients that are not reduced yet."""
+    found = [unit.trained.gradient for unit in units if unit.trained]
+    return [gradient for gradient in found if gradient.pending is not None]

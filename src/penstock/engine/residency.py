@@ -1,8 +1,12 @@
 """Homes that move: state is taken off the device, or out of host memory, for a while, and brought back.
 
-A move makes new sections on the other tier, copies, exchanges the sections of the home, and frees the old ones, unit by
-unit: whatever fails, the state of each unit is whole, in the old place or in the new one. Training goes on from
-wherever the state is: tiles are updated where their optimizer states are, and what they need is brought to them.
+1. Take memory and space for the new homes of all units.
+2. Copy.
+3. Exchange the homes, on every rank or on none, and give the old ones back.
+
+A move that is not waited for exchanges the homes at once, and their events tell when the values are there. Training
+goes on from wherever the state is: tiles are updated where their optimizer states are, and what they need is brought
+to them.
 """
 
 import contextlib
@@ -15,20 +19,17 @@ from penstock.engine.assemble import UnitPlan
 from penstock.engine.gather import Gatherer
 from penstock.engine.reduce import Reducer
 from penstock.engine.staging import Buffers, Staging, StagingPlan, transit_slots
-from penstock.engine.unit import Unit
+from penstock.engine.unit import Residency, Unit
 from penstock.kinds import GRAD, MASTER, OPTIMIZER, PARAM, SHADOW, Tier
-from penstock.machine.streams import DONE, UPDATE, Event, Streams, all_of
+from penstock.machine.collectives import Ranks
+from penstock.machine.streams import DONE, UPDATE, Event, FailedEvent, Streams, all_of
 from penstock.tiers.home import Home, MemorySection, Section, SectionPlan
 from penstock.tiers.ring import Ring
 from penstock.tiers.store import Reservation, Store
-from penstock.tiers.tier import Slab
 from penstock.tiers.transit import Transit
 
 #: Where the homes of one unit are to be, by name.
 Wanted = Mapping[str, Sequence[SectionPlan]]
-
-#: A section that is left behind, and what it is made of.
-Left = tuple[Section, Slab | None]
 
 
 @dataclass
@@ -36,41 +37,41 @@ class _Move:
     """One unit's way: its new homes, and what fills them.
 
     Attributes:
-        weights: events of param, shadow, master and optimizer.
+        params: event of the parameters.
+        rest: events of master, optimizer and shadow.
         gradient: event of the gradient.
         stale: the parameters of other ranks have to come from them.
     """
 
     unit: Unit
-    homes: dict[str, Home] = field(default_factory=dict)
-    weights: list[Event] = field(default_factory=list)
+    homes: dict[str, Home]
+    params: Event = DONE
+    rest: list[Event] = field(default_factory=list)
     gradient: Event = DONE
     stale: bool = False
 
     @property
+    def weights(self) -> Event:
+        """All but the gradient."""
+        return all_of([self.params, *self.rest])
+
+    @property
     def events(self) -> list[Event]:
         """All of them."""
-        return [*self.weights, self.gradient]
+        return [self.params, *self.rest, self.gradient]
 
-    def finish(self) -> None:
-        """Wait until everything has arrived; raise the first error of what has not."""
+    def wait(self) -> Exception | None:
+        """Wait until everything has arrived or failed; returns the first error."""
         failure: Exception | None = None
         for wait in [event.synchronize for event in self.events] + [home.settle for home in self.homes.values()]:
             try:
                 wait()
             except Exception as error:
                 failure = failure or error
-        if failure is not None:
-            raise failure
+        return failure
 
-    def new_sections(self) -> list[Section]:
-        """Those that were made for it."""
-        return [
-            s for name, home in self.homes.items() for s in home.sections if s not in self.unit.homes[name].sections
-        ]
-
-    def old_sections(self) -> list[Section]:
-        """Those that it leaves."""
+    def left(self) -> list[Section]:
+        """The sections that it leaves."""
         return [
             s for name, home in self.homes.items() for s in self.unit.homes[name].sections if s not in home.sections
         ]
@@ -90,6 +91,7 @@ class Mover:
         units: Sequence[Unit],
         plans: Sequence[UnitPlan],
         store: Store,
+        ranks: Ranks,
         streams: Streams,
         gatherer: Gatherer,
         reducer: Reducer,
@@ -101,6 +103,7 @@ class Mover:
         self._units = units
         self._plans = dict(zip(units, plans, strict=True))
         self._store = store
+        self._ranks = ranks
         self._streams = streams
         self._gatherer = gatherer
         self._reducer = reducer
@@ -110,7 +113,7 @@ class Mover:
         self._cleaned: Event = DONE  # what the last move left is given back
 
     def offload(self, homes: Collection[str], to: Tier, *, pin: bool, wait: bool) -> None:
-        """Move homes to the cpu or the nvme tier. What is there already stays as it is. Updates are over.
+        """Move homes to the cpu or the nvme tier. What is there already stays as it is. Updates are over. Collective.
 
         Arguments:
             homes: by name: param, grad, master, optimizer.
@@ -119,7 +122,8 @@ class Mover:
             wait: return when it is done; else the state is in flight, and its old memory goes once it has arrived.
 
         Raises:
-            MemoryBudgetError, NvmeError: there is no room for it, and nothing has changed; or a transfer failed.
+            MemoryBudgetError, NvmeError: there is no room for it, or a transfer failed that was waited for. Nothing has
+                moved, on any rank.
         """
         self._gatherer.drop_unused()
         self._reducer.rest(self._units)
@@ -127,16 +131,21 @@ class Mover:
             for unit in self._units:
                 if not self._in_use(unit):
                     self._gatherer.forget(unit)
-        self._move({unit: _offloaded(unit, homes, to) for unit in self._units}, pin=pin, wait=wait)
-        self._replan()
+        wanted = {unit: self._offloaded(unit, homes, to) for unit in self._units}
+        if any(_parts_from_shadow(unit, plans, homes, to) for unit, plans in wanted.items()):
+            # Shadows stand between homes of parameters and of the optimizer. Tiles are brought instead. All shadows
+            # go, those of units that stay too: they share slabs.
+            for unit in self._units:
+                if unit.trained is not None:
+                    wanted[unit][SHADOW] = [replace(plan, cells=()) for plan in unit.homes[SHADOW].plans]
+        self._move(wanted, pin=pin, wait=wait)
 
     def reload(self, *, wait: bool) -> None:
-        """Move every home to where the placement wants it. Updates are over."""
+        """Move every home to where the placement wants it. Updates are over. Collective. Raises as `offload`."""
         self._gatherer.drop_unused()
+        self._reducer.rest(self._units)
         self._move({unit: plan.sections for unit, plan in self._plans.items()}, pin=True, wait=wait)
-        self._replan()
         self._staging.take()  # not later, within a backward: to pin memory there may block what it waits for
-        self._gatherer.show_resident(self._units, wait=wait)
 
     def _move(self, wanted: Mapping[Unit, Wanted], *, pin: bool, wait: bool) -> None:
         self._cleaned.synchronize()
@@ -144,65 +153,67 @@ class Mover:
             unit: {name: plans for name, plans in homes.items() if tuple(plans) != unit.homes[name].plans}
             for unit, homes in wanted.items()
         }
+        changes = {unit: homes for unit, homes in changes.items() if homes}
+        if changes:
+            self._exchange(changes, pin=pin, wait=wait)
+            self._replan()
+            self._gatherer.show_resident(self._units, wait=wait)
+
+    def _exchange(self, changes: Mapping[Unit, Wanted], *, pin: bool, wait: bool) -> None:
         new = [plan for unit, homes in changes.items() for plan in self._new_sections(unit, homes)]
         old = [plan for unit, homes in changes.items() for name in homes for plan in unit.homes[name].plans]
-        reserved = self._store.reserve(new, pin=pin)
-        buffers = Buffers(self._store)
-        ring = Ring()
-        ring.fill(buffers.make_slots(transit_slots([*old, *new])))
-        transit = Transit(self._streams, ring)
-        moves = [_Move(unit) for unit, homes in changes.items() if homes]
-        try:
+        slots = transit_slots([*old, *new])
+        ring, buffers, moves = Ring(), Buffers(self._store), list[_Move]()
+        failure: Exception | None = None
+        with contextlib.ExitStack() as undo:
+            undo.callback(self._take_back_lent, changes)
+            try:  # 1.
+                buffered = [plan for slot in slots for plan in slot.sections()]
+                reserved = self._store.reserve([*new, *buffered], pin=pin, apart=self._away(new))
+                undo.callback(reserved.cancel)
+                moves += [_Move(unit, self._make(unit, homes, reserved)) for unit, homes in changes.items()]
+                ring.fill(buffers.make_slots(slots, reserved))
+            except Exception as error:  # ours, or torch's where the device has no room
+                failure = error
+            self._ranks.check_failures(failure, self._streams.device)
+            undo.callback(_wait, moves, ring)
+            transit = Transit(self._streams, ring)  # 2.
             for move in moves:
-                self._start(move, changes[move.unit], reserved, transit)
-        except BaseException:  # no memory on the device: nothing counts yet
-            self._undo(moves)
-            reserved.close()
-            ring.drop()
-            buffers.free()
-            raise
-        if wait:
-            self._finish(moves)
-            ring.drop()
-            buffers.free()
-            self._streams.return_free_memory()
-            return
-        left = [each for move in moves for each in self._commit(move)]
-        events = [event for move in moves for event in move.events]
+                self._copy(move, transit)
+            if wait:
+                self._ranks.check_failures(_wait(moves, ring), self._streams.device)
+            undo.pop_all()
+        left = [section for move in moves for section in self._commit(move)]  # 3.
 
         def clean_up() -> None:
             ring.drop()
             buffers.free()
-            self._free(left)
+            for section in left:
+                self._store.free(section)
+            self._streams.return_free_memory()
 
-        self._cleaned = self._streams.submit(UPDATE, clean_up, after=events)
-
-    def _finish(self, moves: Sequence[_Move]) -> None:
-        """Wait for each move, and let it count. A unit whose move failed stays where it was."""
-        failure: Exception | None = None
-        for move in moves:
-            try:
-                move.finish()
-            except Exception as error:
-                failure = failure or error
-                self._undo([move])
-            else:
-                self._free(self._commit(move))
-        if failure is not None:
-            raise failure
-
-    def _undo(self, moves: Sequence[_Move]) -> None:
-        """Leave units where they are."""
-        for move in moves:
-            with contextlib.suppress(Exception):
-                move.finish()
-            self._free([(section, self._store.leave(section)) for section in move.new_sections()])
-            self._gatherer.take_back(move.unit)
+        if wait:
+            clean_up()
+        else:
+            over = [_Over(event) for event in (ring.free, *(event for move in moves for event in move.events))]
+            self._cleaned = self._streams.submit(UPDATE, clean_up, after=over)
 
     def _replan(self) -> None:
         """The buffers through which tiles pass depend on where the homes are."""
         units = [{name: home.plans for name, home in unit.shard_homes.items()} for unit in self._units]
         self._staging.replan(StagingPlan(units, self._reduce_dtype, self._streams))
+
+    def _offloaded(self, unit: Unit, homes: Collection[str], to: Tier) -> dict[str, Sequence[SectionPlan]]:
+        """Where the homes of a unit, but its shadow, are once some of them are on a tier."""
+        wanted: dict[str, Sequence[SectionPlan]] = {}
+        for name in set(homes) & unit.homes.keys():
+            plans: Sequence[SectionPlan] = unit.homes[name].plans
+            if name == PARAM and to is Tier.NVME:
+                plans = unit.params.plans  # files hold shards
+            elif name == PARAM and unit.replica is None:
+                plans = self._plans[unit].sections[PARAM]
+            wanted[name] = [plan if plan.tier is to or not plan.cells else plan.on(to) for plan in plans]
+        return wanted
 
     def _new_sections(self, unit: Unit, homes: Wanted) -> Iterator[SectionPlan]:
         """The sections that need memory or space of their own."""
@@ -210,48 +221,58 @@ class Mover:
             if not (name == PARAM and self._becomes_resident(unit, plans)):
                 yield from (plan for plan in plans if plan.cells and plan not in unit.homes[name].plans)
 
+    def _away(self, sections: Collection[SectionPlan]) -> Collection[SectionPlan]:
+        """Those of the new sections that the next reload leaves."""
+        return set(sections).difference(*(plans for plan in self._plans.values() for plans in plan.sections.values()))
+
     def _becomes_resident(self, unit: Unit, params: Sequence[SectionPlan]) -> bool:
         return self._plans[unit].resident and list(params) == list(self._plans[unit].sections[PARAM])
 
-    def _start(self, move: _Move, homes: Wanted, reserved: Reservation, transit: Transit) -> None:
-        """Make the new homes of a unit and submit the copies into them."""
-        unit = move.unit
-        for name in (PARAM, GRAD, MASTER, OPTIMIZER, SHADOW):  # the shadow last: it is a copy of the parameters
-            if name not in homes:
-                continue
+    def _make(self, unit: Unit, homes: Wanted, reserved: Reservation) -> dict[str, Home]:
+        """The new homes of a unit, with the sections of the old ones that stay."""
+        made = {}
+        for name, plans in homes.items():
             here = {section.plan: section for section in unit.homes[name].sections}
-            if name == PARAM and self._becomes_resident(unit, homes[name]):
-                new = Home([self._lend_full(unit, homes[name][0])])
+            if name == PARAM and self._becomes_resident(unit, plans):
+                # The full buffer itself: views of it that autograd saved stay good.
+                made[name] = Home([MemorySection(plans[0], [self._gatherer.lend(unit)])])
             else:
-                new = Home([here.get(plan) or reserved.make(plan) for plan in homes[name]])
-            move.homes[name] = new
-            if name == GRAD:
-                assert unit.trained is not None
-                gradient = unit.trained.gradient
-                if gradient.held:
-                    move.gradient = transit.copy(
-                        gradient.home, new, after=gradient.ready, what=f"move {unit.name} grad"
-                    )
-            elif name == PARAM:
-                move.weights.append(self._copy_params(move, new, transit))
-            elif name == SHADOW:
-                params = self._own_part(unit, move.homes[PARAM]) if PARAM in move.homes else unit.params
-                move.weights.append(
-                    transit.copy(params, new, after=all_of(move.weights), what=f"move {unit.name} shadow")
-                )
-            else:
-                move.weights.append(transit.copy(unit.homes[name], new, after=DONE, what=f"move {unit.name} {name}"))
+                made[name] = Home([here.get(plan) or reserved.make(plan) for plan in plans])
+        return made
 
-    def _lend_full(self, unit: Unit, plan: SectionPlan) -> Section:
-        """The full buffer as the home of a resident unit: views of it that autograd saved stay good."""
-        section = MemorySection(plan, [self._gatherer.lend(unit)])
-        self._store.enter(section, None)
-        return section
+    def _take_back_lent(self, units: Collection[Unit]) -> None:
+        for unit in units:
+            self._gatherer.take_back(unit)
+
+    def _copy(self, move: _Move, transit: Transit) -> None:
+        """Submit the copies of a unit. What cannot be submitted fails as a copy does."""
+        try:
+            for name in (PARAM, GRAD, MASTER, OPTIMIZER, SHADOW):  # the shadow last: it is a copy of the parameters
+                if name in move.homes:
+                    self._copy_home(move, name, move.homes[name], transit)
+        except Exception as error:
+            move.params = FailedEvent(error)
+
+    def _copy_home(self, move: _Move, name: str, new: Home, transit: Transit) -> None:
+        unit, trained = move.unit, move.unit.trained
+        if name == PARAM:
+            move.params = self._copy_params(move, new, transit)
+            return
+        assert trained is not None
+        what = f"move {unit.name} {name}"
+        if name == GRAD:
+            if trained.gradient.held:
+                move.gradient = transit.copy(trained.gradient.home, new, after=trained.gradient.ready, what=what)
+        elif name == SHADOW:
+            params = self._own_part(unit, move.homes[PARAM]) if PARAM in move.homes else unit.params
+            move.rest.append(transit.copy(params, new, after=move.params, what=what))
+        else:
+            move.rest.append(transit.copy(unit.homes[name], new, after=DONE, what=what))
 
     def _copy_params(self, move: _Move, new: Home, transit: Transit) -> Event:
         unit = move.unit
-        if unit.leased and self._becomes_resident(unit, new.plans):
-            return DONE  # it is gathered, so the values are there
+        if unit.residency is Residency.GATHERED and unit.leased and self._becomes_resident(unit, new.plans):
+            return DONE  # the values are there
         becomes_replica = self._becomes_replica(unit, new)
         if becomes_replica == (unit.replica is not None):
             return transit.copy(unit.homes[PARAM], new, after=DONE, what=f"move {unit.name} param")
@@ -265,43 +286,64 @@ class Mover:
         """The shard of this rank, of the new home of the parameters."""
         return params.part(*unit.own_range) if self._becomes_replica(unit, params) else params
 
-    def _commit(self, move: _Move) -> list[Left]:
+    def _commit(self, move: _Move) -> list[Section]:
         """Let the new homes count; returns what is left behind."""
-        unit = move.unit
-        left = [(section, self._store.leave(section)) for section in move.old_sections()]
+        unit, left = move.unit, move.left()
+        for section in left:
+            self._store.leave(section)
+        for name, home in move.homes.items():
+            if name != PARAM:
+                unit.exchange(name, home)
         if PARAM in move.homes:
-            params = move.homes.pop(PARAM)
+            params = move.homes[PARAM]
             if self._becomes_resident(unit, params.plans):
                 self._gatherer.settle(unit)
+                self._store.enter(params.sections[0], None)
             elif unit.resident:
-                self._gatherer.unsettle(unit, in_use=self._in_use(unit))
+                self._gatherer.unsettle(unit, in_use=self._in_use(unit), moved=move.params)
             unit.replica = params if self._becomes_replica(unit, params) else None
             unit.params = self._own_part(unit, params)
             unit.stale = unit.stale or move.stale
-        for name, home in move.homes.items():
-            unit.exchange(name, home)
-        if move.weights:
-            unit.published = all_of(move.weights)
+        if move.homes.keys() - {GRAD}:
+            unit.published = move.weights
             if unit.trained is not None:
-                unit.trained.updated = unit.published
+                unit.trained.updated = move.weights
         if GRAD in move.homes and unit.trained is not None:
             unit.trained.gradient.ready = move.gradient
         return left
 
-    def _free(self, left: Sequence[Left]) -> None:
-        for section, slab in left:
-            self._store.free(section, slab)
+
+def _parts_from_shadow(unit: Unit, wanted: Wanted, homes: Collection[str], to: Tier) -> bool:
+    """Whether a move takes a unit's parameters, master or optimizer from beside the shadow, or means the shadow."""
+    if unit.trained is None:
+        return False
+    moves = any(tuple(wanted[name]) != unit.homes[name].plans for name in wanted.keys() - {GRAD})
+    shadow = unit.homes[SHADOW].plans
+    return moves or (MASTER in homes and any(plan.cells and plan.tier is not to for plan in shadow))
 
 
-def _offloaded(unit: Unit, homes: Collection[str], to: Tier) -> Wanted:
-    """Where the homes of a unit are once some of them are on a tier."""
-    wanted: dict[str, Sequence[SectionPlan]] = {}
-    for name in set(homes) & unit.homes.keys():
-        home = unit.params if name == PARAM and to is Tier.NVME else unit.homes[name]  # files hold shards
-        wanted[name] = [plan if plan.tier is to or not plan.cells else plan.on(to) for plan in home.plans]
-    if unit.trained is not None and any(
-        tuple(wanted[name]) != unit.homes[name].plans for name in wanted.keys() - {GRAD}
-    ):
-        # It stands between a home of the parameters and one of the optimizer. Tiles are brought instead.
-        wanted[SHADOW] = [replace(plan, cells=()) for plan in unit.homes[SHADOW].plans]
-    return wanted
+class _Over(Event):
+    """Another event, whether its work has failed or not: whoever needs that work asks for itself."""
+
+    def __init__(self, event: Event) -> None:
+        self._event = event
+
+    def wait(self) -> None:
+        self._event.wait()
+
+    def synchronize(self) -> None:
+        with contextlib.suppress(Exception):
+            self._event.synchronize()
+
+    def done(self) -> bool:
+        return self._event.done()
+
+    def check(self) -> None:
+        pass
+
+
+def _wait(moves: Sequence[_Move], ring: Ring) -> Exception | None:
+    """Wait until nothing is under way; returns the first error."""
+    failures = [move.wait() for move in moves]
+    ring.drop()
+    return next(filter(None, failures), None)

@@ -125,7 +125,8 @@ class Buffers:
     def free(self) -> None:
         """Give all of them back. Nothing works on them."""
         for section in self._sections:
-            self._store.free(section, self._store.leave(section))
+            self._store.leave(section)
+            self._store.free(section)
         self._sections.clear()
 
 

@@ -58,6 +58,7 @@ class Gradient:
         ready: `home` is complete.
         held: whether `home` holds earlier micro-batches, which the next one is added to.
         pending: the flat gradient of the backward under way, not reduced yet (reduce dtype, whole unit).
+        rests: `pending` is in host memory, beside the tiers.
         arrived: slots that `pending` holds.
         flaws: after `ready`, on how many ranks it is not finite; `None` where they do not ask each other.
     """
@@ -68,6 +69,7 @@ class Gradient:
     ready: Event = DONE
     held: bool = False
     pending: Tensor | None = None
+    rests: bool = False
     arrived: set[int] = field(default_factory=set)
     flaws: Tensor | None = None
 
@@ -156,7 +158,7 @@ class Unit:
         self.resident = resident  # compute reads the replica: nothing to gather, nothing to release
         self.trained: Trained | None = None
         self.residency = Residency.RELEASED
-        self.event: Event = DONE  # while GATHERING: full is filled
+        self.event: Event = DONE  # what fills the full buffer, or copies from it, is over
         self.published: Event = DONE  # the last update has reached the home
         self.stale = False  # replicated: the other ranks' parts are from before the last update
         self.leased = False  # the full buffer has memory of its own
@@ -221,6 +223,12 @@ class Unit:
         for slot, parameter in zip(self.layout.slots, self.spec.parameters, strict=True):
             parameter.data = self._placeholder.expand(slot.shape)
 
+    @property
+    def is_whole(self) -> bool:
+        """Whether the parameters are all there is of their values: no part of a master is beside them."""
+        copies = (self.trained.master, self.trained.shadow) if self.trained else ()
+        return not any(plan.cells for home in copies for plan in home.plans)
+
     def note_versions(self) -> None:
         """What the parameters show is what the home and the master say."""
         self._versions = [parameter._version for parameter in self.spec.parameters]
@@ -235,8 +243,7 @@ class Unit:
         Raises:
             EngineError: names the parameter.
         """
-        copies = (self.trained.master, self.trained.shadow) if self.trained else ()
-        if self.resident and not any(plan.cells for home in copies for plan in home.plans):
+        if self.resident and self.is_whole:
             return  # what was written is all there is
         for name, parameter, version in zip(self.spec.names, self.spec.parameters, self._versions, strict=True):
             if parameter._version != version:

@@ -7,14 +7,30 @@ from typing import Any
 import torch
 
 from penstock.errors import PenstockError
-from penstock.kinds import ACTIVATION, GATHERED, GRAD, MASTER, OPTIMIZER, PARAM, STAGING, TierName, parse_tier
+from penstock.kinds import (
+    ACTIVATION,
+    GATHERED,
+    GRAD,
+    LEAVING,
+    MASTER,
+    OPTIMIZER,
+    PARAM,
+    STAGING,
+    Tier,
+    TierName,
+    parse_tier,
+)
 
-_NOT_A_STATE = frozenset((PARAM, GRAD, MASTER, STAGING, ACTIVATION, GATHERED))
+_NOT_A_STATE = frozenset((PARAM, GRAD, MASTER, STAGING, ACTIVATION, LEAVING, GATHERED))
 
 
 @dataclass(frozen=True)
 class Location:
-    """One cell of the table: `numel` values of a kind of a unit on this rank, in `nbytes` bytes."""
+    """One cell of the table: `numel` values of a kind of a unit on this rank, in `nbytes` bytes.
+
+    Attributes:
+        in_flight: an update or a movement of it is under way.
+    """
 
     unit: str
     kind: str
@@ -30,8 +46,8 @@ class LocationReport:
     """Where every byte of the training state of this rank is.
 
     Kinds are `"param"`, `"grad"`, `"master"` and the rule's states by name, which `"optimizer"` selects together;
-    `"gathered"` is the device memory of parameters that are gathered now, `"staging"` buffers of a tile.
-    Print it for a table.
+    `"gathered"` is the device memory of parameters that are gathered now, `"staging"` buffers of a tile, `"leaving"`
+    what is given back once its values have arrived elsewhere. Print it for a table.
 
     Example:
         >>> row = Location("layers.0", "param", "cpu", torch.bfloat16, 8, 16, False, False)
@@ -56,28 +72,36 @@ class LocationReport:
                 )
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON-like: `{"rows": [...], "bytes": {kind: {tier: bytes}}}`."""
-        totals: dict[str, dict[str, int]] = {}
+        """JSON-like: `{"rows": [...], "bytes": {kind: {tier: bytes}}, "totals": {tier: bytes}}`."""
+        by_kind: dict[str, dict[str, int]] = {}
         for row in self.rows:
-            by_tier = totals.setdefault(row.kind, {})
+            by_tier = by_kind.setdefault(row.kind, {})
             by_tier[row.tier] = by_tier.get(row.tier, 0) + row.nbytes
-        rows = [{**vars(row), "dtype": str(row.dtype).removeprefix("torch.")} for row in self.rows]
-        return {"rows": rows, "bytes": totals}
+        rows = [{**vars(row), "dtype": _name(row.dtype)} for row in self.rows]
+        return {"rows": rows, "bytes": by_kind, "totals": self._totals()}
 
     def __str__(self) -> str:
-        """A table: one line for each kind and tier, the units summed up."""
-        lines = [f"{'kind':<12} {'tier':<7} {'dtype':<9} {'pinned':<7} {'units':>6} {'values':>16} {'bytes':>18}"]
+        """A table: one line for each kind and tier, the units summed up, and one for each tier."""
+        lines = [
+            f"{'kind':<12} {'tier':<7} {'dtype':<9} {'pinned':<7} {'units':>6} {'values':>16} {'bytes':>18} "
+            f"{'in flight':>18}"
+        ]
         groups: dict[tuple[str, str, torch.dtype, bool], list[Location]] = {}
         for row in self.rows:
             groups.setdefault((row.kind, row.tier, row.dtype, row.pinned), []).append(row)
         for (kind, tier, dtype, pinned), rows in groups.items():
-            name = str(dtype).removeprefix("torch.")
-            numel, nbytes = sum(r.numel for r in rows), sum(r.nbytes for r in rows)
-            units = len({r.unit for r in rows})
+            units, numel = len({r.unit for r in rows}), sum(r.numel for r in rows)
             lines.append(
-                f"{kind:<12} {tier:<7} {name:<9} {'yes' if pinned else 'no':<7} {units:>6} {numel:>16,} {nbytes:>18,}"
+                f"{kind:<12} {tier:<7} {_name(dtype):<9} {'yes' if pinned else 'no':<7} {units:>6} {numel:>16,} "
+                f"{_bytes(rows)}"
             )
+        lines += [f"{'total':<12} {tier:<48} {_bytes(self._select(None, tier, None))}" for tier in self._totals()]
         return "\n".join(lines)
+
+    def _totals(self) -> dict[str, int]:
+        """Bytes by tier, the fastest first."""
+        tiers = {tier.value: self.bytes(tier=tier) for tier in Tier}
+        return {tier: nbytes for tier, nbytes in tiers.items() if nbytes}
 
     def _select(self, kind: str | None, tier: str | None, unit: str | None) -> list[Location]:
         wanted_tier = None if tier is None else parse_tier(tier, what="tier")
@@ -88,3 +112,13 @@ class LocationReport:
             and wanted_tier in (None, row.tier)
             and unit in (None, row.unit)
         ]
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _bytes(rows: Sequence[Location]) -> str:
+    """The last columns: bytes, and those of them that are in flight."""
+    flying = sum(row.nbytes for row in rows if row.in_flight)
+    return f"{sum(row.nbytes for row in rows):>18,} {f'{flying:,}' if flying else '-':>18}"

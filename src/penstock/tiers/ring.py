@@ -1,5 +1,6 @@
 """Buffers of one tile each, used in turn."""
 
+import contextlib
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -65,10 +66,16 @@ class Ring:
         self._slots.append(slot)
         return slot
 
+    @property
+    def free(self) -> Event:
+        """Work on all slots is over."""
+        return all_of(slot.free for slot in self._slots)
+
     def drop(self) -> None:
-        """Let go of the slots, once work on them is over."""
+        """Let go of the slots, once work on them is over. Who needs what has failed gets its error from it."""
         for slot in self._slots:
-            slot.free.synchronize()
+            with contextlib.suppress(Exception):
+                slot.free.synchronize()
             slot.forget()
         self._slots.clear()
 

@@ -29,30 +29,26 @@ class Reservation:
 
     Arguments:
         store: enters what is made in the table.
-        slabs: by tier and home.
-        sections: how many will be made of each.
+        slabs: by tier and home, and by home for those that are `apart`.
     """
 
-    def __init__(self, store: "Store", slabs: Mapping[tuple[Tier, str], Slab], sections: Mapping[Slab, int]) -> None:
+    def __init__(self, store: "Store", slabs: Mapping[tuple[Tier, str], Slab], apart: Collection[SectionPlan]) -> None:
         self._store = store
         self._slabs = slabs
-        self._unmade = dict(sections)
+        self._apart = apart
 
     def make(self, plan: SectionPlan) -> Section:
         """Make one of the sections; those of one tier and home in the order in which they were reserved."""
         if not plan.cells:
             return MemorySection(plan, ())
-        slab = self._slabs[plan.tier, plan.home]
+        slab = self._slabs[plan.tier, _slab_name(plan, self._apart)]
         section = slab.make(plan)
-        self._unmade[slab] -= 1
         self._store.enter(section, slab)
         return section
 
-    def close(self) -> None:
-        """Give back what was not made."""
-        for slab, count in self._unmade.items():
-            self._store.give_back(slab, count)
-        self._unmade.clear()
+    def cancel(self) -> None:
+        """Give everything back, with the sections that were made. Nothing works on them."""
+        self._store.take_back(self._slabs.values())
 
     def buffer(self, plan: SectionPlan) -> Tensor:
         """Make a section of one kind in memory, and give its values."""
@@ -68,14 +64,18 @@ class Store:
     def __init__(self, tiers: Collection[TierMemory]) -> None:
         self._tiers = {tier.name: tier for tier in tiers}
         self._sections: dict[Section, Slab | None] = {}
-        self._lock = threading.Lock()
+        self._leaving: dict[Section, Slab | None] = {}  # their values are on the way to others
+        self._lock = threading.Lock()  # state that is in flight is freed by the thread that sees it arrive
         self._left: dict[Slab, int] = {}  # sections that it still holds, or will
 
-    def reserve(self, plans: Sequence[SectionPlan], *, pin: bool = True) -> Reservation:
+    def reserve(
+        self, plans: Sequence[SectionPlan], *, pin: bool = True, apart: Collection[SectionPlan] = frozenset()
+    ) -> Reservation:
         """Take the memory and files for some sections. What one home has on one tier is given back together.
 
         Arguments:
             plans: sections, in the order in which those of a home will be made.
+            apart: those of them that are given back while others of their home stay.
             pin: page-lock host memory that a device copies from.
 
         Raises:
@@ -84,7 +84,7 @@ class Store:
         wanted: dict[Tier, dict[str, list[SectionPlan]]] = {}
         for plan in plans:
             if plan.cells:
-                wanted.setdefault(plan.tier, {}).setdefault(plan.home, []).append(plan)
+                wanted.setdefault(plan.tier, {}).setdefault(_slab_name(plan, apart), []).append(plan)
         slabs: dict[tuple[Tier, str], Slab] = {}
         try:
             for tier in sorted(wanted, key=lambda tier: tier is not Tier.NVME):  # disks refuse before memory is taken
@@ -94,36 +94,57 @@ class Store:
             for slab in slabs.values():
                 slab.close()
             raise
-        counts = {slab: len(wanted[tier][home]) for (tier, home), slab in slabs.items()}
-        self._left |= counts
-        return Reservation(self, slabs, counts)
+        self._left |= {slab: len(wanted[tier][home]) for (tier, home), slab in slabs.items()}
+        return Reservation(self, slabs, apart)
 
     def enter(self, section: Section, slab: Slab | None) -> None:
         """Put a section in the table. `slab`: what it is made of; `None` for memory that somebody else owns."""
-        self._sections[section] = slab
+        with self._lock:
+            self._sections[section] = slab
 
-    def leave(self, section: Section) -> Slab | None:
-        """Take a section out of the table; `free` gives its memory back."""
-        return self._sections.pop(section, None)
+    def leave(self, section: Section) -> None:
+        """Take a section out of the table, whose values go elsewhere. `free` gives its memory back."""
+        with self._lock:
+            if section in self._sections:
+                self._leaving[section] = self._sections.pop(section)
 
-    def free(self, section: Section, slab: Slab | None) -> None:
-        """Give a section's memory back, or its part of a slab that goes with the last one. Nothing works on it."""
+    def free(self, section: Section) -> None:
+        """Give back the memory of a section that has left, or its part of a slab that goes with the last one.
+
+        Nothing works on it.
+        """
         section.drop()
-        if slab is not None:
-            self.give_back(slab, 1)
-
-    def give_back(self, slab: Slab, sections: int) -> None:
-        """A slab has fewer sections than before; it goes with the last one."""
-        with self._lock:  # state that is in flight is freed by the thread that sees it arrive
-            if slab in self._left:
-                self._left[slab] -= sections
+        with self._lock:
+            slab = self._leaving.pop(section, None)
+            if slab is not None and slab in self._left:
+                self._left[slab] -= 1
                 if self._left[slab] == 0:
                     del self._left[slab]
                     slab.close()
 
+    def take_back(self, slabs: Collection[Slab]) -> None:
+        """Give slabs back, with every section that was made of them. Nothing works on them."""
+        with self._lock:
+            for section in [section for section, slab in self._sections.items() if slab in slabs]:
+                del self._sections[section]
+                section.drop()
+            with contextlib.ExitStack() as closing:
+                for slab in slabs:
+                    del self._left[slab]
+                    closing.callback(slab.close)
+
     def cells(self) -> Iterator[Cell]:
         """Every cell, in the order of allocation."""
-        for section, slab in list(self._sections.items()):
+        yield from self._cells(self._sections)
+
+    def leaving(self) -> Iterator[Cell]:
+        """Those that have left the table and still have memory."""
+        yield from self._cells(self._leaving)
+
+    def _cells(self, sections: Mapping[Section, Slab | None]) -> Iterator[Cell]:
+        with self._lock:
+            found = list(sections.items())
+        for section, slab in found:
             for plan in section.plan.cells:
                 yield Cell(plan, slab is not None and slab.pinned, section)
 
@@ -139,12 +160,17 @@ class Store:
             NvmeError: the failure of a transfer that nobody waited for. Everything is given back all the same.
         """
         self._sections.clear()
+        self._leaving.clear()
         slabs, self._left = list(self._left), {}
         with contextlib.ExitStack() as closing:  # the last one first: files before the memory that they read and write
             for slab in slabs:
                 closing.callback(slab.close)
             for tier in self._tiers.values():
                 closing.callback(tier.close)
+
+
+def _slab_name(plan: SectionPlan, apart: Collection[SectionPlan]) -> str:
+    return f"{plan.home}-apart" if plan in apart else plan.home
 
 
 def bytes_on(plans: Sequence[SectionPlan], tier: Tier) -> int:

@@ -62,6 +62,7 @@ def test_a_program_reads_it_as_json() -> None:
     assert json.loads(json.dumps(value)) == value
     assert value["bytes"]["param"] == {"device": 2000, "cpu": 12000}
     assert value["bytes"]["exp_avg"] == {"cpu": 12000}
+    assert value["totals"] == {"device": 4000, "cpu": 48200}
     assert value["rows"][2] == {
         "unit": "blocks.1",
         "kind": "param",
@@ -78,15 +79,17 @@ def test_a_person_reads_it_as_a_table() -> None:
     assert (
         str(REPORT)
         == """\
-kind         tier    dtype     pinned   units           values              bytes
-param        device  bfloat16  no           1            1,000              2,000
-param        cpu     bfloat16  yes          2            6,000             12,000
-grad         cpu     bfloat16  yes          1            3,000              6,000
-master       cpu     int16     yes          1            3,000              6,000
-exp_avg      cpu     float32   yes          1            3,000             12,000
-exp_avg_sq   cpu     float32   yes          1            3,000             12,000
-staging      cpu     bfloat16  yes          1              100                200
-gathered     device  bfloat16  no           1            1,000              2,000"""
+kind         tier    dtype     pinned   units           values              bytes          in flight
+param        device  bfloat16  no           1            1,000              2,000                  -
+param        cpu     bfloat16  yes          2            6,000             12,000              6,000
+grad         cpu     bfloat16  yes          1            3,000              6,000                  -
+master       cpu     int16     yes          1            3,000              6,000                  -
+exp_avg      cpu     float32   yes          1            3,000             12,000                  -
+exp_avg_sq   cpu     float32   yes          1            3,000             12,000                  -
+staging      cpu     bfloat16  yes          1              100                200                  -
+gathered     device  bfloat16  no           1            1,000              2,000                  -
+total        device                                                        4,000                  -
+total        cpu                                                          48,200              6,000"""
     )
 
 

@@ -108,11 +108,13 @@ def test_what_a_home_has_on_a_tier_lies_in_one_slab_and_goes_with_its_last_secti
     slabs = [{tensor.untyped_storage().data_ptr() for tensor in s.tensors} for s in (first, second, master)]
     assert slabs[0] == slabs[1] != slabs[2]
     tier.log.clear()
-    store.free(first, store.leave(first))
+    store.leave(first)
+    store.free(first)
     assert first.tensors == ()
     assert first not in [cell.section for cell in store.cells()]
     assert tier.log == []
-    store.free(second, store.leave(second))
+    store.leave(second)
+    store.free(second)
     assert tier.log == ["optimizer closed"]
     store.close()
     assert tier.log == ["optimizer closed", "master closed"]
