@@ -36,7 +36,7 @@ class BackwardUpdates(Protocol):
         """All gradients of the unit have come."""
 
     def check(self, unit: Unit) -> None:
-        """Raise an error for a gradient of a unit whose update has begun."""
+        """Raise an error where backward comes back to a unit whose update has begun."""
 
     def abandon(self) -> None:
         """Backward has failed."""
@@ -233,6 +233,8 @@ class Hooks:
 
     def _enter_backward(self, unit: Unit, *, runs_again: bool = False) -> None:
         """Backward goes on in this unit, or its forward runs again because backward will."""
+        if self._updates is not None:
+            self._updates.check(unit)
         if not self.backward_open:
             self.backward_open = True
             self._backward_order.start()
@@ -270,6 +272,7 @@ class Hooks:
         self._reducer.flush(unit)
         complete = len(self._arrived.get(unit, ())) == len(unit.layout.slots)
         if self._updates is not None and complete and not self._reducer.accumulates:
+            self._reducer.tell_host(unit)
             self._updates.begin(unit)
             del self._arrived[unit]
 
