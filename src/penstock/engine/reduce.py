@@ -57,6 +57,7 @@ class Reducer:
         self._accumulation_dtype = accumulation_dtype
         self._straight = ranks.world_size == 1
         self._accumulation = accumulation
+        self._accumulation_free: Event = DONE  # what it held last was added
         self.buffers = BufferRing(streams.device, streams)
         self._agrees = agrees and ranks.world_size > 1
         self._may_hold_back = may_hold_back
@@ -236,23 +237,27 @@ class Reducer:
         assert isinstance(section, MemorySection)
         (home,) = section.tensors
 
-        def down_and_add() -> None:
-            for start in range(0, home.numel(), staging.numel()):
-                source = reduced[start : start + staging.numel()]
-                landed = staging[: source.numel()]
-                copied = self._streams.submit(
-                    DOWNLOAD,
-                    partial(copy, landed, source),
-                    writes=(landed,),
-                    nbytes=source.numel() * source.element_size(),
-                    what=what,
-                )
-                copied.synchronize()
-                deposit(home[start : start + source.numel()], landed, add=True, pool=self._pool)
+        def add(start: int, landed: Tensor) -> None:
+            deposit(home[start : start + landed.numel()], landed, add=True, pool=self._pool)
+
+        def measure() -> None:
             for index, start, stop in parts:
                 gradient.squared_norms[index] = squared_norm(home[start:stop], pool=self._pool)
 
-        return self._streams.submit(UPDATE, down_and_add, after=(after,), what=what)
+        for start in range(0, home.numel(), staging.numel()):
+            source = reduced[start : start + staging.numel()]
+            landed = staging[: source.numel()]
+            copied = self._streams.submit(
+                DOWNLOAD,
+                partial(copy, landed, source),
+                after=(after, self._accumulation_free),
+                writes=(landed,),
+                nbytes=source.numel() * source.element_size(),
+                what=what,
+            )
+            added = partial(add, start, landed)
+            self._accumulation_free = self._streams.submit(UPDATE, added, after=(copied,), what=what)
+        return self._streams.submit(UPDATE, measure, after=(self._accumulation_free,))
 
     def _add_on_device(
         self, gradient: Gradient, reduced: Tensor, parts: Sequence[Part], after: Event, what: str
