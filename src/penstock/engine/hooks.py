@@ -270,11 +270,14 @@ class Hooks:
     def _settle(self, unit: Unit) -> None:
         """Send the gradient home. Once every parameter has its own, no other will come."""
         self._reducer.flush(unit)
-        complete = len(self._arrived.get(unit, ())) == len(unit.layout.slots)
-        if self._updates is not None and complete and not self._reducer.accumulates:
+        if self._updates is None or self._reducer.accumulates or unit.users or unit.holds:
+            return
+        if len(self._arrived.get(unit, ())) == len(unit.layout.slots):
+            del self._arrived[unit]
             self._reducer.tell_host(unit)
             self._updates.begin(unit)
-            del self._arrived[unit]
+            if unit.resident or unit.spec.persistent:  # else it is released anyway
+                self._gatherer.outdate(unit)
 
     def _take_gradient(self, unit: Unit, index: int, parameter: nn.Parameter) -> None:
         grad = parameter.grad
