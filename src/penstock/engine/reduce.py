@@ -239,10 +239,9 @@ class Reducer:
 
         def add(start: int, landed: Tensor) -> None:
             deposit(home[start : start + landed.numel()], landed, add=True, pool=self._pool)
-
-        def measure() -> None:
-            for index, start, stop in parts:
-                gradient.squared_norms[index] = squared_norm(home[start:stop], pool=self._pool)
+            if start + landed.numel() == home.numel():
+                for index, first, last in parts:
+                    gradient.squared_norms[index] = squared_norm(home[first:last], pool=self._pool)
 
         for start in range(0, home.numel(), staging.numel()):
             source = reduced[start : start + staging.numel()]
@@ -257,7 +256,7 @@ class Reducer:
             )
             added = partial(add, start, landed)
             self._accumulation_free = self._streams.submit(UPDATE, added, after=(copied,), what=what)
-        return self._streams.submit(UPDATE, measure, after=(self._accumulation_free,))
+        return self._accumulation_free
 
     def _add_on_device(
         self, gradient: Gradient, reduced: Tensor, parts: Sequence[Part], after: Event, what: str

@@ -22,8 +22,9 @@ from tests.support import prepare_on, shorten_rings
 
 BLOCKS, WIDTH = 10, 64
 FORWARD_SECONDS, BACKWARD_SECONDS = 0.020, 0.028  # of each block
-WARM_UP, STEPS, ATTEMPTS = 1, 3, 4
+WARM_UP, STEPS, ATTEMPTS = 1, 2, 4
 MOST = 1.1  # times the longest of compute and each stream
+LEAST = 0.95  # of compute and the busiest stream one after the other: what the serial baseline takes
 
 
 class SlowBackward(torch.autograd.Function):
@@ -93,7 +94,7 @@ CASES = {
         {UPLOAD: 0.012, DOWNLOAD: 0.012}, {UPLOAD: 2 * NUMEL, DOWNLOAD: 2 * NUMEL}, {"grads": "cpu", "optimizer": "cpu"}
     ),
     "a slow link to parameters": Case(
-        {UPLOAD: 0.024}, {UPLOAD: 4 * NUMEL}, {"params": "cpu", "grads": "cpu", "optimizer": "cpu"}
+        {UPLOAD: 0.020}, {UPLOAD: 4 * NUMEL}, {"params": "cpu", "grads": "cpu", "optimizer": "cpu"}
     ),
     "a slow update, in backward": Case(
         {UPDATE: 0.018}, {UPDATE: 26 * NUMEL}, {"params": "cpu", "grads": "cpu", "optimizer": "cpu"}, "backward"
@@ -109,20 +110,15 @@ CASES = {
 
 @dataclass
 class Timing:
-    """Of one step: median seconds, of compute alone, and of each stream."""
+    """Of one step, in seconds: the median, and how long each slow stream worked."""
 
     step: float
-    compute: float
     busy: dict[str, float]
 
-    @property
-    def longest(self) -> float:
-        return max(self.compute, *self.busy.values())
 
-
-def measure(case: Case, overlap: str, disk: Path, **options: Any) -> Timing:
+def measure(case: Case, overlap: str, disk: Path, *, slow: bool = True, **options: Any) -> Timing:
     bandwidths = {stream: case.block_bytes[stream] / seconds for stream, seconds in case.seconds.items()}
-    streams = Stated(bandwidths)
+    streams = Stated(bandwidths if slow else {})
     model = nn.Sequential(*(Block() for _ in range(BLOCKS)))
     stock = torch.optim.AdamW(model.parameters(), lr=1e-3)
     placement = penstock.Placement(**case.tiers, nvme_path=disk)
@@ -141,29 +137,26 @@ def measure(case: Case, overlap: str, disk: Path, **options: Any) -> Timing:
         times.append(time.perf_counter() - start)
     busy = {stream: streams.busy[stream] / STEPS for stream in case.seconds}
     optimizer.close()
-    return Timing(statistics.median(times[WARM_UP:]), compute_seconds(), busy)
-
-
-def compute_seconds() -> float:
-    """Compute alone, on this machine as it is now: sleeps last longer than asked where others take the cores."""
-    model = nn.Sequential(*(Block() for _ in range(BLOCKS)))
-    start = time.perf_counter()
-    model(torch.ones(1, WIDTH, requires_grad=True)).square().sum().backward()
-    return time.perf_counter() - start
+    return Timing(statistics.median(times[WARM_UP:]), busy)
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_steps_take_as_long_as_the_longest_of_compute_and_each_stream(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Compute is a step whose streams take no time: that of the blocks, and of the engine on the caller's thread."""
     shorten_rings(monkeypatch, slots=4)  # else every record is still in memory when it is wanted again
     case = CASES[name]
-    for attempt in range(ATTEMPTS):
+    for _ in range(ATTEMPTS):
+        compute = measure(case, "none", tmp_path, slow=False).step
         serial = measure(case, "none", tmp_path, prefetch_bytes=0)
         hidden = measure(case, case.overlap, tmp_path)
-        exposed = serial.compute + max(serial.busy.values())
-        print(name, attempt, serial, hidden, hidden.step / hidden.longest, serial.step / exposed)
+        longest, total = max(compute, *hidden.busy.values()), compute + max(serial.busy.values())
         assert max(hidden.busy.values()) > 0.2 * BLOCKS * (FORWARD_SECONDS + BACKWARD_SECONDS), "nothing to hide"
-        if hidden.step <= MOST * hidden.longest and serial.step >= 0.95 * exposed:
+        found = (
+            f"{name}: compute {compute:.3f} s, streams {hidden.busy}, serial {serial.step:.3f} s, {hidden.step:.3f} s"
+        )
+        print(found)
+        if hidden.step <= MOST * longest and serial.step >= LEAST * total:
             return
-    pytest.fail(f"{name}: {hidden.step / hidden.longest:.2f} of the longest, {serial.step / exposed:.2f} of the sum")
+    pytest.fail(found)
