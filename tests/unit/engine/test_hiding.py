@@ -20,7 +20,7 @@ from penstock.machine.simulated import SimulatedStreams
 from penstock.machine.streams import DOWNLOAD, FETCH, UPDATE, UPLOAD, WRITE
 from tests.support import prepare_on, shorten_rings
 
-BLOCKS, WIDTH = 10, 64
+BLOCKS, WIDTH = 8, 64
 FORWARD_SECONDS, BACKWARD_SECONDS = 0.020, 0.028  # of each block
 WARM_UP, STEPS, ATTEMPTS = 1, 2, 4
 MOST = 1.1  # times the longest of compute and each stream
@@ -100,7 +100,7 @@ CASES = {
         {UPDATE: 0.018}, {UPDATE: 26 * NUMEL}, {"params": "cpu", "grads": "cpu", "optimizer": "cpu"}, "backward"
     ),
     "a slow disk, in backward": Case(
-        {FETCH: 0.018, WRITE: 0.018},
+        {FETCH: 0.014, WRITE: 0.014},
         {FETCH: RECORD, WRITE: RECORD},
         {"params": "cpu", "grads": "cpu", "optimizer": "nvme"},
         "backward",
