@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 import penstock
-from penstock.engine import reduce, residency, step, update
+from penstock.engine import reduce, residency, update
 from penstock.errors import EngineError
 from penstock.machine.simulated import SimulatedStreams
 from penstock.machine.streams import COLLECTIVE, DOWNLOAD, FETCH, READ, UPDATE, UPLOAD, WRITE, Streams
@@ -279,7 +279,7 @@ def _short_rings(monkeypatch: pytest.MonkeyPatch) -> None:
 def attempt(run: RowRun, expected: Values, slow: str | None, dropped: str | None) -> Outcome:
     together, copy = AllOf(dropped), Copy(dropped)
     with pytest.MonkeyPatch.context() as patch:
-        for module in (reduce, residency, step, update, pipeline, ring, transit):
+        for module in (reduce, residency, update, pipeline, ring, transit):
             patch.setattr(module, "all_of", together)
         patch.setattr(Transit, "copy", copy)
         outcome = attempt_with(run, expected, slow, dropped)

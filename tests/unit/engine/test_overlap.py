@@ -225,7 +225,9 @@ class BrokenRuleError(Exception):
 
 @pytest.mark.filterwarnings("ignore:module forward hook with")
 @pytest.mark.parametrize("overlap", ["none", "forward", "auto", "backward"])
-def test_the_error_of_an_update_has_the_trace_of_its_thread(overlap: str, tmp_path: Path) -> None:
+def test_the_error_of_an_update_has_the_trace_of_its_thread(
+    overlap: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model, optimizer = prepared(slow(UPDATE), overlap, EVERYTHING, tmp_path)
     threads = []
 
@@ -233,7 +235,7 @@ def test_the_error_of_an_update_has_the_trace_of_its_thread(overlap: str, tmp_pa
         threads.append(threading.current_thread())
         raise BrokenRuleError
 
-    optimizer._engine.updater._rule.update = update_that_breaks
+    monkeypatch.setattr(type(optimizer._engine.updater._rule), "update", update_that_breaks)
     with pytest.raises(BrokenRuleError) as raised:
         again(model, optimizer)
     assert "update_that_breaks" in [frame.name for frame in raised.traceback]
