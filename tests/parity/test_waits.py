@@ -69,13 +69,12 @@ def values(optimizer: penstock.Optimizer, model: torch.nn.Module) -> Iterator[Te
         yield optimizer.full_state(p, "exp_avg_sq")
 
 
-def training(
-    how: Movement, *, rank: int = 0, world_size: int = 1, clip: float | None = 0.5, no_sync: bool = False
-) -> RowRun:
+def training(how: Movement, *, rank: int = 0, world_size: int = 1) -> RowRun:
     """Steps of two micro-batches."""
+    begins = how.overlap == "backward"
 
     def run(streams: Streams) -> Values:
-        what = Arithmetic(accumulation=2, clip=clip, no_sync=no_sync)
+        what = Arithmetic(accumulation=2, clip=None if begins else 0.5, no_sync=begins)
         trace = train(what, how, streams=streams, steps=2, rank=rank, world_size=world_size)
         return [*trace.losses, *trace.norms, *(t for ts in trace.final.values() for t in ts)]
 
@@ -235,8 +234,8 @@ ROWS: dict[str, RowRun] = {
     "all but the optimizer in files": training(REST_IN_FILES),
     "stepping right after step": stepping_right_after_step,
     "all in parts": training(SPLIT),
-    "updated in backward": training(replace(OPTIMIZER_ON_CPU, overlap="backward"), clip=None, no_sync=True),
-    "updated in backward, in parts": training(replace(SPLIT, overlap="backward"), clip=None, no_sync=True),
+    "updated in backward": training(replace(OPTIMIZER_ON_CPU, overlap="backward")),
+    "updated in backward, in parts": training(replace(SPLIT, overlap="backward")),
     "updated before a gradient that is not finite": updated_before_a_gradient_that_is_not_finite,
 }
 
@@ -254,6 +253,9 @@ OF_TWO_RANKS = {
     "gather.py _fill: copy of full after event": OfTwoRanks(EVERYTHING_ON_CPU.but(stage=1), COLLECTIVE),
     "reduce.py _add_on_host: DOWNLOAD after after of (after, self._accumulation_free)": OfTwoRanks(
         EVERYTHING_ON_CPU, COLLECTIVE
+    ),
+    "reduce.py flush: COLLECTIVE after gradient.ready": OfTwoRanks(
+        replace(EVERYTHING_ON_CPU, overlap="backward"), DOWNLOAD
     ),
 }
 
