@@ -54,6 +54,7 @@ REDUNDANT = {
     "reduce.py add: gradient.ready.wait()": MOVES,
     "reduce.py flush: all of before": MOVES,
     "reduce.py flush: COLLECTIVE after (before,) if values is not None else ()": MOVES,
+    "reduce.py flush: COLLECTIVE after gradient.ready": "it tells of NaN alone: the tests of updates in backward see to it",
     "ring.py drop: slot.free.synchronize()": MOVES,
     "records.py visit: self.settled[number].synchronize()": "who visits settles every home first",
     "records.py visit: written.synchronize()": AT_ONCE,
@@ -253,9 +254,6 @@ OF_TWO_RANKS = {
     "gather.py _fill: copy of full after event": OfTwoRanks(EVERYTHING_ON_CPU.but(stage=1), COLLECTIVE),
     "reduce.py _add_on_host: DOWNLOAD after after of (after, self._accumulation_free)": OfTwoRanks(
         EVERYTHING_ON_CPU, COLLECTIVE
-    ),
-    "reduce.py flush: COLLECTIVE after gradient.ready": OfTwoRanks(
-        replace(EVERYTHING_ON_CPU, overlap="backward"), DOWNLOAD
     ),
 }
 
