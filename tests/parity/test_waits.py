@@ -54,7 +54,7 @@ REDUNDANT = {
     "reduce.py add: gradient.ready.wait()": MOVES,
     "reduce.py flush: all of before": MOVES,
     "reduce.py flush: COLLECTIVE after (before,) if values is not None else ()": MOVES,
-    "reduce.py flush: COLLECTIVE after gradient.ready": "it tells of NaN alone: the tests of updates in backward see to it",
+    "reduce.py flush: COLLECTIVE after gradient.ready": "it tells of NaN alone: see the tests of updates in backward",
     "ring.py drop: slot.free.synchronize()": MOVES,
     "records.py visit: self.settled[number].synchronize()": "who visits settles every home first",
     "records.py visit: written.synchronize()": AT_ONCE,
