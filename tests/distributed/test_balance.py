@@ -38,6 +38,14 @@ def windows(rank: int, world_size: int) -> list[list[tuple[str, int, int]]]:
     hooks = optimizer._engine.hooks
     settle = hooks._settle
     found: list[tuple[str, int, int]] = []
+    before_the_end: list[int] = []  # windows that backward had left when it ended, by backward
+    end_backward = hooks._end_backward
+
+    def end() -> None:
+        before_the_end.append(len(found))
+        end_backward()
+
+    hooks._end_backward = end
 
     def note(unit: Unit) -> None:
         arrived = unit.trained.gradient.pending is not None
@@ -58,6 +66,7 @@ def windows(rank: int, world_size: int) -> list[list[tuple[str, int, int]]]:
         optimizer.step()
         optimizer.zero_grad()
     optimizer.close()
+    assert before_the_end == [UNITS - 2] * 2, "the root and the last block are left when backward ends"
     return backwards
 
 
