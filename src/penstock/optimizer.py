@@ -125,9 +125,10 @@ class Optimizer(torch.optim.Optimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the accumulated gradients. They count as absent afterwards, whatever `set_to_none` says."""
         del set_to_none
-        engine = self._open("zero_grad", changes=True)
+        engine = self._open("zero_grad")
         if engine.hooks.backward_open and not in_backward():
             engine.hooks.abandon_backward()
+        self._open("zero_grad", whole=True)
         engine.hooks.backward_failed = False
         engine.reducer.zero(engine.units)
         engine.gradient_scale.renew()
@@ -167,7 +168,7 @@ class Optimizer(torch.optim.Optimizer):
         for name, value in (("max_norm", max_norm), ("norm_type", norm_type)):
             if not value > 0:
                 raise ConfigError(f"clip_grad_norm_({name}={value!r}): use a number above 0.")
-        engine = self._open("clip_grad_norm_", changes=True)
+        engine = self._open("clip_grad_norm_", whole=True)
         self._check_backward_over("clip_grad_norm_", engine)
         norm = engine.stepper.measure().grad_norm if norm_type == 2 else engine.access.grad_norm(norm_type)
         if math.isfinite(norm):
@@ -220,7 +221,7 @@ class Optimizer(torch.optim.Optimizer):
         Raises:
             ConfigError: a tensor that is no parameter of the model.
         """
-        return self._open("gathered", changes=modify).access.gathered(parameters, modify=modify)
+        return self._open("gathered", whole=modify).access.gathered(parameters, modify=modify)
 
     def full_param(self, parameter: nn.Parameter) -> Tensor:
         """The parameter at master precision: fp32, its shape, on the cpu. Collective."""
@@ -236,15 +237,15 @@ class Optimizer(torch.optim.Optimizer):
 
     def set_full_param(self, parameter: nn.Parameter, value: Tensor) -> None:
         """Overwrite parameter and master weights with a whole value, the same on every rank. Collective."""
-        self._open("set_full_param", changes=True).access.set_param(parameter, value)
+        self._open("set_full_param", whole=True).access.set_param(parameter, value)
 
     def set_full_grad(self, parameter: nn.Parameter, value: Tensor) -> None:
         """Overwrite the accumulated gradient with a whole value, the same on every rank. Collective."""
-        self._open("set_full_grad", changes=True).access.set_grad(parameter, value)
+        self._open("set_full_grad", whole=True).access.set_grad(parameter, value)
 
     def set_full_state(self, parameter: nn.Parameter, name: str, value: Tensor) -> None:
         """Overwrite an optimizer state with a whole value, the same on every rank. Collective."""
-        self._open("set_full_state", changes=True).access.set_state(parameter, name, value)
+        self._open("set_full_state", whole=True).access.set_state(parameter, name, value)
 
     def synchronize(self) -> None:
         """Finish pending updates and movements; raises the error of one that failed."""
@@ -255,7 +256,7 @@ class Optimizer(torch.optim.Optimizer):
 
         Meant for small models and for tools that expect it: it needs the memory of the whole optimizer state.
         """
-        access = self._open("state_dict").access
+        access = self._open("state_dict", whole=True).access
         packed = super().state_dict()
         numbers = {p: index for index, p in enumerate(p for group in self.param_groups for p in group["params"])}
         names = access.state_names
@@ -275,7 +276,7 @@ class Optimizer(torch.optim.Optimizer):
             ConfigError: a state or an option that the rule does not have, or a state of another shape. Nothing changed.
             ValueError: other groups than this optimizer's.
         """
-        engine = self._open("load_state_dict", changes=True)
+        engine = self._open("load_state_dict", whole=True)
         groups = self.param_groups
         super().load_state_dict({"state": {}, "param_groups": state_dict["param_groups"]})
         # The groups stay the same objects: schedulers may hold the optimizer that was given to prepare.
@@ -404,11 +405,11 @@ class Optimizer(torch.optim.Optimizer):
             finally:
                 self._engine = None if engine.closed else engine
 
-    def _open(self, verb: str, *, changes: bool = False) -> Engine:
-        """The engine. `changes`: the call changes what updates read that may have begun in backward."""
+    def _open(self, verb: str, *, whole: bool = False) -> Engine:
+        """The engine. `whole`: for what needs the state of one step, or changes what updates read in it."""
         if self._engine is None:
             raise EngineError(f"{verb}() was called after close(). Prepare the model again to go on.")
-        if changes and self._engine.stepper.is_open:
+        if whole and self._engine.stepper.is_open:
             raise EngineError(
                 f"{verb}() was called between backward and step, and updates have begun in that backward. Call step() "
                 "first, or use overlap='forward'."

@@ -1,7 +1,8 @@
 """Every wait of the engine is needed: without it, a row on slow streams gives another result or an error."""
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import cache
 from itertools import product
@@ -12,7 +13,8 @@ import torch
 from torch import Tensor
 
 import penstock
-from penstock.engine import reduce, residency, step, update
+from penstock.engine import reduce, residency, update
+from penstock.errors import EngineError
 from penstock.machine.simulated import SimulatedStreams
 from penstock.machine.streams import COLLECTIVE, DOWNLOAD, FETCH, READ, UPDATE, UPLOAD, WRITE, Streams
 from penstock.tiers import pipeline, ring, transit
@@ -36,6 +38,7 @@ REDUNDANT = {
     "update.py tiles: all of after": IN_TURN,
     "reduce.py _add_on_device: COLLECTIVE after after of (after, brought)": "the one before on the same stream",
     "update.py tiles: all of trained.gradient.ready": MEASURED,
+    "update.py publish: all of updated": "what was updated is published after it",
     "pipeline.py bring: all of after": MEASURED,
     "pipeline.py _from_memory: there after after of (after, slot.free)": MEASURED,
     "pipeline.py from_slot: FETCH after after of (after, ready, slot.free)": MEASURED,
@@ -51,6 +54,7 @@ REDUNDANT = {
     "reduce.py add: gradient.ready.wait()": MOVES,
     "reduce.py flush: all of before": MOVES,
     "reduce.py flush: COLLECTIVE after (before,) if values is not None else ()": MOVES,
+    "reduce.py flush: COLLECTIVE after gradient.ready": "it tells of NaN alone: see the tests of updates in backward",
     "ring.py drop: slot.free.synchronize()": MOVES,
     "records.py visit: self.settled[number].synchronize()": "who visits settles every home first",
     "records.py visit: written.synchronize()": AT_ONCE,
@@ -68,9 +72,10 @@ def values(optimizer: penstock.Optimizer, model: torch.nn.Module) -> Iterator[Te
 
 def training(how: Movement, *, rank: int = 0, world_size: int = 1) -> RowRun:
     """Steps of two micro-batches."""
+    begins = how.overlap == "backward"
 
     def run(streams: Streams) -> Values:
-        what = Arithmetic(accumulation=2, clip=0.5)
+        what = Arithmetic(accumulation=2, clip=None if begins else 0.5, no_sync=begins)
         trace = train(what, how, streams=streams, steps=2, rank=rank, world_size=world_size)
         return [*trace.losses, *trace.norms, *(t for ts in trace.final.values() for t in ts)]
 
@@ -172,6 +177,23 @@ def updated_when_step_returns(streams: Streams) -> Values:
     return seen
 
 
+def updated_before_a_gradient_that_is_not_finite(streams: Streams) -> Values:
+    """The step must say so: it cannot be skipped whole any more."""
+    model, optimizer = prepared(Arithmetic(), Movement(grads="cpu", optimizer="cpu", overlap="backward"), streams)
+    model.first.register_forward_hook(
+        lambda _module, _inputs, made: made.register_hook(lambda g: g * torch.nan) and None
+    )
+    optimizer.backward(loss_of(model, batches(1, 1)[0][0][0]))
+    seen = []
+    try:
+        optimizer.step()
+    except EngineError as error:
+        seen.append(str(error))
+    with suppress(EngineError):
+        optimizer.close(keep_params=False)
+    return seen
+
+
 def skipping_what_was_prefetched(streams: Streams) -> Values:
     model, optimizer = prepared(Arithmetic(), Movement(params="cpu"), streams)
     seen = []
@@ -213,6 +235,9 @@ ROWS: dict[str, RowRun] = {
     "all but the optimizer in files": training(REST_IN_FILES),
     "stepping right after step": stepping_right_after_step,
     "all in parts": training(SPLIT),
+    "updated in backward": training(replace(OPTIMIZER_ON_CPU, overlap="backward")),
+    "updated in backward, in parts": training(replace(SPLIT, overlap="backward")),
+    "updated before a gradient that is not finite": updated_before_a_gradient_that_is_not_finite,
 }
 
 
@@ -227,7 +252,9 @@ class OfTwoRanks:
 OF_TWO_RANKS = {
     "gather.py _all_gather: COLLECTIVE after after": OfTwoRanks(EVERYTHING_ON_CPU, UPLOAD),
     "gather.py _fill: copy of full after event": OfTwoRanks(EVERYTHING_ON_CPU.but(stage=1), COLLECTIVE),
-    "reduce.py _add_on_host: UPDATE after after": OfTwoRanks(EVERYTHING_ON_CPU, COLLECTIVE),
+    "reduce.py _add_on_host: DOWNLOAD after after of (after, self._accumulation_free)": OfTwoRanks(
+        EVERYTHING_ON_CPU, COLLECTIVE
+    ),
 }
 
 
@@ -252,7 +279,7 @@ def _short_rings(monkeypatch: pytest.MonkeyPatch) -> None:
 def attempt(run: RowRun, expected: Values, slow: str | None, dropped: str | None) -> Outcome:
     together, copy = AllOf(dropped), Copy(dropped)
     with pytest.MonkeyPatch.context() as patch:
-        for module in (reduce, residency, step, update, pipeline, ring, transit):
+        for module in (reduce, residency, update, pipeline, ring, transit):
             patch.setattr(module, "all_of", together)
         patch.setattr(Transit, "copy", copy)
         outcome = attempt_with(run, expected, slow, dropped)

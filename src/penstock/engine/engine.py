@@ -102,6 +102,9 @@ class Engine:
         """
         try:
             self.access.finish()
+            if keep_params and self.stepper.is_open:
+                self.stepper.abandon()
+                self.access.finish()
         except Exception:
             self.abandon()
             raise

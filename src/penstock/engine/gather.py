@@ -89,6 +89,7 @@ class Gatherer:
             unit.expose()
             unit.residency = Residency.GATHERED
             self._ahead.pop(unit, None)
+        unit.published.check()  # what stays gathered must not outlive a step that failed
 
     def prefetch(self, upcoming: Iterator[Unit]) -> None:
         """Start gathering the units that come next, as many as the budgets allow, in order."""

@@ -37,7 +37,7 @@ class BackwardUpdates(Protocol):
         """All gradients of the unit have come."""
 
     def check(self, unit: Unit) -> None:
-        """Raise an error for a gradient of a unit whose update has begun."""
+        """Raise an error where backward comes back to a unit whose update has begun."""
 
     def abandon(self) -> None:
         """Backward has failed."""
@@ -247,6 +247,8 @@ class Hooks:
 
     def _enter_backward(self, unit: Unit, *, runs_again: bool = False) -> None:
         """Backward goes on in this unit, or its forward runs again because backward will."""
+        if self._updates is not None:
+            self._updates.check(unit)
         if not self.backward_open:
             if self._scales_loss and not self.loss_is_scaled:
                 raise EngineError(
@@ -287,10 +289,14 @@ class Hooks:
     def _settle(self, unit: Unit) -> None:
         """Send the gradient home. Once every parameter has its own, no other will come."""
         self._reducer.flush(unit)
-        complete = len(self._arrived.get(unit, ())) == len(unit.layout.slots)
-        if self._updates is not None and complete and not self._reducer.accumulates:
-            self._updates.begin(unit)
+        if self._updates is None or self._reducer.accumulates or unit.users or unit.holds:
+            return
+        if len(self._arrived.get(unit, ())) == len(unit.layout.slots):
             del self._arrived[unit]
+            self._reducer.tell_host(unit)
+            self._updates.begin(unit)
+            if unit.resident or unit.spec.persistent:  # else it is released anyway
+                self._gatherer.outdate(unit)
 
     def _take_gradient(self, unit: Unit, index: int, parameter: nn.Parameter) -> None:
         grad = parameter.grad

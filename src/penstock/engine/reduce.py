@@ -61,6 +61,7 @@ class Reducer:
         self._straight = ranks.world_size == 1 and not collects_fp32
         self._collects_fp32 = collects_fp32
         self._accumulation = accumulation
+        self._accumulation_free: Event = DONE  # what it held last was added
         self.buffers = BufferRing(streams.device, streams)
         self._agrees = agrees and ranks.world_size > 1
         self._may_hold_back = may_hold_back
@@ -132,12 +133,14 @@ class Reducer:
         parts = unit.parts()
         values, before = reached(gradient.home, self._streams), gradient.ready
 
-        what = f"unit '{unit.name}'"
+        named = f"unit '{unit.name}'"
+        measured = values is not None or not add  # in `communicate`
+        flaws = gradient.flaws = self._no_flaws() if self._agrees and not self.accumulates else None
 
         def communicate() -> None:
             if sharded:
-                self._ranks.reduce_scatter(reduced, full, what)
-            self._ranks.all_reduce_replicas(reduced, what)
+                self._ranks.reduce_scatter(reduced, full, named)
+            self._ranks.all_reduce_replicas(reduced, named)
             if values is not None:
                 for index, start, stop in parts:
                     target = values[start:stop]
@@ -147,6 +150,8 @@ class Reducer:
                     gradient.squared_norms[index] = squared_norm(
                         reduced[start:stop].to(self._accumulation_dtype), pool=self._pool
                     )
+            if measured and flaws is not None:
+                self._agree(gradient, flaws)
 
         writes = (reduced,) if sharded else ()
         event = self._streams.submit(
@@ -173,8 +178,31 @@ class Reducer:
         self.buffers.give_back(full, event if sharded else gradient.ready)
         if sharded:
             self.buffers.give_back(reduced, gradient.ready)
-        if self._agrees:
-            gradient.ready = self._agree(gradient, f"agree {unit.name}")
+        if flaws is not None and not measured:
+            agree = partial(self._agree, gradient, flaws)
+            gradient.ready = self._streams.submit(COLLECTIVE, agree, after=(gradient.ready,), what=f"agree {unit.name}")
+
+    def tell_host(self, unit: Unit) -> None:
+        """Have the host know whether the ready gradient is finite: to ask a device for it would wait for compute."""
+        assert unit.trained is not None
+        gradient = unit.trained.gradient
+        if self._streams.aliases_host:
+            return
+        agreed = gradient.flaws if self._agrees else None
+        told = torch.zeros(1, pin_memory=self._streams.device.type != "cpu")
+
+        def tell() -> None:
+            copy(told, self._flaws(gradient) if agreed is None else agreed)
+
+        gradient.flaws = told
+        gradient.ready = self._streams.submit(
+            DOWNLOAD,
+            tell,
+            after=(gradient.ready,),
+            writes=(told,),
+            nbytes=told.element_size(),
+            what=f"tell {unit.name}",
+        )
 
     def drop_pending(self, units: Sequence[Unit]) -> None:
         """Forget what a backward that failed has collected."""
@@ -226,23 +254,26 @@ class Reducer:
         assert isinstance(section, MemorySection)
         (home,) = section.tensors
 
-        def down_and_add() -> None:
-            for start in range(0, home.numel(), staging.numel()):
-                source = reduced[start : start + staging.numel()]
-                landed = staging[: source.numel()]
-                copied = self._streams.submit(
-                    DOWNLOAD,
-                    partial(copy, landed, source),
-                    writes=(landed,),
-                    nbytes=source.numel() * source.element_size(),
-                    what=what,
-                )
-                copied.synchronize()
-                deposit(home[start : start + source.numel()], landed, add=True, pool=self._pool)
-            for index, start, stop in parts:
-                gradient.squared_norms[index] = squared_norm(home[start:stop], pool=self._pool)
+        def add(start: int, landed: Tensor) -> None:
+            deposit(home[start : start + landed.numel()], landed, add=True, pool=self._pool)
+            if start + landed.numel() == home.numel():
+                for index, first, last in parts:
+                    gradient.squared_norms[index] = squared_norm(home[first:last], pool=self._pool)
 
-        return self._streams.submit(UPDATE, down_and_add, after=(after,), what=what)
+        for start in range(0, home.numel(), staging.numel()):
+            source = reduced[start : start + staging.numel()]
+            landed = staging[: source.numel()]
+            copied = self._streams.submit(
+                DOWNLOAD,
+                partial(copy, landed, source),
+                after=(after, self._accumulation_free),
+                writes=(landed,),
+                nbytes=source.numel() * source.element_size(),
+                what=what,
+            )
+            added = partial(add, start, landed)
+            self._accumulation_free = self._streams.submit(UPDATE, added, after=(copied,), what=what)
+        return self._accumulation_free
 
     def _add_on_device(
         self, gradient: Gradient, reduced: Tensor, parts: Sequence[Part], after: Event, what: str
@@ -264,17 +295,20 @@ class Reducer:
         self.buffers.give_back(total, saved)
         return saved
 
-    def _agree(self, gradient: Gradient, what: str) -> Event:
+    def _agree(self, gradient: Gradient, flaws: Tensor) -> None:
         """Sum over ranks whether the gradient is not finite."""
-        flaws = gradient.flaws = torch.zeros(1, device=self._streams.device)
+        flaws.copy_(self._flaws(gradient))
+        self._ranks.all_reduce(flaws)
 
-        def communicate() -> None:
-            norms = [torch.as_tensor(norm, device=flaws.device) for norm in gradient.squared_norms.values()]
-            if norms:
-                flaws.add_(torch.stack(norms).sum().isfinite().logical_not())
-            self._ranks.all_reduce(flaws)
+    def _flaws(self, gradient: Gradient) -> Tensor:
+        """Whether this rank's part of the gradient is not finite: 0 or 1."""
+        flaws = self._no_flaws()
+        for norm in gradient.squared_norms.values():
+            flaws += torch.as_tensor(norm, dtype=torch.float64, device=flaws.device).isfinite().logical_not()
+        return flaws.clamp_(max=1)
 
-        return self._streams.submit(COLLECTIVE, communicate, after=(gradient.ready,), what=what)
+    def _no_flaws(self) -> Tensor:
+        return torch.zeros(1, device=self._streams.device)
 
     def _clear_the_rest(self, unit: Unit, gradient: Gradient) -> None:
         """Zero what no gradient arrived for: other ranks may have one."""

@@ -11,9 +11,9 @@ there is whether the gradients so far are finite, agreed by all ranks.
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,7 +24,7 @@ from penstock.engine.update import Plan, TileUpdate, Updater
 from penstock.errors import EngineError
 from penstock.kinds import Tier
 from penstock.machine.collectives import Ranks
-from penstock.machine.streams import Event, FailedEvent, Streams, all_of
+from penstock.machine.streams import Event, FailedEvent, Streams
 
 
 @dataclass(frozen=True)
@@ -50,13 +50,35 @@ class Measure:
     present: Mapping[Unit, frozenset[int]]
 
 
-@dataclass
+@dataclass(frozen=True)
 class _Begun:
     """A unit whose update began in backward: as what, after which event, and the tiles that the host updates."""
 
     plan: Plan
     tiles: Sequence[TileUpdate]
     after: Event
+
+
+@dataclass
+class _Early:
+    """What began in one backward.
+
+    Attributes:
+        units: in the order in which their updates began.
+        flawed: a gradient was not finite; from then on nothing is updated.
+        applied: a tile was updated.
+    """
+
+    units: dict[Unit, _Begun] = field(default_factory=dict)
+    flawed: bool = False
+    applied: bool = False
+
+    def may_update(self, unit: Unit) -> bool:
+        """On the thread of updates, once the unit's gradient is there: whether all so far are finite."""
+        assert unit.trained is not None
+        self.flawed = self.flawed or not unit.trained.gradient.is_finite()
+        self.applied = self.applied or not self.flawed
+        return not self.flawed
 
 
 class Stepper:
@@ -90,9 +112,7 @@ class Stepper:
         self._overlaps = overlaps
         self._begins = begins
         self._forwards = False  # of the last update
-        self._begun: dict[Unit, _Begun] = {}
-        self._flawed = False  # a gradient of this backward was not finite
-        self._applied = False  # a tile was updated in this backward
+        self._early = _Early()
 
     def measure(self) -> Measure:
         """Phase 1. The same values on every rank.
@@ -155,15 +175,15 @@ class Stepper:
             if slots
         }
         self._forwards = self._overlaps or not self._forwards
-        begun, self._begun = self._begun, {}
-        self._applied = False
+        begun = self._take_early().units
         try:  # from here on nothing is refused
             self._check_groups_kept(begun, plans)
             tiles = {unit: self._rest(unit, plan, scale, begun.get(unit)) for unit, plan in plans.items()}
             left = [tile for of_unit in tiles.values() for tile in of_unit]
             self._updater.submit(left if self._forwards else left[::-1])
             for unit, plan in plans.items():
-                self._updater.publish(unit, plan, [*(begun[unit].tiles if unit in begun else ()), *tiles[unit]])
+                self._updater.publish(unit, tiles[unit], goes_on=unit in begun)
+                self._updater.count(unit, plan)
             if not self._overlaps:
                 for unit in self._units:
                     assert unit.trained is not None
@@ -177,53 +197,50 @@ class Stepper:
     def begin(self, unit: Unit) -> None:
         """Every gradient of the unit is on its way home, and no other will come before the step: update it.
 
-        The device's own tiles wait for the step: they would take time from backward.
+        The device's own tiles wait for the step: they would take time from backward. Parameters that rest elsewhere get
+        their new values now, which the unit's backward needs no longer.
         """
         trained = unit.trained
         assert trained is not None
         plan = self._updater.plan(unit, frozenset(range(len(unit.layout.slots))), self._param_groups)
         tiles = self._updater.tiles(unit, plan, self._gradient_scale.value, after=unit.published)
         begun = _Begun(plan, [tile for tile in tiles if tile.beside is not Tier.DEVICE], unit.published)
-        self._begun[unit] = begun
+        self._early.units[unit] = begun
+        if not begun.tiles:
+            return
         try:
-            self._updater.submit(begun.tiles, allowed=partial(self._may_update, unit))
-            trained.updated = all_of(tile.updated for tile in begun.tiles)
-            unit.published = all_of([unit.published, *(tile.home_again for tile in begun.tiles)])
+            self._updater.submit(begun.tiles, allowed=partial(self._early.may_update, unit))
+            self._updater.publish(unit, begun.tiles)
         except BaseException as error:
             self._fail(error)
             raise
 
     def check(self, unit: Unit) -> None:
-        """Raise an error for a gradient of a unit whose update has begun."""
-        if unit in self._begun:
-            self._refuse(
-                f"A gradient of unit '{unit.name}' came after its update began in backward: from a second backward "
-                "before step(), or from a parameter that several checkpointed segments share. Run all micro-batches "
-                "but the last under no_sync(), or use overlap='forward'. Close the optimizer: this step is not whole."
+        """Refuse that backward comes back to a unit whose update has begun: its values are those of after the step."""
+        if unit in self._early.units:
+            error = EngineError(
+                f"Backward came back to unit '{unit.name}' after its update began: in a second backward before step(), "
+                "or for a parameter that several checkpointed segments share. Run all micro-batches but the last under "
+                "no_sync(), or use overlap='forward'. Close the optimizer: this step is not whole."
             )
+            self._fail(error)
+            raise error
 
     def abandon(self) -> None:
-        """Backward has failed: what began cannot be finished."""
-        if self._begun:
-            self._begun.clear()
+        """Backward has failed, or no step will follow: what began cannot be taken back."""
+        if self._early.units:
             self._fail(
                 EngineError(
-                    "A backward failed after updates had begun in it: the state is that of no step. Close the "
-                    "optimizer and go back to a checkpoint; with overlap='forward' a failed backward changes nothing."
+                    "Updates had begun in a backward that failed, or that no step() followed: the state is that of no "
+                    "step. Close the optimizer and go back to a checkpoint; with overlap='forward' backward changes "
+                    "nothing."
                 )
             )
 
     @property
     def is_open(self) -> bool:
         """Whether updates that began in backward wait for the step."""
-        return bool(self._begun)
-
-    def _refuse(self, message: str) -> NoReturn:
-        """What began cannot be finished: raise an error, now and from every use of a unit."""
-        error = EngineError(message)
-        self._begun.clear()
-        self._fail(error)
-        raise error
+        return bool(self._early.units)
 
     def skip(self) -> None:
         """The norm is not finite: nothing is to change. Collective.
@@ -231,28 +248,33 @@ class Stepper:
         Raises:
             EngineError: some units were updated before the first gradient that is not finite.
         """
-        begun, self._begun = self._begun, {}
-        for unit in begun:
-            assert unit.trained is not None
-            unit.trained.updated.synchronize()
-        applied, self._applied, self._flawed = self._applied, False, False
-        if self._begins and self._ranks.world_size > 1:
-            count = torch.tensor([float(applied)], device=self._streams.device)
-            self._ranks.all_reduce(count)
-            applied = bool(count.item())
-        if applied:
-            self._refuse(
+        early = self._take_early()
+        failure: Exception | None = None
+        try:
+            for unit in early.units:
+                assert unit.trained is not None
+                unit.trained.updated.synchronize()
+        except Exception as error:
+            failure = error
+        if early.applied:
+            failure = failure or EngineError(
                 "A gradient is not finite, and units whose gradients came before it in backward are updated already: "
                 "the state is that of no step. Close the optimizer and go back to a checkpoint; overlap='forward' skips"
                 " such steps whole."
             )
+        try:
+            if self._begins and self._ranks.world_size > 1:
+                self._ranks.check_failures(failure, self._streams.device)
+            elif failure is not None:
+                raise failure
+        except Exception as error:
+            self._fail(error)
+            raise
 
-    def _may_update(self, unit: Unit) -> bool:
-        """On the thread of updates: whether all gradients so far are finite."""
-        assert unit.trained is not None
-        self._flawed = self._flawed or not unit.trained.gradient.is_finite()
-        self._applied = self._applied or not self._flawed
-        return not self._flawed
+    def _take_early(self) -> _Early:
+        """What began in the last backward; the next one begins anew, while tiles of this one may still be updated."""
+        early, self._early = self._early, _Early()
+        return early
 
     def _check_groups_kept(self, begun: Mapping[Unit, _Begun], plans: Mapping[Unit, Plan]) -> None:
         for unit, as_begun in begun.items():
@@ -273,6 +295,7 @@ class Stepper:
 
     def _fail(self, error: BaseException) -> None:
         """The units are not whole, here or on another rank: whoever asks for any of them gets the error."""
+        self._early = _Early()
         if not isinstance(error, Exception):  # an interrupt is over once it was raised
             error = EngineError("An update was interrupted: its values are not whole. Close the optimizer.")
         for unit in self._units:

@@ -60,7 +60,8 @@ class Gradient:
         pending: the flat gradient of the backward under way, not reduced yet (reduce dtype, whole unit).
         rests: `pending` is in host memory, beside the tiers.
         arrived: slots that `pending` holds.
-        flaws: after `ready`, on how many ranks it is not finite; `None` where they do not ask each other.
+        flaws: after `ready`, on how many ranks it is not finite; `None` where the norms on the host say it, and where
+            nobody asks.
     """
 
     home: Home
@@ -74,7 +75,7 @@ class Gradient:
     flaws: Tensor | None = None
 
     def is_finite(self) -> bool:
-        """Whether its norm is, over all ranks where they ask each other. It is `ready`."""
+        """Whether its norm is, over all ranks. It is `ready`, and the host was told."""
         if self.flaws is not None:
             return float(self.flaws) == 0
         return all(math.isfinite(float(norm)) for norm in self.squared_norms.values())

@@ -149,19 +149,34 @@ class Updater:
             brought.ready.wait()
             self._streams.compute(work, what=what)
         else:
-            tile.updated = self._streams.submit(UPDATE, work, after=(brought.ready,), what=what)
+            nbytes = _bytes_of(brought.views.values()) + _bytes_of(
+                brought.views[home] for home in homes if home != GRAD
+            )
+            tile.updated = self._streams.submit(UPDATE, work, after=(brought.ready,), nbytes=nbytes, what=what)
         tile.home_again = brought.put_back(tile.updated)
 
-    def publish(self, unit: Unit, plan: Plan, tiles: Sequence[TileUpdate]) -> None:
-        """All tiles of a unit are submitted: it waits for them from now on, and shadows go to where parameters rest."""
+    def publish(self, unit: Unit, tiles: Sequence[TileUpdate], *, goes_on: bool = False) -> None:
+        """Tiles of a unit are submitted: it waits for them from now on, and their shadows go to where parameters rest.
+
+        Arguments:
+            unit: theirs.
+            tiles: as submitted.
+            goes_on: other tiles of the same step were published before, and the unit waits for those as well.
+        """
         trained = unit.trained
         assert trained is not None
+        updated, published = (trained.updated, unit.published) if goes_on else (DONE, DONE)
+        trained.updated = all_of([updated, *(tile.updated for tile in tiles)])
+        unit.published = all_of([published, *(tile.home_again for tile in tiles)])
+        if any(trained.is_shadowed(tile.number) for tile in tiles):
+            what = f"publish {unit.name}"
+            unit.published = self._transit.copy(trained.shadow, unit.params, after=unit.published, what=what)
+
+    def count(self, unit: Unit, plan: Plan) -> None:
+        """All tiles of a unit were submitted, on this rank and on the others."""
         for index, (_, scalars) in plan.items():
             self.steps[unit.spec.parameters[index]] += 1
             self.scalars[unit.spec.parameters[index]] = scalars
-        trained.updated = all_of(tile.updated for tile in tiles)
-        home_again = all_of(tile.home_again for tile in tiles)
-        unit.published = self._transit.copy(trained.shadow, unit.params, after=home_again, what=f"publish {unit.name}")
         unit.stale = unit.replica is not None and unit.layout.shards > 1
 
     def _base(self, unit: Unit, index: int) -> int:
@@ -190,6 +205,10 @@ class Updater:
                 first=run.base + run.start,
             )
             self._rule.update(segment, run.hyper, tile.scale, self._pool)
+
+
+def _bytes_of(views: Iterable[Views]) -> int:
+    return sum(values.numel() * values.element_size() for of_home in views for values in of_home)
 
 
 def merge(tile: Sequence[Piece], hypers: Mapping[int, Hyper], bases: Mapping[int, int]) -> list[Run]:

@@ -219,6 +219,34 @@ def test_an_update_that_failed_is_raised_by_the_next_call(call: str, stream: str
     assert not any(str(tmp_path) in name for name in descriptors())
 
 
+class BrokenRuleError(Exception):
+    pass
+
+
+@pytest.mark.filterwarnings("ignore:module forward hook with")
+@pytest.mark.parametrize("overlap", ["none", "forward", "auto", "backward"])
+def test_the_error_of_an_update_has_the_trace_of_its_thread(
+    overlap: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, optimizer = prepared(slow(UPDATE), overlap, EVERYTHING, tmp_path)
+    threads = []
+
+    def update_that_breaks(*_: Any) -> None:
+        threads.append(threading.current_thread())
+        raise BrokenRuleError
+
+    monkeypatch.setattr(type(optimizer._engine.updater._rule), "update", update_that_breaks)
+    with pytest.raises(BrokenRuleError) as raised:
+        again(model, optimizer)
+    assert "update_that_breaks" in [frame.name for frame in raised.traceback]
+    assert threading.main_thread() not in threads
+    with pytest.raises(BrokenRuleError) as raised:
+        model(torch.ones(1, WIDTH))
+    assert "update_that_breaks" in [frame.name for frame in raised.traceback]
+    with pytest.raises(BrokenRuleError):
+        optimizer.close()
+
+
 @pytest.mark.parametrize("stream", [DOWNLOAD, WRITE])
 def test_gradients_that_did_not_reach_their_file_are_raised_by_step_or_what_comes_next(
     stream: str, tmp_path: Path
