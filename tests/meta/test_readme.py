@@ -9,7 +9,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
-PAGES = "".join((ROOT / "docs" / page).read_text() for page in ("placement.md", "nvme.md"))
+PAGES = "".join((ROOT / "docs" / page).read_text() for page in ("placement.md", "overlap.md", "loops.md", "nvme.md"))
 
 
 @pytest.mark.parametrize("snippet", re.findall(r"```python\n(.*?)```", README + PAGES, re.S))

@@ -183,6 +183,7 @@ class Mover:
             if wait:
                 self._ranks.check_failures(_wait(moves, ring), self._streams.device)
             undo.pop_all()
+        ring.forget()  # else later reads would take from it, and updates behind the clean-up wait for those
         left = [section for move in moves for section in self._commit(move)]  # 3.
 
         def clean_up() -> None:

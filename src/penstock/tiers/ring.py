@@ -71,6 +71,11 @@ class Ring:
         """Work on all slots is over."""
         return all_of(slot.free for slot in self._slots)
 
+    def forget(self) -> None:
+        """From now on nobody takes a record from the slots: what is under way with them is all there will be."""
+        for slot in self._slots:
+            slot.forget()
+
     def drop(self) -> None:
         """Let go of the slots, once work on them is over. Who needs what has failed gets its error from it."""
         for slot in self._slots:
