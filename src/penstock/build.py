@@ -248,11 +248,13 @@ def build(
         undo.callback(replace_meta(model))
         origins = {p: Origin(p.dtype, p.device) for spec in specs for p in spec.parameters}
         units: list[Unit] = []
-        undo.callback(empty_parameters, units, origins)
+        filled: list[Unit] = []  # whose parameters have given up their own memory
+        undo.callback(empty_parameters, filled, origins)
         for number, flats in source.units(specs):
             while len(units) <= number:
                 units.append(plans[len(units)].build(len(units), reserved))
             plans[number].fill(units[number], flats)
+            filled.append(units[number])
             del flats  # before the next unit's come
         staging = Staging(store)
         staging.replan(staging_plan)

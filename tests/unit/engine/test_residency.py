@@ -16,7 +16,8 @@ from torch.utils.checkpoint import checkpoint
 
 import penstock
 from penstock.errors import ConfigError, EngineError, MemoryBudgetError, NvmeError
-from penstock.machine.streams import Streams
+from penstock.machine.simulated import SimulatedStreams
+from penstock.machine.streams import UPDATE, Streams
 from tests.accounts import assert_table_agrees, file_bytes, slabs, tensor_bytes
 from tests.faults.failing_files import Faults
 from tests.support import BreakingStreams, BrokenError, inline, prepare_on, run_ranks, separate, simulated
@@ -695,3 +696,21 @@ def test_engines_take_turns_on_one_device(tmp_path: Path) -> None:
         assert_equal(state(model, optimizer), state(*alone))
         optimizer.close()
     alone[1].close()
+
+
+@pytest.mark.timeout(60)
+def test_updates_behind_a_move_that_is_not_waited_for_do_not_wait_for_each_other(tmp_path: Path) -> None:
+    """The clean-up of the move waited for reads from its ring, and those for updates behind the clean-up."""
+    model = nn.Sequential(*(nn.Linear(96, 96) for _ in range(3)))
+    stock = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    slow_updates = SimulatedStreams(lambda stream, nbytes: 0.05 if stream == UPDATE else 0.0)
+    placement = penstock.Placement(grads="cpu", optimizer="cpu", nvme_path=tmp_path)
+    options = penstock.Options(tile_bytes=4096)
+    optimizer = prepare_on(slow_updates, model, stock, placement=placement, overlap="forward", options=options)
+    for _ in range(2):
+        optimizer.backward(model(torch.ones(2, 96)).float().square().mean())
+        optimizer.offload_states({"optimizer", "master"}, "nvme", non_blocking=True)
+        optimizer.step()
+        optimizer.zero_grad()
+        optimizer.reload_states(non_blocking=True)
+    optimizer.close()
