@@ -146,6 +146,10 @@ class Ranks:
                     f"Ranks are out of step: collective {number} since the last step was not the same on all of them "
                     f"({by_rank}). Nothing was updated. Every rank must run the same units in the same order."
                 )
+        raise EngineError(
+            "Ranks are out of step: another group of ranks has issued other collectives since the last step. Nothing "
+            "was updated. Every rank must run the same units in the same order."
+        )
 
     def _exchange(self, issued: list[str]) -> dict[int, list[str]]:
         """What each rank has issued, by rank; of one group."""
