@@ -70,7 +70,7 @@ def _entries(call: ast.Call, function: str) -> Iterator[tuple[str, str]]:
             if keyword.arg == "after":
                 yield from _after(call, keyword.value)
     elif verb == "copy" and call.keywords:  # of homes
-        (after,) = call.keywords
+        (after,) = (keyword for keyword in call.keywords if keyword.arg == "after")
         if ast.unparse(after.value) != "DONE":
             yield f"copy of {ast.unparse(call.args[0])} after {ast.unparse(after.value)}", AFTER
     elif verb == "all_of":
@@ -101,11 +101,11 @@ class Copy:
     def __get__(self, transit: Transit, cls: type[Transit]) -> Callable[..., Event]:
         return partial(self, transit)
 
-    def __call__(self, transit: Transit, source: Home, target: Home, *, after: Event) -> Event:
+    def __call__(self, transit: Transit, source: Home, target: Home, *, after: Event, what: str = "") -> Event:
         frame = sys._getframe(1)
         site = f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}{AFTER}"
         self.seen.add(site)
-        return self._copy(transit, source, target, after=DONE if site == self._dropped else after)
+        return self._copy(transit, source, target, after=DONE if site == self._dropped else after, what=what)
 
 
 class AllOf:

@@ -179,7 +179,7 @@ class Mover:
             undo.callback(_wait, moves, ring)
             transit = Transit(self._streams, ring)  # 2.
             for move in moves:
-                self._copy(move, transit)
+                self._copy_unit(move, transit)
             if wait:
                 self._ranks.check_failures(_wait(moves, ring), self._streams.device)
             undo.pop_all()
@@ -245,7 +245,7 @@ class Mover:
         for unit in units:
             self._gatherer.take_back(unit)
 
-    def _copy(self, move: _Move, transit: Transit) -> None:
+    def _copy_unit(self, move: _Move, transit: Transit) -> None:
         """Submit the copies of a unit. What cannot be submitted fails as a copy does."""
         try:
             for name in (PARAM, GRAD, MASTER, OPTIMIZER, SHADOW):  # the shadow last: it is a copy of the parameters
