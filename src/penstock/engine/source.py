@@ -89,6 +89,7 @@ class Given(Source):
     def __init__(self, model: nn.Module, weights: Weights) -> None:
         self._model = model
         self._weights = WeightFiles(weights) if isinstance(weights, str | os.PathLike) else weights
+        self._held = self._list()
         names: dict[Tensor, list[str]] = {}
         for name, parameter in model.named_parameters(remove_duplicate=False):
             names.setdefault(parameter, []).append(name)
@@ -109,7 +110,7 @@ class Given(Source):
         if isinstance(self._weights, WeightFiles):
             self._weights.close()
 
-    def _held(self) -> Mapping[str, tuple[tuple[int, ...], torch.dtype]] | None:
+    def _list(self) -> Mapping[str, tuple[tuple[int, ...], torch.dtype]] | None:
         """Shape and dtype of what there is, by name; `None` where that is not known beforehand."""
         if isinstance(self._weights, WeightFiles):
             return {name: (entry.shape, entry.dtype) for name, entry in self._weights.entries.items()}
@@ -119,11 +120,11 @@ class Given(Source):
 
     def _known(self, aliases: Sequence[str]) -> str | None:
         """The name under which a tensor is there."""
-        held = self._held()
+        held = self._held
         return aliases[0] if held is None else next((name for name in aliases if name in held), None)
 
     def _check(self, names: Mapping[Tensor, Sequence[str]]) -> None:
-        held = self._held()
+        held = self._held
         if held is None:
             return
         faults = []
@@ -152,13 +153,14 @@ class Given(Source):
     def _fill_buffers(self) -> None:
         for module in self._model.modules():
             for key, buffer in module._buffers.items():
-                if buffer is not None and self._held() is not None and self._names[buffer] is not None:
+                if buffer is not None and self._held is not None and self._names[buffer] is not None:
                     flat = self._flat(buffer).read(0, buffer.numel())
                     module._buffers[key] = flat.to(buffer.dtype).view(buffer.shape).clone()
+        owners = initialisers(self._model)
         for module in self._model.modules():
             if any(buffer is not None and buffer.is_meta for buffer in module._buffers.values()):
                 with torch.random.fork_rng(devices=[]):
-                    initialise(self._model, module)
+                    initialise(self._model, module, owners)
 
 
 class _InFile(Flat):
@@ -184,10 +186,11 @@ class Initialised(Source):
         self._ranks = ranks
         self._device = device
         self._shapes = {p: (tuple(p.shape), p.dtype) for p in model.parameters()}
+        self._owners = initialisers(model)
         without = [
             name or type(module).__name__
             for name, module in model.named_modules()
-            if _own(module) and initialiser(model, module) is None
+            if _own(module) and initialiser(module, self._owners) is None
         ]
         if without:
             raise ConfigError(
@@ -210,7 +213,7 @@ class Initialised(Source):
                 parameter.data = torch.full(shape, float("nan") if dtype.is_floating_point else 0, dtype=dtype)
             done.update(fresh)
             if _own(module) or module._buffers:  # a tied parameter as often as modules own it: as apply() does
-                initialise(self._model, module)
+                initialise(self._model, module, self._owners)
             for number, spec in enumerate(specs):
                 if spec.anchors[0] is module:
                     yield number, [Whole(parameter) for parameter in spec.parameters]
@@ -241,19 +244,24 @@ def _exchange(parameter: nn.Parameter, value: Tensor) -> None:
     torch.utils.swap_tensors(parameter, other)  # type: ignore[no-untyped-call]
 
 
-def initialiser(model: nn.Module, module: nn.Module) -> Callable[[], object] | None:
+def initialisers(model: nn.Module) -> dict[nn.Module, Any]:
+    """For each module that lies in a transformers model: the innermost one, which initialises it."""
+    owners: dict[nn.Module, Any] = {}
+    for outer in model.modules():  # from the outside in
+        if hasattr(outer, "_init_weights"):
+            owners |= dict.fromkeys(outer.modules(), outer)
+    return owners
+
+
+def initialiser(module: nn.Module, owners: Mapping[nn.Module, Any]) -> Callable[[], object] | None:
     """What gives a module's own parameters and buffers their first values."""
-    owner: Any = None  # the innermost transformers model around it
-    for outer in model.modules():
-        if hasattr(outer, "_init_weights") and any(inner is module for inner in outer.modules()):
-            owner = outer
-    if owner is not None:
-        return partial(owner._init_weights, module)
+    if module in owners:
+        return partial(owners[module]._init_weights, module)
     own = getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)
     return own if callable(own) else None
 
 
-def initialise(model: nn.Module, module: nn.Module) -> None:
+def initialise(model: nn.Module, module: nn.Module, owners: Mapping[nn.Module, Any]) -> None:
     """Give a module's own parameters and buffers their first values, and see that each got one.
 
     Raises:
@@ -263,7 +271,7 @@ def initialise(model: nn.Module, module: nn.Module) -> None:
         if buffer is not None and buffer.is_meta:
             empty = torch.empty_like(buffer, device="cpu")
             module._buffers[key] = empty.fill_(float("nan")) if empty.is_floating_point() else empty.zero_()
-    run = initialiser(model, module)
+    run = initialiser(module, owners)
     if run is not None:
         with torch.no_grad():
             run()
