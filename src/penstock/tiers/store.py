@@ -8,8 +8,6 @@ import threading
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from torch import Tensor
-
 from penstock.kinds import Tier
 from penstock.tiers.home import CellPlan, MemorySection, Section, SectionPlan
 from penstock.tiers.tier import Slab, TierMemory
@@ -49,13 +47,6 @@ class Reservation:
     def cancel(self) -> None:
         """Give everything back, with the sections that were made. Nothing works on them."""
         self._store.take_back(self._slabs.values())
-
-    def buffer(self, plan: SectionPlan) -> Tensor:
-        """Make a section of one kind in memory, and give its values."""
-        section = self.make(plan)
-        assert isinstance(section, MemorySection)
-        (values,) = section.tensors
-        return values
 
 
 class Store:
