@@ -27,9 +27,11 @@ from penstock.engine.discover import UnitPolicy, find_units
 from penstock.engine.engine import Engine, Origin
 from penstock.engine.gather import Gatherer
 from penstock.engine.hooks import Hooks
+from penstock.engine.loading import Loader
 from penstock.engine.precision import input_cast
 from penstock.engine.reduce import Reducer
 from penstock.engine.residency import Mover
+from penstock.engine.saving import Saver
 from penstock.engine.scale import GradientScale, LossScale
 from penstock.engine.slices import SlicedBlock
 from penstock.engine.source import INIT, FirstRank, Given, Initialised, Source, Weights, replace_meta
@@ -343,6 +345,29 @@ def build(
         gradient_scale=gradient_scale,
         device=streams.device,
     )
+    saver = Saver(
+        model,
+        units,
+        ranks,
+        streams,
+        access,
+        rule=rule,
+        gradient_scale=gradient_scale,
+        param_groups=optimizer.param_groups,
+    )
+    loader = Loader(
+        model,
+        units,
+        ranks,
+        streams,
+        access,
+        gatherer,
+        reducer,
+        updater,
+        rule=rule,
+        gradient_scale=gradient_scale,
+        param_groups=optimizer.param_groups,
+    )
     engine = Engine(
         units=units,
         store=store,
@@ -357,6 +382,8 @@ def build(
         access=access,
         gradient_scale=gradient_scale,
         mover=mover,
+        saver=saver,
+        loader=loader,
         overlap=request.overlap,
         options=options,
         origins=origins,

@@ -42,7 +42,17 @@ class NvmeError(PenstockError, OSError):
 
 
 class CheckpointError(PenstockError):
-    """A checkpoint cannot be written or read. The message names the file and the field."""
+    """A checkpoint cannot be written or read. The message names the file and the field.
+
+    Attributes:
+        file: its path; `None` where no single file is at fault.
+        field: what of it, such as `"units[3].slots"`; empty for the file as a whole.
+    """
+
+    def __init__(self, message: str, *, file: str | None = None, field: str = "") -> None:
+        super().__init__(message)
+        self.file = file
+        self.field = field
 
 
 class EngineError(PenstockError, RuntimeError):

@@ -4,7 +4,7 @@ import math
 from collections.abc import Container, Iterable, Mapping
 from contextlib import AbstractContextManager
 from os import PathLike
-from typing import Any, Literal, NoReturn, get_args
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
@@ -221,7 +221,7 @@ class Optimizer(torch.optim.Optimizer):
         Raises:
             ConfigError: a tensor that is no parameter of the model.
         """
-        return self._open("gathered", whole=modify).access.gathered(parameters, modify=modify)
+        return self._open("gathered", whole=modify, writes=modify).access.gathered(parameters, modify=modify)
 
     def full_param(self, parameter: nn.Parameter) -> Tensor:
         """The parameter at master precision: fp32, its shape, on the cpu. Collective."""
@@ -237,7 +237,7 @@ class Optimizer(torch.optim.Optimizer):
 
     def set_full_param(self, parameter: nn.Parameter, value: Tensor) -> None:
         """Overwrite parameter and master weights with a whole value, the same on every rank. Collective."""
-        self._open("set_full_param", whole=True).access.set_param(parameter, value)
+        self._open("set_full_param", whole=True, writes=True).access.set_param(parameter, value)
 
     def set_full_grad(self, parameter: nn.Parameter, value: Tensor) -> None:
         """Overwrite the accumulated gradient with a whole value, the same on every rank. Collective."""
@@ -245,11 +245,13 @@ class Optimizer(torch.optim.Optimizer):
 
     def set_full_state(self, parameter: nn.Parameter, name: str, value: Tensor) -> None:
         """Overwrite an optimizer state with a whole value, the same on every rank. Collective."""
-        self._open("set_full_state", whole=True).access.set_state(parameter, name, value)
+        self._open("set_full_state", whole=True, writes=True).access.set_state(parameter, name, value)
 
     def synchronize(self) -> None:
         """Finish pending updates and movements; raises the error of one that failed."""
-        self._open("synchronize").access.finish()
+        engine = self._open("synchronize")
+        engine.access.finish()
+        engine.saver.wait()
 
     def state_dict(self) -> dict[str, Any]:
         """The state in `torch.optim`'s format, whole, on the cpu of every rank. Collective.
@@ -276,7 +278,7 @@ class Optimizer(torch.optim.Optimizer):
             ConfigError: a state or an option that the rule does not have, or a state of another shape. Nothing changed.
             ValueError: other groups than this optimizer's.
         """
-        engine = self._open("load_state_dict", whole=True)
+        engine = self._open("load_state_dict", whole=True, writes=True)
         groups = self.param_groups
         super().load_state_dict({"state": {}, "param_groups": state_dict["param_groups"]})
         # The groups stay the same objects: schedulers may hold the optimizer that was given to prepare.
@@ -333,7 +335,7 @@ class Optimizer(torch.optim.Optimizer):
         if tier is Tier.DEVICE:
             raise ConfigError("offload_states(to='device'): use 'cpu' or 'nvme'; reload_states() brings state back.")
         kinds = _movable(include)
-        engine = self._open("offload_states")
+        engine = self._open("offload_states", writes=True)
         engine.access.finish()
         engine.mover.offload(kinds, tier, pin=pin_memory, wait=not non_blocking)
 
@@ -343,7 +345,7 @@ class Optimizer(torch.optim.Optimizer):
         Arguments:
             non_blocking: return while copies are under way; who needs the state waits for it.
         """
-        engine = self._open("reload_states")
+        engine = self._open("reload_states", writes=True)
         engine.access.finish()
         engine.mover.reload(wait=not non_blocking)
 
@@ -354,13 +356,63 @@ class Optimizer(torch.optim.Optimizer):
         extra: Mapping[str, Any] | None = None,
         blocking: bool = True,
         keep: int | None = None,
+        if_busy: Literal["wait", "raise"] = "wait",
     ) -> None:
-        """Not available yet."""
-        _not_yet("save", "Use state_dict() and model.state_dict() under gathered().")
+        """Save everything that a run needs to go on, at any world size, stage and placement. Collective.
+
+        Parameters and optimizer state at full precision, wherever they rest, step counts, options of param groups, the
+        loss scale, the model's buffers, the states of random number generators, and `extra`. Gradients are not: save
+        between `step` and the next backward. Tiles stream through a few buffers; nothing is pickled.
+
+        The checkpoint is a folder. It counts once its marker, `checkpoint.json`, is there, which is written last: at no
+        moment is there half a checkpoint. One that is in the folder already is replaced then.
+
+        Arguments:
+            path: the checkpoint's folder, on a file system that all ranks share. Made where it is missing.
+            extra: of the first rank: numbers, strings, tensors, and lists, tuples and dicts of them, such as the
+                `state_dict()` of a scheduler.
+            blocking: return when the checkpoint is whole. Else training goes on while it is written: an update waits
+                until the tiles of its unit were copied, and `synchronize`, the next `save` and `close` wait for the
+                rest and raise its error.
+            keep: of the checkpoints in the same parent folder only the newest so many stay, once this one is whole.
+            if_busy: what happens while another one is being saved: `"wait"` for it, or `"raise"`.
+
+        Raises:
+            ConfigError: `extra` holds something else, or an argument is not as above. Nothing was written.
+            CheckpointError: something could not be written; names the file. Older checkpoints are whole.
+            EngineError: closed; a save is running and `if_busy="raise"`; updates have begun in backward.
+
+        Example:
+            >>> optimizer.save("checkpoints/step-100", extra={"step": 100}, keep=3)  # doctest: +SKIP
+        """
+        engine = self._open("save", whole=True)
+        self._check_at_rest("save", engine)
+        engine.saver.save(path, extra=extra, blocking=blocking, keep=keep, if_busy=if_busy)
 
     def load(self, path: str | PathLike[str]) -> dict[str, Any]:
-        """Not available yet."""
-        _not_yet("load", "Use load_state_dict() and set_full_param().")
+        """Go on from a checkpoint: the next losses are those that it would have had. Collective.
+
+        World size, stage, placement, tile size, units, precision and the precision of states may be others than when it
+        was saved; parameters find their values by name. Gradients are dropped, as by `zero_grad`.
+
+        Arguments:
+            path: a checkpoint; or a folder of checkpoints, or `latest` in one, for the newest that is whole.
+
+        Returns:
+            `extra`, as it was saved; tensors are on the cpu.
+
+        Raises:
+            CheckpointError: there is none, it is damaged, or it is of another model or optimizer; names the file and
+                the field. Nothing has changed, unless a tile is damaged: then only `load` and `close` work.
+            ConfigError: an option that this optimizer's rule does not have.
+            EngineError: closed; inside forward, backward or `gathered`.
+
+        Example:
+            >>> extra = optimizer.load("checkpoints/latest")  # doctest: +SKIP
+        """
+        engine = self._open("load", whole=True, writes=True)
+        self._check_at_rest("load", engine)
+        return engine.loader.load(path)
 
     def trace(self, path: str | PathLike[str]) -> AbstractContextManager[TraceReport]:
         """Write a Chrome trace of what happens inside a `with` block: movement, compute, updates, waits. Collective.
@@ -405,8 +457,21 @@ class Optimizer(torch.optim.Optimizer):
             finally:
                 self._engine = None if engine.closed else engine
 
-    def _open(self, verb: str, *, whole: bool = False) -> Engine:
-        """The engine. `whole`: for what needs the state of one step, or changes what updates read in it."""
+    def _check_at_rest(self, verb: str, engine: Engine) -> None:
+        """Refuse in the middle of things."""
+        if in_backward() or engine.hooks.in_forward:
+            raise EngineError(f"{verb}() was called inside a forward or a backward. Call it between steps.")
+        if any(unit.holds for unit in engine.units):
+            raise EngineError(f"{verb}() was called inside gathered(). Leave the block first.")
+
+    def _open(self, verb: str, *, whole: bool = False, writes: bool = False) -> Engine:
+        """The engine.
+
+        Arguments:
+            verb: what for, in messages.
+            whole: it needs the state of one step, or changes what updates read in it.
+            writes: it changes state, or where that is: what is being saved has to be copied first.
+        """
         if self._engine is None:
             raise EngineError(f"{verb}() was called after close(). Prepare the model again to go on.")
         if whole and self._engine.stepper.is_open:
@@ -414,6 +479,8 @@ class Optimizer(torch.optim.Optimizer):
                 f"{verb}() was called between backward and step, and updates have begun in that backward. Call step() "
                 "first, or use overlap='forward'."
             )
+        if writes:
+            self._engine.saver.wait_copied()
         return self._engine
 
 
@@ -427,7 +494,3 @@ def _movable(include: Container[KindName] | None) -> list[str]:
     if unknown:
         raise ConfigError(f"include names {unknown[0]!r}. Use some of {', '.join(map(repr, kinds))}.")
     return [kind for kind in kinds if kind in named]
-
-
-def _not_yet(what: str, instead: str) -> NoReturn:
-    raise ConfigError(f"{what} is not available in this version. {instead}")

@@ -48,7 +48,7 @@ OPTIMIZER = {
     "set_full_param": "(self, parameter, value)",
     "set_full_grad": "(self, parameter, value)",
     "set_full_state": "(self, parameter, name, value)",
-    "save": "(self, path, *, extra=None, blocking=True, keep=None)",
+    "save": "(self, path, *, extra=None, blocking=True, keep=None, if_busy='wait')",
     "load": "(self, path)",
     "synchronize": "(self)",
     "trace": "(self, path)",

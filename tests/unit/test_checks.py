@@ -432,21 +432,6 @@ def test_after_close(model):
         assert isinstance(caught.value, RuntimeError)
 
 
-NOT_YET: dict[str, tuple[Callable[[penstock.Optimizer], Any], str]] = {
-    "save": (lambda o: o.save("x"), "Use state_dict() and model.state_dict() under gathered()."),
-    "load": (lambda o: o.load("x"), "Use load_state_dict() and set_full_param()."),
-}
-
-
-def test_what_this_version_does_not_have(model):
-    optimizer = penstock.prepare(model, adamw(model))
-    for verb, (call, instead) in NOT_YET.items():
-        with pytest.raises(ConfigError) as caught:
-            call(optimizer)
-        assert str(caught.value) == f"{verb} is not available in this version. {instead}"
-    optimizer.close()
-
-
 @pytest.mark.parametrize("make_streams", [inline, simulated])
 def test_step_where_it_must_not_be(model, make_streams):
     optimizer = prepare_on(make_streams(), model, adamw(model), placement=Placement(params="cpu"), precision="fp32")

@@ -262,6 +262,20 @@ class Access:
         self._steps[parameter] = 0
         self._given_state.discard(parameter)
 
+    def restore_counts(self, parameter: nn.Parameter, *, step: int, scalars: Scalars, has_state: bool) -> None:
+        """What is known of a parameter beside its elements; those were restored otherwise."""
+        self._steps[parameter] = step
+        self._scalars.pop(parameter, None)
+        if scalars:
+            self._scalars[parameter] = dict(scalars)
+        self._given_state.discard(parameter)
+        if has_state:
+            self._given_state.add(parameter)
+
+    def scalars(self, parameter: nn.Parameter) -> Scalars:
+        """The parameter's own scalars, where the rule has some."""
+        return self._scalars.get(parameter, {})
+
     def has_state(self, parameter: nn.Parameter) -> bool:
         """Whether it was updated, or its state was set."""
         return self._steps[parameter] > 0 or parameter in self._given_state

@@ -12,8 +12,10 @@ from penstock.config import Options
 from penstock.engine.access import Access
 from penstock.engine.gather import Gatherer
 from penstock.engine.hooks import Hooks
+from penstock.engine.loading import Loader
 from penstock.engine.reduce import Reducer
 from penstock.engine.residency import Mover
+from penstock.engine.saving import Saver
 from penstock.engine.scale import GradientScale
 from penstock.engine.step import Stepper
 from penstock.engine.unit import Unit
@@ -60,6 +62,8 @@ class Engine:
     access: Access
     gradient_scale: GradientScale
     mover: Mover
+    saver: Saver
+    loader: Loader
     overlap: Overlap
     options: Options
     origins: dict[nn.Parameter, Origin]
@@ -101,6 +105,7 @@ class Engine:
         that is raised and nothing has changed.
         """
         try:
+            self.saver.close()
             self.access.finish()
             if keep_params and self.stepper.is_open:
                 self.stepper.abandon()

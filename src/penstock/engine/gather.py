@@ -11,7 +11,7 @@ from torch import Tensor
 
 from penstock.engine.unit import Residency, Unit
 from penstock.machine.collectives import Ranks
-from penstock.machine.streams import COLLECTIVE, DONE, Event, Streams
+from penstock.machine.streams import COLLECTIVE, DONE, Event, Streams, all_of
 from penstock.tiers.transit import Transit, buffer_home
 
 
@@ -248,7 +248,8 @@ class Gatherer:
             event = self._all_gather(unit, after=(event,))
         if replica is not None:  # it must hold every rank's part again
             unit.stale = False
-            event = self._transit.copy(full, replica, after=event, what=f"save {unit.name} param")
+            after = all_of([event, unit.saved])
+            event = self._transit.copy(full, replica, after=after, what=f"save {unit.name} param")
         return event
 
     def _all_gather(self, unit: Unit, after: tuple[Event, ...]) -> Event:

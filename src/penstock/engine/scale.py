@@ -1,6 +1,7 @@
 """What a gradient in its home is multiplied with to be the gradient of the loss."""
 
 import math
+from collections.abc import Mapping
 
 
 class LossScale:
@@ -22,6 +23,15 @@ class LossScale:
         self.dynamic = dynamic
         self._next = value
         self._finite_steps = 0
+
+    def state(self) -> dict[str, float]:
+        """What `restore` takes."""
+        return {"value": self.value, "next": self._next, "finite_steps": self._finite_steps}
+
+    def restore(self, state: Mapping[str, float]) -> None:
+        """Go on from where another one was."""
+        self.value, self._next = state["value"], state["next"]
+        self._finite_steps = int(state["finite_steps"])
 
     def update(self, *, finite: bool) -> None:
         """A step was made, or skipped."""

@@ -161,6 +161,7 @@ class Unit:
         self.residency = Residency.RELEASED
         self.event: Event = DONE  # what fills the full buffer, or copies from it, is over
         self.published: Event = DONE  # the last update has reached the home
+        self.saved: Event = DONE  # a save that goes on beside training has copied what it is to write
         self.stale = False  # replicated: the other ranks' parts are from before the last update
         self.leased = False  # the full buffer has memory of its own
         self.users = 0  # forwards of its anchors under way

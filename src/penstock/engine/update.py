@@ -110,7 +110,7 @@ class Updater:
         """What is to be done for a unit once its gradient is complete and after an event, in forward order."""
         trained = unit.trained
         assert trained is not None
-        complete = all_of([trained.gradient.ready, after])
+        complete = all_of([trained.gradient.ready, after, unit.saved])
         hypers = {index: hyper for index, (hyper, _) in plan.items()}
         bases = {index: self._base(unit, index) for index in plan}
         runs = [merge(pieces, hypers, bases) for pieces in trained.tiles]

@@ -9,6 +9,7 @@ O_DIRECT): leases of `machine.arena` are shared.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
 import logging
@@ -41,6 +42,9 @@ ADVICE = {
     errno.EROFS: "Mount it writable, or give another nvme_path.",
     errno.EEXIST: "Give another nvme_path; remove the file if no other run uses it.",
 }
+# copy_file_range: other file systems, or one that has no such thing.
+_NO_COPY = (errno.EXDEV, errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS, errno.EBADF, errno.EPERM)
+
 DISK_FAILED = "The disk or its driver failed: see the kernel's log (dmesg), and give an nvme_path on another disk."
 CHANGED = "Another program wrote to the file, or the disk does not keep what it is given: give another nvme_path."
 FILE_ENDED = "Another program truncated the file: nothing else may write to nvme_path."
@@ -126,10 +130,27 @@ class File:
     def __init__(self, queue: Queue, path: str | PathLike[str], size: int) -> None:
         if size <= 0 or size % PAGE_BYTES:
             raise ValueError(f"a file of {size:,} bytes is not whole pages of {PAGE_BYTES}; round it up")
-        self.path = os.fspath(path)
+        self._adopt(queue, os.fspath(path), size, _create(os.fspath(path), size), writable=True)
+
+    @classmethod
+    def existing(cls, queue: Queue, path: str | PathLike[str]) -> File:
+        """A file that is there already, to be read.
+
+        Raises:
+            OSError: it cannot be opened.
+        """
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        file = cls.__new__(cls)
+        file._adopt(queue, os.fspath(path), os.fstat(descriptor).st_size, descriptor, writable=False)
+        return file
+
+    def _adopt(self, queue: Queue, path: str, size: int, descriptor: int, *, writable: bool) -> None:
+        self.path = path
         self.size = size
         self._queue = queue
-        descriptor = _create(self.path, size)
+        self._writable = writable
+        self._descriptor = descriptor
+        self._plain: int | None = None
         self._native: _native.File | None = _native.File(descriptor)
         self._moved_bytes = (0, 0)  # once closed
         self.direct = _set_direct(descriptor)
@@ -178,6 +199,45 @@ class File:
         native = self._submit(offset, source, write=True, checksum=checksum)
         return self._queue._hold(Transfer(native, self, offset, source, what, write=True, expected=None))
 
+    def copy_from(self, source: File, source_offset: int, offset: int, nbytes: int) -> bool:
+        """Copy bytes of another file inside the kernel, which shares the blocks where the file system can.
+
+        Returns:
+            Whether it was done. `False`: these files cannot be copied so, and nothing says what is there now.
+        """
+        try:
+            while nbytes:
+                descriptors = source._plain_descriptor(), self._plain_descriptor()
+                moved = os.copy_file_range(*descriptors, nbytes, source_offset, offset)
+                if moved == 0:
+                    return False
+                source_offset, offset, nbytes = source_offset + moved, offset + moved, nbytes - moved
+        except OSError as error:
+            if error.errno in _NO_COPY:
+                return False
+            raise
+        return True
+
+    def _plain_descriptor(self) -> int:
+        """One through which the kernel copies: direct I/O would refuse it."""
+        if self._plain is None:
+            self._plain = os.open(self.path, (os.O_RDWR if self._writable else os.O_RDONLY) | os.O_CLOEXEC)
+        return self._plain
+
+    def sync(self) -> None:
+        """Have everything that was written on the disk.
+
+        Raises:
+            OSError: some of it is not.
+        """
+        assert self._native is not None
+        os.fsync(self._descriptor)
+
+    def lock(self) -> None:
+        """Hold the file, as long as it is open, against others that ask for its lock, where there are locks."""
+        with contextlib.suppress(OSError):
+            fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
     def close(self) -> None:
         """Finish the file's transfers and close its descriptor. The file stays. May be called again.
 
@@ -189,6 +249,9 @@ class File:
         finally:
             self._moved_bytes = (self.bytes_read, self.bytes_written)
             self._native = None
+            if self._plain is not None:
+                os.close(self._plain)
+                self._plain = None
 
     def __enter__(self) -> File:
         return self

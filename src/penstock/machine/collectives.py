@@ -11,18 +11,21 @@ from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import partial
 from itertools import zip_longest
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from penstock.errors import EngineError
+from penstock.errors import CheckpointError, EngineError
 
 # torch 2.13 renamed the flat collectives; the older names still work in torch 2.8 to 2.12.
 _all_gather_flat = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter_flat = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
+
+T = TypeVar("T")
 
 _MOST_NOTED = 1 << 16  # of a long evaluation
 _HEARING = timedelta(seconds=5)  # for what other ranks say when a collective has failed
@@ -38,7 +41,7 @@ class Ranks:
     Attributes:
         rank: this rank's number among all of the job.
         shards, shard_rank: number of shards, and this rank's.
-        replicas: number of copies.
+        replicas, replica_rank: number of copies, and which of them this rank has a shard of.
         counts: collectives issued so far, by name.
     """
 
@@ -48,6 +51,9 @@ class Ranks:
         self._shard_group = shard_group
         self._replica_groups = replica_groups
         self.rank = dist.get_rank() if shard_group or replica_groups else 0
+        self.replica_rank = 0
+        for group in replica_groups:
+            self.replica_rank = self.replica_rank * dist.get_world_size(group) + dist.get_rank(group)
         self.shards = dist.get_world_size(shard_group) if shard_group else 1
         self.shard_rank = dist.get_rank(shard_group) if shard_group else 0
         self.replicas = 1
@@ -172,6 +178,14 @@ class Ranks:
                 self.counts["all_reduce"] += 1
                 dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=group)
 
+    def members(self, device: torch.device) -> list[int]:
+        """The numbers of its ranks among all of the job: by copy, then by shard. Collective."""
+        found = [0] * self.world_size
+        found[self.shard_rank + self.shards * self.replica_rank] = self.rank
+        numbers = torch.tensor(found, device=device)
+        self.all_reduce(numbers)
+        return [int(number) for number in numbers.tolist()]
+
     def report(self, failure: Exception | None) -> list[float]:
         """Whether this rank has failed, as numbers that ranks sum: how many have, and the sum of their ranks."""
         return [0.0, 0.0] if failure is None else [1.0, float(self.rank)]
@@ -203,6 +217,60 @@ class Ranks:
         if self._shard_group is not None:
             self.counts["broadcast"] += 1
             dist.broadcast(tensor, group=self._shard_group, group_src=shard_rank)
+
+
+class Council:
+    """Ranks that agree over a group of their own, on the host: on any thread, while other collectives run.
+
+    Arguments:
+        ranks: all of them make it at once.
+        device: of their other collectives.
+    """
+
+    def __init__(self, ranks: Ranks, device: torch.device) -> None:
+        self.size = ranks.world_size
+        self.rank = ranks.shard_rank + ranks.shards * ranks.replica_rank
+        self._group: dist.ProcessGroup | None = None
+        if self.size > 1:
+            members = ranks.members(device)
+            self._first = members[0]
+            self._group = dist.new_group(members, backend="gloo", use_local_synchronization=True)
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this rank speaks for all."""
+        return self.rank == 0
+
+    def agree(self, failure: BaseException | None) -> None:
+        """Raise where any rank has failed: its own error there, and on the others an error that quotes the first."""
+        said = self.collect(None if failure is None else f"{type(failure).__name__}: {failure}")
+        if failure is not None:
+            raise failure
+        for rank, message in enumerate(said):
+            if message is not None:
+                raise CheckpointError(f"Rank {rank} of {self.size} failed, and this one stops with it. {message}")
+
+    def share(self, value: T) -> T:
+        """What the first rank has."""
+        if self._group is None:
+            return value
+        values = [value]
+        dist.broadcast_object_list(values, src=self._first, group=self._group)
+        return values[0]
+
+    def collect(self, value: T) -> list[T]:
+        """What each rank has, by rank."""
+        if self._group is None:
+            return [value]
+        values: list[T] = [value] * self.size
+        dist.all_gather_object(values, value, group=self._group)
+        return values
+
+    def close(self) -> None:
+        """Give the group back."""
+        if self._group is not None:
+            dist.destroy_process_group(self._group)
+            self._group = None
 
 
 def default_device() -> torch.device:

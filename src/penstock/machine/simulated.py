@@ -19,6 +19,7 @@ from penstock.machine.streams import (
     DOWNLOAD,
     FETCH,
     READ,
+    SAVE,
     UPDATE,
     UPLOAD,
     WRITE,
@@ -33,7 +34,7 @@ from penstock.machine.streams import (
 
 _STREAMS_FILE = HostEvent.run.__code__.co_filename  # where an event of several waits for each
 _HELPERS = ("_copy", "_copy_all", "<listcomp>")
-_STREAMS = (UPLOAD, DOWNLOAD, COLLECTIVE, UPDATE, READ, FETCH, WRITE)
+_STREAMS = (UPLOAD, DOWNLOAD, COLLECTIVE, UPDATE, READ, FETCH, WRITE, SAVE)
 
 Delay = Callable[[str, int], float]  # (stream, bytes) -> seconds
 

@@ -27,8 +27,9 @@ UPDATE = "update"  # arithmetic on the host
 READ = "read"  # file to host, for gathers and gradients
 FETCH = "fetch"  # file to host, for updates: these wait for each other, and gathers do not wait for them
 WRITE = "write"  # host to file
+SAVE = "save"  # device to host, for checkpoints: submitted from their own thread, and nothing else waits behind it
 
-ON_DEVICE = (UPLOAD, DOWNLOAD, COLLECTIVE)  # streams of the device itself, where it has some
+ON_DEVICE = (UPLOAD, DOWNLOAD, COLLECTIVE, SAVE)  # streams of the device itself, where it has some
 
 
 class Pending(Protocol):

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from penstock.kinds import Tier
 from penstock.machine.arena import Arena
+from penstock.machine.streams import DONE, Event, all_of
 
 #: The values of a home's kinds for some range of elements, in the order of its cells.
 Views = tuple[Tensor, ...]
@@ -109,6 +110,10 @@ class Section(ABC):
         """Wait on the host until everything that was written has arrived; raise the error of what has not."""
 
     @abstractmethod
+    def arrival(self) -> Event:
+        """Of everything that was written until now."""
+
+    @abstractmethod
     def check(self) -> None:
         """Raise the error of a write that has failed by now, without waiting."""
 
@@ -138,6 +143,10 @@ class MemorySection(Section):
 
     def settle(self) -> None:
         """Whoever writes tensors has an event for it."""
+
+    def arrival(self) -> Event:
+        """Whoever writes tensors has an event for it."""
+        return DONE
 
     def check(self) -> None:
         """Whoever writes tensors has an event for it."""
@@ -195,6 +204,10 @@ class Home:
         """Wait on the host until everything that was written has arrived; raise the error of what has not."""
         for section in self.sections:
             section.settle()
+
+    def arrival(self) -> Event:
+        """Of everything that was written until now."""
+        return all_of([section.arrival() for section in self.sections])
 
     def check(self) -> None:
         """Raise the error of a write that has failed by now, without waiting."""

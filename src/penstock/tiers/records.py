@@ -15,7 +15,7 @@ from torch import Tensor
 from penstock.layout import round_up
 from penstock.machine.aio import File, Transfer
 from penstock.machine.arena import PAGE_BYTES, page_aligned
-from penstock.machine.streams import DONE, Event, PendingEvent
+from penstock.machine.streams import DONE, Event, PendingEvent, all_of
 from penstock.tiers.home import CellPlan, Section, SectionPlan, Views
 
 _FIELD_BYTES = 64  # fields begin on a cache line
@@ -63,6 +63,13 @@ class Place:
     file: File
     offset: int
     nbytes: int
+
+
+class Stored(NamedTuple):
+    """A record that was written."""
+
+    place: Place
+    checksum: int
 
 
 class Kept(NamedTuple):
@@ -124,10 +131,21 @@ class Records(Section):
         self._written[number] = transfer
         return transfer
 
+    def stored(self, number: int) -> "Stored | None":
+        """Where a tile's record is, and its checksum; `None` if there is none to know, or it was never written."""
+        last = self._written[number]
+        if last is None or not self._checksums:
+            return None
+        return Stored(self._places[number], last.checksum)
+
     def settle(self) -> None:
         """Wait for every write."""
         for event in self.settled:
             event.synchronize()
+
+    def arrival(self) -> Event:
+        """Of every write so far."""
+        return all_of(self.settled)
 
     def check(self) -> None:
         """Look at every write."""

@@ -1,0 +1,239 @@
+"""Folders of checkpoints: which are whole, which is the newest, and how one appears and goes.
+
+A checkpoint is a folder with a marker, `checkpoint.json`, and the files that the marker names. Their names begin with a
+token of their own, so saving into a folder that has a checkpoint leaves that whole until the new marker takes the
+old one's place. The order is: data, fsync, every rank agrees, marker by rename.
+
+    checkpoints/step-200/   checkpoint.json   5e1c09aa-00000.tiles   5e1c09aa-00000.json   5e1c09aa.safetensors
+"""
+
+import contextlib
+import errno
+import fcntl
+import logging
+import os
+import re
+from collections.abc import Iterable
+from os import PathLike
+from pathlib import Path
+
+from penstock.checkpoint.manifest import MARKER, FileEntry, Manifest, checksum, files_of
+from penstock.errors import CheckpointError
+
+LATEST = "latest"
+_OURS = re.compile(r"[0-9a-f]{8}(-\d{5}\.(tiles|json)|\.safetensors)|checkpoint\.json\.[0-9a-f]{8}")
+_MOST_MARKER_BYTES = 1 << 30
+
+logger = logging.getLogger("penstock")
+
+
+def data_name(token: str, rank: int) -> str:
+    """A rank's tiles."""
+    return f"{token}-{rank:05d}.tiles"
+
+
+def table_name(token: str, rank: int) -> str:
+    """A rank's table."""
+    return f"{token}-{rank:05d}.json"
+
+
+def tensors_name(token: str) -> str:
+    """Tensors of `extra`, options and buffers."""
+    return f"{token}.safetensors"
+
+
+def resolve(path: str | PathLike[str]) -> Path:
+    """The checkpoint that a path stands for: itself, or the newest whole one in the folder or beside its `latest`.
+
+    Raises:
+        CheckpointError: there is none.
+    """
+    folder = Path(path)
+    if (folder / MARKER).is_file():
+        return folder
+    parent = folder.parent if folder.name == LATEST and not folder.is_dir() else folder
+    found = checkpoints_in(parent)
+    if found:
+        return found[-1][0]
+    if not folder.exists():
+        raise CheckpointError(f"{folder} does not exist.", file=str(folder))
+    raise CheckpointError(
+        f"{folder} is no whole checkpoint: it has no {MARKER}, which is written last. Load another one.",
+        file=str(folder / MARKER),
+    )
+
+
+def checkpoints_in(parent: Path) -> list[tuple[Path, Manifest]]:
+    """The whole checkpoints in a folder, the newest last. Damaged ones are passed over, with a warning."""
+    found = []
+    with contextlib.suppress(OSError):
+        for folder in parent.iterdir():
+            try:
+                if (folder / MARKER).is_file():
+                    found.append((folder, read_manifest(folder)))
+            except CheckpointError as error:
+                logger.warning("%s is passed over. %s", folder, error)
+    return sorted(found, key=lambda pair: (pair[1].serial, pair[0].name))
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """A checkpoint's marker; every file that it names is there, in its size.
+
+    Raises:
+        CheckpointError: names the file and the field.
+    """
+    marker = folder / MARKER
+    manifest = Manifest.read(marker, _read(marker, most=_MOST_MARKER_BYTES))
+    for entry in files_of(manifest):
+        file = folder / entry.name
+        try:
+            nbytes = file.stat().st_size if file.is_file() else -1
+        except OSError as error:
+            raise _failed("reading", file, error) from error
+        if nbytes != entry.nbytes:
+            why = f"has {nbytes:,} bytes, not {entry.nbytes:,}" if nbytes >= 0 else "is missing"
+            raise CheckpointError(f"{file} {why}: the checkpoint is damaged. Load another one.", file=str(file))
+    return manifest
+
+
+def read_file(folder: Path, entry: FileEntry) -> bytes:
+    """A file as a whole, verified.
+
+    Raises:
+        CheckpointError: it cannot be read, or is not what was written.
+    """
+    file = folder / entry.name
+    data = _read(file, most=entry.nbytes)
+    if len(data) != entry.nbytes or checksum(data) != entry.checksum:
+        raise CheckpointError(
+            f"{file} is damaged: its checksum is not the one in {MARKER}. Load another checkpoint.", file=str(file)
+        )
+    return data
+
+
+def _read(file: Path, *, most: int) -> bytes:
+    try:
+        if file.stat().st_size > most:
+            raise CheckpointError(f"{file} has more than {most:,} bytes: it is damaged.", file=str(file))
+        return file.read_bytes()
+    except OSError as error:
+        raise _failed("reading", file, error) from error
+
+
+def write_file(file: Path, data: bytes) -> FileEntry:
+    """Write a new file and have it on the disk.
+
+    Raises:
+        CheckpointError: it cannot be written; nothing of it is left.
+    """
+    try:
+        with open(file, "xb") as opened:
+            opened.write(data)
+            opened.flush()
+            os.fsync(opened.fileno())
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            file.unlink()
+        raise _failed("writing", file, error) from error
+    return FileEntry(file.name, len(data), checksum(data))
+
+
+def make_folder(folder: Path) -> None:
+    """Make it, and those above it, where they are missing.
+
+    Raises:
+        CheckpointError: it cannot be made.
+    """
+    missing = [f for f in (folder, *folder.parents) if not f.exists()]
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for made in missing:
+            sync_folder(made.parent)
+    except OSError as error:
+        raise _failed("making", folder, error) from error
+
+
+def remove_file(file: Path) -> None:
+    """Remove it, if that is possible."""
+    with contextlib.suppress(OSError):
+        file.unlink()
+
+
+def sync_folder(folder: Path) -> None:
+    """Have the names in it on the disk."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def commit(folder: Path, manifest: Manifest) -> None:
+    """Everything that the marker names is on the disk: put the marker in its place, and drop what it replaces.
+
+    Raises:
+        CheckpointError: what was there before is untouched.
+    """
+    for entry in files_of(manifest):
+        file = folder / entry.name
+        if not file.is_file() or file.stat().st_size != entry.nbytes:
+            raise CheckpointError(
+                f"{file} of another rank is not visible here. Save into a folder that all ranks share.", file=str(file)
+            )
+    prepared = folder / f"{MARKER}.{manifest.token}"
+    sync_folder(folder)
+    write_file(prepared, manifest.to_bytes())
+    try:
+        os.replace(prepared, folder / MARKER)
+        sync_folder(folder)
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            prepared.unlink()
+        raise _failed("writing", folder / MARKER, error) from error
+    remove_leftovers(folder, keep={MARKER, *(entry.name for entry in files_of(manifest))})
+
+
+def next_serial(folder: Path) -> int:
+    """A number greater than that of every checkpoint here and beside it."""
+    beside = checkpoints_in(folder.parent)
+    return 1 + max((manifest.serial for _, manifest in beside), default=0)
+
+
+def prune(folder: Path, keep: int) -> None:
+    """Remove all but the newest `keep` checkpoints beside a new one, and what saves that did not end have left."""
+    beside = checkpoints_in(folder.parent)
+    for old, _ in beside[:-keep]:
+        if old != folder:
+            with contextlib.suppress(OSError):
+                (old / MARKER).unlink()  # from here on it is none
+                sync_folder(old)
+    for other in folder.parent.iterdir():
+        if other.is_dir() and not other.is_symlink() and not (other / MARKER).exists():
+            remove_leftovers(other)
+
+
+def remove_leftovers(folder: Path, keep: Iterable[str] = ()) -> None:
+    """Remove files of saves that did not end, but for those that another process is writing; an empty folder goes."""
+    kept = set(keep)
+    with contextlib.suppress(OSError):
+        ours = [file for file in folder.iterdir() if _OURS.fullmatch(file.name) and file.name not in kept]
+        if any(_is_being_written(file) for file in ours):
+            return
+        for file in ours:
+            file.unlink()
+        if ours and not kept:
+            folder.rmdir()  # unless something else is in it
+
+
+def _is_being_written(file: Path) -> bool:
+    """Whether a save holds it: data files are locked while they are written."""
+    try:
+        with open(file, "rb") as opened:
+            fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        return error.errno in (errno.EWOULDBLOCK, errno.EACCES)
+    return False
+
+
+def _failed(verb: str, file: Path, error: OSError) -> CheckpointError:
+    return CheckpointError(f"{verb.capitalize()} {file} failed: {error.strerror or error}.", file=str(file))

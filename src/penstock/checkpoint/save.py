@@ -1,0 +1,116 @@
+"""One save: every rank writes its files, all agree that they are on the disk, the first one writes the marker."""
+
+import contextlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from torch import Tensor
+
+from penstock.checkpoint.fields import to_bytes
+from penstock.checkpoint.folder import (
+    commit,
+    data_name,
+    prune,
+    remove_file,
+    sync_folder,
+    table_name,
+    tensors_name,
+    write_file,
+)
+from penstock.checkpoint.manifest import FileEntry, Manifest, RankFiles, tensors_to_bytes
+from penstock.checkpoint.tables import RankTable, UnitTable
+from penstock.checkpoint.writing import TileWriter, UnitSource
+from penstock.errors import CheckpointError
+from penstock.machine.collectives import Council
+from penstock.machine.streams import Streams
+
+
+@dataclass(frozen=True)
+class Written:
+    """The files of one rank; `tensors` are the first one's."""
+
+    files: RankFiles
+    tensors: FileEntry | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Save:
+    """A save that ranks have agreed on. Runs on any thread.
+
+    Attributes:
+        folder: there already.
+        token: what file names begin with.
+        sources: this rank's tiles.
+        random: states of this rank's generators.
+        manifest: on the first rank; files are filled in.
+        tensors: beside it.
+        keep: how many checkpoints stay, with this one; `None` for all.
+    """
+
+    council: Council
+    folder: Path
+    token: str
+    sources: Sequence[UnitSource]
+    random: object
+    streams: Streams
+    manifest: Manifest | None
+    tensors: Mapping[str, Tensor]
+    keep: int | None
+
+    def run(self) -> None:
+        """Write everything. Collective.
+
+        Raises:
+            CheckpointError: this checkpoint does not exist, and those before it are whole.
+        """
+        with contextlib.ExitStack() as closing, contextlib.ExitStack() as undo:
+            written, failure = None, None
+            try:
+                written = self._write(closing, undo)
+            except Exception as error:
+                failure = error
+            self.council.agree(failure)
+            everyone = self.council.collect(written)
+            done = undo.pop_all()  # the marker may name the files from now on
+            refused = None
+            if self.manifest is not None:
+                refused = self._commit(self.manifest, [rank for rank in everyone if rank is not None])
+            refused = self.council.share(refused)
+            if refused is not None:
+                done.close()
+                raise CheckpointError(refused)
+        if self.manifest is not None and self.keep is not None:
+            prune(self.folder, self.keep)
+
+    def _write(self, closing: contextlib.ExitStack, undo: contextlib.ExitStack) -> Written:
+        rank = self.council.rank
+        tables: Sequence[UnitTable] = []
+        data: FileEntry | None = None
+        if self.sources:
+            file = self.folder / data_name(self.token, rank)
+            writer = TileWriter(file, self.sources, self.streams)
+            closing.callback(writer.close)
+            undo.callback(remove_file, file)
+            data, tables = writer.write()
+        content = to_bytes(RankTable(tuple(tables), self.random).to_json())
+        table = self._write_file(table_name(self.token, rank), content, undo)
+        tensors = None
+        if self.tensors:
+            tensors = self._write_file(tensors_name(self.token), tensors_to_bytes(self.tensors), undo)
+        sync_folder(self.folder)
+        return Written(RankFiles(data, table), tensors)
+
+    def _write_file(self, name: str, content: bytes, undo: contextlib.ExitStack) -> FileEntry:
+        entry = write_file(self.folder / name, content)
+        undo.callback(remove_file, self.folder / name)
+        return entry
+
+    def _commit(self, manifest: Manifest, everyone: Sequence[Written]) -> str | None:
+        """Write the marker; returns why that was not possible."""
+        ranks = tuple(written.files for written in everyone)
+        try:
+            commit(self.folder, replace(manifest, ranks=ranks, tensors=everyone[0].tensors))
+        except CheckpointError as error:
+            return str(error)
+        return None

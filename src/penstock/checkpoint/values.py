@@ -1,0 +1,125 @@
+"""What users hand over to be kept: JSON-like values and tensors, never code.
+
+Values become JSON; what JSON does not have is an object with the key `!`, which says what it is. Tensors are kept
+beside it, by key, in a safetensors file.
+
+    tuple                       {"!": "tuple", "items": [...]}
+    dict with other keys        {"!": "dict", "items": [[key, value], ...]}
+    bytes                       {"!": "bytes", "hex": "..."}
+    tensor                      {"!": "tensor", "key": "extra.3"}
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from penstock.checkpoint.fields import Field
+from penstock.errors import CheckpointError, ConfigError
+
+TAG = "!"
+
+
+def encode(value: object, tensors: dict[str, Tensor], *, what: str) -> object:
+    """Make a value JSON.
+
+    Arguments:
+        value: numbers, strings, booleans, `None`, bytes, tensors, and lists, tuples and dicts of them.
+        tensors: those found are put here, copied to the cpu.
+        what: the value's name in errors, and in the keys of tensors.
+
+    Raises:
+        ConfigError: something in it is none of these; it is named.
+    """
+    return _Encoder(tensors, what).encode(value, what)
+
+
+class _Encoder:
+    def __init__(self, tensors: dict[str, Tensor], name: str) -> None:
+        self._tensors = tensors
+        self._name = name
+        self._holders: list[object] = []  # that the value is inside of
+
+    def encode(self, value: object, what: str) -> object:
+        if isinstance(value, bool) or value is None:
+            return value
+        if isinstance(value, str | int | float):
+            return next(kind(value) for kind in (str, int, float) if isinstance(value, kind))
+        if isinstance(value, bytes):
+            return {TAG: "bytes", "hex": value.hex()}
+        if isinstance(value, Tensor):
+            return self._tensor(value, what)
+        if any(value is holder for holder in self._holders):
+            raise ConfigError(f"{what} contains itself. Save values that end.")
+        self._holders.append(value)
+        encoded = self._several(value, what)
+        self._holders.pop()
+        return encoded
+
+    def _several(self, value: object, what: str) -> object:
+        if isinstance(value, list | tuple):
+            items = [self.encode(item, f"{what}[{number}]") for number, item in enumerate(value)]
+            return items if isinstance(value, list) else {TAG: "tuple", "items": items}
+        if isinstance(value, Mapping):
+            if all(isinstance(key, str) and key != TAG for key in value):
+                return {key: self.encode(item, f"{what}[{key!r}]") for key, item in value.items()}
+            items = [
+                [self.encode(key, f"a key of {what}"), self.encode(item, f"{what}[{key!r}]")]
+                for key, item in value.items()
+            ]
+            return {TAG: "dict", "items": items}
+        raise ConfigError(
+            f"{what} is a {type(value).__name__}, which no checkpoint holds: nothing is pickled. Save numbers, "
+            "strings, bytes, tensors, and lists, tuples and dicts of them, such as a state_dict()."
+        )
+
+    def _tensor(self, value: Tensor, what: str) -> object:
+        if value.layout != torch.strided or value.is_complex() or value.is_quantized or value.is_meta:
+            raise ConfigError(f"{what} is a tensor that is sparse, complex, quantised or meta. Save a dense, real one.")
+        key = f"{self._name}.{len(self._tensors)}"
+        self._tensors[key] = value.detach().to("cpu", copy=True).contiguous()
+        return {TAG: "tensor", "key": key}
+
+
+def decode(field: Field, tensors: Mapping[str, Tensor]) -> Any:
+    """The reverse of `encode`.
+
+    Raises:
+        CheckpointError: it is not what `encode` makes.
+    """
+    value = field.value
+    if isinstance(value, list):
+        return [decode(item, tensors) for item in field.items()]
+    if not isinstance(value, dict):
+        return value
+    if TAG not in value:
+        return {key: decode(item, tensors) for key, item in field.entries()}
+    tag = field[TAG].string()
+    if tag == "tensor":
+        key = field["key"].string()
+        if key not in tensors:
+            raise field.fail(f"names the tensor {key!r}, which is missing")
+        return tensors[key]
+    if tag == "bytes":
+        try:
+            return bytes.fromhex(field["hex"].string())
+        except ValueError as error:
+            raise field["hex"].fail("is not hexadecimal") from error
+    items = field["items"].items()
+    if tag == "tuple":
+        return tuple(decode(item, tensors) for item in items)
+    if tag == "dict":
+        decoded = {}
+        for item in items:
+            key_field, value_field = item.items(2)
+            try:
+                decoded[decode(key_field, tensors)] = decode(value_field, tensors)
+            except TypeError as error:
+                raise key_field.fail("is no key") from error
+        return decoded
+    raise CheckpointError(
+        f"{field.file}: '{field.path}' is tagged {tag!r}, which this version does not know.",
+        file=str(field.file),
+        field=field.path,
+    )

@@ -1,0 +1,206 @@
+"""Writes one rank's tiles: from wherever they rest, through a ring of buffers, past the page cache.
+
+What lies in a file on the same disk does not pass through memory at all: the kernel copies it, or lets both files share
+the blocks.
+"""
+
+import contextlib
+import errno
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Protocol
+
+from torch import Tensor
+
+from penstock.checkpoint.manifest import FileEntry
+from penstock.checkpoint.tables import Extent, HomeTable, UnitTable
+from penstock.errors import CheckpointError, NvmeError
+from penstock.machine.aio import File, Queue, Transfer
+from penstock.machine.arena import PAGE_BYTES, page_aligned
+from penstock.machine.streams import SAVE, Event, HostEvent, Streams, copy
+from penstock.tiers.home import Home, MemorySection, Section
+from penstock.tiers.pipeline import tile_of
+from penstock.tiers.records import Records
+
+#: Tiles in memory at once: one is being copied while others are being written.
+RING_TILES = 3
+
+
+@dataclass(frozen=True)
+class UnitSource:
+    """Some tiles of a unit, where they rest.
+
+    Attributes:
+        table: what they are and where in the file they go; its checksums are yet to come.
+        homes: as the table lists them.
+        ready: their values are there, in files too. What is written later waits for `copied`, never the reverse.
+        copied: is set once nothing reads them any more; updates wait for it.
+    """
+
+    table: UnitTable
+    homes: tuple[Home, ...]
+    ready: Event
+    copied: HostEvent
+
+
+class _Checked(Protocol):
+    """Something that has a checksum, once it is written."""
+
+    @property
+    def checksum(self) -> int: ...
+
+
+@dataclass(frozen=True)
+class _Known:
+    checksum: int
+
+
+class TileWriter:
+    """A data file that is being written.
+
+    Arguments:
+        path: must not exist.
+        sources: the units, at the offsets of their tables; there is at least one tile.
+        streams: that copy what is on the device.
+
+    Raises:
+        CheckpointError: the file cannot be made, or there is no room for it; nothing is left behind.
+    """
+
+    def __init__(self, path: Path, sources: Sequence[UnitSource], streams: Streams) -> None:
+        self._path = path
+        self._sources = sources
+        self._streams = streams
+        self._nbytes = sum(source.table.nbytes for source in sources)
+        self._queue = Queue()
+        try:
+            self._file = File(self._queue, path, self._nbytes)
+        except NvmeError as error:
+            self._queue.close()
+            raise _failed(path, error) from error
+        self._file.lock()
+        largest = max(source.table.largest_tile_bytes for source in sources)
+        self._ring = [page_aligned(largest) for _ in range(RING_TILES)]
+        self._in_flight: list[list[Transfer]] = [[] for _ in self._ring]
+        self._turn = 0
+
+    def write(self) -> tuple[FileEntry, list[UnitTable]]:
+        """Write every tile, and have them on the disk.
+
+        Returns:
+            The file, and the tables with their checksums.
+
+        Raises:
+            CheckpointError: a tile could not be written.
+            Exception: what was to give a tile its values has failed.
+        """
+        written: list[list[list[_Checked]]] = []
+        try:
+            for source in self._sources:
+                source.ready.synchronize()
+                written.append([self._write_tile(source, number) for number in source.table.tiles])
+                set_event(source.copied)
+            for transfers in self._in_flight:
+                _wait(transfers)
+            self._file.sync()
+        except OSError as error:
+            raise _failed(self._path, error) from error
+        finally:
+            for source in self._sources:
+                set_event(source.copied)
+        tables = [
+            source.table.with_checksums([[checked.checksum for checked in of_tile] for of_tile in of_unit])
+            for source, of_unit in zip(self._sources, written, strict=True)
+        ]
+        return FileEntry(self._path.name, self._nbytes, 0), tables
+
+    def close(self) -> None:
+        """Close the file, which others may remove from then on."""
+        with contextlib.suppress(NvmeError):  # it was said, or the save is given up
+            self._queue.close()
+        with contextlib.suppress(NvmeError):
+            self._file.close()
+        self._ring.clear()
+
+    def _write_tile(self, source: UnitSource, number: int) -> list[_Checked]:
+        """Copy a tile into the next buffer of the ring and start to write it: nothing reads it afterwards."""
+        buffer, transfers = self._ring[self._turn], self._in_flight[self._turn]
+        self._turn = (self._turn + 1) % RING_TILES
+        _wait(transfers)
+        checked: list[_Checked] = []
+        used = 0
+        for extent, home, table in zip(source.table.extents(number), source.homes, source.table.homes, strict=True):
+            section, index = tile_of(home, number)
+            known = self._copy_in_kernel(section, index, extent) if isinstance(section, Records) else None
+            if known is not None:
+                checked.append(_Known(known))
+                continue
+            part = buffer[used : used + extent.nbytes]
+            used += extent.nbytes
+            what = f"{extent.home} of unit '{source.table.name}', tile {number}"
+            self._fill(part, section, index, table, what)
+            transfers.append(self._file.write(extent.offset, part, checksum=True, what=what))
+            checked.append(transfers[-1])
+        return checked
+
+    def _fill(self, buffer: Tensor, section: Section, index: int, table: HomeTable, what: str) -> None:
+        """Copy a tile of a section into a buffer."""
+        if isinstance(section, Records):
+            reading = section.read(index, buffer)
+            if reading is not None:
+                reading.wait()
+            return
+        assert isinstance(section, MemorySection)
+        start, stop = section.tile_range(index)
+        buffer[-PAGE_BYTES:].zero_()  # what no kind fills
+        for target, values in zip(table.layout.views(buffer, stop - start), section.views(start, stop), strict=True):
+            nbytes = target.numel() * target.element_size()
+            work = partial(copy, target, values)
+            self._streams.submit(SAVE, work, writes=(target,), nbytes=nbytes, what=f"save {what}").synchronize()
+
+    def _copy_in_kernel(self, section: Records, index: int, extent: Extent) -> int | None:
+        """Copy a record from its file; its checksum, or `None` where that is not possible."""
+        stored = section.stored(index)
+        if stored is None or not _on_one_disk(stored.place.file.path, self._path):
+            return None
+        place = stored.place
+        copied = self._file.copy_from(place.file, place.offset, extent.offset, extent.nbytes)
+        return stored.checksum if copied else None
+
+
+def set_event(event: HostEvent) -> None:
+    """Nobody has to wait for it any longer."""
+    if not event.ran():
+        event.run(_nothing)
+
+
+def _nothing() -> None:
+    pass
+
+
+def _wait(transfers: list[Transfer]) -> None:
+    for transfer in transfers:
+        transfer.wait()
+    transfers.clear()
+
+
+def _on_one_disk(one: str, other: Path) -> bool:
+    return os.stat(one).st_dev == os.stat(other).st_dev
+
+
+def _failed(path: Path, error: OSError) -> CheckpointError:
+    """What a file said, without advice that is about the nvme tier."""
+    reason = os.strerror(error.errno) if error.errno else str(error)
+    where = f" at offset {error.offset:,}" if isinstance(error, NvmeError) and error.offset is not None else ""
+    advice = (
+        "Free space there, or save elsewhere."
+        if error.errno in (errno.ENOSPC, errno.EDQUOT)
+        else "See the kernel's log (dmesg)."
+    )
+    return CheckpointError(
+        f"Writing {path} failed{where}: {reason}. {advice} Checkpoints that were whole before still are.",
+        file=str(path),
+    )
