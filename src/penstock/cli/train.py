@@ -14,7 +14,7 @@ _DEFAULT = TrainConfig()
 _DEFAULT_BETAS = ",".join(f"{beta:g}" for beta in _DEFAULT.betas)
 _STATE = "Where state lives (tiers: device, cpu, nvme) and when it moves"
 _LEARNING = "Learning"
-_REPORTS = "Measures and reports"
+_REPORTS = "Measures, reports and checkpoints"
 
 
 def train(
@@ -109,6 +109,18 @@ def train(
     log_every: Annotated[
         int, typer.Option(help="Steps between two reports.", rich_help_panel=_REPORTS)
     ] = _DEFAULT.log_every,
+    save_every: Annotated[
+        int,
+        typer.Option(help="Steps between checkpoints, saved beside training; 0 for none.", rich_help_panel=_REPORTS),
+    ] = _DEFAULT.save_every,
+    keep: Annotated[int, typer.Option(help="Checkpoints that stay.", rich_help_panel=_REPORTS)] = _DEFAULT.keep,
+    resume: Annotated[
+        str,
+        typer.Option(
+            help="auto: go on from the newest checkpoint in the out folder, if any. Or a checkpoint's folder.",
+            rich_help_panel=_REPORTS,
+        ),
+    ] = _DEFAULT.resume,
     tensorboard: Annotated[
         bool,
         typer.Option("--tensorboard", help="Write TensorBoard events into the out folder.", rich_help_panel=_REPORTS),
@@ -118,6 +130,9 @@ def train(
 
     Without options: a small byte-level model on the text of Python's own standard library, with the optimizer's state
     in host memory. With several processes: torchrun --nproc-per-node 2 -m penstock train ...
+
+    SIGTERM and SIGUSR1 end it after the step that is being made, with a checkpoint and exit status 75; --resume auto
+    goes on from there, on any number of processes.
     """
     sizes = {
         "tile_bytes": tile_bytes,
@@ -157,10 +172,15 @@ def train(
         sample_tokens=sample_tokens,
         prompt=prompt,
         log_every=log_every,
+        save_every=save_every,
+        keep=keep,
+        resume=resume,
         tensorboard=tensorboard,
     )
     if find_spec("transformers") is None:
         raise ConfigError("penstock train needs transformers. Install it with: pip install 'penstock[train]'")
+    from penstock.cli.training.interruption import EXIT_INTERRUPTED
     from penstock.cli.training.run import run  # imports transformers, which --help does not wait for
 
-    run(config)
+    if run(config).interrupted:
+        raise typer.Exit(EXIT_INTERRUPTED)

@@ -44,6 +44,9 @@ TRAIN = {
     "--sample-tokens": 200,
     "--prompt": "",
     "--log-every": 20,
+    "--save-every": 0,
+    "--keep": 2,
+    "--resume": "",
     "--tensorboard": False,
 }
 

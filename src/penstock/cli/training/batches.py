@@ -26,21 +26,26 @@ def sequences(tokens: Tokens, numbers: list[int], seq_length: int) -> Ids:
     return np.asarray(tokens[starts[:, None] + np.arange(seq_length)], dtype=np.int64)
 
 
-def shuffled(count: int, seed: int) -> Iterator[int]:
-    """The numbers 0 to count - 1 without end, each epoch in another order, fixed by `seed` and the epoch's number."""
-    for epoch in itertools.count():
-        yield from map(int, np.random.default_rng((seed, epoch)).permutation(count))
+def shuffled(count: int, seed: int, start: int = 0) -> Iterator[int]:
+    """The numbers 0 to count - 1 without end, each epoch in another order, fixed by `seed` and the epoch's number.
+
+    The first `start` of them are passed over.
+    """
+    first, inside = divmod(start, count)
+    for epoch in itertools.count(first):
+        order = np.random.default_rng((seed, epoch)).permutation(count)
+        yield from map(int, order[inside if epoch == first else 0 :])
 
 
 def train_batches(
-    tokens: Tokens, *, seq_length: int, batch_size: int, seed: int, rank: int, world_size: int
+    tokens: Tokens, *, seq_length: int, batch_size: int, seed: int, rank: int, world_size: int, start: int = 0
 ) -> Iterator[Ids]:
     """Micro-batches of a rank without end, each of shape (batch_size, seq_length).
 
-    The micro-batches of all ranks together are the same for any world size that gives the same
-    `batch_size * world_size`.
+    The first `start` sequences of all ranks together are passed over. The micro-batches of all ranks together are the
+    same for any world size that gives the same `batch_size * world_size`.
     """
-    order = shuffled(sequence_count(len(tokens), seq_length), seed)
+    order = shuffled(sequence_count(len(tokens), seq_length), seed, start)
     while True:
         all_ranks = list(itertools.islice(order, batch_size * world_size))
         yield sequences(tokens, all_ranks[rank * batch_size : (rank + 1) * batch_size], seq_length)

@@ -41,6 +41,11 @@ class TrainConfig:
         sample_tokens: tokens of the sample at the end; 0 writes none.
         prompt: what the sample continues; empty for the beginning of the held-out text.
         log_every: steps between two lines of the display and of `metrics.jsonl`.
+        save_every: steps between two checkpoints in `out`/checkpoints, written beside training; 0 saves none, unless
+            the run is asked to end.
+        keep: checkpoints that stay, the newest.
+        resume: "auto" goes on from the newest checkpoint in `out`/checkpoints, where there is one; or a checkpoint's
+            folder; empty begins anew.
 
     Raises:
         ConfigError: a value out of its range. The message names the option of the command line.
@@ -78,6 +83,9 @@ class TrainConfig:
     sample_tokens: int = 200
     prompt: str = ""
     log_every: int = 20
+    save_every: int = 0
+    keep: int = 2
+    resume: str = ""
 
     def __post_init__(self) -> None:
         """Refuse values out of range, by the name of their option."""
@@ -127,5 +135,7 @@ _LEAST = {
     "eval_sequences": 0,
     "sample_tokens": 0,
     "log_every": 1,
+    "save_every": 0,
+    "keep": 1,
 }
 _CHOICES = {"precision": ("auto", "fp32", "bf16"), "overlap": ("none", "forward", "backward", "auto")}

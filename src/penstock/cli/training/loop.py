@@ -7,35 +7,43 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
-from torch.optim.lr_scheduler import LambdaLR
+from torch.optim.lr_scheduler import LRScheduler
 
 import penstock
 from penstock.cli.training.batches import Ids, train_batches
+from penstock.cli.training.checkpoints import Checkpoints, Position
 from penstock.cli.training.config import TrainConfig
 from penstock.cli.training.corpus import Tokens
 from penstock.cli.training.display import Display
+from penstock.cli.training.interruption import interruptible
 from penstock.cli.training.metrics import Metrics
 from penstock.cli.training.progress import Progress, bytes_by_tier
 from penstock.cli.training.ranks import Ranks
-from penstock.cli.training.schedule import warmup_cosine
 
 
 def train_steps(
     model: nn.Module,
     optimizer: penstock.Optimizer,
+    scheduler: LRScheduler,
+    checkpoints: Checkpoints,
+    start: Position,
     tokens: Tokens,
     config: TrainConfig,
     ranks: Ranks,
     display: Display,
     metrics: Metrics,
-) -> None:
-    """Run `config.steps` steps. Every rank calls this; each reads its own sequences.
+) -> Position:
+    """Go on from `start` to `config.steps` steps. Every rank calls this; each reads its own sequences.
 
     1. Micro-batches: forward and backward, gradients added up.
     2. Update, then the next learning rate.
     3. Every `config.log_every` steps and after the last: report.
+    4. Every `config.save_every` steps and after the last: save. Asked to end: save, and end.
+
+    Returns:
+        Where it ended: before the last step if it was asked to.
     """
-    scheduler = LambdaLR(optimizer, warmup_cosine(warmup=config.warmup_steps, steps=config.steps))
+    position = start
     batches = train_batches(
         tokens,
         seq_length=config.seq_length,
@@ -43,22 +51,34 @@ def train_steps(
         seed=config.seed,
         rank=ranks.rank,
         world_size=ranks.world_size,
+        start=start.sequences,
     )
     window = _Window(config, ranks)
-    for step in range(1, config.steps + 1):
-        # 1.
-        loss = _accumulate(model, optimizer, batches, config, ranks)
-        # 2.
-        lr = float(scheduler.get_last_lr()[0])
-        outcome = optimizer.step()
-        scheduler.step()
-        optimizer.zero_grad()
-        window.add(loss, skipped=outcome.skipped)
-        # 3.
-        if step % config.log_every == 0 or step == config.steps:
-            progress = window.close(step, outcome.grad_norm, lr, bytes_by_tier(optimizer.locations()))
-            display.show(progress)
-            metrics.step(progress)
+    per_step = config.batch_size * config.accumulation * ranks.world_size
+    with interruptible(ranks) as interruption:
+        for step in range(start.step + 1, config.steps + 1):
+            # 1.
+            loss = _accumulate(model, optimizer, batches, config, ranks)
+            # 2.
+            lr = float(scheduler.get_last_lr()[0])
+            outcome = optimizer.step()
+            scheduler.step()
+            optimizer.zero_grad()
+            window.add(loss, skipped=outcome.skipped)
+            position = Position(step, position.sequences + per_step)
+            # 3.
+            if step % config.log_every == 0 or step == config.steps:
+                progress = window.close(step, outcome.grad_norm, lr, bytes_by_tier(optimizer.locations()))
+                display.show(progress)
+                metrics.step(progress)
+            # 4.
+            asked = interruption.is_asked() and step < config.steps
+            if asked or (config.save_every and (step % config.save_every == 0 or step == config.steps)):
+                checkpoints.save(position, blocking=asked)
+            if asked:
+                break
+    checkpoints.finish()
+    return position
 
 
 def _accumulate(

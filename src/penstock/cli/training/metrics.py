@@ -64,8 +64,11 @@ def check_tensorboard() -> None:
 
 
 @contextmanager
-def open_metrics(config: TrainConfig, *, is_first_rank: bool) -> Iterator[Metrics]:
-    """The metrics of a run in its folder, replacing those of an earlier run; none on ranks but the first."""
+def open_metrics(config: TrainConfig, *, is_first_rank: bool, goes_on: bool = False) -> Iterator[Metrics]:
+    """The metrics of a run in its folder; none on ranks but the first.
+
+    Those of an earlier run there are replaced, or added to if this one goes on from it.
+    """
     if not is_first_rank:
         yield Metrics(None, None)
         return
@@ -75,7 +78,7 @@ def open_metrics(config: TrainConfig, *, is_first_rank: bool) -> Iterator[Metric
 
         writer = SummaryWriter(str(config.out / "tensorboard"))
     try:
-        with (config.out / METRICS_NAME).open("w", encoding="utf-8") as file:
+        with (config.out / METRICS_NAME).open("a" if goes_on else "w", encoding="utf-8") as file:
             yield Metrics(file, writer)
     finally:
         if writer is not None:

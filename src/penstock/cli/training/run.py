@@ -7,9 +7,11 @@ from importlib.metadata import version
 
 import torch
 from torch import nn
+from torch.optim.lr_scheduler import LambdaLR
 from transformers.utils import logging
 
 from penstock.cli.training.batches import sequence_count
+from penstock.cli.training.checkpoints import Checkpoints, checkpoint_to_resume
 from penstock.cli.training.config import TrainConfig
 from penstock.cli.training.corpus import Corpus, encode_corpus
 from penstock.cli.training.display import Display, open_display
@@ -22,6 +24,7 @@ from penstock.cli.training.precision import resolve_precision
 from penstock.cli.training.progress import format_seconds
 from penstock.cli.training.ranks import Ranks, joined
 from penstock.cli.training.sample import printable, sample_ids
+from penstock.cli.training.schedule import warmup_cosine
 from penstock.errors import ConfigError
 from penstock.integrations.huggingface import (
     ModelSource,
@@ -37,11 +40,16 @@ PROMPT_TOKENS = 32
 
 @dataclass(frozen=True)
 class Result:
-    """What a run came to. Losses are nats per token on held-out text, `None` where they were not measured."""
+    """What a run came to. Losses are nats per token on held-out text, `None` where they were not measured.
+
+    Attributes:
+        interrupted: it was asked to end, and saved a checkpoint to go on from.
+    """
 
     loss_before: float | None
     loss_after: float | None
     seconds: float
+    interrupted: bool = False
 
 
 def run(config: TrainConfig) -> Result:
@@ -50,14 +58,15 @@ def run(config: TrainConfig) -> Result:
     1. Check the request: everything that can be wrong with it, before anything is allocated.
     2. Read the text as tokens: a stream to train on, a stream held out.
     3. Meet the other ranks, build the model and prepare it.
-    4. Measure the held-out loss.
-    5. Train.
+    4. Go on from a checkpoint if asked; measure the held-out loss.
+    5. Train. A run that is asked to end ends here.
     6. Measure the held-out loss again.
     7. Save the model.
     8. Write a sample.
 
     Raises:
         ConfigError: the request cannot be met.
+        CheckpointError: the checkpoint to go on from is damaged, or one cannot be written.
     """
     began = time.perf_counter()
     ranks = Ranks.from_environment()
@@ -76,7 +85,8 @@ def run(config: TrainConfig) -> Result:
         corpus = encode_corpus(pieces, tokenizer, seq_length=config.seq_length)
         display.note(_about_text(corpus, config, file_count=len(files)))
         # 3.
-        with joined(ranks), open_metrics(config, is_first_rank=ranks.is_first) as metrics:
+        goes_on = checkpoint_to_resume(config) is not None
+        with joined(ranks), open_metrics(config, is_first_rank=ranks.is_first, goes_on=goes_on) as metrics:
             torch.manual_seed(config.seed)
             model = build_model(source)
             if config.activation_checkpointing:
@@ -85,9 +95,20 @@ def run(config: TrainConfig) -> Result:
             optimizer = prepare_model(model, config, ranks)
             measure = _Measure(model, corpus, tokenizer.token_name, config, ranks, display, metrics)
             # 4.
-            loss_before = measure(step=0)
+            scheduler = LambdaLR(optimizer, warmup_cosine(warmup=config.warmup_steps, steps=config.steps))
+            checkpoints = Checkpoints(config, optimizer, scheduler, corpus.train)
+            start = checkpoints.resume()
+            if start.step:
+                display.note(f"goes on after step {start.step}")
+            loss_before = measure(step=start.step)
             # 5.
-            train_steps(model, optimizer, corpus.train, config, ranks, display, metrics)
+            end = train_steps(
+                model, optimizer, scheduler, checkpoints, start, corpus.train, config, ranks, display, metrics
+            )
+            if end.step < config.steps:
+                display.note(f"asked to end: saved step {end.step}; go on with --resume auto")
+                optimizer.close(keep_params=False)
+                return Result(loss_before, None, time.perf_counter() - began, interrupted=True)
             # 6.
             loss_after = measure(step=config.steps)
             # 7.

@@ -1,0 +1,137 @@
+"""A run that ends before its last step goes on from its checkpoint, with the same losses."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from penstock.cli.training.batches import shuffled, train_batches
+from penstock.cli.training.interruption import EXIT_INTERRUPTED
+from penstock.cli.training.metrics import Metrics
+
+RUN = ["--precision", "fp32", "--seq-length", "32", "--batch-size", "4", "--eval-sequences", "8", "--steps", "8"]
+RUN += ["--log-every", "1", "--sample-tokens", "0", "--accumulation", "2", "--lr", "0.01"]
+
+
+def losses(out: Path) -> list[tuple[int, float, float]]:
+    lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    return [(line["step"], line["loss"], line["lr"]) for line in lines if line["event"] == "step"]
+
+
+def evaluations(out: Path) -> dict[int, float]:
+    lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    return {line["step"]: line["loss"] for line in lines if line["event"] == "eval"}
+
+
+@pytest.fixture
+def arguments(model_folder: Path, text_folder: Path) -> list[str]:
+    return ["train", "--model", str(model_folder), "--data", str(text_folder), *RUN]
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+def test_a_run_that_is_asked_to_end_saves_and_goes_on_with_the_same_losses(
+    penstock_command: Callable[..., Any],
+    arguments: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    number: signal.Signals,
+) -> None:
+    assert penstock_command(*arguments, "--out", "whole").exit_code == 0
+    whole = losses(tmp_path / "whole")
+
+    step = Metrics.step
+    with monkeypatch.context() as asking:
+
+        def ask(self: Metrics, progress: Any) -> None:
+            step(self, progress)
+            if progress.step == 3:
+                os.kill(os.getpid(), number)
+
+        asking.setattr(Metrics, "step", ask)
+        ended = penstock_command(*arguments, "--out", "parts", "--resume", "auto")
+    assert ended.exit_code == EXIT_INTERRUPTED == 75
+    assert "asked to end: saved step 3; go on with --resume auto" in ended.out
+    assert [path.name for path in (tmp_path / "parts" / "checkpoints").iterdir()] == ["step-00000003"]
+    assert not (tmp_path / "parts" / "config.json").exists()
+    assert signal.getsignal(number) is signal.SIG_DFL
+
+    resumed = penstock_command(*arguments, "--out", "parts", "--resume", "auto")
+    assert resumed.exit_code == 0, resumed.err
+    assert "goes on after step 3" in resumed.out
+    assert losses(tmp_path / "parts") == whole
+    assert evaluations(tmp_path / "parts")[8] == evaluations(tmp_path / "whole")[8]
+    assert (tmp_path / "parts" / "config.json").exists()
+
+
+def test_checkpoints_are_saved_beside_training_and_only_the_newest_stay(
+    penstock_command: Callable[..., Any], arguments: list[str], tmp_path: Path
+) -> None:
+    saving = penstock_command(*arguments, "--out", "out", "--save-every", "2", "--keep", "3")
+    assert saving.exit_code == 0, saving.err
+    names = sorted(path.name for path in (tmp_path / "out" / "checkpoints").iterdir())
+    assert names == ["step-00000004", "step-00000006", "step-00000008"]
+
+    whole = losses(tmp_path / "out")
+    named = str(tmp_path / "out" / "checkpoints" / "step-00000004")
+    again = penstock_command(*arguments, "--out", "again", "--resume", named)
+    assert again.exit_code == 0, again.err
+    assert losses(tmp_path / "again") == whole[4:]
+
+    done = penstock_command(*arguments, "--out", "out", "--resume", "auto")  # nothing is left to do
+    assert done.exit_code == 0, done.err
+    assert losses(tmp_path / "out") == whole
+
+
+def test_a_run_on_other_data_is_not_resumed(
+    penstock_command: Callable[..., Any], arguments: list[str], tmp_path: Path
+) -> None:
+    assert penstock_command(*arguments, "--out", "out", "--save-every", "8").exit_code == 0
+    other = penstock_command(*arguments, "--out", "out", "--resume", "auto", "--seed", "1")
+    assert other.exit_code == 2
+    assert "was trained on other data: seed was 0 and is 1" in other.err
+    missing = penstock_command(*arguments, "--out", "out", "--resume", "nowhere")
+    assert missing.exit_code == 2
+    assert "nowhere does not exist" in missing.err
+
+
+def test_two_ranks_save_and_one_goes_on(arguments: list[str], tmp_path: Path) -> None:
+    """What torchrun does when fewer machines are left: the same sequences in the same order, on one rank."""
+
+    def run(ranks: int, batch: int, *rest: str) -> None:
+        launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+        command = [*launcher, "-m", "penstock", *arguments, "--batch-size", str(batch), *rest]
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+        done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300)
+        assert done.returncode == 0, done.stderr
+
+    run(2, 2, "--out", "out", "--save-every", "4")
+    whole = losses(tmp_path / "out")
+    (tmp_path / "out" / "checkpoints" / "step-00000008" / "checkpoint.json").unlink()
+    run(1, 4, "--out", "out", "--resume", "auto")
+    again = losses(tmp_path / "out")[len(whole) :]
+    assert [(step, lr) for step, _, lr in again] == [(step, lr) for step, _, lr in whole[4:]]
+    for (_, loss, _), (_, wanted, _) in zip(again, whole[4:], strict=True):
+        assert loss == pytest.approx(wanted, rel=1e-5)
+
+
+def test_sequences_that_were_seen_are_passed_over() -> None:
+    whole = [next(order) for order in [shuffled(7, 3)] for _ in range(30)]
+    for start in range(25):
+        order = shuffled(7, 3, start)
+        assert [next(order) for _ in range(5)] == whole[start : start + 5]
+    tokens = list(range(100))
+    import numpy as np
+
+    text = np.asarray(tokens, dtype=np.uint16)
+    whole_batches = train_batches(text, seq_length=5, batch_size=2, seed=0, rank=1, world_size=2)
+    rest = train_batches(text, seq_length=5, batch_size=2, seed=0, rank=1, world_size=2, start=12)
+    for _ in range(3):
+        next(whole_batches)
+    for _ in range(10):
+        assert (next(whole_batches) == next(rest)).all()
