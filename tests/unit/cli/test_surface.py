@@ -72,25 +72,37 @@ def test_options_of_train() -> None:
     assert options(group.commands["train"]) == TRAIN
 
 
+def settings_of_runs(monkeypatch: Any) -> list[TrainConfig]:
+    """The settings of runs that end at once."""
+    from penstock.cli.training.run import Result
+
+    configs: list[TrainConfig] = []
+
+    def run(config: TrainConfig) -> Result:
+        configs.append(config)
+        return Result(None, None, 0.0)
+
+    monkeypatch.setattr("penstock.cli.training.run.run", run)
+    return configs
+
+
 def test_defaults_of_the_command_are_those_of_its_settings(
     penstock_command: Callable[..., Any], monkeypatch: Any
 ) -> None:
-    configs: list[TrainConfig] = []
-    monkeypatch.setattr("penstock.cli.training.run.run", configs.append)
+    configs = settings_of_runs(monkeypatch)
     assert penstock_command("train").exit_code == 0
     assert configs == [TrainConfig()]
 
 
 def test_every_option_reaches_its_setting(penstock_command: Callable[..., Any], monkeypatch: Any) -> None:
-    configs: list[TrainConfig] = []
-    monkeypatch.setattr("penstock.cli.training.run.run", configs.append)
+    configs = settings_of_runs(monkeypatch)
     arguments = (
         "--model m --data a --data b --jsonl-field body --out o --seed 7 --stage 1 --params cpu --grads nvme "
         "--optimizer device=0.5,cpu=0.5 --nvme-path p --nvme-path q --precision fp32 --overlap none "
         "--activation-checkpointing --tile-bytes 1MiB --live-bytes 2MiB --prefetch-bytes 0 --persistent-bytes 5 "
         "--pinned-bytes 1GiB --update-threads 3 --lr 0.1 --weight-decay 0 --betas 0.8,0.9 --max-grad-norm 0 --warmup 2 "
         "--steps 9 --batch-size 4 --accumulation 2 --seq-length 32 --eval-sequences 8 --sample-tokens 0 --prompt hello "
-        "--log-every 3 --tensorboard"
+        "--log-every 3 --save-every 5 --keep 4 --resume auto --tensorboard"
     )
     assert {word for word in arguments.split() if word.startswith("--")} == set(TRAIN)
     assert penstock_command("train", *arguments.split()).exit_code == 0
@@ -128,6 +140,9 @@ def test_every_option_reaches_its_setting(penstock_command: Callable[..., Any], 
         "seq_length": 32,
         "eval_sequences": 8,
         "sample_tokens": 0,
+        "save_every": 5,
+        "keep": 4,
+        "resume": "auto",
         "prompt": "hello",
         "log_every": 3,
         "tensorboard": True,
