@@ -448,6 +448,7 @@ class Optimizer(torch.optim.Optimizer):
                 of the allocator is raised and the optimizer stays open.
 
         Raises:
+            CheckpointError: of a save beside training that failed. Everything is given back as asked.
             Exception: the error of an update that failed. Everything is given back; the parameters are left empty.
         """
         engine = self._engine

@@ -81,7 +81,8 @@ class Save:
                 done.close()
                 raise CheckpointError(refused)
         if self.manifest is not None and self.keep is not None:
-            prune(self.folder, self.keep)
+            with contextlib.suppress(OSError):  # what cannot be removed stays
+                prune(self.folder, self.keep)
 
     def _write(self, closing: contextlib.ExitStack, undo: contextlib.ExitStack) -> Written:
         rank = self.council.rank

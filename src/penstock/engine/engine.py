@@ -20,7 +20,7 @@ from penstock.engine.scale import GradientScale
 from penstock.engine.step import Stepper
 from penstock.engine.unit import Unit
 from penstock.engine.update import Updater
-from penstock.errors import EngineError, NvmeError
+from penstock.errors import CheckpointError, EngineError, NvmeError
 from penstock.kinds import GRAD, PARAM, Overlap
 from penstock.machine.collectives import Ranks
 from penstock.machine.streams import Streams
@@ -104,8 +104,12 @@ class Engine:
         back, the parameters are left empty, and the error is raised. Where whole parameters do not fit into memory,
         that is raised and nothing has changed.
         """
+        unsaved: CheckpointError | None = None
         try:
             self.saver.close()
+        except CheckpointError as error:
+            unsaved = error  # of a checkpoint, not of what is in memory
+        try:
             self.access.finish()
             if keep_params and self.stepper.is_open:
                 self.stepper.abandon()
@@ -119,6 +123,8 @@ class Engine:
             self.abandon()
             raise
         self._give_back(values)
+        if unsaved is not None:
+            raise unsaved
 
     def abandon(self) -> None:
         """Give everything back and leave the parameters empty, because of an error that says enough."""
