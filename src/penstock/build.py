@@ -387,7 +387,7 @@ def build(
         overlap=request.overlap,
         options=options,
         origins=origins,
-        owned_frozen=[p for p in groups if p not in trained],
+        frozen={p for p in origins if not p.requires_grad},
         restore_model=partial(restore, model, sliced),
     )
     prepared = Optimizer(optimizer, engine, request.max_grad_norm)

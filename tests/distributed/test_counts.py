@@ -160,6 +160,38 @@ def test_a_rank_that_updates_nothing_of_a_unit_gathers_what_others_updated() -> 
     assert run_ranks(counts_of_a_small_unit, 2) == [expected] * 2
 
 
+class Recurrent(nn.Module):
+    """Two blocks by turns, and a third whose output nobody needs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for _ in range(3):
+            x = torch.tanh(self.blocks[1](self.blocks[0](x)))
+        self.blocks[2](x)
+        return x
+
+
+def reductions_of_blocks_used_by_turns(rank: int) -> list[int]:
+    model = Recurrent()
+    optimizer = prepare_on(separate(), model, torch.optim.AdamW(model.parameters()))
+    found = []
+    for frozen in (False, True):
+        model.blocks[1].requires_grad_(not frozen)
+        optimizer._engine.ranks.counts.clear()
+        optimizer.backward(model(torch.ones(1, 8)).float().sum())
+        found.append(optimizer._engine.ranks.counts["reduce_scatter"])
+    optimizer.close()
+    return found
+
+
+def test_a_block_used_several_times_is_reduced_once_and_a_frozen_one_never() -> None:
+    """With its last use, which is when its gradients come; what backward does not come to is not reduced."""
+    assert run_ranks(reductions_of_blocks_used_by_turns, 2) == [[2, 1]] * 2
+
+
 def counts_on_four(rank: int) -> dict[str, int]:
     return counts_of_one_step(rank, Movement(stage=3), mesh=init_device_mesh("cpu", (2, 2)), world_size=4)
 

@@ -1,5 +1,6 @@
 """Ranks that run different units: an error that names ranks and units, before anything is updated."""
 
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 
 import torch
@@ -24,10 +25,15 @@ class Walk(nn.Module):
         return x
 
 
-def walk(rank: int, orders: list[list[int]]) -> tuple[str, bool]:
-    model = Walk()
-    optimizer = penstock.prepare(model, torch.optim.AdamW(model.parameters()), units=[nn.Linear], precision="fp32")
-    before = [p.clone() for p in Walk().parameters()]
+def walk(
+    rank: int,
+    orders: list[list[int]],
+    make: Callable[[], nn.Module] = Walk,
+    units: Sequence[type[nn.Module]] = (nn.Linear,),
+) -> tuple[str, bool]:
+    model = make()
+    optimizer = penstock.prepare(model, torch.optim.AdamW(model.parameters()), units=units, precision="fp32")
+    before = [p.clone() for p in make().parameters()]
     said = ""
     try:
         optimizer.backward(model(torch.ones(2, 32), orders[rank]).sum())
@@ -52,6 +58,42 @@ def test_a_layer_that_one_rank_skips_is_named() -> None:
     for rank, (said, _) in enumerate(run_ranks(walk, 2, orders, timeout=timedelta(seconds=6))):
         assert f"Rank {rank} could not finish" in said
         assert f"rank {1 - rank} could not finish the" in said
+
+
+class Routed(nn.Module):
+    """Each rank sends all it has to one expert."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.mixture = Mixture()
+
+    def forward(self, x: Tensor, order: list[int]) -> Tensor:
+        return self.mixture(x, order)
+
+
+class Mixture(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList(nn.Linear(32, 32) for _ in range(LAYERS))
+
+    def forward(self, x: Tensor, order: list[int]) -> Tensor:
+        for index in order:
+            x = torch.tanh(self.experts[index](x))
+        return x
+
+
+def test_the_module_that_chooses_an_expert_is_named() -> None:
+    orders = [[0, 1], [1]]
+    for rank, (said, _) in enumerate(run_ranks(walk, 2, orders, Routed, [nn.Linear], timeout=timedelta(seconds=6))):
+        assert f"Rank {rank} could not finish the" in said
+        assert "of unit 'mixture.experts." in said
+        assert "' (run by Mixture)" in said
+        assert "must lie inside a unit: units=(<class of the module that chooses>,)." in said
+
+
+def test_which_expert_is_run_inside_a_unit_is_no_error() -> None:
+    assert [said for said, _ in run_ranks(walk, 2, [[0], [1]], Routed, [Mixture])] == ["", ""]
 
 
 def test_the_same_order_on_every_rank_is_no_error_whatever_it_is() -> None:

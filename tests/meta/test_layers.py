@@ -44,7 +44,7 @@ ENGINE = {
         "update",
     },
     "gather": {"unit"},
-    "hooks": {"activations", "gather", "outputs", "precision", "reduce", "unit"},
+    "hooks": {"activations", "gather", "outputs", "precision", "reduce", "unit", "uses"},
     "loading": {"access", "gather", "reduce", "scale", "unit", "update"},
     "outputs": set(),
     "precision": set(),
@@ -59,6 +59,7 @@ ENGINE = {
     "tracing": {"engine"},
     "unit": {"discover"},
     "update": {"unit"},
+    "uses": {"unit"},
 }
 
 

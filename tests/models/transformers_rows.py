@@ -55,6 +55,23 @@ def mixtral() -> nn.Module:
     return MixtralForCausalLM(config)
 
 
+MIXTURE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "output_router_logits": True}
+
+
+def qwen2_moe() -> nn.Module:
+    from transformers import Qwen2MoeConfig, Qwen2MoeForCausalLM
+
+    sizes = {"vocab_size": 32, "num_key_value_heads": 1, "shared_expert_intermediate_size": 16}
+    return Qwen2MoeForCausalLM(Qwen2MoeConfig(**sizes, **MIXTURE, **SIZES))
+
+
+def qwen3_moe() -> nn.Module:
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    sizes = {"vocab_size": 32, "num_key_value_heads": 1, "head_dim": 8}
+    return Qwen3MoeForCausalLM(Qwen3MoeConfig(**sizes, **MIXTURE, **SIZES))
+
+
 def language_loss(model: nn.Module, batch: Batch) -> Tensor:
     ids = batch.ids(32, 2, 6)
     mask = torch.ones_like(ids)
@@ -81,4 +98,6 @@ TRANSFORMERS = [
     Family("vit", vit, one_loss(image_loss)),
     Family("bert", bert, one_loss(language_loss)),
     Family("mixtral", mixtral, one_loss(language_loss)),
+    Family("qwen2_moe", qwen2_moe, one_loss(language_loss)),
+    Family("qwen3_moe", qwen3_moe, one_loss(language_loss)),
 ]

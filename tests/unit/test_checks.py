@@ -522,8 +522,9 @@ def test_a_parameter_unfrozen_after_prepare(model):
     with pytest.raises(EngineError) as caught:
         optimizer.step()
     assert str(caught.value) == (
-        "Parameter 'blocks.0.up.bias' was frozen when the model was prepared and requires a gradient now. Close the "
-        "optimizer and prepare again with the new set of trained parameters."
+        "Parameter 'blocks.0.up.bias' was frozen when the model was prepared, so it has no optimizer state, and "
+        "requires a gradient now. Close the optimizer and prepare again with it unfrozen and in a param group. What is "
+        "to be frozen for a while only is frozen after prepare(), which keeps its state."
     )
     model.blocks[0].up.bias.requires_grad_(False)
     assert not optimizer.step().skipped

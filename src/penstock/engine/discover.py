@@ -26,6 +26,7 @@ class UnitSpec:
         name: the block's name, or `root`; with a suffix where the block gives several units.
         anchors: modules whose forward needs the unit's parameters.
         inside: every module below the anchors.
+        run_by: class of the module that runs the block; empty for what is no block.
         names, parameters: the parameters, in the model's order.
         dtype: dtype while computing.
         trainable: whether the unit has gradients and optimizer state.
@@ -35,6 +36,7 @@ class UnitSpec:
     name: str
     anchors: tuple[nn.Module, ...]
     inside: frozenset[nn.Module]
+    run_by: str
     names: tuple[str, ...]
     parameters: tuple[nn.Parameter, ...]
     dtype: torch.dtype
@@ -100,13 +102,24 @@ def find_units(
         names, parameters = zip(*members, strict=True)
         unique = tuple(dict.fromkeys(anchors))
         inside = frozenset(module for anchor in unique for module in anchor.modules()) - set(unique)
-        specs.append(UnitSpec(name, unique, inside, names, parameters, dtype, trainable, small))
+        run_by = _run_by(model, block)
+        specs.append(UnitSpec(name, unique, inside, run_by, names, parameters, dtype, trainable, small))
     order = {block: index for index, block in enumerate(blocks)}
     return sorted(specs, key=lambda spec: min(order.get(_block_of(spec, blocks), 0), len(order)))
 
 
 def _block_of(spec: UnitSpec, blocks: dict[str, nn.Module]) -> str:
     return next(name for name, module in blocks.items() if module is spec.anchors[0])
+
+
+def _run_by(model: nn.Module, block: str) -> str:
+    """Class of the module that a block is called from: its parent, or above, since lists of modules are not called."""
+    while block and block != ROOT:
+        block = block.rpartition(".")[0]
+        parent = model.get_submodule(block)
+        if not isinstance(parent, nn.ModuleList | nn.ModuleDict):
+            return type(parent).__name__
+    return ""
 
 
 def _blocks(model: nn.Module, policy: UnitPolicy) -> dict[str, nn.Module]:

@@ -1,7 +1,7 @@
 """The parts of one engine, and how they end."""
 
 import contextlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass
 
 import torch
@@ -44,7 +44,7 @@ class Engine:
     """Everything that `prepare` built. Parts know each other only as far as their constructors say.
 
     Attributes:
-        owned_frozen: parameters that the optimizer was given and that do not require gradients.
+        frozen: parameters that did not require gradients when the model was prepared.
         restore_model: undoes what `prepare` set on the model beside its parameters and hooks.
         closed: everything was given back.
     """
@@ -67,7 +67,7 @@ class Engine:
     overlap: Overlap
     options: Options
     origins: dict[nn.Parameter, Origin]
-    owned_frozen: Sequence[nn.Parameter]
+    frozen: Set[nn.Parameter]
     restore_model: Callable[[], None]
     closed: bool = False
 
@@ -91,10 +91,12 @@ class Engine:
         for unit in self.units:
             if unit.trained is None:
                 for name, parameter in zip(unit.spec.names, unit.spec.parameters, strict=True):
-                    if parameter.requires_grad and any(parameter is p for p in self.owned_frozen):
+                    if parameter.requires_grad and parameter in self.frozen:
                         raise EngineError(
-                            f"Parameter '{name}' was frozen when the model was prepared and requires a gradient now. "
-                            "Close the optimizer and prepare again with the new set of trained parameters."
+                            f"Parameter '{name}' was frozen when the model was prepared, so it has no optimizer state, "
+                            "and requires a gradient now. Close the optimizer and prepare again with it unfrozen and in"
+                            " a param group. What is to be frozen for a while only is frozen after prepare(), which "
+                            "keeps its state."
                         )
 
     def close(self, *, keep_params: bool) -> None:

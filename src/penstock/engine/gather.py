@@ -254,7 +254,7 @@ class Gatherer:
 
     def _all_gather(self, unit: Unit, after: tuple[Event, ...]) -> Event:
         start, stop = unit.own_range
-        full, own, what = unit.full, unit.full[start:stop], f"unit '{unit.name}'"
+        full, own, what = unit.full, unit.full[start:stop], unit.label
         return self._streams.submit(
             COLLECTIVE,
             lambda: self._ranks.all_gather(full, own, what),

@@ -17,10 +17,11 @@ from torch.utils.hooks import RemovableHandle
 
 from penstock.engine.activations import Activations
 from penstock.engine.gather import Gatherer, Order
-from penstock.engine.outputs import Call
+from penstock.engine.outputs import Call, watch_first
 from penstock.engine.precision import CastInputs
 from penstock.engine.reduce import Reducer
 from penstock.engine.unit import Unit
+from penstock.engine.uses import Use, Uses
 from penstock.errors import EngineError
 from penstock.machine.streams import Streams
 
@@ -79,6 +80,7 @@ class Hooks:
         self.loss_is_scaled = False  # the backward under way was called with a scaled loss
         self._arrived: dict[Unit, set[int]] = {}  # gradients of this backward, by slot
         self._calls: list[Call] = []  # forwards of anchors under way, outer ones first
+        self._uses = Uses()
         self._active: list[Unit] = []  # units whose backward is under way
         self._run_again: set[Unit] = set()  # those of them that no gradient has reached: their forward ran again
         self._gathers = True  # some units are not resident, or are on other ranks too
@@ -202,12 +204,27 @@ class Hooks:
         if not torch.is_grad_enabled():
             return False
         made, complete = call.made(output, args, kwargs)
-        for tensor in made:
-            tensor.register_hook(partial(self._before_backward, units))  # type: ignore[no-untyped-call]
+        for_saved = in_backward() and _inside_a_node()  # its first run was noted
+        if made:
+            use = Use(units) if for_saved else self._uses.note(units)
+            for tensor in made:
+                watch_first(tensor, partial(self._before_backward, use))
+        elif complete and output is not None and not for_saved:
+            self._note_silent(units)
         if not complete:
             self._unannounced.update(units)
             return True  # its backward may come unannounced
         return bool(made) and call.module is self._model and not in_backward()  # backward starts with it
+
+    def _note_silent(self, units: Sequence[Unit]) -> None:
+        """A forward made nothing with a backward on this rank. On another rank it may have."""
+        if not self._reducer.has_peers:
+            return
+        if in_backward():  # of a reentrant checkpoint: its turn is now
+            for unit in units:
+                self._reducer.expect(unit)
+        else:
+            self._uses.note_silent([unit for unit in units if unit.wants_gradient])
 
     def _begin_forward(self) -> None:
         if self.backward_open:
@@ -238,12 +255,26 @@ class Hooks:
 
     # Backward
 
-    def _before_backward(self, units: list[Unit], grad: Tensor) -> None:
+    def _before_backward(self, use: Use, grad: Tensor) -> None:
         del grad
-        for unit in units:
+        self._pass_by(self._uses.reach(use))
+        for unit in use.units:
             if torch.is_grad_enabled():  # create_graph
                 self._recorded.add(unit)
             self._enter_backward(unit)
+            self._expect(unit)
+
+    def _pass_by(self, silent: Sequence[Sequence[Unit]]) -> None:
+        """Backward comes to these units on other ranks, now: gather and reduce with them."""
+        for units in silent:
+            for unit in units:
+                self._enter_backward(unit)
+                self._expect(unit)
+
+    def _expect(self, unit: Unit) -> None:
+        """Backward has come to the unit on every rank, and to its last forward: it will be reduced."""
+        if self._uses.is_last(unit):
+            self._reducer.expect(unit)
 
     def _enter_backward(self, unit: Unit, *, runs_again: bool = False) -> None:
         """Backward goes on in this unit, or its forward runs again because backward will."""
@@ -314,6 +345,7 @@ class Hooks:
         self._reducer.add(unit, index, grad)
 
     def _end_backward(self) -> None:
+        self._pass_by(self._uses.end())
         for unit in self._units:
             self._settle(unit)
         self._backward_order.finish()
@@ -327,6 +359,7 @@ class Hooks:
         self._unannounced.clear()
         self._run_again.clear()
         self._arrived.clear()
+        self._uses.clear()
         self._gatherer.drop_unused()
         for unit in self._units:
             if unit not in self._recorded:

@@ -5,7 +5,7 @@ be watched: its gradient comes before or long after, and would announce one modu
 """
 
 from collections import deque
-from collections.abc import Iterator, Mapping, Set
+from collections.abc import Callable, Iterator, Mapping, Set
 from enum import Enum
 from types import BuiltinFunctionType, FunctionType, GeneratorType, MethodType
 from typing import Any
@@ -45,6 +45,17 @@ class Call:
     def _is_as_it_came(self, tensor: Tensor) -> bool:
         version = _version(tensor)
         return self._versions.get(id(tensor), version) == version
+
+
+def watch_first(tensor: Tensor, hook: Callable[[Tensor], None]) -> None:
+    """Hook a tensor before those hooks that it has: a module that returns what one inside it made is announced first.
+
+    Else the order would depend on which of them made it, and with that on the way that a rank took inside of them.
+    """
+    before = list(tensor._backward_hooks or ())
+    tensor.register_hook(hook)  # type: ignore[no-untyped-call]
+    for key in before:  # autograd calls them as they were put in, whatever `move_to_end` says
+        tensor._backward_hooks[key] = tensor._backward_hooks.pop(key)  # type: ignore[index, union-attr]
 
 
 def tensors_of(value: Any) -> Iterator[Tensor]:

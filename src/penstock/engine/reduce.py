@@ -83,7 +83,17 @@ class Reducer:
 
     def holds_back(self, units: Sequence[Unit]) -> bool:
         """Whether a gradient waits to be reduced."""
-        return bool(_pending(units))
+        return any(gradient.due or gradient.pending is not None for gradient in _gradients(units))
+
+    @property
+    def has_peers(self) -> bool:
+        """Whether gradients are reduced over ranks."""
+        return self._ranks.world_size > 1
+
+    def expect(self, unit: Unit) -> None:
+        """Backward has come to the unit on every rank: it will be reduced, also where this rank has no gradient."""
+        if self.has_peers and unit.trained is not None and unit.wants_gradient:
+            unit.trained.gradient.due = True
 
     def add(self, unit: Unit, slot_index: int, grad: Tensor) -> None:
         """Autograd finished one gradient of the unit."""
@@ -99,13 +109,7 @@ class Reducer:
             gradient.present.add(slot_index)
             gradient.held = True
             return
-        if gradient.pending is None:
-            dtype = self._reduce_dtype if self._synchronizing else self._accumulation_dtype
-            if self._collects_fp32:
-                dtype = torch.float32
-            gradient.pending = self.buffers.lease(unit.layout.numel, dtype)
-        self._wake(gradient)
-        target = gradient.pending[slot.start : slot.stop]
+        target = self._collected(unit, gradient)[slot.start : slot.stop]
         if slot_index in gradient.arrived:
             target.add_(flat)
         else:
@@ -115,11 +119,11 @@ class Reducer:
     def flush(self, unit: Unit) -> None:
         """The unit's backward is over: reduce what is pending and settle it in its home."""
         gradient = unit.trained.gradient if unit.trained else None
-        if gradient is None or gradient.pending is None or not self._synchronizing:
+        if gradient is None or not (gradient.due or gradient.pending is not None) or not self._synchronizing:
             return
-        self._wake(gradient)
+        pending = self._collected(unit, gradient)
         self._clear_the_rest(unit, gradient)
-        pending, gradient.pending = gradient.pending, None
+        gradient.pending, gradient.due = None, False
         gradient.present |= gradient.arrived
         gradient.arrived = set()
         add, gradient.held = gradient.held, True
@@ -133,7 +137,7 @@ class Reducer:
         parts = unit.parts()
         values, before = reached(gradient.home, self._streams), gradient.ready
 
-        named = f"unit '{unit.name}'"
+        named = unit.label
         measured = values is not None or not add  # in `communicate`
         flaws = gradient.flaws = self._no_flaws() if self._agrees and not self.accumulates else None
 
@@ -206,28 +210,31 @@ class Reducer:
 
     def drop_pending(self, units: Sequence[Unit]) -> None:
         """Forget what a backward that failed has collected."""
-        for gradient in _pending(units):
-            assert gradient.pending is not None
-            if not gradient.rests:
+        for gradient in _gradients(units):
+            if gradient.pending is not None and not gradient.rests:
                 self.buffers.give_back(gradient.pending, DONE)
-            gradient.pending, gradient.rests = None, False
+            gradient.pending, gradient.rests, gradient.due = None, False, False
             gradient.arrived = set()
 
     def rest(self, units: Sequence[Unit]) -> None:
         """Give the memory of buffers back. What was not reduced yet waits in host memory for the next gradient."""
-        for gradient in _pending(units):
-            assert gradient.pending is not None
-            if not (gradient.rests or self._streams.aliases_host):
+        for gradient in _gradients(units):
+            if not (gradient.pending is None or gradient.rests or self._streams.aliases_host):
                 self.buffers.forget(gradient.pending)
                 gradient.pending, gradient.rests = gradient.pending.to("cpu", copy=True), True
         self.buffers.clear()
 
-    def _wake(self, gradient: Gradient) -> None:
-        """Bring back what rested."""
+    def _collected(self, unit: Unit, gradient: Gradient) -> Tensor:
+        """The flat gradient that is being collected, on the device: a new one, or what rested."""
+        if gradient.pending is None:
+            dtype = self._reduce_dtype if self._synchronizing else self._accumulation_dtype
+            if self._collects_fp32:
+                dtype = torch.float32
+            gradient.pending = self.buffers.lease(unit.layout.numel, dtype)
         if gradient.rests:
-            assert gradient.pending is not None
             buffer = self.buffers.lease(gradient.pending.numel(), gradient.pending.dtype)
             gradient.pending, gradient.rests = buffer.copy_(gradient.pending), False
+        return gradient.pending
 
     def zero(self, units: Sequence[Unit]) -> None:
         """Forget every gradient. Homes keep their memory and are overwritten by the next one."""
@@ -320,7 +327,5 @@ class Reducer:
                 gradient.pending[slot.start : slot.stop] = 0
 
 
-def _pending(units: Sequence[Unit]) -> list[Gradient]:
-    """The gradients that are not reduced yet."""
-    found = [unit.trained.gradient for unit in units if unit.trained]
-    return [gradient for gradient in found if gradient.pending is not None]
+def _gradients(units: Sequence[Unit]) -> list[Gradient]:
+    return [unit.trained.gradient for unit in units if unit.trained]

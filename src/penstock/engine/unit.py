@@ -60,6 +60,7 @@ class Gradient:
         pending: the flat gradient of the backward under way, not reduced yet (reduce dtype, whole unit).
         rests: `pending` is in host memory, beside the tiers.
         arrived: slots that `pending` holds.
+        due: other ranks may have one to be reduced: this rank takes part, with zeros where it has none.
         flaws: after `ready`, on how many ranks it is not finite; `None` where the norms on the host say it, and where
             nobody asks.
     """
@@ -72,6 +73,7 @@ class Gradient:
     pending: Tensor | None = None
     rests: bool = False
     arrived: set[int] = field(default_factory=set)
+    due: bool = False
     flaws: Tensor | None = None
 
     def is_finite(self) -> bool:
@@ -173,6 +175,16 @@ class Unit:
     def own_range(self) -> tuple[int, int]:
         """The part of the flat buffer that is this rank's."""
         return self.layout.shard_range(self.rank)
+
+    @property
+    def label(self) -> str:
+        """What messages about ranks call it."""
+        return f"unit '{self.name}'" + (f" (run by {self.spec.run_by})" if self.spec.run_by else "")
+
+    @property
+    def wants_gradient(self) -> bool:
+        """Whether a backward may give it one: some of its parameters may be frozen for a while."""
+        return self.trained is not None and any(parameter.requires_grad for parameter in self.spec.parameters)
 
     @property
     def homes(self) -> dict[str, Home]:

@@ -27,6 +27,10 @@ _reduce_scatter_flat = getattr(dist, "reduce_scatter_single", None) or dist.redu
 
 T = TypeVar("T")
 
+_SAME = (
+    "Every rank must run the same units in the same order. Where ranks choose what to run (experts, layers that are "
+    "skipped), the choice must lie inside a unit: units=(<class of the module that chooses>,)."
+)
 _MOST_NOTED = 1 << 16  # of a long evaluation
 _HEARING = timedelta(seconds=5)  # for what other ranks say when a collective has failed
 
@@ -115,7 +119,7 @@ class Ranks:
         except RuntimeError as error:
             raise EngineError(
                 f"Rank {self.rank} could not finish {what}, collective {len(self._issued)} since the last step; "
-                f"{self._others(what)}. Every rank must run the same units in the same order. ({error})"
+                f"{self._others(what)}. {_SAME} ({error})"
             ) from error
 
     def _others(self, what: str) -> str:
@@ -150,11 +154,11 @@ class Ranks:
                 by_rank = "; ".join(f"rank {rank}: {name or 'none'}" for rank, name in of_ranks)
                 raise EngineError(
                     f"Ranks are out of step: collective {number} since the last step was not the same on all of them "
-                    f"({by_rank}). Nothing was updated. Every rank must run the same units in the same order."
+                    f"({by_rank}). Nothing was updated. {_SAME}"
                 )
         raise EngineError(
             "Ranks are out of step: another group of ranks has issued other collectives since the last step. Nothing "
-            "was updated. Every rank must run the same units in the same order."
+            f"was updated. {_SAME}"
         )
 
     def _exchange(self, issued: list[str]) -> dict[int, list[str]]:

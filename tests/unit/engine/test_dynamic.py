@@ -1,0 +1,296 @@
+"""Models that are another one at every step, on one rank: plain torch step by step, and every movement bit for bit."""
+
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import penstock
+from penstock.errors import EngineError
+from penstock.machine.streams import Streams
+from tests.support import disks, inline, prepare_on, separate, simulated
+
+LAYERS, WIDTH, STEPS = 4, 16, 4
+HYPER = {"lr": 1e-2, "weight_decay": 0.1, "eps": 1e-2, "foreach": False}
+
+
+class OutOfLuckError(Exception):
+    pass
+
+
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.tanh(self.linear(self.norm(x)))
+
+
+class Net(nn.Module):
+    """Runs its layers in the order that it is told, `None` for a break in the chain: its backward fails there."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(8, WIDTH)
+        self.layers = nn.ModuleList(Layer() for _ in range(LAYERS))
+        self.branch = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor, path: Sequence[int | None], branch: bool = False) -> Tensor:
+        x = self.first(x)
+        for number in path:
+            x = Break.apply(x) if number is None else self.layers[number](x)
+        return self.branch(x) if branch else x
+
+
+class Break(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        raise OutOfLuckError
+
+
+@dataclass
+class Run:
+    """One model, its optimizer, and how it runs backward."""
+
+    model: Net
+    optimizer: torch.optim.Optimizer
+    losses: list[Tensor] = field(default_factory=list)
+
+    def train(self, seed: int, *paths: Sequence[int | None], branch: bool = False) -> None:
+        """Forward along each path, and one backward."""
+        inputs = torch.randn(3, 8, generator=torch.Generator().manual_seed(seed))
+        loss = torch.stack([self.model(inputs, path, branch).square().mean() for path in paths]).sum()
+        self.losses.append(loss.detach())
+        if isinstance(self.optimizer, penstock.Optimizer):
+            self.optimizer.backward(loss)
+        else:
+            loss.backward()
+
+    def freeze(self, *parts: nn.Module | nn.Parameter, frozen: bool = True) -> None:
+        for part in parts:
+            part.requires_grad_(not frozen)
+
+
+def straight(run: Run, step: int) -> None:
+    run.train(step, range(LAYERS))
+
+
+def skipped(run: Run, step: int) -> None:
+    run.train(step, [n for n in range(LAYERS) if random.Random(10 * step + n).random() < 0.5])
+
+
+def shuffled(run: Run, step: int) -> None:
+    run.train(step, random.Random(step).sample(range(LAYERS), LAYERS))
+
+
+def every_other(run: Run, step: int) -> None:
+    run.train(step, range(LAYERS), branch=step % 2 == 1)
+
+
+def twice(run: Run, step: int) -> None:
+    run.train(step, [0, 1, 1, 2, 1, 3, 0][: 4 + step])
+
+
+def two_forwards(run: Run, step: int) -> None:
+    run.train(step, [0, 1, 2], [2, 3] if step % 2 else [3])
+
+
+def two_backwards(run: Run, step: int) -> None:
+    run.train(step, [0, 2])
+    run.train(step + 7, [2, 1] if step % 2 else [3])
+
+
+def fails_in_forward(run: Run, step: int) -> None:
+    with pytest.raises(IndexError):
+        run.train(step, [step, 1, LAYERS])
+    run.optimizer.zero_grad()
+    straight(run, step)
+
+
+def fails_in_backward(run: Run, step: int) -> None:
+    with pytest.raises(OutOfLuckError):
+        run.train(step, [1, None, 0, step])
+    run.losses.pop()
+    run.optimizer.zero_grad()
+    skipped(run, step)
+
+
+def frozen_layer(run: Run, step: int) -> None:
+    """The last step trains it again, from the state that it had."""
+    run.freeze(run.model.layers[1], frozen=step in (1, 2))
+    straight(run, step)
+
+
+def frozen_parts(run: Run, step: int) -> None:
+    layers = run.model.layers
+    run.freeze(layers[0].linear.weight, layers[2].norm, run.model.first, frozen=step in (1, 2))
+    straight(run, step)
+
+
+def unfrozen_later(run: Run, step: int) -> None:
+    """Frozen before the first step, after `prepare`: one layer more is trained in each step."""
+    run.freeze(run.model.first, *run.model.layers[: LAYERS - 1 - step])
+    run.freeze(*run.model.layers[LAYERS - 1 - step :], frozen=False)
+    straight(run, step)
+
+
+ROWS: dict[str, Callable[[Run, int], None]] = {
+    "layers skipped at random": skipped,
+    "another order in every step": shuffled,
+    "a branch every other step": every_other,
+    "layers used several times": twice,
+    "two forwards along other ways": two_forwards,
+    "two micro-batches along other ways": two_backwards,
+    "a forward that fails, then a good one": fails_in_forward,
+    "a backward that fails, then a good one": fails_in_backward,
+    "a layer frozen for a while": frozen_layer,
+    "parts of layers frozen for a while": frozen_parts,
+    "one layer more unfrozen in every step": unfrozen_later,
+}
+CPU = penstock.Placement(params="cpu", grads="cpu", optimizer="cpu")
+NVME = penstock.Placement(params="nvme", grads="nvme", optimizer="nvme", nvme_path=disks())
+SPLIT = penstock.Placement(
+    params="cpu", grads="cpu", optimizer={"device": 0.5, "cpu": 0.3, "nvme": 0.2}, nvme_path=disks()
+)
+MOVEMENTS: list[tuple[Callable[[], Streams], penstock.Placement, str]] = [
+    (separate, CPU, "none"),
+    (separate, penstock.Placement(), "auto"),
+    (separate, CPU, "backward"),
+    (separate, NVME, "forward"),
+    (simulated, CPU, "forward"),
+    (simulated, SPLIT, "backward"),
+]
+ENDS_WITH_UPDATES_IN_BACKWARD = (fails_in_backward, two_backwards)  # refused: test_overlap_backward.py
+
+
+def make_net() -> Net:
+    torch.manual_seed(0)
+    return Net()
+
+
+def seen(run: Run) -> dict[str, Tensor]:
+    """Every fp32 value and optimizer state of a prepared model."""
+    found = {}
+    for name, p in run.model.named_parameters():
+        found[name] = run.optimizer.full_param(p)
+        found |= {f"{name} {s}": run.optimizer.full_state(p, s) for s in ("exp_avg", "exp_avg_sq", "step")}
+    return found
+
+
+def ours(row: Callable[[Run, int], None], make_streams: Callable[[], Streams], **how: Any) -> dict[str, Tensor]:
+    """What a run leaves, and its losses and gradients."""
+    model = make_net()
+    run = Run(
+        model,
+        prepare_on(make_streams(), model, torch.optim.AdamW(model.parameters(), **HYPER), precision="fp32", **how),
+    )
+    found = {}
+    for step in range(STEPS):
+        row(run, step)
+        found |= {f"{n} gradient {step}": run.optimizer.full_grad(p) for n, p in model.named_parameters()}
+        assert not run.optimizer.step().skipped
+        run.optimizer.zero_grad()
+    found |= {f"loss {number}": loss for number, loss in enumerate(run.losses)} | seen(run)
+    run.optimizer.close()
+    return found
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_every_step_is_the_one_of_plain_torch(name: str) -> None:
+    """From the same values and state in each step, so that losses and gradients are the same bits."""
+    row, plain_model, model = ROWS[name], make_net(), make_net()
+    stock = torch.optim.AdamW(plain_model.parameters(), **HYPER)
+    plain = Run(plain_model, stock)
+    run = Run(model, prepare_on(separate(), model, torch.optim.AdamW(model.parameters(), **HYPER), precision="fp32"))
+    pairs = list(zip(plain_model.named_parameters(), model.parameters(), strict=True))
+    for step in range(STEPS):
+        row(plain, step)
+        row(run, step)
+        for (parameter, p), q in pairs:
+            assert torch.equal(run.optimizer.full_grad(q), torch.zeros_like(p) if p.grad is None else p.grad), parameter
+        without = {parameter: p.detach().clone() for (parameter, p), _ in pairs if p.grad is None}
+        for optimizer in (stock, run.optimizer):
+            optimizer.step()
+            optimizer.zero_grad()
+        for (parameter, p), q in pairs:
+            values = [(p, run.optimizer.full_param(q))]
+            values += [(value, run.optimizer.full_state(q, state)) for state, value in stock.state[p].items()]
+            for expected, value in values:
+                torch.testing.assert_close(value, expected, rtol=1e-6, atol=1e-7)
+                expected.data.copy_(value)
+            assert parameter not in without or torch.equal(p, without[parameter]), parameter
+            assert run.optimizer.full_state(q, "step") == stock.state[p].get("step", 0), parameter
+    assert all(torch.equal(a, b) for a, b in zip(run.losses, plain.losses, strict=True))
+    run.optimizer.close()
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_no_movement_changes_a_bit(name: str) -> None:
+    row = ROWS[name]
+    expected = ours(row, inline, placement=penstock.Placement(), overlap="none")
+    for make_streams, placement, overlap in MOVEMENTS:
+        if overlap == "backward" and row in ENDS_WITH_UPDATES_IN_BACKWARD:
+            continue
+        found = ours(row, make_streams, placement=placement, overlap=overlap)
+        assert found.keys() == expected.keys()
+        for key, value in expected.items():
+            assert torch.equal(found[key], value), (key, make_streams.__name__, placement, overlap)
+
+
+@pytest.mark.parametrize("owned", [True, False], ids=["in a group", "in no group"])
+def test_what_was_frozen_in_prepare_is_trained_after_another(owned: bool) -> None:
+    """The error says so, and the way that it names keeps every state."""
+    model, plain_model = make_net(), make_net()
+    for m in (model, plain_model):
+        m.layers[1].requires_grad_(False)
+
+    def stock(m: Net, *, whole: bool) -> torch.optim.AdamW:
+        frozen = set() if whole else set(m.layers[1].parameters())
+        return torch.optim.AdamW([p for p in m.parameters() if p not in frozen], **HYPER)
+
+    plain = Run(plain_model, stock(plain_model, whole=True))
+    run = Run(model, prepare_on(separate(), model, stock(model, whole=owned), precision="fp32"))
+    for step in range(4):
+        if step == 2:
+            plain.freeze(plain_model.layers[1], frozen=False)
+            run.freeze(model.layers[1], frozen=False)
+            with pytest.raises(EngineError) as caught:
+                run.optimizer.step()
+            assert str(caught.value) == (
+                "Parameter 'layers.1.norm.weight' was frozen when the model was prepared, so it has no optimizer state,"
+                " and requires a gradient now. Close the optimizer and prepare again with it unfrozen and in a param "
+                "group. What is to be frozen for a while only is frozen after prepare(), which keeps its state."
+            )
+            values = {p: state for p, state in zip(model.parameters(), states_of(run), strict=True)}
+            run.optimizer.close()
+            again = stock(model, whole=True)
+            again.state.update({p: state for p, state in values.items() if state})
+            run.optimizer = prepare_on(separate(), model, again, precision="fp32")
+        for r in (plain, run):
+            straight(r, step)
+            r.optimizer.step()
+            r.optimizer.zero_grad()
+    for p, q in zip(plain_model.parameters(), model.parameters(), strict=True):
+        torch.testing.assert_close(run.optimizer.full_param(q), p.detach(), rtol=1e-6, atol=1e-7)
+        assert run.optimizer.full_state(q, "step") == plain.optimizer.state[p].get("step", 0)
+    run.optimizer.close()
+
+
+def states_of(run: Run) -> list[dict[str, Tensor]]:
+    """What `torch.optim` would hold for each parameter of the model; nothing for one without state."""
+    state, parameters = (
+        run.optimizer.state_dict()["state"],
+        [p for g in run.optimizer.param_groups for p in g["params"]],
+    )
+    numbers = {p: number for number, p in enumerate(parameters)}
+    return [state.get(numbers.get(p), {}) for p in run.model.parameters()]
