@@ -27,6 +27,7 @@ OUTSIDE = ("integrations", "cli", "__main__")
 ENGINE = {
     "access": {"gather", "reduce", "scale", "unit"},
     "activations": {"staging"},
+    "anchor": {"unit"},
     "assemble": {"discover", "source", "unit"},
     "buffers": set(),
     "discover": set(),
