@@ -117,6 +117,13 @@ def check_model(model: nn.Module, *, has_values: bool) -> None:
                 f"'{name}' {tuple(tensor.shape)} is on the meta device. Say where its values come from: "
                 "prepare(weights=<a folder of safetensors>), or weights='init'."
             )
+    for name, parameter in model.named_parameters():
+        if type(parameter).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
+            raise ConfigError(
+                f"Parameter '{name}' is a {type(parameter).__name__}, a tensor subclass with bytes of its own inside. "
+                "Keep its parts as plain parameters (codes and scales, requires_grad=False), or leave it out of the "
+                "model's parameters."
+            )
     if next(model.parameters(), None) is None:
         raise ConfigError(f"{type(model).__name__} has no parameters.")
     prepared = _prepared_part(model)
