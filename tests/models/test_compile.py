@@ -10,7 +10,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch._dynamo.backends.debugging import aot_eager
-from torch._dynamo.utils import counters
 from torch.utils.checkpoint import checkpoint
 
 import penstock
@@ -39,10 +38,10 @@ class Compiler:
 
 @contextmanager
 def compiler() -> Iterator[Compiler]:
-    """Nothing that was compiled before is known."""
+    """Nothing that was compiled before is known, and no function is given up because it was compiled too often."""
     torch._dynamo.reset()
-    counters.clear()
-    yield Compiler()
+    with torch._dynamo.config.patch(fail_on_recompile_limit_hit=True):
+        yield Compiler()
     torch._dynamo.reset()
 
 
@@ -128,9 +127,7 @@ def train(
 
 MOVEMENTS = {
     "inline, device, stage 0": (inline, ON_DEVICE, 0),
-    "separate, device, stage 3": (separate, ON_DEVICE, 3),
     "separate, cpu, stage 2": (separate, ON_CPU, 2),
-    "simulated, cpu, stage 3": (simulated, ON_CPU, 3),
     "simulated, nvme, stage 3": (simulated, ON_NVME, 3),
 }
 
@@ -154,7 +151,6 @@ def test_compiled_equals_eager_bit_for_bit_and_nothing_is_compiled_twice(way: st
             assert counts[0] == counts[-1] > 0, "compiled in the first step alone"
             assert counts[0] == GRAPHS.get(way, counts[0]), "one graph for all blocks"
             assert counts[0] < BLOCKS
-            assert not [name for name in counters["graph_break"] if "recompile_limit" in name]
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -273,27 +269,24 @@ def test_a_compiled_forward_that_fails_can_be_repeated(way: str) -> None:
 def test_a_part_that_is_compiled_and_called_by_itself_is_gathered() -> None:
     """What was decided when the block was compiled does not hold there: it is compiled for this use as well."""
     torch.manual_seed(0)
-    model = Deep()
+    model = Deep().eval()
+    part, x = model.blocks[0][0], Batch(0).floats(4, WIDTH)
+    with torch.no_grad():
+        expected = part(x)
     optimizer = prepare_on(
         separate(), model, torch.optim.AdamW(model.parameters(), **HYPER), placement=ON_CPU, precision="fp32"
     )
-    with compiler() as backend:
-        part = model.blocks[0][0].up
+    with compiler() as backend, torch.no_grad():
         part.compile(backend=backend)
-        x = Batch(0).floats(4, 8)
-        wide = Batch(0).floats(4, WIDTH)
-        with torch.no_grad():
-            model(x)
-            alone = part(wide)
-            model(x)
-            assert torch.equal(part(wide), alone)
-    with optimizer.gathered():
-        assert torch.equal(alone, nn.functional.linear(wide, part.weight, part.bias))
+        for _ in range(2):
+            model(Batch(0).floats(4, 8))
+            assert torch.equal(part(x), expected)
+        assert optimizer._engine.gatherer.live_bytes == 0
     optimizer.close()
 
 
 def on_two_ranks(rank: int) -> None:
-    for stage, placement in ((1, ON_DEVICE), (2, ON_CPU), (3, ON_CPU), (3, ON_NVME)):
+    for stage, placement in ((0, ON_CPU), (1, ON_DEVICE), (2, ON_CPU), (3, ON_NVME)):
         how = {"stage": stage, "placement": placement, "rank": rank, "streams": separate}
         expected = train(partial(not_at_all, backend=None), **how)
         for way in WAYS.values():
