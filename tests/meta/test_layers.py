@@ -45,7 +45,7 @@ ENGINE = {
         "update",
     },
     "gather": {"unit"},
-    "hooks": {"activations", "gather", "outputs", "precision", "reduce", "unit"},
+    "hooks": {"activations", "anchor", "gather", "outputs", "precision", "reduce", "unit"},
     "loading": {"access", "gather", "reduce", "scale", "unit", "update"},
     "outputs": set(),
     "precision": set(),

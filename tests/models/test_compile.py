@@ -266,6 +266,29 @@ def test_a_compiled_forward_that_fails_can_be_repeated(way: str) -> None:
     assert all(torch.equal(a, b) for a, b in zip(failed.parameters.values(), expected.parameters.values(), strict=True))
 
 
+def test_a_block_is_one_graph_after_an_interrupt() -> None:
+    """Hooks do not run on the way out of what is no `Exception`."""
+    torch.manual_seed(0)
+    model = Deep()
+    optimizer = prepare_on(
+        separate(), model, torch.optim.AdamW(model.parameters(), **HYPER), placement=ON_CPU, precision="fp32"
+    )
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    hook = model.blocks[0][0].up.register_forward_hook(interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        model(Batch(0).floats(4, 8))
+    hook.remove()
+    with compiler() as backend:
+        each_block(model, backend)
+        for _ in range(2):
+            optimizer.backward(squared(model(Batch(0).floats(4, 8))))
+        assert len(backend.graphs) == 1
+    optimizer.close()
+
+
 def test_a_part_that_is_compiled_and_called_by_itself_is_gathered() -> None:
     """What was decided when the block was compiled does not hold there: it is compiled for this use as well."""
     torch.manual_seed(0)

@@ -95,7 +95,7 @@ class Hooks:
             for anchor in unit.spec.anchors:
                 self._anchors[anchor] = (*self._anchors.get(anchor, ()), unit)
         self._handles: list[RemovableHandle] = []
-        self._hooked: dict[nn.Module, Anchor] = {}
+        self._hooked: list[Anchor] = []
         self._attach()
 
     def _attach(self) -> None:
@@ -103,8 +103,9 @@ class Hooks:
         before, after = untraced(self._before_forward), untraced(self._after_forward)
         for module in {self._model: (), **self._anchors}:
             units = self._anchors.get(module, ())
-            anchor = self._hooked[module] = Anchor(units, always=module is self._model, before=before, after=after)
+            anchor = Anchor(units, always=module is self._model, before=before, after=after)
             self._handles += anchor.attach(module)
+            self._hooked.append(anchor)
         for unit in self._units:
             for index, parameter in enumerate(unit.spec.parameters):
                 take: Callable[[nn.Parameter], None]
@@ -176,23 +177,15 @@ class Hooks:
         for unit in units:
             unit.users += 1
 
-    def _leave(self, finished: list[Unit]) -> Call:
-        """The innermost call is over; units that nothing uses any longer are added to `finished`."""
+    def _after_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        if not self._calls or self._calls[-1].module is not module:
+            return  # another hook failed before ours had its turn
         call = self._calls.pop()
-        for unit in self._anchors.get(call.module, ()):
+        finished = []
+        for unit in self._anchors.get(module, ()):
             unit.users -= 1
             if unit.users == 0:
                 finished.append(unit)
-        return call
-
-    def _after_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-        if not any(call.module is module for call in self._calls):
-            return  # another hook failed before ours had its turn
-        finished: list[Unit] = []
-        call = self._leave(finished)
-        while call.module is not module:  # a compiled forward that failed tells nobody
-            self._hooked[call.module].entered = 0
-            call = self._leave(finished)
         if self._calls and not finished:
             return
         recomputing = in_backward()
@@ -240,7 +233,7 @@ class Hooks:
 
     def _forget_uses(self) -> None:
         self._calls.clear()
-        for anchor in self._hooked.values():
+        for anchor in self._hooked:
             anchor.entered = 0
         self._unannounced.clear()
         self._gatherer.drop_unused()
