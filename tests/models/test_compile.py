@@ -16,6 +16,7 @@ import penstock
 from tests.models.contract import HYPER, ON_CPU, ON_DEVICE, Trace, assert_close, assert_equal
 from tests.models.family import Batch
 from tests.models.modules_rows import WIDTH, Block, Stack, squared
+from tests.models.transformers_rows import language_loss, llama, t5, t5_loss
 from tests.support import disks, inline, prepare_on, run_ranks, separate, simulated
 
 ON_NVME = penstock.Placement(params="nvme", grads="cpu", optimizer="nvme", nvme_path=disks())
@@ -213,6 +214,33 @@ def test_the_first_compiler_writes_code() -> None:
     assert_close(trace, expected, relative=1e-5)
 
 
+@pytest.mark.parametrize("name", ["llama", "t5"])
+def test_a_whole_transformer(name: str) -> None:
+    build, loss_of = {"llama": (llama, language_loss), "t5": (t5, t5_loss)}[name]
+
+    def run(compiled: Compile) -> Trace:
+        torch.manual_seed(0)
+        model = build().eval()
+        optimizer = prepare_on(
+            separate(), model, torch.optim.AdamW(model.parameters(), **HYPER), placement=ON_CPU, precision="fp32"
+        )
+        called, trace = compiled(model), Trace()
+        for step in range(2):
+            loss = loss_of(called, Batch(step))
+            optimizer.backward(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+            trace.observed.append([loss.detach()])
+        trace.parameters = {n: optimizer.full_param(p) for n, p in model.named_parameters()}
+        optimizer.close()
+        return trace
+
+    with compiler() as backend:
+        ours = run(partial(whole_model, backend=backend))
+        assert backend.graphs
+    assert_close(ours, run(partial(not_at_all, backend=None)), relative=1e-5)
+
+
 class NoDropout(Stack):
     def __init__(self) -> None:
         super().__init__([Block() for _ in range(2)])
@@ -277,7 +305,7 @@ def test_a_block_is_one_graph_after_an_interrupt() -> None:
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt
 
-    hook = model.blocks[0][0].up.register_forward_hook(interrupt)
+    hook = model.blocks[0][0].up.register_forward_pre_hook(interrupt)
     with pytest.raises(KeyboardInterrupt):
         model(Batch(0).floats(4, 8))
     hook.remove()
