@@ -1,6 +1,7 @@
 """Training adapters beside a frozen base, which is streamed like everything else and has nothing but its parameters."""
 
 from itertools import product
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -174,6 +175,21 @@ def test_codes_are_read_set_moved_and_given_back_as_they_are(family: Family) -> 
             assert torch.equal(frozen[0][0].float(), frozen[4][1].float())
         optimizer.close()
         assert all(same_bits(p, q) for p, q in frozen[1:])
+
+
+@pytest.mark.parametrize("family", QUANTISED, ids=str)
+def test_codes_are_saved_and_loaded_as_they_are(family: Family, tmp_path: Path) -> None:
+    model, optimizer = prepared(family, precision="bf16")
+    optimizer.save(tmp_path / "saved")
+    other, resumed = prepared(family, precision="bf16")
+    with resumed.gathered(modify=True), torch.no_grad():
+        for parameter in other.parameters():
+            parameter.copy_(torch.ones_like(parameter))
+    resumed.load(tmp_path / "saved")
+    with optimizer.gathered(), resumed.gathered():
+        assert all(same_bits(p, q) for p, q in zip(other.parameters(), model.parameters(), strict=True))
+    optimizer.close()
+    resumed.close()
 
 
 class Codes(torch.Tensor):
