@@ -11,6 +11,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from penstock.config import DEFAULT_LIVE_BYTES, Options, Placement
+from penstock.engine.anchor import Anchor
 from penstock.engine.discover import UnitSpec
 from penstock.engine.hooks import Hooks
 from penstock.errors import ConfigError, MemoryBudgetError
@@ -116,6 +117,13 @@ def check_model(model: nn.Module, *, has_values: bool) -> None:
                 f"'{name}' {tuple(tensor.shape)} is on the meta device. Say where its values come from: "
                 "prepare(weights=<a folder of safetensors>), or weights='init'."
             )
+    for name, parameter in model.named_parameters():
+        if type(parameter).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
+            raise ConfigError(
+                f"Parameter '{name}' is a {type(parameter).__name__}, a tensor subclass with bytes of its own inside. "
+                "Keep its parts as plain parameters (codes and scales, requires_grad=False), or leave it out of the "
+                "model's parameters."
+            )
     if next(model.parameters(), None) is None:
         raise ConfigError(f"{type(model).__name__} has no parameters.")
     prepared = _prepared_part(model)
@@ -128,7 +136,7 @@ def check_model(model: nn.Module, *, has_values: bool) -> None:
 
 def _prepared_part(model: nn.Module) -> str | None:
     for name, module in model.named_modules():
-        if any(isinstance(getattr(hook, "__self__", None), Hooks) for hook in module._forward_pre_hooks.values()):
+        if any(isinstance(getattr(hook, "__self__", None), Anchor) for hook in module._forward_pre_hooks.values()):
             return f"its module '{name}'" if name else "it"
     for name, parameter in model.named_parameters():  # of a prepared model that this one takes a parameter from
         takers = [getattr(hook, "func", None) for hook in (parameter._post_accumulate_grad_hooks or {}).values()]

@@ -27,6 +27,7 @@ OUTSIDE = ("integrations", "cli", "__main__")
 ENGINE = {
     "access": {"gather", "reduce", "scale", "unit"},
     "activations": {"staging"},
+    "anchor": {"unit"},
     "assemble": {"discover", "source", "unit"},
     "buffers": set(),
     "discover": set(),
@@ -44,7 +45,7 @@ ENGINE = {
         "update",
     },
     "gather": {"unit"},
-    "hooks": {"activations", "gather", "outputs", "precision", "reduce", "unit", "uses"},
+    "hooks": {"activations", "anchor", "gather", "outputs", "precision", "reduce", "unit", "uses"},
     "loading": {"access", "gather", "reduce", "scale", "unit", "update"},
     "outputs": set(),
     "precision": set(),

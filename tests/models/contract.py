@@ -41,17 +41,24 @@ def build(family: Family, precision: str) -> nn.Module:
 
 def to_fp32(model: nn.Module) -> None:
     """Convert parameters in place, as Penstock does."""
-    for parameter in model.parameters():
-        if parameter.is_floating_point():
+    for module in model.modules():
+        for parameter in _numbers(module):
             parameter.data = parameter.data.float()
 
 
 def to_bf16(model: nn.Module) -> None:
     """Convert parameters in place; buffers and batch norms keep their dtype, as they do under Penstock."""
     for module in model.modules():
-        for parameter in module.parameters(recurse=False):
-            if parameter.is_floating_point() and getattr(module, "running_mean", None) is None:
+        if getattr(module, "running_mean", None) is None:
+            for parameter in _numbers(module):
                 parameter.data = parameter.data.bfloat16()
+
+
+def _numbers(module: nn.Module) -> list[nn.Parameter]:
+    """A module's own parameters, but for quantised ones and what is frozen beside them."""
+    own = list(module.parameters(recurse=False))
+    is_code = [not p.is_floating_point() or p.element_size() == 1 for p in own]
+    return [p for p, code in zip(own, is_code, strict=True) if not code and (p.requires_grad or not any(is_code))]
 
 
 def prepared(

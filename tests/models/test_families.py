@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from tests.models.adapters_rows import ADAPTERS
 from tests.models.contract import (
     HYPER,
     ON_CPU,
@@ -23,7 +24,7 @@ from tests.models.modules_rows import MODULES, ConvNet, squared
 from tests.models.transformers_rows import TRANSFORMERS
 from tests.support import inline, prepare_on, separate, simulated
 
-FAMILIES = [*TRANSFORMERS, *MODULES, *GRAPHS]
+FAMILIES = [*TRANSFORMERS, *MODULES, *GRAPHS, *ADAPTERS]
 # At world size 1 stages differ in nothing that moves, so each is run with one half of the placements.
 RUNS = {
     "inline, all on device, stage 3": (inline, ON_DEVICE, 3),

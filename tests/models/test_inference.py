@@ -1,12 +1,16 @@
 """Evaluation and generation from the model in training."""
 
+from functools import partial
+from itertools import product
+
 import pytest
 import torch
+from torch import Tensor, nn
 
-from tests.models.contract import HYPER, ON_CPU
+from tests.models.contract import HYPER, ON_CPU, ON_DEVICE
 from tests.models.family import Batch
 from tests.models.transformers_rows import language_loss, llama, t5, t5_loss
-from tests.support import prepare_on, run_ranks, simulated
+from tests.support import prepare_on, run_ranks, separate, simulated
 
 MODELS = {"llama": (llama, language_loss), "t5": (t5, t5_loss)}
 SAMPLING = {
@@ -67,6 +71,142 @@ def generate_all(rank: int) -> None:
 
 def test_generate_between_steps_on_two_ranks():
     run_ranks(generate_all, 2)
+
+
+def generate_gathered(rank: int, name: str, stage: int) -> None:
+    """Each rank generates as much as it likes inside `gathered`: nothing travels for a token, and nothing hangs."""
+    build, loss_of = MODELS[name]
+    torch.manual_seed(0)
+    plain, model, other = build(), build(), build()
+    model.load_state_dict(plain.state_dict())
+    other.load_state_dict(plain.state_dict())
+    optimizer, undisturbed = (
+        prepare_on(
+            separate(), m, torch.optim.AdamW(m.parameters(), **HYPER), placement=ON_CPU, precision="fp32", stage=stage
+        )
+        for m in (model, other)
+    )
+    engine = optimizer._engine
+    ids = Batch(5, rank).ids(30, 2, 4) + 2
+    for step in range(3):
+        with torch.no_grad(), optimizer.gathered():
+            assert engine.gatherer.live_bytes == sum(unit.nbytes for unit in engine.units if not unit.resident)
+            before = dict(engine.ranks.counts)
+            plain.load_state_dict(model.state_dict())
+            assert model.training
+            for options in SAMPLING.values():
+                outputs = []
+                for m in (plain, model):
+                    torch.manual_seed(rank)
+                    how = {"attention_mask": torch.ones_like(ids), "pad_token_id": 0, "min_new_tokens": 2 + 5 * rank}
+                    outputs.append(m.eval().generate(ids, max_new_tokens=3 + 5 * rank, **how, **options))
+                assert torch.equal(*outputs)
+                assert outputs[0].shape[1] >= 2 + 5 * rank
+            model.train()
+            plain.train()
+            assert dict(engine.ranks.counts) == before
+        assert engine.gatherer.live_bytes == 0
+        for m, o in ((model, optimizer), (other, undisturbed)):
+            torch.manual_seed(step)
+            o.backward(loss_of(m, Batch(step, rank)))
+            o.step()
+            o.zero_grad()
+    for p, q in zip(model.parameters(), other.parameters(), strict=True):
+        assert torch.equal(optimizer.full_param(p), undisturbed.full_param(q))
+    optimizer.close()
+    undisturbed.close()
+
+
+def generate_all_gathered(rank: int) -> None:
+    for name, stage in product(MODELS, (1, 3)):
+        generate_gathered(rank, name, stage)
+
+
+def test_ranks_generate_other_lengths_inside_gathered():
+    run_ranks(generate_all_gathered, 2)
+
+
+def gathers_once(rank: int) -> None:
+    """Entering gathers each unit once; without it every token would."""
+    torch.manual_seed(0)
+    model = llama().eval()
+    optimizer = prepare_on(
+        separate(), model, torch.optim.AdamW(model.parameters(), **HYPER), placement=ON_CPU, precision="fp32"
+    )
+    counts, units = optimizer._engine.ranks.counts, len(optimizer._engine.units)
+    generate = partial(model.generate, Batch(5).ids(30, 2, 4), max_new_tokens=4, min_new_tokens=4, do_sample=False)
+    counts.clear()
+    with optimizer.gathered():
+        inside = generate()
+    assert dict(counts) == {"all_gather": units}
+    counts.clear()
+    assert torch.equal(generate(), inside)
+    assert counts["all_gather"] >= 4 * (units - 1)
+    optimizer.close()
+
+
+def test_entering_gathered_is_all_that_travels():
+    run_ranks(gathers_once, 2)
+
+
+@pytest.mark.parametrize("registered", ["before prepare", "after prepare"])
+def test_hooks_of_the_user_see_whole_parameters(registered):
+    """In evaluation and in training, before and after the forward of a block, of a layer of it, and of the model."""
+    torch.manual_seed(0)
+    plain, model = llama(), llama()
+    model.load_state_dict(plain.state_dict())
+    seen: dict[nn.Module, list[dict[str, Tensor]]] = {plain: [], model: []}
+
+    def watch(whole: nn.Module) -> None:
+        def look(module: nn.Module, *_: object) -> None:
+            # A block's hook sees the block, the model's the layers that are in no block.
+            shown = whole.lm_head if module is whole else module
+            seen[whole].append({n: p.detach().clone() for n, p in shown.named_parameters()})
+
+        for module in (whole, whole.model.layers[0], whole.model.layers[1].mlp.up_proj):
+            module.register_forward_pre_hook(look)
+            module.register_forward_hook(look)
+            module.register_full_backward_hook(look)
+
+    watch(plain)
+    if registered == "before prepare":
+        watch(model)
+    optimizer = prepare_on(
+        separate(), model, torch.optim.AdamW(model.parameters(), **HYPER), placement=ON_CPU, precision="fp32"
+    )
+    if registered == "after prepare":
+        watch(model)
+    for m, backward in ((plain, lambda loss: loss.backward()), (model, optimizer.backward)):
+        with torch.no_grad():
+            language_loss(m, Batch(1))
+        backward(language_loss(m, Batch(0)))
+    calls = 3 * 2 * 2 + 2  # torch calls no backward hook of a model whose output is an object
+    assert len(seen[plain]) == len(seen[model]) == calls
+    for ours, theirs in zip(seen[model], seen[plain], strict=True):
+        assert ours.keys() == theirs.keys()
+        assert all(torch.equal(ours[name], value) for name, value in theirs.items())
+    optimizer.close()
+
+
+def state_dicts(rank: int) -> None:
+    torch.manual_seed(0)
+    plain = llama(tie_word_embeddings=True)
+    for stage, placement in ((0, ON_DEVICE), (1, ON_CPU), (3, ON_CPU)):
+        torch.manual_seed(0)
+        model = llama(tie_word_embeddings=True)
+        optimizer = prepare_on(
+            separate(), model, torch.optim.AdamW(model.parameters()), stage=stage, placement=placement, precision="fp32"
+        )
+        with optimizer.gathered():
+            found = {name: value.clone() for name, value in model.state_dict().items()}
+        assert found.keys() == plain.state_dict().keys()
+        for name, value in plain.state_dict().items():
+            assert torch.equal(found[name], value), name
+        optimizer.close()
+
+
+def test_the_state_dict_of_a_gathered_model_is_the_plain_one():
+    run_ranks(state_dicts, 2)
 
 
 def test_evaluation_without_no_grad_does_not_count():

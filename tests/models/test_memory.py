@@ -10,6 +10,7 @@ from torch import nn
 
 import penstock
 from penstock.engine.unit import Residency
+from tests.models.adapters_rows import ADAPTERS
 from tests.models.contract import HYPER, ON_CPU, STEPS, build, prepared
 from tests.models.family import Batch, Family
 from tests.models.graphs_rows import GRAPHS
@@ -17,7 +18,7 @@ from tests.models.modules_rows import MODULES, Block, Stack, squared
 from tests.models.transformers_rows import TRANSFORMERS
 from tests.support import prepare_on, simulated
 
-FAMILIES = [*TRANSFORMERS, *MODULES, *GRAPHS]
+FAMILIES = [*TRANSFORMERS, *MODULES, *GRAPHS, *ADAPTERS]
 NEEDS_GRAD = {"input_gradient_in_between", "parameter_gradient_in_between"}
 # Units whose backward was recorded stay gathered until a backward that is not,
 RECORDED = {"trained_forces", "gradient_penalty"}

@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from tests.models.adapters_rows import ADAPTERS
 from tests.models.contract import (
     ON_CPU,
     ON_DEVICE,
@@ -46,6 +47,7 @@ class Routed(Stack):
 TABLES = {
     "transformers": TRANSFORMERS,
     "modules": MODULES,
+    "adapters": ADAPTERS,
     "graphs": [*GRAPHS, Family("routed", Routed, on_floats(4, 8), prepare={"units": (Experts,)})],
 }
 

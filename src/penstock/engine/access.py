@@ -89,6 +89,7 @@ class Access:
                 self.finish()  # homes may have moved
             for unit in units:
                 if modify:
+                    unit.take_in()
                     self._take_over(unit, before[unit])
                     unit.note_versions()
                 elif unit.holds == 1:
@@ -109,14 +110,14 @@ class Access:
         return self.exact_param(parameter).float()
 
     def exact_param(self, parameter: nn.Parameter) -> Tensor:
-        """The parameter at master precision; integers and booleans in their own dtype."""
+        """The parameter at master precision; a frozen one in its own dtype."""
         self.finish()
         unit, index = self._place(parameter)
-        dtype = torch.float32 if unit.spec.dtype.is_floating_point else unit.spec.dtype
+        dtype = torch.float32 if unit.trained else unit.spec.dtype
 
         def read(start: int, stop: int) -> Pieces:
             for first, last, weights in unit.visit(start, stop):
-                yield first, last, _value(weights) if dtype.is_floating_point else weights.param
+                yield first, last, _value(weights) if unit.trained else weights.param
 
         return self._whole(unit, index, read, dtype)
 
@@ -191,7 +192,11 @@ class Access:
         if found is not None:
             start, stop, values = found
             for first, last, weights in unit.visit(start, stop, modify=True):
-                _set_value(weights, values[first - start : last - start])
+                part = values[first - start : last - start]
+                if unit.trained:
+                    _set_value(weights, part)
+                else:
+                    weights.param.copy_(part)
         unit.note_version(index)
         unit.stale = unit.replica is not None and unit.layout.shards > 1
         unit.published = DONE
@@ -337,7 +342,10 @@ class Access:
         return whole.view(slot.shape)
 
     def _own_part(self, unit: Unit, index: int, value: Tensor) -> tuple[int, int, Tensor] | None:
-        """The range of this rank's shard that holds a part of the slot, and that part of `value`: fp32, or integers."""
+        """The range of this rank's shard that holds a part of the slot, and that part of `value`.
+
+        In fp32 for a trained unit, in the dtype that it came in for a frozen one.
+        """
         slot = unit.layout.slots[index]
         _check_shape(unit.spec.names[index], slot, value)
         overlap = unit.layout.overlap(slot, unit.rank)
@@ -346,7 +354,7 @@ class Access:
         start, stop = overlap
         first = unit.own_range[0]
         values = value.detach().reshape(-1)[start - slot.start : stop - slot.start]
-        return start - first, stop - first, values.float() if unit.spec.dtype.is_floating_point else values
+        return start - first, stop - first, values.float() if unit.trained else values
 
     def _take_over(self, unit: Unit, before: Tensor) -> None:
         """The full buffer was modified: every rank takes the first rank's, masters keep what did not change."""
@@ -387,11 +395,8 @@ def _value(weights: Weights) -> Tensor:
 
 
 def _set_value(weights: Weights, values: Tensor) -> None:
-    """Write values into a piece, parameter and master: fp32, or integers as they are."""
+    """Write fp32 values into a piece, parameter and master."""
     param = weights.param
-    if not param.dtype.is_floating_point:
-        param.copy_(values)
-        return
     written = param if weights.shadow is None else weights.shadow
     write_master(written, weights.master, values.to(written.device))
     if weights.shadow is not None:

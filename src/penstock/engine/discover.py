@@ -5,7 +5,7 @@ parameters share one flat buffer, so they agree on dtype and on whether they are
 trained parameters gives two units.
 """
 
-from collections.abc import Callable, Iterable, Set
+from collections.abc import Callable, Iterable, Sequence, Set
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -65,7 +65,8 @@ def find_units(
         model: the model.
         policy: classes of the blocks, or a predicate on (name, module); `None` finds the repeated blocks.
         owned: parameters that the optimizer updates.
-        compute_dtype: dtype of floating-point parameters while computing; those of batch norms stay in fp32.
+        compute_dtype: dtype of floating-point parameters while computing; those of batch norms stay in fp32, and
+            quantised ones, with what is frozen beside them, as they are.
         persistent_bytes: parameters up to this size join a unit of their own that stays gathered.
 
     Raises:
@@ -77,11 +78,7 @@ def find_units(
     for name, parameter in model.named_parameters():
         if parameter.is_complex():
             raise ConfigError(f"Parameter '{name}' is {parameter.dtype}. Store its real and imaginary parts apart.")
-        dtype = parameter.dtype
-        if parameter.is_floating_point():
-            # Beside statistics in fp32 (batch norms) torch wants weights in fp32; it takes inputs in any dtype there.
-            keeps_fp32 = any(getattr(module, "running_mean", None) is not None for _, module in owners[parameter])
-            dtype = torch.float32 if keeps_fp32 else compute_dtype
+        dtype = _dtype_in_use(parameter, [module for _, module in owners[parameter]], compute_dtype)
         homes = {block for block, _ in owners[parameter]}
         # Tied parameters share a unit: what several blocks use belongs to the rest of the model.
         block = homes.pop() if len(homes) == 1 else ROOT
@@ -106,6 +103,23 @@ def find_units(
         specs.append(UnitSpec(name, unique, inside, run_by, names, parameters, dtype, trainable, small))
     order = {block: index for index, block in enumerate(blocks)}
     return sorted(specs, key=lambda spec: min(order.get(_block_of(spec, blocks), 0), len(order)))
+
+
+def _dtype_in_use(parameter: nn.Parameter, modules: Sequence[nn.Module], compute_dtype: torch.dtype) -> torch.dtype:
+    """The dtype while computing of a parameter that these modules hold."""
+    if _is_code(parameter):
+        return parameter.dtype
+    # Beside statistics in fp32 (batch norms) torch wants weights in fp32; it takes inputs in any dtype there.
+    if any(getattr(module, "running_mean", None) is not None for module in modules):
+        return torch.float32
+    # What is frozen beside codes says what they mean: scales, offsets. Rounded, it would be another model.
+    beside_codes = any(_is_code(other) for module in modules for other in module.parameters(recurse=False))
+    return parameter.dtype if beside_codes and not parameter.requires_grad else compute_dtype
+
+
+def _is_code(parameter: nn.Parameter) -> bool:
+    """Whether its bytes are no numbers to compute with: integers, booleans, and frozen floats of 8 bits."""
+    return not parameter.is_floating_point() or (parameter.dtype.itemsize == 1 and not parameter.requires_grad)
 
 
 def _block_of(spec: UnitSpec, blocks: dict[str, nn.Module]) -> str:

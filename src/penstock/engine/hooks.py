@@ -16,6 +16,7 @@ from torch.autograd import Variable
 from torch.utils.hooks import RemovableHandle
 
 from penstock.engine.activations import Activations
+from penstock.engine.anchor import Anchor, run_last
 from penstock.engine.gather import Gatherer, Order
 from penstock.engine.outputs import Call, watch_first
 from penstock.engine.precision import CastInputs
@@ -96,15 +97,17 @@ class Hooks:
             for anchor in unit.spec.anchors:
                 self._anchors[anchor] = (*self._anchors.get(anchor, ()), unit)
         self._handles: list[RemovableHandle] = []
-        self._after_handles: dict[nn.Module, int] = {}
+        self._hooked: list[Anchor] = []
         self._attach()
 
     def _attach(self) -> None:
-        for anchor in {self._model: (), **self._anchors}:
-            before = anchor.register_forward_pre_hook(self._before_forward, prepend=True, with_kwargs=True)
-            after = anchor.register_forward_hook(self._after_forward, with_kwargs=True, always_call=True)
-            self._handles += [before, after]
-            self._after_handles[anchor] = after.id
+        untraced = partial(torch.compiler.disable, reason="A unit of Penstock is gathered or released between graphs.")
+        before, after = untraced(self._before_forward), untraced(self._after_forward)
+        for module in {self._model: (), **self._anchors}:
+            units = self._anchors.get(module, ())
+            anchor = Anchor(units, always=module is self._model, before=before, after=after)
+            self._handles += anchor.attach(module)
+            self._hooked.append(anchor)
         for unit in self._units:
             for index, parameter in enumerate(unit.spec.parameters):
                 take: Callable[[nn.Parameter], None]
@@ -158,7 +161,7 @@ class Hooks:
         call = Call(module)
         call.note_inputs(*(cast or (args, kwargs)))
         self._enter(call, units)
-        _run_last(module, self._after_handles[module])
+        run_last(module)
         for unit in units:
             if unit.users > 1:
                 continue
@@ -247,6 +250,8 @@ class Hooks:
 
     def _forget_uses(self) -> None:
         self._calls.clear()
+        for anchor in self._hooked:
+            anchor.entered = 0
         self._unannounced.clear()
         self._gatherer.drop_unused()
         for unit in self._units:
@@ -381,13 +386,6 @@ def _inside_a_node() -> bool:
     The node of a reentrant checkpoint reads none: it only runs a forward and the backward of that.
     """
     return type(torch._C._current_autograd_node()).__name__ != "CheckpointFunctionBackward"
-
-
-def _run_last(module: nn.Module, handle_id: int) -> None:
-    """Move our forward hook behind those registered since: they see the module's parameters too."""
-    hooks = module._forward_hooks
-    if next(reversed(hooks)) != handle_id:
-        hooks.move_to_end(handle_id)  # type: ignore[attr-defined]
 
 
 def _drop_gradient(parameter: nn.Parameter) -> None:

@@ -232,6 +232,22 @@ class Unit:
         for slot, parameter in zip(self.layout.slots, self.spec.parameters, strict=True):
             parameter.data = self.full[slot.start : slot.stop].view(slot.shape)
 
+    def take_in(self) -> None:
+        """Put the values of parameters that were given other memory (`parameter.data = ...`) into the full buffer.
+
+        Raises:
+            EngineError: a parameter has another shape; names it.
+        """
+        for slot, parameter in zip(self.layout.slots, self.spec.parameters, strict=True):
+            own = self.full[slot.start : slot.stop].view(slot.shape)
+            if parameter.shape != own.shape:
+                raise EngineError(
+                    f"Parameter '{slot.name}' was given values of shape {tuple(parameter.shape)}; it has {slot.shape}."
+                )
+            if parameter.data_ptr() != own.data_ptr():
+                own.copy_(parameter.detach())
+                parameter.data = own
+
     def hide(self) -> None:
         """Make the parameters placeholders: their real shape, NaN when read, one element of memory, no writes."""
         for slot, parameter in zip(self.layout.slots, self.spec.parameters, strict=True):

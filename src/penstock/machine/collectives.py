@@ -88,8 +88,9 @@ class Ranks:
 
     def all_gather(self, full: Tensor, shard: Tensor, what: str = "") -> None:
         """Fill the flat `full` (numel = shards x shard numel) with every shard. `shard` may be its own part of it."""
+        every, own = as_bytes(full), as_bytes(shard)
         self._issue(
-            "all_gather", f"the gather of {what}", lambda: _all_gather_flat(full, shard, group=self._shard_group)
+            "all_gather", f"the gather of {what}", lambda: _all_gather_flat(every, own, group=self._shard_group)
         )
 
     def reduce_scatter(self, shard: Tensor, full: Tensor, what: str = "") -> None:
@@ -214,13 +215,18 @@ class Ranks:
         for group in (*self._replica_groups, self._shard_group):
             if group is not None:
                 self.counts["broadcast"] += 1
-                dist.broadcast(tensor, group=group, group_src=0)
+                dist.broadcast(as_bytes(tensor), group=group, group_src=0)
 
     def broadcast_part(self, tensor: Tensor, shard_rank: int) -> None:
         """Every shard rank takes the tensor of one of them."""
         if self._shard_group is not None:
             self.counts["broadcast"] += 1
-            dist.broadcast(tensor, group=self._shard_group, group_src=shard_rank)
+            dist.broadcast(as_bytes(tensor), group=self._shard_group, group_src=shard_rank)
+
+
+def as_bytes(tensor: Tensor) -> Tensor:
+    """The same memory: what is only moved may be of a dtype that no process group knows (float8, int16)."""
+    return tensor.view(torch.uint8)
 
 
 class Council:

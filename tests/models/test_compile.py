@@ -1,0 +1,349 @@
+"""torch.compile, by block and of the whole model: it changes no result, and nothing is compiled twice."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._dynamo.backends.debugging import aot_eager
+from torch.utils.checkpoint import checkpoint
+
+import penstock
+from tests.models.contract import HYPER, ON_CPU, ON_DEVICE, Trace, assert_close, assert_equal
+from tests.models.family import Batch
+from tests.models.modules_rows import WIDTH, Block, Stack, squared
+from tests.models.transformers_rows import language_loss, llama, t5, t5_loss
+from tests.support import disks, inline, prepare_on, run_ranks, separate, simulated
+
+ON_NVME = penstock.Placement(params="nvme", grads="cpu", optimizer="nvme", nvme_path=disks())
+BLOCKS = 10  # more than the compiler makes of one function before it gives up
+STEPS = 3
+
+Compile = Callable[[nn.Module], nn.Module]
+
+
+@dataclass
+class Compiler:
+    """A backend that counts: runs graphs as they are, forward and backward."""
+
+    graphs: list[torch.fx.GraphModule] = field(default_factory=list)
+
+    def __call__(self, graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Any:
+        self.graphs.append(graph)
+        return aot_eager(graph, inputs)
+
+
+@contextmanager
+def compiler() -> Iterator[Compiler]:
+    """Nothing that was compiled before is known, and no function is given up because it was compiled too often."""
+    torch._dynamo.reset()
+    with torch._dynamo.config.patch(fail_on_recompile_limit_hit=True):
+        yield Compiler()
+    torch._dynamo.reset()
+
+
+class Deep(Stack):
+    """Ten blocks with dropout; each may be checkpointed."""
+
+    def __init__(self, checkpointed: bool = False) -> None:
+        super().__init__([nn.Sequential(Block(), nn.Dropout(0.2)) for _ in range(BLOCKS)])
+        self.checkpointed = checkpointed
+
+    def body(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=False) if self.checkpointed else block(x)
+        return x
+
+
+def each_block(model: nn.Module, backend: Any) -> nn.Module:
+    for block in model.blocks:
+        block.compile(backend=backend)
+    return model
+
+
+def each_block_replaced(model: nn.Module, backend: Any) -> nn.Module:
+    for index, block in enumerate(model.blocks):
+        model.blocks[index] = torch.compile(block, backend=backend)
+    return model
+
+
+def whole_model(model: nn.Module, backend: Any) -> nn.Module:
+    return torch.compile(model, backend=backend)
+
+
+def not_at_all(model: nn.Module, backend: Any) -> nn.Module:
+    return model
+
+
+WAYS = {"block.compile()": each_block, "torch.compile(block)": each_block_replaced, "torch.compile(model)": whole_model}
+#: Graphs of the whole model: what lies before the blocks, between them, and behind; of blocks there is one.
+GRAPHS = {"block.compile()": 1, "torch.compile(block)": 1}
+
+
+def train(
+    compiled: Compile,
+    *,
+    compiled_first: bool = False,
+    streams: Callable[[], Any] = separate,
+    rank: int = 0,
+    checkpointed: bool = False,
+    each_step: Callable[[], object] = lambda: None,
+    model: Callable[[bool], nn.Module] = Deep,
+    shapes: Callable[[int], tuple[int, int]] = lambda step: (4, 8),
+    **how: Any,
+) -> Trace:
+    """Three steps. `compiled_first`: before `prepare`, which then gets what the compiler returned."""
+    torch.manual_seed(0)
+    eager = model(checkpointed)
+    names = {p: n for n, p in eager.named_parameters()}  # the compiler renames
+    called = compiled(eager) if compiled_first else eager
+    optimizer = prepare_on(
+        streams(),
+        called,
+        torch.optim.AdamW(eager.parameters(), foreach=False, **HYPER),
+        **{"precision": "fp32", "placement": ON_CPU, **how},
+    )
+    if not compiled_first:
+        called = compiled(eager)
+    trace = Trace()
+    for step in range(STEPS):
+        torch.manual_seed(step)
+        loss = squared(called(Batch(step, rank).floats(*shapes(step))))
+        optimizer.backward(loss)
+        trace.observed.append([loss.detach().float()])
+        if step == 0:
+            trace.gradients = {n: optimizer.full_grad(p) for p, n in names.items()}
+        assert not optimizer.step().skipped
+        optimizer.zero_grad()
+        each_step()
+    assert not optimizer._engine.hooks.in_forward
+    trace.parameters = {n: optimizer.full_param(p) for p, n in names.items()}
+    optimizer.close()
+    return trace
+
+
+MOVEMENTS = {
+    "inline, device, stage 0": (inline, ON_DEVICE, 0),
+    "separate, cpu, stage 2": (separate, ON_CPU, 2),
+    "simulated, nvme, stage 3": (simulated, ON_NVME, 3),
+}
+
+
+@pytest.mark.parametrize("first", [True, False], ids=["compiled, then prepared", "prepared, then compiled"])
+@pytest.mark.parametrize("way", WAYS)
+def test_compiled_equals_eager_bit_for_bit_and_nothing_is_compiled_twice(way: str, first: bool) -> None:
+    expected = train(partial(not_at_all, backend=None))
+    for streams, placement, stage in MOVEMENTS.values():
+        with compiler() as backend:
+            counts: list[int] = []
+            trace = train(
+                partial(WAYS[way], backend=backend),
+                compiled_first=first,
+                streams=streams,
+                placement=placement,
+                stage=stage,
+                each_step=lambda counts=counts, backend=backend: counts.append(len(backend.graphs)),
+            )
+            assert_equal(trace, expected)
+            assert counts[0] == counts[-1] > 0, "compiled in the first step alone"
+            assert counts[0] == GRAPHS.get(way, counts[0]), "one graph for all blocks"
+            assert counts[0] < BLOCKS
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_block_is_one_graph(way: str) -> None:
+    """The modules inside of a unit leave no trace: their hooks have nothing to do there."""
+    with compiler() as backend:
+        train(partial(WAYS[way], backend=backend), model=lambda _: Deep())
+        blocks = [g for g in backend.graphs if sum("linear" in str(node.target) for node in g.graph.nodes) == 2]
+        assert len(blocks) == 1
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_bf16(way: str) -> None:
+    expected = train(partial(not_at_all, backend=None), precision="bf16")
+    with compiler() as backend:
+        assert_equal(train(partial(WAYS[way], backend=backend), precision="bf16"), expected)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_activation_checkpointing(way: str) -> None:
+    expected = train(partial(not_at_all, backend=None), checkpointed=True)
+    with compiler() as backend:
+        counts: list[int] = []
+        trace = train(
+            partial(WAYS[way], backend=backend),
+            checkpointed=True,
+            each_step=lambda: counts.append(len(backend.graphs)),
+        )
+        assert_equal(trace, expected)
+        assert counts[0] == counts[-1]
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_activations_on_a_tier(way: str) -> None:
+    placement = penstock.Placement(params="cpu", grads="cpu", optimizer="cpu", activations="cpu")
+    expected = train(partial(not_at_all, backend=None), shapes=lambda _: (4096, 8))
+    with compiler() as backend:
+        saved = partial(WAYS[way], backend=backend)
+        assert_equal(train(saved, placement=placement, streams=simulated, shapes=lambda _: (4096, 8)), expected)
+
+
+def test_other_shapes_are_compiled_once_more_and_no_further() -> None:
+    with compiler() as backend:
+        counts: list[int] = []
+        trace = train(
+            partial(each_block, backend=backend),
+            shapes=lambda step: (4 + 3 * step, 8),
+            each_step=lambda: counts.append(len(backend.graphs)),
+        )
+        assert counts == [1, 2, 2], "the second is for any number of rows"
+    assert_equal(trace, train(partial(not_at_all, backend=None), shapes=lambda step: (4 + 3 * step, 8)))
+
+
+def test_the_first_compiler_writes_code() -> None:
+    """One small row of inductor: its kernels round in other places."""
+    expected = train(partial(not_at_all, backend=None), model=lambda _: NoDropout())
+    torch._dynamo.reset()
+    trace = train(partial(each_block, backend="inductor"), model=lambda _: NoDropout())
+    torch._dynamo.reset()
+    assert_close(trace, expected, relative=1e-5)
+
+
+@pytest.mark.parametrize("name", ["llama", "t5"])
+def test_a_whole_transformer(name: str) -> None:
+    build, loss_of = {"llama": (llama, language_loss), "t5": (t5, t5_loss)}[name]
+
+    def run(compiled: Compile) -> Trace:
+        torch.manual_seed(0)
+        model = build().eval()
+        optimizer = prepare_on(
+            separate(), model, torch.optim.AdamW(model.parameters(), **HYPER), placement=ON_CPU, precision="fp32"
+        )
+        called, trace = compiled(model), Trace()
+        for step in range(2):
+            loss = loss_of(called, Batch(step))
+            optimizer.backward(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+            trace.observed.append([loss.detach()])
+        trace.parameters = {n: optimizer.full_param(p) for n, p in model.named_parameters()}
+        optimizer.close()
+        return trace
+
+    with compiler() as backend:
+        ours = run(partial(whole_model, backend=backend))
+        assert backend.graphs
+    assert_close(ours, run(partial(not_at_all, backend=None)), relative=1e-5)
+
+
+class NoDropout(Stack):
+    def __init__(self) -> None:
+        super().__init__([Block() for _ in range(2)])
+
+
+class Fails(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.block = Block()
+        self.fails = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.fails:
+            raise ValueError("out of luck")
+        return self.block(x)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_compiled_forward_that_fails_can_be_repeated(way: str) -> None:
+    def run(compiled: Compile, fails: bool) -> Trace:
+        torch.manual_seed(0)
+        eager = Stack([Fails() for _ in range(3)])
+        optimizer = prepare_on(
+            separate(), eager, torch.optim.AdamW(eager.parameters(), **HYPER), placement=ON_CPU, precision="fp32"
+        )
+        inner = list(eager.blocks)
+        called = compiled(eager)
+        trace = Trace()
+        for step in range(3):
+            if fails and step == 1:
+                inner[1].fails = True
+                with pytest.raises(ValueError, match="out of luck"):
+                    called(Batch(9).floats(4, 8))
+                inner[1].fails = False
+                assert optimizer._engine.gatherer.live_bytes == 0
+                assert not optimizer._engine.hooks.in_forward
+            loss = squared(called(Batch(step).floats(4, 8)))
+            optimizer.backward(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+            trace.observed.append([loss.detach()])
+        trace.parameters = {n: optimizer.full_param(p) for n, p in eager.named_parameters()}
+        optimizer.close()
+        return trace
+
+    with compiler() as backend:
+        compiled = partial(WAYS[way], backend=backend)
+        failed = run(compiled, True)
+    expected = run(partial(not_at_all, backend=None), False)
+    assert [t[0] for t in failed.observed] == [t[0] for t in expected.observed]
+    assert all(torch.equal(a, b) for a, b in zip(failed.parameters.values(), expected.parameters.values(), strict=True))
+
+
+def test_a_block_is_one_graph_after_an_interrupt() -> None:
+    """Hooks do not run on the way out of what is no `Exception`."""
+    torch.manual_seed(0)
+    model = Deep()
+    optimizer = prepare_on(
+        separate(), model, torch.optim.AdamW(model.parameters(), **HYPER), placement=ON_CPU, precision="fp32"
+    )
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    hook = model.blocks[0][0].up.register_forward_pre_hook(interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        model(Batch(0).floats(4, 8))
+    hook.remove()
+    with compiler() as backend:
+        each_block(model, backend)
+        for _ in range(2):
+            optimizer.backward(squared(model(Batch(0).floats(4, 8))))
+        assert len(backend.graphs) == 1
+    optimizer.close()
+
+
+def test_a_part_that_is_compiled_and_called_by_itself_is_gathered() -> None:
+    """What was decided when the block was compiled does not hold there: it is compiled for this use as well."""
+    torch.manual_seed(0)
+    model = Deep().eval()
+    part, x = model.blocks[0][0], Batch(0).floats(4, WIDTH)
+    with torch.no_grad():
+        expected = part(x)
+    optimizer = prepare_on(
+        separate(), model, torch.optim.AdamW(model.parameters(), **HYPER), placement=ON_CPU, precision="fp32"
+    )
+    with compiler() as backend, torch.no_grad():
+        part.compile(backend=backend)
+        for _ in range(2):
+            model(Batch(0).floats(4, 8))
+            assert torch.equal(part(x), expected)
+        assert optimizer._engine.gatherer.live_bytes == 0
+    optimizer.close()
+
+
+def on_two_ranks(rank: int) -> None:
+    for stage, placement in ((0, ON_CPU), (1, ON_DEVICE), (2, ON_CPU), (3, ON_NVME)):
+        how = {"stage": stage, "placement": placement, "rank": rank, "streams": separate}
+        expected = train(partial(not_at_all, backend=None), **how)
+        for way in WAYS.values():
+            with compiler() as backend:
+                assert_equal(train(partial(way, backend=backend), **how), expected)
+
+
+def test_two_ranks() -> None:
+    run_ranks(on_two_ranks, 2)
