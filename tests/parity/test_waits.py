@@ -33,6 +33,7 @@ ONCE = "what the gradient's or the update's event says already"
 MEASURED = "step measures first, which waits for every gradient; updates run in order"
 AT_ONCE = "transfers are not late here"
 MOVES = "only where homes move"
+ENGINES = "only where engines share a group: tests/distributed/test_engines.py"
 # To be written: until then these waits are run on late streams by other tests, and dropped by none.
 NO_ROW = "no row here moves homes or takes activations: tests/property/test_moves.py and test_activations.py do"
 REDUNDANT = {
@@ -69,7 +70,9 @@ REDUNDANT = {
     "transit.py _to_file: WRITE after there.settled[number] of (landed, there.settled[number])": AT_ONCE,
     "reduce.py add: gradient.ready.wait()": MOVES,
     "reduce.py flush: all of before": MOVES,
-    "reduce.py flush: COLLECTIVE after (before,) if values is not None else ()": MOVES,
+    "reduce.py flush: COLLECTIVE after home_free of (home_free, self._ranks.others)": MOVES,
+    "reduce.py flush: COLLECTIVE after self._ranks.others of (home_free, self._ranks.others)": ENGINES,
+    "gather.py _all_gather: COLLECTIVE after self._ranks.others of (after, self._ranks.others)": ENGINES,
     "reduce.py flush: COLLECTIVE after gradient.ready": "it tells of NaN alone: see the tests of updates in backward",
     "ring.py drop: slot.free.synchronize()": MOVES,
     "records.py visit: self.settled[number].synchronize()": "who visits settles every home first",
@@ -266,7 +269,9 @@ class OfTwoRanks:
 
 
 OF_TWO_RANKS = {
-    "gather.py _all_gather: COLLECTIVE after after": OfTwoRanks(EVERYTHING_ON_CPU, UPLOAD),
+    "gather.py _all_gather: COLLECTIVE after after of (after, self._ranks.others)": OfTwoRanks(
+        EVERYTHING_ON_CPU, UPLOAD
+    ),
     "gather.py _fill: copy of full after event": OfTwoRanks(EVERYTHING_ON_CPU.but(stage=1), COLLECTIVE),
     "reduce.py _add_on_host: DOWNLOAD after after of (after, self._accumulation_free)": OfTwoRanks(
         EVERYTHING_ON_CPU, COLLECTIVE
