@@ -44,7 +44,7 @@ ENGINE = {
         "update",
     },
     "gather": {"unit"},
-    "hooks": {"activations", "gather", "outputs", "precision", "reduce", "unit"},
+    "hooks": {"activations", "gather", "outputs", "precision", "reduce", "scale", "unit"},
     "loading": {"access", "gather", "reduce", "scale", "unit", "update"},
     "outputs": set(),
     "precision": set(),

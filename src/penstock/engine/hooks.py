@@ -20,6 +20,7 @@ from penstock.engine.gather import Gatherer, Order
 from penstock.engine.outputs import Call
 from penstock.engine.precision import CastInputs
 from penstock.engine.reduce import Reducer
+from penstock.engine.scale import GradientScale
 from penstock.engine.unit import Unit
 from penstock.errors import EngineError
 from penstock.machine.streams import Streams
@@ -50,7 +51,7 @@ class Hooks:
         cast_inputs: applied to the inputs of the outermost forward.
         streams: told what compute is doing, for traces.
         updates: what begins in backward; `None` for nothing.
-        scales_loss: the loss has to be scaled before its backward.
+        gradient_scale: says whether the loss has to be scaled before its backward, and whether another one may follow.
         activations: takes what forward saves; `None` leaves it.
     """
 
@@ -64,7 +65,7 @@ class Hooks:
         streams: Streams,
         updates: BackwardUpdates | None = None,
         *,
-        scales_loss: bool = False,
+        gradient_scale: GradientScale,
         activations: Activations | None = None,
     ) -> None:
         self._model = model
@@ -74,7 +75,7 @@ class Hooks:
         self._cast_inputs = cast_inputs
         self._streams = streams
         self._updates = updates
-        self._scales_loss = scales_loss
+        self._gradient_scale = gradient_scale
         self._activations = activations
         self.loss_is_scaled = False  # the backward under way was called with a scaled loss
         self._arrived: dict[Unit, set[int]] = {}  # gradients of this backward, by slot
@@ -250,7 +251,8 @@ class Hooks:
         if self._updates is not None:
             self._updates.check(unit)
         if not self.backward_open:
-            if self._scales_loss and not self.loss_is_scaled:
+            self._gradient_scale.check_not_clipped()
+            if self._gradient_scale.loss is not None and not self.loss_is_scaled:
                 raise EngineError(
                     "loss.backward() was called, and fp16 needs a scaled loss. Use optimizer.backward(loss), without "
                     "a GradScaler."
