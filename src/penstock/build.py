@@ -316,7 +316,7 @@ def build(
         cast,
         streams,
         stepper if begins else None,
-        scales_loss=scales_loss,
+        gradient_scale=gradient_scale,
         activations=activations_for(request, streams, store, units),
     )
     blocks = {spec.anchors[0]: spec.name for spec in specs if spec.anchors[0] is not model}

@@ -48,11 +48,7 @@ class Optimizer(torch.optim.Optimizer):
             >>> optimizer.backward(model(**batch).loss)  # doctest: +SKIP
         """
         engine = self._open("backward")
-        if engine.gradient_scale.clip != 1.0:
-            raise EngineError(
-                "backward() was called after clip_grad_norm_(), which comes last: run all micro-batches, then clip, "
-                "then step(); or use prepare(max_grad_norm=...)."
-            )
+        engine.gradient_scale.check_not_clipped()  # before anything is dropped, as for a backward that fails
         scale = engine.gradient_scale.loss_scale
         engine.hooks.loss_is_scaled = True
         try:

@@ -45,7 +45,7 @@ ENGINE = {
         "update",
     },
     "gather": {"unit"},
-    "hooks": {"activations", "anchor", "gather", "outputs", "precision", "reduce", "unit", "uses"},
+    "hooks": {"activations", "anchor", "gather", "outputs", "precision", "reduce", "scale", "unit", "uses"},
     "loading": {"access", "gather", "reduce", "scale", "unit", "update"},
     "outputs": set(),
     "precision": set(),

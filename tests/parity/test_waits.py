@@ -13,15 +13,15 @@ import torch
 from torch import Tensor
 
 import penstock
-from penstock.engine import reduce, residency, update
+from penstock.engine import activations, reduce, residency, update
 from penstock.errors import EngineError
 from penstock.machine.simulated import SimulatedStreams
 from penstock.machine.streams import COLLECTIVE, DOWNLOAD, FETCH, READ, UPDATE, UPLOAD, WRITE, Streams
 from penstock.tiers import pipeline, ring, transit
 from penstock.tiers.transit import Transit
-from tests.parity.rows import Arithmetic, Movement, batches, loss_of, prepared, shares, train
+from tests.parity.rows import Arithmetic, Movement, batches, loss_of, make_model, prepared, shares, train
 from tests.parity.waits import AllOf, Copy, Wait, waits
-from tests.support import inline, run_ranks, shorten_rings
+from tests.support import inline, prepare_on, run_ranks, shorten_rings
 
 STREAMS = (UPLOAD, DOWNLOAD, COLLECTIVE, UPDATE, READ, FETCH, WRITE)
 SLOW_SECONDS = 0.01
@@ -33,23 +33,10 @@ ONCE = "what the gradient's or the update's event says already"
 MEASURED = "step measures first, which waits for every gradient; updates run in order"
 AT_ONCE = "transfers are not late here"
 MOVES = "only where homes move"
-# To be written: until then these waits are run on late streams by other tests, and dropped by none.
-NO_ROW = "no row here moves homes or takes activations: tests/property/test_moves.py and test_activations.py do"
+ENGINES = "only where engines share a group: tests/distributed/test_engines.py"
 REDUNDANT = {
-    "activations.py _bring: copy of saved.home after saved.arrived": NO_ROW,
-    "activations.py _let_go: saved.arrived.wait()": NO_ROW,
-    "activations.py _unpack: packed.arrived.wait()": NO_ROW,
-    "buffers.py clear: event.synchronize()": NO_ROW,
-    "residency.py _copy_home: copy of params after move.params": NO_ROW,
-    "residency.py _copy_home: copy of trained.gradient.home after trained.gradient.ready": NO_ROW,
-    "residency.py _exchange: UPDATE after over": NO_ROW,
-    "residency.py _move: self._cleaned.synchronize()": NO_ROW,
-    "residency.py _wait: move.wait()": NO_ROW,
-    "residency.py synchronize: self._event.synchronize()": NO_ROW,
-    "residency.py wait: self._event.wait()": NO_ROW,
-    "residency.py weights: all of *self.rest": NO_ROW,
-    "residency.py weights: all of self.params": NO_ROW,
-    "ring.py free: all of (slot.free for slot in self._slots)": NO_ROW,
+    "residency.py wait: self._event.wait()": "it is for a stream of the host, which synchronizes",
+    "ring.py free: all of (slot.free for slot in self._slots)": "the clean-up waits for each slot of the ring",
     "access.py finish: unit.trained.updated.synchronize()": "what was updated is published after it",
     "update.py tiles: all of after": IN_TURN,
     "reduce.py _add_on_device: COLLECTIVE after after of (after, brought)": "the one before on the same stream",
@@ -69,7 +56,9 @@ REDUNDANT = {
     "transit.py _to_file: WRITE after there.settled[number] of (landed, there.settled[number])": AT_ONCE,
     "reduce.py add: gradient.ready.wait()": MOVES,
     "reduce.py flush: all of before": MOVES,
-    "reduce.py flush: COLLECTIVE after (before,) if values is not None else ()": MOVES,
+    "reduce.py flush: COLLECTIVE after home_free of (home_free, self._ranks.others)": MOVES,
+    "reduce.py flush: COLLECTIVE after self._ranks.others of (home_free, self._ranks.others)": ENGINES,
+    "gather.py _all_gather: COLLECTIVE after self._ranks.others of (after, self._ranks.others)": ENGINES,
     "reduce.py flush: COLLECTIVE after gradient.ready": "it tells of NaN alone: see the tests of updates in backward",
     "ring.py drop: slot.free.synchronize()": MOVES,
     "records.py visit: self.settled[number].synchronize()": "who visits settles every home first",
@@ -221,8 +210,98 @@ def skipping_what_was_prefetched(streams: Streams) -> Values:
     return seen
 
 
+def activations_away(streams: Streams) -> Values:
+    """What forward saves is gone at its end, in the second forward to memory of the first."""
+    model = make_model()
+    placement = penstock.Placement(activations="cpu")
+    stock = Arithmetic().make_optimizer(list(model.parameters()))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(activations, "LEAST_BYTES", KIB // 2)
+        patch.setattr(activations, "AHEAD_BYTES", 0)
+        optimizer = prepare_on(streams, model, stock, precision="fp32", placement=placement)
+        for (batch,), *_ in batches(1, 1)[:2]:
+            optimizer.backward(loss_of(model, batch))
+    seen = [optimizer.full_grad(p) for p in model.parameters()]
+    optimizer.close()
+    return seen
+
+
+def in_flight(optimizer: penstock.Optimizer) -> list[str]:
+    return [row.kind for row in optimizer.locations().rows if row.in_flight]
+
+
+def nothing_in_flight_after_a_move(streams: Streams) -> Values:
+    _, optimizer = prepared(Arithmetic(), EVERYTHING_ON_DEVICE, streams)
+    optimizer.offload_states()
+    seen = in_flight(optimizer)
+    optimizer.close()
+    return seen
+
+
+def nothing_in_flight_once_the_old_memory_went(streams: Streams) -> Values:
+    _, optimizer = prepared(Arithmetic(), EVERYTHING_ON_DEVICE, streams)
+    optimizer.offload_states(non_blocking=True)
+    optimizer._engine.mover._cleaned.synchronize()
+    seen = in_flight(optimizer)
+    optimizer.close()
+    return seen
+
+
+def old_memory_went_before_the_next_move_takes_some(streams: Streams) -> Values:
+    _, optimizer = prepared(Arithmetic(), EVERYTHING_ON_DEVICE, streams)
+    store, seen = optimizer._engine.store, []
+    reserve = store.reserve
+
+    def note(*arguments: Any, **rest: Any) -> Any:
+        seen.append([cell.plan.kind for cell in store.leaving()])
+        return reserve(*arguments, **rest)
+
+    optimizer.offload_states(non_blocking=True)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(store, "reserve", note)
+        optimizer.reload_states()
+    optimizer.close()
+    return seen
+
+
+def stepping_on_the_device_while_states_move(streams: Streams) -> Values:
+    """Compute updates, and nothing else makes it wait."""
+    model, optimizer = prepared(Arithmetic(), EVERYTHING_ON_DEVICE, streams)
+    optimizer.offload_states({"optimizer"})
+    optimizer.backward(loss_of(model, batches(1, 1)[0][0][0]))
+    optimizer.reload_states(non_blocking=True)
+    optimizer.step()
+    seen = list(values(optimizer, model))
+    optimizer.close()
+    return seen
+
+
+def forward_while_parameters_move(streams: Streams) -> Values:
+    model, optimizer = prepared(Arithmetic(), GRADS_IN_FILES, streams)
+    with torch.no_grad():
+        optimizer.offload_states({"param"}, "nvme")
+        optimizer.reload_states(non_blocking=True)
+        seen = [loss_of(model, batches(1, 1)[0][0][0]).item()]
+    optimizer.close()
+    return seen
+
+
+def shadows_of_parameters_that_move(streams: Streams) -> Values:
+    """A reload makes them of the parameters that it brings."""
+    model, optimizer = prepared(Arithmetic(), OPTIMIZER_ON_CPU, streams)
+    optimizer.offload_states({"param"})
+    optimizer.reload_states()
+    optimizer.backward(loss_of(model, batches(1, 1)[0][0][0]))
+    optimizer.step()
+    seen = list(values(optimizer, model))
+    optimizer.close()
+    return seen
+
+
+EVERYTHING_ON_DEVICE = Movement().but(tile_bytes=4 * KIB)
 EVERYTHING_ON_CPU = Movement(params="cpu", grads="cpu", optimizer="cpu").but(tile_bytes=4 * KIB)
 OPTIMIZER_ON_DEVICE = Movement(params="cpu", grads="cpu").but(tile_bytes=4 * KIB)
+GRADS_IN_FILES = Movement(params="cpu", grads="nvme", optimizer="cpu").but(tile_bytes=16 * KIB)
 OPTIMIZER_ON_CPU = Movement(optimizer="cpu").but(tile_bytes=4 * KIB)
 IN_FILES = Movement(params="nvme", grads="nvme", optimizer="nvme", overlap="forward").but(tile_bytes=16 * KIB)
 OPTIMIZER_IN_FILES = Movement(optimizer="nvme", overlap="forward").but(tile_bytes=16 * KIB)
@@ -242,6 +321,13 @@ ROWS: dict[str, RowRun] = {
     "nothing in flight after step": nothing_in_flight_after_step,
     "updated when step returns": updated_when_step_returns,
     "nothing in flight after synchronize": nothing_in_flight_after_synchronize,
+    "activations away": activations_away,
+    "nothing in flight after a move": nothing_in_flight_after_a_move,
+    "nothing in flight once the old memory went": nothing_in_flight_once_the_old_memory_went,
+    "old memory went before the next move takes some": old_memory_went_before_the_next_move_takes_some,
+    "stepping on the device while states move": stepping_on_the_device_while_states_move,
+    "forward while parameters move": forward_while_parameters_move,
+    "shadows of parameters that move": shadows_of_parameters_that_move,
     "skipping what was prefetched": skipping_what_was_prefetched,
     "everything on cpu": training(EVERYTHING_ON_CPU),
     "optimizer on device": training(OPTIMIZER_ON_DEVICE),
@@ -266,7 +352,9 @@ class OfTwoRanks:
 
 
 OF_TWO_RANKS = {
-    "gather.py _all_gather: COLLECTIVE after after": OfTwoRanks(EVERYTHING_ON_CPU, UPLOAD),
+    "gather.py _all_gather: COLLECTIVE after after of (after, self._ranks.others)": OfTwoRanks(
+        EVERYTHING_ON_CPU, UPLOAD
+    ),
     "gather.py _fill: copy of full after event": OfTwoRanks(EVERYTHING_ON_CPU.but(stage=1), COLLECTIVE),
     "reduce.py _add_on_host: DOWNLOAD after after of (after, self._accumulation_free)": OfTwoRanks(
         EVERYTHING_ON_CPU, COLLECTIVE

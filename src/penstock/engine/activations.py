@@ -141,9 +141,8 @@ class Activations:
         """Start to bring a tensor back, if it is not on the device."""
         if saved.here is None:
             saved.here = torch.empty(saved.nbytes, dtype=torch.uint8, device=self._streams.device)
-            saved.arrived = self._transit.copy(
-                saved.home, buffer_home(saved.here), after=saved.arrived, what="bring activation"
-            )
+            # Compute has waited for it to leave, or its memory would not have gone.
+            saved.arrived = self._transit.copy(saved.home, buffer_home(saved.here), after=DONE, what="bring activation")
 
     def _let_go(self, most_bytes: int) -> None:
         """Drop what has left; where more than some bytes are leaving, compute waits for the first of them."""

@@ -4,7 +4,6 @@ Memory that is given back to the allocator and mapped again every step costs pag
 a device, so buffers are kept.
 """
 
-import contextlib
 from collections import deque
 
 import torch
@@ -54,9 +53,5 @@ class BufferRing:
         return sum(b.numel() * b.element_size() for ring in self._free.values() for b, _ in ring)
 
     def clear(self) -> None:
-        """Drop every returned buffer, once work on it is over."""
-        for free in self._free.values():
-            for _, event in free:
-                with contextlib.suppress(Exception):  # raised where the result is needed
-                    event.synchronize()
+        """Drop every returned buffer. Gradients are there, so work on them is over."""
         self._free.clear()

@@ -228,7 +228,7 @@ class Gatherer:
         if not unit.stale:
             return unit.published
         unit.stale = False
-        return self._all_gather(unit, after=(unit.published,))
+        return self._all_gather(unit, after=unit.published)
 
     def _fill(self, unit: Unit) -> Event:
         """Lease the full buffer and fill it: upload what this rank has, gather what others have."""
@@ -245,20 +245,22 @@ class Gatherer:
         own = buffer_home(unit.full[start:stop])
         event = self._transit.copy(unit.params, own, after=unit.published, what=f"gather {unit.name}")
         if self._ranks.shards > 1:
-            event = self._all_gather(unit, after=(event,))
+            event = self._all_gather(unit, after=event)
         if replica is not None:  # it must hold every rank's part again
             unit.stale = False
             after = all_of([event, unit.saved])
             event = self._transit.copy(full, replica, after=after, what=f"save {unit.name} param")
         return event
 
-    def _all_gather(self, unit: Unit, after: tuple[Event, ...]) -> Event:
+    def _all_gather(self, unit: Unit, after: Event) -> Event:
         start, stop = unit.own_range
         full, own, what = unit.full, unit.full[start:stop], unit.label
-        return self._streams.submit(
+        event = self._streams.submit(
             COLLECTIVE,
             lambda: self._ranks.all_gather(full, own, what),
-            after=after,
+            after=(after, self._ranks.others),
             nbytes=unit.nbytes,
             what=f"gather {unit.name}",
         )
+        self._ranks.submitted(event)
+        return event

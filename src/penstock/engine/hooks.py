@@ -21,6 +21,7 @@ from penstock.engine.gather import Gatherer, Order
 from penstock.engine.outputs import Call, watch_first
 from penstock.engine.precision import CastInputs
 from penstock.engine.reduce import Reducer
+from penstock.engine.scale import GradientScale
 from penstock.engine.unit import Unit
 from penstock.engine.uses import Use, Uses
 from penstock.errors import EngineError
@@ -52,7 +53,7 @@ class Hooks:
         cast_inputs: applied to the inputs of the outermost forward.
         streams: told what compute is doing, for traces.
         updates: what begins in backward; `None` for nothing.
-        scales_loss: the loss has to be scaled before its backward.
+        gradient_scale: says whether the loss has to be scaled before its backward, and whether another one may follow.
         activations: takes what forward saves; `None` leaves it.
     """
 
@@ -66,7 +67,7 @@ class Hooks:
         streams: Streams,
         updates: BackwardUpdates | None = None,
         *,
-        scales_loss: bool = False,
+        gradient_scale: GradientScale,
         activations: Activations | None = None,
     ) -> None:
         self._model = model
@@ -76,7 +77,7 @@ class Hooks:
         self._cast_inputs = cast_inputs
         self._streams = streams
         self._updates = updates
-        self._scales_loss = scales_loss
+        self._gradient_scale = gradient_scale
         self._activations = activations
         self.loss_is_scaled = False  # the backward under way was called with a scaled loss
         self._arrived: dict[Unit, set[int]] = {}  # gradients of this backward, by slot
@@ -286,7 +287,8 @@ class Hooks:
         if self._updates is not None:
             self._updates.check(unit)
         if not self.backward_open:
-            if self._scales_loss and not self.loss_is_scaled:
+            self._gradient_scale.check_not_clipped()
+            if self._gradient_scale.loss is not None and not self.loss_is_scaled:
                 raise EngineError(
                     "loss.backward() was called, and fp16 needs a scaled loss. Use optimizer.backward(loss), without "
                     "a GradScaler."

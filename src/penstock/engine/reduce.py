@@ -136,6 +136,7 @@ class Reducer:
         reduced = self.buffers.lease(unit.layout.shard_numel, self._reduce_dtype) if sharded else full
         parts = unit.parts()
         values, before = reached(gradient.home, self._streams), gradient.ready
+        home_free = before if values is not None else DONE
 
         named = unit.label
         measured = values is not None or not add  # in `communicate`
@@ -161,11 +162,12 @@ class Reducer:
         event = self._streams.submit(
             COLLECTIVE,
             communicate,
-            after=(before,) if values is not None else (),
+            after=(home_free, self._ranks.others),
             writes=writes,
             nbytes=full.numel() * full.element_size(),
             what=f"reduce {unit.name}",
         )
+        self._ranks.submitted(event)
         what = f"save {unit.name} grad"
         if full is not pending:
             self.buffers.give_back(pending, DONE)
@@ -185,6 +187,7 @@ class Reducer:
         if flaws is not None and not measured:
             agree = partial(self._agree, gradient, flaws)
             gradient.ready = self._streams.submit(COLLECTIVE, agree, after=(gradient.ready,), what=f"agree {unit.name}")
+            self._ranks.submitted(gradient.ready)
 
     def tell_host(self, unit: Unit) -> None:
         """Have the host know whether the ready gradient is finite: to ask a device for it would wait for compute."""
@@ -305,7 +308,7 @@ class Reducer:
     def _agree(self, gradient: Gradient, flaws: Tensor) -> None:
         """Sum over ranks whether the gradient is not finite."""
         flaws.copy_(self._flaws(gradient))
-        self._ranks.all_reduce(flaws)
+        self._ranks.agree(flaws)
 
     def _flaws(self, gradient: Gradient) -> Tensor:
         """Whether this rank's part of the gradient is not finite: 0 or 1."""

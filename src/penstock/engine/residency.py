@@ -60,12 +60,17 @@ class _Move:
         """All of them."""
         return [self.params, *self.rest, self.gradient]
 
-    def wait(self) -> Exception | None:
+    def finish(self) -> Exception | None:
         """Wait until everything has arrived or failed; returns the first error."""
         failure: Exception | None = None
-        for wait in [event.synchronize for event in self.events] + [home.settle for home in self.homes.values()]:
+        for event in self.events:
             try:
-                wait()
+                event.synchronize()
+            except Exception as error:
+                failure = failure or error
+        for home in self.homes.values():
+            try:
+                home.settle()
             except Exception as error:
                 failure = failure or error
         return failure
@@ -113,7 +118,9 @@ class Mover:
         self._cleaned: Event = DONE  # what the last move left is given back
 
     def offload(self, homes: Collection[str], to: Tier, *, pin: bool, wait: bool) -> None:
-        """Move homes to the cpu or the nvme tier. What is there already stays as it is. Updates are over. Collective.
+        """Move homes to the cpu or the nvme tier. What is there already stays as it is. Collective.
+
+        Updates are over, and gradients are there.
 
         Arguments:
             homes: by name: param, grad, master, optimizer.
@@ -141,7 +148,7 @@ class Mover:
         self._move(wanted, pin=pin, wait=wait)
 
     def reload(self, *, wait: bool) -> None:
-        """Move every home to where the placement wants it. Updates are over. Collective. Raises as `offload`."""
+        """Move every home to where the placement wants it. Collective. Needs and raises what `offload` does."""
         self._gatherer.drop_unused()
         self._reducer.rest(self._units)
         self._move({unit: plan.sections for unit, plan in self._plans.items()}, pin=True, wait=wait)
@@ -197,7 +204,7 @@ class Mover:
             clean_up()
         else:
             over = [_Over(event) for event in (ring.free, *(event for move in moves for event in move.events))]
-            self._cleaned = self._streams.submit(UPDATE, clean_up, after=over)
+            self._cleaned = self._streams.submit(UPDATE, clean_up, after=(all_of(over),))
 
     def _replan(self) -> None:
         """The buffers through which tiles pass depend on where the homes are."""
@@ -263,7 +270,7 @@ class Mover:
         what = f"move {unit.name} {name}"
         if name == GRAD:
             if trained.gradient.held:
-                move.gradient = transit.copy(trained.gradient.home, new, after=trained.gradient.ready, what=what)
+                move.gradient = transit.copy(trained.gradient.home, new, after=DONE, what=what)
         elif name == SHADOW:
             params = self._own_part(unit, move.homes[PARAM]) if PARAM in move.homes else unit.params
             move.rest.append(transit.copy(params, new, after=move.params, what=what))
@@ -345,6 +352,6 @@ class _Over(Event):
 
 def _wait(moves: Sequence[_Move], ring: Ring) -> Exception | None:
     """Wait until nothing is under way; returns the first error."""
-    failures = [move.wait() for move in moves]
+    failures = [move.finish() for move in moves]
     ring.drop()
     return next(filter(None, failures), None)

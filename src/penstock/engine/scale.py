@@ -3,6 +3,8 @@
 import math
 from collections.abc import Mapping
 
+from penstock.errors import EngineError
+
 
 class LossScale:
     """The factor by which fp16 losses are multiplied, so that small gradients do not vanish; as `torch.amp.GradScaler`.
@@ -74,6 +76,18 @@ class GradientScale:
     def loss_scale(self) -> float:
         """What the loss was multiplied with."""
         return 1.0 if self.loss is None else self.loss.value
+
+    def check_not_clipped(self) -> None:
+        """Refuse another micro-batch: its gradient would be added to one that is not clipped yet, and clipped as well.
+
+        Raises:
+            EngineError: the gradient was clipped.
+        """
+        if self.clip != 1.0:
+            raise EngineError(
+                "backward() was called after clip_grad_norm_(), which comes last: run all micro-batches, then clip, "
+                "then step(); or use prepare(max_grad_norm=...)."
+            )
 
     def renew(self) -> None:
         """The summed gradients were dropped."""

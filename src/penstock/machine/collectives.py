@@ -19,6 +19,8 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from penstock.errors import CheckpointError, EngineError
+from penstock.machine.streams import Event, all_of
+from penstock.machine.turns import turns_on
 
 # torch 2.13 renamed the flat collectives; the older names still work in torch 2.8 to 2.12.
 _all_gather_flat = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -54,6 +56,7 @@ class Ranks:
     ) -> None:
         self._shard_group = shard_group
         self._replica_groups = replica_groups
+        self._turns = [turns_on(group) for group in (shard_group, *replica_groups) if group is not None]
         self.rank = dist.get_rank() if shard_group or replica_groups else 0
         self.replica_rank = 0
         for group in replica_groups:
@@ -86,6 +89,18 @@ class Ranks:
         """Ranks in all."""
         return self.shards * self.replicas
 
+    @property
+    def others(self) -> Event:
+        """The last collectives that other engines have submitted: what this one submits next is issued after them."""
+        return all_of(turns.before(self) for turns in self._turns)
+
+    def submitted(self, event: Event) -> None:
+        """Work with collectives of this engine was submitted; they have been issued by the event."""
+        for turns in self._turns:
+            turns.submitted(self, event)
+
+    # Submitted to the stream of collectives
+
     def all_gather(self, full: Tensor, shard: Tensor, what: str = "") -> None:
         """Fill the flat `full` (numel = shards x shard numel) with every shard. `shard` may be its own part of it."""
         every, own = as_bytes(full), as_bytes(shard)
@@ -108,6 +123,13 @@ class Ranks:
             self._issue(
                 "all_reduce", f"the sum of {what}", partial(dist.all_reduce, tensor, op=dist.ReduceOp.SUM, group=group)
             )
+
+    def agree(self, tensor: Tensor) -> None:
+        """Sum over all ranks, in place."""
+        if self._shard_group is not None:
+            self.counts["all_reduce"] += 1
+            dist.all_reduce(tensor, op=dist.ReduceOp.SUM, group=self._shard_group)
+        self.all_reduce_replicas(tensor)
 
     def _issue(self, name: str, what: str, collective: Callable[[], object]) -> None:
         """Note a collective, for ranks to compare, and issue it."""
@@ -169,15 +191,16 @@ class Ranks:
         dist.all_gather_object(gathered, issued, group=group)
         return dict(zip(dist.get_process_group_ranks(group), gathered, strict=True))
 
+    # Issued by the caller
+
     def all_reduce(self, tensor: Tensor) -> None:
         """Sum over all ranks, in place."""
-        if self._shard_group is not None:
-            self.counts["all_reduce"] += 1
-            dist.all_reduce(tensor, op=dist.ReduceOp.SUM, group=self._shard_group)
-        self.all_reduce_replicas(tensor)
+        self.others.wait()
+        self.agree(tensor)
 
     def all_reduce_max(self, tensor: Tensor) -> None:
         """The greatest over all ranks, in place."""
+        self.others.wait()
         for group in (self._shard_group, *self._replica_groups):
             if group is not None:
                 self.counts["all_reduce"] += 1
@@ -212,6 +235,7 @@ class Ranks:
 
     def broadcast(self, tensor: Tensor) -> None:
         """Every rank takes the tensor of the first rank of the grid."""
+        self.others.wait()
         for group in (*self._replica_groups, self._shard_group):
             if group is not None:
                 self.counts["broadcast"] += 1
@@ -219,6 +243,7 @@ class Ranks:
 
     def broadcast_part(self, tensor: Tensor, shard_rank: int) -> None:
         """Every shard rank takes the tensor of one of them."""
+        self.others.wait()
         if self._shard_group is not None:
             self.counts["broadcast"] += 1
             dist.broadcast(as_bytes(tensor), group=self._shard_group, group_src=shard_rank)

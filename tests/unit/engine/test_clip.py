@@ -96,6 +96,19 @@ def test_what_is_refused() -> None:
     optimizer.close()
 
 
+def test_a_plain_backward_after_clipping_is_refused_and_changes_nothing() -> None:
+    model = stack()
+    optimizer = prepared(model)
+    optimizer.backward(loss_of(model))
+    optimizer.clip_grad_norm_(0.5)
+    before = [optimizer.full_grad(p) for p in model.parameters()]
+    with pytest.raises(EngineError, match="comes last"):
+        loss_of(model, 1).backward()
+    assert all(torch.equal(optimizer.full_grad(p), g) for p, g in zip(model.parameters(), before, strict=True))
+    assert not optimizer.step().skipped
+    optimizer.close()
+
+
 def norms_on(rank: int) -> list[float]:
     model = stack()
     optimizer = penstock.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), precision="fp32")

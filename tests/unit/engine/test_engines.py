@@ -1,0 +1,201 @@
+"""Many engines in one process: side by side, one after the other, and what is left when they are gone."""
+
+import gc
+import os
+import threading
+from collections import Counter
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import penstock
+from penstock.machine.streams import Streams
+from tests.accounts import tensor_bytes
+from tests.parity.rows import Arithmetic, Block, Movement, changed, shares
+from tests.support import inline, prepare_on, separate, simulated
+from tests.unit.engine.test_memory import hooks_of
+
+WIDTH, STEPS = 24, 4
+SMALL = {"tile_bytes": 4 << 10}
+
+
+def late() -> Streams:
+    return simulated(most_seconds=0.0005)
+
+
+ON_DEVICE = Movement(overlap="none")
+IN_FILES = inline, Movement(params="nvme", grads="nvme", optimizer="nvme", overlap="forward").but(**SMALL)
+IN_PARTS = late, Movement(2, grads=shares(0.5, 0.5), optimizer=shares(0.3, 0.4, 0.3), overlap="none").but(**SMALL)
+SIDES = (
+    IN_FILES,
+    (late, Movement(params="cpu", grads="cpu", optimizer="cpu", overlap="backward").but(**SMALL)),
+    (separate, Movement(1, optimizer="cpu").but(**SMALL)),
+    IN_PARTS,
+)
+
+
+def make_model(seed: int = 0) -> nn.Module:
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        return nn.Sequential(nn.Linear(WIDTH, WIDTH), *(Block(WIDTH) for _ in range(2)))
+
+
+class Side:
+    """A model and its optimizer."""
+
+    def __init__(self, model: nn.Module, make: Callable[[], Streams], how: Movement) -> None:
+        self.model = model
+        self.optimizer = prepare_on(
+            make(),
+            model,
+            Arithmetic().make_optimizer(list(model.parameters())),
+            stage=how.stage,
+            placement=how.placement,
+            precision="fp32",
+            overlap=how.overlap,
+            options=penstock.Options(**dict(how.options)),
+        )
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self.model(x).float()
+
+    def values(self) -> list[Tensor]:
+        return [self.optimizer.full_param(p) for p in self.model.parameters()]
+
+
+def batch(step: int) -> Tensor:
+    return torch.randn(5, WIDTH, generator=torch.Generator().manual_seed(step))
+
+
+def accumulate(actor: Side, critic: Side, step: int) -> list[Tensor]:
+    """A loss of each, and one of both: through the actor, then through the critic."""
+    x = batch(step)
+    with actor.optimizer.no_sync(), critic.optimizer.no_sync():
+        own, judged = actor(x).square().mean(), critic(x).abs().mean()
+        critic.optimizer.backward(judged)
+        actor.optimizer.backward(own)
+    both = (critic(torch.tanh(actor(x))) - x).square().mean()
+    (critic.optimizer if step % 2 else actor.optimizer).backward(both)
+    return [own.detach(), judged.detach(), both.detach()]
+
+
+def play(actor: Side, critic: Side, first_to_close: str) -> list[Tensor]:
+    """Steps of both; one is closed between backward and step of the other, which goes on alone."""
+    seen: list[Tensor] = []
+    for step in range(STEPS):
+        seen += accumulate(actor, critic, step)
+        for side in (actor, critic) if step % 2 else (critic, actor):
+            seen.append(torch.tensor(side.optimizer.step().grad_norm))
+            side.optimizer.zero_grad()
+    seen += accumulate(actor, critic, STEPS)
+    actor.optimizer.step()
+    critic.optimizer.step()
+    last, other = (critic, actor) if first_to_close == "actor" else (actor, critic)
+    last.optimizer.zero_grad()
+    last.optimizer.backward(last(batch(8)).square().mean())
+    other.optimizer.close()
+    seen += [p.detach().clone() for p in other.model.parameters()]
+    for step in range(9, 12):
+        seen.append(torch.tensor(last.optimizer.step().grad_norm))
+        last.optimizer.zero_grad()
+        loss = last(batch(step)).square().mean()
+        last.optimizer.backward(loss)
+        seen.append(loss.detach())
+    last.optimizer.step()
+    return [*seen, *last.values()]
+
+
+@cache
+def expected(first_to_close: str) -> list[Tensor]:
+    """What both give on the device."""
+    actor, critic = (Side(make_model(seed), inline, ON_DEVICE) for seed in range(2))
+    seen = play(actor, critic, first_to_close)
+    close(actor, critic)
+    return seen
+
+
+def close(*sides: Side) -> None:
+    for side in sides:
+        side.optimizer.close()
+
+
+def assert_equal(ours: list[Tensor], theirs: list[Tensor]) -> None:
+    for number, (a, b) in enumerate(zip(ours, theirs, strict=True)):
+        assert torch.equal(a, b), number
+
+
+@pytest.mark.parametrize("first_to_close", ["actor", "critic"])
+@pytest.mark.parametrize(
+    "both",
+    list(zip(SIDES, SIDES[1:] + SIDES[:1], strict=True)),
+    ids=lambda both: " | ".join(changed(how) for _, how in both),
+)
+def test_engines_side_by_side_train_as_on_the_device(both: Any, first_to_close: str) -> None:
+    actor, critic = (Side(make_model(seed), *side) for seed, side in enumerate(both))
+    found = play(actor, critic, first_to_close)
+    close(actor, critic)
+    assert_equal(found, expected(first_to_close))
+
+
+# What is left
+
+
+def what_there_is() -> dict[str, Any]:
+    """What engines take of the process."""
+    gc.collect()
+    return {
+        "bytes": tensor_bytes(),
+        "threads": threading.active_count(),
+        "descriptors": len(os.listdir("/proc/self/fd")),
+        "objects": Counter(
+            t.__name__ for t in map(type, gc.get_objects()) if str(t.__module__).startswith("penstock.")
+        ),
+    }
+
+
+def traces_of(model: nn.Module) -> list[Any]:
+    """What an engine puts on a model."""
+    return [hooks_of(model), *(sorted(vars(module)) for module in model.modules())]
+
+
+@pytest.fixture
+def disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The one folder of the nvme tier."""
+    monkeypatch.setattr("tests.parity.rows.disks", lambda count: [tmp_path])
+    return tmp_path
+
+
+@pytest.mark.parametrize("first_to_close", ["actor", "critic"])
+def test_after_the_last_close_everything_is_as_before_the_first_prepare(first_to_close: str, disk: Path) -> None:
+    def life() -> None:
+        actor, critic = Side(make_model(0), *IN_FILES), Side(make_model(1), *IN_PARTS)
+        assert len(list(disk.iterdir())) == 2
+        play(actor, critic, first_to_close)
+        close(actor, critic)
+
+    life()  # what torch makes once
+    before = what_there_is()
+    life()
+    assert what_there_is() == before
+    assert list(disk.iterdir()) == []
+
+
+@pytest.mark.parametrize("side", SIDES, ids=lambda side: changed(side[1]))
+def test_a_model_that_is_prepared_and_closed_again_and_again_takes_no_more_each_time(side: Any, disk: Path) -> None:
+    model = make_model()
+    clean, seen = traces_of(model), []
+    for step in range(5):
+        trained = Side(model, *side)
+        trained.optimizer.backward(trained(batch(step)).square().mean())
+        trained.optimizer.step()
+        close(trained)
+        del trained
+        assert traces_of(model) == clean
+        assert list(disk.iterdir()) == []
+        seen.append(what_there_is())
+    assert seen[1:] == seen[1:2] * 4
