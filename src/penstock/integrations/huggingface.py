@@ -1,14 +1,17 @@
 """Hugging Face causal language models: build them, and save their weights from wherever they live."""
 
+import contextlib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors import SafetensorError
 from torch import Tensor, nn
 
-from penstock.errors import ConfigError
+from penstock.checkpoint.weights import WeightFiles
+from penstock.errors import CheckpointError, ConfigError
 from penstock.integrations.tokenizers import ByteTokenizer
 
 GATHER_BYTES = 1 << 30
@@ -109,6 +112,38 @@ def build_model(source: ModelSource) -> nn.Module:
             raise ConfigError(f"The model in {source.folder} cannot be read: {error}") from error
         if loading["missing_keys"]:  # transformers would train random weights in their place
             raise ConfigError(f"The weights in {source.folder} lack {', '.join(sorted(loading['missing_keys']))}.")
+    return model.train()
+
+
+def build_empty(source: ModelSource) -> nn.Module | None:
+    """A folder's model without values, for `prepare(weights=source.folder)`: no rank ever holds all of it.
+
+    Returns:
+        A model on the meta device; `None` for a preset, and where transformers reads the folder's weights under other
+        names or in other shapes than the model has: `build_model` does that.
+    """
+    import transformers
+
+    if source.folder is None:
+        return None
+    auto: Any = transformers.AutoModelForCausalLM  # untyped
+    with torch.device("meta"):
+        model: nn.Module = auto.from_config(source.config)
+    aliases: dict[Tensor, list[str]] = {}
+    for name, tensor in (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)):
+        aliases.setdefault(tensor, []).append(name)
+    shapes = {name: tuple(tensor.shape) for tensor, names in aliases.items() for name in names}
+    try:
+        held = WeightFiles(source.folder).entries
+    except CheckpointError as error:
+        raise ConfigError(f"The model in {source.folder} cannot be read: {error}") from error
+    fits = all(shapes.get(name) == entry.shape for name, entry in held.items())
+    parameters = [names for tensor, names in aliases.items() if isinstance(tensor, nn.Parameter)]
+    if not fits or not all(any(name in held for name in names) for names in parameters):
+        return None
+    with contextlib.suppress(OSError):  # few folders have none
+        made: Any = model
+        made.generation_config = transformers.GenerationConfig.from_pretrained(source.folder)
     return model.train()
 
 

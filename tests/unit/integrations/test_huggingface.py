@@ -14,6 +14,7 @@ from penstock.errors import ConfigError
 from penstock.integrations import huggingface
 from penstock.integrations.huggingface import (
     PRESETS,
+    build_empty,
     build_model,
     enable_activation_checkpointing,
     find_model,
@@ -83,6 +84,32 @@ def test_a_folder_is_built_as_it_was_saved(tmp_path: Path, dtype: torch.dtype) -
     for (name, p), q in zip(model.named_parameters(), saved.parameters(), strict=True):
         assert p.dtype == dtype
         assert torch.equal(p, q), name
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_folder_is_filled_without_a_whole_model(tmp_path: Path, tied: bool) -> None:
+    saved = micro_llama(tied=tied, dtype=torch.bfloat16)
+    saved.save_pretrained(tmp_path)
+    model = build_empty(find_model(str(tmp_path), seq_length=64))
+    assert model is not None
+    assert model.training
+    assert all(p.is_meta for p in model.parameters())
+    optimizer = penstock.prepare(model, torch.optim.AdamW(model.parameters()), precision="fp32", weights=tmp_path)
+    ids = torch.arange(12)[None]
+    with torch.no_grad():
+        whole = type(saved).from_pretrained(tmp_path, dtype=torch.float32)
+        assert torch.equal(model(input_ids=ids).logits, whole(input_ids=ids).logits)
+    for (name, p), q in zip(model.named_parameters(), saved.parameters(), strict=True):
+        assert torch.equal(optimizer.full_param(p), q), name
+    optimizer.close()
+
+
+def test_a_folder_under_other_names_is_left_to_transformers(tmp_path: Path) -> None:
+    saved = micro_llama(tied=False)
+    saved.model.save_pretrained(tmp_path)  # without head, and without the prefix
+    edit_config(tmp_path, architectures=["LlamaForCausalLM"])
+    assert build_empty(find_model(str(tmp_path), seq_length=64)) is None
+    assert build_empty(find_model("tiny", seq_length=64)) is None
 
 
 def edit_config(folder: Path, **values: object) -> None:

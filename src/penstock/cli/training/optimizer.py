@@ -1,5 +1,6 @@
 """The model's optimizer: AdamW in two groups, prepared by penstock as the settings say."""
 
+from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -11,8 +12,10 @@ from penstock.cli.training.precision import resolve_precision
 from penstock.cli.training.ranks import Ranks
 
 
-def prepare_model(model: nn.Module, config: TrainConfig, ranks: Ranks) -> penstock.Optimizer:
-    """Hand the model and its AdamW to penstock; collective.
+def prepare_model(
+    model: nn.Module, config: TrainConfig, ranks: Ranks, *, weights: Path | None = None
+) -> penstock.Optimizer:
+    """Hand the model and its AdamW to penstock; collective. `weights`: where the values of a model without are.
 
     Raises:
         ConfigError: what the settings ask for cannot be done.
@@ -26,6 +29,7 @@ def prepare_model(model: nn.Module, config: TrainConfig, ranks: Ranks) -> pensto
         max_grad_norm=config.max_grad_norm,
         overlap=cast("Any", config.overlap),
         options=options_of(config),
+        weights=weights,
     )
 
 

@@ -28,6 +28,7 @@ from penstock.cli.training.schedule import warmup_cosine
 from penstock.errors import ConfigError
 from penstock.integrations.huggingface import (
     ModelSource,
+    build_empty,
     build_model,
     enable_activation_checkpointing,
     find_model,
@@ -88,11 +89,12 @@ def run(config: TrainConfig) -> Result:
         goes_on = checkpoint_to_resume(config) is not None
         with joined(ranks), open_metrics(config, is_first_rank=ranks.is_first, goes_on=goes_on) as metrics:
             torch.manual_seed(config.seed)
-            model = build_model(source)
+            empty = build_empty(source)
+            model = build_model(source) if empty is None else empty
             if config.activation_checkpointing:
                 enable_activation_checkpointing(model)
             metrics.start(**_about_run(model, corpus, config, ranks))
-            optimizer = prepare_model(model, config, ranks)
+            optimizer = prepare_model(model, config, ranks, weights=source.folder if empty is not None else None)
             measure = _Measure(model, corpus, tokenizer.token_name, config, ranks, display, metrics)
             # 4.
             scheduler = LambdaLR(optimizer, warmup_cosine(warmup=config.warmup_steps, steps=config.steps))
