@@ -267,7 +267,9 @@ class Council:
         if self.size > 1:
             name = torch.tensor(secrets.randbits(48) if self.is_first else 0, device=device)
             ranks.all_reduce(name)
-            store = dist.PrefixStore(f"penstock council {int(name)}", dist.distributed_c10d._get_default_store())
+            store = dist.distributed_c10d.PrefixStore(
+                f"penstock council {int(name)}", dist.distributed_c10d._get_default_store()
+            )
             self._group = dist.ProcessGroupGloo(store, self.rank, self.size, _COUNCIL_TIMEOUT)
 
     @property
@@ -289,17 +291,30 @@ class Council:
         return self.collect(value)[0]
 
     def collect(self, value: T) -> list[T]:
-        """What each rank has, by rank."""
+        """What each rank has, by rank.
+
+        Raises:
+            CheckpointError: a rank has ended.
+        """
         if self._group is None:
             return [value]
         own = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
         lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]
-        self._group.allgather(lengths, torch.tensor([own.numel()])).wait()
+        self._all_gather(lengths, torch.tensor([own.numel()]))
         parts = [torch.empty(max(map(int, lengths)), dtype=torch.uint8) for _ in lengths]
         padded = torch.zeros_like(parts[0])
         padded[: own.numel()] = own
-        self._group.allgather(parts, padded).wait()
+        self._all_gather(parts, padded)
         return [pickle.loads(part.numpy().tobytes()) for part in parts]
+
+    def _all_gather(self, parts: list[Tensor], own: Tensor) -> None:
+        try:
+            self._group.allgather(parts, own).wait()
+        except RuntimeError as error:
+            raise CheckpointError(
+                f"Rank {self.rank} of {self.size} hears nothing from another one, which has ended or does something "
+                f"else. Checkpoints that were whole before still are. ({error})"
+            ) from error
 
     def close(self) -> None:
         """Give the group back."""
