@@ -106,7 +106,7 @@ class Saver:
             raise ConfigError(f"save({str(path)!r}): name the checkpoint; 'latest' stands for the newest one.")
         if if_busy == "raise" and self._runs_anywhere():
             raise EngineError("A checkpoint is still being saved. Wait with synchronize(), or use if_busy='wait'.")
-        self.wait()
+        self.finish()
         if self._council is None:
             self._council = Council(self._ranks, self._streams.device)
         council = self._council
@@ -156,7 +156,7 @@ class Saver:
             for event in self._job.copied:
                 event.synchronize()
 
-    def wait(self) -> None:
+    def finish(self) -> None:
         """Until the save that is under way is over; raise its error. Collective where there is one."""
         job, self._job = self._job, None
         if job is None:
@@ -175,7 +175,7 @@ class Saver:
             CheckpointError: of the save that was under way.
         """
         try:
-            self.wait()
+            self.finish()
         finally:
             if self._council is not None:
                 self._council.close()
