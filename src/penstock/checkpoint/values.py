@@ -19,6 +19,7 @@ from penstock.checkpoint.fields import Field
 from penstock.errors import CheckpointError, ConfigError
 
 TAG = "!"
+_MOST_BITS = 8192  # what every reader of JSON takes
 
 
 def encode(value: object, tensors: dict[str, Tensor], *, what: str) -> object:
@@ -44,6 +45,8 @@ class _Encoder:
     def encode(self, value: object, what: str) -> object:
         if isinstance(value, bool) or value is None:
             return value
+        if isinstance(value, int) and value.bit_length() > _MOST_BITS:
+            raise ConfigError(f"{what} is a number of more than {_MOST_BITS:,} bits. Save it as bytes.")
         if isinstance(value, str | int | float):
             return next(kind(value) for kind in (str, int, float) if isinstance(value, kind))
         if isinstance(value, bytes):

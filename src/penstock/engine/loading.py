@@ -19,7 +19,7 @@ from penstock.checkpoint.beside import persistent_buffers
 from penstock.checkpoint.fields import Field
 from penstock.checkpoint.manifest import Manifest, SavedParameter
 from penstock.checkpoint.opened import Checkpoint
-from penstock.checkpoint.randomness import write_random
+from penstock.checkpoint.randomness import RandomStates, decode_random, write_random
 from penstock.checkpoint.reading import Tile, TileKey, TileReader
 from penstock.checkpoint.tables import pieces
 from penstock.engine.access import Access
@@ -98,8 +98,10 @@ class Loader:
             groups = self._read_groups(checkpoint)
             buffers = self._read_buffers(checkpoint)
             extra = checkpoint.value("extra", checkpoint.manifest.extra)
+            if not isinstance(extra, dict):
+                raise checkpoint.fail("extra", "is not an object.")
             plan = self._plan(checkpoint)
-            self._set_random(checkpoint)
+            random = self._read_random(checkpoint)
         except Exception as error:
             failure = error
         self._ranks.check_failures(failure, self._streams.device)
@@ -124,7 +126,9 @@ class Loader:
             buffer.copy_(buffers[name])
         if self._gradient_scale.loss is not None and checkpoint.manifest.loss_scale is not None:
             self._gradient_scale.loss.restore(checkpoint.manifest.loss_scale)
-        return dict(extra)
+        if random is not None:
+            write_random(random, self._streams.device)
+        return extra
 
     # Checks: nothing has changed yet
 
@@ -188,12 +192,13 @@ class Loader:
             values[name] = value
         return values
 
-    def _set_random(self, checkpoint: Checkpoint) -> None:
+    def _read_random(self, checkpoint: Checkpoint) -> RandomStates | None:
         """Those of the same rank; a rank that was not there goes on with what it has."""
         rank = self._ranks.shard_rank + self._ranks.shards * self._ranks.replica_rank
-        if rank < len(checkpoint.tables):
-            file = checkpoint.folder / checkpoint.manifest.ranks[rank].table.name
-            write_random(Field(file, "random", checkpoint.tables[rank].random), self._streams.device)
+        if rank >= len(checkpoint.tables):
+            return None
+        file = checkpoint.folder / checkpoint.manifest.ranks[rank].table.name
+        return decode_random(Field(file, "random", checkpoint.tables[rank].random), self._streams.device)
 
     def _plan(self, checkpoint: Checkpoint) -> Plan:
         """What of each tile goes where. Every element of this rank's shards comes from one place."""
