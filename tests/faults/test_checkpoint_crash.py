@@ -52,6 +52,11 @@ def failing(name: str) -> Any:
     return write
 
 
+def save_and_wait(optimizer: penstock.Optimizer, path: Path, blocking: bool) -> None:
+    optimizer.save(path, blocking=blocking)
+    optimizer.synchronize()
+
+
 def one_rank_fails(rank: int, parent: Path) -> list[str]:
     """Let the table of the other rank or of the first one fail; what the ranks say."""
     model, optimizer, scheduler = RUN.prepare()
@@ -64,8 +69,7 @@ def one_rank_fails(rank: int, parent: Path) -> list[str]:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(saves, "write_file", failing(name))
             with pytest.raises(penstock.CheckpointError) as caught:
-                optimizer.save(parent / "a", blocking=blocking)
-                optimizer.synchronize()
+                save_and_wait(optimizer, parent / "a", blocking)
         said.append(str(caught.value))
         optimizer.load(parent / "a")
         assert different(values(model, optimizer), before) == []
