@@ -145,13 +145,6 @@ def test_bytes_that_are_not_those_written(subject: Subject, data: st.DataObject)
 # Values, with every checksum put right
 
 
-def deep(depth: int) -> Any:
-    value: Any = 1
-    for _ in range(depth):
-        value = [value]
-    return value
-
-
 HOSTILE: list[Any] = [
     *(None, True, False, 0, 1, -1, 3, 255, 256, 257, 4096, 1 << 30, 1 << 31, 1 << 32, 1 << 62, 1 << 63, 1 << 64),
     *(10**400, -(10**400), 0.0, 0.5, -1.5, 1e308, float("nan"), float("inf"), "", "x", "..", "../x", "a\0b", "\ud800"),
@@ -159,8 +152,12 @@ HOSTILE: list[Any] = [
     *("param", "master", "optimizer", "exp_avg", "exp_avg.scale", "!", [], [[]], [1, 2], [-1], [0], [1 << 40] * 2, {}),
     *({"!": "tensor", "key": "no"}, {"!": "tensor", "key": "extra.0"}, {"!": "bytes", "hex": "xyz"}, {"!": "tuple"}),
     *({"!": "tuple", "items": [1, 2]}, {"!": "dict", "items": [[[], 1]]}, {"!": "dict", "items": [[{"a": 1}, 1]]}),
-    *({"!": "no"}, {"!": 1}, {"!": []}, {"a": 1}, deep(600)),
+    *({"!": "no"}, {"!": 1}, {"!": []}, {"a": 1}),
 ]
+
+
+def copy_of(value: Any) -> Any:
+    return json.loads(json.dumps(value))
 
 
 def places(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
@@ -194,13 +191,13 @@ def change_values(tree: Any, data: st.DataObject) -> None:
         if how == "gone":
             del holder[key]
         elif how == "twice" and isinstance(holder, list):
-            holder.insert(key, holder[key])
+            holder.insert(key, copy_of(holder[key]))
         elif how == "swap":
-            holder[key] = json.loads(json.dumps(at(tree, data.draw(st.sampled_from(paths)))))
+            holder[key] = copy_of(at(tree, data.draw(st.sampled_from(paths))))
         elif how == "near" and isinstance(holder[key], int) and not isinstance(holder[key], bool):
             holder[key] += data.draw(st.sampled_from([-256, -1, 1, 2, 256, 4096]))
         else:
-            holder[key] = data.draw(st.sampled_from(HOSTILE))
+            holder[key] = copy_of(data.draw(st.sampled_from(HOSTILE)))
 
 
 def put_right(folder: Path, table: Any, content: Any) -> None:
@@ -229,6 +226,26 @@ def test_values_that_nobody_writes(subject: Subject, data: st.DataObject) -> Non
         change_values(content, data)
     put_right(subject.folder, table, content)
     subject.load()
+
+
+@pytest.mark.parametrize("depth", [300, 900, 100_000])
+@pytest.mark.parametrize("key", ["extra", "groups", "random"])
+def test_what_is_nested_without_an_end(subject: Subject, key: str, depth: int) -> None:
+    subject.change()
+    content = json.loads((subject.folder / MARKER).read_bytes())["content"]
+    file = subject.file("-00000.json" if key == "random" else MARKER)
+    tree = json.loads(file.read_bytes()) if key == "random" else content
+    holder = tree["groups"][0]["options"] if key == "groups" else tree
+    holder["lr" if key == "groups" else key] = "here"
+    text = to_bytes(tree).replace(b'"here"', b"[" * depth + b"]" * depth)
+    if key == "random":
+        file.write_bytes(text)
+        content["ranks"][0]["table"] = [file.name, len(text), checksum(text)]
+        put_right(subject.folder, None, content)
+    else:
+        whole = b'{"format":"penstock","version":1,"checksum":%d,"content":%s}' % (checksum(text), text)
+        file.write_bytes(whole)
+    assert not subject.load()
 
 
 @many
