@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy  # noqa: ICN001, F401 - its random state is saved and checked
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
@@ -43,6 +44,7 @@ class Subject:
         self.model, self.optimizer, _ = run.prepare(seed=77)
         self.run = run
         self.is_whole = False
+        self.said = ""  # of the last load
         self.untouched: Values = {}
 
     def change(self) -> Path:
@@ -71,6 +73,7 @@ class Subject:
         self.make_whole()
         state, python = torch.get_rng_state(), random.getstate()
         refused = self.refusal()
+        self.said = refused or ""
         if refused is None:
             self.is_whole = False
             return True
@@ -226,6 +229,63 @@ def test_values_that_nobody_writes(subject: Subject, data: st.DataObject) -> Non
         change_values(content, data)
     put_right(subject.folder, table, content)
     subject.load()
+
+
+#: In the table or the marker, where, and what stands there; and what it is called.
+NAMED: list[tuple[bool, tuple[Any, ...], Any, str]] = [
+    (False, ("loss_scale", "value"), 10**400, "'loss_scale.value' is too large"),
+    (False, ("loss_scale", "value"), 0, "'loss_scale' is not above 0"),
+    (False, ("loss_scale",), {"value": 1}, "'loss_scale' has ['value']"),
+    (False, ("extra",), [], "'extra' is not an object"),
+    (False, ("extra", "list"), {"!": "no", "items": []}, "'extra.list' is tagged 'no'"),
+    (
+        False,
+        ("parameters", "first.bias", "scalars"),
+        {"x": 1},
+        "'parameters.first.bias.scalars' are not those of adamw",
+    ),
+    (False, ("parameters", "first.bias", "shape"), [32, 1 << 60], "larger than any tensor"),
+    (False, ("groups", 0, "options", "betas"), [1], "'groups' has an option that cannot be"),
+    (False, ("groups", 0, "options", "lr"), "x", "'groups' has an option that cannot be"),
+    (False, ("ranks", 0, "table", 0), "../x", "'ranks[0].table[0]' is '../x'"),
+    (False, ("ranks", 0, "data", 1), 1 << 62, "has "),
+    (False, ("buffers", "seen"), "no", "'buffers.seen' is missing"),
+    (
+        True,
+        ("random", "numpy", "items", 2),
+        10**6,
+        "'random' is no state of a random number generator (position 1000000)",
+    ),
+    (True, ("random", "python"), 1, "'random' is no state"),
+    (True, ("units", 0, "slots", -1, 0), "no", "has no tile for its element 0"),
+    (True, ("units", 0, "slots", 0, 0), "last.bias", "has no tile for its element 0"),
+    (True, ("units", 0, "tile_numel"), 1 << 40, "has more tiles than the shard"),
+    (True, ("units", 0, "offset"), 1 << 40, "reach past the"),
+    (True, ("units", 0, "homes", 0, "cells", 0, 1), "int64", "has "),
+    (True, ("units", 0, "homes", 0, "cells", 0, 2), 256, "lacks"),
+]
+
+
+@pytest.mark.parametrize("subject", [FP16], indirect=True, ids=["fp16"])
+@pytest.mark.parametrize(("of_table", "path", "value", "said"), NAMED, ids=lambda value: str(value)[:60])
+def test_a_value_that_cannot_be_is_named(of_table: bool, path: Any, value: Any, said: str, subject: Subject) -> None:
+    subject.change()
+    content = json.loads((subject.folder / MARKER).read_bytes())["content"]
+    table = json.loads(subject.file("-00000.json").read_bytes())
+    at(table if of_table else content, path[:-1])[path[-1]] = value
+    put_right(subject.folder, table, content)
+    assert not subject.load()
+    assert said in subject.said
+
+
+def test_a_slot_of_no_parameter_is_named(subject: Subject) -> None:
+    subject.change()
+    content = json.loads((subject.folder / MARKER).read_bytes())["content"]
+    table = json.loads(subject.file("-00000.json").read_bytes())
+    table["units"][0]["slots"].append(["stranger", [1], 1 << 40])
+    put_right(subject.folder, table, content)
+    assert not subject.load()
+    assert "has 'stranger', which is no parameter" in subject.said
 
 
 @pytest.mark.parametrize("depth", [300, 900, 100_000])
