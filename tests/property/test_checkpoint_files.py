@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy  # noqa: ICN001, F401 - its random state is saved and checked
+import numpy  # noqa: F401 - its random state is saved and checked
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
