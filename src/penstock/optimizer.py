@@ -247,7 +247,7 @@ class Optimizer(torch.optim.Optimizer):
         """Finish pending updates and movements; raises the error of one that failed."""
         engine = self._open("synchronize")
         engine.access.finish()
-        engine.saver.wait()
+        engine.saver.finish()
 
     def state_dict(self) -> dict[str, Any]:
         """The state in `torch.optim`'s format, whole, on the cpu of every rank. Collective.

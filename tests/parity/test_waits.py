@@ -6,6 +6,8 @@ from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import cache
 from itertools import product
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
@@ -13,17 +15,17 @@ import torch
 from torch import Tensor
 
 import penstock
-from penstock.engine import activations, reduce, residency, update
+from penstock.engine import activations, gather, reduce, residency, saving, update
 from penstock.errors import EngineError
 from penstock.machine.simulated import SimulatedStreams
-from penstock.machine.streams import COLLECTIVE, DOWNLOAD, FETCH, READ, UPDATE, UPLOAD, WRITE, Streams
+from penstock.machine.streams import COLLECTIVE, DOWNLOAD, FETCH, READ, SAVE, UPDATE, UPLOAD, WRITE, Streams
 from penstock.tiers import pipeline, ring, transit
 from penstock.tiers.transit import Transit
 from tests.parity.rows import Arithmetic, Movement, batches, loss_of, make_model, prepared, shares, train
 from tests.parity.waits import AllOf, Copy, Wait, waits
 from tests.support import inline, prepare_on, run_ranks, shorten_rings
 
-STREAMS = (UPLOAD, DOWNLOAD, COLLECTIVE, UPDATE, READ, FETCH, WRITE)
+STREAMS = (UPLOAD, DOWNLOAD, COLLECTIVE, UPDATE, READ, FETCH, WRITE, SAVE)
 SLOW_SECONDS = 0.01
 KIB = 1 << 10
 
@@ -34,7 +36,16 @@ MEASURED = "step measures first, which waits for every gradient; updates run in 
 AT_ONCE = "transfers are not late here"
 MOVES = "only where homes move"
 ENGINES = "only where engines share a group: tests/distributed/test_engines.py"
+SAVES = "of the thread that saves, whose events no site drops: tests/unit/engine/test_saving.py"
 REDUNDANT = {
+    "saving.py finish: job.over.synchronize()": SAVES,
+    "saving.py wait_copied: event.synchronize()": SAVES,
+    "saving.py _sources: all of updated": "what was updated is published after it",
+    "gather.py _fill: all of unit.saved": "it writes what is there already, as far as that is saved",
+    "reading.py _finish: transfer.wait()": AT_ONCE,
+    "reading.py read: transfer.wait()": AT_ONCE,
+    "writing.py _wait: transfer.wait()": AT_ONCE,
+    "writing.py _fill: reading.wait()": AT_ONCE,
     "residency.py wait: self._event.wait()": "it is for a stream of the host, which synchronizes",
     "ring.py free: all of (slot.free for slot in self._slots)": "the clean-up waits for each slot of the ring",
     "access.py finish: unit.trained.updated.synchronize()": "what was updated is published after it",
@@ -226,6 +237,28 @@ def activations_away(streams: Streams) -> Values:
     return seen
 
 
+def saved(how: Movement, *, beside: bool) -> RowRun:
+    """What a checkpoint has that is saved right after a step, or beside the next one."""
+
+    def run(streams: Streams) -> Values:
+        model, optimizer = prepared(Arithmetic(), how, streams)
+        other, reader = prepared(Arithmetic(), Movement())
+        with TemporaryDirectory() as folder:
+            for (batch,), *_ in batches(1, 1)[:2]:
+                optimizer.backward(loss_of(model, batch))
+                optimizer.step()
+                optimizer.zero_grad()
+                if not beside or not any(Path(folder).iterdir()):
+                    optimizer.save(Path(folder, "a"), blocking=not beside)
+            optimizer.close()
+            reader.load(Path(folder, "a"))
+        seen = list(values(reader, other))
+        reader.close()
+        return seen
+
+    return run
+
+
 def in_flight(optimizer: penstock.Optimizer) -> list[str]:
     return [row.kind for row in optimizer.locations().rows if row.in_flight]
 
@@ -340,6 +373,10 @@ ROWS: dict[str, RowRun] = {
     "updated in backward": training(replace(OPTIMIZER_ON_CPU, overlap="backward")),
     "updated in backward, in parts": training(replace(SPLIT, overlap="backward")),
     "updated before a gradient that is not finite": updated_before_a_gradient_that_is_not_finite,
+    "saving right after a step": saved(replace(EVERYTHING_ON_CPU, overlap="forward"), beside=False),
+    "saving what is published": saved(replace(OPTIMIZER_ON_CPU, overlap="forward"), beside=False),
+    "saving what is in files": saved(IN_FILES, beside=False),
+    "saving beside a step": saved(EVERYTHING_ON_CPU, beside=True),
 }
 
 
@@ -355,7 +392,8 @@ OF_TWO_RANKS = {
     "gather.py _all_gather: COLLECTIVE after after of (after, self._ranks.others)": OfTwoRanks(
         EVERYTHING_ON_CPU, UPLOAD
     ),
-    "gather.py _fill: copy of full after event": OfTwoRanks(EVERYTHING_ON_CPU.but(stage=1), COLLECTIVE),
+    "gather.py _fill: all of event": OfTwoRanks(EVERYTHING_ON_CPU.but(stage=1), COLLECTIVE),
+    "gather.py _fill: copy of full after after": OfTwoRanks(EVERYTHING_ON_CPU.but(stage=1), COLLECTIVE),
     "reduce.py _add_on_host: DOWNLOAD after after of (after, self._accumulation_free)": OfTwoRanks(
         EVERYTHING_ON_CPU, COLLECTIVE
     ),
@@ -383,7 +421,7 @@ def _short_rings(monkeypatch: pytest.MonkeyPatch) -> None:
 def attempt(run: RowRun, expected: Values, slow: str | None, dropped: str | None) -> Outcome:
     together, copy = AllOf(dropped), Copy(dropped)
     with pytest.MonkeyPatch.context() as patch:
-        for module in (reduce, residency, update, pipeline, ring, transit):
+        for module in (gather, reduce, residency, saving, update, pipeline, ring, transit):
             patch.setattr(module, "all_of", together)
         patch.setattr(Transit, "copy", copy)
         outcome = attempt_with(run, expected, slow, dropped)

@@ -14,7 +14,8 @@ from penstock.tiers.transit import Transit
 
 PACKAGE = Path(penstock.__file__).parent
 HELPERS = ("_copy", "_copy_all")  # pass on what they wait for, their fourth argument
-FIRST, REST, ALL = "#first", "#rest", "#all"  # entries of `all_of([first, *rest])`, and of `all_of(events)`
+ALL = "#all"  # of `all_of(events)`
+REST = "+"  # `all_of([event, event, *rest])`: its entries are #0, #1 and #2+, as the last of any list is
 AFTER = "#after"  # of `Transit.copy`
 
 
@@ -76,9 +77,10 @@ def _entries(call: ast.Call, function: str) -> Iterator[tuple[str, str]]:
     elif verb == "all_of":
         (events,) = call.args
         if isinstance(events, ast.List):
-            first, rest = events.elts
-            yield f"all of {ast.unparse(first)}", FIRST
-            yield f"all of {ast.unparse(rest)}", REST
+            *firsts, rest = events.elts
+            for index, event in enumerate(firsts):
+                yield f"all of {ast.unparse(event)}", f"#{index}"
+            yield f"all of {ast.unparse(rest)}", f"#{len(firsts)}{REST}"
         else:
             yield f"all of {ast.unparse(events)}", ALL
 
@@ -119,8 +121,8 @@ class AllOf:
         frame = sys._getframe(1)
         site = f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
         kept = list(events)
-        for part, without in ((FIRST, kept[1:]), (REST, kept[:1]), (ALL, [])):
-            self.seen.add(site + part)
-            if site + part == self._dropped:
-                kept = without
-        return all_of(kept)
+        without = {ALL: kept[:0]}
+        for index in range(len(kept) + 1):
+            without |= {f"#{index}": kept[:index] + kept[index + 1 :], f"#{index}{REST}": kept[:index]}
+        self.seen |= {site + part for part in without}
+        return all_of(next((left for part, left in without.items() if site + part == self._dropped), kept))

@@ -79,10 +79,14 @@ class Field:
 
     def number(self) -> float:
         """A finite number."""
-        value = float(self._expect((int, float), "a number"))
+        value = self._expect((int, float), "a number")
+        try:
+            value = float(value)
+        except OverflowError as error:
+            raise self.fail("is too large") from error
         if not math.isfinite(value):
             raise self.fail("is not finite")
-        return value
+        return float(value)
 
     def boolean(self) -> bool:
         """True or false."""

@@ -147,10 +147,10 @@ def make_folder(folder: Path) -> None:
     missing = [f for f in (folder, *folder.parents) if not f.exists()]
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        for made in missing:
-            sync_folder(made.parent)
     except OSError as error:
         raise _failed("making", folder, error) from error
+    for made in missing:
+        sync_folder(made.parent)
 
 
 def remove_file(file: Path) -> None:
@@ -160,16 +160,23 @@ def remove_file(file: Path) -> None:
 
 
 def sync_folder(folder: Path) -> None:
-    """Have the names in it on the disk."""
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    """Have the names in it on the disk.
+
+    Raises:
+        CheckpointError: they may not be.
+    """
     try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+    except OSError as error:
+        raise _failed("writing", folder, error) from error
 
 
 def commit(folder: Path, manifest: Manifest) -> None:
-    """Everything that the marker names is on the disk: put the marker in its place, and drop what it replaces.
+    """Everything that the marker names is on the disk: put the marker in its place.
 
     Raises:
         CheckpointError: what was there before is untouched.
@@ -185,11 +192,18 @@ def commit(folder: Path, manifest: Manifest) -> None:
     write_file(prepared, manifest.to_bytes())
     try:
         os.replace(prepared, folder / MARKER)
-        sync_folder(folder)
     except OSError as error:
-        with contextlib.suppress(OSError):
-            prepared.unlink()
+        remove_file(prepared)
         raise _failed("writing", folder / MARKER, error) from error
+
+
+def settle(folder: Path, manifest: Manifest) -> None:
+    """The marker is in its place: have that on the disk, then drop what it replaces.
+
+    Raises:
+        CheckpointError: after a power failure the one before may be there again, so its files stay, as the new ones do.
+    """
+    sync_folder(folder)
     remove_leftovers(folder, keep={MARKER, *(entry.name for entry in files_of(manifest))})
 
 
@@ -206,10 +220,12 @@ def prune(folder: Path, keep: int) -> None:
         if old != folder:
             with contextlib.suppress(OSError):
                 (old / MARKER).unlink()  # from here on it is none
+            with contextlib.suppress(CheckpointError):
                 sync_folder(old)
-    for other in folder.parent.iterdir():
-        if other.is_dir() and not other.is_symlink() and not (other / MARKER).exists():
-            remove_leftovers(other)
+    with contextlib.suppress(OSError):
+        for other in folder.parent.iterdir():
+            if other.is_dir() and not other.is_symlink() and not (other / MARKER).exists():
+                remove_leftovers(other)
 
 
 def remove_leftovers(folder: Path, keep: Iterable[str] = ()) -> None:

@@ -2,7 +2,7 @@
 
 import random
 import sys
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -24,22 +24,51 @@ def read_random(device: torch.device) -> object:
     return encode(states, {}, what="random")
 
 
-def write_random(field: Field, device: torch.device) -> None:
-    """Set the generators of this process. One that was not saved, or is not here, stays as it is.
+class RandomStates(NamedTuple):
+    """States that generators take; `None` for one that was not saved, or is not here."""
+
+    torch: torch.Tensor
+    python: Any
+    device: torch.Tensor | None
+    numpy: Any
+
+
+def decode_random(field: Field, device: torch.device) -> RandomStates:
+    """Check and take the states of a process. None of its generators changes.
 
     Raises:
         CheckpointError: these are no states.
     """
-    states: Any = decode(field, {})
+    found: Any = decode(field, {})
     try:
-        torch.set_rng_state(_tensor(states["torch"]))
-        random.setstate(states["python"])
-        if device.type in states and device.type != "cpu":
-            torch.get_device_module(device).set_rng_state(_tensor(states[device.type]), device)
-        if "numpy" in sys.modules and "numpy" in states:
-            sys.modules["numpy"].random.set_state(states["numpy"])
-    except (KeyError, TypeError, ValueError, RuntimeError, OverflowError) as error:
+        own = found.get(device.type) if device.type != "cpu" else None
+        states = RandomStates(
+            _tensor(found["torch"]),
+            found["python"],
+            None if own is None else _tensor(own),
+            found.get("numpy") if "numpy" in sys.modules else None,
+        )
+        torch.Generator().set_state(states.torch)
+        random.Random().setstate(states.python)
+        if states.device is not None:
+            torch.Generator(device).set_state(states.device)
+        if states.numpy is not None:
+            sys.modules["numpy"].random.RandomState().set_state(states.numpy)
+            if not 0 <= states.numpy[2] <= len(states.numpy[1]):  # numpy would read there
+                raise ValueError(f"position {states.numpy[2]}")
+    except (AttributeError, KeyError, IndexError, TypeError, ValueError, RuntimeError, OverflowError) as error:
         raise field.fail(f"is no state of a random number generator ({error})") from error
+    return states
+
+
+def write_random(states: RandomStates, device: torch.device) -> None:
+    """Set the generators of this process."""
+    torch.set_rng_state(states.torch)
+    random.setstate(states.python)
+    if states.device is not None:
+        torch.get_device_module(device).set_rng_state(states.device, device)
+    if states.numpy is not None:
+        sys.modules["numpy"].random.set_state(states.numpy)
 
 
 def _tensor(state: bytes) -> torch.Tensor:

@@ -13,6 +13,7 @@ from penstock.checkpoint.folder import (
     data_name,
     prune,
     remove_file,
+    settle,
     sync_folder,
     table_name,
     tensors_name,
@@ -73,16 +74,14 @@ class Save:
             self.council.agree(failure)
             everyone = self.council.collect(written)
             done = undo.pop_all()  # the marker may name the files from now on
-            refused = None
-            if self.manifest is not None:
-                refused = self._commit(self.manifest, [rank for rank in everyone if rank is not None])
-            refused = self.council.share(refused)
+            manifest = self._filled([rank for rank in everyone if rank is not None])
+            refused = self.council.share(self._commit(manifest))
             if refused is not None:
                 done.close()
                 raise CheckpointError(refused)
-        if self.manifest is not None and self.keep is not None:
-            with contextlib.suppress(OSError):  # what cannot be removed stays
-                prune(self.folder, self.keep)
+            unsure = self.council.share(self._settle(manifest))
+            if unsure is not None:
+                raise CheckpointError(unsure)
 
     def _write(self, closing: contextlib.ExitStack, undo: contextlib.ExitStack) -> Written:
         rank = self.council.rank
@@ -107,11 +106,28 @@ class Save:
         undo.callback(remove_file, self.folder / name)
         return entry
 
-    def _commit(self, manifest: Manifest, everyone: Sequence[Written]) -> str | None:
-        """Write the marker; returns why that was not possible."""
-        ranks = tuple(written.files for written in everyone)
+    def _filled(self, everyone: Sequence[Written]) -> Manifest | None:
+        """The manifest with every file; on the first rank."""
+        if self.manifest is None:
+            return None
+        return replace(self.manifest, ranks=tuple(rank.files for rank in everyone), tensors=everyone[0].tensors)
+
+    def _commit(self, manifest: Manifest | None) -> str | None:
+        """Write the marker; returns why that was not possible, for ranks that wait to hear."""
         try:
-            commit(self.folder, replace(manifest, ranks=ranks, tensors=everyone[0].tensors))
-        except CheckpointError as error:
+            if manifest is not None:
+                commit(self.folder, manifest)
+        except Exception as error:
             return str(error)
+        return None
+
+    def _settle(self, manifest: Manifest | None) -> str | None:
+        """Have the marker on the disk and remove what is not kept; returns what is unsure."""
+        try:
+            if manifest is not None:
+                settle(self.folder, manifest)
+                if self.keep is not None:
+                    prune(self.folder, self.keep)
+        except CheckpointError as error:
+            return f"{error} The checkpoint is whole, but may be gone after a power failure. Save again."
         return None

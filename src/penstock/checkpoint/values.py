@@ -19,6 +19,7 @@ from penstock.checkpoint.fields import Field
 from penstock.errors import CheckpointError, ConfigError
 
 TAG = "!"
+_MOST_BITS = 8192  # what every reader of JSON takes
 
 
 def encode(value: object, tensors: dict[str, Tensor], *, what: str) -> object:
@@ -32,7 +33,10 @@ def encode(value: object, tensors: dict[str, Tensor], *, what: str) -> object:
     Raises:
         ConfigError: something in it is none of these; it is named.
     """
-    return _Encoder(tensors, what).encode(value, what)
+    try:
+        return _Encoder(tensors, what).encode(value, what)
+    except RecursionError:
+        raise ConfigError(f"{what} is nested too deeply. Save lists and dicts of fewer levels.") from None
 
 
 class _Encoder:
@@ -44,6 +48,8 @@ class _Encoder:
     def encode(self, value: object, what: str) -> object:
         if isinstance(value, bool) or value is None:
             return value
+        if isinstance(value, int) and value.bit_length() > _MOST_BITS:
+            raise ConfigError(f"{what} is a number of more than {_MOST_BITS:,} bits. Save it as bytes.")
         if isinstance(value, str | int | float):
             return next(kind(value) for kind in (str, int, float) if isinstance(value, kind))
         if isinstance(value, bytes):
@@ -88,13 +94,20 @@ def decode(field: Field, tensors: Mapping[str, Tensor]) -> Any:
     Raises:
         CheckpointError: it is not what `encode` makes.
     """
+    try:
+        return _decode(field, tensors)
+    except RecursionError:
+        raise field.fail("is nested too deeply") from None
+
+
+def _decode(field: Field, tensors: Mapping[str, Tensor]) -> Any:
     value = field.value
     if isinstance(value, list):
-        return [decode(item, tensors) for item in field.items()]
+        return [_decode(item, tensors) for item in field.items()]
     if not isinstance(value, dict):
         return value
     if TAG not in value:
-        return {key: decode(item, tensors) for key, item in field.entries()}
+        return {key: _decode(item, tensors) for key, item in field.entries()}
     tag = field[TAG].string()
     if tag == "tensor":
         key = field["key"].string()
@@ -108,13 +121,13 @@ def decode(field: Field, tensors: Mapping[str, Tensor]) -> Any:
             raise field["hex"].fail("is not hexadecimal") from error
     items = field["items"].items()
     if tag == "tuple":
-        return tuple(decode(item, tensors) for item in items)
+        return tuple(_decode(item, tensors) for item in items)
     if tag == "dict":
         decoded = {}
         for item in items:
             key_field, value_field = item.items(2)
             try:
-                decoded[decode(key_field, tensors)] = decode(value_field, tensors)
+                decoded[_decode(key_field, tensors)] = _decode(value_field, tensors)
             except TypeError as error:
                 raise key_field.fail("is no key") from error
         return decoded

@@ -19,16 +19,16 @@ from penstock.checkpoint.beside import persistent_buffers
 from penstock.checkpoint.fields import Field
 from penstock.checkpoint.manifest import Manifest, SavedParameter
 from penstock.checkpoint.opened import Checkpoint
-from penstock.checkpoint.randomness import write_random
+from penstock.checkpoint.randomness import RandomStates, decode_random, write_random
 from penstock.checkpoint.reading import Tile, TileKey, TileReader
-from penstock.checkpoint.tables import pieces
+from penstock.checkpoint.tables import UnitTable, pieces
 from penstock.engine.access import Access
 from penstock.engine.gather import Gatherer
 from penstock.engine.reduce import Reducer
 from penstock.engine.scale import GradientScale
 from penstock.engine.unit import Unit, Weights
 from penstock.engine.update import Updater
-from penstock.errors import CheckpointError
+from penstock.errors import CheckpointError, ConfigError
 from penstock.kinds import MASTER, OPTIMIZER, PARAM
 from penstock.layout import ALIGNMENT_NUMEL
 from penstock.machine.collectives import Ranks
@@ -97,9 +97,11 @@ class Loader:
             self._check_states(checkpoint)
             groups = self._read_groups(checkpoint)
             buffers = self._read_buffers(checkpoint)
-            extra = checkpoint.value("extra", checkpoint.manifest.extra)
+            extra: dict[str, Any] = checkpoint.value("extra", checkpoint.manifest.extra)
+            if not isinstance(extra, dict):
+                raise checkpoint.fail("extra", "is not an object.")
             plan = self._plan(checkpoint)
-            self._set_random(checkpoint)
+            random = self._read_random(checkpoint)
         except Exception as error:
             failure = error
         self._ranks.check_failures(failure, self._streams.device)
@@ -124,7 +126,9 @@ class Loader:
             buffer.copy_(buffers[name])
         if self._gradient_scale.loss is not None and checkpoint.manifest.loss_scale is not None:
             self._gradient_scale.loss.restore(checkpoint.manifest.loss_scale)
-        return dict(extra)
+        if random is not None:
+            write_random(random, self._streams.device)
+        return extra
 
     # Checks: nothing has changed yet
 
@@ -150,14 +154,24 @@ class Loader:
             )
 
     def _check_states(self, checkpoint: Checkpoint) -> None:
-        """Those of the rule, where there are any."""
-        here, there = ({state.name for state in states} for states in (self._rule.states, checkpoint.manifest.states))
-        if here != there and any(saved.has_state for saved in checkpoint.manifest.parameters.values()):
+        """Those of the rule, where there are any, and the loss scale."""
+        manifest = checkpoint.manifest
+        here, there = ({state.name for state in states} for states in (self._rule.states, manifest.states))
+        if here != there and any(saved.has_state for saved in manifest.parameters.values()):
             raise checkpoint.fail(
                 "states",
-                f"are {sorted(there)} of {checkpoint.manifest.rule}, and {self._rule.name} has {sorted(here)}. Prepare "
+                f"are {sorted(there)} of {manifest.rule}, and {self._rule.name} has {sorted(here)}. Prepare "
                 "with the optimizer that it was saved from.",
             )
+        for name, saved in manifest.parameters.items():
+            if saved.scalars and saved.scalars.keys() != set(self._rule.scalar_names):
+                raise checkpoint.fail(f"parameters.{name}.scalars", f"are not those of {self._rule.name}.")
+        loss = self._gradient_scale.loss
+        if loss is not None and manifest.loss_scale is not None:
+            if manifest.loss_scale.keys() != loss.state().keys():
+                raise checkpoint.fail("loss_scale", f"has {sorted(manifest.loss_scale)}.")
+            if min(manifest.loss_scale["value"], manifest.loss_scale["next"]) <= 0:
+                raise checkpoint.fail("loss_scale", "is not above 0.")
 
     def _read_groups(self, checkpoint: Checkpoint) -> list[dict[str, Any]]:
         """The options of each param group."""
@@ -172,7 +186,12 @@ class Loader:
             if not isinstance(loaded, dict):
                 raise checkpoint.fail(f"groups[{number}].options", "is not an object.")
             options.append({name: value for name, value in own.items() if name != "params"} | loaded)
-        self._updater.check_groups(options)
+        try:
+            self._updater.check_groups(options)
+        except ConfigError:
+            raise
+        except (TypeError, ValueError, LookupError, ArithmeticError, RuntimeError) as error:
+            raise checkpoint.fail("groups", f"has an option that cannot be ({error}). Load another one.") from error
         return options
 
     def _read_buffers(self, checkpoint: Checkpoint) -> dict[str, Tensor]:
@@ -188,12 +207,13 @@ class Loader:
             values[name] = value
         return values
 
-    def _set_random(self, checkpoint: Checkpoint) -> None:
+    def _read_random(self, checkpoint: Checkpoint) -> RandomStates | None:
         """Those of the same rank; a rank that was not there goes on with what it has."""
         rank = self._ranks.shard_rank + self._ranks.shards * self._ranks.replica_rank
-        if rank < len(checkpoint.tables):
-            file = checkpoint.folder / checkpoint.manifest.ranks[rank].table.name
-            write_random(Field(file, "random", checkpoint.tables[rank].random), self._streams.device)
+        if rank >= len(checkpoint.tables):
+            return None
+        file = checkpoint.folder / checkpoint.manifest.ranks[rank].table.name
+        return decode_random(Field(file, "random", checkpoint.tables[rank].random), self._streams.device)
 
     def _plan(self, checkpoint: Checkpoint) -> Plan:
         """What of each tile goes where. Every element of this rank's shards comes from one place."""
@@ -231,26 +251,11 @@ class Loader:
         return plan
 
     def _check_kinds(self, checkpoint: Checkpoint, plan: Plan) -> None:
-        """Each tile has the kinds that its parameters need."""
-        states = {state.name: state for state in checkpoint.manifest.states}
+        """Each tile has the kinds that its parameters need, in the dtypes that they can have."""
         for unit in {id(key.unit): key.unit for key, _ in plan}.values():
-            kinds = {home.name: {cell.kind: cell.dtype for cell in home.cells} for home in unit.homes}
-            trained = any(checkpoint.manifest.parameters[slot.name].trained for slot in unit.slots)
-            master = kinds.get(MASTER, {}).get(MASTER)
-            param = kinds.get(PARAM, {}).get(PARAM)
-            if param is None and master != torch.float32:
-                raise CheckpointError(f"Unit '{unit.name}' of {checkpoint.folder} has no parameters.", field="homes")
-            if master == torch.int16 and param != torch.bfloat16:
-                raise CheckpointError(f"Unit '{unit.name}' of {checkpoint.folder} has half a master.", field="homes")
-            if master not in (None, torch.int16, torch.float32):
-                raise CheckpointError(f"Unit '{unit.name}' of {checkpoint.folder} has a strange master.", field="homes")
-            found = kinds.get(OPTIMIZER, {})
-            for name, state in states.items() if trained else ():
-                needed = {name: state.dtype}
-                if state.scale_name is not None:
-                    needed[state.scale_name] = torch.float32
-                if any(found.get(kind) != dtype for kind, dtype in needed.items()):
-                    raise CheckpointError(f"Unit '{unit.name}' of {checkpoint.folder} lacks '{name}'.", field="homes")
+            wrong = _wrong_kinds(checkpoint.manifest, unit)
+            if wrong is not None:
+                raise CheckpointError(f"Unit '{unit.name}' of {checkpoint.folder} {wrong}.", field="homes")
 
     # Changes
 
@@ -315,6 +320,32 @@ class Loader:
         self._access.restore_counts(
             parameter, step=saved.step, scalars=saved.scalars, has_state=saved.has_state and saved.step == 0
         )
+
+
+def _wrong_kinds(manifest: Manifest, unit: UnitTable) -> str | None:
+    """What a unit's homes have that cannot be, or lack."""
+    strangers = [slot.name for slot in unit.slots if slot.name not in manifest.parameters]
+    if strangers:
+        return f"has '{strangers[0]}', which is no parameter"
+    saved = [manifest.parameters[slot.name] for slot in unit.slots]
+    kinds = {home.name: {cell.kind: (cell.dtype, cell.grain) for cell in home.cells} for home in unit.homes}
+    param, _ = kinds.get(PARAM, {}).get(PARAM, (None, 1))
+    master, _ = kinds.get(MASTER, {}).get(MASTER, (None, 1))
+    if master not in (None, torch.int16, torch.float32):
+        return "has a strange master"
+    if param is None and master != torch.float32:
+        return "has no parameters"
+    if master == torch.int16 and param != torch.bfloat16:
+        return "has half a master"
+    if any(param not in (None, p.dtype) or (master is not None and not p.dtype.is_floating_point) for p in saved):
+        return "has parameters of another dtype"
+    needed = {(home, home): (dtype, 1) for home, dtype in ((PARAM, param), (MASTER, master)) if dtype is not None}
+    for state in manifest.states if any(p.trained for p in saved) else ():
+        needed[OPTIMIZER, state.name] = state.dtype, 1
+        if state.scale_name is not None:
+            needed[OPTIMIZER, state.scale_name] = torch.float32, BLOCK_NUMEL
+    lacking = [kind for (home, kind), form in needed.items() if kinds.get(home, {}).get(kind) != form]
+    return f"lacks '{lacking[0]}'" if lacking else None
 
 
 def _append(runs: list[Run], run: Run) -> None:

@@ -104,38 +104,34 @@ class Saver:
             raise ConfigError(f"save(if_busy={if_busy!r}): use 'wait' or 'raise'.")
         if Path(path).name in ("", folders.LATEST):
             raise ConfigError(f"save({str(path)!r}): name the checkpoint; 'latest' stands for the newest one.")
+        if if_busy == "raise" and self._runs_anywhere():
+            raise EngineError("A checkpoint is still being saved. Wait with synchronize(), or use if_busy='wait'.")
+        self.finish()
         if self._council is None:
             self._council = Council(self._ranks, self._streams.device)
         council = self._council
-        running = self._job is not None and not self._job.over.done()
-        if if_busy == "raise" and any(council.collect(running)):
-            raise EngineError("A checkpoint is still being saved. Wait with synchronize(), or use if_busy='wait'.")
-        self.wait()
 
         folder, tensors, failure = Path(path), dict[str, Tensor](), None
-        begun: tuple[str, int] | None = None
-        encoded: object = None
+        manifest: Manifest | None = None
+        random: object = None
         try:
+            random = read_random(self._streams.device)
             if council.is_first:
-                encoded = encode(dict(extra or {}), tensors, what="extra")
+                manifest = self._manifest(folder, tensors, extra or {})
                 folders.make_folder(folder)
-                begun = secrets.token_hex(4), folders.next_serial(folder)
         except Exception as error:
             failure = error
         council.agree(failure)
-        begun = council.share(begun)
-        assert begun is not None
-        token, serial = begun
 
         sources = self._sources()
         save = Save(
             council=council,
             folder=folder,
-            token=token,
+            token=council.share(manifest.token if manifest is not None else ""),
             sources=[source for source, _ in sources],
-            random=read_random(self._streams.device),
+            random=random,
             streams=self._streams,
-            manifest=self._manifest(token, serial, tensors, encoded) if council.is_first else None,
+            manifest=manifest,
             tensors=tensors,
             keep=keep,
         )
@@ -147,13 +143,20 @@ class Saver:
         worker = HostWorker("save")
         self._job = _Job(worker, worker.submit(save.run), [source.copied for source, _ in sources])
 
+    def _runs_anywhere(self) -> bool:
+        """Whether a save is under way on any rank. Not over the council, which that one uses on its thread."""
+        running = self._job is not None and not self._job.over.done()
+        found = torch.tensor(int(running), device=self._streams.device)
+        self._ranks.all_reduce_max(found)
+        return bool(found)
+
     def wait_copied(self) -> None:
         """Until nothing reads the homes any more."""
         if self._job is not None:
             for event in self._job.copied:
                 event.synchronize()
 
-    def wait(self) -> None:
+    def finish(self) -> None:
         """Until the save that is under way is over; raise its error. Collective where there is one."""
         job, self._job = self._job, None
         if job is None:
@@ -172,7 +175,7 @@ class Saver:
             CheckpointError: of the save that was under way.
         """
         try:
-            self.wait()
+            self.finish()
         finally:
             if self._council is not None:
                 self._council.close()
@@ -209,12 +212,12 @@ class Saver:
             sources.append((UnitSource(table, tuple(homes.values()), ready, HostEvent()), unit))
         return sources
 
-    def _manifest(self, token: str, serial: int, tensors: dict[str, Tensor], extra: object) -> Manifest:
-        """Everything but the files, as it is now; buffers and options that are tensors go to `tensors`."""
+    def _manifest(self, folder: Path, tensors: dict[str, Tensor], extra: Mapping[str, Any]) -> Manifest:
+        """Everything but the files, as it is now; buffers, and tensors of `extra` and options, go to `tensors`."""
         loss = self._gradient_scale.loss
         return Manifest(
-            serial=serial,
-            token=token,
+            serial=folders.next_serial(folder),
+            token=secrets.token_hex(4),
             created=datetime.now(UTC).isoformat(timespec="seconds"),
             versions={name: version(name) for name in ("penstock", "torch")},
             ranks=(),
@@ -226,7 +229,7 @@ class Saver:
             buffers=self._buffers(tensors),
             loss_scale=loss.state() if loss is not None else None,
             model=describe(self._model),
-            extra=extra,
+            extra=encode(dict(extra), tensors, what="extra"),
         )
 
     def _parameters(self) -> Iterator[tuple[str, SavedParameter]]:

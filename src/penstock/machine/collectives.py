@@ -5,13 +5,15 @@ over all ranks (one replica); stage 0 replicates over all ranks (one shard); hyb
 (replicate, shard), as in FSDP.
 """
 
+import pickle
+import secrets
 import zlib
 from collections import Counter
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import partial
 from itertools import zip_longest
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -34,6 +36,7 @@ _SAME = (
     "skipped), the choice must lie inside a unit: units=(<class of the module that chooses>,)."
 )
 _MOST_NOTED = 1 << 16  # of a long evaluation
+_COUNCIL_TIMEOUT = timedelta(minutes=30)  # for the slowest rank's files
 _HEARING = timedelta(seconds=5)  # for what other ranks say when a collective has failed
 
 
@@ -206,14 +209,6 @@ class Ranks:
                 self.counts["all_reduce"] += 1
                 dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=group)
 
-    def members(self, device: torch.device) -> list[int]:
-        """The numbers of its ranks among all of the job: by copy, then by shard. Collective."""
-        found = [0] * self.world_size
-        found[self.shard_rank + self.shards * self.replica_rank] = self.rank
-        numbers = torch.tensor(found, device=device)
-        self.all_reduce(numbers)
-        return [int(number) for number in numbers.tolist()]
-
     def report(self, failure: Exception | None) -> list[float]:
         """Whether this rank has failed, as numbers that ranks sum: how many have, and the sum of their ranks."""
         return [0.0, 0.0] if failure is None else [1.0, float(self.rank)]
@@ -257,6 +252,9 @@ def as_bytes(tensor: Tensor) -> Tensor:
 class Council:
     """Ranks that agree over a group of their own, on the host: on any thread, while other collectives run.
 
+    The group is none of `torch.distributed`'s: those of the same ranks get the same name again once one was destroyed,
+    and would look for each other where the ranks of that one were.
+
     Arguments:
         ranks: all of them make it at once.
         device: of their other collectives.
@@ -265,11 +263,14 @@ class Council:
     def __init__(self, ranks: Ranks, device: torch.device) -> None:
         self.size = ranks.world_size
         self.rank = ranks.shard_rank + ranks.shards * ranks.replica_rank
-        self._group: dist.ProcessGroup | None = None
+        self._group: Any = None  # torch does not type what a backend does
         if self.size > 1:
-            members = ranks.members(device)
-            self._first = members[0]
-            self._group = dist.new_group(members, backend="gloo", use_local_synchronization=True)
+            name = torch.tensor(secrets.randbits(48) if self.is_first else 0, device=device)
+            ranks.all_reduce(name)
+            store = dist.distributed_c10d.PrefixStore(
+                f"penstock council {int(name)}", dist.distributed_c10d._get_default_store()
+            )
+            self._group = dist.ProcessGroupGloo(store, self.rank, self.size, _COUNCIL_TIMEOUT)
 
     @property
     def is_first(self) -> bool:
@@ -287,25 +288,37 @@ class Council:
 
     def share(self, value: T) -> T:
         """What the first rank has."""
-        if self._group is None:
-            return value
-        values = [value]
-        dist.broadcast_object_list(values, src=self._first, group=self._group)
-        return values[0]
+        return self.collect(value)[0]
 
     def collect(self, value: T) -> list[T]:
-        """What each rank has, by rank."""
+        """What each rank has, by rank.
+
+        Raises:
+            CheckpointError: a rank has ended.
+        """
         if self._group is None:
             return [value]
-        values: list[T] = [value] * self.size
-        dist.all_gather_object(values, value, group=self._group)
-        return values
+        own = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
+        lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]
+        self._all_gather(lengths, torch.tensor([own.numel()]))
+        parts = [torch.empty(max(map(int, lengths)), dtype=torch.uint8) for _ in lengths]
+        padded = torch.zeros_like(parts[0])
+        padded[: own.numel()] = own
+        self._all_gather(parts, padded)
+        return [pickle.loads(part.numpy().tobytes()) for part in parts]
+
+    def _all_gather(self, parts: list[Tensor], own: Tensor) -> None:
+        try:
+            self._group.allgather(parts, own).wait()
+        except RuntimeError as error:
+            raise CheckpointError(
+                f"Rank {self.rank} of {self.size} hears nothing from another one, which has ended or does something "
+                f"else. Checkpoints that were whole before still are. ({error})"
+            ) from error
 
     def close(self) -> None:
         """Give the group back."""
-        if self._group is not None:
-            dist.destroy_process_group(self._group)
-            self._group = None
+        self._group = None
 
 
 def default_device() -> torch.device:

@@ -1,0 +1,200 @@
+"""Run by test_checkpoint_crash.py in a process of its own, with crashes.c loaded before the C library."""
+
+import ctypes
+import errno
+import os
+import shutil
+import signal
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import penstock
+from penstock.checkpoint.folder import checkpoints_in
+from penstock.checkpoint.manifest import MARKER, files_of
+from tests.support import disks, inline, prepare_on
+
+shim = ctypes.CDLL(None)
+shim.crash_name.restype = ctypes.c_char_p
+NEVER = 0
+
+
+def at_call(number: int, error: int = 0) -> None:
+    """From here on the n-th call that changes a file system ends the process, or fails."""
+    shim.crash_set(ctypes.c_long(number), error)
+
+
+def calls() -> list[str]:
+    """Those since then, by name."""
+    return [shim.crash_name(ctypes.c_long(n)).decode() for n in range(1, 1 + shim.crash_calls())]
+
+
+Values = list[Tensor]
+
+
+class Engine:
+    """A small model and its optimizer."""
+
+    def __init__(self, home: str) -> None:
+        with torch.random.fork_rng():
+            torch.manual_seed(3)
+            self.model = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 16))
+        files = {"nvme_path": disks()} if home == "nvme" else {}
+        self.optimizer = prepare_on(
+            inline(),
+            self.model,
+            torch.optim.AdamW(self.model.parameters(), lr=0.1),
+            placement=penstock.Placement(optimizer=home, **files),
+            options=penstock.Options(tile_bytes=4096),
+        )
+
+    def iterate(self) -> None:
+        self.optimizer.backward(self.model(torch.ones(4, 16)).square().mean())
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.optimizer.synchronize()
+
+    def values(self) -> Values:
+        parameters = list(self.model.parameters())
+        found = [self.optimizer.full_param(p) for p in parameters]
+        for name in ("step", "exp_avg", "exp_avg_sq"):
+            found += [self.optimizer.full_state(p, name) for p in parameters]
+        return found
+
+
+class Training:
+    """A model on which two steps were made, with a checkpoint of the first, and another engine that loads."""
+
+    def __init__(self, folder: Path, home: str) -> None:
+        self.engine, self.reader = Engine(home), Engine("cpu")
+        self.before = folder / "before"
+        self.engine.iterate()
+        self.save(self.before / "a")
+        self.old = self.engine.values()
+        self.engine.iterate()
+        self.new = self.engine.values()
+
+    def save(self, folder: Path, keep: int | None = None) -> None:
+        self.engine.optimizer.save(folder, keep=keep, extra={"tensor": torch.ones(3)})
+
+    def loaded(self, path: Path) -> Values:
+        extra = self.reader.optimizer.load(path)
+        assert torch.equal(extra["tensor"], torch.ones(3))
+        return self.reader.values()
+
+    def close(self) -> None:
+        self.engine.optimizer.close()
+        self.reader.optimizer.close()
+
+
+def same(ours: Values, theirs: Values) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
+
+
+@pytest.fixture(scope="module", params=["cpu", "nvme"])
+def training(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Training]:
+    training = Training(tmp_path_factory.mktemp(request.param), request.param)
+    yield training
+    training.close()
+
+
+def fresh(training: Training, folder: Path) -> Path:
+    """A folder that has the checkpoint of the first step."""
+    shutil.rmtree(folder, ignore_errors=True)
+    shutil.copytree(training.before, folder)
+    return folder
+
+
+def strangers(parent: Path) -> set[Path]:
+    """What belongs to no whole checkpoint."""
+    everything = {path for path in parent.rglob("*") if path.is_file()}
+    for folder, manifest in checkpoints_in(parent):
+        everything -= {folder / MARKER, *(folder / entry.name for entry in files_of(manifest))}
+    return everything
+
+
+def killed(work: Callable[[], None]) -> bool:
+    """Run it in a forked child; whether that was killed."""
+    child = os.fork()
+    if child == 0:
+        try:
+            work()
+            os._exit(0)
+        except BaseException:
+            os._exit(1)
+    status = os.waitpid(child, 0)[1]
+    if os.WIFSIGNALED(status):
+        assert os.WTERMSIG(status) == signal.SIGKILL
+        return True
+    assert os.WEXITSTATUS(status) == 0, "the child has failed"
+    return False
+
+
+SAVES = pytest.mark.parametrize(
+    ("name", "keep"), [("b", None), ("a", None), ("b", 1)], ids=["beside", "over", "keep one"]
+)
+
+
+@SAVES
+def test_a_process_killed_at_any_call(training: Training, name: str, keep: int | None, tmp_path: Path) -> None:
+    """The newest checkpoint is the one before or the new one, whole; and the next save leaves nothing of a dead one."""
+    outcomes = []
+    for number in range(1, 1000):
+        parent = fresh(training, tmp_path / "runs")
+
+        def save(number: int = number, parent: Path = parent) -> None:
+            at_call(number)
+            training.save(parent / name, keep)
+
+        alive = not killed(save)
+        found = training.loaded(parent)
+        outcomes.append(same(found, training.new))
+        assert outcomes[-1] or same(found, training.old), number
+        if keep is None and name == "b":
+            assert same(training.loaded(parent / "a"), training.old)
+        training.save(parent / name, keep=1)
+        assert same(training.loaded(parent / "latest"), training.new)
+        assert strangers(parent) == set(), number
+        assert [folder.name for folder in parent.iterdir() if any(folder.iterdir())] == [name]
+        if alive:
+            break
+    assert outcomes == sorted(outcomes), "from one call on it is the new one"
+    assert len(outcomes) > 15
+    assert not outcomes[0]
+    assert outcomes[-1]
+
+
+@SAVES
+def test_any_call_that_fails(training: Training, name: str, keep: int | None, tmp_path: Path) -> None:
+    refused = []
+    for number in range(1, 1000):
+        error = (errno.ENOSPC, errno.EIO)[number % 2]
+        parent = fresh(training, tmp_path / "runs")
+        at_call(number, error)
+        said = ""
+        try:
+            training.save(parent / name, keep)
+        except penstock.CheckpointError as caught:
+            said = str(caught)
+        made = calls()
+        at_call(NEVER)
+        found = training.loaded(parent)
+        if said:
+            refused.append(made[number - 1])
+            assert str(parent) in said
+            assert os.strerror(error) in said
+            assert same(found, training.new if "is whole, but" in said else training.old), said
+            assert strangers(parent) == set() or "is whole, but" in said, said
+        else:
+            assert same(found, training.new), made[number - 1]
+        training.save(parent / name, keep=1)
+        assert same(training.loaded(parent), training.new)
+        assert strangers(parent) == set(), made[number - 1]
+        if number > len(made):
+            break
+    assert {"fsync", "write"} <= set(refused)
+    assert any(call.startswith("rename") for call in refused)
+    assert any(call.startswith("posix_fallocate") for call in refused)

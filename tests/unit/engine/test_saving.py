@@ -1,0 +1,498 @@
+"""Saves: beside training, their errors, what they take and give back, and what they keep."""
+
+import gc
+import os
+import threading
+from collections import OrderedDict
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import penstock
+from penstock.checkpoint import writing
+from penstock.checkpoint.folder import read_manifest
+from penstock.checkpoint.manifest import MARKER
+from penstock.checkpoint.save import Save
+from penstock.checkpoint.writing import TileWriter
+from penstock.machine import aio
+from penstock.machine.arena import page_aligned
+from tests.parity.resuming import SMALL, Other, Run, Values, different, go_on, iterate, resumed, saved, values
+from tests.parity.rows import Arithmetic, Movement, shares
+from tests.support import run_ranks, separate, simulated
+
+KIB = 1 << 10
+BF16 = Arithmetic(precision="bf16")
+ON_CPU = Movement(params="cpu", grads="cpu", optimizer="cpu").but(**SMALL)
+IN_FILES = Movement(params="nvme", grads="nvme", optimizer="nvme").but(**SMALL)
+HALF = shares(device=0.5, cpu=0.5)
+RUN = Run(BF16, ON_CPU, separate)
+
+
+class Gate:
+    """Tiles are written when it is open; a save fails on the way if it is told to."""
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self.opened = threading.Event()
+        self.reached = threading.Event()
+        self.failure: Exception | None = None
+        write = TileWriter._write_tile
+
+        def gated(writer: TileWriter, *arguments: Any) -> Any:
+            self.reached.set()
+            assert self.opened.wait(60)
+            if self.failure is not None:
+                raise self.failure
+            return write(writer, *arguments)
+
+        patch.setattr(TileWriter, "_write_tile", gated)
+
+
+@pytest.fixture
+def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
+    gate = Gate(monkeypatch)
+    yield gate
+    gate.opened.set()
+
+
+Prepared = tuple[nn.Module, penstock.Optimizer, Any]
+
+
+def after_steps(run: Run, count: int = 1) -> Prepared:
+    prepared = run.prepare()
+    for step in range(count):
+        iterate(run, *prepared, step, 0, 1)
+    return prepared
+
+
+def loaded(folder: Path, run: Run = RUN) -> Values:
+    """What a checkpoint holds."""
+    model, optimizer, _ = run.prepare(seed=9)
+    optimizer.load(folder)
+    found = values(model, optimizer)
+    optimizer.close()
+    return found
+
+
+def late() -> Any:
+    return simulated(most_seconds=0.001)
+
+
+@pytest.mark.parametrize(
+    "run",
+    [
+        Run(Arithmetic(), ON_CPU),
+        Run(BF16, ON_CPU, separate, Other),
+        Run(BF16, Movement(optimizer="cpu", overlap="backward").but(**SMALL), late),
+        Run(BF16, Movement(overlap="none").but(**SMALL), late),
+        Run(Arithmetic(clip=0.5), IN_FILES, late),
+        Run(BF16, IN_FILES),
+        Run(BF16, Movement(3, HALF, HALF, HALF).but(**SMALL), separate),
+    ],
+    ids=str,
+)
+def test_beside_training_both_are_exact(run: Run, tmp_path: Path) -> None:
+    at_once = saved(run, tmp_path / "a", steps=3)
+    beside = saved(run, tmp_path / "b", blocking=False, steps=3)
+    assert beside.otherwise(at_once) == []
+    assert resumed(run, tmp_path / "b", steps=3).otherwise(at_once) == []
+
+
+def test_an_update_waits_until_its_tiles_are_copied(gate: Gate, tmp_path: Path) -> None:
+    run = Run(BF16, Movement(optimizer="cpu", overlap="forward").but(**SMALL), late)
+    model, optimizer, scheduler = after_steps(run)
+    before = values(model, optimizer)
+    optimizer.save(tmp_path / "a", blocking=False)
+    iterate(run, model, optimizer, scheduler, 1, 0, 1)
+    assert gate.reached.wait(60)
+    assert not any(unit.trained.updated.done() for unit in optimizer._engine.units)
+    gate.opened.set()
+    optimizer.synchronize()
+    assert different(loaded(tmp_path / "a", run), before) == []
+    optimizer.close()
+
+
+def set_param(model: nn.Module, optimizer: penstock.Optimizer) -> None:
+    optimizer.set_full_param(model.first.weight, torch.zeros(model.first.weight.shape))
+
+
+def set_state(model: nn.Module, optimizer: penstock.Optimizer) -> None:
+    optimizer.set_full_state(model.first.weight, "exp_avg", torch.zeros(model.first.weight.shape))
+
+
+def write_gathered(model: nn.Module, optimizer: penstock.Optimizer) -> None:
+    with optimizer.gathered(modify=True), torch.no_grad():
+        model.last.weight.zero_()
+
+
+def offload(model: nn.Module, optimizer: penstock.Optimizer) -> None:
+    optimizer.offload_states({"optimizer", "master"}, to="cpu", pin_memory=False)
+    optimizer.reload_states()
+
+
+def load_state_dict(model: nn.Module, optimizer: penstock.Optimizer) -> None:
+    state = optimizer.state_dict()
+    state["state"] = {}
+    optimizer.load_state_dict(state)
+
+
+def close(model: nn.Module, optimizer: penstock.Optimizer) -> None:
+    optimizer.close()
+
+
+@pytest.mark.parametrize("change", [set_param, set_state, write_gathered, offload, load_state_dict, close])
+@pytest.mark.parametrize("placement", [ON_CPU, Movement().but(**SMALL)], ids=["cpu", "device"])
+def test_a_change_waits_until_everything_is_copied(
+    change: Any, placement: Movement, gate: Gate, tmp_path: Path
+) -> None:
+    run = Run(BF16, placement, separate)
+    model, optimizer, _ = after_steps(run)
+    before = values(model, optimizer)
+    optimizer.save(tmp_path / "a", blocking=False)
+    assert gate.reached.wait(60)
+    threading.Timer(0.05, gate.opened.set).start()
+    change(model, optimizer)
+    optimizer.close()
+    assert different(loaded(tmp_path / "a", run), before) == []
+
+
+def test_another_save_waits_or_refuses(gate: Gate, tmp_path: Path) -> None:
+    model, optimizer, scheduler = after_steps(RUN)
+    before = values(model, optimizer)
+    optimizer.save(tmp_path / "a", blocking=False)
+    assert gate.reached.wait(60)
+    with pytest.raises(penstock.EngineError, match="still being saved"):
+        optimizer.save(tmp_path / "b", if_busy="raise")
+    assert not (tmp_path / "b").exists()
+    gate.opened.set()
+    iterate(RUN, model, optimizer, scheduler, 1, 0, 1)
+    optimizer.save(tmp_path / "b", blocking=False)
+    after = values(model, optimizer)
+    optimizer.synchronize()
+    optimizer.save(tmp_path / "c", if_busy="raise")  # nothing is busy
+    optimizer.close()
+    for name, expected in (("a", before), ("b", after), ("c", after)):
+        assert different(loaded(tmp_path / name), expected) == []
+
+
+def busy_on_two_ranks(rank: int, parent: Path) -> str:
+    """The first rank is still at it when the other one is done, and asks."""
+    _, optimizer, _ = after_steps_on(RUN, rank)
+    opened = threading.Event()
+    run = Save.run
+
+    def last(save: Save) -> None:
+        run(save)
+        if rank == 0:
+            assert opened.wait(60)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Save, "run", last)
+        optimizer.save(parent / "a", blocking=False)
+        if rank == 1:
+            optimizer._engine.saver._job.over.synchronize()
+        with pytest.raises(penstock.EngineError) as caught:
+            optimizer.save(parent / "b", if_busy="raise")
+        opened.set()
+        optimizer.save(parent / "b")
+    optimizer.close()
+    return str(caught.value)
+
+
+def after_steps_on(run: Run, rank: int) -> Prepared:
+    prepared = run.prepare()
+    iterate(run, *prepared, 0, rank, 2)
+    return prepared
+
+
+def test_two_ranks_refuse_together(tmp_path: Path) -> None:
+    assert all("still being saved" in said for said in run_ranks(busy_on_two_ranks, 2, tmp_path))
+    assert different(loaded(tmp_path / "a"), loaded(tmp_path / "b")) == []
+
+
+@pytest.mark.parametrize("verb", ["synchronize", "save", "close"])
+def test_the_error_of_a_save_beside_training_is_raised_once(verb: str, gate: Gate, tmp_path: Path) -> None:
+    model, optimizer, scheduler = after_steps(RUN)
+    gate.opened.set()
+    gate.failure = OSError(28, "No space left on device")
+    optimizer.save(tmp_path / "a", blocking=False)
+    iterate(RUN, model, optimizer, scheduler, 1, 0, 1)  # training does not mind
+    again = tmp_path / "again"
+    with pytest.raises(penstock.CheckpointError, match=r"Writing .*/a/.*: No space left on device"):
+        optimizer.save(again) if verb == "save" else getattr(optimizer, verb)()
+    assert list((tmp_path / "a").iterdir()) == []
+    gate.failure = None
+    if verb != "close":
+        optimizer.synchronize()
+        optimizer.save(again)
+        assert different(loaded(again), values(model, optimizer)) == []
+    optimizer.close()
+
+
+# What it takes
+
+
+def threads_and_files() -> tuple[int, int]:
+    """But for the thread of updates, which an engine has from the first one on that had to wait."""
+    waits = [thread for thread in threading.enumerate() if thread.name == "penstock-update"]
+    return len(os.listdir("/proc/self/task")) - len(waits), len(os.listdir("/proc/self/fd"))
+
+
+@pytest.mark.parametrize("how", [ON_CPU, IN_FILES], ids=["cpu", "nvme"])
+def test_what_it_takes_is_a_ring_and_is_given_back(
+    how: Movement, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not by what the model holds: that is many times the ring."""
+    taken: list[int] = []
+
+    def counted(nbytes: int) -> Tensor:
+        taken.append(nbytes)
+        return page_aligned(nbytes)
+
+    monkeypatch.setattr(writing, "page_aligned", counted)
+    run = Run(BF16, how, separate)
+    model, optimizer, scheduler = after_steps(run)
+    optimizer.save(tmp_path / "a")
+    before = threads_and_files()
+    taken.clear()
+    optimizer.save(tmp_path / "b", blocking=False)
+    iterate(run, model, optimizer, scheduler, 1, 0, 1)
+    optimizer.synchronize()
+    gc.collect()
+    assert threads_and_files() == before
+    (entry,) = (rank.data for rank in read_manifest(tmp_path / "b").ranks)
+    tile_numel = 2 * KIB
+    record = sum(-(-tile_numel * width // 4096) * 4096 for width in (2, 2, 8))
+    assert taken == [record] * writing.RING_TILES
+    assert entry.nbytes > 2 * sum(taken)
+    optimizer.load(tmp_path / "a")
+    assert threads_and_files() == before
+    optimizer.close()
+
+
+def test_files_on_one_disk_are_copied_by_the_kernel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same bytes in the same places as through memory."""
+    copied: list[int] = []
+    copy = os.copy_file_range
+
+    def counted(*arguments: Any) -> int:
+        copied.append(copy(*arguments))
+        return copied[-1]
+
+    run = Run(BF16, IN_FILES)
+    _, optimizer, _ = after_steps(run)
+    monkeypatch.setattr(aio.os, "copy_file_range", counted)
+    optimizer.save(tmp_path / "kernel")
+    if not copied:
+        pytest.skip("the file system cannot")
+    monkeypatch.setattr(writing, "_on_one_disk", lambda *_: False)
+    count = len(copied)
+    optimizer.save(tmp_path / "memory")
+    assert len(copied) == count
+    optimizer.close()
+    one, other = (next((tmp_path / name).glob("*.tiles")).read_bytes() for name in ("kernel", "memory"))
+    assert one == other
+    assert sum(copied) > len(one) / 2
+    assert different(loaded(tmp_path / "kernel", run), loaded(tmp_path / "memory", run)) == []
+
+
+def test_a_copy_that_the_kernel_refuses_goes_through_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: Any) -> int:
+        raise OSError(18, "Invalid cross-device link")
+
+    monkeypatch.setattr(aio.os, "copy_file_range", refuse)
+    run = Run(BF16, IN_FILES)
+    goes_on = saved(run, tmp_path / "a", steps=1)
+    assert resumed(run, tmp_path / "a", steps=1).otherwise(goes_on) == []
+
+
+def test_without_checksums_in_the_swap_files_tiles_have_some(tmp_path: Path) -> None:
+    run = Run(BF16, IN_FILES.but(checksums=False))
+    goes_on = saved(run, tmp_path / "a", steps=1)
+    assert resumed(run, tmp_path / "a", steps=1).otherwise(goes_on) == []
+    tiles = next((tmp_path / "a").glob("*.tiles"))
+    data = bytearray(tiles.read_bytes())
+    data[5000] ^= 1
+    tiles.write_bytes(data)
+    with pytest.raises(penstock.CheckpointError, match="is damaged"):
+        loaded(tmp_path / "a", run)
+
+
+# When, and where
+
+
+def test_in_the_middle_of_things_it_is_refused(tmp_path: Path) -> None:
+    model, optimizer, _ = RUN.prepare()
+    said: list[str] = []
+
+    def attempt(*_: object) -> None:
+        for verb in (optimizer.save, optimizer.load):
+            with pytest.raises(penstock.EngineError) as caught:
+                verb(tmp_path / "a")
+            said.append(str(caught.value))
+
+    handle = model.last.register_forward_hook(attempt)
+    loss = model(torch.ones(2, 12)).sum()
+    handle.remove()
+    handle = model.first.weight.register_hook(attempt)
+    optimizer.backward(loss)
+    handle.remove()
+    with optimizer.gathered():
+        attempt()
+    optimizer.close()
+    attempt()
+    places = ["inside a forward or a backward"] * 4 + ["inside gathered()"] * 2 + ["after close()"] * 2
+    for place, text in zip(places, said, strict=True):
+        assert place in text
+    assert not list(tmp_path.iterdir())
+
+
+def names(parent: Path) -> list[str]:
+    return sorted(folder.name for folder in parent.iterdir())
+
+
+def test_the_newest_few_are_kept_and_found(tmp_path: Path) -> None:
+    model, optimizer, scheduler = RUN.prepare()
+    seen = {}
+    for step, keep in ((9, None), (1, None), (2, 2), (3, 2), (4, None)):  # by age, not by name
+        iterate(RUN, model, optimizer, scheduler, step % 5, 0, 1)
+        optimizer.save(tmp_path / f"step-{step}", keep=keep, extra={"step": step})
+        seen[step] = values(model, optimizer)
+        assert optimizer.load(tmp_path)["step"] == step
+        assert optimizer.load(tmp_path / "latest")["step"] == step
+    assert names(tmp_path) == ["step-2", "step-3", "step-4"]
+    (tmp_path / "notes").mkdir()
+    (tmp_path / "notes" / "mine.txt").write_text("of the user")
+    (tmp_path / "step-3" / "mine.txt").write_text("of the user")
+    optimizer.save(tmp_path / "step-5", keep=1)
+    assert names(tmp_path) == ["notes", "step-3", "step-5"]
+    assert names(tmp_path / "step-3") == ["mine.txt"]
+    with pytest.raises(penstock.CheckpointError, match="is no whole checkpoint"):
+        optimizer.load(tmp_path / "step-3")
+    with pytest.raises(penstock.CheckpointError, match="does not exist"):
+        optimizer.load(tmp_path / "step-9")
+    (tmp_path / "step-5" / MARKER).write_text("{")
+    with pytest.raises(penstock.CheckpointError, match="is no whole checkpoint"):
+        optimizer.load(tmp_path)
+    optimizer.close()
+
+
+@pytest.mark.parametrize("blocking", [True, False])
+def test_the_same_folder_again(blocking: bool, tmp_path: Path) -> None:
+    model, optimizer, scheduler = RUN.prepare()
+    for step in range(3):
+        iterate(RUN, model, optimizer, scheduler, step, 0, 1)
+        optimizer.save(tmp_path / "a", blocking=blocking, extra={"tensor": torch.ones(2)})
+    expected = values(model, optimizer)
+    optimizer.synchronize()
+    assert len(names(tmp_path / "a")) == 4  # marker, tiles, table, tensors
+    optimizer.close()
+    assert different(loaded(tmp_path / "a"), expected) == []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ({"keep": 0}, r"save\(keep=0\)"),
+        ({"if_busy": "perhaps"}, r"save\(if_busy='perhaps'\)"),
+        ({"path": "latest"}, "stands for the newest one"),
+    ],
+)
+def test_requests_that_cannot_be(arguments: dict[str, Any], said: str, tmp_path: Path) -> None:
+    _, optimizer, _ = RUN.prepare()
+    with pytest.raises(penstock.ConfigError, match=said):
+        optimizer.save(tmp_path / arguments.pop("path", "a"), **arguments)
+    optimizer.close()
+    assert names(tmp_path) == []
+
+
+# What users add
+
+EXTRA: dict[str, Any] = {
+    "numbers": [0, -1, 1 << 70, 1.5, -0.0, float("inf"), True, False, None],
+    "strings": ["", "text", "\u00e9 \U0001f600", "\ud800", "a\x00b"],
+    "bytes": [b"", bytes(range(256))],
+    "tuple": ((), (1, (2, [3]))),
+    "dict": {1: "one", (2, 3): {"!": "not a tag"}, None: {}, "!": 4, 1.5: b"x"},
+    "ordered": OrderedDict(b=1, a=2),
+    "dtypes": [torch.arange(6).reshape(2, 3).to(d) for d in (torch.float64, torch.bfloat16, torch.int8, torch.bool)],
+    "shapes": [torch.tensor(3.5), torch.empty(0, 4), torch.ones(2, 3).t(), torch.ones(1).expand(5)],
+    "parameter": nn.Parameter(torch.ones(2)),
+}
+
+
+def same(ours: Any, theirs: Any) -> bool:
+    if isinstance(theirs, Tensor):
+        return ours.dtype == theirs.dtype and ours.shape == theirs.shape and torch.equal(ours, theirs)
+    if isinstance(theirs, dict):
+        return len(ours) == len(theirs) and all(k in ours and same(ours[k], v) for k, v in theirs.items())
+    if isinstance(theirs, list | tuple):
+        alike = type(ours) is type(theirs) and len(ours) == len(theirs)
+        return alike and all(same(a, b) for a, b in zip(ours, theirs, strict=True))
+    return type(ours) is type(theirs) and repr(ours) == repr(theirs)
+
+
+def test_extra_comes_back_as_it_was(tmp_path: Path) -> None:
+    _, optimizer, _ = RUN.prepare()
+    tensor = torch.zeros(3)
+    optimizer.save(tmp_path / "a", extra=EXTRA | {"tensor": tensor}, blocking=False)
+    tensor.fill_(1)  # it was copied
+    optimizer.synchronize()
+    found = optimizer.load(tmp_path / "a")
+    optimizer.close()
+    assert list(found.pop("tensor")) == [0, 0, 0]
+    assert found.keys() == EXTRA.keys()
+    for name, value in EXTRA.items():
+        assert same(found[name], value), name
+
+
+class Custom:
+    pass
+
+
+def endless() -> list[Any]:
+    value: list[Any] = []
+    value.append(value)
+    return value
+
+
+@pytest.mark.parametrize(
+    ("value", "said"),
+    [
+        (Custom(), r"extra\['a'\]\[1\] is a Custom"),
+        (print, r"extra\['a'\]\[1\] is a builtin_function_or_method"),
+        ({1, 2}, r"extra\['a'\]\[1\] is a set"),
+        (1j, r"extra\['a'\]\[1\] is a complex"),
+        ({"b": {Custom: 1}}, r"a key of extra\['a'\]\[1\]\['b'\] is a type"),
+        (torch.ones(2, dtype=torch.complex64), r"extra\['a'\]\[1\] is a tensor that is sparse, complex"),
+        (torch.ones(2).to_sparse(), r"extra\['a'\]\[1\] is a tensor that is sparse, complex"),
+        (torch.ones(2, device="meta"), r"extra\['a'\]\[1\] is a tensor that is sparse, complex"),
+        (endless(), r"extra\['a'\]\[1\]\[0\] contains itself"),
+        (1 << 20000, r"extra\['a'\]\[1\] is a number of more than"),
+    ],
+    ids=lambda value: "" if isinstance(value, str) else type(value).__name__,
+)
+def test_what_is_no_data_is_refused_by_name(value: Any, said: str, tmp_path: Path) -> None:
+    _, optimizer, _ = RUN.prepare()
+    with pytest.raises(penstock.ConfigError, match=said):
+        optimizer.save(tmp_path / "a", extra={"a": [0, value]})
+    optimizer.close()
+    assert names(tmp_path) == []
+
+
+def test_going_on_after_a_load_beside_a_save(gate: Gate, tmp_path: Path) -> None:
+    """A load writes what is being saved: it waits, too."""
+    model, optimizer, scheduler = after_steps(RUN, 2)
+    gate.opened.set()
+    optimizer.save(tmp_path / "a")
+    goes_on = go_on(RUN, model, optimizer, scheduler, steps=2)
+    gate.opened.clear()
+    optimizer.save(tmp_path / "b", blocking=False)
+    threading.Timer(0.05, gate.opened.set).start()
+    optimizer.load(tmp_path / "a")
+    assert go_on(RUN, model, optimizer, scheduler, steps=2).otherwise(goes_on) == []
+    optimizer.close()
+    assert different(loaded(tmp_path / "b"), goes_on.final) == []
