@@ -1,20 +1,22 @@
 """A checkpoint that is being read: everything but the tiles, verified."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from penstock.checkpoint.fields import Field
 from penstock.checkpoint.folder import read_file, read_manifest, resolve
 from penstock.checkpoint.manifest import MARKER, Manifest, read_tensors
 from penstock.checkpoint.reading import TileKey
-from penstock.checkpoint.tables import RankTable
+from penstock.checkpoint.tables import RankTable, UnitTable
 from penstock.checkpoint.values import decode
 from penstock.errors import CheckpointError
+from penstock.kinds import MASTER, PARAM
 
 
 @dataclass(frozen=True)
@@ -54,6 +56,46 @@ class Checkpoint:
                 for unit in table.units:
                     for number in unit.tiles:
                         yield TileKey(self.folder / files.data.name, unit, number)
+
+    def check_weights(self, unit: UnitTable) -> None:
+        """Refuse a unit whose parameters are in no form that there is.
+
+        Raises:
+            CheckpointError: names the unit.
+        """
+        kinds = {home.name: {cell.kind: cell.dtype for cell in home.cells} for home in unit.homes}
+        param, master = kinds.get(PARAM, {}).get(PARAM), kinds.get(MASTER, {}).get(MASTER)
+        if param is None and master != torch.float32:
+            raise self._refuse(unit, "has no parameters")
+        if master == torch.int16 and param != torch.bfloat16:
+            raise self._refuse(unit, "has half a master")
+        if master not in (None, torch.int16, torch.float32):
+            raise self._refuse(unit, "has a strange master")
+
+    def _refuse(self, unit: UnitTable, why: str) -> CheckpointError:
+        return CheckpointError(f"Unit '{unit.name}' of {self.folder} {why}.", field="homes")
+
+    def check_covered(self, name: str, ranges: Iterable[tuple[int, int]], first: int, last: int) -> None:
+        """Refuse a parameter whose elements `first` to `last` are not all there, or some of them twice.
+
+        Arguments:
+            name: the parameter's.
+            ranges: of its elements, one for each tile that has some.
+            first: the first element that is needed.
+            last: one past the last.
+
+        Raises:
+            CheckpointError: names the parameter.
+        """
+        cursor = first
+        for start, stop in sorted(ranges):
+            if start != cursor:
+                break
+            cursor = stop
+        if cursor != last:
+            raise self.fail(
+                f"parameters.{name}", f"has no tile for its element {cursor:,}, or more than one. Load another one."
+            )
 
     def value(self, name: str, value: object) -> Any:
         """A part of the marker that is kept encoded."""

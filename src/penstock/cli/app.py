@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from penstock.cli.export import export
 from penstock.cli.train import train
 from penstock.errors import PenstockError
 
@@ -35,6 +36,7 @@ def root(
 
 
 app.command()(train)
+app.command()(export)
 
 
 def main() -> None:

@@ -218,15 +218,7 @@ class Loader:
             if runs:
                 plan.append((key, runs))
         for name, (_, first, last, _) in places.items():
-            cursor = first
-            for start, stop in sorted(covered[name]):
-                if start != cursor:
-                    break
-                cursor = stop
-            if cursor != last:
-                raise checkpoint.fail(
-                    f"parameters.{name}", f"has no tile for its element {cursor:,}, or more than one. Load another one."
-                )
+            checkpoint.check_covered(name, covered[name], first, last)
         self._check_kinds(checkpoint, plan)
         return plan
 
@@ -234,17 +226,9 @@ class Loader:
         """Each tile has the kinds that its parameters need."""
         states = {state.name: state for state in checkpoint.manifest.states}
         for unit in {id(key.unit): key.unit for key, _ in plan}.values():
-            kinds = {home.name: {cell.kind: cell.dtype for cell in home.cells} for home in unit.homes}
+            checkpoint.check_weights(unit)
             trained = any(checkpoint.manifest.parameters[slot.name].trained for slot in unit.slots)
-            master = kinds.get(MASTER, {}).get(MASTER)
-            param = kinds.get(PARAM, {}).get(PARAM)
-            if param is None and master != torch.float32:
-                raise CheckpointError(f"Unit '{unit.name}' of {checkpoint.folder} has no parameters.", field="homes")
-            if master == torch.int16 and param != torch.bfloat16:
-                raise CheckpointError(f"Unit '{unit.name}' of {checkpoint.folder} has half a master.", field="homes")
-            if master not in (None, torch.int16, torch.float32):
-                raise CheckpointError(f"Unit '{unit.name}' of {checkpoint.folder} has a strange master.", field="homes")
-            found = kinds.get(OPTIMIZER, {})
+            found = {cell.kind: cell.dtype for home in unit.homes if home.name == OPTIMIZER for cell in home.cells}
             for name, state in states.items() if trained else ():
                 needed = {name: state.dtype}
                 if state.scale_name is not None:
