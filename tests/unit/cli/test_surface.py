@@ -59,7 +59,8 @@ EXPORT = {
     "--no-adapters-only": True,
     "--max-shard-bytes": "5GB",
 }
-COMMANDS = {"train": TRAIN, "export": EXPORT}
+INSPECT = {"path": None, "--verify": False, "--json": False}
+COMMANDS = {"train": TRAIN, "export": EXPORT, "inspect": INSPECT}
 
 HEAVY = ("transformers", "tokenizers", "numpy.random", "tensorboard")
 
