@@ -31,6 +31,8 @@ def write_random(field: Field, device: torch.device) -> None:
         CheckpointError: these are no states.
     """
     states: Any = decode(field, {})
+    if states is None:  # the checkpoint was made of another library's
+        return
     try:
         torch.set_rng_state(_tensor(states["torch"]))
         random.setstate(states["python"])

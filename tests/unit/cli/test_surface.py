@@ -60,7 +60,8 @@ EXPORT = {
     "--max-shard-bytes": "5GB",
 }
 INSPECT = {"path": None, "--verify": False, "--json": False}
-COMMANDS = {"train": TRAIN, "export": EXPORT, "inspect": INSPECT}
+IMPORT = {"folder": None, "out": None}
+COMMANDS = {"train": TRAIN, "export": EXPORT, "inspect": INSPECT, "import-deepspeed": IMPORT}
 
 HEAVY = ("transformers", "tokenizers", "numpy.random", "tensorboard")
 
