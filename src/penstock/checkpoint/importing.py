@@ -96,7 +96,7 @@ def write_checkpoint(
 
     Raises:
         ConfigError: the folder has something in it, or `extra` holds what no checkpoint does.
-        CheckpointError: it cannot be written; nothing is left.
+        CheckpointError: it cannot be written; the folder is empty then.
     """
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ConfigError(f"{folder} is there already. Import into a folder that is empty or does not exist.")
