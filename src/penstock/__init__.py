@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from penstock.build import prepare
+    from penstock.checkpoint.export import export
     from penstock.config import Options, Placement
     from penstock.engine.step import StepResult
     from penstock.errors import (
@@ -39,11 +40,13 @@ __all__ = [
     "Placement",
     "StepResult",
     "elementwise",
+    "export",
     "prepare",
 ]
 
 _HOMES = {
     "prepare": "penstock.build",
+    "export": "penstock.checkpoint.export",
     "Options": "penstock.config",
     "Placement": "penstock.config",
     "StepResult": "penstock.engine.step",

@@ -24,6 +24,7 @@ NAMES = [
     "Placement",
     "StepResult",
     "elementwise",
+    "export",
     "prepare",
 ]
 
@@ -117,6 +118,11 @@ def test_public_names() -> None:
 
 def test_prepare() -> None:
     assert signature(penstock.prepare) == PREPARE[:-1] + ", weights=None)"
+
+
+def test_export() -> None:
+    expected = "(checkpoint, out, *, dtype='bf16', adapters_only=True, max_shard_bytes=5000000000)"
+    assert signature(penstock.export) == expected
 
 
 def test_optimizer() -> None:

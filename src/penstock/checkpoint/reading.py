@@ -3,13 +3,13 @@
 import contextlib
 import os
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
 from torch import Tensor
 
-from penstock.checkpoint.tables import Extent, UnitTable
+from penstock.checkpoint.tables import Extent, HomeTable, UnitTable
 from penstock.errors import CheckpointError, NvmeError
 from penstock.machine.aio import File, Queue, Transfer
 from penstock.machine.arena import page_aligned
@@ -41,17 +41,18 @@ class TileReader:
         self._queue = Queue()
         self._files: dict[Path, File] = {}
 
-    def read(self, keys: Iterable[TileKey]) -> Iterator[Tile]:
+    def read(self, keys: Iterable[TileKey], *, homes: Container[str] | None = None) -> Iterator[Tile]:
         """Read tiles, a few ahead of what is used.
 
         Arguments:
             keys: which, best in the order of the files.
+            homes: what is read of each; `None` for everything.
 
         Raises:
             CheckpointError: a file cannot be read, or a tile is not what was written.
         """
         ring: deque[Tensor] = deque(page_aligned(0) for _ in range(RING_TILES))
-        ahead: deque[tuple[TileKey, Tensor, list[tuple[Extent, Transfer]]]] = deque()
+        ahead: deque[tuple[TileKey, Tensor, list[tuple[HomeTable, Extent, Transfer]]]] = deque()
         waiting = iter(keys)
         try:
             while True:
@@ -60,27 +61,31 @@ class TileReader:
                     nbytes = sum(extent.nbytes for extent in key.unit.extents(key.number))
                     if buffer.numel() < nbytes:  # not what the table says of other tiles: these are in the file
                         buffer = page_aligned(nbytes)
-                    ahead.append((key, buffer, self._start(key, buffer)))
+                    ahead.append((key, buffer, self._start(key, buffer, homes)))
                 if not ahead:
                     return
                 key, buffer, transfers = ahead.popleft()
-                for extent, transfer in transfers:
+                for _, extent, transfer in transfers:
                     _finish(key, extent, transfer)
-                yield Tile(key, _views(key, buffer))
+                yield Tile(key, _views(key, buffer, [(home, extent) for home, extent, _ in transfers]))
                 ring.append(buffer)
         finally:
             for _, _, transfers in ahead:
-                for _, transfer in transfers:
+                for _, _, transfer in transfers:
                     with contextlib.suppress(NvmeError):
                         transfer.wait()
 
-    def _start(self, key: TileKey, buffer: Tensor) -> list[tuple[Extent, Transfer]]:
+    def _start(
+        self, key: TileKey, buffer: Tensor, homes: Container[str] | None
+    ) -> list[tuple[HomeTable, Extent, Transfer]]:
         file = self._open(key.file)
         started, used = [], 0
-        for extent in key.unit.extents(key.number):
+        for home, extent in zip(key.unit.homes, key.unit.extents(key.number), strict=True):
+            if homes is not None and home.name not in homes:
+                continue
             part = buffer[used : used + extent.nbytes]
             used += extent.nbytes
-            started.append((extent, file.read(extent.offset, part, checksum=extent.checksum)))
+            started.append((home, extent, file.read(extent.offset, part, checksum=extent.checksum)))
         return started
 
     def _open(self, path: Path) -> File:
@@ -121,11 +126,11 @@ def _finish(key: TileKey, extent: Extent, transfer: Transfer) -> None:
         ) from error
 
 
-def _views(key: TileKey, buffer: Tensor) -> dict[str, dict[str, Tensor]]:
+def _views(key: TileKey, buffer: Tensor, extents: Iterable[tuple[HomeTable, Extent]]) -> dict[str, dict[str, Tensor]]:
     start, stop = key.unit.tile_range(key.number)
     homes: dict[str, dict[str, Tensor]] = {}
     used = 0
-    for home, extent in zip(key.unit.homes, key.unit.extents(key.number), strict=True):
+    for home, extent in extents:
         views: Views = home.layout.views(buffer[used : used + extent.nbytes], stop - start)
         homes[home.name] = {cell.kind: view for cell, view in zip(home.cells, views, strict=True)}
         used += extent.nbytes

@@ -16,7 +16,7 @@ from penstock.errors import CheckpointError
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 
-_DTYPES: Mapping[str, torch.dtype] = {
+DTYPES: Mapping[str, torch.dtype] = {
     "F64": torch.float64,
     "F32": torch.float32,
     "F16": torch.float16,
@@ -126,7 +126,7 @@ def _headers(file: Path) -> dict[str, Entry]:
         with safe_open(file, framework="pt") as opened:
             for name in opened.keys():  # noqa: SIM118 - not a dict
                 found = opened.get_slice(name)
-                dtype = _DTYPES.get(found.get_dtype())
+                dtype = DTYPES.get(found.get_dtype())
                 if dtype is None:
                     raise CheckpointError(f"{file}: '{name}' is {found.get_dtype()}, which is not read.")
                 entries[name] = Entry(file, tuple(found.get_shape()), dtype)

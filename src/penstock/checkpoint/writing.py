@@ -80,7 +80,7 @@ class TileWriter:
             self._file = File(self._queue, path, self._nbytes)
         except NvmeError as error:
             self._queue.close()
-            raise _failed(path, error) from error
+            raise write_failed(path, error) from error
         self._file.lock()
         largest = max(source.table.largest_tile_bytes for source in sources)
         self._ring = [page_aligned(largest) for _ in range(RING_TILES)]
@@ -107,7 +107,7 @@ class TileWriter:
                 _wait(transfers)
             self._file.sync()
         except OSError as error:
-            raise _failed(self._path, error) from error
+            raise write_failed(self._path, error) from error
         finally:
             for source in self._sources:
                 set_event(source.copied)
@@ -191,7 +191,7 @@ def _on_one_disk(one: str, other: Path) -> bool:
     return os.stat(one).st_dev == os.stat(other).st_dev
 
 
-def _failed(path: Path, error: OSError) -> CheckpointError:
+def write_failed(path: Path, error: OSError) -> CheckpointError:
     """What a file said, without advice that is about the nvme tier."""
     reason = os.strerror(error.errno) if error.errno else str(error)
     where = f" at offset {error.offset:,}" if isinstance(error, NvmeError) and error.offset is not None else ""

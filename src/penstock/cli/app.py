@@ -7,6 +7,9 @@ from typing import Annotated
 
 import typer
 
+from penstock.cli.export import export
+from penstock.cli.import_deepspeed import import_deepspeed
+from penstock.cli.inspect import inspect
 from penstock.cli.train import train
 from penstock.errors import PenstockError
 
@@ -35,6 +38,9 @@ def root(
 
 
 app.command()(train)
+app.command()(export)
+app.command()(inspect)
+app.command()(import_deepspeed)
 
 
 def main() -> None:

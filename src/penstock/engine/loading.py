@@ -21,14 +21,14 @@ from penstock.checkpoint.manifest import Manifest, SavedParameter
 from penstock.checkpoint.opened import Checkpoint
 from penstock.checkpoint.randomness import RandomStates, decode_random, write_random
 from penstock.checkpoint.reading import Tile, TileKey, TileReader
-from penstock.checkpoint.tables import UnitTable, pieces
+from penstock.checkpoint.tables import pieces
 from penstock.engine.access import Access
 from penstock.engine.gather import Gatherer
 from penstock.engine.reduce import Reducer
 from penstock.engine.scale import GradientScale
 from penstock.engine.unit import Unit, Weights
 from penstock.engine.update import Updater
-from penstock.errors import CheckpointError, ConfigError
+from penstock.errors import ConfigError
 from penstock.kinds import MASTER, OPTIMIZER, PARAM
 from penstock.layout import ALIGNMENT_NUMEL
 from penstock.machine.collectives import Ranks
@@ -208,9 +208,9 @@ class Loader:
         return values
 
     def _read_random(self, checkpoint: Checkpoint) -> RandomStates | None:
-        """Those of the same rank; a rank that was not there goes on with what it has."""
+        """Those of the same rank; one that was not there, or has saved none, goes on with what it has."""
         rank = self._ranks.shard_rank + self._ranks.shards * self._ranks.replica_rank
-        if rank >= len(checkpoint.tables):
+        if rank >= len(checkpoint.tables) or checkpoint.tables[rank].random is None:
             return None
         file = checkpoint.folder / checkpoint.manifest.ranks[rank].table.name
         return decode_random(Field(file, "random", checkpoint.tables[rank].random), self._streams.device)
@@ -238,24 +238,14 @@ class Loader:
             if runs:
                 plan.append((key, runs))
         for name, (_, first, last, _) in places.items():
-            cursor = first
-            for start, stop in sorted(covered[name]):
-                if start != cursor:
-                    break
-                cursor = stop
-            if cursor != last:
-                raise checkpoint.fail(
-                    f"parameters.{name}", f"has no tile for its element {cursor:,}, or more than one. Load another one."
-                )
+            checkpoint.check_covered(name, covered[name], first, last)
         self._check_kinds(checkpoint, plan)
         return plan
 
     def _check_kinds(self, checkpoint: Checkpoint, plan: Plan) -> None:
         """Each tile has the kinds that its parameters need, in the dtypes that they can have."""
         for unit in {id(key.unit): key.unit for key, _ in plan}.values():
-            wrong = _wrong_kinds(checkpoint.manifest, unit)
-            if wrong is not None:
-                raise CheckpointError(f"Unit '{unit.name}' of {checkpoint.folder} {wrong}.", field="homes")
+            checkpoint.check_kinds(unit)
 
     # Changes
 
@@ -320,32 +310,6 @@ class Loader:
         self._access.restore_counts(
             parameter, step=saved.step, scalars=saved.scalars, has_state=saved.has_state and saved.step == 0
         )
-
-
-def _wrong_kinds(manifest: Manifest, unit: UnitTable) -> str | None:
-    """What a unit's homes have that cannot be, or lack."""
-    strangers = [slot.name for slot in unit.slots if slot.name not in manifest.parameters]
-    if strangers:
-        return f"has '{strangers[0]}', which is no parameter"
-    saved = [manifest.parameters[slot.name] for slot in unit.slots]
-    kinds = {home.name: {cell.kind: (cell.dtype, cell.grain) for cell in home.cells} for home in unit.homes}
-    param, _ = kinds.get(PARAM, {}).get(PARAM, (None, 1))
-    master, _ = kinds.get(MASTER, {}).get(MASTER, (None, 1))
-    if master not in (None, torch.int16, torch.float32):
-        return "has a strange master"
-    if param is None and master != torch.float32:
-        return "has no parameters"
-    if master == torch.int16 and param != torch.bfloat16:
-        return "has half a master"
-    if any(param not in (None, p.dtype) or (master is not None and not p.dtype.is_floating_point) for p in saved):
-        return "has parameters of another dtype"
-    needed = {(home, home): (dtype, 1) for home, dtype in ((PARAM, param), (MASTER, master)) if dtype is not None}
-    for state in manifest.states if any(p.trained for p in saved) else ():
-        needed[OPTIMIZER, state.name] = state.dtype, 1
-        if state.scale_name is not None:
-            needed[OPTIMIZER, state.scale_name] = torch.float32, BLOCK_NUMEL
-    lacking = [kind for (home, kind), form in needed.items() if kinds.get(home, {}).get(kind) != form]
-    return f"lacks '{lacking[0]}'" if lacking else None
 
 
 def _append(runs: list[Run], run: Run) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from importlib.metadata import version
 from typing import Any
 
+import pytest
 import typer.main
 
 from penstock.cli.app import app
@@ -50,6 +51,18 @@ TRAIN = {
     "--tensorboard": False,
 }
 
+EXPORT = {
+    "checkpoint": None,
+    "out": None,
+    "--dtype": "bf16",
+    "--adapters-only": True,
+    "--no-adapters-only": True,
+    "--max-shard-bytes": "5GB",
+}
+INSPECT = {"path": None, "--verify": False, "--json": False}
+IMPORT = {"folder": None, "out": None}
+COMMANDS = {"train": TRAIN, "export": EXPORT, "inspect": INSPECT, "import-deepspeed": IMPORT}
+
 HEAVY = ("transformers", "tokenizers", "numpy.random", "tensorboard")
 
 
@@ -63,13 +76,14 @@ def options(command: Any) -> dict[str, Any]:
 
 def test_commands() -> None:
     group: Any = typer.main.get_command(app)
-    assert sorted(group.commands) == ["train"]
+    assert group.commands.keys() == COMMANDS.keys()
     assert options(group) == {"--version": False}
 
 
-def test_options_of_train() -> None:
+@pytest.mark.parametrize("command", COMMANDS)
+def test_options(command: str) -> None:
     group: Any = typer.main.get_command(app)
-    assert options(group.commands["train"]) == TRAIN
+    assert options(group.commands[command]) == COMMANDS[command]
 
 
 def settings_of_runs(monkeypatch: Any) -> list[TrainConfig]:

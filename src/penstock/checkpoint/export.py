@@ -1,0 +1,282 @@
+"""Checkpoints to files that other libraries load: weights alone, in safetensors, streamed.
+
+1. Ranks read the marker and the tables and plan the files; everything that can be wrong is found here.
+2. The first one makes a hidden folder beside the one that is asked for.
+3. Each rank writes files of its own: it reads the tiles that hold something of them, and puts each piece in its place.
+4. All files are on the disk: the first rank adds index and configuration, and the folder takes its name.
+"""
+
+import contextlib
+import errno
+import fcntl
+import json
+import os
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from os import PathLike
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from penstock.checkpoint.folder import make_folder, sync_folder, write_file
+from penstock.checkpoint.opened import Checkpoint
+from penstock.checkpoint.pretrained import Part, parts_of
+from penstock.checkpoint.reading import Tile, TileReader
+from penstock.checkpoint.tables import Piece, pieces
+from penstock.checkpoint.tensorfile import TensorFile, TensorSpec, divide, failed
+from penstock.errors import CheckpointError, ConfigError
+from penstock.kinds import COMPUTE_DTYPES, MASTER, PARAM, Precision
+from penstock.machine.collectives import Council, Ranks, default_device
+from penstock.rules.master import read_master
+
+MOST_SHARD_BYTES = 5 * 10**9
+
+
+class Source(NamedTuple):
+    """What a tensor of an export is made of: a parameter, or one of the tensors beside the tiles."""
+
+    spec: TensorSpec
+    name: str
+    tensor: Tensor | None
+
+
+class OutFile(NamedTuple):
+    """A file of tensors: its path inside the export, and what it holds."""
+
+    path: str
+    sources: Sequence[Source]
+
+
+def export(
+    checkpoint: str | PathLike[str],
+    out: str | PathLike[str],
+    *,
+    dtype: Precision = "bf16",
+    adapters_only: bool = True,
+    max_shard_bytes: int = MOST_SHARD_BYTES,
+) -> None:
+    """Write a checkpoint's weights so that `from_pretrained(out)` of transformers or peft reads them. Collective.
+
+    Safetensors files, `config.json` and `generation_config.json`. Tied weights are there once, buffers of the model's
+    state too. Tiles stream through a few buffers: no tensor is in memory as a whole, and no model or device is needed.
+    The folder appears whole or not at all. Ranks of the default process group, where there is one, divide the files.
+
+    Arguments:
+        checkpoint: as `Optimizer.load` takes it.
+        out: the folder; it must not exist, or be empty. On a file system that all ranks share.
+        dtype: of the floating-point parameters. In the dtype of training they are bit for bit what the model computed
+            with, in `"fp32"` they are the master weights. Other dtypes stay, and buffers keep theirs.
+        adapters_only: of a model with LoRA adapters (peft), write the adapters alone, for `PeftModel.from_pretrained`.
+            `False` writes the model that they adapt, as it is without them, and them into its subfolder `adapter`.
+            Says nothing of other models.
+        max_shard_bytes: of a file of tensors; a larger tensor has one of its own.
+
+    Raises:
+        ConfigError: `out` has something in it, or an argument is not as above.
+        CheckpointError: the checkpoint is damaged; a value is too large for `"fp16"`; something could not be written.
+            There is no `out` then.
+
+    Example:
+        >>> penstock.export("checkpoints/latest", "my-model", dtype="bf16")  # doctest: +SKIP
+    """
+    if dtype not in COMPUTE_DTYPES:
+        raise ConfigError(f"export(dtype={dtype!r}): use one of {', '.join(map(repr, COMPUTE_DTYPES))}.")
+    if max_shard_bytes < 1:
+        raise ConfigError(f"export(max_shard_bytes={max_shard_bytes!r}): use a whole number of bytes, 1 or more.")
+    council = Council(Ranks.from_mesh(None, sharded=True), default_device())
+    folder = Path(os.path.realpath(out))
+    with contextlib.closing(council), contextlib.ExitStack() as undo:
+        with _together(council):
+            opened = Checkpoint.open(checkpoint)
+            _check_whole(opened)
+            parts = parts_of(opened, COMPUTE_DTYPES[dtype], adapters_only=adapters_only)
+            files = [list(_files(opened, part, COMPUTE_DTYPES[dtype], max_shard_bytes)) for part in parts]
+            if council.is_first:
+                undo.enter_context(_hidden(folder, [part.folder for part in parts]))
+        with _together(council):
+            everything = [file for of_part in files for file in of_part]
+            _write(opened, _hidden_name(folder), everything[council.rank :: council.size])
+        with _together(council):
+            if council.is_first:
+                for part, of_part in zip(parts, files, strict=True):
+                    _finish(_hidden_name(folder), part, of_part)
+                _appear(folder)
+
+
+@contextlib.contextmanager
+def _together(council: Council) -> Iterator[None]:
+    """All ranks come to its end, and where one fails all do."""
+    failure: Exception | None = None
+    try:
+        yield
+    except Exception as error:
+        failure = error
+    council.agree(failure)
+
+
+# What there is to write
+
+
+def _files(checkpoint: Checkpoint, part: Part, dtype: torch.dtype, most_bytes: int) -> Iterator[OutFile]:
+    """The tensor files of a part, as `save_pretrained` names them."""
+    sources = {source.spec: source for source in _sources(checkpoint, part, dtype)}
+    groups = [list(sources)] if part.one_file else divide(sources, most_bytes)
+    for number, specs in enumerate(groups, start=1):
+        of_several = f"-{number:05d}-of-{len(groups):05d}" if len(groups) > 1 else ""
+        name = f"{part.stem}{of_several}.safetensors"
+        yield OutFile(os.path.join(part.folder, name), [sources[spec] for spec in specs])
+
+
+def _sources(checkpoint: Checkpoint, part: Part, dtype: torch.dtype) -> Iterator[Source]:
+    for name, out in part.names.items():
+        saved = checkpoint.manifest.parameters.get(name)
+        if saved is not None:
+            converts = saved.dtype in COMPUTE_DTYPES.values()
+            yield Source(TensorSpec(out, saved.shape, dtype if converts else saved.dtype), name, None)
+            continue
+        tensor = checkpoint.tensors.get(checkpoint.manifest.buffers[name])
+        if tensor is None:
+            raise checkpoint.fail(f"buffers.{name}", "is missing.")
+        yield Source(TensorSpec(out, tuple(tensor.shape), tensor.dtype), name, tensor)
+
+
+def _check_whole(checkpoint: Checkpoint) -> None:
+    """Every element of every parameter is in one tile, in a form that there is."""
+    covered: dict[str, list[tuple[int, int]]] = {name: [] for name in checkpoint.manifest.parameters}
+    for table in checkpoint.tables:
+        for unit in table.units:
+            checkpoint.check_kinds(unit)
+    for key in checkpoint.tiles():
+        for piece in pieces(key.unit, key.number):
+            if piece.name in covered:
+                covered[piece.name].append((piece.start, piece.stop))
+    for name, saved in checkpoint.manifest.parameters.items():
+        checkpoint.check_covered(name, covered[name], 0, torch.Size(saved.shape).numel())
+
+
+# Writing
+
+
+def _write(checkpoint: Checkpoint, folder: Path, files: Sequence[OutFile]) -> None:
+    """Write files of tensors, in the order of the checkpoint's tiles."""
+    with contextlib.ExitStack() as closing:
+        opened = []
+        places: dict[str, tuple[TensorFile, TensorSpec]] = {}
+        for out_file in files:
+            file = TensorFile(folder / out_file.path, [source.spec for source in out_file.sources])
+            closing.callback(file.close)
+            opened.append(file)
+            for source in out_file.sources:
+                places[source.name] = file, source.spec
+                if source.tensor is not None:
+                    file.write(source.spec.name, 0, source.tensor.contiguous())
+        keys = [key for key in checkpoint.tiles() if any(p.name in places for p in pieces(key.unit, key.number))]
+        reader = closing.enter_context(TileReader())
+        for tile in reader.read(keys, homes=(PARAM, MASTER)):
+            for piece in pieces(tile.key.unit, tile.key.number):
+                if piece.name in places:
+                    file, spec = places[piece.name]
+                    file.write(spec.name, piece.start, _values(checkpoint, tile, piece, spec.dtype))
+        for file in opened:
+            file.sync()
+
+
+def _values(checkpoint: Checkpoint, tile: Tile, piece: Piece, dtype: torch.dtype) -> Tensor:
+    """Elements of a parameter, as trained where that is in `dtype`, else from the master."""
+    inside = slice(piece.inside, piece.inside + piece.stop - piece.start)
+    param, master = (tile.homes.get(kind, {}).get(kind) for kind in (PARAM, MASTER))
+    if param is not None and param.dtype == dtype:
+        return param[inside]
+    if param is None or (master is not None and master.dtype == torch.float32):
+        assert master is not None  # `check_kinds` has seen to it
+        value = master[inside]
+    else:
+        value = read_master(param[inside], None if master is None else master[inside])
+    converted = value.to(dtype)
+    if dtype == torch.float16 and bool((converted.isinf() & value.isfinite()).any()):
+        raise checkpoint.fail(
+            f"parameters.{piece.name}", "has values that are too large for fp16. Export as 'bf16' or 'fp32'."
+        )
+    return converted
+
+
+def _finish(folder: Path, part: Part, files: Sequence[OutFile]) -> None:
+    """Write what is small, after the tensors, and have all names on the disk."""
+    inside = folder / part.folder
+    if len(files) > 1:
+        index: Mapping[str, object] = {
+            "metadata": {"total_size": sum(source.spec.nbytes for file in files for source in file.sources)},
+            "weight_map": {source.spec.name: Path(file.path).name for file in files for source in file.sources},
+        }
+        write_file(inside / f"{part.stem}.safetensors.index.json", _text(json.dumps(index, indent=2, sort_keys=True)))
+    for name, text in part.beside.items():
+        write_file(inside / name, _text(text))
+    sync_folder(inside)
+
+
+def _text(text: str) -> bytes:
+    return (text.rstrip("\n") + "\n").encode()
+
+
+# The folder
+
+
+def _hidden_name(folder: Path) -> Path:
+    return folder.with_name(f".{folder.name}.export")
+
+
+@contextlib.contextmanager
+def _hidden(folder: Path, inside: Sequence[str]) -> Iterator[None]:
+    """A hidden, empty folder beside `folder`, with some inside of it. It goes where the export fails.
+
+    It is locked: one that is there already and is not was left by an export that was killed.
+    """
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise ConfigError(f"{folder} is there already. Export to a folder that is empty or does not exist.")
+    make_folder(folder.parent)
+    hidden = _hidden_name(folder)
+    try:
+        hidden.mkdir(exist_ok=True)
+        descriptor = os.open(hidden, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    except OSError as error:
+        raise failed(hidden, error) from error
+    try:
+        _lock(descriptor, folder)
+        try:
+            _empty(hidden, inside)
+            yield
+        except BaseException:
+            shutil.rmtree(hidden, ignore_errors=True)
+            raise
+    finally:
+        os.close(descriptor)
+
+
+def _empty(hidden: Path, inside: Sequence[str]) -> None:
+    try:
+        for left in hidden.iterdir():
+            shutil.rmtree(left) if left.is_dir() else left.unlink()
+        for name in inside:
+            (hidden / name).mkdir(exist_ok=True)
+    except OSError as error:
+        raise failed(hidden, error) from error
+
+
+def _lock(descriptor: int, folder: Path) -> None:
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        if error.errno in (errno.EWOULDBLOCK, errno.EACCES):
+            raise CheckpointError(f"Another export to {folder} is running. Wait for it.", file=str(folder)) from error
+        # A file system without locks.
+
+
+def _appear(folder: Path) -> None:
+    """Give the folder its name, which an empty folder may have had."""
+    try:
+        os.rename(_hidden_name(folder), folder)
+        sync_folder(folder.parent)
+    except OSError as error:
+        raise failed(folder, error) from error

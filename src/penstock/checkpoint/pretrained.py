@@ -1,0 +1,133 @@
+"""What a checkpoint's tensors are called in the files of other libraries, and the configuration beside them.
+
+A model that transformers loads has `model*.safetensors`, `config.json` and `generation_config.json`. Adapters that peft
+loads have `adapter_model.safetensors` and `adapter_config.json`; in the model, the name of each of its parameters has
+the adapter's name in it:
+
+    base_model.model.lm_head.base_layer.weight         base      lm_head.weight
+    base_model.model.lm_head.lora_A.default.weight     adapter   base_model.model.lm_head.lora_A.weight
+"""
+
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+import torch
+
+from penstock.checkpoint.fields import dtype_name
+from penstock.checkpoint.opened import Checkpoint
+
+CONFIG = "config.json"
+GENERATION_CONFIG = "generation_config.json"
+ADAPTER_CONFIG = "adapter_config.json"
+ADAPTER = "adapter"
+CLASS = "class"
+
+_PEFT_PREFIX = "base_model.model."
+_COMPILED = "_orig_mod"  # torch.compile's
+_OF_BASE = ("base_layer", "original_module")  # peft's, around what it adapts
+_OF_ADAPTER = "modules_to_save"
+
+
+@dataclass(frozen=True)
+class Part:
+    """Files of one kind of an export.
+
+    Attributes:
+        folder: inside the export; empty for the export itself.
+        stem: what names of tensor files begin with.
+        one_file: whether there can be several.
+        names: of the tensors, by name in the checkpoint.
+        beside: further files: text by name.
+    """
+
+    folder: str
+    stem: str
+    one_file: bool
+    names: Mapping[str, str]
+    beside: Mapping[str, str]
+
+
+def parts_of(checkpoint: Checkpoint, dtype: torch.dtype, *, adapters_only: bool) -> list[Part]:
+    """What an export of a checkpoint consists of.
+
+    Raises:
+        CheckpointError: names collide, or adapters are of a kind that is not known.
+    """
+    model = checkpoint.manifest.model
+    names = [*checkpoint.manifest.parameters, *checkpoint.manifest.buffers]
+    plain = {name: _without(name, (_COMPILED,)) for name in names}
+    if ADAPTER_CONFIG not in model:
+        return [Part("", "model", False, _distinct(checkpoint, plain), _configuration(checkpoint, dtype))]
+
+    kind = _parse(checkpoint, ADAPTER_CONFIG).get("peft_type")
+    if kind != "LORA":
+        raise checkpoint.fail(f"model.{ADAPTER_CONFIG}", f"is of adapters of type {kind}. LoRA alone is exported.")
+    adapter = model.get(ADAPTER, "default")
+    of_adapter = {
+        name: _PEFT_PREFIX + _without(own, (adapter, _OF_ADAPTER)).removeprefix(_PEFT_PREFIX)
+        for name, own in plain.items()
+        if adapter in own.split(".")
+    }
+    beside = {ADAPTER_CONFIG: model[ADAPTER_CONFIG]}
+    if adapters_only:
+        _check_nothing_else_was_trained(checkpoint, of_adapter)
+        return [Part("", "adapter_model", True, _distinct(checkpoint, of_adapter), beside)]
+    base = {
+        name: _without(own.removeprefix(_PEFT_PREFIX), _OF_BASE)
+        for name, own in plain.items()
+        if name not in of_adapter
+    }
+    return [
+        Part("", "model", False, _distinct(checkpoint, base), _configuration(checkpoint, dtype)),
+        Part(ADAPTER, "adapter_model", True, _distinct(checkpoint, of_adapter), beside),
+    ]
+
+
+def _without(name: str, components: Iterable[str]) -> str:
+    left_out = set(components)
+    return ".".join(component for component in name.split(".") if component not in left_out)
+
+
+def _distinct(checkpoint: Checkpoint, names: Mapping[str, str]) -> Mapping[str, str]:
+    owners: dict[str, str] = {}
+    for own, name in names.items():
+        if name in owners:
+            raise checkpoint.fail(
+                "parameters", f"has '{owners[name]}' and '{own}', which are both '{name}' in an export."
+            )
+        owners[name] = own
+    return names
+
+
+def _check_nothing_else_was_trained(checkpoint: Checkpoint, exported: Mapping[str, str]) -> None:
+    for name, saved in checkpoint.manifest.parameters.items():
+        if saved.trained and name not in exported:
+            raise checkpoint.fail(
+                f"parameters.{name}",
+                "was trained and is of no adapter: peft has no place for it. Export with adapters_only=False.",
+            )
+
+
+def _configuration(checkpoint: Checkpoint, dtype: torch.dtype) -> dict[str, str]:
+    """`config.json` as `save_pretrained` writes it, and what else there is."""
+    model = checkpoint.manifest.model
+    files = {}
+    if CONFIG in model:
+        config = _parse(checkpoint, CONFIG)
+        config["torch_dtype" if "torch_dtype" in config else "dtype"] = dtype_name(dtype)
+        config["architectures"] = config.get("architectures") or [model[CLASS]]
+        files[CONFIG] = json.dumps(config, indent=2, sort_keys=True) + "\n"
+    if GENERATION_CONFIG in model:
+        files[GENERATION_CONFIG] = model[GENERATION_CONFIG]
+    return files
+
+
+def _parse(checkpoint: Checkpoint, name: str) -> dict[str, object]:
+    try:
+        parsed = json.loads(checkpoint.manifest.model[name])
+    except (ValueError, RecursionError) as error:
+        raise checkpoint.fail(f"model.{name}", f"is not JSON ({error}).") from error
+    if not isinstance(parsed, dict):
+        raise checkpoint.fail(f"model.{name}", "is not an object.")
+    return parsed

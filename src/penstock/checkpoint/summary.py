@@ -1,0 +1,109 @@
+"""What a checkpoint holds, for people and scripts, and whether it still is what was written."""
+
+from collections.abc import Iterator, Mapping
+from math import prod
+from typing import Any
+
+from torch import Tensor
+
+from penstock.checkpoint.fields import dtype_name
+from penstock.checkpoint.manifest import MARKER, files_of
+from penstock.checkpoint.opened import Checkpoint
+from penstock.checkpoint.reading import TileReader
+from penstock.errors import CheckpointError
+
+_MOST_CHARS = 120
+
+
+def summarize(checkpoint: Checkpoint) -> dict[str, Any]:
+    """A JSON-like summary; nothing but the marker and the tables is read.
+
+    Returns:
+        `path`, `created`, `versions`, `world_size`, `model`; `steps`: the least and the greatest count of a trained
+        parameter; `parameters`: their count and elements; `optimizer`: rule, states, param groups; `kinds`: what is in
+        the files; `tiers`: bytes of each home where it rested when it was saved, over all ranks; `buffers`,
+        `loss_scale`, `extra`, shortened; `files`; `bytes`: of them all.
+    """
+    manifest = checkpoint.manifest
+    saved = manifest.parameters.values()
+    steps = [parameter.step for parameter in saved if parameter.trained]
+    files = [{"name": entry.name, "bytes": entry.nbytes} for entry in files_of(manifest)]
+    files.append({"name": MARKER, "bytes": (checkpoint.folder / MARKER).stat().st_size})
+    options = [checkpoint.value(f"groups[{n}].options", group.options) for n, group in enumerate(manifest.groups)]
+    return {
+        "path": str(checkpoint.folder),
+        "created": manifest.created,
+        "versions": dict(manifest.versions),
+        "world_size": len(manifest.ranks),
+        "model": manifest.model.get("class"),
+        "steps": {"least": min(steps, default=0), "greatest": max(steps, default=0)},
+        "parameters": {
+            "count": len(manifest.parameters),
+            "trained": len(steps),
+            "numel": sum(prod(parameter.shape) for parameter in saved),
+            "trained_numel": sum(prod(parameter.shape) for parameter in saved if parameter.trained),
+        },
+        "optimizer": {
+            "rule": manifest.rule,
+            "states": {state.name: dtype_name(state.dtype) for state in manifest.states},
+            "groups": [
+                {"parameters": len(group.parameters), "options": _short(of_group)}
+                for group, of_group in zip(manifest.groups, options, strict=True)
+            ],
+        },
+        "kinds": _kinds(checkpoint),
+        "tiers": _tiers(checkpoint),
+        "buffers": len(manifest.buffers),
+        "loss_scale": None if manifest.loss_scale is None else dict(manifest.loss_scale),
+        "extra": _short(checkpoint.value("extra", manifest.extra)),
+        "files": files,
+        "bytes": sum(file["bytes"] for file in files),
+    }
+
+
+def damaged_tiles(checkpoint: Checkpoint) -> Iterator[CheckpointError]:
+    """Read and verify every tile; for each that is not what was written, the error that names it."""
+    keys = list(checkpoint.tiles())
+    position = 0
+    with TileReader() as reader:
+        while position < len(keys):
+            try:
+                for _ in reader.read(keys[position:]):
+                    position += 1
+            except CheckpointError as error:
+                yield error
+                position += 1
+
+
+def _kinds(checkpoint: Checkpoint) -> list[dict[str, Any]]:
+    """By kind and dtype, the bytes in the files; padding of parameters and shards counts, that of pages does not."""
+    nbytes: dict[tuple[str, str], int] = {}
+    for key in checkpoint.tiles():
+        start, stop = key.unit.tile_range(key.number)
+        for cell in (cell for home in key.unit.homes for cell in home.cells):
+            kind = cell.kind, dtype_name(cell.dtype)
+            nbytes[kind] = nbytes.get(kind, 0) + cell.part(0, stop - start).stop * cell.dtype.itemsize
+    return [{"kind": kind, "dtype": dtype, "bytes": count} for (kind, dtype), count in nbytes.items()]
+
+
+def _tiers(checkpoint: Checkpoint) -> list[dict[str, Any]]:
+    nbytes: dict[tuple[str, str], int] = {}
+    for home in (home for table in checkpoint.tables for unit in table.units for home in unit.homes):
+        for tier, count in home.tiers:
+            nbytes[home.name, tier] = nbytes.get((home.name, tier), 0) + count
+    return [{"home": home, "tier": tier, "bytes": count} for (home, tier), count in nbytes.items()]
+
+
+def _short(value: Any) -> Any:
+    """As JSON: a tensor by its shape, a long text by its beginning."""
+    if isinstance(value, Tensor):
+        return f"tensor {dtype_name(value.dtype)} {list(value.shape)}"
+    if isinstance(value, bytes):
+        return f"{len(value):,} bytes"
+    if isinstance(value, str) and len(value) > _MOST_CHARS:
+        return value[:_MOST_CHARS] + "..."
+    if isinstance(value, Mapping):
+        return {str(key): _short(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_short(item) for item in value]
+    return value

@@ -1,0 +1,46 @@
+"""`penstock export`: what is typed reaches the library, and comes out."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+from torch import nn
+
+import penstock
+
+
+def saved(folder: Path) -> dict[str, torch.Tensor]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    optimizer = penstock.prepare(model, torch.optim.AdamW(model.parameters()))
+    optimizer.save(folder)
+    return {name: optimizer.full_param(p) for name, p in model.named_parameters()}
+
+
+def test_export(penstock_command: Callable[..., Any], tmp_path: Path) -> None:
+    masters = saved(tmp_path / "run" / "step-1")
+    outcome = penstock_command("export", "run/latest", "out", "--dtype", "fp32")
+    assert (outcome.exit_code, outcome.out) == (0, "out\n")
+    found = load_file(tmp_path / "out" / "model.safetensors")
+    assert found.keys() == masters.keys()
+    assert all(torch.equal(found[name], master) for name, master in masters.items())
+
+
+def test_files_of_a_size(penstock_command: Callable[..., Any], tmp_path: Path) -> None:
+    saved(tmp_path / "step")
+    assert penstock_command("export", "step", "out", "--max-shard-bytes", "150B").exit_code == 0
+    assert len(list((tmp_path / "out").glob("model-0000*-of-00002.safetensors"))) == 2
+
+
+def test_mistakes_are_one_line(penstock_command: Callable[..., Any], tmp_path: Path) -> None:
+    for arguments, text in [
+        (("nowhere", "out"), "nowhere does not exist"),
+        ((".", "out", "--dtype", "int8"), "dtype='int8'"),
+        ((".", "out", "--max-shard-bytes", "big"), "--max-shard-bytes 'big' is not a size"),
+    ]:
+        outcome = penstock_command("export", *arguments)
+        assert outcome.exit_code == 2
+        assert text in outcome.err
+        assert outcome.err.count("\n") == 1

@@ -1,0 +1,181 @@
+"""Checkpoints of DeepSpeed, on files that it wrote (`tests/data/deepspeed`, by `tests/optional/deepspeed_files.py`)."""
+
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import penstock
+from penstock.integrations.deepspeed import _STAND_INS, import_checkpoint
+from tests.deepspeed_checks import check, masters, prepared
+from tests.support import run_ranks
+
+DATA = Path(__file__).parents[2] / "data" / "deepspeed"
+OPTIM = "zero_pp_rank_{}_mp_rank_00_optim_states.pt"
+
+
+@pytest.mark.parametrize("name", ["z1-fp32-w2", "z3-fp32-w2"])
+def test_values_are_those_of_the_same_training_without_deepspeed(name: str, tmp_path: Path) -> None:
+    check(DATA / name, tmp_path / "out")
+
+
+def test_masters_of_a_bf16_run(tmp_path: Path) -> None:
+    """Rounded they are the weights that DeepSpeed computed with; the rest is near what fp32 gives."""
+    check(DATA / "z2-bf16-w2", tmp_path / "out", near=0.15)
+    found = masters(DATA / "z2-bf16-w2", tmp_path / "again")
+    saved = torch.load(DATA / "z2-bf16-w2" / "third" / "mp_rank_00_model_states.pt", weights_only=True)["module"]
+    for name, value in found.items():
+        assert torch.equal(value.to(torch.bfloat16), saved[name]), name
+    assert any(not torch.equal(value, value.to(torch.bfloat16).float()) for value in found.values())
+
+
+def load_on(rank: int, folder: str) -> dict[str, torch.Tensor]:
+    model, optimizer = prepared()
+    optimizer.load(folder)
+    return {name: optimizer.full_param(p) for name, p in model.named_parameters()}
+
+
+def test_any_world_size(tmp_path: Path) -> None:
+    expected = masters(DATA / "z3-fp32-w2", tmp_path / "out")
+    for found in run_ranks(load_on, 3, str(tmp_path / "out")):
+        assert all(torch.equal(found[name], value) for name, value in expected.items())
+
+
+def test_the_folder_of_a_tag(tmp_path: Path) -> None:
+    assert masters(DATA / "z3-fp32-w2" / "third", tmp_path / "out").keys()
+
+
+# What is refused, and leaves nothing
+
+
+@pytest.fixture
+def copied(tmp_path: Path) -> Path:
+    shutil.copytree(DATA / "z3-fp32-w2" / "third", tmp_path / "third")
+    return tmp_path / "third"
+
+
+def change(file: Path, edit: Callable[[Any], None]) -> None:
+    with torch.serialization.safe_globals(list(_STAND_INS)):
+        content = torch.load(file, weights_only=True)
+    content.get("optimizer_state_dict", {}).pop("loss_scaler", None)
+    edit(content)
+    torch.save(content, file)
+
+
+def refused(folder: Path, match: str) -> None:
+    out = folder.parent / "out"
+    with pytest.raises(penstock.CheckpointError, match=match):
+        import_checkpoint(folder, out)
+    assert not out.exists() or not any(out.iterdir())
+
+
+class Harmful:
+    def __reduce__(self) -> Any:
+        return os.mkdir, ("harm",)
+
+
+def test_code_is_never_run(copied: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(copied)
+    torch.save({"optimizer_state_dict": Harmful()}, copied / OPTIM.format(1))
+    refused(copied, r"rank_1_mp_rank_00_optim_states\.pt is not read: .*unsupported GLOBAL .*mkdir")
+    assert not Path("harm").exists()
+
+
+class Unknown:
+    pass
+
+
+def test_classes_are_not_read(copied: Path) -> None:
+    torch.save({"optimizer_state_dict": Unknown()}, copied / OPTIM.format(1))
+    refused(copied, r"is not read: Unsupported global: GLOBAL .*Unknown")
+
+
+def test_no_pickle(copied: Path) -> None:
+    (copied / OPTIM.format(0)).write_bytes(b"nothing")
+    refused(copied, "is not read")
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_missing_rank(rank: int, copied: Path) -> None:
+    (copied / OPTIM.format(rank)).unlink()
+    refused(copied, "lacks the optimizer's states of rank 0" if rank == 0 else "partition_count' is 2, and")
+
+
+def test_a_missing_model_file(copied: Path) -> None:
+    (copied / "zero_pp_rank_1_mp_rank_00_model_states.pt").unlink()
+    refused(copied, "model_states.pt is missing")
+
+
+def test_tensor_parallelism(copied: Path) -> None:
+    shutil.copy(copied / OPTIM.format(0), copied / "zero_pp_rank_0_mp_rank_01_optim_states.pt")
+    refused(copied, "tensor parallelism is not read")
+
+
+def test_what_is_no_checkpoint(tmp_path: Path) -> None:
+    (tmp_path / "third").mkdir()
+    refused(tmp_path / "third", "is no checkpoint of DeepSpeed's ZeRO")
+
+
+def test_a_latest_that_leads_elsewhere(tmp_path: Path) -> None:
+    (tmp_path / "third").mkdir()
+    (tmp_path / "third" / "latest").write_text("../..")
+    refused(tmp_path / "third", "is no checkpoint")
+
+
+def set_shape(content: Any) -> None:
+    content["param_shapes"][0]["embed.weight"] = torch.Size([14, 7])
+
+
+def cut(content: Any) -> None:
+    states = content["optimizer_state_dict"]["optimizer_state_dict"]["state"]
+    states[0]["exp_avg"] = states[0]["exp_avg"][:-1]
+
+
+def drop_state(content: Any) -> None:
+    del content["optimizer_state_dict"]["optimizer_state_dict"]["state"][1]
+
+
+def no_bias_correction(content: Any) -> None:
+    content["optimizer_state_dict"]["optimizer_state_dict"]["param_groups"][0]["bias_correction"] = False
+
+
+def no_tensor(content: Any) -> None:
+    content["optimizer_state_dict"]["fp32_flat_groups"][0] = "text"
+
+
+def no_stage(content: Any) -> None:
+    content["optimizer_state_dict"]["zero_stage"] = 0
+
+
+@pytest.mark.parametrize(
+    ("file", "edit", "match"),
+    [
+        ("zero_pp_rank_0_mp_rank_00_model_states.pt", set_shape, "their sizes differ"),
+        (OPTIM.format(1), cut, "elements of 'exp_avg' for"),
+        (OPTIM.format(1), drop_state, "has nothing of group 1"),
+        (OPTIM.format(0), no_bias_correction, "has bias_correction=False"),
+        (OPTIM.format(0), no_tensor, r"'optimizer_state_dict\.fp32_flat_groups\[0\]' is not a tensor"),
+        (OPTIM.format(0), no_stage, "is 0, outside 1 to 3"),
+    ],
+    ids=lambda value: getattr(value, "__name__", None),
+)
+def test_files_that_do_not_fit(file: str, edit: Callable[[Any], None], match: str, copied: Path) -> None:
+    change(copied / file, edit)
+    refused(copied, match)
+
+
+def test_stages_1_and_2_that_end_early(tmp_path: Path) -> None:
+    shutil.copytree(DATA / "z1-fp32-w2" / "third", tmp_path / "third")
+    change(tmp_path / "third" / "mp_rank_00_model_states.pt", set_shape)
+    refused(tmp_path / "third", "end within 'blocks.2.weight'")
+
+
+def test_what_is_there_stays(tmp_path: Path) -> None:
+    (tmp_path / "mine").write_text("x")
+    with pytest.raises(penstock.ConfigError, match="is there already"):
+        import_checkpoint(DATA / "z1-fp32-w2", tmp_path)
+    assert [file.name for file in tmp_path.iterdir()] == ["mine"]
