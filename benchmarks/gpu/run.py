@@ -14,6 +14,7 @@ import argparse
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -27,6 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from rows import CASES, FIGURES, SCRIPTS, Case, Contender, contenders
+from shapes import SHAPES
 
 HERE = Path(__file__).parent
 BENCHMARKS = HERE.parent
@@ -63,8 +65,8 @@ def run_limited(command: list[str], log: Path, seconds: float, threads: int) -> 
 
 def run_one(contender: Contender, settings: dict[str, Any], seconds: float) -> dict[str, Any]:
     """The outcome of one contender: its status, the reason for it, and the figures where it was measured."""
-    missing = contender.needs.partition(".")[0]
-    if find_spec(missing) is None or find_spec(contender.needs) is None:
+    package = contender.needs.partition(".")[0]
+    if find_spec(package) is None or find_spec(contender.needs) is None:
         return {"status": "skipped", "reason": f"{contender.needs} is not there"}
     if seconds < LEAST_SECONDS:
         return {"status": "skipped", "reason": "no time was left of --limit"}
@@ -87,15 +89,17 @@ def run_case(case: Case, arguments: argparse.Namespace) -> Iterator[dict[str, An
         "peak_flops": arguments.peak_flops,
     }
     chosen = arguments.contenders.split(",") if arguments.contenders else case.contenders
-    for memory_gb in arguments.memory_gb:
-        for name in chosen:
-            with tempfile.TemporaryDirectory(dir=arguments.folder) as folder:
-                known = contenders(batch=case.batch, folder=folder, max_grad_norm=1.0 if arguments.clip else None)
-                if name not in known:
-                    raise SystemExit(f"--contenders: {name!r} is none of {', '.join(known)}")
+    with tempfile.TemporaryDirectory(dir=arguments.folder) as folder:
+        known = contenders(batch=case.batch, folder=folder, max_grad_norm=1.0 if arguments.clip else None)
+        if unknown := set(chosen) - set(known):
+            sys.exit(f"--contenders: {', '.join(sorted(unknown))} is none of {', '.join(known)}")
+        for memory_gb in arguments.memory_gb:
+            for name in chosen:
                 seconds = min(arguments.contender_limit, ends - time.monotonic())
                 outcome = run_one(known[name], settings | {"memory_gb": memory_gb}, seconds)
-            yield {"name": name, "memory_gb": memory_gb, **asdict(known[name])} | dict.fromkeys(FIGURES) | outcome
+                for left in Path(folder).iterdir():  # by a contender that was killed
+                    shutil.rmtree(left) if left.is_dir() else left.unlink()
+                yield {"name": name, "memory_gb": memory_gb, **asdict(known[name])} | dict.fromkeys(FIGURES) | outcome
 
 
 def run_script(name: str, arguments: argparse.Namespace) -> dict[str, Any]:
@@ -131,7 +135,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     """Read the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--case", choices=(*CASES, *SCRIPTS), default="step")
-    parser.add_argument("--shape", help="tiny, 125m, qwen3-0.6b, qwen3-1.7b or llama-3-8b; each case has its own")
+    parser.add_argument("--shape", choices=SHAPES, help="the model; each case has its own")
     parser.add_argument("--contenders", help="comma-separated; each case has its own")
     for name in ("batch", "sequence", "warmup", "rounds", "steps"):
         parser.add_argument(f"--{name}", type=int, help="each case has its own")

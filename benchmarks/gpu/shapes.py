@@ -3,7 +3,6 @@
 from typing import Any
 
 import torch
-import transformers
 
 _QWEN3 = dict(
     num_hidden_layers=28,
@@ -13,19 +12,19 @@ _QWEN3 = dict(
     vocab_size=151936,
     tie_word_embeddings=True,
 )
-SHAPES: dict[str, tuple[type[Any], dict[str, Any]]] = {
+SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
     "tiny": (
-        transformers.LlamaConfig,
+        "LlamaConfig",
         dict(hidden_size=64, num_hidden_layers=2, num_attention_heads=4, intermediate_size=128, vocab_size=256),
     ),
     "125m": (  # its tokens are bytes, so nearly all of it is layers
-        transformers.LlamaConfig,
+        "LlamaConfig",
         dict(hidden_size=768, num_hidden_layers=12, num_attention_heads=12, intermediate_size=3456, vocab_size=256),
     ),
-    "qwen3-0.6b": (transformers.Qwen3Config, _QWEN3 | dict(hidden_size=1024, intermediate_size=3072)),
-    "qwen3-1.7b": (transformers.Qwen3Config, _QWEN3 | dict(hidden_size=2048, intermediate_size=6144)),
+    "qwen3-0.6b": ("Qwen3Config", _QWEN3 | dict(hidden_size=1024, intermediate_size=3072)),
+    "qwen3-1.7b": ("Qwen3Config", _QWEN3 | dict(hidden_size=2048, intermediate_size=6144)),
     "llama-3-8b": (
-        transformers.LlamaConfig,
+        "LlamaConfig",
         dict(
             hidden_size=4096,
             num_hidden_layers=32,
@@ -60,8 +59,12 @@ def build(shape: str, *, sequence: int, recompute: bool, device: torch.device) -
         sequence: tokens of a sequence, at most.
         recompute: each layer saves its input alone, and computes its forward again in backward.
     """
+    import transformers
+
     kind, sizes = SHAPES[shape]
-    config = kind(**sizes, max_position_embeddings=sequence, use_cache=False, attn_implementation="sdpa")
+    config = getattr(transformers, kind)(
+        **sizes, max_position_embeddings=sequence, use_cache=False, attn_implementation="sdpa"
+    )
     torch.manual_seed(0)
     with device:
         model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
