@@ -6,7 +6,7 @@ STAMP  := $(VENV)/.penstock-setup
 NATIVE := CMakeLists.txt $(wildcard csrc/*)
 ARGS   ?=
 
-.PHONY: setup train test check gpu-check clean
+.PHONY: setup train test check gpu-check gpu-bench clean
 
 setup: $(STAMP)
 
@@ -35,6 +35,11 @@ check: setup
 gpu-check:
 	$(PYTHON) -m pip install -q --no-build-isolation --no-deps -e .
 	$(PYTHON) benchmarks/gpu_check.py $(ARGS)
+
+# On the same machine and python: placements beside the systems that people use.
+gpu-bench:
+	$(PYTHON) -m pip install -q --no-build-isolation --no-deps -e .
+	$(PYTHON) benchmarks/gpu/run.py $(ARGS)
 
 clean:
 	rm -rf build $(STAMP) .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -19,6 +19,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import contenders
 import machine
 import step
 import torch
@@ -32,13 +33,13 @@ CHUNK_BYTES = 32 << 20
 step.MODELS["100m"] = {**step.MODELS["355m"], "num_hidden_layers": 6, "vocab_size": 16000}
 
 
-def prepare(settings: dict[str, Any], folder: Path) -> penstock.Optimizer:
+def prepare(settings: dict[str, Any], folder: Path, device: torch.device) -> penstock.Optimizer:
     """An engine that has made a step."""
     model = step.build_model(settings["model"], torch.bfloat16)
-    given = torch.optim.AdamW(model.parameters(), **step.HYPER)
+    given = torch.optim.AdamW(model.parameters(), **contenders.HYPER)
     placement = penstock.Placement(optimizer=settings["placement"], nvme_path=folder)
     optimizer = penstock.prepare(model, given, placement=placement)
-    tokens = torch.randint(0, step.MODELS[settings["model"]]["vocab_size"], (1, 32))
+    tokens = torch.randint(0, step.MODELS[settings["model"]]["vocab_size"], (1, 32)).to(device)
     optimizer.backward(model(input_ids=tokens, labels=tokens).loss)
     optimizer.step()
     optimizer.zero_grad()
@@ -159,13 +160,13 @@ def drop_cache(folder: Path) -> None:
 
 def report(arguments: argparse.Namespace) -> dict[str, Any]:
     """Take turns, and compare."""
-    step.device_of({"threads": arguments.threads})
+    device = step.device_of({"threads": arguments.threads})
     settings = {key: getattr(arguments, key) for key in ("model", "placement", "threads", "rounds", "folder")}
     with tempfile.TemporaryDirectory(dir=arguments.folder) as scratch:
         swap, folder = Path(scratch, "swap"), Path(scratch, "saved")
         swap.mkdir()
         folder.mkdir()
-        optimizer = prepare(settings, swap)
+        optimizer = prepare(settings, swap, device)
         optimizer.save(folder / "penstock")
         nbytes = sum(path.stat().st_size for path in (folder / "penstock").iterdir())
         shutil.rmtree(folder / "penstock")

@@ -18,6 +18,7 @@ TUNED_MALLOC = {
 def describe() -> dict[str, Any]:
     """Processor, cores, memory, accelerator and versions."""
     device = torch.accelerator.current_accelerator(check_available=True)
+    huge_pages = Path("/sys/kernel/mm/transparent_hugepage/enabled")  # not in every sandbox
     return {
         "processor": _field("/proc/cpuinfo", "model name"),
         "cores": len(os.sched_getaffinity(0)),
@@ -26,7 +27,7 @@ def describe() -> dict[str, Any]:
         "python": platform.python_version(),
         "torch": torch.__version__,
         "accelerator": torch.get_device_module(device).get_device_name() if device is not None else None,
-        "huge_pages": Path("/sys/kernel/mm/transparent_hugepage/enabled").read_text().strip(),
+        "huge_pages": huge_pages.read_text().strip() if huge_pages.exists() else "unknown",
     }
 
 

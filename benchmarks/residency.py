@@ -20,15 +20,17 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import contenders
 import machine
 import step
 import torch
 
 import penstock
 from penstock import build
+from penstock.machine.accelerator import streams_for
 from penstock.machine.aio import File, Queue
 from penstock.machine.arena import Arena
-from penstock.machine.streams import InlineStreams, Streams, streams_for
+from penstock.machine.streams import InlineStreams, Streams
 
 CHUNK_BYTES = 64 << 20
 step.MODELS["100m"] = {**step.MODELS["355m"], "num_hidden_layers": 6, "vocab_size": 16000}
@@ -49,7 +51,7 @@ def prepare(settings: dict[str, Any], device: torch.device) -> penstock.Optimize
     """A model on the device, with gradients."""
     build.streams_for = make_streams  # type: ignore[assignment]
     model = step.build_model(settings["model"], torch.bfloat16)
-    given = torch.optim.AdamW(model.parameters(), **step.HYPER)
+    given = torch.optim.AdamW(model.parameters(), **contenders.HYPER)
     placement = penstock.Placement(nvme_path=settings["folder"])
     optimizer = penstock.prepare(model, given, placement=placement)
     tokens = torch.randint(0, step.MODELS[settings["model"]]["vocab_size"], (1, 32)).to(device)

@@ -16,15 +16,16 @@ reads and writes mixed as a step mixes them, and nothing else. `penstock8` keeps
 import argparse
 import json
 import os
-import socket
 import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import contenders
 import machine
 import torch
+from contenders import Training
 from turns import Figures, medians, paired_ratio, take_turns
 
 MODELS = {
@@ -33,8 +34,6 @@ MODELS = {
     ),
     "tiny": dict(hidden_size=256, num_hidden_layers=4, num_attention_heads=4, intermediate_size=512, vocab_size=2000),
 }
-HYPER = dict(lr=1e-4, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.01)
-MAX_GRAD_NORM = 1.0
 
 
 def build_model(name: str, dtype: torch.dtype) -> torch.nn.Module:
@@ -46,14 +45,7 @@ def build_model(name: str, dtype: torch.dtype) -> torch.nn.Module:
     return transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).to(dtype).train()
 
 
-def run(
-    model: torch.nn.Module,
-    backward: Any,
-    step: Any,
-    device: torch.device,
-    settings: dict[str, Any],
-    finish: Callable[[], None] = lambda: None,
-) -> Iterator[Figures]:
+def run(training: Training, device: torch.device, settings: dict[str, Any]) -> Iterator[Figures]:
     """Take some steps a turn; figures of one of them, in milliseconds and GiB."""
     vocabulary = MODELS[settings["model"]]["vocab_size"]
     generator = torch.Generator().manual_seed(1)
@@ -72,20 +64,20 @@ def run(
             shape = (settings["batch"], settings["sequence"])
             tokens = torch.randint(0, vocabulary, shape, generator=generator).to(device)
             times = [time.perf_counter()]
-            loss = model(input_ids=tokens, labels=tokens).loss
+            loss = training.model(input_ids=tokens, labels=tokens).loss
             wait()
             times.append(time.perf_counter())
-            backward(loss)
+            training.backward(loss)
             wait()
             times.append(time.perf_counter())
-            step()
+            training.step()
             wait()
             times.append(time.perf_counter())
             value = float(loss.detach())
             del loss
             for phase, begin, end in zip(phases, times, times[1:], strict=False):
                 phases[phase] += (end - begin) * 1e3 / steps
-        finish()
+        training.finish()
         done = time.perf_counter()
         read, written = (now - before for now, before in zip(machine.disk_bytes(), disk_started, strict=True))
         message = yield phases | {
@@ -108,49 +100,33 @@ def device_of(settings: dict[str, Any]) -> torch.device:
     return torch.device("cpu") if accelerator is None else accelerator
 
 
-def plain(**settings: Any) -> Iterator[Figures]:
-    """bf16 weights and gradients, an fp32 master copy, torch's fused AdamW."""
+def prepared_once(prepare: Callable[..., Training], **settings: Any) -> Iterator[Figures]:
+    """A contender: prepared once, then steps."""
     device = device_of(settings)
-    model = build_model(settings["model"], torch.bfloat16).to(device)
-    parameters = list(model.parameters())
-    masters = [p.detach().float() for p in parameters]
-    optimizer = torch.optim.AdamW(masters, fused=True, **HYPER)
+    training = prepare(build_model(settings["model"], torch.bfloat16), device, settings)
+    yield from run(training, device, settings)
 
-    @torch.no_grad()
-    def step() -> None:
-        for parameter, master in zip(parameters, masters, strict=True):
-            master.grad = parameter.grad.float()
-            parameter.grad = None
-        torch.nn.utils.clip_grad_norm_(masters, MAX_GRAD_NORM)
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-        torch._foreach_copy_(parameters, masters)
 
-    yield from run(model, lambda loss: loss.backward(), step, device, settings)
+def plain(**settings: Any) -> Iterator[Figures]:
+    """Plain torch."""
+    return prepared_once(lambda model, device, _: contenders.plain(model, device), **settings)
 
 
 def penstock(state_dtype: str = "fp32", **settings: Any) -> Iterator[Figures]:
     """Stage 3, everything on one tier; with nvme, the optimizer there and the rest on the cpu."""
-    import penstock
 
-    device = device_of(settings)
-    model = build_model(settings["model"], torch.bfloat16)
-    tier = settings["tier"]
-    rest = "cpu" if tier == "nvme" else tier
-    optimizer = penstock.prepare(
-        model,
-        torch.optim.AdamW(model.parameters(), **HYPER),
-        placement=penstock.Placement(params=rest, grads=rest, optimizer=tier, nvme_path=settings["folder"]),
-        max_grad_norm=MAX_GRAD_NORM,
-        overlap="forward" if tier == "nvme" else "auto",
-        options=penstock.Options(update_threads=settings["threads"], state_dtype=state_dtype),
-    )
+    def prepare(model: torch.nn.Module, device: torch.device, settings: dict[str, Any]) -> Training:
+        tier = settings["tier"]
+        rest = "cpu" if tier == "nvme" else tier
+        return contenders.penstock(
+            model,
+            device,
+            placement=dict(params=rest, grads=rest, optimizer=tier, nvme_path=settings["folder"]),
+            overlap="forward" if tier == "nvme" else "auto",
+            options=dict(update_threads=settings["threads"], state_dtype=state_dtype),
+        )
 
-    def step() -> None:
-        optimizer.step()
-        optimizer.zero_grad()
-
-    yield from run(model, optimizer.backward, step, device, settings, optimizer.synchronize)
+    return prepared_once(prepare, **settings)
 
 
 def penstock8(**settings: Any) -> Iterator[Figures]:
@@ -198,87 +174,21 @@ def disk(**settings: Any) -> Iterator[Figures]:
 
 
 def fsdp2(**settings: Any) -> Iterator[Figures]:
-    """torch's own `fully_shard` with CPUOffloadPolicy."""
-    import torch.distributed as dist
-    from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
-
-    device = device_of(settings)
-    _single_rank("gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl")
-    mesh = dist.device_mesh.init_device_mesh(device.type, (1,))
-    model = build_model(settings["model"], torch.float32)
-    policy = dict(
-        mesh=mesh,
-        mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16),
-        offload_policy=CPUOffloadPolicy(pin_memory=device.type != "cpu"),
-    )
-    for layer in model.model.layers:
-        fully_shard(layer, **policy)
-    fully_shard(model, **policy)
-    optimizer = torch.optim.AdamW(model.parameters(), fused=True, **HYPER)
-
-    def step() -> None:
-        torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_GRAD_NORM)
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-
-    yield from run(model, lambda loss: loss.backward(), step, device, settings)
+    """FSDP2 with CPUOffloadPolicy."""
+    return prepared_once(lambda model, device, _: contenders.fsdp2(model, device), **settings)
 
 
 def deepspeed(**settings: Any) -> Iterator[Figures]:
-    """ZeRO-3, everything offloaded to the cpu, or the optimizer to nvme. Needs an environment that has DeepSpeed."""
-    device = device_of(settings)
-    if device.type == "cpu":
-        os.environ["DS_ACCELERATOR"] = "cpu"
-    _single_rank(None)
-    import deepspeed
+    """ZeRO-3, everything offloaded to the cpu, or the optimizer to nvme."""
 
-    pinned = {"device": "cpu", "pin_memory": device.type != "cpu"}
-    config = {
-        "train_micro_batch_size_per_gpu": settings["batch"],
-        "gradient_clipping": MAX_GRAD_NORM,
-        "bf16": {"enabled": True},
-        "zero_optimization": {"stage": 3, "offload_optimizer": pinned, "offload_param": pinned},
-        "optimizer": {"type": "AdamW", "params": {**HYPER, "betas": list(HYPER["betas"])}},
-        "steps_per_print": 10**9,
-    }
-    if settings["tier"] == "nvme":  # as fast as it gets: pipelined both ways, buffers for both
-        config["zero_optimization"] = {
-            "stage": 3,
-            "sub_group_size": 10**8,
-            "offload_optimizer": {
-                "device": "nvme",
-                "nvme_path": settings["folder"],
-                "buffer_count": 12,
-                "pipeline_read": True,
-                "pipeline_write": True,
-            },
-        }
-        config["aio"] = {
-            "block_size": 1 << 20,
-            "queue_depth": 32,
-            "intra_op_parallelism": 2,
-            "single_submit": False,
-            "overlap_events": True,
-        }
-    model = build_model(settings["model"], torch.bfloat16)
-    engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
-    yield from run(engine, engine.backward, engine.step, device, settings)
+    def prepare(model: torch.nn.Module, device: torch.device, settings: dict[str, Any]) -> Training:
+        if settings["tier"] == "nvme":
+            return contenders.deepspeed(
+                model, device, batch=settings["batch"], optimizer="nvme", params=None, folder=settings["folder"]
+            )
+        return contenders.deepspeed(model, device, batch=settings["batch"], optimizer="cpu", params="cpu")
 
-
-def _single_rank(backend: str | None) -> None:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    os.environ.update(
-        RANK="0",
-        LOCAL_RANK="0",
-        WORLD_SIZE="1",
-        MASTER_ADDR="127.0.0.1",
-        MASTER_PORT=str(port),
-        GLOO_SOCKET_IFNAME="lo",
-    )
-    if backend is not None:
-        torch.distributed.init_process_group(backend)
+    return prepared_once(prepare, **settings)
 
 
 CONTENDERS = {

@@ -1,0 +1,121 @@
+"""Who runs in which case and what is found of them, as data: a contender is a function of `contenders.py`, by name."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+#: The figures of a row, and what they are.
+FIGURES = {
+    "tokens_per_second": "of the median round",
+    "mfu": "model FLOPs utilisation of that round: `shapes.flops_per_token` over the device's peak",
+    "step_ms": "of the median round",
+    "round_step_ms": "of each round",
+    "phases_ms": "medians over the steps: forward, backward and step, from events of the device's stream",
+    "device_peak_bytes": "allocated on the device, at most, in the counted steps",
+    "device_reserved_bytes": "taken from the device by torch's allocator, at most, in the counted steps",
+    "pinned_bytes": "page-locked host memory after the last counted step",
+    "resident_bytes": "resident set of the process, at most, in the counted steps",
+    "flops_per_token": "of the model",
+    "trace": "penstock's own report of two more steps",
+    "losses": "of every counted step",
+}
+
+
+@dataclass(frozen=True)
+class Contender:
+    """One row of a report.
+
+    Attributes:
+        setup: a function of `contenders.py`.
+        options: its arguments beside the model and the device.
+        needs: a module without which it cannot run.
+        note: what a reader of its numbers has to know.
+    """
+
+    setup: str
+    options: dict[str, Any] = field(default_factory=dict)
+    needs: str = "torch"
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class Case:
+    """What a case compares, and on how much work: `rounds` of `steps` steps are counted."""
+
+    contenders: tuple[str, ...]
+    shape: str = "qwen3-0.6b"
+    data: str = "random"
+    batch: int = 1
+    sequence: int = 4096
+    warmup: int = 3
+    rounds: int = 3
+    steps: int = 4
+
+
+TWIN_FLOW = (0.0, 0.25, 0.5, 0.75, 1.0)
+CASES = {
+    "step": Case(
+        (
+            "plain",
+            "penstock-device",
+            "penstock-optimizer-cpu",
+            "penstock-all-cpu",
+            "penstock-twin-flow-0.5",
+            "penstock-optimizer-nvme",
+            "penstock-auto",
+            "deepspeed-zero-offload",
+            "deepspeed-zero3-offload",
+            "deepspeed-zero-infinity",
+            "fsdp2-offload",
+            "torchao-offload",
+        )
+    ),
+    "twin-flow": Case(tuple(f"penstock-twin-flow-{ratio:g}" for ratio in TWIN_FLOW)),
+    "nvme": Case(("penstock-optimizer-nvme", "penstock-optimizer-nvme-int8", "deepspeed-zero-infinity")),
+    "curves": Case(
+        ("plain", "penstock-device", "penstock-optimizer-cpu", "penstock-all-cpu", "penstock-twin-flow-0.5"),
+        shape="125m",
+        data="text",
+        batch=8,
+        sequence=512,
+        warmup=0,
+        rounds=1,
+        steps=300,
+    ),
+}
+#: Cases that are benchmarks of their own, each with contenders that take turns in one process.
+SCRIPTS = {"states": "residency.py", "checkpoint": "checkpoint.py"}
+
+
+def contenders(*, batch: int, folder: str, max_grad_norm: float | None) -> dict[str, Contender]:
+    """All contenders by name; files of the nvme tier go to `folder`."""
+    clip = {"max_grad_norm": max_grad_norm}
+
+    def penstock(needs: str = "torch", options: dict[str, Any] | None = None, **placement: Any) -> Contender:
+        given: Any = placement or "auto"
+        return Contender(
+            "penstock", {"placement": given, "overlap": "forward", "options": options or {}, **clip}, needs
+        )
+
+    def deepspeed(stage: int, optimizer: str, params: str | None) -> Contender:
+        options = {"batch": batch, "stage": stage, "optimizer": optimizer, "params": params, "folder": folder}
+        return Contender("deepspeed", options | clip, "deepspeed")
+
+    nvme = dict(params="device", grads="cpu", optimizer="nvme", nvme_path=folder)
+    found = {
+        "plain": Contender("plain", clip),
+        "penstock-device": penstock(params="device", grads="device", optimizer="device"),
+        "penstock-optimizer-cpu": penstock(params="device", grads="cpu", optimizer="cpu"),
+        "penstock-all-cpu": penstock(params="cpu", grads="cpu", optimizer="cpu"),
+        "penstock-optimizer-nvme": penstock(**nvme),
+        "penstock-optimizer-nvme-int8": penstock(options={"state_dtype": "int8"}, **nvme),
+        "penstock-auto": penstock(needs="penstock.planner"),
+        "deepspeed-zero-offload": deepspeed(2, "cpu", None),
+        "deepspeed-zero3-offload": deepspeed(3, "cpu", "cpu"),
+        "deepspeed-zero-infinity": deepspeed(3, "nvme", "cpu"),
+        "fsdp2-offload": Contender("fsdp2", clip),
+        "torchao-offload": Contender("torchao", {}, "torchao", "does not clip; fp32 weights, cast for each use"),
+    }
+    for ratio in TWIN_FLOW:  # a gradient is where its optimizer state is, so that its update moves nothing
+        split = {"cpu": ratio, "device": 1 - ratio}
+        found[f"penstock-twin-flow-{ratio:g}"] = penstock(params="device", grads=split, optimizer=split)
+    return found

@@ -1,0 +1,196 @@
+"""Offloaded training on a GPU: penstock's placements beside the systems that people use, in one command.
+
+    python benchmarks/gpu/run.py                                        # qwen3-0.6b in 24 GB
+    python benchmarks/gpu/run.py --shape llama-3-8b --memory-gb 24,48,80 --limit 3600
+    python benchmarks/gpu/run.py --case twin-flow                       # or nvme, curves, states, checkpoint
+    python benchmarks/gpu/run.py --shape tiny                           # a quick look, on a cpu too
+
+Nothing is downloaded. Each contender runs in a process of its own, one after the other and with a limit, and is a row
+of the report whatever becomes of it. What is not installed is skipped and named. The report is written after each row;
+`draw.py` makes plots and tables of reports.
+"""
+
+import argparse
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, replace
+from importlib.metadata import version
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from rows import CASES, FIGURES, SCRIPTS, Case, Contender, contenders
+from shapes import SHAPES
+
+HERE = Path(__file__).parent
+BENCHMARKS = HERE.parent
+DESCRIBE = "import json, machine; print(json.dumps(machine.describe()))"
+PACKAGES = ("penstock", "torch", "transformers", "deepspeed", "torchao")
+LEAST_SECONDS = 5.0
+
+
+def environment(threads: int) -> dict[str, str]:
+    """What every process is started with."""
+    path = os.pathsep.join(filter(None, (str(BENCHMARKS), os.environ.get("PYTHONPATH"))))
+    return {**os.environ, "OMP_NUM_THREADS": str(threads), "PYTHONPATH": path}
+
+
+def run_limited(command: list[str], log: Path, seconds: float, threads: int) -> str:
+    """Run a command and everything that it starts, for so many seconds; what went wrong, or nothing."""
+    with log.open("w") as output:
+        process = subprocess.Popen(
+            command, stdout=output, stderr=subprocess.STDOUT, env=environment(threads), start_new_session=True
+        )
+        try:
+            code = process.wait(timeout=seconds)
+        except subprocess.TimeoutExpired:
+            return f"ended after {seconds:.0f} s"
+        finally:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+    if code < 0:
+        return f"killed by {signal.Signals(-code).name}"
+    last_line = (log.read_text(errors="replace").strip().splitlines() or [""])[-1]
+    return f"exit status {code}: {last_line[:400]}" if code else ""
+
+
+def run_one(contender: Contender, settings: dict[str, Any], seconds: float) -> dict[str, Any]:
+    """The outcome of one contender: its status, the reason for it, and the figures where it was measured."""
+    package = contender.needs.partition(".")[0]
+    if find_spec(package) is None or find_spec(contender.needs) is None:
+        return {"status": "skipped", "reason": f"{contender.needs} is not there"}
+    if seconds < LEAST_SECONDS:
+        return {"status": "skipped", "reason": "no time was left of --limit"}
+    with tempfile.TemporaryDirectory() as scratch:
+        out = Path(scratch, "row.json")
+        given = settings | {"setup": contender.setup, "options": contender.options}
+        command = [sys.executable, str(HERE / "measure.py"), json.dumps(given), str(out)]
+        wrong = run_limited(command, Path(scratch, "log"), seconds, settings["threads"])
+        if out.exists():  # also where only its end was slow
+            return json.loads(out.read_text())
+        return {"status": "over its limit" if wrong.startswith("ended") else "failed", "reason": wrong}
+
+
+def run_case(case: Case, arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """The rows of a case, one after the other."""
+    ends = time.monotonic() + arguments.limit
+    settings = {key: value for key, value in asdict(case).items() if key != "contenders"} | {
+        "recompute": arguments.recompute,
+        "threads": arguments.threads,
+        "peak_flops": arguments.peak_flops,
+    }
+    chosen = arguments.contenders.split(",") if arguments.contenders else case.contenders
+    with tempfile.TemporaryDirectory(dir=arguments.folder) as folder:
+        known = contenders(batch=case.batch, folder=folder, max_grad_norm=1.0 if arguments.clip else None)
+        if unknown := set(chosen) - set(known):
+            sys.exit(f"--contenders: {', '.join(sorted(unknown))} is none of {', '.join(known)}")
+        for memory_gb in arguments.memory_gb:
+            for name in chosen:
+                seconds = min(arguments.contender_limit, ends - time.monotonic())
+                outcome = run_one(known[name], settings | {"memory_gb": memory_gb}, seconds)
+                for left in Path(folder).iterdir():  # by a contender that was killed
+                    shutil.rmtree(left) if left.is_dir() else left.unlink()
+                yield {"name": name, "memory_gb": memory_gb, **asdict(known[name])} | dict.fromkeys(FIGURES) | outcome
+
+
+def run_script(name: str, arguments: argparse.Namespace) -> dict[str, Any]:
+    """A benchmark that compares in one process of its own; its report is in the row."""
+    with tempfile.TemporaryDirectory() as scratch:
+        out = Path(scratch, "report.json")
+        command = [sys.executable, str(BENCHMARKS / SCRIPTS[name]), "--model", script_model(arguments)]
+        command += ["--folder", arguments.folder]
+        command += ["--threads", str(arguments.threads), "--out", str(out)]
+        wrong = run_limited(command, Path(scratch, "log"), arguments.limit, arguments.threads)
+        report = None if wrong else json.loads(out.read_text())
+        return {"name": name, "status": "failed" if wrong else "measured", "reason": wrong, "report": report}
+
+
+def script_model(arguments: argparse.Namespace) -> str:
+    """The model of such a benchmark, which has its own."""
+    return "tiny" if arguments.shape == "tiny" else "355m"
+
+
+def describe(threads: int) -> dict[str, Any]:
+    """The machine, asked in a process of its own: this one never takes memory of the device."""
+    command = [sys.executable, "-c", DESCRIBE]
+    done = subprocess.run(command, env=environment(threads), capture_output=True, text=True, check=True)
+    return json.loads(done.stdout)
+
+
+def versions() -> dict[str, str]:
+    """Of what is compared, where it is installed."""
+    return {name: version(name) for name in PACKAGES if find_spec(name) is not None}
+
+
+def parse(arguments: list[str] | None = None) -> argparse.Namespace:
+    """Read the command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--case", choices=(*CASES, *SCRIPTS), default="step")
+    parser.add_argument("--shape", choices=SHAPES, help="the model; each case has its own")
+    parser.add_argument("--contenders", help="comma-separated; each case has its own")
+    for name in ("batch", "sequence", "warmup", "rounds", "steps"):
+        parser.add_argument(f"--{name}", type=int, help="each case has its own")
+    parser.add_argument(
+        "--memory-gb",
+        type=lambda text: [float(part) for part in text.split(",")],
+        default=[24.0],
+        help="device memory that torch may take, one run for each, such as 24,48,80",
+    )
+    parser.add_argument("--recompute", action=argparse.BooleanOptionalAction, default=True, help="of activations")
+    parser.add_argument("--clip", action=argparse.BooleanOptionalAction, default=True, help="the gradient's norm at 1")
+    parser.add_argument("--peak-flops", type=float, help="bf16 FLOP/s of the device, where the table lacks it")
+    parser.add_argument("--folder", default=tempfile.gettempdir(), help="a folder on the disk of the nvme tier")
+    parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
+    parser.add_argument("--limit", type=float, default=480.0, help="seconds for everything")
+    parser.add_argument("--contender-limit", type=float, default=150.0, help="seconds for one contender")
+    parser.add_argument("--out", type=Path, help="default: benchmarks/results/gpu-CASE-SHAPE-DEVICE.json")
+    return parser.parse_args(arguments)
+
+
+def main() -> None:
+    """Run the case and write its report."""
+    arguments = parse()
+    if find_spec("transformers") is None:
+        sys.exit("transformers is not installed: the models are its configurations. Install penstock[train].")
+    machine = describe(arguments.threads)
+    if machine["accelerator"] is None:
+        arguments.memory_gb = [None]  # a cpu as the device has no cap
+    report: dict[str, Any] = {
+        "case": arguments.case,
+        "machine": machine,
+        "versions": versions(),
+        "settings": {},
+        "rows": [],
+    }
+    if arguments.case in SCRIPTS:
+        shape, report["settings"] = script_model(arguments), {}
+        rows = iter([run_script(arguments.case, arguments)])
+    else:
+        given = {key: getattr(arguments, key) for key in ("shape", "batch", "sequence", "warmup", "rounds", "steps")}
+        case = replace(CASES[arguments.case], **{key: value for key, value in given.items() if value is not None})
+        shape = case.shape
+        report["settings"] = asdict(case)
+        rows = run_case(case, arguments)
+    report["settings"] |= {key: str(value) for key, value in vars(arguments).items() if key not in report["settings"]}
+    device = re.sub(r"\W+", "-", machine["accelerator"] or "cpu").strip("-").lower()
+    out = arguments.out or BENCHMARKS / "results" / f"gpu-{arguments.case}-{shape}-{device}.json"
+    for row in rows:
+        report["rows"].append(row)
+        out.write_text(json.dumps(report, indent=1) + "\n")
+        speed = f"{row['tokens_per_second']:,.0f} tokens/s" if row.get("tokens_per_second") else row["reason"]
+        cap = f"{row['memory_gb']:g} GB" if row.get("memory_gb") else ""
+        print(f"{row['name']:<30}{cap:>6}  {row['status']:<15}{speed}", flush=True)
+    print(f"written: {out}")
+
+
+if __name__ == "__main__":
+    main()

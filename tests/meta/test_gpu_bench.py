@@ -1,0 +1,132 @@
+"""The benchmark kit for GPUs on a cpu: a row with every figure for whoever runs, and a row for whoever fails."""
+
+import importlib
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import ModuleType
+from xml.etree import ElementTree
+
+import pytest
+
+pytest.importorskip("transformers")
+
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+TINY = ["--shape", "tiny", "--sequence", "32", "--warmup", "1", "--rounds", "2", "--steps", "1", "--threads", "1"]
+
+
+@pytest.fixture
+def kit(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.syspath_prepend(BENCHMARKS)
+    monkeypatch.syspath_prepend(BENCHMARKS / "gpu")
+    return importlib.import_module("run")
+
+
+def test_the_command_writes_a_report_that_can_be_drawn(kit: ModuleType, tmp_path: Path) -> None:
+    names, out = ["plain", "penstock-optimizer-nvme"], tmp_path / "report.json"
+    command = [sys.executable, str(BENCHMARKS / "gpu" / "run.py"), *TINY, "--contenders", ",".join(names)]
+    folder = tmp_path / "nvme"
+    folder.mkdir()
+    done = subprocess.run(
+        [*command, "--peak-flops", "1e12", "--folder", str(folder), "--out", str(out)], capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    assert list(folder.iterdir()) == []
+    report = json.loads(out.read_text())
+    assert report["machine"]["cores"] >= 1
+    assert report["versions"]["torch"]
+    plain, ours = report["rows"]
+    assert [plain["name"], ours["name"]] == names
+    for row in (plain, ours):
+        assert row["status"] == "measured", row["reason"]
+        assert set(kit.FIGURES) <= row.keys()
+        assert len(row["losses"]) == len(row["round_step_ms"]) == 2
+        assert row["tokens_per_second"] == pytest.approx(32 / row["step_ms"] * 1e3)
+        assert row["mfu"] == pytest.approx(row["tokens_per_second"] * row["flops_per_token"] / 1e12)
+        assert row["resident_bytes"] > 50e6
+        assert all(row["phases_ms"][phase] > 0 for phase in ("forward", "backward", "step"))
+    assert plain["trace"] is None
+    assert ours["trace"]["rows"]["write"]["nbytes"] > 0
+    assert ours["losses"] == pytest.approx(plain["losses"], abs=1e-2)
+
+    for case, drawn in (("step", "rect"), ("curves", "polyline")):
+        (tmp_path / f"{case}.json").write_text(json.dumps(report | {"case": case}))
+        command = [sys.executable, str(BENCHMARKS / "gpu" / "draw.py"), str(tmp_path / f"{case}.json")]
+        done = subprocess.run([*command, "--plots", str(tmp_path)], capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        assert [line.split(" | ")[0][2:] for line in done.stdout.splitlines() if line.startswith("| p")] == names
+        root = ElementTree.parse(tmp_path / f"{case}.svg").getroot()
+        found = [element.tag.rpartition("}")[2] for element in root]
+        assert found.count(drawn) == len(names) + (drawn == "rect"), "one for each, and the ground"
+
+
+def test_one_that_fails_is_a_row_and_the_next_one_runs(
+    kit: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    rows = {
+        "broken": kit.Contender("plain", {"no_such_argument": 1}),
+        "absent": kit.Contender("plain", needs="no_such_module.inside"),
+        "plain": kit.Contender("plain"),
+    }
+    monkeypatch.setattr(kit, "contenders", lambda **_: rows)
+    arguments = kit.parse([*TINY, "--folder", str(tmp_path), "--contenders", ",".join(rows)])
+    given = {key: getattr(arguments, key) for key in ("shape", "sequence", "warmup", "rounds", "steps")}
+    broken, absent, plain = kit.run_case(kit.replace(kit.CASES["step"], **given), arguments)
+    assert broken["status"] == "failed"
+    assert "no_such_argument" in broken["reason"]
+    assert absent["status"] == "skipped"
+    assert "no_such_module" in absent["reason"]
+    assert all(broken[figure] is None and absent[figure] is None for figure in kit.FIGURES)
+    assert plain["status"] == "measured"
+
+
+def test_what_takes_too_long_is_ended_with_all_it_started(kit: ModuleType, tmp_path: Path) -> None:
+    started = time.monotonic()
+    late = tmp_path / "late"
+    command = ["sh", "-c", f"(sleep 2; touch {late}) & sleep 60"]
+    assert kit.run_limited(command, tmp_path / "log", 0.5, 1).startswith("ended after")
+    assert time.monotonic() - started < 30
+    time.sleep(2.5)
+    assert not late.exists()
+    assert kit.run_limited(["sh", "-c", "echo why >&2; exit 3"], tmp_path / "log", 30, 1) == "exit status 3: why"
+    outcome = kit.run_one(kit.Contender("plain"), {"threads": 1}, seconds=0)
+    assert outcome["status"] == "skipped"
+    assert "--limit" in outcome["reason"]
+
+
+def test_a_contender_that_nobody_knows_is_refused(kit: ModuleType, tmp_path: Path) -> None:
+    arguments = kit.parse(["--contenders", "plain,horse", "--folder", str(tmp_path)])
+    with pytest.raises(SystemExit, match="horse is none of plain"):
+        next(kit.run_case(kit.CASES["step"], arguments))
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_flops_of_a_token_are_those_of_the_paper(kit: ModuleType, tied: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch
+
+    shapes = importlib.import_module("shapes")
+    kind, sizes = shapes.SHAPES["tiny"]
+    monkeypatch.setitem(shapes.SHAPES, "tiny", (kind, sizes | {"tie_word_embeddings": tied}))
+    model = shapes.build("tiny", sequence=32, recompute=True, device=torch.device("cpu"))
+    hidden, layers, inner, vocabulary, sequence = 64, 2, 128, 256, 32
+    layer = 4 * hidden * hidden + 3 * hidden * inner + 2 * hidden
+    multiplied = layers * layer + hidden + vocabulary * hidden
+    assert shapes.flops_per_token(model, sequence) == 6 * multiplied + 12 * layers * hidden * sequence
+    assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
+    assert {b.dtype for b in model.buffers()} == {torch.float32}
+
+
+def test_text_comes_in_the_same_batches_again(kit: ModuleType) -> None:
+    import torch
+
+    data = importlib.import_module("data")
+    given = dict(vocabulary=256, batch=2, sequence=16, count=3, device=torch.device("cpu"))
+    first, second = (data.batches("text", **given) for _ in range(2))
+    text = bytes(data.read_text().tolist())
+    assert len(first) == 3
+    for tokens, again in zip(first, second, strict=True):
+        assert torch.equal(tokens, again)
+        assert all(bytes(row.tolist()) in text for row in tokens)
+    assert not torch.equal(first[0], first[1])
