@@ -428,7 +428,7 @@ def same(ours: Any, theirs: Any) -> bool:
     if isinstance(theirs, Tensor):
         return ours.dtype == theirs.dtype and ours.shape == theirs.shape and torch.equal(ours, theirs)
     if isinstance(theirs, dict):
-        return len(ours) == len(theirs) and all(k in ours and same(ours[k], v) for k, v in theirs.items())
+        return list(ours) == list(theirs) and all(same(ours[k], v) for k, v in theirs.items())
     if isinstance(theirs, list | tuple):
         alike = type(ours) is type(theirs) and len(ours) == len(theirs)
         return alike and all(same(a, b) for a, b in zip(ours, theirs, strict=True))
@@ -444,7 +444,7 @@ def test_extra_comes_back_as_it_was(tmp_path: Path) -> None:
     found = optimizer.load(tmp_path / "a")
     optimizer.close()
     assert list(found.pop("tensor")) == [0, 0, 0]
-    assert found.keys() == EXTRA.keys()
+    assert list(found) == list(EXTRA)
     for name, value in EXTRA.items():
         assert same(found[name], value), name
 
