@@ -70,7 +70,9 @@ def left_on_rank(rank: int) -> list[Any]:
     life()
     before = what_there_is()
     life()
-    return [before == what_there_is(), len(_of_groups)]
+    after = what_there_is()
+    fewer = before.pop("descriptors") - after.pop("descriptors")  # gloo closes one of its own now and then
+    return [fewer >= 0 and before == after, len(_of_groups)]
 
 
 def test_after_the_last_close_everything_is_as_before_the_first_prepare() -> None:
