@@ -6,7 +6,7 @@ STAMP  := $(VENV)/.penstock-setup
 NATIVE := CMakeLists.txt $(wildcard csrc/*)
 ARGS   ?=
 
-.PHONY: setup train test check gpu-check gpu-bench clean
+.PHONY: setup train test test-thorough check gpu-check gpu-bench clean
 
 setup: $(STAMP)
 
@@ -24,6 +24,10 @@ train: setup
 # Two workers, one torch thread each: the suite is made for two cores.
 test: setup
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal $(ARGS)
+
+# The rows of the tables that are left out there, because others are much like them.
+test-thorough: setup
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal -m thorough $(ARGS)
 
 check: setup
 	$(BIN)/ruff check .

@@ -29,6 +29,11 @@ from penstock.machine.streams import Event, InlineStreams, Streams, Work
 RANK_TIMEOUT = timedelta(seconds=60)
 
 
+def thorough(*values: Any) -> Any:
+    """A row of a table that `make test-thorough` runs, and `make test` leaves out: others are much like it."""
+    return pytest.param(*values, marks=pytest.mark.thorough)
+
+
 def run_ranks(work: Callable[..., Any], world_size: int, *args: Any, timeout: timedelta = RANK_TIMEOUT) -> list[Any]:
     """Run `work(rank, *args)` in `world_size` processes with a gloo group, and return what each returned.
 

@@ -12,7 +12,7 @@ import penstock
 from penstock.errors import ConfigError
 from penstock.machine.streams import Streams
 from tests.parity.rows import STATE_NAMES, Arithmetic, Movement, Net, batches, changed, loss_of, make_model, shares
-from tests.support import inline, prepare_on, run_ranks, separate, simulated
+from tests.support import inline, prepare_on, run_ranks, separate, simulated, thorough
 
 SMALL = {"tile_bytes": 4 << 10}
 HOMES = (
@@ -156,6 +156,6 @@ def of_rank(rank: int, stage: int, precision: str) -> list[str]:
     return otherwise(stage, precision, rank, every=6)
 
 
-@pytest.mark.parametrize(("stage", "precision"), [(3, "bf16"), (2, "fp32"), (1, "bf16"), (0, "fp32")])
+@pytest.mark.parametrize(("stage", "precision"), [(3, "bf16"), (2, "fp32"), thorough(1, "bf16"), thorough(0, "fp32")])
 def test_what_is_seen_and_set_is_the_same_everywhere_on_two_ranks(stage: int, precision: str) -> None:
     assert run_ranks(of_rank, 2, stage, precision) == [[], []]

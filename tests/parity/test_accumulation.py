@@ -12,7 +12,7 @@ from penstock.errors import EngineError
 from penstock.machine.streams import Streams
 from tests.parity.compare import NAMES
 from tests.parity.rows import INPUTS, Arithmetic, Movement, changed, make_model, prepared, shares, sum_in_pairs
-from tests.support import inline, run_ranks, separate, simulated
+from tests.support import inline, run_ranks, separate, simulated, thorough
 
 SMALL = {"tile_bytes": 4 << 10}
 ROWS = (
@@ -201,7 +201,7 @@ def check_rank(rank: int, what: Arithmetic, stages: tuple[int, ...]) -> list[str
     return failures
 
 
-@pytest.mark.parametrize("stages", [(3, 0), (2, 1)], ids=str)
+@pytest.mark.parametrize("stages", [(3, 0), thorough((2, 1))], ids=str)
 @pytest.mark.parametrize("what", ROWS, ids=changed)
 def test_gradients_are_plain_torchs_after_every_backward_on_two_ranks(
     what: Arithmetic, stages: tuple[int, ...]
