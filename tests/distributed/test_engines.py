@@ -10,7 +10,7 @@ from torch import Tensor
 from penstock.machine.streams import Streams
 from penstock.machine.turns import _of_groups
 from tests.parity.rows import Movement
-from tests.support import inline, run_ranks, simulated
+from tests.support import inline, run_ranks, simulated, thorough
 from tests.unit.engine.test_engines import ON_DEVICE, SIDES, Side, close, make_model, play, what_there_is
 
 LATE = Movement(params="cpu", grads="cpu", optimizer="cpu", overlap="forward").but(tile_bytes=4 << 10)
@@ -56,7 +56,7 @@ def sides_on_rank(rank: int, first: int) -> list[str]:
     return otherwise_on_rank(rank, [(stages[n], stages[(n + 1) % 4]) for n in range(first, first + 2)])
 
 
-@pytest.mark.parametrize("first", [0, 2])
+@pytest.mark.parametrize("first", [0, thorough(2)])
 def test_engines_side_by_side_train_as_on_the_device(first: int) -> None:
     assert run_ranks(sides_on_rank, 2, first) == [[], []]
 

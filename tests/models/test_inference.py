@@ -69,6 +69,7 @@ def generate_all(rank: int) -> None:
         generate_and_train(rank, name)
 
 
+@pytest.mark.thorough
 def test_generate_between_steps_on_two_ranks():
     run_ranks(generate_all, 2)
 

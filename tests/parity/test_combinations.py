@@ -15,7 +15,7 @@ import penstock
 from penstock.engine import activations
 from penstock.machine.streams import Streams
 from tests.parity.rows import BATCH, INPUTS, Block
-from tests.support import disks, inline, prepare_on, run_ranks, separate, simulated
+from tests.support import disks, inline, prepare_on, run_ranks, separate, simulated, thorough
 
 STEPS, WIDTH = 5, 32
 
@@ -198,7 +198,7 @@ def otherwise_on_rank(rank: int, cells: list[Cell]) -> list[str]:
     return [named(cell) for cell in cells if train(cell, rank) != train(on_device(cell), rank)]
 
 
-@pytest.mark.parametrize("half", [0, 1])
+@pytest.mark.parametrize("half", [0, thorough(1)])
 def test_every_cell_gives_the_bits_of_the_device_on_two_ranks(half: int) -> None:
     assert run_ranks(otherwise_on_rank, 2, CELLS[half::2]) == [[], []]
 

@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from penstock.machine.streams import Streams
 from tests.parity.compare import otherwise
 from tests.parity.rows import CORE, EXTRA, Arithmetic, Movement, batches, changed, loss_of, prepared, shares
-from tests.support import inline, run_ranks, separate, simulated
+from tests.support import inline, run_ranks, separate, simulated, thorough
 
 STEPS = 2
 KIB = 1 << 10
@@ -78,7 +78,7 @@ def otherwise_on_rank(rank: int, stages: tuple[int, ...]) -> list[str]:
     return failures
 
 
-@pytest.mark.parametrize("stages", [(3, 1), (2, 0)], ids=str)
+@pytest.mark.parametrize("stages", [(3, 1), thorough((2, 0))], ids=str)
 def test_splits_change_no_bit_on_two_ranks(stages: tuple[int, ...]) -> None:
     assert run_ranks(otherwise_on_rank, 2, stages) == [[], []]
 

@@ -17,7 +17,7 @@ from tests.parity.rows import (
     changed,
     train,
 )
-from tests.support import inline, run_ranks, separate
+from tests.support import inline, run_ranks, separate, thorough
 
 STEPS_OF_A_REFERENCE = 3
 STEPS_OF_A_MOVEMENT = 2
@@ -97,7 +97,7 @@ def check_meshes(rank: int, shapes: list[tuple[int, int]]) -> list[str]:
     return failures
 
 
-@pytest.mark.parametrize("shapes", [[(2, 1), (1, 2)], [(2, 2)]], ids=["two ranks", "four ranks"])
+@pytest.mark.parametrize("shapes", [[(2, 1), (1, 2)], thorough([(2, 2)])], ids=["two ranks", "four ranks"])
 def test_replicated_shards_train_as_plain_torch_does(shapes: list[tuple[int, int]]) -> None:
     for rank, failures in enumerate(run_ranks(check_meshes, math.prod(shapes[0]), shapes)):
         assert not failures, f"rank {rank}:\n" + "\n".join(failures)

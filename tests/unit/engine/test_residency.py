@@ -29,6 +29,7 @@ from tests.support import (
     separate,
     shorten_rings,
     simulated,
+    thorough,
 )
 
 WIDTH = 96
@@ -132,7 +133,7 @@ def assert_equal(ours: list[Tensor], theirs: list[Tensor]) -> None:
 
 @pytest.mark.parametrize("blocking", [True, False], ids=["blocking", "in flight"])
 @pytest.mark.parametrize(("home", "to"), product(TIERS, ("cpu", "nvme")))
-@pytest.mark.parametrize("make", BACK_ENDS)
+@pytest.mark.parametrize("make", [thorough(inline), separate, simulated])
 def test_every_kind_goes_there_and_back(
     make: Callable[[], Streams], home: str, to: str, blocking: bool, tmp_path: Path
 ) -> None:
@@ -386,7 +387,7 @@ def opaque(model: Net) -> None:
 
 @pytest.mark.parametrize("variant", [plain, checkpointed, opaque])
 @pytest.mark.parametrize("place", [forward_pre_hook, forward_hook, backward_hook, gradient_hook])
-@pytest.mark.parametrize("make", BACK_ENDS)
+@pytest.mark.parametrize("make", [thorough(inline), separate, simulated])
 def test_moves_inside_forward_and_backward(
     make: Callable[[], Streams], place: Place, variant: Callable[[Net], None], tmp_path: Path
 ) -> None:
@@ -412,7 +413,7 @@ def test_moves_inside_forward_and_backward(
 
 
 @pytest.mark.parametrize("fails", [False, True])
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("precision", ["fp32", thorough("bf16")])
 @pytest.mark.parametrize("make", BACK_ENDS)
 def test_moves_while_parameters_are_gathered(
     make: Callable[[], Streams], precision: str, fails: bool, tmp_path: Path
@@ -573,7 +574,7 @@ def test_a_device_that_is_full_changes_nothing(monkeypatch: pytest.MonkeyPatch) 
 
 @pytest.mark.parametrize("when", ["submission", "completion"])
 @pytest.mark.parametrize("offloads", [True, False])
-@pytest.mark.parametrize("make", BACK_ENDS)
+@pytest.mark.parametrize("make", [thorough(inline), separate, simulated])
 def test_a_transfer_that_fails_leaves_everything_where_it_was(
     make: Callable[[], Streams], offloads: bool, when: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -682,7 +683,7 @@ def check_rank(rank: int, stage: int, folder: str) -> list[str]:
     return failures
 
 
-@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize("stage", [thorough(1), 3])
 def test_moves_on_two_ranks(stage: int, tmp_path: Path) -> None:
     assert run_ranks(check_rank, 2, stage, str(tmp_path)) == [[], []]
 
