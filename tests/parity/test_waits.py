@@ -33,11 +33,16 @@ KIB = 1 << 10
 IN_TURN = "slots are used in turn, and what is waited for was done with one that this one's slot was used after"
 ONCE = "what the gradient's or the update's event says already"
 MEASURED = "step measures first, which waits for every gradient; updates run in order"
+FILES = "the rows of saves are in memory; test_saving.py saves what is in files"
 AT_ONCE = "transfers are not late here"
 MOVES = "only where homes move"
 ENGINES = "only where engines share a group: tests/distributed/test_engines.py"
 SAVES = "of the thread that saves, whose events no site drops: tests/unit/engine/test_saving.py"
 REDUNDANT = {
+    "importing.py _write_tile: transfer.wait()": AT_ONCE,
+    "checkpoints.py finish: self._optimizer.synchronize()": "the tests of the command see to it",
+    "home.py arrival: all of [section.arrival() for section in self.sections]": FILES,
+    "records.py arrival: all of self.settled": FILES,
     "saving.py finish: job.over.synchronize()": SAVES,
     "saving.py wait_copied: event.synchronize()": SAVES,
     "saving.py _sources: all of updated": "what was updated is published after it",

@@ -186,7 +186,8 @@ def test_a_closed_engine_is_garbage() -> None:
 
 
 def live_tensors() -> list[torch.Tensor]:
-    return [thing for thing in gc.get_objects() if type(thing) in (torch.Tensor, nn.Parameter)]
+    found = [thing for thing in gc.get_objects() if type(thing) in (torch.Tensor, nn.Parameter)]
+    return [tensor for tensor in found if tensor.layout is torch.strided]
 
 
 # The process. It runs alone, since memory that others free or keep would be counted.

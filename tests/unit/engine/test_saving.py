@@ -317,8 +317,11 @@ def test_without_checksums_in_the_swap_files_tiles_have_some(tmp_path: Path) -> 
     data = bytearray(tiles.read_bytes())
     data[5000] ^= 1
     tiles.write_bytes(data)
+    _, optimizer, _ = run.prepare()
     with pytest.raises(penstock.CheckpointError, match="is damaged"):
-        loaded(tmp_path / "a", run)
+        optimizer.load(tmp_path / "a")
+    with pytest.raises(penstock.CheckpointError, match="is damaged"):  # its state is in parts
+        optimizer.close()
 
 
 # When, and where
