@@ -62,6 +62,7 @@ def test_the_command_writes_a_report_that_can_be_drawn(kit: ModuleType, tmp_path
         assert found.count(drawn) == len(names) + (drawn == "rect"), "one for each, and the ground"
 
 
+@pytest.mark.thorough
 def test_one_that_fails_is_a_row_and_the_next_one_runs(
     kit: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -82,6 +83,7 @@ def test_one_that_fails_is_a_row_and_the_next_one_runs(
     assert plain["status"] == "measured"
 
 
+@pytest.mark.thorough
 def test_what_takes_too_long_is_ended_with_all_it_started(kit: ModuleType, tmp_path: Path) -> None:
     started = time.monotonic()
     late = tmp_path / "late"

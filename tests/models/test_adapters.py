@@ -15,7 +15,7 @@ from tests.models.adapters_rows import ADAPTERS, LORA, PEFT, QUANTISED, Adapted,
 from tests.models.contract import HYPER, ON_CPU, assert_close, assert_equal, assert_gradients, penstock_run, plain_run
 from tests.models.family import Batch, Family
 from tests.models.modules_rows import squared
-from tests.support import disks, prepare_on, run_ranks, separate, simulated
+from tests.support import disks, prepare_on, run_ranks, separate, simulated, thorough
 
 ON_NVME = penstock.Placement(params="nvme", grads="cpu", optimizer="cpu", nvme_path=disks())
 ALL_ON_NVME = penstock.Placement(params="nvme", grads="nvme", optimizer="nvme", nvme_path=disks())
@@ -53,7 +53,7 @@ def on_two_ranks(rank: int, precision: str) -> None:
         assert_close(first, plain, relative=RELATIVE[precision])
 
 
-@pytest.mark.parametrize("precision", RELATIVE)
+@pytest.mark.parametrize("precision", ["fp32", thorough("bf16")])
 def test_two_ranks_at_every_stage(precision: str) -> None:
     run_ranks(on_two_ranks, 2, precision)
 

@@ -164,6 +164,7 @@ def test_a_block_is_one_graph(way: str) -> None:
 
 
 @pytest.mark.parametrize("way", WAYS)
+@pytest.mark.thorough
 def test_bf16(way: str) -> None:
     expected = train(partial(not_at_all, backend=None), precision="bf16")
     with compiler() as backend:
@@ -171,6 +172,7 @@ def test_bf16(way: str) -> None:
 
 
 @pytest.mark.parametrize("way", WAYS)
+@pytest.mark.thorough
 def test_activation_checkpointing(way: str) -> None:
     expected = train(partial(not_at_all, backend=None), checkpointed=True)
     with compiler() as backend:
@@ -185,6 +187,7 @@ def test_activation_checkpointing(way: str) -> None:
 
 
 @pytest.mark.parametrize("way", WAYS)
+@pytest.mark.thorough
 def test_activations_on_a_tier(way: str) -> None:
     placement = penstock.Placement(params="cpu", grads="cpu", optimizer="cpu", activations="cpu")
     expected = train(partial(not_at_all, backend=None), shapes=lambda _: (4096, 8))
@@ -345,5 +348,6 @@ def on_two_ranks(rank: int) -> None:
                 assert_equal(train(partial(way, backend=backend), **how), expected)
 
 
+@pytest.mark.thorough
 def test_two_ranks() -> None:
     run_ranks(on_two_ranks, 2)

@@ -146,6 +146,7 @@ def gathers_once(rank: int) -> None:
     optimizer.close()
 
 
+@pytest.mark.thorough
 def test_entering_gathered_is_all_that_travels():
     run_ranks(gathers_once, 2)
 

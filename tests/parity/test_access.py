@@ -156,6 +156,8 @@ def of_rank(rank: int, stage: int, precision: str) -> list[str]:
     return otherwise(stage, precision, rank, every=6)
 
 
-@pytest.mark.parametrize(("stage", "precision"), [(3, "bf16"), (2, "fp32"), thorough(1, "bf16"), thorough(0, "fp32")])
+@pytest.mark.parametrize(
+    ("stage", "precision"), [(3, "bf16"), thorough(2, "fp32"), thorough(1, "bf16"), thorough(0, "fp32")]
+)
 def test_what_is_seen_and_set_is_the_same_everywhere_on_two_ranks(stage: int, precision: str) -> None:
     assert run_ranks(of_rank, 2, stage, precision) == [[], []]

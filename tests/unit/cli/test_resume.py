@@ -34,7 +34,7 @@ def arguments(model_folder: Path, text_folder: Path) -> list[str]:
     return ["train", "--model", str(model_folder), "--data", str(text_folder), *RUN]
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGUSR1, marks=pytest.mark.thorough)])
 def test_a_run_that_is_asked_to_end_saves_and_goes_on_with_the_same_losses(
     penstock_command: Callable[..., Any],
     arguments: list[str],

@@ -163,7 +163,7 @@ def test_every_kind_goes_there_and_back(
 
 
 @pytest.mark.parametrize("to", ["cpu", "nvme"])
-@pytest.mark.parametrize("home", ["device", "cpu"])
+@pytest.mark.parametrize("home", ["device", thorough("cpu")])
 def test_device_memory_falls_to_what_is_left(home: str, to: str, tmp_path: Path) -> None:
     """Every tensor that Python sees, the cpu tier's slabs aside: nothing keeps a copy, or a buffer of gradients."""
     bare = tensor_bytes()
