@@ -15,10 +15,10 @@ import torch
 from penstock.errors import NvmeError
 from penstock.machine.aio import CHUNK_BYTES, File, Queue
 from penstock.machine.arena import PAGE_BYTES
+from tests.faults.preload import run_preloaded
 from tests.support import memory
 
 MIB = 1 << 20
-HERE = Path(__file__).parent
 
 
 @pytest.fixture
@@ -29,20 +29,7 @@ def queue() -> Iterator[Queue]:
 
 def test_calls_that_fail_move_less_or_take_long(tmp_path: Path) -> None:
     """The tests of injected_aio.py."""
-    compiler = shutil.which("cc")
-    if compiler is None:
-        pytest.skip("no C compiler to build the faults with")
-    shim = tmp_path / "syscalls.so"
-    subprocess.run([compiler, "-O1", "-shared", "-fPIC", HERE / "syscalls.c", "-o", shim, "-ldl"], check=True)
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "--basetemp", tmp_path / "inner", HERE / "injected_aio.py"],
-        env={**os.environ, "LD_PRELOAD": str(shim)},
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
-    assert " passed" in done.stdout
-    assert "skipped" not in done.stdout
+    run_preloaded("syscalls.c", "injected_aio.py", tmp_path)
 
 
 def test_a_file_truncated_under_us_ends(tmp_path: Path, queue: Queue) -> None:

@@ -2,10 +2,7 @@
 
 import errno
 import os
-import shutil
 import signal
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,30 +12,17 @@ import penstock
 from penstock.checkpoint import save as saves
 from penstock.checkpoint.folder import write_file
 from penstock.checkpoint.manifest import FileEntry
+from tests.faults.preload import run_preloaded
 from tests.parity.resuming import SMALL, Run, different, iterate, values
 from tests.parity.rows import Movement
 from tests.support import run_ranks
 
-HERE = Path(__file__).parent
 RUN = Run(how=Movement(3, "cpu", "cpu", "cpu").but(**SMALL))
 
 
 def test_saves_that_are_killed_or_fail_at_any_call(tmp_path: Path) -> None:
     """The tests of injected_saves.py."""
-    compiler = shutil.which("cc")
-    if compiler is None:
-        pytest.skip("no C compiler to build the faults with")
-    shim = tmp_path / "crashes.so"
-    subprocess.run([compiler, "-O1", "-shared", "-fPIC", HERE / "crashes.c", "-o", shim, "-ldl"], check=True)
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "--basetemp", tmp_path / "inner", HERE / "injected_saves.py"],
-        env={**os.environ, "LD_PRELOAD": str(shim)},
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
-    assert " passed" in done.stdout
-    assert "skipped" not in done.stdout
+    run_preloaded("crashes.c", "injected_saves.py", tmp_path)
 
 
 def failing(name: str) -> Any:
