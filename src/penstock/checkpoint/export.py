@@ -20,7 +20,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from penstock.checkpoint.folder import make_folder, sync_folder, write_file
+from penstock.checkpoint.folder import check_free, make_folder, sync_folder, write_file
 from penstock.checkpoint.opened import Checkpoint
 from penstock.checkpoint.pretrained import Part, parts_of
 from penstock.checkpoint.reading import Tile, TileReader
@@ -233,8 +233,7 @@ def _hidden(folder: Path, inside: Sequence[str]) -> Iterator[None]:
 
     It is locked: one that is there already and is not was left by an export that was killed.
     """
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise ConfigError(f"{folder} is there already. Export to a folder that is empty or does not exist.")
+    check_free(folder, "Export to")
     make_folder(folder.parent)
     hidden = _hidden_name(folder)
     try:

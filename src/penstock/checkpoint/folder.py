@@ -18,7 +18,7 @@ from os import PathLike
 from pathlib import Path
 
 from penstock.checkpoint.manifest import MARKER, FileEntry, Manifest, checksum, files_of
-from penstock.errors import CheckpointError
+from penstock.errors import CheckpointError, ConfigError
 
 LATEST = "latest"
 _OURS = re.compile(r"[0-9a-f]{8}(-\d{5}\.(tiles|json)|\.safetensors)|checkpoint\.json\.[0-9a-f]{8}")
@@ -132,10 +132,19 @@ def write_file(file: Path, data: bytes) -> FileEntry:
             opened.flush()
             os.fsync(opened.fileno())
     except OSError as error:
-        with contextlib.suppress(OSError):
-            file.unlink()
+        remove_file(file)
         raise _failed("writing", file, error) from error
     return FileEntry(file.name, len(data), checksum(data))
+
+
+def check_free(folder: Path, verb: str) -> None:
+    """Refuse a folder that has something in it. `verb`: what was to be done, for the message.
+
+    Raises:
+        ConfigError: it has.
+    """
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise ConfigError(f"{folder} is there already. {verb} a folder that is empty or does not exist.")
 
 
 def make_folder(folder: Path) -> None:

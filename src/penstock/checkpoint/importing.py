@@ -15,11 +15,13 @@ from torch import Tensor
 
 from penstock.checkpoint.fields import to_bytes
 from penstock.checkpoint.folder import (
+    check_free,
     commit,
     data_name,
     make_folder,
     next_serial,
     remove_file,
+    settle,
     table_name,
     tensors_name,
     write_file,
@@ -35,7 +37,6 @@ from penstock.checkpoint.manifest import (
 from penstock.checkpoint.tables import HomeTable, RankTable, UnitTable
 from penstock.checkpoint.values import encode
 from penstock.checkpoint.writing import write_failed
-from penstock.errors import ConfigError
 from penstock.kinds import MASTER, OPTIMIZER, PARAM, Tier
 from penstock.layout import ALIGNMENT_NUMEL, Slot, round_up
 from penstock.machine.aio import File, Queue
@@ -98,8 +99,7 @@ def write_checkpoint(
         ConfigError: the folder has something in it, or `extra` holds what no checkpoint does.
         CheckpointError: it cannot be written; the folder is empty then.
     """
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise ConfigError(f"{folder} is there already. Import into a folder that is empty or does not exist.")
+    check_free(folder, "Import into")
     tensors = {f"buffer.{name}": buffer.contiguous() for name, buffer in buffers.items()}
     encoded = encode(dict(extra), tensors, what="extra")
     saved_groups = [
@@ -118,26 +118,25 @@ def write_checkpoint(
             beside = write_file(folder / tensors_name(token), tensors_to_bytes(tensors))
             undo.callback(remove_file, folder / tensors_name(token))
         names = {name for parameter in parameters for name in parameter.states}
-        commit(
-            folder,
-            Manifest(
-                serial=next_serial(folder),
-                token=token,
-                created=datetime.now(UTC).isoformat(timespec="seconds"),
-                versions={name: version(name) for name in ("penstock", "torch")},
-                ranks=(RankFiles(data, table),),
-                tensors=beside,
-                rule=rule,
-                states=tuple(StateSpec(name) for name in sorted(names)),
-                parameters={parameter.name: _saved(parameter) for parameter in parameters},
-                groups=tuple(saved_groups),
-                buffers={name: f"buffer.{name}" for name in buffers},
-                loss_scale=None,
-                model={},
-                extra=encoded,
-            ),
+        manifest = Manifest(
+            serial=next_serial(folder),
+            token=token,
+            created=datetime.now(UTC).isoformat(timespec="seconds"),
+            versions={name: version(name) for name in ("penstock", "torch")},
+            ranks=(RankFiles(data, table),),
+            tensors=beside,
+            rule=rule,
+            states=tuple(StateSpec(name) for name in sorted(names)),
+            parameters={parameter.name: _saved(parameter) for parameter in parameters},
+            groups=tuple(saved_groups),
+            buffers={name: f"buffer.{name}" for name in buffers},
+            loss_scale=None,
+            model={},
+            extra=encoded,
         )
+        commit(folder, manifest)
         undo.pop_all()
+    settle(folder, manifest)
 
 
 def _saved(parameter: Incoming) -> SavedParameter:
