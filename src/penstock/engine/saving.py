@@ -257,8 +257,9 @@ class Saver:
             yield SavedGroup(tuple(names[p] for p in group["params"]), encoded)
 
     def _buffers(self, tensors: dict[str, Tensor]) -> dict[str, str]:
-        keys = {name: f"buffer.{name}" for name in persistent_buffers(self._model)}
-        for name, buffer in persistent_buffers(self._model).items():
+        buffers = persistent_buffers(self._model)
+        keys = {name: f"buffer.{name}" for name in buffers}
+        for name, buffer in buffers.items():
             tensors[keys[name]] = buffer.detach().to("cpu", copy=True).contiguous()
         return keys
 

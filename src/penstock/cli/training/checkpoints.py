@@ -45,14 +45,13 @@ class Checkpoints:
             "sequences": sequence_count(len(tokens), config.seq_length),
         }
 
-    def resume(self) -> Position:
-        """Go on from the checkpoint that the settings name; from the beginning where there is none.
+    def resume(self, path: Path | None) -> Position:
+        """Go on from a checkpoint; from the beginning where there is none.
 
         Raises:
             CheckpointError: it is damaged, or of another model.
             ConfigError: it is of another text, or of the same cut otherwise.
         """
-        path = checkpoint_to_resume(self._config)
         if path is None:
             return Position()
         extra = self._optimizer.load(path)

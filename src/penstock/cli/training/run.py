@@ -86,8 +86,8 @@ def run(config: TrainConfig) -> Result:
         corpus = encode_corpus(pieces, tokenizer, seq_length=config.seq_length)
         display.note(_about_text(corpus, config, file_count=len(files)))
         # 3.
-        goes_on = checkpoint_to_resume(config) is not None
-        with joined(ranks), open_metrics(config, is_first_rank=ranks.is_first, goes_on=goes_on) as metrics:
+        resumed = checkpoint_to_resume(config)
+        with joined(ranks), open_metrics(config, is_first_rank=ranks.is_first, goes_on=resumed is not None) as metrics:
             torch.manual_seed(config.seed)
             empty = build_empty(source)
             model = build_model(source) if empty is None else empty
@@ -99,7 +99,7 @@ def run(config: TrainConfig) -> Result:
             # 4.
             scheduler = LambdaLR(optimizer, warmup_cosine(warmup=config.warmup_steps, steps=config.steps))
             checkpoints = Checkpoints(config, optimizer, scheduler, corpus.train)
-            start = checkpoints.resume()
+            start = checkpoints.resume(resumed)
             if start.step:
                 display.note(f"goes on after step {start.step}")
             loss_before = measure(step=start.step)
