@@ -285,7 +285,7 @@ class TestWhatBinds:
     def test_compute_where_everything_else_is_fast(self, path: Path) -> None:
         model, optimizer = prepared(slow(seconds=0))
         for block in model.blocks:
-            block.think = lambda: time.sleep(0.1)
+            block.think = lambda: time.sleep(0.25)
         with optimizer.trace(path) as report:
             train(model, optimizer)
         optimizer.close()

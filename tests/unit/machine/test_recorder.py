@@ -231,7 +231,7 @@ class TestWaits:
             assert not isinstance(event, PendingEvent)
             event.synchronize()
         (wait,) = found[0].waits
-        assert wait.stop - wait.start == pytest.approx(TICK, rel=0.5)
+        assert wait.stop - wait.start > 0.5 * TICK
 
 
 class TestTurns:
