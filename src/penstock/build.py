@@ -33,6 +33,7 @@ from penstock.engine.reduce import Reducer
 from penstock.engine.residency import Mover
 from penstock.engine.saving import Saver
 from penstock.engine.scale import GradientScale, LossScale
+from penstock.engine.sharing import Sharing
 from penstock.engine.slices import SlicedBlock
 from penstock.engine.source import INIT, FirstRank, Given, Initialised, Source, Weights, replace_meta
 from penstock.engine.staging import Staging, StagingPlan
@@ -218,7 +219,9 @@ def build(
     homes = request.homes(rule)
     plans = plan_units(specs, homes, ranks, streams)
     live_bytes = checks.check_live_bytes([(plan.spec, plan.full_bytes) for plan in plans], options)
-    staging_plan = StagingPlan([plan.shard_sections for plan in plans], request.reduce_dtype, streams)
+    streamed = options.streamed_updates != 0 and not streams.aliases_host
+    plan_staging = partial(StagingPlan, reduce_dtype=request.reduce_dtype, streams=streams, streamed=streamed)
+    staging_plan = plan_staging([plan.shard_sections for plan in plans])
     sections = [*(section for plan in plans for section in plan.all_sections()), *staging_plan.sections()]
     checks.check_host_memory(bytes_on(sections, Tier.CPU), streams.device, options)
     warn_of_unowned(model, groups)
@@ -304,6 +307,7 @@ def build(
         updater,
         param_groups=optimizer.param_groups,
         gradient_scale=gradient_scale,
+        sharing=Sharing(options.streamed_updates, streams) if streamed else None,
         overlaps=request.overlap != "none",
         begins=begins,
     )
@@ -332,7 +336,7 @@ def build(
         reducer,
         staging,
         in_use=hooks.in_use,
-        reduce_dtype=request.reduce_dtype,
+        plan_staging=plan_staging,
     )
     access = Access(
         units,

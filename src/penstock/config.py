@@ -82,6 +82,11 @@ class Options:
         tile_bytes: compute-dtype bytes of one tile, the grain of updates and of movement between tiers.
         pinned_bytes: host memory that may be pinned; `None` for what the placement needs.
         update_threads: threads of the update on the host; `None` shares the cores among the ranks of this host.
+        streamed_updates: share of the updates of tiles whose optimizer state rests on the cpu or on nvme that the
+            device does, from 0 to 1: their state comes up and goes down again, through a ring of three tiles, while the
+            host updates the others. `"auto"` measures both sides in the first steps and keeps what it finds. A device
+            may round otherwise than the host in the last place, so state a number where a run has to be repeated bit
+            by bit. No effect where the device is a cpu.
         io_queue_depth: requests in flight per nvme path.
         checksums: checksum stored tiles.
         on_nonfinite: a step whose gradient norm is not finite is skipped, or raises `EngineError`.
@@ -104,6 +109,7 @@ class Options:
     tile_bytes: int = 4 * MIB
     pinned_bytes: int | None = None
     update_threads: int | None = None
+    streamed_updates: float | Literal["auto"] = 0.0
     io_queue_depth: int = 8
     checksums: bool = True
     on_nonfinite: Literal["skip", "raise"] = "skip"
@@ -127,6 +133,9 @@ class Options:
                     raise ConfigError(f"Options({f.name}={value!r}): use a whole number{unit}, {least} or more.")
             elif f.name in _CHOICES and value not in _CHOICES[f.name]:
                 raise ConfigError(f"Options({f.name}={value!r}): use one of {', '.join(map(repr, _CHOICES[f.name]))}.")
+        share: Any = self.streamed_updates
+        if share != "auto" and (isinstance(share, bool) or not isinstance(share, int | float) or not 0 <= share <= 1):
+            raise ConfigError(f"Options(streamed_updates={share!r}): use a number from 0 to 1, or 'auto'.")
         scale: Any = self.initial_loss_scale
         if not (isinstance(scale, int | float) and scale > 0 and math.isfinite(scale)):
             raise ConfigError(f"Options(initial_loss_scale={scale!r}): use a finite number above 0.")

@@ -25,9 +25,11 @@ RESOURCES: Mapping[str, str] = {
     "download": "device-to-host link",
     "collective": "links between ranks",
     "update": "host update",
+    "device update": "device update",
     "read": "NVMe reads",
     "fetch": "NVMe reads",
     "write": "NVMe writes",
+    "save": "copies for a checkpoint",
 }
 OUTSIDE = "what is not traced (data, loss, Python)"
 CAUSES_SHOWN = 10

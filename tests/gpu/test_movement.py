@@ -82,6 +82,36 @@ def test_peak_device_memory_is_the_formula():
     assert memory.memory_allocated() <= empty + (1 << 20)
 
 
+@pytest.mark.parametrize("streamed", [0.0, 0.5])
+def test_device_memory_does_not_creep(make_streams, device, streamed):
+    """What the allocator has reserved after the first steps is what it has after a thousand."""
+    steps = 60 if device.type == "cpu" else 1000
+    model = build()
+    optimizer = prepare_on(
+        make_streams(),
+        model,
+        torch.optim.AdamW(model.parameters(), **HYPER),
+        placement=EVERYTHING_ON_CPU,
+        options=penstock.Options(streamed_updates=streamed, tile_bytes=8 << 10),
+    )
+    engine = optimizer._engine
+
+    def taken() -> tuple[int, ...]:
+        reserved = 0 if device.type == "cpu" else torch.get_device_module(device).memory_reserved(device)
+        return reserved, engine.reducer.buffers.nbytes, engine.gatherer.peak_live_bytes
+
+    inputs = batches(4, device)
+    early = None
+    for step in range(steps):
+        optimizer.backward(loss_of(model, inputs[step % len(inputs)]))
+        optimizer.step()
+        optimizer.zero_grad()
+        if step == min(50, steps // 2):
+            early = taken()
+    assert taken() == early
+    optimizer.close()
+
+
 def test_the_host_waits_for_nothing_inside_forward_and_backward(make_streams, device, monkeypatch):
     """No synchronisation between the start of forward and the end of backward."""
     model = build()

@@ -10,16 +10,22 @@ from tests.gpu.models import HYPER, Outcome, batches, build, loss_of, plain_run
 from tests.support import prepare_on
 
 STEPS = 5
+EVERYTHING_ON_CPU = penstock.Placement(params="cpu", grads="cpu", optimizer="cpu")
+AS_USUAL = penstock.Options()
+STREAMED = penstock.Options(streamed_updates=0.5, tile_bytes=8 << 10)  # several tiles on either side
 HOMES = {
-    "device": penstock.Placement(),
-    "optimizer+grads": penstock.Placement(grads="cpu", optimizer="cpu"),
-    "optimizer": penstock.Placement(optimizer="cpu"),
-    "cpu": penstock.Placement(params="cpu", grads="cpu", optimizer="cpu"),
+    "device": (penstock.Placement(), AS_USUAL),
+    "optimizer+grads": (penstock.Placement(grads="cpu", optimizer="cpu"), AS_USUAL),
+    "optimizer": (penstock.Placement(optimizer="cpu"), AS_USUAL),
+    "optimizer, streamed": (penstock.Placement(optimizer="cpu"), STREAMED),
+    "cpu": (EVERYTHING_ON_CPU, AS_USUAL),
+    "cpu, streamed": (EVERYTHING_ON_CPU, STREAMED),
+    "cpu, streamed by rates": (EVERYTHING_ON_CPU, penstock.Options(streamed_updates="auto", tile_bytes=8 << 10)),
 }
 ROWS = list(itertools.product(("fp32", "bf16"), (1, 4), (None, 0.5)))
 
 
-def run(streams, placement, precision, accumulation, clip, device) -> Outcome:
+def run(streams, placement, options, precision, accumulation, clip, device) -> Outcome:
     """Train on Penstock."""
     model = build()
     optimizer = prepare_on(
@@ -27,6 +33,7 @@ def run(streams, placement, precision, accumulation, clip, device) -> Outcome:
         model,
         torch.optim.AdamW(model.parameters(), **HYPER),
         placement=placement,
+        options=options,
         precision=precision,
         max_grad_norm=clip,
         master="fp32",
@@ -53,8 +60,8 @@ def test_every_placement_trains_like_plain_torch(make_streams, device, precision
     # Plain torch rounds its update on the device in another order; fp32 differs in the last bits, and bf16 weights
     # carry that into the losses one rounding of a weight at a time.
     tolerance = {"fp32": 1e-5, "bf16": 2e-2}[precision]
-    for name, placement in HOMES.items():
-        ours = run(make_streams(), placement, precision, accumulation, clip, device)
+    for name, (placement, options) in HOMES.items():
+        ours = run(make_streams(), placement, options, precision, accumulation, clip, device)
         for mine, theirs in zip(ours.first_gradients, plain.first_gradients, strict=True):
             assert torch.equal(mine, theirs), name
         assert ours.norms[0] == pytest.approx(plain.norms[0], rel=1e-5), name

@@ -19,7 +19,7 @@ from penstock.engine.buffers import BufferRing
 from penstock.engine.unit import Gradient, Part, Unit, reached
 from penstock.machine.collectives import Ranks
 from penstock.machine.streams import COLLECTIVE, DONE, DOWNLOAD, UPDATE, Event, Streams, all_of, copy
-from penstock.rules.deposit import deposit, squared_norm
+from penstock.rules.deposit import deposit, deposit_parts, squared_norm, squared_norms
 from penstock.tiers.home import MemorySection
 from penstock.tiers.transit import Transit, buffer_home
 
@@ -135,6 +135,7 @@ class Reducer:
         sharded = self._ranks.shards > 1
         reduced = self.buffers.lease(unit.layout.shard_numel, self._reduce_dtype) if sharded else full
         parts = unit.parts()
+        ranges = _ranges(parts)
         values, before = reached(gradient.home, self._streams), gradient.ready
         home_free = before if values is not None else DONE
 
@@ -147,14 +148,9 @@ class Reducer:
                 self._ranks.reduce_scatter(reduced, full, named)
             self._ranks.all_reduce_replicas(reduced, named)
             if values is not None:
-                for index, start, stop in parts:
-                    target = values[start:stop]
-                    gradient.squared_norms[index] = deposit(target, reduced[start:stop], add=add, pool=self._pool)
+                gradient.measure(parts, deposit_parts(values, reduced, ranges, add=add, pool=self._pool))
             elif not add:
-                for index, start, stop in parts:
-                    gradient.squared_norms[index] = squared_norm(
-                        reduced[start:stop].to(self._accumulation_dtype), pool=self._pool
-                    )
+                gradient.measure(parts, squared_norms(reduced.to(self._accumulation_dtype), ranges, pool=self._pool))
             if measured and flaws is not None:
                 self._agree(gradient, flaws)
 
@@ -267,8 +263,7 @@ class Reducer:
         def add(start: int, landed: Tensor) -> None:
             deposit(home[start : start + landed.numel()], landed, add=True, pool=self._pool)
             if start + landed.numel() == home.numel():
-                for index, first, last in parts:
-                    gradient.squared_norms[index] = squared_norm(home[first:last], pool=self._pool)
+                gradient.measure(parts, squared_norms(home, _ranges(parts), pool=self._pool))
 
         for start in range(0, home.numel(), staging.numel()):
             source = reduced[start : start + staging.numel()]
@@ -296,9 +291,8 @@ class Reducer:
         brought = self._transit.copy(gradient.home, buffer_home(total), after=gradient.ready, what=what)
 
         def add() -> None:
-            for index, start, stop in parts:
-                part = total[start:stop]
-                gradient.squared_norms[index] = deposit(part, reduced[start:stop], add=True, pool=self._pool)
+            norms = deposit_parts(total, reduced, _ranges(parts), add=True, pool=self._pool)
+            gradient.measure(parts, norms)
 
         added = self._streams.submit(COLLECTIVE, add, after=(after, brought), what=what)
         saved = self._transit.copy(buffer_home(total), gradient.home, after=added, what=what)
@@ -312,10 +306,11 @@ class Reducer:
 
     def _flaws(self, gradient: Gradient) -> Tensor:
         """Whether this rank's part of the gradient is not finite: 0 or 1."""
-        flaws = self._no_flaws()
-        for norm in gradient.squared_norms.values():
-            flaws += torch.as_tensor(norm, dtype=torch.float64, device=flaws.device).isfinite().logical_not()
-        return flaws.clamp_(max=1)
+        device = self._streams.device
+        norms = [torch.as_tensor(norm, dtype=torch.float64, device=device) for norm in gradient.squared_norms.values()]
+        if not norms:
+            return self._no_flaws()
+        return torch.stack(norms).isfinite().all().logical_not().float().view(1)
 
     def _no_flaws(self) -> Tensor:
         return torch.zeros(1, device=self._streams.device)
@@ -328,6 +323,10 @@ class Reducer:
         for index, slot in enumerate(unit.layout.slots):
             if index not in gradient.arrived:
                 gradient.pending[slot.start : slot.stop] = 0
+
+
+def _ranges(parts: Sequence[Part]) -> list[tuple[int, int]]:
+    return [(start, stop) for _, start, stop in parts]
 
 
 def _gradients(units: Sequence[Unit]) -> list[Gradient]:

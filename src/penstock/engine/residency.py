@@ -13,12 +13,10 @@ import contextlib
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-import torch
-
 from penstock.engine.assemble import UnitPlan
 from penstock.engine.gather import Gatherer
 from penstock.engine.reduce import Reducer
-from penstock.engine.staging import Buffers, Staging, StagingPlan, transit_slots
+from penstock.engine.staging import Buffers, Sections, Staging, StagingPlan, transit_slots
 from penstock.engine.unit import Residency, Unit
 from penstock.kinds import GRAD, MASTER, OPTIMIZER, PARAM, SHADOW, Tier
 from penstock.machine.collectives import Ranks
@@ -88,7 +86,7 @@ class Mover:
     Arguments:
         plans: what the placement asks for, of each unit.
         in_use: whether compute may read a unit's parameters now.
-        reduce_dtype: of gradients on their way.
+        plan_staging: the buffers that given homes need.
     """
 
     def __init__(
@@ -103,7 +101,7 @@ class Mover:
         staging: Staging,
         *,
         in_use: Callable[[Unit], bool],
-        reduce_dtype: torch.dtype,
+        plan_staging: Callable[[Sequence[Sections]], StagingPlan],
     ) -> None:
         self._units = units
         self._plans = dict(zip(units, plans, strict=True))
@@ -114,7 +112,7 @@ class Mover:
         self._reducer = reducer
         self._staging = staging
         self._in_use = in_use
-        self._reduce_dtype = reduce_dtype
+        self._plan_staging = plan_staging
         self._cleaned: Event = DONE  # what the last move left is given back
 
     def offload(self, homes: Collection[str], to: Tier, *, pin: bool, wait: bool) -> None:
@@ -209,7 +207,7 @@ class Mover:
     def _replan(self) -> None:
         """The buffers through which tiles pass depend on where the homes are."""
         units = [{name: home.plans for name, home in unit.shard_homes.items()} for unit in self._units]
-        self._staging.replan(StagingPlan(units, self._reduce_dtype, self._streams))
+        self._staging.replan(self._plan_staging(units))
 
     def _offloaded(self, unit: Unit, homes: Collection[str], to: Tier) -> dict[str, Sequence[SectionPlan]]:
         """Where the homes of a unit, but its shadow, are once some of them are on a tier."""

@@ -24,9 +24,9 @@ from penstock.tiers.ring import Ring, Slot
 from penstock.tiers.store import Reservation, Store
 from penstock.tiers.transit import PASSING
 
-# Of two slots, one is filled while the other is used. Files come and go at a pace of their own and want more in flight:
-# as many tiles as these bytes hold, within limits.
-MEMORY_SLOTS = 2
+# Of two slots, one is filled while the other is used; of three, one goes back as well. Files come and go at a pace of
+# their own and want more in flight: as many tiles as these bytes hold, within limits.
+MEMORY_SLOTS, STREAMED_SLOTS = 2, 3
 LEAST_FILE_SLOTS, MOST_FILE_SLOTS, RING_BYTES = 4, 32, 256 << 20
 
 #: The sections of one unit on this rank, by home.
@@ -51,10 +51,14 @@ class StagingPlan:
     Arguments:
         units: where the homes are.
         reduce_dtype: of gradients on their way.
+        streamed: the device updates tiles whose state rests elsewhere.
     """
 
-    def __init__(self, units: Sequence[Sections], reduce_dtype: torch.dtype, streams: Streams) -> None:
+    def __init__(
+        self, units: Sequence[Sections], *, reduce_dtype: torch.dtype, streams: Streams, streamed: bool
+    ) -> None:
         self._streams = streams
+        self._streamed = streamed
         plans = [plan for unit in units for sections in unit.values() for plan in sections]
         self._tile = max((min(plan.numel, plan.tile_numel) for plan in plans), default=0)
         on_host = any(plan.tier is Tier.CPU for unit in units for plan in unit.get(GRAD, ()))
@@ -75,14 +79,15 @@ class StagingPlan:
         """The ring of the updates beside one tier."""
         sizes: dict[str, int] = {}
         files: set[str] = set()
-        for home, plan in (each for unit in units for each in _updated_beside(beside, unit)):
+        for home, plan in (each for unit in units for each in _updated_beside(beside, unit, self._streamed)):
             if plan.cells and not in_reach(plan.tier, beside, self._streams):
                 sizes[home] = max(sizes.get(home, 0), RecordLayout(plan.cells).record_bytes(self._tile))
                 if plan.tier is Tier.NVME:
                     files.add(home)
         near = Tier.CPU if self._streams.aliases_host else beside  # files want pages, which that tier hands out
         bounced = files if near is Tier.DEVICE else ()  # what an update on a device takes from files passes the host
-        count = 0 if not sizes else _slots(sum(sizes.values())) if files else MEMORY_SLOTS
+        in_memory = STREAMED_SLOTS if self._streamed and beside is Tier.DEVICE else MEMORY_SLOTS
+        count = 0 if not sizes else _slots(sum(sizes.values())) if files else in_memory
         return [
             SlotPlan(
                 {home: _buffer(f"update {number}, {home}", near, torch.uint8, sizes[home]) for home in sizes},
@@ -185,10 +190,11 @@ class Staging:
         self._transit.fill(self._buffers.make_slots(plan.transit, reserved))
 
 
-def _updated_beside(beside: Tier, unit: Sections) -> Iterator[tuple[str, SectionPlan]]:
+def _updated_beside(beside: Tier, unit: Sections, streamed: bool) -> Iterator[tuple[str, SectionPlan]]:
     """The sections that the updates beside one tier work on, by home."""
     for update in unit.get(OPTIMIZER, ()):
-        if (update.tier is Tier.DEVICE) != (beside is Tier.DEVICE):
+        rests_beside = (update.tier is Tier.DEVICE) == (beside is Tier.DEVICE)
+        if not (rests_beside or (streamed and beside is Tier.DEVICE)):
             continue
         shadowed = [plan for plan in unit[SHADOW] if plan.cells and _overlap(plan, update)]
         for home in (GRAD, MASTER, OPTIMIZER, SHADOW, PARAM):

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from penstock.engine.scale import GradientScale
+from penstock.engine.sharing import Sharing
 from penstock.engine.unit import Unit
 from penstock.engine.update import Plan, TileUpdate, Updater
 from penstock.errors import EngineError
@@ -87,6 +88,7 @@ class Stepper:
     Arguments:
         param_groups: of the optimizer, as the user changes them.
         gradient_scale: what a gradient in its home is multiplied with.
+        sharing: which of the host's tiles the device updates; `None` for none of them.
         overlaps: `update` returns before the last update has run: whoever needs a unit waits for it.
         begins: updates begin in backward.
     """
@@ -100,6 +102,7 @@ class Stepper:
         *,
         param_groups: Sequence[Mapping[str, Any]],
         gradient_scale: GradientScale,
+        sharing: Sharing | None,
         overlaps: bool,
         begins: bool,
     ) -> None:
@@ -109,6 +112,7 @@ class Stepper:
         self._updater = updater
         self._param_groups = param_groups
         self._gradient_scale = gradient_scale
+        self._sharing = sharing
         self._overlaps = overlaps
         self._begins = begins
         self._forwards = False  # of the last update
@@ -180,6 +184,8 @@ class Stepper:
             self._check_groups_kept(begun, plans)
             tiles = {unit: self._rest(unit, plan, scale, begun.get(unit)) for unit, plan in plans.items()}
             left = [tile for of_unit in tiles.values() for tile in of_unit]
+            if self._sharing is not None:
+                self._sharing.divide(left)
             self._updater.submit(left if self._forwards else left[::-1])
             for unit, plan in plans.items():
                 self._updater.publish(unit, tiles[unit], goes_on=unit in begun)

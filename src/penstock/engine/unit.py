@@ -76,6 +76,11 @@ class Gradient:
     due: bool = False
     flaws: Tensor | None = None
 
+    def measure(self, parts: Sequence[Part], squared_norms: Sequence[float | Tensor]) -> None:
+        """Note the squared norms of these parts."""
+        for (index, _, _), norm in zip(parts, squared_norms, strict=True):
+            self.squared_norms[index] = norm
+
     def is_finite(self) -> bool:
         """Whether its norm is, over all ranks. It is `ready`, and the host was told."""
         if self.flaws is not None:

@@ -12,7 +12,7 @@ from penstock._native import Pool
 from penstock.engine.unit import Fields, Unit
 from penstock.kinds import GRAD, MASTER, OPTIMIZER, PARAM, SHADOW, Tier
 from penstock.layout import Piece
-from penstock.machine.streams import DONE, UPDATE, Event, Streams, all_of
+from penstock.machine.streams import DEVICE_UPDATE, DONE, UPDATE, Event, Streams, all_of
 from penstock.rules.rule import BLOCK_NUMEL, Hyper, Rule, Scalars, Segment
 from penstock.tiers.home import Views
 from penstock.tiers.pipeline import Pipeline
@@ -37,7 +37,11 @@ class TileUpdate:
     """One tile's update: where it runs, what of it in which passes, and once submitted, its events.
 
     Attributes:
+        beside: the tier where its state rests, as far as updates care: the device, or the host.
         complete: gradient and parameters are.
+        streamed: the device updates it all the same: its state comes up for that and goes down again.
+        then: called where the update runs, after it.
+        updated: its state may be read where it rests.
         home_again: what it wrote is in those homes that are memory.
     """
 
@@ -47,8 +51,15 @@ class TileUpdate:
     runs: Sequence[Run]
     scale: float
     complete: Event
+    streamed: bool = False
+    then: Callable[[], None] | None = None
     updated: Event = DONE
     home_again: Event = DONE
+
+    @property
+    def runs_on(self) -> Tier:
+        """Which side updates it."""
+        return Tier.DEVICE if self.streamed else self.beside
 
 
 class Updater:
@@ -130,7 +141,7 @@ class Updater:
         on_host: list[TileUpdate] = []
         on_device: list[TileUpdate] = []
         for tile in tiles:
-            (on_device if tile.beside is Tier.DEVICE else on_host).append(tile)
+            (on_device if tile.runs_on is Tier.DEVICE else on_host).append(tile)
         for pair in zip_longest(on_host, on_device):  # neither waits until all of the other's work is submitted
             for tile in filter(None, pair):
                 self._submit(tile, allowed)
@@ -141,7 +152,7 @@ class Updater:
         homes = {GRAD: trained.gradient.home, MASTER: trained.master, OPTIMIZER: trained.optimizer}
         homes |= {SHADOW: trained.shadow} if trained.is_shadowed(tile.number) else {PARAM: unit.params}
         written, what = (MASTER, OPTIMIZER, SHADOW, PARAM), f"update {unit.name} tile {tile.number}"
-        brought = self._pipelines[tile.beside].bring(
+        brought = self._pipelines[tile.runs_on].bring(
             tile.number, homes, after=tile.complete, written=written, what=what
         )
         work = partial(self._apply, tile, trained.fields, brought.views, allowed)
@@ -152,8 +163,11 @@ class Updater:
             nbytes = _bytes_of(brought.views.values()) + _bytes_of(
                 brought.views[home] for home in homes if home != GRAD
             )
-            tile.updated = self._streams.submit(UPDATE, work, after=(brought.ready,), nbytes=nbytes, what=what)
+            stream = DEVICE_UPDATE if tile.streamed else UPDATE
+            tile.updated = self._streams.submit(stream, work, after=(brought.ready,), nbytes=nbytes, what=what)
         tile.home_again = brought.put_back(tile.updated)
+        if tile.streamed:
+            tile.updated = tile.home_again
 
     def publish(self, unit: Unit, tiles: Sequence[TileUpdate], *, goes_on: bool = False) -> None:
         """Tiles of a unit are submitted: it waits for them from now on, and their shadows go to where parameters rest.
@@ -205,6 +219,8 @@ class Updater:
                 first=run.base + run.start,
             )
             self._rule.update(segment, run.hyper, tile.scale, self._pool)
+        if tile.then is not None:
+            tile.then()
 
 
 def _bytes_of(views: Iterable[Views]) -> int:

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from penstock.machine.streams import (
     COLLECTIVE,
+    DEVICE_UPDATE,
     DOWNLOAD,
     FETCH,
     READ,
@@ -34,7 +35,7 @@ from penstock.machine.streams import (
 
 _STREAMS_FILE = HostEvent.run.__code__.co_filename  # where an event of several waits for each
 _HELPERS = ("_copy", "_copy_all", "<listcomp>")
-_STREAMS = (UPLOAD, DOWNLOAD, COLLECTIVE, UPDATE, READ, FETCH, WRITE, SAVE)
+_STREAMS = (UPLOAD, DOWNLOAD, COLLECTIVE, UPDATE, DEVICE_UPDATE, READ, FETCH, WRITE, SAVE)
 
 Delay = Callable[[str, int], float]  # (stream, bytes) -> seconds
 

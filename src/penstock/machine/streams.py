@@ -24,12 +24,13 @@ UPLOAD = "upload"  # host to device
 DOWNLOAD = "download"  # device to host
 COLLECTIVE = "collective"  # between ranks: one stream, so that every rank issues them in the same order
 UPDATE = "update"  # arithmetic on the host
+DEVICE_UPDATE = "device update"  # arithmetic on the device, beside compute
 READ = "read"  # file to host, for gathers and gradients
 FETCH = "fetch"  # file to host, for updates: these wait for each other, and gathers do not wait for them
 WRITE = "write"  # host to file
 SAVE = "save"  # device to host, for checkpoints: submitted from their own thread, and nothing else waits behind it
 
-ON_DEVICE = (UPLOAD, DOWNLOAD, COLLECTIVE, SAVE)  # streams of the device itself, where it has some
+ON_DEVICE = (UPLOAD, DOWNLOAD, COLLECTIVE, DEVICE_UPDATE, SAVE)  # streams of the device itself, where it has some
 
 
 class Pending(Protocol):

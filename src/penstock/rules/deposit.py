@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
 from penstock import _native
 from penstock._native import Pool
 from penstock.rules.native import dtype_of
-from penstock.rules.rule import PIECE_NUMEL
+
+Ranges = Sequence[tuple[int, int]]
 
 
 def deposit(dst: Tensor, src: Tensor, *, add: bool, pool: Pool | None) -> float | Tensor:
@@ -24,9 +27,9 @@ def deposit(dst: Tensor, src: Tensor, *, add: bool, pool: Pool | None) -> float 
         pool: the threads to use on host memory; None is the calling thread alone.
 
     Returns:
-        The sum of squares, accumulated in fp64; not finite if and only if an element is not. On the cpu a float whose
-        bits depend on the values alone, not on threads or processor; elsewhere a 0-dim fp64 tensor on that device, and
-        nothing waits for the device.
+        The sum of squares. On the cpu a float, accumulated in fp64, not finite if and only if an element is not, whose
+        bits depend on the values alone, not on threads or processor. Elsewhere a 0-dim fp64 tensor on that device,
+        accumulated in fp32, which elements beyond 1e19 overflow; nothing waits for the device.
 
     Raises:
         ValueError: the tensors are not contiguous, or differ in numel or device.
@@ -39,14 +42,35 @@ def deposit(dst: Tensor, src: Tensor, *, add: bool, pool: Pool | None) -> float 
             f"dst has {dst.numel()} elements on {dst.device}, src {src.numel()} on {src.device}: they must be alike"
         )
     if dst.device.type != "cpu":
-        if add:
-            dst.add_(src)
-        else:
-            dst.copy_(src)
-        return _squared_norm_in_torch(dst)
+        return _deposit_in_torch(dst, src, [(0, dst.numel())], add=add)[0]
     return _native.deposit(
         pool, dst.numel(), dst.data_ptr(), dtype_of(dst, "dst"), src.data_ptr(), dtype_of(src, "src"), add=add
     )
+
+
+def deposit_parts(dst: Tensor, src: Tensor, parts: Ranges, *, add: bool, pool: Pool | None) -> Sequence[float | Tensor]:
+    """Write or add the whole of `src` into `dst`, and return the squared norm of each part of `dst` afterwards.
+
+    As `deposit` of each part; what lies between them is zero in both. On a device that is one pass that writes and one
+    that measures, however many parts there are.
+
+    Args:
+        dst: as in `deposit`, like the others.
+        src: as well.
+        parts: first element and the one after the last, of each.
+        add: as well.
+        pool: as well.
+    """
+    if dst.device.type != "cpu":
+        return _deposit_in_torch(dst, src, parts, add=add)
+    return [deposit(dst[start:stop], src[start:stop], add=add, pool=pool) for start, stop in parts]
+
+
+def squared_norms(src: Tensor, parts: Ranges, *, pool: Pool | None) -> Sequence[float | Tensor]:
+    """Return the sum of squares of each part of `src`, as `deposit_parts` does for what it wrote."""
+    if src.device.type != "cpu":
+        return _squared_norms_in_torch(src, parts)
+    return [squared_norm(src[start:stop], pool=pool) for start, stop in parts]
 
 
 def squared_norm(src: Tensor, *, pool: Pool | None) -> float | Tensor:
@@ -62,7 +86,7 @@ def squared_norm(src: Tensor, *, pool: Pool | None) -> float | Tensor:
     """
     _require_flat(src, "src")
     if src.device.type != "cpu":
-        return _squared_norm_in_torch(src)
+        return _squared_norms_in_torch(src, [(0, src.numel())])[0]
     return _native.squared_norm(pool, src.numel(), src.data_ptr(), dtype_of(src, "src"))
 
 
@@ -71,8 +95,17 @@ def _require_flat(tensor: Tensor, what: str) -> None:
         raise ValueError(f"{what} must be contiguous; its shape is {tuple(tensor.shape)}, strides {tensor.stride()}")
 
 
-def _squared_norm_in_torch(tensor: Tensor) -> Tensor:
-    total = torch.zeros((), dtype=torch.float64, device=tensor.device)
-    for piece in torch.split(tensor.view(-1), PIECE_NUMEL):
-        total += piece.double().square().sum()
-    return total
+def _deposit_in_torch(dst: Tensor, src: Tensor, parts: Ranges, *, add: bool) -> Sequence[Tensor]:
+    if add:
+        dst.add_(src)
+    else:
+        dst.copy_(src)
+    return _squared_norms_in_torch(dst, parts)
+
+
+def _squared_norms_in_torch(src: Tensor, parts: Ranges) -> Sequence[Tensor]:
+    """One reduction of all parts together, as torch's own clipping does it, which reads low precision as it is."""
+    if not parts:
+        return ()
+    norms = torch._foreach_norm([src[start:stop] for start, stop in parts], 2, dtype=torch.float32)
+    return torch.stack(norms).double().square().unbind()

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from penstock import _native
 from penstock.rules import Pool, deposit, squared_norm
-from penstock.rules.deposit import _squared_norm_in_torch
+from penstock.rules.deposit import _deposit_in_torch, deposit_parts, squared_norms
 
 Check = Callable[[Tensor, Tensor], None]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -152,11 +152,36 @@ def test_any_size_alignment_and_mix(
     assert norm == pytest.approx(expected.double().square().sum().item(), rel=max(1e-12, tolerance(dtypes[0])))
 
 
-def test_the_back_end_in_torch_agrees() -> None:
-    src = torch.randn(1000).bfloat16()
-    norm = _squared_norm_in_torch(src)
-    assert (norm.shape, norm.dtype) == ((), torch.float64)
-    assert norm.item() == pytest.approx(float(squared_norm(src, pool=None)), rel=tolerance(src.dtype))
+PARTS = [(0, 300), (512, 513), (600, 1000)]  # with gaps, which are zero
+
+
+def gradients(dtype: torch.dtype) -> Tensor:
+    values = torch.zeros(1024, dtype=dtype)
+    for start, stop in PARTS:
+        values[start:stop] = torch.randn(stop - start).to(dtype)
+    return values
+
+
+@pytest.mark.parametrize("add", [False, True], ids=["write", "add"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_the_back_end_in_torch_agrees(dtype: torch.dtype, add: bool, assert_same_bits: Check) -> None:
+    ours, src = gradients(torch.float32), gradients(dtype)
+    theirs = ours.clone()
+    norms = _deposit_in_torch(ours, src, PARTS, add=add)
+    expected = deposit_parts(theirs, src, PARTS, add=add, pool=None)
+    assert_same_bits(ours, theirs)
+    assert [(norm.shape, norm.dtype) for norm in norms] == [((), torch.float64)] * len(PARTS)
+    assert [norm.item() for norm in norms] == pytest.approx(expected, rel=1e-6)
+    assert squared_norms(ours, PARTS, pool=None) == expected
+
+
+@pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan])
+def test_the_back_end_in_torch_sees_what_is_not_finite(bad: float) -> None:
+    src = gradients(torch.bfloat16)
+    src[PARTS[1][0]] = bad
+    norms = _deposit_in_torch(src.clone(), src, PARTS, add=False)
+    assert [math.isfinite(norm.item()) for norm in norms] == [True, False, True]
+    assert _deposit_in_torch(src, src, [], add=False) == ()
 
 
 def test_tensors_that_do_not_match_are_refused() -> None:

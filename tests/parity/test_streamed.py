@@ -1,0 +1,148 @@
+"""Updates that are streamed through the device: the same bits as with every tile updated where its state rests."""
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+from torch import Tensor
+
+from penstock.machine.streams import DEVICE_UPDATE, UPDATE, Event, Streams, Work
+from tests.parity.compare import otherwise
+from tests.parity.rows import CORE, EXTRA, Arithmetic, Movement, batches, changed, loss_of, prepared, shares
+from tests.support import SeparateStreams, inline, run_ranks, separate, simulated, thorough
+
+KIB = 1 << 10
+STEPS = 2
+ON_DEVICE = Movement()
+HALF = shares(device=0.5, cpu=0.5)
+THREE_WAYS = shares(device=0.3, cpu=0.4, nvme=0.3)
+
+
+def late() -> Streams:
+    return simulated(most_seconds=0.0005)
+
+
+def streamed(how: Movement, share: Any, **options: Any) -> Movement:
+    return how.but(streamed_updates=share, **{"tile_bytes": 4 * KIB, **options})  # a block is 7 tiles in fp32
+
+
+ON_CPU, IN_FILES = Movement(3, "cpu", "cpu", "cpu"), Movement(3, "nvme", "nvme", "nvme")
+MOVEMENTS = (
+    streamed(ON_CPU, 0.5),
+    streamed(ON_CPU, 1.0),
+    streamed(ON_CPU, "auto"),
+    streamed(Movement(2, "device", "device", "cpu", "none"), 0.4),  # its parameters have a shadow on the host
+    streamed(Movement(1, "device", "cpu", "cpu", "forward"), 0.7),
+    streamed(Movement(3, "cpu", "device", "cpu", "forward"), 0.5),
+    streamed(Movement(3, "device", "device", "nvme", "forward"), 0.5),
+    streamed(Movement(3, "cpu", "cpu", "nvme", "none"), 1.0),
+    streamed(IN_FILES, 0.3, io_queue_depth=2),
+    streamed(Movement(3, THREE_WAYS, HALF, THREE_WAYS, "forward"), 0.5),
+    streamed(Movement(2, HALF, THREE_WAYS, shares(device=0.4, cpu=0.6), "none"), 0.5, update_threads=2),
+    streamed(Movement(0, "cpu", "nvme", HALF), "auto", live_bytes=32 * KIB),
+)
+ALL_ARITHMETIC = (*CORE, *EXTRA)
+BUSY = [what for what in CORE if what.accumulation > 1 and what.clip is not None]
+
+
+@pytest.mark.parametrize("what", ALL_ARITHMETIC, ids=changed)
+def test_streaming_changes_no_bit(what: Arithmetic) -> None:
+    turn = ALL_ARITHMETIC.index(what)  # every arithmetic meets some movements, the busiest all of them
+    rows = MOVEMENTS if what in BUSY else [MOVEMENTS[(turn + k) % len(MOVEMENTS)] for k in (0, 5)]
+    assert otherwise(what, [(separate, how) for how in rows], ON_DEVICE, steps=STEPS) == []
+
+
+@pytest.mark.parametrize("what", [BUSY[0], Arithmetic(precision="bf16", groups=True)], ids=changed)
+def test_streaming_on_late_streams_changes_no_bit(what: Arithmetic) -> None:
+    assert otherwise(what, [(late, how) for how in MOVEMENTS], ON_DEVICE, steps=3) == []
+
+
+@pytest.mark.parametrize("streams", [separate, late])
+def test_what_backward_leaves_for_the_step_is_streamed_without_a_change(streams: Callable[[], Streams]) -> None:
+    """Tiles whose unit has a parameter without gradient, and those of the device, wait for the step."""
+    how = Movement(3, "cpu", "device", shares(device=0.3, cpu=0.7), "backward")
+    rows = [(streams, streamed(how, 0.5)), (streams, streamed(IN_FILES, 0.5, tile_bytes=8 * KIB))]
+    assert otherwise(Arithmetic(precision="bf16", groups=True), rows, ON_DEVICE, steps=3) == []
+
+
+def otherwise_on_rank(rank: int, stage: int) -> list[str]:
+    what = Arithmetic(precision="bf16", accumulation=2, clip=0.5)
+    rows = [(streams, how.but(stage=stage)) for streams in (separate, late) for how in MOVEMENTS[stage::4]]
+    return otherwise(what, rows, ON_DEVICE, rank=rank, world_size=2, steps=STEPS)
+
+
+@pytest.mark.parametrize("stage", [3, thorough(2), 1], ids=str)
+def test_streaming_changes_no_bit_on_two_ranks(stage: int) -> None:
+    assert run_ranks(otherwise_on_rank, 2, stage) == [[], []]
+
+
+class Counting(SeparateStreams):
+    """Counts what is submitted, by stream."""
+
+    def __init__(self) -> None:
+        super().__init__(separate().device)
+        self.submitted: Counter[str] = Counter()
+
+    def _submit(self, stream: str, work: Work, after: Sequence[Event], writes: Sequence[Tensor]) -> Event:
+        self.submitted[stream] += 1
+        return super()._submit(stream, work, after, writes)
+
+
+def counted(share: float, how: Movement = ON_CPU) -> Counter[str]:
+    streams = Counting()
+    model, optimizer = prepared(Arithmetic(clip=0.5), streamed(how, share), streams)
+    for (batch,), *_ in batches(1, 1)[:2]:
+        optimizer.backward(loss_of(model, batch))
+        optimizer.step()
+        optimizer.zero_grad()
+    optimizer.close()
+    return streams.submitted
+
+
+def test_the_share_of_the_tiles_is_updated_on_the_device() -> None:
+    assert counted(0.0)[DEVICE_UPDATE] == 0
+    tiles = counted(0.0)[UPDATE]
+    for share in (0.25, 0.5, 1.0):
+        found = counted(share)
+        assert found[DEVICE_UPDATE] == int(share * tiles / 2) * 2, "of each of two steps"
+        assert found[DEVICE_UPDATE] + found[UPDATE] == tiles
+
+
+def test_what_backward_has_begun_stays_on_the_host() -> None:
+    streams = Counting()
+    model, optimizer = prepared(Arithmetic(), streamed(Movement(3, "cpu", "cpu", "cpu", "backward"), 1.0), streams)
+    optimizer.backward(loss_of(model, batches(1, 1)[0][0][0]))
+    begun = streams.submitted[UPDATE]
+    assert begun > 0
+    optimizer.step()
+    assert streams.submitted[DEVICE_UPDATE] == 0
+    optimizer.close()
+
+
+def moved_and_looked_at(streams: Streams, how: Movement) -> list[Tensor]:
+    """State leaves its home and comes back, is read, replaced, and trained on."""
+    model, optimizer = prepared(Arithmetic(precision="bf16", clip=0.5), how, streams)
+    seen: list[Tensor] = []
+    for number, ((batch,), *_) in enumerate(batches(1, 1)[:4]):
+        optimizer.backward(loss_of(model, batch))
+        if number == 1:
+            optimizer.offload_states(non_blocking=True)
+        if number == 2:
+            optimizer.reload_states(non_blocking=True)
+        optimizer.step()
+        optimizer.zero_grad()
+        for p in model.blocks[1].parameters():
+            seen += [optimizer.full_param(p), optimizer.full_state(p, "exp_avg")]
+            optimizer.set_full_state(p, "exp_avg", seen[-1] * 0.5)
+    optimizer.close()
+    return seen
+
+
+@pytest.mark.parametrize("streams", [separate, late])
+@pytest.mark.parametrize("how", MOVEMENTS[::3], ids=changed)
+def test_state_is_moved_read_and_replaced_between_streamed_updates(
+    streams: Callable[[], Streams], how: Movement
+) -> None:
+    ours, theirs = moved_and_looked_at(streams(), how), moved_and_looked_at(inline(), ON_DEVICE)
+    assert [bool((a == b).all()) for a, b in zip(ours, theirs, strict=True)] == [True] * len(theirs)

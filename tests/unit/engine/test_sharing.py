@@ -1,0 +1,168 @@
+"""The tiles that the host and the device share, and at which share both are done at once."""
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import penstock
+from penstock.engine.sharing import MEASURED_STEPS, WARM_UP_STEPS, Sharing
+from penstock.engine.update import Run, TileUpdate
+from penstock.errors import ConfigError
+from penstock.kinds import STAGING, Tier
+from penstock.machine.simulated import SimulatedStreams
+from penstock.machine.streams import DONE, DOWNLOAD, UPDATE, UPLOAD, Streams
+from tests.support import prepare_on, separate
+
+STEPS = WARM_UP_STEPS + MEASURED_STEPS
+
+
+def tiles(count: int, beside: Tier = Tier.CPU) -> list[TileUpdate]:
+    run = Run(0, 1000, hyper=None)  # type: ignore[arg-type]
+    return [TileUpdate(None, number, beside, [run], 1.0, DONE) for number in range(count)]  # type: ignore[arg-type]
+
+
+def divided(share: float, count: int) -> str:
+    mixed = tiles(count)
+    Sharing(share, separate()).divide(mixed)
+    return "".join("d" if tile.streamed else "h" for tile in mixed)
+
+
+@pytest.mark.parametrize(
+    ("share", "expected"),
+    [(0.0, "hhhhhhhh"), (0.25, "hhhdhhhd"), (0.5, "hdhdhdhd"), (0.75, "hdddhddd"), (1.0, "dddddddd")],
+)
+def test_the_sides_are_mixed_evenly(share: float, expected: str) -> None:
+    assert divided(share, 8) == expected
+
+
+def test_tiles_of_the_device_itself_are_not_streamed() -> None:
+    own = tiles(4, Tier.DEVICE)
+    Sharing(1.0, separate()).divide(own)
+    assert not any(tile.streamed for tile in own)
+
+
+def run(mixed: list[TileUpdate], host_seconds: float, device_seconds: float) -> None:
+    """What the sides do, by a clock that waits for nobody."""
+    began = time.monotonic()
+    took = {False: host_seconds, True: device_seconds}
+    ends = {side: began + seconds * sum(t.streamed is side for t in mixed) for side, seconds in took.items()}
+    for side in sorted(ends, key=lambda side: ends[side]):
+        time.sleep(max(0.0, ends[side] - time.monotonic()))
+        for tile in mixed:
+            if tile.streamed is side and tile.then is not None:
+                tile.then()
+
+
+def test_the_measured_share_lets_both_sides_end_together() -> None:
+    sharing = Sharing("auto", separate())
+    for _ in range(STEPS + 1):
+        mixed = tiles(40)
+        sharing.divide(mixed)
+        run(mixed, host_seconds=0.002, device_seconds=0.001)
+    assert sharing.share == pytest.approx(2 / 3, abs=0.1)
+    kept = sharing.share
+    for _ in range(2):
+        mixed = tiles(40)
+        sharing.divide(mixed)
+        assert all(tile.then is None for tile in mixed), "it is not measured any more"
+    assert sharing.share == kept
+
+
+def test_a_side_without_tiles_tells_nothing() -> None:
+    sharing = Sharing("auto", separate())
+    before = sharing.share
+    for _ in range(STEPS):
+        mixed = tiles(1)
+        sharing.divide(mixed)
+        run(mixed, 0.001, 0.001)
+    assert sharing.share == before
+
+
+@pytest.mark.parametrize("share", [-0.1, 1.5, "half", None, True, float("nan")])
+def test_other_shares_are_refused(share: object) -> None:
+    with pytest.raises(ConfigError, match=r"streamed_updates=.*number from 0 to 1"):
+        penstock.Options(streamed_updates=share)  # type: ignore[arg-type]
+
+
+# With an engine around it.
+
+BLOCKS, WIDTH = 8, 64
+NUMEL = WIDTH * WIDTH
+BLOCK_BYTES = {UPDATE: 26 * NUMEL, UPLOAD: 14 * NUMEL, DOWNLOAD: 12 * NUMEL}  # of an update on either side
+
+
+def prepared(
+    streams: Streams, share: object, optimizer_tier: str = "cpu", disk: Path | None = None
+) -> tuple[nn.Module, penstock.Optimizer]:
+    model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(BLOCKS)))
+    stock = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    placement = penstock.Placement(grads="cpu", params="cpu", optimizer=optimizer_tier, nvme_path=disk)  # type: ignore[arg-type]
+    options = penstock.Options(streamed_updates=share)  # type: ignore[arg-type]
+    return model, prepare_on(streams, model, stock, placement=placement, overlap="none", options=options)
+
+
+def step_seconds(model: nn.Module, optimizer: penstock.Optimizer) -> float:
+    optimizer.backward(model(torch.ones(1, WIDTH)).float().square().sum())
+    start = time.perf_counter()
+    optimizer.step()
+    seconds = time.perf_counter() - start
+    optimizer.zero_grad()
+    return seconds
+
+
+def stated(seconds: dict[str, float]) -> SimulatedStreams:
+    """Streams that take so long for what they move of a block."""
+    return SimulatedStreams(lambda stream, n: n / BLOCK_BYTES[stream] * seconds[stream] if stream in seconds else 0.0)
+
+
+def fastest(make: Callable[[], SimulatedStreams], share: object, tier: str = "cpu", disk: Path | None = None) -> float:
+    model, optimizer = prepared(make(), share, tier, disk)
+    times = [step_seconds(model, optimizer) for _ in range(STEPS + 3)]
+    optimizer.close()
+    return min(times[-3:])
+
+
+def test_a_slow_host_is_relieved() -> None:
+    """The host takes 20 ms for a block, the device 5 ms each way: it is done in a quarter of the time, or better."""
+
+    def make() -> SimulatedStreams:
+        return stated({UPDATE: 0.020, UPLOAD: 0.005, DOWNLOAD: 0.005})
+
+    for _ in range(5):
+        host, shared = fastest(make, 0.0), fastest(make, "auto")
+        if shared < 0.6 * host:
+            return
+    pytest.fail(f"{shared:.3f} s, {host:.3f} s by the host alone")
+
+
+def test_a_fast_host_keeps_its_tiles() -> None:
+    streams = stated({UPDATE: 0.002, UPLOAD: 0.020, DOWNLOAD: 0.020})
+    model, optimizer = prepared(streams, "auto")
+    for _ in range(STEPS + 1):
+        step_seconds(model, optimizer)
+    sharing = optimizer._engine.stepper._sharing
+    optimizer.close()
+    assert sharing is not None
+    assert sharing.share < 0.25
+
+
+def test_three_tiles_of_device_memory_are_taken(tmp_path: Path) -> None:
+    for tier, slots in (("cpu", 3), ("nvme", 0)):
+        _, optimizer = prepared(separate(), 0.5, tier, tmp_path)
+        near = optimizer.locations().bytes(kind=STAGING, tier="device")
+        optimizer.close()
+        tile = NUMEL * (2 + 2 + 2 + 8)  # gradient, parameter, remainder, moments
+        assert near == slots * tile if slots else near >= 4 * tile
+
+
+def test_nothing_is_taken_where_the_device_is_a_cpu() -> None:
+    model = nn.Linear(WIDTH, WIDTH)
+    stock = torch.optim.AdamW(model.parameters())
+    options = penstock.Options(streamed_updates="auto")
+    optimizer = penstock.prepare(model, stock, placement=penstock.Placement(optimizer="cpu"), options=options)
+    assert optimizer.locations().bytes(kind=STAGING) == 0
+    optimizer.close()
