@@ -6,7 +6,7 @@ import pickle
 import random
 import tempfile
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -29,9 +29,14 @@ from penstock.machine.streams import Event, InlineStreams, Streams, Work
 RANK_TIMEOUT = timedelta(seconds=60)
 
 
-def thorough(*values: Any) -> Any:
+def thorough(*values: Any, id: str | None = None) -> Any:
     """A row of a table that `make test-thorough` runs, and `make test` leaves out: others are much like it."""
-    return pytest.param(*values, marks=pytest.mark.thorough)
+    return pytest.param(*values, marks=pytest.mark.thorough, id=id)
+
+
+def sampled(values: Iterable[Any], every: int) -> list[Any]:
+    """Every so-many-th row of a long table; `make test-thorough` runs the others."""
+    return [value if number % every == 0 else thorough(value) for number, value in enumerate(values)]
 
 
 def run_ranks(work: Callable[..., Any], world_size: int, *args: Any, timeout: timedelta = RANK_TIMEOUT) -> list[Any]:

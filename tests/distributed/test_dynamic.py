@@ -231,7 +231,6 @@ def compare(rank: int, name: str) -> list[str]:
 IN_EVERY_RUN = (
     "layers idle",
     "layers idle, updates in backward",
-    "mixtral, units of experts",
     "layers skipped at random",
     "a layer frozen for a step",
 )

@@ -16,7 +16,7 @@ from tests.models.family import Batch, Family
 from tests.models.graphs_rows import GRAPHS
 from tests.models.modules_rows import MODULES, Block, Stack, squared
 from tests.models.transformers_rows import TRANSFORMERS
-from tests.support import prepare_on, simulated
+from tests.support import prepare_on, sampled, simulated
 
 FAMILIES = [*TRANSFORMERS, *MODULES, *GRAPHS, *ADAPTERS]
 NEEDS_GRAD = {"input_gradient_in_between", "parameter_gradient_in_between"}
@@ -48,7 +48,7 @@ def assert_released(optimizer: penstock.Optimizer) -> None:
     assert optimizer.locations().bytes(kind="gathered") == 0
 
 
-@pytest.mark.parametrize("family", FAMILIES, ids=str)
+@pytest.mark.parametrize("family", sampled(FAMILIES, every=2), ids=str)
 def test_nothing_stays_gathered_and_the_least_budget_is_enough(family):
     least = least_live_bytes(family)
     model, optimizer = with_live_bytes(family, least)

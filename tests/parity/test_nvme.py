@@ -14,7 +14,7 @@ from penstock.machine.simulated import SimulatedStreams
 from penstock.machine.streams import DOWNLOAD, UPDATE, UPLOAD, Streams
 from tests.parity.compare import otherwise
 from tests.parity.rows import CORE, EXTRA, INPUTS, OUTPUTS, Arithmetic, Movement, changed
-from tests.support import inline, prepare_on, run_ranks, separate, simulated
+from tests.support import inline, prepare_on, run_ranks, sampled, separate, simulated
 
 STEPS = 2
 KIB = 1 << 10
@@ -50,7 +50,7 @@ BUSY = [what for what in CORE if what.accumulation > 1 and what.clip is not None
 EVERYTHING_ON_CPU = Movement(params="cpu", grads="cpu", optimizer="cpu")
 
 
-@pytest.mark.parametrize("what", ALL_ARITHMETIC, ids=changed)
+@pytest.mark.parametrize("what", sampled(ALL_ARITHMETIC, every=2), ids=changed)
 def test_files_change_no_bit(what: Arithmetic) -> None:
     turn = 2 * ALL_ARITHMETIC.index(what)  # every arithmetic meets some movements, the busiest all of them
     rows = MOVEMENTS if what in BUSY else [MOVEMENTS[(turn + k) % len(MOVEMENTS)] for k in range(2)]
@@ -98,6 +98,7 @@ def otherwise_on_a_mesh(rank: int) -> list[str]:
     return otherwise(BUSY[2], MOVEMENTS[::6], EVERYTHING_ON_CPU, **common)
 
 
+@pytest.mark.thorough
 def test_files_change_no_bit_on_replicated_shards() -> None:
     assert run_ranks(otherwise_on_a_mesh, 4) == [[]] * 4
 

@@ -7,7 +7,7 @@ import pytest
 from penstock.machine.streams import Streams
 from tests.parity.compare import otherwise
 from tests.parity.rows import Arithmetic, Movement, changed, shares
-from tests.support import inline, run_ranks, separate, simulated
+from tests.support import inline, run_ranks, separate, simulated, thorough
 
 STEPS = 2
 SMALL = {"tile_bytes": 4 << 10}  # a block is 7 tiles in fp32
@@ -67,6 +67,6 @@ def otherwise_on_rank(rank: int, stages: tuple[int, ...]) -> list[str]:
     return failures
 
 
-@pytest.mark.parametrize("stages", [(3, 0), (2, 1)], ids=str)
+@pytest.mark.parametrize("stages", [(3, 0), thorough((2, 1))], ids=str)
 def test_no_mode_changes_a_bit_on_two_ranks(stages: tuple[int, ...]) -> None:
     assert run_ranks(otherwise_on_rank, 2, stages) == [[], []]

@@ -25,7 +25,7 @@ from tests.parity.resuming import (
     values,
 )
 from tests.parity.rows import CORE, EXTRA, Arithmetic, Movement, shares
-from tests.support import inline, run_ranks, separate, simulated
+from tests.support import inline, run_ranks, sampled, separate, simulated
 
 KIB = 1 << 10
 NVME = "nvme"
@@ -80,7 +80,7 @@ SPECIAL = [
 ]
 
 
-@pytest.mark.parametrize("run", [*PLACED, *RULES, *SPECIAL], ids=str)
+@pytest.mark.parametrize("run", [*sampled(PLACED, every=2), *sampled(RULES, every=2), *SPECIAL], ids=str)
 def test_a_resumed_run_is_the_run(run: Run, tmp_path: Path) -> None:
     goes_on = saved(run, tmp_path / "a")
     assert resumed(run, tmp_path / "a").otherwise(goes_on) == []

@@ -89,6 +89,7 @@ def otherwise_on_a_mesh(rank: int) -> list[str]:
     return otherwise(BUSY[2], MOVEMENTS[::6], ON_DEVICE, **common)
 
 
+@pytest.mark.thorough
 def test_splits_change_no_bit_on_replicated_shards() -> None:
     assert run_ranks(otherwise_on_a_mesh, 4) == [[]] * 4
 

@@ -23,7 +23,7 @@ from penstock.tiers import pipeline, ring, transit
 from penstock.tiers.transit import Transit
 from tests.parity.rows import Arithmetic, Movement, batches, loss_of, make_model, prepared, shares, train
 from tests.parity.waits import AllOf, Copy, Wait, waits
-from tests.support import inline, prepare_on, run_ranks, shorten_rings
+from tests.support import inline, prepare_on, run_ranks, sampled, shorten_rings
 
 STREAMS = (UPLOAD, DOWNLOAD, COLLECTIVE, UPDATE, READ, FETCH, WRITE, SAVE)
 SLOW_SECONDS = 0.01
@@ -461,7 +461,9 @@ def reached_by(row: str) -> frozenset[str]:
 
 @pytest.mark.filterwarnings("ignore:module forward hook with")  # what goes wrong may do so in a hook
 @pytest.mark.parametrize(
-    "wait", [w for w in waits() if w.name not in (*REDUNDANT, *OF_TWO_RANKS)], ids=lambda wait: wait.name
+    "wait",
+    sampled((w for w in waits() if w.name not in (*REDUNDANT, *OF_TWO_RANKS)), every=3),
+    ids=lambda wait: wait.name,
 )
 def test_without_the_wait_a_row_goes_wrong(wait: Wait) -> None:
     rows = [row for row in ROWS if wait.site in reached_by(row)]
@@ -479,7 +481,9 @@ def outcome_on_two_ranks(rank: int, name: str, dropped: str | None) -> Outcome:
     return attempt(run, run(inline()), OF_TWO_RANKS[name].slow, dropped)
 
 
-@pytest.mark.parametrize("wait", [w for w in waits() if w.name in OF_TWO_RANKS], ids=lambda wait: wait.name)
+@pytest.mark.parametrize(
+    "wait", sampled((w for w in waits() if w.name in OF_TWO_RANKS), every=4), ids=lambda wait: wait.name
+)
 def test_without_the_wait_two_ranks_go_wrong(wait: Wait) -> None:
     # Ranks of their own for each: one that goes wrong may leave the other waiting in a collective, until it times out.
     for kept in run_ranks(outcome_on_two_ranks, 2, wait.name, None):

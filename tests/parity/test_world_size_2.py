@@ -68,10 +68,14 @@ HOLDING_BACK = [w for w in ROWS if w in CORE or w.no_sync or w.reduce_op == "sum
     ("stages", "rows"),
     [
         pytest.param((3, 2, 1), BUSY, id="stages 1 to 3"),
-        pytest.param((3, 2), [w for w in REST if w.precision == "fp32"], id="stages 2 and 3, fp32"),
-        pytest.param((3, 2), [w for w in REST if w.precision == "bf16"], id="stages 2 and 3, bf16"),
+        pytest.param(
+            (3, 2), [w for w in REST if w.precision == "fp32"], id="stages 2 and 3, fp32", marks=pytest.mark.thorough
+        ),
+        pytest.param(
+            (3, 2), [w for w in REST if w.precision == "bf16"], id="stages 2 and 3, bf16", marks=pytest.mark.thorough
+        ),
         pytest.param((1,), HOLDING_BACK, id="stage 1"),
-        pytest.param((0,), HOLDING_BACK, id="stage 0"),
+        thorough((0,), HOLDING_BACK, id="stage 0"),
     ],
 )
 def test_steps_are_plain_torchs_and_movement_changes_no_bit(stages: tuple[int, ...], rows: list[Arithmetic]) -> None:

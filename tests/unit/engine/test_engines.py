@@ -170,7 +170,7 @@ def disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-@pytest.mark.parametrize("first_to_close", ["actor", "critic"])
+@pytest.mark.parametrize("first_to_close", ["actor", thorough("critic")])
 def test_after_the_last_close_everything_is_as_before_the_first_prepare(first_to_close: str, disk: Path) -> None:
     def life() -> None:
         actor, critic = Side(make_model(0), *IN_FILES), Side(make_model(1), *IN_PARTS)

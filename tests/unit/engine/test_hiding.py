@@ -18,7 +18,7 @@ from torch import Tensor, nn
 import penstock
 from penstock.machine.simulated import SimulatedStreams
 from penstock.machine.streams import DOWNLOAD, FETCH, UPDATE, UPLOAD, WRITE
-from tests.support import prepare_on, shorten_rings
+from tests.support import prepare_on, sampled, shorten_rings
 
 BLOCKS, WIDTH = 8, 64
 FORWARD_SECONDS, BACKWARD_SECONDS = 0.020, 0.028  # of each block
@@ -140,7 +140,7 @@ def measure(case: Case, overlap: str, disk: Path, *, slow: bool = True, **option
     return Timing(statistics.median(times[WARM_UP:]), busy)
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", sampled(CASES, every=3))
 def test_steps_take_as_long_as_the_longest_of_compute_and_each_stream(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -19,7 +19,7 @@ from penstock.layout import ALIGNMENT_NUMEL
 from penstock.machine.arena import PAGE_BYTES, return_free_memory
 from penstock.machine.streams import Streams
 from penstock.tiers.host import _HostSlab
-from tests.support import inline, prepare_on, separate, simulated
+from tests.support import inline, prepare_on, separate, simulated, thorough
 
 EVERYTHING_ON_CPU = penstock.Placement(params="cpu", grads="cpu", optimizer="cpu")
 TIERS = ("device", "cpu")
@@ -234,7 +234,7 @@ def life_of_an_engine(streams: Streams, keep_params: bool) -> dict[str, int]:
     return found
 
 
-@pytest.mark.parametrize("streams", ["inline", "separate"])
+@pytest.mark.parametrize("streams", [thorough("inline"), "separate"])
 def test_the_process_holds_fourteen_bytes_a_parameter_and_gives_them_back(streams: str) -> None:
     keep_params = streams == "inline"
     code = (

@@ -13,7 +13,7 @@ from torch import nn
 import penstock
 from penstock.machine.simulated import SimulatedStreams
 from penstock.machine.streams import DOWNLOAD, FETCH, READ, UPDATE, WRITE, Event, Streams, Work
-from tests.support import BreakingStreams, BrokenError, inline, prepare_on, separate, shorten_rings
+from tests.support import BreakingStreams, BrokenError, inline, prepare_on, separate, shorten_rings, thorough
 
 BLOCKS, WIDTH = 4, 32
 SLOW_SECONDS = 0.05
@@ -147,7 +147,7 @@ def looks(model: Net, optimizer: penstock.Optimizer) -> dict[str, Callable[[], A
     }
 
 
-@pytest.mark.parametrize("tiers", [EVERYTHING, OPTIMIZER], ids=["everything", "optimizer"])
+@pytest.mark.parametrize("tiers", [EVERYTHING, thorough(OPTIMIZER)], ids=["everything", "optimizer"])
 @pytest.mark.parametrize("stream", [UPDATE, WRITE])
 def test_looks_see_finished_updates(stream: str, tiers: dict[str, str], tmp_path: Path) -> None:
     for look in looks(Net(), None):  # type: ignore[arg-type] # their names

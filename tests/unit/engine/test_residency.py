@@ -26,6 +26,7 @@ from tests.support import (
     inline,
     prepare_on,
     run_ranks,
+    sampled,
     separate,
     shorten_rings,
     simulated,
@@ -36,6 +37,8 @@ WIDTH = 96
 KINDS = ("param", "grad", "master", "optimizer")
 BACK_ENDS = [inline, separate, simulated]
 TIERS = ("device", "cpu", "nvme")
+#: Where state is, and where it is sent; nothing goes anywhere in those that only `make test-thorough` has.
+PAIRS = [pair if pair[0] != pair[1] else thorough(*pair) for pair in product(TIERS, ("cpu", "nvme"))]
 
 
 class Block(nn.Module):
@@ -132,7 +135,7 @@ def assert_equal(ours: list[Tensor], theirs: list[Tensor]) -> None:
 
 
 @pytest.mark.parametrize("blocking", [True, False], ids=["blocking", "in flight"])
-@pytest.mark.parametrize(("home", "to"), product(TIERS, ("cpu", "nvme")))
+@pytest.mark.parametrize(("home", "to"), PAIRS)
 @pytest.mark.parametrize("make", [thorough(inline), separate, simulated])
 def test_every_kind_goes_there_and_back(
     make: Callable[[], Streams], home: str, to: str, blocking: bool, tmp_path: Path
@@ -385,7 +388,7 @@ def opaque(model: Net) -> None:
     model.blocks[1].opaque = True
 
 
-@pytest.mark.parametrize("variant", [plain, checkpointed, opaque])
+@pytest.mark.parametrize("variant", sampled([plain, checkpointed, opaque], every=3))
 @pytest.mark.parametrize("place", [forward_pre_hook, forward_hook, backward_hook, gradient_hook])
 @pytest.mark.parametrize("make", [thorough(inline), separate, simulated])
 def test_moves_inside_forward_and_backward(
@@ -412,7 +415,7 @@ def test_moves_inside_forward_and_backward(
     expected[1].close()
 
 
-@pytest.mark.parametrize("fails", [False, True])
+@pytest.mark.parametrize("fails", [thorough(False), True])
 @pytest.mark.parametrize("precision", ["fp32", thorough("bf16")])
 @pytest.mark.parametrize("make", BACK_ENDS)
 def test_moves_while_parameters_are_gathered(
