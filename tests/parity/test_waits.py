@@ -18,14 +18,25 @@ import penstock
 from penstock.engine import activations, gather, reduce, residency, saving, update
 from penstock.errors import EngineError
 from penstock.machine.simulated import SimulatedStreams
-from penstock.machine.streams import COLLECTIVE, DOWNLOAD, FETCH, READ, SAVE, UPDATE, UPLOAD, WRITE, Streams
+from penstock.machine.streams import (
+    COLLECTIVE,
+    DEVICE_UPDATE,
+    DOWNLOAD,
+    FETCH,
+    READ,
+    SAVE,
+    UPDATE,
+    UPLOAD,
+    WRITE,
+    Streams,
+)
 from penstock.tiers import pipeline, ring, transit
 from penstock.tiers.transit import Transit
 from tests.parity.rows import Arithmetic, Movement, batches, loss_of, make_model, prepared, shares, train
 from tests.parity.waits import AllOf, Copy, Wait, waits
 from tests.support import inline, prepare_on, run_ranks, sampled, shorten_rings
 
-STREAMS = (UPLOAD, DOWNLOAD, COLLECTIVE, UPDATE, READ, FETCH, WRITE, SAVE)
+STREAMS = (UPLOAD, DOWNLOAD, COLLECTIVE, UPDATE, DEVICE_UPDATE, READ, FETCH, WRITE, SAVE)
 SLOW_SECONDS = 0.01
 KIB = 1 << 10
 
@@ -62,7 +73,6 @@ REDUNDANT = {
     "pipeline.py _from_memory: there after after of (after, slot.free)": MEASURED,
     "pipeline.py from_slot: FETCH after after of (after, ready, slot.free)": MEASURED,
     "pipeline.py _fetch: FETCH after after of (after, section.settled[number], slot.free)": MEASURED,
-    "pipeline.py to_file: DOWNLOAD after used": "only compute updates far from the host, and work starts after compute",
     "ring.py take_kept: all of kept.slot.free": "only where a slot is written from and copied from, both late",
     "ring.py take_kept: all of event": "only where a slot is written from and copied from, both late",
     "pipeline.py from_slot: FETCH after ready of (after, ready, slot.free)": ONCE,
@@ -378,6 +388,9 @@ ROWS: dict[str, RowRun] = {
     "updated in backward": training(replace(OPTIMIZER_ON_CPU, overlap="backward")),
     "updated in backward, in parts": training(replace(SPLIT, overlap="backward")),
     "updated before a gradient that is not finite": updated_before_a_gradient_that_is_not_finite,
+    "streamed from memory": training(EVERYTHING_ON_CPU.but(streamed_updates=0.5)),
+    "streamed from files": training(IN_FILES.but(streamed_updates=1.0)),
+    "streamed, and saved right after": saved(EVERYTHING_ON_CPU.but(streamed_updates=0.5), beside=False),
     "saving right after a step": saved(replace(EVERYTHING_ON_CPU, overlap="forward"), beside=False),
     "saving what is published": saved(replace(OPTIMIZER_ON_CPU, overlap="forward"), beside=False),
     "saving what is in files": saved(IN_FILES, beside=False),
