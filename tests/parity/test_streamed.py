@@ -5,9 +5,11 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
+import torch
 from torch import Tensor
 
-from penstock.machine.streams import DEVICE_UPDATE, UPDATE, Event, Streams, Work
+from penstock.machine.simulated import SimulatedStreams
+from penstock.machine.streams import DEVICE_UPDATE, DOWNLOAD, UPDATE, Event, Streams, Work
 from tests.parity.compare import otherwise
 from tests.parity.rows import CORE, EXTRA, Arithmetic, Movement, batches, changed, loss_of, prepared, shares
 from tests.support import SeparateStreams, inline, run_ranks, separate, simulated, thorough
@@ -107,6 +109,20 @@ def test_the_share_of_the_tiles_is_updated_on_the_device() -> None:
         found = counted(share)
         assert found[DEVICE_UPDATE] == int(share * tiles / 2) * 2, "of each of two steps"
         assert found[DEVICE_UPDATE] + found[UPDATE] == tiles
+
+
+def test_state_is_home_when_a_step_without_overlap_returns() -> None:
+    streams = SimulatedStreams(lambda stream, nbytes: 0.01 if stream == DOWNLOAD else 0.0)
+    how = streamed(Movement(3, "cpu", "cpu", "cpu", "none"), 1.0)
+    model, optimizer = prepared(Arithmetic(), how, streams)
+    optimizer.backward(loss_of(model, batches(1, 1)[0][0][0]))
+    optimizer.step()
+    homes = [unit.trained.optimizer for unit in optimizer._engine.units]
+    state = [tensor for home in homes for section in home.sections for tensor in section.tensors]
+    seen = [values.clone() for values in state]
+    optimizer.synchronize()
+    assert all(map(torch.equal, seen, state))
+    optimizer.close()
 
 
 def test_what_backward_has_begun_stays_on_the_host() -> None:

@@ -16,7 +16,7 @@ import penstock
 from penstock.errors import ConfigError, EngineError
 from penstock.machine.aio import File
 from penstock.machine.simulated import SimulatedStreams
-from penstock.machine.streams import COLLECTIVE, DOWNLOAD, FETCH, READ, UPDATE, UPLOAD, WRITE, Streams
+from penstock.machine.streams import COLLECTIVE, DOWNLOAD, FETCH, READ, SAVE, UPDATE, UPLOAD, WRITE, Streams
 from tests.support import disks, inline, prepare_on, run_ranks, separate, shorten_rings, simulated
 
 WIDTH, DEPTH = 32, 3
@@ -214,6 +214,15 @@ class TestFile:
         assert drawn.nbytes(DOWNLOAD) == sum(sizes.values()), "the gradient in bf16, once"
         assert drawn.nbytes(COLLECTIVE) == sum(sizes.values())
         assert drawn.nbytes(READ, FETCH, WRITE) == 0
+
+    def test_a_save_is_drawn(self, path: Path, tmp_path: Path) -> None:
+        model, optimizer = prepared(simulated())
+        with optimizer.trace(path) as report:
+            train(model, optimizer)
+            optimizer.save(tmp_path / "saved")
+        optimizer.close()
+        assert report.summary.rows[SAVE].nbytes > 0
+        assert "copies for a checkpoint" in str(report)
 
     def test_bytes_of_files_are_what_is_read_and_written(
         self, path: Path, counted: dict[str, int], monkeypatch: pytest.MonkeyPatch
