@@ -75,6 +75,7 @@ FIELDS = {
         "tile_bytes": 4 << 20,
         "pinned_bytes": None,
         "update_threads": None,
+        "streamed_updates": 0.0,
         "io_queue_depth": 8,
         "checksums": True,
         "on_nonfinite": "skip",

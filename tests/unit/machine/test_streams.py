@@ -19,8 +19,8 @@ from penstock.machine.streams import (
     DONE,
     DOWNLOAD,
     FETCH,
+    ON_DEVICE,
     READ,
-    SAVE,
     UPDATE,
     UPLOAD,
     WRITE,
@@ -297,7 +297,7 @@ class FakeAccelerator:
         class Stream:
             def __init__(self, name: str | None = None) -> None:
                 accelerator.made = accelerator.made + 1 if name is None else 0
-                self.name = name or (UPLOAD, DOWNLOAD, COLLECTIVE, SAVE)[accelerator.made - 1]
+                self.name = name or ON_DEVICE[accelerator.made - 1]
 
             def wait_event(self, event: Any) -> None:
                 accelerator.log.append(f"{self.name} waits for {event.stream}")
