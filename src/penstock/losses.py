@@ -1,0 +1,197 @@
+"""Cross-entropy of a linear head, whose logits never exist whole."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.nn import functional as F
+
+from penstock.errors import ConfigError
+
+CHUNK_BYTES = 256 << 20
+LEAST_WIDTH = 128  # a narrower product of matrices leaves most of a device idle
+REDUCTIONS = ("mean", "sum")
+
+
+def linear_cross_entropy(
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    *,
+    bias: Tensor | None = None,
+    ignore_index: int = -100,
+    reduction: str = "mean",
+    chunk_bytes: int = CHUNK_BYTES,
+) -> Tensor:
+    """The cross-entropy of `hidden @ weight.T + bias`, without the logits of all tokens for all of the vocabulary.
+
+        loss = sum over tokens of (log sum_v exp(hidden . weight_v + bias_v) - hidden . weight_label - bias_label)
+
+    The logits are made for a block of the vocabulary at a time: in forward for a running log-sum-exp, and again in
+    backward, where the gradient of a block of `weight` is one product over all tokens and that of `hidden` is added up
+    over the blocks in fp32. Between forward and backward live the arguments and one fp32 number per token. It costs one
+    product more than `torch.nn.functional.cross_entropy`, computes the same in the same precision (logits in the dtype
+    of `hidden`, all else in fp32) and never makes the host wait for the device.
+
+    Call it in the `forward` of the module that owns `weight`, so that Penstock has the parameter gathered.
+
+    Arguments:
+        hidden: of shape (..., width), fp32, bf16, fp16 or fp64. Under autocast it is cast to autocast's dtype.
+        weight: of shape (vocabulary, width), in the dtype of `hidden`; under autocast in any, and cast by blocks.
+        labels: of shape (...), int64: classes from 0 to vocabulary - 1, or `ignore_index`.
+        bias: of shape (vocabulary,).
+        ignore_index: the label of tokens that do not count.
+        reduction: "sum", or "mean" over the tokens that count.
+        chunk_bytes: of the fp32 logits of a block, about one and a half times of which are in use at once; a block
+            is never narrower than 128 classes.
+
+    Returns:
+        The loss, a 0-dim tensor in fp32 (fp64 for fp64). As in torch, the mean over no token is NaN, with gradients of
+        zero.
+
+    Raises:
+        ConfigError: shapes, dtypes or devices that do not fit; a label that is no class, on a cpu. On other devices,
+            which would have to be waited for, such a label makes the loss and the gradients NaN.
+
+    Example:
+        >>> head = torch.nn.Linear(16, 50_000, bias=False)
+        >>> hidden, labels = torch.randn(2, 8, 16), torch.randint(50_000, (2, 8))
+        >>> linear_cross_entropy(hidden, head.weight, labels).backward()
+
+    Source: the running log-sum-exp is that of Milakov and Gimelshein, "Online normalizer calculation", 2018.
+    """
+    device_type = hidden.device.type
+    in_autocast = torch.is_autocast_enabled(device_type)
+    _check(hidden, weight, bias, labels, ignore_index, reduction, chunk_bytes, any_dtype=in_autocast)
+    if in_autocast:
+        hidden = hidden.to(torch.get_autocast_dtype(device_type))
+    tokens, labels = hidden.reshape(-1, hidden.shape[-1]), labels.reshape(-1)
+    column_bytes = 4 * max(1, len(tokens))
+    width = max(1, chunk_bytes // (column_bytes * LEAST_WIDTH)) * LEAST_WIDTH
+    total: Tensor = _SumOfLosses.apply(tokens, weight, bias, labels, ignore_index, width)  # type: ignore[no-untyped-call]
+    return total if reduction == "sum" else total / (labels != ignore_index).sum()
+
+
+class _SumOfLosses(torch.autograd.Function):
+    """Shapes: hidden (T, D), weight (V, D), bias (V,) or None, labels (T,); a block has `width` rows of V."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, ignore_index: int, width: int
+    ) -> Tensor:
+        dtype = torch.promote_types(hidden.dtype, torch.float32)
+        log_sum = torch.full(labels.shape, -torch.inf, dtype=dtype, device=hidden.device)  # over the blocks so far
+        of_label = torch.zeros_like(log_sum)
+        for start, stop in _blocks(weight, width):
+            logits = _logits(hidden, weight, bias, start, stop)
+            place, inside = _places(labels, start, stop)
+            of_label = torch.where(inside, logits.gather(1, place[:, None])[:, 0], of_label)
+            log_sum = torch.logaddexp(log_sum, _log_sum_exp_(logits))
+            del logits  # before the next block has its own
+        counts = labels != ignore_index
+        log_sum.masked_fill_(counts & ((labels < 0) | (labels >= len(weight))), torch.nan)
+        # The weight goes through save_for_backward: its memory may be released and filled again until backward.
+        ctx.save_for_backward(hidden, weight, bias, labels, log_sum)
+        ctx.ignore_index, ctx.width = ignore_index, width
+        return torch.where(counts, log_sum - of_label, 0).sum()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        hidden, weight, bias, labels, log_sum = ctx.saved_tensors
+        of_hidden, of_weight, of_bias = ctx.needs_input_grad[:3]
+        grad_hidden = torch.zeros(hidden.shape, dtype=log_sum.dtype, device=hidden.device) if of_hidden else None
+        grad_weight = weight.new_empty(weight.shape) if of_weight else None
+        grad_bias = bias.new_empty(bias.shape) if of_bias else None
+        # It carries the loss scale, so it is multiplied in before anything is rounded to fp16.
+        of_token = torch.where(labels != ctx.ignore_index, grad, 0)[:, None]
+        for start, stop in _blocks(weight, ctx.width):
+            grad_logits = _logits(hidden, weight, bias, start, stop).sub_(log_sum[:, None]).exp_()
+            place, inside = _places(labels, start, stop)
+            of_label = grad_logits.gather(1, place[:, None])
+            grad_logits.scatter_(1, place[:, None], of_label - inside[:, None].to(of_label.dtype))
+            grad_logits.mul_(of_token)
+            if grad_bias is not None:
+                grad_bias[start:stop] = grad_logits.sum(0)
+            grad_logits = grad_logits.to(hidden.dtype)
+            with torch.autocast(hidden.device.type, enabled=False):
+                if grad_weight is not None:
+                    grad_weight[start:stop] = grad_logits.T @ hidden
+                if grad_hidden is not None:
+                    grad_hidden += grad_logits @ weight[start:stop].to(hidden.dtype)
+            del grad_logits
+        return None if grad_hidden is None else grad_hidden.to(hidden.dtype), grad_weight, grad_bias, None, None, None
+
+
+def _blocks(weight: Tensor, width: int) -> Iterator[tuple[int, int]]:
+    """The first row of each block, and one past its last."""
+    for start in range(0, len(weight), width):
+        yield start, min(start + width, len(weight))
+
+
+def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, start: int, stop: int) -> Tensor:
+    """A block's logits in fp32, (T, stop - start): rounded to the dtype of `hidden` as a head would."""
+    with torch.autocast(hidden.device.type, enabled=False):
+        part = None if bias is None else bias[start:stop].to(hidden.dtype)
+        logits = F.linear(hidden, weight[start:stop].to(hidden.dtype), part)
+    return logits.to(torch.promote_types(hidden.dtype, torch.float32))
+
+
+def _places(labels: Tensor, start: int, stop: int) -> tuple[Tensor, Tensor]:
+    """Where each token's label is in a block, and whether it is there at all: of shape (T,)."""
+    place = labels - start
+    return place.clamp(0, stop - start - 1), (place >= 0) & (place < stop - start)
+
+
+def _log_sum_exp_(logits: Tensor) -> Tensor:
+    """The log-sum-exp of each row, in the memory of the logits."""
+    # Where a whole row is -inf: -inf - -inf would be NaN.
+    most = logits.amax(1).clamp_min_(torch.finfo(logits.dtype).min)
+    return logits.sub_(most[:, None]).exp_().sum(1).log_().add_(most)
+
+
+def _check(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    labels: Tensor,
+    ignore_index: int,
+    reduction: str,
+    chunk_bytes: int,
+    *,
+    any_dtype: bool,
+) -> None:
+    if reduction not in REDUCTIONS:
+        raise ConfigError(f"reduction={reduction!r}: use one of {', '.join(REDUCTIONS)}.")
+    if chunk_bytes <= 0:
+        raise ConfigError(f"chunk_bytes={chunk_bytes} is too small. Use 1 or more.")
+    shapes = f"hidden {tuple(hidden.shape)}, weight {tuple(weight.shape)}, labels {tuple(labels.shape)}"
+    if weight.dim() != 2 or hidden.dim() == 0 or hidden.shape[-1] != weight.shape[1]:
+        raise ConfigError(f"{shapes}: use a hidden of (..., width) and a weight of (vocabulary, width).")
+    if labels.shape != hidden.shape[:-1]:
+        raise ConfigError(f"{shapes}: use one label for each vector of hidden.")
+    if bias is not None and bias.shape != weight.shape[:1]:
+        raise ConfigError(f"{shapes}, bias {tuple(bias.shape)}: use one number for each row of the weight.")
+    if labels.dtype != torch.int64:
+        raise ConfigError(f"labels are {labels.dtype}. Use torch.int64.")
+    tensors = {"hidden": hidden, "weight": weight} | ({} if bias is None else {"bias": bias})
+    dtypes = ", ".join(f"{name} {tensor.dtype}" for name, tensor in tensors.items())
+    if not all(tensor.is_floating_point() for tensor in tensors.values()):
+        raise ConfigError(f"{dtypes}: use floating point.")
+    if not any_dtype and len({tensor.dtype for tensor in tensors.values()}) > 1:
+        raise ConfigError(f"{dtypes}: use one dtype, or autocast.")
+    tensors["labels"] = labels
+    if len({tensor.device for tensor in tensors.values()}) > 1:
+        devices = ", ".join(f"{name} on {tensor.device}" for name, tensor in tensors.items())
+        raise ConfigError(f"{devices}: use one device.")
+    if labels.device.type == "cpu":  # elsewhere the host would wait for the device
+        wrong = (labels != ignore_index) & ((labels < 0) | (labels >= len(weight)))
+        if wrong.any():
+            raise ConfigError(
+                f"Label {labels[wrong][0]} is none of the {len(weight):,} classes of the weight, and not "
+                f"ignore_index={ignore_index}."
+            )
