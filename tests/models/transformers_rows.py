@@ -11,7 +11,16 @@ SIZES = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "i
 def llama(**changes) -> nn.Module:
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    return LlamaForCausalLM(LlamaConfig(vocab_size=32, num_key_value_heads=1, **SIZES, **changes))
+    return LlamaForCausalLM(LlamaConfig(**{"vocab_size": 32, "num_key_value_heads": 1, **SIZES, **changes}))
+
+
+def chunked_llama(**changes) -> nn.Module:
+    """Its loss is made of three blocks of the vocabulary, the last one narrower."""
+    from penstock.integrations.chunked import chunk_loss
+
+    model = llama(vocab_size=300, **changes)
+    chunk_loss(model, chunk_bytes=1)
+    return model
 
 
 def gpt2() -> nn.Module:
@@ -93,6 +102,8 @@ def image_loss(model: nn.Module, batch: Batch) -> Tensor:
 TRANSFORMERS = [
     Family("llama", llama, one_loss(language_loss)),
     Family("llama_tied", lambda: llama(tie_word_embeddings=True), one_loss(language_loss)),
+    Family("llama_chunked", chunked_llama, one_loss(language_loss)),
+    Family("llama_chunked_tied", lambda: chunked_llama(tie_word_embeddings=True), one_loss(language_loss)),
     Family("gpt2", gpt2, one_loss(language_loss)),
     Family("t5", t5, one_loss(t5_loss)),
     Family("vit", vit, one_loss(image_loss)),

@@ -1,4 +1,4 @@
-"""Hugging Face causal language models: build them, and save their weights from wherever they live."""
+"""Hugging Face causal language models: build them, train them, and save their weights from wherever they live."""
 
 import contextlib
 from collections.abc import Iterable, Iterator
@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from penstock.checkpoint.weights import WeightFiles
 from penstock.errors import CheckpointError, ConfigError
+from penstock.integrations.chunked import chunk_loss as chunk_loss
 from penstock.integrations.tokenizers import ByteTokenizer
 
 GATHER_BYTES = 1 << 30
@@ -53,6 +54,15 @@ class ModelSource:
     def vocab_size(self) -> int:
         """Rows of the model's embedding."""
         return int(self.config.get_text_config().vocab_size)
+
+    @property
+    def model_class(self) -> type:
+        """The class of the model that will be built."""
+        from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
+
+        mapping: Any = MODEL_FOR_CAUSAL_LM_MAPPING  # untyped
+        found: type = mapping[type(self.config)]
+        return found
 
     @property
     def max_seq_length(self) -> int | None:

@@ -1,0 +1,138 @@
+"""The loss of a Hugging Face causal language model without its logits."""
+
+import functools
+import inspect
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from penstock.errors import ConfigError
+from penstock.losses import CHUNK_BYTES, linear_cross_entropy
+
+#: Classes of transformers whose logits are `head(hidden)` and nothing after, and whose loss is theirs alone.
+CHUNKABLE = (
+    "GPT2LMHeadModel",
+    "GPTNeoXForCausalLM",
+    "GemmaForCausalLM",
+    "LlamaForCausalLM",
+    "MistralForCausalLM",
+    "Olmo2ForCausalLM",
+    "OlmoForCausalLM",
+    "Phi3ForCausalLM",
+    "PhiForCausalLM",
+    "Qwen2ForCausalLM",
+    "Qwen3ForCausalLM",
+    "SmolLM3ForCausalLM",
+    "StableLmForCausalLM",
+    "Starcoder2ForCausalLM",
+)
+
+
+def chunk_loss(model: nn.Module, *, chunk_bytes: int = CHUNK_BYTES) -> None:
+    """Make `model(input_ids=..., labels=...).loss` by `penstock.losses.linear_cross_entropy` from now on.
+
+    It is the loss that the model had, to rounding, and its logits never exist whole: `.logits` is None. Without labels,
+    and where no gradients are recorded, the model does what it did. Its class, its parameters and their names stay,
+    tied weights stay tied, and a copy of the model does as it does.
+
+    Arguments:
+        model: of a class in `CHUNKABLE`, or a peft model around one; before `prepare` or after it.
+        chunk_bytes: as in `linear_cross_entropy`.
+
+    Raises:
+        ConfigError: a model of another class, which may do something to its logits or to its loss; one whose head,
+            loss or forward was replaced, by an adapter on the head, for example.
+
+    Example:
+        >>> from transformers import LlamaConfig, LlamaForCausalLM
+        >>> sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+        >>> model = LlamaForCausalLM(LlamaConfig(vocab_size=64, **sizes))
+        >>> chunk_loss(model)
+        >>> ids = torch.arange(8)[None]
+        >>> model(input_ids=ids, labels=ids).logits is None
+        True
+    """
+    from transformers.loss.loss_utils import ForCausalLMLoss
+    from transformers.utils import generic
+
+    adapted: Any = model
+    causal = adapted.get_base_model() if hasattr(model, "get_base_model") else adapted
+    kind = type(causal)
+    check_chunkable(kind)
+    if "forward" in vars(causal):
+        raise ConfigError(f"The forward of {kind.__name__} was replaced already. Call chunk_loss once, and first.")
+    if causal.loss_function is not ForCausalLMLoss:
+        raise ConfigError(
+            f"{kind.__name__} has a loss function of its own. Call penstock.losses.linear_cross_entropy in it instead."
+        )
+    head: Any = causal.get_output_embeddings()
+    head_kind = type(head)
+    if head_kind is not nn.Linear:
+        raise ConfigError(
+            f"The head of {kind.__name__} is a {head_kind.__name__}, not a torch.nn.Linear. Leave it out of what "
+            "adapters and quantisers replace, or train without chunk_loss."
+        )
+    head.__class__ = ChunkedHead  # the module stays the same one, with its hooks and its place
+    head.chunk_bytes = chunk_bytes
+    # A method, so that a copy of the model gets one of its own; wrapped, so that generate() finds the arguments.
+    returning: Any = generic  # untyped
+    causal.forward = MethodType(functools.wraps(kind.forward)(returning.can_return_tuple(_forward)), causal)
+
+
+def check_chunkable(kind: type) -> None:
+    """Refuse the class of a model that `chunk_loss` does not know.
+
+    Raises:
+        ConfigError: it is none of transformers' classes in `CHUNKABLE`.
+    """
+    if kind.__name__ not in CHUNKABLE or not kind.__module__.startswith("transformers."):
+        raise ConfigError(
+            f"{kind.__name__} is not known to compute its logits as head(hidden), with nothing after. Call "
+            "penstock.losses.linear_cross_entropy in a forward of your own, or train without chunk_loss. It knows "
+            f"{', '.join(CHUNKABLE)}."
+        )
+
+
+class ChunkedHead(nn.Linear):
+    """A head that, given labels, makes their loss instead of logits: inside its forward, for which it is gathered."""
+
+    chunk_bytes: int
+
+    def forward(self, input: Tensor, labels: Tensor | None = None, **options: Any) -> Tensor:
+        """Logits of shape (..., vocabulary); the loss, 0-dim, where there are labels of shape (...)."""
+        if labels is None:
+            return super().forward(input)
+        return linear_cross_entropy(input, self.weight, labels, bias=self.bias, chunk_bytes=self.chunk_bytes, **options)
+
+
+def _forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+    """The forward of a model of `CHUNKABLE`."""
+    from transformers.modeling_outputs import CausalLMOutputWithCrossAttentions
+
+    original = type(self).forward
+    given = inspect.signature(original).bind(self, *args, **kwargs).arguments
+    given |= given.pop("kwargs", {})
+    labels = given.get("labels")
+    if labels is None or not torch.is_grad_enabled():
+        return original(self, *args, **kwargs)
+    head = self.get_output_embeddings()
+    if not isinstance(head, ChunkedHead):
+        raise ConfigError(f"The head was replaced by a {type(head).__name__} after chunk_loss. Call chunk_loss last.")
+    for used in ("self", "labels", "logits_to_keep"):
+        given.pop(used, None)
+    count = given.pop("num_items_in_batch", None)
+    ignore_index = given.pop("ignore_index", -100)
+    shifted = given.pop("shift_labels", None)
+    if shifted is None:
+        shifted = F.pad(labels, (0, 1), value=ignore_index)[..., 1:]
+    outputs = self.base_model(**given)
+    hidden = outputs.last_hidden_state
+    shifted = shifted.to(hidden.device).view(hidden.shape[:-1])
+    loss = head(hidden, shifted, ignore_index=ignore_index, reduction="mean" if count is None else "sum")
+    if count is not None:
+        loss = loss / (count.to(loss.device) if isinstance(count, Tensor) else count)
+    others = {name: value for name, value in outputs.items() if name != "last_hidden_state"}
+    return CausalLMOutputWithCrossAttentions(loss=loss, **others)

@@ -1,0 +1,260 @@
+"""Causal language models whose logits never exist whole, beside the same models whose do."""
+
+import copy
+import pickle
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import penstock
+from penstock.errors import ConfigError
+from penstock.integrations.chunked import CHUNKABLE, ChunkedHead
+from penstock.integrations.huggingface import chunk_loss, enable_activation_checkpointing, save_pretrained
+from tests.unit.test_losses import LEAST, RAGGED, Made, assert_close
+
+transformers = pytest.importorskip("transformers")
+
+SIZES = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+SIZES |= {"num_key_value_heads": 1, "head_dim": 8}
+GPT2 = {"n_positions": 32, "n_embd": 16, "n_layer": 1, "n_head": 2}
+BATCH, LENGTH = 2, 9
+
+
+def tiny(kind: str, **changes: Any) -> Any:
+    """A model of a class by its name, the same every time."""
+    cls = getattr(transformers, kind)
+    sizes = GPT2 if kind == "GPT2LMHeadModel" else SIZES
+    config = cls.config_class(vocab_size=RAGGED, bos_token_id=0, eos_token_id=1, pad_token_id=None, **sizes | changes)
+    torch.manual_seed(0)
+    return cls(config).train()
+
+
+def batch() -> dict[str, torch.Tensor]:
+    ids = torch.randint(RAGGED, (BATCH, LENGTH), generator=torch.Generator().manual_seed(1))
+    labels = ids.clone()
+    labels[0, :4] = -100
+    return {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": labels}
+
+
+def trained(model: Any, **given: Any) -> tuple[Any, dict[str, torch.Tensor]]:
+    """The output, and the gradients by name."""
+    torch.manual_seed(2)  # of dropout
+    output = model(**given)
+    output.loss.backward()
+    return output, {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+
+def assert_trains_alike(chunked: Any, plain: Any, **given: Any) -> None:
+    ours, theirs = trained(chunked, **given), trained(plain, **given)
+    assert ours[0].logits is None
+    torch.testing.assert_close(ours[0].loss, theirs[0].loss, rtol=1e-6, atol=0)
+    assert ours[1].keys() == theirs[1].keys()
+    assert_close(list(ours[1].values()), list(theirs[1].values()), 2e-6)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("kind", CHUNKABLE)
+def test_every_class_that_is_known_trains_as_it_did(kind: str, tied: bool) -> None:
+    plain, model = (tiny(kind, tie_word_embeddings=tied) for _ in range(2))
+    names = list(model.state_dict())
+    chunk_loss(model, chunk_bytes=LEAST)
+    assert_trains_alike(model, plain, **batch())
+    assert type(model) is type(plain)
+    assert list(model.state_dict()) == names
+    assert (model.get_input_embeddings().weight is model.get_output_embeddings().weight) == tied
+
+
+@pytest.mark.parametrize("kind", ["LlamaForCausalLM", "GPT2LMHeadModel"])
+def test_without_labels_or_gradients_nothing_changes(kind: str) -> None:
+    plain, model = tiny(kind).eval(), tiny(kind).eval()
+    chunk_loss(model)
+    given = batch()
+    with torch.no_grad():
+        for chosen in (
+            given,
+            {"input_ids": given["input_ids"]},
+            {"input_ids": given["input_ids"], "logits_to_keep": 1},
+        ):
+            ours, theirs = model(**chosen), plain(**chosen)
+            assert torch.equal(ours.logits, theirs.logits)
+            assert ours.keys() == theirs.keys()
+        assert torch.equal(model(**given).loss, plain(**given).loss)
+        assert torch.equal(model(given["input_ids"], return_dict=False)[0], plain(given["input_ids"]).logits)
+    del given["labels"]
+    assert torch.equal(model(**given).logits, plain(**given).logits)  # with gradients, and no labels
+    assert torch.equal(
+        model.generate(given["input_ids"], max_new_tokens=4, do_sample=False),
+        plain.generate(given["input_ids"], max_new_tokens=4, do_sample=False),
+    )
+
+
+def test_arguments_of_the_loss() -> None:
+    given = batch()
+    for changes in (
+        {"num_items_in_batch": torch.tensor(40)},
+        {"num_items_in_batch": 40},
+        {"ignore_index": int(given["input_ids"][1, 3])},
+        {"shift_labels": torch.roll(given["input_ids"], -1, 1)},
+    ):
+        plain, model = (tiny("LlamaForCausalLM") for _ in range(2))
+        chunk_loss(model, chunk_bytes=LEAST)
+        chosen = given | {"labels": given["input_ids"]} if "ignore_index" in changes else given
+        assert_trains_alike(model, plain, **chosen, **changes)
+
+
+def test_arguments_by_position_and_what_comes_out_beside_the_loss() -> None:
+    plain, model = (tiny("LlamaForCausalLM") for _ in range(2))
+    chunk_loss(model)
+    given = batch()
+    ids = given.pop("input_ids")
+    theirs = plain(ids, **given, output_hidden_states=True)
+    ours = model(ids, **given, output_hidden_states=True)
+    assert all(torch.equal(a, b) for a, b in zip(ours.hidden_states, theirs.hidden_states, strict=True))
+    assert set(theirs.keys()) - set(ours.keys()) == {"logits"}
+    loss, *_ = model(ids, **given, return_dict=False)
+    assert torch.equal(loss, ours.loss)
+    with pytest.raises(TypeError, match="multiple values"):
+        model(ids, input_ids=ids, **given)
+
+
+def test_no_logits_are_ever_made() -> None:
+    model = tiny("LlamaForCausalLM")
+    chunk_loss(model, chunk_bytes=LEAST)
+    with Made() as made:
+        trained(model, **batch())
+    tokens = BATCH * LENGTH
+    assert max(shape.numel() for shape in made.shapes if shape[-1:] != (16,)) < tokens * RAGGED
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_on_the_meta_device_and_prepared(tmp_path: Path, when: str) -> None:
+    saved = tiny("LlamaForCausalLM", tie_word_embeddings=True)
+    saved.save_pretrained(tmp_path)
+    with torch.device("meta"):
+        model = transformers.LlamaForCausalLM(saved.config).train()
+    if when == "before":
+        chunk_loss(model)
+    optimizer = penstock.prepare(model, torch.optim.AdamW(model.parameters()), precision="fp32", weights=tmp_path)
+    if when == "after":
+        chunk_loss(model)
+    output = model(**batch())
+    assert output.logits is None
+    optimizer.backward(output.loss)
+    _, gradients = trained(saved, **batch())
+    assert_close([optimizer.full_grad(p) for p in model.parameters()], list(gradients.values()), 2e-6)
+    save_pretrained(model, optimizer, tmp_path / "out")
+    optimizer.close()
+    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    for a, b in zip(again.parameters(), saved.parameters(), strict=True):
+        assert torch.equal(a, b)
+    assert type(again.lm_head) is nn.Linear
+
+
+def test_a_copy_has_a_forward_of_its_own() -> None:
+    model = tiny("LlamaForCausalLM")
+    chunk_loss(model)
+    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert other.forward.__self__ is other
+        with torch.no_grad():
+            other.lm_head.weight.zero_()
+        output = other(**batch())
+        assert output.loss.item() == pytest.approx(torch.tensor(float(RAGGED)).log().item())
+    assert copy.deepcopy(model)(**batch()).logits is None
+    assert model.lm_head.weight.any()
+
+
+def test_with_activation_checkpointing() -> None:
+    plain, model = (tiny("LlamaForCausalLM", num_hidden_layers=2) for _ in range(2))
+    for either in (plain, model):
+        enable_activation_checkpointing(either)
+    chunk_loss(model)
+    assert_trains_alike(model, plain, **batch())
+
+
+def adapted(model: Any, **changes: Any) -> Any:
+    peft = pytest.importorskip("peft")
+    torch.manual_seed(3)
+    found = peft.get_peft_model(model, peft.LoraConfig(r=2, init_lora_weights=False, **changes))
+    return found.train()
+
+
+@pytest.mark.parametrize("order", ["before", "after"])
+def test_adapters(order: str) -> None:
+    plain = adapted(tiny("LlamaForCausalLM"), target_modules="all-linear")
+    model = tiny("LlamaForCausalLM")
+    if order == "before":
+        chunk_loss(model)
+    model = adapted(model, target_modules="all-linear")
+    if order == "after":
+        chunk_loss(model)
+    assert_trains_alike(model, plain, **batch())
+
+
+@pytest.mark.parametrize("changes", [{"target_modules": ["lm_head"]}, {"modules_to_save": ["lm_head"]}], ids=str)
+def test_an_adapter_on_the_head_is_refused(changes: dict[str, Any]) -> None:
+    changes = {"target_modules": ["q_proj"]} | changes
+    with pytest.raises(ConfigError, match=r"^The head of LlamaForCausalLM is a \w+, not a torch.nn.Linear."):
+        chunk_loss(adapted(tiny("LlamaForCausalLM"), **changes))
+    model = tiny("LlamaForCausalLM")
+    chunk_loss(model)
+    model = adapted(model, **changes)
+    with pytest.raises(ConfigError, match=r"^The head was replaced by a \w+ after chunk_loss. Call chunk_loss last.$"):
+        model(**batch())
+
+
+def patched(model: Any) -> Any:
+    model.forward = model.forward
+    return model
+
+
+def with_own_loss(model: Any) -> Any:
+    model.loss_function = lambda **_: 0
+    return model
+
+
+def chunked(model: Any) -> Any:
+    chunk_loss(model)
+    return model
+
+
+class Own(transformers.LlamaForCausalLM):
+    pass
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (
+            lambda: tiny("Gemma2ForCausalLM", head_dim=8),
+            "Gemma2ForCausalLM is not known to compute its logits as head(hi",
+        ),
+        (lambda: tiny("GraniteForCausalLM"), "GraniteForCausalLM is not known to compute its logits as head(hidden)"),
+        (lambda: tiny("CohereForCausalLM"), "CohereForCausalLM is not known to compute its logits as head(hidden)"),
+        (lambda: tiny("MixtralForCausalLM"), "MixtralForCausalLM is not known to compute its logits as head(hidden)"),
+        (lambda: tiny("GPT2DoubleHeadsModel", **GPT2), "GPT2DoubleHeadsModel is not known to compute its logits"),
+        (lambda: Own(tiny("LlamaForCausalLM").config), "Own is not known to compute its logits as head(hidden)"),
+        (
+            lambda: nn.Linear(2, 2),
+            "Linear is not known to compute its logits as head(hidden), with nothing after. Call",
+        ),
+        (lambda: patched(tiny("LlamaForCausalLM")), "The forward of LlamaForCausalLM was replaced already. Call chunk"),
+        (lambda: chunked(tiny("LlamaForCausalLM")), "The forward of LlamaForCausalLM was replaced already. Call chunk"),
+        (lambda: with_own_loss(tiny("LlamaForCausalLM")), "LlamaForCausalLM has a loss function of its own. Call pen"),
+    ],
+)
+def test_what_is_not_known_is_refused(make: Callable[[], Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=f"^{re.escape(message)}"):
+        chunk_loss(make())
+
+
+def test_a_model_that_was_refused_is_as_it_was() -> None:
+    model = with_own_loss(tiny("LlamaForCausalLM"))
+    with pytest.raises(ConfigError):
+        chunk_loss(model)
+    assert "forward" not in vars(model)
+    assert not any(isinstance(module, ChunkedHead) for module in model.modules())
