@@ -27,6 +27,7 @@ from rows import FIGURES
 from torch import Tensor
 
 from penstock.errors import MemoryBudgetError
+from penstock.integrations.chunked import chunk_loss
 
 TRACED_STEPS = 2
 WAITS_KEPT = 10
@@ -109,6 +110,8 @@ def measure(settings: dict[str, Any]) -> dict[str, Any]:
     model = shapes.build(
         settings["shape"], sequence=settings["sequence"], recompute=settings["recompute"], device=device
     )
+    if settings["chunked_loss"]:
+        chunk_loss(model)
     flops = shapes.flops_per_token(model, settings["sequence"])
     cap_memory(device, settings["memory_gb"])
     training = getattr(contenders, settings["setup"])(model, device, **settings["options"])

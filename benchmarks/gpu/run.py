@@ -85,6 +85,7 @@ def run_case(case: Case, arguments: argparse.Namespace) -> Iterator[dict[str, An
     ends = time.monotonic() + arguments.limit
     settings = {key: value for key, value in asdict(case).items() if key != "contenders"} | {
         "recompute": arguments.recompute,
+        "chunked_loss": arguments.chunked_loss,
         "threads": arguments.threads,
         "peak_flops": arguments.peak_flops,
     }
@@ -146,6 +147,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
         help="device memory that torch may take, one run for each, such as 24,48,80",
     )
     parser.add_argument("--recompute", action=argparse.BooleanOptionalAction, default=True, help="of activations")
+    parser.add_argument("--chunked-loss", action="store_true", help="of every contender: none makes whole logits")
     parser.add_argument("--clip", action=argparse.BooleanOptionalAction, default=True, help="the gradient's norm at 1")
     parser.add_argument("--peak-flops", type=float, help="bf16 FLOP/s of the device, where the table lacks it")
     parser.add_argument("--folder", default=tempfile.gettempdir(), help="a folder on the disk of the nvme tier")

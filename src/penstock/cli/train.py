@@ -53,6 +53,14 @@ def train(
         bool,
         typer.Option("--activation-checkpointing", help="Recompute activations in backward.", rich_help_panel=_STATE),
     ] = _DEFAULT.activation_checkpointing,
+    chunked_loss: Annotated[
+        bool,
+        typer.Option(
+            "--chunked-loss",
+            help="Train without whole logits, which take most of the memory of long sequences.",
+            rich_help_panel=_STATE,
+        ),
+    ] = _DEFAULT.chunked_loss,
     tile_bytes: Annotated[
         str | None, typer.Option(help="Grain of updates and movement, such as 4MiB.", rich_help_panel=_STATE)
     ] = None,
@@ -158,6 +166,7 @@ def train(
         precision=precision,
         overlap=overlap,
         activation_checkpointing=activation_checkpointing,
+        chunked_loss=chunked_loss,
         options=tuple(options.items()),
         lr=lr,
         weight_decay=weight_decay,

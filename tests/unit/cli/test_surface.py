@@ -26,6 +26,7 @@ TRAIN = {
     "--precision": "auto",
     "--overlap": "auto",
     "--activation-checkpointing": False,
+    "--chunked-loss": False,
     "--tile-bytes": None,
     "--live-bytes": None,
     "--prefetch-bytes": None,
@@ -113,10 +114,10 @@ def test_every_option_reaches_its_setting(penstock_command: Callable[..., Any], 
     arguments = (
         "--model m --data a --data b --jsonl-field body --out o --seed 7 --stage 1 --params cpu --grads nvme "
         "--optimizer device=0.5,cpu=0.5 --nvme-path p --nvme-path q --precision fp32 --overlap none "
-        "--activation-checkpointing --tile-bytes 1MiB --live-bytes 2MiB --prefetch-bytes 0 --persistent-bytes 5 "
-        "--pinned-bytes 1GiB --update-threads 3 --lr 0.1 --weight-decay 0 --betas 0.8,0.9 --max-grad-norm 0 --warmup 2 "
-        "--steps 9 --batch-size 4 --accumulation 2 --seq-length 32 --eval-sequences 8 --sample-tokens 0 --prompt hello "
-        "--log-every 3 --save-every 5 --keep 4 --resume auto --tensorboard"
+        "--activation-checkpointing --chunked-loss --tile-bytes 1MiB --live-bytes 2MiB --prefetch-bytes 0 "
+        "--persistent-bytes 5 --pinned-bytes 1GiB --update-threads 3 --lr 0.1 --weight-decay 0 --betas 0.8,0.9 "
+        "--max-grad-norm 0 --warmup 2 --steps 9 --batch-size 4 --accumulation 2 --seq-length 32 --eval-sequences 8 "
+        "--sample-tokens 0 --prompt hello --log-every 3 --save-every 5 --keep 4 --resume auto --tensorboard"
     )
     assert {word for word in arguments.split() if word.startswith("--")} == set(TRAIN)
     assert penstock_command("train", *arguments.split()).exit_code == 0
@@ -135,6 +136,7 @@ def test_every_option_reaches_its_setting(penstock_command: Callable[..., Any], 
         "precision": "fp32",
         "overlap": "none",
         "activation_checkpointing": True,
+        "chunked_loss": True,
         "options": {
             "tile_bytes": 2**20,
             "live_bytes": 2**21,

@@ -26,6 +26,7 @@ class TrainConfig:
         precision: compute dtype; "auto" is bf16 where the hardware computes in it, fp32 elsewhere.
         overlap: when updates run, as in `penstock.prepare`.
         activation_checkpointing: recompute activations in backward instead of keeping them.
+        chunked_loss: compute the loss in training without whole logits.
         options: `penstock.Options` by name, those that were asked for.
         lr: peak learning rate.
         weight_decay: of the parameters with two or more dimensions; the others get none.
@@ -65,6 +66,7 @@ class TrainConfig:
     precision: str = "auto"
     overlap: str = "auto"
     activation_checkpointing: bool = False
+    chunked_loss: bool = False
     options: tuple[tuple[str, int], ...] = ()
 
     lr: float = 2e-3

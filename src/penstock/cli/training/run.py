@@ -26,6 +26,7 @@ from penstock.cli.training.ranks import Ranks, joined
 from penstock.cli.training.sample import printable, sample_ids
 from penstock.cli.training.schedule import warmup_cosine
 from penstock.errors import ConfigError
+from penstock.integrations.chunked import check_chunkable, chunk_loss
 from penstock.integrations.huggingface import (
     ModelSource,
     build_empty,
@@ -76,6 +77,8 @@ def run(config: TrainConfig) -> Result:
     logging.disable_progress_bar()  # type: ignore[no-untyped-call]  # the display of the run is the only one
     placement_of(config)
     options_of(config)
+    if config.chunked_loss:
+        check_chunkable(source.model_class)
     files = find_files(config.data) if config.data else standard_library_files()
     if ranks.is_first:
         _check_out(config, source)
@@ -93,6 +96,8 @@ def run(config: TrainConfig) -> Result:
             model = build_model(source) if empty is None else empty
             if config.activation_checkpointing:
                 enable_activation_checkpointing(model)
+            if config.chunked_loss:
+                chunk_loss(model)
             metrics.start(**_about_run(model, corpus, config, ranks))
             optimizer = prepare_model(model, config, ranks, weights=source.folder if empty is not None else None)
             measure = _Measure(model, corpus, tokenizer.token_name, config, ranks, display, metrics)
