@@ -33,7 +33,7 @@ def linear_cross_entropy(
 
     The logits are made for a block of the vocabulary at a time: in forward for a running log-sum-exp, and again in
     backward, where the gradient of a block of `weight` is one product over all tokens and that of `hidden` is added up
-    over the blocks in fp32. Between forward and backward live the arguments and one fp32 number per token. It costs one
+    over the blocks in fp32. Between forward and backward live the arguments and two fp32 numbers per token. It costs one
     product more than `torch.nn.functional.cross_entropy`, computes the same in the same precision (logits in the dtype
     of `hidden`, all else in fp32) and never makes the host wait for the device.
 
@@ -84,37 +84,40 @@ class _SumOfLosses(torch.autograd.Function):
         ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, ignore_index: int, width: int
     ) -> Tensor:
         dtype = torch.promote_types(hidden.dtype, torch.float32)
-        log_sum = torch.full(labels.shape, -torch.inf, dtype=dtype, device=hidden.device)  # over the blocks so far
-        of_label = torch.zeros_like(log_sum)
+        # Of the blocks so far, for each token: the largest logit, and the sum of exp(logit - largest).
+        most = torch.full(labels.shape, torch.finfo(dtype).min, dtype=dtype, device=hidden.device)
+        total, of_label = torch.zeros_like(most), torch.zeros_like(most)
         for start, stop in _blocks(weight, width):
             logits = _logits(hidden, weight, bias, start, stop)
             place, inside = _places(labels, start, stop)
             of_label = torch.where(inside, logits.gather(1, place[:, None])[:, 0], of_label)
-            log_sum = torch.logaddexp(log_sum, _log_sum_exp_(logits))
+            before, most = most, torch.maximum(most, logits.amax(1))
+            total = total * (before - most).exp() + logits.sub_(most[:, None]).exp_().sum(1)
             del logits  # before the next block has its own
         counts = labels != ignore_index
-        log_sum.masked_fill_(counts & ((labels < 0) | (labels >= len(weight))), torch.nan)
+        total.masked_fill_(counts & ((labels < 0) | (labels >= len(weight))), torch.nan)
         # The weight goes through save_for_backward: its memory may be released and filled again until backward.
-        ctx.save_for_backward(hidden, weight, bias, labels, log_sum)
+        ctx.save_for_backward(hidden, weight, bias, labels, most, total)
         ctx.ignore_index, ctx.width = ignore_index, width
-        return torch.where(counts, log_sum - of_label, 0).sum()
+        return torch.where(counts, most - of_label + total.log(), 0).sum()
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        hidden, weight, bias, labels, log_sum = ctx.saved_tensors
+        hidden, weight, bias, labels, most, total = ctx.saved_tensors
         of_hidden, of_weight, of_bias = ctx.needs_input_grad[:3]
-        grad_hidden = torch.zeros(hidden.shape, dtype=log_sum.dtype, device=hidden.device) if of_hidden else None
+        grad_hidden = torch.zeros(hidden.shape, dtype=most.dtype, device=hidden.device) if of_hidden else None
         grad_weight = weight.new_empty(weight.shape) if of_weight else None
         grad_bias = bias.new_empty(bias.shape) if of_bias else None
         # It carries the loss scale, so it is multiplied in before anything is rounded to fp16.
-        of_token = torch.where(labels != ctx.ignore_index, grad, 0)[:, None]
+        of_token = torch.where(labels != ctx.ignore_index, grad, 0)
+        factor = (of_token / total)[:, None]
         for start, stop in _blocks(weight, ctx.width):
-            grad_logits = _logits(hidden, weight, bias, start, stop).sub_(log_sum[:, None]).exp_()
+            grad_logits = _logits(hidden, weight, bias, start, stop)
+            grad_logits.sub_(most[:, None]).exp_().mul_(factor)
             place, inside = _places(labels, start, stop)
             of_label = grad_logits.gather(1, place[:, None])
-            grad_logits.scatter_(1, place[:, None], of_label - inside[:, None].to(of_label.dtype))
-            grad_logits.mul_(of_token)
+            grad_logits.scatter_(1, place[:, None], of_label - torch.where(inside, of_token, 0)[:, None])
             if grad_bias is not None:
                 grad_bias[start:stop] = grad_logits.sum(0)
             grad_logits = grad_logits.to(hidden.dtype)
@@ -145,13 +148,6 @@ def _places(labels: Tensor, start: int, stop: int) -> tuple[Tensor, Tensor]:
     """Where each token's label is in a block, and whether it is there at all: of shape (T,)."""
     place = labels - start
     return place.clamp(0, stop - start - 1), (place >= 0) & (place < stop - start)
-
-
-def _log_sum_exp_(logits: Tensor) -> Tensor:
-    """The log-sum-exp of each row, in the memory of the logits."""
-    # Where a whole row is -inf: -inf - -inf would be NaN.
-    most = logits.amax(1).clamp_min_(torch.finfo(logits.dtype).min)
-    return logits.sub_(most[:, None]).exp_().sum(1).log_().add_(most)
 
 
 def _check(
