@@ -33,9 +33,9 @@ def linear_cross_entropy(
 
     The logits are made for a block of the vocabulary at a time: in forward for a running log-sum-exp, and again in
     backward, where the gradient of a block of `weight` is one product over all tokens and that of `hidden` is added up
-    over the blocks in fp32. Between forward and backward live the arguments and two fp32 numbers per token. It costs one
-    product more than `torch.nn.functional.cross_entropy`, computes the same in the same precision (logits in the dtype
-    of `hidden`, all else in fp32) and never makes the host wait for the device.
+    over the blocks in fp32. Between forward and backward live the arguments and two fp32 numbers per token. It costs
+    one product more than `torch.nn.functional.cross_entropy`, computes the same in the same precision (logits in the
+    dtype of `hidden`, all else in fp32) and never makes the host wait for the device.
 
     Call it in the `forward` of the module that owns `weight`, so that Penstock has the parameter gathered.
 

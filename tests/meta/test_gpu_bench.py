@@ -38,6 +38,7 @@ def test_the_command_writes_a_report_that_can_be_drawn(kit: ModuleType, tmp_path
     report = json.loads(out.read_text())
     assert report["machine"]["cores"] >= 1
     assert report["versions"]["torch"]
+    assert report["settings"]["chunked_loss"] == "True"
     plain, ours = report["rows"]
     assert [plain["name"], ours["name"]] == names
     for row in (plain, ours):

@@ -152,8 +152,10 @@ def test_the_loss_scale_is_multiplied_in_before_gradients_are_rounded_to_fp16() 
     found = gradients(linear_cross_entropy, given, scale, chunk_bytes=LEAST)
     exact = {name: t.detach().double().requires_grad_() if t.is_floating_point() else t for name, t in given.items()}
     expected = gradients(plain, exact, scale)
-    for a, b in zip(found[1:], expected[1:], strict=True):
-        assert ((a.double() - b).abs() <= 2e-3 * (b.abs() + b.abs().max())).all()
+    others = torch.ones(vocabulary, dtype=torch.bool)
+    others[given["labels"]] = False  # classes that are no label: their gradients are small, all of them
+    for a, b in zip(found[2:], expected[2:], strict=True):
+        assert (a.double() - b)[others].norm() <= 1e-3 * b[others].norm()
     unscaled = gradients(plain, given)[2]
     assert (unscaled == 0).float().mean() > 0.5, "not small enough to tell"
 

@@ -121,15 +121,15 @@ def _forward(self: Any, *args: Any, **kwargs: Any) -> Any:
     head = self.get_output_embeddings()
     if not isinstance(head, ChunkedHead):
         raise ConfigError(f"The head was replaced by a {type(head).__name__} after chunk_loss. Call chunk_loss last.")
-    for used in ("self", "labels", "logits_to_keep"):
-        given.pop(used, None)
+    del given["self"], given["labels"]
+    kept = given.pop("logits_to_keep", 0)  # how many of the last tokens, or which; all for 0
     count = given.pop("num_items_in_batch", None)
     ignore_index = given.pop("ignore_index", -100)
     shifted = given.pop("shift_labels", None)
     if shifted is None:
         shifted = F.pad(labels, (0, 1), value=ignore_index)[..., 1:]
     outputs = self.base_model(**given)
-    hidden = outputs.last_hidden_state
+    hidden = outputs.last_hidden_state[:, slice(-kept, None) if isinstance(kept, int) else kept]
     shifted = shifted.to(hidden.device).view(hidden.shape[:-1])
     loss = head(hidden, shifted, ignore_index=ignore_index, reduction="mean" if count is None else "sum")
     if count is not None:

@@ -12,6 +12,8 @@ from typing import Any
 import pytest
 import torch
 
+from penstock.losses import linear_cross_entropy
+
 MICRO = ["--precision", "fp32", "--seq-length", "32", "--batch-size", "4", "--eval-sequences", "8", "--seed", "3"]
 
 
@@ -135,6 +137,43 @@ def test_micro_batches_make_the_same_step(
     assert penstock_command(*common, "--out", "two", "--batch-size", "2", "--accumulation", "2").exit_code == 0
     one, two = metrics(tmp_path / "one"), metrics(tmp_path / "two")
     assert [line["loss"] for line in two[1:-1]] == pytest.approx([line["loss"] for line in one[1:-1]], rel=1e-5)
+
+
+def test_a_chunked_loss_is_the_same_to_rounding(
+    penstock_command: Callable[..., Any], model_folder: Path, text_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[int] = []
+
+    def counted(*args: Any, **options: Any) -> torch.Tensor:
+        calls.append(1)
+        return linear_cross_entropy(*args, **options)
+
+    monkeypatch.setattr("penstock.integrations.chunked.linear_cross_entropy", counted)
+    common = ["train", "--model", str(model_folder), "--data", str(text_folder), *MICRO, "--steps", "3"]
+    common += ["--log-every", "1", "--sample-tokens", "4"]
+    for out, arguments, expected in (("plain", [], 0), ("chunked", ["--chunked-loss"], 3)):
+        outcome = penstock_command(*common, "--out", out, *arguments)
+        assert outcome.exit_code == 0, outcome.err
+        assert len(calls) == expected
+    plain, chunked = metrics(Path("plain")), metrics(Path("chunked"))
+    for name in ("loss", "grad_norm"):
+        values = [[line[name] for line in lines if name in line] for lines in (chunked, plain)]
+        assert values[0] == pytest.approx(values[1], rel=1e-5), name
+
+
+def test_a_loss_that_cannot_be_chunked_is_refused_before_anything_is_built(
+    penstock_command: Callable[..., Any], text_folder: Path
+) -> None:
+    from transformers import GraniteConfig, GraniteForCausalLM
+
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = GraniteConfig(vocab_size=257, num_key_value_heads=1, **sizes)
+    GraniteForCausalLM(config).save_pretrained("granite")
+    arguments = ["--model", "granite", "--data", str(text_folder), "--chunked-loss", "--out", "out"]
+    outcome = penstock_command("train", *arguments)
+    assert outcome.exit_code == 2
+    assert outcome.err.startswith("penstock: error: GraniteForCausalLM is not known to compute its logits as head(hi")
+    assert not Path("out").exists()
 
 
 def test_two_ranks_with_half_the_batch_do_the_same(

@@ -100,11 +100,13 @@ def test_arguments_of_the_loss() -> None:
         {"num_items_in_batch": 40},
         {"ignore_index": int(given["input_ids"][1, 3])},
         {"shift_labels": torch.roll(given["input_ids"], -1, 1)},
+        {"logits_to_keep": 3, "labels": given["labels"][:, -3:]},
+        {"logits_to_keep": torch.tensor([2, 5]), "labels": given["labels"][:, [2, 5]]},
     ):
         plain, model = (tiny("LlamaForCausalLM") for _ in range(2))
         chunk_loss(model, chunk_bytes=LEAST)
         chosen = given | {"labels": given["input_ids"]} if "ignore_index" in changes else given
-        assert_trains_alike(model, plain, **chosen, **changes)
+        assert_trains_alike(model, plain, **chosen | changes)
 
 
 def test_arguments_by_position_and_what_comes_out_beside_the_loss() -> None:
@@ -226,6 +228,9 @@ class Own(transformers.LlamaForCausalLM):
     pass
 
 
+OwnOfTheSameName = type("LlamaForCausalLM", (transformers.LlamaForCausalLM,), {"__module__": "own"})
+
+
 @pytest.mark.parametrize(
     ("make", "message"),
     [
@@ -238,6 +243,7 @@ class Own(transformers.LlamaForCausalLM):
         (lambda: tiny("MixtralForCausalLM"), "MixtralForCausalLM is not known to compute its logits as head(hidden)"),
         (lambda: tiny("GPT2DoubleHeadsModel", **GPT2), "GPT2DoubleHeadsModel is not known to compute its logits"),
         (lambda: Own(tiny("LlamaForCausalLM").config), "Own is not known to compute its logits as head(hidden)"),
+        (lambda: OwnOfTheSameName(tiny("LlamaForCausalLM").config), "LlamaForCausalLM is not known to compute its l"),
         (
             lambda: nn.Linear(2, 2),
             "Linear is not known to compute its logits as head(hidden), with nothing after. Call",
