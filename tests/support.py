@@ -1,6 +1,7 @@
 """What tests share: several ranks on one machine, and engines on streams of the test's choice."""
 
 import contextlib
+import math
 import os
 import pickle
 import random
@@ -21,6 +22,7 @@ import penstock
 from penstock.build import Request, build
 from penstock.engine import staging
 from penstock.kinds import COMPUTE_DTYPES
+from penstock.machine import arena
 from penstock.machine.arena import Arena
 from penstock.machine.collectives import Ranks
 from penstock.machine.simulated import SimulatedStreams
@@ -127,6 +129,29 @@ def memory(nbytes: int, seed: int | None = None) -> Tensor:
     if seed is not None:
         tensor.random_(0, 256, generator=torch.Generator().manual_seed(seed))
     return tensor
+
+
+def pinning_on_cpu(patch: pytest.MonkeyPatch, limit: float = math.inf) -> dict[int, int]:
+    """The cpu stands for a device that memory is pinned for, and that refuses more than some bytes.
+
+    Returns:
+        What is pinned: bytes by address.
+    """
+    pinned: dict[int, int] = {}
+
+    def register(slab: Tensor, device: torch.device) -> bool:
+        fits = sum(pinned.values()) + slab.numel() <= limit
+        if fits:
+            pinned[slab.data_ptr()] = slab.numel()
+        return fits
+
+    def unregister(slab: Tensor, device: torch.device) -> None:
+        del pinned[slab.data_ptr()]
+
+    patch.setattr(arena, "can_pin", lambda device: True)
+    patch.setattr(arena, "register", register)
+    patch.setattr(arena, "unregister", unregister)
+    return pinned
 
 
 class BrokenError(Exception):

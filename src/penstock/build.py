@@ -223,7 +223,8 @@ def build(
     plan_staging = partial(StagingPlan, reduce_dtype=request.reduce_dtype, streams=streams, streamed=streamed)
     staging_plan = plan_staging([plan.shard_sections for plan in plans])
     sections = [*(section for plan in plans for section in plan.all_sections()), *staging_plan.sections()]
-    checks.check_host_memory(bytes_on(sections, Tier.CPU), streams.device, options)
+    rings = bytes_on(list(staging_plan.sections()), Tier.CPU)
+    checks.check_host_memory(bytes_on(sections, Tier.CPU), rings, streams.device, options)
     warn_of_unowned(model, groups)
     if request.weights is None:
         source: Source = FirstRank(ranks, streams.device)
@@ -237,7 +238,7 @@ def build(
         store = Store(
             [
                 DeviceTier(streams.device),
-                HostTier(streams.device, options.pinned_bytes),
+                HostTier(streams.device, options.pinned_bytes, tile_bytes=options.tile_bytes),
                 NvmeTier(folders, queue_depth=options.io_queue_depth, checksums=options.checksums),
             ]
         )

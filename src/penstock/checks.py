@@ -17,6 +17,7 @@ from penstock.engine.hooks import Hooks
 from penstock.errors import ConfigError, MemoryBudgetError
 from penstock.kinds import COMPUTE_DTYPES, Tier, parse_tier
 from penstock.machine.arena import available_host_bytes
+from penstock.tiers.bounce import bounce_bytes
 
 _SUM_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -211,12 +212,21 @@ def check_live_bytes(units: Sequence[tuple[UnitSpec, int]], options: Options) ->
     )
 
 
-def check_host_memory(nbytes: int, device: torch.device, options: Options) -> None:
-    """Hold the cells of the cpu tier against the host, and pinned ones against their budget."""
-    if device.type != "cpu" and options.pinned_bytes is not None and nbytes > options.pinned_bytes:
+def check_host_memory(nbytes: int, rings: int, device: torch.device, options: Options) -> None:
+    """Hold the cells of the cpu tier against the host, and what has to be pinned of them against its budget.
+
+    Arguments:
+        nbytes: all of them.
+        rings: those of buffers.
+        device: that copies from them.
+        options: with the budget.
+    """
+    least, budget = rings + bounce_bytes(options.tile_bytes), options.pinned_bytes
+    if device.type != "cpu" and budget is not None and budget < min(nbytes, least):
         raise MemoryBudgetError(
-            f"The cpu tier needs {nbytes:,} bytes of pinned memory, {nbytes - options.pinned_bytes:,} more than "
-            f"Options(pinned_bytes={options.pinned_bytes:,}). Raise it, or keep less on the cpu tier."
+            f"The buffers through which host memory and the device exchange tiles take {least:,} bytes of pinned memory,"
+            f" {least - budget:,} more than Options(pinned_bytes={budget:,}). Raise it, choose a smaller tile_bytes, or "
+            "keep nothing on the cpu tier."
         )
     available = available_host_bytes()
     if available is not None and nbytes > available:

@@ -30,11 +30,11 @@ from penstock.machine.streams import (
     WRITE,
     Streams,
 )
-from penstock.tiers import pipeline, ring, transit
+from penstock.tiers import bounce, pipeline, ring, transit
 from penstock.tiers.transit import Transit
 from tests.parity.rows import Arithmetic, Movement, batches, loss_of, make_model, prepared, shares, train
 from tests.parity.waits import AllOf, Copy, Wait, waits
-from tests.support import inline, prepare_on, run_ranks, sampled, shorten_rings
+from tests.support import inline, pinning_on_cpu, prepare_on, run_ranks, sampled, shorten_rings
 
 STREAMS = (UPLOAD, DOWNLOAD, COLLECTIVE, UPDATE, DEVICE_UPDATE, READ, FETCH, WRITE, SAVE)
 SLOW_SECONDS = 0.01
@@ -111,6 +111,17 @@ def training(how: Movement, *, rank: int = 0, world_size: int = 1) -> RowRun:
         return [*trace.losses, *trace.norms, *(t for ts in trace.final.values() for t in ts)]
 
     return run
+
+
+def pageable(run: RowRun) -> RowRun:
+    """On a host that pins nothing."""
+
+    def limited(streams: Streams) -> Values:
+        with pytest.MonkeyPatch.context() as patch:
+            pinning_on_cpu(patch, limit=0)
+            return run(streams)
+
+    return limited
 
 
 def looking_right_after_backward(streams: Streams) -> Values:
@@ -395,6 +406,8 @@ ROWS: dict[str, RowRun] = {
     "saving what is published": saved(replace(OPTIMIZER_ON_CPU, overlap="forward"), beside=False),
     "saving what is in files": saved(IN_FILES, beside=False),
     "saving beside a step": saved(EVERYTHING_ON_CPU, beside=True),
+    "everything on cpu, pageable": pageable(training(EVERYTHING_ON_CPU)),
+    "optimizer on device, the rest pageable": pageable(training(OPTIMIZER_ON_DEVICE)),
 }
 
 
@@ -439,7 +452,7 @@ def _short_rings(monkeypatch: pytest.MonkeyPatch) -> None:
 def attempt(run: RowRun, expected: Values, slow: str | None, dropped: str | None) -> Outcome:
     together, copy = AllOf(dropped), Copy(dropped)
     with pytest.MonkeyPatch.context() as patch:
-        for module in (gather, reduce, residency, saving, update, pipeline, ring, transit):
+        for module in (gather, reduce, residency, saving, update, bounce, pipeline, ring, transit):
             patch.setattr(module, "all_of", together)
         patch.setattr(Transit, "copy", copy)
         outcome = attempt_with(run, expected, slow, dropped)
@@ -472,6 +485,7 @@ def reached_by(row: str) -> frozenset[str]:
     return frozenset(outcome.waits_seen)
 
 
+@pytest.mark.filterwarnings("ignore:.*of the cpu tier are not pinned")
 @pytest.mark.filterwarnings("ignore:module forward hook with")  # what goes wrong may do so in a hook
 @pytest.mark.parametrize(
     "wait",

@@ -21,7 +21,7 @@ from penstock.checkpoint.folder import (
 )
 from penstock.checkpoint.manifest import FileEntry, Manifest, RankFiles, tensors_to_bytes
 from penstock.checkpoint.tables import RankTable, UnitTable
-from penstock.checkpoint.writing import TileWriter, UnitSource
+from penstock.checkpoint.writing import RingMemory, TileWriter, UnitSource
 from penstock.errors import CheckpointError
 from penstock.machine.collectives import Council
 from penstock.machine.streams import Streams
@@ -43,6 +43,7 @@ class Save:
         folder: there already.
         token: what file names begin with.
         sources: this rank's tiles.
+        ring: the buffers that they pass.
         random: states of this rank's generators.
         manifest: on the first rank; files are filled in.
         tensors: beside it.
@@ -53,6 +54,7 @@ class Save:
     folder: Path
     token: str
     sources: Sequence[UnitSource]
+    ring: RingMemory
     random: object
     streams: Streams
     manifest: Manifest | None
@@ -89,7 +91,7 @@ class Save:
         data: FileEntry | None = None
         if self.sources:
             file = self.folder / data_name(self.token, rank)
-            writer = TileWriter(file, self.sources, self.streams)
+            writer = TileWriter(file, self.sources, self.ring.buffers, self.streams)
             closing.callback(writer.close)
             undo.callback(remove_file, file)
             data, tables = writer.write()

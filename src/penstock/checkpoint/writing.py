@@ -13,13 +13,14 @@ from functools import partial
 from pathlib import Path
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from penstock.checkpoint.manifest import FileEntry
 from penstock.checkpoint.tables import Extent, HomeTable, UnitTable
 from penstock.errors import CheckpointError, NvmeError
 from penstock.machine.aio import File, Queue, Transfer
-from penstock.machine.arena import PAGE_BYTES, page_aligned
+from penstock.machine.arena import PAGE_BYTES, Arena
 from penstock.machine.streams import SAVE, Event, HostEvent, Streams, copy
 from penstock.tiers.home import Home, MemorySection, Section
 from penstock.tiers.pipeline import tile_of
@@ -58,19 +59,42 @@ class _Known:
     checksum: int
 
 
+class RingMemory:
+    """The buffers through which one save's tiles pass, pinned where a device copies to them.
+
+    Not to be taken or given back beside training: a device is asked for both, and may have to finish its work first.
+
+    Arguments:
+        sources: what will be written; none takes nothing.
+        device: that copies to them.
+    """
+
+    def __init__(self, sources: Sequence[UnitSource], device: torch.device) -> None:
+        largest = max((source.table.largest_tile_bytes for source in sources), default=0)
+        self._arena = Arena(RING_TILES * Arena.lease_bytes(largest, torch.uint8), device)
+        count = RING_TILES if largest else 0
+        self.buffers: Sequence[Tensor] = [self._arena.lease(largest, torch.uint8) for _ in range(count)]
+
+    def close(self) -> None:
+        """Give them back."""
+        self.buffers = ()
+        self._arena.close()
+
+
 class TileWriter:
     """A data file that is being written.
 
     Arguments:
         path: must not exist.
         sources: the units, at the offsets of their tables; there is at least one tile.
+        ring: buffers, from `take_ring`.
         streams: that copy what is on the device.
 
     Raises:
         CheckpointError: the file cannot be made, or there is no room for it; nothing is left behind.
     """
 
-    def __init__(self, path: Path, sources: Sequence[UnitSource], streams: Streams) -> None:
+    def __init__(self, path: Path, sources: Sequence[UnitSource], ring: Sequence[Tensor], streams: Streams) -> None:
         self._path = path
         self._sources = sources
         self._streams = streams
@@ -82,8 +106,7 @@ class TileWriter:
             self._queue.close()
             raise write_failed(path, error) from error
         self._file.lock()
-        largest = max(source.table.largest_tile_bytes for source in sources)
-        self._ring = [page_aligned(largest) for _ in range(RING_TILES)]
+        self._ring = ring
         self._in_flight: list[list[Transfer]] = [[] for _ in self._ring]
         self._turn = 0
 
@@ -123,12 +146,12 @@ class TileWriter:
             self._queue.close()
         with contextlib.suppress(NvmeError):
             self._file.close()
-        self._ring.clear()
+        self._ring = ()
 
     def _write_tile(self, source: UnitSource, number: int) -> list[_Checked]:
         """Copy a tile into the next buffer of the ring and start to write it: nothing reads it afterwards."""
         buffer, transfers = self._ring[self._turn], self._in_flight[self._turn]
-        self._turn = (self._turn + 1) % RING_TILES
+        self._turn = (self._turn + 1) % len(self._ring)
         _wait(transfers)
         checked: list[_Checked] = []
         used = 0

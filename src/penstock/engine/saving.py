@@ -8,6 +8,7 @@
 Steps 3 and 4 run on a thread of their own unless the caller waits for them.
 """
 
+import contextlib
 import secrets
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -27,7 +28,7 @@ from penstock.checkpoint.randomness import read_random
 from penstock.checkpoint.save import Save
 from penstock.checkpoint.tables import HomeTable, UnitTable
 from penstock.checkpoint.values import encode
-from penstock.checkpoint.writing import UnitSource
+from penstock.checkpoint.writing import RingMemory, UnitSource
 from penstock.engine.access import Access
 from penstock.engine.scale import GradientScale
 from penstock.engine.unit import Unit
@@ -49,6 +50,7 @@ class _Job:
     worker: HostWorker
     over: HostEvent
     copied: Sequence[HostEvent]
+    ring: RingMemory
 
 
 class Saver:
@@ -114,34 +116,41 @@ class Saver:
         folder, tensors, failure = Path(path), dict[str, Tensor](), None
         manifest: Manifest | None = None
         random: object = None
+        sources: list[tuple[UnitSource, Unit]] = []
+        undo = contextlib.ExitStack()
         try:
             random = read_random(self._streams.device)
+            sources = self._sources()
+            ring = undo.enter_context(
+                contextlib.closing(RingMemory([source for source, _ in sources], self._streams.device))
+            )
             if council.is_first:
                 manifest = self._manifest(folder, tensors, extra or {})
                 folders.make_folder(folder)
         except Exception as error:
             failure = error
-        council.agree(failure)
-
-        sources = self._sources()
-        save = Save(
-            council=council,
-            folder=folder,
-            token=council.share(manifest.token if manifest is not None else ""),
-            sources=[source for source, _ in sources],
-            random=random,
-            streams=self._streams,
-            manifest=manifest,
-            tensors=tensors,
-            keep=keep,
-        )
-        if blocking:
-            save.run()
-            return
-        for source, unit in sources:
-            unit.saved = source.copied
-        worker = HostWorker("save")
-        self._job = _Job(worker, worker.submit(save.run), [source.copied for source, _ in sources])
+        with undo:
+            council.agree(failure)
+            save = Save(
+                council=council,
+                folder=folder,
+                token=council.share(manifest.token if manifest is not None else ""),
+                sources=[source for source, _ in sources],
+                ring=ring,
+                random=random,
+                streams=self._streams,
+                manifest=manifest,
+                tensors=tensors,
+                keep=keep,
+            )
+            if blocking:
+                save.run()
+                return
+            for source, unit in sources:
+                unit.saved = source.copied
+            worker = HostWorker("save")
+            self._job = _Job(worker, worker.submit(save.run), [source.copied for source, _ in sources], ring)
+            undo.pop_all()
 
     def _runs_anywhere(self) -> bool:
         """Whether a save is under way on any rank. Not over the council, which that one uses on its thread."""
@@ -165,6 +174,7 @@ class Saver:
             job.over.synchronize()
         finally:
             job.worker.close()
+            job.ring.close()
             for unit in self._units:
                 unit.saved = DONE
 

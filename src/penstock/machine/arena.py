@@ -1,13 +1,15 @@
 """Host memory in exact sizes, allocated once and handed out in leases.
 
 `tensor.pin_memory()` rounds up to a power of two and needs a second copy while it pins. An arena maps its slab
-anonymously, asks for huge pages (fewer page faults, fewer TLB misses in the update), registers the slab with the
-device once where one copies from it, and cuts leases from it. Pages that are never touched cost nothing.
+anonymously and asks for huge pages (fewer page faults, fewer TLB misses in the update). Where a device copies from it,
+the slab lies on the device's NUMA node, is faulted in by several threads, and is registered once. Leases are cut from
+it. Pages that are never touched cost nothing.
 """
 
 import contextlib
 import ctypes
 import mmap
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -15,24 +17,30 @@ import torch
 from torch import Tensor
 
 from penstock.errors import MemoryBudgetError
+from penstock.machine.numa import device_node, prefer_node
+from penstock.machine.threads import update_threads
 
 PAGE_BYTES = 4096
+TOUCH_BYTES = 64 << 20  # what one thread faults in at a time
 
 
 class Arena:
     """A slab of `capacity` bytes of host memory.
 
     Arguments:
-        pin: page-lock it for `device`, unless that is a cpu.
+        pin: page-lock it for `device`, unless that is a cpu. A slab that cannot be stays pageable.
+
+    Attributes:
+        pinned: it is page-locked.
 
     Raises:
-        MemoryBudgetError: the slab cannot be mapped or registered with the device.
+        MemoryBudgetError: the slab cannot be mapped.
     """
 
     def __init__(self, capacity: int, device: torch.device, *, pin: bool = True) -> None:
         self.capacity = capacity
         self.used = 0
-        self.pinned = pin and device.type == "cuda"
+        self.pinned = False
         self._device = device
         self._slab: Tensor | None = None
         if capacity == 0:
@@ -48,8 +56,17 @@ class Arena:
             with contextlib.suppress(OSError):  # a kernel without transparent huge pages: slower, not wrong
                 memory.madvise(mmap.MADV_HUGEPAGE)
         self._slab = torch.frombuffer(memory, dtype=torch.uint8)
-        if self.pinned:
-            _register(self._slab, device)
+        if pin and can_pin(device):
+            node = device_node(device)
+            if node is not None:
+                prefer_node(self._slab.data_ptr(), capacity, node)
+            touch(self._slab, update_threads())
+            self.pinned = register(self._slab, device)
+
+    @property
+    def pageable(self) -> bool:
+        """Whether the device has to copy from it and it is not page-locked."""
+        return can_pin(self._device) and not self.pinned
 
     @staticmethod
     def lease_bytes(numel: int, dtype: torch.dtype) -> int:
@@ -68,9 +85,9 @@ class Arena:
     def close(self) -> None:
         """Unregister the slab and drop it: the memory goes once no lease is referenced any more."""
         if self._slab is not None and self.pinned:
-            torch.cuda.synchronize(self._device)
-            _cudart().cudaHostUnregister(self._slab.data_ptr())
+            unregister(self._slab, self._device)
         self._slab = None
+        self.pinned = False
         self.used = 0
 
 
@@ -96,17 +113,36 @@ def return_free_memory() -> None:
         trim(0)
 
 
+def can_pin(device: torch.device) -> bool:
+    """Whether memory can be page-locked for a device."""
+    return device.type == "cuda"
+
+
+def touch(slab: Tensor, threads: int) -> None:
+    """Fault every page in, by several threads: registering untouched huge pages does so one by one."""
+
+    def clear(start: int) -> None:  # a call through ctypes gives up Python's lock
+        ctypes.memset(slab.data_ptr() + start, 0, min(TOUCH_BYTES, slab.numel() - start))
+
+    with ThreadPoolExecutor(threads) as pool:
+        list(pool.map(clear, range(0, slab.numel(), TOUCH_BYTES)))
+
+
+def register(slab: Tensor, device: torch.device) -> bool:
+    """Page-lock a slab for a device; whether that was possible."""
+    with torch.cuda.device(device):
+        if int(_cudart().cudaHostRegister(slab.data_ptr(), slab.numel(), 0)) == 0:
+            return True
+        with contextlib.suppress(RuntimeError):  # the error is kept for the next launch to find: not for one of compute
+            torch.ones(1, device=device)
+    return False
+
+
+def unregister(slab: Tensor, device: torch.device) -> None:
+    """Undo `register`. Nothing on the device copies from the slab or to it any more."""
+    torch.cuda.synchronize(device)
+    _cudart().cudaHostUnregister(slab.data_ptr())
+
+
 def _cudart() -> Any:
     return torch.cuda.cudart()  # type: ignore[no-untyped-call]
-
-
-def _register(slab: Tensor, device: torch.device) -> None:
-    """Page-lock the slab. Touch it first: registering untouched huge pages faults them in one by one."""
-    ctypes.memset(slab.data_ptr(), 0, slab.numel())
-    with torch.cuda.device(device):
-        result = int(_cudart().cudaHostRegister(slab.data_ptr(), slab.numel(), 0))
-    if result != 0:
-        raise MemoryBudgetError(
-            f"The device refused to pin {slab.numel():,} bytes of host memory (cudaHostRegister returned {result}). "
-            "Raise the limit of locked memory (ulimit -l), or keep less on the cpu tier."
-        )

@@ -6,7 +6,7 @@ import os
 from collections.abc import Collection, Mapping
 from pathlib import Path
 
-NODES = Path("/sys/devices/system/node")
+from penstock.machine.numa import NODES, read_nodes
 
 
 def update_threads(
@@ -41,27 +41,6 @@ def update_threads(
         last = (rank + 1) * len(usable) // ranks
         return max(1, sum(len(node) for node in usable[mine:last]))
     return max(1, len(usable[mine]) // ranks_here)
-
-
-def read_nodes(folder: Path = NODES) -> list[set[int]]:
-    """The cores of each NUMA node that has some, in the order of the nodes' numbers; empty where nothing is said."""
-    numbered = []
-    for node in folder.glob("node[0-9]*"):
-        try:
-            cores = parse_cores((node / "cpulist").read_text())
-            numbered.append((int(node.name.removeprefix("node")), cores))
-        except (OSError, ValueError):
-            continue
-    return [cores for _, cores in sorted(numbered) if cores]
-
-
-def parse_cores(text: str) -> set[int]:
-    """Read the kernel's list of cores: `0-3,8,10-11`."""
-    cores: set[int] = set()
-    for part in filter(None, text.strip().split(",")):
-        first, _, last = part.partition("-")
-        cores.update(range(int(first), int(last or first) + 1))
-    return cores
 
 
 def _largest(nodes: list[set[int]]) -> set[int]:

@@ -20,6 +20,7 @@ from torch import Tensor
 from penstock.kinds import Tier
 from penstock.machine.arena import Arena
 from penstock.machine.streams import DONE, Event, all_of
+from penstock.tiers.bounce import Bounce
 
 #: The values of a home's kinds for some range of elements, in the order of its cells.
 Views = tuple[Tensor, ...]
@@ -131,11 +132,16 @@ class Section(ABC):
 
 
 class MemorySection(Section):
-    """Kinds that are tensors: on the device or the cpu tier."""
+    """Kinds that are tensors: on the device or the cpu tier.
 
-    def __init__(self, plan: SectionPlan, tensors: Sequence[Tensor]) -> None:
+    Arguments:
+        bounce: what copies between them and the device pass; `None` where the device makes them by itself.
+    """
+
+    def __init__(self, plan: SectionPlan, tensors: Sequence[Tensor], bounce: Bounce | None = None) -> None:
         super().__init__(plan)
         self.tensors = tuple(tensors)
+        self.bounce = bounce
 
     def views(self, start: int, stop: int) -> Views:
         """The values of elements `start` to `stop`, in place."""
@@ -241,7 +247,7 @@ class Home:
                 views = section.views(first - section.plan.start, last - section.plan.start)
                 cells = tuple(replace(c, numel=v.numel()) for c, v in zip(section.plan.cells, views, strict=True))
                 plan = replace(section.plan, cells=cells, start=first - start, numel=last - first)
-                sections.append(MemorySection(plan, views))
+                sections.append(MemorySection(plan, views, section.bounce))
         return Home(sections)
 
 

@@ -1,14 +1,25 @@
-"""The cpu tier: host memory in slabs of exact size, pinned where a device copies from it."""
+"""The cpu tier: host memory in slabs of exact size, pinned where a device copies from it.
 
+What cannot be pinned, because the budget has no room for it or the system refuses it, is pageable: copies between it
+and the device pass a few pinned buffers.
+"""
+
+import contextlib
+import warnings
 from collections.abc import Mapping, Sequence
 
 import torch
 
 from penstock.errors import MemoryBudgetError
-from penstock.kinds import Tier
+from penstock.kinds import GRAD, PARAM, SHADOW, STAGING, Tier
 from penstock.machine.arena import Arena, available_host_bytes
-from penstock.tiers.home import MemorySection, Section, SectionPlan
+from penstock.tiers.bounce import RINGS, SLOTS, Bounce, bounce_bytes
+from penstock.tiers.home import CellPlan, MemorySection, Section, SectionPlan
 from penstock.tiers.tier import Slab, TierMemory
+
+# What is pinned first where not everything can be: what a device copies in every step, the rings first of all. The
+# optimizer's state is worked on where it is.
+PINNED_FIRST = (STAGING, GRAD, PARAM, SHADOW)
 
 
 class HostTier(TierMemory):
@@ -17,43 +28,103 @@ class HostTier(TierMemory):
     Arguments:
         device: that copies from it.
         pinned_bytes: page-locked memory at most; `None` sets no limit.
+        tile_bytes: what pageable memory and the device exchange at a time.
+
+    Attributes:
+        pinned_bytes: page-locked memory now.
     """
 
     name = Tier.CPU
 
-    def __init__(self, device: torch.device, pinned_bytes: int | None = None) -> None:
+    def __init__(self, device: torch.device, pinned_bytes: int | None = None, *, tile_bytes: int = 4 << 20) -> None:
         self._device = device
         self._budget = pinned_bytes
+        self._tile_bytes = tile_bytes
+        self._bounce: tuple[Section, Slab, Bounce] | None = None
+        self._warned = False
         self.pinned_bytes = 0
 
     def reserve(self, wanted: Mapping[str, Sequence[SectionPlan]], *, pin: bool = True) -> dict[str, Slab]:
-        """Map (and pin) an arena for each home."""
+        """Map an arena for each home, and pin as many of them as the budget and the system allow."""
         sizes = {home: sum(c.lease_bytes for plan in plans for c in plan.cells) for home, plans in wanted.items()}
-        self._check(sum(sizes.values()), pin=pin)
+        self._check(sum(sizes.values()))
         slabs: dict[str, Slab] = {}
-        try:
-            for home, nbytes in sizes.items():
-                slabs[home] = _HostSlab(self, Arena(nbytes, self._device, pin=pin))
-        except BaseException:
-            for slab in slabs.values():
-                slab.close()
-            raise
+        with contextlib.ExitStack() as undo:
+            if pin and not self._fits(sum(sizes.values())):
+                self.bounce()  # before the rest takes the budget
+            for home in sorted(sizes, key=_rank):
+                arena = Arena(sizes[home], self._device, pin=pin and self._fits(sizes[home]))
+                slabs[home] = slab = _HostSlab(self, arena)
+                undo.callback(slab.close)
+                if slab.pageable:
+                    self.bounce()  # at once: a limit of the system that has no room for this slab may have some for it
+            undo.pop_all()
+        pageable = [home for home, slab in slabs.items() if isinstance(slab, _HostSlab) and slab.pageable]
+        if pin and pageable:
+            self._warn({home: sizes[home] for home in pageable})
         return slabs
 
-    def _check(self, nbytes: int, *, pin: bool) -> None:
-        """Refuse what the host or the budget does not have."""
+    def bounce(self) -> Bounce:
+        """What copies between pageable slabs and the device pass: made once, and kept to the end."""
+        if self._bounce is None:
+            nbytes = bounce_bytes(self._tile_bytes)
+            slab = _HostSlab(self, Arena(nbytes, self._device, pin=self._fits(nbytes)))
+            count = len(RINGS) * SLOTS
+            cells = [CellPlan(f"(bounce {n})", STAGING, Tier.CPU, torch.uint8, self._tile_bytes) for n in range(count)]
+            section = slab.make(SectionPlan(STAGING, Tier.CPU, tuple(cells), 0, self._tile_bytes, self._tile_bytes))
+            self._bounce = section, slab, Bounce(section.tensors)
+        return self._bounce[2]
+
+    @property
+    def own(self) -> Sequence[tuple[Section, Slab]]:
+        """The buffers that pageable values pass."""
+        return [] if self._bounce is None else [self._bounce[:2]]
+
+    def close(self) -> None:
+        """Give them back."""
+        if self._bounce is not None:
+            section, slab, _ = self._bounce
+            self._bounce = None
+            section.drop()
+            slab.close()
+
+    def _fits(self, nbytes: int) -> bool:
+        return self._budget is None or self.pinned_bytes + nbytes <= self._budget
+
+    def _check(self, nbytes: int) -> None:
+        """Refuse what the host does not have."""
         available = available_host_bytes()
         if available is not None and nbytes > available:
             raise MemoryBudgetError(
                 f"{nbytes:,} bytes of host memory are needed, and the host has {available:,} available, "
                 f"{nbytes - available:,} too few. Keep less on the cpu tier, or move it to nvme."
             )
-        excess = 0 if self._budget is None else self.pinned_bytes + nbytes - self._budget
-        if pin and self._device.type == "cuda" and excess > 0:
-            raise MemoryBudgetError(
-                f"{nbytes:,} bytes of pinned memory are needed beside {self.pinned_bytes:,}, {excess:,} more than "
-                f"Options(pinned_bytes={self._budget:,}). Raise it, or use pin_memory=False."
-            )
+
+    def _warn(self, pageable: Mapping[str, int]) -> None:
+        """Say once what is not pinned and why, and what to do."""
+        if self._warned:
+            return
+        self._warned = True
+        assert self._bounce is not None
+        _, ring, _ = self._bounce
+        homes = ", ".join(f"{home} {nbytes:,}" for home, nbytes in pageable.items())
+        over_budget = any(not self._fits(nbytes) for nbytes in pageable.values())
+        advice = (
+            f"Options(pinned_bytes={self._budget:,}) has no room for more: raise it."
+            if over_budget
+            else "The system refused to pin more: raise its limit of locked memory (ulimit -l; --ulimit memlock=-1 "
+            "for a container), or keep less on the cpu tier."
+        )
+        means = (
+            "pinned buffers, which is slower"
+            if ring.pinned
+            else "buffers that could not be pinned either: the host waits for each of them"
+        )
+        warnings.warn(
+            f"{sum(pageable.values()):,} bytes of the cpu tier are not pinned ({homes}). Copies between them and the "
+            f"device pass {bounce_bytes(self._tile_bytes):,} bytes of {means}. {advice}",
+            stacklevel=2,
+        )
 
 
 class _HostSlab(Slab):
@@ -61,11 +132,17 @@ class _HostSlab(Slab):
         self._tier = tier
         self._arena = arena
         self.pinned = arena.pinned
+        self.pageable = arena.pageable and arena.capacity > 0
         tier.pinned_bytes += arena.capacity if self.pinned else 0
 
-    def make(self, plan: SectionPlan) -> Section:
-        return MemorySection(plan, [self._arena.lease(cell.numel, cell.dtype) for cell in plan.cells])
+    def make(self, plan: SectionPlan) -> MemorySection:
+        bounce = self._tier.bounce() if self.pageable and plan.home != STAGING else None
+        return MemorySection(plan, [self._arena.lease(cell.numel, cell.dtype) for cell in plan.cells], bounce)
 
     def close(self) -> None:
         self._tier.pinned_bytes -= self._arena.capacity if self.pinned else 0
         self._arena.close()
+
+
+def _rank(home: str) -> int:
+    return PINNED_FIRST.index(home) if home in PINNED_FIRST else len(PINNED_FIRST)

@@ -28,6 +28,7 @@ from penstock.machine.streams import (
     all_of,
     copy,
 )
+from penstock.tiers.bounce import Bounce
 from penstock.tiers.home import Home, MemorySection, Section, Views
 from penstock.tiers.records import Records
 from penstock.tiers.ring import Ring, Slot, take_kept
@@ -128,10 +129,11 @@ class Pipeline:
         sources = section.views(start, stop)
         targets = _views_like(sources, slot.near[name])
         for source, target in zip(sources, targets, strict=True):
-            event = self._copy(there, target, source, (after, slot.free), moves.what)
+            event = self._copy(there, target, source, (after, slot.free), moves.what, section.bounce)
             moves.ready.append(event)
             if back:
-                moves.to_memory.append(partial(self._copy_after, return_, source, target, what=moves.what))
+                back_again = partial(self._copy_after, return_, source, target, moves.what, section.bounce)
+                moves.to_memory.append(back_again)
         return targets
 
     def _from_file(
@@ -176,10 +178,23 @@ class Pipeline:
             what=what,
         )
 
-    def _copy_after(self, stream: str, target: Tensor, source: Tensor, used: Event, *, what: str) -> Event:
-        return self._copy(stream, target, source, (used,), what)
+    def _copy_after(
+        self, stream: str, target: Tensor, source: Tensor, what: str, bounce: Bounce | None, used: Event
+    ) -> Event:
+        return self._copy(stream, target, source, (used,), what, bounce)
 
-    def _copy(self, stream: str, target: Tensor, source: Tensor, after: Sequence[Event], what: str) -> Event:
+    def _copy(
+        self,
+        stream: str,
+        target: Tensor,
+        source: Tensor,
+        after: Sequence[Event],
+        what: str,
+        bounce: Bounce | None = None,
+    ) -> Event:
+        if bounce is not None:
+            through = bounce.upload if stream == UPLOAD else bounce.download
+            return through(self._streams, target, source, after, reader=FETCH, what=what)
         nbytes, work = source.numel() * source.element_size(), partial(copy, target, source)
         return self._streams.submit(stream, work, after=after, writes=(target,), nbytes=nbytes, what=what)
 

@@ -125,8 +125,10 @@ class Store:
                     closing.callback(slab.close)
 
     def cells(self) -> Iterator[Cell]:
-        """Every cell, in the order of allocation."""
+        """Every cell, in the order of allocation, and what the tiers keep for themselves."""
         yield from self._cells(self._sections)
+        for tier in self._tiers.values():
+            yield from self._cells(dict(tier.own))
 
     def leaving(self) -> Iterator[Cell]:
         """Those that have left the table and still have memory."""

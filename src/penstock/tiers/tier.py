@@ -39,5 +39,10 @@ class TierMemory(ABC):
             NvmeError: there is not enough space, or no folder for it.
         """
 
+    @property
+    def own(self) -> Sequence[tuple[Section, Slab]]:
+        """Buffers that the tier keeps for itself, for the table to count."""
+        return ()
+
     def close(self) -> None:  # noqa: B027 - most tiers have nothing beside their slabs
         """Give back what is not a slab."""

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from penstock.kinds import Tier
 from penstock.machine.streams import DOWNLOAD, READ, UPLOAD, WRITE, Event, Streams, all_of, copy
+from penstock.tiers.bounce import Bounce
 from penstock.tiers.home import CellPlan, Home, MemorySection, Section, SectionPlan, shared_sections
 from penstock.tiers.records import Records
 from penstock.tiers.ring import Ring, take_kept
@@ -45,7 +46,7 @@ class Transit:
                 copied += self._to_file(here, there, start, stop, after, what)
             else:
                 targets, sources = _views(there, start, stop), _views(here, start, stop)
-                copied += self._copy_all(there.tier, targets, sources, (after,), what)
+                copied += self._copy_all(there.tier, targets, sources, (after,), what, _bounce(here, there))
         return all_of(copied)
 
     def _from_file(self, here: Records, there: Section, start: int, stop: int, after: Event, what: str) -> list[Event]:
@@ -102,12 +103,23 @@ class Transit:
         return taken
 
     def _copy_all(
-        self, tier: Tier, targets: Sequence[Tensor], sources: Sequence[Tensor], after: Sequence[Event], what: str
+        self,
+        tier: Tier,
+        targets: Sequence[Tensor],
+        sources: Sequence[Tensor],
+        after: Sequence[Event],
+        what: str,
+        bounce: Bounce | None = None,
     ) -> list[Event]:
         stream = UPLOAD if tier is Tier.DEVICE else DOWNLOAD
-        return [self._copy(stream, t, s, after, what) for t, s in zip(targets, sources, strict=True)]
+        return [self._copy(stream, t, s, after, what, bounce) for t, s in zip(targets, sources, strict=True)]
 
-    def _copy(self, stream: str, target: Tensor, source: Tensor, after: Sequence[Event], what: str) -> Event:
+    def _copy(
+        self, stream: str, target: Tensor, source: Tensor, after: Sequence[Event], what: str, bounce: Bounce | None
+    ) -> Event:
+        if bounce is not None:
+            through = bounce.upload if stream == UPLOAD else bounce.download
+            return through(self._streams, target, source, after, reader=READ, what=what)
         nbytes, work = source.numel() * source.element_size(), partial(copy, target, source)
         return self._streams.submit(stream, work, after=after, writes=(target,), nbytes=nbytes, what=what)
 
@@ -122,6 +134,13 @@ def buffer_home(values: Tensor) -> Home:
 def _views(section: Section, start: int, stop: int) -> Sequence[Tensor]:
     assert isinstance(section, MemorySection)
     return section.views(start - section.plan.start, stop - section.plan.start)
+
+
+def _bounce(here: Section, there: Section) -> Bounce | None:
+    """What copies between two sections in memory pass, where one of them is the device's and one is pageable."""
+    assert isinstance(here, MemorySection)
+    assert isinstance(there, MemorySection)
+    return None if here.tier is there.tier else here.bounce or there.bounce
 
 
 def _tiles(section: Section, start: int, stop: int) -> range:

@@ -19,7 +19,7 @@ from penstock.checkpoint.manifest import MARKER
 from penstock.checkpoint.save import Save
 from penstock.checkpoint.writing import TileWriter
 from penstock.machine import aio
-from penstock.machine.arena import page_aligned
+from penstock.machine.arena import Arena
 from tests.parity.resuming import SMALL, Other, Run, Values, different, go_on, iterate, resumed, saved, values
 from tests.parity.rows import Arithmetic, Movement, shares
 from tests.support import run_ranks, separate, simulated
@@ -248,11 +248,12 @@ def test_what_it_takes_is_a_ring_and_is_given_back(
     """Not by what the model holds: that is many times the ring."""
     taken: list[int] = []
 
-    def counted(nbytes: int) -> Tensor:
-        taken.append(nbytes)
-        return page_aligned(nbytes)
+    class Counted(Arena):
+        def __init__(self, capacity: int, device: torch.device) -> None:
+            taken.append(capacity)
+            super().__init__(capacity, device)
 
-    monkeypatch.setattr(writing, "page_aligned", counted)
+    monkeypatch.setattr(writing, "Arena", Counted)
     run = Run(BF16, how, separate)
     model, optimizer, scheduler = after_steps(run)
     optimizer.save(tmp_path / "a")
@@ -266,7 +267,7 @@ def test_what_it_takes_is_a_ring_and_is_given_back(
     (entry,) = (rank.data for rank in read_manifest(tmp_path / "b").ranks)
     tile_numel = 2 * KIB
     record = sum(-(-tile_numel * width // 4096) * 4096 for width in (2, 2, 8))
-    assert taken == [record] * writing.RING_TILES
+    assert taken == [record * writing.RING_TILES]
     assert entry.nbytes > 2 * sum(taken)
     optimizer.load(tmp_path / "a")
     assert threads_and_files() == before

@@ -6,7 +6,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.errors import MemoryBudgetError
+from penstock.machine import arena as machine_arena
 from penstock.machine.arena import PAGE_BYTES, Arena, return_free_memory
+from tests.support import pinning_on_cpu
 
 CPU = torch.device("cpu")
 DTYPES = (torch.float32, torch.bfloat16, torch.int16, torch.int8)
@@ -62,6 +64,54 @@ def test_a_lease_outlives_the_arena_that_gave_it() -> None:
     arena.close()
     arena.close()
     assert lease.eq(7).all()
+
+
+def test_a_cpu_needs_nothing_pinned() -> None:
+    arena = Arena(PAGE_BYTES, CPU)
+    assert (arena.pinned, arena.pageable) == (False, False)
+    arena.close()
+
+
+def test_what_a_device_copies_from_is_touched_whole_and_registered_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    pinned = pinning_on_cpu(monkeypatch)
+    arena = Arena(5 * PAGE_BYTES, CPU)
+    assert (arena.pinned, arena.pageable, list(pinned.values())) == (True, False, [5 * PAGE_BYTES])
+    assert list(pinned) == [arena.lease(1, torch.int8).data_ptr()]
+    arena.close()
+    arena.close()
+    assert pinned == {}
+    left = Arena(5 * PAGE_BYTES, CPU, pin=False)
+    assert (left.pinned, left.pageable, pinned) == (False, True, {})
+    left.close()
+
+
+def test_what_the_system_does_not_pin_is_pageable_and_not_unregistered(monkeypatch: pytest.MonkeyPatch) -> None:
+    pinning_on_cpu(monkeypatch, limit=4 * PAGE_BYTES)
+    arena = Arena(5 * PAGE_BYTES, CPU)
+    assert (arena.pinned, arena.pageable) == (False, True)
+    assert not arena.lease(5 * PAGE_BYTES, torch.int8).any()
+    arena.close()
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+def test_pages_are_faulted_in_to_the_last_one(monkeypatch: pytest.MonkeyPatch, threads: int) -> None:
+    monkeypatch.setattr(machine_arena, "TOUCH_BYTES", 2 * PAGE_BYTES)
+    for pages in (1, 2, 7):
+        slab = torch.full((pages * PAGE_BYTES,), 7, dtype=torch.uint8)
+        machine_arena.touch(slab, threads)
+        assert not slab.any()
+
+
+def test_a_slab_lies_on_the_node_of_its_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    pinning_on_cpu(monkeypatch)
+    asked: list[tuple[int, int, int]] = []
+    monkeypatch.setattr(machine_arena, "prefer_node", lambda *mapping: asked.append(mapping))
+    for node in (None, 1):
+        monkeypatch.setattr(machine_arena, "device_node", lambda device, node=node: node)
+        arena = Arena(2 * PAGE_BYTES, CPU)
+        address = arena.lease(1, torch.int8).data_ptr()
+        arena.close()
+    assert asked == [(address, 2 * PAGE_BYTES, 1)]
 
 
 def test_freed_memory_can_be_returned_to_the_system() -> None:

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from penstock.machine.threads import parse_cores, read_nodes, update_threads
+from penstock.machine.threads import update_threads
 
 
 def machine(folder: Path, *cpulists: str) -> Path:
@@ -17,18 +17,6 @@ def machine(folder: Path, *cpulists: str) -> Path:
 
 def ranks(rank: int, count: int) -> dict[str, str]:
     return {"LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(count)}
-
-
-@pytest.mark.parametrize(
-    ("text", "cores"), [("0-3", {0, 1, 2, 3}), ("0-1,8,10-11\n", {0, 1, 8, 10, 11}), ("5", {5}), ("\n", set())]
-)
-def test_lists_of_cores(text: str, cores: set[int]) -> None:
-    assert parse_cores(text) == cores
-
-
-def test_nodes_in_the_order_of_their_numbers_without_those_that_are_memory_alone(tmp_path: Path) -> None:
-    machine(tmp_path, *(str(n) for n in range(11)), "")
-    assert read_nodes(tmp_path) == [{n} for n in range(11)]
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,76 @@
+"""NUMA nodes: their cores, the one that a device is attached to, and memory from it."""
+
+import ctypes
+import platform
+from pathlib import Path
+
+import torch
+
+NODES = Path("/sys/devices/system/node")
+PCI_DEVICES = Path("/sys/bus/pci/devices")
+
+_MBIND = {"x86_64": 237, "aarch64": 235}  # the number of the system call: glibc has no function for it
+_PREFERRED = 1  # MPOL_PREFERRED: another node's memory where this one has none left
+_WORD_BITS = 8 * ctypes.sizeof(ctypes.c_ulong)
+
+
+def read_nodes(folder: Path = NODES) -> list[set[int]]:
+    """The cores of each node that has some, in the order of the nodes' numbers; empty where nothing is said."""
+    numbered = []
+    for node in _folders(folder):
+        try:
+            cores = parse_cores((node / "cpulist").read_text())
+            numbered.append((int(node.name.removeprefix("node")), cores))
+        except (OSError, ValueError):
+            continue
+    return [cores for _, cores in sorted(numbered) if cores]
+
+
+def parse_cores(text: str) -> set[int]:
+    """Read the kernel's list of cores: `0-3,8,10-11`."""
+    cores: set[int] = set()
+    for part in filter(None, text.strip().split(",")):
+        first, _, last = part.partition("-")
+        cores.update(range(int(first), int(last or first) + 1))
+    return cores
+
+
+def device_node(device: torch.device, nodes: Path = NODES, pci_devices: Path = PCI_DEVICES) -> int | None:
+    """The number of the node that a device is attached to; `None` where there is one node only, or nothing is said."""
+    if device.type == "cpu" or len(_folders(nodes)) < 2:
+        return None
+    properties = torch.get_device_module(device).get_device_properties(device)
+    try:
+        domain, bus, slot = properties.pci_domain_id, properties.pci_bus_id, properties.pci_device_id
+        node = int((pci_devices / f"{domain:04x}:{bus:02x}:{slot:02x}.0" / "numa_node").read_text())
+    except (AttributeError, OSError, ValueError):
+        return None
+    return node if node >= 0 else None
+
+
+def prefer_node(address: int, nbytes: int, node: int) -> bool:
+    """Have the pages of a mapping come from a node, as long as that has some. Pages that were touched stay.
+
+    Arguments:
+        address: where the mapping begins, on a page.
+        nbytes: of the mapping.
+        node: its number.
+
+    Returns:
+        Whether the kernel allows it: many containers do not.
+    """
+    number = _MBIND.get(platform.machine())
+    if number is None:
+        return False
+    words = node // _WORD_BITS + 1
+    mask = (ctypes.c_ulong * words)()
+    mask[-1] = 1 << node % _WORD_BITS
+    call = ctypes.CDLL(None).syscall
+    call.restype = ctypes.c_long
+    bits = ctypes.c_ulong(words * _WORD_BITS + 1)  # the kernel reads one less
+    arguments = (ctypes.c_void_p(address), ctypes.c_ulong(nbytes), ctypes.c_int(_PREFERRED), mask, bits)
+    return int(call(ctypes.c_long(number), *arguments, ctypes.c_uint(0))) == 0
+
+
+def _folders(nodes: Path) -> list[Path]:
+    return list(nodes.glob("node[0-9]*"))

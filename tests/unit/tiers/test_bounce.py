@@ -1,0 +1,99 @@
+"""Copies between pageable memory and a device: tile by tile, through a few buffers, never by the caller."""
+
+import random
+import threading
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from penstock.machine.streams import DONE, FETCH, READ, UPDATE, UPLOAD, Event, HostEvent, Streams
+from penstock.tiers import bounce as module
+from penstock.tiers.bounce import RINGS, SLOTS, Bounce
+from tests.support import BreakingStreams, BrokenError, separate, simulated
+
+TILE = 64  # bytes
+
+
+def make() -> Bounce:
+    return Bounce([torch.full((TILE,), 0xFF, dtype=torch.uint8) for _ in range(len(RINGS) * SLOTS)])
+
+
+def numbers(numel: int, dtype: torch.dtype) -> Tensor:
+    return torch.arange(1, numel + 1, dtype=torch.float32).to(dtype)
+
+
+@pytest.mark.parametrize("streams", [separate, simulated])
+@pytest.mark.parametrize("reader", RINGS)
+@pytest.mark.parametrize("numel", [1, TILE // 4, TILE // 4 + 1, 1000])
+@pytest.mark.parametrize(("of", "to"), [(torch.float32, torch.float32), (torch.bfloat16, torch.float32)])
+def test_all_values_arrive(
+    streams: Any, reader: str, numel: int, of: torch.dtype, to: torch.dtype, request: pytest.FixtureRequest
+) -> None:
+    """Several times as many as the buffers hold, and cast where the dtype is another."""
+    back_end: Streams = streams()
+    bounce = make()
+    for through in (bounce.upload, bounce.download):
+        source, target = numbers(numel, of), torch.zeros(numel, dtype=to)
+        through(back_end, target, source, (DONE,), reader=reader, what="").synchronize()
+        assert torch.equal(target, source.to(to))
+    back_end.close()
+
+
+def test_both_ways_at_once_and_by_both_readers_nothing_gets_mixed_up() -> None:
+    bounce, streams, delays = make(), simulated(), random.Random(3)
+    streams._delay = lambda stream, nbytes: delays.uniform(0, 0.001)
+    copies: list[tuple[Tensor, Tensor, Event]] = []
+    for number in range(12):
+        source, target = numbers(100, torch.float32) * (number + 1), torch.zeros(100)
+        through = bounce.upload if number % 2 else bounce.download
+        copies.append(
+            (source, target, through(streams, target, source, (DONE,), reader=RINGS[number % 3 % 2], what=""))
+        )
+    for source, target, event in copies:
+        event.synchronize()
+        assert torch.equal(source, target)
+    streams.close()
+
+
+def test_updates_do_not_hold_gathers_up() -> None:
+    """All updates are submitted at once, and wait; a gather that needs none of them goes through."""
+    bounce, streams, over = make(), simulated(most_seconds=0), HostEvent()
+    update = bounce.upload(streams, torch.zeros(1000), torch.ones(1000), (over,), reader=FETCH, what="")
+    target = torch.zeros(1000)
+    # The device's stream has an order of its own, so what is uploaded later waits; what goes down does not.
+    bounce.download(streams, target, torch.ones(1000), (DONE,), reader=READ, what="").synchronize()
+    assert target.all()
+    assert not update.done()
+    streams.submit(UPDATE, lambda: None).synchronize()
+    over.run(lambda: None)
+    update.synchronize()
+    streams.close()
+
+
+def test_no_copy_of_pageable_memory_runs_on_the_callers_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    threads = set()
+
+    def copy(target: Tensor, source: Tensor) -> None:
+        threads.add(threading.current_thread().name)
+        target.copy_(source)
+
+    monkeypatch.setattr(module, "copy", copy)
+    bounce, streams = make(), simulated(most_seconds=0)
+    for through in (bounce.upload, bounce.download):
+        through(streams, torch.zeros(100), torch.ones(100), (DONE,), reader=READ, what="").synchronize()
+    assert threads == {f"penstock-{stream}" for stream in ("read", "upload", "download", "write")}
+    streams.close()
+
+
+def test_a_copy_that_fails_is_raised_wherever_in_the_values_it_was() -> None:
+    streams = BreakingStreams()
+    bounce = make()
+    target = torch.zeros(1000)
+    streams.broken = UPLOAD
+    failed = bounce.upload(streams, target, torch.ones(1000), (DONE,), reader=READ, what="")
+    streams.broken = None
+    with pytest.raises(BrokenError):
+        failed.synchronize()
+    streams.close()

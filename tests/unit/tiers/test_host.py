@@ -1,0 +1,120 @@
+"""The cpu tier: what of it is pinned, within a budget and within what the system allows."""
+
+import warnings
+
+import pytest
+import torch
+
+from penstock.kinds import Tier
+from penstock.tiers.bounce import bounce_bytes
+from penstock.tiers.home import CellPlan, MemorySection, SectionPlan
+from penstock.tiers.host import HostTier
+from penstock.tiers.store import Store
+from tests.support import pinning_on_cpu
+
+CPU = torch.device("cpu")
+PAGE = 4096
+RING = bounce_bytes(PAGE)
+
+
+def plan(home: str, pages: int) -> SectionPlan:
+    cell = CellPlan("a", home, Tier.CPU, torch.uint8, pages * PAGE)
+    return SectionPlan(home, Tier.CPU, (cell,), 0, pages * PAGE, PAGE)
+
+
+#: In the order in which an engine plans them.
+PLANS = [plan("param", 100), plan("grad", 100), plan("optimizer", 400), plan("shadow", 100), plan("staging", 10)]
+
+
+def take(tier: HostTier, *plans: SectionPlan, pin: bool = True) -> dict[str, MemorySection]:
+    reserved = Store([tier]).reserve(plans, pin=pin)
+    made = {plan.home: reserved.make(plan) for plan in plans}
+    assert all(isinstance(section, MemorySection) for section in made.values())
+    return made  # type: ignore[return-value]
+
+
+def pinned_homes(tier: HostTier) -> list[str]:
+    slabs = tier.reserve({plan.home: [plan] for plan in PLANS})
+    homes = [home for home in ("param", "grad", "optimizer", "shadow", "staging") if slabs[home].pinned]
+    for slab in slabs.values():
+        slab.close()
+    return homes
+
+
+def test_everything_is_pinned_where_nothing_forbids_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    pinned = pinning_on_cpu(monkeypatch)
+    tier = HostTier(CPU, 710 * PAGE, tile_bytes=PAGE)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        made = take(tier, *PLANS)
+    assert sorted(pinned.values()) == [pages * PAGE for pages in (10, 100, 100, 100, 400)], "in exact size"
+    assert tier.pinned_bytes == 710 * PAGE
+    assert [section.bounce for section in made.values()] == [None] * 5
+    assert tier.own == []
+
+
+def test_a_budget_goes_first_to_what_a_device_copies_in_every_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    pinned = pinning_on_cpu(monkeypatch)
+    tier = HostTier(CPU, 309 * PAGE + RING, tile_bytes=PAGE)
+    with pytest.warns(
+        UserWarning, match=r"2,048,000 bytes of the cpu tier are not pinned \(shadow 409,600, optimizer"
+    ) as said:
+        made = take(tier, *PLANS)
+    assert f"pass {RING:,} bytes of pinned buffers" in str(said[0].message)
+    assert str(said[0].message).endswith(f"Options(pinned_bytes={309 * PAGE + RING:,}) has no room for more: raise it.")
+    assert sum(pinned.values()) == tier.pinned_bytes == 210 * PAGE + RING
+    assert [home for home, section in made.items() if section.bounce is None] == ["param", "grad", "staging"]
+    assert made["shadow"].bounce is made["optimizer"].bounce, "one ring for all"
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert pinned_homes(tier) == ["staging"], "said once"
+
+
+def test_what_the_system_refuses_is_pageable(monkeypatch: pytest.MonkeyPatch) -> None:
+    pinning_on_cpu(monkeypatch, limit=250 * PAGE + RING)
+    tier = HostTier(CPU, tile_bytes=PAGE)
+    with pytest.warns(
+        UserWarning, match=r"optimizer 1,638,400.*The system refused to pin more: raise.*ulimit -l"
+    ) as said:
+        assert pinned_homes(tier) == ["param", "grad", "staging"]
+    assert len(said) == 1
+    ((section, slab),) = tier.own
+    assert slab.pinned
+    assert sum(tensor.numel() for tensor in section.tensors) == RING
+    tier.close()
+    assert (tier.own, tier.pinned_bytes) == ([], 0)
+
+
+def test_where_nothing_can_be_pinned_the_host_waits_and_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    pinned = pinning_on_cpu(monkeypatch, limit=0)
+    tier = HostTier(CPU, tile_bytes=PAGE)
+    with pytest.warns(UserWarning, match="could not be pinned either: the host waits for each of them"):
+        made = take(tier, *PLANS)
+    assert pinned == {}
+    assert made["staging"].bounce is None
+    assert made["param"].bounce is not None
+
+
+def test_what_was_asked_for_without_pinning_passes_pinned_buffers_and_nobody_is_warned(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    pinned = pinning_on_cpu(monkeypatch)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        made = take(HostTier(CPU, tile_bytes=PAGE), *PLANS, pin=False)
+    assert list(pinned.values()) == [RING]
+    assert made["param"].bounce is not None
+
+
+def test_the_table_counts_the_buffers_and_gives_them_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    pinned = pinning_on_cpu(monkeypatch)
+    store = Store([HostTier(CPU, tile_bytes=PAGE)])
+    made = store.reserve([PLANS[0]], pin=False).make(PLANS[0])
+    rows = [(cell.plan.kind, cell.plan.nbytes, cell.pinned) for cell in store.cells()]
+    assert rows == [("param", 100 * PAGE, False)] + [("staging", PAGE, True)] * (RING // PAGE)
+    store.leave(made)
+    store.free(made)
+    assert len(list(store.cells())) == RING // PAGE, "kept for the next"
+    store.close()
+    assert pinned == {}
+    assert list(store.cells()) == []
