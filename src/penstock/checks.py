@@ -224,9 +224,9 @@ def check_host_memory(nbytes: int, rings: int, device: torch.device, options: Op
     least, budget = rings + bounce_bytes(options.tile_bytes), options.pinned_bytes
     if device.type != "cpu" and budget is not None and budget < min(nbytes, least):
         raise MemoryBudgetError(
-            f"The buffers through which host memory and the device exchange tiles take {least:,} bytes of pinned memory,"
-            f" {least - budget:,} more than Options(pinned_bytes={budget:,}). Raise it, choose a smaller tile_bytes, or "
-            "keep nothing on the cpu tier."
+            f"The buffers through which host memory and the device exchange tiles take {least:,} bytes of pinned "
+            f"memory, {least - budget:,} more than Options(pinned_bytes={budget:,}). Raise it, choose a smaller "
+            "tile_bytes, or keep nothing on the cpu tier."
         )
     available = available_host_bytes()
     if available is not None and nbytes > available:

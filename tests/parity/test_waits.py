@@ -407,6 +407,7 @@ ROWS: dict[str, RowRun] = {
     "saving what is in files": saved(IN_FILES, beside=False),
     "saving beside a step": saved(EVERYTHING_ON_CPU, beside=True),
     "everything on cpu, pageable": pageable(training(EVERYTHING_ON_CPU)),
+    "two micro-batches on a cut, pageable": pageable(two_micro_batches_on_a_cut),
     "optimizer on device, the rest pageable": pageable(training(OPTIMIZER_ON_DEVICE)),
 }
 

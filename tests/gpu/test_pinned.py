@@ -1,0 +1,180 @@
+"""Host memory on a real machine: registered, near the device, and what happens where that is refused."""
+
+import resource
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+import penstock
+from penstock.checkpoint.writing import RingMemory, TileWriter
+from penstock.engine import saving
+from penstock.machine import arena
+from penstock.machine.arena import Arena
+from penstock.machine.numa import device_node
+from penstock.tiers.bounce import bounce_bytes
+from tests.gpu.models import HYPER, batches, build, loss_of
+from tests.support import pinning_on_cpu, prepare_on
+
+EVERYTHING_ON_CPU = penstock.Placement(params="cpu", grads="cpu", optimizer="cpu")
+TILE_BYTES = 16 << 10
+RINGS = bounce_bytes(TILE_BYTES) + 4 * TILE_BYTES  # less than any home has
+
+
+def train(streams, device, placement: penstock.Placement = EVERYTHING_ON_CPU, **options: int) -> list[Tensor]:
+    model = build()
+    stock = torch.optim.AdamW(model.parameters(), **HYPER)
+    options = {"tile_bytes": TILE_BYTES, **options}
+    optimizer = prepare_on(streams, model, stock, placement=placement, options=penstock.Options(**options))
+    for x in batches(3, device):
+        optimizer.backward(loss_of(model, x))
+        optimizer.step()
+        optimizer.zero_grad()
+    parameters = [optimizer.full_param(p) for p in model.parameters()]
+    optimizer.close()
+    return parameters
+
+
+def needs_cuda(device: torch.device) -> None:
+    if device.type != "cuda":
+        pytest.skip("nothing is registered for this device")
+
+
+def test_the_device_knows_a_slab_as_pinned_and_forgets_it(device):
+    needs_cuda(device)
+    slab = Arena((200 << 20) + 4096, device)
+    lease = slab.lease((200 << 20) + 4096, torch.uint8)
+    assert slab.pinned
+    assert lease.is_pinned()
+    assert lease[-1:].is_pinned()
+    slab.close()
+    assert not lease.is_pinned()
+
+
+def test_a_slab_lies_on_the_node_of_the_device(device):
+    needs_cuda(device)
+    node = device_node(device)
+    if node is None:
+        pytest.skip("one node, or the system does not say which is the device's")
+    slab = Arena(64 << 20, device)
+    address = slab.lease(64 << 20, torch.uint8).data_ptr()
+    lines = Path("/proc/self/numa_maps").read_text().splitlines()
+    (words,) = (line.split() for line in lines if line.startswith(f"{address:x} "))
+    if not words[1].startswith("prefer"):
+        pytest.skip("this container does not let its processes choose")
+    pages = {word.split("=")[0]: int(word.split("=")[1]) for word in words if word[0] == "N" and word[1].isdigit()}
+    assert max(pages, key=lambda name: pages[name]) == f"N{node}", pages
+    slab.close()
+
+
+def test_a_refusal_of_the_device_is_not_found_by_compute_later(device):
+    """What is registered already is refused: a refusal that every machine can make."""
+    needs_cuda(device)
+    slab = Arena(1 << 20, device)
+    lease = slab.lease(1 << 20, torch.uint8)
+    assert not arena.register(lease, device)
+    assert torch.arange(4, device=device).add(1).sum().item() == 10
+    torch.cuda.synchronize(device)
+    slab.close()
+
+
+@pytest.mark.parametrize("rings", [True, False], ids=["rings pinned", "nothing pinned"])
+def test_what_is_not_pinned_trains_the_same(make_streams, device, monkeypatch, rings):
+    expected = train(make_streams(), device)
+    limit = RINGS if rings else 0
+    if device.type == "cuda":
+        register = arena.register
+        monkeypatch.setattr(arena, "register", lambda slab, device: slab.numel() <= limit and register(slab, device))
+    else:
+        pinning_on_cpu(monkeypatch, limit)
+    for placement in (EVERYTHING_ON_CPU, penstock.Placement(params="cpu", grads="cpu")):
+        with pytest.warns(UserWarning, match=r"are not pinned \(.*grad.*param"):
+            found = train(make_streams(), device, placement)
+        for mine, theirs in zip(found, expected, strict=True):
+            if placement is EVERYTHING_ON_CPU or device.type == "cpu":
+                assert torch.equal(mine, theirs)
+            else:  # the device's update rounds otherwise than the host's
+                torch.testing.assert_close(mine, theirs, rtol=2e-2, atol=2e-3)
+
+
+def test_a_budget_is_kept_and_said(make_streams, device, monkeypatch):
+    if device.type == "cpu":
+        pinning_on_cpu(monkeypatch)
+    expected = train(make_streams(), device)
+    with pytest.warns(UserWarning, match=r"of the cpu tier are not pinned .*raise it\.$"):
+        found = train(make_streams(), device, pinned_bytes=RINGS)
+    for mine, theirs in zip(found, expected, strict=True):
+        assert torch.equal(mine, theirs)
+
+
+UNDER_A_LIMIT = """
+import warnings
+import torch
+from tests.gpu.test_pinned import train
+from penstock.machine.accelerator import streams_for
+from penstock.machine.collectives import default_device
+warnings.filterwarnings("ignore", message=".*of the cpu tier are not pinned")
+device = default_device()
+print(sum(float(p.double().sum()) for p in train(streams_for(device), device)))
+"""
+
+
+def test_a_low_limit_of_locked_memory_does_not_end_a_run():
+    """Whether the driver counts what it registers depends on its version and on the container."""
+
+    def limit() -> None:
+        resource.setrlimit(resource.RLIMIT_MEMLOCK, (64 << 10, 64 << 10))
+
+    sums = [
+        subprocess.run(
+            [sys.executable, "-c", UNDER_A_LIMIT],
+            cwd=Path(__file__).parents[2],
+            capture_output=True,
+            text=True,
+            preexec_fn=before,
+            timeout=120,
+            check=False,
+        )
+        for before in (None, limit)
+    ]
+    assert [run.returncode for run in sums] == [0, 0], sums[1].stderr[-2000:]
+    assert sums[0].stdout == sums[1].stdout
+
+
+def test_a_save_of_device_state_passes_pinned_memory(make_streams, device, monkeypatch, tmp_path):
+    if device.type == "cpu":
+        pinning_on_cpu(monkeypatch)
+    taken: list[RingMemory] = []
+    pinned: list[bool] = []
+    fill = TileWriter._fill
+
+    class Noted(RingMemory):
+        def __init__(self, *arguments):
+            super().__init__(*arguments)
+            taken.append(self)
+
+    def watched(writer, buffer, *arguments):
+        pinned.append(taken[-1]._arena.pinned and (device.type == "cpu" or buffer.is_pinned()))
+        fill(writer, buffer, *arguments)
+
+    monkeypatch.setattr(saving, "RingMemory", Noted)
+    monkeypatch.setattr(TileWriter, "_fill", watched)
+    model = build()
+    optimizer = prepare_on(make_streams(), model, torch.optim.AdamW(model.parameters(), **HYPER))
+    for x in batches(2, device):
+        optimizer.backward(loss_of(model, x))
+        optimizer.step()
+        optimizer.zero_grad()
+    expected = [optimizer.full_param(p) for p in model.parameters()]
+    optimizer.save(tmp_path / "a", blocking=False)
+    optimizer.synchronize()
+    assert pinned
+    assert all(pinned)
+    assert [ring._arena.pinned for ring in taken] == [False], "given back"
+    optimizer.load(tmp_path / "a")
+    for mine, theirs in zip((optimizer.full_param(p) for p in model.parameters()), expected, strict=True):
+        assert torch.equal(mine, theirs)
+    optimizer.close()
