@@ -46,15 +46,12 @@ class Arena:
         if capacity == 0:
             return
         try:
-            memory = mmap.mmap(-1, capacity)
+            memory = _map(capacity, private=can_pin(device))
         except (OSError, ValueError, OverflowError) as error:
             raise MemoryBudgetError(
                 f"The host refused {capacity:,} bytes for the cpu tier ({error}). "
                 "Use more ranks, a higher stage, or keep less on the cpu tier."
             ) from error
-        if hasattr(mmap, "MADV_HUGEPAGE"):
-            with contextlib.suppress(OSError):  # a kernel without transparent huge pages: slower, not wrong
-                memory.madvise(mmap.MADV_HUGEPAGE)
         self._slab = torch.frombuffer(memory, dtype=torch.uint8)
         if pin and can_pin(device):
             node = device_node(device)
@@ -116,6 +113,22 @@ def return_free_memory() -> None:
 def can_pin(device: torch.device) -> bool:
     """Whether memory can be page-locked for a device."""
     return device.type == "cuda"
+
+
+def _map(capacity: int, *, private: bool) -> mmap.mmap:
+    """Anonymous memory, in huge pages where the kernel has some.
+
+    Arguments:
+        capacity: bytes.
+        private: of this process alone, and not there in its children: few kernels have huge pages for memory that is
+            shared. Else children read it, and a write copies no page while they live.
+    """
+    memory = mmap.mmap(-1, capacity, flags=mmap.MAP_ANONYMOUS | (mmap.MAP_PRIVATE if private else mmap.MAP_SHARED))
+    # A fork would have the next write of each page take a copy, and the device go on with the page that was registered.
+    for advice in ("MADV_HUGEPAGE", *(("MADV_DONTFORK",) if private else ())):
+        with contextlib.suppress(OSError, AttributeError):  # of another kernel: slower, not wrong
+            memory.madvise(getattr(mmap, advice))
+    return memory
 
 
 def touch(slab: Tensor, threads: int) -> None:

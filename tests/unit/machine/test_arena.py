@@ -1,5 +1,7 @@
 """Host memory in exact sizes."""
 
+from pathlib import Path
+
 import pytest
 import torch
 from hypothesis import given
@@ -112,6 +114,28 @@ def test_a_slab_lies_on_the_node_of_its_device(monkeypatch: pytest.MonkeyPatch) 
         address = arena.lease(1, torch.int8).data_ptr()
         arena.close()
     assert asked == [(address, 2 * PAGE_BYTES, 1)]
+
+
+def flags_of(address: int) -> tuple[str, set[str]]:
+    """Access and flags of the mapping that begins at an address."""
+    smaps = Path("/proc/self/smaps").read_text().split(f"\n{address:x}-", 1)[1].splitlines()
+    flags = next(line for line in smaps if line.startswith("VmFlags:"))
+    return smaps[0].split()[1], set(flags.split()[1:])
+
+
+def test_what_a_device_copies_from_may_lie_in_huge_pages_and_no_child_has_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Python maps shared memory unless it is told not to, for which most kernels have no huge pages."""
+    shared = Arena(4 << 20, CPU)
+    access, flags = flags_of(shared.lease(1, torch.int8).data_ptr())
+    assert access == "rw-s"
+    assert "dc" not in flags
+    pinning_on_cpu(monkeypatch)
+    private = Arena(4 << 20, CPU)
+    access, flags = flags_of(private.lease(1, torch.int8).data_ptr())
+    assert access == "rw-p"
+    assert {"dc", "hg"} <= flags
+    shared._slab = None
+    private.close()
 
 
 def test_freed_memory_can_be_returned_to_the_system() -> None:
