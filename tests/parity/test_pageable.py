@@ -35,6 +35,7 @@ def movements() -> Iterator[Movement]:
     everything = Movement(3, "cpu", "cpu", "cpu", "forward").but(tile_bytes=4 * KIB)
     yield everything.but(prefetch_bytes=0)
     yield everything.but(live_bytes=40 * KIB)
+    yield Movement(3, "cpu", "cpu", "cpu").but(tile_bytes=4 * KIB, streamed_updates=0.5)
     parts = shares(device=0.35, cpu=0.65)
     yield Movement(3, parts, shares(device=0.6, cpu=0.4), parts).but(tile_bytes=4 * KIB)
     yield Movement(3, shares(cpu=0.5, nvme=0.5), "cpu", shares(device=0.3, cpu=0.4, nvme=0.3)).but(tile_bytes=16 * KIB)

@@ -8,10 +8,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from penstock.machine.accelerator import AcceleratorStreams
 from penstock.machine.streams import DONE, FETCH, READ, UPDATE, UPLOAD, Event, HostEvent, Streams
 from penstock.tiers import bounce as module
 from penstock.tiers.bounce import RINGS, SLOTS, Bounce
 from tests.support import BreakingStreams, BrokenError, separate, simulated
+from tests.unit.machine.test_streams import FakeAccelerator
 
 TILE = 64  # bytes
 
@@ -28,9 +30,7 @@ def numbers(numel: int, dtype: torch.dtype) -> Tensor:
 @pytest.mark.parametrize("reader", RINGS)
 @pytest.mark.parametrize("numel", [1, TILE // 4, TILE // 4 + 1, 1000])
 @pytest.mark.parametrize(("of", "to"), [(torch.float32, torch.float32), (torch.bfloat16, torch.float32)])
-def test_all_values_arrive(
-    streams: Any, reader: str, numel: int, of: torch.dtype, to: torch.dtype, request: pytest.FixtureRequest
-) -> None:
+def test_all_values_arrive(streams: Any, reader: str, numel: int, of: torch.dtype, to: torch.dtype) -> None:
     """Several times as many as the buffers hold, and cast where the dtype is another."""
     back_end: Streams = streams()
     bounce = make()
@@ -72,18 +72,28 @@ def test_updates_do_not_hold_gathers_up() -> None:
     streams.close()
 
 
-def test_no_copy_of_pageable_memory_runs_on_the_callers_thread(monkeypatch: pytest.MonkeyPatch) -> None:
-    threads = set()
+@pytest.mark.parametrize("of_device", [False, True])
+def test_no_copy_of_pageable_memory_runs_on_the_callers_thread(
+    monkeypatch: pytest.MonkeyPatch, of_device: bool
+) -> None:
+    """Compute would stand still for it."""
+    pageable, threads = torch.ones(100), set()
 
     def copy(target: Tensor, source: Tensor) -> None:
-        threads.add(threading.current_thread().name)
+        if pageable.untyped_storage().data_ptr() in (t.untyped_storage().data_ptr() for t in (target, source)):
+            threads.add(threading.current_thread().name)
         target.copy_(source)
 
     monkeypatch.setattr(module, "copy", copy)
-    bounce, streams = make(), simulated(most_seconds=0)
-    for through in (bounce.upload, bounce.download):
-        through(streams, torch.zeros(100), torch.ones(100), (DONE,), reader=READ, what="").synchronize()
-    assert threads == {f"penstock-{stream}" for stream in ("read", "upload", "download", "write")}
+    fake = FakeAccelerator()
+    if of_device:
+        monkeypatch.setattr(torch, "get_device_module", lambda device: fake)
+    streams: Streams = AcceleratorStreams(torch.device("cpu")) if of_device else simulated(most_seconds=0)
+    bounce, near = make(), torch.zeros(100)
+    bounce.upload(streams, near, pageable, (DONE,), reader=READ, what="").synchronize()
+    bounce.download(streams, pageable, near, (DONE,), reader=READ, what="").synchronize()
+    assert threads == {"penstock-read", "penstock-write"}
+    assert near.all()
     streams.close()
 
 
