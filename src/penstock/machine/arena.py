@@ -29,6 +29,7 @@ class Arena:
 
     Arguments:
         pin: page-lock it for `device`, unless that is a cpu. A slab that cannot be stays pageable.
+        private: nobody looks into it in the child of a fork; always so where it can be pinned.
 
     Attributes:
         pinned: it is page-locked.
@@ -37,7 +38,7 @@ class Arena:
         MemoryBudgetError: the slab cannot be mapped.
     """
 
-    def __init__(self, capacity: int, device: torch.device, *, pin: bool = True) -> None:
+    def __init__(self, capacity: int, device: torch.device, *, pin: bool = True, private: bool = False) -> None:
         self.capacity = capacity
         self.used = 0
         self.pinned = False
@@ -46,7 +47,7 @@ class Arena:
         if capacity == 0:
             return
         try:
-            memory = _map(capacity, private=can_pin(device))
+            memory = _map(capacity, private=private or can_pin(device))
         except (OSError, ValueError, OverflowError) as error:
             raise MemoryBudgetError(
                 f"The host refused {capacity:,} bytes for the cpu tier ({error}). "
@@ -89,8 +90,8 @@ class Arena:
 
 
 def page_aligned(nbytes: int) -> Tensor:
-    """A buffer of `nbytes` zero bytes that begins on a page, outside any slab."""
-    return torch.frombuffer(mmap.mmap(-1, max(nbytes, 1)), dtype=torch.uint8)[:nbytes]
+    """A buffer of `nbytes` zero bytes that begins on a page, outside any slab. It is not there in children."""
+    return torch.frombuffer(_map(max(nbytes, 1), private=True), dtype=torch.uint8)[:nbytes]
 
 
 def available_host_bytes() -> int | None:

@@ -53,7 +53,8 @@ class HostTier(TierMemory):
             if pin and not self._fits(sum(sizes.values())):
                 self.bounce()  # before the rest takes the budget
             for home in sorted(sizes, key=_rank):
-                arena = Arena(sizes[home], self._device, pin=pin and self._fits(sizes[home]))
+                pinned = pin and self._fits(sizes[home])
+                arena = Arena(sizes[home], self._device, pin=pinned, private=home == STAGING)
                 slabs[home] = slab = _HostSlab(self, arena)
                 undo.callback(slab.close)
                 if slab.pageable:
