@@ -14,8 +14,8 @@ setup: $(STAMP)
 # compiles only what changed.
 $(STAMP): pyproject.toml constraints.txt $(NATIVE)
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install -q --no-compile -c constraints.txt scikit-build-core nanobind cmake ninja
-	$(BIN)/python -m pip install -q --no-compile -c constraints.txt --no-build-isolation -e '.[train,tensorboard,dev]'
+	$(BIN)/python -m pip install -q -c constraints.txt scikit-build-core nanobind cmake ninja
+	$(BIN)/python -m pip install -q -c constraints.txt --no-build-isolation -e '.[train,tensorboard,dev]'
 	touch $@
 
 train: setup

@@ -52,13 +52,16 @@ class Case:
 
 
 TWIN_FLOW = (0.0, 0.25, 0.5, 0.75, 1.0)
+STREAMED = (0.2, 0.4, 0.6, 0.8, 1.0)
 CASES = {
     "step": Case(
         (
             "plain",
             "penstock-device",
             "penstock-optimizer-cpu",
+            "penstock-optimizer-cpu-streamed",
             "penstock-all-cpu",
+            "penstock-all-cpu-streamed",
             "penstock-twin-flow-0.5",
             "penstock-optimizer-nvme",
             "penstock-auto",
@@ -70,6 +73,13 @@ CASES = {
         )
     ),
     "twin-flow": Case(tuple(f"penstock-twin-flow-{ratio:g}" for ratio in TWIN_FLOW)),
+    "streamed": Case(
+        (
+            "penstock-optimizer-cpu",
+            *(f"penstock-optimizer-cpu-streamed-{share:g}" for share in STREAMED),
+            "penstock-optimizer-cpu-streamed",
+        )
+    ),
     "nvme": Case(("penstock-optimizer-nvme", "penstock-optimizer-nvme-int8", "deepspeed-zero-infinity")),
     "curves": Case(
         ("plain", "penstock-device", "penstock-optimizer-cpu", "penstock-all-cpu", "penstock-twin-flow-0.5"),
@@ -100,12 +110,17 @@ def contenders(*, batch: int, folder: str, max_grad_norm: float | None) -> dict[
         options = {"batch": batch, "stage": stage, "optimizer": optimizer, "params": params, "folder": folder}
         return Contender("deepspeed", options | clip, "deepspeed")
 
+    on_cpu = dict(params="device", grads="cpu", optimizer="cpu")
+    all_on_cpu = dict(params="cpu", grads="cpu", optimizer="cpu")
+    streamed = {"streamed_updates": "auto"}
     nvme = dict(params="device", grads="cpu", optimizer="nvme", nvme_path=folder)
     found = {
         "plain": Contender("plain", clip),
         "penstock-device": penstock(params="device", grads="device", optimizer="device"),
-        "penstock-optimizer-cpu": penstock(params="device", grads="cpu", optimizer="cpu"),
-        "penstock-all-cpu": penstock(params="cpu", grads="cpu", optimizer="cpu"),
+        "penstock-optimizer-cpu": penstock(**on_cpu),
+        "penstock-optimizer-cpu-streamed": penstock(options=streamed, **on_cpu),
+        "penstock-all-cpu": penstock(**all_on_cpu),
+        "penstock-all-cpu-streamed": penstock(options=streamed, **all_on_cpu),
         "penstock-optimizer-nvme": penstock(**nvme),
         "penstock-optimizer-nvme-int8": penstock(options={"state_dtype": "int8"}, **nvme),
         "penstock-auto": penstock(needs="penstock.planner"),
@@ -118,4 +133,6 @@ def contenders(*, batch: int, folder: str, max_grad_norm: float | None) -> dict[
     for ratio in TWIN_FLOW:  # a gradient is where its optimizer state is, so that its update moves nothing
         split = {"cpu": ratio, "device": 1 - ratio}
         found[f"penstock-twin-flow-{ratio:g}"] = penstock(params="device", grads=split, optimizer=split)
+    for share in STREAMED:
+        found[f"penstock-optimizer-cpu-streamed-{share:g}"] = penstock(options={"streamed_updates": share}, **on_cpu)
     return found

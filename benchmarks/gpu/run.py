@@ -2,7 +2,7 @@
 
     python benchmarks/gpu/run.py                                        # qwen3-0.6b in 24 GB
     python benchmarks/gpu/run.py --shape llama-3-8b --memory-gb 24,48,80 --limit 3600
-    python benchmarks/gpu/run.py --case twin-flow                       # or nvme, curves, states, checkpoint
+    python benchmarks/gpu/run.py --case twin-flow                       # or streamed, nvme, curves, ...
     python benchmarks/gpu/run.py --shape tiny                           # a quick look, on a cpu too
 
 Nothing is downloaded. Each contender runs in a process of its own, one after the other and with a limit, and is a row

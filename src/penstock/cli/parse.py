@@ -2,6 +2,7 @@
 
 import math
 import re
+from typing import Literal
 
 from penstock.errors import ConfigError
 
@@ -61,6 +62,15 @@ def parse_home(text: str, *, option: str) -> str | dict[str, float]:
             raise ConfigError(f"{option} {text!r} names the tier {tier!r} twice. Give each tier one fraction.")
         fractions[tier] = _number(fraction_text, option=option, text=text, example="device=0.6,cpu=0.4")
     return fractions
+
+
+def parse_share(text: str, *, option: str) -> float | Literal["auto"]:
+    """Read a share, such as `0.4`, or `auto`.
+
+    Raises:
+        ConfigError: neither; which numbers are shares is the library's to say.
+    """
+    return "auto" if text.strip() == "auto" else _number(text.strip(), option=option, text=text, example="0.4 or auto")
 
 
 def parse_betas(text: str, *, option: str) -> tuple[float, float]:

@@ -2,11 +2,11 @@
 
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
-from penstock.cli.parse import parse_betas, parse_home, parse_size_bytes
+from penstock.cli.parse import parse_betas, parse_home, parse_share, parse_size_bytes
 from penstock.cli.training.config import TrainConfig, option_of
 from penstock.errors import ConfigError
 
@@ -79,6 +79,10 @@ def train(
     update_threads: Annotated[
         int | None, typer.Option(help="Threads of the update on the host.", rich_help_panel=_STATE)
     ] = None,
+    streamed_updates: Annotated[
+        str | None,
+        typer.Option(help="Share of the host's updates that the device does, or auto.", rich_help_panel=_STATE),
+    ] = None,
     lr: Annotated[float, typer.Option(help="Peak learning rate.", rich_help_panel=_LEARNING)] = _DEFAULT.lr,
     weight_decay: Annotated[
         float, typer.Option(help="Of parameters with two or more dimensions.", rich_help_panel=_LEARNING)
@@ -149,9 +153,13 @@ def train(
         "persistent_bytes": persistent_bytes,
         "pinned_bytes": pinned_bytes,
     }
-    options = {name: parse_size_bytes(text, option=option_of(name)) for name, text in sizes.items() if text is not None}
+    options: dict[str, Any] = {
+        name: parse_size_bytes(text, option=option_of(name)) for name, text in sizes.items() if text is not None
+    }
     if update_threads is not None:
         options["update_threads"] = update_threads
+    if streamed_updates is not None:
+        options["streamed_updates"] = parse_share(streamed_updates, option="--streamed-updates")
     config = TrainConfig(
         model=model,
         data=tuple(data or ()),

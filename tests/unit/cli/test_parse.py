@@ -2,7 +2,7 @@ import re
 
 import pytest
 
-from penstock.cli.parse import parse_betas, parse_home, parse_size_bytes
+from penstock.cli.parse import parse_betas, parse_home, parse_share, parse_size_bytes
 from penstock.errors import ConfigError
 
 
@@ -62,6 +62,13 @@ def test_homes(text: str, home: str | dict[str, float]) -> None:
 def test_what_is_no_home(text: str, message: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(message)):
         parse_home(text, option="--optimizer")
+
+
+def test_shares() -> None:
+    assert parse_share(" 0.4", option="--streamed-updates") == 0.4
+    assert parse_share("auto", option="--streamed-updates") == "auto"
+    with pytest.raises(ConfigError, match=re.escape("--streamed-updates 'half': 'half' is not a number.")):
+        parse_share("half", option="--streamed-updates")
 
 
 def test_betas() -> None:

@@ -33,6 +33,7 @@ TRAIN = {
     "--persistent-bytes": None,
     "--pinned-bytes": None,
     "--update-threads": None,
+    "--streamed-updates": None,
     "--lr": 2e-3,
     "--weight-decay": 0.1,
     "--betas": "0.9,0.95",
@@ -115,7 +116,8 @@ def test_every_option_reaches_its_setting(penstock_command: Callable[..., Any], 
         "--model m --data a --data b --jsonl-field body --out o --seed 7 --stage 1 --params cpu --grads nvme "
         "--optimizer device=0.5,cpu=0.5 --nvme-path p --nvme-path q --precision fp32 --overlap none "
         "--activation-checkpointing --chunked-loss --tile-bytes 1MiB --live-bytes 2MiB --prefetch-bytes 0 "
-        "--persistent-bytes 5 --pinned-bytes 1GiB --update-threads 3 --lr 0.1 --weight-decay 0 --betas 0.8,0.9 "
+        "--persistent-bytes 5 --pinned-bytes 1GiB --update-threads 3 --streamed-updates auto "
+        "--lr 0.1 --weight-decay 0 --betas 0.8,0.9 "
         "--max-grad-norm 0 --warmup 2 --steps 9 --batch-size 4 --accumulation 2 --seq-length 32 --eval-sequences 8 "
         "--sample-tokens 0 --prompt hello --log-every 3 --save-every 5 --keep 4 --resume auto --tensorboard"
     )
@@ -144,6 +146,7 @@ def test_every_option_reaches_its_setting(penstock_command: Callable[..., Any], 
             "persistent_bytes": 5,
             "pinned_bytes": 2**30,
             "update_threads": 3,
+            "streamed_updates": "auto",
         },
         "lr": 0.1,
         "weight_decay": 0.0,
