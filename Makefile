@@ -21,13 +21,14 @@ $(STAMP): pyproject.toml constraints.txt $(NATIVE)
 train: setup
 	$(BIN)/penstock train $(ARGS)
 
-# Two workers, one torch thread each: the suite is made for two cores.
+# Two workers, one torch thread each: the suite is made for two cores. Its many processes share the bytecode that the
+# first one writes.
 test: setup
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal $(ARGS)
+	PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal $(ARGS)
 
 # The rows of the tables that are left out there, because others are much like them.
 test-thorough: setup
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal -m thorough $(ARGS)
+	PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal -m thorough $(ARGS)
 
 check: setup
 	$(BIN)/ruff check .
