@@ -31,6 +31,8 @@ def device_tests() -> dict[str, Any]:
         "pytest",
         "tests/gpu",
         "tests/unit/rules/test_on_device.py",
+        "-m",
+        "thorough or not thorough",
         "-rA",
         "-q",
         "-p",

@@ -232,7 +232,6 @@ IN_EVERY_RUN = (
     "layers idle",
     "layers idle, updates in backward",
     "layers skipped at random",
-    "a layer frozen for a step",
 )
 assert set(IN_EVERY_RUN) < set(ROWS)
 

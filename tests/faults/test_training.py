@@ -133,7 +133,7 @@ STREAMS: dict[str, Callable[[], Streams]] = {"inline": inline, "simulated": lamb
         ("simulated", "completion", False),
     ],
 )
-@pytest.mark.parametrize("row", sampled([*ROWS, *WITHOUT_OVERLAP], every=3), ids=name)
+@pytest.mark.parametrize("row", sampled([*ROWS, *WITHOUT_OVERLAP], every=6), ids=name)
 def test_every_transfer_of_a_step_fails_once(
     row: Row, streams: str, when: When, again: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

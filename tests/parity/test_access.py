@@ -147,7 +147,7 @@ def otherwise(stage: int, precision: str, rank: int = 0, every: int = 1) -> list
 
 
 @pytest.mark.parametrize("stage", [0, thorough(1), thorough(2), 3])
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("precision", [thorough("fp32"), "bf16"])
 def test_what_is_seen_and_set_is_the_same_everywhere(stage: int, precision: str) -> None:
     assert otherwise(stage, precision, every=1 if stage == 3 else 4) == []
 

@@ -14,7 +14,7 @@ from penstock.machine.simulated import SimulatedStreams
 from penstock.machine.streams import DOWNLOAD, UPDATE, UPLOAD, Streams
 from tests.parity.compare import otherwise
 from tests.parity.rows import CORE, EXTRA, INPUTS, OUTPUTS, Arithmetic, Movement, changed
-from tests.support import inline, prepare_on, run_ranks, sampled, separate, simulated
+from tests.support import inline, prepare_on, run_ranks, sampled, separate, simulated, thorough
 
 STEPS = 2
 KIB = 1 << 10
@@ -201,7 +201,7 @@ def same(ours: list[Any], theirs: list[Any]) -> bool:
     return repr(ours) == repr(theirs)  # NaN is NaN
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("precision", [thorough("fp32"), "bf16"])
 def test_lives_are_the_same(precision: str) -> None:
     expected = life(inline(), Movement(), precision)
     for streams, how in MOVEMENTS[:-1] if precision == "bf16" else MOVEMENTS[:-1:3]:

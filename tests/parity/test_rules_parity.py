@@ -12,7 +12,7 @@ import penstock
 from penstock.machine.streams import Streams
 from penstock.optim import Lion
 from tests.parity.rows import INPUTS, OUTPUTS, Net
-from tests.support import disks, inline, prepare_on, run_ranks, separate, simulated
+from tests.support import disks, inline, prepare_on, run_ranks, sampled, separate, simulated
 
 STEPS = 4
 KIB = 1 << 10
@@ -130,7 +130,7 @@ def different(found: dict[str, Tensor], reference: dict[str, Tensor]) -> list[st
     return [name for name in found if not torch.equal(found[name], reference[name])]
 
 
-@pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
+@pytest.mark.parametrize("row", sampled(ROWS, every=2), ids=lambda row: row.name)
 def test_movement_changes_no_bit(row: Row) -> None:
     reference = train(row, inline(), 3, penstock.Placement(), {})
     for streams, stage, placement, options in movements(row):
@@ -182,6 +182,7 @@ def check_ranks(rank: int, rows: list[Row]) -> list[str]:
     return failures
 
 
+@pytest.mark.thorough
 def test_two_ranks() -> None:
     for rank, failures in enumerate(run_ranks(check_ranks, 2, ROWS)):
         assert not failures, f"rank {rank}:\n" + "\n".join(failures)

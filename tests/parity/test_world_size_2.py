@@ -74,7 +74,7 @@ HOLDING_BACK = [w for w in ROWS if w in CORE or w.no_sync or w.reduce_op == "sum
         pytest.param(
             (3, 2), [w for w in REST if w.precision == "bf16"], id="stages 2 and 3, bf16", marks=pytest.mark.thorough
         ),
-        pytest.param((1,), HOLDING_BACK, id="stage 1"),
+        thorough((1,), HOLDING_BACK, id="stage 1"),
         thorough((0,), HOLDING_BACK, id="stage 0"),
     ],
 )

@@ -138,6 +138,7 @@ def test_every_option_is_checked() -> None:
         "checksums",
         "dynamic_loss_scale",
         "initial_loss_scale",
+        "streamed_updates",
     }
     assert {f.name for f in dataclasses.fields(Options)} == checked
 

@@ -140,7 +140,7 @@ def measure(case: Case, overlap: str, disk: Path, *, slow: bool = True, **option
     return Timing(statistics.median(times[WARM_UP:]), busy)
 
 
-@pytest.mark.parametrize("name", sampled(CASES, every=3))
+@pytest.mark.parametrize("name", sampled(CASES, every=6))
 def test_steps_take_as_long_as_the_longest_of_compute_and_each_stream(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -136,7 +136,7 @@ def assert_equal(ours: list[Tensor], theirs: list[Tensor]) -> None:
 
 @pytest.mark.parametrize("blocking", [True, False], ids=["blocking", "in flight"])
 @pytest.mark.parametrize(("home", "to"), PAIRS)
-@pytest.mark.parametrize("make", [thorough(inline), separate, simulated])
+@pytest.mark.parametrize("make", [thorough(inline), thorough(separate), simulated])
 def test_every_kind_goes_there_and_back(
     make: Callable[[], Streams], home: str, to: str, blocking: bool, tmp_path: Path
 ) -> None:
@@ -295,7 +295,7 @@ def test_the_shadow_goes_with_the_master_that_it_is(tmp_path: Path) -> None:
     optimizer.close()
 
 
-@pytest.mark.parametrize("make", BACK_ENDS)
+@pytest.mark.parametrize("make", [thorough(inline), thorough(separate), simulated])
 def test_close_gives_everything_back_wherever_it_is(make: Callable[[], Streams], tmp_path: Path) -> None:
     def all_of_it() -> None:
         for to, last in product(("cpu", "nvme"), (False, True)):
@@ -390,7 +390,7 @@ def opaque(model: Net) -> None:
 
 @pytest.mark.parametrize("variant", sampled([plain, checkpointed, opaque], every=3))
 @pytest.mark.parametrize("place", [forward_pre_hook, forward_hook, backward_hook, gradient_hook])
-@pytest.mark.parametrize("make", [thorough(inline), separate, simulated])
+@pytest.mark.parametrize("make", [thorough(inline), thorough(separate), simulated])
 def test_moves_inside_forward_and_backward(
     make: Callable[[], Streams], place: Place, variant: Callable[[Net], None], tmp_path: Path
 ) -> None:
@@ -417,7 +417,7 @@ def test_moves_inside_forward_and_backward(
 
 @pytest.mark.parametrize("fails", [thorough(False), True])
 @pytest.mark.parametrize("precision", ["fp32", thorough("bf16")])
-@pytest.mark.parametrize("make", BACK_ENDS)
+@pytest.mark.parametrize("make", [thorough(inline), thorough(separate), simulated])
 def test_moves_while_parameters_are_gathered(
     make: Callable[[], Streams], precision: str, fails: bool, tmp_path: Path
 ) -> None:
@@ -577,7 +577,7 @@ def test_a_device_that_is_full_changes_nothing(monkeypatch: pytest.MonkeyPatch) 
 
 @pytest.mark.parametrize("when", ["submission", "completion"])
 @pytest.mark.parametrize("offloads", [True, False])
-@pytest.mark.parametrize("make", [thorough(inline), separate, simulated])
+@pytest.mark.parametrize("make", [thorough(inline), thorough(separate), simulated])
 def test_a_transfer_that_fails_leaves_everything_where_it_was(
     make: Callable[[], Streams], offloads: bool, when: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -249,9 +249,9 @@ def test_what_it_takes_is_a_ring_and_is_given_back(
     taken: list[int] = []
 
     class Counted(Arena):
-        def __init__(self, capacity: int, device: torch.device) -> None:
+        def __init__(self, capacity: int, device: torch.device, **rest: Any) -> None:
             taken.append(capacity)
-            super().__init__(capacity, device)
+            super().__init__(capacity, device, **rest)
 
     monkeypatch.setattr(writing, "Arena", Counted)
     run = Run(BF16, how, separate)
