@@ -24,6 +24,7 @@ def kit(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     return importlib.import_module("run")
 
 
+@pytest.mark.thorough
 def test_the_command_writes_a_report_that_can_be_drawn(kit: ModuleType, tmp_path: Path) -> None:
     names, out = ["plain", "penstock-optimizer-nvme"], tmp_path / "report.json"
     command = [sys.executable, str(BENCHMARKS / "gpu" / "run.py"), *TINY, "--contenders", ",".join(names)]

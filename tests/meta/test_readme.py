@@ -7,12 +7,18 @@ from pathlib import Path
 
 import pytest
 
+from tests.support import sampled
+
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
 PAGES = "".join((ROOT / "docs" / page).read_text() for page in ("placement.md", "overlap.md", "loops.md", "nvme.md"))
 
 
-@pytest.mark.parametrize("snippet", re.findall(r"```python\n(.*?)```", README + PAGES, re.S))
+def snippets(text):
+    return re.findall(r"```python\n(.*?)```", text, re.S)
+
+
+@pytest.mark.parametrize("snippet", [*snippets(README), *sampled(snippets(PAGES), every=2)])
 def test_snippet_runs(snippet, tmp_path):
     for optional in ("peft", "transformers"):
         if f"from {optional}" in snippet:

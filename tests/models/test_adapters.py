@@ -53,7 +53,7 @@ def on_two_ranks(rank: int, precision: str) -> None:
         assert_close(first, plain, relative=RELATIVE[precision])
 
 
-@pytest.mark.parametrize("precision", ["fp32", thorough("bf16")])
+@pytest.mark.parametrize("precision", [thorough("fp32"), thorough("bf16")])
 def test_two_ranks_at_every_stage(precision: str) -> None:
     run_ranks(on_two_ranks, 2, precision)
 

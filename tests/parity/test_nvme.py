@@ -87,7 +87,7 @@ def otherwise_on_rank(rank: int, stages: tuple[int, ...]) -> list[str]:
     return failures
 
 
-@pytest.mark.parametrize("stages", [(3, 1), (2, 0)], ids=str)
+@pytest.mark.parametrize("stages", [(3, 1), thorough((2, 0))], ids=str)
 def test_files_change_no_bit_on_two_ranks(stages: tuple[int, ...]) -> None:
     assert run_ranks(otherwise_on_rank, 2, stages) == [[], []]
 

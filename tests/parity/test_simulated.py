@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from tests.parity.rows import Arithmetic, Movement, Trace, changed, train
-from tests.support import inline, run_ranks, simulated, thorough
+from tests.support import inline, run_ranks, sampled, simulated, thorough
 
 STEPS = 2
 KIB = 1 << 10
@@ -48,7 +48,7 @@ def late_is_otherwise(rows: tuple[Arithmetic, ...], stages: tuple[int, ...], ran
     return failures
 
 
-@pytest.mark.parametrize("what", ROWS, ids=changed)
+@pytest.mark.parametrize("what", sampled(ROWS, every=2), ids=changed)
 def test_late_streams_change_no_bit(what: Arithmetic) -> None:
     assert late_is_otherwise((what,), (3,), 0, 1) == []
 
@@ -57,7 +57,7 @@ def late_on_rank(rank: int, rows: tuple[Arithmetic, ...], stages: tuple[int, ...
     return late_is_otherwise(rows, stages, rank, 2)
 
 
-@pytest.mark.parametrize("stage", [thorough(0), 1, thorough(2), 3])
+@pytest.mark.parametrize("stage", [thorough(0), thorough(1), thorough(2), 3])
 def test_late_streams_change_no_bit_on_two_ranks(stage: int) -> None:
     rows = (ROWS[0], ROWS[3]) if stage in (1, 3) else ROWS[:1]
     assert run_ranks(late_on_rank, 2, rows, (stage,)) == [[], []]

@@ -490,7 +490,7 @@ def reached_by(row: str) -> frozenset[str]:
 @pytest.mark.filterwarnings("ignore:module forward hook with")  # what goes wrong may do so in a hook
 @pytest.mark.parametrize(
     "wait",
-    sampled((w for w in waits() if w.name not in (*REDUNDANT, *OF_TWO_RANKS)), every=6),
+    sampled((w for w in waits() if w.name not in (*REDUNDANT, *OF_TWO_RANKS)), every=9),
     ids=lambda wait: wait.name,
 )
 def test_without_the_wait_a_row_goes_wrong(wait: Wait) -> None:

@@ -207,7 +207,7 @@ def check_rank(rank: int, stage: int, seeds: range) -> list[str]:
     return failures
 
 
-@pytest.mark.parametrize("stage", [thorough(0), 1, thorough(2), thorough(3)])
+@pytest.mark.parametrize("stage", list(map(thorough, range(4))))
 def test_moves_on_two_ranks_change_no_trajectory(stage: int) -> None:
     failures = run_ranks(check_rank, 2, stage, range(20 * stage, 20 * stage + 12))
     assert not failures[0] + failures[1], "\n".join(failures[0] + failures[1])

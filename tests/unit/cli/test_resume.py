@@ -101,6 +101,7 @@ def test_a_run_on_other_data_is_not_resumed(
     assert "nowhere does not exist" in missing.err
 
 
+@pytest.mark.thorough
 def test_two_ranks_save_and_one_goes_on(arguments: list[str], tmp_path: Path) -> None:
     """What torchrun does when fewer machines are left: the same sequences in the same order, on one rank."""
 

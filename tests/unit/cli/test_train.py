@@ -176,6 +176,7 @@ def test_a_loss_that_cannot_be_chunked_is_refused_before_anything_is_built(
     assert not Path("out").exists()
 
 
+@pytest.mark.thorough
 def test_two_ranks_with_half_the_batch_do_the_same(
     penstock_command: Callable[..., Any], model_folder: Path, text_folder: Path, tmp_path: Path
 ) -> None:

@@ -178,6 +178,7 @@ def on_rank(rank: int, slices: int) -> tuple[float, list[Tensor]]:
     return gradients(inline(), slices)
 
 
+@pytest.mark.thorough
 def test_on_two_ranks() -> None:
     for found, expected in zip(run_ranks(on_rank, 2, 3), run_ranks(on_rank, 2, 1), strict=True):
         for a, b in zip(found[1], expected[1], strict=True):
