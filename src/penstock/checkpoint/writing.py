@@ -87,7 +87,7 @@ class TileWriter:
     Arguments:
         path: must not exist.
         sources: the units, at the offsets of their tables; there is at least one tile.
-        ring: buffers, from `take_ring`.
+        ring: buffers, those of a `RingMemory`.
         streams: that copy what is on the device.
 
     Raises:

@@ -55,11 +55,11 @@ def deposit_parts(dst: Tensor, src: Tensor, parts: Ranges, *, add: bool, pool: P
     that measures, however many parts there are.
 
     Args:
-        dst: as in `deposit`, like the others.
-        src: as well.
+        dst: as in `deposit`: fp32, bf16 or fp16, contiguous, [n].
+        src: the same, on the device of `dst`.
         parts: first element and the one after the last, of each.
-        add: as well.
-        pool: as well.
+        add: accumulate instead of overwriting.
+        pool: the threads to use on host memory.
     """
     if dst.device.type != "cpu":
         return _deposit_in_torch(dst, src, parts, add=add)

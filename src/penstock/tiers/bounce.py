@@ -61,23 +61,7 @@ class Bounce:
             reader: the stream that reads the source, one of `RINGS`.
             what: what for, in traces.
         """
-        ready, copied = all_of(after), []
-        with self._lock:
-            for there, here, slot, held in self._tiles(reader, target, source):
-                nbytes = held.numel() * held.element_size()
-                read = streams.submit(
-                    reader,
-                    partial(copy, held, here),
-                    after=(ready, slot.free),
-                    writes=(held,),
-                    nbytes=nbytes,
-                    what=what,
-                )
-                slot.free = streams.submit(
-                    UPLOAD, partial(copy, there, held), after=(read,), writes=(there,), nbytes=nbytes, what=what
-                )
-                copied.append(slot.free)
-        return all_of(copied)
+        return self._pass(streams, target, source, after, reader, (reader, UPLOAD), what)
 
     def download(
         self, streams: Streams, target: Tensor, source: Tensor, after: Sequence[Event], *, reader: str, what: str
@@ -92,12 +76,26 @@ class Bounce:
             reader: whose buffers are used, one of `RINGS`.
             what: what for, in traces.
         """
+        return self._pass(streams, target, source, after, reader, (DOWNLOAD, WRITE), what)
+
+    def _pass(
+        self,
+        streams: Streams,
+        target: Tensor,
+        source: Tensor,
+        after: Sequence[Event],
+        reader: str,
+        stages: tuple[str, str],
+        what: str,
+    ) -> Event:
+        """Tile by tile into a buffer of a ring on the first stream, and out of it on the second."""
+        into, out_of = stages
         ready, copied = all_of(after), []
         with self._lock:
             for there, here, slot, held in self._tiles(reader, target, source):
                 nbytes = held.numel() * held.element_size()
                 landed = streams.submit(
-                    DOWNLOAD,
+                    into,
                     partial(copy, held, here),
                     after=(ready, slot.free),
                     writes=(held,),
@@ -105,7 +103,7 @@ class Bounce:
                     what=what,
                 )
                 slot.free = streams.submit(
-                    WRITE, partial(copy, there, held), after=(landed,), writes=(there,), nbytes=nbytes, what=what
+                    out_of, partial(copy, there, held), after=(landed,), writes=(there,), nbytes=nbytes, what=what
                 )
                 copied.append(slot.free)
         return all_of(copied)
