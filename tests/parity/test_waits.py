@@ -18,25 +18,13 @@ import penstock
 from penstock.engine import activations, gather, reduce, residency, saving, update
 from penstock.errors import EngineError
 from penstock.machine.simulated import SimulatedStreams
-from penstock.machine.streams import (
-    COLLECTIVE,
-    DEVICE_UPDATE,
-    DOWNLOAD,
-    FETCH,
-    READ,
-    SAVE,
-    UPDATE,
-    UPLOAD,
-    WRITE,
-    Streams,
-)
+from penstock.machine.streams import COLLECTIVE, STREAMS, UPLOAD, Streams
 from penstock.tiers import bounce, pipeline, ring, transit
 from penstock.tiers.transit import Transit
 from tests.parity.rows import Arithmetic, Movement, batches, loss_of, make_model, prepared, shares, train
 from tests.parity.waits import AllOf, Copy, Wait, waits
 from tests.support import inline, pinning_on_cpu, prepare_on, run_ranks, sampled, shorten_rings
 
-STREAMS = (UPLOAD, DOWNLOAD, COLLECTIVE, UPDATE, DEVICE_UPDATE, READ, FETCH, WRITE, SAVE)
 SLOW_SECONDS = 0.01
 KIB = 1 << 10
 

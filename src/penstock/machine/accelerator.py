@@ -10,11 +10,8 @@ from torch import Tensor
 from penstock.machine.clocks import Clock, DeviceClock
 from penstock.machine.streams import (
     DONE,
-    FETCH,
     ON_DEVICE,
-    READ,
-    UPDATE,
-    WRITE,
+    STREAMS,
     Event,
     HostEvent,
     HostWorker,
@@ -40,7 +37,7 @@ class AcceleratorStreams(Streams):
         self._module: Any = torch.get_device_module(device)
         with self._module.device(device):
             self._sides = {name: self._module.Stream() for name in ON_DEVICE}
-        self._workers = {name: HostWorker(name) for name in (*self._sides, UPDATE, READ, FETCH, WRITE)}
+        self._workers = {name: HostWorker(name) for name in STREAMS}
 
     def _submit(self, stream: str, work: Work, after: Sequence[Event], writes: Sequence[Tensor]) -> Event:
         """Enqueue `work` on the device's stream, or on a host thread."""

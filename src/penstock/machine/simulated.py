@@ -15,15 +15,7 @@ import torch
 from torch import Tensor
 
 from penstock.machine.streams import (
-    COLLECTIVE,
-    DEVICE_UPDATE,
-    DOWNLOAD,
-    FETCH,
-    READ,
-    SAVE,
-    UPDATE,
-    UPLOAD,
-    WRITE,
+    STREAMS,
     Event,
     HostEvent,
     HostWorker,
@@ -35,7 +27,6 @@ from penstock.machine.streams import (
 
 _STREAMS_FILE = HostEvent.run.__code__.co_filename  # where an event of several waits for each
 _HELPERS = ("_copy", "_copy_all", "<listcomp>")
-_STREAMS = (UPLOAD, DOWNLOAD, COLLECTIVE, UPDATE, DEVICE_UPDATE, READ, FETCH, WRITE, SAVE)
 
 Delay = Callable[[str, int], float]  # (stream, bytes) -> seconds
 
@@ -66,7 +57,7 @@ class SimulatedStreams(Streams):
         self._dropped_wait = dropped_wait
         self.waits_seen: set[str] = set()
         self._writing: list[tuple[int, Event]] = []  # storages that submitted work overwrites
-        self._workers = {name: HostWorker(name) for name in _STREAMS}
+        self._workers = {name: HostWorker(name) for name in STREAMS}
 
     def submit(
         self,

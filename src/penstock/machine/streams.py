@@ -30,6 +30,7 @@ FETCH = "fetch"  # file to host, for updates: these wait for each other, and gat
 WRITE = "write"  # host to file
 SAVE = "save"  # device to host, for checkpoints: submitted from their own thread, and nothing else waits behind it
 
+STREAMS = (UPLOAD, DOWNLOAD, COLLECTIVE, UPDATE, DEVICE_UPDATE, READ, FETCH, WRITE, SAVE)
 ON_DEVICE = (UPLOAD, DOWNLOAD, COLLECTIVE, DEVICE_UPDATE, SAVE)  # streams of the device itself, where it has some
 
 

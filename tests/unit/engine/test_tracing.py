@@ -16,7 +16,8 @@ import penstock
 from penstock.errors import ConfigError, EngineError
 from penstock.machine.aio import File
 from penstock.machine.simulated import SimulatedStreams
-from penstock.machine.streams import COLLECTIVE, DOWNLOAD, FETCH, READ, SAVE, UPDATE, UPLOAD, WRITE, Streams
+from penstock.machine.streams import COLLECTIVE, DOWNLOAD, FETCH, READ, SAVE, STREAMS, UPDATE, UPLOAD, WRITE, Streams
+from penstock.trace import COMPUTE, RESOURCES
 from tests.support import disks, inline, prepare_on, run_ranks, separate, shorten_rings, simulated
 
 WIDTH, DEPTH = 32, 3
@@ -214,6 +215,9 @@ class TestFile:
         assert drawn.nbytes(DOWNLOAD) == sum(sizes.values()), "the gradient in bf16, once"
         assert drawn.nbytes(COLLECTIVE) == sum(sizes.values())
         assert drawn.nbytes(READ, FETCH, WRITE) == 0
+
+    def test_every_stream_has_a_row(self) -> None:
+        assert {COMPUTE, *STREAMS} == set(RESOURCES)
 
     def test_a_save_is_drawn(self, path: Path, tmp_path: Path) -> None:
         model, optimizer = prepared(simulated())
