@@ -6,6 +6,7 @@ tiles         | tile 0 | tile 1 | ... |  of one shard, tile_numel elements each,
 pieces        the part of a slot that lies in one tile of one shard: one param group, one step count
 """
 
+from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -67,6 +68,10 @@ class FlatLayout:
     def shard_range(self, rank: int) -> tuple[int, int]:
         """First element of the rank's shard in the flat buffer, and one past its last."""
         return rank * self.shard_numel, (rank + 1) * self.shard_numel
+
+    def slot_at(self, element: int) -> int:
+        """The slot that an element of the flat buffer is in, or in the gap behind."""
+        return bisect_right(self.slots, element, key=lambda slot: slot.start) - 1
 
     def gaps(self) -> Iterator[tuple[int, int]]:
         """Ranges of the flat buffer that no parameter uses."""

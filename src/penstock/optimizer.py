@@ -77,7 +77,7 @@ class Optimizer(torch.optim.Optimizer):
             raise ConfigError("step(closure) is not supported: call backward first, then step().")
         engine = self._open("step")
         self._check_backward_over("step", engine)
-        if any(unit.holds for unit in engine.units):
+        if any(unit.holding.blocks for unit in engine.units):
             raise EngineError("step() was called inside gathered(). Leave the block first: step changes what it shows.")
         self._given._opt_called = True  # type: ignore[attr-defined] # its schedulers look here for a step before theirs
         engine.check_frozen()
@@ -458,7 +458,7 @@ class Optimizer(torch.optim.Optimizer):
         """Refuse in the middle of things."""
         if in_backward() or engine.hooks.in_forward:
             raise EngineError(f"{verb}() was called inside a forward or a backward. Call it between steps.")
-        if any(unit.holds for unit in engine.units):
+        if any(unit.holding.blocks for unit in engine.units):
             raise EngineError(f"{verb}() was called inside gathered(). Leave the block first.")
 
     def _open(self, verb: str, *, whole: bool = False, writes: bool = False) -> Engine:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock.engine.gather import Gatherer
+from penstock.engine.holding import Holder
 from penstock.engine.reduce import Reducer
 from penstock.engine.scale import GradientScale
 from penstock.engine.unit import Trained, Unit, Weights
@@ -80,7 +81,7 @@ class Access:
         wanted = [self._place(p)[0] for p in parameters] if parameters is not None else self._units
         units = sorted(dict.fromkeys(wanted), key=lambda unit: unit.index)
         for unit in units:
-            unit.holds += 1
+            unit.holding.take(Holder.BLOCK)
             self._gatherer.acquire(unit)
         before = {unit: unit.full.clone() for unit in units} if modify else {}
         try:
@@ -92,7 +93,7 @@ class Access:
                     unit.take_in()
                     self._take_over(unit, before[unit])
                     unit.note_versions()
-                elif unit.holds == 1:
+                elif unit.holding.blocks == 1:
                     unit.check_written()
         except BaseException:
             self.finish()
@@ -102,7 +103,7 @@ class Access:
             raise
         finally:
             for unit in units:
-                unit.holds -= 1
+                unit.holding.drop(Holder.BLOCK)
                 self._gatherer.release(unit)
 
     def param(self, parameter: nn.Parameter) -> Tensor:
@@ -186,7 +187,7 @@ class Access:
         """Overwrite the parameter and its master weights."""
         self.finish()
         unit, index = self._place(parameter)
-        if unit.holds or unit.users:
+        if unit.holding.is_held:
             raise EngineError(f"Unit '{unit.name}' is gathered. Set its parameters outside gathered() and forward.")
         found = self._own_part(unit, index, value)
         if found is not None:

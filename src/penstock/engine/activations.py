@@ -89,7 +89,7 @@ class Activations:
         """The outermost forward begins on this thread."""
         self.end()
         self._kept_storages = {tensor.untyped_storage()._cdata for tensor in self._kept()}
-        self._hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
+        self._hooks = torch.autograd.graph.saved_tensors_hooks(self.pack, self.unpack)
         self._hooks.__enter__()
 
     def end(self) -> None:
@@ -99,7 +99,14 @@ class Activations:
             hooks.__exit__()
             self._let_go(AHEAD_BYTES)
 
-    def _pack(self, tensor: Tensor) -> "Tensor | Saved":
+    @property
+    def is_taking(self) -> bool:
+        """Whether its hooks are the innermost on this thread."""
+        top = torch._C._autograd._top_saved_tensors_default_hooks(True)
+        return top is not None and top[0] == self.pack
+
+    def pack(self, tensor: Tensor) -> "Tensor | Saved":
+        """Autograd saves a tensor."""
         nbytes = tensor.numel() * tensor.element_size()
         if (
             tensor.device != self._streams.device
@@ -123,7 +130,8 @@ class Activations:
         self._last = weakref.ref(saved)
         return saved
 
-    def _unpack(self, packed: "Tensor | Saved") -> Tensor:
+    def unpack(self, packed: "Tensor | Saved") -> Tensor:
+        """Autograd wants it."""
         if isinstance(packed, Tensor):
             return packed
         self._bring(packed)

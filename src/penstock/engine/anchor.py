@@ -59,7 +59,7 @@ class Anchor:
             if torch.compiler.is_dynamo_compiling() and not self.entered:
                 gathered = True
                 for unit in self._units:
-                    gathered = gathered and unit.users > 0
+                    gathered = gathered and unit.holding.forwards > 0
                 if gathered:
                     return None
             self.entered += 1

@@ -9,10 +9,15 @@ from collections.abc import Iterable, Iterator, Sequence
 import torch
 from torch import Tensor
 
-from penstock.engine.unit import Residency, Unit
+from penstock.engine.holding import Residency
+from penstock.engine.recorded import views_elsewhere
+from penstock.engine.unit import Unit
 from penstock.machine.collectives import Ranks
-from penstock.machine.streams import COLLECTIVE, DONE, Event, Streams, all_of
+from penstock.machine.streams import COLLECTIVE, DONE, Event, Streams, all_of, poison
 from penstock.tiers.transit import Transit, buffer_home
+
+
+_EMPTY = (Residency.RELEASED, Residency.OUTDATED)  # of values that count
 
 
 class Order:
@@ -78,16 +83,25 @@ class Gatherer:
         self.live_bytes = 0
         self.peak_live_bytes = 0
         self._ahead: dict[Unit, None] = {}  # gathered ahead of use, in order
+        self._buffers: dict[int, Unit] = {}  # by the address of the full buffer's storage
+        self._lingering: dict[Unit, None] = {}  # released, and others have views of the buffer
+
+    def owner(self, storage: int) -> Unit | None:
+        """The unit whose full buffer, where it is released after use, has this storage."""
+        unit = self._buffers.get(storage)
+        if unit is None or unit.resident or unit.full.untyped_storage()._cdata != storage:
+            return None
+        return unit
 
     def acquire(self, unit: Unit) -> None:
         """Make the unit's parameters usable by compute issued from here on."""
-        if unit.residency is Residency.RELEASED:
+        if unit.holding.residency in _EMPTY:
             self._make_room(unit)
             self._start(unit)
-        if unit.residency is Residency.GATHERING:
+        if unit.holding.residency is Residency.GATHERING:
             unit.event.wait()
             unit.expose()
-            unit.residency = Residency.GATHERED
+            unit.holding.become(Residency.GATHERED)
             self._ahead.pop(unit, None)
         unit.published.check()  # what stays gathered must not outlive a step that failed
 
@@ -95,10 +109,10 @@ class Gatherer:
         """Start gathering the units that come next, as many as the budgets allow, in order."""
         ahead_bytes = sum(unit.nbytes for unit in self._ahead)
         for unit in upcoming:
-            if unit.residency is not Residency.RELEASED:
+            if unit.holding.residency not in _EMPTY:
                 continue
             ahead_bytes += 0 if unit.resident else unit.nbytes
-            live_bytes = self.live_bytes + (0 if unit.resident else unit.nbytes)
+            live_bytes = self.live_bytes + (0 if unit.resident or unit.leased else unit.nbytes)
             if ahead_bytes > self._prefetch_budget or live_bytes > self._live_budget:
                 return
             self._start(unit)
@@ -107,24 +121,25 @@ class Gatherer:
     def release(self, unit: Unit) -> None:
         """Give the full buffer's memory back; the parameters become placeholders.
 
-        Resident and persistent units keep theirs, and so does a unit that is in use.
+        Resident and persistent units keep theirs, and so does a unit that anybody holds.
         """
-        if unit.resident or unit.spec.persistent or unit.users or unit.holds:
-            return
-        self._retire(unit)
+        if unit.is_released_after_use and not unit.holding.is_held:
+            self._retire(unit)
 
     def drop_unused(self) -> None:
-        """Take back what was gathered ahead and not used."""
+        """Take back what was gathered ahead and not used, and what others have no views of any longer."""
         for unit in list(self._ahead):
             self._drop(unit)
+        self._sweep()
 
     def outdate(self, unit: Unit) -> None:
         """An update wrote the unit: what is gathered is from before it."""
-        assert unit.users == unit.holds == 0, f"unit '{unit.name}' is updated while it is in use"
+        assert not unit.holding.is_held, f"unit '{unit.name}' is updated while it is in use"
         assert unit not in self._ahead, f"unit '{unit.name}' is updated while it is gathered"
+        unit.recorded.forget()
         if unit.resident or unit.spec.persistent:
-            if unit.residency is Residency.GATHERED:
-                unit.residency = Residency.RELEASED
+            if unit.holding.residency is Residency.GATHERED:
+                unit.holding.become(Residency.OUTDATED)
         else:
             self._retire(unit)
 
@@ -140,7 +155,7 @@ class Gatherer:
                 # Not what other ranks' parts have to be gathered for: ranks would do so in different orders.
                 if wait or (unit.published.done() and not unit.stale):
                     self.acquire(unit)
-                elif unit.residency is not Residency.GATHERED:  # else it is in use
+                elif unit.holding.residency is not Residency.GATHERED:  # else it is in use
                     unit.hide()
 
     def forget(self, unit: Unit) -> None:
@@ -150,22 +165,22 @@ class Gatherer:
 
     def lend(self, unit: Unit) -> Tensor:
         """The full buffer with memory, to become the home of the parameters."""
-        if not unit.leased:
-            self._streams.lease(unit.full)
+        if not (unit.resident or unit.leased):
+            self._lease(unit)
+            unit.holding.become(Residency.OUTDATED)
         return unit.full
 
     def take_back(self, unit: Unit) -> None:
         """What was lent did not become a home."""
-        if not (unit.resident or unit.leased):
-            self._streams.retire(unit.full)
+        if unit.is_released_after_use and unit.holding.residency is Residency.OUTDATED:
+            self._retire(unit)
 
     def settle(self, unit: Unit) -> None:
         """The full buffer is the home of the parameters from now on."""
-        assert unit.residency is not Residency.GATHERING
+        assert unit.holding.residency is not Residency.GATHERING
+        assert unit.leased, f"unit '{unit.name}' has no memory to become a home"
+        self.live_bytes -= unit.nbytes
         unit.resident = True
-        if unit.leased:
-            unit.leased = False
-            self.live_bytes -= unit.nbytes
 
     def unsettle(self, unit: Unit, *, in_use: bool, moved: Event) -> None:
         """The parameters do not rest any longer where compute reads them: the unit is gathered for each use.
@@ -177,10 +192,11 @@ class Gatherer:
         """
         if unit.is_whole:
             unit.note_versions()  # what was written was written to the home
-        unit.resident = False
-        unit.leased = True
-        self.live_bytes += unit.nbytes
         before = unit.full
+        if unit.recorded.is_alive:
+            unit.recorded.keep(before.clone())
+        unit.resident = False
+        self.live_bytes += unit.nbytes
         if before.untyped_storage().resizable() and (in_use or moved.done()):
             unit.event = moved  # the same storage: what autograd saved sees the next gather
         else:  # a part of a slab, or still being copied: its memory goes with the home
@@ -194,7 +210,7 @@ class Gatherer:
 
     def _make_room(self, unit: Unit) -> None:
         """Keep what was gathered ahead within the budget when another unit is needed first: the last goes first."""
-        excess = self.live_bytes + (0 if unit.resident else unit.nbytes) - self._live_budget
+        excess = self.live_bytes + (0 if unit.resident or unit.leased else unit.nbytes) - self._live_budget
         for other in reversed([u for u in self._ahead if not (u.resident or u.spec.persistent)]):
             if excess <= 0:
                 return
@@ -210,18 +226,63 @@ class Gatherer:
             self._retire(unit)
 
     def _retire(self, unit: Unit) -> None:
+        """Take the parameters out of the full buffer, and give its memory back.
+
+        Memory that others still have views of is not taken from under them. What a recorded graph or a user of a
+        `gathered` block may have kept is theirs, as it is, and the unit gets another buffer. Any other view reads NaN
+        until the next gather fills the same memory: a custom function may have kept one for its backward.
+        """
         if not unit.leased:
             return
         unit.event.wait()  # it is being filled, or copied
-        unit.hide()
+        recorded, holding = unit.recorded, unit.holding
+        if recorded.is_alive:
+            if recorded.is_new and holding.residency is Residency.GATHERED:
+                recorded.keep(unit.full)
+                self._replace_full(unit)
+            assert recorded.shown is not None
+            unit.expose(recorded.shown)
+        else:
+            unit.hide()
+        if holding.shown and views_elsewhere(unit.full):
+            self._replace_full(unit)
+        holding.shown = False
+        if views_elsewhere(unit.full):
+            poison(unit.full)
+            holding.become(Residency.OUTDATED)
+            self._lingering[unit] = None
+        else:
+            self._free(unit)
+
+    def _sweep(self) -> None:
+        """Free what others had views of when it was released, and have no longer."""
+        for unit in list(self._lingering):
+            if unit.resident or unit.holding.residency is not Residency.OUTDATED:
+                del self._lingering[unit]
+            elif not views_elsewhere(unit.full):
+                del self._lingering[unit]
+                self._free(unit)
+
+    def _lease(self, unit: Unit) -> None:
+        self._streams.lease(unit.full)
+        self.live_bytes += unit.nbytes
+        self.peak_live_bytes = max(self.peak_live_bytes, self.live_bytes)
+
+    def _free(self, unit: Unit) -> None:
         self._streams.retire(unit.full)
-        unit.leased = False
-        unit.residency = Residency.RELEASED
+        unit.holding.become(Residency.RELEASED)
         self.live_bytes -= unit.nbytes
+
+    def _replace_full(self, unit: Unit) -> None:
+        """Leave the full buffer's memory to those who have views of it."""
+        self._buffers.pop(unit.full.untyped_storage()._cdata, None)
+        buffer = torch.empty_like(unit.full)
+        buffer.untyped_storage().resize_(0)
+        unit.full = buffer
 
     def _start(self, unit: Unit) -> None:
         unit.event = self._refresh(unit) if unit.resident else self._fill(unit)
-        unit.residency = Residency.GATHERING
+        unit.holding.become(Residency.GATHERING)
 
     def _refresh(self, unit: Unit) -> Event:
         """Resident: bring the other ranks' parts up to date in place."""
@@ -233,10 +294,8 @@ class Gatherer:
     def _fill(self, unit: Unit) -> Event:
         """Lease the full buffer and fill it: upload what this rank has, gather what others have."""
         if not unit.leased:
-            self._streams.lease(unit.full)
-            unit.leased = True
-            self.live_bytes += unit.nbytes
-            self.peak_live_bytes = max(self.peak_live_bytes, self.live_bytes)
+            self._lease(unit)
+        self._buffers[unit.full.untyped_storage()._cdata] = unit
         replica = unit.replica
         full = buffer_home(unit.full)
         if replica is not None and not unit.stale:

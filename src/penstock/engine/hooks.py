@@ -18,10 +18,13 @@ from torch.utils.hooks import RemovableHandle
 from penstock.engine.activations import Activations
 from penstock.engine.anchor import Anchor, run_last
 from penstock.engine.gather import Gatherer, Order
+from penstock.engine.holding import Holder
 from penstock.engine.outputs import Call, watch_first
 from penstock.engine.precision import CastInputs
 from penstock.engine.reduce import Reducer
+from penstock.engine.saved import SavedWeights
 from penstock.engine.scale import GradientScale
+from penstock.engine.transforms import check_transform
 from penstock.engine.unit import Unit
 from penstock.engine.uses import Use, Uses
 from penstock.errors import EngineError
@@ -85,9 +88,8 @@ class Hooks:
         self._uses = Uses()
         self._active: list[Unit] = []  # units whose backward is under way
         self._run_again: set[Unit] = set()  # those of them that no gradient has reached: their forward ran again
+        self._saved = SavedWeights(gatherer.owner, self._bring, activations)
         self._gathers = True  # some units are not resident, or are on other ranks too
-        self._recorded: set[Unit] = set()  # units whose backward was recorded: the backward of that is not announced
-        self._unannounced: set[Unit] = set()  # gathered until a backward that nothing tells of
         self.backward_open = False
         self.backward_failed = False  # since the last zero_grad
         in_order = [unit for unit in units if not any(unit.contains(other) for other in units)] or list(units)
@@ -134,7 +136,7 @@ class Hooks:
 
     def in_use(self, unit: Unit) -> bool:
         """Whether compute may read the unit's parameters now."""
-        return bool(unit.users or unit.holds) or unit in self._active or unit in self._recorded | self._unannounced
+        return unit.holding.is_held
 
     def abandon_backward(self) -> None:
         """A backward ended with an exception: drop what it collected and gathered."""
@@ -142,7 +144,6 @@ class Hooks:
         if self._updates is not None:
             self._updates.abandon()
         self._reducer.drop_pending(self._units)
-        self._recorded.clear()
         self._close_backward()
 
     # Forward
@@ -151,7 +152,7 @@ class Hooks:
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         units = self._anchors.get(module, ())
-        if self._calls and all(unit.users for unit in units) and module is not self._model:
+        if self._calls and all(unit.holding.forwards for unit in units) and module is not self._model:
             self._enter(Call(module), units)  # a layer of a block that is under way: nothing to do
             return None
         recomputing = in_backward()
@@ -164,30 +165,43 @@ class Hooks:
         self._enter(call, units)
         run_last(module)
         for unit in units:
-            if unit.users > 1:
+            if unit.holding.forwards > 1:
                 continue
+            check_transform(unit, module)
             if recomputing:
                 self._enter_backward(unit, runs_again=True)
             else:
                 self._forward_order.note(unit)
                 self._gatherer.acquire(unit)
                 self._prefetch(self._forward_order)
+        if not (recomputing or module is self._model) and any(unit.is_released_after_use for unit in units):
+            self._watch_saved(call)
         self._note_turn()
         return cast
 
     def _enter(self, call: Call, units: Sequence[Unit]) -> None:
         self._calls.append(call)
         for unit in units:
-            unit.users += 1
+            unit.holding.take(Holder.FORWARD)
+
+    def _watch_saved(self, call: Call) -> None:
+        """Have what autograd saves of the parameters in this forward not keep their memory.
+
+        Not around the model's own: its backward begins where its forward ends, with its parameters gathered.
+        """
+        if torch.is_grad_enabled() and not any(other.saved_hooks for other in self._calls):
+            call.saved_hooks = self._saved.watch()
 
     def _after_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         if not self._calls or self._calls[-1].module is not module:
             return  # another hook failed before ours had its turn
         call = self._calls.pop()
+        if call.saved_hooks is not None:
+            call.saved_hooks.__exit__()
         finished = []
         for unit in self._anchors.get(module, ()):
-            unit.users -= 1
-            if unit.users == 0:
+            unit.holding.drop(Holder.FORWARD)
+            if not unit.holding.forwards:
                 finished.append(unit)
         if self._calls and not finished:
             return
@@ -216,7 +230,8 @@ class Hooks:
         elif complete and output is not None and not for_saved:
             self._note_silent(units)
         if not complete:
-            self._unannounced.update(units)
+            for unit in units:
+                unit.holding.take(Holder.UNANNOUNCED)
             return True  # its backward may come unannounced
         return bool(made) and call.module is self._model and not in_backward()  # backward starts with it
 
@@ -253,22 +268,30 @@ class Hooks:
         self._calls.clear()
         for anchor in self._hooked:
             anchor.entered = 0
-        self._unannounced.clear()
         self._gatherer.drop_unused()
         for unit in self._units:
-            unit.users = 0
+            unit.holding.drop_all(Holder.FORWARD)
+            unit.holding.drop_all(Holder.UNANNOUNCED)
             self._gatherer.release(unit)
 
     # Backward
 
-    def _before_backward(self, use: Use, grad: Tensor) -> None:
-        del grad
+    def _before_backward(self, use: Use, grad: Tensor) -> Tensor:
         self._pass_by(self._uses.reach(use))
         for unit in use.units:
-            if torch.is_grad_enabled():  # create_graph
-                self._recorded.add(unit)
             self._enter_backward(unit)
             self._expect(unit)
+            if torch.is_grad_enabled():  # create_graph
+                grad = unit.recorded.mark(grad)
+        return grad
+
+    def _bring(self, unit: Unit) -> None:
+        """Backward reads the unit's parameters, whether it was announced or not."""
+        if not (unit.holding.backwards or unit.holding.unannounced):
+            unit.holding.take(Holder.UNANNOUNCED)
+            if in_backward():
+                self._open_backward()
+        self._gatherer.acquire(unit)
 
     def _pass_by(self, silent: Sequence[Sequence[Unit]]) -> None:
         """Backward comes to these units on other ranks, now: gather and reduce with them."""
@@ -286,16 +309,7 @@ class Hooks:
         """Backward goes on in this unit, or its forward runs again because backward will."""
         if self._updates is not None:
             self._updates.check(unit)
-        if not self.backward_open:
-            self._gradient_scale.check_not_clipped()
-            if self._gradient_scale.loss is not None and not self.loss_is_scaled:
-                raise EngineError(
-                    "loss.backward() was called, and fp16 needs a scaled loss. Use optimizer.backward(loss), without "
-                    "a GradScaler."
-                )
-            self.backward_open = True
-            self._backward_order.start()
-            Variable._execution_engine.queue_callback(self._end_backward)
+        self._open_backward()
         over = [other for other in self._active if not other.shares_forward(unit)]
         if runs_again and _inside_a_node():  # which computes with what is active, and goes on afterwards
             over = [other for other in over if other in self._run_again]
@@ -308,10 +322,25 @@ class Hooks:
         if runs_again:
             self._run_again.add(unit)
         self._active.append(unit)
+        unit.holding.take(Holder.BACKWARD)
         self._backward_order.note(unit)
         self._gatherer.acquire(unit)
         self._prefetch(self._backward_order)
         self._note_turn()
+
+    def _open_backward(self) -> None:
+        """A backward has begun: its end is to be seen."""
+        if self.backward_open:
+            return
+        self._gradient_scale.check_not_clipped()
+        if self._gradient_scale.loss is not None and not self.loss_is_scaled:
+            raise EngineError(
+                "loss.backward() was called, and fp16 needs a scaled loss. Use optimizer.backward(loss), without "
+                "a GradScaler."
+            )
+        self.backward_open = True
+        self._backward_order.start()
+        Variable._execution_engine.queue_callback(self._end_backward)
 
     def _prefetch(self, order: Order) -> None:
         if self._gathers:
@@ -319,15 +348,15 @@ class Hooks:
 
     def _leave_backward(self, unit: Unit) -> None:
         self._active.remove(unit)
+        unit.holding.drop(Holder.BACKWARD)
         self._run_again.discard(unit)
         self._settle(unit)
-        if unit not in self._recorded:
-            self._gatherer.release(unit)
+        self._gatherer.release(unit)
 
     def _settle(self, unit: Unit) -> None:
         """Send the gradient home. Once every parameter has its own, no other will come."""
         self._reducer.flush(unit)
-        if self._updates is None or self._reducer.accumulates or unit.users or unit.holds:
+        if self._updates is None or self._reducer.accumulates or unit.holding.is_held:
             return
         if len(self._arrived.get(unit, ())) == len(unit.layout.slots):
             del self._arrived[unit]
@@ -344,6 +373,13 @@ class Hooks:
             raise EngineError(
                 f"Parameter '{unit.spec.names[index]}' got a sparse gradient. Build its embedding with sparse=False."
             )
+        if not (unit.resident or unit.holding.used):
+            raise EngineError(
+                f"Parameter '{unit.spec.names[index]}' got a gradient, and no forward of {unit.label} ever ran: its "
+                "values were not there when they were read (as NaN). Call the module itself, not its parts, its "
+                "forward() or its weights alone; or choose units whose forward reads them, or read them inside "
+                "gathered()."
+            )
         if not self.backward_open:  # no watched output led here: the end of backward must still be seen
             self._enter_backward(unit)
         if self._updates is not None:
@@ -357,20 +393,21 @@ class Hooks:
             self._settle(unit)
         self._backward_order.finish()
         if not torch.is_grad_enabled():
-            self._recorded.clear()
+            for unit in self._units:
+                unit.recorded.end_unmarked()
         self._close_backward()
 
     def _close_backward(self) -> None:
         self.backward_open = False
         self._active.clear()
-        self._unannounced.clear()
         self._run_again.clear()
         self._arrived.clear()
         self._uses.clear()
-        self._gatherer.drop_unused()
         for unit in self._units:
-            if unit not in self._recorded:
-                self._gatherer.release(unit)
+            unit.holding.drop_all(Holder.BACKWARD)
+            unit.holding.drop_all(Holder.UNANNOUNCED)
+            self._gatherer.release(unit)
+        self._gatherer.drop_unused()
         self._note_turn()
 
     def _note_turn(self) -> None:

@@ -19,10 +19,15 @@ _MOST_OBJECTS = 1000  # looked into per output
 
 
 class Call:
-    """A forward that is under way: its module, and its inputs as they came."""
+    """A forward that is under way: its module, and its inputs as they came.
+
+    Attributes:
+        saved_hooks: those that were entered for it, for what autograd saves.
+    """
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module
+        self.saved_hooks: torch.autograd.graph.saved_tensors_hooks | None = None
         self._versions: dict[int, int] = {}
 
     def note_inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -47,7 +52,7 @@ class Call:
         return self._versions.get(id(tensor), version) == version
 
 
-def watch_first(tensor: Tensor, hook: Callable[[Tensor], None]) -> None:
+def watch_first(tensor: Tensor, hook: Callable[[Tensor], Tensor]) -> None:
     """Hook a tensor before those hooks that it has: a module that returns what one inside it made is announced first.
 
     Else the order would depend on which of them made it, and with that on the way that a rank took inside of them.

@@ -17,7 +17,8 @@ from penstock.engine.assemble import UnitPlan
 from penstock.engine.gather import Gatherer
 from penstock.engine.reduce import Reducer
 from penstock.engine.staging import Buffers, Sections, Staging, StagingPlan, transit_slots
-from penstock.engine.unit import Residency, Unit
+from penstock.engine.holding import Residency
+from penstock.engine.unit import Unit
 from penstock.kinds import GRAD, MASTER, OPTIMIZER, PARAM, SHADOW, Tier
 from penstock.machine.collectives import Ranks
 from penstock.machine.streams import DONE, UPDATE, Event, FailedEvent, Streams, all_of
@@ -277,7 +278,7 @@ class Mover:
 
     def _copy_params(self, move: _Move, new: Home, transit: Transit) -> Event:
         unit = move.unit
-        if unit.residency is Residency.GATHERED and unit.leased and self._becomes_resident(unit, new.plans):
+        if unit.holding.residency is Residency.GATHERED and unit.leased and self._becomes_resident(unit, new.plans):
             return DONE  # the values are there
         becomes_replica = self._becomes_replica(unit, new)
         if becomes_replica == (unit.replica is not None):

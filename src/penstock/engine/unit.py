@@ -11,13 +11,14 @@ full       the flat buffer that compute reads; for a resident unit it is the rep
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from enum import Enum
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from penstock.engine.discover import UnitSpec
+from penstock.engine.holding import Holding, Residency
+from penstock.engine.recorded import Recorded
 from penstock.errors import EngineError
 from penstock.kinds import GRAD, MASTER, OPTIMIZER, PARAM, SHADOW, Tier
 from penstock.layout import FlatLayout, Piece
@@ -32,19 +33,6 @@ class Part(NamedTuple):
     slot: int
     start: int
     stop: int
-
-
-class Residency(Enum):
-    """What device memory a unit's parameters hold beside their home.
-
-    RELEASED: none; the parameters read as NaN (a resident unit keeps its values, which may be out of date).
-    GATHERING: the full buffer is leased and being filled.
-    GATHERED: the full buffer holds the values and the parameters are views of it.
-    """
-
-    RELEASED = "released"
-    GATHERING = "gathering"
-    GATHERED = "gathered"
 
 
 @dataclass
@@ -165,21 +153,31 @@ class Unit:
         self.full = full
         self.resident = resident  # compute reads the replica: nothing to gather, nothing to release
         self.trained: Trained | None = None
-        self.residency = Residency.RELEASED
+        self.holding = Holding()
+        self.recorded = Recorded()
         self.event: Event = DONE  # what fills the full buffer, or copies from it, is over
         self.published: Event = DONE  # the last update has reached the home
         self.saved: Event = DONE  # a save that goes on beside training has copied what it is to write
         self.stale = False  # replicated: the other ranks' parts are from before the last update
-        self.leased = False  # the full buffer has memory of its own
-        self.users = 0  # forwards of its anchors under way
-        self.holds = 0  # `gathered` blocks that it is in
         self._versions: list[int] = []  # of the parameters: torch counts every write of theirs, and none of ours
         self._placeholder = torch.full((), float("nan"), device=device).to(spec.dtype)
+        if not resident:
+            self.holding.become(Residency.RELEASED)
 
     @property
     def own_range(self) -> tuple[int, int]:
         """The part of the flat buffer that is this rank's."""
         return self.layout.shard_range(self.rank)
+
+    @property
+    def is_released_after_use(self) -> bool:
+        """Whether its parameters are there only while somebody needs them."""
+        return not (self.resident or self.spec.persistent)
+
+    @property
+    def leased(self) -> bool:
+        """Whether the full buffer has memory of its own."""
+        return not self.resident and self.holding.residency is not Residency.RELEASED
 
     @property
     def label(self) -> str:
@@ -232,10 +230,11 @@ class Unit:
         """Bytes of the full buffer."""
         return self.layout.numel * self.spec.dtype.itemsize
 
-    def expose(self) -> None:
-        """Make the parameters views of the full buffer."""
+    def expose(self, buffer: Tensor | None = None) -> None:
+        """Make the parameters views of the full buffer, or of another one like it."""
+        buffer = self.full if buffer is None else buffer
         for slot, parameter in zip(self.layout.slots, self.spec.parameters, strict=True):
-            parameter.data = self.full[slot.start : slot.stop].view(slot.shape)
+            parameter.data = buffer[slot.start : slot.stop].view(slot.shape)
 
     def take_in(self) -> None:
         """Put the values of parameters that were given other memory (`parameter.data = ...`) into the full buffer.

@@ -23,18 +23,13 @@ from penstock.machine.streams import (
     Streams,
     Work,
     close_workers,
+    poison,
 )
 
 _STREAMS_FILE = HostEvent.run.__code__.co_filename  # where an event of several waits for each
 _HELPERS = ("_copy", "_copy_all", "<listcomp>")
 
 Delay = Callable[[str, int], float]  # (stream, bytes) -> seconds
-
-
-def poison(tensor: Tensor) -> None:
-    """Fill with the bytes 0xFF: NaN in every floating dtype, -1 in the integer ones."""
-    if tensor.numel() and tensor.untyped_storage().nbytes():
-        tensor.view(torch.uint8).fill_(0xFF)
 
 
 class SimulatedStreams(Streams):

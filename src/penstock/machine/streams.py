@@ -282,12 +282,19 @@ class HostEvent(Event):
         self._pending: Pending | None = None
         self._error: BaseException | None = None
 
-    def run(self, work: Work) -> None:
-        """Run the work and keep its error for whoever waits."""
+    def run(self, take: Callable[[], Work]) -> None:
+        """Run the work and keep its error for whoever waits.
+
+        Arguments:
+            take: hands the work over. When the event is done nothing here refers to it: who counts the references to
+                a buffer that it touched counts right.
+        """
+        work = take()
         try:
             self._pending = work()
         except BaseException as error:
             self._error = error
+        del work
         self._finished.set()
 
     def wait(self) -> None:
@@ -324,7 +331,7 @@ class HostWorker:
     """One persistent thread that runs submitted work in order."""
 
     def __init__(self, name: str) -> None:
-        self._queue: queue.SimpleQueue[tuple[HostEvent, Work] | None] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[tuple[HostEvent, list[Work]] | None] = queue.SimpleQueue()
         self._last: HostEvent | None = None
         self._thread = WorkerThread(target=self._loop, name=f"penstock-{name}", daemon=True)
         self._thread.start()
@@ -333,7 +340,7 @@ class HostWorker:
         """Queue the work; returns its event (the one given, if any)."""
         event = event or HostEvent()
         self._last = event
-        self._queue.put((event, work))
+        self._queue.put((event, [work]))
         return event
 
     def idle(self) -> bool:
@@ -347,9 +354,9 @@ class HostWorker:
 
     def _loop(self) -> None:
         while (item := self._queue.get()) is not None:
-            event, work = item
-            event.run(work)
-            del item, event, work  # a waiting worker must not keep the last buffers alive
+            event, box = item
+            event.run(box.pop)
+            del item, event, box  # a waiting worker must not keep the last event alive
 
 
 def close_workers(workers: Mapping[str, HostWorker]) -> None:
@@ -400,3 +407,9 @@ def after_all(events: Sequence[Event], work: Work) -> Pending | None:
 def copy(target: Tensor, source: Tensor) -> None:
     """Work: copy a tensor, without waiting for it where the host memory is pinned."""
     target.copy_(source, non_blocking=True)
+
+
+def poison(tensor: Tensor) -> None:
+    """Fill with the bytes 0xFF: NaN in every floating dtype, -1 in the integer ones."""
+    if tensor.numel() and tensor.untyped_storage().nbytes():
+        tensor.view(torch.uint8).fill_(0xFF)

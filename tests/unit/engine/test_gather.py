@@ -10,7 +10,8 @@ from torch import Tensor, nn
 
 import penstock
 from penstock.engine.gather import Gatherer, Order
-from penstock.engine.unit import Residency, Unit
+from penstock.engine.holding import Residency
+from penstock.engine.unit import Unit
 from tests.support import prepare_on, separate
 
 WIDTH, BLOCKS = 64, 4
@@ -94,7 +95,7 @@ def test_prefetch_bytes_bound_what_is_gathered_ahead(blocks_ahead: int) -> None:
 
     def watch(number: int) -> None:
         units = [unit(optimizer, f"blocks.{n}") for n in range(BLOCKS)]
-        ahead.append(sum(u.residency is not Residency.RELEASED for u in units))
+        ahead.append(sum(u.holding.residency is not Residency.RELEASED for u in units))
 
     model.watch = watch
     train(model, optimizer, steps=1)
@@ -124,7 +125,7 @@ def test_the_order_of_the_last_forward_and_backward_is_expected_next() -> None:
     expected: list[tuple[int, bool]] = []
 
     def watch(number: int) -> None:
-        expected.append((number, unit(optimizer, f"blocks.{number}").residency is not Residency.RELEASED))
+        expected.append((number, unit(optimizer, f"blocks.{number}").holding.residency is not Residency.RELEASED))
 
     model.watch = watch
     train(model, optimizer, steps=1)
@@ -148,7 +149,7 @@ def test_what_is_gathered_ahead_and_not_used_is_taken_back() -> None:
     with torch.no_grad():
         model(torch.ones(1, WIDTH))
     assert gatherer_of(optimizer).live_bytes == 0
-    assert all(u.residency is Residency.RELEASED for u in optimizer._engine.units)
+    assert all(u.holding.residency is Residency.RELEASED for u in optimizer._engine.units)
     assert model.blocks[3].weight.isnan().all()
     assert model.blocks[3].weight.shape == (WIDTH, WIDTH)
     optimizer.close()

@@ -1,0 +1,90 @@
+"""The state of a gathered unit, and the one count of who holds it.
+
+    RELEASED --> GATHERING --> GATHERED --> RELEASED
+    OUTDATED --^      \\____________________> OUTDATED --> RELEASED
+
+A unit is released when the last holder lets go of it, and by nobody else.
+"""
+
+from enum import Enum
+
+
+class Residency(Enum):
+    """What device memory a unit's parameters hold beside their home.
+
+    RELEASED: none; the parameters read as NaN.
+    OUTDATED: the full buffer has memory, and its values do not count: those of a resident or persistent unit from before
+        an update, or NaN in a buffer that somebody else still has views of.
+    GATHERING: the full buffer is being filled.
+    GATHERED: the full buffer holds the values and the parameters are views of it.
+    """
+
+    RELEASED = "released"
+    OUTDATED = "outdated"
+    GATHERING = "gathering"
+    GATHERED = "gathered"
+
+
+class Holder(Enum):
+    """Who needs a unit's parameters. The values are the names of the counts.
+
+    FORWARD: a forward of one of its anchors is under way; forwards nest.
+    BACKWARD: its backward is under way.
+    UNANNOUNCED: a backward may need it that nothing tells of; until that backward is over.
+    BLOCK: a `gathered` block; blocks nest.
+    """
+
+    FORWARD = "forwards"
+    BACKWARD = "backwards"
+    UNANNOUNCED = "unannounced"
+    BLOCK = "blocks"
+
+
+_FOLLOWS = {
+    Residency.RELEASED: {Residency.GATHERING, Residency.OUTDATED},  # outdated: memory that is lent to become a home
+    Residency.OUTDATED: {Residency.GATHERING, Residency.RELEASED, Residency.OUTDATED},
+    Residency.GATHERING: {Residency.GATHERED, Residency.OUTDATED, Residency.RELEASED},
+    Residency.GATHERED: {Residency.OUTDATED, Residency.RELEASED},
+}
+
+
+class Holding:
+    """Who holds one unit, and what its full buffer has.
+
+    Attributes:
+        forwards, backwards, unannounced, blocks: how many of each hold it.
+        used: its parameters were there for somebody to compute with, at some time.
+        shown: a `gathered` block has shown the buffer since it was filled: people may have kept views of it.
+    """
+
+    def __init__(self) -> None:
+        self.residency = Residency.OUTDATED
+        self.forwards = self.backwards = self.unannounced = self.blocks = 0
+        self.used = False
+        self.shown = False
+
+    def become(self, residency: Residency) -> None:
+        """Go on to another state, one that may follow."""
+        assert residency in _FOLLOWS[self.residency], f"{self.residency.name} -> {residency.name}"
+        self.residency = residency
+
+    def take(self, holder: Holder) -> None:
+        """One more of these needs the unit."""
+        setattr(self, holder.value, getattr(self, holder.value) + 1)
+        self.used = True
+        self.shown = self.shown or holder is Holder.BLOCK
+
+    def drop(self, holder: Holder) -> None:
+        """One of them needs it no longer."""
+        left = getattr(self, holder.value) - 1
+        assert left >= 0, f"{holder.name} does not hold the unit"
+        setattr(self, holder.value, left)
+
+    def drop_all(self, holder: Holder) -> None:
+        """None of them needs it any longer."""
+        setattr(self, holder.value, 0)
+
+    @property
+    def is_held(self) -> bool:
+        """Whether anybody needs it."""
+        return bool(self.forwards or self.backwards or self.unannounced or self.blocks)
