@@ -230,7 +230,8 @@ class Gatherer:
 
         Memory that others still have views of is not taken from under them. What a recorded graph or a user of a
         `gathered` block may have kept is theirs, as it is, and the unit gets another buffer. Any other view reads NaN
-        until the next gather fills the same memory: a custom function may have kept one for its backward.
+        until the next gather fills the same memory: a custom function may have kept one for its backward. Only where
+        autograd itself may have saved views does their memory go all the same, until that gather.
         """
         if not unit.leased:
             return
@@ -244,10 +245,10 @@ class Gatherer:
             unit.expose(recorded.shown)
         else:
             unit.hide()
-        if holding.shown and views_elsewhere(unit.full):
+        if views_elsewhere(unit.full) and (holding.shown or not unit.full.untyped_storage().resizable()):
             self._replace_full(unit)
         holding.shown = False
-        if views_elsewhere(unit.full):
+        if views_elsewhere(unit.full) and not holding.saved_raw:
             poison(unit.full)
             holding.become(Residency.OUTDATED)
             self._lingering[unit] = None

@@ -54,6 +54,8 @@ class Holding:
     Attributes:
         forwards, backwards, unannounced, blocks: how many of each hold it.
         used: its parameters were there for somebody to compute with, at some time.
+        saved_raw: since the last backward a forward was recorded where nobody saw what autograd saved: graphs may have
+            views of the buffer.
         shown: a `gathered` block has shown the buffer since it was filled: people may have kept views of it.
     """
 
@@ -61,6 +63,7 @@ class Holding:
         self.residency = Residency.OUTDATED
         self.forwards = self.backwards = self.unannounced = self.blocks = 0
         self.used = False
+        self.saved_raw = False
         self.shown = False
 
     def become(self, residency: Residency) -> None:

@@ -174,8 +174,8 @@ class Hooks:
                 self._forward_order.note(unit)
                 self._gatherer.acquire(unit)
                 self._prefetch(self._forward_order)
-        if not (recomputing or module is self._model) and any(unit.is_released_after_use for unit in units):
-            self._watch_saved(call)
+        if torch.is_grad_enabled() and not recomputing:
+            self._watch_saved(call, units)
         self._note_turn()
         return cast
 
@@ -184,13 +184,15 @@ class Hooks:
         for unit in units:
             unit.holding.take(Holder.FORWARD)
 
-    def _watch_saved(self, call: Call) -> None:
-        """Have what autograd saves of the parameters in this forward not keep their memory.
-
-        Not around the model's own: its backward begins where its forward ends, with its parameters gathered.
-        """
-        if torch.is_grad_enabled() and not any(other.saved_hooks for other in self._calls):
+    def _watch_saved(self, call: Call, units: Sequence[Unit]) -> None:
+        """Have what autograd saves of the parameters in this forward not keep their memory."""
+        if any(other.saved_hooks for other in self._calls):
+            return
+        if any(unit.is_released_after_use for unit in self._units):
             call.saved_hooks = self._saved.watch()
+        if call.saved_hooks is None:
+            for unit in units:
+                unit.holding.saved_raw = True
 
     def _after_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         if not self._calls or self._calls[-1].module is not module:
@@ -390,6 +392,8 @@ class Hooks:
     def _end_backward(self) -> None:
         self._pass_by(self._uses.end())
         for unit in self._units:
+            unit.holding.drop_all(Holder.BACKWARD)
+            unit.holding.drop_all(Holder.UNANNOUNCED)
             self._settle(unit)
         self._backward_order.finish()
         if not torch.is_grad_enabled():
@@ -407,6 +411,7 @@ class Hooks:
             unit.holding.drop_all(Holder.BACKWARD)
             unit.holding.drop_all(Holder.UNANNOUNCED)
             self._gatherer.release(unit)
+            unit.holding.saved_raw = False
         self._gatherer.drop_unused()
         self._note_turn()
 

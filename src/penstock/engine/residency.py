@@ -201,6 +201,7 @@ class Mover:
 
         if wait:
             clean_up()
+            self._gatherer.drop_unused()  # the sections that were left had views of full buffers
         else:
             over = [_Over(event) for event in (ring.free, *(event for move in moves for event in move.events))]
             self._cleaned = self._streams.submit(UPDATE, clean_up, after=(all_of(over),))

@@ -282,14 +282,17 @@ class HostEvent(Event):
         self._pending: Pending | None = None
         self._error: BaseException | None = None
 
-    def run(self, take: Callable[[], Work]) -> None:
-        """Run the work and keep its error for whoever waits.
+    def run(self, work: Work) -> None:
+        """Run the work and keep its error for whoever waits."""
+        self.run_from([work])
 
-        Arguments:
-            take: hands the work over. When the event is done nothing here refers to it: who counts the references to
-                a buffer that it touched counts right.
+    def run_from(self, box: list[Work]) -> None:
+        """The same of work that is taken out of a box.
+
+        When the event is done nothing here refers to it any more: who counts the references to a buffer that it
+        touched counts right.
         """
-        work = take()
+        work = box.pop()
         try:
             self._pending = work()
         except BaseException as error:
@@ -355,7 +358,7 @@ class HostWorker:
     def _loop(self) -> None:
         while (item := self._queue.get()) is not None:
             event, box = item
-            event.run(box.pop)
+            event.run_from(box)
             del item, event, box  # a waiting worker must not keep the last event alive
 
 
