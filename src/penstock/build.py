@@ -7,6 +7,7 @@
 """
 
 import contextlib
+import os
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -59,6 +60,8 @@ from penstock.tiers.pipeline import Pipeline
 from penstock.tiers.store import Store, bytes_on
 from penstock.tiers.transit import Transit
 
+#: Set in the environment, the same as `Options(debug_release=True)` for every `prepare`.
+DEBUG_RELEASE = "PENSTOCK_DEBUG_RELEASE"
 MASTER_DTYPES = {"remainder": torch.int16, "fp32": torch.float32, "none": None}
 
 
@@ -159,7 +162,7 @@ def prepare(
         weights=weights,
         unit_micro_batches=unit_micro_batches,
     )
-    streams = streams_for(device)
+    streams = streams_for(device, debug_release=options.debug_release or bool(os.environ.get(DEBUG_RELEASE)))
     try:
         return build(model, optimizer, request, Ranks.from_mesh(mesh, sharded=stage > 0), streams)
     except BaseException:
@@ -348,6 +351,7 @@ def build(
         steps=updater.steps,
         scalars=updater.scalars,
         gradient_scale=gradient_scale,
+        watch_saved=hooks.watch_saved,
         device=streams.device,
     )
     saver = Saver(

@@ -99,6 +99,10 @@ class Options:
         rounding_seed: of stochastic rounding; the same seed gives the same bits in every placement and world size.
         initial_loss_scale: first loss scale of fp16.
         dynamic_loss_scale: adapt the loss scale of fp16.
+        debug_release: for tests of models and loops: release every unit after each use and fill its memory with NaN,
+            also where compute could read it in place, and on a cpu run all movement late, on threads. What reads
+            parameters where it must not gets a wrong number then, on one rank and any machine. Slow; the results are
+            the same. The environment variable `PENSTOCK_DEBUG_RELEASE=1` does it for every `prepare`.
 
     Raises:
         ConfigError: a value out of its range; the message names it.
@@ -120,6 +124,7 @@ class Options:
     rounding_seed: int = 0
     initial_loss_scale: float = 65536.0
     dynamic_loss_scale: bool = True
+    debug_release: bool = False
 
     def __post_init__(self) -> None:
         """Refuse values out of range, by name."""
@@ -159,4 +164,5 @@ _CHOICES: dict[str, tuple[Any, ...]] = {
     "rounding": ("stochastic", "nearest"),
     "checksums": (True, False),
     "dynamic_loss_scale": (True, False),
+    "debug_release": (True, False),
 }

@@ -448,6 +448,11 @@ class Optimizer(torch.optim.Optimizer):
             Exception: the error of an update that failed. Everything is given back; the parameters are left empty.
         """
         engine = self._engine
+        if engine is not None and engine.access.modifying:
+            raise EngineError(
+                "close() was called inside gathered(modify=True). Leave the block first: what was written there would "
+                "be lost."
+            )
         if engine is not None:
             try:
                 engine.close(keep_params=keep_params)

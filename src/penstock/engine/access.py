@@ -5,7 +5,8 @@ Every call is collective: all ranks make it, in the same order. Values are fp32 
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -36,6 +37,7 @@ class Access:
         steps: how often each trained parameter was updated.
         scalars: the parameters' own scalars, where the rule has some.
         gradient_scale: what a gradient in its home is multiplied with.
+        watch_saved: sees what autograd saves of the parameters meanwhile.
     """
 
     def __init__(
@@ -49,6 +51,7 @@ class Access:
         steps: dict[nn.Parameter, int],
         scalars: dict[nn.Parameter, Scalars],
         gradient_scale: GradientScale,
+        watch_saved: Callable[[], AbstractContextManager[Any]],
         device: torch.device,
     ) -> None:
         self._units = units
@@ -60,6 +63,8 @@ class Access:
         self._steps = steps
         self._scalars = scalars
         self._gradient_scale = gradient_scale
+        self._watch_saved = watch_saved
+        self.modifying = 0  # blocks that may write parameters
         self._device = device
         self._places = {p: (unit, index) for unit in units for index, p in enumerate(unit.spec.parameters)}
         self._given_state: set[nn.Parameter] = set()  # by `set_state`: they have state before their first update
@@ -84,8 +89,12 @@ class Access:
             unit.holding.take(Holder.BLOCK)
             self._gatherer.acquire(unit)
         before = {unit: unit.full.clone() for unit in units} if modify else {}
+        self.modifying += modify
         try:
-            yield
+            with self._watch_saved():  # what autograd saves inside is there when its backward comes
+                yield
+            if self._closed:
+                return  # inside: the parameters have their values
             if modify:
                 self.finish()  # homes may have moved
             for unit in units:
@@ -96,15 +105,22 @@ class Access:
                 elif unit.holding.blocks == 1:
                     unit.check_written()
         except BaseException:
-            self.finish()
-            for unit, values in before.items():
-                _restore(unit, values)
-                unit.note_versions()
+            if not self._closed:
+                self.finish()
+                for unit, values in before.items():
+                    _restore(unit, values)
+                    unit.note_versions()
             raise
         finally:
+            self.modifying -= modify
             for unit in units:
                 unit.holding.drop(Holder.BLOCK)
-                self._gatherer.release(unit)
+                if not self._closed:
+                    self._gatherer.release(unit)
+
+    @property
+    def _closed(self) -> bool:
+        return any(unit.is_dropped for unit in self._units)
 
     def param(self, parameter: nn.Parameter) -> Tensor:
         """The parameter at master precision."""

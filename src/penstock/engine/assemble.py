@@ -116,7 +116,8 @@ class UnitPlan:
         self._ranks = ranks
         self._streams = streams
         self.replicated = replicated
-        self.resident = replicated and len(params) == 1 and in_reach(params[0].tier, Tier.DEVICE, streams)
+        in_place = len(params) == 1 and in_reach(params[0].tier, Tier.DEVICE, streams) and streams.reads_in_place
+        self.resident = replicated and in_place
         self._own_params = part(params, *layout.shard_range(ranks.shard_rank)) if replicated else tuple(params)
         self.sections = {PARAM: self._plan(PARAM, [Kind(PARAM, spec.dtype)], params)}
         self.fields = Fields((), ())

@@ -7,6 +7,7 @@ reduced again and added.
 """
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any, Protocol
 
@@ -189,10 +190,17 @@ class Hooks:
         if any(other.saved_hooks for other in self._calls):
             return
         if any(unit.is_released_after_use for unit in self._units):
-            call.saved_hooks = self._saved.watch()
-        if call.saved_hooks is None:
+            call.saved_hooks = self._saved.hooks()
+        if call.saved_hooks is not None:
+            call.saved_hooks.__enter__()
+        else:
             for unit in units:
                 unit.holding.saved_raw = True
+
+    def watch_saved(self) -> AbstractContextManager[Any]:
+        """See what autograd saves of parameters that are shown outside of a forward."""
+        watches = torch.is_grad_enabled() and any(unit.is_released_after_use for unit in self._units)
+        return (self._saved.hooks() if watches else None) or nullcontext()
 
     def _after_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         if not self._calls or self._calls[-1].module is not module:

@@ -69,18 +69,18 @@ class SavedWeights:
         self._bring = bring
         self._activations = activations
 
-    def watch(self) -> torch.autograd.graph.saved_tensors_hooks | None:
-        """Begin to see what autograd saves on this thread. Returns what ends it.
+    def hooks(self) -> torch.autograd.graph.saved_tensors_hooks | None:
+        """To be entered and left on the thread that computes; `None` where they would be in the way.
 
         Where a user has hooks of his own they stay alone: activation checkpointing counts what it sees. Views that they
-        keep keep memory.
+        keep keep memory. Transforms of torch.func take none, and the unit that is called says so.
         """
         before = torch._C._autograd._top_saved_tensors_default_hooks(True)
         if before is not None and (self._activations is None or not self._activations.is_taking):
             return None
-        hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
-        hooks.__enter__()
-        return hooks
+        if not torch._C._autograd._saved_tensors_hooks_is_enabled():
+            return None
+        return torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
 
     def _pack(self, tensor: Tensor) -> Any:
         saved = self._view(tensor)

@@ -286,6 +286,11 @@ class Unit:
                     "Set it again with set_full_param(), or write it inside."
                 )
 
+    @property
+    def is_dropped(self) -> bool:
+        """Whether everything was given back."""
+        return self.params is None
+
     def drop(self) -> None:
         """Let go of every tensor."""
         self.trained = None

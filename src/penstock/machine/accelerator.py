@@ -1,5 +1,6 @@
 """The streams of an accelerator, written against what every device's module of torch has."""
 
+import random
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
@@ -8,6 +9,7 @@ import torch
 from torch import Tensor
 
 from penstock.machine.clocks import Clock, DeviceClock
+from penstock.machine.simulated import SimulatedStreams
 from penstock.machine.streams import (
     DONE,
     ON_DEVICE,
@@ -21,6 +23,8 @@ from penstock.machine.streams import (
     after_all,
     close_workers,
 )
+
+_LATE_SECONDS = 0.002  # of simulated streams, at most
 
 
 class AcceleratorStreams(Streams):
@@ -120,6 +124,18 @@ class _DeviceEvent(Event):
         """A device that failed says so at the next call."""
 
 
-def streams_for(device: torch.device) -> Streams:
-    """The back end of a device: inline for a cpu, the accelerator's own streams otherwise."""
-    return InlineStreams(device) if device.type == "cpu" else AcceleratorStreams(device)
+def streams_for(device: torch.device, *, debug_release: bool = False) -> Streams:
+    """The back end of a device: inline for a cpu, the accelerator's own streams otherwise.
+
+    Arguments:
+        debug_release: what compute could read in place is released too; on a cpu everything runs late.
+    """
+    if device.type != "cpu":
+        streams: Streams = AcceleratorStreams(device)
+    elif debug_release:
+        delays = random.Random(0)
+        streams = SimulatedStreams(lambda stream, nbytes: delays.uniform(0, _LATE_SECONDS))
+    else:
+        streams = InlineStreams(device)
+    streams.reads_in_place = not debug_release
+    return streams

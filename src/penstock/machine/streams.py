@@ -110,6 +110,8 @@ class Streams(ABC):
 
     #: compute reads and writes the cpu tier directly: nothing has to be copied to be used
     aliases_host: bool
+    #: compute reads parameters where they rest, where it reaches them; else they are gathered and released all the same
+    reads_in_place = True
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -170,6 +172,8 @@ class Streams(ABC):
 
     def retire(self, buffer: Tensor) -> None:
         """Take a buffer's memory back. All work on it has been waited for."""
+        if not self.reads_in_place:
+            poison(buffer)  # debugging: memory that is not given back yet must not look as if it had values
         buffer.untyped_storage().resize_(0)
 
     def return_free_memory(self) -> None:
