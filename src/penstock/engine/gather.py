@@ -7,7 +7,7 @@ never correctness.
 from collections.abc import Iterable, Iterator, Sequence
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from penstock.engine.holding import Residency
 from penstock.engine.recorded import views_elsewhere
@@ -86,12 +86,14 @@ class Gatherer:
         self._buffers: dict[int, Unit] = {}  # by the address of the full buffer's storage
         self._lingering: dict[Unit, None] = {}  # released, and others have views of the buffer
 
-    def owner(self, storage: int) -> Unit | None:
-        """The unit whose full buffer, where it is released after use, has this storage."""
-        unit = self._buffers.get(storage)
-        if unit is None or unit.resident or unit.full.untyped_storage()._cdata != storage:
+    def owner_of(self, tensor: Tensor) -> Unit | None:
+        """The unit, of those that are released after use, whose full buffer a tensor is a view of."""
+        if type(tensor) not in (Tensor, nn.Parameter) or tensor.layout is not torch.strided:
             return None
-        return unit
+        storage = tensor.untyped_storage()._cdata
+        unit = self._buffers.get(storage)
+        is_its = unit is not None and not unit.resident and unit.full.untyped_storage()._cdata == storage
+        return unit if is_its else None
 
     def acquire(self, unit: Unit) -> None:
         """Make the unit's parameters usable by compute issued from here on."""

@@ -20,8 +20,9 @@ from penstock.engine.activations import Activations
 from penstock.engine.anchor import Anchor, run_last
 from penstock.engine.gather import Gatherer, Order
 from penstock.engine.holding import Holder
-from penstock.engine.outputs import Call, watch_first
+from penstock.engine.outputs import Call, tensors_of, watch_first
 from penstock.engine.precision import CastInputs
+from penstock.engine.reads import watch_reads
 from penstock.engine.reduce import Reducer
 from penstock.engine.saved import SavedWeights
 from penstock.engine.scale import GradientScale
@@ -89,7 +90,7 @@ class Hooks:
         self._uses = Uses()
         self._active: list[Unit] = []  # units whose backward is under way
         self._run_again: set[Unit] = set()  # those of them that no gradient has reached: their forward ran again
-        self._saved = SavedWeights(gatherer.owner, self._bring, activations)
+        self._saved = SavedWeights(gatherer.owner_of, self._bring, activations)
         self._gathers = True  # some units are not resident, or are on other ranks too
         self.backward_open = False
         self.backward_failed = False  # since the last zero_grad
@@ -100,6 +101,7 @@ class Hooks:
         for unit in units:
             for anchor in unit.spec.anchors:
                 self._anchors[anchor] = (*self._anchors.get(anchor, ()), unit)
+        self._end_reads = watch_reads(model, units, self._gather_for_read)
         self._handles: list[RemovableHandle] = []
         self._hooked: list[Anchor] = []
         self._attach()
@@ -129,6 +131,7 @@ class Hooks:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
+        self._end_reads()
 
     @property
     def in_forward(self) -> bool:
@@ -197,6 +200,17 @@ class Hooks:
             for unit in units:
                 unit.holding.saved_raw = True
 
+    @torch.compiler.disable
+    def _gather_for_read(self, unit: Unit, module: nn.Module, name: str) -> None:
+        """A forward reads a parameter whose own module does not run: gather it until that forward is over."""
+        if not self._calls or unit.holding.is_held:
+            return
+        check_transform(unit, module)
+        if in_backward():
+            self._bring(unit)
+            return
+        self._hold_for(self._calls[-1], unit)
+
     def watch_saved(self) -> AbstractContextManager[Any]:
         """See what autograd saves of parameters that are shown outside of a forward."""
         watches = torch.is_grad_enabled() and any(unit.is_released_after_use for unit in self._units)
@@ -209,6 +223,9 @@ class Hooks:
         if call.saved_hooks is not None:
             call.saved_hooks.__exit__()
         finished = []
+        for unit in call.reads:
+            unit.holding.drop(Holder.FORWARD)
+            self._gatherer.release(unit)
         for unit in self._anchors.get(module, ()):
             unit.holding.drop(Holder.FORWARD)
             if not unit.holding.forwards:
@@ -218,12 +235,35 @@ class Hooks:
         recomputing = in_backward()
         if finished:
             keep = self._watch_outputs(call, finished, output, args, kwargs)
+            self._hand_on(finished, output)
             if not (keep or recomputing):  # else its backward comes next, and releases it
                 for unit in finished:
                     self._gatherer.release(unit)
         if not (self._calls or recomputing):
             self._end_forward(complete=output is not None)
         self._note_turn()
+
+    def _hand_on(self, units: Sequence[Unit], output: Any) -> None:
+        """Whoever called a module that returns parameters of its own goes on to use them."""
+        releasable = [unit for unit in units if unit.is_released_after_use]
+        if not releasable:
+            return
+        returned = {self._gatherer.owner_of(tensor) for tensor in tensors_of(output)}
+        for unit in releasable:
+            if unit in returned and self._calls:
+                self._hold_for(self._calls[-1], unit)
+            elif unit in returned:
+                unit.holding.shown = True  # its memory is the caller's
+                if torch.is_grad_enabled():
+                    unit.holding.take(Holder.UNANNOUNCED)
+
+    def _hold_for(self, call: Call, unit: Unit) -> None:
+        """Keep a unit gathered until a forward is over that is not one of its own."""
+        call.reads.append(unit)
+        unit.holding.take(Holder.FORWARD)
+        self._gatherer.acquire(unit)
+        if torch.is_grad_enabled() and not any(call.saved_hooks for call in self._calls):
+            unit.holding.take(Holder.UNANNOUNCED)  # nobody sees what autograd saves of it
 
     def _watch_outputs(
         self, call: Call, units: list[Unit], output: Any, args: tuple[Any, ...], kwargs: dict[str, Any]

@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from penstock.engine.unit import Unit
+
 _PLAIN = (bool, int, float, complex, str, bytes, Enum, type, torch.dtype, torch.device, nn.Module)
 _CLOSED = (FunctionType, MethodType, BuiltinFunctionType, GeneratorType)  # may hold tensors where nobody can look
 _MOST_OBJECTS = 1000  # looked into per output
@@ -22,11 +24,13 @@ class Call:
     """A forward that is under way: its module, and its inputs as they came.
 
     Attributes:
+        reads: units that were gathered because it read parameters of theirs.
         saved_hooks: those that were entered for it, for what autograd saves.
     """
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module
+        self.reads: list[Unit] = []
         self.saved_hooks: torch.autograd.graph.saved_tensors_hooks | None = None
         self._versions: dict[int, int] = {}
 

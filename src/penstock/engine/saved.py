@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from penstock.engine.activations import Activations
 from penstock.engine.unit import Unit
@@ -57,15 +57,15 @@ class SavedWeights:
     """Hooks for what autograd saves while a forward runs whose units are released after it.
 
     Arguments:
-        owner: the unit whose full buffer has a storage, by the storage's address.
+        owner_of: the unit, of those that are released after use, whose full buffer a tensor is a view of.
         bring: makes a unit's parameters usable until the backward that is under way is over.
         activations: takes other tensors; `None` leaves them.
     """
 
     def __init__(
-        self, owner: Callable[[int], Unit | None], bring: Callable[[Unit], None], activations: Activations | None
+        self, owner_of: Callable[[Tensor], Unit | None], bring: Callable[[Unit], None], activations: Activations | None
     ) -> None:
-        self._owner = owner
+        self._owner_of = owner_of
         self._bring = bring
         self._activations = activations
 
@@ -98,9 +98,7 @@ class SavedWeights:
         return self._activations.unpack(packed)
 
     def _view(self, tensor: Tensor) -> SavedView | None:
-        if type(tensor) not in (Tensor, nn.Parameter) or tensor.layout is not torch.strided:
-            return None
-        unit = self._owner(tensor.untyped_storage()._cdata)
+        unit = self._owner_of(tensor)
         if unit is None or tensor.dtype != unit.full.dtype or tensor.is_conj() or tensor.is_neg():
             return None
         start = int(tensor.storage_offset() - unit.full.storage_offset())
