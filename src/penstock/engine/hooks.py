@@ -101,7 +101,9 @@ class Hooks:
         for unit in units:
             for anchor in unit.spec.anchors:
                 self._anchors[anchor] = (*self._anchors.get(anchor, ()), unit)
-        self._end_reads = watch_reads(model, units, self._gather_for_read)
+        owners = {parameter: unit for unit in units for parameter in unit.spec.parameters}
+        for unit, watches in watch_reads(model, owners, self._gather_for_read).items():
+            unit.watch_reads(watches)
         self._handles: list[RemovableHandle] = []
         self._hooked: list[Anchor] = []
         self._attach()
@@ -131,7 +133,9 @@ class Hooks:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
-        self._end_reads()
+        for unit in self._units:
+            for watch in unit.reads:
+                watch.end()
 
     @property
     def in_forward(self) -> bool:
@@ -201,7 +205,7 @@ class Hooks:
                 unit.holding.saved_raw = True
 
     @torch.compiler.disable
-    def _gather_for_read(self, unit: Unit, module: nn.Module, name: str) -> None:
+    def _gather_for_read(self, unit: Unit, module: nn.Module) -> None:
         """A forward reads a parameter whose own module does not run: gather it until that forward is over."""
         if not self._calls or unit.holding.is_held:
             return

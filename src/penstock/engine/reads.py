@@ -1,53 +1,98 @@
-"""Reads of parameters while a forward runs: a released unit is gathered for whoever reads it outside its module's forward.
+"""Reads of parameters that are not there: a released unit is gathered for whoever reads it outside its module's forward.
 
 Attention reads its output projection's weight, a parent its child's, a block runs by its `forward` method alone: no hook
-of a module tells. What every read passes is the dict that `Module.__getattr__` looks into.
+of a module tells. What every such read passes is the dict that `Module.__getattr__` looks into. So while parameters are
+placeholders, the modules that own them have one that tells; a module whose parameters are there has the dict it always
+had, which compilers know.
 """
 
-from collections.abc import Callable, Iterable
-from typing import Any
+from collections.abc import Callable, Mapping
+from copy import deepcopy
+from typing import Any, Generic, TypeVar
 
 from torch import nn
 
-from penstock.engine.unit import Unit
+Owner = TypeVar("Owner")
+Named = dict[str, nn.Parameter | None]
 
-Notice = Callable[[Unit, nn.Module, str], None]
 
+class ReadWatch(Generic[Owner]):
+    """The parameters of one module, and which of their owners (units) have theirs hidden.
 
-class WatchedParameters(dict[str, nn.Parameter | None]):
-    """A module's parameters by name, telling of each that is looked up. Copies are plain."""
+    Arguments:
+        owners: of its parameters.
+        notice: called with the owner when a hidden parameter is looked up, before the parameter is handed out.
+    """
 
-    def __init__(self, module: nn.Module, units: dict[nn.Parameter, Unit], notice: Notice) -> None:
-        super().__init__(module._parameters)
+    def __init__(
+        self, module: nn.Module, owners: Mapping[nn.Parameter, Owner], notice: Callable[[Owner, nn.Module], None]
+    ) -> None:
         self._module = module
-        self._units = units
+        self._owners = {p: owners[p] for p in module._parameters.values() if p in owners}
         self._notice = notice
+        self._plain: Named = module._parameters
+        self._watched = _Watched(self)
+        self._hidden: set[Owner] = set()
+
+    def hide(self, owner: Owner) -> None:
+        """The owner's parameters are placeholders from now on."""
+        if not self._hidden:
+            self._exchange(self._watched)
+        self._hidden.add(owner)
+
+    def show(self, owner: Owner) -> None:
+        """They are there."""
+        self._hidden.discard(owner)
+        if not self._hidden:
+            self._exchange(self._plain)
+
+    def end(self) -> None:
+        """Leave the module as it was found."""
+        self._hidden.clear()
+        self._exchange(self._plain)
+
+    def looked_up(self, parameter: nn.Parameter | None) -> None:
+        """Somebody reads a parameter."""
+        owner = self._owners.get(parameter) if parameter is not None else None
+        if owner is not None and owner in self._hidden:
+            self._notice(owner, self._module)
+
+    def _exchange(self, new: Named) -> None:
+        old = self._module._parameters
+        if old is not new:
+            new.clear()
+            new.update(old)  # with what was registered or deleted since
+            self._module._parameters = new
+
+
+class _Watched(Named):
+    """Parameters by name, telling of each that is looked up. Copies are plain."""
+
+    def __init__(self, watch: ReadWatch[Any]) -> None:
+        super().__init__()
+        self._watch = watch
 
     def __getitem__(self, name: str) -> nn.Parameter | None:
         parameter = super().__getitem__(name)
-        unit = self._units.get(parameter) if parameter is not None else None
-        if unit is not None and not unit.resident:
-            self._notice(unit, self._module, name)
+        self._watch.looked_up(parameter)
         return parameter
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> dict[str, nn.Parameter | None]:
-        from copy import deepcopy
-
+    def __deepcopy__(self, memo: dict[int, Any]) -> Named:
         return deepcopy(dict(self), memo)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return dict, (dict(self),)
 
 
-def watch_reads(model: nn.Module, units: Iterable[Unit], notice: Notice) -> Callable[[], None]:
-    """Have `notice(unit, module, name)` called at every look at a parameter that is not resident. Returns what ends it."""
-    of = {parameter: unit for unit in units for parameter in unit.spec.parameters}
-    watched = [module for module in model.modules() if any(p in of for p in module._parameters.values())]
-    for module in watched:
-        module._parameters = WatchedParameters(module, of, notice)
-
-    def end() -> None:
-        for module in watched:
-            module._parameters = dict(module._parameters)
-
-    return end
+def watch_reads(
+    model: nn.Module, owners: Mapping[nn.Parameter, Owner], notice: Callable[[Owner, nn.Module], None]
+) -> Mapping[Owner, list[ReadWatch[Owner]]]:
+    """A watch for each module that owns parameters, by the owners (units) of those."""
+    by_owner: dict[Owner, list[ReadWatch[Owner]]] = {}
+    for module in model.modules():
+        found = {owners[p] for p in module._parameters.values() if p in owners}
+        if found:
+            watch = ReadWatch(module, owners, notice)
+            for owner in found:
+                by_owner.setdefault(owner, []).append(watch)
+    return by_owner

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from penstock.engine.discover import UnitSpec
 from penstock.engine.holding import Holding, Residency
+from penstock.engine.reads import ReadWatch
 from penstock.engine.recorded import Recorded
 from penstock.errors import EngineError
 from penstock.kinds import GRAD, MASTER, OPTIMIZER, PARAM, SHADOW, Tier
@@ -155,6 +156,7 @@ class Unit:
         self.trained: Trained | None = None
         self.holding = Holding()
         self.recorded = Recorded()
+        self.reads: Sequence[ReadWatch[Unit]] = ()  # told when the parameters are hidden and shown
         self.event: Event = DONE  # what fills the full buffer, or copies from it, is over
         self.published: Event = DONE  # the last update has reached the home
         self.saved: Event = DONE  # a save that goes on beside training has copied what it is to write
@@ -235,6 +237,8 @@ class Unit:
         buffer = self.full if buffer is None else buffer
         for slot, parameter in zip(self.layout.slots, self.spec.parameters, strict=True):
             parameter.data = buffer[slot.start : slot.stop].view(slot.shape)
+        for watch in self.reads:
+            watch.show(self)
 
     def take_in(self) -> None:
         """Put the values of parameters that were given other memory (`parameter.data = ...`) into the full buffer.
@@ -256,6 +260,14 @@ class Unit:
         """Make the parameters placeholders: their real shape, NaN when read, one element of memory, no writes."""
         for slot, parameter in zip(self.layout.slots, self.spec.parameters, strict=True):
             parameter.data = self._placeholder.expand(slot.shape)
+        for watch in self.reads:
+            watch.hide(self)
+
+    def watch_reads(self, watches: Sequence[ReadWatch["Unit"]]) -> None:
+        """Tell these when the parameters are hidden and shown."""
+        self.reads = watches
+        if self.holding.residency is not Residency.GATHERED:
+            self.hide()
 
     @property
     def is_whole(self) -> bool:
