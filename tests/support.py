@@ -109,6 +109,13 @@ def simulated(seed: int = 0, most_seconds: float = 0.002, dropped_wait: str | No
     return SimulatedStreams(lambda stream, nbytes: delays.uniform(0, most_seconds), dropped_wait)
 
 
+def released() -> SimulatedStreams:
+    """The same, where units are released and gathered for each use also if compute could read them in place."""
+    streams = simulated()
+    streams.reads_in_place = False
+    return streams
+
+
 def disks(count: int = 1) -> list[Path]:
     """Folders for the nvme tier, on the file system of temporary files; each engine makes its own inside."""
     folders = [Path(tempfile.gettempdir(), "disks-of-tests", str(number)) for number in range(count)]

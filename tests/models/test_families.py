@@ -22,14 +22,14 @@ from tests.models.family import Batch
 from tests.models.graphs_rows import GRAPHS
 from tests.models.modules_rows import MODULES, ConvNet, squared
 from tests.models.transformers_rows import TRANSFORMERS
-from tests.support import inline, prepare_on, sampled, separate, simulated
+from tests.support import inline, prepare_on, released, sampled, separate, simulated
 
 FAMILIES = [*TRANSFORMERS, *MODULES, *GRAPHS, *ADAPTERS]
 # At world size 1 stages differ in nothing that moves, so each is run with one half of the placements.
 RUNS = {
     "inline, all on device, stage 3": (inline, ON_DEVICE, 3),
     "inline, everything on cpu, stage 1": (inline, ON_CPU, 1),
-    "simulated, all on device, stage 1": (simulated, ON_DEVICE, 1),
+    "late and released, all on device, stage 1": (released, ON_DEVICE, 1),
     "simulated, everything on cpu, stage 3": (simulated, ON_CPU, 3),
     "separate memory, everything on cpu, stage 3": (separate, ON_CPU, 3),  # what is released is freed
 }

@@ -11,6 +11,7 @@ import weakref
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -102,8 +103,8 @@ class Activations:
     @property
     def is_taking(self) -> bool:
         """Whether its hooks are the innermost on this thread."""
-        top = torch._C._autograd._top_saved_tensors_default_hooks(True)
-        return top is not None and top[0] == self.pack
+        top: Any = torch._C._autograd._top_saved_tensors_default_hooks(True)
+        return top is not None and bool(top[0] == self.pack)
 
     def pack(self, tensor: Tensor) -> "Tensor | Saved":
         """Autograd saves a tensor."""

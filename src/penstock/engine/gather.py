@@ -16,7 +16,6 @@ from penstock.machine.collectives import Ranks
 from penstock.machine.streams import COLLECTIVE, DONE, Event, Streams, all_of, poison
 from penstock.tiers.transit import Transit, buffer_home
 
-
 _EMPTY = (Residency.RELEASED, Residency.OUTDATED)  # of values that count
 
 

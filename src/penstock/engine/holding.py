@@ -1,7 +1,7 @@
-"""The state of a gathered unit, and the one count of who holds it.
+r"""The state of a gathered unit, and the one count of who holds it.
 
     RELEASED --> GATHERING --> GATHERED --> RELEASED
-    OUTDATED --^      \\____________________> OUTDATED --> RELEASED
+    OUTDATED --^      \____________________> OUTDATED --> RELEASED
 
 A unit is released when the last holder lets go of it, and by nobody else.
 """
@@ -13,8 +13,8 @@ class Residency(Enum):
     """What device memory a unit's parameters hold beside their home.
 
     RELEASED: none; the parameters read as NaN.
-    OUTDATED: the full buffer has memory, and its values do not count: those of a resident or persistent unit from before
-        an update, or NaN in a buffer that somebody else still has views of.
+    OUTDATED: the full buffer has memory, and its values do not count: those of a resident or persistent unit from
+        before an update, or NaN in a buffer that somebody else still has views of.
     GATHERING: the full buffer is being filled.
     GATHERED: the full buffer holds the values and the parameters are views of it.
     """

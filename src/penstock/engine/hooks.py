@@ -101,9 +101,6 @@ class Hooks:
         for unit in units:
             for anchor in unit.spec.anchors:
                 self._anchors[anchor] = (*self._anchors.get(anchor, ()), unit)
-        owners = {parameter: unit for unit in units for parameter in unit.spec.parameters}
-        for unit, watches in watch_reads(model, owners, self._gather_for_read).items():
-            unit.watch_reads(watches)
         self._handles: list[RemovableHandle] = []
         self._hooked: list[Anchor] = []
         self._attach()
@@ -111,6 +108,9 @@ class Hooks:
     def _attach(self) -> None:
         untraced = partial(torch.compiler.disable, reason="A unit of Penstock is gathered or released between graphs.")
         before, after = untraced(self._before_forward), untraced(self._after_forward)
+        owners = {parameter: unit for unit in self._units for parameter in unit.spec.parameters}
+        for unit, watches in watch_reads(self._model, owners, untraced(self._gather_for_read)).items():
+            unit.watch_reads(watches)
         for module in {self._model: (), **self._anchors}:
             units = self._anchors.get(module, ())
             anchor = Anchor(units, always=module is self._model, before=before, after=after)
@@ -204,7 +204,6 @@ class Hooks:
             for unit in units:
                 unit.holding.saved_raw = True
 
-    @torch.compiler.disable
     def _gather_for_read(self, unit: Unit, module: nn.Module) -> None:
         """A forward reads a parameter whose own module does not run: gather it until that forward is over."""
         if not self._calls or unit.holding.is_held:

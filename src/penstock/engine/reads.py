@@ -1,9 +1,9 @@
-"""Reads of parameters that are not there: a released unit is gathered for whoever reads it outside its module's forward.
+"""Reads of parameters that are not there: a released unit is gathered for whoever reads it, whatever module runs.
 
-Attention reads its output projection's weight, a parent its child's, a block runs by its `forward` method alone: no hook
-of a module tells. What every such read passes is the dict that `Module.__getattr__` looks into. So while parameters are
-placeholders, the modules that own them have one that tells; a module whose parameters are there has the dict it always
-had, which compilers know.
+Attention reads its output projection's weight, a parent its child's, a block runs by its `forward` method alone: no
+hook of a module tells. What every such read passes is the dict that `Module.__getattr__` looks into. So while
+parameters are placeholders, the modules that own them have one that tells; a module whose parameters are there has the
+dict it always had, which compilers know.
 """
 
 from collections.abc import Callable, Mapping
@@ -28,7 +28,7 @@ class ReadWatch(Generic[Owner]):
         self, module: nn.Module, owners: Mapping[nn.Parameter, Owner], notice: Callable[[Owner, nn.Module], None]
     ) -> None:
         self._module = module
-        self._owners = {p: owners[p] for p in module._parameters.values() if p in owners}
+        self._owners = {p: owners[p] for p in module.parameters(recurse=False) if p in owners}
         self._notice = notice
         self._plain: Named = module._parameters
         self._watched = _Watched(self)
@@ -90,7 +90,7 @@ def watch_reads(
     """A watch for each module that owns parameters, by the owners (units) of those."""
     by_owner: dict[Owner, list[ReadWatch[Owner]]] = {}
     for module in model.modules():
-        found = {owners[p] for p in module._parameters.values() if p in owners}
+        found = {owners[p] for p in module.parameters(recurse=False) if p in owners}
         if found:
             watch = ReadWatch(module, owners, notice)
             for owner in found:

@@ -7,9 +7,11 @@ unit's parameters show that buffer instead of placeholders.
 """
 
 import weakref
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch._C._functorch import is_functorch_wrapped_tensor
 
 _KEY = "penstock"  # in the metadata of a graph's node
 
@@ -40,13 +42,15 @@ class Recorded:
         graph = _Graph()
         self._graphs.append(weakref.ref(graph))
         self.is_new = True
+        if is_functorch_wrapped_tensor(grad):  # nobody can tell when its graph is gone
+            self._unmarked.append(graph)
+            return grad
         if not grad.requires_grad:
             grad = grad.detach().requires_grad_()
         marked = grad.view_as(grad)
-        if marked.grad_fn is None:  # of a functorch level: nobody can tell when the graph is gone
-            self._unmarked.append(graph)
-        else:
-            marked.grad_fn.metadata[_KEY] = graph
+        assert marked.grad_fn is not None
+        metadata: Any = marked.grad_fn.metadata
+        metadata[_KEY] = graph
         return marked
 
     @property

@@ -15,9 +15,9 @@ from dataclasses import dataclass, field, replace
 
 from penstock.engine.assemble import UnitPlan
 from penstock.engine.gather import Gatherer
+from penstock.engine.holding import Residency
 from penstock.engine.reduce import Reducer
 from penstock.engine.staging import Buffers, Sections, Staging, StagingPlan, transit_slots
-from penstock.engine.holding import Residency
 from penstock.engine.unit import Unit
 from penstock.kinds import GRAD, MASTER, OPTIMIZER, PARAM, SHADOW, Tier
 from penstock.machine.collectives import Ranks

@@ -1,7 +1,7 @@
 """What autograd saves of gathered parameters: not the memory, but where in the unit it was.
 
     forward     autograd saves a weight, or a view of one -> packed as (unit, range, shape, stride)
-    backward    unpacked as the same view of what the unit's buffer holds then; a unit that nothing announced is gathered
+    backward    unpacked as the same view of what the unit's buffer holds then, which is gathered if nothing did so yet
 
 So a graph does not keep the buffers of all units, and a unit that is released has views elsewhere only where somebody
 else keeps one. Torch compares versions of saved tensors only where there are no hooks, so it is done here.
@@ -17,6 +17,7 @@ from torch import Tensor
 from penstock.engine.activations import Activations
 from penstock.engine.unit import Unit
 from penstock.errors import EngineError
+
 
 @dataclass(frozen=True, slots=True)
 class SavedView:
@@ -75,10 +76,11 @@ class SavedWeights:
         Where a user has hooks of his own they stay alone: activation checkpointing counts what it sees. Views that they
         keep keep memory. Transforms of torch.func take none, and the unit that is called says so.
         """
-        before = torch._C._autograd._top_saved_tensors_default_hooks(True)
+        native: Any = torch._C._autograd
+        before = native._top_saved_tensors_default_hooks(True)
         if before is not None and (self._activations is None or not self._activations.is_taking):
             return None
-        if not torch._C._autograd._saved_tensors_hooks_is_enabled():
+        if not native._saved_tensors_hooks_is_enabled():
             return None
         return torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
 
@@ -110,8 +112,8 @@ class SavedWeights:
     def _rebuilt(self, saved: SavedView) -> Tensor:
         if not saved.unit.full.numel():
             raise EngineError(
-                f"A backward needs parameter '{saved.unit.spec.names[saved.index]}', and its optimizer was closed since "
-                "the forward. Call backward before close()."
+                f"A backward needs parameter '{saved.unit.spec.names[saved.index]}', and its optimizer was closed "
+                "since the forward. Call backward before close()."
             )
         saved.check_version()
         self._bring(saved.unit)

@@ -1,6 +1,5 @@
 """Transforms of `torch.func`, which keep weights where nobody outside can see them."""
 
-import torch
 from torch import nn
 from torch._C._functorch import TransformType, get_interpreter_stack
 

@@ -128,6 +128,7 @@ def streams_for(device: torch.device, *, debug_release: bool = False) -> Streams
     """The back end of a device: inline for a cpu, the accelerator's own streams otherwise.
 
     Arguments:
+        device: of compute.
         debug_release: what compute could read in place is released too; on a cpu everything runs late.
     """
     if device.type != "cpu":

@@ -1,0 +1,510 @@
+"""What people and autograd keep of a unit that is released: nothing of it faults, and nothing is silently wrong."""
+
+import copy
+import gc
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import penstock
+from penstock.engine.holding import Residency
+from tests.support import inline, prepare_on, released, run_ranks, separate, simulated
+
+ON_CPU = penstock.Placement(params="cpu", grads="cpu", optimizer="cpu")
+STREAMS = {"inline": inline, "separate": separate, "late": simulated, "late and released": released}
+WIDTH = 16
+
+
+def block() -> nn.Module:
+    """A matrix, a weight that autograd saves as it is, and what is not linear."""
+    return nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.LayerNorm(WIDTH), nn.GELU())
+
+
+def stack() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(*[block() for _ in range(3)], nn.Linear(WIDTH, 1))
+
+
+def prepared(model: nn.Module, streams: str = "separate", **rest: Any) -> penstock.Optimizer:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    return prepare_on(STREAMS[streams](), model, optimizer, precision="fp32", placement=ON_CPU, **rest)
+
+
+def assert_gradients(optimizer: penstock.Optimizer, model: nn.Module, plain: nn.Module) -> None:
+    for (name, parameter), other in zip(model.named_parameters(), plain.parameters(), strict=True):
+        expected = torch.zeros_like(other) if other.grad is None else other.grad
+        assert torch.equal(optimizer.full_grad(parameter), expected), name
+
+
+def assert_released(optimizer: penstock.Optimizer) -> None:
+    engine = optimizer._engine
+    assert engine.gatherer.live_bytes == 0
+    assert {unit.holding.residency for unit in engine.units if not unit.resident} <= {Residency.RELEASED}
+
+
+# Backwards of backwards
+
+Backward = Callable[[Tensor], None]
+
+
+def gradient_penalty(model: nn.Module, backward: Backward) -> None:
+    """An ordinary loop of WGAN-GP: forwards run between the recorded backward and its own."""
+    x = torch.randn(4, WIDTH).requires_grad_()
+    (of_input,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
+    penalty = ((of_input.norm(dim=1) - 1) ** 2).mean()
+    real, fake = model(torch.randn(4, WIDTH)).mean(), model(torch.randn(4, WIDTH)).mean()
+    backward(fake - real + 10 * penalty)
+
+
+def hessian_vector_product(model: nn.Module, backward: Backward) -> None:
+    gradients = torch.autograd.grad(
+        model(torch.randn(4, WIDTH)).square().sum(), list(model.parameters()), create_graph=True
+    )
+    with torch.no_grad():
+        model(torch.randn(4, WIDTH))
+    backward(sum(((g * g.detach()).sum() for g in gradients), torch.zeros(())))
+
+
+def a_backward_in_between(model: nn.Module, backward: Backward) -> None:
+    x = torch.randn(4, WIDTH).requires_grad_()
+    (of_input,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
+    backward(model(torch.randn(2, WIDTH)).sum())
+    backward(of_input.square().sum())
+
+
+def recorded_twice(model: nn.Module, backward: Backward) -> None:
+    """Two recorded graphs that live at once, each with forwards after it."""
+    penalties = []
+    for _ in range(2):
+        x = torch.randn(4, WIDTH).requires_grad_()
+        (of_input,) = torch.autograd.grad(model(x).tanh().sum(), x, create_graph=True)
+        penalties.append(of_input.square().sum())
+        model(torch.randn(2, WIDTH))
+    backward(penalties[0])
+    model(torch.randn(2, WIDTH))
+    backward(penalties[1])
+
+
+RECORDED = [gradient_penalty, hessian_vector_product, a_backward_in_between, recorded_twice]
+
+
+@pytest.mark.parametrize("streams", STREAMS)
+@pytest.mark.parametrize("work", RECORDED)
+def test_a_backward_of_a_backward_finds_its_parameters(work: Callable[..., None], streams: str) -> None:
+    model = stack()
+    plain = copy.deepcopy(model)
+    optimizer = prepared(model, streams)
+    for seed in range(2):
+        torch.manual_seed(seed)
+        work(plain, lambda loss: loss.backward())
+        torch.manual_seed(seed)
+        work(model, optimizer.backward)
+        assert_gradients(optimizer, model, plain)
+        plain.zero_grad()
+        optimizer.zero_grad()
+    gc.collect()
+    assert_released(optimizer)
+    optimizer.close()
+
+
+def _on_two_ranks(rank: int) -> None:
+    for work in (gradient_penalty, recorded_twice):
+        model = stack()
+        plain = copy.deepcopy(model)
+        optimizer = prepared(model, "late")
+        torch.manual_seed(0)  # the same data: the mean over ranks is the gradient of each
+        work(plain, lambda loss: loss.backward())
+        torch.manual_seed(0)
+        work(model, optimizer.backward)
+        if rank == 0:
+            gc.collect()
+        for parameter, other in zip(model.parameters(), plain.parameters(), strict=True):
+            torch.testing.assert_close(optimizer.full_grad(parameter), other.grad, rtol=1e-6, atol=1e-6)
+        assert not optimizer.step().skipped
+        optimizer.close()
+
+
+def test_a_backward_of_a_backward_on_two_ranks() -> None:
+    run_ranks(_on_two_ranks, 2)
+
+
+def test_what_a_recorded_graph_needs_goes_with_the_graph() -> None:
+    model = stack()
+    optimizer = prepared(model)
+    x = torch.randn(4, WIDTH).requires_grad_()
+    (of_input,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
+    first, *_ = optimizer._engine.units
+    with torch.no_grad():
+        model(x)
+    assert all(unit.recorded.shown is not None for unit in optimizer._engine.units)
+    del of_input
+    with torch.no_grad():
+        model(x)
+    assert all(unit.recorded.shown is None for unit in optimizer._engine.units)
+    assert next(model.parameters()).isnan().all()
+    assert first.holding.residency is Residency.RELEASED
+    optimizer.close()
+
+
+# What people keep
+
+
+@pytest.mark.parametrize("streams", STREAMS)
+def test_a_graph_that_begins_in_gathered_may_end_outside(streams: str) -> None:
+    def begin(model: nn.Module) -> list[Tensor]:
+        weight, bias, norm, shift = list(model.parameters())[:4]
+        return [
+            weight.view(-1).square().sum(),
+            bias.square().sum(),  # autograd saves the parameter itself
+            (weight.t() @ weight).sum(),
+            F.layer_norm(torch.ones(2, WIDTH), (WIDTH,), norm, shift).square().sum(),
+            (weight.view(-1) * 2).tanh().sum(),
+        ]
+
+    for index in range(5):
+        model = stack()
+        plain = copy.deepcopy(model)
+        optimizer = prepared(model, streams)
+        with optimizer.gathered():
+            loss = begin(model)[index]
+        with torch.no_grad():
+            model(torch.randn(1, WIDTH))
+        optimizer.backward(loss)
+        begin(plain)[index].backward()
+        assert_gradients(optimizer, model, plain)
+        del loss
+        optimizer.backward(model(torch.randn(1, WIDTH)).sum())
+        assert_released(optimizer)
+        assert not optimizer.step().skipped
+        optimizer.close()
+
+
+@pytest.mark.parametrize("keep", [lambda p: p.detach().numpy(), lambda p: p.detach().view(-1), lambda p: p.data.t()])
+@pytest.mark.parametrize("streams", STREAMS)
+def test_what_is_kept_of_gathered_has_its_values(keep: Callable[[Tensor], Any], streams: str) -> None:
+    model = stack()
+    optimizer = prepared(model, streams)
+    weight = model[0][0].weight
+    with optimizer.gathered():
+        kept = keep(weight)
+        values = torch.as_tensor(kept).clone()
+    for _ in range(2):  # the engine goes on
+        optimizer.backward(model(torch.randn(2, WIDTH)).sum())
+        optimizer.zero_grad()
+    assert torch.equal(torch.as_tensor(kept), values)
+    optimizer.backward(model(torch.randn(2, WIDTH)).sum())
+    assert not optimizer.step().skipped
+    if streams != "inline":  # where parameters rest in place a view shows the update, as in plain torch
+        assert torch.equal(torch.as_tensor(kept), values)
+    optimizer.close()
+    assert torch.isfinite(torch.as_tensor(kept)).all()
+
+
+class Keeps(nn.Module):
+    """Keeps a view of its weight beyond its forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.kept = self.linear.weight.detach().view(-1)
+        return self.linear(x)
+
+
+@pytest.mark.parametrize("streams", ["separate", "late", "late and released"])
+def test_a_view_that_is_kept_beyond_a_forward_reads_nan(streams: str) -> None:
+    model = nn.Sequential(Keeps(), Keeps())
+    optimizer = prepared(model, streams)
+    loss = model(torch.randn(2, WIDTH)).sum()
+    assert model[0].kept.isnan().all()
+    optimizer.backward(loss)
+    assert model[0].kept.isnan().all()
+    assert not optimizer.step().skipped
+    assert model[0].kept.isnan().all()
+    for module in model:
+        del module.kept
+    optimizer.zero_grad()
+    optimizer.backward(model(torch.randn(2, WIDTH)).sum())
+    optimizer.close()
+
+
+def test_a_users_saved_tensor_hook_that_uses_numpy() -> None:
+    model = stack()
+    plain = copy.deepcopy(model)
+    optimizer = prepared(model)
+    for _ in range(2):
+        x = torch.randn(2, WIDTH)
+        for each, backward in ((plain, lambda loss: loss.backward()), (model, optimizer.backward)):
+            with torch.autograd.graph.saved_tensors_hooks(lambda t: t.detach().numpy(), torch.from_numpy):
+                loss = each(x).square().sum()
+            backward(loss)
+        assert_gradients(optimizer, model, plain)
+        plain.zero_grad()
+        optimizer.zero_grad()
+    optimizer.close()
+
+
+def test_a_written_activation_is_refused_as_in_torch() -> None:
+    """Torch compares versions of what autograd saved only where there are no hooks."""
+    model = stack()
+    optimizer = prepared(model)
+
+    def write(module: nn.Module, args: Any, output: Tensor) -> Tensor:
+        squared = output.square()  # saves it
+        output.data.mul_(1)  # not counted
+        output.add_(1)
+        return squared
+
+    handle = model[0][0].register_forward_hook(write)
+    loss = model(torch.randn(2, WIDTH)).sum()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        optimizer.backward(loss)
+    handle.remove()
+    optimizer.zero_grad()
+    optimizer.backward(model(torch.randn(2, WIDTH)).sum())
+    optimizer.close()
+
+
+def test_close_inside_gathered() -> None:
+    model = stack()
+    values = copy.deepcopy(model.state_dict())
+    optimizer = prepared(model)
+    with optimizer.gathered():
+        optimizer.close()
+    assert all(torch.equal(value, values[name]) for name, value in model.state_dict().items())
+
+    optimizer = prepared(model)
+    with optimizer.gathered(modify=True):
+        with torch.no_grad():
+            model[0][0].weight.fill_(1)
+        with pytest.raises(penstock.EngineError, match=r"gathered\(modify=True\)"):
+            optimizer.close()
+    optimizer.close()
+    assert (model[0][0].weight == 1).all()
+
+
+# Transforms
+
+
+@pytest.mark.parametrize("transform", [torch.func.grad, torch.func.jacrev, torch.func.hessian])
+def test_functorch_is_refused_by_name_where_units_are_released(transform: Callable[..., Any]) -> None:
+    model = stack()
+    optimizer = prepared(model)
+    x = torch.randn(1, WIDTH)
+    with pytest.raises(penstock.EngineError, match=r"torch\.func.*unit '0'"):
+        transform(lambda x: model(x).sum())(x)
+    optimizer.backward(model(x).sum())
+    assert not optimizer.step().skipped
+    optimizer.close()
+
+
+def test_functorch_works_where_parameters_are_read_in_place() -> None:
+    model = stack()
+    optimizer = prepared(model, "inline")
+    x = torch.randn(1, WIDTH)
+    expected = torch.func.grad(lambda x: copy.deepcopy(stack())(x).sum())(x)
+    assert torch.equal(torch.func.grad(lambda x: model(x).sum())(x), expected)
+    optimizer.backward(model(x).sum())
+    assert not optimizer.step().skipped
+    optimizer.close()
+
+
+# Reads outside of the module's own forward
+
+
+class ReadsAttention(nn.Module):
+    """`nn.MultiheadAttention` reads its output projection's weight and never calls it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(WIDTH, 2, batch_first=True)
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(self.attention(x, x, x, need_weights=False)[0])
+
+
+class ReadsChild(nn.Module):
+    """A parent that reads its children's weights, before and after they run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.norm = nn.LayerNorm(WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        before = x @ self.linear.weight
+        return self.norm(self.linear(x)) + before * self.norm.weight
+
+
+class ReadsList(nn.Module):
+    """A `ParameterList`, which is never called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weights = nn.ParameterList([nn.Parameter(torch.randn(WIDTH, WIDTH)) for _ in range(2)])
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x @ self.weights[0] @ self.weights[1])
+
+
+class Bias(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.bias = nn.Parameter(torch.randn(WIDTH))
+
+    def forward(self) -> Tensor:
+        return self.bias
+
+
+class TakesBias(nn.Module):
+    """Uses the parameter that a submodule returns."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.returns = Bias()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        bias = self.returns()
+        return (self.linear(x) * bias).square() + bias
+
+
+class Method(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH))
+
+    def run(self, x: Tensor) -> Tensor:
+        return (x @ self.weight).tanh()
+
+
+class CallsMethod(nn.Module):
+    """A method that is not `forward`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.method = Method()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(self.method.run(x))
+
+
+class CallsForward(nn.Module):
+    """Blocks that run by their `forward` method alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([ReadsChild() for _ in range(3)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        for each in self.blocks:
+            x = each.forward(x)
+        return x
+
+
+READS = {
+    ReadsAttention: (nn.Linear,),
+    ReadsChild: (nn.Linear, nn.LayerNorm),
+    ReadsList: (nn.ParameterList, nn.Linear),
+    TakesBias: (Bias, nn.Linear),
+    CallsMethod: (Method,),
+    CallsForward: None,
+}
+
+
+@pytest.mark.parametrize(
+    "hooks", [nullcontext, lambda: torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t)]
+)
+@pytest.mark.parametrize("streams", ["separate", "late and released"])
+@pytest.mark.parametrize("make", READS)
+def test_parameters_that_are_read_outside_of_their_modules_forward(
+    make: type[nn.Module], streams: str, hooks: Callable[[], Any]
+) -> None:
+    torch.manual_seed(0)
+    model = make()
+    plain = copy.deepcopy(model)
+    optimizer = prepared(model, streams, units=READS[make])
+    x = torch.randn(3, 4, WIDTH)
+    for _ in range(2):
+        with hooks():
+            loss = model(x).square().sum()
+        expected = plain(x).square().sum()
+        with torch.no_grad():
+            assert torch.equal(model(x).square().sum(), expected)
+        assert torch.equal(loss, expected)
+        optimizer.backward(loss)
+        expected.backward()
+        assert_gradients(optimizer, model, plain)
+        plain.zero_grad()
+        optimizer.zero_grad()
+    del loss
+    assert_released(optimizer)
+    optimizer.close()
+    assert all(type(module._parameters) is dict for module in model.modules())
+
+
+class NeverCalled(nn.Module):
+    """Reads weights where no forward of the model runs: in the loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.run_ones = nn.ModuleList([block(), block()])
+        self.others = nn.ModuleList([nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        for each in self.run_ones:
+            x = each(x)
+        return x
+
+
+def test_a_unit_that_was_never_announced_is_named() -> None:
+    model = NeverCalled()
+    optimizer = prepared(model)
+    loss = model(torch.randn(2, WIDTH)).sum() + model.others[1].weight.square().sum()
+    with pytest.raises(penstock.EngineError, match=r"'others\.1\.weight' got a gradient.*unit 'others\.1'.*gathered"):
+        optimizer.backward(loss)
+    optimizer.zero_grad()
+    optimizer.backward(model(torch.randn(2, WIDTH)).sum())
+    assert not optimizer.step().skipped
+    optimizer.close()
+
+
+# The option
+
+
+@pytest.mark.parametrize("placement", [penstock.Placement(), ON_CPU])
+@pytest.mark.parametrize("ask", ["option", "environment"])
+def test_debug_release_releases_everything_and_changes_nothing(
+    placement: penstock.Placement, ask: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    results = []
+    for debug in (False, True):
+        if debug and ask == "environment":
+            monkeypatch.setenv("PENSTOCK_DEBUG_RELEASE", "1")
+        options = penstock.Options(debug_release=debug and ask == "option")
+        model = stack()
+        optimizer = penstock.prepare(
+            model,
+            torch.optim.AdamW(model.parameters(), lr=0.1),
+            placement=placement,
+            max_grad_norm=1.0,
+            options=options,
+        )
+        for seed in range(3):
+            torch.manual_seed(seed)
+            optimizer.backward(model(torch.randn(4, WIDTH)).sum())
+            optimizer.step()
+            optimizer.zero_grad()
+        assert next(model.parameters()).isnan().all() == debug
+        results.append([optimizer.full_param(p) for p in model.parameters()])
+        optimizer.close()
+    assert all(map(torch.equal, *results))
