@@ -31,10 +31,11 @@ from penstock.engine.loading import Loader
 from penstock.engine.precision import input_cast
 from penstock.engine.reduce import Reducer
 from penstock.engine.residency import Mover
+from penstock.engine.samples import BatchDim, check_batch_dim, check_blocks
 from penstock.engine.saving import Saver
 from penstock.engine.scale import GradientScale, LossScale
 from penstock.engine.sharing import Sharing
-from penstock.engine.slices import SlicedBlock
+from penstock.engine.slices import SlicedBlock, sliced_blocks
 from penstock.engine.source import INIT, FirstRank, Given, Initialised, Source, Weights, replace_meta
 from penstock.engine.staging import Staging, StagingPlan
 from penstock.engine.step import Stepper
@@ -77,6 +78,7 @@ def prepare(
     overlap: Overlap = "auto",
     master: Literal["remainder", "fp32", "none"] = "remainder",
     unit_micro_batches: int = 1,
+    batch_dim: BatchDim = 0,
     options: Options = Options(),  # noqa: B008 - a frozen value
     weights: Weights | None = None,
 ) -> Optimizer:
@@ -114,6 +116,9 @@ def prepare(
         unit_micro_batches: each block is gathered once and runs this many slices of the batch, in forward and in
             backward, which saves the block's input alone and computes its forward again: parameters and gradients
             travel as for one large batch, activations are those of a slice.
+        batch_dim: for `unit_micro_batches`, which dimension of the blocks' inputs is the batch; 1 for blocks that have
+            the sequence first. A mapping says it for single arguments of the blocks, by name, `None` for those that
+            every slice gets whole; others then have the batch in the dimension of the block's first argument.
         options: sizes and policies.
         weights: the parameters' first values, where the model does not have them (or has others): a folder or a file of
             safetensors, tensors by name, a function from a name to its tensor, or `"init"` for the modules' own
@@ -135,6 +140,7 @@ def prepare(
         False
     """
     placement = checks.check_features(stage, placement, precision, overlap, master, unit_micro_batches, options)
+    check_batch_dim(batch_dim)
     checks.check_dtypes(reduce_dtype, grad_accumulation_dtype)
     checks.check_clip(max_grad_norm, overlap)
     checks.check_loss_scale(precision, overlap, options)
@@ -158,6 +164,7 @@ def prepare(
         options=options,
         weights=weights,
         unit_micro_batches=unit_micro_batches,
+        batch_dim=batch_dim,
     )
     streams = streams_for(device)
     try:
@@ -183,6 +190,7 @@ class Request:
     options: Options
     weights: Weights | None = None
     unit_micro_batches: int = 1
+    batch_dim: BatchDim = 0
 
     def homes(self, rule: Rule) -> Homes:
         """Where each kind lives."""
@@ -216,6 +224,9 @@ def build(
         compute_dtype=request.compute_dtype,
         persistent_bytes=options.persistent_bytes,
     )
+    blocks = {spec.anchors[0]: spec.name for spec in specs if spec.anchors[0] is not model}
+    if request.unit_micro_batches > 1:
+        check_blocks(blocks, request.batch_dim)
     homes = request.homes(rule)
     plans = plan_units(specs, homes, ranks, streams)
     live_bytes = checks.check_live_bytes([(plan.spec, plan.full_bytes) for plan in plans], options)
@@ -324,9 +335,7 @@ def build(
         gradient_scale=gradient_scale,
         activations=activations_for(request, streams, store, units),
     )
-    blocks = {spec.anchors[0]: spec.name for spec in specs if spec.anchors[0] is not model}
-    slices = request.unit_micro_batches
-    sliced = [SlicedBlock(block, name, slices) for block, name in blocks.items()] if slices > 1 else []
+    sliced = sliced_blocks(blocks, request.unit_micro_batches, request.batch_dim)
     mover = Mover(
         units,
         plans,
