@@ -8,7 +8,7 @@
 
 import contextlib
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Literal
@@ -28,6 +28,7 @@ from penstock.engine.engine import Engine, Origin
 from penstock.engine.gather import Gatherer
 from penstock.engine.hooks import Hooks
 from penstock.engine.loading import Loader
+from penstock.engine.originals import keep_values, replace_meta
 from penstock.engine.precision import input_cast
 from penstock.engine.reduce import Reducer
 from penstock.engine.residency import Mover
@@ -36,7 +37,7 @@ from penstock.engine.saving import Saver
 from penstock.engine.scale import GradientScale, LossScale
 from penstock.engine.sharing import Sharing
 from penstock.engine.slices import SlicedBlock, sliced_blocks
-from penstock.engine.source import INIT, FirstRank, Given, Initialised, Source, Weights, replace_meta
+from penstock.engine.source import INIT, FirstRank, Given, Initialised, Source, Weights
 from penstock.engine.staging import Staging, StagingPlan
 from penstock.engine.step import Stepper
 from penstock.engine.unit import Unit
@@ -237,14 +238,11 @@ def build(
     rings = bytes_on(list(staging_plan.sections()), Tier.CPU)
     checks.check_host_memory(bytes_on(sections, Tier.CPU), rings, streams.device, options)
     warn_of_unowned(model, groups)
-    if request.weights is None:
-        source: Source = FirstRank(ranks, streams.device)
-    elif request.weights == INIT:
-        source = Initialised(model, ranks, streams.device)
-    else:
-        source = Given(model, request.weights)
 
-    with contextlib.ExitStack() as undo, contextlib.closing(source):
+    with (
+        contextlib.ExitStack() as undo,
+        contextlib.closing(open_source(model, request, ranks, streams.device, undo)) as source,
+    ):
         folders = request.placement.nvme_folders()
         store = Store(
             [
@@ -267,12 +265,13 @@ def build(
         units: list[Unit] = []
         filled: list[Unit] = []  # whose parameters have given up their own memory
         undo.callback(empty_parameters, filled, origins)
-        for number, flats in source.units(specs):
-            while len(units) <= number:
-                units.append(plans[len(units)].build(len(units), reserved))
-            plans[number].fill(units[number], flats)
-            filled.append(units[number])
-            del flats  # before the next unit's come
+        with agreeing(request, ranks, streams.device):
+            for number, flats in source.units(specs):
+                while len(units) <= number:
+                    units.append(plans[len(units)].build(len(units), reserved))
+                plans[number].fill(units[number], flats)
+                filled.append(units[number])
+                del flats  # before the next unit's come
         staging = Staging(store)
         staging.replan(staging_plan)
         staging.take(reserved)
@@ -413,6 +412,34 @@ def build(
         engine.abandon()
         raise
     return prepared
+
+
+def open_source(
+    model: nn.Module, request: Request, ranks: Ranks, device: torch.device, undo: contextlib.ExitStack
+) -> Source:
+    """Where first values come from. Where that is not the model, it keeps what it has until they are all there."""
+    if request.weights is None:
+        return FirstRank(ranks, device)
+    undo.callback(keep_values(model))
+    source: Source | None = None
+    with agreeing(request, ranks, device):
+        source = Initialised(model, ranks, device) if request.weights == INIT else Given(model, request.weights)
+    assert source is not None
+    return source
+
+
+@contextlib.contextmanager
+def agreeing(request: Request, ranks: Ranks, device: torch.device) -> Iterator[None]:
+    """Where this fails on one rank, it fails on all: values that are given may be others on each. Collective."""
+    if request.weights is None or ranks.world_size == 1:
+        yield
+        return
+    failure: Exception | None = None
+    try:
+        yield
+    except Exception as error:
+        failure = error
+    ranks.check_failures(failure, device)
 
 
 def activations_for(request: Request, streams: Streams, store: Store, units: Sequence[Unit]) -> Activations | None:
