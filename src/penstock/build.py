@@ -8,7 +8,7 @@
 
 import contextlib
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Literal
@@ -28,7 +28,7 @@ from penstock.engine.engine import Engine, Origin
 from penstock.engine.gather import Gatherer
 from penstock.engine.hooks import Hooks
 from penstock.engine.loading import Loader
-from penstock.engine.originals import keep_values, replace_meta
+from penstock.engine.originals import replace_meta
 from penstock.engine.precision import input_cast
 from penstock.engine.reduce import Reducer
 from penstock.engine.residency import Mover
@@ -37,7 +37,7 @@ from penstock.engine.saving import Saver
 from penstock.engine.scale import GradientScale, LossScale
 from penstock.engine.sharing import Sharing
 from penstock.engine.slices import SlicedBlock, sliced_blocks
-from penstock.engine.source import INIT, FirstRank, Given, Initialised, Source, Weights
+from penstock.engine.source import Weights, agreeing, open_source
 from penstock.engine.staging import Staging, StagingPlan
 from penstock.engine.step import Stepper
 from penstock.engine.unit import Unit
@@ -241,7 +241,7 @@ def build(
 
     with (
         contextlib.ExitStack() as undo,
-        contextlib.closing(open_source(model, request, ranks, streams.device, undo)) as source,
+        contextlib.closing(open_source(model, request.weights, ranks, streams.device, undo)) as source,
     ):
         folders = request.placement.nvme_folders()
         store = Store(
@@ -260,12 +260,13 @@ def build(
         if any(section.tier is Tier.NVME for section in sections):
             ranks.check_failures(failure, streams.device)  # the other ranks would wait for this one's parameters
         assert reserved is not None
-        undo.callback(replace_meta(model))
+        with agreeing(request.weights, ranks, streams.device):
+            undo.callback(replace_meta(model))
         origins = {p: Origin(p.dtype, p.device) for spec in specs for p in spec.parameters}
         units: list[Unit] = []
         filled: list[Unit] = []  # whose parameters have given up their own memory
         undo.callback(empty_parameters, filled, origins)
-        with agreeing(request, ranks, streams.device):
+        with agreeing(request.weights, ranks, streams.device):
             for number, flats in source.units(specs):
                 while len(units) <= number:
                     units.append(plans[len(units)].build(len(units), reserved))
@@ -412,34 +413,6 @@ def build(
         engine.abandon()
         raise
     return prepared
-
-
-def open_source(
-    model: nn.Module, request: Request, ranks: Ranks, device: torch.device, undo: contextlib.ExitStack
-) -> Source:
-    """Where first values come from. Where that is not the model, it keeps what it has until they are all there."""
-    if request.weights is None:
-        return FirstRank(ranks, device)
-    undo.callback(keep_values(model))
-    source: Source | None = None
-    with agreeing(request, ranks, device):
-        source = Initialised(model, ranks, device) if request.weights == INIT else Given(model, request.weights)
-    assert source is not None
-    return source
-
-
-@contextlib.contextmanager
-def agreeing(request: Request, ranks: Ranks, device: torch.device) -> Iterator[None]:
-    """Where this fails on one rank, it fails on all: values that are given may be others on each. Collective."""
-    if request.weights is None or ranks.world_size == 1:
-        yield
-        return
-    failure: Exception | None = None
-    try:
-        yield
-    except Exception as error:
-        failure = error
-    ranks.check_failures(failure, device)
 
 
 def activations_for(request: Request, streams: Streams, store: Store, units: Sequence[Unit]) -> Activations | None:

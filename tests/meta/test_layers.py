@@ -70,7 +70,7 @@ ENGINE = {
     "scale": set(),
     "sharing": {"update"},
     "slices": {"leftovers", "samples"},
-    "source": {"discover", "initialisation"},
+    "source": {"discover", "initialisation", "originals"},
     "staging": set(),
     "step": {"scale", "sharing", "unit", "update"},
     "tracing": {"engine"},

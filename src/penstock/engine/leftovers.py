@@ -184,14 +184,14 @@ class Made(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 def _inside(value: Any) -> Iterator[Tensor]:
     """The tensors in an attribute, and in containers there."""
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, Mapping):
-        for item in value.values():
-            yield from _inside(item)
-    elif isinstance(value, list | tuple | set | frozenset | deque):
-        for item in value:
-            yield from _inside(item)
+    rest, seen = [value], set()
+    while rest:
+        item = rest.pop()
+        if isinstance(item, Tensor):
+            yield item
+        elif isinstance(item, Mapping | list | tuple | set | frozenset | deque) and id(item) not in seen:
+            seen.add(id(item))
+            rest += item.values() if isinstance(item, Mapping) else item
 
 
 def _written_by_hooks(module: nn.Module) -> set[str]:

@@ -4,6 +4,7 @@ Values arrive unit by unit, and each unit's go to their homes before the next on
 unit and this rank's shards, whatever the size of the model.
 """
 
+import contextlib
 import math
 import os
 from abc import ABC, abstractmethod
@@ -16,6 +17,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from penstock.checkpoint.weights import WeightFiles
 from penstock.engine.discover import UnitSpec
 from penstock.engine.initialisation import containers, initialise, initialiser, initialisers, settled, visits
+from penstock.engine.originals import keep_values
 from penstock.errors import ConfigError
 from penstock.machine.collectives import Ranks
 
@@ -266,6 +268,42 @@ class Initialised(Source):
                     if spec.dtype.is_floating_point:
                         for outer in around[spec.anchors[0]]:
                             gone[outer].append(spec.parameters[0])
+
+
+def open_source(
+    model: nn.Module, weights: Weights | None, ranks: Ranks, device: torch.device, undo: contextlib.ExitStack
+) -> Source:
+    """Where first values come from. Where that is not the model, it keeps what it has until they are all there.
+
+    Arguments:
+        model: that gets them.
+        weights: what `prepare` was given.
+        ranks: all of them open one at once.
+        device: of their collectives.
+        undo: closed where the values do not come.
+    """
+    if weights is None:
+        return FirstRank(ranks, device)
+    undo.callback(keep_values(model))
+    source: Source | None = None
+    with agreeing(weights, ranks, device):
+        source = Initialised(model, ranks, device) if weights == INIT else Given(model, weights)
+    assert source is not None
+    return source
+
+
+@contextlib.contextmanager
+def agreeing(weights: Weights | None, ranks: Ranks, device: torch.device) -> Iterator[None]:
+    """Where this fails on one rank, it fails on all: values that are given may be others on each. Collective."""
+    if weights is None or ranks.world_size == 1:
+        yield
+        return
+    failure: Exception | None = None
+    try:
+        yield
+    except Exception as error:
+        failure = error
+    ranks.check_failures(failure, device)
 
 
 def _oddity(name: str, value: object) -> list[str]:
