@@ -29,14 +29,16 @@ from penstock.engine.engine import Engine, Origin
 from penstock.engine.gather import Gatherer
 from penstock.engine.hooks import Hooks
 from penstock.engine.loading import Loader
+from penstock.engine.originals import replace_meta
 from penstock.engine.precision import input_cast
 from penstock.engine.reduce import Reducer
 from penstock.engine.residency import Mover
+from penstock.engine.samples import BatchDim, check_batch_dim, check_blocks
 from penstock.engine.saving import Saver
 from penstock.engine.scale import GradientScale, LossScale
 from penstock.engine.sharing import Sharing
-from penstock.engine.slices import SlicedBlock
-from penstock.engine.source import INIT, FirstRank, Given, Initialised, Source, Weights, replace_meta
+from penstock.engine.slices import SlicedBlock, sliced_blocks
+from penstock.engine.source import Weights, agreeing, open_source
 from penstock.engine.staging import Staging, StagingPlan
 from penstock.engine.step import Stepper
 from penstock.engine.unit import Unit
@@ -80,6 +82,7 @@ def prepare(
     overlap: Overlap = "auto",
     master: Literal["remainder", "fp32", "none"] = "remainder",
     unit_micro_batches: int = 1,
+    batch_dim: BatchDim = 0,
     options: Options = Options(),  # noqa: B008 - a frozen value
     weights: Weights | None = None,
 ) -> Optimizer:
@@ -117,6 +120,9 @@ def prepare(
         unit_micro_batches: each block is gathered once and runs this many slices of the batch, in forward and in
             backward, which saves the block's input alone and computes its forward again: parameters and gradients
             travel as for one large batch, activations are those of a slice.
+        batch_dim: for `unit_micro_batches`, which dimension of the blocks' inputs is the batch; 1 for blocks that have
+            the sequence first. A mapping says it for single arguments of the blocks, by name, `None` for those that
+            every slice gets whole; others then have the batch in the dimension of the block's first argument.
         options: sizes and policies.
         weights: the parameters' first values, where the model does not have them (or has others): a folder or a file of
             safetensors, tensors by name, a function from a name to its tensor, or `"init"` for the modules' own
@@ -138,6 +144,7 @@ def prepare(
         False
     """
     placement = checks.check_features(stage, placement, precision, overlap, master, unit_micro_batches, options)
+    check_batch_dim(batch_dim)
     checks.check_dtypes(reduce_dtype, grad_accumulation_dtype)
     checks.check_clip(max_grad_norm, overlap)
     checks.check_loss_scale(precision, overlap, options)
@@ -161,6 +168,7 @@ def prepare(
         options=options,
         weights=weights,
         unit_micro_batches=unit_micro_batches,
+        batch_dim=batch_dim,
     )
     streams = streams_for(device, debug_release=options.debug_release or bool(os.environ.get(DEBUG_RELEASE)))
     try:
@@ -186,6 +194,7 @@ class Request:
     options: Options
     weights: Weights | None = None
     unit_micro_batches: int = 1
+    batch_dim: BatchDim = 0
 
     def homes(self, rule: Rule) -> Homes:
         """Where each kind lives."""
@@ -219,6 +228,9 @@ def build(
         compute_dtype=request.compute_dtype,
         persistent_bytes=options.persistent_bytes,
     )
+    blocks = {spec.anchors[0]: spec.name for spec in specs if spec.anchors[0] is not model}
+    if request.unit_micro_batches > 1:
+        check_blocks(blocks, request.batch_dim)
     homes = request.homes(rule)
     plans = plan_units(specs, homes, ranks, streams)
     live_bytes = checks.check_live_bytes([(plan.spec, plan.full_bytes) for plan in plans], options)
@@ -229,14 +241,11 @@ def build(
     rings = bytes_on(list(staging_plan.sections()), Tier.CPU)
     checks.check_host_memory(bytes_on(sections, Tier.CPU), rings, streams.device, options)
     warn_of_unowned(model, groups)
-    if request.weights is None:
-        source: Source = FirstRank(ranks, streams.device)
-    elif request.weights == INIT:
-        source = Initialised(model, ranks, streams.device)
-    else:
-        source = Given(model, request.weights)
 
-    with contextlib.ExitStack() as undo, contextlib.closing(source):
+    with (
+        contextlib.ExitStack() as undo,
+        contextlib.closing(open_source(model, request.weights, ranks, streams.device, undo)) as source,
+    ):
         folders = request.placement.nvme_folders()
         store = Store(
             [
@@ -254,17 +263,19 @@ def build(
         if any(section.tier is Tier.NVME for section in sections):
             ranks.check_failures(failure, streams.device)  # the other ranks would wait for this one's parameters
         assert reserved is not None
-        undo.callback(replace_meta(model))
+        with agreeing(request.weights, ranks, streams.device):
+            undo.callback(replace_meta(model))
         origins = {p: Origin(p.dtype, p.device) for spec in specs for p in spec.parameters}
         units: list[Unit] = []
         filled: list[Unit] = []  # whose parameters have given up their own memory
         undo.callback(empty_parameters, filled, origins)
-        for number, flats in source.units(specs):
-            while len(units) <= number:
-                units.append(plans[len(units)].build(len(units), reserved))
-            plans[number].fill(units[number], flats)
-            filled.append(units[number])
-            del flats  # before the next unit's come
+        with agreeing(request.weights, ranks, streams.device):
+            for number, flats in source.units(specs):
+                while len(units) <= number:
+                    units.append(plans[len(units)].build(len(units), reserved))
+                plans[number].fill(units[number], flats)
+                filled.append(units[number])
+                del flats  # before the next unit's come
         staging = Staging(store)
         staging.replan(staging_plan)
         staging.take(reserved)
@@ -327,9 +338,7 @@ def build(
         gradient_scale=gradient_scale,
         activations=activations_for(request, streams, store, units),
     )
-    blocks = {spec.anchors[0]: spec.name for spec in specs if spec.anchors[0] is not model}
-    slices = request.unit_micro_batches
-    sliced = [SlicedBlock(block, name, slices) for block, name in blocks.items()] if slices > 1 else []
+    sliced = sliced_blocks(blocks, request.unit_micro_batches, request.batch_dim)
     mover = Mover(
         units,
         plans,

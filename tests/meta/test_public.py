@@ -31,7 +31,7 @@ NAMES = [
 PREPARE = (
     "(model, optimizer, *, stage=3, placement=None, precision='bf16', units=None, mesh=None, max_grad_norm=None, "
     "grad_accumulation_dtype=None, reduce_dtype=None, overlap='auto', master='remainder', unit_micro_batches=1, "
-    "options=Options())"
+    "batch_dim=0, options=Options())"
 )
 OPTIMIZER = {
     "backward": "(self, loss, *, retain_graph=False)",

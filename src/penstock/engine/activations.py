@@ -7,14 +7,16 @@ With activation checkpointing these are the inputs of the checkpointed blocks, a
 autograd saves during the model's forward is seen: parameters stay with their units, small tensors where they are.
 """
 
+import sys
 import weakref
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from types import FrameType
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from penstock.engine.staging import Buffers, transit_slots
 from penstock.kinds import ACTIVATION, Tier
@@ -85,6 +87,7 @@ class Activations:
         self._known: dict[tuple[object, ...], Saved] = {}  # those that are leaving, by what tells tensors apart
         self._last: weakref.ref[Saved] | None = None
         self._hooks: torch.autograd.graph.saved_tensors_hooks | None = None
+        self._forward: FrameType | None = None  # the call that is under way
 
     def begin(self) -> None:
         """The outermost forward begins on this thread."""
@@ -92,9 +95,11 @@ class Activations:
         self._kept_storages = {tensor.untyped_storage()._cdata for tensor in self._kept()}
         self._hooks = torch.autograd.graph.saved_tensors_hooks(self.pack, self.unpack)
         self._hooks.__enter__()
+        self._forward = _call_of_module()
 
     def end(self) -> None:
         """It is over."""
+        self._forward = None
         if self._hooks is not None:
             hooks, self._hooks = self._hooks, None
             hooks.__exit__()
@@ -108,14 +113,13 @@ class Activations:
 
     def pack(self, tensor: Tensor) -> "Tensor | Saved":
         """Autograd saves a tensor."""
+        if self._forward is not None and not _is_running(self._forward):
+            self.end()  # torch tells nobody of a forward that an interrupt ended
+            return tensor
+        if tensor.device != self._streams.device or not _is_plain(tensor):
+            return tensor
         nbytes = tensor.numel() * tensor.element_size()
-        if (
-            tensor.device != self._streams.device
-            or type(tensor) is not Tensor
-            or nbytes < LEAST_BYTES
-            or tensor.untyped_storage()._cdata in self._kept_storages
-            or not _is_dense(tensor)
-        ):
+        if nbytes < LEAST_BYTES or tensor.untyped_storage()._cdata in self._kept_storages or not _is_dense(tensor):
             return tensor
         key = (tensor.data_ptr(), tensor._version, tensor.shape, tensor.stride(), tensor.dtype)
         if key in self._known:
@@ -177,6 +181,31 @@ class Activations:
 
     def _fill_ring(self) -> None:
         self._ring.fill(Buffers(self._store).make_slots(transit_slots([self._plan(self._tile_numel)])))
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    """Whether it is its bytes: no subclass, nothing sparse or nested, no view that is conjugate or negative."""
+    return (
+        type(tensor) is Tensor
+        and tensor.layout is torch.strided
+        and not (tensor.is_nested or tensor.is_quantized or tensor.is_conj() or tensor.is_neg())
+    )
+
+
+def _call_of_module() -> FrameType | None:
+    """The frame that runs a module's forward and its hooks, of which the caller is one."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code.co_filename != nn.modules.module.__file__:
+        frame = frame.f_back
+    return frame
+
+
+def _is_running(call: FrameType) -> bool:
+    """Whether a frame is under way on this thread."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame is not call:
+        frame = frame.f_back
+    return frame is not None
 
 
 def _is_dense(tensor: Tensor) -> bool:

@@ -130,6 +130,8 @@ class Hooks:
 
     def remove(self) -> None:
         """Take every hook off the model."""
+        if self._activations is not None:
+            self._activations.end()  # of a forward that an interrupt ended
         for handle in self._handles:
             handle.remove()
         self._handles.clear()

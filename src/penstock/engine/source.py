@@ -4,17 +4,20 @@ Values arrive unit by unit, and each unit's go to their homes before the next on
 unit and this rank's shards, whatever the size of the model.
 """
 
+import contextlib
+import math
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from penstock.checkpoint.weights import WeightFiles
 from penstock.engine.discover import UnitSpec
+from penstock.engine.initialisation import containers, initialise, initialiser, initialisers, settled, visits
+from penstock.engine.originals import keep_values
 from penstock.errors import ConfigError
 from penstock.machine.collectives import Ranks
 
@@ -22,6 +25,7 @@ from penstock.machine.collectives import Ranks
 Weights = str | os.PathLike[str] | Mapping[str, Tensor] | Callable[[str], Tensor]
 
 INIT = "init"
+_COMPARED_NUMEL = 1 << 24  # of tied values, at once
 
 
 class Flat(ABC):
@@ -115,13 +119,16 @@ class Given(Source):
         if isinstance(self._weights, WeightFiles):
             return {name: (entry.shape, entry.dtype) for name, entry in self._weights.entries.items()}
         if isinstance(self._weights, Mapping):
+            faults = [fault for name, value in self._weights.items() for fault in _oddity(name, value)]
+            if faults:
+                raise self._unfit(faults)
             return {name: (tuple(value.shape), value.dtype) for name, value in self._weights.items()}
         return None
 
-    def _known(self, aliases: Sequence[str]) -> str | None:
-        """The name under which a tensor is there."""
+    def _known(self, aliases: Sequence[str]) -> list[str]:
+        """The names under which a tensor is there; a function is asked for all of them."""
         held = self._held
-        return aliases[0] if held is None else next((name for name in aliases if name in held), None)
+        return list(aliases) if held is None else [name for name in aliases if name in held]
 
     def _check(self, names: Mapping[Tensor, Sequence[str]]) -> None:
         held = self._held
@@ -129,31 +136,61 @@ class Given(Source):
             return
         faults = []
         for tensor, aliases in names.items():
-            name = self._names[tensor]
-            if name is not None:
-                faults += _misfit(name, *held[name], tuple(tensor.shape), tensor.dtype)
-            elif isinstance(tensor, nn.Parameter):
+            misfits = [f for n in self._names[tensor] for f in _misfit(n, *held[n], tuple(tensor.shape), tensor.dtype)]
+            faults += misfits or self._differences(tensor)
+            if isinstance(tensor, nn.Parameter) and not self._names[tensor]:
                 faults.append(f"'{aliases[0]}' is missing")
         expected = {name for aliases in names.values() for name in aliases}
         faults += [f"'{name}' is unexpected" for name in held if name not in expected]
         if faults:
-            raise ConfigError(f"weights do not fit {type(self._model).__name__}: {'; '.join(faults)}.")
+            raise self._unfit(faults)
+
+    def _unfit(self, faults: Sequence[str]) -> ConfigError:
+        return ConfigError(f"weights do not fit {type(self._model).__name__}: {'; '.join(faults)}.")
+
+    def _differences(self, tensor: Tensor) -> list[str]:
+        """Other names of a tensor under which there are other values."""
+        if len(self._names[tensor]) < 2:
+            return []
+        first, *others = self._names[tensor]
+        return [
+            f"'{first}' and '{other}' are one parameter and have different values"
+            for other in others
+            if not _same(self._values(first), self._values(other), self._shapes[tensor], tensor.dtype)
+        ]
+
+    def _values(self, name: str) -> Flat:
+        assert not callable(self._weights) or isinstance(self._weights, Mapping)
+        return _InFile(self._weights, name) if isinstance(self._weights, WeightFiles) else Whole(self._weights[name])
 
     def _flat(self, parameter: Tensor) -> Flat:
-        name = self._names[parameter]
-        assert name is not None
-        if isinstance(self._weights, WeightFiles):
-            return _InFile(self._weights, name)
-        value = self._weights[name] if isinstance(self._weights, Mapping) else self._weights(name)
-        faults = _misfit(name, tuple(value.shape), value.dtype, self._shapes[parameter], parameter.dtype)
+        names = self._names[parameter]
+        if self._held is not None:
+            return self._values(names[0])
+        first = self._ask(names[0], parameter)
+        for other in names[1:]:
+            if not _same(first, self._ask(other, parameter), self._shapes[parameter], parameter.dtype):
+                raise self._unfit([f"'{names[0]}' and '{other}' are one parameter and have different values"])
+        return first
+
+    def _ask(self, name: str, parameter: Tensor) -> Flat:
+        """What the function gives for a name."""
+        assert callable(self._weights)
+        try:
+            value = self._weights(name)
+        except Exception as error:  # it is somebody else's code
+            raise ConfigError(f"weights('{name}') failed: {error!r}.") from error
+        faults = _oddity(name, value) or _misfit(
+            name, tuple(value.shape), value.dtype, self._shapes[parameter], parameter.dtype
+        )
         if faults:
-            raise ConfigError(f"weights do not fit {type(self._model).__name__}: {faults[0]}.")
+            raise self._unfit(faults)
         return Whole(value)
 
     def _fill_buffers(self) -> None:
         for module in self._model.modules():
             for key, buffer in module._buffers.items():
-                if buffer is not None and self._held is not None and self._names[buffer] is not None:
+                if buffer is not None and self._held is not None and self._names[buffer]:
                     flat = self._flat(buffer).read(0, buffer.numel())
                     module._buffers[key] = flat.to(buffer.dtype).view(buffer.shape).clone()
         owners = initialisers(self._model)
@@ -199,89 +236,99 @@ class Initialised(Source):
             )
 
     def units(self, specs: Sequence[UnitSpec]) -> Iterator[tuple[int, list[Flat]]]:
-        """Each once its outermost module is initialised."""
+        """Each once nothing more initialises what is inside of its outermost module."""
         own_state = torch.get_rng_state()
         if self._ranks.world_size > 1:
             state = own_state.to(self._device)
             self._ranks.broadcast(state)
             torch.set_rng_state(state.cpu())
+        try:
+            yield from self._initialised(specs)
+        finally:
+            if self._ranks.rank != 0:
+                torch.set_rng_state(own_state)
+
+    def _initialised(self, specs: Sequence[UnitSpec]) -> Iterator[tuple[int, list[Flat]]]:
+        order = visits(self._model, self._owners)
+        last = settled(order, self._owners)
         done: set[nn.Parameter] = set()
-        for module in _inside_out(self._model):
+        around = containers(order)
+        gone: dict[nn.Module, list[nn.Parameter]] = {module: [] for module in order}  # inside of it, one of each unit
+        for number, module in enumerate(order):
             fresh = [p for p in _own(module) if p not in done]
             for parameter in fresh:
                 shape, dtype = self._shapes[parameter]
                 parameter.data = torch.full(shape, float("nan") if dtype.is_floating_point else 0, dtype=dtype)
             done.update(fresh)
-            if _own(module) or module._buffers:  # a tied parameter as often as modules own it: as apply() does
-                initialise(self._model, module, self._owners)
-            for number, spec in enumerate(specs):
-                if spec.anchors[0] is module:
-                    yield number, [Whole(parameter) for parameter in spec.parameters]
-        if self._ranks.rank != 0:
-            torch.set_rng_state(own_state)
+            # A tied parameter as often as modules own it: as apply() does.
+            initialise(self._model, module, self._owners, gone[module])
+            for index, spec in enumerate(specs):
+                if last[spec.anchors[0]] == number:
+                    yield index, [Whole(parameter) for parameter in spec.parameters]
+                    if spec.dtype.is_floating_point:
+                        for outer in around[spec.anchors[0]]:
+                            gone[outer].append(spec.parameters[0])
 
 
-def replace_meta(model: nn.Module) -> Callable[[], None]:
-    """Parameters on the meta device become empty ones on the cpu, the same objects: optimizers keep them.
+def open_source(
+    model: nn.Module, weights: Weights | None, ranks: Ranks, device: torch.device, undo: contextlib.ExitStack
+) -> Source:
+    """Where first values come from. Where that is not the model, it keeps what it has until they are all there.
 
-    Returns what makes them as they were.
+    Arguments:
+        model: that gets them.
+        weights: what `prepare` was given.
+        ranks: all of them open one at once.
+        device: of their collectives.
+        undo: closed where the values do not come.
     """
-    values = {p: p.detach() for p in model.parameters() if p.is_meta}
-    for parameter in values:
-        _exchange(parameter, torch.empty(0, dtype=parameter.dtype))
-
-    def undo() -> None:
-        for parameter, value in values.items():
-            _exchange(parameter, value)
-
-    return undo
-
-
-def _exchange(parameter: nn.Parameter, value: Tensor) -> None:
-    """Give a parameter a value on another device."""
-    other = nn.Parameter(value, requires_grad=parameter.requires_grad)
-    other.__dict__.update(parameter.__dict__)
-    torch.utils.swap_tensors(parameter, other)  # type: ignore[no-untyped-call]
+    if weights is None:
+        return FirstRank(ranks, device)
+    undo.callback(keep_values(model))
+    source: Source | None = None
+    with agreeing(weights, ranks, device):
+        source = Initialised(model, ranks, device) if weights == INIT else Given(model, weights)
+    assert source is not None
+    return source
 
 
-def initialisers(model: nn.Module) -> dict[nn.Module, Any]:
-    """For each module that lies in a transformers model: the innermost one, which initialises it."""
-    owners: dict[nn.Module, Any] = {}
-    for outer in model.modules():  # from the outside in
-        if hasattr(outer, "_init_weights"):
-            owners |= dict.fromkeys(outer.modules(), outer)
-    return owners
+@contextlib.contextmanager
+def agreeing(weights: Weights | None, ranks: Ranks, device: torch.device) -> Iterator[None]:
+    """Where this fails on one rank, it fails on all: values that are given may be others on each. Collective."""
+    if weights is None or ranks.world_size == 1:
+        yield
+        return
+    failure: Exception | None = None
+    try:
+        yield
+    except Exception as error:
+        failure = error
+    ranks.check_failures(failure, device)
 
 
-def initialiser(module: nn.Module, owners: Mapping[nn.Module, Any]) -> Callable[[], object] | None:
-    """What gives a module's own parameters and buffers their first values."""
-    if module in owners:
-        return partial(owners[module]._init_weights, module)
-    own = getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)
-    return own if callable(own) else None
+def _oddity(name: str, value: object) -> list[str]:
+    """What is no plain tensor with values."""
+    if not isinstance(value, Tensor):
+        return [f"'{name}' is a {type(value).__module__}.{type(value).__qualname__}".replace(" builtins.", " ")]
+    if value.is_meta:
+        return [f"'{name}' is on the meta device and has no values"]
+    is_wrapped = is_traceable_wrapper_subclass(value)
+    if value.is_nested or value.is_quantized or is_wrapped:
+        return [f"'{name}' is a {'nested' if value.is_nested else 'quantised or wrapped'} tensor, not a plain one"]
+    return [] if value.layout is torch.strided else [f"'{name}' is {value.layout}, not a dense tensor"]
 
 
-def initialise(model: nn.Module, module: nn.Module, owners: Mapping[nn.Module, Any]) -> None:
-    """Give a module's own parameters and buffers their first values, and see that each got one.
-
-    Raises:
-        ConfigError: names what got none.
-    """
-    for key, buffer in module._buffers.items():
-        if buffer is not None and buffer.is_meta:
-            empty = torch.empty_like(buffer, device="cpu")
-            module._buffers[key] = empty.fill_(float("nan")) if empty.is_floating_point() else empty.zero_()
-    run = initialiser(module, owners)
-    if run is not None:
-        with torch.no_grad():
-            run()
-    for key, value in (*module._parameters.items(), *module._buffers.items()):
-        if value is not None and not value.is_meta and value.is_floating_point() and bool(value.isnan().any()):
-            name = next(name for name, other in model.named_modules() if other is module)
-            raise ConfigError(
-                f"'{name}.{key}' is on the meta device and the initialisation of {type(module).__name__} gives it no "
-                "value. Give weights that hold it, or build the model with its buffers on the cpu."
-            )
+def _same(one: Flat, other: Flat, shape: tuple[int, ...], dtype: torch.dtype) -> bool:
+    """Whether two values are the same in a dtype, block by block."""
+    numel = math.prod(shape)
+    for start in range(0, numel, _COMPARED_NUMEL):
+        a, b = (flat.read(start, min(start + _COMPARED_NUMEL, numel)).to(dtype) for flat in (one, other))
+        same = a == b.to(a.device)
+        if dtype.is_floating_point:
+            same |= a.isnan() & b.to(a.device).isnan()
+        if not bool(same.all()):
+            return False
+    return True
 
 
 def _misfit(
@@ -296,17 +343,3 @@ def _misfit(
 
 def _own(module: nn.Module) -> list[nn.Parameter]:
     return [parameter for parameter in module._parameters.values() if parameter is not None]
-
-
-def _inside_out(model: nn.Module) -> Iterator[nn.Module]:
-    """Every module once, those inside others first, as `model.apply` visits them."""
-    seen: set[nn.Module] = set()
-
-    def walk(module: nn.Module) -> Iterator[nn.Module]:
-        for child in module.children():
-            yield from walk(child)
-        if module not in seen:
-            seen.add(module)
-            yield module
-
-    yield from walk(model)

@@ -167,3 +167,94 @@ def test_no_grad_saves_nothing_and_nvme_needs_a_folder(tmp_path: Path) -> None:
         penstock.prepare(
             Net(None), torch.optim.SGD(Net(None).parameters()), placement=penstock.Placement(activations="disk")
         )
+
+
+class Odd(nn.Module):
+    """Saves tensors that are no plain memory: conjugate and negative views, sparse and nested ones."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mix = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.mix(x)
+        turned = torch.fft.fft(x)
+        conjugate = turned.conj()
+        x = x + (conjugate * turned).real + (conjugate.imag * x.exp()) * conjugate.imag
+        sparse = (x.detach() > 0).to(x.dtype).to_sparse()
+        x = x + torch.sparse.mm(sparse.transpose(0, 1), x).mean(0)
+        nested = torch.nested.as_nested_tensor(list(x.split(4)), layout=torch.strided)
+        return x * torch.nested.to_padded_tensor(torch.relu(nested), 0.0).reshape(x.shape)
+
+
+class Watched(torch.autograd.Function):
+    """Saves what it is given as it is."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, *others: Tensor) -> Tensor:
+        ctx.save_for_backward(*others)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        saved = ctx.saved_tensors
+        conjugate, negative, sparse = saved
+        assert conjugate.is_conj()
+        assert negative.is_neg()
+        assert sparse.layout == torch.sparse_csr
+        weights = conjugate.resolve_conj().imag + negative.resolve_neg() + sparse.to_dense()
+        return grad * weights, None, None, None
+
+
+class Saves(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.mix = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.mix(x)
+        held = torch.complex(x.detach(), 2 * x.detach())
+        return Watched.apply(x, held.conj(), held.conj().imag, x.detach().to_sparse_csr()).square()
+
+
+@pytest.mark.parametrize("kind", [Odd, Saves])
+@pytest.mark.parametrize("tier", ["cpu", "nvme"])
+def test_tensors_that_are_no_plain_memory_stay(kind: type[nn.Module], tier: str, tmp_path: Path) -> None:
+    found = []
+    for where, streams in ((None, inline), (tier, inline), (tier, separate), (tier, simulated)):
+        torch.manual_seed(0)
+        model = kind()
+        stock = torch.optim.SGD(model.parameters(), lr=0.1)
+        placement = penstock.Placement(activations=where, nvme_path=tmp_path)
+        optimizer = prepare_on(streams(), model, stock, precision="fp32", placement=placement)
+        optimizer.backward(model(torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(1))).sum())
+        found.append([optimizer.full_grad(p) for p in model.parameters()])
+        optimizer.close()
+    for other in found[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(found[0], other, strict=True))
+
+
+def hooks_on_this_thread() -> Any:
+    return torch._C._autograd._top_saved_tensors_default_hooks(True)
+
+
+@pytest.mark.parametrize("goes_on", ["elsewhere", "here", "closes"])
+def test_an_interrupted_forward_leaves_no_hooks(goes_on: str, tmp_path: Path) -> None:
+    model, optimizer = prepared(separate(), "cpu", tmp_path, None)
+    handle = model.blocks[2].register_forward_hook(lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+    with pytest.raises(KeyboardInterrupt):
+        loss_of(model, 0)
+    handle.remove()
+    gc.collect()
+    before = saved_bytes(optimizer, "cpu")
+    outside = torch.randn(ROWS + 1, WIDTH, requires_grad=True)  # of a size that needs a home of its own
+    if goes_on == "elsewhere":
+        other = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh())  # a module's call, as the model's was
+        other(outside).exp().sum().backward()
+        assert saved_bytes(optimizer, "cpu") == before, "what runs outside of the model is not taken"
+    if goes_on != "closes":
+        optimizer.zero_grad()
+        optimizer.backward(loss_of(model, 0))
+        optimizer.step()
+    optimizer.close()
+    assert hooks_on_this_thread() is None
