@@ -9,12 +9,14 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor, nn
 
+from penstock.engine.access import as_state
 from penstock.engine.engine import Engine
 from penstock.engine.hooks import in_backward
 from penstock.engine.step import StepResult
 from penstock.engine.tracing import TraceReport, take_trace
 from penstock.errors import ConfigError, EngineError
 from penstock.kinds import GATHERED, LEAVING, KindName, Tier, parse_tier
+from penstock.machine.border import Around, crossing
 from penstock.tiers.report import Location, LocationReport
 
 
@@ -52,14 +54,17 @@ class Optimizer(torch.optim.Optimizer):
         scale = engine.gradient_scale.loss_scale
         engine.hooks.loss_is_scaled = True
         try:
-            # In fp32: a loss in fp16 would overflow.
-            (loss if scale == 1.0 else loss.float() * scale).backward(retain_graph=retain_graph)  # type: ignore[no-untyped-call]
+            if scale != 1.0:
+                with torch.enable_grad():
+                    loss = loss.float() * scale  # in fp32: a loss in fp16 would overflow
+            loss.backward(retain_graph=retain_graph)  # type: ignore[no-untyped-call]
         except BaseException:
             engine.hooks.abandon_backward()
             raise
         finally:
             engine.hooks.loss_is_scaled = False
 
+    @crossing
     def step(self, closure: None = None) -> StepResult:  # type: ignore[override]
         """Update every parameter that got a gradient since `zero_grad`, with its group's options as they are now.
 
@@ -84,7 +89,7 @@ class Optimizer(torch.optim.Optimizer):
         for unit in engine.units:
             unit.check_written()
         measure, scale = engine.stepper.measure(), engine.gradient_scale
-        if not torch.isfinite(torch.tensor(measure.grad_norm)):
+        if not math.isfinite(measure.grad_norm):
             engine.stepper.skip()
             if scale.loss is not None:
                 scale.loss.update(finite=False)
@@ -118,6 +123,7 @@ class Optimizer(torch.optim.Optimizer):
                 "outside no_sync(), or drop them with zero_grad()."
             )
 
+    @crossing
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the accumulated gradients. They count as absent afterwards, whatever `set_to_none` says."""
         del set_to_none
@@ -137,6 +143,7 @@ class Optimizer(torch.optim.Optimizer):
         """
         return self._open("no_sync").reducer.held_back()
 
+    @crossing
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Clip the norm of the accumulated gradient over parameters and ranks, as the torch function does. Collective.
 
@@ -169,8 +176,9 @@ class Optimizer(torch.optim.Optimizer):
         norm = engine.stepper.measure().grad_norm if norm_type == 2 else engine.access.grad_norm(norm_type)
         if math.isfinite(norm):
             engine.gradient_scale.clip *= min(1.0, max_norm / (norm + 1e-6))
-        return torch.tensor(norm)
+        return torch.tensor(norm, dtype=torch.float32, device="cpu")
 
+    @crossing
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Only before `prepare`.
 
@@ -183,6 +191,7 @@ class Optimizer(torch.optim.Optimizer):
 
     # State
 
+    @crossing
     def locations(self) -> LocationReport:
         """Where every byte of this rank's training state is.
 
@@ -217,38 +226,46 @@ class Optimizer(torch.optim.Optimizer):
         Raises:
             ConfigError: a tensor that is no parameter of the model.
         """
-        return self._open("gathered", whole=modify, writes=modify).access.gathered(parameters, modify=modify)
+        return Around(self._open("gathered", whole=modify, writes=modify).access.gathered(parameters, modify=modify))
 
+    @crossing
     def full_param(self, parameter: nn.Parameter) -> Tensor:
         """The parameter at master precision: fp32, its shape, on the cpu. Collective."""
         return self._open("full_param").access.param(parameter)
 
+    @crossing
     def full_grad(self, parameter: nn.Parameter) -> Tensor:
         """The gradient accumulated so far, over all ranks: fp32, on the cpu; zeros where there is none. Collective."""
         return self._open("full_grad").access.grad(parameter)
 
+    @crossing
     def full_state(self, parameter: nn.Parameter, name: str) -> Tensor:
         """An optimizer state such as `"exp_avg"`: fp32, on the cpu; `"step"` is 0-dim. Collective."""
         return self._open("full_state").access.state(parameter, name)
 
+    @crossing
     def set_full_param(self, parameter: nn.Parameter, value: Tensor) -> None:
         """Overwrite parameter and master weights with a whole value, the same on every rank. Collective."""
         self._open("set_full_param", whole=True, writes=True).access.set_param(parameter, value)
 
+    @crossing
     def set_full_grad(self, parameter: nn.Parameter, value: Tensor) -> None:
         """Overwrite the accumulated gradient with a whole value, the same on every rank. Collective."""
         self._open("set_full_grad", whole=True).access.set_grad(parameter, value)
 
+    @crossing
     def set_full_state(self, parameter: nn.Parameter, name: str, value: Tensor) -> None:
         """Overwrite an optimizer state with a whole value, the same on every rank. Collective."""
         self._open("set_full_state", whole=True, writes=True).access.set_state(parameter, name, value)
 
+    @crossing
     def synchronize(self) -> None:
         """Finish pending updates and movements; raises the error of one that failed."""
         engine = self._open("synchronize")
         engine.access.finish()
         engine.saver.finish()
 
+    @crossing
     def state_dict(self) -> dict[str, Any]:
         """The state in `torch.optim`'s format, whole, on the cpu of every rank. Collective.
 
@@ -265,6 +282,7 @@ class Optimizer(torch.optim.Optimizer):
         }
         return packed
 
+    @crossing
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Take over a `state_dict` of this optimizer or of the torch optimizer it stands for. Collective.
 
@@ -283,7 +301,7 @@ class Optimizer(torch.optim.Optimizer):
         numbers = (number for group in state_dict["param_groups"] for number in group["params"])
         parameters = dict(zip(numbers, (p for group in groups for p in group["params"]), strict=True))
         states = {
-            parameters[number]: {n: torch.as_tensor(v) for n, v in values.items() if v is not None}  # SGD before a step
+            parameters[number]: {n: as_state(v) for n, v in values.items() if v is not None}  # SGD before a step
             for number, values in state_dict["state"].items()
         }
         for parameter, values in states.items():
@@ -298,6 +316,7 @@ class Optimizer(torch.optim.Optimizer):
             for name, value in states.get(parameter, {}).items():
                 engine.access.set_state(parameter, name, value)
 
+    @crossing
     def offload_states(
         self,
         include: Container[KindName] | None = None,
@@ -335,6 +354,7 @@ class Optimizer(torch.optim.Optimizer):
         engine.access.finish()
         engine.mover.offload(kinds, tier, pin=pin_memory, wait=not non_blocking)
 
+    @crossing
     def reload_states(self, *, non_blocking: bool = False) -> None:
         """Move everything that was offloaded to where the placement wants it. Every rank calls it.
 
@@ -345,6 +365,7 @@ class Optimizer(torch.optim.Optimizer):
         engine.access.finish()
         engine.mover.reload(wait=not non_blocking)
 
+    @crossing
     def save(
         self,
         path: str | PathLike[str],
@@ -385,6 +406,7 @@ class Optimizer(torch.optim.Optimizer):
         self._check_at_rest("save", engine)
         engine.saver.save(path, extra=extra, blocking=blocking, keep=keep, if_busy=if_busy)
 
+    @crossing
     def load(self, path: str | PathLike[str]) -> dict[str, Any]:
         """Go on from a checkpoint: the next losses are those that it would have had. Collective.
 
@@ -433,8 +455,9 @@ class Optimizer(torch.optim.Optimizer):
             ...     train_one_step()
             >>> print(report)  # doctest: +SKIP
         """
-        return take_trace(path, self._open("trace"))
+        return Around(take_trace(path, self._open("trace")))
 
+    @crossing
     def close(self, *, keep_params: bool = True) -> None:
         """Give back every byte, thread and hook. Calling it again does nothing. Collective.
 

@@ -6,6 +6,7 @@ Every call is collective: all ranks make it, in the same order. Values are fp32 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -131,7 +132,7 @@ class Access:
                 "Gradients of no_sync micro-batches are not reduced yet. Read them after the last backward."
             )
         if not gradient.held or (self._ranks.world_size == 1 and index not in gradient.present):
-            return torch.zeros(unit.layout.slots[index].shape)
+            return torch.zeros(unit.layout.slots[index].shape, dtype=torch.float32, device="cpu")
 
         def read(start: int, stop: int) -> Pieces:
             for first, last, (values,) in gradient.home.visit(start, stop):
@@ -153,8 +154,7 @@ class Access:
                     continue
                 for _, _, (values,) in gradient.home.visit(start, stop):
                     norm = float(torch.linalg.vector_norm(values, norm_type, dtype=torch.float64))
-                    # Not max(), which drops NaN.
-                    total = float(torch.tensor([total, norm]).max()) if greatest else total + norm**norm_type
+                    total = _greater(total, norm) if greatest else total + norm**norm_type
         if self._ranks.world_size > 1:
             summed = torch.tensor([total], dtype=torch.float64, device=self._device)
             if greatest:
@@ -170,9 +170,10 @@ class Access:
         self.finish()
         unit, index, trained = self._trained_place(parameter)
         if name == "step":
-            return torch.tensor(float(self._steps[parameter]))
+            return torch.tensor(float(self._steps[parameter]), dtype=torch.float32, device="cpu")
         if name in self._scalar_names:
-            return torch.tensor(float(self._scalars.get(parameter, {}).get(name, 0.0)))
+            number = float(self._scalars.get(parameter, {}).get(name, 0.0))
+            return torch.tensor(number, dtype=torch.float32, device="cpu")
         state = self._state_index(name)
 
         def read(start: int, stop: int) -> Pieces:
@@ -260,7 +261,7 @@ class Access:
     def reset_state(self, parameter: nn.Parameter) -> None:
         """As before the first update."""
         unit, index, _ = self._trained_place(parameter)
-        zeros = torch.zeros(unit.layout.slots[index].shape)
+        zeros = torch.zeros(unit.layout.slots[index].shape, dtype=torch.float32, device="cpu")
         for spec in self._states:
             self.set_state(parameter, spec.name, zeros)
         self._scalars.pop(parameter, None)
@@ -326,7 +327,7 @@ class Access:
     ) -> Tensor:
         """Put the parts of all shards together. `read` gives the values of a range of this rank's shard."""
         slot = unit.layout.slots[index]
-        whole = torch.empty(slot.numel, dtype=dtype)
+        whole = torch.empty(slot.numel, dtype=dtype, device="cpu")
         for rank in range(unit.layout.shards):
             overlap = unit.layout.overlap(slot, rank)
             if overlap is None:
@@ -372,6 +373,16 @@ class Access:
         if unit.replica is not None and not unit.resident:
             for first, last, (values,) in unit.replica.visit(0, unit.replica.stop, modify=True):
                 values.copy_(unit.full[first:last])
+
+
+def as_state(value: Any) -> Tensor:
+    """A value of a `state_dict`, which may be a number, as a tensor."""
+    return value if isinstance(value, Tensor) else torch.as_tensor(value, dtype=torch.float64, device="cpu")
+
+
+def _greater(one: float, other: float) -> float:
+    """The greater of two; NaN where one of them is, which `max` would drop."""
+    return math.nan if math.isnan(one) or math.isnan(other) else max(one, other)
 
 
 def _restore(unit: Unit, values: Tensor) -> None:

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from penstock.engine.staging import Buffers, transit_slots
 from penstock.kinds import ACTIVATION, Tier
+from penstock.machine.border import crossing
 from penstock.machine.streams import DONE, Event, Streams
 from penstock.tiers.home import CellPlan, Home, SectionPlan
 from penstock.tiers.ring import Ring
@@ -89,7 +90,7 @@ class Activations:
         """The outermost forward begins on this thread."""
         self.end()
         self._kept_storages = {tensor.untyped_storage()._cdata for tensor in self._kept()}
-        self._hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
+        self._hooks = torch.autograd.graph.saved_tensors_hooks(crossing(self._pack), crossing(self._unpack))
         self._hooks.__enter__()
 
     def end(self) -> None:

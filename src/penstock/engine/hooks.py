@@ -25,6 +25,7 @@ from penstock.engine.scale import GradientScale
 from penstock.engine.unit import Unit
 from penstock.engine.uses import Use, Uses
 from penstock.errors import EngineError
+from penstock.machine.border import crossing, theirs, user_records
 from penstock.machine.streams import Streams
 
 
@@ -103,7 +104,7 @@ class Hooks:
 
     def _attach(self) -> None:
         untraced = partial(torch.compiler.disable, reason="A unit of Penstock is gathered or released between graphs.")
-        before, after = untraced(self._before_forward), untraced(self._after_forward)
+        before, after = untraced(crossing(self._before_forward)), untraced(crossing(self._after_forward))
         for module in {self._model: (), **self._anchors}:
             units = self._anchors.get(module, ())
             anchor = Anchor(units, always=module is self._model, before=before, after=after)
@@ -113,9 +114,9 @@ class Hooks:
             for index, parameter in enumerate(unit.spec.parameters):
                 take: Callable[[nn.Parameter], None]
                 if unit.trained:
-                    take = partial(self._take_gradient, unit, index)
+                    take = crossing(partial(self._take_gradient, unit, index))
                 elif parameter.requires_grad:
-                    take = _drop_gradient
+                    take = crossing(_drop_gradient)
                 else:
                     continue
                 handle = parameter.register_post_accumulate_grad_hook(take)  # type: ignore[no-untyped-call]
@@ -158,7 +159,10 @@ class Hooks:
         outermost = not recomputing and (not self._calls or module is self._model)
         if outermost:
             self._begin_forward()
-        cast = self._cast_inputs(args, kwargs) if outermost and self._cast_inputs is not None else None
+        cast = None
+        if outermost and self._cast_inputs is not None:
+            with theirs():  # gradients pass it
+                cast = self._cast_inputs(args, kwargs)
         call = Call(module)
         call.note_inputs(*(cast or (args, kwargs)))
         self._enter(call, units)
@@ -205,14 +209,14 @@ class Hooks:
         self, call: Call, units: list[Unit], output: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> bool:
         """Gather the units again when a gradient reaches what their forward made. Returns: keep them instead."""
-        if not torch.is_grad_enabled():
+        if not user_records():
             return False
         made, complete = call.made(output, args, kwargs)
         for_saved = in_backward() and _inside_a_node()  # its first run was noted
         if made:
             use = Use(units) if for_saved else self._uses.note(units)
             for tensor in made:
-                watch_first(tensor, partial(self._before_backward, use))
+                watch_first(tensor, crossing(partial(self._before_backward, use)))
         elif complete and output is not None and not for_saved:
             self._note_silent(units)
         if not complete:
@@ -237,7 +241,7 @@ class Hooks:
             self._forget_uses()
         self._gathers = any(not unit.resident or unit.layout.shards > 1 for unit in self._units)  # homes may have moved
         self._forward_order.start()
-        if self._activations is not None and torch.is_grad_enabled():
+        if self._activations is not None and user_records():
             self._activations.begin()
 
     def _end_forward(self, *, complete: bool) -> None:
@@ -265,7 +269,7 @@ class Hooks:
         del grad
         self._pass_by(self._uses.reach(use))
         for unit in use.units:
-            if torch.is_grad_enabled():  # create_graph
+            if user_records():  # create_graph
                 self._recorded.add(unit)
             self._enter_backward(unit)
             self._expect(unit)
@@ -295,7 +299,7 @@ class Hooks:
                 )
             self.backward_open = True
             self._backward_order.start()
-            Variable._execution_engine.queue_callback(self._end_backward)
+            Variable._execution_engine.queue_callback(crossing(self._end_backward))
         over = [other for other in self._active if not other.shares_forward(unit)]
         if runs_again and _inside_a_node():  # which computes with what is active, and goes on afterwards
             over = [other for other in over if other in self._run_again]
@@ -356,7 +360,7 @@ class Hooks:
         for unit in self._units:
             self._settle(unit)
         self._backward_order.finish()
-        if not torch.is_grad_enabled():
+        if not user_records():
             self._recorded.clear()
         self._close_backward()
 

@@ -54,7 +54,9 @@ class SlicedBlock:
                 )
         call = _Call(self, leaves, spec, batch)
         # Its gradient is none. It is there for a block whose inputs need no gradient and whose parameters do.
-        anchor = torch.empty(0, requires_grad=any(p.requires_grad for p in self._module.parameters()))
+        anchor = torch.empty(
+            0, dtype=torch.float32, device="cpu", requires_grad=any(p.requires_grad for p in self._module.parameters())
+        )
         outputs = _RunSlices.apply(call, anchor, *call.tensors)  # type: ignore[no-untyped-call]
         assert call.output_spec is not None
         return tree_unflatten(call.place(outputs), call.output_spec)

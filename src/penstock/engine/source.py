@@ -210,7 +210,8 @@ class Initialised(Source):
             fresh = [p for p in _own(module) if p not in done]
             for parameter in fresh:
                 shape, dtype = self._shapes[parameter]
-                parameter.data = torch.full(shape, float("nan") if dtype.is_floating_point else 0, dtype=dtype)
+                nothing = float("nan") if dtype.is_floating_point else 0
+                parameter.data = torch.full(shape, nothing, dtype=dtype, device="cpu")
             done.update(fresh)
             if _own(module) or module._buffers:  # a tied parameter as often as modules own it: as apply() does
                 initialise(self._model, module, self._owners)
@@ -228,7 +229,7 @@ def replace_meta(model: nn.Module) -> Callable[[], None]:
     """
     values = {p: p.detach() for p in model.parameters() if p.is_meta}
     for parameter in values:
-        _exchange(parameter, torch.empty(0, dtype=parameter.dtype))
+        _exchange(parameter, torch.empty(0, dtype=parameter.dtype, device="cpu"))
 
     def undo() -> None:
         for parameter, value in values.items():

@@ -174,7 +174,7 @@ class Unit:
         self.users = 0  # forwards of its anchors under way
         self.holds = 0  # `gathered` blocks that it is in
         self._versions: list[int] = []  # of the parameters: torch counts every write of theirs, and none of ours
-        self._placeholder = torch.full((), float("nan"), device=device).to(spec.dtype)
+        self._placeholder = torch.full((), float("nan"), dtype=torch.float32, device=device).to(spec.dtype)
 
     @property
     def own_range(self) -> tuple[int, int]:
@@ -290,7 +290,7 @@ class Unit:
     def drop(self) -> None:
         """Let go of every tensor."""
         self.trained = None
-        self.full = torch.empty(0)
+        self.full = torch.empty(0, dtype=self.spec.dtype, device="cpu")
         self.params = self.replica = None  # type: ignore[assignment]
 
     def contains(self, other: "Unit") -> bool:
