@@ -101,6 +101,8 @@ class Optimizer(torch.optim.Optimizer):
             return StepResult(float("nan"), skipped=True, loss_scale=scale.loss_scale)
         for unit in measure.present:
             engine.gatherer.outdate(unit)
+        for unit, slots in measure.present.items():
+            unit.count_writes(slots)
         engine.stepper.update(measure, self._max_grad_norm)
         engine.gatherer.show_resident(engine.units, wait=engine.overlap not in ("forward", "backward"))
         if scale.loss is not None:

@@ -37,7 +37,7 @@ OUTSIDE = ("integrations", "cli", "__main__")
 # What the parts of the engine know of each other.
 ENGINE = {
     "access": {"gather", "reduce", "scale", "unit"},
-    "activations": {"staging"},
+    "activations": {"staging", "versions"},
     "anchor": {"unit"},
     "assemble": {"discover", "source", "unit"},
     "buffers": set(),
@@ -65,14 +65,15 @@ ENGINE = {
     "saving": {"access", "scale", "unit"},
     "scale": set(),
     "sharing": {"update"},
-    "slices": set(),
+    "slices": {"versions"},
     "source": {"discover"},
     "staging": set(),
     "step": {"scale", "sharing", "unit", "update"},
     "tracing": {"engine"},
-    "unit": {"discover"},
+    "unit": {"discover", "versions"},
     "update": {"unit"},
     "uses": {"unit"},
+    "versions": set(),
 }
 
 

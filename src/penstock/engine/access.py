@@ -92,6 +92,7 @@ class Access:
                 if modify:
                     unit.take_in()
                     self._take_over(unit, before[unit])
+                    unit.count_writes(_changed(unit, before[unit]))
                     unit.note_versions()
                 elif unit.holds == 1:
                     unit.check_written()
@@ -198,7 +199,7 @@ class Access:
                     _set_value(weights, part)
                 else:
                     weights.param.copy_(part)
-        unit.note_version(index)
+        unit.count_writes([index])
         unit.stale = unit.replica is not None and unit.layout.shards > 1
         unit.published = DONE
         self._gatherer.outdate(unit)
@@ -373,6 +374,12 @@ class Access:
         if unit.replica is not None and not unit.resident:
             for first, last, (values,) in unit.replica.visit(0, unit.replica.stop, modify=True):
                 values.copy_(unit.full[first:last])
+
+
+def _changed(unit: Unit, before: Tensor) -> list[int]:
+    """The slots whose values in the full buffer are others than before."""
+    ranges = [slice(slot.start, slot.stop) for slot in unit.layout.slots]
+    return [index for index, part in enumerate(ranges) if not torch.equal(unit.full[part], before[part])]
 
 
 def as_state(value: Any) -> Tensor:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from penstock.engine.staging import Buffers, transit_slots
+from penstock.engine.versions import Kept, Version
 from penstock.kinds import ACTIVATION, Tier
 from penstock.machine.border import crossing
 from penstock.machine.streams import DONE, Event, Streams
@@ -35,7 +36,7 @@ class Saved:
     Attributes:
         home: where its bytes are.
         before: the one that was saved before it: backward wants it after this one.
-        shape, stride, dtype: of the tensor.
+        shape, stride, dtype, version: of the tensor.
         here: its bytes on the device, while they leave or once they are coming back.
         key: what tells it apart while they leave.
         arrived: `home` holds them, or `here` does.
@@ -46,6 +47,7 @@ class Saved:
     shape: torch.Size
     stride: tuple[int, ...]
     dtype: torch.dtype
+    version: Version
     here: Tensor | None
     key: tuple[object, ...]
     arrived: Event = DONE
@@ -100,7 +102,7 @@ class Activations:
             hooks.__exit__()
             self._let_go(AHEAD_BYTES)
 
-    def _pack(self, tensor: Tensor) -> "Tensor | Saved":
+    def _pack(self, tensor: Tensor) -> "Kept | Saved":
         nbytes = tensor.numel() * tensor.element_size()
         if (
             tensor.device != self._streams.device
@@ -109,14 +111,14 @@ class Activations:
             or tensor.untyped_storage()._cdata in self._kept_storages
             or not _is_dense(tensor)
         ):
-            return tensor
+            return Kept(tensor)
         key = (tensor.data_ptr(), tensor._version, tensor.shape, tensor.stride(), tensor.dtype)
         if key in self._known:
             return self._known[key]
         self._let_go(AHEAD_BYTES - nbytes)
         home = self._free[nbytes].pop() if self._free[nbytes] else self._make_home(nbytes)
         here = tensor.detach().as_strided((tensor.numel(),), (1,)).view(torch.uint8)
-        saved = Saved(home, self._last, tensor.shape, tensor.stride(), tensor.dtype, here, key)
+        saved = Saved(home, self._last, tensor.shape, tensor.stride(), tensor.dtype, Version(tensor), here, key)
         saved.arrived = self._transit.copy(buffer_home(here), home, after=DONE, what="save activation")
         weakref.finalize(saved, self._free[nbytes].append, home)
         self._known[key] = saved
@@ -124,9 +126,10 @@ class Activations:
         self._last = weakref.ref(saved)
         return saved
 
-    def _unpack(self, packed: "Tensor | Saved") -> Tensor:
-        if isinstance(packed, Tensor):
-            return packed
+    def _unpack(self, packed: "Kept | Saved") -> Tensor:
+        if isinstance(packed, Kept):
+            return packed.take()
+        packed.version.check()
         self._bring(packed)
         packed.arrived.wait()
         assert packed.here is not None

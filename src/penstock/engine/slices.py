@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
+from penstock.engine.versions import Version
 from penstock.errors import EngineError
 
 # What a call may hand to every slice: it cannot change.
@@ -82,6 +83,7 @@ class _Call:
         self.output_spec: TreeSpec | None = None
         self._output_leaves: list[Any] = []
         self.random_states: list[tuple[Tensor, Tensor | None]] = []
+        self.versions = [Version(parameter, keeps=True) for parameter in block._module.parameters()]
 
     def part(self, tensors: Sequence[Tensor], start: int, stop: int) -> list[Tensor]:
         """The arguments of one slice."""
@@ -137,6 +139,8 @@ class _RunSlices(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         call: _Call = ctx.call
+        for version in call.versions:  # no node of this one has saved them
+            version.check()
         tensors: tuple[Tensor, ...] = ctx.saved_tensors
         found: list[list[Tensor | None]] = [[] for _ in tensors]
         devices = [tensor.device for tensor in tensors if tensor.device.type != "cpu"][:1]

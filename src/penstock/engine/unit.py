@@ -9,7 +9,7 @@ full       the flat buffer that compute reads; for a resident unit it is the rep
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import NamedTuple
@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from penstock.engine.discover import UnitSpec
+from penstock.engine.versions import count_write
 from penstock.errors import EngineError
 from penstock.kinds import GRAD, MASTER, OPTIMIZER, PARAM, SHADOW, Tier
 from penstock.layout import FlatLayout, Piece
@@ -271,6 +272,13 @@ class Unit:
     def note_version(self, index: int) -> None:
         """The same for one parameter."""
         self._versions[index] = self.spec.parameters[index]._version
+
+    def count_writes(self, slots: Iterable[int]) -> None:
+        """The values of these parameters change: a graph from before cannot be used any more."""
+        slots = list(slots)
+        count_write(self.spec.parameters[index] for index in slots)
+        for index in slots:
+            self.note_version(index)
 
     def check_written(self) -> None:
         """Refuse a parameter that somebody wrote where no update starts from: in a gathered copy, or half its master.
