@@ -1,23 +1,39 @@
 """The handle a training loop holds: a `torch.optim.Optimizer` whose state lives wherever the placement says."""
 
+import contextlib
 import math
-from collections.abc import Container, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping
 from contextlib import AbstractContextManager
+from functools import partial, wraps
 from os import PathLike
-from typing import Any, Literal, get_args
+from typing import Any, Concatenate, Literal, ParamSpec, TypeVar, get_args
 
 import torch
 from torch import Tensor, nn
 
 from penstock.engine.access import as_state
 from penstock.engine.engine import Engine
-from penstock.engine.hooks import in_backward
 from penstock.engine.step import StepResult
 from penstock.engine.tracing import TraceReport, take_trace
+from penstock.engine.under_way import in_backward
 from penstock.errors import ConfigError, EngineError
 from penstock.kinds import GATHERED, LEAVING, KindName, Tier, parse_tier
-from penstock.machine.border import Around, crossing
+from penstock.machine.border import Around, ours
 from penstock.tiers.report import Location, LocationReport
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def _public(method: Callable[Concatenate["Optimizer", P], R]) -> Callable[Concatenate["Optimizer", P], R]:
+    """A method that runs on our side, and not while another thread runs the model."""
+
+    @wraps(method)
+    def called(self: "Optimizer", *args: P.args, **kwargs: P.kwargs) -> R:
+        with ours(), contextlib.nullcontext() if self._engine is None else self._engine.turn(method.__name__):
+            return method(self, *args, **kwargs)
+
+    return called  # type: ignore[return-value] # functions are bound, whatever their first parameter is called
 
 
 class Optimizer(torch.optim.Optimizer):
@@ -64,7 +80,7 @@ class Optimizer(torch.optim.Optimizer):
         finally:
             engine.hooks.loss_is_scaled = False
 
-    @crossing
+    @_public
     def step(self, closure: None = None) -> StepResult:  # type: ignore[override]
         """Update every parameter that got a gradient since `zero_grad`, with its group's options as they are now.
 
@@ -125,7 +141,7 @@ class Optimizer(torch.optim.Optimizer):
                 "outside no_sync(), or drop them with zero_grad()."
             )
 
-    @crossing
+    @_public
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the accumulated gradients. They count as absent afterwards, whatever `set_to_none` says."""
         del set_to_none
@@ -145,7 +161,7 @@ class Optimizer(torch.optim.Optimizer):
         """
         return self._open("no_sync").reducer.held_back()
 
-    @crossing
+    @_public
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Clip the norm of the accumulated gradient over parameters and ranks, as the torch function does. Collective.
 
@@ -180,7 +196,7 @@ class Optimizer(torch.optim.Optimizer):
             engine.gradient_scale.clip *= min(1.0, max_norm / (norm + 1e-6))
         return torch.tensor(norm, dtype=torch.float32, device="cpu")
 
-    @crossing
+    @_public
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Only before `prepare`.
 
@@ -193,7 +209,7 @@ class Optimizer(torch.optim.Optimizer):
 
     # State
 
-    @crossing
+    @_public
     def locations(self) -> LocationReport:
         """Where every byte of this rank's training state is.
 
@@ -228,46 +244,49 @@ class Optimizer(torch.optim.Optimizer):
         Raises:
             ConfigError: a tensor that is no parameter of the model.
         """
-        return Around(self._open("gathered", whole=modify, writes=modify).access.gathered(parameters, modify=modify))
+        engine = self._open("gathered", whole=modify, writes=modify)
+        return Around(engine.access.gathered(parameters, modify=modify), partial(engine.turn, "gathered"))
 
-    @crossing
+    @_public
     def full_param(self, parameter: nn.Parameter) -> Tensor:
         """The parameter at master precision: fp32, its shape, on the cpu. Collective."""
         return self._open("full_param").access.param(parameter)
 
-    @crossing
+    @_public
     def full_grad(self, parameter: nn.Parameter) -> Tensor:
         """The gradient accumulated so far, over all ranks: fp32, on the cpu; zeros where there is none. Collective."""
         return self._open("full_grad").access.grad(parameter)
 
-    @crossing
+    @_public
     def full_state(self, parameter: nn.Parameter, name: str) -> Tensor:
         """An optimizer state such as `"exp_avg"`: fp32, on the cpu; `"step"` is 0-dim. Collective."""
         return self._open("full_state").access.state(parameter, name)
 
-    @crossing
+    @_public
     def set_full_param(self, parameter: nn.Parameter, value: Tensor) -> None:
         """Overwrite parameter and master weights with a whole value, the same on every rank. Collective."""
-        self._open("set_full_param", whole=True, writes=True).access.set_param(parameter, value)
+        engine = self._open("set_full_param", whole=True, writes=True)
+        self._check_outside("set_full_param", engine)
+        engine.access.set_param(parameter, value)
 
-    @crossing
+    @_public
     def set_full_grad(self, parameter: nn.Parameter, value: Tensor) -> None:
         """Overwrite the accumulated gradient with a whole value, the same on every rank. Collective."""
         self._open("set_full_grad", whole=True).access.set_grad(parameter, value)
 
-    @crossing
+    @_public
     def set_full_state(self, parameter: nn.Parameter, name: str, value: Tensor) -> None:
         """Overwrite an optimizer state with a whole value, the same on every rank. Collective."""
         self._open("set_full_state", whole=True, writes=True).access.set_state(parameter, name, value)
 
-    @crossing
+    @_public
     def synchronize(self) -> None:
         """Finish pending updates and movements; raises the error of one that failed."""
         engine = self._open("synchronize")
         engine.access.finish()
         engine.saver.finish()
 
-    @crossing
+    @_public
     def state_dict(self) -> dict[str, Any]:
         """The state in `torch.optim`'s format, whole, on the cpu of every rank. Collective.
 
@@ -284,7 +303,7 @@ class Optimizer(torch.optim.Optimizer):
         }
         return packed
 
-    @crossing
+    @_public
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Take over a `state_dict` of this optimizer or of the torch optimizer it stands for. Collective.
 
@@ -318,7 +337,7 @@ class Optimizer(torch.optim.Optimizer):
             for name, value in states.get(parameter, {}).items():
                 engine.access.set_state(parameter, name, value)
 
-    @crossing
+    @_public
     def offload_states(
         self,
         include: Container[KindName] | None = None,
@@ -356,7 +375,7 @@ class Optimizer(torch.optim.Optimizer):
         engine.access.finish()
         engine.mover.offload(kinds, tier, pin=pin_memory, wait=not non_blocking)
 
-    @crossing
+    @_public
     def reload_states(self, *, non_blocking: bool = False) -> None:
         """Move everything that was offloaded to where the placement wants it. Every rank calls it.
 
@@ -367,7 +386,7 @@ class Optimizer(torch.optim.Optimizer):
         engine.access.finish()
         engine.mover.reload(wait=not non_blocking)
 
-    @crossing
+    @_public
     def save(
         self,
         path: str | PathLike[str],
@@ -408,7 +427,7 @@ class Optimizer(torch.optim.Optimizer):
         self._check_at_rest("save", engine)
         engine.saver.save(path, extra=extra, blocking=blocking, keep=keep, if_busy=if_busy)
 
-    @crossing
+    @_public
     def load(self, path: str | PathLike[str]) -> dict[str, Any]:
         """Go on from a checkpoint: the next losses are those that it would have had. Collective.
 
@@ -459,7 +478,7 @@ class Optimizer(torch.optim.Optimizer):
         """
         return Around(take_trace(path, self._open("trace")))
 
-    @crossing
+    @_public
     def close(self, *, keep_params: bool = True) -> None:
         """Give back every byte, thread and hook. Calling it again does nothing. Collective.
 
@@ -470,10 +489,12 @@ class Optimizer(torch.optim.Optimizer):
 
         Raises:
             CheckpointError: of a save beside training that failed. Everything is given back as asked.
+            EngineError: inside forward, backward or `gathered`. Nothing has changed.
             Exception: the error of an update that failed. Everything is given back; the parameters are left empty.
         """
         engine = self._engine
         if engine is not None:
+            self._check_at_rest("close", engine)
             try:
                 engine.close(keep_params=keep_params)
             finally:
@@ -481,10 +502,14 @@ class Optimizer(torch.optim.Optimizer):
 
     def _check_at_rest(self, verb: str, engine: Engine) -> None:
         """Refuse in the middle of things."""
-        if in_backward() or engine.hooks.in_forward:
-            raise EngineError(f"{verb}() was called inside a forward or a backward. Call it between steps.")
+        self._check_outside(verb, engine)
         if any(unit.holds for unit in engine.units):
             raise EngineError(f"{verb}() was called inside gathered(). Leave the block first.")
+
+    def _check_outside(self, verb: str, engine: Engine) -> None:
+        """Refuse in the middle of a pass."""
+        if in_backward() or engine.hooks.in_forward:
+            raise EngineError(f"{verb}() was called inside a forward or a backward. Call it between steps.")
 
     def _open(self, verb: str, *, whole: bool = False, writes: bool = False) -> Engine:
         """The engine.

@@ -22,16 +22,12 @@ from penstock.engine.outputs import Call, watch_first
 from penstock.engine.precision import CastInputs
 from penstock.engine.reduce import Reducer
 from penstock.engine.scale import GradientScale
+from penstock.engine.under_way import UnderWay, in_backward
 from penstock.engine.unit import Unit
 from penstock.engine.uses import Use, Uses
 from penstock.errors import EngineError
 from penstock.machine.border import crossing, theirs, user_records
 from penstock.machine.streams import Streams
-
-
-def in_backward() -> bool:
-    """Whether the calling thread runs inside autograd's backward: a checkpointed forward does."""
-    return torch._C._current_graph_task_id() != -1
 
 
 class BackwardUpdates(Protocol):
@@ -82,6 +78,8 @@ class Hooks:
         self._activations = activations
         self.loss_is_scaled = False  # the backward under way was called with a scaled loss
         self._arrived: dict[Unit, set[int]] = {}  # gradients of this backward, by slot
+        self.under_way = UnderWay(self._clean_up)
+        self._removed = False
         self._calls: list[Call] = []  # forwards of anchors under way, outer ones first
         self._uses = Uses()
         self._active: list[Unit] = []  # units whose backward is under way
@@ -127,6 +125,7 @@ class Hooks:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
+        self._removed = True
 
     @property
     def in_forward(self) -> bool:
@@ -152,10 +151,12 @@ class Hooks:
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         units = self._anchors.get(module, ())
+        recomputing = in_backward()
+        if not recomputing and self.under_way.enter_forward(module) and self._calls:
+            self._forget_uses()
         if self._calls and all(unit.users for unit in units) and module is not self._model:
             self._enter(Call(module), units)  # a layer of a block that is under way: nothing to do
             return None
-        recomputing = in_backward()
         outermost = not recomputing and (not self._calls or module is self._model)
         if outermost:
             self._begin_forward()
@@ -203,6 +204,7 @@ class Hooks:
                     self._gatherer.release(unit)
         if not (self._calls or recomputing):
             self._end_forward(complete=output is not None)
+            self.under_way.leave_forward()
         self._note_turn()
 
     def _watch_outputs(
@@ -237,8 +239,6 @@ class Hooks:
     def _begin_forward(self) -> None:
         if self.backward_open:
             self.abandon_backward()
-        if self._calls:  # left behind by what is no Exception: an interrupt
-            self._forget_uses()
         self._gathers = any(not unit.resident or unit.layout.shards > 1 for unit in self._units)  # homes may have moved
         self._forward_order.start()
         if self._activations is not None and user_records():
@@ -252,6 +252,12 @@ class Hooks:
             if not self._backward_order.was_observed:
                 self._backward_order.replace(self._forward_order.learned[::-1])
         self._gatherer.drop_unused()
+
+    def _clean_up(self) -> None:
+        """What is no Exception ended a forward, such as an interrupt, or anything a backward."""
+        self._forget_uses()
+        if self.backward_open:
+            self.abandon_backward()
 
     def _forget_uses(self) -> None:
         self._calls.clear()
@@ -267,6 +273,11 @@ class Hooks:
 
     def _before_backward(self, use: Use, grad: Tensor) -> None:
         del grad
+        if self._removed:
+            raise EngineError(
+                f"backward() through a graph from before close(): the parameters of unit '{use.units[0].name}' that it "
+                "reads are gone. Call backward before close(), or run the forward again."
+            )
         self._pass_by(self._uses.reach(use))
         for unit in use.units:
             if user_records():  # create_graph
@@ -290,6 +301,8 @@ class Hooks:
         """Backward goes on in this unit, or its forward runs again because backward will."""
         if self._updates is not None:
             self._updates.check(unit)
+        if self.backward_open:
+            self.under_way.join_backward()
         if not self.backward_open:
             self._gradient_scale.check_not_clipped()
             if self._gradient_scale.loss is not None and not self.loss_is_scaled:
@@ -297,6 +310,7 @@ class Hooks:
                     "loss.backward() was called, and fp16 needs a scaled loss. Use optimizer.backward(loss), without "
                     "a GradScaler."
                 )
+            self.under_way.enter_backward()
             self.backward_open = True
             self._backward_order.start()
             Variable._execution_engine.queue_callback(crossing(self._end_backward))
@@ -366,6 +380,7 @@ class Hooks:
 
     def _close_backward(self) -> None:
         self.backward_open = False
+        self.under_way.leave_backward()
         self._active.clear()
         self._unannounced.clear()
         self._run_again.clear()

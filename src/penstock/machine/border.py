@@ -10,7 +10,7 @@ do not notice. The default dtype is the process's and cannot be changed for one 
 
 import threading
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from functools import wraps
 from types import TracebackType
 from typing import Any, ParamSpec, TypeVar
@@ -135,17 +135,25 @@ def crossing(function: Callable[P, R]) -> Callable[P, R]:
 
 
 class Around(AbstractContextManager[T]):
-    """A context manager of ours whose block is the user's."""
+    """A context manager of ours whose block is the user's.
 
-    def __init__(self, inside: AbstractContextManager[T]) -> None:
+    Arguments:
+        inside: it is entered and left on our side.
+        turn: what else is around that.
+    """
+
+    def __init__(
+        self, inside: AbstractContextManager[T], turn: Callable[[], AbstractContextManager[None]] = nullcontext
+    ) -> None:
         self._inside = inside
+        self._turn = turn
 
     def __enter__(self) -> T:
-        with ours():
+        with ours(), self._turn():
             return self._inside.__enter__()
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> bool | None:
-        with ours():
+        with ours(), self._turn():
             return self._inside.__exit__(kind, error, trace)
