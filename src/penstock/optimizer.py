@@ -476,7 +476,8 @@ class Optimizer(torch.optim.Optimizer):
             ...     train_one_step()
             >>> print(report)  # doctest: +SKIP
         """
-        return Around(take_trace(path, self._open("trace")))
+        engine = self._open("trace")
+        return Around(take_trace(path, engine), partial(engine.turn, "trace"))
 
     @_public
     def close(self, *, keep_params: bool = True) -> None:

@@ -18,7 +18,7 @@ from penstock.engine.unit import Trained, Unit, Weights
 from penstock.errors import ConfigError, EngineError
 from penstock.kinds import PARAM
 from penstock.layout import Slot
-from penstock.machine.collectives import Ranks
+from penstock.machine.collectives import Ranks, as_bytes
 from penstock.machine.streams import DONE
 from penstock.rules.master import read_master, write_master
 from penstock.rules.rule import Rule, Scalars
@@ -377,9 +377,9 @@ class Access:
 
 
 def _changed(unit: Unit, before: Tensor) -> list[int]:
-    """The slots whose values in the full buffer are others than before."""
-    ranges = [slice(slot.start, slot.stop) for slot in unit.layout.slots]
-    return [index for index, part in enumerate(ranges) if not torch.equal(unit.full[part], before[part])]
+    """The slots whose values in the full buffer are others than before, bit for bit."""
+    pairs = [(unit.full[slot.start : slot.stop], before[slot.start : slot.stop]) for slot in unit.layout.slots]
+    return [index for index, (new, old) in enumerate(pairs) if not torch.equal(as_bytes(new), as_bytes(old))]
 
 
 def as_state(value: Any) -> Tensor:

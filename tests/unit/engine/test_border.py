@@ -329,6 +329,17 @@ def test_inference_in_inference_mode_after_a_move_leaves_a_model_that_trains(row
     torch.testing.assert_close(told[1], told[0], rtol=0, atol=0)
 
 
+@pytest.mark.parametrize("mode", MODES)
+def test_an_export_is_the_same_in_every_mode(mode: str, tmp_path: Path) -> None:
+    run = Run(separate(), tmp_path, None, ROWS["cpu"])
+    run.optimizer.save(tmp_path / "one")
+    run.optimizer.close()
+    penstock.export(tmp_path / "one", tmp_path / "plain")
+    MODES[mode](lambda: penstock.export(tmp_path / "one", tmp_path / "within"))
+    for file in (tmp_path / "plain").iterdir():
+        assert (tmp_path / "within" / file.name).read_bytes() == file.read_bytes()
+
+
 def test_gradients_pass_the_cast_of_inputs() -> None:
     model = nn.Linear(4, 1)
     optimizer = prepare_on(separate(), model, torch.optim.SGD(model.parameters(), lr=0.1))

@@ -170,10 +170,23 @@ class Once:
                 raise self.error
 
 
-@pytest.mark.parametrize("error", [KeyboardInterrupt, Interrupt, RuntimeError])
+def caller_unless_in_backward() -> Any:
+    return None if under_way.in_backward() else find_caller()
+
+
+find_caller = under_way._caller
+
+
+@pytest.mark.parametrize("hidden", [False, True], ids=["own thread", "device's thread"])
+@pytest.mark.parametrize("error", [KeyboardInterrupt, thorough(Interrupt), RuntimeError])
 @pytest.mark.parametrize("where", ["forward", "inference", "recomputed", "gradient"])
-def test_after_an_interrupt_everything_works(where: str, error: Any, tmp_path: Path) -> None:
-    """Also while the error is being handled, with its frames at hand."""
+def test_after_an_interrupt_everything_works(
+    where: str, error: Any, hidden: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also while the error is being handled, with its frames at hand; and where hooks cannot see who calls backward."""
+    if hidden:
+        monkeypatch.setattr(under_way, "_caller", caller_unless_in_backward)
+        monkeypatch.setattr(under_way, "_BETWEEN", (*under_way._BETWEEN, __name__))  # its frame is none to hold on to
     model, optimizer, x = prepared(checkpointed=where == "recomputed")
     other_model, other, _ = prepared()
     assert train(model, optimizer, x) == train(other_model, other, x)
