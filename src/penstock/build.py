@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from penstock import checks
 from penstock._native import Pool
 from penstock.config import Options, Placement
-from penstock.engine.access import Access
+from penstock.engine.access import Access, as_state
 from penstock.engine.activations import Activations
 from penstock.engine.assemble import Homes, plan_units
 from penstock.engine.discover import UnitPolicy, find_units
@@ -48,6 +48,7 @@ from penstock.kinds import COMPUTE_DTYPES, Overlap, Precision, Tier, parse_tier
 from penstock.layout import ALIGNMENT_NUMEL, round_up
 from penstock.machine.accelerator import streams_for
 from penstock.machine.arena import return_free_memory
+from penstock.machine.border import crossing
 from penstock.machine.collectives import Ranks, default_device
 from penstock.machine.streams import Streams
 from penstock.machine.threads import update_threads
@@ -67,6 +68,7 @@ DEBUG_RELEASE = "PENSTOCK_DEBUG_RELEASE"
 MASTER_DTYPES = {"remainder": torch.int16, "fp32": torch.float32, "none": None}
 
 
+@crossing
 def prepare(
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
@@ -212,6 +214,7 @@ class Request:
         )
 
 
+@crossing
 def build(
     model: nn.Module, optimizer: torch.optim.Optimizer, request: Request, ranks: Ranks, streams: Streams
 ) -> Optimizer:
@@ -451,7 +454,7 @@ def warn_of_unowned(model: nn.Module, owned: Mapping[nn.Parameter, int]) -> None
         warnings.warn(
             f"The optimizer does not own {len(names)} trainable parameters: {', '.join(names)}. They are kept, never "
             "updated, and their gradients are dropped.",
-            stacklevel=4,
+            stacklevel=6,
         )
 
 
@@ -477,4 +480,4 @@ def take_over_state(optimizer: torch.optim.Optimizer, access: Access, trained: M
     for parameter in trained:
         for name, value in optimizer.state.pop(parameter, {}).items():
             if value is not None:  # SGD's momentum before the first update
-                access.set_state(parameter, name, torch.as_tensor(value))
+                access.set_state(parameter, name, as_state(value))

@@ -125,6 +125,11 @@ def check_model(model: nn.Module, *, has_values: bool) -> None:
                 "Keep its parts as plain parameters (codes and scales, requires_grad=False), or leave it out of the "
                 "model's parameters."
             )
+        if parameter.is_inference():
+            raise ConfigError(
+                f"Parameter '{name}' was made in torch.inference_mode(): torch lets nobody change or train it outside. "
+                "Make the model outside of it; prepare() may be called inside."
+            )
     if next(model.parameters(), None) is None:
         raise ConfigError(f"{type(model).__name__} has no parameters.")
     prepared = _prepared_part(model)
@@ -140,7 +145,8 @@ def _prepared_part(model: nn.Module) -> str | None:
         if any(isinstance(getattr(hook, "__self__", None), Anchor) for hook in module._forward_pre_hooks.values()):
             return f"its module '{name}'" if name else "it"
     for name, parameter in model.named_parameters():  # of a prepared model that this one takes a parameter from
-        takers = [getattr(hook, "func", None) for hook in (parameter._post_accumulate_grad_hooks or {}).values()]
+        hooks = [getattr(hook, "__wrapped__", None) for hook in (parameter._post_accumulate_grad_hooks or {}).values()]
+        takers = [getattr(hook, "func", None) for hook in hooks]
         if any(isinstance(getattr(taker, "__self__", None), Hooks) for taker in takers):
             return f"its parameter '{name}'"
     return None

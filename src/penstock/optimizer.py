@@ -1,21 +1,39 @@
 """The handle a training loop holds: a `torch.optim.Optimizer` whose state lives wherever the placement says."""
 
+import contextlib
 import math
-from collections.abc import Container, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping
 from contextlib import AbstractContextManager
+from functools import partial, wraps
 from os import PathLike
-from typing import Any, Literal, get_args
+from typing import Any, Concatenate, Literal, ParamSpec, TypeVar, get_args
 
 import torch
 from torch import Tensor, nn
 
+from penstock.engine.access import as_state
 from penstock.engine.engine import Engine
-from penstock.engine.hooks import in_backward
 from penstock.engine.step import StepResult
 from penstock.engine.tracing import TraceReport, take_trace
+from penstock.engine.under_way import in_backward
 from penstock.errors import ConfigError, EngineError
 from penstock.kinds import GATHERED, LEAVING, KindName, Tier, parse_tier
+from penstock.machine.border import Around, ours
 from penstock.tiers.report import Location, LocationReport
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def _public(method: Callable[Concatenate["Optimizer", P], R]) -> Callable[Concatenate["Optimizer", P], R]:
+    """A method that runs on our side, and not while another thread runs the model."""
+
+    @wraps(method)
+    def called(self: "Optimizer", *args: P.args, **kwargs: P.kwargs) -> R:
+        with ours(), contextlib.nullcontext() if self._engine is None else self._engine.turn(method.__name__):
+            return method(self, *args, **kwargs)
+
+    return called  # type: ignore[return-value] # functions are bound, whatever their first parameter is called
 
 
 class Optimizer(torch.optim.Optimizer):
@@ -52,14 +70,17 @@ class Optimizer(torch.optim.Optimizer):
         scale = engine.gradient_scale.loss_scale
         engine.hooks.loss_is_scaled = True
         try:
-            # In fp32: a loss in fp16 would overflow.
-            (loss if scale == 1.0 else loss.float() * scale).backward(retain_graph=retain_graph)  # type: ignore[no-untyped-call]
+            if scale != 1.0:
+                with torch.enable_grad():
+                    loss = loss.float() * scale  # in fp32: a loss in fp16 would overflow
+            loss.backward(retain_graph=retain_graph)  # type: ignore[no-untyped-call]
         except BaseException:
             engine.hooks.abandon_backward()
             raise
         finally:
             engine.hooks.loss_is_scaled = False
 
+    @_public
     def step(self, closure: None = None) -> StepResult:  # type: ignore[override]
         """Update every parameter that got a gradient since `zero_grad`, with its group's options as they are now.
 
@@ -84,7 +105,7 @@ class Optimizer(torch.optim.Optimizer):
         for unit in engine.units:
             unit.check_written()
         measure, scale = engine.stepper.measure(), engine.gradient_scale
-        if not torch.isfinite(torch.tensor(measure.grad_norm)):
+        if not math.isfinite(measure.grad_norm):
             engine.stepper.skip()
             if scale.loss is not None:
                 scale.loss.update(finite=False)
@@ -96,6 +117,8 @@ class Optimizer(torch.optim.Optimizer):
             return StepResult(float("nan"), skipped=True, loss_scale=scale.loss_scale)
         for unit in measure.present:
             engine.gatherer.outdate(unit)
+        for unit, slots in measure.present.items():
+            unit.count_writes(slots)
         engine.stepper.update(measure, self._max_grad_norm)
         engine.gatherer.show_resident(engine.units, wait=engine.overlap not in ("forward", "backward"))
         if scale.loss is not None:
@@ -118,6 +141,7 @@ class Optimizer(torch.optim.Optimizer):
                 "outside no_sync(), or drop them with zero_grad()."
             )
 
+    @_public
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the accumulated gradients. They count as absent afterwards, whatever `set_to_none` says."""
         del set_to_none
@@ -137,6 +161,7 @@ class Optimizer(torch.optim.Optimizer):
         """
         return self._open("no_sync").reducer.held_back()
 
+    @_public
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Clip the norm of the accumulated gradient over parameters and ranks, as the torch function does. Collective.
 
@@ -169,8 +194,9 @@ class Optimizer(torch.optim.Optimizer):
         norm = engine.stepper.measure().grad_norm if norm_type == 2 else engine.access.grad_norm(norm_type)
         if math.isfinite(norm):
             engine.gradient_scale.clip *= min(1.0, max_norm / (norm + 1e-6))
-        return torch.tensor(norm)
+        return torch.tensor(norm, dtype=torch.float32, device="cpu")
 
+    @_public
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Only before `prepare`.
 
@@ -183,6 +209,7 @@ class Optimizer(torch.optim.Optimizer):
 
     # State
 
+    @_public
     def locations(self) -> LocationReport:
         """Where every byte of this rank's training state is.
 
@@ -217,38 +244,49 @@ class Optimizer(torch.optim.Optimizer):
         Raises:
             ConfigError: a tensor that is no parameter of the model.
         """
-        return self._open("gathered", whole=modify, writes=modify).access.gathered(parameters, modify=modify)
+        engine = self._open("gathered", whole=modify, writes=modify)
+        return Around(engine.access.gathered(parameters, modify=modify), partial(engine.turn, "gathered"))
 
+    @_public
     def full_param(self, parameter: nn.Parameter) -> Tensor:
         """The parameter at master precision: fp32, its shape, on the cpu. Collective."""
         return self._open("full_param").access.param(parameter)
 
+    @_public
     def full_grad(self, parameter: nn.Parameter) -> Tensor:
         """The gradient accumulated so far, over all ranks: fp32, on the cpu; zeros where there is none. Collective."""
         return self._open("full_grad").access.grad(parameter)
 
+    @_public
     def full_state(self, parameter: nn.Parameter, name: str) -> Tensor:
         """An optimizer state such as `"exp_avg"`: fp32, on the cpu; `"step"` is 0-dim. Collective."""
         return self._open("full_state").access.state(parameter, name)
 
+    @_public
     def set_full_param(self, parameter: nn.Parameter, value: Tensor) -> None:
         """Overwrite parameter and master weights with a whole value, the same on every rank. Collective."""
-        self._open("set_full_param", whole=True, writes=True).access.set_param(parameter, value)
+        engine = self._open("set_full_param", whole=True, writes=True)
+        self._check_outside("set_full_param", engine)
+        engine.access.set_param(parameter, value)
 
+    @_public
     def set_full_grad(self, parameter: nn.Parameter, value: Tensor) -> None:
         """Overwrite the accumulated gradient with a whole value, the same on every rank. Collective."""
         self._open("set_full_grad", whole=True).access.set_grad(parameter, value)
 
+    @_public
     def set_full_state(self, parameter: nn.Parameter, name: str, value: Tensor) -> None:
         """Overwrite an optimizer state with a whole value, the same on every rank. Collective."""
         self._open("set_full_state", whole=True, writes=True).access.set_state(parameter, name, value)
 
+    @_public
     def synchronize(self) -> None:
         """Finish pending updates and movements; raises the error of one that failed."""
         engine = self._open("synchronize")
         engine.access.finish()
         engine.saver.finish()
 
+    @_public
     def state_dict(self) -> dict[str, Any]:
         """The state in `torch.optim`'s format, whole, on the cpu of every rank. Collective.
 
@@ -265,6 +303,7 @@ class Optimizer(torch.optim.Optimizer):
         }
         return packed
 
+    @_public
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Take over a `state_dict` of this optimizer or of the torch optimizer it stands for. Collective.
 
@@ -283,7 +322,7 @@ class Optimizer(torch.optim.Optimizer):
         numbers = (number for group in state_dict["param_groups"] for number in group["params"])
         parameters = dict(zip(numbers, (p for group in groups for p in group["params"]), strict=True))
         states = {
-            parameters[number]: {n: torch.as_tensor(v) for n, v in values.items() if v is not None}  # SGD before a step
+            parameters[number]: {n: as_state(v) for n, v in values.items() if v is not None}  # SGD before a step
             for number, values in state_dict["state"].items()
         }
         for parameter, values in states.items():
@@ -298,6 +337,7 @@ class Optimizer(torch.optim.Optimizer):
             for name, value in states.get(parameter, {}).items():
                 engine.access.set_state(parameter, name, value)
 
+    @_public
     def offload_states(
         self,
         include: Container[KindName] | None = None,
@@ -335,6 +375,7 @@ class Optimizer(torch.optim.Optimizer):
         engine.access.finish()
         engine.mover.offload(kinds, tier, pin=pin_memory, wait=not non_blocking)
 
+    @_public
     def reload_states(self, *, non_blocking: bool = False) -> None:
         """Move everything that was offloaded to where the placement wants it. Every rank calls it.
 
@@ -345,6 +386,7 @@ class Optimizer(torch.optim.Optimizer):
         engine.access.finish()
         engine.mover.reload(wait=not non_blocking)
 
+    @_public
     def save(
         self,
         path: str | PathLike[str],
@@ -385,6 +427,7 @@ class Optimizer(torch.optim.Optimizer):
         self._check_at_rest("save", engine)
         engine.saver.save(path, extra=extra, blocking=blocking, keep=keep, if_busy=if_busy)
 
+    @_public
     def load(self, path: str | PathLike[str]) -> dict[str, Any]:
         """Go on from a checkpoint: the next losses are those that it would have had. Collective.
 
@@ -433,8 +476,10 @@ class Optimizer(torch.optim.Optimizer):
             ...     train_one_step()
             >>> print(report)  # doctest: +SKIP
         """
-        return take_trace(path, self._open("trace"))
+        engine = self._open("trace")
+        return Around(take_trace(path, engine), partial(engine.turn, "trace"))
 
+    @_public
     def close(self, *, keep_params: bool = True) -> None:
         """Give back every byte, thread and hook. Calling it again does nothing. Collective.
 
@@ -445,6 +490,7 @@ class Optimizer(torch.optim.Optimizer):
 
         Raises:
             CheckpointError: of a save beside training that failed. Everything is given back as asked.
+            EngineError: inside forward, backward or `gathered`. Nothing has changed.
             Exception: the error of an update that failed. Everything is given back; the parameters are left empty.
         """
         engine = self._engine
@@ -454,6 +500,7 @@ class Optimizer(torch.optim.Optimizer):
                 "be lost."
             )
         if engine is not None:
+            self._check_at_rest("close", engine)
             try:
                 engine.close(keep_params=keep_params)
             finally:
@@ -461,10 +508,14 @@ class Optimizer(torch.optim.Optimizer):
 
     def _check_at_rest(self, verb: str, engine: Engine) -> None:
         """Refuse in the middle of things."""
-        if in_backward() or engine.hooks.in_forward:
-            raise EngineError(f"{verb}() was called inside a forward or a backward. Call it between steps.")
+        self._check_outside(verb, engine)
         if any(unit.holding.blocks for unit in engine.units):
             raise EngineError(f"{verb}() was called inside gathered(). Leave the block first.")
+
+    def _check_outside(self, verb: str, engine: Engine) -> None:
+        """Refuse in the middle of a pass."""
+        if in_backward() or engine.hooks.in_forward:
+            raise EngineError(f"{verb}() was called inside a forward or a backward. Call it between steps.")
 
     def _open(self, verb: str, *, whole: bool = False, writes: bool = False) -> Engine:
         """The engine.

@@ -28,6 +28,7 @@ from penstock.checkpoint.tables import Piece, pieces
 from penstock.checkpoint.tensorfile import TensorFile, TensorSpec, divide, failed
 from penstock.errors import CheckpointError, ConfigError
 from penstock.kinds import COMPUTE_DTYPES, MASTER, PARAM, Precision
+from penstock.machine.border import crossing
 from penstock.machine.collectives import Council, Ranks, default_device
 from penstock.rules.master import read_master
 
@@ -49,6 +50,7 @@ class OutFile(NamedTuple):
     sources: Sequence[Source]
 
 
+@crossing
 def export(
     checkpoint: str | PathLike[str],
     out: str | PathLike[str],

@@ -41,6 +41,7 @@ from penstock.kinds import MASTER, OPTIMIZER, PARAM, Tier
 from penstock.layout import ALIGNMENT_NUMEL, Slot, round_up
 from penstock.machine.aio import File, Queue
 from penstock.machine.arena import page_aligned
+from penstock.machine.border import crossing
 from penstock.rules.rule import StateSpec
 from penstock.tiers.home import CellPlan
 
@@ -76,6 +77,7 @@ class Incoming:
         return prod(self.shape)
 
 
+@crossing
 def write_checkpoint(
     folder: Path,
     parameters: Sequence[Incoming],

@@ -19,7 +19,7 @@ from penstock.engine.unit import Trained, Unit, Weights
 from penstock.errors import ConfigError, EngineError
 from penstock.kinds import PARAM
 from penstock.layout import Slot
-from penstock.machine.collectives import Ranks
+from penstock.machine.collectives import Ranks, as_bytes
 from penstock.machine.streams import DONE
 from penstock.rules.master import read_master, write_master
 from penstock.rules.rule import Rule, Scalars
@@ -101,6 +101,7 @@ class Access:
                 if modify:
                     unit.take_in()
                     self._take_over(unit, before[unit])
+                    unit.count_writes(_changed(unit, before[unit]))
                     unit.note_versions()
                 elif unit.holding.blocks == 1:
                     unit.check_written()
@@ -148,7 +149,7 @@ class Access:
                 "Gradients of no_sync micro-batches are not reduced yet. Read them after the last backward."
             )
         if not gradient.held or (self._ranks.world_size == 1 and index not in gradient.present):
-            return torch.zeros(unit.layout.slots[index].shape)
+            return torch.zeros(unit.layout.slots[index].shape, dtype=torch.float32, device="cpu")
 
         def read(start: int, stop: int) -> Pieces:
             for first, last, (values,) in gradient.home.visit(start, stop):
@@ -170,8 +171,7 @@ class Access:
                     continue
                 for _, _, (values,) in gradient.home.visit(start, stop):
                     norm = float(torch.linalg.vector_norm(values, norm_type, dtype=torch.float64))
-                    # Not max(), which drops NaN.
-                    total = float(torch.tensor([total, norm]).max()) if greatest else total + norm**norm_type
+                    total = _greater(total, norm) if greatest else total + norm**norm_type
         if self._ranks.world_size > 1:
             summed = torch.tensor([total], dtype=torch.float64, device=self._device)
             if greatest:
@@ -187,9 +187,10 @@ class Access:
         self.finish()
         unit, index, trained = self._trained_place(parameter)
         if name == "step":
-            return torch.tensor(float(self._steps[parameter]))
+            return torch.tensor(float(self._steps[parameter]), dtype=torch.float32, device="cpu")
         if name in self._scalar_names:
-            return torch.tensor(float(self._scalars.get(parameter, {}).get(name, 0.0)))
+            number = float(self._scalars.get(parameter, {}).get(name, 0.0))
+            return torch.tensor(number, dtype=torch.float32, device="cpu")
         state = self._state_index(name)
 
         def read(start: int, stop: int) -> Pieces:
@@ -214,7 +215,7 @@ class Access:
                     _set_value(weights, part)
                 else:
                     weights.param.copy_(part)
-        unit.note_version(index)
+        unit.count_writes([index])
         unit.stale = unit.replica is not None and unit.layout.shards > 1
         unit.published = DONE
         self._gatherer.outdate(unit)
@@ -277,7 +278,7 @@ class Access:
     def reset_state(self, parameter: nn.Parameter) -> None:
         """As before the first update."""
         unit, index, _ = self._trained_place(parameter)
-        zeros = torch.zeros(unit.layout.slots[index].shape)
+        zeros = torch.zeros(unit.layout.slots[index].shape, dtype=torch.float32, device="cpu")
         for spec in self._states:
             self.set_state(parameter, spec.name, zeros)
         self._scalars.pop(parameter, None)
@@ -343,7 +344,7 @@ class Access:
     ) -> Tensor:
         """Put the parts of all shards together. `read` gives the values of a range of this rank's shard."""
         slot = unit.layout.slots[index]
-        whole = torch.empty(slot.numel, dtype=dtype)
+        whole = torch.empty(slot.numel, dtype=dtype, device="cpu")
         for rank in range(unit.layout.shards):
             overlap = unit.layout.overlap(slot, rank)
             if overlap is None:
@@ -389,6 +390,22 @@ class Access:
         if unit.replica is not None and not unit.resident:
             for first, last, (values,) in unit.replica.visit(0, unit.replica.stop, modify=True):
                 values.copy_(unit.full[first:last])
+
+
+def _changed(unit: Unit, before: Tensor) -> list[int]:
+    """The slots whose values in the full buffer are others than before, bit for bit."""
+    pairs = [(unit.full[slot.start : slot.stop], before[slot.start : slot.stop]) for slot in unit.layout.slots]
+    return [index for index, (new, old) in enumerate(pairs) if not torch.equal(as_bytes(new), as_bytes(old))]
+
+
+def as_state(value: Any) -> Tensor:
+    """A value of a `state_dict`, which may be a number, as a tensor."""
+    return value if isinstance(value, Tensor) else torch.as_tensor(value, dtype=torch.float64, device="cpu")
+
+
+def _greater(one: float, other: float) -> float:
+    """The greater of two; NaN where one of them is, which `max` would drop."""
+    return math.nan if math.isnan(one) or math.isnan(other) else max(one, other)
 
 
 def _restore(unit: Unit, values: Tensor) -> None:

@@ -13,12 +13,12 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from types import FrameType
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from penstock.engine.staging import Buffers, transit_slots
+from penstock.engine.versions import Version
 from penstock.kinds import ACTIVATION, Tier
 from penstock.machine.streams import DONE, Event, Streams
 from penstock.tiers.home import CellPlan, Home, SectionPlan
@@ -37,7 +37,7 @@ class Saved:
     Attributes:
         home: where its bytes are.
         before: the one that was saved before it: backward wants it after this one.
-        shape, stride, dtype: of the tensor.
+        shape, stride, dtype, version: of the tensor.
         here: its bytes on the device, while they leave or once they are coming back.
         key: what tells it apart while they leave.
         arrived: `home` holds them, or `here` does.
@@ -48,6 +48,7 @@ class Saved:
     shape: torch.Size
     stride: tuple[int, ...]
     dtype: torch.dtype
+    version: Version
     here: Tensor | None
     key: tuple[object, ...]
     arrived: Event = DONE
@@ -69,6 +70,9 @@ class Activations:
         tier: cpu or nvme.
         tile_numel: bytes of a tile of what goes to files.
         kept: tensors whose memory somebody else keeps: those of parameters.
+
+    Attributes:
+        interrupted: called where a forward has ended without a word.
     """
 
     def __init__(
@@ -86,48 +90,40 @@ class Activations:
         self._leaving: deque[Saved] = deque()
         self._known: dict[tuple[object, ...], Saved] = {}  # those that are leaving, by what tells tensors apart
         self._last: weakref.ref[Saved] | None = None
-        self._hooks: torch.autograd.graph.saved_tensors_hooks | None = None
         self._forward: FrameType | None = None  # the call that is under way
+        self.interrupted: Callable[[], None] = self.end
 
     def begin(self) -> None:
         """The outermost forward begins on this thread."""
         self.end()
         self._kept_storages = {tensor.untyped_storage()._cdata for tensor in self._kept()}
-        self._hooks = torch.autograd.graph.saved_tensors_hooks(self.pack, self.unpack)
-        self._hooks.__enter__()
         self._forward = _call_of_module()
 
     def end(self) -> None:
         """It is over."""
-        self._forward = None
-        if self._hooks is not None:
-            hooks, self._hooks = self._hooks, None
-            hooks.__exit__()
+        if self._forward is not None:
+            self._forward = None
             self._let_go(AHEAD_BYTES)
 
-    @property
-    def is_taking(self) -> bool:
-        """Whether its hooks are the innermost on this thread."""
-        top: Any = torch._C._autograd._top_saved_tensors_default_hooks(True)
-        return top is not None and bool(top[0] == self.pack)
-
-    def pack(self, tensor: Tensor) -> "Tensor | Saved":
-        """Autograd saves a tensor."""
-        if self._forward is not None and not _is_running(self._forward):
-            self.end()  # torch tells nobody of a forward that an interrupt ended
-            return tensor
+    def take(self, tensor: Tensor) -> Saved | None:
+        """Autograd saves a tensor; `None` for one that stays."""
+        if self._forward is None:
+            return None
+        if not _is_running(self._forward):
+            self.interrupted()  # torch tells nobody of a forward that an interrupt ended
+            return None
         if tensor.device != self._streams.device or not _is_plain(tensor):
-            return tensor
+            return None
         nbytes = tensor.numel() * tensor.element_size()
         if nbytes < LEAST_BYTES or tensor.untyped_storage()._cdata in self._kept_storages or not _is_dense(tensor):
-            return tensor
+            return None
         key = (tensor.data_ptr(), tensor._version, tensor.shape, tensor.stride(), tensor.dtype)
         if key in self._known:
             return self._known[key]
         self._let_go(AHEAD_BYTES - nbytes)
         home = self._free[nbytes].pop() if self._free[nbytes] else self._make_home(nbytes)
         here = tensor.detach().as_strided((tensor.numel(),), (1,)).view(torch.uint8)
-        saved = Saved(home, self._last, tensor.shape, tensor.stride(), tensor.dtype, here, key)
+        saved = Saved(home, self._last, tensor.shape, tensor.stride(), tensor.dtype, Version(tensor), here, key)
         saved.arrived = self._transit.copy(buffer_home(here), home, after=DONE, what="save activation")
         weakref.finalize(saved, self._free[nbytes].append, home)
         self._known[key] = saved
@@ -135,10 +131,9 @@ class Activations:
         self._last = weakref.ref(saved)
         return saved
 
-    def unpack(self, packed: "Tensor | Saved") -> Tensor:
+    def bring(self, packed: Saved) -> Tensor:
         """Autograd wants it."""
-        if isinstance(packed, Tensor):
-            return packed
+        packed.version.check()
         self._bring(packed)
         packed.arrived.wait()
         assert packed.here is not None

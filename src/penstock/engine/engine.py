@@ -71,6 +71,10 @@ class Engine:
     restore_model: Callable[[], None]
     closed: bool = False
 
+    def turn(self, method: str) -> contextlib.AbstractContextManager[None]:
+        """While a method of the optimizer runs, no other thread runs the model."""
+        return self.hooks.under_way.turn(method)
+
     def at_rest(self, unit_name: str, kind: str) -> bool:
         """Whether a cell has no movement or update under way."""
         unit = next((unit for unit in self.units if unit.name == unit_name), None)
@@ -150,5 +154,6 @@ class Engine:
             self.store.close()
         finally:
             for unit in self.units:
+                unit.count_writes(range(len(unit.layout.slots)))
                 unit.drop()
             self.pool.close()

@@ -24,18 +24,15 @@ from penstock.engine.outputs import Call, tensors_of, watch_first
 from penstock.engine.precision import CastInputs
 from penstock.engine.reads import watch_reads
 from penstock.engine.reduce import Reducer
-from penstock.engine.saved import SavedWeights
+from penstock.engine.saved import SavedTensors
 from penstock.engine.scale import GradientScale
 from penstock.engine.transforms import check_transform
+from penstock.engine.under_way import UnderWay, in_backward
 from penstock.engine.unit import Unit
 from penstock.engine.uses import Use, Uses
 from penstock.errors import EngineError
+from penstock.machine.border import crossing, theirs, user_records
 from penstock.machine.streams import Streams
-
-
-def in_backward() -> bool:
-    """Whether the calling thread runs inside autograd's backward: a checkpointed forward does."""
-    return torch._C._current_graph_task_id() != -1
 
 
 class BackwardUpdates(Protocol):
@@ -84,13 +81,17 @@ class Hooks:
         self._updates = updates
         self._gradient_scale = gradient_scale
         self._activations = activations
+        if activations is not None:
+            activations.interrupted = self._clean_up
         self.loss_is_scaled = False  # the backward under way was called with a scaled loss
         self._arrived: dict[Unit, set[int]] = {}  # gradients of this backward, by slot
+        self.under_way = UnderWay(self._clean_up)
+        self._removed = False
         self._calls: list[Call] = []  # forwards of anchors under way, outer ones first
         self._uses = Uses()
         self._active: list[Unit] = []  # units whose backward is under way
         self._run_again: set[Unit] = set()  # those of them that no gradient has reached: their forward ran again
-        self._saved = SavedWeights(gatherer.owner_of, self._bring, activations)
+        self._saved = SavedTensors(gatherer.owner_of, self._bring, activations)
         self._gathers = True  # some units are not resident, or are on other ranks too
         self.backward_open = False
         self.backward_failed = False  # since the last zero_grad
@@ -107,9 +108,9 @@ class Hooks:
 
     def _attach(self) -> None:
         untraced = partial(torch.compiler.disable, reason="A unit of Penstock is gathered or released between graphs.")
-        before, after = untraced(self._before_forward), untraced(self._after_forward)
+        before, after = untraced(crossing(self._before_forward)), untraced(crossing(self._after_forward))
         owners = {parameter: unit for unit in self._units for parameter in unit.spec.parameters}
-        for unit, watches in watch_reads(self._model, owners, untraced(self._gather_for_read)).items():
+        for unit, watches in watch_reads(self._model, owners, untraced(crossing(self._gather_for_read))).items():
             unit.watch_reads(watches)
         for module in {self._model: (), **self._anchors}:
             units = self._anchors.get(module, ())
@@ -120,9 +121,9 @@ class Hooks:
             for index, parameter in enumerate(unit.spec.parameters):
                 take: Callable[[nn.Parameter], None]
                 if unit.trained:
-                    take = partial(self._take_gradient, unit, index)
+                    take = crossing(partial(self._take_gradient, unit, index))
                 elif parameter.requires_grad:
-                    take = _drop_gradient
+                    take = crossing(_drop_gradient)
                 else:
                     continue
                 handle = parameter.register_post_accumulate_grad_hook(take)  # type: ignore[no-untyped-call]
@@ -130,14 +131,14 @@ class Hooks:
 
     def remove(self) -> None:
         """Take every hook off the model."""
-        if self._activations is not None:
-            self._activations.end()  # of a forward that an interrupt ended
+        self._forget_uses()  # of a forward that an interrupt ended
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
         for unit in self._units:
             for watch in unit.reads:
                 watch.end()
+        self._removed = True
 
     @property
     def in_forward(self) -> bool:
@@ -162,14 +163,19 @@ class Hooks:
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         units = self._anchors.get(module, ())
+        recomputing = in_backward()
+        if not recomputing and self.under_way.enter_forward(module) and self._calls:
+            self._forget_uses()
         if self._calls and all(unit.holding.forwards for unit in units) and module is not self._model:
             self._enter(Call(module), units)  # a layer of a block that is under way: nothing to do
             return None
-        recomputing = in_backward()
         outermost = not recomputing and (not self._calls or module is self._model)
         if outermost:
             self._begin_forward()
-        cast = self._cast_inputs(args, kwargs) if outermost and self._cast_inputs is not None else None
+        cast = None
+        if outermost and self._cast_inputs is not None:
+            with theirs():  # gradients pass it
+                cast = self._cast_inputs(args, kwargs)
         call = Call(module)
         call.note_inputs(*(cast or (args, kwargs)))
         self._enter(call, units)
@@ -184,7 +190,7 @@ class Hooks:
                 self._forward_order.note(unit)
                 self._gatherer.acquire(unit)
                 self._prefetch(self._forward_order)
-        if torch.is_grad_enabled() and not recomputing:
+        if user_records() and not recomputing:
             self._watch_saved(call, units)
         self._note_turn()
         return cast
@@ -198,7 +204,7 @@ class Hooks:
         """Have what autograd saves of the parameters in this forward not keep their memory."""
         if any(other.saved_hooks for other in self._calls):
             return
-        if any(unit.is_released_after_use for unit in self._units):
+        if self._activations is not None or any(unit.is_released_after_use for unit in self._units):
             call.saved_hooks = self._saved.hooks()
         if call.saved_hooks is not None:
             call.saved_hooks.__enter__()
@@ -218,7 +224,7 @@ class Hooks:
 
     def watch_saved(self) -> AbstractContextManager[Any]:
         """See what autograd saves of parameters that are shown outside of a forward."""
-        watches = torch.is_grad_enabled() and any(unit.is_released_after_use for unit in self._units)
+        watches = user_records() and any(unit.is_released_after_use for unit in self._units)
         return (self._saved.hooks() if watches else None) or nullcontext()
 
     def _after_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
@@ -246,6 +252,7 @@ class Hooks:
                     self._gatherer.release(unit)
         if not (self._calls or recomputing):
             self._end_forward(complete=output is not None)
+            self.under_way.leave_forward()
         self._note_turn()
 
     def _hand_on(self, units: Sequence[Unit], output: Any) -> None:
@@ -259,7 +266,7 @@ class Hooks:
                 self._hold_for(self._calls[-1], unit)
             elif unit in returned:
                 unit.holding.shown = True  # its memory is the caller's
-                if torch.is_grad_enabled():
+                if user_records():
                     unit.holding.take(Holder.UNANNOUNCED)
 
     def _hold_for(self, call: Call, unit: Unit) -> None:
@@ -267,21 +274,21 @@ class Hooks:
         call.reads.append(unit)
         unit.holding.take(Holder.FORWARD)
         self._gatherer.acquire(unit)
-        if torch.is_grad_enabled() and not any(call.saved_hooks for call in self._calls):
+        if user_records() and not any(call.saved_hooks for call in self._calls):
             unit.holding.take(Holder.UNANNOUNCED)  # nobody sees what autograd saves of it
 
     def _watch_outputs(
         self, call: Call, units: list[Unit], output: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> bool:
         """Gather the units again when a gradient reaches what their forward made. Returns: keep them instead."""
-        if not torch.is_grad_enabled():
+        if not user_records():
             return False
         made, complete = call.made(output, args, kwargs)
         for_saved = in_backward() and _inside_a_node()  # its first run was noted
         if made:
             use = Use(units) if for_saved else self._uses.note(units)
             for tensor in made:
-                watch_first(tensor, partial(self._before_backward, use))
+                watch_first(tensor, crossing(partial(self._before_backward, use)))
         elif complete and output is not None and not for_saved:
             self._note_silent(units)
         if not complete:
@@ -303,11 +310,9 @@ class Hooks:
     def _begin_forward(self) -> None:
         if self.backward_open:
             self.abandon_backward()
-        if self._calls:  # left behind by what is no Exception: an interrupt
-            self._forget_uses()
         self._gathers = any(not unit.resident or unit.layout.shards > 1 for unit in self._units)  # homes may have moved
         self._forward_order.start()
-        if self._activations is not None and torch.is_grad_enabled():
+        if self._activations is not None and user_records():
             self._activations.begin()
 
     def _end_forward(self, *, complete: bool) -> None:
@@ -319,8 +324,19 @@ class Hooks:
                 self._backward_order.replace(self._forward_order.learned[::-1])
         self._gatherer.drop_unused()
 
+    def _clean_up(self) -> None:
+        """What is no Exception ended a forward, such as an interrupt, or anything a backward."""
+        self._forget_uses()
+        if self.backward_open:
+            self.abandon_backward()
+
     def _forget_uses(self) -> None:
+        for call in self._calls[::-1]:
+            if call.saved_hooks is not None and self._saved.are_innermost():
+                call.saved_hooks.__exit__()
         self._calls.clear()
+        if self._activations is not None:
+            self._activations.end()
         for anchor in self._hooked:
             anchor.entered = 0
         self._gatherer.drop_unused()
@@ -332,12 +348,18 @@ class Hooks:
     # Backward
 
     def _before_backward(self, use: Use, grad: Tensor) -> Tensor:
+        if self._removed:
+            raise EngineError(
+                f"backward() through a graph from before close(): the parameters of unit '{use.units[0].name}' that it "
+                "reads are gone. Call backward before close(), or run the forward again."
+            )
         self._pass_by(self._uses.reach(use))
         for unit in use.units:
             self._enter_backward(unit)
             self._expect(unit)
-            if torch.is_grad_enabled():  # create_graph
-                grad = unit.recorded.mark(grad)
+            if user_records():  # create_graph
+                with theirs():
+                    grad = unit.recorded.mark(grad)
         return grad
 
     def _bring(self, unit: Unit) -> None:
@@ -386,6 +408,7 @@ class Hooks:
     def _open_backward(self) -> None:
         """A backward has begun: its end is to be seen."""
         if self.backward_open:
+            self.under_way.join_backward()
             return
         self._gradient_scale.check_not_clipped()
         if self._gradient_scale.loss is not None and not self.loss_is_scaled:
@@ -393,9 +416,10 @@ class Hooks:
                 "loss.backward() was called, and fp16 needs a scaled loss. Use optimizer.backward(loss), without "
                 "a GradScaler."
             )
+        self.under_way.enter_backward()
         self.backward_open = True
         self._backward_order.start()
-        Variable._execution_engine.queue_callback(self._end_backward)
+        Variable._execution_engine.queue_callback(crossing(self._end_backward))
 
     def _prefetch(self, order: Order) -> None:
         if self._gathers:
@@ -449,13 +473,14 @@ class Hooks:
             unit.holding.drop_all(Holder.UNANNOUNCED)
             self._settle(unit)
         self._backward_order.finish()
-        if not torch.is_grad_enabled():
+        if not user_records():
             for unit in self._units:
                 unit.recorded.end_unmarked()
         self._close_backward()
 
     def _close_backward(self) -> None:
         self.backward_open = False
+        self.under_way.leave_backward()
         self._active.clear()
         self._run_again.clear()
         self._arrived.clear()

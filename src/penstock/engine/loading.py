@@ -294,7 +294,7 @@ class Loader:
         self._torn = False
         for unit in self._units:
             unit.published = DONE
-            unit.note_versions()
+            unit.count_writes(range(len(unit.layout.slots)))
             unit.stale = unit.replica is not None and unit.layout.shards > 1
             if unit.trained is not None:
                 unit.trained.updated = DONE

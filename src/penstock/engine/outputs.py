@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock.engine.unit import Unit
+from penstock.machine.border import user_records
 
 _PLAIN = (bool, int, float, complex, str, bytes, Enum, type, torch.dtype, torch.device, nn.Module)
 _CLOSED = (FunctionType, MethodType, BuiltinFunctionType, GeneratorType)  # may hold tensors where nobody can look
@@ -36,7 +37,7 @@ class Call:
 
     def note_inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Remember the inputs, to tell afterwards which of them were modified."""
-        if torch.is_grad_enabled():
+        if user_records():
             self._versions = {id(t): _version(t) for t in _with_bases(tensors_of((args, kwargs)))}
 
     def made(self, output: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Tensor], bool]:

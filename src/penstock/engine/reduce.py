@@ -192,7 +192,7 @@ class Reducer:
         if self._streams.aliases_host:
             return
         agreed = gradient.flaws if self._agrees else None
-        told = torch.zeros(1, pin_memory=self._streams.device.type != "cpu")
+        told = torch.zeros(1, dtype=torch.float32, device="cpu", pin_memory=self._streams.device.type != "cpu")
 
         def tell() -> None:
             copy(told, self._flaws(gradient) if agreed is None else agreed)
@@ -313,7 +313,7 @@ class Reducer:
         return torch.stack(norms).isfinite().all().logical_not().float().view(1)
 
     def _no_flaws(self) -> Tensor:
-        return torch.zeros(1, device=self._streams.device)
+        return torch.zeros(1, dtype=torch.float32, device=self._streams.device)
 
     def _clear_the_rest(self, unit: Unit, gradient: Gradient) -> None:
         """Zero what no gradient arrived for: other ranks may have one."""

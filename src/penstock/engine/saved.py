@@ -14,9 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from penstock.engine.activations import Activations
+from penstock.engine.activations import Activations, Saved
 from penstock.engine.unit import Unit
+from penstock.engine.versions import Kept, check_version
 from penstock.errors import EngineError
+from penstock.machine.border import ours
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,26 +43,14 @@ class SavedView:
         full = self.unit.full
         return full.as_strided(self.shape, self.stride, full.storage_offset() + self.start)
 
-    def check_version(self) -> None:
-        """Refuse what was written since."""
-        _check_version(self.version, self.unit.spec.parameters[self.index], self.unit.spec.names[self.index])
 
-
-@dataclass(frozen=True, slots=True)
-class SavedTensor:
-    """Another tensor, and its version when it was saved."""
-
-    tensor: Tensor
-    version: int
-
-
-class SavedWeights:
-    """Hooks for what autograd saves while a forward runs whose units are released after it.
+class SavedTensors:
+    """The hooks for what autograd saves in a forward whose units are released after it.
 
     Arguments:
         owner_of: the unit, of those that are released after use, whose full buffer a tensor is a view of.
         bring: makes a unit's parameters usable until the backward that is under way is over.
-        activations: takes other tensors; `None` leaves them.
+        activations: takes other tensors; `None` leaves them where they are.
     """
 
     def __init__(
@@ -77,27 +67,37 @@ class SavedWeights:
         keep keep memory. Transforms of torch.func take none, and the unit that is called says so.
         """
         native: Any = torch._C._autograd
-        before = native._top_saved_tensors_default_hooks(True)
-        if before is not None and (self._activations is None or not self._activations.is_taking):
+        if native._top_saved_tensors_default_hooks(True) is not None:
             return None
         if not native._saved_tensors_hooks_is_enabled():
             return None
         return torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
 
-    def _pack(self, tensor: Tensor) -> Any:
-        saved = self._view(tensor)
-        if saved is not None:
-            return saved
-        return SavedTensor(tensor, tensor._version) if self._activations is None else self._activations.pack(tensor)
+    def are_innermost(self) -> bool:
+        """Whether the hooks that autograd would call now, on this thread, are these."""
+        top: Any = torch._C._autograd._top_saved_tensors_default_hooks(True)
+        return top is not None and bool(top[0] == self._pack)
 
-    def _unpack(self, packed: Any) -> Tensor:
-        if isinstance(packed, SavedView):
-            return self._rebuilt(packed)
-        if isinstance(packed, SavedTensor):
-            _check_version(packed.version, packed.tensor, f"{tuple(packed.tensor.shape)} {packed.tensor.dtype}")
-            return packed.tensor
-        assert self._activations is not None
-        return self._activations.unpack(packed)
+    # Both run for each saved tensor: what needs a fixed state of the thread enters it, the rest reads attributes.
+
+    def _pack(self, tensor: Tensor) -> SavedView | Saved | Kept:
+        view = self._view(tensor)
+        if view is not None:
+            return view
+        taken: Saved | None = None
+        if self._activations is not None:
+            with ours():
+                taken = self._activations.take(tensor)
+        return Kept(tensor) if taken is None else taken
+
+    def _unpack(self, packed: SavedView | Saved | Kept) -> Tensor:
+        if isinstance(packed, Kept):
+            return packed.take()
+        with ours():
+            if isinstance(packed, SavedView):
+                return self._rebuilt(packed)
+            assert self._activations is not None
+            return self._activations.bring(packed)
 
     def _view(self, tensor: Tensor) -> SavedView | None:
         unit = self._owner_of(tensor)
@@ -115,19 +115,7 @@ class SavedWeights:
                 f"A backward needs parameter '{saved.unit.spec.names[saved.index]}', and its optimizer was closed "
                 "since the forward. Call backward before close()."
             )
-        saved.check_version()
+        if saved.version is not None:
+            check_version(saved.unit.spec.parameters[saved.index], saved.version, saved.unit.spec.names[saved.index])
         self._bring(saved.unit)
         return saved.rebuilt()
-
-
-def _check_version(version: int | None, tensor: Tensor, what: str) -> None:
-    """As torch does, where it has no hooks.
-
-    Raises:
-        RuntimeError: torch's own, in its words.
-    """
-    if version is not None and tensor._version != version:
-        raise RuntimeError(
-            "one of the variables needed for gradient computation has been modified by an inplace operation: "
-            f"{what} is at version {tensor._version}; expected version {version} instead."
-        )

@@ -155,7 +155,7 @@ class Saver:
     def _runs_anywhere(self) -> bool:
         """Whether a save is under way on any rank. Not over the council, which that one uses on its thread."""
         running = self._job is not None and not self._job.over.done()
-        found = torch.tensor(int(running), device=self._streams.device)
+        found = torch.tensor(int(running), dtype=torch.int64, device=self._streams.device)
         self._ranks.all_reduce_max(found)
         return bool(found)
 

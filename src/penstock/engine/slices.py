@@ -27,6 +27,7 @@ from penstock.engine.samples import (
     has_sequences,
     part_of,
 )
+from penstock.engine.versions import Version
 from penstock.errors import EngineError, PenstockError
 
 # What a call may hand to every slice: it cannot change.
@@ -80,7 +81,9 @@ class SlicedBlock:
         self.leftovers.check_statistics()
         call = _Call(self, arguments, samples)
         # Its gradient is none. It is there for a block whose inputs need no gradient and whose parameters do.
-        anchor = torch.empty(0, requires_grad=any(p.requires_grad for p in self._module.parameters()))
+        anchor = torch.empty(
+            0, dtype=torch.float32, device="cpu", requires_grad=any(p.requires_grad for p in self._module.parameters())
+        )
         tensors = [arguments.leaves[index] for index in arguments.positions]
         outputs = _RunSlices.apply(call, anchor, *tensors)  # type: ignore[no-untyped-call]
         assert call.output_spec is not None
@@ -119,6 +122,7 @@ class _Call:
         self._output_positions: list[int] = []
         self.random_states: list[tuple[Tensor, Tensor | None]] = []
         self._autocast = _autocast_states([arguments.leaves[index] for index in arguments.positions])
+        self.versions = [Version(parameter, keeps=True) for parameter in block._module.parameters()]
 
     def part(self, tensors: Sequence[Tensor], start: int, stop: int) -> list[Tensor]:
         """The arguments of samples `start` to `stop`."""
@@ -248,6 +252,8 @@ class _RunSlices(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         call: _Call = ctx.call
         _check_backward(call.block.name)
+        for version in call.versions:  # no node of this one has saved them
+            version.check()
         tensors: tuple[Tensor, ...] = ctx.saved_tensors
         samples = call.samples
         found: list[list[Tensor]] = [[] for _ in tensors]

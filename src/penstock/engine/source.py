@@ -258,7 +258,8 @@ class Initialised(Source):
             fresh = [p for p in _own(module) if p not in done]
             for parameter in fresh:
                 shape, dtype = self._shapes[parameter]
-                parameter.data = torch.full(shape, float("nan") if dtype.is_floating_point else 0, dtype=dtype)
+                nothing = float("nan") if dtype.is_floating_point else 0
+                parameter.data = torch.full(shape, nothing, dtype=dtype, device="cpu")
             done.update(fresh)
             # A tied parameter as often as modules own it: as apply() does.
             initialise(self._model, module, self._owners, gone[module])

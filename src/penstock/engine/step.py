@@ -142,7 +142,7 @@ class Stepper:
         if self._ranks.world_size > 1:
             report = self._ranks.report(failure)
             numbers = [total, *flags, *report, *self._ranks.digest()]
-            message = torch.tensor(numbers, dtype=torch.float64).to(self._streams.device)
+            message = torch.tensor(numbers, dtype=torch.float64, device="cpu").to(self._streams.device)
             self._ranks.all_reduce(message)
             total, *flags, digest, squares = message.tolist()
             total /= self._ranks.replicas

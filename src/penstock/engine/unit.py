@@ -9,7 +9,7 @@ full       the flat buffer that compute reads; for a resident unit it is the rep
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -20,6 +20,7 @@ from penstock.engine.discover import UnitSpec
 from penstock.engine.holding import Holding, Residency
 from penstock.engine.reads import ReadWatch
 from penstock.engine.recorded import Recorded
+from penstock.engine.versions import count_write
 from penstock.errors import EngineError
 from penstock.kinds import GRAD, MASTER, OPTIMIZER, PARAM, SHADOW, Tier
 from penstock.layout import FlatLayout, Piece
@@ -162,7 +163,7 @@ class Unit:
         self.saved: Event = DONE  # a save that goes on beside training has copied what it is to write
         self.stale = False  # replicated: the other ranks' parts are from before the last update
         self._versions: list[int] = []  # of the parameters: torch counts every write of theirs, and none of ours
-        self._placeholder = torch.full((), float("nan"), device=device).to(spec.dtype)
+        self._placeholder = torch.full((), float("nan"), dtype=torch.float32, device=device).to(spec.dtype)
         if not resident:
             self.holding.become(Residency.RELEASED)
 
@@ -283,6 +284,13 @@ class Unit:
         """The same for one parameter."""
         self._versions[index] = self.spec.parameters[index]._version
 
+    def count_writes(self, slots: Iterable[int]) -> None:
+        """The values of these parameters change: a graph from before cannot be used any more."""
+        slots = list(slots)
+        count_write(self.spec.parameters[index] for index in slots)
+        for index in slots:
+            self.note_version(index)
+
     def check_written(self) -> None:
         """Refuse a parameter that somebody wrote where no update starts from: in a gathered copy, or half its master.
 
@@ -306,7 +314,7 @@ class Unit:
     def drop(self) -> None:
         """Let go of every tensor."""
         self.trained = None
-        self.full = torch.empty(0)
+        self.full = torch.empty(0, dtype=self.spec.dtype, device="cpu")
         self.params = self.replica = None  # type: ignore[assignment]
 
     def contains(self, other: "Unit") -> bool:

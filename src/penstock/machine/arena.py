@@ -148,7 +148,7 @@ def register(slab: Tensor, device: torch.device) -> bool:
         if int(_cudart().cudaHostRegister(slab.data_ptr(), slab.numel(), 0)) == 0:
             return True
         with contextlib.suppress(RuntimeError):  # the error is kept for the next launch to find: not for one of compute
-            torch.ones(1, device=device)
+            torch.ones(1, dtype=torch.uint8, device=device)
     return False
 
 

@@ -265,7 +265,7 @@ class Council:
         self.rank = ranks.shard_rank + ranks.shards * ranks.replica_rank
         self._group: Any = None  # torch does not type what a backend does
         if self.size > 1:
-            name = torch.tensor(secrets.randbits(48) if self.is_first else 0, device=device)
+            name = torch.tensor(secrets.randbits(48) if self.is_first else 0, dtype=torch.int64, device=device)
             ranks.all_reduce(name)
             store = dist.distributed_c10d.PrefixStore(
                 f"penstock council {int(name)}", dist.distributed_c10d._get_default_store()
@@ -299,9 +299,9 @@ class Council:
         if self._group is None:
             return [value]
         own = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
-        lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]
-        self._all_gather(lengths, torch.tensor([own.numel()]))
-        parts = [torch.empty(max(map(int, lengths)), dtype=torch.uint8) for _ in lengths]
+        lengths = [torch.zeros(1, dtype=torch.int64, device="cpu") for _ in range(self.size)]
+        self._all_gather(lengths, torch.tensor([own.numel()], dtype=torch.int64, device="cpu"))
+        parts = [torch.empty(max(map(int, lengths)), dtype=torch.uint8, device="cpu") for _ in lengths]
         padded = torch.zeros_like(parts[0])
         padded[: own.numel()] = own
         self._all_gather(parts, padded)

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from penstock.machine.arena import return_free_memory
+from penstock.machine.border import ours
 from penstock.machine.clocks import Clock, HostClock
 
 UPLOAD = "upload"  # host to device
@@ -360,10 +361,11 @@ class HostWorker:
         self._thread.join()
 
     def _loop(self) -> None:
-        while (item := self._queue.get()) is not None:
-            event, box = item
-            event.run_from(box)
-            del item, event, box  # a waiting worker must not keep the last event alive
+        with ours():
+            while (item := self._queue.get()) is not None:
+                event, box = item
+                event.run_from(box)
+                del item, event, box  # a waiting worker must not keep the last event alive
 
 
 def close_workers(workers: Mapping[str, HostWorker]) -> None:

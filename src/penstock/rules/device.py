@@ -115,8 +115,10 @@ class DeviceUpdate:
             return otherwise(rule, segment, hyper, grad_scale)
         specs = rule.states[: rule.used(hyper)]
         key = step_key(rule.format.seed, hyper.step) if rule.format.stochastic else 0
-        numbers = torch.tensor([fp32(grad_scale * hyper.sign), *hyper.scalars], dtype=torch.float32)
-        key_and_first = torch.tensor([key - (1 << 64) if key >> 63 else key, segment.first])
+        numbers = torch.tensor([fp32(grad_scale * hyper.sign), *hyper.scalars], dtype=torch.float32, device="cpu")
+        key_and_first = torch.tensor(
+            [key - (1 << 64) if key >> 63 else key, segment.first], dtype=torch.int64, device="cpu"
+        )
         scales = [segment.scale(k) for k in range(len(specs))]
         arguments = (
             rule.arithmetic,

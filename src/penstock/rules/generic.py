@@ -149,8 +149,11 @@ class Generic:
         assert isinstance(hyper, GenericHyper)
         if not self._scalars:
             return {}
-        zeros = {name: torch.zeros(1) for name in hyper.names}
-        _, state = self._run(hyper, torch.zeros(1), torch.zeros(1), zeros)
+
+        def zero() -> Tensor:
+            return torch.zeros(1, dtype=torch.float32, device="cpu")
+
+        _, state = self._run(hyper, zero(), zero(), {name: zero() for name in hyper.names})
         return {name: _number(state[name]) for name in self._scalars if state.get(name) is not None}
 
     def update(self, segment: Segment, hyper: Hyper, grad_scale: float, pool: Pool | None) -> None:
@@ -196,9 +199,10 @@ class Generic:
 
     def _try_out(self, group: Mapping[str, Any]) -> _Found:
         """Two steps on a small parameter, whole and in flat halves, which must agree. Returns what state there is."""
-        generator = torch.Generator().manual_seed(0)
-        value = torch.randn(_TRIAL_SHAPE, generator=generator)
-        grads = [torch.randn(_TRIAL_SHAPE, generator=generator) for _ in range(2)]
+        generator = torch.Generator("cpu").manual_seed(0)
+        value, *grads = (
+            torch.randn(_TRIAL_SHAPE, generator=generator, dtype=torch.float32, device="cpu") for _ in range(3)
+        )
         whole_value, whole = self._steps(group, value, grads)
         states = tuple(n for n, v in whole.items() if isinstance(v, Tensor) and v.shape == value.shape)
         scalars: dict[str, Any] = {}
@@ -250,7 +254,7 @@ class _Maker:
     dtype: torch.dtype
 
     def __call__(self, number: float) -> Tensor:
-        return torch.tensor(number, dtype=self.dtype)
+        return torch.tensor(number, dtype=self.dtype, device="cpu")
 
 
 def _pieces(segment: Segment, pool: Pool | None) -> Iterator[Segment]:

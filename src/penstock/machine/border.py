@@ -1,0 +1,159 @@
+"""The border between people's code and ours: what torch keeps per thread is one fixed state on our side.
+
+    ours       gradients, inference mode, autocast, functorch levels, dispatch and function modes (a default device is
+               one) are off, whatever they are on the user's side
+    theirs     inside of `ours`: as it was on the user's side, for what we run for the user
+
+Whatever torch or the user calls crosses it: public methods, hooks, threads. The state is the thread's, so other threads
+do not notice. The default dtype is the process's and cannot be changed for one side: allocations name theirs.
+"""
+
+import threading
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from functools import wraps
+from types import TracebackType
+from typing import Any, ParamSpec, TypeVar
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+P = ParamSpec("P")
+R = TypeVar("R")
+T = TypeVar("T")
+
+
+class _Thread(threading.local):
+    """What a thread knows: its innermost stay on our side; none on the user's."""
+
+    stay: "ours | None" = None
+
+
+_thread = _Thread()
+
+
+class ours:  # noqa: N801 - used as torch's own context managers are
+    """Our side, inside of a `with` block.
+
+    Attributes:
+        records: whether operations are recorded for backward on the user's side.
+    """
+
+    __slots__ = ("_functions", "_grad", "_guards", "_modes", "_outer", "records")
+
+    records: bool
+
+    def __enter__(self) -> "ours":
+        self._outer = outer = _thread.stay
+        self._grad = grad = torch._C.is_grad_enabled()
+        self.records = grad if outer is None else outer.records
+        self._modes: list[TorchDispatchMode] = []
+        self._guards: list[Any] = []
+        self._functions = torch._C.DisableTorchFunction()
+        try:
+            _thread.stay = self
+            self._functions.__enter__()
+            if torch._C.is_inference_mode_enabled():
+                self._guard(torch._C._InferenceMode(False))
+            if torch._C._is_any_autocast_enabled():
+                self._guard(torch._C._DisableAutocast())
+            if torch._C._functorch.peek_interpreter_stack() is not None:
+                self._guard(torch._C._DisableFuncTorch())
+            if torch._C._len_torch_dispatch_stack():
+                self._take_modes()
+            torch._C._set_grad_enabled(False)  # last: to leave inference mode turns it on
+        except BaseException:
+            self._go_back()
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            self._go_back()
+        except BaseException:  # an interrupt: what was put back already is not done again
+            self._go_back()
+            raise
+
+    def _guard(self, guard: Any) -> None:
+        self._guards.append(guard)
+        guard.__enter__()
+
+    def _take_modes(self) -> None:
+        """Take the dispatch modes off the stack but torch's own, which are below all others: fake tensors stay fake."""
+        while count := torch._C._len_torch_dispatch_stack():
+            mode = torch._C._get_dispatch_stack_at(count - 1)
+            if getattr(mode, "_mode_key", None) is not None:
+                return
+            self._modes.append(mode)
+            torch._C._pop_torch_dispatch_stack(None)
+
+    def _go_back(self) -> None:
+        while self._modes:
+            torch._C._push_on_torch_dispatch_stack(self._modes.pop())
+        while self._guards:
+            self._guards[-1].__exit__(None, None, None)
+            del self._guards[-1]
+        torch._C._set_grad_enabled(self._grad)
+        self._functions.__exit__(None, None, None)  # last: function modes see grad modes change
+        _thread.stay = self._outer
+
+
+class theirs:  # noqa: N801
+    """The user's side again, inside of `ours`: for code of the user's, and for what is recorded for backward."""
+
+    __slots__ = ("_stays",)
+
+    def __enter__(self) -> None:
+        self._stays: list[ours] = []
+        while _thread.stay is not None:
+            self._stays.append(_thread.stay)
+            _thread.stay.__exit__(None, None, None)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        while self._stays:
+            self._stays.pop().__enter__()
+
+
+def user_records() -> bool:
+    """Whether operations are recorded for backward on the user's side."""
+    return torch.is_grad_enabled() if _thread.stay is None else _thread.stay.records
+
+
+def crossing(function: Callable[P, R]) -> Callable[P, R]:
+    """The function, run on our side: a public method, or what torch calls."""
+
+    @wraps(function)
+    def crossed(*args: P.args, **kwargs: P.kwargs) -> R:
+        with ours():
+            return function(*args, **kwargs)
+
+    return crossed
+
+
+class Around(AbstractContextManager[T]):
+    """A context manager of ours whose block is the user's.
+
+    Arguments:
+        inside: it is entered and left on our side.
+        turn: what else is around that.
+    """
+
+    def __init__(
+        self, inside: AbstractContextManager[T], turn: Callable[[], AbstractContextManager[None]] = nullcontext
+    ) -> None:
+        self._inside = inside
+        self._turn = turn
+
+    def __enter__(self) -> T:
+        with ours(), self._turn():
+            return self._inside.__enter__()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> bool | None:
+        with ours(), self._turn():
+            return self._inside.__exit__(kind, error, trace)

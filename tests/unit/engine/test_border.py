@@ -1,0 +1,381 @@
+"""Whatever the user's thread is in, our side of the border computes the same, on tensors of the right kind."""
+
+import contextlib
+import functools
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import penstock
+from tests.support import disks, prepare_on, separate, simulated, thorough
+
+WIDTH = 8
+
+
+def refuse(func: Any, args: Any, kwargs: Any) -> Any:
+    """No operation of ours is a mode's business; torch itself tells its profiler of every `step`."""
+    assert "profiler" in str(func), f"{func} was seen by a mode of the user's"
+    return func(*args, **(kwargs or {}))
+
+
+class NoDispatch(TorchDispatchMode):
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return refuse(func, args, kwargs)
+
+
+class NoFunction(TorchFunctionMode):
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return refuse(func, args, kwargs)
+
+
+@contextlib.contextmanager
+def float64() -> Iterator[None]:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+@contextlib.contextmanager
+def default_device() -> Iterator[None]:
+    torch.set_default_device("meta")
+    try:
+        yield
+    finally:
+        torch.set_default_device(None)
+
+
+Work = Callable[[], Any]
+
+
+def inside(make: Callable[[], Any]) -> Callable[[Work], Any]:
+    def run(work: Work) -> Any:
+        with make():
+            return work()
+
+    return run
+
+
+def under_grad(work: Work) -> Any:
+    found = []
+
+    def function(x: Tensor) -> Tensor:
+        found.append(work())
+        return x.sum()
+
+    torch.func.grad(function)(torch.ones(2))
+    return found[0]
+
+
+def under_vmap(work: Work) -> Any:
+    found = []
+
+    def function(x: Tensor) -> Tensor:
+        found.append(work())
+        return x
+
+    torch.func.vmap(function)(torch.ones(2))
+    return found[0]
+
+
+MODES: dict[str, Callable[[Work], Any]] = {
+    "inference_mode": inside(torch.inference_mode),
+    "no_grad": inside(torch.no_grad),
+    "autocast": inside(lambda: torch.autocast("cpu", torch.bfloat16)),
+    "default device": inside(default_device),
+    "default dtype": inside(float64),
+    "dispatch mode": inside(NoDispatch),
+    "function mode": inside(NoFunction),
+    "torch.func.grad": under_grad,
+    "torch.func.vmap": under_vmap,
+}
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU()) for _ in range(2))
+        self.head = nn.Linear(WIDTH, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = x + block(x)
+        return self.head(x)
+
+
+class Run:
+    """One model in training, and what an operation may need."""
+
+    def __init__(self, streams: Any, folder: Path, within: Callable[[Work], Any] | None, row: dict[str, Any]) -> None:
+        torch.manual_seed(0)
+        self.model = Model()
+        self.batch = torch.randn(4, WIDTH)
+        self.folder = folder
+        stock = torch.optim.AdamW(self.model.parameters(), lr=1e-2)
+        placement = penstock.Placement(nvme_path=disks(), **row)
+
+        def make() -> penstock.Optimizer:
+            return prepare_on(streams, self.model, stock, placement=placement, units=(nn.Sequential,))
+
+        self.optimizer = make() if within is None else within(make)
+
+    @property
+    def parameter(self) -> nn.Parameter:
+        return self.model.blocks[1][0].weight
+
+    def backward(self) -> Tensor:
+        loss = self.model(self.batch).square().mean()
+        self.optimizer.backward(loss)
+        return loss.detach()
+
+    def train(self) -> list[Any]:
+        loss = self.backward()
+        norm = self.optimizer.step().grad_norm
+        self.optimizer.zero_grad()
+        return [loss, norm]
+
+    def infer(self) -> Tensor:
+        with torch.inference_mode():
+            return self.model(self.batch)
+
+    def state(self) -> list[Tensor]:
+        return [self.optimizer.full_param(p) for p in self.model.parameters()]
+
+
+def gathered(run: Run) -> Any:
+    with run.optimizer.gathered():
+        pass
+
+
+def gathered_to_write(run: Run) -> Any:
+    block = run.optimizer.gathered([run.parameter], modify=True)
+    block.__enter__()
+    block.__exit__(None, None, None)
+
+
+def save_and_load(run: Run) -> Any:
+    run.optimizer.save(run.folder / "one", extra={"kept": run.given})
+    return run.optimizer.load(run.folder / "one")
+
+
+def save_beside(run: Run) -> Any:
+    run.optimizer.save(run.folder / "two", blocking=False)
+    run.optimizer.synchronize()
+
+
+def moves(run: Run, to: Any) -> Any:
+    run.optimizer.offload_states(to=to)
+    run.optimizer.reload_states()
+
+
+def set_everything(run: Run) -> Any:
+    run.optimizer.set_full_param(run.parameter, run.given)
+    run.optimizer.set_full_state(run.parameter, "exp_avg", run.given)
+    run.optimizer.set_full_grad(run.parameter, run.given)
+
+
+OPERATIONS: dict[str, Callable[[Run], Any]] = {
+    "step": lambda run: run.optimizer.step().grad_norm,
+    "zero_grad": lambda run: run.optimizer.zero_grad(),
+    "clip_grad_norm_": lambda run: run.optimizer.clip_grad_norm_(0.1),
+    "clip_grad_norm_ of inf": lambda run: run.optimizer.clip_grad_norm_(0.1, float("inf")),
+    "full_param": lambda run: run.optimizer.full_param(run.parameter),
+    "full_grad": lambda run: run.optimizer.full_grad(run.parameter),
+    "full_grad of none": lambda run: (run.optimizer.zero_grad(), run.optimizer.full_grad(run.parameter))[1],
+    "full_state": lambda run: [run.optimizer.full_state(run.parameter, name) for name in ("exp_avg", "step")],
+    "set": set_everything,
+    "state_dict": lambda run: run.optimizer.state_dict()["state"],
+    "load_state_dict": lambda run: run.optimizer.load_state_dict(run.packed),
+    "offload to cpu": lambda run: moves(run, "cpu"),
+    "offload to nvme": lambda run: moves(run, "nvme"),
+    "save, load": save_and_load,
+    "save beside": save_beside,
+    "gathered": gathered,
+    "gathered, modify": gathered_to_write,
+    "locations": lambda run: [row.nbytes for row in run.optimizer.locations().rows],
+    "synchronize": lambda run: run.optimizer.synchronize(),
+}
+
+
+def tensors_in(value: Any) -> list[Tensor]:
+    if isinstance(value, Tensor):
+        return [value]
+    if isinstance(value, dict):
+        return [t for v in value.values() for t in tensors_in(v)]
+    if isinstance(value, list | tuple):
+        return [t for v in value for t in tensors_in(v)]
+    return []
+
+
+def flat(value: Any) -> Any:
+    found = tensors_in(value)
+    for tensor in found:
+        assert tensor.device.type == "cpu"
+        assert not tensor.is_inference()
+        assert not tensor.requires_grad
+    return found or value
+
+
+def story(streams: Any, folder: Path, operation: str, within: Callable[[Work], Any], row: dict[str, Any]) -> list[Any]:
+    """Train, look or change something within a mode, infer, and train on."""
+    run = Run(streams, folder, within if operation == "prepare" else None, row)
+    told: list[Any] = [*run.train()]
+    run.given = torch.linspace(-1, 1, WIDTH * WIDTH).view(WIDTH, WIDTH)
+    run.packed = run.optimizer.state_dict() if operation == "load_state_dict" else None
+    told += [run.backward()]
+    if operation not in ("prepare", "close"):
+        told += [flat(within(lambda: OPERATIONS[operation](run)))]
+    told += [run.infer().clone(), run.optimizer.step().grad_norm]
+    run.optimizer.zero_grad()
+    told += [*run.train(), *run.state()]
+    run.optimizer.offload_states()
+    told += [run.infer().clone()]
+    run.optimizer.reload_states()
+    told += [*run.train(), *run.state()]
+    within(run.optimizer.close) if operation == "close" else run.optimizer.close()
+    told += [[p.detach() for p in run.model.parameters()]]
+    assert not any(p.is_inference() for p in run.model.parameters())
+    return told
+
+
+ROWS = {
+    "device": {},
+    "cpu": {"params": "cpu", "grads": "cpu", "optimizer": "cpu"},
+    "nvme": {"params": "nvme", "grads": "nvme", "optimizer": "nvme"},
+}
+
+
+PLACES = (("cpu", separate), ("nvme", separate), ("device", simulated))
+ALL = [
+    (place, operation, mode) for operation in ("prepare", *OPERATIONS, "close") for mode in MODES for place in (0, 1, 2)
+]
+
+
+@functools.cache
+def expected(place: int, operation: str) -> list[Any]:
+    row, make = PLACES[place]
+    with tempfile.TemporaryDirectory() as folder:
+        return story(make(), Path(folder), operation, lambda work: work(), ROWS[row])
+
+
+@pytest.mark.parametrize(
+    ("place", "operation", "mode"), [thorough(*row) if number % 7 else row for number, row in enumerate(ALL)]
+)
+def test_what_the_users_thread_is_in_stays_on_his_side(place: int, operation: str, mode: str, tmp_path: Path) -> None:
+    row, make = PLACES[place]
+    found = story(make(), tmp_path, operation, MODES[mode], ROWS[row])
+    torch.testing.assert_close(found, expected(place, operation), rtol=0, atol=0, equal_nan=True)
+
+
+class Counting(TorchDispatchMode):
+    """The operations that it sees."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_dispatch_mode_sees_the_models_operations_alone() -> None:
+    """As a counter of FLOPs, or selective checkpointing, which hands out again what it has seen in order."""
+    seen = []
+    for make in (None, separate):
+        torch.manual_seed(0)
+        model = Model()
+        if make is not None:
+            stock = torch.optim.AdamW(model.parameters())
+            placement = penstock.Placement(params="cpu", grads="cpu", optimizer="cpu")
+            prepare_on(make(), model, stock, placement=placement, precision="fp32", units=(nn.Sequential,))
+        with Counting() as mode:
+            model(torch.ones(4, WIDTH)).sum().backward()
+        seen.append(mode.names)
+    plain, prepared = ([name for name in names if "detach" not in name] for names in seen)
+    assert prepared == plain
+
+
+@pytest.mark.parametrize("row", ROWS)
+def test_inference_in_inference_mode_after_a_move_leaves_a_model_that_trains(row: str, tmp_path: Path) -> None:
+    """Rollouts of an RLHF loop: rings and homes that are made then serve training afterwards."""
+    runs = [Run(separate(), tmp_path, None, ROWS[row]) for _ in range(2)]
+    told: list[list[Any]] = [[], []]
+    for moves_state, run, said in zip((False, True), runs, told, strict=True):
+        for _ in range(2):
+            if moves_state:
+                run.optimizer.offload_states()
+                run.optimizer.reload_states()
+            said += [run.infer().clone()]
+            if moves_state:
+                run.optimizer.offload_states()
+                said += [run.infer().clone()]
+                run.optimizer.reload_states()
+            else:
+                said += [said[-1]]
+            said += run.train()
+        run.optimizer.save(tmp_path / "one")
+        said += run.state()
+        run.optimizer.close()
+    torch.testing.assert_close(told[1], told[0], rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_an_export_is_the_same_in_every_mode(mode: str, tmp_path: Path) -> None:
+    run = Run(separate(), tmp_path, None, ROWS["cpu"])
+    run.optimizer.save(tmp_path / "one")
+    run.optimizer.close()
+    penstock.export(tmp_path / "one", tmp_path / "plain")
+    MODES[mode](lambda: penstock.export(tmp_path / "one", tmp_path / "within"))
+    for file in (tmp_path / "plain").iterdir():
+        assert (tmp_path / "within" / file.name).read_bytes() == file.read_bytes()
+
+
+def test_gradients_pass_the_cast_of_inputs() -> None:
+    model = nn.Linear(4, 1)
+    optimizer = prepare_on(separate(), model, torch.optim.SGD(model.parameters(), lr=0.1))
+    x = torch.ones(2, 4, requires_grad=True)
+    model(x).sum().backward()
+    weight = optimizer.full_param(model.weight).to(torch.bfloat16).float()
+    assert x.grad is not None
+    torch.testing.assert_close(x.grad, weight.expand(2, 4), rtol=0, atol=0)
+
+
+def test_the_block_of_gathered_and_a_closed_border_are_the_users(tmp_path: Path) -> None:
+    run = Run(separate(), tmp_path, None, ROWS["cpu"])
+
+    def state() -> tuple[Any, ...]:
+        return (
+            torch.is_grad_enabled(),
+            torch.is_inference_mode_enabled(),
+            torch.is_autocast_enabled("cpu"),
+            torch.empty(1).device.type,
+        )
+
+    with torch.inference_mode(), torch.autocast("cpu"), torch.device("meta"):
+        before = state()
+        with run.optimizer.gathered():
+            assert state() == before == (False, True, True, "meta")
+        assert state() == before
+    with run.optimizer.gathered():
+        assert state() == (True, False, False, "cpu")
+    with pytest.raises(penstock.ConfigError), run.optimizer.gathered([nn.Parameter(torch.ones(1))]):
+        pass
+    assert state() == (True, False, False, "cpu")
+    run.optimizer.close()
+
+
+def test_a_model_made_in_inference_mode_is_refused() -> None:
+    with torch.inference_mode():
+        model = nn.Linear(2, 2)
+    with pytest.raises(penstock.ConfigError, match=r"'weight' was made in torch\.inference_mode"):
+        penstock.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))

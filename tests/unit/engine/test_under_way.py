@@ -1,0 +1,341 @@
+"""Forwards of several threads, interrupts, and methods that are called in the middle of things."""
+
+import inspect
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import penstock
+from penstock.engine import under_way
+from tests.support import inline, prepare_on, separate, simulated, thorough
+
+WIDTH = 16
+ON_CPU = penstock.Placement(params="cpu", grads="cpu", optimizer="cpu")
+
+
+class Model(nn.Module):
+    """`watch` is called before each block."""
+
+    def __init__(self, checkpointed: bool = False) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
+        self.watch: Callable[[int], None] = lambda number: None
+        self.checkpointed = checkpointed
+
+    def run(self, x: Tensor, number: int) -> Tensor:
+        self.watch(number)
+        return torch.tanh(self.blocks[number](x))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for number in range(len(self.blocks)):
+            x = checkpoint(self.run, x, number, use_reentrant=False) if self.checkpointed else self.run(x, number)
+        return x
+
+
+def prepared(make: Any = separate, **rest: Any) -> tuple[Model, penstock.Optimizer, Tensor]:
+    torch.manual_seed(0)
+    model = Model(**rest)
+    stock = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    units = lambda name, module: name.startswith("blocks.")  # noqa: E731
+    optimizer = prepare_on(make(), model, stock, placement=ON_CPU, precision="fp32", units=units)
+    return model, optimizer, torch.randn(4, WIDTH)
+
+
+def train(model: Model, optimizer: penstock.Optimizer, x: Tensor) -> float:
+    optimizer.backward(model(x).square().mean())
+    norm = optimizer.step().grad_norm
+    optimizer.zero_grad()
+    return norm
+
+
+def together(*works: Callable[[], Any]) -> list[BaseException]:
+    errors: list[BaseException] = []
+    start = threading.Barrier(len(works))
+
+    def run(work: Callable[[], Any]) -> None:
+        try:
+            start.wait(30)
+            work()
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=run, args=(work,)) for work in works]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+        assert not thread.is_alive()
+    return errors
+
+
+@pytest.mark.parametrize("make", [separate, simulated])
+def test_threads_that_infer_at_once_get_the_right_values(make: Any) -> None:
+    model, optimizer, x = prepared(make)
+    with torch.no_grad():
+        expected = model(x)
+    wrong: list[Tensor] = []
+
+    def infer() -> None:
+        with torch.no_grad():
+            for _ in range(10):
+                found = model(x)
+                if not torch.equal(found, expected):
+                    wrong.append(found)
+
+    assert together(*[infer] * 4) == []
+    assert wrong == []
+    optimizer.close()
+
+
+def test_a_thread_that_infers_beside_one_that_trains() -> None:
+    model, optimizer, x = prepared()
+    other_model, other, _ = prepared()
+    expected = [train(other_model, other, x) for _ in range(6)]
+    norms: list[float] = []
+    bad: list[Tensor] = []
+
+    def trains() -> None:
+        norms.extend(train(model, optimizer, x) for _ in range(6))
+
+    def infers() -> None:
+        with torch.no_grad():
+            for _ in range(12):
+                found = model(x)
+                if not found.isfinite().all():
+                    bad.append(found)
+
+    def looks() -> None:
+        for _ in range(4):
+            optimizer.locations()
+            with optimizer.gathered():
+                pass
+            optimizer.full_param(model.blocks[2].weight)
+
+    assert together(trains, infers) == []
+    assert (norms, bad) == (expected, [])
+    together(infers, looks)
+    assert bad == []
+    optimizer.close()
+    other.close()
+
+
+def test_a_part_of_a_forward_that_another_thread_runs_is_refused_by_name() -> None:
+    model, optimizer, x = prepared()
+    said: list[BaseException] = []
+
+    def watch(number: int) -> None:
+        if number == 1:
+            said.extend(together(lambda: model.blocks[3](x)))
+
+    model.watch = watch
+    with torch.no_grad():
+        model(x)
+    assert len(said) == 1
+    assert isinstance(said[0], penstock.EngineError)
+    assert "'MainThread' runs the forward of a Model" in str(said[0])
+    model.watch = lambda number: None
+    assert train(model, optimizer, x) > 0
+    optimizer.close()
+
+
+def test_a_wait_for_another_thread_that_does_not_end_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(under_way, "PATIENCE_SECONDS", 0.05)
+    model, optimizer, x = prepared()
+    said: list[BaseException] = []
+    model.watch = lambda number: said.extend(together(optimizer.locations)) if number == 1 else None
+    model(x)
+    assert "for the forward of the same model in thread 'MainThread'" in str(said[0])
+    optimizer.close()
+
+
+class Interrupt(BaseException):
+    pass
+
+
+class Once:
+    def __init__(self, number: int, skip: int = 0, error: type[BaseException] = KeyboardInterrupt) -> None:
+        self.number, self.skip, self.error = number, skip, error
+
+    def __call__(self, number: int) -> None:
+        if number == self.number:
+            self.skip -= 1
+            if self.skip < 0:
+                self.number = -1
+                raise self.error
+
+
+def caller_unless_in_backward() -> Any:
+    return None if under_way.in_backward() else find_caller()
+
+
+find_caller = under_way._caller
+
+
+@pytest.mark.parametrize("hidden", [False, True], ids=["own thread", "device's thread"])
+@pytest.mark.parametrize("error", [KeyboardInterrupt, thorough(Interrupt), RuntimeError])
+@pytest.mark.parametrize("where", ["forward", "inference", "recomputed", "gradient"])
+def test_after_an_interrupt_everything_works(
+    where: str, error: Any, hidden: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also while the error is being handled, with its frames at hand; and where hooks cannot see who calls backward."""
+    if hidden:
+        monkeypatch.setattr(under_way, "_caller", caller_unless_in_backward)
+        monkeypatch.setattr(under_way, "_BETWEEN", (*under_way._BETWEEN, __name__))  # its frame is none to hold on to
+    model, optimizer, x = prepared(checkpointed=where == "recomputed")
+    other_model, other, _ = prepared()
+    assert train(model, optimizer, x) == train(other_model, other, x)
+    raising = Once(2, skip=1 if where == "recomputed" else 0, error=error)
+    if where == "gradient":
+        model.blocks[1].weight.register_hook(lambda grad: raising(2))
+    else:
+        model.watch = raising
+    try:
+        with torch.set_grad_enabled(where != "inference"):
+            loss = model(x).square().mean()
+        loss.backward()
+        pytest.fail("nothing was raised")
+    except error:
+        assert torch.is_grad_enabled()
+        optimizer.save(tmp_path / "one")
+        with torch.no_grad():
+            assert model.blocks[3](x).isfinite().all()
+    optimizer.zero_grad()
+    assert train(model, optimizer, x) == train(other_model, other, x)
+    optimizer.load(tmp_path / "one")
+    optimizer.close()
+    other.close()
+
+
+def test_an_interrupt_in_another_thread_does_not_stop_this_one() -> None:
+    model, optimizer, x = prepared()
+    model.watch = Once(1)
+    errors = together(lambda: model(x))
+    assert [type(error) for error in errors] == [KeyboardInterrupt]
+    assert train(model, optimizer, x) > 0
+    optimizer.close()
+
+
+# What may be called in the middle of a forward or a backward: a name for what is refused, or nothing.
+P = "first"
+METHODS: dict[str, tuple[tuple[Any, ...], str | None]] = {
+    "step": ((), "inside a forward or a backward"),
+    "zero_grad": ((), None),
+    "clip_grad_norm_": ((1.0,), "inside a forward or a backward"),
+    "add_param_group": (({"params": []},), "laid out already"),
+    "locations": ((), None),
+    "full_param": ((P,), None),
+    "full_grad": ((P,), None),
+    "full_state": ((P, "exp_avg"), None),
+    "set_full_param": ((P, torch.zeros(WIDTH, WIDTH)), "inside a forward or a backward"),
+    "set_full_grad": ((P, torch.zeros(WIDTH, WIDTH)), None),
+    "set_full_state": ((P, "exp_avg", torch.zeros(WIDTH, WIDTH)), None),
+    "synchronize": ((), None),
+    "state_dict": ((), None),
+    "load_state_dict": (("state",), None),
+    "offload_states": ((), None),
+    "reload_states": ((), None),
+    "save": (("path",), "inside a forward or a backward"),
+    "load": (("path",), "inside a forward or a backward"),
+    "close": ((), "inside a forward or a backward"),
+    "gathered": ((), None),
+    "no_sync": ((), None),
+    "trace": (("file",), None),
+    "backward": (("loss",), None),
+}
+
+
+def test_every_public_method_is_in_the_table() -> None:
+    found = {name for name, value in vars(penstock.Optimizer).items() if inspect.isfunction(value)}
+    assert {name for name in found if not name.startswith("_")} == set(METHODS)
+
+
+@pytest.fixture
+def table(tmp_path: Path) -> Any:
+    """A model to be called in, and each method with its arguments."""
+    model, optimizer, x = prepared()
+    train(model, optimizer, x)
+    optimizer.save(tmp_path / "path")
+    named = {
+        P: model.blocks[0].weight,
+        "state": optimizer.state_dict(),
+        "path": tmp_path / "path",
+        "file": tmp_path / "trace.json",
+        "loss": torch.ones(1, requires_grad=True).sum(),
+    }
+
+    def call(method: str) -> Any:
+        arguments = [named.get(a, a) if isinstance(a, str) and a != "exp_avg" else a for a in METHODS[method][0]]
+        result = getattr(optimizer, method)(*arguments)
+        if method in ("gathered", "no_sync", "trace"):
+            with result:
+                pass
+        return result
+
+    yield model, optimizer, x, call
+    optimizer.close()
+
+
+def attempt(call: Callable[[str], Any], method: str) -> Callable[..., None]:
+    def hook(*args: Any) -> None:
+        refused = METHODS[method][1]
+        if refused is None:
+            call(method)
+        else:
+            with pytest.raises(penstock.PenstockError, match=refused):
+                call(method)
+
+    return hook
+
+
+ROWS = [(place, method) for method in METHODS for place in ("forward", "block", "output", "parameter")]
+
+
+@pytest.mark.parametrize(
+    ("place", "method"), [thorough(*row) if number % 3 else row for number, row in enumerate(ROWS)]
+)
+def test_in_the_middle_of_things_each_method_works_or_refuses_by_name(table: Any, place: str, method: str) -> None:
+    model, optimizer, x, call = table
+    hook = attempt(call, method)
+    if place == "forward":
+        handle = model.register_forward_hook(hook)
+    elif place == "block":
+        handle = model.blocks[1].register_forward_hook(hook)
+    elif place == "parameter":
+        handle = model.blocks[1].weight.register_hook(hook)
+    loss = model(x).square().mean()
+    if place == "output":
+        handle = loss.register_hook(hook)
+    loss.backward()
+    handle.remove()
+    optimizer.step()
+    optimizer.zero_grad()
+    assert train(model, optimizer, x) > 0
+
+
+@pytest.mark.parametrize("keep_params", [True, False])
+@pytest.mark.parametrize("make", [inline, separate])
+def test_backward_through_a_graph_of_a_closed_optimizer_is_a_named_error(make: Any, keep_params: bool) -> None:
+    model, optimizer, x = prepared(make)
+    loss = model(x).square().mean()
+    inside = model.blocks[2](model.blocks[1](x))
+    optimizer.close(keep_params=keep_params)
+    for graph in (loss, inside.sum()):
+        with pytest.raises(penstock.EngineError, match=r"graph from before close\(\)"):
+            graph.backward()
+    if keep_params:
+        model(x).square().mean().backward()
+        assert model.blocks[1].weight.grad is not None
+
+
+def test_close_inside_of_things_is_refused_and_changes_nothing() -> None:
+    model, optimizer, x = prepared()
+    with optimizer.gathered(), pytest.raises(penstock.EngineError, match=r"inside gathered\(\)"):
+        optimizer.close()
+    assert train(model, optimizer, x) > 0
+    optimizer.close()
