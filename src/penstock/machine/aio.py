@@ -14,15 +14,15 @@ import errno
 import fcntl
 import logging
 import os
-import weakref
 from collections.abc import Iterable
 from os import PathLike
 
 from torch import Tensor
 
 from penstock import _native
-from penstock.errors import NvmeError
+from penstock.errors import EngineError, NvmeError
 from penstock.machine.arena import PAGE_BYTES
+from penstock.machine.lifetime import at_end
 
 # Transfers are cut into requests of this size.
 CHUNK_BYTES = 1 << 20
@@ -68,7 +68,7 @@ class Queue:
         # Nothing frees a tensor that a thread still writes to: transfers stay here until they are seen done, and the
         # threads end before this set does, also when the interpreter exits.
         self._pending: set[Transfer] = set()
-        self._end_threads = weakref.finalize(self, self._native.close)
+        self._end_threads = at_end(self, self._native.close)
 
     @property
     def depth(self) -> int:
@@ -179,7 +179,8 @@ class File:
 
         Raises:
             ValueError: offset or tensor are not as above, or reach past the end of the file.
-            RuntimeError: file or queue are closed, or belong to the process that this one was forked from.
+            RuntimeError: file or queue are closed (as the interpreter's exit does), or belong to the process that this
+                one was forked from.
         """
         native = self._submit(offset, into, write=False, checksum=checksum is not None)
         return self._queue._hold(Transfer(native, self, offset, into, what, write=False, expected=checksum))
@@ -274,9 +275,12 @@ class File:
             )
         if offset < 0 or offset + nbytes > self.size:
             raise ValueError(f"{nbytes:,} bytes at offset {offset:,} are outside {self.path} of {self.size:,} bytes")
-        return self._queue._native.submit(
-            self._native, write=write, offset=offset, memory=address, nbytes=nbytes, checksum=checksum
-        )
+        try:
+            return self._queue._native.submit(
+                self._native, write=write, offset=offset, memory=address, nbytes=nbytes, checksum=checksum
+            )
+        except RuntimeError as error:
+            raise EngineError(f"{self.path} takes no transfer: {error}.") from error
 
 
 class Transfer:

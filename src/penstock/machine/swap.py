@@ -23,13 +23,13 @@ import stat
 import sys
 import threading
 import time
-import weakref
 from dataclasses import asdict, dataclass
 from datetime import datetime
 from importlib.metadata import version
 from pathlib import Path
 
 from penstock.errors import NvmeError
+from penstock.machine.lifetime import at_end
 
 LOCK = "lock"
 IDENTITY = "identity.json"
@@ -97,13 +97,13 @@ class SwapFolder:
         _remove_leftovers(folder, own)
         _check_space(folder, nbytes)
         self.path = _create(folder, own)
-        self._finalizer = weakref.finalize(self, _release, self.path)
+        self._end = at_end(self, _release, self.path)
         if threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
             signal.signal(signal.SIGTERM, _on_sigterm)
 
     def close(self) -> None:
         """Remove the folder with everything in it. Once is enough; what cannot be removed is logged, not raised."""
-        self._finalizer()
+        self._end()
 
 
 class _Held:
