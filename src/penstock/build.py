@@ -48,7 +48,7 @@ from penstock.machine.arena import return_free_memory
 from penstock.machine.collectives import Ranks, default_device
 from penstock.machine.streams import Streams
 from penstock.machine.threads import update_threads
-from penstock.optimizer import Optimizer
+from penstock.optimizer import ModelZeroGrad, Optimizer
 from penstock.rules.rule import Rule
 from penstock.rules.select import rule_for
 from penstock.rules.storage import StateFormat
@@ -397,7 +397,7 @@ def build(
     )
     prepared = Optimizer(optimizer, engine, request.max_grad_norm)
     # Loops that clear gradients through the model mean ours: parameters have none of their own.
-    model.zero_grad = prepared.zero_grad  # type: ignore[method-assign]
+    model.zero_grad = ModelZeroGrad(prepared, engine)  # type: ignore[method-assign]
     try:
         take_over_state(optimizer, access, trained)
     except BaseException:

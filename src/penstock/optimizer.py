@@ -1,6 +1,7 @@
 """The handle a training loop holds: a `torch.optim.Optimizer` whose state lives wherever the placement says."""
 
 import math
+import weakref
 from collections.abc import Container, Iterable, Mapping
 from contextlib import AbstractContextManager
 from os import PathLike
@@ -479,6 +480,22 @@ class Optimizer(torch.optim.Optimizer):
         if writes:
             self._engine.saver.wait_copied()
         return self._engine
+
+
+class ModelZeroGrad:
+    """What `model.zero_grad` is meanwhile. The model keeps the engine that holds its parameters, and not the handle."""
+
+    def __init__(self, optimizer: Optimizer, engine: Engine) -> None:
+        self._optimizer = weakref.ref(optimizer)
+        self._engine = engine
+
+    def __call__(self, set_to_none: bool = True) -> None:
+        """As `Optimizer.zero_grad`, also where nobody has the optimizer any more."""
+        optimizer = self._optimizer()
+        if optimizer is not None:
+            optimizer.zero_grad(set_to_none)
+        else:
+            self._engine.reducer.zero(self._engine.units)
 
 
 def _movable(include: Container[KindName] | None) -> list[str]:

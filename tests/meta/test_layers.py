@@ -56,7 +56,7 @@ ENGINE = {
         "update",
     },
     "gather": {"unit"},
-    "hooks": {"activations", "anchor", "gather", "outputs", "precision", "reduce", "scale", "unit", "uses"},
+    "hooks": {"activations", "anchor", "gather", "outputs", "precision", "reduce", "scale", "unit", "uses", "weakly"},
     "loading": {"access", "gather", "reduce", "scale", "unit", "update"},
     "outputs": set(),
     "precision": set(),
@@ -73,6 +73,7 @@ ENGINE = {
     "unit": {"discover"},
     "update": {"unit"},
     "uses": {"unit"},
+    "weakly": set(),
 }
 
 

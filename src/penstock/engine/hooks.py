@@ -24,6 +24,7 @@ from penstock.engine.reduce import Reducer
 from penstock.engine.scale import GradientScale
 from penstock.engine.unit import Unit
 from penstock.engine.uses import Use, Uses
+from penstock.engine.weakly import weakly
 from penstock.errors import EngineError
 from penstock.machine.streams import Streams
 
@@ -113,7 +114,7 @@ class Hooks:
             for index, parameter in enumerate(unit.spec.parameters):
                 take: Callable[[nn.Parameter], None]
                 if unit.trained:
-                    take = partial(self._take_gradient, unit, index)
+                    take = weakly(self._take_gradient, unit, index)
                 elif parameter.requires_grad:
                     take = _drop_gradient
                 else:

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from penstock.errors import MemoryBudgetError
+from penstock.machine.lifetime import Phase, at_end, exiting
 from penstock.machine.numa import device_node, prefer_node
 from penstock.machine.threads import update_threads
 
@@ -60,6 +61,8 @@ class Arena:
                 prefer_node(self._slab.data_ptr(), capacity, node)
             touch(self._slab, update_threads())
             self.pinned = register(self._slab, device)
+        if self.pinned:
+            self._unpin = at_end(self, _unregister_unless_exiting, self._slab, device)
 
     @property
     def pageable(self) -> bool:
@@ -83,7 +86,7 @@ class Arena:
     def close(self) -> None:
         """Unregister the slab and drop it: the memory goes once no lease is referenced any more."""
         if self._slab is not None and self.pinned:
-            unregister(self._slab, self._device)
+            self._unpin()
         self._slab = None
         self.pinned = False
         self.used = 0
@@ -156,6 +159,11 @@ def unregister(slab: Tensor, device: torch.device) -> None:
     """Undo `register`. Nothing on the device copies from the slab or to it any more."""
     torch.cuda.synchronize(device)
     _cudart().cudaHostUnregister(slab.data_ptr())
+
+
+def _unregister_unless_exiting(slab: Tensor, device: torch.device) -> None:
+    if not exiting(Phase.PROMISED):  # then the device's context may be gone, and goes with all that is registered
+        unregister(slab, device)
 
 
 def _cudart() -> Any:

@@ -35,23 +35,27 @@ class Phase(IntEnum):
 
 
 class Ending:
-    """What is to be done at the end of an object, once. Call it to do it now."""
+    """What is to be done at the end of an object, once. Call it to do it now.
+
+    Not a `weakref.finalize`: those do nothing any more once their own turn at the exit is over, which may be the first.
+    """
 
     def __init__(self, owner: object, phase: Phase, end: Callable[..., object], args: tuple[Any, ...]) -> None:
         self.phase = phase
-        self.number = next(_alive.numbers)
-        self._finalizer = weakref.finalize(owner, _unless_forked, os.getpid(), self.number, end, args)
-        self._finalizer.atexit = False  # in our own order
-        _alive.endings[self.number] = self
+        self._end, self._args = end, args
+        self._process = os.getpid()
+        self._number = next(_alive.numbers)
+        self._owner = weakref.ref(owner, lambda _: self())
+        _alive.endings[self._number] = self
 
     def __call__(self) -> None:
         """Do it now, if it was not done."""
-        self._finalizer()
+        if self.cancel() and os.getpid() == self._process:
+            self._end(*self._args)
 
-    def cancel(self) -> None:
-        """It was done otherwise."""
-        self._finalizer.detach()
-        _alive.endings.pop(self.number, None)
+    def cancel(self) -> bool:
+        """It was done otherwise; whether it was still to be done."""
+        return _alive.endings.pop(self._number, None) is not None
 
 
 class _Alive:
@@ -85,12 +89,6 @@ def in_child(owner: Owner, do: Callable[[Owner], object]) -> None:
 def exiting(phase: Phase = Phase.THREADS) -> bool:
     """Whether the interpreter exits, and a phase has come: from `THREADS` on no thread begins, nothing queued runs."""
     return _alive.phase is not None and _alive.phase >= phase
-
-
-def _unless_forked(pid: int, number: int, end: Callable[..., object], args: tuple[Any, ...]) -> None:
-    _alive.endings.pop(number, None)
-    if os.getpid() == pid:
-        end(*args)
 
 
 def _at_exit() -> None:

@@ -335,12 +335,14 @@ class _Inbox:
     Attributes:
         queue: work, and `None` after the last of it.
         dropped: nobody wants what is queued.
-        last: the event of the work that ran last.
+        promised: what its work is, where that is finished at the end; else it is given up.
+        last: the event of the last of it. Of no other work: an error that failed it holds all that it was about.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, promised: str) -> None:
         self.queue: queue.SimpleQueue[tuple[HostEvent, Work] | None] = queue.SimpleQueue()
         self.dropped = False
+        self.promised = promised
         self.last: HostEvent | None = None
 
     def serve(self) -> None:
@@ -348,7 +350,6 @@ class _Inbox:
         while (item := self.queue.get()) is not None:
             event, work = item
             event.run(_given_up if self.dropped or exiting() else work)
-            self.last = event
             del item, event, work  # a waiting worker must not keep the last buffers alive
 
     def finish(self, thread: threading.Thread, seconds: float | None = None) -> None:
@@ -365,14 +366,14 @@ class _Inbox:
         self.dropped = True
         self.finish(thread, DROP_SECONDS)
 
-    def keep(self, thread: threading.Thread, what: str) -> None:
+    def keep(self, thread: threading.Thread) -> None:
         """Finish the work, which nobody asked for the end of, and say if it failed."""
         self.finish(thread, None if exiting(Phase.PROMISED) else DROP_SECONDS)
         if self.last is not None:
             try:
                 self.last.check()
             except Exception as error:
-                _logger.error("%s failed: %s", what, error)
+                _logger.error("%s failed: %s", self.promised, error)
 
 
 class HostWorker:
@@ -392,16 +393,14 @@ class HostWorker:
     def __init__(self, name: str, *, promised: str = "") -> None:
         if exiting():
             raise EngineError("The interpreter exits: work that needs a thread cannot be started any more.")
-        self._inbox = _Inbox()
+        self._inbox = _Inbox(promised)
         self._process = os.getpid()
         self._closed = False
         self._last: HostEvent | None = None
         self._thread = WorkerThread(target=self._inbox.serve, name=f"penstock-{name}", daemon=True)
         self._thread.start()
-        if promised:
-            self._end = at_end(self, self._inbox.keep, self._thread, promised, phase=Phase.PROMISED)
-        else:
-            self._end = at_end(self, self._inbox.drop, self._thread, phase=Phase.THREADS)
+        end, phase = (self._inbox.keep, Phase.PROMISED) if promised else (self._inbox.drop, Phase.THREADS)
+        self._end = at_end(self, end, self._thread, phase=phase)
 
     def submit(self, work: Work, event: HostEvent | None = None) -> HostEvent:
         """Queue the work; returns its event (the one given, if any).
@@ -413,6 +412,7 @@ class HostWorker:
             raise EngineError("The threads of this engine have ended, or belong to the process that forked this one.")
         event = event or HostEvent()
         self._last = event
+        self._inbox.last = event if self._inbox.promised else None
         self._inbox.queue.put((event, work))
         return event
 
