@@ -25,6 +25,7 @@ from penstock.engine.activations import Activations
 from penstock.engine.assemble import Homes, plan_units
 from penstock.engine.discover import UnitPolicy, find_units
 from penstock.engine.engine import Engine, Origin
+from penstock.engine.forked import leave_to_parent
 from penstock.engine.gather import Gatherer
 from penstock.engine.hooks import Hooks
 from penstock.engine.loading import Loader
@@ -46,6 +47,7 @@ from penstock.layout import ALIGNMENT_NUMEL, round_up
 from penstock.machine.accelerator import streams_for
 from penstock.machine.arena import return_free_memory
 from penstock.machine.collectives import Ranks, default_device
+from penstock.machine.lifetime import in_child
 from penstock.machine.streams import Streams
 from penstock.machine.threads import update_threads
 from penstock.optimizer import ModelZeroGrad, Optimizer
@@ -395,6 +397,7 @@ def build(
         frozen={p for p in origins if not p.requires_grad},
         restore_model=partial(restore, model, sliced),
     )
+    in_child(engine, leave_to_parent)
     prepared = Optimizer(optimizer, engine, request.max_grad_norm)
     # Loops that clear gradients through the model mean ours: parameters have none of their own.
     model.zero_grad = ModelZeroGrad(prepared, engine)  # type: ignore[method-assign]

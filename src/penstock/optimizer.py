@@ -450,10 +450,16 @@ class Optimizer(torch.optim.Optimizer):
         """
         engine = self._engine
         if engine is not None:
+            self._check_here("close", engine)
             try:
                 engine.close(keep_params=keep_params)
             finally:
                 self._engine = None if engine.closed else engine
+
+    def _check_here(self, verb: str, engine: Engine) -> None:
+        """Refuse in a child of the process that prepared the model."""
+        if engine.elsewhere is not None:
+            raise EngineError(f"{verb}() was called in a child process. {engine.elsewhere}")
 
     def _check_at_rest(self, verb: str, engine: Engine) -> None:
         """Refuse in the middle of things."""
@@ -472,6 +478,7 @@ class Optimizer(torch.optim.Optimizer):
         """
         if self._engine is None:
             raise EngineError(f"{verb}() was called after close(). Prepare the model again to go on.")
+        self._check_here(verb, self._engine)
         if whole and self._engine.stepper.is_open:
             raise EngineError(
                 f"{verb}() was called between backward and step, and updates have begun in that backward. Call step() "

@@ -55,6 +55,7 @@ ENGINE = {
         "unit",
         "update",
     },
+    "forked": {"engine"},
     "gather": {"unit"},
     "hooks": {"activations", "anchor", "gather", "outputs", "precision", "reduce", "scale", "unit", "uses", "weakly"},
     "loading": {"access", "gather", "reduce", "scale", "unit", "update"},

@@ -408,8 +408,12 @@ class HostWorker:
         Raises:
             EngineError: the thread has ended, or is one of the process that this one was forked from.
         """
-        if self._closed or exiting() or os.getpid() != self._process:
-            raise EngineError("The threads of this engine have ended, or belong to the process that forked this one.")
+        if os.getpid() != self._process:
+            raise EngineError(
+                f"The threads of this engine are in another process ({self._process}), which forked this one."
+            )
+        if self._closed or exiting():
+            raise EngineError("The threads of this engine have ended: it is closed, or the interpreter exits.")
         event = event or HostEvent()
         self._last = event
         self._inbox.last = event if self._inbox.promised else None
