@@ -23,7 +23,8 @@ class Optimizer(torch.optim.Optimizer):
     """What `penstock.prepare` returns: takes the place of the optimizer it was given.
 
     Param groups are the given optimizer's own, so learning-rate schedulers and manual changes work as always. Made by
-    `prepare` alone.
+    `prepare` alone. Where nobody closes it, everything is given back when it and the model are dropped, and when the
+    program ends. In the child of a fork, every method raises `EngineError`.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, engine: Engine, max_grad_norm: float | None) -> None:
