@@ -152,8 +152,8 @@ def pinning_on_cpu(patch: pytest.MonkeyPatch, limit: float = math.inf) -> dict[i
             pinned[slab.data_ptr()] = slab.numel()
         return fits
 
-    def unregister(slab: Tensor, device: torch.device) -> None:
-        del pinned[slab.data_ptr()]
+    def unregister(address: int, device: torch.device) -> None:
+        del pinned[address]
 
     patch.setattr(arena, "can_pin", lambda device: True)
     patch.setattr(arena, "register", register)

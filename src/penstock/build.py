@@ -26,6 +26,7 @@ from penstock.engine.activations import Activations
 from penstock.engine.assemble import Homes, plan_units
 from penstock.engine.discover import UnitPolicy, find_units
 from penstock.engine.engine import Engine, Origin
+from penstock.engine.forked import leave_to_parent
 from penstock.engine.gather import Gatherer
 from penstock.engine.hooks import Hooks
 from penstock.engine.loading import Loader
@@ -50,9 +51,10 @@ from penstock.machine.accelerator import streams_for
 from penstock.machine.arena import return_free_memory
 from penstock.machine.border import crossing
 from penstock.machine.collectives import Ranks, default_device
+from penstock.machine.lifetime import in_child
 from penstock.machine.streams import Streams
 from penstock.machine.threads import update_threads
-from penstock.optimizer import Optimizer
+from penstock.optimizer import ModelZeroGrad, Optimizer
 from penstock.rules.rule import Rule
 from penstock.rules.select import rule_for
 from penstock.rules.storage import StateFormat
@@ -411,9 +413,10 @@ def build(
         frozen={p for p in origins if not p.requires_grad},
         restore_model=partial(restore, model, sliced),
     )
+    in_child(engine, leave_to_parent)
     prepared = Optimizer(optimizer, engine, request.max_grad_norm)
     # Loops that clear gradients through the model mean ours: parameters have none of their own.
-    model.zero_grad = prepared.zero_grad  # type: ignore[method-assign]
+    model.zero_grad = ModelZeroGrad(prepared, engine)  # type: ignore[method-assign]
     try:
         take_over_state(optimizer, access, trained)
     except BaseException:

@@ -2,6 +2,7 @@
 
 import contextlib
 import math
+import weakref
 from collections.abc import Callable, Container, Iterable, Mapping
 from contextlib import AbstractContextManager
 from functools import partial, wraps
@@ -40,7 +41,8 @@ class Optimizer(torch.optim.Optimizer):
     """What `penstock.prepare` returns: takes the place of the optimizer it was given.
 
     Param groups are the given optimizer's own, so learning-rate schedulers and manual changes work as always. Made by
-    `prepare` alone.
+    `prepare` alone. Where nobody closes it, everything is given back when it and the model are dropped, and when the
+    program ends. In the child of a fork, every method raises `EngineError`.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, engine: Engine, max_grad_norm: float | None) -> None:
@@ -500,11 +502,17 @@ class Optimizer(torch.optim.Optimizer):
                 "be lost."
             )
         if engine is not None:
-            self._check_at_rest("close", engine)
+            self._check_here("close", engine)
+            self._check_outside("close", engine)
             try:
                 engine.close(keep_params=keep_params)
             finally:
                 self._engine = None if engine.closed else engine
+
+    def _check_here(self, verb: str, engine: Engine) -> None:
+        """Refuse in a child of the process that prepared the model."""
+        if engine.elsewhere is not None:
+            raise EngineError(f"{verb}() was called in a child process. {engine.elsewhere}")
 
     def _check_at_rest(self, verb: str, engine: Engine) -> None:
         """Refuse in the middle of things."""
@@ -527,6 +535,7 @@ class Optimizer(torch.optim.Optimizer):
         """
         if self._engine is None:
             raise EngineError(f"{verb}() was called after close(). Prepare the model again to go on.")
+        self._check_here(verb, self._engine)
         if whole and self._engine.stepper.is_open:
             raise EngineError(
                 f"{verb}() was called between backward and step, and updates have begun in that backward. Call step() "
@@ -535,6 +544,22 @@ class Optimizer(torch.optim.Optimizer):
         if writes:
             self._engine.saver.wait_copied()
         return self._engine
+
+
+class ModelZeroGrad:
+    """What `model.zero_grad` is meanwhile. The model keeps the engine that holds its parameters, and not the handle."""
+
+    def __init__(self, optimizer: Optimizer, engine: Engine) -> None:
+        self._optimizer = weakref.ref(optimizer)
+        self._engine = engine
+
+    def __call__(self, set_to_none: bool = True) -> None:
+        """As `Optimizer.zero_grad`, also where nobody has the optimizer any more."""
+        optimizer = self._optimizer()
+        if optimizer is not None:
+            optimizer.zero_grad(set_to_none)
+        else:
+            self._engine.reducer.zero(self._engine.units)
 
 
 def _movable(include: Container[KindName] | None) -> list[str]:

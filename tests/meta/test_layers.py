@@ -55,6 +55,7 @@ ENGINE = {
         "unit",
         "update",
     },
+    "forked": {"engine"},
     "gather": {"holding", "recorded", "unit"},
     "holding": set(),
     "hooks": {
@@ -72,6 +73,7 @@ ENGINE = {
         "under_way",
         "unit",
         "uses",
+        "weakly",
     },
     "initialisation": set(),
     "leftovers": {"anchor"},
@@ -114,6 +116,7 @@ ENGINE = {
     "update": {"unit"},
     "uses": {"unit"},
     "versions": set(),
+    "weakly": set(),
 }
 
 

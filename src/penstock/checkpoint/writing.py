@@ -71,7 +71,7 @@ class RingMemory:
 
     def __init__(self, sources: Sequence[UnitSource], device: torch.device) -> None:
         largest = max((source.table.largest_tile_bytes for source in sources), default=0)
-        self._arena = Arena(RING_TILES * Arena.lease_bytes(largest, torch.uint8), device, private=True)
+        self._arena = Arena(RING_TILES * Arena.lease_bytes(largest, torch.uint8), device)
         count = RING_TILES if largest else 0
         self.buffers: Sequence[Tensor] = [self._arena.lease(largest, torch.uint8) for _ in range(count)]
 
@@ -187,7 +187,7 @@ class TileWriter:
     def _copy_in_kernel(self, section: Records, index: int, extent: Extent) -> int | None:
         """Copy a record from its file; its checksum, or `None` where that is not possible."""
         stored = section.stored(index)
-        if stored is None or not _on_one_disk(stored.place.file.path, self._path):
+        if stored is None or not stored.place.file.is_on_disk_of(self._path):
             return None
         place = stored.place
         copied = self._file.copy_from(place.file, place.offset, extent.offset, extent.nbytes)
@@ -208,10 +208,6 @@ def _wait(transfers: list[Transfer]) -> None:
     for transfer in transfers:
         transfer.wait()
     transfers.clear()
-
-
-def _on_one_disk(one: str, other: Path) -> bool:
-    return os.stat(one).st_dev == os.stat(other).st_dev
 
 
 def write_failed(path: Path, error: OSError) -> CheckpointError:

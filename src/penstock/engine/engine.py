@@ -47,6 +47,7 @@ class Engine:
         frozen: parameters that did not require gradients when the model was prepared.
         restore_model: undoes what `prepare` set on the model beside its parameters and hooks.
         closed: everything was given back.
+        elsewhere: this process is a child of the one that has the engine: the error of every use here.
     """
 
     units: Sequence[Unit]
@@ -70,6 +71,7 @@ class Engine:
     frozen: Set[nn.Parameter]
     restore_model: Callable[[], None]
     closed: bool = False
+    elsewhere: EngineError | None = None
 
     def turn(self, method: str) -> contextlib.AbstractContextManager[None]:
         """While a method of the optimizer runs, no other thread runs the model."""

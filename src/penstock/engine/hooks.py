@@ -30,6 +30,7 @@ from penstock.engine.transforms import check_transform
 from penstock.engine.under_way import UnderWay, in_backward
 from penstock.engine.unit import Unit
 from penstock.engine.uses import Use, Uses
+from penstock.engine.weakly import weakly
 from penstock.errors import EngineError
 from penstock.machine.border import crossing, theirs, user_records
 from penstock.machine.streams import Streams
@@ -121,7 +122,7 @@ class Hooks:
             for index, parameter in enumerate(unit.spec.parameters):
                 take: Callable[[nn.Parameter], None]
                 if unit.trained:
-                    take = crossing(partial(self._take_gradient, unit, index))
+                    take = crossing(weakly(self._take_gradient, unit, index))
                 elif parameter.requires_grad:
                     take = crossing(_drop_gradient)
                 else:

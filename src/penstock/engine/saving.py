@@ -148,7 +148,7 @@ class Saver:
                 return
             for source, unit in sources:
                 unit.saved = source.copied
-            worker = HostWorker("save")
+            worker = HostWorker("save", promised=f"Saving {folder}")
             self._job = _Job(worker, worker.submit(save.run), [source.copied for source, _ in sources], ring)
             undo.pop_all()
 

@@ -3,8 +3,8 @@
 A `Queue` is the threads of one disk, a `File` a file on it, a `Transfer` one read or write in flight. Transfers that
 overlap, in a file or in memory, are for the caller to keep in order: wait for the first before the second.
 
-A process that forks while a read is in flight needs memory that is shared with the child or kept from it (open(2),
-O_DIRECT): leases of `machine.arena` are shared.
+A process that forks while a read is in flight needs memory that is kept from the child (open(2), O_DIRECT), as that of
+`machine.arena` is.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ import errno
 import fcntl
 import logging
 import os
-import weakref
 from collections.abc import Iterable
 from os import PathLike
 
 from torch import Tensor
 
 from penstock import _native
-from penstock.errors import NvmeError
+from penstock.errors import EngineError, NvmeError
 from penstock.machine.arena import PAGE_BYTES
+from penstock.machine.lifetime import at_end
 
 # Transfers are cut into requests of this size.
 CHUNK_BYTES = 1 << 20
@@ -68,7 +68,7 @@ class Queue:
         # Nothing frees a tensor that a thread still writes to: transfers stay here until they are seen done, and the
         # threads end before this set does, also when the interpreter exits.
         self._pending: set[Transfer] = set()
-        self._end_threads = weakref.finalize(self, self._native.close)
+        self._end_threads = at_end(self, self._native.close)
 
     @property
     def depth(self) -> int:
@@ -179,7 +179,8 @@ class File:
 
         Raises:
             ValueError: offset or tensor are not as above, or reach past the end of the file.
-            RuntimeError: file or queue are closed, or belong to the process that this one was forked from.
+            RuntimeError: file or queue are closed (as the interpreter's exit does), or belong to the process that this
+                one was forked from.
         """
         native = self._submit(offset, into, write=False, checksum=checksum is not None)
         return self._queue._hold(Transfer(native, self, offset, into, what, write=False, expected=checksum))
@@ -221,8 +222,24 @@ class File:
     def _plain_descriptor(self) -> int:
         """One through which the kernel copies: direct I/O would refuse it."""
         if self._plain is None:
-            self._plain = os.open(self.path, (os.O_RDWR if self._writable else os.O_RDONLY) | os.O_CLOEXEC)
+            flags = (os.O_RDWR if self._writable else os.O_RDONLY) | os.O_CLOEXEC
+            try:
+                self._plain = os.open(f"/proc/self/fd/{self._descriptor}", flags)  # also where the path is gone
+            except OSError:
+                self._plain = os.open(self.path, flags)
         return self._plain
+
+    def is_on_disk_of(self, path: str | PathLike[str]) -> bool:
+        """Whether it is on the file system that a path is on. Its own path may be gone."""
+        assert self._native is not None
+        return os.fstat(self._descriptor).st_dev == os.stat(path).st_dev
+
+    def remove(self) -> None:
+        """Take its name away, if that is still its own; it goes when it is closed."""
+        assert self._native is not None
+        with contextlib.suppress(OSError):
+            if os.path.samestat(os.fstat(self._descriptor), os.lstat(self.path)):
+                os.unlink(self.path)
 
     def sync(self) -> None:
         """Have everything that was written on the disk.
@@ -232,6 +249,11 @@ class File:
         """
         assert self._native is not None
         os.fsync(self._descriptor)
+
+    @property
+    def closed(self) -> bool:
+        """Whether it was closed."""
+        return self._native is None
 
     def lock(self) -> None:
         """Hold the file, as long as it is open, against others that ask for its lock, where there are locks."""
@@ -274,9 +296,12 @@ class File:
             )
         if offset < 0 or offset + nbytes > self.size:
             raise ValueError(f"{nbytes:,} bytes at offset {offset:,} are outside {self.path} of {self.size:,} bytes")
-        return self._queue._native.submit(
-            self._native, write=write, offset=offset, memory=address, nbytes=nbytes, checksum=checksum
-        )
+        try:
+            return self._queue._native.submit(
+                self._native, write=write, offset=offset, memory=address, nbytes=nbytes, checksum=checksum
+            )
+        except RuntimeError as error:
+            raise EngineError(f"{self.path} takes no transfer: {error}.") from error
 
 
 class Transfer:

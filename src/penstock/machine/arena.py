@@ -4,12 +4,18 @@
 anonymously and asks for huge pages (fewer page faults, fewer TLB misses in the update). Where a device copies from it,
 the slab lies on the device's NUMA node, is faulted in by several threads, and is registered once. Leases are cut from
 it. Pages that are never touched cost nothing.
+
+The child of a fork finds zeros in a slab, and what it writes there is its own: neither sees what the other writes. No
+page is copied when the parent writes it while children live.
 """
 
 import contextlib
 import ctypes
 import mmap
+import os
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +23,12 @@ import torch
 from torch import Tensor
 
 from penstock.errors import MemoryBudgetError
+from penstock.machine.lifetime import Phase, exiting
 from penstock.machine.numa import device_node, prefer_node
 from penstock.machine.threads import update_threads
 
 PAGE_BYTES = 4096
+MADV_WIPEONFORK = 18  # Linux's, which Python's mmap has no name for
 TOUCH_BYTES = 64 << 20  # what one thread faults in at a time
 
 
@@ -29,7 +37,6 @@ class Arena:
 
     Arguments:
         pin: page-lock it for `device`, unless that is a cpu. A slab that cannot be stays pageable.
-        private: nobody looks into it in the child of a fork; always so where it can be pinned.
 
     Attributes:
         pinned: it is page-locked.
@@ -38,7 +45,7 @@ class Arena:
         MemoryBudgetError: the slab cannot be mapped.
     """
 
-    def __init__(self, capacity: int, device: torch.device, *, pin: bool = True, private: bool = False) -> None:
+    def __init__(self, capacity: int, device: torch.device, *, pin: bool = True) -> None:
         self.capacity = capacity
         self.used = 0
         self.pinned = False
@@ -47,7 +54,7 @@ class Arena:
         if capacity == 0:
             return
         try:
-            memory = _map(capacity, private=private or can_pin(device))
+            memory = _Memory(capacity)
         except (OSError, ValueError, OverflowError) as error:
             raise MemoryBudgetError(
                 f"The host refused {capacity:,} bytes for the cpu tier ({error}). "
@@ -60,6 +67,9 @@ class Arena:
                 prefer_node(self._slab.data_ptr(), capacity, node)
             touch(self._slab, update_threads())
             self.pinned = register(self._slab, device)
+            if self.pinned:
+                memory.give_up_lock = partial(unregister, self._slab.data_ptr(), device)
+        self._memory = memory
 
     @property
     def pageable(self) -> bool:
@@ -82,16 +92,17 @@ class Arena:
 
     def close(self) -> None:
         """Unregister the slab and drop it: the memory goes once no lease is referenced any more."""
-        if self._slab is not None and self.pinned:
-            unregister(self._slab, self._device)
+        if self._slab is not None:
+            self._memory.unregister()
+            del self._memory
         self._slab = None
         self.pinned = False
         self.used = 0
 
 
 def page_aligned(nbytes: int) -> Tensor:
-    """A buffer of `nbytes` zero bytes that begins on a page, outside any slab. It is not there in children."""
-    return torch.frombuffer(_map(max(nbytes, 1), private=True), dtype=torch.uint8)[:nbytes]
+    """A buffer of `nbytes` zero bytes that begins on a page, outside any slab."""
+    return torch.frombuffer(_Memory(max(nbytes, 1)), dtype=torch.uint8)[:nbytes]
 
 
 def available_host_bytes() -> int | None:
@@ -116,20 +127,44 @@ def can_pin(device: torch.device) -> bool:
     return device.type == "cuda"
 
 
-def _map(capacity: int, *, private: bool) -> mmap.mmap:
-    """Anonymous memory, in huge pages where the kernel has some.
+class _Memory(mmap.mmap):
+    """Anonymous memory of this process alone, in huge pages where the kernel has some; few do for what is shared.
 
-    Arguments:
-        capacity: bytes.
-        private: of this process alone, and not there in its children: few kernels have huge pages for memory that is
-            shared. Else children read it, and a write copies no page while they live.
+    A child gets zeros, or where the kernel cannot do that, nothing. Without either, a fork would have the next write of
+    each page take a copy, and a device go on with the page that was registered.
+
+    Attributes:
+        give_up_lock: ends its page lock, if it has one. It lives as long as a tensor in it does, and the driver would
+            keep the pages beyond that.
     """
-    memory = mmap.mmap(-1, capacity, flags=mmap.MAP_ANONYMOUS | (mmap.MAP_PRIVATE if private else mmap.MAP_SHARED))
-    # A fork would have the next write of each page take a copy, and the device go on with the page that was registered.
-    for advice in ("MADV_HUGEPAGE", *(("MADV_DONTFORK",) if private else ())):
+
+    give_up_lock: Callable[[], None] | None = None
+    _process = 0
+
+    def __new__(cls, capacity: int) -> "_Memory":
+        memory = super().__new__(cls, -1, capacity, flags=mmap.MAP_ANONYMOUS | mmap.MAP_PRIVATE)
         with contextlib.suppress(OSError, AttributeError):  # of another kernel: slower, not wrong
-            memory.madvise(getattr(mmap, advice))
-    return memory
+            memory.madvise(mmap.MADV_HUGEPAGE)
+        try:
+            memory.madvise(MADV_WIPEONFORK)
+        except OSError:
+            with contextlib.suppress(OSError, AttributeError):
+                memory.madvise(mmap.MADV_DONTFORK)
+        return memory
+
+    def __init__(self, capacity: int) -> None:
+        self._process = os.getpid()
+
+    def unregister(self) -> None:
+        """Give the page lock back, if there is one."""
+        give_up, self.give_up_lock = self.give_up_lock, None
+        if give_up is not None:
+            give_up()
+
+    def __del__(self) -> None:
+        # At the exit the device's context may be gone already, with all that was registered; a child has none.
+        if not exiting(Phase.PROMISED) and os.getpid() == self._process:
+            self.unregister()
 
 
 def touch(slab: Tensor, threads: int) -> None:
@@ -152,10 +187,10 @@ def register(slab: Tensor, device: torch.device) -> bool:
     return False
 
 
-def unregister(slab: Tensor, device: torch.device) -> None:
-    """Undo `register`. Nothing on the device copies from the slab or to it any more."""
+def unregister(address: int, device: torch.device) -> None:
+    """Undo `register`, by the address of the slab. Nothing on the device copies from it or to it any more."""
     torch.cuda.synchronize(device)
-    _cudart().cudaHostUnregister(slab.data_ptr())
+    _cudart().cudaHostUnregister(address)
 
 
 def _cudart() -> Any:

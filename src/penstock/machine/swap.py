@@ -23,13 +23,14 @@ import stat
 import sys
 import threading
 import time
-import weakref
 from dataclasses import asdict, dataclass
 from datetime import datetime
 from importlib.metadata import version
 from pathlib import Path
+from typing import NamedTuple
 
 from penstock.errors import NvmeError
+from penstock.machine.lifetime import at_end
 
 LOCK = "lock"
 IDENTITY = "identity.json"
@@ -97,25 +98,53 @@ class SwapFolder:
         _remove_leftovers(folder, own)
         _check_space(folder, nbytes)
         self.path = _create(folder, own)
-        self._finalizer = weakref.finalize(self, _release, self.path)
+        self._end = at_end(self, _release, self.path)
         if threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
             signal.signal(signal.SIGTERM, _on_sigterm)
 
+    def check(self) -> None:
+        """Refuse new files in a folder that somebody has removed. Those that are open go on.
+
+        Raises:
+            NvmeError: it is gone, or another one has its name.
+        """
+        if not _held.holds(self.path):
+            text = (
+                f"The swap folder {str(self.path)!r} was removed while its run goes on, so no file can be made in it. "
+                "Files that were open stay usable: save(), close() and prepare again, and keep what cleans "
+                f"{str(self.path.parent)!r} (tmpwatch, systemd-tmpfiles) from penstock-*, or {ELSEWHERE}."
+            )
+            raise NvmeError(text, file=str(self.path), errno=errno.ENOENT)
+
     def close(self) -> None:
         """Remove the folder with everything in it. Once is enough; what cannot be removed is logged, not raised."""
-        self._finalizer()
+        self._end()
+
+
+class _Lock(NamedTuple):
+    """A lock that this process holds: its descriptor, and what the folder is, whatever has its name later."""
+
+    descriptor: int
+    folder: os.stat_result
 
 
 class _Held:
-    """Descriptors of the locks that this process holds, by folder, and which of its threads are in a fork.
+    """The locks that this process holds, by folder, and which of its threads are in a fork.
 
     The one state of the module: a process has one exit, one action per signal, and forks with all it has open.
     """
 
     def __init__(self) -> None:
         self.pid = os.getpid()
-        self.locks: dict[Path, int] = {}
+        self.locks: dict[Path, _Lock] = {}
         self.forking: set[int] = set()
+
+    def holds(self, path: Path) -> bool:
+        """Whether what is there is still the folder that was made: not gone, no other one, and no link to one."""
+        try:
+            return path in self.locks and os.path.samestat(path.lstat(), self.locks[path].folder)
+        except OSError:
+            return False
 
 
 _held = _Held()
@@ -160,6 +189,7 @@ def _create(parent: Path, own: Identity) -> Path:
         lock = os.open(unfinished / LOCK, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         (unfinished / IDENTITY).write_text(json.dumps(asdict(own), indent=2) + "\n")
+        made = unfinished.lstat()
         unfinished.rename(path)
     except BaseException as error:
         shutil.rmtree(unfinished, ignore_errors=True)
@@ -172,7 +202,7 @@ def _create(parent: Path, own: Identity) -> Path:
             f"that this user can write, on a file system with locks (flock), or {ELSEWHERE}."
         )
         raise NvmeError(text, file=str(path), errno=error.errno) from error
-    _held.locks[path] = lock
+    _held.locks[path] = _Lock(lock, made)
     return path
 
 
@@ -186,9 +216,18 @@ def _remove_leftovers(parent: Path, own: Identity) -> None:
             if path.name.startswith("."):
                 # Renamed at once by who makes it, removed at once by who ends it; either was killed in between.
                 if UNFINISHED.fullmatch(path.name) and time.time() - found.st_mtime > UNFINISHED_SECONDS:
-                    shutil.rmtree(path, ignore_errors=True)
+                    _remove_unfinished(path)
             elif identity := Identity.read(path):
                 _remove_leftover(path, identity, own)
+
+
+def _remove_unfinished(path: Path) -> None:
+    """It has nothing but our two files, if it is ours: what is in another one of such a name is somebody's."""
+    files = list(path.iterdir())
+    if {file.name for file in files} <= {LOCK, IDENTITY} and all(stat.S_ISREG(f.lstat().st_mode) for f in files):
+        for file in files:
+            file.unlink(missing_ok=True)
+        path.rmdir()
 
 
 def _remove_leftover(path: Path, identity: Identity, own: Identity) -> None:
@@ -228,14 +267,15 @@ def _release(path: Path) -> None:
     if os.getpid() != _held.pid or path not in _held.locks:
         return
     try:
-        _remove(path)
+        if _held.holds(path):
+            _remove(path)
     except FileNotFoundError:
         pass
     except OSError as error:
         _logger.warning("The swap folder %s cannot be removed (%s). Remove it by hand.", path, error)
     lock = _held.locks.pop(path, None)
     if lock is not None:
-        os.close(lock)
+        os.close(lock.descriptor)
     if not _held.locks:
         _restore_sigterm()
 
@@ -280,7 +320,7 @@ def _after_fork_in_child() -> None:
     _held.locks.clear()
     _held.pid = os.getpid()
     for lock in locks:
-        os.close(lock)
+        os.close(lock.descriptor)
     _restore_sigterm()
     _after_fork()
     _held.forking.clear()  # the parent's other threads

@@ -54,7 +54,7 @@ class HostTier(TierMemory):
                 self.bounce()  # before the rest takes the budget
             for home in sorted(sizes, key=_rank):
                 pinned = pin and self._fits(sizes[home])
-                arena = Arena(sizes[home], self._device, pin=pinned, private=home == STAGING)
+                arena = Arena(sizes[home], self._device, pin=pinned)
                 slabs[home] = slab = _HostSlab(self, arena)
                 undo.callback(slab.close)
                 if slab.pageable:

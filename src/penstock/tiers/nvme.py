@@ -96,6 +96,8 @@ class NvmeTier(TierMemory):
     def _make_slab(self, home: str, sizes: Sequence[int]) -> "FileSlab":
         files: list[File] = []
         self._made += 1
+        for folder in self._folders:
+            folder.check()
         try:
             for folder, queue, nbytes in zip(self._folders, self._queues, sizes, strict=False):
                 if nbytes:
@@ -180,10 +182,6 @@ class FileSlab(Slab):
         with contextlib.ExitStack() as closing:
             closing.callback(self._report_closed, self)
             for file in self._files:
-                closing.callback(self._remove, file.path)
                 closing.callback(file.close)
-
-    def _remove(self, path: str) -> None:
-        if os.getpid() == self._owner:  # a forked child has no part in it
-            with contextlib.suppress(OSError):
-                os.unlink(path)
+                if os.getpid() == self._owner and not file.closed:  # a forked child has no part in it
+                    closing.callback(file.remove)

@@ -333,9 +333,9 @@ def test_backward_through_a_graph_of_a_closed_optimizer_is_a_named_error(make: A
         assert model.blocks[1].weight.grad is not None
 
 
-def test_close_inside_of_things_is_refused_and_changes_nothing() -> None:
+def test_close_where_something_would_be_lost_is_refused_and_changes_nothing() -> None:
     model, optimizer, x = prepared()
-    with optimizer.gathered(), pytest.raises(penstock.EngineError, match=r"inside gathered\(\)"):
+    with optimizer.gathered(modify=True), pytest.raises(penstock.EngineError, match=r"inside gathered\(modify=True\)"):
         optimizer.close()
     assert train(model, optimizer, x) > 0
     optimizer.close()

@@ -1,5 +1,6 @@
 """Host memory in exact sizes."""
 
+import os
 from pathlib import Path
 
 import pytest
@@ -123,19 +124,36 @@ def flags_of(address: int) -> tuple[str, set[str]]:
     return smaps[0].split()[1], set(flags.split()[1:])
 
 
-def test_what_a_device_copies_from_may_lie_in_huge_pages_and_no_child_has_it(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("pins", [False, True])
+def test_a_slab_may_lie_in_huge_pages_and_no_child_has_it(monkeypatch: pytest.MonkeyPatch, pins: bool) -> None:
     """Python maps shared memory unless it is told not to, for which most kernels have no huge pages."""
-    shared = Arena(4 << 20, CPU)
-    access, flags = flags_of(shared.lease(1, torch.int8).data_ptr())
-    assert access == "rw-s"
-    assert "dc" not in flags
-    pinning_on_cpu(monkeypatch)
-    private = Arena(4 << 20, CPU)
-    access, flags = flags_of(private.lease(1, torch.int8).data_ptr())
+    if pins:
+        pinning_on_cpu(monkeypatch)
+    slab = Arena(4 << 20, CPU)
+    access, flags = flags_of(slab.lease(1, torch.int8).data_ptr())
     assert access == "rw-p"
-    assert {"dc", "hg"} <= flags
-    shared._slab = None
-    private.close()
+    assert {"wf", "hg"} <= flags
+    slab.close()
+
+
+def test_a_kernel_that_cannot_wipe_keeps_the_slab_from_children(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine_arena, "MADV_WIPEONFORK", 12345)
+    slab = Arena(4 << 20, CPU)
+    assert "dc" in flags_of(slab.lease(1, torch.int8).data_ptr())[1]
+    slab.close()
+
+
+def test_a_child_finds_zeros_and_what_it_writes_is_its_own() -> None:
+    slab = Arena(4 << 20, CPU)
+    values = slab.lease(1 << 20, torch.float32).fill_(7)
+    child = os.fork()
+    if child == 0:
+        found = values.any().item()
+        values.fill_(9)
+        os._exit(bool(found))
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert values.eq(7).all()
+    slab.close()
 
 
 def test_freed_memory_can_be_returned_to_the_system() -> None:

@@ -292,14 +292,56 @@ def test_folders_of_another_machine_stay(
 
 
 def test_unfinished_folders_go_after_an_hour(tmp_path: Path) -> None:
-    young = leftover(tmp_path, None, ".penstock-node-1-00000001")
-    old = leftover(tmp_path, None, ".penstock-node-1-00000002")
+    """Those with nothing but our own files: a name says nothing of what is inside."""
+    young, old, empty, data = (tmp_path / f".penstock-node-1-0000000{number}" for number in range(1, 5))
+    for folder in (young, old, empty, data):
+        folder.mkdir()
+    for folder in (young, old, data):
+        (folder / LOCK).touch()
+        (folder / IDENTITY).write_text("{")
+    (data / "thesis.txt").touch()
     not_ours = leftover(tmp_path, DEAD, ".penstock-settings")
-    for folder, seconds in ((young, 0.9), (old, 1.1), (not_ours, 9)):
+    for folder, seconds in ((young, 0.9), (old, 1.1), (empty, 1.1), (data, 9), (not_ours, 9)):
         then = time.time() - seconds * UNFINISHED_SECONDS
         os.utime(folder, (then, then))
     SwapFolder(tmp_path, 0).close()
-    assert names(tmp_path) == [young.name, not_ours.name]
+    assert names(tmp_path) == [young.name, data.name, not_ours.name]
+    assert names(data) == [IDENTITY, LOCK, "thesis.txt"]
+
+
+@pytest.mark.parametrize("by", ["link", "folder", "file"])
+def test_what_has_the_name_of_a_folder_that_was_removed_stays(tmp_path: Path, by: str) -> None:
+    folder = SwapFolder(tmp_path, 0)
+    folder.check()
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    (elsewhere / "kept").touch()
+    folder.path.rename(tmp_path / "moved")
+    if by == "link":
+        folder.path.symlink_to(elsewhere)
+    elif by == "folder":
+        elsewhere.rename(folder.path)
+        elsewhere = folder.path
+    else:
+        folder.path.touch()
+    with pytest.raises(NvmeError, match=f"{folder.path}' was removed while its run goes on"):
+        folder.check()
+    folder.close()
+    assert (elsewhere / "kept").exists()
+    assert folder.path.exists()
+    assert names(tmp_path / "moved") == [IDENTITY, LOCK]
+
+
+def test_a_link_inside_of_leftovers_is_not_followed(tmp_path: Path) -> None:
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    (elsewhere / "kept").touch()
+    dead = leftover(tmp_path)
+    (dead / "planted").symlink_to(elsewhere)
+    (dead / "inner" / "planted").symlink_to(elsewhere)
+    SwapFolder(tmp_path, 0).close()
+    assert names(tmp_path) == ["elsewhere"]
+    assert names(elsewhere) == ["kept"]
 
 
 def test_many_threads_make_and_close_among_leftovers(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

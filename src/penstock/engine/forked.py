@@ -1,0 +1,27 @@
+"""An engine in the child of a fork: it has none of the threads, and the memory of its homes reads as zeros there."""
+
+import os
+
+from penstock.engine.engine import Engine
+from penstock.errors import EngineError
+from penstock.machine.streams import FailedEvent
+
+
+def leave_to_parent(engine: Engine) -> None:
+    """In a child: make the parameters placeholders, and have every use of the engine raise an error.
+
+    Nothing waits for work that was under way: it goes on in the parent, and no thread of this process would end it.
+    """
+    if engine.closed:
+        return
+    error = EngineError(
+        f"The model was prepared in another process ({os.getppid()}), which forked this one: its parameters are there. "
+        "Here it can be neither run nor trained. Hand values over before the fork (full_param, state_dict), or save() "
+        "there and load() here."
+    )
+    engine.elsewhere = error
+    for unit in engine.units:
+        unit.hide()
+        unit.event = unit.published = FailedEvent(error)
+        if unit.trained is not None:
+            unit.trained.updated = unit.trained.gradient.ready = FailedEvent(error)

@@ -1,0 +1,24 @@
+"""Hooks of autograd that keep nothing alive: torch does not show collection what a parameter's hook refers to."""
+
+import weakref
+from collections.abc import Callable
+from types import MethodType
+from typing import Any, TypeVar, cast
+
+Owner = TypeVar("Owner")
+
+
+def weakly(method: Callable[..., Any], owner: Owner, *values: int) -> Callable[..., None]:
+    """Call a bound method with `owner`, the values and what else comes, as long as its object and `owner` are there.
+
+    A parameter would else keep its engine, and the engine that parameter, for ever.
+    """
+    call = weakref.WeakMethod(cast(MethodType, method))
+    reference = weakref.ref(owner)
+
+    def hook(*arguments: Any) -> None:
+        called, first = call(), reference()
+        if called is not None and first is not None:
+            called(first, *values, *arguments)
+
+    return hook

@@ -1,0 +1,118 @@
+"""What becomes of threads, files and folders that nobody closed: dropped, at the exit of the interpreter, in a fork.
+
+`at_end`    runs once: when its owner is collected, or before the interpreter ends, while threads can still be joined
+`in_child`  runs in the child of a fork, which has a copy of its parent's objects and none of its threads
+
+In a child nothing runs that the parent registered with `at_end`: threads, files and folders are the parent's.
+"""
+
+import atexit
+import itertools
+import logging
+import os
+import weakref
+from collections.abc import Callable
+from enum import IntEnum
+from typing import Any, TypeVar
+
+_logger = logging.getLogger("penstock")
+
+Owner = TypeVar("Owner")
+
+
+class Phase(IntEnum):
+    """What ends before what at the exit of the interpreter; in one phase the youngest goes first.
+
+    PROMISED: work that somebody counts on, a checkpoint that is being written: it is finished.
+    THREADS: they run Python. One that still does when the interpreter is gone is unwound by force, through native code
+        that allows no unwinding: the process would abort.
+    REST: what they used.
+    """
+
+    PROMISED = 0
+    THREADS = 1
+    REST = 2
+
+
+class Ending:
+    """What is to be done at the end of an object, once. Call it to do it now.
+
+    Not a `weakref.finalize`: those do nothing any more once their own turn at the exit is over, which may be the first.
+    """
+
+    def __init__(self, owner: object, phase: Phase, end: Callable[..., object], args: tuple[Any, ...]) -> None:
+        self.phase = phase
+        self._end, self._args = end, args
+        self._process = os.getpid()
+        self._number = next(_alive.numbers)
+        self._owner = weakref.ref(owner, lambda _: self())
+        _alive.endings[self._number] = self
+
+    def __call__(self) -> None:
+        """Do it now, if it was not done."""
+        if self.cancel() and os.getpid() == self._process:
+            self._end(*self._args)
+
+    def cancel(self) -> bool:
+        """It was done otherwise; whether it was still to be done."""
+        return _alive.endings.pop(self._number, None) is not None
+
+
+class _Alive:
+    """What has not ended. The one state of the module: a process has one exit, and forks with all it has.
+
+    Attributes:
+        phase: what is being ended, once the interpreter exits.
+    """
+
+    def __init__(self) -> None:
+        self.numbers = itertools.count()
+        self.endings: dict[int, Ending] = {}
+        self.in_children: dict[int, tuple[weakref.ref[Any], Callable[[Any], object]]] = {}
+        self.phase: Phase | None = None
+
+
+_alive = _Alive()
+
+
+def at_end(owner: object, end: Callable[..., object], *args: Any, phase: Phase = Phase.REST) -> Ending:
+    """Call `end(*args)` when `owner` is collected or the interpreter exits. They must not refer to the owner."""
+    return Ending(owner, phase, end, args)
+
+
+def in_child(owner: Owner, do: Callable[[Owner], object]) -> None:
+    """Call `do(owner)` in the child of every fork, as long as there is an owner. `do` must not refer to it."""
+    number = next(_alive.numbers)
+    _alive.in_children[number] = weakref.ref(owner, lambda _: _alive.in_children.pop(number, None)), do
+
+
+def exiting(phase: Phase = Phase.THREADS) -> bool:
+    """Whether the interpreter exits, and a phase has come: from `THREADS` on no thread begins, nothing queued runs."""
+    return _alive.phase is not None and _alive.phase >= phase
+
+
+def _at_exit() -> None:
+    for phase in Phase:
+        _alive.phase = phase
+        endings = [ending for ending in list(_alive.endings.values()) if ending.phase is phase]
+        for ending in endings[::-1]:
+            try:
+                ending()
+            except KeyboardInterrupt:  # whoever waits for the end wants it now: the others are still to be ended
+                continue
+            except Exception:
+                _logger.exception("Something was not given back at the exit.")
+
+
+def _after_fork_in_child() -> None:
+    for reference, do in list(_alive.in_children.values()):
+        owner = reference()
+        if owner is not None:
+            try:
+                do(owner)
+            except Exception:
+                _logger.exception("Something of the parent's was not taken from its child.")
+
+
+atexit.register(_at_exit)
+os.register_at_fork(after_in_child=_after_fork_in_child)
