@@ -130,7 +130,7 @@ class Access:
             raise EngineError(
                 "Gradients of no_sync micro-batches are not reduced yet. Read them after the last backward."
             )
-        if not gradient.held or (self._ranks.world_size == 1 and index not in gradient.present):
+        if index not in gradient.held:
             return torch.zeros(unit.layout.slots[index].shape)
 
         def read(start: int, stop: int) -> Pieces:
@@ -146,10 +146,10 @@ class Access:
         total = 0.0
         for unit in self._units:
             gradient = unit.trained.gradient if unit.trained else None
-            if gradient is None or not gradient.held:
+            if gradient is None:
                 continue
             for index, start, stop in unit.parts():
-                if self._ranks.world_size == 1 and index not in gradient.present:
+                if index not in gradient.held:
                     continue
                 for _, _, (values,) in gradient.home.visit(start, stop):
                     norm = float(torch.linalg.vector_norm(values, norm_type, dtype=torch.float64))
@@ -213,10 +213,6 @@ class Access:
             raise EngineError(
                 "Gradients of no_sync micro-batches are not reduced yet. Set them after the last backward."
             )
-        if not gradient.held:
-            for _, _, (kept,) in gradient.home.visit(0, gradient.home.stop, modify=True):
-                kept.zero_()
-            gradient.held = True
         found = self._own_part(unit, index, value)
         if found is not None:
             start, stop, values = found
@@ -225,6 +221,7 @@ class Access:
                 kept.copy_(rounded[first - start : last - start])
             gradient.squared_norms[index] = self._reducer.squared_norm(rounded)
         gradient.present.add(index)
+        gradient.held.add(index)
 
     def set_state(self, parameter: nn.Parameter, name: str, value: Tensor) -> None:
         """Overwrite an optimizer state; `"step"` takes a whole number."""
