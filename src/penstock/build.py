@@ -34,6 +34,7 @@ from penstock.engine.residency import Mover
 from penstock.engine.saving import Saver
 from penstock.engine.scale import GradientScale, LossScale
 from penstock.engine.sharing import Sharing
+from penstock.engine.skips import Skips
 from penstock.engine.slices import SlicedBlock
 from penstock.engine.source import INIT, FirstRank, Given, Initialised, Source, Weights, replace_meta
 from penstock.engine.staging import Staging, StagingPlan
@@ -386,6 +387,7 @@ def build(
         hooks=hooks,
         access=access,
         gradient_scale=gradient_scale,
+        skips=Skips(options.max_skipped_steps, at_once=options.on_nonfinite == "raise", loss_scale=loss_scale),
         mover=mover,
         saver=saver,
         loader=loader,

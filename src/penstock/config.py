@@ -91,6 +91,8 @@ class Options:
         io_queue_depth: requests in flight per nvme path.
         checksums: checksum stored tiles.
         on_nonfinite: a step whose gradient norm is not finite is skipped, or raises `EngineError`.
+        max_skipped_steps: so many steps that were skipped in a row raise `EngineError`; `None` for never. In fp16 those
+            count in which the loss scale could not fall any more.
         reduce_op: gradients are averaged or summed over ranks.
         state_dtype: how the optimizer's states are stored: `"int8"` is a dynamic 8-bit map with one fp32 scale for
             each block of 256 (Dettmers et al., "8-bit Optimizers via Block-wise Quantization", 2022).
@@ -98,7 +100,7 @@ class Options:
             lets updates smaller than half a bf16 step count on average.
         rounding_seed: of stochastic rounding; the same seed gives the same bits in every placement and world size.
         initial_loss_scale: first loss scale of fp16.
-        dynamic_loss_scale: adapt the loss scale of fp16.
+        dynamic_loss_scale: adapt the loss scale of fp16. It does not fall below 1.
 
     Raises:
         ConfigError: a value out of its range; the message names it.
@@ -114,6 +116,7 @@ class Options:
     io_queue_depth: int = 8
     checksums: bool = True
     on_nonfinite: Literal["skip", "raise"] = "skip"
+    max_skipped_steps: int | None = 100
     reduce_op: Literal["mean", "sum"] = "mean"
     state_dtype: Literal["fp32", "bf16", "int8"] = "fp32"
     rounding: Literal["stochastic", "nearest"] = "stochastic"
@@ -151,6 +154,7 @@ _WHOLE_NUMBERS = {  # name -> (least value, None allowed)
     "update_threads": (1, True),
     "io_queue_depth": (1, False),
     "rounding_seed": (0, False),
+    "max_skipped_steps": (1, True),
 }
 _CHOICES: dict[str, tuple[Any, ...]] = {
     "on_nonfinite": ("skip", "raise"),

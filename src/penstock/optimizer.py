@@ -70,8 +70,9 @@ class Optimizer(torch.optim.Optimizer):
         Raises:
             ConfigError: a closure was given.
             EngineError: closed; called inside forward, backward or `gathered`; the last backward did not finish, or was
-                under `no_sync`; a frozen parameter was unfrozen, or one was written outside `gathered`; the norm is not
-                finite and `Options(on_nonfinite="raise")`.
+                under `no_sync`; a frozen parameter was unfrozen, one was written outside `gathered`, or one has a
+                `.grad` that was set by hand; the norm is not finite and `Options(on_nonfinite="raise")`, or was not for
+                `Options(max_skipped_steps=)` steps in a row. Raised on every rank, and nothing has changed.
         """
         if closure is not None:
             raise ConfigError("step(closure) is not supported: call backward first, then step().")
@@ -84,22 +85,15 @@ class Optimizer(torch.optim.Optimizer):
         for unit in engine.units:
             unit.check_written()
         measure, scale = engine.stepper.measure(), engine.gradient_scale
-        if not torch.isfinite(torch.tensor(measure.grad_norm)):
+        if not math.isfinite(measure.grad_norm):
             engine.stepper.skip()
-            if scale.loss is not None:
-                scale.loss.update(finite=False)
-            if engine.options.on_nonfinite == "raise" and not (scale.loss is not None and scale.loss.dynamic):
-                raise EngineError(
-                    "The norm of the gradient is not finite; nothing was updated. Look for an overflow in the loss, "
-                    "or use Options(on_nonfinite='skip')."
-                )
+            engine.skips.step_skipped(measure.flawed)
             return StepResult(float("nan"), skipped=True, loss_scale=scale.loss_scale)
         for unit in measure.present:
             engine.gatherer.outdate(unit)
         engine.stepper.update(measure, self._max_grad_norm)
         engine.gatherer.show_resident(engine.units, wait=engine.overlap not in ("forward", "backward"))
-        if scale.loss is not None:
-            scale.loss.update(finite=True)
+        engine.skips.step_made()
         return StepResult(measure.grad_norm, skipped=False, loss_scale=scale.loss_scale)
 
     def _check_backward_over(self, verb: str, engine: Engine) -> None:
@@ -137,7 +131,7 @@ class Optimizer(torch.optim.Optimizer):
         """
         return self._open("no_sync").reducer.held_back()
 
-    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
+    def clip_grad_norm_(self, max_norm: float, norm_type: float | str = 2.0) -> Tensor:
         """Clip the norm of the accumulated gradient over parameters and ranks, as the torch function does. Collective.
 
         For loops that clip by themselves, between the last backward and `step`, which applies it: no pass over the
@@ -146,8 +140,8 @@ class Optimizer(torch.optim.Optimizer):
 
         Arguments:
             max_norm: the norm afterwards, at most.
-            norm_type: 2, or any other that `torch.nn.utils.clip_grad_norm_` takes, such as `float("inf")`: those read
-                every gradient once more.
+            norm_type: 2, or any other that `torch.nn.utils.clip_grad_norm_` takes, such as `float("inf")` or `"inf"`: those
+                read every gradient once more.
 
         Returns:
             The norm before clipping, 0-dim on the cpu; not finite when the gradient is not, which `step` then skips.
@@ -161,14 +155,12 @@ class Optimizer(torch.optim.Optimizer):
             >>> norm = optimizer.clip_grad_norm_(1.0)  # doctest: +SKIP
             >>> optimizer.step()  # doctest: +SKIP
         """
-        for name, value in (("max_norm", max_norm), ("norm_type", norm_type)):
-            if not value > 0:
-                raise ConfigError(f"clip_grad_norm_({name}={value!r}): use a number above 0.")
+        limit, norm_type = _above_zero("max_norm", max_norm), _above_zero("norm_type", norm_type)
         engine = self._open("clip_grad_norm_", whole=True)
         self._check_backward_over("clip_grad_norm_", engine)
         norm = engine.stepper.measure().grad_norm if norm_type == 2 else engine.access.grad_norm(norm_type)
         if math.isfinite(norm):
-            engine.gradient_scale.clip *= min(1.0, max_norm / (norm + 1e-6))
+            engine.gradient_scale.clip *= min(1.0, limit / (norm + 1e-6))
         return torch.tensor(norm)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -479,6 +471,17 @@ class Optimizer(torch.optim.Optimizer):
         if writes:
             self._engine.saver.wait_copied()
         return self._engine
+
+
+def _above_zero(name: str, value: Any) -> float:
+    """An argument of `clip_grad_norm_`: a number, or what torch reads as one, such as "inf"."""
+    try:
+        number = float(value)
+    except (TypeError, ValueError):
+        number = math.nan
+    if not number > 0:
+        raise ConfigError(f"clip_grad_norm_({name}={value!r}): use a number above 0.")
+    return number
 
 
 def _movable(include: Container[KindName] | None) -> list[str]:

@@ -79,6 +79,7 @@ FIELDS = {
         "io_queue_depth": 8,
         "checksums": True,
         "on_nonfinite": "skip",
+        "max_skipped_steps": 100,
         "reduce_op": "mean",
         "state_dtype": "fp32",
         "rounding": "stochastic",

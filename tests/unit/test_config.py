@@ -81,6 +81,7 @@ WHOLE_NUMBERS = {
     "update_threads": 1,
     "io_queue_depth": 1,
     "rounding_seed": 0,
+    "max_skipped_steps": 1,
 }
 
 
@@ -102,7 +103,7 @@ def test_only_some_sizes_may_be_left_to_penstock() -> None:
         except ConfigError:
             continue
         optional.add(name)
-    assert optional == {"pinned_bytes", "update_threads"}
+    assert optional == {"pinned_bytes", "update_threads", "max_skipped_steps"}
 
 
 @pytest.mark.parametrize(

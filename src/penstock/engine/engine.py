@@ -17,6 +17,7 @@ from penstock.engine.reduce import Reducer
 from penstock.engine.residency import Mover
 from penstock.engine.saving import Saver
 from penstock.engine.scale import GradientScale
+from penstock.engine.skips import Skips
 from penstock.engine.step import Stepper
 from penstock.engine.unit import Unit
 from penstock.engine.update import Updater
@@ -61,6 +62,7 @@ class Engine:
     hooks: Hooks
     access: Access
     gradient_scale: GradientScale
+    skips: Skips
     mover: Mover
     saver: Saver
     loader: Loader
