@@ -88,6 +88,9 @@ class Options:
             host updates the others. `"auto"` measures both sides in the first steps and keeps what it finds. A device
             may round otherwise than the host in the last place, so state a number where a run has to be repeated bit
             by bit. No effect where the device is a cpu.
+        timeout_s: how long ranks wait for each other where they agree: in `prepare`, before a step and every other
+            collective method, and while a checkpoint is written. Gathers and reductions go over the process group that
+            you made, and wait as long as `init_process_group(timeout=)` says.
         io_queue_depth: requests in flight per nvme path.
         checksums: checksum stored tiles.
         on_nonfinite: a step whose gradient norm is not finite is skipped, or raises `EngineError`.
@@ -123,6 +126,7 @@ class Options:
     rounding_seed: int = 0
     initial_loss_scale: float = 65536.0
     dynamic_loss_scale: bool = True
+    timeout_s: float = 600.0
 
     def __post_init__(self) -> None:
         """Refuse values out of range, by name."""
@@ -140,9 +144,10 @@ class Options:
         share: Any = self.streamed_updates
         if share != "auto" and (isinstance(share, bool) or not isinstance(share, int | float) or not 0 <= share <= 1):
             raise ConfigError(f"Options(streamed_updates={share!r}): use a number from 0 to 1, or 'auto'.")
-        scale: Any = self.initial_loss_scale
-        if not (isinstance(scale, int | float) and scale > 0 and math.isfinite(scale)):
-            raise ConfigError(f"Options(initial_loss_scale={scale!r}): use a finite number above 0.")
+        for name in ("initial_loss_scale", "timeout_s"):
+            number: Any = getattr(self, name)
+            if not (isinstance(number, int | float) and number > 0 and math.isfinite(number)):
+                raise ConfigError(f"Options({name}={number!r}): use a finite number above 0.")
 
 
 _WHOLE_NUMBERS = {  # name -> (least value, None allowed)

@@ -1,8 +1,8 @@
 """The handle a training loop holds: a `torch.optim.Optimizer` whose state lives wherever the placement says."""
 
 import math
-from collections.abc import Container, Iterable, Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Container, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from os import PathLike
 from typing import Any, Literal, get_args
 
@@ -11,10 +11,18 @@ from torch import Tensor, nn
 
 from penstock.engine.engine import Engine
 from penstock.engine.hooks import in_backward
+from penstock.engine.refusals import (
+    check_at_rest,
+    check_backward_over,
+    check_step,
+    drop_own_gradients,
+    scalars_of,
+)
 from penstock.engine.step import StepResult
 from penstock.engine.tracing import TraceReport, take_trace
 from penstock.errors import ConfigError, EngineError
 from penstock.kinds import GATHERED, LEAVING, KindName, Tier, parse_tier
+from penstock.machine.council import Facts
 from penstock.tiers.report import Location, LocationReport
 
 
@@ -76,14 +84,13 @@ class Optimizer(torch.optim.Optimizer):
         """
         if closure is not None:
             raise ConfigError("step(closure) is not supported: call backward first, then step().")
-        engine = self._open("step")
-        self._check_backward_over("step", engine)
-        if any(unit.holds for unit in engine.units):
-            raise EngineError("step() was called inside gathered(). Leave the block first: step changes what it shows.")
+        with self._together("step") as (engine, facts):
+            self._open("step")
+            check_step(engine)
+            if engine.ranks.world_size > 1:
+                facts.update(scalars_of(self.param_groups, list(self._given.defaults)))
+                facts["the scale of gradients"] = engine.gradient_scale.value
         self._given._opt_called = True  # type: ignore[attr-defined] # its schedulers look here for a step before theirs
-        engine.check_frozen()
-        for unit in engine.units:
-            unit.check_written()
         measure, scale = engine.stepper.measure(), engine.gradient_scale
         if not math.isfinite(measure.grad_norm):
             engine.stepper.skip()
@@ -96,22 +103,6 @@ class Optimizer(torch.optim.Optimizer):
         engine.skips.step_made()
         return StepResult(measure.grad_norm, skipped=False, loss_scale=scale.loss_scale)
 
-    def _check_backward_over(self, verb: str, engine: Engine) -> None:
-        """Refuse to work on gradients that are not whole."""
-        if in_backward() or engine.hooks.in_forward:
-            raise EngineError(
-                f"{verb}() was called inside a forward or a backward. Call it after backward has returned."
-            )
-        if engine.hooks.backward_open or engine.hooks.backward_failed:
-            raise EngineError(
-                "The last backward did not finish, so its gradients are not whole. Drop them with zero_grad()."
-            )
-        if engine.reducer.holds_back(engine.units):
-            raise EngineError(
-                f"Gradients of no_sync micro-batches are not reduced yet. Run the last backward before {verb}() "
-                "outside no_sync(), or drop them with zero_grad()."
-            )
-
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the accumulated gradients. They count as absent afterwards, whatever `set_to_none` says."""
         del set_to_none
@@ -121,6 +112,7 @@ class Optimizer(torch.optim.Optimizer):
         self._open("zero_grad", whole=True)
         engine.hooks.backward_failed = False
         engine.reducer.zero(engine.units)
+        drop_own_gradients(engine.units)
         engine.gradient_scale.renew()
 
     def no_sync(self) -> AbstractContextManager[None]:
@@ -140,8 +132,8 @@ class Optimizer(torch.optim.Optimizer):
 
         Arguments:
             max_norm: the norm afterwards, at most.
-            norm_type: 2, or any other that `torch.nn.utils.clip_grad_norm_` takes, such as `float("inf")` or `"inf"`: those
-                read every gradient once more.
+            norm_type: 2, or any other that `torch.nn.utils.clip_grad_norm_` takes, such as `float("inf")` or `"inf"`:
+                those read every gradient once more.
 
         Returns:
             The norm before clipping, 0-dim on the cpu; not finite when the gradient is not, which `step` then skips.
@@ -156,8 +148,10 @@ class Optimizer(torch.optim.Optimizer):
             >>> optimizer.step()  # doctest: +SKIP
         """
         limit, norm_type = _above_zero("max_norm", max_norm), _above_zero("norm_type", norm_type)
-        engine = self._open("clip_grad_norm_", whole=True)
-        self._check_backward_over("clip_grad_norm_", engine)
+        with self._together("clip_grad_norm_") as (engine, facts):
+            self._open("clip_grad_norm_", whole=True)
+            check_backward_over("clip_grad_norm_", engine)
+            facts.update({"max_norm": limit, "norm_type": norm_type})
         norm = engine.stepper.measure().grad_norm if norm_type == 2 else engine.access.grad_norm(norm_type)
         if math.isfinite(norm):
             engine.gradient_scale.clip *= min(1.0, limit / (norm + 1e-6))
@@ -209,31 +203,54 @@ class Optimizer(torch.optim.Optimizer):
         Raises:
             ConfigError: a tensor that is no parameter of the model.
         """
-        return self._open("gathered", whole=modify, writes=modify).access.gathered(parameters, modify=modify)
+        wanted = None if parameters is None else list(parameters)
+        with self._together("gathered") as (engine, facts):
+            self._open("gathered", whole=modify, writes=modify)
+            facts["parameters"] = "all" if wanted is None else [engine.access.name(p) for p in wanted]
+            facts["modify"] = modify
+            engine.access.finish()
+        return engine.access.gathered(wanted, modify=modify)
 
     def full_param(self, parameter: nn.Parameter) -> Tensor:
         """The parameter at master precision: fp32, its shape, on the cpu. Collective."""
-        return self._open("full_param").access.param(parameter)
+        with self._one("full_param", parameter) as engine:
+            self._open("full_param")
+        return engine.access.param(parameter)
 
     def full_grad(self, parameter: nn.Parameter) -> Tensor:
         """The gradient accumulated so far, over all ranks: fp32, on the cpu; zeros where there is none. Collective."""
-        return self._open("full_grad").access.grad(parameter)
+        with self._one("full_grad", parameter) as engine:
+            self._open("full_grad")
+            engine.access.check_grad(parameter)
+        return engine.access.grad(parameter)
 
     def full_state(self, parameter: nn.Parameter, name: str) -> Tensor:
         """An optimizer state such as `"exp_avg"`: fp32, on the cpu; `"step"` is 0-dim. Collective."""
-        return self._open("full_state").access.state(parameter, name)
+        with self._one("full_state", parameter, name) as engine:
+            self._open("full_state")
+            engine.access.check_name(parameter, name)
+        return engine.access.state(parameter, name)
 
     def set_full_param(self, parameter: nn.Parameter, value: Tensor) -> None:
         """Overwrite parameter and master weights with a whole value, the same on every rank. Collective."""
-        self._open("set_full_param", whole=True, writes=True).access.set_param(parameter, value)
+        with self._one("set_full_param", parameter) as engine:
+            self._open("set_full_param", whole=True, writes=True)
+            engine.access.check_param(parameter, value)
+        engine.access.set_param(parameter, value)
 
     def set_full_grad(self, parameter: nn.Parameter, value: Tensor) -> None:
         """Overwrite the accumulated gradient with a whole value, the same on every rank. Collective."""
-        self._open("set_full_grad", whole=True).access.set_grad(parameter, value)
+        with self._one("set_full_grad", parameter) as engine:
+            self._open("set_full_grad", whole=True)
+            engine.access.check_grad(parameter, value)
+        engine.access.set_grad(parameter, value)
 
     def set_full_state(self, parameter: nn.Parameter, name: str, value: Tensor) -> None:
         """Overwrite an optimizer state with a whole value, the same on every rank. Collective."""
-        self._open("set_full_state", whole=True, writes=True).access.set_state(parameter, name, value)
+        with self._one("set_full_state", parameter, name) as engine:
+            self._open("set_full_state", whole=True, writes=True)
+            engine.access.check_state(parameter, name, value)
+        engine.access.set_state(parameter, name, value)
 
     def synchronize(self) -> None:
         """Finish pending updates and movements; raises the error of one that failed."""
@@ -246,7 +263,10 @@ class Optimizer(torch.optim.Optimizer):
 
         Meant for small models and for tools that expect it: it needs the memory of the whole optimizer state.
         """
-        access = self._open("state_dict", whole=True).access
+        with self._together("state_dict") as (engine, _):
+            self._open("state_dict", whole=True)
+            engine.access.finish()
+        access = engine.access
         packed = super().state_dict()
         numbers = {p: index for index, p in enumerate(p for group in self.param_groups for p in group["params"])}
         names = access.state_names
@@ -266,21 +286,24 @@ class Optimizer(torch.optim.Optimizer):
             ConfigError: a state or an option that the rule does not have, or a state of another shape. Nothing changed.
             ValueError: other groups than this optimizer's.
         """
-        engine = self._open("load_state_dict", whole=True, writes=True)
-        groups = self.param_groups
-        super().load_state_dict({"state": {}, "param_groups": state_dict["param_groups"]})
-        # The groups stay the same objects: schedulers may hold the optimizer that was given to prepare.
-        loaded, self.param_groups = self.param_groups, groups
-        engine.updater.check_groups(loaded)
-        numbers = (number for group in state_dict["param_groups"] for number in group["params"])
-        parameters = dict(zip(numbers, (p for group in groups for p in group["params"]), strict=True))
-        states = {
-            parameters[number]: {n: torch.as_tensor(v) for n, v in values.items() if v is not None}  # SGD before a step
-            for number, values in state_dict["state"].items()
-        }
-        for parameter, values in states.items():
-            for name, value in values.items():
-                engine.access.check_state(parameter, name, value)
+        with self._together("load_state_dict") as (engine, _):
+            self._open("load_state_dict", whole=True, writes=True)
+            groups = self.param_groups
+            super().load_state_dict({"state": {}, "param_groups": state_dict["param_groups"]})
+            # The groups stay the same objects: schedulers may hold the optimizer that was given to prepare.
+            loaded, self.param_groups = self.param_groups, groups
+            engine.updater.check_groups(loaded)
+            numbers = (number for group in state_dict["param_groups"] for number in group["params"])
+            parameters = dict(zip(numbers, (p for group in groups for p in group["params"]), strict=True))
+            states = {
+                parameters[number]: {
+                    n: torch.as_tensor(v) for n, v in values.items() if v is not None
+                }  # SGD before a step
+                for number, values in state_dict["state"].items()
+            }
+            for parameter, values in states.items():
+                for name, value in values.items():
+                    engine.access.check_state(parameter, name, value)
 
         for group, new in zip(groups, loaded, strict=True):
             group.clear()
@@ -323,8 +346,10 @@ class Optimizer(torch.optim.Optimizer):
         if tier is Tier.DEVICE:
             raise ConfigError("offload_states(to='device'): use 'cpu' or 'nvme'; reload_states() brings state back.")
         kinds = _movable(include)
-        engine = self._open("offload_states", writes=True)
-        engine.access.finish()
+        with self._together("offload_states") as (engine, facts):
+            self._open("offload_states", writes=True)
+            facts.update({"include": kinds, "to": tier.value, "non_blocking": non_blocking})
+            engine.access.finish()
         engine.mover.offload(kinds, tier, pin=pin_memory, wait=not non_blocking)
 
     def reload_states(self, *, non_blocking: bool = False) -> None:
@@ -333,8 +358,10 @@ class Optimizer(torch.optim.Optimizer):
         Arguments:
             non_blocking: return while copies are under way; who needs the state waits for it.
         """
-        engine = self._open("reload_states", writes=True)
-        engine.access.finish()
+        with self._together("reload_states") as (engine, facts):
+            self._open("reload_states", writes=True)
+            facts["non_blocking"] = non_blocking
+            engine.access.finish()
         engine.mover.reload(wait=not non_blocking)
 
     def save(
@@ -373,8 +400,10 @@ class Optimizer(torch.optim.Optimizer):
         Example:
             >>> optimizer.save("checkpoints/step-100", extra={"step": 100}, keep=3)  # doctest: +SKIP
         """
-        engine = self._open("save", whole=True)
-        self._check_at_rest("save", engine)
+        with self._together("save") as (engine, facts):
+            self._open("save", whole=True)
+            check_at_rest("save", engine)
+            facts.update({"blocking": blocking, "keep": keep, "if_busy": if_busy})
         engine.saver.save(path, extra=extra, blocking=blocking, keep=keep, if_busy=if_busy)
 
     def load(self, path: str | PathLike[str]) -> dict[str, Any]:
@@ -398,8 +427,9 @@ class Optimizer(torch.optim.Optimizer):
         Example:
             >>> extra = optimizer.load("checkpoints/latest")  # doctest: +SKIP
         """
-        engine = self._open("load", whole=True, writes=True)
-        self._check_at_rest("load", engine)
+        with self._together("load") as (engine, _):
+            self._open("load", whole=True, writes=True)
+            check_at_rest("load", engine)
         return engine.loader.load(path)
 
     def trace(self, path: str | PathLike[str]) -> AbstractContextManager[TraceReport]:
@@ -446,12 +476,28 @@ class Optimizer(torch.optim.Optimizer):
             finally:
                 self._engine = None if engine.closed else engine
 
-    def _check_at_rest(self, verb: str, engine: Engine) -> None:
-        """Refuse in the middle of things."""
-        if in_backward() or engine.hooks.in_forward:
-            raise EngineError(f"{verb}() was called inside a forward or a backward. Call it between steps.")
-        if any(unit.holds for unit in engine.units):
-            raise EngineError(f"{verb}() was called inside gathered(). Leave the block first.")
+    @contextmanager
+    def _together(self, verb: str) -> Iterator[tuple[Engine, Facts]]:
+        """What a collective method checks before it begins: where one rank refuses, or calls another, all stop.
+
+        Returns:
+            A context manager that gives the engine, and a dict for what has to be the same on all ranks.
+        """
+        if self._engine is None:
+            self._open(verb)
+        assert self._engine is not None
+        engine = self._engine
+        with engine.ranks.council.together(f"{verb}()") as facts:
+            yield engine, facts
+
+    @contextmanager
+    def _one(self, verb: str, parameter: nn.Parameter, state: str = "") -> Iterator[Engine]:
+        """The same for a method of one parameter."""
+        with self._together(verb) as (engine, facts):
+            facts["parameter"] = engine.access.name(parameter)
+            facts["state"] = state
+            yield engine
+            engine.access.finish()
 
     def _open(self, verb: str, *, whole: bool = False, writes: bool = False) -> Engine:
         """The engine.

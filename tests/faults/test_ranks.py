@@ -54,7 +54,7 @@ def fail_before_step(rank: int, folder: Path) -> str:
 
 def test_a_failure_known_at_step_stops_every_rank(tmp_path: Path) -> None:
     first, second = run_ranks(fail_before_step, 2, tmp_path)
-    assert first == "EngineError: Rank 1 failed, and this rank stops with it: see the error there."
+    assert first == f"EngineError: Rank 1 of 2 failed, and this one stops with it. {second}"
     assert second.startswith("NvmeError: Writing grad of unit ")
     assert list(tmp_path.iterdir()) == []
 
@@ -126,7 +126,7 @@ def prepare_where(rank: int, folders: list[Path]) -> str:
 def test_a_folder_that_one_rank_does_not_have_stops_every_rank(tmp_path: Path) -> None:
     first, second = run_ranks(prepare_where, 2, [tmp_path / "missing", tmp_path])
     assert first.startswith("NvmeError: The nvme path ")
-    assert second == "EngineError: Rank 0 failed, and this rank stops with it: see the error there."
+    assert second == f"EngineError: Rank 0 of 2 failed in prepare(), and this one stops with it. {first}"
     assert list(tmp_path.iterdir()) == []
 
 

@@ -24,7 +24,7 @@ LAYERS = (
     ("tiers",),
     ("checkpoint", "planner"),
     ("engine",),
-    ("checks", "optimizer"),
+    ("accord", "checks", "optimizer"),
     ("build",),
     ("",),  # the public names
     ("integrations",),  # these three over the public names and the errors only
@@ -38,6 +38,7 @@ OUTSIDE = ("integrations", "cli", "__main__")
 ENGINE = {
     "access": {"gather", "reduce", "scale", "unit"},
     "activations": {"staging"},
+    "alike": set(),
     "anchor": {"unit"},
     "assemble": {"discover", "source", "unit"},
     "buffers": set(),
@@ -62,6 +63,7 @@ ENGINE = {
     "outputs": set(),
     "precision": set(),
     "reduce": {"buffers", "unit"},
+    "refusals": {"engine", "hooks", "unit"},
     "residency": {"assemble", "gather", "reduce", "staging", "unit"},
     "saving": {"access", "scale", "unit"},
     "scale": set(),

@@ -127,6 +127,8 @@ def test_choices_are_named(name: str, wrong: Any, choices: str) -> None:
 def test_the_loss_scale_is_finite_and_above_zero(scale: Any) -> None:
     with pytest.raises(ConfigError, match=r"Options\(initial_loss_scale=.*use a finite number above 0"):
         Options(initial_loss_scale=scale)
+    with pytest.raises(ConfigError, match=r"Options\(timeout_s=.*use a finite number above 0"):
+        Options(timeout_s=scale)
 
 
 def test_every_option_is_checked() -> None:
@@ -139,6 +141,7 @@ def test_every_option_is_checked() -> None:
         "checksums",
         "dynamic_loss_scale",
         "initial_loss_scale",
+        "timeout_s",
         "streamed_updates",
     }
     assert {f.name for f in dataclasses.fields(Options)} == checked

@@ -124,12 +124,9 @@ class Access:
     def grad(self, parameter: nn.Parameter) -> Tensor:
         """The gradient accumulated so far, over ranks and micro-batches; zeros where there is none."""
         self.finish()
+        self.check_grad(parameter)
         unit, index, trained = self._trained_place(parameter)
         gradient = trained.gradient
-        if gradient.pending is not None:
-            raise EngineError(
-                "Gradients of no_sync micro-batches are not reduced yet. Read them after the last backward."
-            )
         if index not in gradient.held:
             return torch.zeros(unit.layout.slots[index].shape)
 
@@ -185,9 +182,8 @@ class Access:
     def set_param(self, parameter: nn.Parameter, value: Tensor) -> None:
         """Overwrite the parameter and its master weights."""
         self.finish()
+        self.check_param(parameter, value)
         unit, index = self._place(parameter)
-        if unit.holds or unit.users:
-            raise EngineError(f"Unit '{unit.name}' is gathered. Set its parameters outside gathered() and forward.")
         found = self._own_part(unit, index, value)
         if found is not None:
             start, stop, values = found
@@ -208,11 +204,8 @@ class Access:
         """Overwrite the accumulated gradient."""
         self.finish()
         unit, index, trained = self._trained_place(parameter)
+        self.check_grad(parameter, value)
         gradient = trained.gradient
-        if gradient.pending is not None:
-            raise EngineError(
-                "Gradients of no_sync micro-batches are not reduced yet. Set them after the last backward."
-            )
         found = self._own_part(unit, index, value)
         if found is not None:
             start, stop, values = found
@@ -250,9 +243,39 @@ class Access:
     def check_state(self, parameter: nn.Parameter, name: str, value: Tensor) -> None:
         """Refuse what `set_state` would refuse."""
         unit, index, _ = self._trained_place(parameter)
-        if name != "step" and name not in self._scalar_names:
-            self._state_index(name)
+        if self.check_name(parameter, name):
             _check_shape(unit.spec.names[index], unit.layout.slots[index], value)
+
+    def check_name(self, parameter: nn.Parameter, name: str) -> bool:
+        """Refuse a state that there is not. Returns whether it has the parameter's shape."""
+        self._trained_place(parameter)
+        is_whole = name != "step" and name not in self._scalar_names
+        if is_whole:
+            self._state_index(name)
+        return is_whole
+
+    def check_param(self, parameter: nn.Parameter, value: Tensor) -> None:
+        """Refuse what `set_param` would refuse."""
+        unit, index = self._place(parameter)
+        if unit.holds or unit.users:
+            raise EngineError(f"Unit '{unit.name}' is gathered. Set its parameters outside gathered() and forward.")
+        _check_shape(unit.spec.names[index], unit.layout.slots[index], value)
+
+    def check_grad(self, parameter: nn.Parameter, value: Tensor | None = None) -> None:
+        """Refuse to read a gradient that is not whole, or to set one to a value of another shape."""
+        unit, index, trained = self._trained_place(parameter)
+        if trained.gradient.pending is not None:
+            raise EngineError(
+                f"Gradients of no_sync micro-batches are not reduced yet. {'Read' if value is None else 'Set'} them "
+                "after the last backward."
+            )
+        if value is not None:
+            _check_shape(unit.spec.names[index], unit.layout.slots[index], value)
+
+    def name(self, parameter: nn.Parameter) -> str:
+        """A parameter's name in the model."""
+        unit, index = self._place(parameter)
+        return unit.spec.names[index]
 
     def reset_state(self, parameter: nn.Parameter) -> None:
         """As before the first update."""

@@ -113,11 +113,13 @@ class Engine:
             self.saver.close()
         except CheckpointError as error:
             unsaved = error  # of a checkpoint, not of what is in memory
+        gathers = keep_params and self.ranks.shards > 1
         try:
-            self.access.finish()
-            if keep_params and self.stepper.is_open:
-                self.stepper.abandon()
+            with self.ranks.council.together("close()") if gathers else contextlib.nullcontext():
                 self.access.finish()
+                if keep_params and self.stepper.is_open:
+                    self.stepper.abandon()
+                    self.access.finish()
         except Exception:
             self.abandon()
             raise
@@ -154,3 +156,4 @@ class Engine:
             for unit in self.units:
                 unit.drop()
             self.pool.close()
+            self.ranks.close()

@@ -281,7 +281,7 @@ class Stepper:
             )
         try:
             if self._begins and self._ranks.world_size > 1:
-                self._ranks.check_failures(failure, self._streams.device)
+                self._ranks.council.agree(failure)
             elif failure is not None:
                 raise failure
         except Exception as error:
