@@ -260,9 +260,7 @@ def test_ranks_that_disagree_at_prepare_name_the_first_difference() -> None:
     assert first.pop("goes on") == second.pop("goes on") == "True"
     for refused, own in (("a refusal", "ConfigError: precision='fp12'"), ("a budget", "MemoryBudgetError: Options(")):
         assert second.pop(refused).startswith(own)
-        assert first.pop(refused).startswith(
-            "EngineError: Rank 1 of 2 failed in prepare(), and this one stops with it"
-        )
+        assert first.pop(refused).startswith("EngineError: Rank 1 of 2 failed in prepare(), and this one stops with it")
     assert first == second
     matrix = "torch.float32 (16, 16), in param group 0"
 
