@@ -89,7 +89,7 @@ def prepare(
 
     The model stays the same object; its parameters become views of buffers that are gathered for each use. Its first
     rank's parameters are taken over by every rank. Floating-point inputs of the model are cast to the compute dtype;
-    buffers are moved to the device and keep their dtype, and so do batch norms as a whole: fp32.
+    buffers are moved to the device, are the first rank's too, and keep their dtype, as batch norms do as a whole: fp32.
 
     Arguments:
         model: any module with values, or on the meta device with `weights`. Its floating-point parameters take the

@@ -59,6 +59,32 @@ def test_a_failure_known_at_step_stops_every_rank(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+def fail_while_looking(rank: int, folder: Path) -> list[str]:
+    """Rank 1 cannot read its part, of a parameter and at the end."""
+    faults = Faults()
+    said = []
+    with pytest.MonkeyPatch.context() as patch:
+        faults.install(patch)
+        model, optimizer = EVERYTHING.prepare(folder, inline())
+        weights = [p for p in model.parameters() if p.numel() > 1000]
+        for look in (lambda: [optimizer.full_param(p) for p in weights], optimizer.close):
+            faults.arm(1 if rank == 1 else 0)
+            with pytest.raises((penstock.NvmeError, penstock.EngineError)) as caught:
+                look()
+            said.append(f"{caught.type.__name__}: {caught.value}")
+        optimizer.close()
+        assert all(p.numel() == 0 for p in model.parameters())
+    return said
+
+
+def test_a_part_that_one_rank_cannot_read_stops_every_rank(tmp_path: Path) -> None:
+    for first, second in zip(*run_ranks(fail_while_looking, 2, tmp_path), strict=True):
+        assert second.startswith("NvmeError: Reading ")
+        assert first.startswith("EngineError: Rank 1 of 2 failed")
+        assert second in first
+    assert list(tmp_path.iterdir()) == []
+
+
 FORWARD = """
 import os, sys
 from pathlib import Path

@@ -14,7 +14,7 @@ from penstock.engine.gather import Gatherer
 from penstock.engine.reduce import Reducer
 from penstock.engine.scale import GradientScale
 from penstock.engine.unit import Trained, Unit, Weights
-from penstock.errors import ConfigError, EngineError
+from penstock.errors import ConfigError, EngineError, NvmeError
 from penstock.kinds import PARAM
 from penstock.layout import Slot
 from penstock.machine.collectives import Ranks
@@ -347,6 +347,7 @@ class Access:
         """Put the parts of all shards together. `read` gives the values of a range of this rank's shard."""
         slot = unit.layout.slots[index]
         whole = torch.empty(slot.numel, dtype=dtype)
+        failure: NvmeError | None = None
         for rank in range(unit.layout.shards):
             overlap = unit.layout.overlap(slot, rank)
             if overlap is None:
@@ -355,10 +356,15 @@ class Access:
             first = unit.layout.shard_range(rank)[0]
             part = torch.empty(stop - start, dtype=dtype, device=self._device)
             if rank == unit.rank:
-                for begin, end, values in read(start - first, stop - first):
-                    part[begin + first - start : end + first - start] = values
+                try:
+                    for begin, end, values in read(start - first, stop - first):
+                        part[begin + first - start : end + first - start] = values
+                except NvmeError as error:
+                    failure = error  # the other ranks wait for this part
             self._ranks.broadcast_part(part, rank)
             whole[start - slot.start : stop - slot.start] = part.cpu()
+        if any(home.in_files for home in unit.homes.values()):
+            self._ranks.council.agree(failure)
         return whole.view(slot.shape)
 
     def _own_part(self, unit: Unit, index: int, value: Tensor) -> tuple[int, int, Tensor] | None:

@@ -113,19 +113,20 @@ class Engine:
             self.saver.close()
         except CheckpointError as error:
             unsaved = error  # of a checkpoint, not of what is in memory
-        gathers = keep_params and self.ranks.shards > 1
         try:
-            with self.ranks.council.together("close()") if gathers else contextlib.nullcontext():
+            self.access.finish()
+            if keep_params and self.stepper.is_open:
+                self.stepper.abandon()
                 self.access.finish()
-                if keep_params and self.stepper.is_open:
-                    self.stepper.abandon()
-                    self.access.finish()
+            if keep_params and self.ranks.shards > 1:  # a rank that fails before does not wait; the others hear of it
+                with self.ranks.council.together("close()"):
+                    pass
         except Exception:
             self.abandon()
             raise
         try:
             values = {p: self._restored(p, origin) for p, origin in self.origins.items()} if keep_params else {}
-        except NvmeError:
+        except (NvmeError, EngineError):  # of this rank, or of another
             self.abandon()
             raise
         self._give_back(values)
