@@ -43,7 +43,7 @@ from penstock.engine.staging import Sections, Staging, StagingPlan
 from penstock.engine.step import Stepper
 from penstock.engine.unit import Unit
 from penstock.engine.update import Updater
-from penstock.errors import ConfigError
+from penstock.errors import CheckpointError, ConfigError
 from penstock.kinds import COMPUTE_DTYPES, Overlap, Precision, Tier, parse_tier
 from penstock.layout import ALIGNMENT_NUMEL, round_up
 from penstock.machine.accelerator import streams_for
@@ -307,6 +307,8 @@ def build(
             facts.update(request.facts(model, layout, ranks))
     rule, groups, specs, plans, source = layout.rule, layout.groups, layout.specs, layout.plans, layout.source
     warn_of_unowned(model, groups)
+    # Now, when all ranks are here and nothing has moved: one that dies later leaves none waiting for a group.
+    of_saves = ranks.council.another(error=CheckpointError, advice="Checkpoints that were whole before still are. ")
 
     with contextlib.ExitStack() as undo, contextlib.closing(source):
         folders = request.placement.nvme_folders()
@@ -425,6 +427,7 @@ def build(
         ranks,
         streams,
         access,
+        council=of_saves,
         rule=rule,
         gradient_scale=gradient_scale,
         param_groups=optimizer.param_groups,

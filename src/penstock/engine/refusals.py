@@ -75,7 +75,7 @@ def scalars_of(param_groups: Sequence[Mapping[str, Any]], names: Sequence[str]) 
             value = group.get(name)
             if isinstance(value, torch.Tensor) and value.numel() == 1:
                 value = value.item()
-            if isinstance(value, tuple | list):
-                value = [float(item) for item in value]
-            if value is None or isinstance(value, bool | int | float | str | list):
+            if isinstance(value, tuple | list) and all(isinstance(item, int | float) for item in value):
+                value = list(value)
+            if value is None or isinstance(value, bool | int | float | str) or type(value) is list:
                 yield f"param_groups[{number}]['{name}']", value

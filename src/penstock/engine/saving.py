@@ -32,9 +32,10 @@ from penstock.checkpoint.writing import RingMemory, UnitSource
 from penstock.engine.access import Access
 from penstock.engine.scale import GradientScale
 from penstock.engine.unit import Unit
-from penstock.errors import CheckpointError, ConfigError, EngineError
+from penstock.errors import ConfigError, EngineError
 from penstock.kinds import MASTER, OPTIMIZER, PARAM
 from penstock.machine.collectives import Ranks
+from penstock.machine.council import Council
 from penstock.machine.streams import DONE, HostEvent, HostWorker, Streams, all_of
 from penstock.rules.rule import Rule
 from penstock.tiers.home import Home
@@ -58,6 +59,7 @@ class Saver:
 
     Arguments:
         model: whose buffers and configuration are kept too.
+        council: of saves alone: they go on beside what the user's thread does.
         param_groups: of the optimizer, as the user changes them.
     """
 
@@ -69,6 +71,7 @@ class Saver:
         streams: Streams,
         access: Access,
         *,
+        council: Council,
         rule: Rule,
         gradient_scale: GradientScale,
         param_groups: Sequence[Mapping[str, Any]],
@@ -81,10 +84,7 @@ class Saver:
         self._rule = rule
         self._gradient_scale = gradient_scale
         self._param_groups = param_groups
-        # Not the one of the user's thread: a save goes on beside it. Made now, when all ranks are here.
-        self._council = ranks.council.another(
-            error=CheckpointError, advice="Checkpoints that were whole before still are. "
-        )
+        self._council = council
         self._job: _Job | None = None
 
     def save(

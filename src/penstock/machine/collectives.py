@@ -142,8 +142,8 @@ class Ranks:
     def agree(self, tensor: Tensor) -> None:
         """Sum over all ranks, in place."""
         if self._shard_group is not None:
-            self.counts["all_reduce"] += 1
-            dist.all_reduce(tensor, op=dist.ReduceOp.SUM, group=self._shard_group)
+            reduce = partial(dist.all_reduce, tensor, op=dist.ReduceOp.SUM, group=self._shard_group)
+            self._count("all_reduce", reduce)
         self.all_reduce_replicas(tensor)
 
     def _issue(self, name: str, what: str, collective: Callable[[], object]) -> None:
@@ -158,6 +158,17 @@ class Ranks:
             raise EngineError(
                 f"Rank {self.rank} could not finish {what}, collective {len(self._issued)} since the last step; "
                 f"{self._others(what)}. {_SAME} ({error})"
+            ) from error
+
+    def _count(self, name: str, collective: Callable[[], object]) -> None:
+        """Issue a collective that ranks need not compare: they have agreed on it before."""
+        self.counts[name] += 1
+        try:
+            collective()
+        except RuntimeError as error:
+            raise EngineError(
+                f"Rank {self.rank} could not finish the {name} that another one takes part in, which has ended or does "
+                f"something else. ({error})"
             ) from error
 
     def _others(self, what: str) -> str:
@@ -208,8 +219,7 @@ class Ranks:
         self.others.wait()
         for group in (self._shard_group, *self._replica_groups):
             if group is not None:
-                self.counts["all_reduce"] += 1
-                dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=group)
+                self._count("all_reduce", partial(dist.all_reduce, tensor, op=dist.ReduceOp.MAX, group=group))
 
     def report(self, failure: Exception | None) -> list[float]:
         """Whether this rank has failed, as numbers that ranks sum: how many have."""
@@ -225,15 +235,14 @@ class Ranks:
         self.others.wait()
         for group in (*self._replica_groups, self._shard_group):
             if group is not None:
-                self.counts["broadcast"] += 1
-                dist.broadcast(as_bytes(tensor), group=group, group_src=0)
+                self._count("broadcast", partial(dist.broadcast, as_bytes(tensor), group=group, group_src=0))
 
     def broadcast_part(self, tensor: Tensor, shard_rank: int) -> None:
         """Every shard rank takes the tensor of one of them."""
         self.others.wait()
         if self._shard_group is not None:
-            self.counts["broadcast"] += 1
-            dist.broadcast(as_bytes(tensor), group=self._shard_group, group_src=shard_rank)
+            send = partial(dist.broadcast, as_bytes(tensor), group=self._shard_group, group_src=shard_rank)
+            self._count("broadcast", send)
 
 
 def as_bytes(tensor: Tensor) -> Tensor:
