@@ -15,6 +15,7 @@ import penstock
 from penstock.errors import ConfigError, EngineError, PenstockError
 from penstock.machine.collectives import Ranks
 from penstock.machine.council import Council
+from penstock.machine.streams import FailedEvent
 from tests.support import inline, prepare_on, run_ranks
 
 WIDTH = 16
@@ -128,14 +129,19 @@ def refusals(rank: int, folder: str) -> dict[str, str]:
     after = everything(model, optimizer)
     found["unchanged"] = str(all(torch.equal(a, b) for a, b in zip(before, after, strict=True)))
     found["goes on"] = str(not optimizer.step().skipped)
-    optimizer.close()
+    if rank == 1:
+        optimizer._engine.units[0].published = FailedEvent(EngineError("an update failed"))
+    found["close"] = said_by(optimizer.close)
+    found["empty"] = str(all(p.numel() == 0 for p in model.parameters()))
     return found
 
 
 def test_a_refusal_on_one_rank_is_a_refusal_on_all_and_training_goes_on(tmp_path: Path) -> None:
     first, second = run_ranks(refusals, 2, str(tmp_path))
     for found in (first, second):
-        assert (found.pop("unchanged"), found.pop("goes on")) == ("True", "True")
+        assert [found.pop(name) for name in ("unchanged", "goes on", "empty")] == ["True"] * 3
+    assert second.pop("close") == "EngineError: an update failed"  # at once: it does not wait for the others
+    assert first.pop("close").startswith("EngineError: Rank 0 of 2 hears nothing from another one in close()")
     expected = {
         "a frozen parameter": "EngineError: Parameter 'frozen.weight' was frozen when",
         "a gradient by hand": "EngineError: Parameter 'blocks.0.weight' has a .grad that was set by hand",

@@ -363,8 +363,10 @@ class Access:
                     failure = error  # the other ranks wait for this part
             self._ranks.broadcast_part(part, rank)
             whole[start - slot.start : stop - slot.start] = part.cpu()
-        if any(home.in_files for home in unit.homes.values()):
+        if unit.layout.shards > 1 and any(home.in_files for home in unit.homes.values()):
             self._ranks.council.agree(failure)
+        elif failure is not None:
+            raise failure
         return whole.view(slot.shape)
 
     def _own_part(self, unit: Unit, index: int, value: Tensor) -> tuple[int, int, Tensor] | None:

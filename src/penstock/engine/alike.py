@@ -13,7 +13,7 @@ _MOST_BYTES = 1 << 26  # that travel at once
 def settle_buffers(model: nn.Module, ranks: Ranks, device: torch.device) -> None:
     """Put the buffers on the device; every rank takes those of the first one, as it does with parameters. Collective.
 
-    Sparse and quantised buffers have no plain memory: they stay as each rank has them.
+    Sparse and quantised buffers, and tensor subclasses, have no plain memory: they stay as each rank has them.
     """
     for module in model.modules():
         for name, buffer in module._buffers.items():
@@ -34,7 +34,8 @@ def settle_buffers(model: nn.Module, ranks: Ranks, device: torch.device) -> None
 
 
 def _is_plain(buffer: Tensor) -> bool:
-    return buffer.layout is torch.strided and not buffer.is_quantized and buffer.numel() > 0
+    plain = type(buffer).__torch_dispatch__ is Tensor.__torch_dispatch__ and buffer.layout is torch.strided
+    return plain and not buffer.is_quantized and buffer.numel() > 0
 
 
 def _batches(buffers: Sequence[Tensor]) -> Iterator[list[Tensor]]:
