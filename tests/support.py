@@ -213,4 +213,5 @@ def prepare_on(
         options=options or penstock.Options(),
         **rest,
     )
-    return build(model, optimizer, request, Ranks.from_mesh(mesh, sharded=stage > 0), streams)
+    ranks = Ranks.from_mesh(mesh, sharded=stage > 0, timeout_s=request.options.timeout_s)
+    return build(model, optimizer, request, ranks, streams)

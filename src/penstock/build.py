@@ -9,7 +9,7 @@
 import contextlib
 import os
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Literal
@@ -20,11 +20,13 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from penstock import checks
 from penstock._native import Pool
+from penstock.accord import facts_of
 from penstock.config import Options, Placement
 from penstock.engine.access import Access, as_state
 from penstock.engine.activations import Activations
-from penstock.engine.assemble import Homes, plan_units
-from penstock.engine.discover import UnitPolicy, find_units
+from penstock.engine.alike import settle_buffers
+from penstock.engine.assemble import Homes, UnitPlan, plan_units
+from penstock.engine.discover import UnitPolicy, UnitSpec, find_units
 from penstock.engine.engine import Engine, Origin
 from penstock.engine.forked import leave_to_parent
 from penstock.engine.gather import Gatherer
@@ -38,19 +40,21 @@ from penstock.engine.samples import BatchDim, check_batch_dim, check_blocks
 from penstock.engine.saving import Saver
 from penstock.engine.scale import GradientScale, LossScale
 from penstock.engine.sharing import Sharing
+from penstock.engine.skips import Skips
 from penstock.engine.slices import SlicedBlock, sliced_blocks
-from penstock.engine.source import Weights, agreeing, open_source
-from penstock.engine.staging import Staging, StagingPlan
+from penstock.engine.source import INIT, Weights, agreeing, open_source
+from penstock.engine.staging import Sections, Staging, StagingPlan
 from penstock.engine.step import Stepper
 from penstock.engine.unit import Unit
 from penstock.engine.update import Updater
-from penstock.errors import NvmeError
+from penstock.errors import CheckpointError, ConfigError
 from penstock.kinds import COMPUTE_DTYPES, Overlap, Precision, Tier, parse_tier
 from penstock.layout import ALIGNMENT_NUMEL, round_up
 from penstock.machine.accelerator import streams_for
 from penstock.machine.arena import return_free_memory
 from penstock.machine.border import crossing
 from penstock.machine.collectives import Ranks, default_device
+from penstock.machine.council import DEFAULT_TIMEOUT_S, Facts
 from penstock.machine.lifetime import in_child
 from penstock.machine.streams import Streams
 from penstock.machine.threads import update_threads
@@ -59,6 +63,7 @@ from penstock.rules.rule import Rule
 from penstock.rules.select import rule_for
 from penstock.rules.storage import StateFormat
 from penstock.tiers.device import DeviceTier
+from penstock.tiers.home import SectionPlan
 from penstock.tiers.host import HostTier
 from penstock.tiers.nvme import NvmeTier
 from penstock.tiers.pipeline import Pipeline
@@ -94,7 +99,7 @@ def prepare(
 
     The model stays the same object; its parameters become views of buffers that are gathered for each use. Its first
     rank's parameters are taken over by every rank. Floating-point inputs of the model are cast to the compute dtype;
-    buffers are moved to the device and keep their dtype, and so do batch norms as a whole: fp32.
+    buffers are moved to the device, are the first rank's too, and keep their dtype, as batch norms do as a whole: fp32.
 
     Arguments:
         model: any module with values, or on the meta device with `weights`. Its floating-point parameters take the
@@ -147,13 +152,20 @@ def prepare(
         >>> optimizer.step().skipped
         False
     """
-    placement = checks.check_features(stage, placement, precision, overlap, master, unit_micro_batches, options)
-    check_batch_dim(batch_dim)
-    checks.check_dtypes(reduce_dtype, grad_accumulation_dtype)
-    checks.check_clip(max_grad_norm, overlap)
-    checks.check_loss_scale(precision, overlap, options)
-    checks.check_model(model, has_values=weights is None)
     checks.check_ranks(mesh)
+    timeout_s = getattr(options, "timeout_s", DEFAULT_TIMEOUT_S)  # they are not checked yet
+    ranks = Ranks.from_mesh(mesh, sharded=stage != 0, timeout_s=timeout_s)
+    try:
+        with ranks.council.together("prepare()"):
+            placement = checks.check_features(stage, placement, precision, overlap, master, unit_micro_batches, options)
+            check_batch_dim(batch_dim)
+            checks.check_dtypes(reduce_dtype, grad_accumulation_dtype)
+            checks.check_clip(max_grad_norm, overlap)
+            checks.check_loss_scale(precision, overlap, options)
+            checks.check_model(model, has_values=weights is None)
+    except BaseException:
+        ranks.close()
+        raise
     device = torch.device(mesh.device_type) if mesh is not None else default_device()
     if mesh is not None and device.type != "cpu":
         device = default_device()
@@ -176,8 +188,9 @@ def prepare(
     )
     streams = streams_for(device, debug_release=options.debug_release or bool(os.environ.get(DEBUG_RELEASE)))
     try:
-        return build(model, optimizer, request, Ranks.from_mesh(mesh, sharded=stage > 0), streams)
+        return build(model, optimizer, request, ranks, streams)
     except BaseException:
+        ranks.close()
         streams.close()  # they have threads of their own
         raise
 
@@ -200,6 +213,29 @@ class Request:
     unit_micro_batches: int = 1
     batch_dim: BatchDim = 0
 
+    def facts(self, model: nn.Module, layout: "_Layout", ranks: Ranks) -> Facts:
+        """What has to be the same on every rank."""
+        weights = self.weights if self.weights is None or self.weights == INIT else "given"
+        return facts_of(
+            model,
+            layout.specs,
+            layout.groups,
+            placement=self.placement,
+            options=self.options,
+            mesh=f"{ranks.shards} shards, {ranks.replicas} copies",
+            stage=self.stage,
+            compute_dtype=self.compute_dtype,
+            reduce_dtype=self.reduce_dtype,
+            grad_accumulation_dtype=self.accumulation_dtype,
+            master=self.master,
+            max_grad_norm=self.max_grad_norm,
+            overlap=self.overlap,
+            unit_micro_batches=self.unit_micro_batches,
+            batch_dim=str(self.batch_dim),
+            weights=weights,
+            optimizer=layout.rule.name,
+        )
+
     def homes(self, rule: Rule) -> Homes:
         """Where each kind lives."""
         low_precision = self.compute_dtype != torch.float32
@@ -216,11 +252,26 @@ class Request:
         )
 
 
-@crossing
-def build(
+@dataclass(frozen=True, kw_only=True)
+class _Layout:
+    """What phase 2 finds."""
+
+    rule: Rule
+    groups: Mapping[nn.Parameter, int]
+    specs: Sequence[UnitSpec]
+    blocks: Mapping[nn.Module, str]  # modules that are units, but for the model itself, by name
+    plans: Sequence[UnitPlan]
+    live_bytes: int
+    streamed: bool
+    plan_staging: Callable[[Sequence[Sections]], StagingPlan]
+    staging_plan: StagingPlan
+    sections: Sequence[SectionPlan]
+
+
+def _lay_out(
     model: nn.Module, optimizer: torch.optim.Optimizer, request: Request, ranks: Ranks, streams: Streams
-) -> Optimizer:
-    """Phases 2 to 4, for given ranks and streams."""
+) -> _Layout:
+    """Phase 2, on this rank alone."""
     options = request.options
     rule = rule_for(optimizer, StateFormat(options.state_dtype, options.rounding, options.rounding_seed))
     groups = {p: number for number, group in enumerate(optimizer.param_groups) for p in group["params"]}
@@ -245,7 +296,34 @@ def build(
     sections = [*(section for plan in plans for section in plan.all_sections()), *staging_plan.sections()]
     rings = bytes_on(list(staging_plan.sections()), Tier.CPU)
     checks.check_host_memory(bytes_on(sections, Tier.CPU), rings, streams.device, options)
+    return _Layout(
+        rule=rule,
+        groups=groups,
+        specs=specs,
+        blocks=blocks,
+        plans=plans,
+        live_bytes=live_bytes,
+        streamed=streamed,
+        plan_staging=plan_staging,
+        staging_plan=staging_plan,
+        sections=sections,
+    )
+
+
+@crossing
+def build(
+    model: nn.Module, optimizer: torch.optim.Optimizer, request: Request, ranks: Ranks, streams: Streams
+) -> Optimizer:
+    """Phases 2 to 4, for given ranks and streams."""
+    options = request.options
+    with ranks.council.together("prepare()", ConfigError) as facts:  # before any other collective
+        layout = _lay_out(model, optimizer, request, ranks, streams)
+        if ranks.world_size > 1:
+            facts.update(request.facts(model, layout, ranks))
+    rule, groups, specs, plans = layout.rule, layout.groups, layout.specs, layout.plans
     warn_of_unowned(model, groups)
+    # Now, when all ranks are here and nothing has moved: one that dies later leaves none waiting for a group.
+    of_saves = ranks.council.another(error=CheckpointError, advice="Checkpoints that were whole before still are. ")
 
     with (
         contextlib.ExitStack() as undo,
@@ -260,21 +338,15 @@ def build(
             ]
         )
         undo.callback(store.close)
-        reserved, failure = None, None
-        try:
-            reserved = store.reserve(sections)
-        except NvmeError as error:
-            failure = error
-        if any(section.tier is Tier.NVME for section in sections):
-            ranks.check_failures(failure, streams.device)  # the other ranks would wait for this one's parameters
-        assert reserved is not None
-        with agreeing(request.weights, ranks, streams.device):
+        with ranks.council.together("prepare()"):  # the other ranks would wait for this one's parameters
+            reserved = store.reserve(layout.sections)
+        with agreeing(request.weights, ranks):
             undo.callback(replace_meta(model))
         origins = {p: Origin(p.dtype, p.device) for spec in specs for p in spec.parameters}
         units: list[Unit] = []
         filled: list[Unit] = []  # whose parameters have given up their own memory
         undo.callback(empty_parameters, filled, origins)
-        with agreeing(request.weights, ranks, streams.device):
+        with agreeing(request.weights, ranks):
             for number, flats in source.units(specs):
                 while len(units) <= number:
                     units.append(plans[len(units)].build(len(units), reserved))
@@ -282,10 +354,10 @@ def build(
                 filled.append(units[number])
                 del flats  # before the next unit's come
         staging = Staging(store)
-        staging.replan(staging_plan)
+        staging.replan(layout.staging_plan)
         staging.take(reserved)
         undo.pop_all()
-    move_buffers(model, streams.device)
+    settle_buffers(model, ranks, streams.device)
     return_free_memory()  # the parameters' own memory, which the cells have replaced
 
     pool = Pool(options.update_threads or update_threads())
@@ -294,7 +366,7 @@ def build(
     gradient_scale = GradientScale(1 / ranks.world_size if options.reduce_op == "mean" else 1.0, loss_scale)
     trained = {p: groups[p] for unit in units if unit.trained for p in unit.spec.parameters}
     transit = Transit(streams, staging.transit)
-    gatherer = Gatherer(ranks, streams, transit, live_bytes=live_bytes, prefetch_bytes=options.prefetch_bytes)
+    gatherer = Gatherer(ranks, streams, transit, live_bytes=layout.live_bytes, prefetch_bytes=options.prefetch_bytes)
     for unit in units:
         if unit.resident:
             gatherer.acquire(unit)
@@ -327,7 +399,7 @@ def build(
         updater,
         param_groups=optimizer.param_groups,
         gradient_scale=gradient_scale,
-        sharing=Sharing(options.streamed_updates, streams) if streamed else None,
+        sharing=Sharing(options.streamed_updates, streams) if layout.streamed else None,
         overlaps=request.overlap != "none",
         begins=begins,
     )
@@ -343,7 +415,7 @@ def build(
         gradient_scale=gradient_scale,
         activations=activations_for(request, streams, store, units),
     )
-    sliced = sliced_blocks(blocks, request.unit_micro_batches, request.batch_dim)
+    sliced = sliced_blocks(layout.blocks, request.unit_micro_batches, request.batch_dim)
     mover = Mover(
         units,
         plans,
@@ -354,7 +426,7 @@ def build(
         reducer,
         staging,
         in_use=hooks.in_use,
-        plan_staging=plan_staging,
+        plan_staging=layout.plan_staging,
     )
     access = Access(
         units,
@@ -374,6 +446,7 @@ def build(
         ranks,
         streams,
         access,
+        council=of_saves,
         rule=rule,
         gradient_scale=gradient_scale,
         param_groups=optimizer.param_groups,
@@ -404,6 +477,7 @@ def build(
         hooks=hooks,
         access=access,
         gradient_scale=gradient_scale,
+        skips=Skips(options.max_skipped_steps, at_once=options.on_nonfinite == "raise", loss_scale=loss_scale),
         mover=mover,
         saver=saver,
         loader=loader,
@@ -459,14 +533,6 @@ def warn_of_unowned(model: nn.Module, owned: Mapping[nn.Parameter, int]) -> None
             "updated, and their gradients are dropped.",
             stacklevel=6,
         )
-
-
-def move_buffers(model: nn.Module, device: torch.device) -> None:
-    """Put the model's buffers on the device, in their own dtype."""
-    for module in model.modules():
-        for name, buffer in module._buffers.items():
-            if buffer is not None:
-                module._buffers[name] = buffer.to(device)
 
 
 def number_elements(parameters: Iterable[nn.Parameter]) -> dict[nn.Parameter, int]:

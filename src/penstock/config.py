@@ -88,9 +88,14 @@ class Options:
             host updates the others. `"auto"` measures both sides in the first steps and keeps what it finds. A device
             may round otherwise than the host in the last place, so state a number where a run has to be repeated bit
             by bit. No effect where the device is a cpu.
+        timeout_s: how long ranks wait for each other where they agree: in `prepare`, before a step and every other
+            collective method, and while a checkpoint is written. Gathers and reductions go over the process group that
+            you made, and wait as long as `init_process_group(timeout=)` says.
         io_queue_depth: requests in flight per nvme path.
         checksums: checksum stored tiles.
         on_nonfinite: a step whose gradient norm is not finite is skipped, or raises `EngineError`.
+        max_skipped_steps: so many steps that were skipped in a row raise `EngineError`; `None` for never. In fp16 those
+            count in which the loss scale could not fall any more.
         reduce_op: gradients are averaged or summed over ranks.
         state_dtype: how the optimizer's states are stored: `"int8"` is a dynamic 8-bit map with one fp32 scale for
             each block of 256 (Dettmers et al., "8-bit Optimizers via Block-wise Quantization", 2022).
@@ -98,7 +103,7 @@ class Options:
             lets updates smaller than half a bf16 step count on average.
         rounding_seed: of stochastic rounding; the same seed gives the same bits in every placement and world size.
         initial_loss_scale: first loss scale of fp16.
-        dynamic_loss_scale: adapt the loss scale of fp16.
+        dynamic_loss_scale: adapt the loss scale of fp16. It does not fall below 1.
         debug_release: for tests of models and loops: release every unit after each use and fill its memory with NaN,
             also where compute could read it in place, and on a cpu run all movement late, on threads. What reads
             parameters where it must not gets a wrong number then, on one rank and any machine. Slow; the results are
@@ -118,6 +123,7 @@ class Options:
     io_queue_depth: int = 8
     checksums: bool = True
     on_nonfinite: Literal["skip", "raise"] = "skip"
+    max_skipped_steps: int | None = 100
     reduce_op: Literal["mean", "sum"] = "mean"
     state_dtype: Literal["fp32", "bf16", "int8"] = "fp32"
     rounding: Literal["stochastic", "nearest"] = "stochastic"
@@ -125,6 +131,7 @@ class Options:
     initial_loss_scale: float = 65536.0
     dynamic_loss_scale: bool = True
     debug_release: bool = False
+    timeout_s: float = 600.0
 
     def __post_init__(self) -> None:
         """Refuse values out of range, by name."""
@@ -142,9 +149,10 @@ class Options:
         share: Any = self.streamed_updates
         if share != "auto" and (isinstance(share, bool) or not isinstance(share, int | float) or not 0 <= share <= 1):
             raise ConfigError(f"Options(streamed_updates={share!r}): use a number from 0 to 1, or 'auto'.")
-        scale: Any = self.initial_loss_scale
-        if not (isinstance(scale, int | float) and scale > 0 and math.isfinite(scale)):
-            raise ConfigError(f"Options(initial_loss_scale={scale!r}): use a finite number above 0.")
+        for name in ("initial_loss_scale", "timeout_s"):
+            number: Any = getattr(self, name)
+            if not (isinstance(number, int | float) and number > 0 and math.isfinite(number)):
+                raise ConfigError(f"Options({name}={number!r}): use a finite number above 0.")
 
 
 _WHOLE_NUMBERS = {  # name -> (least value, None allowed)
@@ -156,6 +164,7 @@ _WHOLE_NUMBERS = {  # name -> (least value, None allowed)
     "update_threads": (1, True),
     "io_queue_depth": (1, False),
     "rounding_seed": (0, False),
+    "max_skipped_steps": (1, True),
 }
 _CHOICES: dict[str, tuple[Any, ...]] = {
     "on_nonfinite": ("skip", "raise"),

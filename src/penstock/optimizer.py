@@ -3,8 +3,8 @@
 import contextlib
 import math
 import weakref
-from collections.abc import Callable, Container, Iterable, Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial, wraps
 from os import PathLike
 from typing import Any, Concatenate, Literal, ParamSpec, TypeVar, get_args
@@ -14,12 +14,21 @@ from torch import Tensor, nn
 
 from penstock.engine.access import as_state
 from penstock.engine.engine import Engine
+from penstock.engine.refusals import (
+    check_at_rest,
+    check_backward_over,
+    check_outside,
+    check_step,
+    drop_own_gradients,
+    scalars_of,
+)
 from penstock.engine.step import StepResult
 from penstock.engine.tracing import TraceReport, take_trace
 from penstock.engine.under_way import in_backward
 from penstock.errors import ConfigError, EngineError
 from penstock.kinds import GATHERED, LEAVING, KindName, Tier, parse_tier
 from penstock.machine.border import Around, ours
+from penstock.machine.council import Facts
 from penstock.tiers.report import Location, LocationReport
 
 P = ParamSpec("P")
@@ -93,29 +102,23 @@ class Optimizer(torch.optim.Optimizer):
         Raises:
             ConfigError: a closure was given.
             EngineError: closed; called inside forward, backward or `gathered`; the last backward did not finish, or was
-                under `no_sync`; a frozen parameter was unfrozen, or one was written outside `gathered`; the norm is not
-                finite and `Options(on_nonfinite="raise")`.
+                under `no_sync`; a frozen parameter was unfrozen, one was written outside `gathered`, or one has a
+                `.grad` that was set by hand; the norm is not finite and `Options(on_nonfinite="raise")`, or was not for
+                `Options(max_skipped_steps=)` steps in a row. Raised on every rank, and nothing has changed.
         """
         if closure is not None:
             raise ConfigError("step(closure) is not supported: call backward first, then step().")
-        engine = self._open("step")
-        self._check_backward_over("step", engine)
-        if any(unit.holding.blocks for unit in engine.units):
-            raise EngineError("step() was called inside gathered(). Leave the block first: step changes what it shows.")
+        with self._together("step") as (engine, facts):
+            self._open("step")
+            check_step(engine)
+            if engine.ranks.world_size > 1:
+                facts.update(scalars_of(self.param_groups, list(self._given.defaults)))
+                facts["the scale of gradients"] = engine.gradient_scale.value
         self._given._opt_called = True  # type: ignore[attr-defined] # its schedulers look here for a step before theirs
-        engine.check_frozen()
-        for unit in engine.units:
-            unit.check_written()
         measure, scale = engine.stepper.measure(), engine.gradient_scale
         if not math.isfinite(measure.grad_norm):
             engine.stepper.skip()
-            if scale.loss is not None:
-                scale.loss.update(finite=False)
-            if engine.options.on_nonfinite == "raise" and not (scale.loss is not None and scale.loss.dynamic):
-                raise EngineError(
-                    "The norm of the gradient is not finite; nothing was updated. Look for an overflow in the loss, "
-                    "or use Options(on_nonfinite='skip')."
-                )
+            engine.skips.step_skipped(measure.flawed)
             return StepResult(float("nan"), skipped=True, loss_scale=scale.loss_scale)
         for unit in measure.present:
             engine.gatherer.outdate(unit)
@@ -123,25 +126,8 @@ class Optimizer(torch.optim.Optimizer):
             unit.count_writes(slots)
         engine.stepper.update(measure, self._max_grad_norm)
         engine.gatherer.show_resident(engine.units, wait=engine.overlap not in ("forward", "backward"))
-        if scale.loss is not None:
-            scale.loss.update(finite=True)
+        engine.skips.step_made()
         return StepResult(measure.grad_norm, skipped=False, loss_scale=scale.loss_scale)
-
-    def _check_backward_over(self, verb: str, engine: Engine) -> None:
-        """Refuse to work on gradients that are not whole."""
-        if in_backward() or engine.hooks.in_forward:
-            raise EngineError(
-                f"{verb}() was called inside a forward or a backward. Call it after backward has returned."
-            )
-        if engine.hooks.backward_open or engine.hooks.backward_failed:
-            raise EngineError(
-                "The last backward did not finish, so its gradients are not whole. Drop them with zero_grad()."
-            )
-        if engine.reducer.holds_back(engine.units):
-            raise EngineError(
-                f"Gradients of no_sync micro-batches are not reduced yet. Run the last backward before {verb}() "
-                "outside no_sync(), or drop them with zero_grad()."
-            )
 
     @_public
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -153,6 +139,7 @@ class Optimizer(torch.optim.Optimizer):
         self._open("zero_grad", whole=True)
         engine.hooks.backward_failed = False
         engine.reducer.zero(engine.units)
+        drop_own_gradients(engine.units)
         engine.gradient_scale.renew()
 
     def no_sync(self) -> AbstractContextManager[None]:
@@ -164,7 +151,7 @@ class Optimizer(torch.optim.Optimizer):
         return self._open("no_sync").reducer.held_back()
 
     @_public
-    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
+    def clip_grad_norm_(self, max_norm: float, norm_type: float | str = 2.0) -> Tensor:
         """Clip the norm of the accumulated gradient over parameters and ranks, as the torch function does. Collective.
 
         For loops that clip by themselves, between the last backward and `step`, which applies it: no pass over the
@@ -173,8 +160,8 @@ class Optimizer(torch.optim.Optimizer):
 
         Arguments:
             max_norm: the norm afterwards, at most.
-            norm_type: 2, or any other that `torch.nn.utils.clip_grad_norm_` takes, such as `float("inf")`: those read
-                every gradient once more.
+            norm_type: 2, or any other that `torch.nn.utils.clip_grad_norm_` takes, such as `float("inf")` or `"inf"`:
+                those read every gradient once more.
 
         Returns:
             The norm before clipping, 0-dim on the cpu; not finite when the gradient is not, which `step` then skips.
@@ -188,14 +175,14 @@ class Optimizer(torch.optim.Optimizer):
             >>> norm = optimizer.clip_grad_norm_(1.0)  # doctest: +SKIP
             >>> optimizer.step()  # doctest: +SKIP
         """
-        for name, value in (("max_norm", max_norm), ("norm_type", norm_type)):
-            if not value > 0:
-                raise ConfigError(f"clip_grad_norm_({name}={value!r}): use a number above 0.")
-        engine = self._open("clip_grad_norm_", whole=True)
-        self._check_backward_over("clip_grad_norm_", engine)
+        limit, norm_type = _above_zero("max_norm", max_norm), _above_zero("norm_type", norm_type)
+        with self._together("clip_grad_norm_") as (engine, facts):
+            self._open("clip_grad_norm_", whole=True)
+            check_backward_over("clip_grad_norm_", engine)
+            facts.update({"max_norm": limit, "norm_type": norm_type})
         norm = engine.stepper.measure().grad_norm if norm_type == 2 else engine.access.grad_norm(norm_type)
         if math.isfinite(norm):
-            engine.gradient_scale.clip *= min(1.0, max_norm / (norm + 1e-6))
+            engine.gradient_scale.clip *= min(1.0, limit / (norm + 1e-6))
         return torch.tensor(norm, dtype=torch.float32, device="cpu")
 
     @_public
@@ -246,40 +233,61 @@ class Optimizer(torch.optim.Optimizer):
         Raises:
             ConfigError: a tensor that is no parameter of the model.
         """
-        engine = self._open("gathered", whole=modify, writes=modify)
-        return Around(engine.access.gathered(parameters, modify=modify), partial(engine.turn, "gathered"))
+        wanted = None if parameters is None else list(parameters)
+        with ours(), self._together("gathered") as (engine, facts):
+            self._open("gathered", whole=modify, writes=modify)
+            facts["parameters"] = "all" if wanted is None else [engine.access.name(p) for p in wanted]
+            facts["modify"] = modify
+            engine.access.finish()
+        return Around(engine.access.gathered(wanted, modify=modify), partial(engine.turn, "gathered"))
 
     @_public
     def full_param(self, parameter: nn.Parameter) -> Tensor:
         """The parameter at master precision: fp32, its shape, on the cpu. Collective."""
-        return self._open("full_param").access.param(parameter)
+        with self._one("full_param", parameter) as engine:
+            self._open("full_param")
+        return engine.access.param(parameter)
 
     @_public
     def full_grad(self, parameter: nn.Parameter) -> Tensor:
         """The gradient accumulated so far, over all ranks: fp32, on the cpu; zeros where there is none. Collective."""
-        return self._open("full_grad").access.grad(parameter)
+        with self._one("full_grad", parameter) as engine:
+            self._open("full_grad")
+            engine.access.check_grad(parameter)
+        return engine.access.grad(parameter)
 
     @_public
     def full_state(self, parameter: nn.Parameter, name: str) -> Tensor:
         """An optimizer state such as `"exp_avg"`: fp32, on the cpu; `"step"` is 0-dim. Collective."""
-        return self._open("full_state").access.state(parameter, name)
+        with self._one("full_state", parameter, name) as engine:
+            self._open("full_state")
+            engine.access.check_name(parameter, name)
+        return engine.access.state(parameter, name)
 
     @_public
     def set_full_param(self, parameter: nn.Parameter, value: Tensor) -> None:
         """Overwrite parameter and master weights with a whole value, the same on every rank. Collective."""
-        engine = self._open("set_full_param", whole=True, writes=True)
-        self._check_outside("set_full_param", engine)
+        with self._one("set_full_param", parameter) as engine:
+            self._open("set_full_param", whole=True, writes=True)
+            check_outside("set_full_param", engine)
+            engine.access.check_param(parameter, value)
         engine.access.set_param(parameter, value)
 
     @_public
     def set_full_grad(self, parameter: nn.Parameter, value: Tensor) -> None:
         """Overwrite the accumulated gradient with a whole value, the same on every rank. Collective."""
-        self._open("set_full_grad", whole=True).access.set_grad(parameter, value)
+        with self._one("set_full_grad", parameter) as engine:
+            self._open("set_full_grad", whole=True)
+            engine.access.check_grad(parameter, value)
+        engine.access.set_grad(parameter, value)
 
     @_public
     def set_full_state(self, parameter: nn.Parameter, name: str, value: Tensor) -> None:
         """Overwrite an optimizer state with a whole value, the same on every rank. Collective."""
-        self._open("set_full_state", whole=True, writes=True).access.set_state(parameter, name, value)
+        with self._one("set_full_state", parameter, name) as engine:
+            self._open("set_full_state", whole=True, writes=True)
+            engine.access.check_state(parameter, name, value)
+        engine.access.set_state(parameter, name, value)
 
     @_public
     def synchronize(self) -> None:
@@ -294,7 +302,10 @@ class Optimizer(torch.optim.Optimizer):
 
         Meant for small models and for tools that expect it: it needs the memory of the whole optimizer state.
         """
-        access = self._open("state_dict", whole=True).access
+        with self._together("state_dict") as (engine, _):
+            self._open("state_dict", whole=True)
+            engine.access.finish()
+        access = engine.access
         packed = super().state_dict()
         numbers = {p: index for index, p in enumerate(p for group in self.param_groups for p in group["params"])}
         names = access.state_names
@@ -315,21 +326,22 @@ class Optimizer(torch.optim.Optimizer):
             ConfigError: a state or an option that the rule does not have, or a state of another shape. Nothing changed.
             ValueError: other groups than this optimizer's.
         """
-        engine = self._open("load_state_dict", whole=True, writes=True)
-        groups = self.param_groups
-        super().load_state_dict({"state": {}, "param_groups": state_dict["param_groups"]})
-        # The groups stay the same objects: schedulers may hold the optimizer that was given to prepare.
-        loaded, self.param_groups = self.param_groups, groups
-        engine.updater.check_groups(loaded)
-        numbers = (number for group in state_dict["param_groups"] for number in group["params"])
-        parameters = dict(zip(numbers, (p for group in groups for p in group["params"]), strict=True))
-        states = {
-            parameters[number]: {n: as_state(v) for n, v in values.items() if v is not None}  # SGD before a step
-            for number, values in state_dict["state"].items()
-        }
-        for parameter, values in states.items():
-            for name, value in values.items():
-                engine.access.check_state(parameter, name, value)
+        with self._together("load_state_dict") as (engine, _):
+            self._open("load_state_dict", whole=True, writes=True)
+            groups = self.param_groups
+            super().load_state_dict({"state": {}, "param_groups": state_dict["param_groups"]})
+            # The groups stay the same objects: schedulers may hold the optimizer that was given to prepare.
+            loaded, self.param_groups = self.param_groups, groups
+            engine.updater.check_groups(loaded)
+            numbers = (number for group in state_dict["param_groups"] for number in group["params"])
+            parameters = dict(zip(numbers, (p for group in groups for p in group["params"]), strict=True))
+            states = {
+                parameters[number]: {n: as_state(v) for n, v in values.items() if v is not None}  # SGD before a step
+                for number, values in state_dict["state"].items()
+            }
+            for parameter, values in states.items():
+                for name, value in values.items():
+                    engine.access.check_state(parameter, name, value)
 
         for group, new in zip(groups, loaded, strict=True):
             group.clear()
@@ -373,8 +385,10 @@ class Optimizer(torch.optim.Optimizer):
         if tier is Tier.DEVICE:
             raise ConfigError("offload_states(to='device'): use 'cpu' or 'nvme'; reload_states() brings state back.")
         kinds = _movable(include)
-        engine = self._open("offload_states", writes=True)
-        engine.access.finish()
+        with self._together("offload_states") as (engine, facts):
+            self._open("offload_states", writes=True)
+            facts.update({"include": kinds, "to": tier.value, "non_blocking": non_blocking})
+            engine.access.finish()
         engine.mover.offload(kinds, tier, pin=pin_memory, wait=not non_blocking)
 
     @_public
@@ -384,8 +398,10 @@ class Optimizer(torch.optim.Optimizer):
         Arguments:
             non_blocking: return while copies are under way; who needs the state waits for it.
         """
-        engine = self._open("reload_states", writes=True)
-        engine.access.finish()
+        with self._together("reload_states") as (engine, facts):
+            self._open("reload_states", writes=True)
+            facts["non_blocking"] = non_blocking
+            engine.access.finish()
         engine.mover.reload(wait=not non_blocking)
 
     @_public
@@ -425,8 +441,10 @@ class Optimizer(torch.optim.Optimizer):
         Example:
             >>> optimizer.save("checkpoints/step-100", extra={"step": 100}, keep=3)  # doctest: +SKIP
         """
-        engine = self._open("save", whole=True)
-        self._check_at_rest("save", engine)
+        with self._together("save") as (engine, facts):
+            self._open("save", whole=True)
+            check_at_rest("save", engine)
+            facts.update({"blocking": blocking, "keep": keep, "if_busy": if_busy})
         engine.saver.save(path, extra=extra, blocking=blocking, keep=keep, if_busy=if_busy)
 
     @_public
@@ -451,8 +469,9 @@ class Optimizer(torch.optim.Optimizer):
         Example:
             >>> extra = optimizer.load("checkpoints/latest")  # doctest: +SKIP
         """
-        engine = self._open("load", whole=True, writes=True)
-        self._check_at_rest("load", engine)
+        with self._together("load") as (engine, _):
+            self._open("load", whole=True, writes=True)
+            check_at_rest("load", engine)
         return engine.loader.load(path)
 
     def trace(self, path: str | PathLike[str]) -> AbstractContextManager[TraceReport]:
@@ -503,7 +522,7 @@ class Optimizer(torch.optim.Optimizer):
             )
         if engine is not None:
             self._check_here("close", engine)
-            self._check_outside("close", engine)
+            check_outside("close", engine)
             try:
                 engine.close(keep_params=keep_params)
             finally:
@@ -514,16 +533,29 @@ class Optimizer(torch.optim.Optimizer):
         if engine.elsewhere is not None:
             raise EngineError(f"{verb}() was called in a child process. {engine.elsewhere}")
 
-    def _check_at_rest(self, verb: str, engine: Engine) -> None:
-        """Refuse in the middle of things."""
-        self._check_outside(verb, engine)
-        if any(unit.holding.blocks for unit in engine.units):
-            raise EngineError(f"{verb}() was called inside gathered(). Leave the block first.")
+    @contextmanager
+    def _together(self, verb: str) -> Iterator[tuple[Engine, Facts]]:
+        """What a collective method checks before it begins: where one rank refuses, or calls another, all stop.
 
-    def _check_outside(self, verb: str, engine: Engine) -> None:
-        """Refuse in the middle of a pass."""
-        if in_backward() or engine.hooks.in_forward:
-            raise EngineError(f"{verb}() was called inside a forward or a backward. Call it between steps.")
+        Returns:
+            A context manager that gives the engine, and a dict for what has to be the same on all ranks.
+        """
+        if self._engine is None:
+            self._open(verb)
+        assert self._engine is not None
+        engine = self._engine
+        self._check_here(verb, engine)
+        with engine.ranks.council.together(f"{verb}()") as facts:
+            yield engine, facts
+
+    @contextmanager
+    def _one(self, verb: str, parameter: nn.Parameter, state: str = "") -> Iterator[Engine]:
+        """The same for a method of one parameter."""
+        with self._together(verb) as (engine, facts):
+            facts["parameter"] = engine.access.name(parameter)
+            facts["state"] = state
+            yield engine
+            engine.access.finish()
 
     def _open(self, verb: str, *, whole: bool = False, writes: bool = False) -> Engine:
         """The engine.
@@ -560,6 +592,17 @@ class ModelZeroGrad:
             optimizer.zero_grad(set_to_none)
         else:
             self._engine.reducer.zero(self._engine.units)
+
+
+def _above_zero(name: str, value: Any) -> float:
+    """An argument of `clip_grad_norm_`: a number, or what torch reads as one, such as "inf"."""
+    try:
+        number = float(value)
+    except (TypeError, ValueError):
+        number = math.nan
+    if not number > 0:
+        raise ConfigError(f"clip_grad_norm_({name}={value!r}): use a number above 0.")
+    return number
 
 
 def _movable(include: Container[KindName] | None) -> list[str]:

@@ -54,8 +54,34 @@ def fail_before_step(rank: int, folder: Path) -> str:
 
 def test_a_failure_known_at_step_stops_every_rank(tmp_path: Path) -> None:
     first, second = run_ranks(fail_before_step, 2, tmp_path)
-    assert first == "EngineError: Rank 1 failed, and this rank stops with it: see the error there."
+    assert first == f"EngineError: Rank 1 of 2 failed, and this one stops with it. {second}"
     assert second.startswith("NvmeError: Writing grad of unit ")
+    assert list(tmp_path.iterdir()) == []
+
+
+def fail_while_looking(rank: int, folder: Path) -> list[str]:
+    """Rank 1 cannot read its part, of a parameter and at the end."""
+    faults = Faults()
+    said = []
+    with pytest.MonkeyPatch.context() as patch:
+        faults.install(patch)
+        model, optimizer = EVERYTHING.prepare(folder, inline())
+        weights = [p for p in model.parameters() if p.numel() > 1000]
+        for look in (lambda: [optimizer.full_param(p) for p in weights], optimizer.close):
+            faults.arm(1 if rank == 1 else 0)
+            with pytest.raises((penstock.NvmeError, penstock.EngineError)) as caught:
+                look()
+            said.append(f"{caught.type.__name__}: {caught.value}")
+        optimizer.close()
+        assert all(p.numel() == 0 for p in model.parameters())
+    return said
+
+
+def test_a_part_that_one_rank_cannot_read_stops_every_rank(tmp_path: Path) -> None:
+    for first, second in zip(*run_ranks(fail_while_looking, 2, tmp_path), strict=True):
+        assert second.startswith("NvmeError: Reading ")
+        assert first.startswith("EngineError: Rank 1 of 2 failed")
+        assert second in first
     assert list(tmp_path.iterdir()) == []
 
 
@@ -126,7 +152,7 @@ def prepare_where(rank: int, folders: list[Path]) -> str:
 def test_a_folder_that_one_rank_does_not_have_stops_every_rank(tmp_path: Path) -> None:
     first, second = run_ranks(prepare_where, 2, [tmp_path / "missing", tmp_path])
     assert first.startswith("NvmeError: The nvme path ")
-    assert second == "EngineError: Rank 0 failed, and this rank stops with it: see the error there."
+    assert second == f"EngineError: Rank 0 of 2 failed in prepare(), and this one stops with it. {first}"
     assert list(tmp_path.iterdir()) == []
 
 

@@ -24,7 +24,7 @@ LAYERS = (
     ("tiers",),
     ("checkpoint", "planner"),
     ("engine",),
-    ("checks", "optimizer"),
+    ("accord", "checks", "optimizer"),
     ("build",),
     ("",),  # the public names
     ("integrations",),  # these three over the public names and the errors only
@@ -38,6 +38,7 @@ OUTSIDE = ("integrations", "cli", "__main__")
 ENGINE = {
     "access": {"gather", "holding", "reduce", "scale", "unit"},
     "activations": {"staging", "versions"},
+    "alike": set(),
     "anchor": {"unit"},
     "assemble": {"discover", "source", "unit"},
     "buffers": set(),
@@ -51,6 +52,7 @@ ENGINE = {
         "residency",
         "saving",
         "scale",
+        "skips",
         "step",
         "unit",
         "update",
@@ -84,6 +86,7 @@ ENGINE = {
     "reads": set(),
     "recorded": set(),
     "reduce": {"buffers", "unit"},
+    "refusals": {"engine", "under_way", "unit"},
     "residency": {
         "assemble",
         "gather",
@@ -97,6 +100,7 @@ ENGINE = {
     "saving": {"access", "scale", "unit"},
     "scale": set(),
     "sharing": {"update"},
+    "skips": {"scale"},
     "slices": {
         "leftovers",
         "samples",

@@ -81,6 +81,7 @@ WHOLE_NUMBERS = {
     "update_threads": 1,
     "io_queue_depth": 1,
     "rounding_seed": 0,
+    "max_skipped_steps": 1,
 }
 
 
@@ -102,7 +103,7 @@ def test_only_some_sizes_may_be_left_to_penstock() -> None:
         except ConfigError:
             continue
         optional.add(name)
-    assert optional == {"pinned_bytes", "update_threads"}
+    assert optional == {"pinned_bytes", "update_threads", "max_skipped_steps"}
 
 
 @pytest.mark.parametrize(
@@ -126,6 +127,8 @@ def test_choices_are_named(name: str, wrong: Any, choices: str) -> None:
 def test_the_loss_scale_is_finite_and_above_zero(scale: Any) -> None:
     with pytest.raises(ConfigError, match=r"Options\(initial_loss_scale=.*use a finite number above 0"):
         Options(initial_loss_scale=scale)
+    with pytest.raises(ConfigError, match=r"Options\(timeout_s=.*use a finite number above 0"):
+        Options(timeout_s=scale)
 
 
 def test_every_option_is_checked() -> None:
@@ -138,6 +141,7 @@ def test_every_option_is_checked() -> None:
         "checksums",
         "dynamic_loss_scale",
         "initial_loss_scale",
+        "timeout_s",
         "streamed_updates",
     }
     assert {f.name for f in dataclasses.fields(Options)} == checked

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from torch import Tensor
 
-from penstock.checkpoint.fields import to_bytes
+from penstock.checkpoint.fields import Field, to_bytes
 from penstock.checkpoint.folder import (
     commit,
     data_name,
@@ -23,7 +23,7 @@ from penstock.checkpoint.manifest import FileEntry, Manifest, RankFiles, tensors
 from penstock.checkpoint.tables import RankTable, UnitTable
 from penstock.checkpoint.writing import RingMemory, TileWriter, UnitSource
 from penstock.errors import CheckpointError
-from penstock.machine.collectives import Council
+from penstock.machine.council import Council
 from penstock.machine.streams import Streams
 
 
@@ -33,6 +33,18 @@ class Written:
 
     files: RankFiles
     tensors: FileEntry | None
+
+    def to_json(self) -> list[object]:
+        """For the other ranks to `read`."""
+        entries = (self.files.data, self.files.table, self.tensors)
+        return [None if entry is None else entry.to_json() for entry in entries]
+
+    @classmethod
+    def read(cls, field: Field) -> "Written":
+        """Check and take what another rank said."""
+        data, table, tensors = field.items(3)
+        files = RankFiles(data.optional(FileEntry.read), FileEntry.read(table))
+        return cls(files, tensors.optional(FileEntry.read))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,9 +86,14 @@ class Save:
             except Exception as error:
                 failure = error
             self.council.agree(failure)
-            everyone = self.council.collect(written)
+            everyone = self.council.collect(None if written is None else written.to_json())
             done = undo.pop_all()  # the marker may name the files from now on
-            manifest = self._filled([rank for rank in everyone if rank is not None])
+            manifest = self._filled(
+                [
+                    Written.read(Field(self.folder, f"what rank {rank} wrote", said))
+                    for rank, said in enumerate(everyone)
+                ]
+            )
             refused = self.council.share(self._commit(manifest))
             if refused is not None:
                 done.close()

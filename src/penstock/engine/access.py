@@ -16,7 +16,7 @@ from penstock.engine.holding import Holder
 from penstock.engine.reduce import Reducer
 from penstock.engine.scale import GradientScale
 from penstock.engine.unit import Trained, Unit, Weights
-from penstock.errors import ConfigError, EngineError
+from penstock.errors import ConfigError, EngineError, NvmeError
 from penstock.kinds import PARAM
 from penstock.layout import Slot
 from penstock.machine.collectives import Ranks, as_bytes
@@ -142,13 +142,10 @@ class Access:
     def grad(self, parameter: nn.Parameter) -> Tensor:
         """The gradient accumulated so far, over ranks and micro-batches; zeros where there is none."""
         self.finish()
+        self.check_grad(parameter)
         unit, index, trained = self._trained_place(parameter)
         gradient = trained.gradient
-        if gradient.pending is not None:
-            raise EngineError(
-                "Gradients of no_sync micro-batches are not reduced yet. Read them after the last backward."
-            )
-        if not gradient.held or (self._ranks.world_size == 1 and index not in gradient.present):
+        if index not in gradient.held:
             return torch.zeros(unit.layout.slots[index].shape, dtype=torch.float32, device="cpu")
 
         def read(start: int, stop: int) -> Pieces:
@@ -164,10 +161,10 @@ class Access:
         total = 0.0
         for unit in self._units:
             gradient = unit.trained.gradient if unit.trained else None
-            if gradient is None or not gradient.held:
+            if gradient is None:
                 continue
             for index, start, stop in unit.parts():
-                if self._ranks.world_size == 1 and index not in gradient.present:
+                if index not in gradient.held:
                     continue
                 for _, _, (values,) in gradient.home.visit(start, stop):
                     norm = float(torch.linalg.vector_norm(values, norm_type, dtype=torch.float64))
@@ -203,9 +200,8 @@ class Access:
     def set_param(self, parameter: nn.Parameter, value: Tensor) -> None:
         """Overwrite the parameter and its master weights."""
         self.finish()
+        self.check_param(parameter, value)
         unit, index = self._place(parameter)
-        if unit.holding.is_held:
-            raise EngineError(f"Unit '{unit.name}' is gathered. Set its parameters outside gathered() and forward.")
         found = self._own_part(unit, index, value)
         if found is not None:
             start, stop, values = found
@@ -226,15 +222,8 @@ class Access:
         """Overwrite the accumulated gradient."""
         self.finish()
         unit, index, trained = self._trained_place(parameter)
+        self.check_grad(parameter, value)
         gradient = trained.gradient
-        if gradient.pending is not None:
-            raise EngineError(
-                "Gradients of no_sync micro-batches are not reduced yet. Set them after the last backward."
-            )
-        if not gradient.held:
-            for _, _, (kept,) in gradient.home.visit(0, gradient.home.stop, modify=True):
-                kept.zero_()
-            gradient.held = True
         found = self._own_part(unit, index, value)
         if found is not None:
             start, stop, values = found
@@ -243,6 +232,7 @@ class Access:
                 kept.copy_(rounded[first - start : last - start])
             gradient.squared_norms[index] = self._reducer.squared_norm(rounded)
         gradient.present.add(index)
+        gradient.held.add(index)
 
     def set_state(self, parameter: nn.Parameter, name: str, value: Tensor) -> None:
         """Overwrite an optimizer state; `"step"` takes a whole number."""
@@ -271,9 +261,39 @@ class Access:
     def check_state(self, parameter: nn.Parameter, name: str, value: Tensor) -> None:
         """Refuse what `set_state` would refuse."""
         unit, index, _ = self._trained_place(parameter)
-        if name != "step" and name not in self._scalar_names:
-            self._state_index(name)
+        if self.check_name(parameter, name):
             _check_shape(unit.spec.names[index], unit.layout.slots[index], value)
+
+    def check_name(self, parameter: nn.Parameter, name: str) -> bool:
+        """Refuse a state that there is not. Returns whether it has the parameter's shape."""
+        self._trained_place(parameter)
+        is_whole = name != "step" and name not in self._scalar_names
+        if is_whole:
+            self._state_index(name)
+        return is_whole
+
+    def check_param(self, parameter: nn.Parameter, value: Tensor) -> None:
+        """Refuse what `set_param` would refuse."""
+        unit, index = self._place(parameter)
+        if unit.holding.is_held:
+            raise EngineError(f"Unit '{unit.name}' is gathered. Set its parameters outside gathered() and forward.")
+        _check_shape(unit.spec.names[index], unit.layout.slots[index], value)
+
+    def check_grad(self, parameter: nn.Parameter, value: Tensor | None = None) -> None:
+        """Refuse to read a gradient that is not whole, or to set one to a value of another shape."""
+        unit, index, trained = self._trained_place(parameter)
+        if trained.gradient.pending is not None:
+            raise EngineError(
+                f"Gradients of no_sync micro-batches are not reduced yet. {'Read' if value is None else 'Set'} them "
+                "after the last backward."
+            )
+        if value is not None:
+            _check_shape(unit.spec.names[index], unit.layout.slots[index], value)
+
+    def name(self, parameter: nn.Parameter) -> str:
+        """A parameter's name in the model."""
+        unit, index = self._place(parameter)
+        return unit.spec.names[index]
 
     def reset_state(self, parameter: nn.Parameter) -> None:
         """As before the first update."""
@@ -345,6 +365,7 @@ class Access:
         """Put the parts of all shards together. `read` gives the values of a range of this rank's shard."""
         slot = unit.layout.slots[index]
         whole = torch.empty(slot.numel, dtype=dtype, device="cpu")
+        failure: NvmeError | None = None
         for rank in range(unit.layout.shards):
             overlap = unit.layout.overlap(slot, rank)
             if overlap is None:
@@ -353,10 +374,17 @@ class Access:
             first = unit.layout.shard_range(rank)[0]
             part = torch.empty(stop - start, dtype=dtype, device=self._device)
             if rank == unit.rank:
-                for begin, end, values in read(start - first, stop - first):
-                    part[begin + first - start : end + first - start] = values
+                try:
+                    for begin, end, values in read(start - first, stop - first):
+                        part[begin + first - start : end + first - start] = values
+                except NvmeError as error:
+                    failure = error  # the other ranks wait for this part
             self._ranks.broadcast_part(part, rank)
             whole[start - slot.start : stop - slot.start] = part.cpu()
+        if unit.layout.shards > 1 and any(home.in_files for home in unit.homes.values()):
+            self._ranks.council.agree(failure)
+        elif failure is not None:
+            raise failure
         return whole.view(slot.shape)
 
     def _own_part(self, unit: Unit, index: int, value: Tensor) -> tuple[int, int, Tensor] | None:

@@ -17,6 +17,7 @@ from penstock.engine.reduce import Reducer
 from penstock.engine.residency import Mover
 from penstock.engine.saving import Saver
 from penstock.engine.scale import GradientScale
+from penstock.engine.skips import Skips
 from penstock.engine.step import Stepper
 from penstock.engine.unit import Unit
 from penstock.engine.update import Updater
@@ -62,6 +63,7 @@ class Engine:
     hooks: Hooks
     access: Access
     gradient_scale: GradientScale
+    skips: Skips
     mover: Mover
     saver: Saver
     loader: Loader
@@ -122,12 +124,15 @@ class Engine:
             if keep_params and self.stepper.is_open:
                 self.stepper.abandon()
                 self.access.finish()
+            if keep_params and self.ranks.shards > 1:  # a rank that fails before does not wait; the others hear of it
+                with self.ranks.council.together("close()"):
+                    pass
         except Exception:
             self.abandon()
             raise
         try:
             values = {p: self._restored(p, origin) for p, origin in self.origins.items()} if keep_params else {}
-        except NvmeError:
+        except (NvmeError, EngineError):  # of this rank, or of another
             self.abandon()
             raise
         self._give_back(values)
@@ -159,3 +164,4 @@ class Engine:
                 unit.count_writes(range(len(unit.layout.slots)))
                 unit.drop()
             self.pool.close()
+            self.ranks.close()

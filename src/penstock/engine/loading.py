@@ -104,7 +104,7 @@ class Loader:
             random = self._read_random(checkpoint)
         except Exception as error:
             failure = error
-        self._ranks.check_failures(failure, self._streams.device)
+        self._ranks.council.agree(failure)
 
         if not self._torn:
             self._access.finish()
@@ -113,7 +113,7 @@ class Loader:
         except Exception as error:
             failure = error
         try:
-            self._ranks.check_failures(failure, self._streams.device)
+            self._ranks.council.agree(failure)
         except Exception as error:
             self._tear(error)
             raise

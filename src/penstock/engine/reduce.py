@@ -19,7 +19,7 @@ from penstock.engine.buffers import BufferRing
 from penstock.engine.unit import Gradient, Part, Unit, reached
 from penstock.machine.collectives import Ranks
 from penstock.machine.streams import COLLECTIVE, DONE, DOWNLOAD, UPDATE, Event, Streams, all_of, copy
-from penstock.rules.deposit import deposit, deposit_parts, squared_norm, squared_norms
+from penstock.rules.deposit import Ranges, deposit, deposit_parts, squared_norm, squared_norms
 from penstock.tiers.home import MemorySection
 from penstock.tiers.transit import Transit, buffer_home
 
@@ -107,7 +107,7 @@ class Reducer:
             target, held = values[slot.start : slot.stop], slot_index in gradient.present
             gradient.squared_norms[slot_index] = deposit(target, flat, add=held, pool=self._pool)
             gradient.present.add(slot_index)
-            gradient.held = True
+            gradient.held.add(slot_index)
             return
         target = self._collected(unit, gradient)[slot.start : slot.stop]
         if slot_index in gradient.arrived:
@@ -126,7 +126,9 @@ class Reducer:
         gradient.pending, gradient.due = None, False
         gradient.present |= gradient.arrived
         gradient.arrived = set()
-        add, gradient.held = gradient.held, True
+        add = bool(gradient.held)
+        stale = [(start, stop) for index, start, stop in unit.parts() if add and index not in gradient.held]
+        gradient.held = set(range(len(unit.layout.slots)))
 
         full = pending
         if pending.dtype != self._reduce_dtype:
@@ -148,6 +150,7 @@ class Reducer:
                 self._ranks.reduce_scatter(reduced, full, named)
             self._ranks.all_reduce_replicas(reduced, named)
             if values is not None:
+                _clear(values, stale)
                 gradient.measure(parts, deposit_parts(values, reduced, ranges, add=add, pool=self._pool))
             elif not add:
                 gradient.measure(parts, squared_norms(reduced.to(self._accumulation_dtype), ranges, pool=self._pool))
@@ -170,11 +173,11 @@ class Reducer:
         if values is not None:
             gradient.ready = event
         elif add and (len(gradient.home.sections) > 1 or gradient.home.in_files):
-            gradient.ready = self._add_on_device(gradient, reduced, parts, event, what)
+            gradient.ready = self._add_on_device(gradient, reduced, parts, stale, event, what)
         else:
             settled = all_of([event, before])
             if add:
-                gradient.ready = self._add_on_host(gradient, reduced, parts, settled, what)
+                gradient.ready = self._add_on_host(gradient, reduced, parts, stale, settled, what)
             else:
                 gradient.ready = self._transit.copy(buffer_home(reduced), gradient.home, after=settled, what=what)
         self.buffers.give_back(full, event if sharded else gradient.ready)
@@ -244,7 +247,7 @@ class Reducer:
                 gradient.ready.synchronize()  # work under way must not write into what comes next
                 gradient.present = set()
                 gradient.squared_norms = {}
-                gradient.held = False
+                gradient.held = set()
                 gradient.flaws = None
 
     def squared_norm(self, values: Tensor) -> float | Tensor:
@@ -252,7 +255,7 @@ class Reducer:
         return squared_norm(values, pool=self._pool)
 
     def _add_on_host(
-        self, gradient: Gradient, reduced: Tensor, parts: Sequence[Part], after: Event, what: str
+        self, gradient: Gradient, reduced: Tensor, parts: Sequence[Part], stale: Ranges, after: Event, what: str
     ) -> Event:
         """A later micro-batch of a home on the cpu tier: down once in the reduced dtype, added there tile by tile."""
         staging = self._accumulation()
@@ -261,6 +264,8 @@ class Reducer:
         (home,) = section.tensors
 
         def add(start: int, landed: Tensor) -> None:
+            if start == 0:
+                _clear(home, stale)
             deposit(home[start : start + landed.numel()], landed, add=True, pool=self._pool)
             if start + landed.numel() == home.numel():
                 gradient.measure(parts, squared_norms(home, _ranges(parts), pool=self._pool))
@@ -281,7 +286,7 @@ class Reducer:
         return self._accumulation_free
 
     def _add_on_device(
-        self, gradient: Gradient, reduced: Tensor, parts: Sequence[Part], after: Event, what: str
+        self, gradient: Gradient, reduced: Tensor, parts: Sequence[Part], stale: Ranges, after: Event, what: str
     ) -> Event:
         """A later micro-batch of a home in files or on several tiers: what it holds comes up, is added to, goes back.
 
@@ -291,6 +296,7 @@ class Reducer:
         brought = self._transit.copy(gradient.home, buffer_home(total), after=gradient.ready, what=what)
 
         def add() -> None:
+            _clear(total, stale)
             norms = deposit_parts(total, reduced, _ranges(parts), add=True, pool=self._pool)
             gradient.measure(parts, norms)
 
@@ -323,6 +329,12 @@ class Reducer:
         for index, slot in enumerate(unit.layout.slots):
             if index not in gradient.arrived:
                 gradient.pending[slot.start : slot.stop] = 0
+
+
+def _clear(home: Tensor, stale: Ranges) -> None:
+    """Zero what a step before has left, where some slots hold a gradient of this one already."""
+    for start, stop in stale:
+        home[start:stop] = 0
 
 
 def _ranges(parts: Sequence[Part]) -> list[tuple[int, int]]:

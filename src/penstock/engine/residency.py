@@ -181,13 +181,13 @@ class Mover:
                 ring.fill(buffers.make_slots(slots, reserved))
             except Exception as error:  # ours, or torch's where the device has no room
                 failure = error
-            self._ranks.check_failures(failure, self._streams.device)
+            self._ranks.council.agree(failure)
             undo.callback(_wait, moves, ring)
             transit = Transit(self._streams, ring)  # 2.
             for move in moves:
                 self._copy_unit(move, transit)
             if wait:
-                self._ranks.check_failures(_wait(moves, ring), self._streams.device)
+                self._ranks.council.agree(_wait(moves, ring))
             undo.pop_all()
         ring.forget()  # else later reads would take from it, and updates behind the clean-up wait for those
         left = [section for move in moves for section in self._commit(move)]  # 3.

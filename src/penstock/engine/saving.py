@@ -34,7 +34,8 @@ from penstock.engine.scale import GradientScale
 from penstock.engine.unit import Unit
 from penstock.errors import ConfigError, EngineError
 from penstock.kinds import MASTER, OPTIMIZER, PARAM
-from penstock.machine.collectives import Council, Ranks
+from penstock.machine.collectives import Ranks
+from penstock.machine.council import Council
 from penstock.machine.streams import DONE, HostEvent, HostWorker, Streams, all_of
 from penstock.rules.rule import Rule
 from penstock.tiers.home import Home
@@ -58,6 +59,7 @@ class Saver:
 
     Arguments:
         model: whose buffers and configuration are kept too.
+        council: of saves alone: they go on beside what the user's thread does.
         param_groups: of the optimizer, as the user changes them.
     """
 
@@ -69,6 +71,7 @@ class Saver:
         streams: Streams,
         access: Access,
         *,
+        council: Council,
         rule: Rule,
         gradient_scale: GradientScale,
         param_groups: Sequence[Mapping[str, Any]],
@@ -81,7 +84,7 @@ class Saver:
         self._rule = rule
         self._gradient_scale = gradient_scale
         self._param_groups = param_groups
-        self._council: Council | None = None
+        self._council = council
         self._job: _Job | None = None
 
     def save(
@@ -109,8 +112,6 @@ class Saver:
         if if_busy == "raise" and self._runs_anywhere():
             raise EngineError("A checkpoint is still being saved. Wait with synchronize(), or use if_busy='wait'.")
         self.finish()
-        if self._council is None:
-            self._council = Council(self._ranks, self._streams.device)
         council = self._council
 
         folder, tensors, failure = Path(path), dict[str, Tensor](), None
@@ -187,9 +188,7 @@ class Saver:
         try:
             self.finish()
         finally:
-            if self._council is not None:
-                self._council.close()
-                self._council = None
+            self._council.close()
 
     # What is saved
 

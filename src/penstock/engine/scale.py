@@ -13,12 +13,15 @@ class LossScale:
 
     Arguments:
         value: the first factor.
-        dynamic: halve it after a step whose gradient is not finite, double it after 2,000 that are.
+        dynamic: halve it after a step whose gradient is not finite, as long as it is above `LEAST`; double it after
+            2,000 that are.
 
-    Source: Micikevicius et al., "Mixed Precision Training", 2018.
+    Source: Micikevicius et al., "Mixed Precision Training", 2018. The least scale is DeepSpeed's: a loss that
+    overflows as it is does not fit into fp16, and a scale that is halved for ever becomes 0.
     """
 
     GROWTH, BACKOFF, GROWTH_INTERVAL = 2.0, 0.5, 2000
+    LEAST = 1.0
 
     def __init__(self, value: float, *, dynamic: bool) -> None:
         self.value = value
@@ -35,12 +38,17 @@ class LossScale:
         self.value, self._next = state["value"], state["next"]
         self._finite_steps = int(state["finite_steps"])
 
+    @property
+    def may_fall(self) -> bool:
+        """Whether a step whose gradient is not finite makes it smaller."""
+        return self.dynamic and self.value > self.LEAST
+
     def update(self, *, finite: bool) -> None:
         """A step was made, or skipped."""
         if not self.dynamic:
             return
         if not finite:
-            self._next = self.value * self.BACKOFF
+            self._next = max(self.value * self.BACKOFF, min(self.value, self.LEAST))
             self._finite_steps = 0
             return
         self._finite_steps += 1

@@ -287,14 +287,14 @@ def open_source(
         return FirstRank(ranks, device)
     undo.callback(keep_values(model))
     source: Source | None = None
-    with agreeing(weights, ranks, device):
+    with agreeing(weights, ranks):
         source = Initialised(model, ranks, device) if weights == INIT else Given(model, weights)
     assert source is not None
     return source
 
 
 @contextlib.contextmanager
-def agreeing(weights: Weights | None, ranks: Ranks, device: torch.device) -> Iterator[None]:
+def agreeing(weights: Weights | None, ranks: Ranks) -> Iterator[None]:
     """Where this fails on one rank, it fails on all: values that are given may be others on each. Collective."""
     if weights is None or ranks.world_size == 1:
         yield
@@ -304,7 +304,7 @@ def agreeing(weights: Weights | None, ranks: Ranks, device: torch.device) -> Ite
         yield
     except Exception as error:
         failure = error
-    ranks.check_failures(failure, device)
+    ranks.council.agree(failure)
 
 
 def _oddity(name: str, value: object) -> list[str]:

@@ -45,10 +45,15 @@ class StepResult:
 
 @dataclass(frozen=True)
 class Measure:
-    """The gradient of a step over all ranks: its norm, and for each unit the slots that have one."""
+    """The gradient of a step over all ranks: its norm, and for each unit the slots that have one.
+
+    Attributes:
+        flawed: names of the parameters whose gradient is not finite.
+    """
 
     grad_norm: float
     present: Mapping[Unit, frozenset[int]]
+    flawed: Sequence[str] = ()
 
 
 @dataclass(frozen=True)
@@ -126,7 +131,7 @@ class Stepper:
             EngineError: on the other ranks.
         """
         failure: Exception | None = None
-        norms: list[float | Tensor] = []
+        squares: list[float | Tensor] = []  # of every slot
         flags: list[float] = []
         for unit in self._units:  # all of them, also after a failure: their collectives come before the one here
             assert unit.trained is not None
@@ -136,22 +141,24 @@ class Stepper:
                 gradient.ready.synchronize()
             except Exception as error:
                 failure = failure or error
-            norms += [gradient.squared_norms[i] for i in sorted(gradient.squared_norms)]
-            flags += [float(index in gradient.present) for index in range(len(unit.layout.slots))]
-        total = _total(norms)
+            slots = range(len(unit.layout.slots))
+            squares += [gradient.squared_norms.get(index, 0.0) for index in slots]
+            flags += [float(index in gradient.present) for index in slots]
+        norms = _on_host(squares)
         if self._ranks.world_size > 1:
             report = self._ranks.report(failure)
-            numbers = [total, *flags, *report, *self._ranks.digest()]
+            numbers = [*norms, *flags, *report, *self._ranks.digest()]
             message = torch.tensor(numbers, dtype=torch.float64, device="cpu").to(self._streams.device)
             self._ranks.all_reduce(message)
-            total, *flags, digest, squares = message.tolist()
-            total /= self._ranks.replicas
+            *summed, digest, digest_squared = message.tolist()
+            norms = [norm / self._ranks.replicas for norm in summed[: len(norms)]]
+            flags = summed[len(norms) :]
             try:
                 self._ranks.check_reports(flags[-len(report) :], failure)
             except Exception as error:
                 self._fail(error)  # on every rank: a close that gathers parameters would wait for the others
                 raise
-            self._ranks.check_digests([digest, squares])
+            self._ranks.check_digests([digest, digest_squared])
         elif failure is not None:
             raise failure
         present, cursor = {}, 0
@@ -159,7 +166,11 @@ class Stepper:
             count = len(unit.layout.slots)
             present[unit] = frozenset(i for i in range(count) if flags[cursor + i] > 0)
             cursor += count
-        return Measure(math.sqrt(total) * self._gradient_scale.value if total >= 0 else math.nan, present)
+        names = [name for unit in self._units for name in unit.spec.names]
+        flawed = [name for name, norm in zip(names, norms, strict=True) if not math.isfinite(norm)]
+        # The exact sum, rounded once: the same for every order, in whatever units the parameters are.
+        total = math.nan if flawed else math.fsum(norms)
+        return Measure(math.sqrt(total) * self._gradient_scale.value, present, flawed)
 
     def update(self, measure: Measure, max_grad_norm: float | None) -> None:
         """Phases 3 and 4.
@@ -270,7 +281,7 @@ class Stepper:
             )
         try:
             if self._begins and self._ranks.world_size > 1:
-                self._ranks.check_failures(failure, self._streams.device)
+                self._ranks.council.agree(failure)
             elif failure is not None:
                 raise failure
         except Exception as error:
@@ -318,9 +329,8 @@ def _check(unit: Unit) -> None:
         home.check()
 
 
-def _total(squared_norms: Sequence[float | Tensor]) -> float:
-    """The sum, in order; device values are summed there and read once."""
-    on_device = [norm for norm in squared_norms if isinstance(norm, Tensor)]
-    on_host = [norm for norm in squared_norms if not isinstance(norm, Tensor)]
-    total = sum(on_host)
-    return total + float(torch.stack(on_device).sum().item()) if on_device else float(total)
+def _on_host(numbers: Sequence[float | Tensor]) -> list[float]:
+    """The numbers, in order; those of the device are read together, once."""
+    on_device = [number for number in numbers if isinstance(number, Tensor)]
+    read = iter(torch.stack(on_device).tolist() if on_device else [])
+    return [next(read) if isinstance(number, Tensor) else float(number) for number in numbers]

@@ -7,7 +7,7 @@ from os import PathLike
 from typing import TextIO
 
 from penstock.engine.engine import Engine
-from penstock.errors import ConfigError, EngineError
+from penstock.errors import ConfigError, EngineError, PenstockError
 from penstock.machine.recorder import Recorder
 from penstock.trace import Summary, Timeline, to_chrome
 
@@ -32,18 +32,18 @@ class TraceReport:
 def take_trace(path: str | PathLike[str], engine: Engine) -> Iterator[TraceReport]:
     """See `penstock.Optimizer.trace`."""
     streams, rank = engine.streams, engine.ranks.rank
-    if streams.recorder is not None:
-        raise EngineError("trace() was called inside another trace. Leave that block first.")
     name = os.fspath(path)
     with ExitStack() as opened:
         file: TextIO | None = None
-        failure: ConfigError | None = None
-        if rank == 0 or RANK in name:
+        failure: PenstockError | None = None
+        if streams.recorder is not None:
+            failure = EngineError("trace() was called inside another trace. Leave that block first.")
+        elif rank == 0 or RANK in name:
             try:
                 file = opened.enter_context(open(name.replace(RANK, str(rank)), "w", encoding="utf-8"))
             except OSError as error:
                 failure = _refused(name, error)
-        engine.ranks.check_failures(failure, streams.device)  # the other ranks would go on alone
+        engine.ranks.council.agree(failure)  # the other ranks would go on alone
         engine.access.finish()  # nobody would know what a wait for it were for
         report = TraceReport()
         recorder = streams.recorder = Recorder(streams)

@@ -46,7 +46,8 @@ class Gradient:
         present: slots that got a gradient on this rank.
         squared_norms: squared norm of this rank's part of each slot, of the values that `home` has after `ready`.
         ready: `home` is complete.
-        held: whether `home` holds earlier micro-batches, which the next one is added to.
+        held: slots whose values `home` holds, which the next micro-batch is added to. Elsewhere in it is what a step
+            before has left.
         pending: the flat gradient of the backward under way, not reduced yet (reduce dtype, whole unit).
         rests: `pending` is in host memory, beside the tiers.
         arrived: slots that `pending` holds.
@@ -59,7 +60,7 @@ class Gradient:
     present: set[int] = field(default_factory=set)
     squared_norms: dict[int, float | Tensor] = field(default_factory=dict)
     ready: Event = DONE
-    held: bool = False
+    held: set[int] = field(default_factory=set)
     pending: Tensor | None = None
     rests: bool = False
     arrived: set[int] = field(default_factory=set)

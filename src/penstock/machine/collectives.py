@@ -5,22 +5,20 @@ over all ranks (one replica); stage 0 replicates over all ranks (one shard); hyb
 (replicate, shard), as in FSDP.
 """
 
-import pickle
-import secrets
 import zlib
 from collections import Counter
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import partial
 from itertools import zip_longest
-from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from penstock.errors import CheckpointError, EngineError
+from penstock.errors import EngineError
+from penstock.machine.council import DEFAULT_TIMEOUT_S, Council
 from penstock.machine.streams import Event, all_of
 from penstock.machine.turns import turns_on
 
@@ -29,14 +27,11 @@ _all_gather_flat = getattr(dist, "all_gather_single", None) or dist.all_gather_i
 _reduce_scatter_flat = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
-T = TypeVar("T")
-
 _SAME = (
     "Every rank must run the same units in the same order. Where ranks choose what to run (experts, layers that are "
     "skipped), the choice must lie inside a unit: units=(<class of the module that chooses>,)."
 )
 _MOST_NOTED = 1 << 16  # of a long evaluation
-_COUNCIL_TIMEOUT = timedelta(minutes=30)  # for the slowest rank's files
 _HEARING = timedelta(seconds=5)  # for what other ranks say when a collective has failed
 
 
@@ -46,6 +41,7 @@ class Ranks:
     Arguments:
         shard_group: the ranks that share one copy of the state; `None` when there is one shard.
         replica_groups: the groups over which copies are kept equal.
+        council: in which the ranks of all groups agree, on the user's thread.
 
     Attributes:
         rank: this rank's number among all of the job.
@@ -55,8 +51,12 @@ class Ranks:
     """
 
     def __init__(
-        self, shard_group: dist.ProcessGroup | None = None, replica_groups: tuple[dist.ProcessGroup, ...] = ()
+        self,
+        shard_group: dist.ProcessGroup | None = None,
+        replica_groups: tuple[dist.ProcessGroup, ...] = (),
+        council: Council | None = None,
     ) -> None:
+        self.council = council or Council()
         self._shard_group = shard_group
         self._replica_groups = replica_groups
         self._turns = [turns_on(group) for group in (shard_group, *replica_groups) if group is not None]
@@ -73,19 +73,31 @@ class Ranks:
         self._issued: list[str] = []  # since ranks last compared what they issue, in order
 
     @classmethod
-    def from_mesh(cls, mesh: DeviceMesh | None, *, sharded: bool) -> "Ranks":
-        """The groups of a mesh of one dimension, or of two (replicate, shard). `None`: the default group, if any."""
+    def from_mesh(cls, mesh: DeviceMesh | None, *, sharded: bool, timeout_s: float = DEFAULT_TIMEOUT_S) -> "Ranks":
+        """The groups of a mesh of one dimension, or of two (replicate, shard). `None`: the default group, if any.
+
+        Collective: its ranks make their council.
+        """
+        members = [0]
         if mesh is not None:
             found = list(mesh.get_all_groups())
+            members = mesh.mesh.flatten().tolist()
         elif dist.is_available() and dist.is_initialized():
             found = [dist.distributed_c10d._get_default_group()]
+            members = dist.get_process_group_ranks(found[0])
         else:
             found = []
+        number = members.index(dist.get_rank()) if found else 0
+        council = Council(members, number, timeout_s=timeout_s)
         shard_group = found.pop() if sharded and found else None
         replicas = tuple(group for group in found if dist.get_world_size(group) > 1)
         if shard_group is not None and dist.get_world_size(shard_group) == 1:
             shard_group = None
-        return cls(shard_group, replicas)
+        return cls(shard_group, replicas, council)
+
+    def close(self) -> None:
+        """Give back the groups that are our own."""
+        self.council.close()
 
     @property
     def world_size(self) -> int:
@@ -130,8 +142,8 @@ class Ranks:
     def agree(self, tensor: Tensor) -> None:
         """Sum over all ranks, in place."""
         if self._shard_group is not None:
-            self.counts["all_reduce"] += 1
-            dist.all_reduce(tensor, op=dist.ReduceOp.SUM, group=self._shard_group)
+            reduce = partial(dist.all_reduce, tensor, op=dist.ReduceOp.SUM, group=self._shard_group)
+            self._count("all_reduce", reduce)
         self.all_reduce_replicas(tensor)
 
     def _issue(self, name: str, what: str, collective: Callable[[], object]) -> None:
@@ -146,6 +158,17 @@ class Ranks:
             raise EngineError(
                 f"Rank {self.rank} could not finish {what}, collective {len(self._issued)} since the last step; "
                 f"{self._others(what)}. {_SAME} ({error})"
+            ) from error
+
+    def _count(self, name: str, collective: Callable[[], object]) -> None:
+        """Issue a collective that ranks need not compare: they have agreed on it before."""
+        self.counts[name] += 1
+        try:
+            collective()
+        except RuntimeError as error:
+            raise EngineError(
+                f"Rank {self.rank} could not finish the {name} that another one takes part in, which has ended or does "
+                f"something else. ({error})"
             ) from error
 
     def _others(self, what: str) -> str:
@@ -173,26 +196,16 @@ class Ranks:
         total, squares = summed
         if total * total == squares * self.world_size:
             return
-        everyone = self._exchange(issued)
-        for number, names in enumerate(zip_longest(*everyone.values()), start=1):
+        everyone = self.council.collect(issued)
+        for number, names in enumerate(zip_longest(*everyone), start=1):
             if len(set(names)) > 1:
-                of_ranks = zip(everyone, names, strict=True)
+                of_ranks = zip(self.council.members, names, strict=True)
                 by_rank = "; ".join(f"rank {rank}: {name or 'none'}" for rank, name in of_ranks)
                 raise EngineError(
                     f"Ranks are out of step: collective {number} since the last step was not the same on all of them "
                     f"({by_rank}). Nothing was updated. {_SAME}"
                 )
-        raise EngineError(
-            "Ranks are out of step: another group of ranks has issued other collectives since the last step. Nothing "
-            f"was updated. {_SAME}"
-        )
-
-    def _exchange(self, issued: list[str]) -> dict[int, list[str]]:
-        """What each rank has issued, by rank; of one group."""
-        group = self._shard_group or self._replica_groups[0]
-        gathered: list[list[str]] = [[] for _ in range(dist.get_world_size(group))]
-        dist.all_gather_object(gathered, issued, group=group)
-        return dict(zip(dist.get_process_group_ranks(group), gathered, strict=True))
+        raise EngineError(f"Ranks are out of step. Nothing was updated. {_SAME}")
 
     # Issued by the caller
 
@@ -206,119 +219,35 @@ class Ranks:
         self.others.wait()
         for group in (self._shard_group, *self._replica_groups):
             if group is not None:
-                self.counts["all_reduce"] += 1
-                dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=group)
+                self._count("all_reduce", partial(dist.all_reduce, tensor, op=dist.ReduceOp.MAX, group=group))
 
     def report(self, failure: Exception | None) -> list[float]:
-        """Whether this rank has failed, as numbers that ranks sum: how many have, and the sum of their ranks."""
-        return [0.0, 0.0] if failure is None else [1.0, float(self.rank)]
+        """Whether this rank has failed, as numbers that ranks sum: how many have."""
+        return [0.0 if failure is None else 1.0]
 
     def check_reports(self, summed: Sequence[float], failure: Exception | None) -> None:
-        """Raise where any rank has failed: its own error there, `EngineError` on the others."""
-        count, numbers = map(int, summed)
-        if failure is not None:
-            raise failure
-        if count:
-            who = f"Rank {numbers}" if count == 1 else f"{count} of {self.world_size} ranks"
-            raise EngineError(f"{who} failed, and this rank stops with it: see the error there.")
-
-    def check_failures(self, failure: Exception | None, device: torch.device) -> None:
-        """The same with a message of its own. Collective."""
-        summed = torch.tensor(self.report(failure), dtype=torch.float64, device=device)
-        self.all_reduce(summed)
-        self.check_reports(summed.tolist(), failure)
+        """Raise where any rank has failed: its own error there, on the others an error that quotes it."""
+        if any(summed):
+            self.council.agree(failure)
 
     def broadcast(self, tensor: Tensor) -> None:
         """Every rank takes the tensor of the first rank of the grid."""
         self.others.wait()
         for group in (*self._replica_groups, self._shard_group):
             if group is not None:
-                self.counts["broadcast"] += 1
-                dist.broadcast(as_bytes(tensor), group=group, group_src=0)
+                self._count("broadcast", partial(dist.broadcast, as_bytes(tensor), group=group, group_src=0))
 
     def broadcast_part(self, tensor: Tensor, shard_rank: int) -> None:
         """Every shard rank takes the tensor of one of them."""
         self.others.wait()
         if self._shard_group is not None:
-            self.counts["broadcast"] += 1
-            dist.broadcast(as_bytes(tensor), group=self._shard_group, group_src=shard_rank)
+            send = partial(dist.broadcast, as_bytes(tensor), group=self._shard_group, group_src=shard_rank)
+            self._count("broadcast", send)
 
 
 def as_bytes(tensor: Tensor) -> Tensor:
     """The same memory: what is only moved may be of a dtype that no process group knows (float8, int16)."""
     return tensor.view(torch.uint8)
-
-
-class Council:
-    """Ranks that agree over a group of their own, on the host: on any thread, while other collectives run.
-
-    The group is none of `torch.distributed`'s: those of the same ranks get the same name again once one was destroyed,
-    and would look for each other where the ranks of that one were.
-
-    Arguments:
-        ranks: all of them make it at once.
-        device: of their other collectives.
-    """
-
-    def __init__(self, ranks: Ranks, device: torch.device) -> None:
-        self.size = ranks.world_size
-        self.rank = ranks.shard_rank + ranks.shards * ranks.replica_rank
-        self._group: Any = None  # torch does not type what a backend does
-        if self.size > 1:
-            name = torch.tensor(secrets.randbits(48) if self.is_first else 0, dtype=torch.int64, device=device)
-            ranks.all_reduce(name)
-            store = dist.distributed_c10d.PrefixStore(
-                f"penstock council {int(name)}", dist.distributed_c10d._get_default_store()
-            )
-            self._group = dist.ProcessGroupGloo(store, self.rank, self.size, _COUNCIL_TIMEOUT)
-
-    @property
-    def is_first(self) -> bool:
-        """Whether this rank speaks for all."""
-        return self.rank == 0
-
-    def agree(self, failure: BaseException | None) -> None:
-        """Raise where any rank has failed: its own error there, and on the others an error that quotes the first."""
-        said = self.collect(None if failure is None else f"{type(failure).__name__}: {failure}")
-        if failure is not None:
-            raise failure
-        for rank, message in enumerate(said):
-            if message is not None:
-                raise CheckpointError(f"Rank {rank} of {self.size} failed, and this one stops with it. {message}")
-
-    def share(self, value: T) -> T:
-        """What the first rank has."""
-        return self.collect(value)[0]
-
-    def collect(self, value: T) -> list[T]:
-        """What each rank has, by rank.
-
-        Raises:
-            CheckpointError: a rank has ended.
-        """
-        if self._group is None:
-            return [value]
-        own = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
-        lengths = [torch.zeros(1, dtype=torch.int64, device="cpu") for _ in range(self.size)]
-        self._all_gather(lengths, torch.tensor([own.numel()], dtype=torch.int64, device="cpu"))
-        parts = [torch.empty(max(map(int, lengths)), dtype=torch.uint8, device="cpu") for _ in lengths]
-        padded = torch.zeros_like(parts[0])
-        padded[: own.numel()] = own
-        self._all_gather(parts, padded)
-        return [pickle.loads(part.numpy().tobytes()) for part in parts]
-
-    def _all_gather(self, parts: list[Tensor], own: Tensor) -> None:
-        try:
-            self._group.allgather(parts, own).wait()
-        except RuntimeError as error:
-            raise CheckpointError(
-                f"Rank {self.rank} of {self.size} hears nothing from another one, which has ended or does something "
-                f"else. Checkpoints that were whole before still are. ({error})"
-            ) from error
-
-    def close(self) -> None:
-        """Give the group back."""
-        self._group = None
 
 
 def default_device() -> torch.device:

@@ -52,6 +52,18 @@ def test_it_is_torchs(norm_type: float, grads: object) -> None:
     optimizer.close()
 
 
+def test_torchs_word_for_the_greatest_is_read_too() -> None:
+    model = stack()
+    optimizer = prepared(model)
+    optimizer.backward(loss_of(model))
+    expected = max(float(optimizer.full_grad(p).abs().max()) for p in model.parameters())
+    assert float(optimizer.clip_grad_norm_(0.5, norm_type="inf")) == expected
+    for wrong in ("largest", None, "-inf"):
+        with pytest.raises(ConfigError, match=r"clip_grad_norm_\(norm_type="):
+            optimizer.clip_grad_norm_(0.5, norm_type=wrong)
+    optimizer.close()
+
+
 def test_it_is_the_same_as_prepares() -> None:
     def run(clip: float | None, by_hand: bool) -> list[torch.Tensor]:
         model = stack()

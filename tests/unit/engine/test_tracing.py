@@ -465,4 +465,4 @@ def test_of_two_ranks_one_writes_or_each(tmp_path: Path) -> None:
         assert drawn.units(COLLECTIVE, "reduce") == UNITS
     assert {event["pid"] for event in Drawn(tmp_path / "all.json").file["traceEvents"]} == {0}
     assert "cannot be written" in first
-    assert second == "Rank 0 failed, and this rank stops with it: see the error there."
+    assert second == f"Rank 0 of 2 failed, and this one stops with it. ConfigError: {first}"

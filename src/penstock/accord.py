@@ -1,0 +1,67 @@
+"""What ranks compare before `prepare` moves a byte: whoever has another model or other settings would wait for ever."""
+
+import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from penstock.config import Options, Placement
+from penstock.engine.discover import UnitSpec
+from penstock.machine.council import Facts
+
+#: Options that say how one rank does its part, and change nothing that ranks do together.
+_OWN = {"pinned_bytes", "update_threads", "streamed_updates", "io_queue_depth", "checksums", "timeout_s"}
+
+
+def facts_of(
+    model: nn.Module,
+    specs: Sequence[UnitSpec],
+    groups: Mapping[nn.Parameter, int],
+    *,
+    placement: Placement,
+    options: Options,
+    **settings: object,
+) -> Facts:
+    """What has to be the same on every rank, by name: settings first, then parameters and buffers in the model's order.
+
+    Arguments:
+        model: with its own values or none.
+        specs: its units.
+        groups: the number of each parameter's param group.
+        placement: homes are compared, folders are each rank's own.
+        options: those that ranks do together are.
+        settings: everything else.
+    """
+    facts: Facts = {name: _plain(value) for name, value in settings.items()}
+    for what in ("params", "grads", "optimizer", "activations"):
+        facts[f"Placement({what}=)"] = _plain(getattr(placement, what))
+    for field in dataclasses.fields(options):
+        if field.name not in _OWN:
+            facts[f"Options({field.name}=)"] = _plain(getattr(options, field.name))
+    facts.update(_tensors(model, groups))
+    for spec in specs:
+        facts[f"unit '{spec.name}'"] = f"{len(spec.names)} parameters: {', '.join(spec.names)}"
+    return facts
+
+
+def _tensors(model: nn.Module, groups: Mapping[nn.Parameter, int]) -> Iterator[tuple[str, str]]:
+    for name, parameter in model.named_parameters():
+        group = groups.get(parameter)
+        trained = f"in param group {group}" if group is not None else "in no param group"
+        frozen = "" if parameter.requires_grad else ", frozen"
+        yield f"parameter '{name}'", f"{_shape(parameter)}, {trained}{frozen}"
+    for name, buffer in model.named_buffers():
+        yield f"buffer '{name}'", _shape(buffer)
+
+
+def _shape(tensor: torch.Tensor) -> str:
+    return f"{tensor.dtype} {tuple(tensor.shape)}"
+
+
+def _plain(value: Any) -> Any:
+    """A setting as JSON has it; the order in which tiers are named says nothing."""
+    if isinstance(value, Mapping):
+        return {str(key): _plain(value[key]) for key in sorted(value, key=str)}
+    return value if isinstance(value, str | int | float | bool | None) else str(value)

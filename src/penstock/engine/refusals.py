@@ -1,0 +1,86 @@
+"""What a step, and whatever else needs whole gradients or whole state, refuses before anything has changed."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from penstock.engine.engine import Engine
+from penstock.engine.under_way import in_backward
+from penstock.engine.unit import Unit
+from penstock.errors import EngineError
+
+
+def check_step(engine: Engine) -> None:
+    """Refuse a step that would lose something.
+
+    Raises:
+        EngineError: says what.
+    """
+    check_backward_over("step", engine)
+    if any(unit.holding.blocks for unit in engine.units):
+        raise EngineError("step() was called inside gathered(). Leave the block first: step changes what it shows.")
+    engine.check_frozen()
+    for unit in engine.units:
+        unit.check_written()
+
+
+def check_backward_over(verb: str, engine: Engine) -> None:
+    """Refuse to work on gradients that are not whole, or not all there."""
+    if in_backward() or engine.hooks.in_forward:
+        raise EngineError(f"{verb}() was called inside a forward or a backward. Call it after backward has returned.")
+    if engine.hooks.backward_open or engine.hooks.backward_failed:
+        raise EngineError(
+            "The last backward did not finish, so its gradients are not whole. Drop them with zero_grad()."
+        )
+    if engine.reducer.holds_back(engine.units):
+        raise EngineError(
+            f"Gradients of no_sync micro-batches are not reduced yet. Run the last backward before {verb}() "
+            "outside no_sync(), or drop them with zero_grad()."
+        )
+    _check_own_gradients(engine.units)
+
+
+def check_at_rest(verb: str, engine: Engine) -> None:
+    """Refuse in the middle of things."""
+    check_outside(verb, engine)
+    if any(unit.holding.blocks for unit in engine.units):
+        raise EngineError(f"{verb}() was called inside gathered(). Leave the block first.")
+
+
+def check_outside(verb: str, engine: Engine) -> None:
+    """Refuse in the middle of a pass."""
+    if in_backward() or engine.hooks.in_forward:
+        raise EngineError(f"{verb}() was called inside a forward or a backward. Call it between steps.")
+
+
+def _check_own_gradients(units: Sequence[Unit]) -> None:
+    """Refuse a `.grad` that somebody has set: backward takes what it leaves there, so it is not one of ours."""
+    for unit in units:
+        if unit.trained is not None:
+            for name, parameter in zip(unit.spec.names, unit.spec.parameters, strict=True):
+                if parameter.grad is not None:
+                    raise EngineError(
+                        f"Parameter '{name}' has a .grad that was set by hand, which no update would see. Give it to "
+                        "optimizer.set_full_grad(parameter, value), and drop it with parameter.grad = None."
+                    )
+
+
+def drop_own_gradients(units: Sequence[Unit]) -> None:
+    """Forget every `.grad` that somebody has set, of frozen parameters too."""
+    for unit in units:
+        for parameter in unit.spec.parameters:
+            parameter.grad = None
+
+
+def scalars_of(param_groups: Sequence[Mapping[str, Any]], names: Sequence[str]) -> Iterator[tuple[str, object]]:
+    """What an update reads of param groups, for ranks to compare: each updates its own shard with its own."""
+    for number, group in enumerate(param_groups):
+        for name in names:
+            value = group.get(name)
+            if isinstance(value, torch.Tensor) and value.numel() == 1:
+                value = value.item()
+            if isinstance(value, tuple | list) and all(isinstance(item, int | float) for item in value):
+                value = list(value)
+            if value is None or isinstance(value, bool | int | float | str) or type(value) is list:
+                yield f"param_groups[{number}]['{name}']", value

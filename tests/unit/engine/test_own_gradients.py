@@ -1,0 +1,87 @@
+"""Gradients that people set by hand: never dropped in silence."""
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import penstock
+from penstock.errors import EngineError
+from tests.support import inline, prepare_on, separate
+
+WIDTH = 8
+
+
+def prepared(**rest: object) -> tuple[nn.Sequential, penstock.Optimizer]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH).requires_grad_(False))
+    given = torch.optim.SGD(model.parameters(), lr=0.1)
+    return model, prepare_on(separate(), model, given, precision="fp32", **rest)
+
+
+def loss_of(model: nn.Module) -> Tensor:
+    return model(torch.ones(2, WIDTH)).square().sum()
+
+
+@pytest.mark.parametrize("verb", ["step", "clip_grad_norm_"])
+def test_a_gradient_set_by_hand_is_refused_by_name_and_can_be_given(verb: str) -> None:
+    model, optimizer = prepared()
+    before = [optimizer.full_param(p) for p in model.parameters()]
+    value = torch.ones(WIDTH, WIDTH)
+    model[0].weight.grad = value
+    with pytest.raises(EngineError, match=r"'0\.weight' has a \.grad that was set by hand.*set_full_grad"):
+        optimizer.step() if verb == "step" else optimizer.clip_grad_norm_(1.0)
+    assert all(torch.equal(optimizer.full_param(p), q) for p, q in zip(model.parameters(), before, strict=True))
+    optimizer.set_full_grad(model[0].weight, value)
+    model[0].weight.grad = None
+    assert optimizer.step().grad_norm == WIDTH
+    torch.testing.assert_close(optimizer.full_param(model[0].weight), before[0] - 0.1)
+    optimizer.close()
+
+
+def test_gradients_of_autograd_grad_are_refused_too() -> None:
+    model, optimizer = prepared()
+    optimizer.backward(loss_of(model))
+    with optimizer.gathered():
+        (grad,) = torch.autograd.grad(loss_of(model), [model[0].bias])
+    model[0].bias.grad = grad
+    with pytest.raises(EngineError, match=r"'0\.bias' has a \.grad"):
+        optimizer.step()
+    optimizer.zero_grad()
+    assert model[0].bias.grad is None
+    assert optimizer.step().grad_norm == 0
+    optimizer.close()
+
+
+@pytest.mark.parametrize("through_the_model", [False, True])
+def test_zero_grad_forgets_them(through_the_model: bool) -> None:
+    model, optimizer = prepared()
+    model[0].weight.grad = torch.ones(WIDTH, WIDTH)
+    model[1].weight.grad = torch.ones(WIDTH, WIDTH)  # frozen: as in torch, nobody asks
+    (model if through_the_model else optimizer).zero_grad()
+    assert all(p.grad is None for p in model.parameters())
+    assert optimizer.step().grad_norm == 0
+    optimizer.close()
+
+
+def test_a_gradient_set_before_a_backward_is_part_of_it() -> None:
+    """As in torch, which adds to it; backward leaves none, so that what is there is always somebody's own."""
+    model, optimizer = prepared()
+    optimizer.backward(loss_of(model))
+    alone = optimizer.full_grad(model[0].weight)
+    optimizer.zero_grad()
+    model[0].weight.grad = torch.ones(WIDTH, WIDTH)
+    optimizer.backward(loss_of(model))
+    assert all(p.grad is None for p in model.parameters())
+    torch.testing.assert_close(optimizer.full_grad(model[0].weight), alone + 1)
+    assert not optimizer.step().skipped
+    optimizer.close()
+
+
+def test_a_frozen_parameters_own_gradient_is_nobodys_business() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH).requires_grad_(False))
+    optimizer = prepare_on(inline(), model, torch.optim.SGD(model.parameters(), lr=0.1), precision="fp32")
+    model[1].weight.grad = torch.ones(WIDTH, WIDTH)
+    optimizer.backward(loss_of(model))
+    assert not optimizer.step().skipped
+    optimizer.close()

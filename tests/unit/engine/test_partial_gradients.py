@@ -1,0 +1,181 @@
+"""Gradients of units of which only some parameters got one, then move: nothing of the last step comes back."""
+
+import contextlib
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import penstock
+from penstock.machine.streams import Streams
+from tests.support import inline, prepare_on, separate, simulated, thorough
+
+WIDTH = 48
+MOVES = [
+    pytest.param(separate, "device", "cpu", id="device-cpu"),
+    pytest.param(separate, "device", "nvme", id="device-nvme"),
+    pytest.param(simulated, "device", "cpu", id="late"),
+    pytest.param(inline, "cpu", "nvme", id="cpu-nvme"),
+    thorough(simulated, "cpu", "nvme", id="late-cpu-nvme"),
+]
+
+
+class Net(nn.Module):
+    """One unit of three weights, each of which is used or not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.weights = nn.ParameterList(nn.Parameter(torch.randn(WIDTH, WIDTH)) for _ in range(3))
+
+    def forward(self, x: Tensor, used: list[int]) -> Tensor:
+        for index in used:
+            x = torch.tanh(x @ self.weights[index])
+        return x
+
+
+def loss_of(model: Net, used: list[int], seed: int) -> Tensor:
+    x = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(seed))
+    return model(x, used).square().sum()
+
+
+class Pair:
+    """The engine and plain torch, side by side."""
+
+    def __init__(self, make: Callable[[], Streams], home: str, folder: Path, **rest: object) -> None:
+        self.model, self.plain = Net(), Net()
+        given = torch.optim.SGD(self.model.parameters(), lr=0.1)
+        self.sgd = torch.optim.SGD(self.plain.parameters(), lr=0.1)
+        placement = penstock.Placement(grads=home, nvme_path=folder)  # type: ignore[arg-type]
+        self.optimizer = prepare_on(make(), self.model, given, precision="fp32", placement=placement, **rest)
+
+    def backward(self, used: list[int], seed: int) -> None:
+        self.optimizer.backward(loss_of(self.model, used, seed))
+        loss_of(self.plain, used, seed).backward()
+
+    def check(self) -> None:
+        """Gradients and their norm are plain torch's, and so are the parameters afterwards."""
+        theirs = [p.grad for p in self.plain.parameters()]
+        for ours, their in zip(self.model.parameters(), theirs, strict=True):
+            expected = torch.zeros(WIDTH, WIDTH) if their is None else their
+            torch.testing.assert_close(self.optimizer.full_grad(ours), expected, rtol=1e-5, atol=1e-6)
+        for norm_type in (2.0, 1.0, float("inf")):
+            whole = torch.nn.utils.get_total_norm([g for g in theirs if g is not None], norm_type)
+            found = self.optimizer.clip_grad_norm_(1e9, norm_type)
+            torch.testing.assert_close(found, whole, rtol=1e-5, atol=0, check_dtype=False)
+        norm = self.optimizer.step().grad_norm
+        assert norm == pytest.approx(float(torch.nn.utils.get_total_norm([g for g in theirs if g is not None])), 1e-5)
+        self.sgd.step()
+        for ours, their in zip(self.model.parameters(), self.plain.parameters(), strict=True):
+            torch.testing.assert_close(self.optimizer.full_param(ours), their.detach(), rtol=1e-5, atol=1e-6)
+
+    def zero(self) -> None:
+        self.optimizer.zero_grad()
+        self.sgd.zero_grad()
+
+
+@pytest.mark.parametrize(("make", "home", "to"), MOVES)
+@pytest.mark.parametrize("overlap", ["none", "forward"])
+def test_a_move_between_micro_batches_brings_nothing_of_the_last_step_back(
+    make: Callable[[], Streams], home: str, to: str, overlap: str, tmp_path: Path
+) -> None:
+    pair = Pair(make, home, tmp_path, overlap=overlap)
+    pair.backward([0, 1, 2], seed=0)
+    pair.check()
+    pair.zero()
+    pair.backward([0, 1], seed=1)  # leaves the third without
+    pair.optimizer.offload_states({"grad"}, to)  # type: ignore[arg-type]
+    pair.backward([1, 0], seed=2)
+    pair.check()
+    pair.zero()
+    pair.backward([2], seed=3)
+    pair.optimizer.reload_states()
+    pair.backward([0, 2], seed=4)
+    pair.check()
+    pair.zero()
+    pair.backward([0], seed=5)
+    pair.optimizer.offload_states({"grad"}, to)  # type: ignore[arg-type]
+    pair.check()
+    pair.optimizer.close()
+
+
+@pytest.mark.parametrize(("make", "home", "to"), MOVES)
+def test_a_move_inside_backward_brings_nothing_of_the_last_step_back(
+    make: Callable[[], Streams], home: str, to: str, tmp_path: Path
+) -> None:
+    """Some gradients of a unit have gone straight home, the others come after the move."""
+    pair = Pair(make, home, tmp_path)
+    pair.backward([0, 1, 2], seed=0)
+    pair.check()
+    pair.zero()
+    moved = []
+
+    def move(parameter: Tensor) -> None:
+        if not moved:
+            moved.append(parameter)
+            pair.optimizer.offload_states({"grad"}, to)  # type: ignore[arg-type]
+
+    handle = pair.model.weights[1].register_post_accumulate_grad_hook(move)  # after ours
+    pair.backward([0, 1], seed=1)
+    handle.remove()
+    assert moved
+    pair.check()
+    pair.zero()
+    pair.backward([0, 1, 2], seed=2)
+    pair.check()
+    pair.optimizer.close()
+
+
+@pytest.mark.parametrize(("make", "home", "to"), MOVES)
+def test_a_gradient_set_by_hand_is_alone_until_another_comes(
+    make: Callable[[], Streams], home: str, to: str, tmp_path: Path
+) -> None:
+    pair = Pair(make, home, tmp_path)
+    pair.backward([0, 1, 2], seed=0)
+    pair.check()
+    pair.zero()
+    value = torch.randn(WIDTH, WIDTH)
+    pair.optimizer.set_full_grad(pair.model.weights[0], value)
+    pair.plain.weights[0].grad = value.clone()
+    pair.optimizer.offload_states({"grad"}, to)  # type: ignore[arg-type]
+    with contextlib.suppress(penstock.CheckpointError):
+        pair.optimizer.save(tmp_path / "kept")
+    pair.backward([0, 1], seed=1)
+    pair.check()
+    pair.optimizer.close()
+
+
+@pytest.mark.parametrize(("reduce", "sums"), [(torch.bfloat16, torch.float32), (torch.float32, torch.bfloat16)])
+def test_gradients_that_are_rounded_on_their_way_begin_at_zero(reduce: torch.dtype, sums: torch.dtype) -> None:
+    """They pass a buffer, set ones do not: both ways into one home."""
+    model = Net()
+    given = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = prepare_on(inline(), model, given, precision="fp32", reduce_dtype=reduce, grad_accumulation_dtype=sums)
+    optimizer.backward(loss_of(model, [0, 1, 2], seed=0))
+    optimizer.step()
+    optimizer.zero_grad()
+    optimizer.set_full_grad(model.weights[0], torch.ones(WIDTH, WIDTH))
+    optimizer.backward(loss_of(model, [1], seed=1))
+    assert torch.equal(optimizer.full_grad(model.weights[0]), torch.ones(WIDTH, WIDTH))
+    assert not optimizer.full_grad(model.weights[2]).any()
+    whole = torch.stack([optimizer.full_grad(p) for p in model.parameters()]).norm()
+    assert optimizer.step().grad_norm == pytest.approx(float(whole), 1e-5)
+    optimizer.close()
+
+
+@pytest.mark.parametrize("home", ["device", "cpu", "nvme"])
+def test_a_gradient_set_by_hand_before_any_backward_is_the_only_one(home: str, tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Linear(5, 3), nn.Linear(3, 7))  # gaps between slots
+    given = torch.optim.AdamW(model.parameters(), lr=0.1)
+    placement = penstock.Placement(grads=home, nvme_path=tmp_path)  # type: ignore[arg-type]
+    optimizer = prepare_on(separate(), model, given, precision="fp32", placement=placement)
+    optimizer.set_full_grad(model[0].weight, torch.ones(3, 5))
+    assert torch.equal(optimizer.full_grad(model[0].weight), torch.ones(3, 5))
+    assert not optimizer.full_grad(model[1].weight).any()
+    optimizer.backward(model(torch.ones(1, 5)).sum())
+    assert optimizer.full_grad(model[1].bias).tolist() == [1.0] * 7
+    assert optimizer.step().grad_norm > 0
+    assert all(optimizer.full_param(p).isfinite().all() for p in model.parameters())
+    optimizer.close()

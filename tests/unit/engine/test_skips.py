@@ -1,0 +1,162 @@
+"""Steps that are skipped: the first is said, the last is an error, and both name parameters."""
+
+import math
+import warnings
+
+import pytest
+import torch
+from torch import nn
+
+import penstock
+from penstock.engine.scale import LossScale
+from penstock.engine.skips import Skips
+from penstock.errors import EngineError
+from tests.support import inline, prepare_on, run_ranks, separate, simulated
+
+WIDTH = 8
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.good, self.bad = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor, factor: float) -> torch.Tensor:
+        return self.good(x).float().sum() + self.bad(x).float().sum() * factor
+
+
+def prepared(precision: str = "fp32", **options: object) -> tuple[Net, penstock.Optimizer]:
+    model = Net()
+    given = torch.optim.SGD(model.parameters(), lr=0.1)
+    chosen = penstock.Options(**options)  # type: ignore[arg-type]
+    return model, prepare_on(separate(), model, given, precision=precision, options=chosen)
+
+
+def step(model: Net, optimizer: penstock.Optimizer, factor: float) -> penstock.StepResult:
+    optimizer.zero_grad()
+    optimizer.backward(model(torch.ones(1, WIDTH), factor))
+    return optimizer.step()
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_the_first_skipped_step_is_said_once_and_names_its_parameters(precision: str) -> None:
+    model, optimizer = prepared(precision)
+    with pytest.warns(UserWarning, match=r"Not finite: of 'bad\.weight', 'bad\.bias'\. ") as caught:
+        assert step(model, optimizer, math.nan).skipped
+    assert len(caught) == 1
+    assert "100 in a row are an error" in str(caught[0].message)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert not step(model, optimizer, 1.0).skipped
+        assert step(model, optimizer, math.inf).skipped
+    optimizer.close()
+
+
+@pytest.mark.filterwarnings("ignore:The step was skipped")
+def test_too_many_in_a_row_are_an_error_and_nothing_was_updated() -> None:
+    model, optimizer = prepared(max_skipped_steps=3)
+    before = [optimizer.full_param(p) for p in model.parameters()]
+    for factor in (math.nan, math.nan):
+        assert step(model, optimizer, factor).skipped
+    with pytest.raises(EngineError, match=r"^3 steps in a row were skipped, .* Not finite: of 'bad\.weight', 'bad\."):
+        step(model, optimizer, math.nan)
+    assert all(torch.equal(optimizer.full_param(p), q) for p, q in zip(model.parameters(), before, strict=True))
+    assert not step(model, optimizer, 1.0).skipped  # the count begins anew
+    assert step(model, optimizer, math.nan).skipped
+    optimizer.close()
+
+
+@pytest.mark.filterwarnings("ignore:The step was skipped")
+def test_none_skips_for_ever() -> None:
+    model, optimizer = prepared(max_skipped_steps=None)
+    for _ in range(5):
+        assert step(model, optimizer, math.nan).skipped
+    optimizer.close()
+
+
+def test_a_scale_that_may_fall_is_no_reason_to_complain_and_one_that_may_not_is() -> None:
+    scale = LossScale(4.0, dynamic=True)
+    skips = Skips(2, at_once=False, loss_scale=scale)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for expected in (4.0, 2.0):
+            assert scale.value == expected
+            skips.step_skipped(["weight"])
+            scale.renew()
+    assert (scale.value, skips.in_a_row) == (1.0, 0)
+    with pytest.warns(UserWarning, match="The loss scale is 1, and does not fall any further"):
+        skips.step_skipped(["weight"])
+    with pytest.raises(EngineError, match="2 steps in a row"):
+        skips.step_skipped(["weight"])
+
+
+def test_a_loss_scale_never_falls_to_zero() -> None:
+    """It did after 1,090 steps, and the next one divided by it."""
+    scale = LossScale(65536.0, dynamic=True)
+    for _ in range(2000):
+        scale.update(finite=False)
+        scale.renew()
+    assert scale.value == LossScale.LEAST == 1.0
+    small = LossScale(0.25, dynamic=True)  # a start below the least scale stays
+    small.update(finite=False)
+    small.renew()
+    assert small.value == 0.25
+
+
+@pytest.mark.filterwarnings("ignore:The step was skipped")
+def test_endless_nan_in_fp16_ends_in_an_error() -> None:
+    model, optimizer = prepared("fp16", max_skipped_steps=2, initial_loss_scale=4.0)
+    for _ in range(3):
+        assert step(model, optimizer, math.nan).skipped
+    with pytest.raises(EngineError, match="The loss scale is 1, "):
+        step(model, optimizer, math.nan)
+    optimizer.close()
+
+
+def bad_on_the_second(rank: int) -> list[str]:
+    model = Net()
+    given = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = prepare_on(inline(), model, given, precision="fp32", options=penstock.Options(max_skipped_steps=2))
+    said = []
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        step(model, optimizer, math.nan if rank == 1 else 1.0)
+    said += [str(w.message) for w in caught if "skipped" in str(w.message)]
+    with pytest.raises(EngineError) as error:
+        step(model, optimizer, math.nan if rank == 1 else 1.0)
+    optimizer.close()
+    return [*said, str(error.value)]
+
+
+def test_every_rank_names_the_parameters_of_the_one_that_has_them() -> None:
+    first, second = run_ranks(bad_on_the_second, 2)
+    assert first == second
+    assert len(first) == 2
+    assert all("Not finite: of 'bad.weight', 'bad.bias'. " in text for text in first)
+
+
+@pytest.mark.parametrize("make", [inline, separate, simulated])
+def test_the_norm_is_the_same_however_parameters_are_grouped_and_wherever_they_are(make: object) -> None:
+    """To the last bit: sums are rounded once."""
+
+    def norms(**how: object) -> list[float]:
+        torch.manual_seed(0)
+        blocks = [nn.Sequential(nn.Linear(24, 24), nn.LayerNorm(24)) for _ in range(6)]
+        model = nn.Sequential(nn.Linear(24, 24), *blocks)
+        given = torch.optim.SGD(model.parameters(), lr=1e-3)
+        optimizer = prepare_on(make(), model, given, precision="fp32", **how)  # type: ignore[operator]
+        found = []
+        for seed in range(6):
+            x = torch.randn(4, 24, generator=torch.Generator().manual_seed(seed))
+            optimizer.backward(model(x).square().sum())
+            found.append(optimizer.step().grad_norm)
+            optimizer.zero_grad()
+        optimizer.close()
+        return found
+
+    expected = norms()
+    for nbytes in (64, 128, 1 << 20):
+        assert norms(options=penstock.Options(persistent_bytes=nbytes)) == expected
+    assert norms(units=(nn.Linear,)) == expected
+    assert norms(placement=penstock.Placement(grads={"device": 0.5, "cpu": 0.5})) == expected
