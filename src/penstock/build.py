@@ -28,7 +28,7 @@ from penstock.engine.engine import Engine, Origin
 from penstock.engine.gather import Gatherer
 from penstock.engine.hooks import Hooks
 from penstock.engine.loading import Loader
-from penstock.engine.precision import input_cast
+from penstock.engine.precision import InputCasts
 from penstock.engine.reduce import Reducer
 from penstock.engine.residency import Mover
 from penstock.engine.saving import Saver
@@ -83,8 +83,9 @@ def prepare(
     """Shard and place the training state of a model, and return the optimizer that trains it.
 
     The model stays the same object; its parameters become views of buffers that are gathered for each use. Its first
-    rank's parameters are taken over by every rank. Floating-point inputs of the model are cast to the compute dtype;
-    buffers are moved to the device and keep their dtype, and so do batch norms as a whole: fp32.
+    rank's parameters are taken over by every rank. Floating-point inputs of the model and of its units are cast to
+    the compute dtype (`Options(cast_inputs=)`); buffers are moved to the device and keep their dtype, and so do batch
+    norms as a whole: fp32.
 
     Arguments:
         model: any module with values, or on the meta device with `weights`. Its floating-point parameters take the
@@ -312,13 +313,14 @@ def build(
         overlaps=request.overlap != "none",
         begins=begins,
     )
-    cast = input_cast(request.compute_dtype)
+    computing = {spec.anchors[0] for spec in specs if spec.dtype == request.compute_dtype}
+    casts = InputCasts(request.compute_dtype, options.cast_inputs, computing, streams.device)
     hooks = Hooks(
         model,
         units,
         gatherer,
         reducer,
-        cast,
+        casts,
         streams,
         stepper if begins else None,
         gradient_scale=gradient_scale,

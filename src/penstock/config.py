@@ -99,6 +99,11 @@ class Options:
         rounding_seed: of stochastic rounding; the same seed gives the same bits in every placement and world size.
         initial_loss_scale: first loss scale of fp16.
         dynamic_loss_scale: adapt the loss scale of fp16.
+        cast_inputs: whose floating-point inputs are cast to the compute dtype, in tensors, containers and dataclasses.
+            `"units"`: those of the outermost call and of every unit's module (FSDP2's `cast_forward_inputs`), and,
+            wherever it stands, what a layer of `torch.nn` would refuse for its dtype: so fp32 buffers may take part
+            before. `"model"`: those of the outermost call alone, for models that hand fp32 values to their blocks on
+            purpose. `"none"`: nothing is cast.
 
     Raises:
         ConfigError: a value out of its range; the message names it.
@@ -120,6 +125,7 @@ class Options:
     rounding_seed: int = 0
     initial_loss_scale: float = 65536.0
     dynamic_loss_scale: bool = True
+    cast_inputs: Literal["units", "model", "none"] = "units"
 
     def __post_init__(self) -> None:
         """Refuse values out of range, by name."""
@@ -159,4 +165,5 @@ _CHOICES: dict[str, tuple[Any, ...]] = {
     "rounding": ("stochastic", "nearest"),
     "checksums": (True, False),
     "dynamic_loss_scale": (True, False),
+    "cast_inputs": ("units", "model", "none"),
 }

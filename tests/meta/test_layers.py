@@ -38,9 +38,10 @@ OUTSIDE = ("integrations", "cli", "__main__")
 ENGINE = {
     "access": {"gather", "reduce", "scale", "unit"},
     "activations": {"staging"},
-    "anchor": {"unit"},
+    "anchor": {"precision", "unit"},
     "assemble": {"discover", "source", "unit"},
     "buffers": set(),
+    "containers": set(),
     "discover": set(),
     "engine": {
         "access",
@@ -59,7 +60,7 @@ ENGINE = {
     "hooks": {"activations", "anchor", "gather", "outputs", "precision", "reduce", "scale", "unit", "uses"},
     "loading": {"access", "gather", "reduce", "scale", "unit", "update"},
     "outputs": set(),
-    "precision": set(),
+    "precision": {"containers"},
     "reduce": {"buffers", "unit"},
     "residency": {"assemble", "gather", "reduce", "staging", "unit"},
     "saving": {"access", "scale", "unit"},

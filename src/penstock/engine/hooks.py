@@ -19,7 +19,7 @@ from penstock.engine.activations import Activations
 from penstock.engine.anchor import Anchor, run_last
 from penstock.engine.gather import Gatherer, Order
 from penstock.engine.outputs import Call, watch_first
-from penstock.engine.precision import CastInputs
+from penstock.engine.precision import InputCasts
 from penstock.engine.reduce import Reducer
 from penstock.engine.scale import GradientScale
 from penstock.engine.unit import Unit
@@ -50,7 +50,7 @@ class Hooks:
     """Connects a model to a gatherer and a reducer.
 
     Arguments:
-        cast_inputs: applied to the inputs of the outermost forward.
+        casts: of floating-point inputs.
         streams: told what compute is doing, for traces.
         updates: what begins in backward; `None` for nothing.
         gradient_scale: says whether the loss has to be scaled before its backward, and whether another one may follow.
@@ -63,7 +63,7 @@ class Hooks:
         units: Sequence[Unit],
         gatherer: Gatherer,
         reducer: Reducer,
-        cast_inputs: CastInputs | None,
+        casts: InputCasts,
         streams: Streams,
         updates: BackwardUpdates | None = None,
         *,
@@ -74,7 +74,7 @@ class Hooks:
         self._units = units
         self._gatherer = gatherer
         self._reducer = reducer
-        self._cast_inputs = cast_inputs
+        self._casts = casts
         self._streams = streams
         self._updates = updates
         self._gradient_scale = gradient_scale
@@ -106,7 +106,8 @@ class Hooks:
         before, after = untraced(self._before_forward), untraced(self._after_forward)
         for module in {self._model: (), **self._anchors}:
             units = self._anchors.get(module, ())
-            anchor = Anchor(units, always=module is self._model, before=before, after=after)
+            cast = self._casts.of_layer(module)
+            anchor = Anchor(units, always=module is self._model, before=before, after=after, cast=cast)
             self._handles += anchor.attach(module)
             self._hooked.append(anchor)
         for unit in self._units:
@@ -158,7 +159,7 @@ class Hooks:
         outermost = not recomputing and (not self._calls or module is self._model)
         if outermost:
             self._begin_forward()
-        cast = self._cast_inputs(args, kwargs) if outermost and self._cast_inputs is not None else None
+        cast = self._casts.at(module, args, kwargs, outermost=outermost)
         call = Call(module)
         call.note_inputs(*(cast or (args, kwargs)))
         self._enter(call, units)
