@@ -26,7 +26,9 @@ from penstock.engine.assemble import Homes, plan_units
 from penstock.engine.discover import UnitPolicy, find_units
 from penstock.engine.engine import Engine, Origin
 from penstock.engine.gather import Gatherer
+from penstock.engine.holders import Holders
 from penstock.engine.hooks import Hooks
+from penstock.engine.idioms import Idioms
 from penstock.engine.loading import Loader
 from penstock.engine.precision import InputCasts
 from penstock.engine.reduce import Reducer
@@ -315,12 +317,14 @@ def build(
     )
     computing = {spec.anchors[0] for spec in specs if spec.dtype == request.compute_dtype}
     casts = InputCasts(request.compute_dtype, options.cast_inputs, computing, streams.device)
+    holders = Holders(model, units)
     hooks = Hooks(
         model,
         units,
         gatherer,
         reducer,
         casts,
+        holders,
         streams,
         stepper if begins else None,
         gradient_scale=gradient_scale,
@@ -386,6 +390,7 @@ def build(
         stepper=stepper,
         updater=updater,
         hooks=hooks,
+        holders=holders,
         access=access,
         gradient_scale=gradient_scale,
         mover=mover,
@@ -395,7 +400,7 @@ def build(
         options=options,
         origins=origins,
         frozen={p for p in origins if not p.requires_grad},
-        restore_model=partial(restore, model, sliced),
+        restore_model=partial(restore, model, [*sliced, Idioms(model, units)]),
     )
     prepared = Optimizer(optimizer, engine, request.max_grad_norm)
     # Loops that clear gradients through the model mean ours: parameters have none of their own.
@@ -419,11 +424,11 @@ def activations_for(request: Request, streams: Streams, store: Store, units: Seq
     return Activations(streams, store, tier, tile_numel=tile_numel, kept=lambda: [unit.full for unit in units])
 
 
-def restore(model: nn.Module, sliced: Iterable[SlicedBlock]) -> None:
+def restore(model: nn.Module, attached: Iterable[SlicedBlock | Idioms]) -> None:
     """Undo what was set on the model beside its parameters and hooks."""
     model.__dict__.pop("zero_grad", None)
-    for block in sliced:
-        block.remove()
+    for part in attached:
+        part.remove()
 
 
 def empty_parameters(units: Iterable[Unit], origins: Mapping[nn.Parameter, Origin]) -> None:

@@ -81,6 +81,7 @@ class Optimizer(torch.optim.Optimizer):
             raise EngineError("step() was called inside gathered(). Leave the block first: step changes what it shows.")
         self._given._opt_called = True  # type: ignore[attr-defined] # its schedulers look here for a step before theirs
         engine.check_frozen()
+        engine.holders.check()
         for unit in engine.units:
             unit.check_written()
         measure, scale = engine.stepper.measure(), engine.gradient_scale

@@ -46,6 +46,7 @@ ENGINE = {
     "engine": {
         "access",
         "gather",
+        "holders",
         "hooks",
         "loading",
         "reduce",
@@ -57,7 +58,9 @@ ENGINE = {
         "update",
     },
     "gather": {"unit"},
-    "hooks": {"activations", "anchor", "gather", "outputs", "precision", "reduce", "scale", "unit", "uses"},
+    "holders": {"unit"},
+    "hooks": {"activations", "anchor", "gather", "holders", "outputs", "precision", "reduce", "scale", "unit", "uses"},
+    "idioms": {"unit"},
     "loading": {"access", "gather", "reduce", "scale", "unit", "update"},
     "outputs": set(),
     "precision": {"containers"},

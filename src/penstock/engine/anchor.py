@@ -14,6 +14,7 @@ from torch.utils.hooks import RemovableHandle
 
 from penstock.engine.precision import Inputs, LayerCast
 from penstock.engine.unit import Unit
+from penstock.errors import EngineError
 
 #: The number of our hooks in every module. Torch numbers hooks through all modules, and compilers guard the numbers:
 #: each of many equal blocks would be compiled anew.
@@ -60,6 +61,14 @@ class Anchor:
             _renumber(handle)
         module._forward_pre_hooks.move_to_end(HOOK_ID, last=False)  # type: ignore[attr-defined]
         return [before, after]
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Neither pickled nor copied: the copy of a model would gather and release the parameters of this one."""
+        raise EngineError(
+            "A prepared model cannot be copied or pickled (copy.deepcopy, torch.save(model)): its parameters and hooks "
+            "are the engine's. Copy it before prepare(), or fill a second model from state_dict() inside "
+            "optimizer.gathered(); to keep it, use optimizer.save()."
+        )
 
     def before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Inputs | None:
         """Its forward begins."""

@@ -18,6 +18,7 @@ from torch.utils.hooks import RemovableHandle
 from penstock.engine.activations import Activations
 from penstock.engine.anchor import Anchor, run_last
 from penstock.engine.gather import Gatherer, Order
+from penstock.engine.holders import Holders
 from penstock.engine.outputs import Call, watch_first
 from penstock.engine.precision import InputCasts
 from penstock.engine.reduce import Reducer
@@ -51,6 +52,7 @@ class Hooks:
 
     Arguments:
         casts: of floating-point inputs.
+        holders: the modules of the parameters, looked at when a forward of the model begins.
         streams: told what compute is doing, for traces.
         updates: what begins in backward; `None` for nothing.
         gradient_scale: says whether the loss has to be scaled before its backward, and whether another one may follow.
@@ -64,6 +66,7 @@ class Hooks:
         gatherer: Gatherer,
         reducer: Reducer,
         casts: InputCasts,
+        holders: Holders,
         streams: Streams,
         updates: BackwardUpdates | None = None,
         *,
@@ -75,6 +78,7 @@ class Hooks:
         self._gatherer = gatherer
         self._reducer = reducer
         self._casts = casts
+        self._holders = holders
         self._streams = streams
         self._updates = updates
         self._gradient_scale = gradient_scale
@@ -232,6 +236,7 @@ class Hooks:
             self._uses.note_silent([unit for unit in units if unit.wants_gradient])
 
     def _begin_forward(self) -> None:
+        self._holders.check()
         if self.backward_open:
             self.abandon_backward()
         if self._calls:  # left behind by what is no Exception: an interrupt

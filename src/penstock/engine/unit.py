@@ -15,7 +15,7 @@ from enum import Enum
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from penstock.engine.discover import UnitSpec
 from penstock.errors import EngineError
@@ -174,7 +174,7 @@ class Unit:
         self.users = 0  # forwards of its anchors under way
         self.holds = 0  # `gathered` blocks that it is in
         self._versions: list[int] = []  # of the parameters: torch counts every write of theirs, and none of ours
-        self._placeholder = torch.full((), float("nan"), device=device).to(spec.dtype)
+        self.placeholder = torch.full((), float("nan"), device=device).to(spec.dtype)
 
     @property
     def own_range(self) -> tuple[int, int]:
@@ -256,7 +256,11 @@ class Unit:
     def hide(self) -> None:
         """Make the parameters placeholders: their real shape, NaN when read, one element of memory, no writes."""
         for slot, parameter in zip(self.layout.slots, self.spec.parameters, strict=True):
-            parameter.data = self._placeholder.expand(slot.shape)
+            parameter.data = self.placeholder.expand(slot.shape)
+
+    def is_hidden(self, parameter: nn.Parameter) -> bool:
+        """Whether one of its parameters is a placeholder now."""
+        return parameter.data_ptr() == self.placeholder.data_ptr()
 
     @property
     def is_whole(self) -> bool:

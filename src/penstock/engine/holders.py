@@ -1,0 +1,109 @@
+"""Whether modules still hold the parameters that were prepared, and those the memory that the engine gave them.
+
+A parameter that somebody put into a module after `prepare` is computed with and never trained; values that somebody
+put under a parameter (`parameter.data = ...`) go with its next gather. Torch tells nobody of either, so this is looked
+up at the beginning of each forward of the model and of each step.
+"""
+
+import sys
+from collections.abc import Sequence
+from types import FrameType
+
+import torch
+from torch import nn
+
+from penstock.engine.unit import Unit
+from penstock.errors import EngineError
+
+
+class Holders:
+    """What modules held when the model was prepared, and since.
+
+    Arguments:
+        model: the prepared one.
+        units: all of its parameters.
+    """
+
+    def __init__(self, model: nn.Module, units: Sequence[Unit]) -> None:
+        self._model = model
+        self._units = units
+        self._known = {parameter for unit in units for parameter in unit.spec.parameters}
+        self._note()
+
+    def _note(self) -> None:
+        modules = list(self._model.modules())
+        self._parameters = [module._parameters for module in modules if module._parameters]
+        self._children = [module._modules for module in modules if module._modules]
+        self._bare = [module._parameters for module in modules if not module._parameters]
+        self._ids = [id(p) for held in self._parameters for p in held.values()]  # those of live objects: they are known
+        self._module_ids = [id(child) for held in self._children for child in held.values()]
+        self._modules = modules  # alive, so that no other one gets an identity of theirs
+
+    def check(self) -> None:
+        """Refuse what would not be trained, or not be computed with.
+
+        Raises:
+            EngineError: names the parameter, and what to call instead.
+        """
+        ids = [id(p) for held in self._parameters for p in held.values()]
+        module_ids = [id(child) for held in self._children for child in held.values()]
+        if ids != self._ids or module_ids != self._module_ids or any(self._bare):
+            self._look_for_strangers()
+        for unit in self._units:
+            if not unit.holds:
+                self._check_memory(unit)
+
+    def _look_for_strangers(self) -> None:
+        """Modules may change places, be wrapped, and go; parameters may not come."""
+        if _in_functional_call():  # which puts others in their place, for this call
+            return
+        for name, module in self._model.named_modules():
+            for own_name, parameter in module._parameters.items():
+                if isinstance(parameter, nn.Parameter) and parameter not in self._known:
+                    full_name = f"{name}.{own_name}" if name else own_name
+                    raise EngineError(
+                        f"Parameter '{full_name}' {tuple(parameter.shape)} of {type(module).__name__} was put there "
+                        "after prepare(), so nothing would train it. Give the prepared one its values with "
+                        "optimizer.set_full_param(), or inside optimizer.gathered(modify=True) (load_state_dict() "
+                        "without assign=True); to have other parameters, close() the optimizer and prepare again."
+                    )
+        self._note()
+
+    def _check_memory(self, unit: Unit) -> None:
+        first, size, hidden = unit.full.data_ptr(), unit.spec.dtype.itemsize, unit.placeholder.data_ptr()
+        for index, (slot, parameter) in enumerate(zip(unit.layout.slots, unit.spec.parameters, strict=True)):
+            address = parameter.data_ptr()
+            if address not in (hidden, first + slot.start * size) and slot.stop > slot.start:
+                self._take_in(unit, index)
+
+    @torch.no_grad()
+    def _take_in(self, unit: Unit, index: int) -> None:
+        """The parameter was given other memory: take its values over where that loses nothing, else refuse."""
+        slot, parameter = unit.layout.slots[index], unit.spec.parameters[index]
+        if parameter.shape != slot.shape or parameter.device != unit.full.device or not unit.resident:
+            raise _lost(unit, index)
+        own = unit.full[slot.start : slot.stop].view(slot.shape)
+        values = parameter.detach().to(own.dtype)
+        if not torch.equal(values, own):  # else a module has converted it for its own forward
+            if not unit.is_whole or parameter.dtype != own.dtype:
+                raise _lost(unit, index)
+            own.copy_(values)
+        parameter.data = own
+
+
+def _lost(unit: Unit, index: int) -> EngineError:
+    parameter, slot = unit.spec.parameters[index], unit.layout.slots[index]
+    return EngineError(
+        f"Parameter '{unit.spec.names[index]}' {tuple(slot.shape)} was given other memory ({parameter.dtype} "
+        f"{tuple(parameter.shape)} on {parameter.device}) after prepare(), by 'parameter.data = ...' or by to() of a "
+        "part of the model: its next gather would drop that. Set values with optimizer.set_full_param(), or inside "
+        "optimizer.gathered(modify=True); dtype and device are those of prepare() until close()."
+    )
+
+
+def _in_functional_call() -> bool:
+    """Whether `torch.func.functional_call` is running: parameters are the caller's meanwhile."""
+    frame: FrameType | None = sys._getframe()
+    while frame is not None and frame.f_code is not torch.nn.utils.stateless._functional_call.__code__:
+        frame = frame.f_back
+    return frame is not None
