@@ -38,6 +38,7 @@ OUTSIDE = ("integrations", "cli", "__main__")
 ENGINE = {
     "access": {"gather", "reduce", "scale", "unit"},
     "activations": {"staging"},
+    "aliases": set(),
     "anchor": {"precision", "unit"},
     "assemble": {"discover", "source", "unit"},
     "buffers": set(),

@@ -6,7 +6,7 @@ up at the beginning of each forward of the model and of each step.
 """
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from types import FrameType
 
 import torch
@@ -26,7 +26,10 @@ class Holders:
 
     def __init__(self, model: nn.Module, units: Sequence[Unit]) -> None:
         self._model = model
-        self._units = units
+        self._places = [
+            (unit, unit.spec.parameters, [slot.start * unit.spec.dtype.itemsize for slot in unit.layout.slots])
+            for unit in units
+        ]
         self._known = {parameter for unit in units for parameter in unit.spec.parameters}
         self._note()
 
@@ -35,9 +38,8 @@ class Holders:
         self._parameters = [module._parameters for module in modules if module._parameters]
         self._children = [module._modules for module in modules if module._modules]
         self._bare = [module._parameters for module in modules if not module._parameters]
-        self._ids = [id(p) for held in self._parameters for p in held.values()]  # those of live objects: they are known
-        self._module_ids = [id(child) for held in self._children for child in held.values()]
-        self._modules = modules  # alive, so that no other one gets an identity of theirs
+        self._ids, self._child_ids = _ids_in(self._parameters), _ids_in(self._children)
+        self._alive = modules  # so that no other module gets an identity of theirs; units hold the parameters
 
     def check(self) -> None:
         """Refuse what would not be trained, or not be computed with.
@@ -45,13 +47,17 @@ class Holders:
         Raises:
             EngineError: names the parameter, and what to call instead.
         """
-        ids = [id(p) for held in self._parameters for p in held.values()]
-        module_ids = [id(child) for held in self._children for child in held.values()]
-        if ids != self._ids or module_ids != self._module_ids or any(self._bare):
+        if _ids_in(self._parameters) != self._ids or _ids_in(self._children) != self._child_ids or any(self._bare):
             self._look_for_strangers()
-        for unit in self._units:
-            if not unit.holds:
-                self._check_memory(unit)
+        for unit, parameters, offsets in self._places:
+            if unit.holds:
+                continue
+            addresses = [parameter.data_ptr() for parameter in parameters]
+            hidden = unit.placeholder.data_ptr()
+            if addresses.count(hidden) < len(addresses):
+                first = unit.full.data_ptr()
+                if addresses != [first + offset for offset in offsets]:
+                    self._look_at_memory(unit, addresses)
 
     def _look_for_strangers(self) -> None:
         """Modules may change places, be wrapped, and go; parameters may not come."""
@@ -69,10 +75,9 @@ class Holders:
                     )
         self._note()
 
-    def _check_memory(self, unit: Unit) -> None:
-        first, size, hidden = unit.full.data_ptr(), unit.spec.dtype.itemsize, unit.placeholder.data_ptr()
-        for index, (slot, parameter) in enumerate(zip(unit.layout.slots, unit.spec.parameters, strict=True)):
-            address = parameter.data_ptr()
+    def _look_at_memory(self, unit: Unit, addresses: Sequence[int]) -> None:
+        hidden, first, size = unit.placeholder.data_ptr(), unit.full.data_ptr(), unit.spec.dtype.itemsize
+        for index, (slot, address) in enumerate(zip(unit.layout.slots, addresses, strict=True)):
             if address not in (hidden, first + slot.start * size) and slot.stop > slot.start:
                 self._take_in(unit, index)
 
@@ -89,6 +94,10 @@ class Holders:
                 raise _lost(unit, index)
             own.copy_(values)
         parameter.data = own
+
+
+def _ids_in(dicts: Sequence[Mapping[str, object]]) -> list[int]:
+    return [identity for held in dicts for identity in map(id, held.values())]
 
 
 def _lost(unit: Unit, index: int) -> EngineError:

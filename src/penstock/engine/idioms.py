@@ -8,6 +8,7 @@ deepcopy, pickle  would copy hooks of this engine (`Anchor`).
 
 from collections.abc import Callable, Sequence
 from typing import Any
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +16,15 @@ from torch.utils.hooks import RemovableHandle
 
 from penstock.engine.unit import Unit
 from penstock.errors import EngineError
+
+#: What a prepared parameter has until `close`: so that no other optimizer takes it, under whatever module it stands.
+OWNER = "_penstock_owner"
+
+
+def is_owned(parameter: nn.Parameter) -> bool:
+    """Whether a prepared model has the parameter."""
+    owner = parameter.__dict__.get(OWNER)
+    return owner is not None and owner() is not None
 
 
 class Idioms:
@@ -35,6 +45,8 @@ class Idioms:
                 saves = module.register_state_dict_pre_hook(self._before_state_dict)  # type: ignore[no-untyped-call]
                 loads = module.register_load_state_dict_pre_hook(self._before_load)  # type: ignore[no-untyped-call]
                 self._handles += [saves, loads]
+        for parameter in self._places:
+            setattr(parameter, OWNER, ref(self))
         model._apply = self._apply  # type: ignore[method-assign]
 
     def remove(self) -> None:
@@ -43,6 +55,8 @@ class Idioms:
             handle.remove()
         self._handles.clear()
         self._model.__dict__.pop("_apply", None)
+        for parameter in self._places:
+            parameter.__dict__.pop(OWNER, None)
 
     def _before_state_dict(self, module: nn.Module, prefix: str, keep_vars: bool) -> None:
         del prefix, keep_vars

@@ -72,11 +72,20 @@ class InputCasts:
 
     def at(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *, outermost: bool) -> Inputs | None:
         """The inputs of a forward that begins, or `None` where they stay as they are."""
-        of_block = module in self._blocks and not torch.is_autocast_enabled(self._device.type)
-        if not (of_block or (outermost and self._of_calls)):
+        if not (module in self._blocks or (outermost and self._of_calls)):
+            return None
+        if not any(self._may_change(value) for value in (*args, *kwargs.values())):
+            return None
+        if not outermost and torch.is_autocast_enabled(self._device.type):
             return None
         cast: Inputs = cast_floating((args, kwargs), self._dtype)
         return None if cast[0] is args and cast[1] is kwargs else cast
+
+    def _may_change(self, value: Any) -> bool:
+        """Whether it is worth a look: most calls have a tensor or two that fit."""
+        if isinstance(value, Tensor):
+            return not _is_fit(value, self._dtype)
+        return not (value is None or isinstance(value, bool | int | float | str))
 
     def of_layer(self, module: nn.Module) -> "LayerCast | None":
         """What casts the inputs of a layer that refuses those of another dtype than its weights."""
@@ -104,8 +113,10 @@ class LayerCast:
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Inputs | None:
         """The inputs to take instead; `None` for the same."""
         fit = True
-        for value in (*args, *kwargs.values()):
+        for value in (*args, *kwargs.values()) if kwargs else args:
             fit = fit and self._fits(value)
+        if fit:
+            return None
         for parameter in module._parameters.values():
             fit = fit or (parameter is not None and parameter.dtype != self._dtype)
         if fit or torch.is_autocast_enabled(self._device_type) or (self._masks and self._takes(*args, **kwargs)):
