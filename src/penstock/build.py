@@ -30,6 +30,7 @@ from penstock.engine.holders import Holders
 from penstock.engine.hooks import Hooks
 from penstock.engine.idioms import Idioms
 from penstock.engine.loading import Loader
+from penstock.engine.mixing import MixedProducts
 from penstock.engine.precision import InputCasts
 from penstock.engine.reduce import Reducer
 from penstock.engine.residency import Mover
@@ -330,6 +331,7 @@ def build(
         gradient_scale=gradient_scale,
         activations=activations_for(request, streams, store, units),
     )
+    mixing = casts.where_products_mix(model)
     blocks = {spec.anchors[0]: spec.name for spec in specs if spec.anchors[0] is not model}
     slices = request.unit_micro_batches
     sliced = [SlicedBlock(block, name, slices) for block, name in blocks.items()] if slices > 1 else []
@@ -400,7 +402,7 @@ def build(
         options=options,
         origins=origins,
         frozen={p for p in origins if not p.requires_grad},
-        restore_model=partial(restore, model, [*sliced, Idioms(model, units)]),
+        restore_model=partial(restore, model, [*sliced, *mixing, Idioms(model, units)]),
     )
     prepared = Optimizer(optimizer, engine, request.max_grad_norm)
     # Loops that clear gradients through the model mean ours: parameters have none of their own.
@@ -424,7 +426,7 @@ def activations_for(request: Request, streams: Streams, store: Store, units: Seq
     return Activations(streams, store, tier, tile_numel=tile_numel, kept=lambda: [unit.full for unit in units])
 
 
-def restore(model: nn.Module, attached: Iterable[SlicedBlock | Idioms]) -> None:
+def restore(model: nn.Module, attached: Iterable[SlicedBlock | MixedProducts | Idioms]) -> None:
     """Undo what was set on the model beside its parameters and hooks."""
     model.__dict__.pop("zero_grad", None)
     for part in attached:

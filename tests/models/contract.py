@@ -3,11 +3,13 @@
 import copy
 import warnings
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map_only
 
 import penstock
@@ -79,6 +81,15 @@ def cast_inputs(model: nn.Module) -> None:
             module.register_forward_pre_hook(cast, with_kwargs=True)
 
 
+class Products(TorchFunctionMode):
+    """The same for what modules multiply by themselves."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.matmul and len({t.dtype for t in args}) == 2:
+            args = tuple(t.bfloat16() for t in args)
+        return func(*args, **(kwargs or {}))
+
+
 def prepared(
     family: Family, model: nn.Module, streams: Streams, placement: penstock.Placement, stage: int, precision: str
 ) -> penstock.Optimizer:
@@ -147,7 +158,8 @@ def plain_run(family: Family, precision: str, world_size: int = 1) -> Trace:
             model.zero_grad()
             batch = Batch(step, rank, dtype)
             torch.manual_seed(step)
-            observed = family.work(model, batch, lambda loss, **kwargs: loss.backward(**kwargs))
+            with Products() if precision == "bf16" and family.buffers_mix else nullcontext():
+                observed = family.work(model, batch, lambda loss, **kwargs: loss.backward(**kwargs))
             if rank == 0:
                 trace.observed.append([t.float() for t in observed])
             for name, parameter in trained.items():

@@ -2,7 +2,8 @@
 
 model   the outermost call, whatever it is given.
 units   each block as well, as FSDP2's `cast_forward_inputs` does: an fp32 buffer that took part before goes no further.
-layers  torch's own layers that refuse to mix dtypes, wherever they stand: nothing that worked works otherwise.
+layers  torch's own layers that refuse to mix dtypes, wherever they stand: nothing that worked works otherwise. Products
+        that a module makes of its own fp32 buffers are such a place too (`mixing`).
 """
 
 from collections.abc import Set
@@ -12,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock.engine.containers import replace_tensors
+from penstock.engine.mixing import MixedProducts, mixes
 
 CastMode = Literal["units", "model", "none"]
 Inputs = tuple[tuple[Any, ...], dict[str, Any]]
@@ -80,6 +82,13 @@ class InputCasts:
             return None
         cast: Inputs = cast_floating((args, kwargs), self._dtype)
         return None if cast[0] is args and cast[1] is kwargs else cast
+
+    def where_products_mix(self, model: nn.Module) -> list[MixedProducts]:
+        """What lets modules below the model multiply buffers in fp32 with values in the compute dtype."""
+        if not self._of_layers:
+            return []
+        inner = [module for module in model.modules() if module is not model and mixes(module, self._dtype)]
+        return [MixedProducts(module, self._dtype, self._device) for module in inner]
 
     def _may_change(self, value: Any) -> bool:
         """Whether it is worth a look: most calls have a tensor or two that fit."""
