@@ -52,6 +52,13 @@ SEAMLESS = {
     "pad_token_id": 0,
     "bos_token_id": 2,
     "eos_token_id": 3,
+    "upsample_initial_channel": 64,
+    "unit_embed_dim": WIDTH,
+    "lang_embed_dim": 8,
+    "spkr_embed_dim": 8,
+    "unit_hifi_gan_vocab_size": TOKENS,
+    "vocoder_num_langs": 2,
+    "vocoder_num_spkrs": 2,
 }
 
 

@@ -332,3 +332,73 @@ def test_what_cannot_be_copied_is_named() -> None:
     with pytest.raises(penstock.EngineError, match=r"class Fixed.*only one of me.*cast_inputs='none'"):
         model[1](torch.rand(2, WIDTH), Fixed(x=torch.rand(2)))
     optimizer.close()
+
+
+class Decays(nn.Module):
+    """Attention whose table of decays is a buffer: its scores are fp32, its values are not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.values = nn.Linear(WIDTH, WIDTH)
+        self.register_buffer("decay", torch.rand(3, 3))
+        self.modes: list[int] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.modes.append(torch._C._len_torch_function_stack())
+        v = self.values(x)
+        scores = (x @ x.mT) * self.decay
+        return torch.einsum("ij,jk->ik", scores, torch.matmul(scores, v) + scores.mm(v))
+
+
+class Plain(Decays):
+    """The same buffer, used in no product."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.modes.append(torch._C._len_torch_function_stack())
+        return self.values(x) + self.decay.sum().to(x.dtype)
+
+
+def test_a_module_may_multiply_its_buffers_in_fp32() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(Decays(), Plain(), nn.Linear(WIDTH, 2))
+    layers = [(m.weight.detach().bfloat16(), m.bias.detach().bfloat16()) for m in (model[0].values,)]
+    x, decay = torch.rand(3, WIDTH), model[0].decay.clone()
+    optimizer = prepare_on(separate(), model, adam(model), placement=penstock.Placement(params="cpu"))
+    out = model[0](x)
+    cast = x.bfloat16()
+    v = nn.functional.linear(cast, *layers[0])
+    scores = ((cast @ cast.mT) * decay).bfloat16()
+    assert torch.equal(out, torch.einsum("ij,jk->ik", scores, torch.matmul(scores, v) + scores.mm(v)))
+    for _ in range(3):
+        optimizer.backward(squared(model(x)))
+        assert not optimizer.step().skipped
+        optimizer.zero_grad()
+    assert model[0].decay.dtype == torch.float32
+    assert set(model[0].modes) == {1}
+    assert model[1].modes == [1, 0, 0], "what mixes nothing is not looked at again"
+    with torch.autocast("cpu", BF16):
+        model(x)
+    assert model[0].modes[-1] == 0, "there torch casts"
+    assert torch._C._len_torch_function_stack() == 0
+    optimizer.close()
+    assert all("forward" not in vars(module) for module in model)
+
+
+def test_a_module_that_fails_leaves_no_mode_behind() -> None:
+    model = nn.Sequential(Decays(), nn.Linear(WIDTH, 2))
+    optimizer = prepare_on(inline(), model, adam(model))
+    with pytest.raises(RuntimeError):
+        model(torch.rand(5, WIDTH))
+    model[0].register_forward_pre_hook(lambda *_: None)
+    assert torch._C._len_torch_function_stack() == 0
+    model(torch.rand(3, WIDTH))
+    optimizer.close()
+
+
+@pytest.mark.parametrize("mode", ["model", "none"])
+def test_products_are_left_to_torch_where_that_is_asked_for(mode: Any) -> None:
+    model = nn.Sequential(Decays(), nn.Linear(WIDTH, 2))
+    optimizer = prepare_on(inline(), model, adam(model), options=penstock.Options(cast_inputs=mode))
+    with pytest.raises(RuntimeError, match=r"dtype|scalar type"):
+        model(torch.rand(3, WIDTH).bfloat16())
+    optimizer.close()
