@@ -85,6 +85,7 @@ FIELDS = {
         "rounding_seed": 0,
         "initial_loss_scale": 65536.0,
         "dynamic_loss_scale": True,
+        "cast_inputs": "units",
     },
     "StepResult": dict.fromkeys(("grad_norm", "skipped", "loss_scale"), dataclasses.MISSING),
     "Location": dict.fromkeys(
