@@ -24,7 +24,22 @@ OWNER = "_penstock_owner"
 def is_owned(parameter: nn.Parameter) -> bool:
     """Whether a prepared model has the parameter."""
     owner = parameter.__dict__.get(OWNER)
-    return owner is not None and owner() is not None
+    return owner is not None and owner.is_alive()
+
+
+class Owner:
+    """Whose a parameter is, without keeping it alive. Pickled with a parameter, it comes back as nobody's."""
+
+    def __init__(self, idioms: "Idioms | None" = None) -> None:
+        self._of = None if idioms is None else ref(idioms)
+
+    def __reduce__(self) -> tuple[type["Owner"], tuple[()]]:
+        """The engine stays in this process."""
+        return Owner, ()
+
+    def is_alive(self) -> bool:
+        """Whether the owner is there still."""
+        return self._of is not None and self._of() is not None
 
 
 class Idioms:
@@ -46,7 +61,7 @@ class Idioms:
                 loads = module.register_load_state_dict_pre_hook(self._before_load)  # type: ignore[no-untyped-call]
                 self._handles += [saves, loads]
         for parameter in self._places:
-            setattr(parameter, OWNER, ref(self))
+            setattr(parameter, OWNER, Owner(self))
         model._apply = self._apply  # type: ignore[method-assign]
 
     def remove(self) -> None:

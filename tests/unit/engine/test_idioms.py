@@ -223,6 +223,17 @@ def test_a_prepared_model_is_not_copied(name: str) -> None:
         COPIES[name](model)
 
 
+def test_a_parameter_is_pickled_without_its_owner() -> None:
+    model, optimizer = stack(inline)
+    copied = pickle.loads(pickle.dumps(model.last.weight))
+    assert torch.equal(copied, model.last.weight)
+    other = nn.Linear(16, 4)
+    other.weight = copied
+    prepare_on(inline(), other, torch.optim.AdamW(other.parameters())).close()
+    optimizer.close()
+    assert not vars(model.last.weight)
+
+
 def test_a_model_whose_modules_convert_themselves_trains() -> None:
     """Routers do: their weights are fp32 for the time of a forward."""
 
