@@ -30,10 +30,13 @@ from penstock.engine.discover import UnitPolicy, UnitSpec, find_units
 from penstock.engine.engine import Engine, Origin
 from penstock.engine.forked import leave_to_parent
 from penstock.engine.gather import Gatherer
+from penstock.engine.holders import Holders
 from penstock.engine.hooks import Hooks
+from penstock.engine.idioms import Idioms
 from penstock.engine.loading import Loader
+from penstock.engine.mixing import MixedProducts
 from penstock.engine.originals import replace_meta
-from penstock.engine.precision import input_cast
+from penstock.engine.precision import InputCasts
 from penstock.engine.reduce import Reducer
 from penstock.engine.residency import Mover
 from penstock.engine.samples import BatchDim, check_batch_dim, check_blocks
@@ -98,8 +101,9 @@ def prepare(
     """Shard and place the training state of a model, and return the optimizer that trains it.
 
     The model stays the same object; its parameters become views of buffers that are gathered for each use. Its first
-    rank's parameters are taken over by every rank. Floating-point inputs of the model are cast to the compute dtype;
-    buffers are moved to the device, are the first rank's too, and keep their dtype, as batch norms do as a whole: fp32.
+    rank's parameters are taken over by every rank. Floating-point inputs of the model and of its units are cast to
+    the compute dtype (`Options(cast_inputs=)`); buffers are moved to the device, are the first rank's too, and keep
+    their dtype, as batch norms do as a whole: fp32.
 
     Arguments:
         model: any module with values, or on the meta device with `weights`. Its floating-point parameters take the
@@ -403,18 +407,22 @@ def build(
         overlaps=request.overlap != "none",
         begins=begins,
     )
-    cast = input_cast(request.compute_dtype)
+    computing = {spec.anchors[0] for spec in specs if spec.dtype == request.compute_dtype}
+    casts = InputCasts(request.compute_dtype, options.cast_inputs, computing, streams.device)
+    holders = Holders(model, units)
     hooks = Hooks(
         model,
         units,
         gatherer,
         reducer,
-        cast,
+        casts,
+        holders,
         streams,
         stepper if begins else None,
         gradient_scale=gradient_scale,
         activations=activations_for(request, streams, store, units),
     )
+    mixing = casts.where_products_mix(model)
     sliced = sliced_blocks(layout.blocks, request.unit_micro_batches, request.batch_dim)
     mover = Mover(
         units,
@@ -475,6 +483,7 @@ def build(
         stepper=stepper,
         updater=updater,
         hooks=hooks,
+        holders=holders,
         access=access,
         gradient_scale=gradient_scale,
         skips=Skips(options.max_skipped_steps, at_once=options.on_nonfinite == "raise", loss_scale=loss_scale),
@@ -485,7 +494,7 @@ def build(
         options=options,
         origins=origins,
         frozen={p for p in origins if not p.requires_grad},
-        restore_model=partial(restore, model, sliced),
+        restore_model=partial(restore, model, [*sliced, *mixing, Idioms(model, units)]),
     )
     in_child(engine, leave_to_parent)
     prepared = Optimizer(optimizer, engine, request.max_grad_norm)
@@ -510,11 +519,11 @@ def activations_for(request: Request, streams: Streams, store: Store, units: Seq
     return Activations(streams, store, tier, tile_numel=tile_numel, kept=lambda: [unit.full for unit in units])
 
 
-def restore(model: nn.Module, sliced: Iterable[SlicedBlock]) -> None:
+def restore(model: nn.Module, attached: Iterable[SlicedBlock | MixedProducts | Idioms]) -> None:
     """Undo what was set on the model beside its parameters and hooks."""
     model.__dict__.pop("zero_grad", None)
-    for block in sliced:
-        block.remove()
+    for part in attached:
+        part.remove()
 
 
 def empty_parameters(units: Iterable[Unit], origins: Mapping[nn.Parameter, Origin]) -> None:

@@ -11,9 +11,10 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from penstock.config import DEFAULT_LIVE_BYTES, Options, Placement
+from penstock.engine.aliases import check_aliases
 from penstock.engine.anchor import Anchor
 from penstock.engine.discover import UnitSpec
-from penstock.engine.hooks import Hooks
+from penstock.engine.idioms import is_owned
 from penstock.errors import ConfigError, MemoryBudgetError
 from penstock.kinds import COMPUTE_DTYPES, Tier, parse_tier
 from penstock.machine.arena import available_host_bytes
@@ -132,24 +133,22 @@ def check_model(model: nn.Module, *, has_values: bool) -> None:
             )
     if next(model.parameters(), None) is None:
         raise ConfigError(f"{type(model).__name__} has no parameters.")
-    prepared = _prepared_part(model)
-    if prepared is not None:
+    owned = next((name for name, parameter in model.named_parameters() if is_owned(parameter)), None)
+    if owned is not None:
         raise ConfigError(
-            f"This {type(model).__name__} is prepared already ({prepared} has Penstock's hooks). "
-            "Call close() on its optimizer before preparing it again."
+            f"This {type(model).__name__} is prepared already ({_prepared_part(model, owned)} has Penstock's hooks): "
+            f"parameter '{owned}' {tuple(model.get_parameter(owned).shape)} has an optimizer. Parts of a model may "
+            "have their own: prepare each part with its own, prepare(model.part, ...). Call close() on its "
+            "optimizer before preparing it again."
         )
+    check_aliases(model)
 
 
-def _prepared_part(model: nn.Module) -> str | None:
+def _prepared_part(model: nn.Module, owned: str) -> str:
     for name, module in model.named_modules():
         if any(isinstance(getattr(hook, "__self__", None), Anchor) for hook in module._forward_pre_hooks.values()):
             return f"its module '{name}'" if name else "it"
-    for name, parameter in model.named_parameters():  # of a prepared model that this one takes a parameter from
-        hooks = [getattr(hook, "__wrapped__", None) for hook in (parameter._post_accumulate_grad_hooks or {}).values()]
-        takers = [getattr(hook, "func", None) for hook in hooks]
-        if any(isinstance(getattr(taker, "__self__", None), Hooks) for taker in takers):
-            return f"its parameter '{name}'"
-    return None
+    return f"its parameter '{owned}'"  # which another model holds as well
 
 
 def check_ranks(mesh: DeviceMesh | None) -> None:

@@ -108,6 +108,11 @@ class Options:
             also where compute could read it in place, and on a cpu run all movement late, on threads. What reads
             parameters where it must not gets a wrong number then, on one rank and any machine. Slow; the results are
             the same. The environment variable `PENSTOCK_DEBUG_RELEASE=1` does it for every `prepare`.
+        cast_inputs: whose floating-point inputs are cast to the compute dtype, in tensors, containers and dataclasses.
+            `"units"`: those of the outermost call and of every unit's module (FSDP2's `cast_forward_inputs`), and,
+            wherever it stands, what a layer of `torch.nn` would refuse for its dtype: so fp32 buffers may take part
+            before. `"model"`: those of the outermost call alone, for models that hand fp32 values to their blocks on
+            purpose. `"none"`: nothing is cast.
 
     Raises:
         ConfigError: a value out of its range; the message names it.
@@ -132,6 +137,7 @@ class Options:
     dynamic_loss_scale: bool = True
     debug_release: bool = False
     timeout_s: float = 600.0
+    cast_inputs: Literal["units", "model", "none"] = "units"
 
     def __post_init__(self) -> None:
         """Refuse values out of range, by name."""
@@ -174,4 +180,5 @@ _CHOICES: dict[str, tuple[Any, ...]] = {
     "checksums": (True, False),
     "dynamic_loss_scale": (True, False),
     "debug_release": (True, False),
+    "cast_inputs": ("units", "model", "none"),
 }

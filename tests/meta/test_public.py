@@ -88,6 +88,7 @@ FIELDS = {
         "dynamic_loss_scale": True,
         "debug_release": False,
         "timeout_s": 600.0,
+        "cast_inputs": "units",
     },
     "StepResult": dict.fromkeys(("grad_norm", "skipped", "loss_scale"), dataclasses.MISSING),
     "Location": dict.fromkeys(

@@ -3,10 +3,14 @@
 import copy
 import warnings
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_map_only
 
 import penstock
 from penstock.machine.streams import Streams
@@ -61,6 +65,31 @@ def _numbers(module: nn.Module) -> list[nn.Parameter]:
     return [p for p, code in zip(own, is_code, strict=True) if not code and (p.requires_grad or not any(is_code))]
 
 
+def cast_inputs(model: nn.Module) -> None:
+    """What a prepared model does where fp32 buffers take part: blocks and layers of torch get their inputs in bf16."""
+
+    def cast(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        own = next(module.parameters(recurse=False), None)
+        if own is not None and own.dtype != torch.bfloat16:  # made fp32 for its use
+            return None
+        return tree_map_only(Tensor, lambda t: t.bfloat16() if t.is_floating_point() else t, (args, kwargs))
+
+    lists = [m for m in model.modules() if isinstance(m, nn.ModuleList | nn.Sequential)]
+    blocks = {block for blocks in lists for block in blocks}
+    for module in model.modules():
+        if module in blocks or type(module) in (nn.Linear, nn.LayerNorm, nn.Conv1d, nn.Conv2d):
+            module.register_forward_pre_hook(cast, with_kwargs=True)
+
+
+class Products(TorchFunctionMode):
+    """The same for what modules multiply by themselves."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.matmul and len({t.dtype for t in args}) == 2:
+            args = tuple(t.bfloat16() for t in args)
+        return func(*args, **(kwargs or {}))
+
+
 def prepared(
     family: Family, model: nn.Module, streams: Streams, placement: penstock.Placement, stage: int, precision: str
 ) -> penstock.Optimizer:
@@ -113,6 +142,8 @@ def plain_run(family: Family, precision: str, world_size: int = 1) -> Trace:
     model = build(family, precision)
     if precision == "fp32":
         to_fp32(model)
+    elif family.buffers_mix:
+        cast_inputs(model)
     named = dict(model.named_parameters())
     owned = {id(p) for p in family.owned(model) if p.requires_grad}
     trained = {n: p for n, p in named.items() if id(p) in owned}
@@ -127,7 +158,8 @@ def plain_run(family: Family, precision: str, world_size: int = 1) -> Trace:
             model.zero_grad()
             batch = Batch(step, rank, dtype)
             torch.manual_seed(step)
-            observed = family.work(model, batch, lambda loss, **kwargs: loss.backward(**kwargs))
+            with Products() if precision == "bf16" and family.buffers_mix else nullcontext():
+                observed = family.work(model, batch, lambda loss, **kwargs: loss.backward(**kwargs))
             if rank == 0:
                 trace.observed.append([t.float() for t in observed])
             for name, parameter in trained.items():

@@ -54,6 +54,7 @@ class Family:
         prepare: further arguments of `prepare`.
         exact: whether plain torch does the same arithmetic: other strides take other kernels.
         warns: text of the warning that `prepare` gives.
+        buffers_mix: fp32 buffers take part in the arithmetic: plain torch needs casts for its bf16 layers.
     """
 
     name: str
@@ -63,6 +64,7 @@ class Family:
     prepare: dict[str, Any] = field(default_factory=dict)
     exact: bool = True
     warns: str | None = None
+    buffers_mix: bool = False
 
     def __str__(self) -> str:
         return self.name

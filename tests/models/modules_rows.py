@@ -38,6 +38,23 @@ def sequential() -> nn.Module:
     return nn.Sequential(nn.Linear(8, WIDTH), nn.ReLU(), nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 4))
 
 
+class Tutorial(nn.Module):
+    """The transformer of PyTorch's tutorial on language models: its encoding of positions is a buffer, in fp32."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(32, WIDTH)
+        place = torch.arange(8)[:, None] / 10000 ** (torch.arange(0, WIDTH, 2) / WIDTH)
+        self.register_buffer("encoding", torch.stack([place.sin(), place.cos()], dim=2).reshape(8, 1, WIDTH))
+        layer = nn.TransformerEncoderLayer(WIDTH, 2, 32, dropout=0.0)
+        self.encoder = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+        self.last = nn.Linear(WIDTH, 32)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embed(ids) * WIDTH**0.5
+        return self.last(self.encoder(x + self.encoding[: len(ids)]))
+
+
 class Stack(nn.Module):
     """First layer, blocks, last layer."""
 
@@ -392,6 +409,12 @@ MODULES = [
     Family("input_gradient", Stack, input_gradient),
     Family("conv_batch_norm", ConvNet, on_floats(4, 3, 6, 6)),
     Family("nn_transformer", Seq2Seq, one_loss(seq2seq_loss)),
+    Family(
+        "tutorial",
+        Tutorial,
+        one_loss(lambda model, batch: squared(model(batch.ids(32, 5, 2)))),
+        buffers_mix=True,
+    ),
     Family("nn_transformer_encoder", Encoder, on_floats(2, 5, WIDTH)),
     Family("lstm", Lstm, one_loss(lambda model, batch: squared(model(batch.ids(32, 3, 5))))),
     Family("attention_blocks", lambda: nn.Sequential(AttentionBlock(), AttentionBlock()), on_floats(2, 5, WIDTH)),

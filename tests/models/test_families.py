@@ -20,10 +20,13 @@ from tests.models.contract import (
 )
 from tests.models.family import Batch
 from tests.models.graphs_rows import GRAPHS
+from tests.models.mixing_rows import MIXING
 from tests.models.modules_rows import MODULES, ConvNet, squared
 from tests.models.transformers_rows import TRANSFORMERS
-from tests.support import inline, prepare_on, released, sampled, separate, simulated
+from tests.support import inline, prepare_on, released, sampled, separate, simulated, thorough
 
+QUICK = ("OpenAIGPTLMHeadModel", "M2M100ForConditionalGeneration", "Swinv2ForImageClassification")
+IN_MIXED_DTYPES = [family if family.name in QUICK else thorough(family) for family in MIXING]
 FAMILIES = [*TRANSFORMERS, *MODULES, *GRAPHS, *ADAPTERS]
 # At world size 1 stages differ in nothing that moves, so each is run with one half of the placements.
 RUNS = {
@@ -35,7 +38,7 @@ RUNS = {
 }
 
 
-@pytest.mark.parametrize("family", sampled(FAMILIES, every=3), ids=str)
+@pytest.mark.parametrize("family", [*sampled(FAMILIES, every=3), *map(thorough, MIXING)], ids=str)
 def test_fp32_equals_plain_torch(family):
     plain = plain_run(family, "fp32")
     first, *others = (penstock_run(family, make(), *how, "fp32") for make, *how in RUNS.values())
@@ -48,7 +51,7 @@ def test_fp32_equals_plain_torch(family):
     assert_equal(replace(unseen, gradients=first.gradients), first)
 
 
-@pytest.mark.parametrize("family", sampled(FAMILIES, every=4), ids=str)
+@pytest.mark.parametrize("family", [*sampled(FAMILIES, every=4), *IN_MIXED_DTYPES], ids=str)
 def test_bf16_equals_plain_torch(family):
     plain = plain_run(family, "bf16")
     first = penstock_run(family, inline(), ON_DEVICE, 3, "bf16")

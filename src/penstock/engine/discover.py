@@ -147,13 +147,13 @@ def _blocks(model: nn.Module, policy: UnitPolicy) -> dict[str, nn.Module]:
         if not classes or not all(isinstance(c, type) for c in classes):
             raise ConfigError(f"units={classes!r}: give module classes, a predicate on (name, module), or None.")
         chosen = {n: m for n, m in model.named_modules() if m is not model and isinstance(m, classes)}
-        wanted = ", ".join(c.__name__ for c in classes)
+        wanted, is_root = ", ".join(c.__name__ for c in classes), isinstance(model, classes)
     elif callable(policy):
         chosen = {n: m for n, m in model.named_modules() if m is not model and policy(n, m)}
-        wanted = "the predicate"
+        wanted, is_root = "the predicate", not chosen and policy("", model)
     else:
         raise ConfigError(f"units={policy!r}: give module classes, a predicate on (name, module), or None.")
-    if not chosen:
+    if not (chosen or is_root):  # the model itself is a unit in any case
         raise ConfigError(
             f"units: no module of {type(model).__name__} matches {wanted}. Use units=None to find blocks."
         )

@@ -11,6 +11,7 @@ from penstock._native import Pool
 from penstock.config import Options
 from penstock.engine.access import Access
 from penstock.engine.gather import Gatherer
+from penstock.engine.holders import Holders
 from penstock.engine.hooks import Hooks
 from penstock.engine.loading import Loader
 from penstock.engine.reduce import Reducer
@@ -61,6 +62,7 @@ class Engine:
     stepper: Stepper
     updater: Updater
     hooks: Hooks
+    holders: Holders
     access: Access
     gradient_scale: GradientScale
     skips: Skips

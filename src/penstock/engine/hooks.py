@@ -19,9 +19,10 @@ from torch.utils.hooks import RemovableHandle
 from penstock.engine.activations import Activations
 from penstock.engine.anchor import Anchor, run_last
 from penstock.engine.gather import Gatherer, Order
+from penstock.engine.holders import Holders
 from penstock.engine.holding import Holder
 from penstock.engine.outputs import Call, tensors_of, watch_first
-from penstock.engine.precision import CastInputs
+from penstock.engine.precision import InputCasts
 from penstock.engine.reads import watch_reads
 from penstock.engine.reduce import Reducer
 from penstock.engine.saved import SavedTensors
@@ -53,7 +54,8 @@ class Hooks:
     """Connects a model to a gatherer and a reducer.
 
     Arguments:
-        cast_inputs: applied to the inputs of the outermost forward.
+        casts: of floating-point inputs.
+        holders: the modules of the parameters, looked at when a forward of the model begins.
         streams: told what compute is doing, for traces.
         updates: what begins in backward; `None` for nothing.
         gradient_scale: says whether the loss has to be scaled before its backward, and whether another one may follow.
@@ -66,7 +68,8 @@ class Hooks:
         units: Sequence[Unit],
         gatherer: Gatherer,
         reducer: Reducer,
-        cast_inputs: CastInputs | None,
+        casts: InputCasts,
+        holders: Holders,
         streams: Streams,
         updates: BackwardUpdates | None = None,
         *,
@@ -77,7 +80,8 @@ class Hooks:
         self._units = units
         self._gatherer = gatherer
         self._reducer = reducer
-        self._cast_inputs = cast_inputs
+        self._casts = casts
+        self._holders = holders
         self._streams = streams
         self._updates = updates
         self._gradient_scale = gradient_scale
@@ -115,7 +119,8 @@ class Hooks:
             unit.watch_reads(watches)
         for module in {self._model: (), **self._anchors}:
             units = self._anchors.get(module, ())
-            anchor = Anchor(units, always=module is self._model, before=before, after=after)
+            cast = self._casts.of_layer(module)
+            anchor = Anchor(units, always=module is self._model, before=before, after=after, cast=cast)
             self._handles += anchor.attach(module)
             self._hooked.append(anchor)
         for unit in self._units:
@@ -173,10 +178,8 @@ class Hooks:
         outermost = not recomputing and (not self._calls or module is self._model)
         if outermost:
             self._begin_forward()
-        cast = None
-        if outermost and self._cast_inputs is not None:
-            with theirs():  # gradients pass it
-                cast = self._cast_inputs(args, kwargs)
+        with theirs():  # gradients pass it
+            cast = self._casts.at(module, args, kwargs, outermost=outermost)
         call = Call(module)
         call.note_inputs(*(cast or (args, kwargs)))
         self._enter(call, units)
@@ -309,6 +312,7 @@ class Hooks:
             self._uses.note_silent([unit for unit in units if unit.wants_gradient])
 
     def _begin_forward(self) -> None:
+        self._holders.check()
         if self.backward_open:
             self.abandon_backward()
         self._gathers = any(not unit.resident or unit.layout.shards > 1 for unit in self._units)  # homes may have moved

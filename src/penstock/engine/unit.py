@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from penstock.engine.discover import UnitSpec
 from penstock.engine.holding import Holding, Residency
@@ -164,7 +164,8 @@ class Unit:
         self.saved: Event = DONE  # a save that goes on beside training has copied what it is to write
         self.stale = False  # replicated: the other ranks' parts are from before the last update
         self._versions: list[int] = []  # of the parameters: torch counts every write of theirs, and none of ours
-        self._placeholder = torch.full((), float("nan"), dtype=torch.float32, device=device).to(spec.dtype)
+        self.placeholder = torch.full((), float("nan"), dtype=torch.float32, device=device).to(spec.dtype)
+        self._nothing = self.placeholder.clone()
         if not resident:
             self.holding.become(Residency.RELEASED)
 
@@ -234,6 +235,12 @@ class Unit:
         """Bytes of the full buffer."""
         return self.layout.numel * self.spec.dtype.itemsize
 
+    @property
+    def shown(self) -> Tensor:
+        """What the parameters are views of where they are no placeholders."""
+        kept = self.recorded.shown
+        return kept if kept is not None and self.holding.residency is not Residency.GATHERED else self.full
+
     def expose(self, buffer: Tensor | None = None) -> None:
         """Make the parameters views of the full buffer, or of another one like it."""
         buffer = self.full if buffer is None else buffer
@@ -261,9 +268,14 @@ class Unit:
     def hide(self) -> None:
         """Make the parameters placeholders: their real shape, NaN when read, one element of memory, no writes."""
         for slot, parameter in zip(self.layout.slots, self.spec.parameters, strict=True):
-            parameter.data = self._placeholder.expand(slot.shape)
+            parameter.data = self.placeholder.expand(slot.shape)
+        self.placeholder.copy_(self._nothing)  # torch lets people write all elements of it at once
         for watch in self.reads:
             watch.hide(self)
+
+    def is_hidden(self, parameter: nn.Parameter) -> bool:
+        """Whether one of its parameters is a placeholder now."""
+        return parameter.data_ptr() == self.placeholder.data_ptr()
 
     def watch_reads(self, watches: Sequence[ReadWatch["Unit"]]) -> None:
         """Tell these when the parameters are hidden and shown."""

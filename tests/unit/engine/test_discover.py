@@ -139,13 +139,25 @@ class Policies:
 @pytest.mark.parametrize(
     ("policy", "expected"),
     [
+        (Model, ["root"]),
+        ((Model, nn.Sequential), ["root", "layers.0", "layers.1"]),
+        (lambda name, module: name == "", ["root"]),
         (nn.Sequential, ["root", "layers.0", "layers.1"]),
         ([nn.Linear], ["root", "layers.0.0", "layers.1.0"]),
         ((nn.Linear, nn.Sequential), ["layers.0", "layers.0.0", "layers.1", "layers.1.0"]),
         (lambda name, module: name == "layers.1", ["root", "layers.1"]),
         (lambda name, module: isinstance(module, nn.LayerNorm), ["root", "norm", "layers.0.1", "layers.1.1"]),
     ],
-    ids=["a class", "classes", "nested", "by name", "by module"],
+    ids=[
+        "the model",
+        "the model and others",
+        "the model by name",
+        "a class",
+        "classes",
+        "nested",
+        "by name",
+        "by module",
+    ],
 )
 def test_policies_choose_the_blocks(policy: Any, expected: list[str]) -> None:
     found = list(units_of(Policies.model, policy))

@@ -1,0 +1,157 @@
+"""Models of the transformers library with fp32 buffers in their arithmetic: positions, masks, decays, statistics."""
+
+from collections.abc import Callable
+from functools import partial
+
+import transformers
+from torch import Tensor, nn
+
+from tests.models.family import Batch, Family, one_loss
+from tests.models.transformers_rows import SIZES, image_loss, language_loss
+
+WIDTH, TOKENS, FRAMES = 16, 32, 16
+IDS = {"pad_token_id": 1, "bos_token_id": 0, "eos_token_id": 2, "decoder_start_token_id": 2}
+BOTH = {
+    "vocab_size": TOKENS,
+    "d_model": WIDTH,
+    "encoder_layers": 2,
+    "decoder_layers": 2,
+    "encoder_attention_heads": 2,
+    "decoder_attention_heads": 2,
+    "encoder_ffn_dim": 32,
+    "decoder_ffn_dim": 32,
+    "max_position_embeddings": 32,
+    "dropout": 0.0,
+    **IDS,
+}
+SEAMLESS = {
+    "vocab_size": TOKENS,
+    "t2u_vocab_size": TOKENS,
+    "hidden_size": WIDTH,
+    "speech_encoder_layers": 1,
+    "speech_encoder_attention_heads": 2,
+    "speech_encoder_intermediate_size": 32,
+    "encoder_layers": 2,
+    "encoder_ffn_dim": 32,
+    "encoder_attention_heads": 2,
+    "decoder_layers": 2,
+    "decoder_ffn_dim": 32,
+    "decoder_attention_heads": 2,
+    "t2u_encoder_layers": 1,
+    "t2u_decoder_layers": 1,
+    "t2u_encoder_attention_heads": 2,
+    "t2u_decoder_attention_heads": 2,
+    "t2u_encoder_ffn_dim": 32,
+    "t2u_decoder_ffn_dim": 32,
+    "max_position_embeddings": 32,
+    "num_conv_pos_embeddings": 4,
+    "num_conv_pos_embedding_groups": 2,
+    "feature_projection_input_dim": WIDTH,
+    "adaptor_kernel_size": 4,
+    "adaptor_stride": 4,
+    "pad_token_id": 0,
+    "bos_token_id": 2,
+    "eos_token_id": 3,
+    "upsample_initial_channel": 64,
+    "unit_embed_dim": WIDTH,
+    "lang_embed_dim": 8,
+    "spkr_embed_dim": 8,
+    "unit_hifi_gan_vocab_size": TOKENS,
+    "vocoder_num_langs": 2,
+    "vocoder_num_spkrs": 2,
+}
+
+
+def make(name: str, **config: object) -> nn.Module:
+    """A model by the name of its class, whose configuration is named alike."""
+    stem = next(name.removesuffix(tail) for tail in TAILS if name.endswith(tail))
+    return getattr(transformers, name)(getattr(transformers, f"{stem}Config")(**config))
+
+
+TAILS = (
+    "ForCausalLM",
+    "LMHeadModel",
+    "ForConditionalGeneration",
+    "ForTextToText",
+    "ForSpeechToText",
+    "ForTextToSpeech",
+    "ForImageClassification",
+)
+
+
+def speech_loss(width: int) -> Callable[[nn.Module, Batch], Tensor]:
+    def loss(model: nn.Module, batch: Batch) -> Tensor:
+        return model(input_features=batch.floats(2, FRAMES, width), labels=batch.ids(TOKENS - 4, 2, 4) + 4).loss
+
+    return loss
+
+
+def family(name: str, loss: Callable[[nn.Module, Batch], Tensor] = language_loss, **config: object) -> Family:
+    return Family(name, partial(make, name, **config), one_loss(loss), buffers_mix=True)
+
+
+MIXING = [
+    family(
+        "MiniMaxForCausalLM",
+        vocab_size=TOKENS,
+        num_key_value_heads=1,
+        head_dim=8,
+        num_local_experts=4,
+        num_experts_per_tok=2,
+        **SIZES,
+    ),
+    family(
+        "OpenAIGPTLMHeadModel",
+        vocab_size=TOKENS,
+        n_positions=16,
+        n_embd=WIDTH,
+        n_layer=2,
+        n_head=2,
+        embd_pdrop=0.0,
+        attn_pdrop=0.0,
+        resid_pdrop=0.0,
+    ),
+    family(
+        "XGLMForCausalLM",
+        vocab_size=TOKENS,
+        d_model=WIDTH,
+        ffn_dim=32,
+        num_layers=2,
+        attention_heads=2,
+        max_position_embeddings=32,
+    ),
+    family("M2M100ForConditionalGeneration", **BOTH),
+    family(
+        "NllbMoeForConditionalGeneration",
+        **BOTH,
+        num_experts=4,
+        encoder_sparse_step=2,
+        decoder_sparse_step=2,
+        expert_capacity=8,
+        router_jitter_noise=0.0,
+    ),
+    family("SeamlessM4TForTextToText", **SEAMLESS),
+    family("SeamlessM4TForSpeechToText", speech_loss(WIDTH), **SEAMLESS),
+    family("SeamlessM4TForTextToSpeech", **SEAMLESS),
+    family(
+        "Speech2TextForConditionalGeneration",
+        speech_loss(8),
+        **BOTH,
+        input_feat_per_channel=8,
+        conv_channels=WIDTH,
+        max_source_positions=64,
+        max_target_positions=32,
+        conv_kernel_sizes=(3, 3),
+    ),
+    family(
+        "Swinv2ForImageClassification",
+        image_loss,
+        image_size=8,
+        patch_size=2,
+        embed_dim=8,
+        depths=[1, 1],
+        num_heads=[2, 2],
+        window_size=2,
+        num_labels=3,
+    ),
+]

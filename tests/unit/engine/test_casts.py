@@ -1,0 +1,404 @@
+"""Whose inputs take the compute dtype, in whatever they come; and what fp32 buffers do among bf16 parameters."""
+
+import dataclasses
+from collections import OrderedDict, UserDict, defaultdict, deque
+from collections.abc import Mapping, MutableMapping
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import penstock
+from penstock.engine.containers import replace_tensors
+from tests.models.modules_rows import WIDTH, Tutorial, squared
+from tests.support import inline, prepare_on, separate, simulated
+
+BF16, FP16 = torch.bfloat16, torch.float16
+
+
+def adam(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=1e-2)
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_the_tutorial_transformer_with_its_encoding_in_a_buffer_trains(precision: str) -> None:
+    torch.manual_seed(0)
+    model = Tutorial()
+    optimizer = prepare_on(separate(), model, adam(model), precision=precision)
+    ids = torch.randint(0, 32, (5, 2))
+    losses = []
+    for _ in range(8):
+        loss = nn.functional.cross_entropy(model(ids).float().flatten(0, 1), ids.flatten())
+        optimizer.backward(loss)
+        assert not optimizer.step().skipped
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    assert losses[-1] < losses[0] - 0.5
+    assert model.encoding.dtype == torch.float32
+    optimizer.close()
+
+
+class Seen(nn.Module):
+    """Remembers what it was called with."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(WIDTH))
+        self.inputs: Any = None
+
+    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        self.inputs = (x, *args, *kwargs.values())
+        return x * self.weight
+
+
+class Buffered(nn.Module):
+    """Hands its blocks what a buffer was added to, and the buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Seen() for _ in range(2))
+        self.head = nn.Linear(WIDTH, 4)
+        self.register_buffer("offset", torch.rand(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x + self.offset, self.offset, numbers=torch.arange(WIDTH))
+        return self.head(x + self.offset)
+
+
+DTYPES = {"units": (BF16, BF16, torch.int64), "model": (torch.float32, torch.float32, torch.int64)}
+
+
+@pytest.mark.parametrize("mode", ["units", "model"])
+def test_units_get_their_inputs_in_the_compute_dtype(mode: Any) -> None:
+    torch.manual_seed(0)
+    model = Buffered()
+    plain = model.head.weight.detach().clone(), model.head.bias.detach().clone(), model.offset.clone()
+    optimizer = prepare_on(separate(), model, adam(model), options=penstock.Options(cast_inputs=mode))
+    x = torch.rand(3, WIDTH)
+    if mode == "units":
+        out = model(x)
+        expected = x.bfloat16()
+        for _ in range(2):
+            expected = (expected + plain[2]).bfloat16()
+        weight, bias = (t.bfloat16() for t in plain[:2])
+        assert torch.equal(out, nn.functional.linear((expected + plain[2]).bfloat16(), weight, bias))
+    else:
+        with pytest.raises(RuntimeError, match="dtype"):
+            model(x)
+    assert tuple(value.dtype for value in model.blocks[1].inputs) == DTYPES[mode]
+    optimizer.close()
+
+
+def test_nothing_is_cast_where_that_is_asked_for() -> None:
+    model = nn.Sequential(Seen(), Seen())
+    optimizer = prepare_on(separate(), model, adam(model), options=penstock.Options(cast_inputs="none"))
+    assert model(torch.rand(2, WIDTH)).dtype == torch.float32
+    optimizer.close()
+    with pytest.raises(penstock.ConfigError, match=r"cast_inputs='all'.*'units', 'model', 'none'"):
+        penstock.Options(cast_inputs="all")
+
+
+def test_a_gradient_comes_back_in_the_dtype_of_the_input() -> None:
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 2))
+    optimizer = prepare_on(simulated(), model, adam(model))
+    x = torch.rand(2, WIDTH, requires_grad=True)
+    optimizer.backward(squared(model[0](x)))
+    assert x.grad is not None
+    assert x.grad.dtype == torch.float32
+    assert bool(x.grad.abs().sum() > 0)
+    optimizer.close()
+
+
+def test_layers_that_take_mixed_dtypes_are_left_to_themselves() -> None:
+    """What worked gives the same bits: norms in fp32, weights that a parent makes fp32, a mask beside bf16."""
+
+    class Router(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm, self.batch = nn.RMSNorm(WIDTH), nn.BatchNorm1d(WIDTH)
+            self.choose = nn.Linear(WIDTH, 4)
+            self.attend = nn.MultiheadAttention(WIDTH, 2, batch_first=True)
+            self.seen: list[torch.dtype] = []
+            self.register_buffer("mask", torch.rand(3, 3))
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.choose = self.choose.float()
+            wide = self.batch(self.norm(x.float()))
+            scores = self.choose(wide)
+            attended, _ = self.attend(x[None], x[None], x[None], attn_mask=self.mask, need_weights=False)
+            self.seen = [wide.dtype, scores.dtype, attended.dtype]
+            return x + attended[0] + scores.sum()
+
+    model = nn.Sequential(Router(), nn.Linear(WIDTH, 2))
+    optimizer = prepare_on(inline(), model, adam(model))
+    model(torch.rand(3, WIDTH))
+    assert model[0].seen == [torch.float32, torch.float32, BF16]
+    optimizer.close()
+
+
+def test_attention_to_itself_stays_that() -> None:
+    """Query, key and value are one tensor, and are after they were cast: torch projects them at once then."""
+    torch.manual_seed(0)
+    attend = nn.MultiheadAttention(WIDTH, 2)
+    x = torch.rand(3, 1, WIDTH)
+    plain = nn.MultiheadAttention(WIDTH, 2)
+    plain.load_state_dict(attend.state_dict())
+    model = nn.Sequential(nn.Identity(), attend)
+    optimizer = prepare_on(inline(), model, adam(model), options=penstock.Options(cast_inputs="units"))
+    cast = x.bfloat16()
+    assert torch.equal(attend(x, x, x)[0], plain.bfloat16()(cast, cast, cast)[0])
+    optimizer.close()
+
+
+def test_under_autocast_torch_casts() -> None:
+    class Inner(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(WIDTH, WIDTH)
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.seen = x.dtype
+            return self.linear(x)
+
+    class Outer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = nn.ModuleList(Inner() for _ in range(2))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.blocks[1](self.blocks[0](x).float())
+
+    model = Outer()
+    optimizer = prepare_on(inline(), model, adam(model))
+    with torch.autocast("cpu", torch.bfloat16):
+        model(torch.rand(2, WIDTH))
+    assert model.blocks[1].seen == torch.float32
+    model(torch.rand(2, WIDTH))
+    assert model.blocks[1].seen == BF16
+    optimizer.close()
+
+
+class Pair(NamedTuple):
+    x: Tensor
+    y: Any = None
+
+
+class StrictPair(NamedTuple("_Pair", [("x", Tensor), ("y", Any)])):
+    def __new__(cls, both: Any) -> "StrictPair":
+        return super().__new__(cls, *both)
+
+
+@dataclasses.dataclass
+class Inputs:
+    x: Tensor
+    name: str = "batch"
+    size: int = dataclasses.field(init=False, default=0)
+
+    def __post_init__(self) -> None:
+        self.size += 1  # a second time would be seen
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Frozen:
+    x: Tensor
+    more: tuple[Tensor, ...] = ()
+
+
+class Pairs(MutableMapping[str, Any]):
+    def __init__(self, **items: Any) -> None:
+        self.items_by_name = items
+
+    def __getitem__(self, key: str) -> Any:
+        return self.items_by_name[key]
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        self.items_by_name[key] = value
+
+    def __delitem__(self, key: str) -> None:
+        del self.items_by_name[key]
+
+    def __iter__(self) -> Any:
+        return iter(self.items_by_name)
+
+    def __len__(self) -> int:
+        return len(self.items_by_name)
+
+
+def model_output(x: Tensor) -> Any:
+    from transformers.modeling_outputs import BaseModelOutput
+
+    return BaseModelOutput(last_hidden_state=x, hidden_states=(x, x))
+
+
+def batch_encoding(x: Tensor) -> Any:
+    from transformers import BatchEncoding
+
+    return BatchEncoding({"x": x})
+
+
+def tensors(value: Any) -> list[Tensor]:
+    if isinstance(value, Tensor):
+        return [value]
+    if isinstance(value, Mapping):
+        return [t for item in value.values() for t in tensors(item)]
+    if isinstance(value, list | tuple | set | frozenset | deque):
+        return [t for item in value for t in tensors(item)]
+    if dataclasses.is_dataclass(value):
+        return [t for f in dataclasses.fields(value) for t in tensors(getattr(value, f.name))]
+    return []
+
+
+CONTAINERS = {
+    "list": lambda x: [x, [x]],
+    "tuple": lambda x: (x, 1),
+    "dict": lambda x: {"x": {"y": x}},
+    "named tuple": lambda x: Pair(x, y=[x]),
+    "named tuple with a constructor of its own": lambda x: StrictPair((x, 2)),
+    "dataclass": Inputs,
+    "frozen dataclass with slots": lambda x: Frozen(x, (x,)),
+    "ordered dict": lambda x: OrderedDict(b=x, a=x),
+    "default dict": lambda x: defaultdict(list, x=[x]),
+    "user dict": lambda x: UserDict(x=x),
+    "read-only mapping": lambda x: MappingProxyType({"x": x}),
+    "mapping of a class of its own": lambda x: Pairs(x=x, y=x),
+    "set": lambda x: {x},
+    "queue": lambda x: deque([x, x], maxlen=2),
+    "what torch returns": lambda x: torch.max(x, dim=0),
+    "packed sequence": lambda x: nn.utils.rnn.pack_sequence([x]),
+    "model output": model_output,
+    "batch encoding": batch_encoding,
+}
+
+
+@pytest.mark.parametrize("name", CONTAINERS)
+def test_whatever_holds_the_inputs_they_are_cast_and_it_stays_what_it_was(name: str) -> None:
+    x = torch.rand(2, WIDTH)
+    given = CONTAINERS[name](x)
+    model = nn.Sequential(Seen(), Seen())
+    optimizer = prepare_on(inline(), model, adam(model))
+    model[1](x, given)
+    (_, got) = model[1].inputs
+    floating = [t for t in tensors(got) if t.is_floating_point()]
+    assert floating
+    assert all(t.dtype == BF16 for t in floating)
+    assert type(got) is type(given)
+    assert got is not given
+    before, after = tensors(given), tensors(got)
+    assert [t.shape for t in before] == [t.shape for t in after]
+    assert all(t.dtype == torch.float32 for t in before if t.is_floating_point()), "the caller's own is as it was"
+    assert len({id(t) for t in after}) == len({id(t) for t in before}), "what was one tensor is one"
+    for attribute in ("size", "name", "maxlen", "default_factory"):
+        assert getattr(got, attribute, None) == getattr(given, attribute, None)
+    optimizer.close()
+
+
+def test_a_container_with_nothing_to_cast_is_the_callers_own() -> None:
+    """Models keep states in dicts and lists that they hand to their blocks, and fill there."""
+    kept: dict[str, Any] = {"x": torch.rand(2).bfloat16(), "n": [torch.arange(2)]}
+    model = nn.Sequential(Seen(), Seen())
+    optimizer = prepare_on(inline(), model, adam(model))
+    model[1](torch.rand(2, WIDTH), kept, kept["n"])
+    assert model[1].inputs[1] is kept
+    assert model[1].inputs[2] is kept["n"]
+    optimizer.close()
+
+
+def test_a_container_that_holds_itself_ends() -> None:
+    kept: list[Any] = [torch.ones(2)]
+    kept.append(kept)
+    assert replace_tensors(kept, lambda t: t.bfloat16())[0].dtype == BF16
+
+
+def test_codes_are_no_numbers() -> None:
+    codes = torch.ones(2, WIDTH).to(torch.float8_e4m3fn)
+    model = nn.Sequential(Seen(), Seen())
+    optimizer = prepare_on(inline(), model, adam(model))
+    model[1](torch.rand(2, WIDTH), codes, torch.ones(2, dtype=torch.complex64))
+    assert model[1].inputs[1] is codes
+    assert model[1].inputs[2].dtype == torch.complex64
+    optimizer.close()
+
+
+def test_what_cannot_be_copied_is_named() -> None:
+    class Fixed(dict[str, Any]):
+        def __reduce_ex__(self, _: Any) -> Any:
+            raise TypeError("only one of me")
+
+    model = nn.Sequential(Seen(), Seen())
+    optimizer = prepare_on(inline(), model, adam(model))
+    with pytest.raises(penstock.EngineError, match=r"class Fixed.*only one of me.*cast_inputs='none'"):
+        model[1](torch.rand(2, WIDTH), Fixed(x=torch.rand(2)))
+    optimizer.close()
+
+
+class Decays(nn.Module):
+    """Attention whose table of decays is a buffer: its scores are fp32, its values are not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.values = nn.Linear(WIDTH, WIDTH)
+        self.register_buffer("decay", torch.rand(3, 3))
+        self.modes: list[int] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.modes.append(torch._C._len_torch_function_stack())
+        v = self.values(x)
+        scores = (x @ x.mT) * self.decay
+        return torch.einsum("ij,jk->ik", scores, torch.matmul(scores, v) + scores.mm(v))
+
+
+class Plain(Decays):
+    """The same buffer, used in no product."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.modes.append(torch._C._len_torch_function_stack())
+        return self.values(x) + self.decay.sum().to(x.dtype)
+
+
+def test_a_module_may_multiply_its_buffers_in_fp32() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(Decays(), Plain(), nn.Linear(WIDTH, 2))
+    layers = [(m.weight.detach().bfloat16(), m.bias.detach().bfloat16()) for m in (model[0].values,)]
+    x, decay = torch.rand(3, WIDTH), model[0].decay.clone()
+    optimizer = prepare_on(separate(), model, adam(model), placement=penstock.Placement(params="cpu"))
+    out = model[0](x)
+    cast = x.bfloat16()
+    v = nn.functional.linear(cast, *layers[0])
+    scores = ((cast @ cast.mT) * decay).bfloat16()
+    assert torch.equal(out, torch.einsum("ij,jk->ik", scores, torch.matmul(scores, v) + scores.mm(v)))
+    for _ in range(3):
+        optimizer.backward(squared(model(x)))
+        assert not optimizer.step().skipped
+        optimizer.zero_grad()
+    assert model[0].decay.dtype == torch.float32
+    assert set(model[0].modes) == {1}
+    assert model[1].modes == [1, 0, 0], "what mixes nothing is not looked at again"
+    with torch.autocast("cpu", BF16):
+        model(x)
+    assert model[0].modes[-1] == 0, "there torch casts"
+    assert torch._C._len_torch_function_stack() == 0
+    optimizer.close()
+    assert all("forward" not in vars(module) for module in model)
+
+
+def test_a_module_that_fails_leaves_no_mode_behind() -> None:
+    model = nn.Sequential(Decays(), nn.Linear(WIDTH, 2))
+    optimizer = prepare_on(inline(), model, adam(model))
+    with pytest.raises(RuntimeError):
+        model(torch.rand(5, WIDTH))
+    model[0].register_forward_pre_hook(lambda *_: None)
+    assert torch._C._len_torch_function_stack() == 0
+    model(torch.rand(3, WIDTH))
+    optimizer.close()
+
+
+@pytest.mark.parametrize("mode", ["model", "none"])
+def test_products_are_left_to_torch_where_that_is_asked_for(mode: Any) -> None:
+    model = nn.Sequential(Decays(), nn.Linear(WIDTH, 2))
+    optimizer = prepare_on(inline(), model, adam(model), options=penstock.Options(cast_inputs=mode))
+    with pytest.raises(RuntimeError, match=r"dtype|scalar type"):
+        model(torch.rand(3, WIDTH).bfloat16())
+    optimizer.close()
