@@ -57,3 +57,21 @@ class CheckpointError(PenstockError):
 
 class EngineError(PenstockError, RuntimeError):
     """The engine was used after `close`, its ranks are out of step, or an update failed on a worker."""
+
+
+_MOST_CHARS = 300
+
+
+def one_line(error: BaseException | str, most_chars: int = _MOST_CHARS) -> str:
+    """What an exception of another library says, or a text of somebody's file: one line that steers no terminal.
+
+    Example:
+        >>> one_line(KeyError("nope"))
+        "'nope' (KeyError)"
+    """
+    text = str(error).strip().partition("\n")[0].rstrip(". ")
+    kept = text if len(text) <= most_chars else f"{text[:most_chars]}..."
+    plain = "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in kept)
+    if isinstance(error, str):
+        return plain
+    return f"{plain} ({type(error).__name__})" if plain else type(error).__name__

@@ -21,6 +21,10 @@ def train(
     model: Annotated[
         str, typer.Option(help="A model folder, or random weights of a preset: tiny, small, medium.")
     ] = _DEFAULT.model,
+    trust_remote_code: Annotated[
+        bool,
+        typer.Option("--trust-remote-code", help="Run the model folder's own code, which can do anything you can."),
+    ] = _DEFAULT.trust_remote_code,
     data: Annotated[
         list[str] | None,
         typer.Option(
@@ -162,6 +166,7 @@ def train(
         options["streamed_updates"] = parse_share(streamed_updates, option="--streamed-updates")
     config = TrainConfig(
         model=model,
+        trust_remote_code=trust_remote_code,
         data=tuple(data or ()),
         jsonl_field=jsonl_field,
         out=out,

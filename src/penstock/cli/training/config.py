@@ -14,6 +14,7 @@ class TrainConfig:
 
     Arguments:
         model: a folder that `from_pretrained` reads, or the name of a preset.
+        trust_remote_code: run the code of a folder whose model or tokenizer is none of transformers' own.
         data: files, folders and globs; empty for the text of Python's own standard library.
         jsonl_field: the field of a `.jsonl` line that holds the text.
         out: folder of the trained model and of `metrics.jsonl`; made when missing.
@@ -53,6 +54,7 @@ class TrainConfig:
     """
 
     model: str = "tiny"
+    trust_remote_code: bool = False
     data: tuple[str, ...] = ()
     jsonl_field: str = "text"
     out: Path = Path("penstock-out")

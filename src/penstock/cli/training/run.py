@@ -73,7 +73,7 @@ def run(config: TrainConfig) -> Result:
     began = time.perf_counter()
     ranks = Ranks.from_environment()
     # 1.
-    source = find_model(config.model, seq_length=config.seq_length)
+    source = find_model(config.model, seq_length=config.seq_length, trust_remote_code=config.trust_remote_code)
     logging.disable_progress_bar()  # type: ignore[no-untyped-call]  # the display of the run is the only one
     placement_of(config)
     options_of(config)
@@ -84,7 +84,9 @@ def run(config: TrainConfig) -> Result:
         _check_out(config, source)
     with open_display(is_first_rank=ranks.is_first) as display:
         # 2.
-        tokenizer = tokenizer_for(source.folder, vocab_size=source.vocab_size)
+        tokenizer = tokenizer_for(
+            source.folder, vocab_size=source.vocab_size, trust_remote_code=config.trust_remote_code
+        )
         pieces = (piece for path in files for piece in read_pieces(path, jsonl_field=config.jsonl_field))
         corpus = encode_corpus(pieces, tokenizer, seq_length=config.seq_length)
         display.note(_about_text(corpus, config, file_count=len(files)))
