@@ -69,9 +69,9 @@ def one_line(error: BaseException | str, most_chars: int = _MOST_CHARS) -> str:
         >>> one_line(KeyError("nope"))
         "'nope' (KeyError)"
     """
-    text = str(error).strip().partition("\n")[0].rstrip(". ")
+    text = str(error).strip().partition("\n")[0]
     kept = text if len(text) <= most_chars else f"{text[:most_chars]}..."
     plain = "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in kept)
     if isinstance(error, str):
         return plain
-    return f"{plain} ({type(error).__name__})" if plain else type(error).__name__
+    return f"{plain.rstrip('. ')} ({type(error).__name__})" if plain else type(error).__name__

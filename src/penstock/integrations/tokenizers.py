@@ -119,9 +119,10 @@ class FolderTokenizer:
                 raise ConfigError(f"The tokenizer in {folder} has ids below 0. Mend it, or name another folder.")
 
     def encode(self, text: str) -> npt.NDArray[np.int64]:
-        """The ids of a text, without special tokens."""
+        """The ids of a text, without special tokens. A lone surrogate, which no UTF-8 can hold, becomes `?`."""
         with self._border():
-            found = self._tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+            readable = text.encode(errors="replace").decode()
+            found = self._tokenizer(readable, add_special_tokens=False, verbose=False)["input_ids"]
             ids = np.asarray(found, dtype=np.int64)
             if ids.ndim != 1 or (len(ids) and not 0 <= ids.min() <= ids.max() < self.vocab_size):
                 raise ConfigError(
