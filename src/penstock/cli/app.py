@@ -58,6 +58,8 @@ def main() -> None:
         _end(str(error))
     except typer.Abort:
         _end("interrupted", code=130)
+    except RecursionError:
+        _end("a file holds values that are nested too deeply. Name another one.")
     except MemoryError as error:
         _end(f"the host has too little memory ({one_line(error)}). Use smaller batches or sequences, or more ranks.")
     except OSError as error:
