@@ -29,10 +29,11 @@ from datetime import datetime
 from importlib.metadata import version
 from pathlib import Path
 
-from penstock.errors import NvmeError
+from penstock.errors import NvmeError, one_line
 
 LOCK = "lock"
 IDENTITY = "identity.json"
+_MOST_IDENTITY_BYTES = 1 << 22  # of a command line, as long as the kernel takes one
 UNFINISHED = re.compile(r"\.penstock-.+-\d+-[0-9a-f]{8}")
 UNFINISHED_SECONDS = 3600.0
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")  # tells two machines of one name apart; Linux only
@@ -53,7 +54,7 @@ class Identity:
     version: str
 
     def __str__(self) -> str:
-        return f"the run with pid {self.pid} on {self.host}, started {self.started}"
+        return one_line(f"the run with pid {self.pid} on {self.host}, started {self.started}")
 
     @classmethod
     def own(cls) -> "Identity":
@@ -66,13 +67,27 @@ class Identity:
     def read(cls, folder: Path) -> "Identity | None":
         """That of a folder, or `None` where it is no swap folder, or is one no longer."""
         try:
-            return cls(**json.loads((folder / IDENTITY).read_text()))
-        except (OSError, ValueError, TypeError):
+            identity = cls(**json.loads(_read_small(folder / IDENTITY)))
+        except (OSError, ValueError, TypeError, RecursionError):
             return None
+        texts = (identity.host, identity.boot, identity.started, identity.version)
+        return identity if isinstance(identity.pid, int) and all(isinstance(text, str) for text in texts) else None
 
     def same_machine(self, other: "Identity") -> bool:
         """Whether both see each other's locks for sure; over a network file system not everyone does."""
         return self.host == other.host or (self.boot == other.boot != "")
+
+
+def _read_small(path: Path) -> bytes:
+    """The bytes of a file that somebody else may have put there: no pipe is waited for, and no link followed."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC)
+    with open(descriptor, "rb") as file:
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            raise OSError(errno.EINVAL, "not a file", str(path))
+        content = file.read(_MOST_IDENTITY_BYTES + 1)
+    if len(content) > _MOST_IDENTITY_BYTES:
+        raise OSError(errno.EFBIG, os.strerror(errno.EFBIG), str(path))
+    return content
 
 
 class SwapFolder:
