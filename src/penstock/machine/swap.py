@@ -70,8 +70,8 @@ class Identity:
             identity = cls(**json.loads(_read_small(folder / IDENTITY)))
         except (OSError, ValueError, TypeError, RecursionError):
             return None
-        texts = (identity.host, identity.boot, identity.started, identity.version)
-        return identity if isinstance(identity.pid, int) and all(isinstance(text, str) for text in texts) else None
+        said: list[object] = [identity.host, identity.boot, identity.started, identity.version]
+        return identity if all(isinstance(text, str) for text in said) else None
 
     def same_machine(self, other: "Identity") -> bool:
         """Whether both see each other's locks for sure; over a network file system not everyone does."""
