@@ -48,7 +48,7 @@ class PickledFile:
             raise
         except Exception as error:  # somebody else's file: whatever it makes of the reader
             # What torch met; its own message around that is advice which does not hold here.
-            reason = one_line(str(error.__context__ or error).partition(" Please")[0])
+            reason = one_line(str(error.__context__ or error).partition(" Please")[0].partition("\n")[0])
             raise self.fail(
                 f"is not read: {reason.rstrip('. ')}. Of pickles, only tensors and plain values are"
             ) from error
