@@ -1,12 +1,6 @@
 """Checkpoints of DeepSpeed's ZeRO stages 1, 2 and 3, as they lie on the disk, made into ones of Penstock.
 
-Stages 1 and 2 lay the parameters of a param group out one after the other and cut that into a partition for each rank:
-
-    rank 0 | a a a a b b | rank 1 | b b c c c . |         . padding
-
-Stage 3 cuts each parameter, and lays out what a rank has of each, in groups of parameters:
-
-    rank 0 | a a b b c c | rank 1 | a a b b c . |
+Where a parameter lies in them: `integrations.partitions`.
 
 Its files are pickles (`integrations.pickled`): the few classes of DeepSpeed in them become plain values or are ignored,
 and nothing else is read. No size is believed: tensors lie in the files, and what is written is about as large.
@@ -14,18 +8,18 @@ and nothing else is read. No size is believed: tensors lie in the files, and wha
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from math import prod
 from os import PathLike
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from penstock.checkpoint.fields import Field
-from penstock.checkpoint.importing import Incoming, Read, write_checkpoint
+from penstock.checkpoint.importing import Incoming, write_checkpoint
 from penstock.errors import CheckpointError, PenstockError, one_line
+from penstock.integrations.partitions import Flat, chained, concatenated, partitioned, reader
 from penstock.integrations.pickled import PickledFile, mapping, named, shape
 
 _OPTIMIZER_FILE = re.compile(r"(?:bf16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")
@@ -61,30 +55,6 @@ _STAND_INS = (
     (_Ignored, "deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler"),
     (_Ignored, "deepspeed.utils.tensor_fragment.fragment_address"),
 )
-
-
-class Span(NamedTuple):
-    """Elements of a parameter, `start` to `stop`, that one rank's flat tensor has from its element `inside` on."""
-
-    start: int
-    stop: int
-    rank: int
-    inside: int
-
-
-@dataclass(frozen=True)
-class Flat:
-    """A flat group: its tensors on each rank, all of the same layout.
-
-    Attributes:
-        master: fp32, by rank.
-        states: of the optimizer, by name and rank.
-        step: how often it was updated.
-    """
-
-    master: Sequence[Tensor]
-    states: Mapping[str, Sequence[Tensor]]
-    step: int
 
 
 def import_checkpoint(folder: str | PathLike[str], out: str | PathLike[str]) -> None:
@@ -174,10 +144,10 @@ class _Saved:
         """The parameters that the optimizer has."""
         paddings = self._read_paddings()
         for shapes, flat, padding in zip(self._shapes, self._flats, paddings, strict=True):
-            places = _partitioned(shapes, flat) if self._stage == 3 else _concatenated(shapes, flat, padding)
+            places = partitioned(shapes, flat) if self._stage == 3 else concatenated(shapes, flat, padding)
             for (name, extents), spans in zip(shapes, places, strict=True):
-                states = {state: _reader(tensors, spans) for state, tensors in flat.states.items()}
-                yield Incoming(name, extents, torch.float32, flat.step, _reader(flat.master, spans), states)
+                states = {state: reader(tensors, spans) for state, tensors in flat.states.items()}
+                yield Incoming(name, extents, torch.float32, flat.step, reader(flat.master, spans), states)
 
     def frozen(self) -> Iterator[Incoming]:
         """The parameters that it has not: whole in the model file, or a fragment in that of each rank."""
@@ -201,8 +171,8 @@ class _Saved:
                 raise model.fail(f"has too little of the frozen '{name}'")
             if any(fragment.dtype != fragments[0].dtype for fragment in fragments):
                 raise model.fail(f"has the frozen '{name}' in several dtypes")
-            spans = _chained(sizes, 0, prod(extents))
-            yield Incoming(name, extents, fragments[0].dtype, 0, _reader(fragments, spans), {})
+            spans = chained(sizes, 0, prod(extents))
+            yield Incoming(name, extents, fragments[0].dtype, 0, reader(fragments, spans), {})
 
     def groups(self) -> list[tuple[list[str], dict[str, Any]]]:
         """The names of each param group's parameters, and its options."""
@@ -292,74 +262,6 @@ class _Saved:
             return [[0] * count for count in counts]
         paddings = list(optimizer["param_alignment_paddings"].items(len(counts)))
         return [field.integers(count) for field, count in zip(paddings, counts, strict=True)]
-
-
-# Where things are
-
-
-def _concatenated(
-    shapes: Sequence[tuple[str, tuple[int, ...]]], flat: Flat, paddings: Sequence[int]
-) -> Iterator[list[Span]]:
-    """The places of parameters that lie one after the other in all ranks' tensors together."""
-    partitions = [(rank, tensor.numel()) for rank, tensor in enumerate(flat.master)]
-    offset = 0
-    for (name, extents), padding in zip(shapes, paddings, strict=True):
-        spans = _chained(partitions, offset, offset + prod(extents))
-        if sum(span.stop - span.start for span in spans) != prod(extents):
-            raise CheckpointError(
-                f"The optimizer files end within '{name}': they are not of the model file.", field=name
-            )
-        yield spans
-        offset += prod(extents) + padding
-    left = sum(numel for _, numel in partitions) - offset
-    if left >= 2 * len(partitions):  # DeepSpeed pads to a multiple of it
-        raise CheckpointError(
-            f"The optimizer files have {left:,} elements more than the model file.", field="param_shapes"
-        )
-
-
-def _partitioned(shapes: Sequence[tuple[str, tuple[int, ...]]], flat: Flat) -> Iterator[list[Span]]:
-    """The places of parameters that are cut into as many parts as there are ranks, the last one shorter."""
-    ranks = len(flat.master)
-    inside = 0
-    for _, extents in shapes:
-        numel = prod(extents)
-        part = -(-numel // ranks)
-        yield [
-            Span(rank * part, min((rank + 1) * part, numel), rank, inside)
-            for rank in range(ranks)
-            if rank * part < numel
-        ]
-        inside += part
-    if any(tensor.numel() != inside for tensor in flat.master):
-        raise CheckpointError(
-            "The optimizer files are not of the model file: their sizes differ.", field="param_shapes"
-        )
-
-
-def _chained(partitions: Sequence[tuple[int, int]], first: int, last: int) -> list[Span]:
-    """Where elements `first` to `last` are in tensors that follow each other, given by rank and elements."""
-    spans, begin = [], 0
-    for rank, numel in partitions:
-        start, stop = max(first, begin), min(last, begin + numel)
-        if start < stop:
-            spans.append(Span(start - first, stop - first, rank, start - begin))
-        begin += numel
-    return spans
-
-
-def _reader(tensors: Sequence[Tensor], spans: Sequence[Span]) -> Read:
-    def read(start: int, stop: int) -> Tensor:
-        parts = [
-            tensors[span.rank][span.inside + max(start, span.start) - span.start :][
-                : min(stop, span.stop) - max(start, span.start)
-            ]
-            for span in spans
-            if max(start, span.start) < min(stop, span.stop)
-        ]
-        return torch.cat(parts) if parts else torch.empty(0)
-
-    return read
 
 
 # Files

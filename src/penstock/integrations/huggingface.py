@@ -1,6 +1,6 @@
 """Hugging Face causal language models: build them, train them, and save their weights from wherever they live."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -26,6 +26,7 @@ from penstock.integrations.folders import (
 from penstock.integrations.tokenizers import ByteTokenizer
 
 GATHER_BYTES = 1 << 30
+_MOST_NAMED = 8
 
 
 @dataclass(frozen=True)
@@ -132,7 +133,7 @@ def build_model(source: ModelSource) -> nn.Module:
                 output_loading_info=True,
             )
             if loading["missing_keys"]:  # transformers would train random weights in their place
-                raise ConfigError(f"The weights in {source.folder} lack {', '.join(sorted(loading['missing_keys']))}.")
+                raise ConfigError(_lack(source.folder, sorted(loading["missing_keys"])))
     return model.train()
 
 
@@ -160,6 +161,11 @@ def build_empty(source: ModelSource) -> nn.Module | None:
             made: Any = model
             made.generation_config = GenerationConfig.from_pretrained(source.folder, local_files_only=True)
         return model.train()
+
+
+def _lack(folder: Path, names: Sequence[str]) -> str:
+    more = f" and {len(names) - _MOST_NAMED} more" if len(names) > _MOST_NAMED else ""
+    return f"The weights in {folder} lack {', '.join(names[:_MOST_NAMED])}{more}. Name a folder that has them."
 
 
 def _sketch(source: ModelSource, files: WeightFiles) -> nn.Module:
