@@ -57,3 +57,23 @@ class CheckpointError(PenstockError):
 
 class EngineError(PenstockError, RuntimeError):
     """The engine was used after `close`, its ranks are out of step, or an update failed on a worker."""
+
+
+_MOST_CHARS = 300
+
+
+def one_line(error: BaseException | str, most_chars: int = _MOST_CHARS) -> str:
+    """What an exception of another library says, or a text of somebody's file: one line that steers no terminal.
+
+    Lines of an exception follow each other; in a text they are shown as what they are.
+
+    Example:
+        >>> one_line(KeyError("nope"))
+        "'nope' (KeyError)"
+    """
+    text = error.strip() if isinstance(error, str) else " ".join(str(error).split())
+    kept = text if len(text) <= most_chars else f"{text[:most_chars]}..."
+    plain = "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in kept)
+    if isinstance(error, str):
+        return plain
+    return f"{plain.rstrip('. ')} ({type(error).__name__})" if plain else type(error).__name__

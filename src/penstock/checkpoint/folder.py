@@ -17,12 +17,19 @@ from collections.abc import Iterable
 from os import PathLike
 from pathlib import Path
 
-from penstock.checkpoint.manifest import MARKER, FileEntry, Manifest, checksum, files_of
+from penstock.checkpoint.manifest import (
+    MARKER,
+    MOST_MARKER_BYTES,
+    MOST_SERIAL,
+    FileEntry,
+    Manifest,
+    checksum,
+    files_of,
+)
 from penstock.errors import CheckpointError, ConfigError
 
 LATEST = "latest"
 _OURS = re.compile(r"[0-9a-f]{8}(-\d{5}\.(tiles|json)|\.safetensors)|checkpoint\.json\.[0-9a-f]{8}")
-_MOST_MARKER_BYTES = 1 << 30
 
 logger = logging.getLogger("penstock")
 
@@ -83,7 +90,7 @@ def read_manifest(folder: Path) -> Manifest:
         CheckpointError: names the file and the field.
     """
     marker = folder / MARKER
-    manifest = Manifest.read(marker, _read(marker, most=_MOST_MARKER_BYTES))
+    manifest = Manifest.read(marker, _read(marker, most=MOST_MARKER_BYTES))
     for entry in files_of(manifest):
         file = folder / entry.name
         try:
@@ -219,7 +226,14 @@ def settle(folder: Path, manifest: Manifest) -> None:
 def next_serial(folder: Path) -> int:
     """A number greater than that of every checkpoint here and beside it."""
     beside = checkpoints_in(folder.parent)
-    return 1 + max((manifest.serial for _, manifest in beside), default=0)
+    serial = 1 + max((manifest.serial for _, manifest in beside), default=0)
+    if serial > MOST_SERIAL:
+        raise CheckpointError(
+            f"{beside[-1][0]} says that it is the last that can be counted. Remove it, or save elsewhere.",
+            file=str(beside[-1][0] / MARKER),
+            field="serial",
+        )
+    return serial
 
 
 def prune(folder: Path, keep: int) -> None:

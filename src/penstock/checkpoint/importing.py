@@ -37,6 +37,7 @@ from penstock.checkpoint.manifest import (
 from penstock.checkpoint.tables import HomeTable, RankTable, UnitTable
 from penstock.checkpoint.values import encode
 from penstock.checkpoint.writing import write_failed
+from penstock.errors import CheckpointError
 from penstock.kinds import MASTER, OPTIMIZER, PARAM, Tier
 from penstock.layout import ALIGNMENT_NUMEL, Slot, round_up
 from penstock.machine.aio import File, Queue
@@ -86,6 +87,7 @@ def write_checkpoint(
     groups: Sequence[tuple[Sequence[str], Mapping[str, Any]]],
     buffers: Mapping[str, Tensor],
     extra: Mapping[str, Any],
+    most_bytes: int = 1 << 62,
 ) -> None:
     """Write a checkpoint that `Optimizer.load` reads.
 
@@ -96,11 +98,18 @@ def write_checkpoint(
         groups: names of the parameters of each param group, and its options.
         buffers: of the model's state, by name.
         extra: what `load` returns.
+        most_bytes: that the tiles may take, for values that say of themselves how large they are.
 
     Raises:
         ConfigError: the folder has something in it, or `extra` holds what no checkpoint does.
-        CheckpointError: it cannot be written; the folder is empty then.
+        CheckpointError: it cannot be written, or is larger than `most_bytes`; the folder is empty then.
     """
+    needed = sum(_table(parameter, 0).nbytes for parameter in parameters)
+    if needed > most_bytes:
+        raise CheckpointError(
+            f"The checkpoint to import would take {needed:,} bytes, far more than its files have: it is not what was "
+            "saved."
+        )
     check_free(folder, "Import into")
     tensors = {f"buffer.{name}": buffer.contiguous() for name, buffer in buffers.items()}
     encoded = encode(dict(extra), tensors, what="extra")

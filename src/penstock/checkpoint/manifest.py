@@ -7,14 +7,20 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from penstock.checkpoint.fields import Field, dtype_name, parse, to_bytes
-from penstock.errors import CheckpointError
+from penstock.checkpoint.fields import Field, dtype_name, memory_bytes, parse, to_bytes
+from penstock.errors import CheckpointError, one_line
 from penstock.machine import aio
 from penstock.rules.rule import StateSpec
 
 MARKER = "checkpoint.json"
 FORMAT = "penstock"
 VERSION = 1
+
+#: Far beyond every count of saves: what a save counts up from is never near the end of numbers.
+MOST_SERIAL = 1 << 48
+#: What people hand over as `extra` is there as a whole, so this bounds markers that nobody has written.
+MOST_MARKER_BYTES = 1 << 30
+_MOST_VALUE_BYTES = 1 << 32
 
 
 def checksum(data: bytes) -> int:
@@ -140,7 +146,11 @@ class Manifest:
     extra: object
 
     def to_bytes(self) -> bytes:
-        """The file: the content, and its checksum."""
+        """The file: the content, and its checksum.
+
+        Raises:
+            CheckpointError: it would be larger than what is read again.
+        """
         content = {
             "serial": self.serial,
             "token": self.token,
@@ -161,7 +171,13 @@ class Manifest:
             "extra": self.extra,
         }
         crc = checksum(to_bytes(content))
-        return to_bytes({"format": FORMAT, "version": VERSION, "content": content, "checksum": crc}) + b"\n"
+        text = to_bytes({"format": FORMAT, "version": VERSION, "content": content, "checksum": crc}) + b"\n"
+        if len(text) > MOST_MARKER_BYTES or memory_bytes(text) > _MOST_VALUE_BYTES:
+            raise CheckpointError(
+                f"extra makes a {MARKER} of {len(text):,} bytes, more than is read. Save large values as tensors.",
+                field="extra",
+            )
+        return text
 
     @classmethod
     def read(cls, file: Path, text: bytes) -> "Manifest":
@@ -174,7 +190,7 @@ class Manifest:
         Raises:
             CheckpointError: names the field that cannot be.
         """
-        whole = parse(file, text)
+        whole = parse(file, text, most_bytes=_MOST_VALUE_BYTES)
         if whole["format"].string() != FORMAT:
             raise whole["format"].fail(f"is {whole['format'].value!r}: this is no checkpoint of Penstock")
         if whole["version"].integer() != VERSION:
@@ -185,8 +201,8 @@ class Manifest:
 
     @classmethod
     def _read(cls, field: Field) -> "Manifest":
-        return cls(
-            serial=field["serial"].integer(),
+        manifest = cls(
+            serial=field["serial"].integer(most=MOST_SERIAL),
             token=field["token"].string(),
             created=field["created"].string(),
             versions={name: item.string() for name, item in field["versions"].entries()},
@@ -199,21 +215,24 @@ class Manifest:
             states=tuple(_read_state(item) for item in field["states"].items()),
             parameters={name: SavedParameter.read(item) for name, item in field["parameters"].entries()},
             groups=tuple(
-                SavedGroup(tuple(name.string() for name in item["parameters"].items()), item["options"].value)
-                for item in field["groups"].items()
+                SavedGroup(item["parameters"].strings(), item["options"].value) for item in field["groups"].items()
             ),
             buffers={name: item.string() for name, item in field["buffers"].entries()},
             loss_scale=field["loss_scale"].optional(_read_numbers),
             model={name: item.string() for name, item in field["model"].entries()},
             extra=field["extra"].value,
         )
+        names = [entry.name for entry in files_of(manifest)]
+        if len(set(names)) < len(names):  # each would be read once for every time that it is named
+            raise field["ranks"].fail("names a file twice")
+        return manifest
 
 
 def _again(content: Field) -> bytes:
     try:
         return to_bytes(content.value)
-    except (ValueError, RecursionError, TypeError) as error:
-        raise content.fail(f"cannot be read ({error})") from error
+    except (ValueError, RecursionError, TypeError, MemoryError) as error:
+        raise content.fail(f"cannot be read ({one_line(error)})") from error
 
 
 def _read_state(field: Field) -> StateSpec:
@@ -234,12 +253,11 @@ def read_tensors(file: Path, text: bytes) -> dict[str, Tensor]:
         CheckpointError: it is none.
     """
     import safetensors.torch
-    from safetensors import SafetensorError
 
     try:
         return dict(safetensors.torch.load(text))
-    except (SafetensorError, ValueError, KeyError, RuntimeError) as error:
-        raise CheckpointError(f"{file} is damaged: {error}", file=str(file)) from error
+    except Exception as error:  # whatever the file makes of the library
+        raise CheckpointError(f"{file} is damaged: {one_line(error)}.", file=str(file)) from error
 
 
 def tensors_to_bytes(tensors: Mapping[str, Tensor]) -> bytes:

@@ -38,13 +38,15 @@ class Checkpoint:
         """
         folder = resolve(path)
         manifest = read_manifest(folder)
+        sizes = [files.data.nbytes if files.data is not None else 0 for files in manifest.ranks]
         tables = [
             RankTable.read(
                 folder / files.table.name,
                 read_file(folder, files.table),
-                file_bytes=files.data.nbytes if files.data is not None else 0,
+                file_bytes=nbytes,
+                all_bytes=sum(sizes),
             )
-            for files in manifest.ranks
+            for files, nbytes in zip(manifest.ranks, sizes, strict=True)
         ]
         entry = manifest.tensors
         tensors = read_tensors(folder / entry.name, read_file(folder, entry)) if entry is not None else {}

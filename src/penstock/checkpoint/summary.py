@@ -47,7 +47,7 @@ def summarize(checkpoint: Checkpoint) -> dict[str, Any]:
             "rule": manifest.rule,
             "states": {state.name: dtype_name(state.dtype) for state in manifest.states},
             "groups": [
-                {"parameters": len(group.parameters), "options": _short(of_group)}
+                {"parameters": len(group.parameters), "options": _shortened(checkpoint, "groups", of_group)}
                 for group, of_group in zip(manifest.groups, options, strict=True)
             ],
         },
@@ -55,7 +55,7 @@ def summarize(checkpoint: Checkpoint) -> dict[str, Any]:
         "tiers": _tiers(checkpoint),
         "buffers": len(manifest.buffers),
         "loss_scale": None if manifest.loss_scale is None else dict(manifest.loss_scale),
-        "extra": _short(checkpoint.value("extra", manifest.extra)),
+        "extra": _shortened(checkpoint, "extra", checkpoint.value("extra", manifest.extra)),
         "files": files,
         "bytes": sum(file["bytes"] for file in files),
     }
@@ -68,7 +68,7 @@ def damaged_tiles(checkpoint: Checkpoint) -> Iterator[CheckpointError]:
     with TileReader() as reader:
         while position < len(keys):
             try:
-                for _ in reader.read(keys[position:]):
+                for _ in reader.read(keys[number] for number in range(position, len(keys))):
                     position += 1
             except CheckpointError as error:
                 yield error
@@ -78,11 +78,13 @@ def damaged_tiles(checkpoint: Checkpoint) -> Iterator[CheckpointError]:
 def _kinds(checkpoint: Checkpoint) -> list[dict[str, Any]]:
     """By kind and dtype, the bytes in the files; padding of parameters and shards counts, that of pages does not."""
     nbytes: dict[tuple[str, str], int] = {}
-    for key in checkpoint.tiles():
-        start, stop = key.unit.tile_range(key.number)
-        for cell in (cell for home in key.unit.homes for cell in home.cells):
+    for unit in (unit for table in checkpoint.tables for unit in table.units if unit.checksums):
+        start, stop = unit.tile_range(unit.tiles[-1])
+        whole = len(unit.tiles) - 1
+        for cell in (cell for home in unit.homes for cell in home.cells):
             kind = cell.kind, dtype_name(cell.dtype)
-            nbytes[kind] = nbytes.get(kind, 0) + cell.part(0, stop - start).stop * cell.dtype.itemsize
+            numel = whole * cell.part(0, unit.tile_numel).stop + cell.part(0, stop - start).stop
+            nbytes[kind] = nbytes.get(kind, 0) + numel * cell.dtype.itemsize
     return [{"kind": kind, "dtype": dtype, "bytes": count} for (kind, dtype), count in nbytes.items()]
 
 
@@ -94,6 +96,13 @@ def _tiers(checkpoint: Checkpoint) -> list[dict[str, Any]]:
     return [{"home": home, "tier": tier, "bytes": count} for (home, tier), count in nbytes.items()]
 
 
+def _shortened(checkpoint: Checkpoint, field: str, value: Any) -> Any:
+    try:
+        return _short(value)
+    except RecursionError:
+        raise checkpoint.fail(field, "is nested too deeply.") from None
+
+
 def _short(value: Any) -> Any:
     """As JSON: a tensor by its shape, a long text by its beginning."""
     if isinstance(value, Tensor):
@@ -103,7 +112,7 @@ def _short(value: Any) -> Any:
     if isinstance(value, str) and len(value) > _MOST_CHARS:
         return value[:_MOST_CHARS] + "..."
     if isinstance(value, Mapping):
-        return {str(key): _short(item) for key, item in value.items()}
+        return {str(key)[:_MOST_CHARS]: _short(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
         return [_short(item) for item in value]
     return value

@@ -8,8 +8,11 @@ A table says which elements of which parameters a tile has, so that they are fou
 whatever unit, shard or tile they are to go to.
 """
 
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
+from math import prod
 from pathlib import Path
 from typing import NamedTuple
 
@@ -22,6 +25,7 @@ from penstock.tiers.records import RecordLayout
 
 #: A tile of a checkpoint is in memory as a whole when it is read.
 MOST_TILE_BYTES = 1 << 30
+_TABLE_BYTES_OF_ANY = 1 << 28
 
 
 class Extent(NamedTuple):
@@ -46,7 +50,7 @@ class HomeTable:
     cells: tuple[CellPlan, ...]
     tiers: tuple[tuple[str, int], ...]
 
-    @property
+    @cached_property
     def layout(self) -> RecordLayout:
         """How an extent is divided into kinds."""
         return RecordLayout(self.cells)
@@ -90,17 +94,35 @@ class UnitTable:
     def extents(self, number: int) -> list[Extent]:
         """A tile's extents, one after the other."""
         start, stop = self.tile_range(number)
-        offset = self.offset + (number - self.first_tile) * self.tile_bytes(self.tile_numel)
+        offset = self.offset + (number - self.first_tile) * sum(self._home_bytes)
         extents = []
-        for home, checksum in zip(self.homes, self.checksums[number - self.first_tile], strict=True):
-            nbytes = home.layout.record_bytes(stop - start)
+        sizes = self._home_bytes if stop - start == self.tile_numel else self._record_bytes(stop - start)
+        for home, nbytes, checksum in zip(self.homes, sizes, self.checksums[number - self.first_tile], strict=True):
             extents.append(Extent(home.name, offset, nbytes, checksum))
             offset += nbytes
         return extents
 
     def tile_bytes(self, numel: int) -> int:
         """Bytes of a tile of so many elements."""
-        return sum(home.layout.record_bytes(numel) for home in self.homes)
+        return sum(self._record_bytes(numel))
+
+    @cached_property
+    def _home_bytes(self) -> tuple[int, ...]:
+        """Bytes of a whole tile, by home: the same for every tile but a shard's last one."""
+        return self._record_bytes(self.tile_numel)
+
+    def _record_bytes(self, numel: int) -> tuple[int, ...]:
+        return tuple(home.layout.record_bytes(numel) for home in self.homes)
+
+    @cached_property
+    def _slot_ends(self) -> tuple[list[int], list[int]]:
+        """Where slots begin, and where they stop: in order, so that a tile's are found without a look at all."""
+        return [slot.start for slot in self.slots], [slot.stop for slot in self.slots]
+
+    def slots_in(self, start: int, stop: int) -> Sequence[Slot]:
+        """The slots that have elements `start` to `stop` of the flat buffer, or some of them."""
+        starts, stops = self._slot_ends
+        return self.slots[bisect_right(stops, start) : bisect_left(starts, stop)]
 
     @property
     def largest_tile_bytes(self) -> int:
@@ -110,7 +132,10 @@ class UnitTable:
     @property
     def nbytes(self) -> int:
         """Bytes in the file."""
-        return sum(self.tile_bytes(stop - start) for start, stop in map(self.tile_range, self.tiles))
+        if not self.checksums:
+            return 0
+        start, stop = self.tile_range(self.tiles[-1])
+        return (len(self.checksums) - 1) * sum(self._home_bytes) + self.tile_bytes(stop - start)
 
     def with_checksums(self, checksums: Sequence[Sequence[int]]) -> "UnitTable":
         """The same, once its tiles are written."""
@@ -158,10 +183,7 @@ class UnitTable:
             first_tile=field["first_tile"].integer(),
             homes=homes,
             offset=field["offset"].multiple(PAGE_BYTES),
-            checksums=tuple(
-                tuple(item.integer(most=0xFFFFFFFF) for item in of_tile.items(len(homes)))
-                for of_tile in field["checksums"].items()
-            ),
+            checksums=tuple(of_tile.integers(len(homes), most=0xFFFFFFFF) for of_tile in field["checksums"].items()),
         )
         if table.checksums and table.tile_range(table.tiles[-1])[0] >= table.shard_numel:
             raise field["checksums"].fail("has more tiles than the shard")
@@ -195,10 +217,8 @@ def _read_slots(field: Field) -> tuple[Slot, ...]:
         name, shape, start = item.items(3)
         if start.multiple(ALIGNMENT_NUMEL) < cursor:
             raise start.fail("lies in the slot before it")
-        numel = 1
-        for extent in shape.shape():
-            numel *= extent
-        slots.append(Slot(name.string(), shape.shape(), numel, start.integer()))
+        extents = shape.shape()
+        slots.append(Slot(name.string(), extents, prod(extents), start.integer()))
         cursor = slots[-1].stop
     return tuple(slots)
 
@@ -220,18 +240,19 @@ class RankTable:
         return {"units": [unit.to_json() for unit in self.units], "random": self.random}
 
     @classmethod
-    def read(cls, file: Path, text: bytes, *, file_bytes: int) -> "RankTable":
+    def read(cls, file: Path, text: bytes, *, file_bytes: int, all_bytes: int) -> "RankTable":
         """Check and take a table file.
 
         Arguments:
             file: for messages.
             text: its bytes.
             file_bytes: of the data file.
+            all_bytes: of every rank's data file: what a table says of them takes less memory than they do.
 
         Raises:
             CheckpointError: names the field that cannot be.
         """
-        field = parse(file, text)
+        field = parse(file, text, most_bytes=_TABLE_BYTES_OF_ANY + all_bytes)
         units = tuple(UnitTable.read(item, file_bytes=file_bytes) for item in field["units"].items())
         return cls(units, field["random"].value)
 
@@ -248,7 +269,7 @@ class Piece(NamedTuple):
 def pieces(unit: UnitTable, number: int) -> Iterator[Piece]:
     """What a tile holds, in order."""
     start, stop = (unit.shard_start + element for element in unit.tile_range(number))
-    for slot in unit.slots:
+    for slot in unit.slots_in(start, stop):
         first, last = max(slot.start, start), min(slot.stop, stop)
         if first < last:
             yield Piece(slot.name, first - slot.start, last - slot.start, first - start)

@@ -19,6 +19,7 @@ from penstock.checkpoint.fields import Field
 from penstock.errors import CheckpointError, ConfigError
 
 TAG = "!"
+_MOST_ALIKE = 64
 _MOST_BITS = 8192  # what every reader of JSON takes
 
 
@@ -123,13 +124,18 @@ def _decode(field: Field, tensors: Mapping[str, Tensor]) -> Any:
     if tag == "tuple":
         return tuple(_decode(item, tensors) for item in items)
     if tag == "dict":
-        decoded = {}
+        decoded: dict[Any, Any] = {}
+        alike: dict[int, int] = {}  # keys of one hash: who chooses them can make a dict take quadratic time
         for item in items:
             key_field, value_field = item.items(2)
             try:
-                decoded[_decode(key_field, tensors)] = _decode(value_field, tensors)
+                key = _decode(key_field, tensors)
+                alike[hash(key)] = count = alike.get(hash(key), 0) + 1
             except TypeError as error:
                 raise key_field.fail("is no key") from error
+            if count > _MOST_ALIKE:
+                raise field["items"].fail(f"has more than {_MOST_ALIKE} keys of one hash, which nobody saves")
+            decoded[key] = _decode(value_field, tensors)
         return decoded
     raise CheckpointError(
         f"{field.file}: '{field.path}' is tagged {tag!r}, which this version does not know.",

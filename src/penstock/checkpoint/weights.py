@@ -11,10 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from penstock.errors import CheckpointError
+from penstock.errors import CheckpointError, one_line
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
+_MOST_INDEX_BYTES = 1 << 28
 
 DTYPES: Mapping[str, torch.dtype] = {
     "F64": torch.float64,
@@ -102,12 +103,14 @@ def _files(path: Path) -> Sequence[Path]:
 def _indexed(index: Path) -> Sequence[Path]:
     """The files that an index names, each beside it and holding what it says."""
     try:
+        if index.stat().st_size > _MOST_INDEX_BYTES:
+            raise ValueError(f"more than {_MOST_INDEX_BYTES:,} bytes")
         names = {str(name): str(file) for name, file in json.loads(index.read_text())["weight_map"].items()}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError(f"{index} is no index: its 'weight_map' cannot be read ({error!r}).") from error
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise CheckpointError(f"{index} is no index: its 'weight_map' cannot be read ({one_line(error)}).") from error
     files = []
     for file in dict.fromkeys(names.values()):
-        if Path(file).name != file:
+        if Path(file).name != file or "\0" in file:
             raise CheckpointError(f"{index}: 'weight_map' names the file {file!r}, which does not lie beside it.")
         if not (index.parent / file).is_file():
             raise CheckpointError(f"{index}: 'weight_map' names the file {file!r}, which is missing.")
@@ -119,7 +122,7 @@ def _indexed(index: Path) -> Sequence[Path]:
 
 
 def _headers(file: Path) -> dict[str, Entry]:
-    from safetensors import SafetensorError, safe_open
+    from safetensors import safe_open
 
     entries = {}
     try:
@@ -130,6 +133,8 @@ def _headers(file: Path) -> dict[str, Entry]:
                 if dtype is None:
                     raise CheckpointError(f"{file}: '{name}' is {found.get_dtype()}, which is not read.")
                 entries[name] = Entry(file, tuple(found.get_shape()), dtype)
-    except (OSError, SafetensorError) as error:
-        raise CheckpointError(f"{file} is no safetensors file: {error}") from error
+    except CheckpointError:
+        raise
+    except Exception as error:  # somebody else's file: whatever it makes of the reader
+        raise CheckpointError(f"{file} is no safetensors file: {one_line(error)}.", file=str(file)) from error
     return entries

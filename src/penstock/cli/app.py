@@ -1,9 +1,10 @@
 """The application: its commands, `--version`, and how a user's mistake is shown."""
 
+import io
 import os
 import sys
 from importlib.metadata import version
-from typing import Annotated
+from typing import Annotated, NoReturn
 
 import typer
 
@@ -11,7 +12,9 @@ from penstock.cli.export import export
 from penstock.cli.import_deepspeed import import_deepspeed
 from penstock.cli.inspect import inspect
 from penstock.cli.train import train
-from penstock.errors import PenstockError
+from penstock.errors import PenstockError, one_line
+
+_MOST_CHARS = 2000
 
 app = typer.Typer(
     name="penstock",
@@ -47,11 +50,33 @@ def main() -> None:
     """Run the command line. A user's mistake is one line on stderr and exit status 2, never a traceback."""
     # Before torch reads it: threads that spin while they wait cost several times the step on a cpu that others use too.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    if isinstance(sys.stdout, io.TextIOWrapper):  # a path may have bytes that no encoding has
+        sys.stdout.reconfigure(errors="backslashreplace")
     try:
-        app()
+        code = app(standalone_mode=False)
     except PenstockError as error:
-        # Ranks mostly fail alike, but a file can be missing on one host only: every rank speaks, with its name.
-        rank = os.environ.get("RANK", "0")
-        who = "" if rank == "0" else f" [rank {rank}]"
-        print(f"penstock{who}: error: {error}", file=sys.stderr)
-        sys.exit(2)
+        _end(str(error))
+    except typer.Abort:
+        _end("interrupted", code=130)
+    except RecursionError:
+        _end("a file holds values that are nested too deeply. Name another one.")
+    except MemoryError as error:
+        _end(f"the host has too little memory ({one_line(error)}). Use smaller batches or sequences, or more ranks.")
+    except OSError as error:
+        _end(f"{error.filename or 'A file'}: {error.strerror or error}. Check the path, its space and its permissions.")
+    except Exception as error:
+        if type(error).__name__ == "NoArgsIsHelpError":
+            error.show()  # type: ignore[attr-defined]
+            sys.exit(2)
+        if not hasattr(error, "format_message"):  # the command line's own, of a module that typer has moved before
+            raise
+        _end(f"{error.format_message()} See --help.")
+    sys.exit(code or 0)
+
+
+def _end(text: str, *, code: int = 2) -> NoReturn:
+    # Ranks mostly fail alike, but a file can be missing on one host only: every rank speaks, with its name.
+    rank = os.environ.get("RANK", "0")
+    who = "" if rank == "0" else f" [rank {rank}]"
+    print(f"penstock{who}: error: {one_line(' '.join(text.split()), _MOST_CHARS)}", file=sys.stderr)
+    sys.exit(code)

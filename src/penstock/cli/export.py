@@ -1,16 +1,15 @@
 """`penstock export`: a checkpoint's weights as files that other libraries load."""
 
-from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from penstock.cli.parse import parse_size_bytes
+from penstock.cli.parse import parse_path, parse_size_bytes
 
 
 def export(
-    checkpoint: Annotated[Path, typer.Argument(help="A checkpoint, or a folder of them for the newest.")],
-    out: Annotated[Path, typer.Argument(help="The folder to write. It must not exist, or be empty.")],
+    checkpoint: Annotated[str, typer.Argument(help="A checkpoint, or a folder of them for the newest.")],
+    out: Annotated[str, typer.Argument(help="The folder to write. It must not exist, or be empty.")],
     dtype: Annotated[str, typer.Option(help="Of the weights: fp32, bf16 or fp16.")] = "bf16",
     adapters_only: Annotated[
         bool,
@@ -23,12 +22,13 @@ def export(
     Needs memory for a few tiles, no device and no model. With several processes, which divide the files: torchrun
     --nproc-per-node 4 -m penstock export CHECKPOINT OUT
     """
+    source, target = parse_path(checkpoint, option="CHECKPOINT"), parse_path(out, option="OUT")
     most_bytes = parse_size_bytes(max_shard_bytes, option="--max-shard-bytes")
     import penstock
     from penstock.cli.training.ranks import Ranks, joined  # torch, which --help does not wait for
 
     ranks = Ranks.from_environment()
     with joined(ranks):
-        penstock.export(checkpoint, out, dtype=dtype, adapters_only=adapters_only, max_shard_bytes=most_bytes)  # type: ignore[arg-type]
+        penstock.export(source, target, dtype=dtype, adapters_only=adapters_only, max_shard_bytes=most_bytes)  # type: ignore[arg-type]
     if ranks.is_first:
         print(out)

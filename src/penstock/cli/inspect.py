@@ -2,26 +2,29 @@
 
 import json
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+
+from penstock.cli.parse import parse_path
+from penstock.errors import one_line
 
 _MOST_CHARS = 160
 
 
 def inspect(
-    path: Annotated[Path, typer.Argument(help="A checkpoint, or a folder of them for the newest.")],
+    path: Annotated[str, typer.Argument(help="A checkpoint, or a folder of them for the newest.")],
     verify: Annotated[
         bool, typer.Option("--verify", help="Read every tile and say which are damaged; exit status 1 if any is.")
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Show what a checkpoint holds: steps, parameters, optimizer, where state rested, files."""
+    folder = parse_path(path, option="PATH")
     from penstock.checkpoint.opened import Checkpoint
     from penstock.checkpoint.summary import damaged_tiles, summarize
 
-    checkpoint = Checkpoint.open(path)
+    checkpoint = Checkpoint.open(folder)
     summary = summarize(checkpoint)
     damaged = [str(error) for error in damaged_tiles(checkpoint)] if verify else None
     if as_json:
@@ -74,7 +77,7 @@ def _table(titles: Sequence[str], rows: Sequence[Sequence[object]]) -> Any:
     for title in titles:
         table.add_column(title, overflow="fold", justify="right" if title == "bytes" else "left")
     for row in rows:
-        table.add_row(*(Text(str(value)) for value in row))  # as they are: a name may look like markup
+        table.add_row(*(Text(one_line(str(value))) for value in row))  # as they are: a name may look like markup
     table.add_row()
     return table
 

@@ -2,6 +2,7 @@
 
 import math
 import re
+from pathlib import Path
 from typing import Literal
 
 from penstock.errors import ConfigError
@@ -18,7 +19,23 @@ _UNIT_BYTES = {
     "gib": 2**30,
     "tib": 2**40,
 }
+_MOST_DIGITS = 40
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([a-z]*)\s*", re.IGNORECASE)
+
+
+#: No file, memory or count of anything is larger, and every reader of a number takes it.
+MOST = 1 << 62
+
+
+def parse_path(text: str, *, option: str) -> Path:
+    """Read a path.
+
+    Raises:
+        ConfigError: it is empty, which would be the folder that one is in, or no path at all.
+    """
+    if not text or "\0" in text:
+        raise ConfigError(f"{option} {text!r} is no path. Name a file or a folder.")
+    return Path(text)
 
 
 def parse_size_bytes(text: str, *, option: str) -> int:
@@ -35,9 +52,13 @@ def parse_size_bytes(text: str, *, option: str) -> int:
     unit = _UNIT_BYTES.get(match[2].lower()) if match else None
     if match is None or unit is None:
         raise ConfigError(f"{option} {text!r} is not a size. Write bytes, or a number with KiB, MiB, GiB or TiB.")
-    size = float(match[1]) * unit
-    if not size.is_integer():
+    if len(match[1]) > _MOST_DIGITS:
+        raise ConfigError(f"{option} has a number of {len(match[1]):,} digits. Write bytes, or a number with GiB.")
+    size = int(match[1]) * unit if match[1].isdigit() else float(match[1]) * unit
+    if size != int(size):
         raise ConfigError(f"{option} {text!r} is {size:g} bytes. Write a whole number of bytes.")
+    if size > MOST:
+        raise ConfigError(f"{option} {text!r} is more than there is. Write a smaller size.")
     return int(size)
 
 

@@ -1,12 +1,11 @@
 """`penstock train`: the options of the command as a `TrainConfig`. The run itself is `penstock.cli.training.run`."""
 
 from importlib.util import find_spec
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from penstock.cli.parse import parse_betas, parse_home, parse_share, parse_size_bytes
+from penstock.cli.parse import parse_betas, parse_home, parse_path, parse_share, parse_size_bytes
 from penstock.cli.training.config import TrainConfig, option_of
 from penstock.errors import ConfigError
 
@@ -21,6 +20,10 @@ def train(
     model: Annotated[
         str, typer.Option(help="A model folder, or random weights of a preset: tiny, small, medium.")
     ] = _DEFAULT.model,
+    trust_remote_code: Annotated[
+        bool,
+        typer.Option("--trust-remote-code", help="Run the model folder's own code, which can do anything you can."),
+    ] = _DEFAULT.trust_remote_code,
     data: Annotated[
         list[str] | None,
         typer.Option(
@@ -28,7 +31,7 @@ def train(
         ),
     ] = None,
     jsonl_field: Annotated[str, typer.Option(help="The field of a .jsonl line with the text.")] = _DEFAULT.jsonl_field,
-    out: Annotated[Path, typer.Option(help="Folder for the trained model and metrics.jsonl.")] = _DEFAULT.out,
+    out: Annotated[str, typer.Option(help="Folder for the trained model and metrics.jsonl.")] = str(_DEFAULT.out),
     seed: Annotated[int, typer.Option(help="Of weights, data order, dropout and sample.")] = _DEFAULT.seed,
     stage: Annotated[int, typer.Option(help="ZeRO stage, 0 to 3.", rich_help_panel=_STATE)] = _DEFAULT.stage,
     params: Annotated[
@@ -162,9 +165,10 @@ def train(
         options["streamed_updates"] = parse_share(streamed_updates, option="--streamed-updates")
     config = TrainConfig(
         model=model,
+        trust_remote_code=trust_remote_code,
         data=tuple(data or ()),
         jsonl_field=jsonl_field,
-        out=out,
+        out=parse_path(out, option="--out"),
         seed=seed,
         stage=stage,
         params=parse_home(params, option="--params"),

@@ -1,32 +1,26 @@
 """Checkpoints of DeepSpeed's ZeRO stages 1, 2 and 3, as they lie on the disk, made into ones of Penstock.
 
-Stages 1 and 2 lay the parameters of a param group out one after the other and cut that into a partition for each rank:
+Where a parameter lies in them: `integrations.partitions`.
 
-    rank 0 | a a a a b b | rank 1 | b b c c c . |         . padding
-
-Stage 3 cuts each parameter, and lays out what a rank has of each, in groups of parameters:
-
-    rank 0 | a a b b c c | rank 1 | a a b b c . |
-
-Its files are pickles. They are read by torch's unpickler of tensors and plain values; the few classes of DeepSpeed in
-them become plain values or are ignored, and nothing else is read. Files are mapped, so a tensor is in memory only while
-it is copied.
+Its files are pickles (`integrations.pickled`): the few classes of DeepSpeed in them become plain values or are ignored,
+and nothing else is read. No size is believed: tensors lie in the files, and what is written is about as large.
 """
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from math import prod
 from os import PathLike
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from penstock.checkpoint.fields import Field
-from penstock.checkpoint.importing import Incoming, Read, write_checkpoint
-from penstock.errors import CheckpointError
+from penstock.checkpoint.importing import Incoming, write_checkpoint
+from penstock.errors import CheckpointError, PenstockError, one_line
+from penstock.integrations.partitions import Flat, chained, concatenated, partitioned, reader
+from penstock.integrations.pickled import PickledFile, mapping, named, shape
 
 _OPTIMIZER_FILE = re.compile(r"(?:bf16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")
 _OPTIONS = (
@@ -41,6 +35,12 @@ _OPTIONS = (
     "amsgrad",
     "maximize",
 )
+#: Kinds of a checkpoint that are the weights.
+_NO_STATES = frozenset(("param", "master"))
+_MOST_TAG_CHARS = 256
+#: A checkpoint of Penstock is of about the size of what it is made of; of many small parameters it can be larger.
+_BYTES_OF_ANY = 1 << 26
+_MOST_GROWTH = 16
 _COUNTS = ("global_steps", "global_samples", "skipped_steps")
 
 
@@ -55,30 +55,6 @@ _STAND_INS = (
     (_Ignored, "deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler"),
     (_Ignored, "deepspeed.utils.tensor_fragment.fragment_address"),
 )
-
-
-class Span(NamedTuple):
-    """Elements of a parameter, `start` to `stop`, that one rank's flat tensor has from its element `inside` on."""
-
-    start: int
-    stop: int
-    rank: int
-    inside: int
-
-
-@dataclass(frozen=True)
-class Flat:
-    """A flat group: its tensors on each rank, all of the same layout.
-
-    Attributes:
-        master: fp32, by rank.
-        states: of the optimizer, by name and rank.
-        step: how often it was updated.
-    """
-
-    master: Sequence[Tensor]
-    states: Mapping[str, Sequence[Tensor]]
-    step: int
 
 
 def import_checkpoint(folder: str | PathLike[str], out: str | PathLike[str]) -> None:
@@ -100,34 +76,62 @@ def import_checkpoint(folder: str | PathLike[str], out: str | PathLike[str]) -> 
     Example:
         >>> import_checkpoint("ds_checkpoints", "checkpoints/from-deepspeed")  # doctest: +SKIP
     """
-    saved = _Saved(_tag_folder(Path(folder)))
-    write_checkpoint(
-        Path(out),
-        [*saved.trained(), *saved.frozen()],
-        rule="DeepSpeed's optimizer",
-        groups=saved.groups(),
-        buffers=saved.buffers(),
-        extra=saved.extra(),
-    )
+    folder = Path(folder)
+    try:
+        saved = _Saved(_tag_folder(folder))
+        parameters = [*saved.trained(), *saved.frozen()]
+        _check_distinct(folder, parameters)
+        write_checkpoint(
+            Path(out),
+            parameters,
+            rule="DeepSpeed's optimizer",
+            groups=saved.groups(),
+            buffers=saved.buffers(),
+            extra=saved.extra(),
+            most_bytes=_BYTES_OF_ANY + _MOST_GROWTH * saved.nbytes,
+        )
+    except PenstockError:
+        raise
+    except Exception as error:  # files say anything, and so does what they make of torch
+        raise CheckpointError(f"{folder} is not read: {one_line(error)}.", file=str(folder)) from error
+
+
+def _check_distinct(folder: Path, parameters: Sequence[Incoming]) -> None:
+    known: set[str] = set()
+    for parameter in parameters:
+        if parameter.name in known:
+            raise CheckpointError(
+                f"{folder} has the parameter '{one_line(parameter.name, 200)}' twice.", file=str(folder)
+            )
+        known.add(parameter.name)
 
 
 class _Saved:
     """One tag's folder.
+
+    Attributes:
+        nbytes: of its files.
 
     Raises:
         CheckpointError: as `import_checkpoint`.
     """
 
     def __init__(self, folder: Path) -> None:
-        self._optimizers = [_load(file)["optimizer_state_dict"] for file in _optimizer_files(folder)]
+        self._optimizer_files = [PickledFile(file, _STAND_INS) for file in _optimizer_files(folder)]
+        self._optimizers = [file.content["optimizer_state_dict"] for file in self._optimizer_files]
         self._stage = self._optimizers[0]["zero_stage"].integer(least=1, most=3)
         self._check_ranks()
-        self._models = [_load(file) for file in _model_files(folder, self._stage, len(self._optimizers))]
+        files = _model_files(folder, self._stage, len(self._optimizers))
+        self._model_files = [PickledFile(file, _STAND_INS) for file in files]
+        self._models = [file.content for file in self._model_files]
+        self.nbytes = sum(file.nbytes for file in (*self._optimizer_files, *self._model_files))
         self._base = "optimizer_state_dict" if self._stage == 3 else "base_optimizer_state"
         self._shapes = [
-            [(name, _shape(shape)) for name, shape in group.entries()]
+            [(name, shape(extents)) for name, extents in named(group).items()]
             for group in self._models[0]["param_shapes"].items()
         ]
+        self._groups = self._read_groups()
+        self._buffers = self._read_buffers()
         self._flats = self._read_flats()
 
     def _check_ranks(self) -> None:
@@ -138,77 +142,103 @@ class _Saved:
 
     def trained(self) -> Iterator[Incoming]:
         """The parameters that the optimizer has."""
-        for number, (shapes, flat) in enumerate(zip(self._shapes, self._flats, strict=True)):
-            if self._stage == 3:
-                places = _partitioned(shapes, flat)
-            else:
-                places = _concatenated(shapes, flat, self._paddings(number))
-            for (name, shape), spans in zip(shapes, places, strict=True):
-                states = {state: _reader(tensors, spans) for state, tensors in flat.states.items()}
-                yield Incoming(name, shape, torch.float32, flat.step, _reader(flat.master, spans), states)
+        paddings = self._read_paddings()
+        for shapes, flat, padding in zip(self._shapes, self._flats, paddings, strict=True):
+            places = partitioned(shapes, flat) if self._stage == 3 else concatenated(shapes, flat, padding)
+            for (name, extents), spans in zip(shapes, places, strict=True):
+                states = {state: reader(tensors, spans) for state, tensors in flat.states.items()}
+                yield Incoming(name, extents, torch.float32, flat.step, reader(flat.master, spans), states)
 
     def frozen(self) -> Iterator[Incoming]:
         """The parameters that it has not: whole in the model file, or a fragment in that of each rank."""
-        model = self._models[0]
+        model, file = self._models[0], self._model_files[0]
+        sources: list[tuple[str, tuple[int, ...], list[Tensor]]] = []
         if self._stage < 3:
-            others = {name for shapes in self._shapes for name, _ in shapes} | self.buffers().keys()
-            others |= _mapping(model["shared_params"]).keys()
-            whole = [(name, field) for name, field in model["module"].entries() if name not in others]
-            sources = [(name, tuple(_tensor(field).shape), [_tensor(field).flatten()]) for name, field in whole]
-        elif _mapping(model).get("frozen_param_shapes"):
-            sources = [
-                (name, _shape(field), [_tensor(of_rank["frozen_param_fragments"][name]) for of_rank in self._models])
-                for name, field in model["frozen_param_shapes"].entries()
-            ]
-        else:
-            sources = []
-        for name, shape, fragments in sources:
+            others = {name for shapes in self._shapes for name, _ in shapes} | self._buffers.keys()
+            others |= mapping(model["shared_params"]).keys()
+            for name, field in named(model["module"]).items():
+                if name not in others:
+                    whole = file.tensor(field)
+                    sources.append((name, tuple(whole.shape), [whole.flatten()]))
+        elif mapping(model).get("frozen_param_shapes"):
+            for name, field in named(model["frozen_param_shapes"]).items():
+                pairs = zip(self._models, self._model_files, strict=True)
+                fragments = [_flat(m["frozen_param_fragments"][name], f) for m, f in pairs]
+                sources.append((name, shape(field), fragments))
+        for name, extents, fragments in sources:
             sizes = [(rank, fragment.numel()) for rank, fragment in enumerate(fragments)]
-            if sum(numel for _, numel in sizes) < prod(shape):
+            if sum(numel for _, numel in sizes) < prod(extents):
                 raise model.fail(f"has too little of the frozen '{name}'")
-            yield Incoming(name, shape, fragments[0].dtype, 0, _reader(fragments, _chained(sizes, 0, prod(shape))), {})
+            if any(fragment.dtype != fragments[0].dtype for fragment in fragments):
+                raise model.fail(f"has the frozen '{name}' in several dtypes")
+            spans = chained(sizes, 0, prod(extents))
+            yield Incoming(name, extents, fragments[0].dtype, 0, reader(fragments, spans), {})
 
     def groups(self) -> list[tuple[list[str], dict[str, Any]]]:
         """The names of each param group's parameters, and its options."""
-        groups = []
-        for group in self._optimizers[0][self._base]["param_groups"].items():
-            numbers = [item.integer(most=len(self._shapes) - 1) for item in group["params"].items()]
-            names = [name for number in numbers for name, _ in self._shapes[number]]
-            options = _mapping(group)
-            if options.get("bias_correction") is False:
-                raise group.fail("has bias_correction=False, with which Penstock does not train")
-            groups.append((names, {key: value for key, value in options.items() if key in _OPTIONS}))
-        return groups
+        return [
+            ([name for number in numbers for name, _ in self._shapes[number]], options)
+            for numbers, options in self._groups
+        ]
 
     def buffers(self) -> dict[str, Tensor]:
         """Of the model's state."""
-        model = self._models[0]
-        return {item.string(): _tensor(model["module"][item.string()]) for item in model["buffer_names"].items()}
+        return self._buffers
 
     def extra(self) -> dict[str, Any]:
         """DeepSpeed's counts, and the state of its scheduler."""
-        model = _mapping(self._models[0])
-        return {key: model[key] for key in (*_COUNTS, "lr_scheduler") if model.get(key) is not None}
+        model, file = self._models[0], self._model_files[0]
+        kept = [key for key in (*_COUNTS, "lr_scheduler") if mapping(model).get(key) is not None]
+        return {key: file.plain(model[key]) for key in kept}
+
+    def _read_groups(self) -> list[tuple[list[int], dict[str, Any]]]:
+        """By param group: the numbers of its flat groups, each of which is in one, and its options."""
+        groups = []
+        known: set[int] = set()
+        for group in self._optimizers[0][self._base]["param_groups"].items():
+            numbers = list(group["params"].integers(most=len(self._shapes) - 1))
+            if len(known | set(numbers)) < len(known) + len(numbers):
+                raise group.fail("has parameters of another group, or some of its own twice")
+            known |= set(numbers)
+            options = mapping(group)
+            if options.get("bias_correction") is False:
+                raise group.fail("has bias_correction=False, with which Penstock does not train")
+            kept = {key: self._optimizer_files[0].plain(group[key]) for key in options if key in _OPTIONS}
+            groups.append((numbers, kept))
+        return groups
+
+    def _read_buffers(self) -> dict[str, Tensor]:
+        model, file = self._models[0], self._model_files[0]
+        names = dict.fromkeys(model["buffer_names"].strings())
+        return {name: file.tensor(model["module"][name]) for name in names}
 
     def _read_flats(self) -> list[Flat]:
         key = "fp32_flat_groups" if self._stage == 3 else "single_partition_of_fp32_groups"
-        masters = [[_tensor(item) for item in optimizer[key].items()] for optimizer in self._optimizers]
+        pairs = list(zip(self._optimizers, self._optimizer_files, strict=True))
+        masters = [[_flat(item, file) for item in optimizer[key].items()] for optimizer, file in pairs]
         count = len(self._shapes)
         if any(len(of_rank) != count for of_rank in masters):
             raise self._optimizers[0][key].fail(f"has not the {count} groups that the model file names")
-        return [self._read_flat(number, [of_rank[number] for of_rank in masters]) for number in range(count)]
+        steps = [self._steps(optimizer, file) for optimizer, file in pairs]
+        return [self._read_flat(number, [of_rank[number] for of_rank in masters], steps) for number in range(count)]
 
-    def _read_flat(self, number: int, master: list[Tensor]) -> Flat:
+    def _read_flat(self, number: int, master: list[Tensor], steps: Sequence[Mapping[int, int]]) -> Flat:
         states: dict[str, list[Tensor]] = {}
         step = 0
-        for rank, optimizer in enumerate(self._optimizers):
+        for rank, (optimizer, file) in enumerate(zip(self._optimizers, self._optimizer_files, strict=True)):
             field = optimizer[self._base]["state"]
-            of_rank = _mapping(field).get(number)
-            if not isinstance(of_rank, Mapping):
+            found = mapping(field)
+            if number not in found:
                 raise field.fail(f"has nothing of group {number}")
-            step = int(of_rank.get("step", self._step_of_group(optimizer, number)))
-            for name, value in of_rank.items():
-                if isinstance(value, Tensor) and value.dim() > 0:
+            of_rank = named(Field(field.file, number, found[number], field))
+            if "step" not in of_rank and number not in steps[rank]:
+                raise optimizer[self._base]["param_groups"].fail(f"has no group {number}")
+            step = file.count(of_rank["step"]) if "step" in of_rank else steps[rank][number]
+            for name, item in of_rank.items():
+                if isinstance(item.value, Tensor) and item.value.dim() > 0:
+                    if name in _NO_STATES:
+                        raise item.fail("is no state of an optimizer")
+                    value = _flat(item, file)
                     if value.numel() < master[rank].numel():
                         raise field.fail(f"has {value.numel():,} elements of '{name}' for {master[rank].numel():,}")
                     states.setdefault(name, []).append(value)
@@ -216,87 +246,22 @@ class _Saved:
             raise self._optimizers[0][self._base].fail(f"has no state of group {number} on some ranks")
         return Flat(master, states, step)
 
-    def _step_of_group(self, optimizer: Field, number: int) -> int:
-        """Where DeepSpeed's own Adam keeps it."""
-        for group in optimizer[self._base]["param_groups"].items():
-            if number in [item.integer() for item in group["params"].items()]:
-                return int(_mapping(group).get("step", 0))
-        raise optimizer[self._base]["param_groups"].fail(f"has no group {number}")
+    def _steps(self, optimizer: Field, file: PickledFile) -> Mapping[int, int]:
+        """By flat group, where DeepSpeed's own Adam keeps it: in the param group."""
+        return {
+            number: file.count(group["step"]) if "step" in mapping(group) else 0
+            for group in optimizer[self._base]["param_groups"].items()
+            for number in group["params"].integers()
+        }
 
-    def _paddings(self, number: int) -> list[int]:
-        """Elements that stage 1 and 2 leave free after each parameter."""
-        count = len(self._shapes[number])
-        if _mapping(self._optimizers[0]).get("param_alignment_paddings") is None:
-            return [0] * count
-        return [item.integer() for item in self._optimizers[0]["param_alignment_paddings"].items()[number].items(count)]
-
-
-# Where things are
-
-
-def _concatenated(
-    shapes: Sequence[tuple[str, tuple[int, ...]]], flat: Flat, paddings: Sequence[int]
-) -> Iterator[list[Span]]:
-    """The places of parameters that lie one after the other in all ranks' tensors together."""
-    partitions = [(rank, tensor.numel()) for rank, tensor in enumerate(flat.master)]
-    offset = 0
-    for (name, shape), padding in zip(shapes, paddings, strict=True):
-        spans = _chained(partitions, offset, offset + prod(shape))
-        if sum(span.stop - span.start for span in spans) != prod(shape):
-            raise CheckpointError(
-                f"The optimizer files end within '{name}': they are not of the model file.", field=name
-            )
-        yield spans
-        offset += prod(shape) + padding
-    left = sum(numel for _, numel in partitions) - offset
-    if left >= 2 * len(partitions):  # DeepSpeed pads to a multiple of it
-        raise CheckpointError(
-            f"The optimizer files have {left:,} elements more than the model file.", field="param_shapes"
-        )
-
-
-def _partitioned(shapes: Sequence[tuple[str, tuple[int, ...]]], flat: Flat) -> Iterator[list[Span]]:
-    """The places of parameters that are cut into as many parts as there are ranks, the last one shorter."""
-    ranks = len(flat.master)
-    inside = 0
-    for _, shape in shapes:
-        numel = prod(shape)
-        part = -(-numel // ranks)
-        yield [
-            Span(rank * part, min((rank + 1) * part, numel), rank, inside)
-            for rank in range(ranks)
-            if rank * part < numel
-        ]
-        inside += part
-    if any(tensor.numel() != inside for tensor in flat.master):
-        raise CheckpointError(
-            "The optimizer files are not of the model file: their sizes differ.", field="param_shapes"
-        )
-
-
-def _chained(partitions: Sequence[tuple[int, int]], first: int, last: int) -> list[Span]:
-    """Where elements `first` to `last` are in tensors that follow each other, given by rank and elements."""
-    spans, begin = [], 0
-    for rank, numel in partitions:
-        start, stop = max(first, begin), min(last, begin + numel)
-        if start < stop:
-            spans.append(Span(start - first, stop - first, rank, start - begin))
-        begin += numel
-    return spans
-
-
-def _reader(tensors: Sequence[Tensor], spans: Sequence[Span]) -> Read:
-    def read(start: int, stop: int) -> Tensor:
-        parts = [
-            tensors[span.rank][span.inside + max(start, span.start) - span.start :][
-                : min(stop, span.stop) - max(start, span.start)
-            ]
-            for span in spans
-            if max(start, span.start) < min(stop, span.stop)
-        ]
-        return torch.cat(parts) if parts else torch.empty(0)
-
-    return read
+    def _read_paddings(self) -> list[Sequence[int]]:
+        """Elements that stage 1 and 2 leave free after each parameter, by flat group."""
+        counts = [len(shapes) for shapes in self._shapes]
+        optimizer = self._optimizers[0]
+        if mapping(optimizer).get("param_alignment_paddings") is None:
+            return [[0] * count for count in counts]
+        paddings = list(optimizer["param_alignment_paddings"].items(len(counts)))
+        return [field.integers(count) for field, count in zip(paddings, counts, strict=True)]
 
 
 # Files
@@ -308,8 +273,9 @@ def _tag_folder(folder: Path) -> Path:
         return folder
     latest = folder / "latest"
     if latest.is_file():
-        tag = latest.read_text().strip()
-        if Path(tag).name == tag and (folder / tag).is_dir():
+        with latest.open(errors="replace") as file:
+            tag = file.read(_MOST_TAG_CHARS).strip()
+        if "\0" not in tag and Path(tag).name == tag and (folder / tag).is_dir():
             return folder / tag
     raise CheckpointError(
         f"{folder} is no checkpoint of DeepSpeed's ZeRO: it has neither *_optim_states.pt nor a 'latest' that names a "
@@ -328,9 +294,9 @@ def _optimizer_files(folder: Path) -> list[Path]:
         if int(match[2]):
             raise CheckpointError(f"{file}: tensor parallelism is not read.", file=str(file))
         files[int(match[1])] = file
-    missing = [rank for rank in range(max(files, default=0) + 1) if rank not in files]
-    if missing:
-        raise CheckpointError(f"{folder} lacks the optimizer's states of rank {missing[0]}.", file=str(folder))
+    for rank in range(len(files)):
+        if rank not in files:
+            raise CheckpointError(f"{folder} lacks the optimizer's states of rank {rank}.", file=str(folder))
     return [files[rank] for rank in sorted(files)]
 
 
@@ -345,34 +311,9 @@ def _model_files(folder: Path, stage: int, ranks: int) -> list[Path]:
     return [folder / name for name in names]
 
 
-def _load(file: Path) -> Field:
-    """A file's tensors and plain values."""
-    try:
-        with torch.serialization.safe_globals(list(_STAND_INS)):
-            value = torch.load(file, map_location="cpu", mmap=True, weights_only=True)
-    except Exception as error:  # somebody else's file: whatever it makes of the reader
-        # What torch met; its own message around that is advice which does not hold here.
-        reason = str(error.__context__ or error).partition(" Please")[0].partition("\n")[0]
-        raise CheckpointError(
-            f"{file} is not read: {reason.rstrip('. ')}. Of pickles, only tensors and plain values are.",
-            file=str(file),
-        ) from error
-    return Field(file, "", value)
-
-
-def _tensor(field: Field) -> Tensor:
-    if not isinstance(field.value, Tensor):
-        raise field.fail("is not a tensor")
-    return field.value
-
-
-def _shape(field: Field) -> tuple[int, ...]:
-    if not isinstance(field.value, tuple):
-        raise field.fail("is not a shape")
-    return tuple(int(extent) for extent in field.value)
-
-
-def _mapping(field: Field) -> Mapping[Any, Any]:
-    if not isinstance(field.value, Mapping):
-        raise field.fail("is not a dict")
-    return field.value
+def _flat(field: Field, file: PickledFile) -> Tensor:
+    """A tensor of numbers in one dimension."""
+    value = file.tensor(field)
+    if value.is_complex() or value.dim() != 1:
+        raise field.fail("is not a flat tensor")
+    return value

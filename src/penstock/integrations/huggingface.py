@@ -1,21 +1,32 @@
 """Hugging Face causal language models: build them, train them, and save their weights from wherever they live."""
 
-import contextlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from penstock.checkpoint.weights import WeightFiles
-from penstock.errors import CheckpointError, ConfigError
+from penstock.errors import ConfigError, one_line
 from penstock.integrations.chunked import chunk_loss as chunk_loss
+from penstock.integrations.folders import (
+    CONFIG,
+    GENERATION_CONFIG,
+    check_code,
+    check_sizes,
+    few_modules,
+    needs_code,
+    read_config,
+    read_json,
+    reading,
+)
 from penstock.integrations.tokenizers import ByteTokenizer
 
 GATHER_BYTES = 1 << 30
+_MOST_NAMED = 8
 
 
 @dataclass(frozen=True)
@@ -44,16 +55,17 @@ class ModelSource:
         name: as the user wrote it.
         folder: the model's folder; `None` for a preset.
         config: the transformers configuration.
+        vocab_size: rows of the model's embedding.
+        max_seq_length: positions that the model knows, where its configuration says.
+        trust_remote_code: whether code of the folder may run.
     """
 
     name: str
     folder: Path | None
     config: Any
-
-    @property
-    def vocab_size(self) -> int:
-        """Rows of the model's embedding."""
-        return int(self.config.get_text_config().vocab_size)
+    vocab_size: int
+    max_seq_length: int | None
+    trust_remote_code: bool = False
 
     @property
     def model_class(self) -> type:
@@ -61,33 +73,32 @@ class ModelSource:
         from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 
         mapping: Any = MODEL_FOR_CAUSAL_LM_MAPPING  # untyped
+        if self.folder is not None and self.trust_remote_code:
+            return type(_sketch(self, WeightFiles(self.folder)))
         found: type = mapping[type(self.config)]
         return found
 
-    @property
-    def max_seq_length(self) -> int | None:
-        """Positions that the model knows, where its configuration says."""
-        return getattr(self.config.get_text_config(), "max_position_embeddings", None)
 
-
-def find_model(name: str, *, seq_length: int) -> ModelSource:
+def find_model(name: str, *, seq_length: int, trust_remote_code: bool = False) -> ModelSource:
     """Read what `name` stands for: a preset's name, or a model folder.
 
     Arguments:
         name: a name of `PRESETS`, or a folder with config.json and .safetensors weights.
         seq_length: tokens per sequence. A preset takes any length, a folder's model those that it has positions for.
+        trust_remote_code: run the code of a folder whose model is none of transformers' own.
 
     Raises:
-        ConfigError: the name is neither, or the folder lacks a file, is no causal language
-            model or has too few positions.
+        ConfigError: the name is neither, or the folder lacks a file, cannot be read, needs code that is not allowed, is
+            no causal language model or has too few positions.
 
     Example:
         >>> find_model("tiny", seq_length=128).vocab_size
         257
     """
     if name in PRESETS:
-        return ModelSource(name, None, _preset_config(PRESETS[name], seq_length))
-    source = _find_folder(name)
+        config = _preset_config(PRESETS[name], seq_length)
+        return ModelSource(name, None, config, config.vocab_size, config.max_position_embeddings)
+    source = _find_folder(name, trust_remote_code)
     if source.max_seq_length is not None and seq_length > source.max_seq_length:
         raise ConfigError(
             f"--seq-length {seq_length} is longer than the {source.max_seq_length} positions of the model in {name}. "
@@ -100,7 +111,7 @@ def build_model(source: ModelSource) -> nn.Module:
     """The model, on the cpu: a preset's random weights in fp32 (from torch's seed), a folder's weights in their dtype.
 
     Raises:
-        ConfigError: the folder's weights cannot be read.
+        ConfigError: the folder's weights cannot be read, or are of another model than its configuration.
     """
     import transformers
 
@@ -109,19 +120,20 @@ def build_model(source: ModelSource) -> nn.Module:
     if source.folder is None:
         model = auto.from_config(source.config)
     else:
-        try:
+        with reading("model", source.folder):
+            _sketch(source, WeightFiles(source.folder))
             model, loading = auto.from_pretrained(
                 source.folder,
                 config=source.config,
                 local_files_only=True,
+                trust_remote_code=source.trust_remote_code,
                 use_safetensors=True,
+                weights_only=True,
                 dtype="auto",
                 output_loading_info=True,
             )
-        except (OSError, ValueError, RuntimeError, KeyError, SafetensorError) as error:
-            raise ConfigError(f"The model in {source.folder} cannot be read: {error}") from error
-        if loading["missing_keys"]:  # transformers would train random weights in their place
-            raise ConfigError(f"The weights in {source.folder} lack {', '.join(sorted(loading['missing_keys']))}.")
+            if loading["missing_keys"]:  # transformers would train random weights in their place
+                raise ConfigError(_lack(source.folder, sorted(loading["missing_keys"])))
     return model.train()
 
 
@@ -131,30 +143,58 @@ def build_empty(source: ModelSource) -> nn.Module | None:
     Returns:
         A model on the meta device; `None` for a preset, and where transformers reads the folder's weights under other
         names or in other shapes than the model has: `build_model` does that.
-    """
-    import transformers
 
+    Raises:
+        ConfigError: the folder cannot be read, or its weights are of another model than its configuration.
+    """
     if source.folder is None:
         return None
+    with reading("model", source.folder):
+        files = WeightFiles(source.folder)
+        model = _sketch(source, files)
+        if not _fits(model, files):
+            return None
+        if (source.folder / GENERATION_CONFIG).is_file():
+            from transformers import GenerationConfig
+
+            read_json(source.folder / GENERATION_CONFIG)
+            made: Any = model
+            made.generation_config = GenerationConfig.from_pretrained(source.folder, local_files_only=True)
+        return model.train()
+
+
+def _lack(folder: Path, names: Sequence[str]) -> str:
+    more = f" and {len(names) - _MOST_NAMED} more" if len(names) > _MOST_NAMED else ""
+    return f"The weights in {folder} lack {', '.join(names[:_MOST_NAMED])}{more}. Name a folder that has them."
+
+
+def _sketch(source: ModelSource, files: WeightFiles) -> nn.Module:
+    """A folder's model on the meta device, of about the size that the folder's weights have."""
+    import transformers
+
+    assert source.folder is not None
     auto: Any = transformers.AutoModelForCausalLM  # untyped
-    with torch.device("meta"):
-        model: nn.Module = auto.from_config(source.config)
+    held_numel = sum(prod(entry.shape) for entry in files.entries.values())
+    with (
+        reading("model", source.folder),
+        few_modules(source.folder, tensor_count=len(files.entries)),
+        torch.device("meta"),
+    ):
+        model: nn.Module = auto.from_config(source.config, trust_remote_code=source.trust_remote_code)
+        check_sizes(model, source.folder, held_numel=held_numel)
+    return model
+
+
+def _fits(model: nn.Module, files: WeightFiles) -> bool:
+    """Whether every parameter is in the files under a name of its own, and all that they hold has its shape."""
     aliases: dict[Tensor, list[str]] = {}
     for name, tensor in (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)):
         aliases.setdefault(tensor, []).append(name)
     shapes = {name: tuple(tensor.shape) for tensor, names in aliases.items() for name in names}
-    try:
-        held = WeightFiles(source.folder).entries
-    except CheckpointError as error:
-        raise ConfigError(f"The model in {source.folder} cannot be read: {error}") from error
-    fits = all(shapes.get(name) == entry.shape for name, entry in held.items())
     parameters = [names for tensor, names in aliases.items() if isinstance(tensor, nn.Parameter)]
-    if not fits or not all(any(name in held for name in names) for names in parameters):
-        return None
-    with contextlib.suppress(OSError):  # few folders have none
-        made: Any = model
-        made.generation_config = transformers.GenerationConfig.from_pretrained(source.folder)
-    return model.train()
+    return all(shapes.get(name) == entry.shape for name, entry in files.entries.items()) and all(
+        any(name in files.entries for name in names) for names in parameters
+    )
 
 
 def enable_activation_checkpointing(model: nn.Module) -> None:
@@ -167,8 +207,8 @@ def enable_activation_checkpointing(model: nn.Module) -> None:
     enable: Any = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
     try:
         enable({"use_reentrant": False})
-    except ValueError as error:
-        raise ConfigError(f"{type(model).__name__} cannot recompute activations: {error}") from error
+    except Exception as error:
+        raise ConfigError(f"{type(model).__name__} cannot recompute activations: {one_line(error)}.") from error
 
 
 def save_pretrained(model: nn.Module, optimizer: Any, out: Path, *, is_first_rank: bool = True) -> None:
@@ -224,20 +264,32 @@ def _preset_config(preset: Preset, seq_length: int) -> Any:
     )
 
 
-def _find_folder(name: str) -> ModelSource:
-    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig
+def _find_folder(name: str, trust_remote_code: bool) -> ModelSource:
+    from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig
 
     folder = Path(name).expanduser()
     if not folder.is_dir():
         raise ConfigError(f"--model {name!r} is neither a folder nor a preset. The presets are {', '.join(PRESETS)}.")
-    if not (folder / "config.json").is_file():
-        raise ConfigError(f"--model {name!r} is not a model folder: it has no config.json.")
+    if not (folder / CONFIG).is_file():
+        raise ConfigError(f"--model {name!r} is not a model folder: it has no {CONFIG}.")
     if not any(folder.glob("*.safetensors")):
         raise ConfigError(f"--model {name!r} has no .safetensors weights, the only format that is read.")
-    try:
-        config = AutoConfig.from_pretrained(folder, local_files_only=True)
-    except (OSError, ValueError, KeyError) as error:
-        raise ConfigError(f"--model {name!r}: its config.json cannot be read: {error}") from error
-    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
-        raise ConfigError(f"--model {name!r} is a {config.model_type!r} model, not a causal language model.")
-    return ModelSource(name, folder, config)
+    content = read_config(folder)
+    with reading("model", folder):
+        known: Any = CONFIG_MAPPING  # untyped
+        if not trust_remote_code:
+            check_code(name, content, is_native=content.get("model_type") in known)
+        config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=trust_remote_code)
+        if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING and not (
+            trust_remote_code and "AutoModelForCausalLM" in content.get("auto_map", ())
+        ):
+            if "AutoModelForCausalLM" in content.get("auto_map", ()):
+                raise needs_code(name, CONFIG, str(content["auto_map"]["AutoModelForCausalLM"]))
+            raise ConfigError(f"--model {name!r} is a {config.model_type!r} model, not a causal language model.")
+        text = config.get_text_config()
+        vocab_size, positions = text.vocab_size, getattr(text, "max_position_embeddings", None)
+        if not isinstance(vocab_size, int) or vocab_size < 1:
+            raise ConfigError(f"--model {name!r}: its {CONFIG} has a vocab_size of {vocab_size!r}. Mend it.")
+        return ModelSource(
+            name, folder, config, vocab_size, positions if isinstance(positions, int) else None, trust_remote_code
+        )

@@ -1,20 +1,23 @@
 """Text to token ids: one id per byte without any file, or the tokenizer of a model folder."""
 
 from collections.abc import Iterable
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
-from penstock.errors import ConfigError
+from penstock.errors import ConfigError, one_line
+from penstock.integrations.folders import needs_code, read_json, reading
 
 BYTE_COUNT = 256
 END_OF_DOCUMENT = "<|endoftext|>"
+TOKENIZER_CONFIG = "tokenizer_config.json"
 _TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer.model",
-    "tokenizer_config.json",
+    TOKENIZER_CONFIG,
     "vocab.json",
     "vocab.txt",
     "spiece.model",
@@ -80,46 +83,81 @@ class ByteTokenizer:
 
 
 class FolderTokenizer:
-    """The tokenizer of a model folder, of any kind that transformers reads without running the folder's code."""
+    """The tokenizer of a model folder, of any kind that transformers reads.
+
+    Arguments:
+        folder: the model's.
+        trust_remote_code: run the folder's code where the tokenizer is none of transformers' own.
+
+    Raises:
+        ConfigError: it cannot be read, or needs code that is not allowed.
+    """
 
     token_name = "token"
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, *, trust_remote_code: bool = False) -> None:
         from transformers import AutoTokenizer
 
+        self._folder = folder
+        config = folder / TOKENIZER_CONFIG
+        code = read_json(config).get("auto_map") if config.is_file() else None
         try:
-            self._tokenizer: Any = AutoTokenizer.from_pretrained(folder, local_files_only=True)
-        except (OSError, ValueError, KeyError, ImportError) as error:
-            raise ConfigError(f"The tokenizer in {folder} cannot be read: {_first_line(error)}") from error
-        self.vocab_size: int = len(self._tokenizer)
-        self.end_of_document: int | None = self._tokenizer.eos_token_id
+            with self._border():
+                self._tokenizer: Any = AutoTokenizer.from_pretrained(
+                    folder, local_files_only=True, trust_remote_code=trust_remote_code
+                )
+        except ConfigError as error:
+            if code and not trust_remote_code and "trust_remote_code" in str(error.__cause__):
+                raise needs_code(str(folder), TOKENIZER_CONFIG, one_line(str(code), 120)) from error
+            raise
+        with self._border():
+            # Of a vocabulary with holes, the greatest id is more than how many there are.
+            ids = self._tokenizer.get_vocab().values()
+            self.vocab_size: int = max(len(self._tokenizer), *(int(i) + 1 for i in ids))
+            self.end_of_document: int | None = self._tokenizer.eos_token_id
+            if min(ids) < 0:
+                raise ConfigError(f"The tokenizer in {folder} has ids below 0. Mend it, or name another folder.")
 
     def encode(self, text: str) -> npt.NDArray[np.int64]:
-        """The ids of a text, without special tokens."""
-        return np.asarray(self._tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"], dtype=np.int64)
+        """The ids of a text, without special tokens. A lone surrogate, which no UTF-8 can hold, becomes `?`."""
+        with self._border():
+            readable = text.encode(errors="replace").decode()
+            found = self._tokenizer(readable, add_special_tokens=False, verbose=False)["input_ids"]
+            ids = np.asarray(found, dtype=np.int64)
+            if ids.ndim != 1 or (len(ids) and not 0 <= ids.min() <= ids.max() < self.vocab_size):
+                raise ConfigError(
+                    f"The tokenizer in {self._folder} makes ids that its own vocabulary of {self.vocab_size:,} has not."
+                )
+            return ids
 
     def decode(self, ids: Iterable[int]) -> str:
         """The text of ids, special tokens included."""
-        return str(self._tokenizer.decode(list(ids), clean_up_tokenization_spaces=False))
+        with self._border():
+            return str(self._tokenizer.decode(list(ids), clean_up_tokenization_spaces=False))
 
     def save(self, out: Path) -> None:
         """Write the tokenizer's files."""
-        self._tokenizer.save_pretrained(out)
+        with self._border():
+            self._tokenizer.save_pretrained(out)
+
+    def _border(self) -> AbstractContextManager[None]:
+        return reading("tokenizer", self._folder)
 
 
-def tokenizer_for(folder: Path | None, *, vocab_size: int) -> Tokenizer:
+def tokenizer_for(folder: Path | None, *, vocab_size: int, trust_remote_code: bool = False) -> Tokenizer:
     """The tokenizer of a model folder; bytes for a preset (`None`) and for a folder without tokenizer files.
 
     Arguments:
         folder: the model's folder.
         vocab_size: rows of the model's embedding.
+        trust_remote_code: as `FolderTokenizer` takes it.
 
     Raises:
-        ConfigError: the folder's tokenizer cannot be read, or makes ids that the model has no embedding for; or
-            there is none and the model is too small for bytes.
+        ConfigError: the folder's tokenizer cannot be read, needs code that is not allowed, or makes ids that the model
+            has no embedding for; or there is none and the model is too small for bytes.
     """
     if folder is not None and any((folder / name).is_file() for name in _TOKENIZER_FILES):
-        tokenizer = FolderTokenizer(folder)
+        tokenizer = FolderTokenizer(folder, trust_remote_code=trust_remote_code)
         if tokenizer.vocab_size > vocab_size:
             raise ConfigError(
                 f"The tokenizer in {folder} makes {tokenizer.vocab_size} different ids, the model's vocab_size is "
@@ -139,7 +177,3 @@ def _byte_characters() -> list[str]:
     printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
     others = iter(range(BYTE_COUNT, 2 * BYTE_COUNT))
     return [chr(byte) if byte in printable else chr(next(others)) for byte in range(BYTE_COUNT)]
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).strip().partition("\n")[0] or type(error).__name__

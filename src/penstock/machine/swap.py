@@ -29,11 +29,12 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import NamedTuple
 
-from penstock.errors import NvmeError
+from penstock.errors import NvmeError, one_line
 from penstock.machine.lifetime import at_end
 
 LOCK = "lock"
 IDENTITY = "identity.json"
+_MOST_IDENTITY_BYTES = 1 << 22  # of a command line, as long as the kernel takes one
 UNFINISHED = re.compile(r"\.penstock-.+-\d+-[0-9a-f]{8}")
 UNFINISHED_SECONDS = 3600.0
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")  # tells two machines of one name apart; Linux only
@@ -54,7 +55,7 @@ class Identity:
     version: str
 
     def __str__(self) -> str:
-        return f"the run with pid {self.pid} on {self.host}, started {self.started}"
+        return one_line(f"the run with pid {self.pid} on {self.host}, started {self.started}")
 
     @classmethod
     def own(cls) -> "Identity":
@@ -67,13 +68,27 @@ class Identity:
     def read(cls, folder: Path) -> "Identity | None":
         """That of a folder, or `None` where it is no swap folder, or is one no longer."""
         try:
-            return cls(**json.loads((folder / IDENTITY).read_text()))
-        except (OSError, ValueError, TypeError):
+            identity = cls(**json.loads(_read_small(folder / IDENTITY)))
+        except (OSError, ValueError, TypeError, RecursionError):
             return None
+        said: list[object] = [identity.host, identity.boot, identity.started, identity.version]
+        return identity if all(isinstance(text, str) for text in said) else None
 
     def same_machine(self, other: "Identity") -> bool:
         """Whether both see each other's locks for sure; over a network file system not everyone does."""
         return self.host == other.host or (self.boot == other.boot != "")
+
+
+def _read_small(path: Path) -> bytes:
+    """The bytes of a file that somebody else may have put there: no pipe is waited for, and no link followed."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC)
+    with open(descriptor, "rb") as file:
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            raise OSError(errno.EINVAL, "not a file", str(path))
+        content = file.read(_MOST_IDENTITY_BYTES + 1)
+    if len(content) > _MOST_IDENTITY_BYTES:
+        raise OSError(errno.EFBIG, os.strerror(errno.EFBIG), str(path))
+    return content
 
 
 class SwapFolder:

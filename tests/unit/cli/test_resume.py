@@ -11,6 +11,9 @@ from typing import Any
 
 import pytest
 
+import penstock
+from penstock.checkpoint.fields import to_bytes
+from penstock.checkpoint.manifest import MARKER, checksum
 from penstock.cli.training.batches import shuffled, train_batches
 from penstock.cli.training.interruption import EXIT_INTERRUPTED, Interruption
 from penstock.cli.training.metrics import Metrics
@@ -99,6 +102,124 @@ def test_a_run_on_other_data_is_not_resumed(
     missing = penstock_command(*arguments, "--out", "out", "--resume", "nowhere")
     assert missing.exit_code == 2
     assert "nowhere does not exist" in missing.err
+
+
+def test_what_is_refused_leaves_the_metrics_of_the_last_run(
+    penstock_command: Callable[..., Any], arguments: list[str], tmp_path: Path
+) -> None:
+    """Whatever comes up late: what `prepare` refuses, a checkpoint that does not fit, one of another text."""
+    saving = penstock_command(*arguments, "--out", "out", "--save-every", "8")
+    assert saving.exit_code == 0, saving.err
+    before = (tmp_path / "out" / "metrics.jsonl").read_bytes()
+    (tmp_path / "nothing").mkdir()
+    for refused in (
+        ["--overlap", "backward"],
+        ["--resume", "nowhere"],
+        ["--resume", "auto", "--seed", "1"],
+        ["--resume", "auto", "--steps", "7"],
+        ["--resume", "auto", "--nvme-path", "missing", "--optimizer", "nvme"],
+    ):
+        outcome = penstock_command(*arguments, "--out", "out", *refused)
+        assert outcome.exit_code == 2, refused
+        assert outcome.err.count("\n") == 1
+        assert (tmp_path / "out" / "metrics.jsonl").read_bytes() == before, refused
+
+
+def test_fewer_steps_than_were_made_are_refused(
+    penstock_command: Callable[..., Any], arguments: list[str], tmp_path: Path
+) -> None:
+    assert penstock_command(*arguments, "--out", "out", "--save-every", "8").exit_code == 0
+    outcome = penstock_command(*arguments, "--out", "out", "--resume", "auto", "--steps", "2")
+    assert outcome.exit_code == 2
+    assert "has made 8 steps, more than --steps 2. Ask for 8 or more" in outcome.err
+    assert "held-out loss" not in outcome.out
+
+
+def test_a_run_that_goes_on_does_what_it_is_asked_for_now(
+    penstock_command: Callable[..., Any], arguments: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Other learning rates, weight decay and betas hold, are said in a line, and so is the schedule of the new rate."""
+    assert penstock_command(*arguments, "--out", "out", "--save-every", "4", "--keep", "9").exit_code == 0
+    before = losses(tmp_path / "out")
+    (tmp_path / "out" / "checkpoints" / "step-00000008" / MARKER).unlink()
+    groups: list[list[tuple[Any, ...]]] = []
+    step = penstock.Optimizer.step
+
+    def spy(self: penstock.Optimizer) -> Any:
+        groups.append([(group["lr"], group["weight_decay"], group["betas"]) for group in self.param_groups])
+        return step(self)
+
+    monkeypatch.setattr(penstock.Optimizer, "step", spy)
+    asked = ["--lr", "0.02", "--weight-decay", "0.3", "--betas", "0.8,0.9"]
+    outcome = penstock_command(*arguments, "--out", "out", "--resume", "auto", *asked)
+    assert outcome.exit_code == 0, outcome.err
+    said = (
+        "goes on after step 4, with --lr 0.02 instead of 0.01, --weight-decay 0.3 instead of 0.1, --betas 0.8,0.9 inst"
+    )
+    assert said in outcome.out
+    rest = losses(tmp_path / "out")[len(before) :]
+    assert [lr for _, _, lr in rest] == pytest.approx([2 * lr for _, _, lr in before[4:]])
+    assert [[lr for lr, _, _ in of_step] for of_step in groups] == [[lr, lr] for _, _, lr in rest]
+    assert {tuple(rest) for of_step in groups for _, *rest in of_step} == {(0.3, (0.8, 0.9)), (0.0, (0.8, 0.9))}
+    assert [loss for _, loss, _ in rest] != [loss for _, loss, _ in before[4:]]
+
+
+def change_extra(folder: Path, values: dict[str, Any]) -> None:
+    """Other values in what a run has kept, every checksum put right."""
+    whole = json.loads((folder / MARKER).read_bytes())
+    whole["content"]["extra"] |= values
+    whole["checksum"] = checksum(to_bytes(whole["content"]))
+    (folder / MARKER).write_bytes(to_bytes(whole))
+
+
+HOSTILE: list[Any] = [
+    float("inf"),
+    float("nan"),
+    -1,
+    1.5,
+    True,
+    None,
+    "3",
+    [],
+    {},
+    10**400,
+    1 << 62,
+    {"!": "tuple", "items": []},
+]
+
+
+def test_what_a_checkpoint_says_of_its_run_is_checked(
+    penstock_command: Callable[..., Any], arguments: list[str], tmp_path: Path
+) -> None:
+    assert penstock_command(*arguments, "--out", "out", "--save-every", "8").exit_code == 0
+    folder = tmp_path / "out" / "checkpoints" / "step-00000008"
+    marker = (folder / MARKER).read_bytes()
+    extra = json.loads(marker)["content"]["extra"]
+    changes = [{"step": value} for value in HOSTILE]
+    changes += [{name: value} for name in ("sequences", "text") for value in (float("inf"), -1, None, [])]
+    changes += [
+        {"text": extra["text"] | {"seed": value}} for value in (float("inf"), None, {"!": "bytes", "hex": "00"})
+    ]
+    for change in changes:
+        change_extra(folder, change)
+        outcome = penstock_command(*arguments, "--out", "out", "--resume", "auto")
+        assert outcome.exit_code == 2, change
+        assert outcome.err.startswith("penstock: error: "), change
+        assert outcome.err.count("\n") == 1, change
+        assert len(outcome.err) < 600
+        (folder / MARKER).write_bytes(marker)
+
+
+def test_a_schedule_in_a_checkpoint_changes_nothing_of_ours(
+    penstock_command: Callable[..., Any], arguments: list[str], tmp_path: Path
+) -> None:
+    assert penstock_command(*arguments, "--out", "out", "--save-every", "4", "--keep", "9").exit_code == 0
+    whole = losses(tmp_path / "out")
+    folder = tmp_path / "out" / "checkpoints" / "step-00000004"
+    change_extra(folder, {"scheduler": {"step": 1, "optimizer": 2, "get_last_lr": 3, "last_epoch": 10**9}})
+    outcome = penstock_command(*arguments, "--out", "again", "--resume", str(folder))
+    assert outcome.exit_code == 0, outcome.err
+    assert losses(tmp_path / "again") == whole[4:]
 
 
 @pytest.mark.thorough

@@ -14,6 +14,7 @@ from penstock.cli.training.config import TrainConfig
 
 TRAIN = {
     "--model": "tiny",
+    "--trust-remote-code": False,
     "--data": None,
     "--jsonl-field": "text",
     "--out": "penstock-out",
@@ -113,7 +114,8 @@ def test_defaults_of_the_command_are_those_of_its_settings(
 def test_every_option_reaches_its_setting(penstock_command: Callable[..., Any], monkeypatch: Any) -> None:
     configs = settings_of_runs(monkeypatch)
     arguments = (
-        "--model m --data a --data b --jsonl-field body --out o --seed 7 --stage 1 --params cpu --grads nvme "
+        "--model m --trust-remote-code --data a --data b --jsonl-field body --out o --seed 7 --stage 1 --params cpu "
+        "--grads nvme "
         "--optimizer device=0.5,cpu=0.5 --nvme-path p --nvme-path q --precision fp32 --overlap none "
         "--activation-checkpointing --chunked-loss --tile-bytes 1MiB --live-bytes 2MiB --prefetch-bytes 0 "
         "--persistent-bytes 5 --pinned-bytes 1GiB --update-threads 3 --streamed-updates auto "
@@ -126,6 +128,7 @@ def test_every_option_reaches_its_setting(penstock_command: Callable[..., Any], 
     (config,) = configs
     assert config.to_dict() == {
         "model": "m",
+        "trust_remote_code": True,
         "data": ("a", "b"),
         "jsonl_field": "body",
         "out": "o",

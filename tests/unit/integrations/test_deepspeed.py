@@ -2,7 +2,8 @@
 
 import os
 import shutil
-from collections.abc import Callable
+import zipfile
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch
 import penstock
 from penstock.integrations.deepspeed import _STAND_INS, import_checkpoint
 from tests.deepspeed_checks import check, masters, prepared
+from tests.property.test_checkpoint_files import limited_memory
 from tests.support import run_ranks
 
 DATA = Path(__file__).parents[2] / "data" / "deepspeed"
@@ -172,6 +174,154 @@ def test_stages_1_and_2_that_end_early(tmp_path: Path) -> None:
     shutil.copytree(DATA / "z1-fp32-w2" / "third", tmp_path / "third")
     change(tmp_path / "third" / "mp_rank_00_model_states.pt", set_shape)
     refused(tmp_path / "third", "end within 'blocks.2.weight'")
+
+
+# Files that somebody made to be larger than they are
+
+
+def one_element_often(content: Any) -> None:
+    content["param_shapes"][0]["embed.weight"] = torch.Size([1 << 15, 1 << 15])
+    content["frozen_param_shapes"]["frozen.weight"] = torch.Size([1 << 30])
+    content["frozen_param_fragments"]["frozen.weight"] = torch.zeros(1).expand(1 << 30)
+
+
+def master_of_one_element(content: Any) -> None:
+    content["optimizer_state_dict"]["fp32_flat_groups"][0] = torch.zeros(1).expand(1 << 30)
+
+
+def beyond_the_file(content: Any) -> None:
+    """What no shape says: torch is told of a storage of more bytes than the file has, by a change of the pickle."""
+    content["optimizer_state_dict"]["fp32_flat_groups"][0] = torch.zeros(77777)
+
+
+def a_scheduler_of_a_million_things(content: Any) -> None:
+    value: Any = [0] * 8
+    for _ in range(40):
+        value = [value, value]
+    content["lr_scheduler"] = {"state": value}
+
+
+def a_negative_shape(content: Any) -> None:
+    content["param_shapes"][0]["embed.weight"] = (-13, -7)
+
+
+def a_shape_beyond_any(content: Any) -> None:
+    content["param_shapes"][0]["embed.weight"] = (1 << 62,) * 60
+
+
+def a_name_that_is_none(content: Any) -> None:
+    content["param_shapes"][0][7] = (1,)
+
+
+def a_name_of_many_lines(content: Any) -> None:
+    content["param_shapes"][0]["a\nb"] = (1,)
+
+
+def steps(value: Any) -> Callable[[Any], None]:
+    def edit(content: Any) -> None:
+        content["optimizer_state_dict"]["optimizer_state_dict"]["state"][0]["step"] = value
+
+    edit.__name__ = f"steps_{value}"[:20].replace("\n", " ")
+    return edit
+
+
+def a_state_called_master(content: Any) -> None:
+    states = content["optimizer_state_dict"]["optimizer_state_dict"]["state"][0]
+    states["master"] = states["exp_avg"].clone()
+
+
+def groups_that_share(content: Any) -> None:
+    groups = content["optimizer_state_dict"]["optimizer_state_dict"]["param_groups"]
+    groups[1]["params"] = groups[0]["params"]
+
+
+def sparse(content: Any) -> None:
+    content["optimizer_state_dict"]["fp32_flat_groups"][0] = torch.eye(3).to_sparse()
+
+
+def complex_numbers(content: Any) -> None:
+    flats = content["optimizer_state_dict"]["fp32_flat_groups"]
+    flats[0] = flats[0].to(torch.complex64)
+
+
+MODEL_0 = "zero_pp_rank_0_mp_rank_00_model_states.pt"
+
+
+@pytest.mark.parametrize(
+    ("file", "edit", "match"),
+    [
+        (MODEL_0, one_element_often, "more elements than it has|their sizes differ"),
+        (OPTIM.format(1), master_of_one_element, "more elements than it has"),
+        (MODEL_0, a_scheduler_of_a_million_things, "has more in it than the file has bytes"),
+        (MODEL_0, a_negative_shape, "'param_shapes.0..embed.weight' is not a shape"),
+        (MODEL_0, a_shape_beyond_any, "is larger than any tensor"),
+        (MODEL_0, a_name_that_is_none, "has the key 7, which is not a name"),
+        (MODEL_0, a_name_of_many_lines, "has the key 'a.+b', which is not a name"),
+        (OPTIM.format(1), steps(float("inf")), "'optimizer_state_dict.*step' is not a count"),
+        (OPTIM.format(1), steps(-1), "is not a count"),
+        (OPTIM.format(1), steps(0.5), "is not a whole number"),
+        (OPTIM.format(1), steps("3"), "is not a count"),
+        (OPTIM.format(1), steps(torch.tensor(float("nan"))), "is not a count"),
+        (OPTIM.format(1), steps(torch.tensor([])), "has 0 elements|is not read"),
+        (OPTIM.format(1), a_state_called_master, "is no state of an optimizer"),
+        (OPTIM.format(0), groups_that_share, "has parameters of another group"),
+        (OPTIM.format(1), sparse, "is not a tensor|is not read"),
+        (OPTIM.format(1), complex_numbers, "is not a flat tensor"),
+    ],
+    ids=lambda value: getattr(value, "__name__", None),
+)
+def test_sizes_and_counts_are_not_believed(file: str, edit: Callable[[Any], None], match: str, copied: Path) -> None:
+    change(copied / file, edit)
+    with limited_memory():
+        refused(copied, match)
+
+
+def test_a_storage_is_not_larger_than_its_file(copied: Path) -> None:
+    """Nor does torch make one to fit: the pickle says 700,000 elements, and its record has 70,000."""
+    file = copied / OPTIM.format(1)
+    change(file, beyond_the_file)
+    parts = dict(read_archive(file))
+    for name, content in parts.items():
+        if name.endswith("/data.pkl"):
+            assert content.count((77777).to_bytes(4, "little")) == 2  # of the storage, of the tensor
+            parts[name] = content.replace((77777).to_bytes(4, "little"), (777777777).to_bytes(4, "little"))
+    write_archive(file, parts, zipfile.ZIP_STORED)
+    with limited_memory():
+        refused(copied, "does not lie in the file")
+
+
+def test_what_is_compressed_is_not_unpacked(copied: Path) -> None:
+    file = copied / OPTIM.format(1)
+    write_archive(file, dict(read_archive(file)), zipfile.ZIP_DEFLATED)
+    refused(copied, "is compressed, which torch.save does not do")
+    (copied / "more").write_bytes(b"\0" * (1 << 20))
+    write_archive(file, {"archive/data.pkl": b"\0" * ((1 << 26) + 1)}, zipfile.ZIP_STORED)
+    refused(copied, "holds more than 67,108,864 bytes beside tensors")
+
+
+def test_a_pipe_and_a_rank_without_an_end(copied: Path) -> None:
+    os.mkfifo(copied / OPTIM.format(2))
+    refused(copied, "rank_2_mp_rank_00_optim_states.pt is not a file")
+    (copied / OPTIM.format(2)).unlink()
+    shutil.copy(copied / OPTIM.format(0), copied / OPTIM.format(10**18))
+    refused(copied, "lacks the optimizer's states of rank 2")
+
+
+def test_a_latest_that_is_endless(copied: Path) -> None:
+    with (copied.parent / "latest").open("w") as file:
+        file.truncate(1 << 40)
+    refused(copied.parent, "is no checkpoint of DeepSpeed's ZeRO")
+
+
+def read_archive(file: Path) -> list[tuple[str, bytes]]:
+    with zipfile.ZipFile(file) as archive:
+        return [(name, archive.read(name)) for name in archive.namelist()]
+
+
+def write_archive(file: Path, parts: Mapping[str, bytes], compression: int) -> None:
+    with zipfile.ZipFile(file, "w", compression) as archive:
+        for name, content in parts.items():
+            archive.writestr(name, content)
 
 
 def test_what_is_there_stays(tmp_path: Path) -> None:

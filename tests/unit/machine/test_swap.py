@@ -1,5 +1,6 @@
 """Swap folders: where they may be, what they remove, what they leave alone."""
 
+import contextlib
 import errno
 import fcntl
 import gc
@@ -7,6 +8,7 @@ import json
 import logging
 import os
 import signal
+import socket
 import stat
 import threading
 import time
@@ -251,6 +253,33 @@ def test_folders_of_a_similar_name_stay(tmp_path: Path, identity: str) -> None:
     SwapFolder(tmp_path, 0).close()
     assert names(other) == [IDENTITY, "inner", LOCK, "tiles"]
     assert names(without) == ["inner", LOCK, "tiles"]
+
+
+@pytest.mark.parametrize("kind", ["pipe", "link", "link to a pipe", "socket", "folder", "huge", "deep", "numbers"])
+def test_an_identity_that_is_none_is_not_waited_for(tmp_path: Path, kind: str) -> None:
+    """Not even where the nvme path lies inside of it."""
+    other = leftover(tmp_path, None)
+    identity = other / IDENTITY
+    if "pipe" in kind:
+        os.mkfifo(identity if kind == "pipe" else tmp_path / "pipe")
+    if "link" in kind:
+        identity.symlink_to(tmp_path / "pipe" if kind == "link to a pipe" else leftover(tmp_path / "far") / IDENTITY)
+    elif kind == "socket":
+        with socket.socket(socket.AF_UNIX) as listener, contextlib.chdir(other):
+            listener.bind(IDENTITY)
+    elif kind == "folder":
+        identity.mkdir()
+    elif kind == "huge":
+        with identity.open("wb") as file:
+            file.write(json.dumps(asdict(DEAD)).encode())
+            file.truncate(1 << 40)
+    elif kind == "deep":
+        identity.write_text("[" * 100_000)
+    elif kind == "numbers":
+        identity.write_text(json.dumps(dict.fromkeys(asdict(DEAD), 1)))
+    SwapFolder(tmp_path, 0).close()
+    SwapFolder(other, 0).close()
+    assert names(other) == [IDENTITY, "inner", LOCK, "tiles"]
 
 
 def test_links_and_files_of_a_similar_name_stay(tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """The settings of one training run, as a value. The command line is a thin layer over this class."""
 
+import math
 from dataclasses import dataclass, fields
 from pathlib import Path
 
@@ -14,6 +15,7 @@ class TrainConfig:
 
     Arguments:
         model: a folder that `from_pretrained` reads, or the name of a preset.
+        trust_remote_code: run the code of a folder whose model or tokenizer is none of transformers' own.
         data: files, folders and globs; empty for the text of Python's own standard library.
         jsonl_field: the field of a `.jsonl` line that holds the text.
         out: folder of the trained model and of `metrics.jsonl`; made when missing.
@@ -53,6 +55,7 @@ class TrainConfig:
     """
 
     model: str = "tiny"
+    trust_remote_code: bool = False
     data: tuple[str, ...] = ()
     jsonl_field: str = "text"
     out: Path = Path("penstock-out")
@@ -95,6 +98,9 @@ class TrainConfig:
             value = getattr(self, name)
             if value is not None and value < least:
                 raise ConfigError(f"{option_of(name)} {value} is too small. Use {least} or more.")
+            most = _MOST_SEED if name == "seed" else _MOST_COUNT
+            if value is not None and value > most:
+                raise ConfigError(f"{option_of(name)} is too large. Use {most} or less.")
         if not 0 <= self.stage <= 3:
             raise ConfigError(f"--stage {self.stage} is not a ZeRO stage. Use 0, 1, 2 or 3.")
         if not self.lr > 0:
@@ -105,6 +111,21 @@ class TrainConfig:
             raise ConfigError(f"--betas {self.betas[0]:g},{self.betas[1]:g}: use two numbers from 0 to below 1.")
         if self.max_grad_norm is not None and not self.max_grad_norm > 0:
             raise ConfigError(f"--max-grad-norm {self.max_grad_norm:g} clips everything. Use a number above 0.")
+        for name in ("lr", "weight_decay", "max_grad_norm"):
+            value = getattr(self, name)
+            if value is not None and not math.isfinite(value):
+                raise ConfigError(f"{option_of(name)} {value:g} is not finite. Use a number.")
+        if self.batch_size * self.seq_length > _MOST_COUNT:
+            raise ConfigError(
+                f"--batch-size {self.batch_size} of --seq-length {self.seq_length} is more than {_MOST_COUNT} tokens. "
+                "Use fewer, and --accumulation for more of them in a step."
+            )
+        paths = (*self.data, *self.nvme_path, self.model)
+        if "" in paths or any("\0" in path for path in (*paths, self.resume)):
+            raise ConfigError("--data, --nvme-path, --model and --resume take a path, which is not empty.")
+        threads = dict(self.options).get("update_threads")
+        if threads is not None and threads > _MOST_THREADS:
+            raise ConfigError(f"--update-threads is too large. Use {_MOST_THREADS} or less.")
         if self.warmup_steps > self.steps:
             raise ConfigError(f"--warmup {self.warmup} is longer than the run of --steps {self.steps}. Shorten it.")
         for name, choices in _CHOICES.items():
@@ -127,6 +148,10 @@ def option_of(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 
+#: What every reader of a number takes: tensors' extents, generators of random numbers.
+_MOST_COUNT = (1 << 31) - 1
+_MOST_THREADS = 1 << 16
+_MOST_SEED = (1 << 63) - 1
 _LEAST = {
     "warmup": 0,
     "steps": 1,

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from penstock.errors import ConfigError
+from penstock.errors import ConfigError, one_line
 
 TEXT_SUFFIXES = frozenset({".txt", ".py", ".md"})
 JSONL_SUFFIX = ".jsonl"
@@ -102,12 +102,13 @@ def _jsonl_pieces(path: Path, field: str) -> Iterator[Piece]:
                 continue
             try:
                 record = json.loads(line)
-            except ValueError as error:  # not JSON, or not UTF-8
-                raise ConfigError(f"{path}:{number} is not JSON: {error}. Mend or remove the line.") from error
+            except (ValueError, RecursionError) as error:  # not JSON, not UTF-8, or nested without an end
+                why = one_line(str(error))
+                raise ConfigError(f"{path}:{number} is not JSON: {why}. Mend or remove the line.") from error
             if not isinstance(record, dict):
                 raise ConfigError(f"{path}:{number} holds {_a(record)}, not an object. Write one {{...}} a line.")
             if field not in record:
-                names = ", ".join(map(repr, record)) or "none"
+                names = one_line(", ".join(map(repr, record))) or "none"
                 raise ConfigError(f"{path}:{number} has no field {field!r} (its fields: {names}). Use --jsonl-field.")
             if not isinstance(record[field], str):
                 raise ConfigError(f"{path}:{number}: the field {field!r} holds {_a(record[field])}, not text.")

@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
-from torch.optim.lr_scheduler import LRScheduler
 
 import penstock
 from penstock.cli.training.batches import Ids, train_batches
@@ -24,7 +23,6 @@ from penstock.cli.training.ranks import Ranks
 def train_steps(
     model: nn.Module,
     optimizer: penstock.Optimizer,
-    scheduler: LRScheduler,
     checkpoints: Checkpoints,
     start: Position,
     tokens: Tokens,
@@ -44,6 +42,7 @@ def train_steps(
         Where it ended: before the last step if it was asked to.
     """
     position = start
+    scheduler = checkpoints.schedule(start)
     batches = train_batches(
         tokens,
         seq_length=config.seq_length,

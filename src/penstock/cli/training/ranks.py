@@ -8,6 +8,8 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
+from penstock.errors import ConfigError, EngineError, one_line
+
 
 @dataclass(frozen=True)
 class Ranks:
@@ -21,10 +23,11 @@ class Ranks:
     def from_environment(cls, environ: Mapping[str, str] = os.environ) -> "Ranks":
         """The place that the launcher describes; alone without one. Joins nothing."""
         on_cuda = torch.cuda.is_available()
+        world_size = _number(environ, "WORLD_SIZE", "1", least=1)
         return cls(
-            rank=int(environ.get("RANK", "0")),
-            world_size=int(environ.get("WORLD_SIZE", "1")),
-            device=torch.device("cuda", int(environ.get("LOCAL_RANK", "0"))) if on_cuda else torch.device("cpu"),
+            rank=_number(environ, "RANK", "0", most=world_size - 1),
+            world_size=world_size,
+            device=torch.device("cuda", _number(environ, "LOCAL_RANK", "0")) if on_cuda else torch.device("cpu"),
         )
 
     @property
@@ -45,6 +48,13 @@ class Ranks:
         return values
 
 
+def _number(environ: Mapping[str, str], name: str, default: str, *, least: int = 0, most: int = 1 << 20) -> int:
+    text = environ.get(name, default)
+    if not (text.isascii() and text.isdigit() and len(text) < 10 and least <= int(text) <= most):
+        raise ConfigError(f"The launcher's {name}={text!r} is no number from {least} to {most}. Unset it, or mend it.")
+    return int(text)
+
+
 @contextmanager
 def joined(ranks: Ranks) -> Iterator[None]:
     """Join the process group of these ranks, and leave it at the end; alone, join none.
@@ -57,7 +67,13 @@ def joined(ranks: Ranks) -> Iterator[None]:
     if ranks.world_size > 1:
         # Host tensors are reduced too, so gloo stands beside NCCL.
         backend = "cpu:gloo,cuda:nccl" if ranks.device.type == "cuda" else "gloo"
-        dist.init_process_group(backend, rank=ranks.rank, world_size=ranks.world_size)
+        try:
+            dist.init_process_group(backend, rank=ranks.rank, world_size=ranks.world_size)
+        except Exception as error:
+            raise EngineError(
+                f"Rank {ranks.rank} of {ranks.world_size} cannot join the others: {one_line(error)}. Start the command "
+                "with torchrun, or unset WORLD_SIZE."
+            ) from error
     yield
     if ranks.world_size > 1:
         dist.destroy_process_group()

@@ -1,5 +1,6 @@
 """One run of `penstock train`, from the request to the saved model."""
 
+import contextlib
 import tempfile
 import time
 from dataclasses import dataclass
@@ -7,24 +8,23 @@ from importlib.metadata import version
 
 import torch
 from torch import nn
-from torch.optim.lr_scheduler import LambdaLR
 from transformers.utils import logging
 
 from penstock.cli.training.batches import sequence_count
 from penstock.cli.training.checkpoints import Checkpoints, checkpoint_to_resume
+from penstock.cli.training.computing import computing
 from penstock.cli.training.config import TrainConfig
 from penstock.cli.training.corpus import Corpus, encode_corpus
 from penstock.cli.training.display import Display, open_display
 from penstock.cli.training.evaluate import held_out_loss
 from penstock.cli.training.files import find_files, read_pieces, standard_library_files
 from penstock.cli.training.loop import train_steps
-from penstock.cli.training.metrics import Metrics, check_tensorboard, open_metrics
+from penstock.cli.training.metrics import METRICS_NAME, Metrics, check_tensorboard, open_metrics
 from penstock.cli.training.optimizer import options_of, placement_of, prepare_model
 from penstock.cli.training.precision import resolve_precision
 from penstock.cli.training.progress import format_seconds
 from penstock.cli.training.ranks import Ranks, joined
 from penstock.cli.training.sample import printable, sample_ids
-from penstock.cli.training.schedule import warmup_cosine
 from penstock.errors import ConfigError
 from penstock.integrations.chunked import check_chunkable, chunk_loss
 from penstock.integrations.huggingface import (
@@ -38,6 +38,7 @@ from penstock.integrations.huggingface import (
 from penstock.integrations.tokenizers import Tokenizer, tokenizer_for
 
 PROMPT_TOKENS = 32
+MODEL_FILES = ("config.json", "generation_config.json", "model.safetensors", "model.safetensors.index.json")
 
 
 @dataclass(frozen=True)
@@ -73,7 +74,7 @@ def run(config: TrainConfig) -> Result:
     began = time.perf_counter()
     ranks = Ranks.from_environment()
     # 1.
-    source = find_model(config.model, seq_length=config.seq_length)
+    source = find_model(config.model, seq_length=config.seq_length, trust_remote_code=config.trust_remote_code)
     logging.disable_progress_bar()  # type: ignore[no-untyped-call]  # the display of the run is the only one
     placement_of(config)
     options_of(config)
@@ -84,13 +85,15 @@ def run(config: TrainConfig) -> Result:
         _check_out(config, source)
     with open_display(is_first_rank=ranks.is_first) as display:
         # 2.
-        tokenizer = tokenizer_for(source.folder, vocab_size=source.vocab_size)
+        tokenizer = tokenizer_for(
+            source.folder, vocab_size=source.vocab_size, trust_remote_code=config.trust_remote_code
+        )
         pieces = (piece for path in files for piece in read_pieces(path, jsonl_field=config.jsonl_field))
         corpus = encode_corpus(pieces, tokenizer, seq_length=config.seq_length)
         display.note(_about_text(corpus, config, file_count=len(files)))
         # 3.
         resumed = checkpoint_to_resume(config)
-        with joined(ranks), open_metrics(config, is_first_rank=ranks.is_first, goes_on=resumed is not None) as metrics:
+        with joined(ranks), computing(source), contextlib.ExitStack() as reports:
             torch.manual_seed(config.seed)
             empty = build_empty(source)
             model = build_model(source) if empty is None else empty
@@ -98,20 +101,23 @@ def run(config: TrainConfig) -> Result:
                 enable_activation_checkpointing(model)
             if config.chunked_loss:
                 chunk_loss(model)
-            metrics.start(**_about_run(model, corpus, config, ranks))
+            about = _about_run(model, corpus, config, ranks)
             optimizer = prepare_model(model, config, ranks, weights=source.folder if empty is not None else None)
-            measure = _Measure(model, corpus, tokenizer.token_name, config, ranks, display, metrics)
             # 4.
-            scheduler = LambdaLR(optimizer, warmup_cosine(warmup=config.warmup_steps, steps=config.steps))
-            checkpoints = Checkpoints(config, optimizer, scheduler, corpus.train)
+            checkpoints = Checkpoints(config, optimizer, corpus.train)
             start = checkpoints.resume(resumed)
             if start.step:
-                display.note(f"goes on after step {start.step}")
+                differing = f", with {checkpoints.changed}" if checkpoints.changed else ""
+                display.note(f"goes on after step {start.step}{differing}")
+            # Nothing can be refused any more: what an earlier run has left may go.
+            metrics = reports.enter_context(
+                open_metrics(config, is_first_rank=ranks.is_first, goes_on=resumed is not None)
+            )
+            metrics.start(**about)
+            measure = _Measure(model, corpus, tokenizer.token_name, config, ranks, display, metrics)
             loss_before = measure(step=start.step)
             # 5.
-            end = train_steps(
-                model, optimizer, scheduler, checkpoints, start, corpus.train, config, ranks, display, metrics
-            )
+            end = train_steps(model, optimizer, checkpoints, start, corpus.train, config, ranks, display, metrics)
             if end.step < config.steps:
                 display.note(f"asked to end: saved step {end.step}; go on with --resume auto")
                 optimizer.close(keep_params=False)
@@ -143,8 +149,18 @@ def _check_out(config: TrainConfig, source: ModelSource) -> None:
         config.out.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=config.out):
             pass
+        for name in (METRICS_NAME, *MODEL_FILES):
+            file = config.out / name
+            if file.is_symlink() or file.exists():
+                if not file.is_file():
+                    raise ConfigError(f"{file} is no file, and would be written. Use another --out.")
+                with file.open("r+b"):
+                    pass
     except OSError as error:
-        raise ConfigError(f"--out {str(config.out)!r} cannot be written: {error.strerror}. Use another.") from error
+        where = error.filename if error.filename not in (None, str(config.out)) else ""
+        raise ConfigError(
+            f"--out {str(config.out)!r} cannot be written: {error.strerror}{where and f' ({where})'}. Use another."
+        ) from error
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,309 @@
+"""Files of other libraries that somebody else may have written: read as they were, or refused in one line.
+
+Model folders, DeepSpeed's checkpoints, and what a checkpoint says of the run that `--resume` goes on with. Nothing else
+is raised, no more memory is taken than small files need, and no code runs. `PENSTOCK_EXAMPLES` asks for more examples,
+`--hypothesis-seed` for the same ones again.
+"""
+
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+import penstock
+from penstock.integrations.deepspeed import _STAND_INS, import_checkpoint
+from penstock.integrations.huggingface import build_empty, build_model, find_model
+from penstock.integrations.tokenizers import ByteTokenizer, tokenizer_for
+from tests.property.test_checkpoint_files import at, change_values, copy_of, limited_memory, places
+
+EXAMPLES = int(os.environ.get("PENSTOCK_EXAMPLES", "0"))
+pytestmark = pytest.mark.timeout(0 if EXAMPLES else 1200)
+DEEPSPEED = Path(__file__).parents[1] / "data" / "deepspeed"
+
+
+def examples(count: int) -> settings:
+    return settings(
+        max_examples=EXAMPLES or count,
+        deadline=None,
+        suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow, HealthCheck.data_too_large],
+    )
+
+
+def refused_in_one_line(work: Callable[[], object]) -> None:
+    said = "nothing"
+    with limited_memory():
+        try:
+            work()
+        except penstock.PenstockError as error:
+            said = str(error)
+    assert said
+    assert "\n" not in said
+    assert len(said) < 3000
+
+
+def change_bytes(file: Path, data: st.DataObject) -> None:
+    content = bytearray(file.read_bytes())
+    if data.draw(st.booleans(), label="truncated"):
+        content = content[: data.draw(st.integers(0, len(content) - 1))]
+    else:
+        for _ in range(data.draw(st.integers(1, 3))):
+            content[data.draw(st.integers(0, len(content) - 1))] ^= data.draw(st.integers(1, 255))
+    file.write_bytes(content)
+
+
+# Model folders
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """A whole model folder, and one that is changed."""
+    from transformers import LlamaConfig, LlamaForCausalLM, logging
+
+    logging.set_verbosity_error()  # type: ignore[no-untyped-call]
+    sizes = {"hidden_size": 8, "intermediate_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
+    whole = tmp_path_factory.mktemp("model") / "whole"
+    LlamaForCausalLM(LlamaConfig(vocab_size=257, max_position_embeddings=32, **sizes)).save_pretrained(whole)
+    ByteTokenizer().save(whole)
+    return whole, whole.with_name("changed")
+
+
+def use(folder: Path) -> None:
+    """What a run does with a folder until it trains."""
+    source = find_model(str(folder), seq_length=8)
+    tokenizer = tokenizer_for(source.folder, vocab_size=source.vocab_size)
+    tokenizer.decode(tokenizer.encode("some text").tolist())
+    empty = build_empty(source)
+    model = build_model(source) if empty is None else empty
+    weights = None if empty is None else source.folder
+    optimizer = penstock.prepare(model, torch.optim.AdamW(model.parameters()), precision="fp32", weights=weights)
+    optimizer.close(keep_params=False)
+
+
+FILES = ["config.json", "generation_config.json", "tokenizer_config.json", "tokenizer.json", "model.safetensors"]
+#: What those files have besides that another library may look at.
+KEYS = ["attn_implementation", "quantization_config", "rope_scaling", "rope_parameters", "num_labels", "auto_map"]
+KEYS += ["dtype", "layer_types", "text_config", "architectures", "id2label", "pad_token_id", "tokenizer_class"]
+KEYS += ["torch_dtype", "model_type", "chat_template", "added_tokens_decoder", "extra_special_tokens", "max_length"]
+VALUES: list[Any] = ["gpt2", "mistral", "bloom", "llama", "LlamaForCausalLM", "bitsandbytes", {"quant_method": "awq"}]
+VALUES += [{"rope_type": "yarn"}, {"rope_type": "dynamic", "factor": 0}, {"model_type": "mixtral"}, "float8_e4m3fn"]
+
+
+def model_folders_of_anybody(folders: tuple[Path, Path], data: st.DataObject) -> None:
+    whole, folder = folders
+    shutil.rmtree(folder, ignore_errors=True)
+    shutil.copytree(whole, folder)
+    file = folder / data.draw(st.sampled_from(FILES))
+    how = data.draw(st.sampled_from(["values", "values", "values", "keys", "bytes", "gone"]))
+    if how == "gone":
+        file.unlink()
+    elif how == "bytes":
+        change_bytes(file, data)
+    elif file.suffix == ".safetensors":
+        change_header(file, data)
+    else:
+        content = json.loads(file.read_bytes())
+        if how == "keys":
+            content[data.draw(st.sampled_from(KEYS))] = data.draw(st.sampled_from(VALUES))
+        change_values(content, data)
+        file.write_text(json.dumps(content))
+    refused_in_one_line(lambda: use(folder))
+
+
+@examples(40)
+@given(data=st.data())
+def test_model_folders_of_anybody(folders: tuple[Path, Path], data: st.DataObject) -> None:
+    model_folders_of_anybody(folders, data)
+
+
+@pytest.mark.thorough
+@examples(400)
+@given(data=st.data())
+def test_model_folders_of_very_many(folders: tuple[Path, Path], data: st.DataObject) -> None:
+    model_folders_of_anybody(folders, data)
+
+
+def change_header(file: Path, data: st.DataObject) -> None:
+    raw = file.read_bytes()
+    length = int.from_bytes(raw[:8], "little")
+    header = json.loads(raw[8 : 8 + length])
+    change_values(header, data)
+    text = json.dumps(header).encode()
+    file.write_bytes(len(text).to_bytes(8, "little") + text + raw[8 + length :])
+
+
+BEYOND: list[tuple[str, dict[str, Any], str]] = [
+    ("config.json", {"num_hidden_layers": 10**12}, "is 1000000000000, more than any model has"),
+    ("config.json", {"num_hidden_layers": 2_000}, "far more layers than its 21 tensors are of"),
+    ("config.json", {"num_labels": 10**9}, "more than any model has"),
+    ("config.json", {"hidden_size": 1 << 40}, "describes a model of|cannot be read"),
+    ("config.json", {"vocab_size": 1 << 40}, "describes a model of"),
+    ("config.json", {"vocab_size": -1}, "vocab_size of -1"),
+    ("config.json", {"vocab_size": "many"}, "many"),
+    ("config.json", {"hidden_act": "nope"}, "nope"),
+    ("config.json", {"model_type": "nope"}, "nope"),
+    ("config.json", {"model_type": []}, "cannot be read"),
+    ("config.json", {"text_config": {"vocab_size": []}}, ""),
+    ("tokenizer_config.json", {"model_max_length": -(10**400)}, ""),
+]
+
+
+@pytest.mark.parametrize(("name", "values", "said"), BEYOND, ids=lambda value: str(value)[:40])
+def test_a_folder_that_asks_for_more_than_it_has(
+    folders: tuple[Path, Path], tmp_path: Path, name: str, values: dict[str, Any], said: str
+) -> None:
+    folder = Path(shutil.copytree(folders[0], tmp_path / "model"))
+    content = json.loads((folder / name).read_bytes()) | values
+    (folder / name).write_text(json.dumps(content))
+    if not said:
+        return refused_in_one_line(lambda: use(folder))
+    with limited_memory(), pytest.raises(penstock.ConfigError, match=said):
+        use(folder)
+    return None
+
+
+@pytest.mark.parametrize("name", [*FILES, "model.safetensors.index.json", "special_tokens_map.json"])
+@pytest.mark.parametrize("kind", ["pipe", "folder", "dangling", "deep", "endless", "number", "empty"])
+def test_a_folder_of_things_that_are_no_files(folders: tuple[Path, Path], tmp_path: Path, name: str, kind: str) -> None:
+    folder = Path(shutil.copytree(folders[0], tmp_path / "model"))
+    file = folder / name
+    file.unlink(missing_ok=True)
+    if kind == "pipe":
+        os.mkfifo(file)
+    elif kind == "folder":
+        file.mkdir()
+    elif kind == "dangling":
+        file.symlink_to("nowhere")
+    elif kind == "endless":
+        file.symlink_to("/dev/zero")
+    else:
+        file.write_bytes({"deep": b"[" * 100_000, "number": b"7", "empty": b""}[kind])
+    refused_in_one_line(lambda: use(folder))
+
+
+# DeepSpeed's checkpoints
+
+
+def leaves(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """Where something is inside; of tensors, as a whole."""
+    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for key, item in items:
+        yield (*path, key)
+        yield from leaves(item, (*path, key))
+
+
+STRANGE: list[Any] = [
+    *(None, True, 0, 1, -1, 3, 1 << 40, 1 << 62, 10**300, 0.5, float("inf"), float("nan"), "", "x", "a\nb", "\ud800"),
+    *([], [1], (), (1, 2), {}, {"a": 1}, {1: 2}, torch.Size([3]), (1 << 31, 1 << 31), (-1,), ("x",), torch.float32),
+    *(torch.zeros(()), torch.zeros(3), torch.zeros(0), torch.zeros(2, 2).t(), torch.zeros(1).expand(1 << 40)),
+    *(torch.zeros(3, dtype=torch.int64), torch.zeros(3, dtype=torch.complex64), torch.zeros(3).to_sparse()),
+    *(
+        torch.zeros(6)[::2],
+        torch.empty(3, device="meta"),
+        torch.nn.Parameter(torch.zeros(7)),
+        torch.tensor(float("inf")),
+    ),
+]
+
+
+def checkpoints_of_deepspeed_of_anybody(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
+    top = tmp_path_factory.mktemp("deepspeed")
+    name = data.draw(st.sampled_from(["z1-fp32-w2", "z2-bf16-w2", "z3-fp32-w2"]))
+    folder = Path(shutil.copytree(DEEPSPEED / name / "third", top / "third"))
+    file = data.draw(st.sampled_from(sorted(folder.iterdir())))
+    if data.draw(st.integers(0, 3)) == 0:
+        change_bytes(file, data)
+    else:
+        with torch.serialization.safe_globals(list(_STAND_INS)):
+            content = torch.load(file, weights_only=True)
+        content.get("optimizer_state_dict", {}).pop("loss_scaler", None)
+        for _ in range(data.draw(st.integers(1, 3))):
+            path = data.draw(st.sampled_from(list(leaves(content))))
+            holder = at(content, path[:-1])
+            if data.draw(st.integers(0, 4)) == 0:
+                del holder[path[-1]]
+            else:
+                holder[path[-1]] = data.draw(st.sampled_from(STRANGE))
+        torch.save(content, file)
+    refused_in_one_line(lambda: import_checkpoint(folder, top / "out"))
+    written = [path for path in (top / "out").glob("**/*") if path.is_file()] if (top / "out").exists() else []
+    assert sum(path.stat().st_blocks * 512 for path in written) < 1 << 20
+    shutil.rmtree(top)
+
+
+@examples(60)
+@given(data=st.data())
+def test_checkpoints_of_deepspeed_of_anybody(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
+    checkpoints_of_deepspeed_of_anybody(tmp_path_factory, data)
+
+
+@pytest.mark.thorough
+@examples(600)
+@given(data=st.data())
+def test_checkpoints_of_deepspeed_of_very_many(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
+    checkpoints_of_deepspeed_of_anybody(tmp_path_factory, data)
+
+
+# What a checkpoint says of its run
+
+
+class Run:
+    """A run of the command that has saved, and what its extra says."""
+
+    def __init__(self, folder: Path) -> None:
+        from penstock.cli.training.checkpoints import Checkpoints, Position
+        from penstock.cli.training.config import TrainConfig
+
+        self.config = TrainConfig(out=folder, steps=8, seq_length=2)
+        model = torch.nn.Linear(4, 4)
+        self.optimizer = penstock.prepare(model, torch.optim.AdamW(model.parameters()))
+        self.checkpoints = Checkpoints(self.config, self.optimizer, torch.arange(64).numpy().astype("uint16"))
+        self.whole = self.checkpoints.save(Position(3, 24), blocking=True)
+        self.extra = self.optimizer.load(self.whole)
+
+    def resume(self) -> None:
+        position = self.checkpoints.resume(self.whole)
+        assert 0 <= position.step <= 8
+        schedule = self.checkpoints.schedule(position)
+        assert schedule.last_epoch == position.step
+        assert schedule.get_last_lr()[0] <= self.config.lr
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
+    run = Run(tmp_path_factory.mktemp("run"))
+    yield run
+    run.optimizer.close()
+
+
+def runs_of_anybody(run: Run, data: st.DataObject) -> None:
+    extra = copy_of({key: value for key, value in run.extra.items() if key != "config"})
+    extra["scheduler"] = {"last_epoch": 3, "_step_count": 4, "base_lrs": [0.1], "lr_lambdas": [None]}
+    change_values(extra, data)
+    if data.draw(st.booleans()):
+        path = data.draw(st.sampled_from(list(places(extra)) or [("scheduler",)]))
+        at(extra, path[:-1])[path[-1]] = data.draw(st.sampled_from([torch.zeros(3), float("inf"), b"x", (), {1: 2}]))
+    try:
+        run.optimizer.save(run.whole, extra=extra)
+    except penstock.ConfigError:  # what no checkpoint holds
+        return
+    refused_in_one_line(run.resume)
+
+
+@examples(40)
+@given(data=st.data())
+def test_runs_of_anybody(run: Run, data: st.DataObject) -> None:
+    runs_of_anybody(run, data)
+
+
+@pytest.mark.thorough
+@examples(400)
+@given(data=st.data())
+def test_runs_of_very_many(run: Run, data: st.DataObject) -> None:
+    runs_of_anybody(run, data)

@@ -1,0 +1,219 @@
+"""Files that somebody made to take a reader's time or memory: twice as much costs twice as much, or is refused."""
+
+import sys
+import tracemalloc
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import pytest
+import torch
+
+import penstock
+from penstock.checkpoint.fields import Field, memory_bytes, parse
+from penstock.checkpoint.folder import read_manifest
+from penstock.checkpoint.manifest import MARKER, MOST_SERIAL
+from penstock.checkpoint.opened import Checkpoint
+from penstock.checkpoint.reading import Tile, TileKey
+from penstock.checkpoint.summary import damaged_tiles, summarize
+from penstock.checkpoint.values import decode
+from tests import hostile_checkpoints
+from tests.hostile_checkpoints import GROWERS, Content, Grow, grown
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("whole") / "step"
+    hostile_checkpoints.save(folder)
+    return folder
+
+
+def opcodes(work: Callable[[], object]) -> int:
+    """What Python does for some work: the same on every machine, however busy it is."""
+    count = 0
+
+    def trace(frame: FrameType, event: str, argument: object) -> Any:
+        nonlocal count
+        frame.f_trace_opcodes = True
+        frame.f_trace_lines = False
+        count += event == "opcode"
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        work()
+    except penstock.PenstockError:
+        pass
+    finally:
+        sys.settrace(before)
+    return count
+
+
+def everything(folder: Path, out: Path) -> Callable[[], object]:
+    def read() -> None:
+        checkpoint = Checkpoint.open(folder)
+        for unit in (unit for table in checkpoint.tables for unit in table.units):
+            _ = unit.nbytes
+        summarize(checkpoint)
+        penstock.export(folder, out)
+
+    return read
+
+
+@pytest.mark.parametrize("grow", GROWERS, ids=lambda grow: grow.__name__)
+def test_twice_as_much_takes_twice_the_work(whole: Path, tmp_path: Path, grow: Grow) -> None:
+    few, many = (opcodes(everything(grown(whole, tmp_path / "grown", grow, n), tmp_path / "out")) for n in (60, 120))
+    assert many < 2.2 * few
+
+
+@pytest.mark.parametrize("grow", GROWERS, ids=lambda grow: grow.__name__)
+def test_memory_follows_the_size_of_the_files(whole: Path, tmp_path: Path, grow: Grow) -> None:
+    """What the values of JSON take, and little beside it; whatever keys lead to them."""
+    folder = grown(whole, tmp_path / "grown", grow, 1000)
+    texts = [file.read_bytes() for file in folder.glob("*.json")]
+    tracemalloc.start()
+    try:
+        summarize(Checkpoint.open(folder))
+    except penstock.CheckpointError:
+        pass
+    finally:
+        _, peak = tracemalloc.get_traced_memory()
+        tracemalloc.stop()
+    assert peak < 2 * sum(map(memory_bytes, texts)) + (1 << 20)
+
+
+class NothingIsWhole:
+    """Reads no tile."""
+
+    def __enter__(self) -> "NothingIsWhole":
+        return self
+
+    def __exit__(self, *_: object) -> None: ...
+
+    def read(self, keys: Iterable[TileKey]) -> Iterator[Tile]:
+        for key in keys:
+            raise penstock.CheckpointError(str(key.number))
+        yield from ()
+
+
+def test_damaged_tiles_are_told_in_one_pass(whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("penstock.checkpoint.summary.TileReader", NothingIsWhole)
+    counts = []
+    for count in (200, 400):
+        checkpoint = Checkpoint.open(grown(whole, tmp_path / "grown", hostile_checkpoints.tiles_and_slots, count))
+        found: list[penstock.CheckpointError] = []
+        counts.append(opcodes(lambda checkpoint=checkpoint, found=found: found.extend(damaged_tiles(checkpoint))))  # type: ignore[misc]
+        assert [str(error) for error in found] == list(map(str, range(count)))
+    assert counts[1] < 2.2 * counts[0]
+
+
+@pytest.mark.parametrize(
+    ("grow", "count", "said"),
+    [
+        (hostile_checkpoints.one_table_for_all_ranks, 1, "'ranks' names a file twice"),
+        (hostile_checkpoints.keys_of_one_hash, 65, "'extra.x.items' has more than 64 keys of one hash"),
+        (hostile_checkpoints.extents, 65, "larger than any tensor"),
+        (hostile_checkpoints.extents, 1, "larger than any tensor"),
+    ],
+)
+def test_what_would_take_long_inside_of_one_operation_is_refused(
+    whole: Path, tmp_path: Path, grow: Grow, count: int, said: str
+) -> None:
+    folder = grown(whole, tmp_path / "grown", grow, count)
+    with pytest.raises(penstock.CheckpointError, match=r"^[^\n]*$") as refused:
+        summarize(Checkpoint.open(folder))
+    assert said in str(refused.value)
+    assert len(str(refused.value)) < 1500
+
+
+def test_values_that_would_take_more_memory_than_there_is_are_not_read() -> None:
+    text = b"[" + b"{}," * 1000 + b"{}]"
+    assert parse(Path("file"), text, most_bytes=memory_bytes(text)).value == [{}] * 1001
+    with pytest.raises(penstock.CheckpointError, match=r"^file is damaged: its values would take [\d,]+ bytes"):
+        parse(Path("file"), text, most_bytes=memory_bytes(text) - 1)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        b"[" + b"{}," * 999 + b"{}]",
+        b"[" + b"[]," * 999 + b"[]]",
+        b"[" + b'{"a":0},' * 999 + b'{"a":0}]',
+        b"[" + b"0.5," * 999 + b"0.5]",
+        b"[" + b'"",' * 999 + b'""]',
+        b"[" + b'"\\ud800",' * 999 + b'""]',
+        b"{" + b",".join(b'"%d":0' % number for number in range(1000)) + b"}",
+        b"[" + b"123456789," * 999 + b"1]",
+        '["{}"]'.format("\N{PILE OF POO}" * 1000).encode(),
+    ],
+)
+def test_the_memory_that_json_takes_is_not_guessed_too_low(text: bytes) -> None:
+    tracemalloc.start()
+    value = parse(Path("file"), text, most_bytes=1 << 30)
+    taken, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert value is not None
+    assert taken <= memory_bytes(text) + 4096
+    assert memory_bytes(text) <= 110 * len(text)
+
+
+def test_a_path_is_told_in_full_and_shortened_in_messages() -> None:
+    field = Field(Path("file"), "", {"units": [{"slots": {"a.b": [1, "x"]}}], "y" * 1000: 1})
+    (unit,) = field["units"].items()
+    _, text = unit["slots"]["a.b"].items()
+    assert text.path == "units[0].slots.a.b[1]"
+    with pytest.raises(penstock.CheckpointError, match=r"^file: 'units\[0\].slots.a.b\[1\]' is not a whole number.$"):
+        unit["slots"]["a.b"].integers()
+    assert len(str(field["y" * 1000].fail("is long" * 1000))) < 1000
+
+
+@pytest.mark.parametrize("value", [MOST_SERIAL + 1, 1 << 62, (1 << 62) - 1, -1, 1 << 64])
+def test_a_serial_that_no_save_counts_to(whole: Path, tmp_path: Path, value: int) -> None:
+    def grow(content: Content, table: Content, count: int) -> int:
+        content["serial"] = value
+        return 0
+
+    folder = grown(whole, tmp_path / "step-1", grow, 0)
+    with pytest.raises(penstock.CheckpointError, match="'serial' is "):
+        read_manifest(folder)
+    model = torch.nn.Linear(16, 16, bias=False)
+    optimizer = penstock.prepare(model, torch.optim.AdamW(model.parameters()))
+    optimizer.save(tmp_path / "step-2", extra={"kept": 2})  # what cannot be read does not count
+    assert optimizer.load(tmp_path / "latest") == {"kept": 2}
+    optimizer.close()
+
+
+def test_the_last_serial_is_followed_by_none(whole: Path, tmp_path: Path) -> None:
+    def grow(content: Content, table: Content, count: int) -> int:
+        content["serial"] = MOST_SERIAL
+        return 0
+
+    grown(whole, tmp_path / "step-1", grow, 0)
+    model = torch.nn.Linear(16, 16, bias=False)
+    optimizer = penstock.prepare(model, torch.optim.AdamW(model.parameters()))
+    with pytest.raises(
+        penstock.CheckpointError, match=r"step-1 says that it is the last that can be counted\. Remove it"
+    ):
+        optimizer.save(tmp_path / "step-2", extra={"kept": 2})
+    assert optimizer.load(tmp_path / "latest") == {"kept": 1}
+    assert not (tmp_path / "step-2" / MARKER).exists()
+    optimizer.close()
+
+
+def test_what_could_not_be_read_again_is_not_saved(
+    whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("penstock.checkpoint.manifest.MOST_MARKER_BYTES", 10_000)
+    model = torch.nn.Linear(16, 16, bias=False)
+    optimizer = penstock.prepare(model, torch.optim.AdamW(model.parameters()))
+    with pytest.raises(penstock.CheckpointError, match=r"extra makes a checkpoint.json of .* Save large values as "):
+        optimizer.save(tmp_path / "step", extra={"log": list(range(10_000))})
+    assert not (tmp_path / "step" / MARKER).exists()
+    optimizer.close()
+
+
+def test_keys_that_people_have_are_kept() -> None:
+    items: list[object] = [[number, number] for number in range(1000)]
+    assert len(decode(Field(Path("file"), "x", {"!": "dict", "items": items}), {})) == 1000

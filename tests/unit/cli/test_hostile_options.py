@@ -1,0 +1,224 @@
+"""Every option of every command with values that nobody means: one line on standard error, and what was there stays."""
+
+import json
+import os
+import shutil
+import typing
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.unit.cli.test_surface import COMMANDS, EXPORT, IMPORT, INSPECT, TRAIN
+
+HUGE = str(10**30)
+HUGER = str(10**400)
+NUMBERS = ["", "x", "nan", "inf", "-inf", "-1", "1.5", HUGE, HUGER, "0x10", " ", "--"]
+COUNTS = [*NUMBERS, "0"]
+SIZES = ["", "x", "nan", "inf", "-1", HUGE, HUGER, "1e30", "0.3", "1.5KB.", "9999999999TiB", "0x10"]
+HOMES = ["", "x", "nan", "cpu=nan", "cpu=inf", "cpu=-1,device=2", "cpu=0.5", "cpu=1,cpu=0", "=", "cpu=", f"cpu={HUGE}"]
+#: What a test makes in its folder: what each of them is not is told by the name.
+PATHS = ["a-folder", "a-file", "a-fifo", "a-dangling-link", "a-locked-folder", "a-loop", "missing", "x" * 300]
+PATHS += ["x" * 5000, "a-file/below", "a\x00b", "", "/dev/null", "/proc/self/mem", "/dev/null/x", "bad-\udcff-name"]
+
+FLAGS = ("--trust-remote-code", "--activation-checkpointing", "--chunked-loss", "--tensorboard")
+
+TABLE: dict[str, dict[str, list[str]]] = {
+    "train": {
+        "--model": [*PATHS, "x"],
+        "--data": [*(path for path in PATHS if path != "a-file"), "[", "**"],
+        "--jsonl-field": [],
+        "--out": ["a-file", "a-fifo", "a-file/below", "a\x00b", "", "x" * 300, "/dev/null", "/proc/x", "a-loop"],
+        "--seed": [*NUMBERS, str(1 << 63)],
+        "--stage": [*NUMBERS, "4"],
+        "--params": HOMES,
+        "--grads": HOMES,
+        "--optimizer": HOMES,
+        "--nvme-path": ["", "a-file", "a-fifo", "a-dangling-link", "missing", "a\x00b", "/dev/null", "a-loop"],
+        "--precision": ["", "x", "fp64", "0"],
+        "--overlap": ["", "x", "0"],
+        "--tile-bytes": [*SIZES, "0", "1"],
+        "--live-bytes": SIZES,
+        "--prefetch-bytes": SIZES,
+        "--persistent-bytes": SIZES,
+        "--pinned-bytes": SIZES,
+        "--update-threads": COUNTS,
+        "--streamed-updates": ["", "x", "nan", "inf", "-1", "1.5", HUGE],
+        "--lr": ["", "x", "nan", "inf", "-inf", "-1", "0", HUGER],
+        "--weight-decay": ["", "x", "nan", "inf", "-1", HUGER],
+        "--betas": ["", "x", "0.9", "0.9,0.95,0.99", "nan,0.9", "1,0.9", "0.9,inf", "-1,0.5"],
+        "--max-grad-norm": ["", "x", "nan", "inf", "-1", HUGER],
+        "--warmup": [*NUMBERS, "5000"],
+        "--steps": COUNTS,
+        "--batch-size": [*COUNTS, str(1 << 31)],
+        "--accumulation": COUNTS,
+        "--seq-length": [*COUNTS, "1", "10000000"],
+        "--eval-sequences": NUMBERS,
+        "--sample-tokens": NUMBERS,
+        "--prompt": [],
+        "--log-every": COUNTS,
+        "--save-every": NUMBERS,
+        "--keep": COUNTS,
+        "--resume": [path for path in PATHS if path],
+        **{flag: ["=x"] for flag in FLAGS},
+    },
+    "export": {
+        "checkpoint": PATHS,
+        "out": ["a-file", "a-fifo", "a-file/below", "a\x00b", "", "x" * 300, "/dev/null", "/proc/x", "a-loop"],
+        "--dtype": ["", "x", "int8"],
+        "--max-shard-bytes": [*SIZES, "0"],
+        "--adapters-only": ["=x"],
+        "--no-adapters-only": ["=x"],
+    },
+    "inspect": {"path": PATHS, "--verify": ["=x"], "--json": ["=x"]},
+    "import-deepspeed": {
+        "folder": PATHS,
+        "out": ["a-file", "a-fifo", "a-file/below", "a\x00b", "", "x" * 300, "/dev/null", "/proc/x", "a-loop"],
+    },
+}
+ROWS = [
+    (command, option, value) for command, rows in TABLE.items() for option, values in rows.items() for value in values
+]
+
+
+def test_every_option_has_a_row() -> None:
+    assert {command: set(rows) for command, rows in TABLE.items()} == {
+        command: set(options) for command, options in COMMANDS.items()
+    }
+    assert COMMANDS == {"train": TRAIN, "export": EXPORT, "inspect": INSPECT, "import-deepspeed": IMPORT}
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    import penstock
+
+    folder = tmp_path_factory.mktemp("saved") / "step"
+    model = torch.nn.Linear(8, 8)
+    optimizer = penstock.prepare(model, torch.optim.AdamW(model.parameters()))
+    optimizer.save(folder, extra={"step": 1})
+    optimizer.close()
+    return folder
+
+
+@pytest.fixture
+def surroundings(tmp_path: Path, checkpoint: Path) -> Iterator[Path]:
+    (tmp_path / "a-folder").mkdir()
+    (tmp_path / "a-file").write_text("text " * 99)
+    os.mkfifo(tmp_path / "a-fifo")
+    (tmp_path / "a-dangling-link").symlink_to("nowhere")
+    (tmp_path / "a-loop").symlink_to("a-loop")
+    (tmp_path / "a-locked-folder").mkdir(mode=0o000)
+    shutil.copytree(checkpoint, tmp_path / "checkpoint")
+    yield tmp_path
+    (tmp_path / "a-locked-folder").chmod(0o700)
+
+
+#: What would run, but for the value of the row.
+RUN = {"--data": "a-file", "--steps": "1", "--seq-length": "8", "--batch-size": "1", "--eval-sequences": "1"}
+RUN |= {"--sample-tokens": "1", "--warmup": "0", "--save-every": "1"}
+
+
+def arguments(command: str, option: str, value: str) -> list[str]:
+    if command != "train":
+        positional = {name: "" for name in COMMANDS[command] if not name.startswith("-")}
+        given = {"checkpoint": "checkpoint", "path": "checkpoint", "folder": "a-folder", "out": "out"}
+        if option in positional:
+            return [command, "--", *(value if name == option else given[name] for name in positional)]
+        return [
+            command,
+            option + value if value == "=x" else f"{option}={value}",
+            *(given[name] for name in positional),
+        ]
+    rest = ["--optimizer", "nvme"] if option == "--nvme-path" else []
+    rest += [word for pair in RUN.items() if pair[0] != option for word in pair]
+    return [command, *rest, option + value if value == "=x" else f"{option}={value}"]
+
+
+def test_the_row_without_its_value_runs(penstock_command: Callable[..., Any], surroundings: Path) -> None:
+    outcome = penstock_command("train", *(word for pair in RUN.items() for word in pair))
+    assert outcome.exit_code == 0, outcome.err
+
+
+@pytest.mark.parametrize(("command", "option", "value"), ROWS, ids=lambda value: value[:20].encode("unicode_escape"))
+def test_one_line_and_no_traceback(
+    penstock_command: Callable[..., Any], surroundings: Path, command: str, option: str, value: str
+) -> None:
+    outcome = penstock_command(*arguments(command, option, value))
+    assert outcome.exit_code == 2, outcome.out
+    assert outcome.err.startswith("penstock: error: ")
+    assert outcome.err.count("\n") == 1
+    assert len(outcome.err) < 2100
+    assert "Traceback" not in outcome.err
+    assert not list(surroundings.glob("**/metrics.jsonl"))
+
+
+@pytest.mark.parametrize("name", ["RANK", "WORLD_SIZE", "LOCAL_RANK"])
+@pytest.mark.parametrize("value", ["", "x", "-1", "1.5", HUGE, "3"])
+def test_a_launcher_that_says_nonsense(
+    penstock_command: Callable[..., Any], surroundings: Path, monkeypatch: pytest.MonkeyPatch, name: str, value: str
+) -> None:
+    if name == "LOCAL_RANK" or (name, value) == ("WORLD_SIZE", "3"):
+        pytest.skip("read with a device only, or what launchers say")
+    monkeypatch.setenv(name, value)
+    outcome = penstock_command("train", "--data", "a-file")
+    assert outcome.exit_code == 2
+    assert f"The launcher's {name}=" in outcome.err
+    assert outcome.err.count("\n") == 1
+
+
+def test_a_path_of_any_bytes_can_be_printed(penstock_command: Callable[..., Any], surroundings: Path) -> None:
+    shutil.copytree(surroundings / "checkpoint", surroundings / "bad-\udcff")
+    outcome = penstock_command("inspect", "bad-\udcff")
+    assert outcome.exit_code == 0, outcome.err
+
+
+DEEP = "[" * 100_000 + "]" * 100_000
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ('{"text": ' + DEEP + "}", "is not JSON: "),
+        ('{"text": ' + "9" * 10_000 + "}", "is not JSON: "),
+        ('{"' + "x" * 100_000 + '": 1}', "has no field 'text'"),
+        ('{"text": "a\\u0000b", "text": {}}', "holds a value of type dict, not text."),
+        ("\x00", "is not JSON: "),
+        ("nan", "is not JSON: "),
+        ("NaN", "holds a value of type float, not an object."),
+    ],
+)
+def test_lines_of_data_that_nobody_writes(
+    penstock_command: Callable[..., Any], tmp_path: Path, text: str, said: str
+) -> None:
+    (tmp_path / "data.jsonl").write_text(text + "\n")
+    outcome = penstock_command("train", "--data", "data.jsonl")
+    assert outcome.exit_code == 2
+    assert f"data.jsonl:1 {said}" in outcome.err or f"data.jsonl:1: the field 'text' {said}" in outcome.err
+    assert outcome.err.count("\n") == 1
+    assert len(outcome.err) < 1000
+
+
+def test_data_with_half_a_character_is_read(
+    penstock_command: Callable[..., Any], model_folder: Path, tmp_path: Path
+) -> None:
+    from penstock.integrations.tokenizers import ByteTokenizer
+
+    shutil.copytree(model_folder, tmp_path / "model")
+    ByteTokenizer().save(tmp_path / "model")
+    (tmp_path / "data.jsonl").write_text(json.dumps({"text": "half \ud800 " * 40}) + "\n")
+    run = ["--steps", "1", "--seq-length", "16", "--batch-size", "1", "--eval-sequences", "0", "--sample-tokens", "1"]
+    for model in ("model", str(model_folder)):
+        outcome = penstock_command("train", "--model", model, "--data", "data.jsonl", "--prompt", "\udcff", *run)
+        assert outcome.exit_code == 0, outcome.err
+
+
+def test_the_table_is_of_the_types_that_the_command_has() -> None:
+    """A new option gets values of its own type, not an empty row."""
+    from penstock.cli.train import train
+
+    free = {"--jsonl-field", "--prompt"}
+    for name, annotation in typing.get_type_hints(train).items():
+        option = "--" + name.replace("_", "-")
+        assert name == "return" or TABLE["train"][option] or option in free, (option, annotation)
