@@ -7,13 +7,14 @@ from pathlib import Path
 
 from torch import Tensor
 
+from penstock.checkpoint import held
+from penstock.checkpoint.cleaning import prune, settle
 from penstock.checkpoint.fields import to_bytes
 from penstock.checkpoint.folder import (
     commit,
     data_name,
-    prune,
     remove_file,
-    settle,
+    remove_folders,
     sync_folder,
     table_name,
     tensors_name,
@@ -41,6 +42,7 @@ class Save:
 
     Attributes:
         folder: there already.
+        made: it and those above it, as far as they were made for this save.
         token: what file names begin with.
         sources: this rank's tiles.
         ring: the buffers that they pass.
@@ -52,6 +54,7 @@ class Save:
 
     council: Council
     folder: Path
+    made: Sequence[Path]
     token: str
     sources: Sequence[UnitSource]
     ring: RingMemory
@@ -68,8 +71,11 @@ class Save:
             CheckpointError: this checkpoint does not exist, and those before it are whole.
         """
         with contextlib.ExitStack() as closing, contextlib.ExitStack() as undo:
-            written, failure = None, None
+            undo.callback(remove_folders, self.made)  # by every rank: the last one finds them empty
+            written, failure, hold = None, None, None
             try:
+                if self.manifest is not None:
+                    hold = closing.enter_context(held.shared(self.folder))
                 written = self._write(closing, undo)
             except Exception as error:
                 failure = error
@@ -81,7 +87,7 @@ class Save:
             if refused is not None:
                 done.close()
                 raise CheckpointError(refused)
-            unsure = self.council.share(self._settle(manifest))
+            unsure = self.council.share(self._settle(hold))
             if unsure is not None:
                 raise CheckpointError(unsure)
 
@@ -123,11 +129,11 @@ class Save:
             return str(error)
         return None
 
-    def _settle(self, manifest: Manifest | None) -> str | None:
+    def _settle(self, hold: held.Hold | None) -> str | None:
         """Have the marker on the disk and remove what is not kept; returns what is unsure."""
         try:
-            if manifest is not None:
-                settle(self.folder, manifest)
+            if hold is not None:
+                settle(self.folder, hold)
                 if self.keep is not None:
                     prune(self.folder, self.keep)
         except CheckpointError as error:

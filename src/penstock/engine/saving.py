@@ -117,6 +117,7 @@ class Saver:
         manifest: Manifest | None = None
         random: object = None
         sources: list[tuple[UnitSource, Unit]] = []
+        made: list[Path] = []
         undo = contextlib.ExitStack()
         try:
             random = read_random(self._streams.device)
@@ -126,15 +127,18 @@ class Saver:
             )
             if council.is_first:
                 manifest = self._manifest(folder, tensors, extra or {})
-                folders.make_folder(folder)
+                made = folders.make_folder(folder)
+                undo.callback(folders.remove_folders, made)
         except Exception as error:
             failure = error
         with undo:
             council.agree(failure)
+            token, *made_by_first = council.share([manifest.token if manifest is not None else "", *map(str, made)])
             save = Save(
                 council=council,
                 folder=folder,
-                token=council.share(manifest.token if manifest is not None else ""),
+                made=[Path(path) for path in made_by_first],
+                token=token,
                 sources=[source for source, _ in sources],
                 ring=ring,
                 random=random,
