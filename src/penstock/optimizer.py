@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from penstock.engine.engine import Engine
 from penstock.engine.hooks import in_backward
 from penstock.engine.step import StepResult
+from penstock.engine.torn import torn_on_failure
 from penstock.engine.tracing import TraceReport, take_trace
 from penstock.errors import ConfigError, EngineError
 from penstock.kinds import GATHERED, LEAVING, KindName, Tier, parse_tier
@@ -233,7 +234,9 @@ class Optimizer(torch.optim.Optimizer):
 
     def set_full_param(self, parameter: nn.Parameter, value: Tensor) -> None:
         """Overwrite parameter and master weights with a whole value, the same on every rank. Collective."""
-        self._open("set_full_param", whole=True, writes=True).access.set_param(parameter, value)
+        engine = self._open("set_full_param", whole=True, writes=True)
+        self._check_no_pass("set_full_param", engine)  # units that are gathered ahead would be from before
+        engine.access.set_param(parameter, value)
 
     def set_full_grad(self, parameter: nn.Parameter, value: Tensor) -> None:
         """Overwrite the accumulated gradient with a whole value, the same on every rank. Collective."""
@@ -290,13 +293,14 @@ class Optimizer(torch.optim.Optimizer):
             for name, value in values.items():
                 engine.access.check_state(parameter, name, value)
 
-        for group, new in zip(groups, loaded, strict=True):
-            group.clear()
-            group.update(new)
-        for parameter in engine.access.steps():
-            engine.access.reset_state(parameter)
-            for name, value in states.get(parameter, {}).items():
-                engine.access.set_state(parameter, name, value)
+        with torn_on_failure(engine.units, "load_state_dict()"):
+            for group, new in zip(groups, loaded, strict=True):
+                group.clear()
+                group.update(new)
+            for parameter in engine.access.steps():
+                engine.access.reset_state(parameter)
+                for name, value in states.get(parameter, {}).items():
+                    engine.access.set_state(parameter, name, value)
 
     def offload_states(
         self,
@@ -385,21 +389,26 @@ class Optimizer(torch.optim.Optimizer):
         self._check_at_rest("save", engine)
         engine.saver.save(path, extra=extra, blocking=blocking, keep=keep, if_busy=if_busy)
 
-    def load(self, path: str | PathLike[str]) -> dict[str, Any]:
+    def load(self, path: str | PathLike[str], *, verify: bool | None = None) -> dict[str, Any]:
         """Go on from a checkpoint: the next losses are those that it would have had. Collective.
 
         World size, stage, placement, tile size, units, precision and the precision of states may be others than when it
-        was saved; parameters find their values by name. Gradients are dropped, as by `zero_grad`.
+        was saved; parameters find their values by name. Gradients are dropped, as by `zero_grad`. A save that is under
+        way is finished first.
 
         Arguments:
-            path: a checkpoint; or a folder of checkpoints, or `latest` in one, for the newest that is whole.
+            path: a checkpoint; or a folder of checkpoints, or `latest` in one, for the newest that is whole: the first
+                rank says which, and one that turns out to be damaged is passed over, with a warning.
+            verify: read and verify every tile before the first is written, so that nothing has changed when one is
+                damaged. `None`: once a step was made, and the state in memory is worth more than one read.
 
         Returns:
             `extra`, as it was saved; tensors are on the cpu.
 
         Raises:
             CheckpointError: there is none, it is damaged, or it is of another model or optimizer; names the file and
-                the field. Nothing has changed, unless a tile is damaged: then only `load` and `close` work.
+                the field; or ranks see different ones. Nothing has changed, unless a tile is damaged that was not
+                verified: then only `load` and `close` work. Of the save that was under way, too.
             ConfigError: an option that this optimizer's rule does not have.
             EngineError: closed; inside forward, backward or `gathered`.
 
@@ -408,7 +417,10 @@ class Optimizer(torch.optim.Optimizer):
         """
         engine = self._open("load", whole=True, writes=True)
         self._check_at_rest("load", engine)
-        return engine.loader.load(path)
+        engine.saver.finish()
+        extra = engine.loader.load(path, verify=verify)
+        engine.hooks.backward_failed = False
+        return extra
 
     def trace(self, path: str | PathLike[str]) -> AbstractContextManager[TraceReport]:
         """Write a Chrome trace of what happens inside a `with` block: movement, compute, updates, waits. Collective.
@@ -445,7 +457,8 @@ class Optimizer(torch.optim.Optimizer):
 
         Raises:
             CheckpointError: of a save beside training that failed. Everything is given back as asked.
-            Exception: the error of an update that failed. Everything is given back; the parameters are left empty.
+            Exception: the error of an update that failed. Everything is given back; the parameters are left empty. With
+                `keep_params=False` not once more, where it is on its way (`close` in a `finally`) or a `load` said it.
         """
         engine = self._engine
         if engine is not None:
@@ -454,10 +467,14 @@ class Optimizer(torch.optim.Optimizer):
             finally:
                 self._engine = None if engine.closed else engine
 
-    def _check_at_rest(self, verb: str, engine: Engine) -> None:
-        """Refuse in the middle of things."""
+    def _check_no_pass(self, verb: str, engine: Engine) -> None:
+        """Refuse inside a forward or a backward."""
         if in_backward() or engine.hooks.in_forward:
             raise EngineError(f"{verb}() was called inside a forward or a backward. Call it between steps.")
+
+    def _check_at_rest(self, verb: str, engine: Engine) -> None:
+        """Refuse in the middle of things."""
+        self._check_no_pass(verb, engine)
         if any(unit.holds for unit in engine.units):
             raise EngineError(f"{verb}() was called inside gathered(). Leave the block first.")
 
@@ -471,6 +488,9 @@ class Optimizer(torch.optim.Optimizer):
         """
         if self._engine is None:
             raise EngineError(f"{verb}() was called after close(). Prepare the model again to go on.")
+        hooks = self._engine.hooks
+        if (whole or writes) and hooks.backward_open and not in_backward():
+            hooks.abandon_backward()  # it ended with an exception: what it has gathered must not outlive a change
         if whole and self._engine.stepper.is_open:
             raise EngineError(
                 f"{verb}() was called between backward and step, and updates have begun in that backward. Call step() "

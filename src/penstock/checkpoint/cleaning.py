@@ -3,8 +3,8 @@
 Removed is what is known to be ours, never what only looks like it:
 
 - A link is nobody's: it is neither followed nor removed.
-- A file goes when its name has a save's token, and a data file or an unfinished marker of that token lies beside it. These
-  go last, so that what is left of a cleaning that was cut short is known, too.
+- A file goes when its name has a save's token, and a data file or an unfinished marker of that token lies beside it.
+  These go last, so that what is left of a cleaning that was cut short is known, too.
 - A folder that somebody saves into is left to him. What was just written is told by its inode, whatever its path.
 """
 

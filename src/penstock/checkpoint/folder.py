@@ -20,7 +20,7 @@ from penstock.errors import CheckpointError, ConfigError
 
 LATEST = "latest"
 
-#: Of every file of a checkpoint, less what umask takes away: who may read one is for its owner to say, as with torch.save.
+#: Of every file of a checkpoint, less what umask takes away, as torch.save has it: who may read it is for its owner.
 FILE_MODE = 0o666
 
 _MOST_MARKER_BYTES = 1 << 30
@@ -43,24 +43,42 @@ def tensors_name(token: str) -> str:
     return f"{token}.safetensors"
 
 
+def own_tensors_name(token: str, rank: int) -> str:
+    """Buffers of a rank that are not the first one's."""
+    return f"{token}-{rank:05d}.safetensors"
+
+
 def resolve(path: str | PathLike[str]) -> Path:
     """The checkpoint that a path stands for: itself, or the newest whole one in the folder or beside its `latest`.
 
     Raises:
         CheckpointError: there is none.
     """
-    folder = Path(path)
-    if (folder / MARKER).is_file():
-        return folder
-    parent = folder.parent if folder.name == LATEST and not folder.is_dir() else folder
+    parent, found = stands_for(Path(path))
+    return parent / found[0][0]
+
+
+def stands_for(path: Path) -> tuple[Path, list[tuple[str, str]]]:
+    """What a path stands for.
+
+    Returns:
+        A folder, and names and tokens of checkpoints in it, the newest first: the path with an empty name, or all
+        that are whole in it or beside its `latest`.
+
+    Raises:
+        CheckpointError: there is none.
+    """
+    if (path / MARKER).is_file():
+        return path, [("", read_marker(path).token)]
+    parent = path.parent if path.name == LATEST and not path.is_dir() else path
     found = checkpoints_in(parent)
     if found:
-        return found[-1][0]
-    if not folder.exists():
-        raise CheckpointError(f"{folder} does not exist.", file=str(folder))
+        return parent, [(folder.name, manifest.token) for folder, manifest in reversed(found)]
+    if not path.exists():
+        raise CheckpointError(f"{path} does not exist.", file=str(path))
     raise CheckpointError(
-        f"{folder} is no whole checkpoint: it has no {MARKER}, which is written last. Load another one.",
-        file=str(folder / MARKER),
+        f"{path} is no whole checkpoint: it has no {MARKER}, which is written last. Load another one.",
+        file=str(path / MARKER),
     )
 
 

@@ -1,8 +1,8 @@
 """Folders that are held: whoever saves into one holds it, and whoever cleans one holds it alone.
 
-The lock is the folder's own (`flock`): it needs no file, and the kernel lets go of it however a process ends. Some network
-file systems have no locks of folders. There the locks of data files remain (`machine.aio.File.lock`), and that the
-marker is read again before anything is removed.
+The lock is the folder's own (`flock`): it needs no file, and the kernel lets go of it however a process ends. Some
+network file systems have no locks of folders. There the locks of data files remain (`machine.aio.File.lock`), and that
+the marker is read again before anything is removed.
 """
 
 import contextlib

@@ -13,6 +13,7 @@ from penstock.checkpoint.fields import to_bytes
 from penstock.checkpoint.folder import (
     commit,
     data_name,
+    own_tensors_name,
     remove_file,
     remove_folders,
     sync_folder,
@@ -48,7 +49,7 @@ class Save:
         ring: the buffers that they pass.
         random: states of this rank's generators.
         manifest: on the first rank; files are filled in.
-        tensors: beside it.
+        tensors: beside it; on another rank, those of its buffers that are not the first one's.
         keep: how many checkpoints stay, with this one; `None` for all.
     """
 
@@ -105,9 +106,12 @@ class Save:
         table = self._write_file(table_name(self.token, rank), content, undo)
         tensors = None
         if self.tensors:
-            tensors = self._write_file(tensors_name(self.token), tensors_to_bytes(self.tensors), undo)
+            name = tensors_name(self.token) if self.council.is_first else own_tensors_name(self.token, rank)
+            tensors = self._write_file(name, tensors_to_bytes(self.tensors), undo)
         sync_folder(self.folder)
-        return Written(RankFiles(data, table), tensors)
+        if self.council.is_first:
+            return Written(RankFiles(data, table), tensors)
+        return Written(RankFiles(data, table, tensors), None)
 
     def _write_file(self, name: str, content: bytes, undo: contextlib.ExitStack) -> FileEntry:
         entry = write_file(self.folder / name, content)

@@ -1,7 +1,7 @@
 """Writes one rank's tiles: from wherever they rest, through a ring of buffers, past the page cache.
 
-What lies in a file on the same disk does not pass through memory on its way: the kernel copies it, or lets both files share
-the blocks. Nobody has seen those bytes then, so they are read back and verified at the end: a checkpoint must not
+What lies in a file on the same disk does not pass through memory on its way: the kernel copies it, or lets both files
+share the blocks. Nobody has seen those bytes then, so they are read back and verified at the end: a checkpoint must not
 take the place of another one with a record that was damaged on the disk.
 """
 
@@ -206,7 +206,7 @@ class TileWriter:
         return self._unseen[-1]
 
     def _verify_copies(self) -> None:
-        """Read back what the kernel copied, a few extents at a time. Everything is on the disk, and the ring is free."""
+        """Read back what the kernel copied, a few extents at a time. It is on the disk, and the ring is free."""
         reading: deque[tuple[_Copied, Transfer]] = deque()
         try:
             for turn, copied in enumerate(self._unseen):
@@ -230,8 +230,8 @@ def _check_copy(copied: _Copied, transfer: Transfer, path: Path) -> None:
             raise
         file, offset = copied.source.file.path, copied.source.offset
         raise CheckpointError(
-            f"{copied.what}, {copied.extent.nbytes:,} bytes at offset {offset:,} of {file}, is not what was written there "
-            f"when it was copied to {path}: the disk has damaged it, or another program. Nothing was saved, and "
+            f"{copied.what}, {copied.extent.nbytes:,} bytes at offset {offset:,} of {file}, is not what was written "
+            f"there when it was copied to {path}: the disk has damaged it, or another program. Nothing was saved, and "
             "checkpoints that were whole before still are. Go on from the newest of them.",
             file=file,
             field=copied.what,

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from penstock.engine.gather import Gatherer
 from penstock.engine.reduce import Reducer
 from penstock.engine.scale import GradientScale
+from penstock.engine.torn import torn_on_failure
 from penstock.engine.unit import Trained, Unit, Weights
 from penstock.errors import ConfigError, EngineError
 from penstock.kinds import PARAM
@@ -189,20 +190,21 @@ class Access:
         if unit.holds or unit.users:
             raise EngineError(f"Unit '{unit.name}' is gathered. Set its parameters outside gathered() and forward.")
         found = self._own_part(unit, index, value)
-        if found is not None:
-            start, stop, values = found
-            for first, last, weights in unit.visit(start, stop, modify=True):
-                part = values[first - start : last - start]
-                if unit.trained:
-                    _set_value(weights, part)
-                else:
-                    weights.param.copy_(part)
-        unit.note_version(index)
-        unit.stale = unit.replica is not None and unit.layout.shards > 1
-        unit.published = DONE
-        self._gatherer.outdate(unit)
-        if unit.resident:
-            self._gatherer.acquire(unit)
+        with torn_on_failure([unit], f"Setting parameter '{unit.spec.names[index]}'"):
+            if found is not None:
+                start, stop, values = found
+                for first, last, weights in unit.visit(start, stop, modify=True):
+                    part = values[first - start : last - start]
+                    if unit.trained:
+                        _set_value(weights, part)
+                    else:
+                        weights.param.copy_(part)
+            unit.note_version(index)
+            unit.stale = unit.replica is not None and unit.layout.shards > 1
+            unit.published = DONE
+            self._gatherer.outdate(unit)
+            if unit.resident:
+                self._gatherer.acquire(unit)
 
     def set_grad(self, parameter: nn.Parameter, value: Tensor) -> None:
         """Overwrite the accumulated gradient."""
@@ -243,8 +245,10 @@ class Access:
         if spec.begins_with_update:
             self._steps[parameter] = max(1, self._steps[parameter])
         found = self._own_part(unit, index, value)
-        if found is not None:
-            start, stop, new = found
+        if found is None:
+            return
+        start, stop, new = found
+        with torn_on_failure([unit], f"Setting '{name}' of '{unit.spec.names[index]}'"):
             for first, last, views in trained.optimizer.visit(start, stop, modify=True):
                 states, scales = trained.fields.name(views)
                 kept = states[state]
@@ -255,7 +259,9 @@ class Access:
         unit, index, _ = self._trained_place(parameter)
         if name != "step" and name not in self._scalar_names:
             self._state_index(name)
-            _check_shape(unit.spec.names[index], unit.layout.slots[index], value)
+            _check_value(unit.spec.names[index], unit.layout.slots[index], value)
+        elif value.numel() != 1 or value.is_complex() or not math.isfinite(value.item()):
+            raise ConfigError(f"'{name}' of '{unit.spec.names[index]}' is {value}: give one finite number.")
 
     def reset_state(self, parameter: nn.Parameter) -> None:
         """As before the first update."""
@@ -347,7 +353,7 @@ class Access:
         In fp32 for a trained unit, in the dtype that it came in for a frozen one.
         """
         slot = unit.layout.slots[index]
-        _check_shape(unit.spec.names[index], slot, value)
+        _check_value(unit.spec.names[index], slot, value)
         overlap = unit.layout.overlap(slot, unit.rank)
         if overlap is None:
             return None
@@ -384,7 +390,10 @@ def _restore(unit: Unit, values: Tensor) -> None:
             kept.copy_(values[start + first : start + last])
 
 
-def _check_shape(name: str, slot: Slot, value: Tensor) -> None:
+def _check_value(name: str, slot: Slot, value: Tensor) -> None:
+    """Refuse what cannot be written, before anything is."""
+    if value.layout != torch.strided or value.is_meta or value.is_quantized or value.is_complex():
+        raise ConfigError(f"The value for '{name}' is sparse, quantised, complex or meta. Give a dense, real tensor.")
     if tuple(value.shape) != slot.shape:
         raise ConfigError(f"The value for '{name}' has shape {tuple(value.shape)}; the parameter has {slot.shape}.")
 

@@ -93,6 +93,11 @@ class Ranks:
         return self.shards * self.replicas
 
     @property
+    def number(self) -> int:
+        """Of this rank among all of the grid: its files in a checkpoint have it."""
+        return self.shard_rank + self.shards * self.replica_rank
+
+    @property
     def others(self) -> Event:
         """The last collectives that other engines have submitted: what this one submits next is issued after them."""
         return all_of(turns.before(self) for turns in self._turns)
@@ -262,7 +267,7 @@ class Council:
 
     def __init__(self, ranks: Ranks, device: torch.device) -> None:
         self.size = ranks.world_size
-        self.rank = ranks.shard_rank + ranks.shards * ranks.replica_rank
+        self.rank = ranks.number
         self._group: Any = None  # torch does not type what a backend does
         if self.size > 1:
             name = torch.tensor(secrets.randbits(48) if self.is_first else 0, device=device)

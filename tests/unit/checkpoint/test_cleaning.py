@@ -181,6 +181,11 @@ def no_table(file: Path, data: bytes) -> FileEntry:
     raise penstock.CheckpointError(f"Writing {file} failed.", file=str(file))
 
 
+def save_and_wait(optimizer: penstock.Optimizer, path: Path, blocking: bool) -> None:
+    optimizer.save(path, blocking=blocking)
+    optimizer.synchronize()
+
+
 @pytest.mark.parametrize("blocking", [True, False])
 def test_a_failed_save_leaves_no_folder_that_it_made(
     blocking: bool, optimizer: penstock.Optimizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -189,8 +194,7 @@ def test_a_failed_save_leaves_no_folder_that_it_made(
     monkeypatch.setattr(saves, "write_file", no_table)
     for name in ("new/er/a", "there", "there/a"):
         with pytest.raises(penstock.CheckpointError, match="failed"):
-            optimizer.save(tmp_path / name, blocking=blocking)
-            optimizer.synchronize()
+            save_and_wait(optimizer, tmp_path / name, blocking)
     assert names(tmp_path) == ["there"]
     assert names(tmp_path / "there") == []
 

@@ -300,6 +300,11 @@ def test_files_on_one_disk_are_copied_by_the_kernel(tmp_path: Path, monkeypatch:
     assert different(loaded(tmp_path / "kernel", run), loaded(tmp_path / "memory", run)) == []
 
 
+def save_and_wait(optimizer: penstock.Optimizer, path: Path, **how: Any) -> None:
+    optimizer.save(path, **how)
+    optimizer.synchronize()
+
+
 @pytest.mark.parametrize("blocking", [True, False])
 def test_a_damaged_record_that_the_kernel_copies_is_no_checkpoint(
     blocking: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -321,8 +326,7 @@ def test_a_damaged_record_that_the_kernel_copies_is_no_checkpoint(
         opened.write(bytes([byte[0] ^ 1]))
         os.fsync(opened.fileno())
     with pytest.raises(penstock.CheckpointError, match="is not what was written there") as caught:
-        optimizer.save(tmp_path / "bad", keep=1, blocking=blocking)
-        optimizer.synchronize()
+        save_and_wait(optimizer, tmp_path / "bad", keep=1, blocking=blocking)
     assert caught.value.file == record.place.file.path
     assert names(tmp_path) == ["good"]
     optimizer.close(keep_params=False)
