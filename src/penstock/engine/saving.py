@@ -137,10 +137,11 @@ class Saver:
             failure = error
         with undo:
             council.agree(failure)
-            sums = council.share(sums)
+            token, made_by_first, sums = council.share(
+                (manifest.token if manifest is not None else "", [str(path) for path in made], sums)
+            )
             if not council.is_first:
                 tensors = other_than(tensors, sums)
-            token, *made_by_first = council.share([manifest.token if manifest is not None else "", *map(str, made)])
             save = Save(
                 council=council,
                 folder=folder,
