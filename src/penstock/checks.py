@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from penstock.checkpoint.buffers import persistent_buffers, why_not
 from penstock.config import DEFAULT_LIVE_BYTES, Options, Placement
 from penstock.engine.aliases import check_aliases
 from penstock.engine.anchor import Anchor
@@ -118,6 +119,13 @@ def check_model(model: nn.Module, *, has_values: bool) -> None:
             raise ConfigError(
                 f"'{name}' {tuple(tensor.shape)} is on the meta device. Say where its values come from: "
                 "prepare(weights=<a folder of safetensors>), or weights='init'."
+            )
+    for name, buffer in persistent_buffers(model).items():
+        why = why_not(buffer)
+        if why is not None:
+            raise ConfigError(
+                f"Buffer '{name}' {why}: no checkpoint can hold it. Register it with "
+                "persistent=False, if it can be made again, or keep its parts as plain buffers."
             )
     for name, parameter in model.named_parameters():
         if type(parameter).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:

@@ -23,6 +23,7 @@ from penstock.engine.refusals import (
     scalars_of,
 )
 from penstock.engine.step import StepResult
+from penstock.engine.torn import torn_on_failure
 from penstock.engine.tracing import TraceReport, take_trace
 from penstock.engine.under_way import in_backward
 from penstock.errors import ConfigError, EngineError
@@ -343,13 +344,14 @@ class Optimizer(torch.optim.Optimizer):
                 for name, value in values.items():
                     engine.access.check_state(parameter, name, value)
 
-        for group, new in zip(groups, loaded, strict=True):
-            group.clear()
-            group.update(new)
-        for parameter in engine.access.steps():
-            engine.access.reset_state(parameter)
-            for name, value in states.get(parameter, {}).items():
-                engine.access.set_state(parameter, name, value)
+        with torn_on_failure(engine.units, "load_state_dict()"):
+            for group, new in zip(groups, loaded, strict=True):
+                group.clear()
+                group.update(new)
+            for parameter in engine.access.steps():
+                engine.access.reset_state(parameter)
+                for name, value in states.get(parameter, {}).items():
+                    engine.access.set_state(parameter, name, value)
 
     @_public
     def offload_states(
@@ -448,31 +450,40 @@ class Optimizer(torch.optim.Optimizer):
         engine.saver.save(path, extra=extra, blocking=blocking, keep=keep, if_busy=if_busy)
 
     @_public
-    def load(self, path: str | PathLike[str]) -> dict[str, Any]:
+    def load(self, path: str | PathLike[str], *, verify: bool | None = None) -> dict[str, Any]:
         """Go on from a checkpoint: the next losses are those that it would have had. Collective.
 
         World size, stage, placement, tile size, units, precision and the precision of states may be others than when it
-        was saved; parameters find their values by name. Gradients are dropped, as by `zero_grad`.
+        was saved; parameters find their values by name. Gradients are dropped, as by `zero_grad`. A save that is under
+        way is finished first.
 
         Arguments:
-            path: a checkpoint; or a folder of checkpoints, or `latest` in one, for the newest that is whole.
+            path: a checkpoint; or a folder of checkpoints, or `latest` in one, for the newest that is whole: the first
+                rank says which, and one that turns out to be damaged is passed over, with a warning.
+            verify: read and verify every tile before the first is written, so that nothing has changed when one is
+                damaged. `None`: once a step was made, and the state in memory is worth more than one read.
 
         Returns:
             `extra`, as it was saved; tensors are on the cpu.
 
         Raises:
             CheckpointError: there is none, it is damaged, or it is of another model or optimizer; names the file and
-                the field. Nothing has changed, unless a tile is damaged: then only `load` and `close` work.
+                the field; or ranks see different ones. Nothing has changed, unless a tile is damaged that was not
+                verified: then only `load` and `close` work. Of the save that was under way, too.
             ConfigError: an option that this optimizer's rule does not have.
             EngineError: closed; inside forward, backward or `gathered`.
 
         Example:
             >>> extra = optimizer.load("checkpoints/latest")  # doctest: +SKIP
         """
-        with self._together("load") as (engine, _):
+        with self._together("load") as (engine, facts):
             self._open("load", whole=True, writes=True)
             check_at_rest("load", engine)
-        return engine.loader.load(path)
+            facts["verify"] = verify
+        engine.saver.finish()
+        extra = engine.loader.load(path, verify=verify)
+        engine.hooks.backward_failed = False
+        return extra
 
     def trace(self, path: str | PathLike[str]) -> AbstractContextManager[TraceReport]:
         """Write a Chrome trace of what happens inside a `with` block: movement, compute, updates, waits. Collective.
@@ -512,7 +523,8 @@ class Optimizer(torch.optim.Optimizer):
         Raises:
             CheckpointError: of a save beside training that failed. Everything is given back as asked.
             EngineError: inside forward, backward or `gathered`. Nothing has changed.
-            Exception: the error of an update that failed. Everything is given back; the parameters are left empty.
+            Exception: the error of an update that failed. Everything is given back; the parameters are left empty. With
+                `keep_params=False` not once more, where it is on its way (`close` in a `finally`) or a `load` said it.
         """
         engine = self._engine
         if engine is not None and engine.access.modifying:
@@ -568,6 +580,9 @@ class Optimizer(torch.optim.Optimizer):
         if self._engine is None:
             raise EngineError(f"{verb}() was called after close(). Prepare the model again to go on.")
         self._check_here(verb, self._engine)
+        hooks = self._engine.hooks
+        if (whole or writes) and hooks.backward_open and not in_backward():
+            hooks.abandon_backward()  # it ended with an exception: what it has gathered must not outlive a change
         if whole and self._engine.stepper.is_open:
             raise EngineError(
                 f"{verb}() was called between backward and step, and updates have begun in that backward. Call step() "

@@ -57,6 +57,10 @@ def one_rank_fails(rank: int, parent: Path) -> list[str]:
         said.append(str(caught.value))
         optimizer.load(parent / "a")
         assert different(values(model, optimizer), before) == []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(saves, "write_file", failing("-00001.json"))
+        with pytest.raises(penstock.CheckpointError):
+            optimizer.save(parent / "new" / "b")
     optimizer.save(parent / "a")
     optimizer.close()
     return said
@@ -67,6 +71,7 @@ def test_a_file_of_one_rank_that_fails_is_every_ranks_error(tmp_path: Path) -> N
         for failed, text in zip((1, 0, 1), said, strict=True):
             assert f"-0000{failed}.json failed: Input/output error" in text
             assert text.startswith(f"Rank {failed} of 2 failed") == (rank != failed)
+    assert not (tmp_path / "new").exists()
     assert len(list((tmp_path / "a").iterdir())) == 5  # marker, and tiles and a table of each rank
 
 

@@ -50,7 +50,7 @@ OPTIMIZER = {
     "set_full_grad": "(self, parameter, value)",
     "set_full_state": "(self, parameter, name, value)",
     "save": "(self, path, *, extra=None, blocking=True, keep=None, if_busy='wait')",
-    "load": "(self, path)",
+    "load": "(self, path, *, verify=None)",
     "synchronize": "(self)",
     "trace": "(self, path)",
     "close": "(self, *, keep_params=True)",

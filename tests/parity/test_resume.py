@@ -203,8 +203,7 @@ def on_two_ranks(rank: int, folder: Path) -> tuple[list[str], Seen, Seen]:
     failures = []
     for number, run in enumerate(RANKED):
         goes_on = saved(run, folder / str(number), rank, 2)
-        apart = "buffer" if rank else "nothing"  # they are the first rank's
-        found = resumed(run, folder / str(number), rank, 2).otherwise(goes_on, but=apart)
+        found = resumed(run, folder / str(number), rank, 2).otherwise(goes_on)
         failures += [f"{run}: {message}" for message in found]
     at_two = saved(WIDER, folder / "two", rank, 2, steps=1)
     found = resumed(NARROWER, folder / "two", rank, 2, steps=1).otherwise(at_two, but="norms")

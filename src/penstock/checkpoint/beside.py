@@ -1,20 +1,10 @@
-"""What a checkpoint keeps of a model beside its parameters: buffers, and what it is."""
+"""What a checkpoint keeps of a model beside its parameters and buffers: what it is."""
 
 import json
 from collections.abc import Mapping
 from typing import Any
 
-from torch import Tensor, nn
-
-
-def persistent_buffers(model: nn.Module) -> dict[str, Tensor]:
-    """The buffers that belong to the model's state, by name."""
-    return {
-        f"{prefix}.{name}" if prefix else name: buffer
-        for prefix, module in model.named_modules()
-        for name, buffer in module._buffers.items()
-        if buffer is not None and name not in module._non_persistent_buffers_set
-    }
+from torch import nn
 
 
 def describe(model: nn.Module) -> dict[str, str]:

@@ -20,6 +20,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from penstock.checkpoint.buffers import PARTS
 from penstock.checkpoint.folder import check_free, make_folder, sync_folder, write_file
 from penstock.checkpoint.opened import Checkpoint
 from penstock.checkpoint.pretrained import Part, parts_of
@@ -144,6 +145,8 @@ def _sources(checkpoint: Checkpoint, part: Part, dtype: torch.dtype) -> Iterator
         tensor = checkpoint.tensors.get(checkpoint.manifest.buffers[name])
         if tensor is None:
             raise checkpoint.fail(f"buffers.{name}", "is missing.")
+        if checkpoint.manifest.buffers[name].startswith(PARTS):
+            raise checkpoint.fail(f"buffers.{name}", "is of a complex dtype that no safetensors file has.")
         yield Source(TensorSpec(out, tuple(tensor.shape), tensor.dtype), name, tensor)
 
 

@@ -9,10 +9,8 @@ old one's place. The order is: data, fsync, every rank agrees, marker by rename.
 
 import contextlib
 import errno
-import fcntl
 import logging
 import os
-import re
 from collections.abc import Iterable
 from os import PathLike
 from pathlib import Path
@@ -29,7 +27,9 @@ from penstock.checkpoint.manifest import (
 from penstock.errors import CheckpointError, ConfigError
 
 LATEST = "latest"
-_OURS = re.compile(r"[0-9a-f]{8}(-\d{5}\.(tiles|json)|\.safetensors)|checkpoint\.json\.[0-9a-f]{8}")
+
+#: Of every file of a checkpoint, less what umask takes away, as torch.save has it: who may read it is for its owner.
+FILE_MODE = 0o666
 
 logger = logging.getLogger("penstock")
 
@@ -49,24 +49,42 @@ def tensors_name(token: str) -> str:
     return f"{token}.safetensors"
 
 
+def own_tensors_name(token: str, rank: int) -> str:
+    """Buffers of a rank that are not the first one's."""
+    return f"{token}-{rank:05d}.safetensors"
+
+
 def resolve(path: str | PathLike[str]) -> Path:
     """The checkpoint that a path stands for: itself, or the newest whole one in the folder or beside its `latest`.
 
     Raises:
         CheckpointError: there is none.
     """
-    folder = Path(path)
-    if (folder / MARKER).is_file():
-        return folder
-    parent = folder.parent if folder.name == LATEST and not folder.is_dir() else folder
+    parent, found = stands_for(Path(path))
+    return parent / found[0][0]
+
+
+def stands_for(path: Path) -> tuple[Path, list[tuple[str, str]]]:
+    """What a path stands for.
+
+    Returns:
+        A folder, and names and tokens of checkpoints in it, the newest first: the path with an empty name, or all
+        that are whole in it or beside its `latest`.
+
+    Raises:
+        CheckpointError: there is none.
+    """
+    if (path / MARKER).is_file():
+        return path, [("", read_marker(path).token)]
+    parent = path.parent if path.name == LATEST and not path.is_dir() else path
     found = checkpoints_in(parent)
     if found:
-        return found[-1][0]
-    if not folder.exists():
-        raise CheckpointError(f"{folder} does not exist.", file=str(folder))
+        return parent, [(folder.name, manifest.token) for folder, manifest in reversed(found)]
+    if not path.exists():
+        raise CheckpointError(f"{path} does not exist.", file=str(path))
     raise CheckpointError(
-        f"{folder} is no whole checkpoint: it has no {MARKER}, which is written last. Load another one.",
-        file=str(folder / MARKER),
+        f"{path} is no whole checkpoint: it has no {MARKER}, which is written last. Load another one.",
+        file=str(path / MARKER),
     )
 
 
@@ -89,8 +107,7 @@ def read_manifest(folder: Path) -> Manifest:
     Raises:
         CheckpointError: names the file and the field.
     """
-    marker = folder / MARKER
-    manifest = Manifest.read(marker, _read(marker, most=MOST_MARKER_BYTES))
+    manifest = read_marker(folder)
     for entry in files_of(manifest):
         file = folder / entry.name
         try:
@@ -101,6 +118,16 @@ def read_manifest(folder: Path) -> Manifest:
             why = f"has {nbytes:,} bytes, not {entry.nbytes:,}" if nbytes >= 0 else "is missing"
             raise CheckpointError(f"{file} {why}: the checkpoint is damaged. Load another one.", file=str(file))
     return manifest
+
+
+def read_marker(folder: Path) -> Manifest:
+    """A checkpoint's marker, whatever became of the files that it names.
+
+    Raises:
+        CheckpointError: names the file and the field.
+    """
+    marker = folder / MARKER
+    return Manifest.read(marker, _read(marker, most=MOST_MARKER_BYTES))
 
 
 def read_file(folder: Path, entry: FileEntry) -> bytes:
@@ -154,19 +181,45 @@ def check_free(folder: Path, verb: str) -> None:
         raise ConfigError(f"{folder} is there already. {verb} a folder that is empty or does not exist.")
 
 
-def make_folder(folder: Path) -> None:
-    """Make it, and those above it, where they are missing.
+def make_folder(folder: Path) -> list[Path]:
+    """Make it, and those above it, where they are missing, and have its name on the disk.
+
+    Returns:
+        Those that were made, the deepest first: what `remove_folders` takes back.
 
     Raises:
-        CheckpointError: it cannot be made.
+        CheckpointError: it cannot be made, and none was.
     """
-    missing = [f for f in (folder, *folder.parents) if not f.exists()]
+    made: list[Path] = []
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        for path in reversed([f for f in (folder, *folder.parents) if not f.exists()]):
+            try:
+                path.mkdir()
+                made.insert(0, path)
+            except FileExistsError:  # by another process, meanwhile
+                if not path.is_dir():
+                    raise
+        if not folder.is_dir():
+            raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR))
     except OSError as error:
+        remove_folders(made)
         raise _failed("making", folder, error) from error
-    for made in missing:
-        sync_folder(made.parent)
+    try:
+        for path in made:
+            sync_folder(path.parent)
+        if not made and os.access(folder.parent, os.R_OK):  # whoever made it may not have waited for the disk
+            sync_folder(folder.parent)
+    except CheckpointError:
+        remove_folders(made)
+        raise
+    return made
+
+
+def remove_folders(made: Iterable[Path]) -> None:
+    """Take back folders that were made, as far as nothing is in them."""
+    with contextlib.suppress(OSError):
+        for path in made:
+            path.rmdir()
 
 
 def remove_file(file: Path) -> None:
@@ -213,16 +266,6 @@ def commit(folder: Path, manifest: Manifest) -> None:
         raise _failed("writing", folder / MARKER, error) from error
 
 
-def settle(folder: Path, manifest: Manifest) -> None:
-    """The marker is in its place: have that on the disk, then drop what it replaces.
-
-    Raises:
-        CheckpointError: after a power failure the one before may be there again, so its files stay, as the new ones do.
-    """
-    sync_folder(folder)
-    remove_leftovers(folder, keep={MARKER, *(entry.name for entry in files_of(manifest))})
-
-
 def next_serial(folder: Path) -> int:
     """A number greater than that of every checkpoint here and beside it."""
     beside = checkpoints_in(folder.parent)
@@ -234,44 +277,6 @@ def next_serial(folder: Path) -> int:
             field="serial",
         )
     return serial
-
-
-def prune(folder: Path, keep: int) -> None:
-    """Remove all but the newest `keep` checkpoints beside a new one, and what saves that did not end have left."""
-    beside = checkpoints_in(folder.parent)
-    for old, _ in beside[:-keep]:
-        if old != folder:
-            with contextlib.suppress(OSError):
-                (old / MARKER).unlink()  # from here on it is none
-            with contextlib.suppress(CheckpointError):
-                sync_folder(old)
-    with contextlib.suppress(OSError):
-        for other in folder.parent.iterdir():
-            if other.is_dir() and not other.is_symlink() and not (other / MARKER).exists():
-                remove_leftovers(other)
-
-
-def remove_leftovers(folder: Path, keep: Iterable[str] = ()) -> None:
-    """Remove files of saves that did not end, but for those that another process is writing; an empty folder goes."""
-    kept = set(keep)
-    with contextlib.suppress(OSError):
-        ours = [file for file in folder.iterdir() if _OURS.fullmatch(file.name) and file.name not in kept]
-        if any(_is_being_written(file) for file in ours):
-            return
-        for file in ours:
-            file.unlink()
-        if ours and not kept:
-            folder.rmdir()  # unless something else is in it
-
-
-def _is_being_written(file: Path) -> bool:
-    """Whether a save holds it: data files are locked while they are written."""
-    try:
-        with open(file, "rb") as opened:
-            fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        return error.errno in (errno.EWOULDBLOCK, errno.EACCES)
-    return False
 
 
 def _failed(verb: str, file: Path, error: OSError) -> CheckpointError:

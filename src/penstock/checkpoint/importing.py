@@ -13,15 +13,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from penstock.checkpoint import held
+from penstock.checkpoint.cleaning import settle
 from penstock.checkpoint.fields import to_bytes
 from penstock.checkpoint.folder import (
+    FILE_MODE,
     check_free,
     commit,
     data_name,
     make_folder,
     next_serial,
     remove_file,
-    settle,
+    remove_folders,
     table_name,
     tensors_name,
     write_file,
@@ -102,7 +105,7 @@ def write_checkpoint(
 
     Raises:
         ConfigError: the folder has something in it, or `extra` holds what no checkpoint does.
-        CheckpointError: it cannot be written, or is larger than `most_bytes`; the folder is empty then.
+        CheckpointError: it cannot be written, or is larger than `most_bytes`; the folder is as it was then.
     """
     needed = sum(_table(parameter, 0).nbytes for parameter in parameters)
     if needed > most_bytes:
@@ -117,9 +120,10 @@ def write_checkpoint(
         SavedGroup(tuple(names), encode(dict(options), tensors, what=f"param_groups[{number}]"))
         for number, (names, options) in enumerate(groups)
     ]
-    make_folder(folder)
     token = secrets.token_hex(4)
-    with contextlib.ExitStack() as undo:
+    with contextlib.ExitStack() as closing, contextlib.ExitStack() as undo:
+        undo.callback(remove_folders, make_folder(folder))
+        hold = closing.enter_context(held.shared(folder))
         data, tables = _write_tiles(folder / data_name(token, 0), parameters, undo)
         table_file = folder / table_name(token, 0)
         table = write_file(table_file, to_bytes(RankTable(tuple(tables), None).to_json()))
@@ -147,7 +151,7 @@ def write_checkpoint(
         )
         commit(folder, manifest)
         undo.pop_all()
-    settle(folder, manifest)
+        settle(folder, hold)
 
 
 def _saved(parameter: Incoming) -> SavedParameter:
@@ -164,7 +168,7 @@ def _write_tiles(
         tables.append(_table(parameter, offset))
         offset += tables[-1].nbytes
     try:
-        with Queue() as queue, File(queue, path, offset) as file:
+        with Queue() as queue, File(queue, path, offset, FILE_MODE) as file:
             undo.callback(remove_file, path)
             file.lock()
             for number, (table, parameter) in enumerate(zip(tables, parameters, strict=True)):

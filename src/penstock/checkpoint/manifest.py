@@ -30,6 +30,11 @@ def checksum(data: bytes) -> int:
     return aio.checksum(torch.frombuffer(bytearray(data), dtype=torch.uint8))
 
 
+def checksum_of(tensor: Tensor) -> int:
+    """CRC-32C of the bytes of a contiguous tensor on the cpu."""
+    return aio.checksum(tensor) if tensor.numel() else 0
+
+
 @dataclass(frozen=True)
 class FileEntry:
     """A file of the checkpoint, beside the marker."""
@@ -53,10 +58,25 @@ class FileEntry:
 
 @dataclass(frozen=True)
 class RankFiles:
-    """What one rank wrote: tiles, and the table of them."""
+    """What one rank wrote: tiles, the table of them, and those of its buffers that are not the first rank's."""
 
     data: FileEntry | None
     table: FileEntry
+    tensors: FileEntry | None = None
+
+    def to_json(self) -> dict[str, object]:
+        """For `read`."""
+        content: dict[str, object] = {
+            "data": self.data.to_json() if self.data else None,
+            "table": self.table.to_json(),
+        }
+        return content | ({"tensors": self.tensors.to_json()} if self.tensors else {})
+
+    @classmethod
+    def read(cls, field: Field) -> "RankFiles":
+        """Check and take one."""
+        tensors = FileEntry.read(field["tensors"]) if "tensors" in dict(field.entries()) else None
+        return cls(field["data"].optional(FileEntry.read), FileEntry.read(field["table"]), tensors)
 
 
 @dataclass(frozen=True)
@@ -156,10 +176,7 @@ class Manifest:
             "token": self.token,
             "created": self.created,
             "versions": dict(self.versions),
-            "ranks": [
-                {"data": files.data.to_json() if files.data else None, "table": files.table.to_json()}
-                for files in self.ranks
-            ],
+            "ranks": [files.to_json() for files in self.ranks],
             "tensors": self.tensors.to_json() if self.tensors else None,
             "rule": self.rule,
             "states": [[state.name, dtype_name(state.dtype), state.signed] for state in self.states],
@@ -206,10 +223,7 @@ class Manifest:
             token=field["token"].string(),
             created=field["created"].string(),
             versions={name: item.string() for name, item in field["versions"].entries()},
-            ranks=tuple(
-                RankFiles(item["data"].optional(FileEntry.read), FileEntry.read(item["table"]))
-                for item in field["ranks"].items()
-            ),
+            ranks=tuple(RankFiles.read(item) for item in field["ranks"].items()),
             tensors=field["tensors"].optional(FileEntry.read),
             rule=field["rule"].string(),
             states=tuple(_read_state(item) for item in field["states"].items()),
@@ -246,7 +260,7 @@ def _read_numbers(field: Field) -> Mapping[str, float]:
     return {name: item.number() for name, item in field.entries()}
 
 
-def read_tensors(file: Path, text: bytes) -> dict[str, Tensor]:
+def read_tensors(file: Path | str, text: bytes) -> dict[str, Tensor]:
     """The tensors of a safetensors file's bytes.
 
     Raises:
@@ -269,5 +283,5 @@ def tensors_to_bytes(tensors: Mapping[str, Tensor]) -> bytes:
 
 def files_of(manifest: Manifest) -> Sequence[FileEntry]:
     """Every file that the marker names."""
-    entries = [entry for files in manifest.ranks for entry in (files.data, files.table)]
+    entries = [entry for files in manifest.ranks for entry in (files.data, files.table, files.tensors)]
     return [entry for entry in (*entries, manifest.tensors) if entry is not None]

@@ -36,7 +36,15 @@ class Checkpoint:
         Raises:
             CheckpointError: there is none, or it is damaged.
         """
-        folder = resolve(path)
+        return cls.read(resolve(path))
+
+    @classmethod
+    def read(cls, folder: Path) -> "Checkpoint":
+        """The same of the checkpoint's own folder.
+
+        Raises:
+            CheckpointError: it is damaged.
+        """
         manifest = read_manifest(folder)
         sizes = [files.data.nbytes if files.data is not None else 0 for files in manifest.ranks]
         tables = [
@@ -51,6 +59,15 @@ class Checkpoint:
         entry = manifest.tensors
         tensors = read_tensors(folder / entry.name, read_file(folder, entry)) if entry is not None else {}
         return cls(folder, manifest, tables, tensors)
+
+    def own_tensors(self, rank: int) -> Mapping[str, Tensor]:
+        """The buffers of a rank that are not the first one's, by key.
+
+        Raises:
+            CheckpointError: they are damaged.
+        """
+        entry = self.manifest.ranks[rank].tensors
+        return read_tensors(self.folder / entry.name, read_file(self.folder, entry)) if entry is not None else {}
 
     def tiles(self) -> Iterator[TileKey]:
         """Every tile, in the order of the files."""

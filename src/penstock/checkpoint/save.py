@@ -7,13 +7,15 @@ from pathlib import Path
 
 from torch import Tensor
 
+from penstock.checkpoint import held
+from penstock.checkpoint.cleaning import prune, settle
 from penstock.checkpoint.fields import Field, to_bytes
 from penstock.checkpoint.folder import (
     commit,
     data_name,
-    prune,
+    own_tensors_name,
     remove_file,
-    settle,
+    remove_folders,
     sync_folder,
     table_name,
     tensors_name,
@@ -53,17 +55,19 @@ class Save:
 
     Attributes:
         folder: there already.
+        made: it and those above it, as far as they were made for this save.
         token: what file names begin with.
         sources: this rank's tiles.
         ring: the buffers that they pass.
         random: states of this rank's generators.
         manifest: on the first rank; files are filled in.
-        tensors: beside it.
+        tensors: beside it; on another rank, those of its buffers that are not the first one's.
         keep: how many checkpoints stay, with this one; `None` for all.
     """
 
     council: Council
     folder: Path
+    made: Sequence[Path]
     token: str
     sources: Sequence[UnitSource]
     ring: RingMemory
@@ -80,8 +84,11 @@ class Save:
             CheckpointError: this checkpoint does not exist, and those before it are whole.
         """
         with contextlib.ExitStack() as closing, contextlib.ExitStack() as undo:
-            written, failure = None, None
+            undo.callback(remove_folders, self.made)  # by every rank: the last one finds them empty
+            written, failure, hold = None, None, None
             try:
+                if self.manifest is not None:
+                    hold = closing.enter_context(held.shared(self.folder))
                 written = self._write(closing, undo)
             except Exception as error:
                 failure = error
@@ -98,7 +105,7 @@ class Save:
             if refused is not None:
                 done.close()
                 raise CheckpointError(refused)
-            unsure = self.council.share(self._settle(manifest))
+            unsure = self.council.share(self._settle(hold))
             if unsure is not None:
                 raise CheckpointError(unsure)
 
@@ -116,9 +123,12 @@ class Save:
         table = self._write_file(table_name(self.token, rank), content, undo)
         tensors = None
         if self.tensors:
-            tensors = self._write_file(tensors_name(self.token), tensors_to_bytes(self.tensors), undo)
+            name = tensors_name(self.token) if self.council.is_first else own_tensors_name(self.token, rank)
+            tensors = self._write_file(name, tensors_to_bytes(self.tensors), undo)
         sync_folder(self.folder)
-        return Written(RankFiles(data, table), tensors)
+        if self.council.is_first:
+            return Written(RankFiles(data, table), tensors)
+        return Written(RankFiles(data, table, tensors), None)
 
     def _write_file(self, name: str, content: bytes, undo: contextlib.ExitStack) -> FileEntry:
         entry = write_file(self.folder / name, content)
@@ -140,11 +150,11 @@ class Save:
             return str(error)
         return None
 
-    def _settle(self, manifest: Manifest | None) -> str | None:
+    def _settle(self, hold: held.Hold | None) -> str | None:
         """Have the marker on the disk and remove what is not kept; returns what is unsure."""
         try:
-            if manifest is not None:
-                settle(self.folder, manifest)
+            if hold is not None:
+                settle(self.folder, hold)
                 if self.keep is not None:
                     prune(self.folder, self.keep)
         except CheckpointError as error:

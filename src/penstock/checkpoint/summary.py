@@ -62,7 +62,12 @@ def summarize(checkpoint: Checkpoint) -> dict[str, Any]:
 
 
 def damaged_tiles(checkpoint: Checkpoint) -> Iterator[CheckpointError]:
-    """Read and verify every tile; for each that is not what was written, the error that names it."""
+    """Read and verify every tile, and buffers of single ranks; for each that is not what was written, its error."""
+    for rank in range(len(checkpoint.manifest.ranks)):
+        try:
+            checkpoint.own_tensors(rank)
+        except CheckpointError as error:
+            yield error
     keys = list(checkpoint.tiles())
     position = 0
     with TileReader() as reader:

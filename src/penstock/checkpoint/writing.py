@@ -1,12 +1,14 @@
 """Writes one rank's tiles: from wherever they rest, through a ring of buffers, past the page cache.
 
-What lies in a file on the same disk does not pass through memory at all: the kernel copies it, or lets both files share
-the blocks.
+What lies in a file on the same disk does not pass through memory on its way: the kernel copies it, or lets both files
+share the blocks. Nobody has seen those bytes then, so they are read back and verified at the end: a checkpoint must not
+take the place of another one with a record that was damaged on the disk.
 """
 
 import contextlib
 import errno
 import os
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -16,6 +18,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from penstock.checkpoint.folder import FILE_MODE
 from penstock.checkpoint.manifest import FileEntry
 from penstock.checkpoint.tables import Extent, HomeTable, UnitTable
 from penstock.errors import CheckpointError, NvmeError
@@ -24,7 +27,7 @@ from penstock.machine.arena import PAGE_BYTES, Arena
 from penstock.machine.streams import SAVE, Event, HostEvent, Streams, copy
 from penstock.tiers.home import Home, MemorySection, Section
 from penstock.tiers.pipeline import tile_of
-from penstock.tiers.records import Records
+from penstock.tiers.records import Place, Records
 
 #: Tiles in memory at once: one is being copied while others are being written.
 RING_TILES = 3
@@ -55,7 +58,12 @@ class _Checked(Protocol):
 
 
 @dataclass(frozen=True)
-class _Known:
+class _Copied:
+    """An extent that the kernel copied from a record with this checksum."""
+
+    extent: Extent
+    source: Place
+    what: str
     checksum: int
 
 
@@ -101,7 +109,7 @@ class TileWriter:
         self._nbytes = sum(source.table.nbytes for source in sources)
         self._queue = Queue()
         try:
-            self._file = File(self._queue, path, self._nbytes)
+            self._file = File(self._queue, path, self._nbytes, FILE_MODE)
         except NvmeError as error:
             self._queue.close()
             raise write_failed(path, error) from error
@@ -109,6 +117,7 @@ class TileWriter:
         self._ring = ring
         self._in_flight: list[list[Transfer]] = [[] for _ in self._ring]
         self._turn = 0
+        self._unseen: list[_Copied] = []
 
     def write(self) -> tuple[FileEntry, list[UnitTable]]:
         """Write every tile, and have them on the disk.
@@ -117,7 +126,7 @@ class TileWriter:
             The file, and the tables with their checksums.
 
         Raises:
-            CheckpointError: a tile could not be written.
+            CheckpointError: a tile could not be written, or a record that the kernel copied is damaged.
             Exception: what was to give a tile its values has failed.
         """
         written: list[list[list[_Checked]]] = []
@@ -129,6 +138,7 @@ class TileWriter:
             for transfers in self._in_flight:
                 _wait(transfers)
             self._file.sync()
+            self._verify_copies()
         except OSError as error:
             raise write_failed(self._path, error) from error
         finally:
@@ -157,13 +167,13 @@ class TileWriter:
         used = 0
         for extent, home, table in zip(source.table.extents(number), source.homes, source.table.homes, strict=True):
             section, index = tile_of(home, number)
-            known = self._copy_in_kernel(section, index, extent) if isinstance(section, Records) else None
-            if known is not None:
-                checked.append(_Known(known))
+            what = f"{extent.home} of unit '{source.table.name}', tile {number}"
+            copied = self._copy_in_kernel(section, index, extent, what) if isinstance(section, Records) else None
+            if copied is not None:
+                checked.append(copied)
                 continue
             part = buffer[used : used + extent.nbytes]
             used += extent.nbytes
-            what = f"{extent.home} of unit '{source.table.name}', tile {number}"
             self._fill(part, section, index, table, what)
             transfers.append(self._file.write(extent.offset, part, checksum=True, what=what))
             checked.append(transfers[-1])
@@ -184,14 +194,48 @@ class TileWriter:
             work = partial(copy, target, values)
             self._streams.submit(SAVE, work, writes=(target,), nbytes=nbytes, what=f"save {what}").synchronize()
 
-    def _copy_in_kernel(self, section: Records, index: int, extent: Extent) -> int | None:
-        """Copy a record from its file; its checksum, or `None` where that is not possible."""
+    def _copy_in_kernel(self, section: Records, index: int, extent: Extent, what: str) -> _Copied | None:
+        """Copy a record from its file; `None` where that is not possible."""
         stored = section.stored(index)
         if stored is None or not stored.place.file.is_on_disk_of(self._path):
             return None
         place = stored.place
-        copied = self._file.copy_from(place.file, place.offset, extent.offset, extent.nbytes)
-        return stored.checksum if copied else None
+        if not self._file.copy_from(place.file, place.offset, extent.offset, extent.nbytes):
+            return None
+        self._unseen.append(_Copied(extent, place, what, stored.checksum))
+        return self._unseen[-1]
+
+    def _verify_copies(self) -> None:
+        """Read back what the kernel copied, a few extents at a time. It is on the disk, and the ring is free."""
+        reading: deque[tuple[_Copied, Transfer]] = deque()
+        try:
+            for turn, copied in enumerate(self._unseen):
+                if len(reading) == len(self._ring):
+                    _check_copy(*reading.popleft(), self._path)
+                buffer = self._ring[turn % len(self._ring)][: copied.extent.nbytes]
+                reading.append((copied, self._file.read(copied.extent.offset, buffer, checksum=copied.checksum)))
+            while reading:
+                _check_copy(*reading.popleft(), self._path)
+        finally:
+            for _, transfer in reading:
+                with contextlib.suppress(NvmeError):
+                    transfer.wait()
+
+
+def _check_copy(copied: _Copied, transfer: Transfer, path: Path) -> None:
+    try:
+        transfer.wait()
+    except NvmeError as error:
+        if error.errno != errno.EBADMSG:
+            raise
+        file, offset = copied.source.file.path, copied.source.offset
+        raise CheckpointError(
+            f"{copied.what}, {copied.extent.nbytes:,} bytes at offset {offset:,} of {file}, is not what was written "
+            f"there when it was copied to {path}: the disk has damaged it, or another program. Nothing was saved, and "
+            "checkpoints that were whole before still are. Go on from the newest of them.",
+            file=file,
+            field=copied.what,
+        ) from error
 
 
 def set_event(event: HostEvent) -> None:
@@ -211,7 +255,9 @@ def _wait(transfers: list[Transfer]) -> None:
 
 
 def write_failed(path: Path, error: OSError) -> CheckpointError:
-    """What a file said, without advice that is about the nvme tier."""
+    """What a file said, without advice that is about the nvme tier; unless it is one of the nvme tier that was read."""
+    if isinstance(error, NvmeError) and error.file not in (None, os.fspath(path)):
+        return CheckpointError(f"{path} was not written. {error}", file=error.file)
     reason = os.strerror(error.errno) if error.errno else str(error)
     where = f" at offset {error.offset:,}" if isinstance(error, NvmeError) and error.offset is not None else ""
     advice = (

@@ -15,6 +15,7 @@ from penstock.engine.gather import Gatherer
 from penstock.engine.holding import Holder
 from penstock.engine.reduce import Reducer
 from penstock.engine.scale import GradientScale
+from penstock.engine.torn import torn_on_failure
 from penstock.engine.unit import Trained, Unit, Weights
 from penstock.errors import ConfigError, EngineError, NvmeError
 from penstock.kinds import PARAM
@@ -203,20 +204,21 @@ class Access:
         self.check_param(parameter, value)
         unit, index = self._place(parameter)
         found = self._own_part(unit, index, value)
-        if found is not None:
-            start, stop, values = found
-            for first, last, weights in unit.visit(start, stop, modify=True):
-                part = values[first - start : last - start]
-                if unit.trained:
-                    _set_value(weights, part)
-                else:
-                    weights.param.copy_(part)
-        unit.count_writes([index])
-        unit.stale = unit.replica is not None and unit.layout.shards > 1
-        unit.published = DONE
-        self._gatherer.outdate(unit)
-        if unit.resident:
-            self._gatherer.acquire(unit)
+        with torn_on_failure([unit], f"Setting parameter '{unit.spec.names[index]}'"):
+            if found is not None:
+                start, stop, values = found
+                for first, last, weights in unit.visit(start, stop, modify=True):
+                    part = values[first - start : last - start]
+                    if unit.trained:
+                        _set_value(weights, part)
+                    else:
+                        weights.param.copy_(part)
+            unit.count_writes([index])
+            unit.stale = unit.replica is not None and unit.layout.shards > 1
+            unit.published = DONE
+            self._gatherer.outdate(unit)
+            if unit.resident:
+                self._gatherer.acquire(unit)
 
     def set_grad(self, parameter: nn.Parameter, value: Tensor) -> None:
         """Overwrite the accumulated gradient."""
@@ -251,8 +253,10 @@ class Access:
         if spec.begins_with_update:
             self._steps[parameter] = max(1, self._steps[parameter])
         found = self._own_part(unit, index, value)
-        if found is not None:
-            start, stop, new = found
+        if found is None:
+            return
+        start, stop, new = found
+        with torn_on_failure([unit], f"Setting '{name}' of '{unit.spec.names[index]}'"):
             for first, last, views in trained.optimizer.visit(start, stop, modify=True):
                 states, scales = trained.fields.name(views)
                 kept = states[state]
@@ -262,7 +266,9 @@ class Access:
         """Refuse what `set_state` would refuse."""
         unit, index, _ = self._trained_place(parameter)
         if self.check_name(parameter, name):
-            _check_shape(unit.spec.names[index], unit.layout.slots[index], value)
+            _check_value(unit.spec.names[index], unit.layout.slots[index], value)
+        elif value.numel() != 1 or value.is_complex() or not math.isfinite(value.item()):
+            raise ConfigError(f"'{name}' of '{unit.spec.names[index]}' is {value}: give one finite number.")
 
     def check_name(self, parameter: nn.Parameter, name: str) -> bool:
         """Refuse a state that there is not. Returns whether it has the parameter's shape."""
@@ -277,7 +283,7 @@ class Access:
         unit, index = self._place(parameter)
         if unit.holding.is_held:
             raise EngineError(f"Unit '{unit.name}' is gathered. Set its parameters outside gathered() and forward.")
-        _check_shape(unit.spec.names[index], unit.layout.slots[index], value)
+        _check_value(unit.spec.names[index], unit.layout.slots[index], value)
 
     def check_grad(self, parameter: nn.Parameter, value: Tensor | None = None) -> None:
         """Refuse to read a gradient that is not whole, or to set one to a value of another shape."""
@@ -288,7 +294,7 @@ class Access:
                 "after the last backward."
             )
         if value is not None:
-            _check_shape(unit.spec.names[index], unit.layout.slots[index], value)
+            _check_value(unit.spec.names[index], unit.layout.slots[index], value)
 
     def name(self, parameter: nn.Parameter) -> str:
         """A parameter's name in the model."""
@@ -393,7 +399,7 @@ class Access:
         In fp32 for a trained unit, in the dtype that it came in for a frozen one.
         """
         slot = unit.layout.slots[index]
-        _check_shape(unit.spec.names[index], slot, value)
+        _check_value(unit.spec.names[index], slot, value)
         overlap = unit.layout.overlap(slot, unit.rank)
         if overlap is None:
             return None
@@ -446,7 +452,10 @@ def _restore(unit: Unit, values: Tensor) -> None:
             kept.copy_(values[start + first : start + last])
 
 
-def _check_shape(name: str, slot: Slot, value: Tensor) -> None:
+def _check_value(name: str, slot: Slot, value: Tensor) -> None:
+    """Refuse what cannot be written, before anything is."""
+    if value.layout != torch.strided or value.is_meta or value.is_quantized or value.is_complex():
+        raise ConfigError(f"The value for '{name}' is sparse, quantised, complex or meta. Give a dense, real tensor.")
     if tuple(value.shape) != slot.shape:
         raise ConfigError(f"The value for '{name}' has shape {tuple(value.shape)}; the parameter has {slot.shape}.")
 

@@ -1,6 +1,7 @@
 """The parts of one engine, and how they end."""
 
 import contextlib
+import sys
 from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass
 
@@ -20,6 +21,7 @@ from penstock.engine.saving import Saver
 from penstock.engine.scale import GradientScale
 from penstock.engine.skips import Skips
 from penstock.engine.step import Stepper
+from penstock.engine.torn import is_torn
 from penstock.engine.unit import Unit
 from penstock.engine.update import Updater
 from penstock.errors import CheckpointError, EngineError, NvmeError
@@ -113,9 +115,11 @@ class Engine:
         """Finish work, restore the parameters, give everything back.
 
         An update that failed leaves no whole values, and a file that cannot be read gives none: everything is given
-        back, the parameters are left empty, and the error is raised. Where whole parameters do not fit into memory,
-        that is raised and nothing has changed.
+        back, the parameters are left empty, and the error is raised; without parameters to keep, only if nobody has
+        heard of it yet: `close` stands in a `finally`. Where whole parameters do not fit into memory, that is raised
+        and nothing has changed.
         """
+        raised = sys.exception()
         unsaved: CheckpointError | None = None
         try:
             self.saver.close()
@@ -129,9 +133,12 @@ class Engine:
             if keep_params and self.ranks.shards > 1:  # a rank that fails before does not wait; the others hear of it
                 with self.ranks.council.together("close()"):
                     pass
-        except Exception:
+        except Exception as error:
+            heard = is_torn(self.units) or _is_among(error, raised)
             self.abandon()
-            raise
+            if keep_params or not heard:
+                raise
+            return
         try:
             values = {p: self._restored(p, origin) for p, origin in self.origins.items()} if keep_params else {}
         except (NvmeError, EngineError):  # of this rank, or of another
@@ -167,3 +174,12 @@ class Engine:
                 unit.drop()
             self.pool.close()
             self.ranks.close()
+
+
+def _is_among(error: BaseException, raised: BaseException | None) -> bool:
+    """Whether an error is on its way already, or led to one that is; a file that is asked again says the same."""
+    while raised is not None:
+        if raised is error or (type(raised) is type(error) and str(raised) == str(error)):
+            return True
+        raised = raised.__cause__ or raised.__context__
+    return False

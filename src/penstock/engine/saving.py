@@ -22,8 +22,9 @@ import torch
 from torch import Tensor, nn
 
 from penstock.checkpoint import folder as folders
-from penstock.checkpoint.beside import describe, persistent_buffers
-from penstock.checkpoint.manifest import Manifest, SavedGroup, SavedParameter
+from penstock.checkpoint.beside import describe
+from penstock.checkpoint.buffers import other_than, persistent_buffers, to_tensors
+from penstock.checkpoint.manifest import Manifest, SavedGroup, SavedParameter, checksum_of
 from penstock.checkpoint.randomness import read_random
 from penstock.checkpoint.save import Save
 from penstock.checkpoint.tables import HomeTable, UnitTable
@@ -117,25 +118,36 @@ class Saver:
         folder, tensors, failure = Path(path), dict[str, Tensor](), None
         manifest: Manifest | None = None
         random: object = None
+        sums: dict[str, int] = {}
         sources: list[tuple[UnitSource, Unit]] = []
+        made: list[Path] = []
         undo = contextlib.ExitStack()
         try:
             random = read_random(self._streams.device)
+            buffers, tensors = to_tensors(persistent_buffers(self._model))
+            sums = {key: checksum_of(tensor) for key, tensor in tensors.items()} if council.size > 1 else {}
             sources = self._sources()
             ring = undo.enter_context(
                 contextlib.closing(RingMemory([source for source, _ in sources], self._streams.device))
             )
             if council.is_first:
-                manifest = self._manifest(folder, tensors, extra or {})
-                folders.make_folder(folder)
+                manifest = self._manifest(folder, buffers, tensors, extra or {})
+                made = folders.make_folder(folder)
+                undo.callback(folders.remove_folders, made)
         except Exception as error:
             failure = error
         with undo:
             council.agree(failure)
+            token, made_by_first, sums = council.share(
+                (manifest.token if manifest is not None else "", [str(path) for path in made], sums)
+            )
+            if not council.is_first:
+                tensors = other_than(tensors, sums)
             save = Save(
                 council=council,
                 folder=folder,
-                token=council.share(manifest.token if manifest is not None else ""),
+                made=[Path(path) for path in made_by_first],
+                token=token,
                 sources=[source for source, _ in sources],
                 ring=ring,
                 random=random,
@@ -221,8 +233,17 @@ class Saver:
             sources.append((UnitSource(table, tuple(homes.values()), ready, HostEvent()), unit))
         return sources
 
-    def _manifest(self, folder: Path, tensors: dict[str, Tensor], extra: Mapping[str, Any]) -> Manifest:
-        """Everything but the files, as it is now; buffers, and tensors of `extra` and options, go to `tensors`."""
+    def _manifest(
+        self, folder: Path, buffers: Mapping[str, str], tensors: dict[str, Tensor], extra: Mapping[str, Any]
+    ) -> Manifest:
+        """Everything but the files, as it is now.
+
+        Arguments:
+            folder: of the checkpoint.
+            buffers: their keys among the tensors, by name.
+            tensors: those of `extra` and options are put there.
+            extra: what the user adds.
+        """
         loss = self._gradient_scale.loss
         return Manifest(
             serial=folders.next_serial(folder),
@@ -235,7 +256,7 @@ class Saver:
             states=self._rule.states,
             parameters=dict(self._parameters()),
             groups=tuple(self._groups(tensors)),
-            buffers=self._buffers(tensors),
+            buffers=buffers,
             loss_scale=loss.state() if loss is not None else None,
             model=describe(self._model),
             extra=encode(dict(extra), tensors, what="extra"),
@@ -264,13 +285,6 @@ class Saver:
             options = {name: value for name, value in group.items() if name != "params"}
             encoded = encode(options, tensors, what=f"param_groups[{number}]")
             yield SavedGroup(tuple(names[p] for p in group["params"]), encoded)
-
-    def _buffers(self, tensors: dict[str, Tensor]) -> dict[str, str]:
-        buffers = persistent_buffers(self._model)
-        keys = {name: f"buffer.{name}" for name in buffers}
-        for name, buffer in buffers.items():
-            tensors[keys[name]] = buffer.detach().to("cpu", copy=True).contiguous()
-        return keys
 
 
 def _homes(unit: Unit) -> dict[str, Home]:

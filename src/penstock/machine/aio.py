@@ -112,7 +112,7 @@ class Queue:
 
 
 class File:
-    """A new file of `size` bytes, allocated in full, that only this user may read.
+    """A new file of `size` bytes, allocated in full, that only this user may read unless `mode` says more.
 
     Direct I/O where the file system takes it. Where it does not, the page cache is used, and the log says so once per
     queue.
@@ -121,16 +121,17 @@ class File:
         queue: of the disk that the file is on.
         path: must not exist; its folder must.
         size: bytes, a multiple of 4096.
+        mode: of the file, as `os.open` takes it.
 
     Raises:
         NvmeError: the file cannot be made, or there is no room for it; nothing is left behind.
         ValueError: `size` is not whole pages.
     """
 
-    def __init__(self, queue: Queue, path: str | PathLike[str], size: int) -> None:
+    def __init__(self, queue: Queue, path: str | PathLike[str], size: int, mode: int = 0o600) -> None:
         if size <= 0 or size % PAGE_BYTES:
             raise ValueError(f"a file of {size:,} bytes is not whole pages of {PAGE_BYTES}; round it up")
-        self._adopt(queue, os.fspath(path), size, _create(os.fspath(path), size), writable=True)
+        self._adopt(queue, os.fspath(path), size, _create(os.fspath(path), size, mode), writable=True)
 
     @classmethod
     def existing(cls, queue: Queue, path: str | PathLike[str]) -> File:
@@ -386,11 +387,11 @@ def checksum(memory: Tensor) -> int:
     return _native.crc32c(memory.data_ptr(), memory.nbytes)
 
 
-def _create(path: str, size: int) -> int:
+def _create(path: str, size: int, mode: int) -> int:
     """Descriptor of a new file with all its blocks allocated."""
     descriptor = None
     try:
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode)
         os.posix_fallocate(descriptor, 0, size)
     except OSError as error:
         if descriptor is not None:

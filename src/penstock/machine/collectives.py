@@ -105,6 +105,11 @@ class Ranks:
         return self.shards * self.replicas
 
     @property
+    def number(self) -> int:
+        """Of this rank among all of the grid: its files in a checkpoint have it."""
+        return self.shard_rank + self.shards * self.replica_rank
+
+    @property
     def others(self) -> Event:
         """The last collectives that other engines have submitted: what this one submits next is issued after them."""
         return all_of(turns.before(self) for turns in self._turns)
