@@ -30,10 +30,10 @@ from penstock.engine.discover import UnitPolicy, UnitSpec, find_units
 from penstock.engine.engine import Engine, Origin
 from penstock.engine.forked import leave_to_parent
 from penstock.engine.gather import Gatherer
-from penstock.engine.holders import Holders
 from penstock.engine.hooks import Hooks
 from penstock.engine.idioms import Idioms
 from penstock.engine.loading import Loader
+from penstock.engine.membership import Membership
 from penstock.engine.mixing import MixedProducts
 from penstock.engine.originals import replace_meta
 from penstock.engine.precision import InputCasts
@@ -409,14 +409,14 @@ def build(
     )
     computing = {spec.anchors[0] for spec in specs if spec.dtype == request.compute_dtype}
     casts = InputCasts(request.compute_dtype, options.cast_inputs, computing, streams.device)
-    holders = Holders(model, units)
+    membership = Membership(model, units)
     hooks = Hooks(
         model,
         units,
         gatherer,
         reducer,
         casts,
-        holders,
+        membership,
         streams,
         stepper if begins else None,
         gradient_scale=gradient_scale,
@@ -483,7 +483,7 @@ def build(
         stepper=stepper,
         updater=updater,
         hooks=hooks,
-        holders=holders,
+        membership=membership,
         access=access,
         gradient_scale=gradient_scale,
         skips=Skips(options.max_skipped_steps, at_once=options.on_nonfinite == "raise", loss_scale=loss_scale),

@@ -12,9 +12,9 @@ from penstock._native import Pool
 from penstock.config import Options
 from penstock.engine.access import Access
 from penstock.engine.gather import Gatherer
-from penstock.engine.holders import Holders
 from penstock.engine.hooks import Hooks
 from penstock.engine.loading import Loader
+from penstock.engine.membership import Membership
 from penstock.engine.reduce import Reducer
 from penstock.engine.residency import Mover
 from penstock.engine.saving import Saver
@@ -64,7 +64,7 @@ class Engine:
     stepper: Stepper
     updater: Updater
     hooks: Hooks
-    holders: Holders
+    membership: Membership
     access: Access
     gradient_scale: GradientScale
     skips: Skips

@@ -19,8 +19,8 @@ from torch.utils.hooks import RemovableHandle
 from penstock.engine.activations import Activations
 from penstock.engine.anchor import Anchor, run_last
 from penstock.engine.gather import Gatherer, Order
-from penstock.engine.holders import Holders
 from penstock.engine.holding import Holder
+from penstock.engine.membership import Membership
 from penstock.engine.outputs import Call, tensors_of, watch_first
 from penstock.engine.precision import InputCasts
 from penstock.engine.reads import watch_reads
@@ -55,7 +55,7 @@ class Hooks:
 
     Arguments:
         casts: of floating-point inputs.
-        holders: the modules of the parameters, looked at when a forward of the model begins.
+        membership: the modules of the parameters, looked at when a forward of the model begins.
         streams: told what compute is doing, for traces.
         updates: what begins in backward; `None` for nothing.
         gradient_scale: says whether the loss has to be scaled before its backward, and whether another one may follow.
@@ -69,7 +69,7 @@ class Hooks:
         gatherer: Gatherer,
         reducer: Reducer,
         casts: InputCasts,
-        holders: Holders,
+        membership: Membership,
         streams: Streams,
         updates: BackwardUpdates | None = None,
         *,
@@ -81,7 +81,7 @@ class Hooks:
         self._gatherer = gatherer
         self._reducer = reducer
         self._casts = casts
-        self._holders = holders
+        self._membership = membership
         self._streams = streams
         self._updates = updates
         self._gradient_scale = gradient_scale
@@ -312,7 +312,7 @@ class Hooks:
             self._uses.note_silent([unit for unit in units if unit.wants_gradient])
 
     def _begin_forward(self) -> None:
-        self._holders.check()
+        self._membership.check()
         if self.backward_open:
             self.abandon_backward()
         self._gathers = any(not unit.resident or unit.layout.shards > 1 for unit in self._units)  # homes may have moved

@@ -21,7 +21,7 @@ def check_step(engine: Engine) -> None:
     if any(unit.holding.blocks for unit in engine.units):
         raise EngineError("step() was called inside gathered(). Leave the block first: step changes what it shows.")
     engine.check_frozen()
-    engine.holders.check()
+    engine.membership.check()
     for unit in engine.units:
         unit.check_written()
 

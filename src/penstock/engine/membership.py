@@ -16,7 +16,7 @@ from penstock.engine.unit import Unit
 from penstock.errors import EngineError
 
 
-class Holders:
+class Membership:
     """What modules held when the model was prepared, and since.
 
     Arguments:
