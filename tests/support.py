@@ -109,9 +109,9 @@ def simulated(seed: int = 0, most_seconds: float = 0.002, dropped_wait: str | No
     return SimulatedStreams(lambda stream, nbytes: delays.uniform(0, most_seconds), dropped_wait)
 
 
-def released() -> SimulatedStreams:
+def released(seed: int = 0, most_seconds: float = 0.002) -> SimulatedStreams:
     """The same, where units are released and gathered for each use also if compute could read them in place."""
-    streams = simulated()
+    streams = simulated(seed, most_seconds)
     streams.reads_in_place = False
     return streams
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from tests.parity.rows import Arithmetic, Movement, Trace, changed, train
-from tests.support import inline, run_ranks, sampled, simulated, thorough
+from tests.support import inline, released, run_ranks, sampled, simulated, thorough
 
 STEPS = 2
 KIB = 1 << 10
@@ -42,7 +42,9 @@ def late_is_otherwise(rows: tuple[Arithmetic, ...], stages: tuple[int, ...], ran
         common = {"rank": rank, "world_size": world_size, "steps": STEPS}
         at_once = everything(train(what, Movement(stage), streams=inline(), **common))
         for seed, how in enumerate(movements(stage, world_size)):
-            late = train(what, how, streams=simulated(seed, most_seconds=0.001), **common)
+            # Every other one with everything released after use, also what compute could read in place.
+            streams = (simulated, released)[seed % 2](seed, most_seconds=0.001)
+            late = train(what, how, streams=streams, **common)
             if everything(late) != at_once:
                 failures.append(f"{changed(what)} | {changed(how)}")
     return failures
