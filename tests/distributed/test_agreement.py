@@ -92,7 +92,7 @@ def refusals(rank: int, folder: str) -> dict[str, str]:
 
     def hold(count: int) -> None:
         for unit in optimizer._engine.units:
-            unit.holds += count
+            unit.holding.blocks += count
 
     step, clip = optimizer.step, lambda: optimizer.clip_grad_norm_(1.0)
     only_second("a frozen parameter", lambda: unfreeze(True), lambda: unfreeze(False), step)

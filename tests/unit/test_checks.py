@@ -172,7 +172,7 @@ def nothing_allocated(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     for tier in (DeviceTier, HostTier):
         monkeypatch.setattr(tier, "reserve", forbidden)
     # What an accelerator has: streams with threads of their own.
-    monkeypatch.setattr(penstock.build, "streams_for", lambda device: simulated())
+    monkeypatch.setattr(penstock.build, "streams_for", lambda device, **_: simulated())
     before = set(threading.enumerate())
     yield
     assert set(threading.enumerate()) <= before

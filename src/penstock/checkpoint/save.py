@@ -38,15 +38,13 @@ class Written:
 
     def to_json(self) -> list[object]:
         """For the other ranks to `read`."""
-        entries = (self.files.data, self.files.table, self.tensors)
-        return [None if entry is None else entry.to_json() for entry in entries]
+        return [self.files.to_json(), None if self.tensors is None else self.tensors.to_json()]
 
     @classmethod
     def read(cls, field: Field) -> "Written":
         """Check and take what another rank said."""
-        data, table, tensors = field.items(3)
-        files = RankFiles(data.optional(FileEntry.read), FileEntry.read(table))
-        return cls(files, tensors.optional(FileEntry.read))
+        files, tensors = field.items(2)
+        return cls(RankFiles.read(files), tensors.optional(FileEntry.read))
 
 
 @dataclass(frozen=True, kw_only=True)

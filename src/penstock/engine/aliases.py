@@ -20,7 +20,8 @@ def check_aliases(model: nn.Module) -> None:
     """
     by_storage: dict[int, list[tuple[str, Tensor]]] = {}
     for name, tensor in _tensors(model):
-        if tensor.layout is torch.strided and not tensor.is_meta and tensor.numel():
+        plain = type(tensor) in (Tensor, nn.Parameter)  # wrappers have no memory of their own
+        if plain and tensor.layout is torch.strided and not tensor.is_meta and tensor.numel():
             by_storage.setdefault(tensor.untyped_storage().data_ptr(), []).append((name, tensor))
     for held in by_storage.values():
         if len(held) > 1 and any(tensor.requires_grad for _, tensor in held):

@@ -4,6 +4,7 @@ The order of units is learned from the last forward and the last backward. It is
 never correctness.
 """
 
+import contextlib
 from collections.abc import Iterable, Iterator, Sequence
 
 import torch
@@ -137,7 +138,7 @@ class Gatherer:
         """An update wrote the unit: what is gathered is from before it."""
         assert not unit.holding.is_held, f"unit '{unit.name}' is updated while it is in use"
         assert unit not in self._ahead, f"unit '{unit.name}' is updated while it is gathered"
-        unit.recorded.forget()
+        unit.recorded.outdate()
         if unit.resident or unit.spec.persistent:
             if unit.holding.residency is Residency.GATHERED:
                 unit.holding.become(Residency.OUTDATED)
@@ -234,10 +235,14 @@ class Gatherer:
         until the next gather fills the same memory: a custom function may have kept one for its backward. Only where
         autograd itself may have saved views does their memory go all the same, until that gather.
         """
-        if not unit.leased:
-            return
-        unit.event.wait()  # it is being filled, or copied
         recorded, holding = unit.recorded, unit.holding
+        if not unit.leased:
+            if recorded.shown is not None and not recorded.is_alive:
+                recorded.forget()
+                unit.hide()
+            return
+        with contextlib.suppress(Exception):  # of a gather that failed: whoever needed it was told
+            unit.event.wait()  # it is being filled, or copied
         if recorded.is_alive:
             if recorded.is_new and holding.residency is Residency.GATHERED:
                 recorded.keep(unit.full)
@@ -245,6 +250,7 @@ class Gatherer:
             assert recorded.shown is not None
             unit.expose(recorded.shown)
         else:
+            recorded.forget()
             unit.hide()
         if views_elsewhere(unit.full) and (holding.shown or not unit.full.untyped_storage().resizable()):
             self._replace_full(unit)

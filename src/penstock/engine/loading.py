@@ -16,7 +16,6 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import nn
 
 from penstock.checkpoint.buffers import persistent_buffers, write_buffer
@@ -155,14 +154,13 @@ class Loader:
 
     def _agree(self, failure: Exception | None, damage: Exception | None) -> PenstockError | None:
         """Raise where any rank has failed; return what any rank has found damaged. Collective."""
-        reports = [*self._ranks.report(failure), *self._ranks.report(damage)]
-        summed = torch.tensor(reports, dtype=torch.float64, device=self._streams.device)
-        self._ranks.all_reduce(summed)
-        self._ranks.check_reports(summed[:2].tolist(), failure)
+        self._ranks.council.agree(failure)
         try:
-            self._ranks.check_reports(summed[2:].tolist(), damage)
-        except PenstockError as error:
+            self._ranks.council.agree(damage)
+        except CheckpointError as error:
             return error
+        except PenstockError as error:  # of another rank
+            return CheckpointError(str(error))
         return None
 
     def _verify(self, taken: Taken) -> None:

@@ -57,8 +57,6 @@ class Recorded:
     def is_alive(self) -> bool:
         """Whether a graph is left that may need the parameters."""
         self._graphs = [graph for graph in self._graphs if graph() is not None]
-        if not self._graphs:
-            self.shown, self.is_new = None, False
         return bool(self._graphs)
 
     def keep(self, buffer: Tensor) -> None:
@@ -69,10 +67,13 @@ class Recorded:
         """A backward was not recorded: what cannot be told to live is taken for gone."""
         self._unmarked.clear()
 
-    def forget(self) -> None:
+    def outdate(self) -> None:
         """The values have changed: torch refuses the backward of these graphs."""
         self._graphs.clear()
         self._unmarked.clear()
+
+    def forget(self) -> None:
+        """No graph is left: parameters show nothing of theirs any longer."""
         self.shown, self.is_new = None, False
 
 
