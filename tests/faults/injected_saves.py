@@ -2,6 +2,7 @@
 
 import ctypes
 import errno
+import mmap
 import os
 import shutil
 import signal
@@ -15,7 +16,12 @@ from torch import Tensor, nn
 import penstock
 from penstock.checkpoint.folder import checkpoints_in
 from penstock.checkpoint.manifest import MARKER, files_of
+from penstock.machine import arena, lifetime
 from tests.support import disks, inline, prepare_on
+
+# The child of a fork stands for the process here, which is made thousands of times: it has what a child has not else.
+PROCESS = os.getpid()
+arena.MADV_WIPEONFORK = mmap.MADV_NORMAL  # type: ignore[misc]
 
 shim = ctypes.CDLL(None)
 shim.crash_name.restype = ctypes.c_char_p
@@ -118,8 +124,10 @@ def strangers(parent: Path) -> set[Path]:
 
 def killed(work: Callable[[], None]) -> bool:
     """Run it in a forked child; whether that was killed."""
+    lifetime._alive.in_children.clear()
     child = os.fork()
     if child == 0:
+        os.getpid = lambda: PROCESS
         try:
             work()
             os._exit(0)

@@ -50,6 +50,7 @@ REDUNDANT = {
     "reading.py read: transfer.wait()": AT_ONCE,
     "writing.py _wait: transfer.wait()": AT_ONCE,
     "writing.py _fill: reading.wait()": AT_ONCE,
+    "writing.py _check_copy: transfer.wait()": AT_ONCE,
     "residency.py wait: self._event.wait()": "it is for a stream of the host, which synchronizes",
     "ring.py free: all of (slot.free for slot in self._slots)": "the clean-up waits for each slot of the ring",
     "access.py finish: unit.trained.updated.synchronize()": "what was updated is published after it",

@@ -115,6 +115,8 @@ def test_only_some_sizes_may_be_left_to_penstock() -> None:
         ("rounding", "up", "'stochastic', 'nearest'"),
         ("checksums", "yes", "True, False"),
         ("dynamic_loss_scale", None, "True, False"),
+        ("debug_release", "late", "True, False"),
+        ("cast_inputs", "blocks", "'units', 'model', 'none'"),
     ],
 )
 def test_choices_are_named(name: str, wrong: Any, choices: str) -> None:
@@ -140,6 +142,8 @@ def test_every_option_is_checked() -> None:
         "rounding",
         "checksums",
         "dynamic_loss_scale",
+        "debug_release",
+        "cast_inputs",
         "initial_loss_scale",
         "timeout_s",
         "streamed_updates",

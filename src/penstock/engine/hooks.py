@@ -369,10 +369,11 @@ class Hooks:
 
     def _bring(self, unit: Unit) -> None:
         """Backward reads the unit's parameters, whether it was announced or not."""
-        if not (unit.holding.backwards or unit.holding.unannounced):
-            unit.holding.take(Holder.UNANNOUNCED)
-            if in_backward():
-                self._open_backward()
+        if unit.holding.backwards or unit.holding.unannounced:
+            return  # it is there
+        unit.holding.take(Holder.UNANNOUNCED)
+        if in_backward():
+            self._open_backward()
         self._gatherer.acquire(unit)
 
     def _pass_by(self, silent: Sequence[Sequence[Unit]]) -> None:

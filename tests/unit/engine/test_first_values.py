@@ -274,7 +274,7 @@ def fails_on_one(rank: int) -> list[str]:
 
 def test_what_fails_on_one_rank_fails_on_all() -> None:
     first, second = run_ranks(fails_on_one, 2)
-    assert all(message.startswith("EngineError: Rank 1 failed") for message in first)
+    assert all(message.startswith("EngineError: Rank 1 of 2 failed") for message in first)
     assert "'2.weight' has shape (3,)" in second[0]
     assert "'stranger' is unexpected" in second[1]
     assert len(first) == len(second) == 2

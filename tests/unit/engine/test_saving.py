@@ -289,7 +289,7 @@ def test_files_on_one_disk_are_copied_by_the_kernel(tmp_path: Path, monkeypatch:
     optimizer.save(tmp_path / "kernel")
     if not copied:
         pytest.skip("the file system cannot")
-    monkeypatch.setattr(writing, "_on_one_disk", lambda *_: False)
+    monkeypatch.setattr(aio.File, "is_on_disk_of", lambda *_: False)
     count = len(copied)
     optimizer.save(tmp_path / "memory")
     assert len(copied) == count
