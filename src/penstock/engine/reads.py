@@ -62,7 +62,7 @@ class ReadWatch(Generic[Owner]):
         if old is not new:
             new.clear()
             new.update(old)  # with what was registered or deleted since
-            self._module._parameters = new
+            self._module.__dict__["_parameters"] = new  # Module.__setattr__ looks for modules and buffers first
 
 
 class _Watched(Named):
