@@ -121,9 +121,10 @@ class Optimizer(torch.optim.Optimizer):
             engine.stepper.skip()
             engine.skips.step_skipped(measure.flawed)
             return StepResult(float("nan"), skipped=True, loss_scale=scale.loss_scale)
-        for unit in measure.present:
+        updated = {unit: slots for unit, slots in measure.present.items() if slots}
+        for unit in updated:  # of the others graphs may still go backward
             engine.gatherer.outdate(unit)
-        for unit, slots in measure.present.items():
+        for unit, slots in updated.items():
             unit.count_writes(slots)
         engine.stepper.update(measure, self._max_grad_norm)
         engine.gatherer.show_resident(engine.units, wait=engine.overlap not in ("forward", "backward"))

@@ -137,12 +137,15 @@ class Gatherer:
         """An update wrote the unit: what is gathered is from before it."""
         assert not unit.holding.is_held, f"unit '{unit.name}' is updated while it is in use"
         assert unit not in self._ahead, f"unit '{unit.name}' is updated while it is gathered"
+        showed = unit.recorded.shown is not None
         unit.recorded.forget()
         if unit.resident or unit.spec.persistent:
             if unit.holding.residency is Residency.GATHERED:
                 unit.holding.become(Residency.OUTDATED)
-        else:
+        elif unit.leased:
             self._retire(unit)
+        elif showed:
+            unit.hide()  # what its parameters showed to the recorded graph is from before, too
 
     def show_resident(self, units: Iterable[Unit], *, wait: bool) -> None:
         """After updates: resident parameters show their new values, or read NaN until their unit is used.
@@ -194,11 +197,13 @@ class Gatherer:
         if unit.is_whole:
             unit.note_versions()  # what was written was written to the home
         before = unit.full
-        if unit.recorded.is_alive:
-            unit.recorded.keep(before.clone())
+        resizable, recorded = before.untyped_storage().resizable(), unit.recorded.is_alive
+        if recorded:  # its views are of this memory, and nothing announces its backward
+            unit.recorded.keep(before if resizable else before.clone())
+            unit.recorded.is_new = in_use
         unit.resident = False
         self.live_bytes += unit.nbytes
-        if before.untyped_storage().resizable() and (in_use or moved.done()):
+        if resizable and not recorded and (in_use or moved.done()):
             unit.event = moved  # the same storage: what autograd saved sees the next gather
         else:  # a part of a slab, or still being copied: its memory goes with the home
             unit.event = DONE
