@@ -370,9 +370,9 @@ class Hooks:
     def _bring(self, unit: Unit) -> None:
         """Backward reads the unit's parameters, whether it was announced or not."""
         if not (unit.holding.backwards or unit.holding.unannounced):
-            unit.holding.take(Holder.UNANNOUNCED)
             if in_backward():
-                self._open_backward()
+                self._open_backward()  # first: what ends without a word is looked for where one is open
+            unit.holding.take(Holder.UNANNOUNCED)
         self._gatherer.acquire(unit)
 
     def _pass_by(self, silent: Sequence[Sequence[Unit]]) -> None:
@@ -485,7 +485,6 @@ class Hooks:
 
     def _close_backward(self) -> None:
         self.backward_open = False
-        self.under_way.leave_backward()
         self._active.clear()
         self._run_again.clear()
         self._arrived.clear()
@@ -497,6 +496,7 @@ class Hooks:
             unit.holding.saved_raw = False
         self._gatherer.drop_unused()
         self._note_turn()
+        self.under_way.leave_backward()  # last: another thread's forward begins now
 
     def _note_turn(self) -> None:
         """Tell a trace what compute turns to: the innermost unit's backward or forward."""
