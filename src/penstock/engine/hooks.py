@@ -96,7 +96,8 @@ class Hooks:
         self._uses = Uses()
         self._active: list[Unit] = []  # units whose backward is under way
         self._run_again: set[Unit] = set()  # those of them that no gradient has reached: their forward ran again
-        self._saved = SavedTensors(gatherer.owner_of, self._bring, activations)
+        owners = {parameter: unit for unit in units for parameter in unit.spec.parameters}
+        self._saved = SavedTensors(gatherer.owner_of, owners, self._bring, activations)
         self._gathers = True  # some units are not resident, or are on other ranks too
         self.backward_open = False
         self.backward_failed = False  # since the last zero_grad
@@ -228,8 +229,7 @@ class Hooks:
 
     def watch_saved(self) -> AbstractContextManager[Any]:
         """See what autograd saves of parameters that are shown outside of a forward."""
-        watches = user_records() and any(unit.is_released_after_use for unit in self._units)
-        return (self._saved.hooks() if watches else None) or nullcontext()
+        return (self._saved.hooks() if user_records() else None) or nullcontext()
 
     def _after_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         if not self._calls or self._calls[-1].module is not module:

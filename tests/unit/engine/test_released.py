@@ -244,6 +244,21 @@ def test_a_graph_that_begins_in_gathered_may_end_outside(streams: str) -> None:
         optimizer.close()
 
 
+@pytest.mark.parametrize("streams", STREAMS)
+def test_a_graph_that_begins_in_gathered_outlives_a_move(streams: str) -> None:
+    model = stack()
+    plain = copy.deepcopy(model)
+    stock = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = prepare_on(STREAMS[streams](), model, stock, precision="fp32", placement=penstock.Placement())
+    with optimizer.gathered():
+        loss = model[0][0].weight.square().sum() + model[0][1].weight.view(-1).square().sum()
+    optimizer.offload_states(to="cpu")
+    optimizer.backward(loss)
+    (plain[0][0].weight.square().sum() + plain[0][1].weight.view(-1).square().sum()).backward()
+    assert_gradients(optimizer, model, plain)
+    optimizer.close()
+
+
 @pytest.mark.parametrize("keep", [lambda p: p.detach().numpy(), lambda p: p.detach().view(-1), lambda p: p.data.t()])
 @pytest.mark.parametrize("streams", STREAMS)
 def test_what_is_kept_of_gathered_has_its_values(keep: Callable[[Tensor], Any], streams: str) -> None:
