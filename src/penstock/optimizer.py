@@ -28,7 +28,7 @@ from penstock.engine.tracing import TraceReport, take_trace
 from penstock.engine.under_way import in_backward
 from penstock.errors import ConfigError, EngineError
 from penstock.kinds import GATHERED, LEAVING, KindName, Tier, parse_tier
-from penstock.machine.border import Around, ours
+from penstock.machine.border import Around, crossing, ours
 from penstock.machine.council import Facts
 from penstock.tiers.report import Location, LocationReport
 
@@ -40,8 +40,9 @@ def _public(method: Callable[Concatenate["Optimizer", P], R]) -> Callable[Concat
     """A method that runs on our side, and not while another thread runs the model."""
 
     @wraps(method)
+    @crossing
     def called(self: "Optimizer", *args: P.args, **kwargs: P.kwargs) -> R:
-        with ours(), contextlib.nullcontext() if self._engine is None else self._engine.turn(method.__name__):
+        with contextlib.nullcontext() if self._engine is None else self._engine.turn(method.__name__):
             return method(self, *args, **kwargs)
 
     return called  # type: ignore[return-value] # functions are bound, whatever their first parameter is called
