@@ -28,7 +28,7 @@ from penstock.engine.tracing import TraceReport, take_trace
 from penstock.engine.under_way import in_backward
 from penstock.errors import ConfigError, EngineError
 from penstock.kinds import GATHERED, LEAVING, KindName, Tier, parse_tier
-from penstock.machine.border import Around, ours
+from penstock.machine.border import Around, crossing, ours
 from penstock.machine.council import Facts
 from penstock.tiers.report import Location, LocationReport
 
@@ -40,8 +40,9 @@ def _public(method: Callable[Concatenate["Optimizer", P], R]) -> Callable[Concat
     """A method that runs on our side, and not while another thread runs the model."""
 
     @wraps(method)
+    @crossing
     def called(self: "Optimizer", *args: P.args, **kwargs: P.kwargs) -> R:
-        with ours(), contextlib.nullcontext() if self._engine is None else self._engine.turn(method.__name__):
+        with contextlib.nullcontext() if self._engine is None else self._engine.turn(method.__name__):
             return method(self, *args, **kwargs)
 
     return called  # type: ignore[return-value] # functions are bound, whatever their first parameter is called
@@ -121,9 +122,10 @@ class Optimizer(torch.optim.Optimizer):
             engine.stepper.skip()
             engine.skips.step_skipped(measure.flawed)
             return StepResult(float("nan"), skipped=True, loss_scale=scale.loss_scale)
-        for unit in measure.present:
+        updated = {unit: slots for unit, slots in measure.present.items() if slots}
+        for unit in updated:  # of the others graphs may still go backward
             engine.gatherer.outdate(unit)
-        for unit, slots in measure.present.items():
+        for unit, slots in updated.items():
             unit.count_writes(slots)
         engine.stepper.update(measure, self._max_grad_norm)
         engine.gatherer.show_resident(engine.units, wait=engine.overlap not in ("forward", "backward"))

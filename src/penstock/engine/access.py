@@ -86,10 +86,15 @@ class Access:
         self.finish()
         wanted = [self._place(p)[0] for p in parameters] if parameters is not None else self._units
         units = sorted(dict.fromkeys(wanted), key=lambda unit: unit.index)
-        for unit in units:
-            unit.holding.take(Holder.BLOCK)
-            self._gatherer.acquire(unit)
-        before = {unit: unit.full.clone() for unit in units} if modify else {}
+        outer = {unit: unit.holding.blocks for unit in units}
+        try:
+            for unit in units:
+                unit.holding.take(Holder.BLOCK)
+                self._gatherer.acquire(unit)
+            before = {unit: unit.full.clone() for unit in units} if modify else {}
+        except BaseException:
+            self._let_go(outer)
+            raise
         self.modifying += modify
         try:
             with self._watch_saved():  # what autograd saves inside is there when its backward comes
@@ -115,10 +120,19 @@ class Access:
             raise
         finally:
             self.modifying -= modify
-            for unit in units:
-                unit.holding.drop(Holder.BLOCK)
-                if not self._closed:
-                    self._gatherer.release(unit)
+            left = {unit: unit.holding.blocks - 1 for unit in units}
+            try:
+                self._let_go(left)
+            except BaseException:  # an interrupt
+                self._let_go(left)
+                raise
+
+    def _let_go(self, blocks: Mapping[Unit, int]) -> None:
+        """So many blocks hold these units from now on."""
+        for unit, count in blocks.items():
+            unit.holding.blocks = count
+            if not self._closed:
+                self._gatherer.release(unit)
 
     @property
     def _closed(self) -> bool:

@@ -195,11 +195,13 @@ class Gatherer:
         if unit.is_whole:
             unit.note_versions()  # what was written was written to the home
         before = unit.full
-        if unit.recorded.is_alive:
-            unit.recorded.keep(before.clone())
+        resizable, recorded = before.untyped_storage().resizable(), unit.recorded.is_alive
+        if recorded:  # its views are of this memory, and nothing announces its backward
+            unit.recorded.keep(before if resizable else before.clone())
+            unit.recorded.is_new = in_use
         unit.resident = False
         self.live_bytes += unit.nbytes
-        if before.untyped_storage().resizable() and (in_use or moved.done()):
+        if resizable and not recorded and (in_use or moved.done()):
             unit.event = moved  # the same storage: what autograd saved sees the next gather
         else:  # a part of a slab, or still being copied: its memory goes with the home
             unit.event = DONE

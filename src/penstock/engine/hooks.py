@@ -96,7 +96,8 @@ class Hooks:
         self._uses = Uses()
         self._active: list[Unit] = []  # units whose backward is under way
         self._run_again: set[Unit] = set()  # those of them that no gradient has reached: their forward ran again
-        self._saved = SavedTensors(gatherer.owner_of, self._bring, activations)
+        owners = {parameter: unit for unit in units for parameter in unit.spec.parameters}
+        self._saved = SavedTensors(gatherer.owner_of, owners, self._bring, activations)
         self._gathers = True  # some units are not resident, or are on other ranks too
         self.backward_open = False
         self.backward_failed = False  # since the last zero_grad
@@ -228,8 +229,7 @@ class Hooks:
 
     def watch_saved(self) -> AbstractContextManager[Any]:
         """See what autograd saves of parameters that are shown outside of a forward."""
-        watches = user_records() and any(unit.is_released_after_use for unit in self._units)
-        return (self._saved.hooks() if watches else None) or nullcontext()
+        return (self._saved.hooks() if user_records() else None) or nullcontext()
 
     def _after_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         if not self._calls or self._calls[-1].module is not module:
@@ -371,9 +371,9 @@ class Hooks:
         """Backward reads the unit's parameters, whether it was announced or not."""
         if unit.holding.backwards or unit.holding.unannounced:
             return  # it is there
-        unit.holding.take(Holder.UNANNOUNCED)
         if in_backward():
-            self._open_backward()
+            self._open_backward()  # first: what ends without a word is looked for where one is open
+        unit.holding.take(Holder.UNANNOUNCED)
         self._gatherer.acquire(unit)
 
     def _pass_by(self, silent: Sequence[Sequence[Unit]]) -> None:
@@ -486,7 +486,6 @@ class Hooks:
 
     def _close_backward(self) -> None:
         self.backward_open = False
-        self.under_way.leave_backward()
         self._active.clear()
         self._run_again.clear()
         self._arrived.clear()
@@ -498,6 +497,7 @@ class Hooks:
             unit.holding.saved_raw = False
         self._gatherer.drop_unused()
         self._note_turn()
+        self.under_way.leave_backward()  # last: another thread's forward begins now
 
     def _note_turn(self) -> None:
         """Tell a trace what compute turns to: the innermost unit's backward or forward."""

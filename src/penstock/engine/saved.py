@@ -7,18 +7,18 @@ So a graph does not keep the buffers of all units, and a unit that is released h
 else keeps one. Torch compares versions of saved tensors only where there are no hooks, so it is done here.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from penstock.engine.activations import Activations, Saved
 from penstock.engine.unit import Unit
 from penstock.engine.versions import Kept, check_version
 from penstock.errors import EngineError
-from penstock.machine.border import ours
+from penstock.machine.border import crossing, ours
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,16 +49,22 @@ class SavedTensors:
 
     Arguments:
         owner_of: the unit, of those that are released after use, whose full buffer a tensor is a view of.
+        owners: the unit of each parameter.
         bring: makes a unit's parameters usable until the backward that is under way is over.
         activations: takes other tensors; `None` leaves them where they are.
     """
 
     def __init__(
-        self, owner_of: Callable[[Tensor], Unit | None], bring: Callable[[Unit], None], activations: Activations | None
+        self,
+        owner_of: Callable[[Tensor], Unit | None],
+        owners: Mapping[nn.Parameter, Unit],
+        bring: Callable[[Unit], None],
+        activations: Activations | None,
     ) -> None:
         self._owner_of = owner_of
         self._bring = bring
         self._activations = activations
+        self._owners = owners
 
     def hooks(self) -> torch.autograd.graph.saved_tensors_hooks | None:
         """To be entered and left on the thread that computes; `None` where they would be in the way.
@@ -92,12 +98,24 @@ class SavedTensors:
 
     def _unpack(self, packed: SavedView | Saved | Kept) -> Tensor:
         if isinstance(packed, Kept):
-            return packed.take()
-        with ours():
-            if isinstance(packed, SavedView):
-                return self._rebuilt(packed)
-            assert self._activations is not None
-            return self._activations.bring(packed)
+            tensor = packed.take()
+            unit = self._owners.get(tensor) if isinstance(tensor, nn.Parameter) else None
+            return tensor if unit is None else self._shown(tensor, unit)
+        return self._brought(packed)
+
+    @crossing
+    def _brought(self, packed: SavedView | Saved) -> Tensor:
+        if isinstance(packed, SavedView):
+            return self._rebuilt(packed)
+        assert self._activations is not None
+        return self._activations.bring(packed)
+
+    @crossing
+    def _shown(self, parameter: Tensor, unit: Unit) -> Tensor:
+        """A parameter that rested where compute reads it when it was saved, and may have been moved since."""
+        if not unit.resident:
+            self._bring(unit)
+        return parameter
 
     def _view(self, tensor: Tensor) -> SavedView | None:
         unit = self._owner_of(tensor)

@@ -62,10 +62,10 @@ class ours:  # noqa: N801 - used as torch's own context managers are
             if torch._C._len_torch_dispatch_stack():
                 self._take_modes()
             torch._C._set_grad_enabled(False)  # last: to leave inference mode turns it on
+            return self
         except BaseException:
             self._go_back()
             raise
-        return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -75,6 +75,10 @@ class ours:  # noqa: N801 - used as torch's own context managers are
         except BaseException:  # an interrupt: what was put back already is not done again
             self._go_back()
             raise
+
+    def end(self) -> None:
+        """What leaving the block does."""
+        self._go_back()
 
     def _guard(self, guard: Any) -> None:
         self._guards.append(guard)
@@ -123,13 +127,29 @@ def user_records() -> bool:
     return torch.is_grad_enabled() if _thread.stay is None else _thread.stay.records
 
 
+def innermost() -> ours | None:
+    """The innermost stay on our side of the calling thread."""
+    return _thread.stay
+
+
+def go_back_to(stay: ours | None) -> None:
+    """End the stays since, which an interrupt kept from ending: it came before the first line that ends one."""
+    while _thread.stay is not stay and _thread.stay is not None:
+        _thread.stay.end()
+
+
 def crossing(function: Callable[P, R]) -> Callable[P, R]:
     """The function, run on our side: a public method, or what torch calls."""
 
     @wraps(function)
     def crossed(*args: P.args, **kwargs: P.kwargs) -> R:
-        with ours():
-            return function(*args, **kwargs)
+        before = innermost()
+        try:
+            with ours():
+                return function(*args, **kwargs)
+        except BaseException:
+            go_back_to(before)
+            raise
 
     return crossed
 
@@ -149,11 +169,19 @@ class Around(AbstractContextManager[T]):
         self._turn = turn
 
     def __enter__(self) -> T:
-        with ours(), self._turn():
-            return self._inside.__enter__()
+        return crossing(self._enter)()
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> bool | None:
-        with ours(), self._turn():
+        return crossing(self._leave)(kind, error, trace)
+
+    def _enter(self) -> T:
+        with self._turn():
+            return self._inside.__enter__()
+
+    def _leave(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> bool | None:
+        with self._turn():
             return self._inside.__exit__(kind, error, trace)

@@ -4,6 +4,8 @@ import copy
 import gc
 from collections.abc import Callable
 from contextlib import nullcontext
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -151,6 +153,64 @@ def test_what_a_recorded_graph_needs_goes_with_the_graph() -> None:
     optimizer.close()
 
 
+def penalty_of(model: nn.Module) -> Tensor:
+    """A recorded graph, with respect to the parameters; its forward's own graph goes."""
+    torch.manual_seed(1)
+    gradients = torch.autograd.grad(model(torch.randn(4, WIDTH)).sum(), list(model.parameters()), create_graph=True)
+    return sum((g.square().sum() for g in gradients), torch.zeros(()))
+
+
+@pytest.mark.parametrize("streams", STREAMS)
+def test_a_step_without_its_gradients_leaves_a_recorded_graph(streams: str) -> None:
+    model = stack()
+    plain = copy.deepcopy(model)
+    optimizer = prepared(model, streams)
+    penalties = penalty_of(model), penalty_of(plain)
+    optimizer.step()
+    with torch.no_grad():
+        model(torch.randn(1, WIDTH))
+    optimizer.backward(penalties[0])
+    penalties[1].backward()
+    assert_gradients(optimizer, model, plain)
+    optimizer.close()
+
+
+@pytest.mark.parametrize("streams", STREAMS)
+def test_a_recorded_graph_that_outlives_an_update_is_refused_and_the_loop_goes_on(streams: str) -> None:
+    model = stack()
+    optimizer = prepared(model, streams)
+    penalty = penalty_of(model)
+    optimizer.backward(model(torch.randn(1, WIDTH)).sum())
+    optimizer.step()
+    assert torch.isfinite(model(torch.randn(1, WIDTH))).all()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        optimizer.backward(penalty)
+    optimizer.zero_grad()
+    optimizer.backward(model(torch.randn(1, WIDTH)).sum())
+    assert not optimizer.step().skipped
+    optimizer.close()
+
+
+@pytest.mark.parametrize("placement", [penstock.Placement(), ON_CPU])
+@pytest.mark.parametrize("streams", STREAMS)
+def test_a_recorded_graph_outlives_a_move_of_its_parameters(
+    streams: str, placement: penstock.Placement, tmp_path: Path
+) -> None:
+    model = stack()
+    plain = copy.deepcopy(model)
+    stock = torch.optim.SGD(model.parameters(), lr=0.1)
+    placement = replace(placement, nvme_path=tmp_path)
+    optimizer = prepare_on(STREAMS[streams](), model, stock, precision="fp32", placement=placement)
+    penalties = penalty_of(model), penalty_of(plain)
+    optimizer.offload_states(to="nvme")
+    optimizer.backward(penalties[0])
+    penalties[1].backward()
+    assert_gradients(optimizer, model, plain)
+    optimizer.reload_states()
+    assert not optimizer.step().skipped
+    optimizer.close()
+
+
 # What people keep
 
 
@@ -182,6 +242,21 @@ def test_a_graph_that_begins_in_gathered_may_end_outside(streams: str) -> None:
         assert_released(optimizer)
         assert not optimizer.step().skipped
         optimizer.close()
+
+
+@pytest.mark.parametrize("streams", STREAMS)
+def test_a_graph_that_begins_in_gathered_outlives_a_move(streams: str) -> None:
+    model = stack()
+    plain = copy.deepcopy(model)
+    stock = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = prepare_on(STREAMS[streams](), model, stock, precision="fp32", placement=penstock.Placement())
+    with optimizer.gathered():
+        loss = model[0][0].weight.square().sum() + model[0][1].weight.view(-1).square().sum()
+    optimizer.offload_states(to="cpu")
+    optimizer.backward(loss)
+    (plain[0][0].weight.square().sum() + plain[0][1].weight.view(-1).square().sum()).backward()
+    assert_gradients(optimizer, model, plain)
+    optimizer.close()
 
 
 @pytest.mark.parametrize("keep", [lambda p: p.detach().numpy(), lambda p: p.detach().view(-1), lambda p: p.data.t()])
