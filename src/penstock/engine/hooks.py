@@ -179,8 +179,10 @@ class Hooks:
         outermost = not recomputing and (not self._calls or module is self._model)
         if outermost:
             self._begin_forward()
-        with theirs():  # gradients pass it
-            cast = self._casts.at(module, args, kwargs, outermost=outermost)
+        cast = None
+        if self._casts.concern(module, outermost=outermost):
+            with theirs():  # gradients pass it
+                cast = self._casts.of(args, kwargs, outermost=outermost)
         call = Call(module)
         call.note_inputs(*(cast or (args, kwargs)))
         self._enter(call, units)

@@ -72,10 +72,12 @@ class InputCasts:
         self._of_layers = mode == "units" and dtype != torch.float32
         self._device = device
 
-    def at(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *, outermost: bool) -> Inputs | None:
-        """The inputs of a forward that begins, or `None` where they stay as they are."""
-        if not (module in self._blocks or (outermost and self._of_calls)):
-            return None
+    def concern(self, module: nn.Module, *, outermost: bool) -> bool:
+        """Whether the inputs of a forward of the module may have to be cast."""
+        return module in self._blocks or (outermost and self._of_calls)
+
+    def of(self, args: tuple[Any, ...], kwargs: dict[str, Any], *, outermost: bool) -> Inputs | None:
+        """What inputs that are concerned are cast to, or `None` where they stay as they are."""
         if not any(self._may_change(value) for value in (*args, *kwargs.values())):
             return None
         if not outermost and torch.is_autocast_enabled(self._device.type):
