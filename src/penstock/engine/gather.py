@@ -14,7 +14,7 @@ from penstock.engine.holding import Residency
 from penstock.engine.recorded import views_elsewhere
 from penstock.engine.unit import Unit
 from penstock.machine.collectives import Ranks
-from penstock.machine.streams import COLLECTIVE, DONE, Event, Streams, all_of, poison
+from penstock.machine.streams import COLLECTIVE, DONE, Event, Streams, all_of
 from penstock.tiers.transit import Transit, buffer_home
 
 _EMPTY = (Residency.RELEASED, Residency.OUTDATED)  # of values that count
@@ -258,7 +258,7 @@ class Gatherer:
             self._replace_full(unit)
         holding.shown = False
         if views_elsewhere(unit.full) and not holding.saved_raw:
-            poison(unit.full)
+            self._streams.spoil(unit.full)
             holding.become(Residency.OUTDATED)
             self._lingering[unit] = None
         else:

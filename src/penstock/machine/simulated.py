@@ -97,6 +97,10 @@ class SimulatedStreams(Streams):
 
     def retire(self, buffer: Tensor) -> None:
         """Fill the buffer with NaN and keep its memory: a late reader gets NaN, not a fault."""
+        self.spoil(buffer)
+
+    def spoil(self, buffer: Tensor) -> None:
+        """The same."""
         self._check_quiet(buffer)
         poison(buffer)
 

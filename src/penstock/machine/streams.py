@@ -186,6 +186,10 @@ class Streams(ABC):
             poison(buffer)  # debugging: memory that is not given back yet must not look as if it had values
         buffer.untyped_storage().resize_(0)
 
+    def spoil(self, buffer: Tensor) -> None:
+        """Overwrite a buffer with NaN and leave it its memory. All work on it has been waited for."""
+        poison(buffer)
+
     def return_free_memory(self) -> None:
         """Give memory that was freed back to the system, for others than torch to use."""
         return_free_memory()
