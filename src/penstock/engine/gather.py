@@ -243,8 +243,13 @@ class Gatherer:
                 recorded.forget()
                 unit.hide()
             return
-        with contextlib.suppress(Exception):  # of a gather that failed: whoever needed it was told
+        try:
             unit.event.wait()  # it is being filled, or copied
+        except Exception:  # of a gather that failed: whoever needed it was told; other parts of it may go on
+            for part in unit.event.parts():
+                with contextlib.suppress(Exception):
+                    part.synchronize()
+            holding.saved_raw = True  # nothing reads it: its memory goes
         if recorded.is_alive:
             if recorded.is_new and holding.residency is Residency.GATHERED:
                 recorded.keep(unit.full)
