@@ -30,6 +30,10 @@ using torch::jit::Stack;
 
 constexpr auto kType = c10::DeviceType::PrivateUse1;
 
+// The second key never runs anything: the first one comes before it. It is one of those for which torch lets
+// `parameter.data = ...` go from the host to a device, as it does for CUDA.
+const auto kKeys = c10::DispatchKeySet({c10::DispatchKey::PrivateUse1, c10::DispatchKey::MTIA});
+
 bool is_ours(const Tensor& tensor) { return tensor.defined() && tensor.device().type() == kType; }
 
 bool is_late(const Tensor& tensor) { return is_ours(tensor) && tensor.numel() > 0; }
@@ -217,6 +221,13 @@ void run_now(const c10::OperatorHandle& op, Stack* stack, c10::Device device, co
   }
 }
 
+// The dtype of layer norm's statistics: fp32 only beside weights of another dtype.
+at::ScalarType as_the_cpu_keeps(c10::ArrayRef<IValue> arguments) {
+  const at::ScalarType input = arguments[0].toTensor().scalar_type();
+  const bool mixed = arguments[2].isTensor() && arguments[2].toTensor().scalar_type() != input;
+  return mixed ? at::kFloat : input;
+}
+
 void fallback(const c10::OperatorHandle& op, Stack* stack) {
   const auto& schema = op.schema();
   const size_t count = schema.arguments().size();
@@ -237,6 +248,11 @@ void fallback(const c10::OperatorHandle& op, Stack* stack) {
   Stack results;
   if (gives_fresh) {
     results = shapes_of_results(op, arguments);
+    if (name == "native_layer_norm" && arguments[0].toTensor().scalar_type() == as_the_cpu_keeps(arguments)) {
+      for (size_t turn = 1; turn < results.size(); ++turn) {  // mean and deviation: meta kernels know CUDA's dtype
+        results[turn] = results[turn].toTensor().to(arguments[0].toTensor().scalar_type());
+      }
+    }
     for (IValue& result : results) {
       result = changed(result, device, [&](const Tensor& shape) { return like(shape, device); });
     }
@@ -398,7 +414,7 @@ Tensor empty(
     std::optional<c10::MemoryFormat> format) {
   const c10::DeviceGuard guard(c10::device_or_default(device));
   return at::detail::empty_generic(
-      size, c10::GetAllocator(kType), c10::DispatchKeySet(c10::DispatchKey::PrivateUse1), c10::dtype_or_default(dtype),
+      size, c10::GetAllocator(kType), kKeys, c10::dtype_or_default(dtype),
       format);
 }
 
@@ -411,7 +427,7 @@ Tensor empty_strided(
     std::optional<bool>) {
   const c10::DeviceGuard guard(c10::device_or_default(device));
   return at::detail::empty_strided_generic(
-      size, stride, c10::GetAllocator(kType), c10::DispatchKeySet(c10::DispatchKey::PrivateUse1),
+      size, stride, c10::GetAllocator(kType), kKeys,
       c10::dtype_or_default(dtype));
 }
 

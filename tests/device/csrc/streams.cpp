@@ -22,6 +22,7 @@ using Time = std::chrono::steady_clock;
 
 struct Item {
   uint64_t number = 0;
+  std::string what;
   std::function<void()> run;   // or:
   int other = -1;              // the stream that this one waits for,
   uint64_t other_number = 0;   // and how far it has to be
@@ -131,8 +132,11 @@ void serve(Stream& stream) {
       lock.unlock();
       try {
         item.run();
-      } catch (...) {
-        set_sticky_error(std::current_exception());
+      } catch (const c10::Error& error) {
+        const std::string what = "kernel " + item.what + ": " + error.what_without_backtrace();
+        set_sticky_error(std::make_exception_ptr(std::runtime_error(what)));
+      } catch (const std::exception& error) {
+        set_sticky_error(std::make_exception_ptr(std::runtime_error("kernel " + item.what + ": " + error.what())));
       }
       item.run = nullptr;
       lock.lock();
@@ -275,6 +279,7 @@ void enqueue_locked(int number, Work work) {
   merge(stream.clock, state().host);
   Item& item = push(stream);
   item.run = std::move(work.run);
+  item.what = name;
   for (const Operand& operand : work.operands) {
     if (History* history = history_of(operand.start)) {
       note(
