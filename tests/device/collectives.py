@@ -1,14 +1,14 @@
 """Collectives between processes that each have strict devices: gloo's, run late, on the stream they were issued from.
 
-As NCCL's they are issued by the host and run when the stream comes to them; they keep nothing alive, and who needs their
-result orders himself after that stream. `init_process_group("late")` takes them, for tensors of the device and of the host.
+As NCCL's they are issued by the host and run when the stream comes to them; they keep nothing alive, and who needs
+their result orders himself after that stream. `init_process_group("late")` takes them, for tensors of the device and of
+the host.
 """
 
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import Work
