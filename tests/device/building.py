@@ -1,4 +1,6 @@
-"""Builds the strict device, a torch extension of `csrc/`, once per state of its sources: `python -m tests.device.building`.
+"""Builds the strict device, a torch extension of `csrc/`, once per state of its sources.
+
+`python -m tests.device.building` does it by hand and prints where the library is.
 
 Nearly all of the time goes into torch's headers: a source with `<ATen/ATen.h>` and `<torch/library.h>` takes a third of
 one with `<torch/extension.h>`.

@@ -133,7 +133,7 @@ class Elsewhere:
 
 
 def _torn_down(item: pytest.Item, nextitem: pytest.Item | None) -> list[pytest.TestReport]:
-    """What items before this one have set up in this process and the next does not need, goes here as after any item."""
+    """What earlier items have set up in this process, and the next one does not need, goes here as after any item."""
     call = pytest.CallInfo.from_call(lambda: item.session._setupstate.teardown_exact(nextitem), "teardown")
     return [pytest.TestReport.from_item_and_call(item, call)] if call.excinfo is not None else []
 

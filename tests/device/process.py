@@ -28,7 +28,8 @@ class StrictProcess:
     """One process: started, asked for one item after the other, and ended."""
 
     def __init__(self, library: Path | None, backend: str, folder: Path, arguments: list[str]) -> None:
-        self.output, self.errors = tempfile.TemporaryFile(), tempfile.TemporaryFile()
+        self.output = tempfile.TemporaryFile()  # noqa: SIM115  # as long as this object is there
+        self.errors = tempfile.TemporaryFile()  # noqa: SIM115
         self._marks = (0, 0)
         self.connection, theirs = multiprocessing.Pipe()
         # Not in the terminal's process group: an interrupt is this process's to handle, and a kill is of all that the

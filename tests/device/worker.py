@@ -33,8 +33,9 @@ class Serving:
     "ready" comes once, before all requests. Then reports and warnings as they come about and "done", or "unknown".
     """
 
-    def __init__(self, connection: Connection) -> None:
+    def __init__(self, connection: Connection, outputs: dict[str, int]) -> None:
         self.connection = connection
+        self.outputs = outputs
         self.not_collected: list[str] = []
 
     def _send(self, message: tuple[str, Any]) -> None:
@@ -70,15 +71,24 @@ class Serving:
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_setup(self, item: pytest.Item) -> Generator[None, Any, Any]:
-        return (yield from _with_output(item, "setup"))
+        return (yield from self._with_output(item, "setup"))
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_call(self, item: pytest.Item) -> Generator[None, Any, Any]:
-        return (yield from _with_output(item, "call"))
+        return (yield from self._with_output(item, "call"))
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_teardown(self, item: pytest.Item) -> Generator[None, Any, Any]:
-        return (yield from _with_output(item, "teardown"))
+        return (yield from self._with_output(item, "teardown"))
+
+    def _with_output(self, item: pytest.Item, when: str) -> Generator[None, Any, Any]:
+        starts = {name: os.fstat(number).st_size for name, number in self.outputs.items()}
+        try:
+            return (yield)
+        finally:
+            for name, number in self.outputs.items():
+                if written := os.pread(number, os.fstat(number).st_size - starts[name], starts[name]):
+                    item.add_report_section(when, name, written.decode(errors="replace"))
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         data = self.config.hook.pytest_report_to_serializable(config=self.config, report=report)
@@ -100,20 +110,11 @@ class Serving:
         self._send(("warning", (text, category, *place, about)))
 
 
-def _with_output(item: pytest.Item, when: str) -> Generator[None, Any, Any]:
-    starts = {"stdout": (1, os.fstat(1).st_size), "stderr": (2, os.fstat(2).st_size)}
-    try:
-        return (yield)
-    finally:
-        for name, (number, start) in starts.items():
-            if written := os.pread(number, os.fstat(number).st_size - start, start):
-                item.add_report_section(when, name, written.decode(errors="replace"))
-
-
 def main() -> None:
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # a test that hangs does not outlive what waits for it
     resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
-    faulthandler.enable()
+    outputs = {"stdout": os.dup(1), "stderr": os.dup(2)}  # `capfd` takes the usual numbers away for a time
+    faulthandler.enable(outputs["stderr"])
     os.environ[HERE] = "1"
     number = int(sys.argv[1])
     os.set_inheritable(number, False)
@@ -121,7 +122,7 @@ def main() -> None:
     library, backend, folder, arguments = connection.recv()
     load(library, backend)
     os.chdir(folder)
-    code = pytest.main(arguments, plugins=[Serving(connection)])
+    code = pytest.main(arguments, plugins=[Serving(connection, outputs)])
     usual = (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED, pytest.ExitCode.NO_TESTS_COLLECTED)
     sys.exit(0 if code in usual else code)
 

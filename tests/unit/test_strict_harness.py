@@ -41,7 +41,7 @@ SETTINGS = """
 [pytest]
 pythonpath = .
 timeout = 60
-addopts = --strict-markers --import-mode=importlib -ra -m "not thorough"
+addopts = --strict-markers --import-mode=importlib -ra -m "not thorough" -p no:hypothesispytest
 markers = thorough
 xfail_strict = true
 """
@@ -148,7 +148,7 @@ def test_aborts():
 def test_after_an_abort(made):
     assert len(made) == 1
 
-def test_reads_nothing():
+def test_reads_nothing(capfd):
     ctypes.string_at(0)
 
 def test_exits():
@@ -187,14 +187,23 @@ def everything(run: Callable[..., Run]) -> Run:
 
 def test_outcomes(everything: Run) -> None:
     passed = dict.fromkeys(("setup", "call", "teardown"), "passed")
-    for name in ("passes", "keeps_the_fixture", "values[a-b[c]]", "warns", "after_an_abort", "files", "is_last", "beside"):
+    for name in (
+        "passes",
+        "keeps_the_fixture",
+        "values[a-b[c]]",
+        "warns",
+        "after_an_abort",
+        "files",
+        "is_last",
+        "beside",
+    ):
         assert everything.ended(f"test_{name}") == passed, name
     for name in ("fails", "values[d e/f]", "no_longer"):
         assert everything.ended(f"test_{name}") == passed | {"call": "failed"}, name
     assert everything.ended("test_skipped") == {"setup": "skipped", "teardown": "passed"}
     assert everything.ended("test_known") == passed | {"call": "skipped"}
     assert everything.ended("test_left_out") == {}
-    assert everything.counts.startswith("8 failed, 9 passed, 1 skipped, 1 deselected, 1 xfailed, 1 warning, 1 error")
+    assert everything.counts.startswith("7 failed, 10 passed, 1 skipped, 1 deselected, 1 xfailed, 1 warning, 1 error")
 
 
 def test_what_is_shown(everything: Run) -> None:
@@ -227,7 +236,7 @@ def test_captured_output(everything: Run) -> None:
 def test_crashes_are_failures(everything: Run, name: str, how: str, where: str) -> None:
     assert everything.ended(f"test_{name}") == {"setup": "passed", "call": "failed"}
     text = everything.of(f"test_{name}")["call"]["text"]
-    assert text.startswith(f"the strict process {how}\n")
+    assert text.splitlines()[0] == f"the strict process {how}"
     assert where in text
 
 
@@ -255,15 +264,15 @@ def test_number(number):
 
 
 def test_selection(run: Callable[..., Run], tmp_path: Path) -> None:
-    files = {"device/test_small.py": SMALL, "device/test_other.py": EVERYTHING}
-    small = "device/test_small.py"
-    assert run(files, small, "-x", folder=tmp_path).counts.startswith("1 failed, 2 passed in")
-    assert run(files, small, "--lf", folder=tmp_path).counts.startswith("1 failed in")
-    assert run(files, "-k", "number and not 2", folder=tmp_path).counts.startswith("5 passed, 19 deselected in")
-    assert run(files, f"{small}::test_number[4]", folder=tmp_path).counts.startswith("1 passed in")
-    shown = run(files, "-s", f"{small}::test_number[4]", "-m", "", folder=tmp_path)
-    assert "number 4 in" in shown.text
-    assert shown.counts.startswith("1 passed in")
+    files = {"device/test_small.py": SMALL}
+    assert run(files, "-x", folder=tmp_path).counts.startswith("1 failed, 2 passed in")
+    assert run(files, "--lf", folder=tmp_path).counts.startswith("1 failed in")
+
+
+def test_one_item_with_its_output(run: Callable[..., Run]) -> None:
+    done = run({"device/test_small.py": SMALL}, "-s", "device/test_small.py::test_number[4]")
+    assert "number 4 in" in done.text
+    assert done.counts.startswith("1 passed in")
 
 
 def test_two_xdist_workers(run: Callable[..., Run]) -> None:
@@ -274,22 +283,23 @@ def test_two_xdist_workers(run: Callable[..., Run]) -> None:
 
 
 def test_in_this_process(run: Callable[..., Run]) -> None:
-    """As with a debugger: nothing is started, and pytest's own capture is at work."""
-    done = run({"device/test_small.py": "import os\ndef test_pid(): print('pid', os.getpid(), os.getppid()); assert 0\n"})
-    here = run(
-        {"device/test_small.py": "import os\ndef test_pid(): print('pid', os.getpid(), os.getppid()); assert 0\n"},
-        **{HERE: "1"},
-    )
-    assert "Captured stdout call" in done.text
-    assert "Captured stdout call" in here.text
+    assert run({"device/test_beside.py": BESIDE}, **{HERE: "1"}).counts.startswith("1 passed in")
+
+
+PACKAGE = """
+import pytest
+
+@pytest.fixture(scope="package", autouse=True)
+def around():
+    yield
+    assert 0, "at the end of the package"
+"""
 
 
 def test_fixtures_of_this_process_are_torn_down_across_it(run: Callable[..., Run]) -> None:
-    """A package whose items come before and after those of the device, and one that comes only after them."""
-    conftest = "import pytest\n\n@pytest.fixture(scope='package', autouse=True)\ndef around():\n    yield\n    assert 0, 'end'\n"
     files = {
         "before/__init__.py": "",
-        "before/conftest.py": conftest,
+        "before/conftest.py": PACKAGE,
         "before/test_one.py": "def test_one(): ...\n",
         "device/test_small.py": "def test_two(): ...\n",
         "test_three.py": "def test_three(): ...\n",
@@ -301,7 +311,10 @@ def test_fixtures_of_this_process_are_torn_down_across_it(run: Callable[..., Run
 
 @pytest.mark.parametrize(
     ("stub", "reason"),
-    [("raise ValueError('no such device')\n", "ValueError: no such device"), ("import os; os.abort()\n", "died of SIGABRT")],
+    [
+        ("raise ValueError('no such device')\n", "ValueError: no such device"),
+        ("import os; os.abort()\n", "died of SIGABRT"),
+    ],
 )
 def test_a_process_that_does_not_start(run: Callable[..., Run], stub: str, reason: str) -> None:
     done = run({"device/test_small.py": SMALL, "stub.py": stub}, "-k", "0 or 1")
