@@ -71,7 +71,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Run]:
     def run(files: dict[str, str], *args: str, folder: Path | None = None, **environment: str) -> Run:
         folder = folder or tmp_path_factory.mktemp("sandbox")
         for name, text in {"conftest.py": CONFTEST, "pytest.ini": SETTINGS, "stub.py": STUB, **files}.items():
-            Path(folder, name).parent.mkdir(exist_ok=True)
+            Path(folder, name).parent.mkdir(parents=True, exist_ok=True)
             Path(folder, name).write_text(text)
         Path(folder, "reports.json").write_text("")
         unset = ("PYTEST_ADDOPTS", "PYTEST_XDIST_WORKER", HERE)
@@ -287,25 +287,30 @@ def test_in_this_process(run: Callable[..., Run]) -> None:
 
 
 PACKAGE = """
+import sys
 import pytest
 
 @pytest.fixture(scope="package", autouse=True)
 def around():
     yield
-    assert 0, "at the end of the package"
+    assert "stub" in sys.modules, "the end of the package in the ordinary process"
 """
 
 
-def test_fixtures_of_this_process_are_torn_down_across_it(run: Callable[..., Run]) -> None:
+def test_a_package_left_by_way_of_the_device_is_torn_down(run: Callable[..., Run]) -> None:
+    """Its fixture, made for an item before, is still up when an item of the device is the last of the package."""
     files = {
-        "before/__init__.py": "",
-        "before/conftest.py": PACKAGE,
-        "before/test_one.py": "def test_one(): ...\n",
-        "device/test_small.py": "def test_two(): ...\n",
+        "conftest.py": CONFTEST.replace('"device"', '"package/device"'),
+        "package/__init__.py": "",
+        "package/conftest.py": PACKAGE,
+        "package/test_one.py": "def test_one(): ...\n",
+        "package/device/__init__.py": "",
+        "package/device/test_two.py": "def test_two(): ...\n",
         "test_three.py": "def test_three(): ...\n",
     }
-    done = run(files, "before", "device", "test_three.py")
-    assert done.ended("test_one") == {"setup": "passed", "call": "passed", "teardown": "failed"}
+    done = run(files, "package/test_one.py", "package/device", "test_three.py")
+    assert done.ended("test_one") == dict.fromkeys(("setup", "call", "teardown"), "passed")
+    assert done.ended("test_two") == {"setup": "passed", "call": "passed", "teardown": "failed"}
     assert done.counts.startswith("3 passed, 1 error in")
 
 
