@@ -11,6 +11,8 @@ from tests.device.elsewhere import Elsewhere
 from tests.device.loading import HERE, load
 
 if os.environ.get(HERE):
+    from tests.device.quiet import quiet  # noqa: F401 - around every test
+
     if NAME not in sys.modules:
         load(build())
 else:
