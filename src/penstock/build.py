@@ -56,8 +56,9 @@ from penstock.layout import ALIGNMENT_NUMEL, round_up
 from penstock.machine.accelerator import streams_for
 from penstock.machine.arena import return_free_memory
 from penstock.machine.border import crossing
-from penstock.machine.collectives import Ranks, default_device
+from penstock.machine.collectives import Ranks
 from penstock.machine.council import DEFAULT_TIMEOUT_S, Facts
+from penstock.machine.devices import check_apart, device_for, make_current, place_of
 from penstock.machine.lifetime import in_child
 from penstock.machine.streams import Streams
 from penstock.machine.threads import update_threads
@@ -117,7 +118,10 @@ def prepare(
         units: classes of the modules that are gathered together, or a predicate on (name, module); `None` takes each
             repeated block, and the rest of the model as one.
         mesh: a `DeviceMesh` of one dimension, or of two (replicate, shard) for hybrid sharding; `None` takes the
-            default process group, or a single process.
+            default process group, or a single process. Its type of device is taken; which one of them, and which
+            without a mesh: the one that the model lies on, else the one that the process group is bound to
+            (`init_process_group(device_id=)`), else torch's current one if that is not the first, else number
+            `LOCAL_RANK`. It becomes torch's current device.
         max_grad_norm: clip the gradient's norm over all ranks; `None` does not clip.
         grad_accumulation_dtype: dtype in which micro-batches are summed; `None` for `reduce_dtype`.
         reduce_dtype: dtype in which gradients are summed over ranks; `None` for the compute dtype.
@@ -160,19 +164,22 @@ def prepare(
     timeout_s = getattr(options, "timeout_s", DEFAULT_TIMEOUT_S)  # they are not checked yet
     ranks = Ranks.from_mesh(mesh, sharded=stage != 0, timeout_s=timeout_s)
     try:
-        with ranks.council.together("prepare()"):
+        with ranks.council.together("prepare()", ConfigError) as facts:
             placement = checks.check_features(stage, placement, precision, overlap, master, unit_micro_batches, options)
             check_batch_dim(batch_dim)
             checks.check_dtypes(reduce_dtype, grad_accumulation_dtype)
             checks.check_clip(max_grad_norm, overlap)
             checks.check_loss_scale(precision, overlap, options)
             checks.check_model(model, has_values=weights is None)
+            choice = device_for(model.parameters(), mesh)
+            place = place_of(choice)
+            facts["device"] = choice.device.type
+        check_apart(ranks.council.collect(place), ranks.council.members)
+        make_current(choice.device)
     except BaseException:
         ranks.close()
         raise
-    device = torch.device(mesh.device_type) if mesh is not None else default_device()
-    if mesh is not None and device.type != "cpu":
-        device = default_device()
+    device = choice.device
     compute_dtype = COMPUTE_DTYPES[precision]
     reduced = reduce_dtype or compute_dtype
     request = Request(

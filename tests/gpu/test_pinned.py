@@ -115,7 +115,7 @@ import warnings
 import torch
 from tests.gpu.test_pinned import train
 from penstock.machine.accelerator import streams_for
-from penstock.machine.collectives import default_device
+from penstock.machine.devices import default_device
 warnings.filterwarnings("ignore", message=".*of the cpu tier are not pinned")
 device = default_device()
 print(sum(float(p.double().sum()) for p in train(streams_for(device), device)))
