@@ -61,7 +61,7 @@ from penstock.machine.council import DEFAULT_TIMEOUT_S, Facts
 from penstock.machine.devices import check_apart, device_for, make_current, place_of
 from penstock.machine.lifetime import in_child
 from penstock.machine.streams import Streams
-from penstock.machine.threads import update_threads
+from penstock.machine.threads import update_cores
 from penstock.optimizer import ModelZeroGrad, Optimizer
 from penstock.rules.rule import Rule
 from penstock.rules.select import rule_for
@@ -371,7 +371,8 @@ def build(
     settle_buffers(model, ranks, streams.device)
     return_free_memory()  # the parameters' own memory, which the cells have replaced
 
-    pool = Pool(options.update_threads or update_threads())
+    cores = update_cores(streams.device).with_threads(options.update_threads)
+    pool = Pool(cores.count, sorted(cores.cores or ()))
     scales_loss = request.compute_dtype == torch.float16
     loss_scale = LossScale(options.initial_loss_scale, dynamic=options.dynamic_loss_scale) if scales_loss else None
     gradient_scale = GradientScale(1 / ranks.world_size if options.reduce_op == "mean" else 1.0, loss_scale)

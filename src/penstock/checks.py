@@ -18,7 +18,7 @@ from penstock.engine.discover import UnitSpec
 from penstock.engine.idioms import is_owned
 from penstock.errors import ConfigError, MemoryBudgetError
 from penstock.kinds import COMPUTE_DTYPES, Tier, parse_tier
-from penstock.machine.arena import available_host_bytes
+from penstock.machine.arena import available_host_memory
 from penstock.tiers.bounce import bounce_bytes
 
 _SUM_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -241,11 +241,11 @@ def check_host_memory(nbytes: int, rings: int, device: torch.device, options: Op
             f"memory, {least - budget:,} more than Options(pinned_bytes={budget:,}). Raise it, choose a smaller "
             "tile_bytes, or keep nothing on the cpu tier."
         )
-    available = available_host_bytes()
-    if available is not None and nbytes > available:
+    available = available_host_memory()
+    if available is not None and nbytes > available.nbytes:
         raise MemoryBudgetError(
-            f"The cpu tier needs {nbytes:,} bytes on this rank; the host has {available:,} available, "
-            f"{nbytes - available:,} too few. Use more ranks, a higher stage, or keep less on the cpu tier."
+            f"The cpu tier needs {nbytes:,} bytes on this rank; {available.whose} {available.nbytes:,} available, "
+            f"{nbytes - available.nbytes:,} too few. Use more ranks, a higher stage, or keep less on the cpu tier."
         )
 
 

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 import penstock
 import penstock.build
 from penstock import ConfigError, EngineError, MemoryBudgetError, Options, Placement, checks
+from penstock.machine.arena import HostMemory
 from penstock.tiers.device import DeviceTier
 from penstock.tiers.host import HostTier
 from tests.models.modules_rows import Stack, squared
@@ -326,9 +327,10 @@ def test_live_bytes_counts_frozen_and_trained_parameters_of_a_block(nothing_allo
         penstock.prepare(model, adamw(model), options=Options(live_bytes=6143))
 
 
-def test_host_memory_too_small(monkeypatch, nothing_allocated):
+@pytest.mark.parametrize("whose", ["the host has", "the container or job of this process (/c/memory.max) has"])
+def test_host_memory_too_small(monkeypatch, nothing_allocated, whose):
     model = Stack()
-    monkeypatch.setattr(checks, "available_host_bytes", lambda: 10_000)
+    monkeypatch.setattr(checks, "available_host_memory", lambda: HostMemory(10_000, whose))
     message = refused(
         lambda: penstock.prepare(model, adamw(model), placement=Placement(optimizer="cpu")), model, MemoryBudgetError
     )
@@ -336,7 +338,7 @@ def test_host_memory_too_small(monkeypatch, nothing_allocated):
     # elements, and two tiles of gradients on their way.
     nbytes = 4 * 4096 + 2 * (2 * 4096 + 2 * 8192) + 2 * 4096
     assert message == (
-        f"The cpu tier needs {nbytes:,} bytes on this rank; the host has 10,000 available, {nbytes - 10_000:,} too "
+        f"The cpu tier needs {nbytes:,} bytes on this rank; {whose} 10,000 available, {nbytes - 10_000:,} too "
         "few. Use more ranks, a higher stage, or keep less on the cpu tier."
     )
 

@@ -17,17 +17,19 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from penstock.errors import MemoryBudgetError
+from penstock.machine.cgroups import CGROUPS, OWN, memory_left
 from penstock.machine.lifetime import Phase, exiting
 from penstock.machine.numa import device_node, prefer_node
-from penstock.machine.threads import update_threads
+from penstock.machine.threads import update_cores
 
 PAGE_BYTES = 4096
+MEMINFO = Path("/proc/meminfo")
 MADV_WIPEONFORK = 18  # Linux's, which Python's mmap has no name for
 TOUCH_BYTES = 64 << 20  # what one thread faults in at a time
 
@@ -65,7 +67,7 @@ class Arena:
             node = device_node(device)
             if node is not None:
                 prefer_node(self._slab.data_ptr(), capacity, node)
-            touch(self._slab, update_threads())
+            touch(self._slab, update_cores(device).count)
             self.pinned = register(self._slab, device)
             if self.pinned:
                 memory.give_up_lock = partial(unregister, self._slab.data_ptr(), device)
@@ -105,14 +107,27 @@ def page_aligned(nbytes: int) -> Tensor:
     return torch.frombuffer(_Memory(max(nbytes, 1)), dtype=torch.uint8)[:nbytes]
 
 
-def available_host_bytes() -> int | None:
-    """Bytes that the host can still give, from /proc/meminfo; `None` where there is none."""
+class HostMemory(NamedTuple):
+    """What is left of host memory, and who limits it: for messages."""
+
+    nbytes: int
+    whose: str
+
+
+def available_host_memory(
+    meminfo: Path = MEMINFO, cgroups: Path = CGROUPS, own_cgroups: Path = OWN
+) -> HostMemory | None:
+    """What the host can still give this process, and its container or job with it; `None` where nothing says so."""
+    left = []
     try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
-    except OSError:
-        return None
-    found = [line.split()[1] for line in lines if line.startswith("MemAvailable:")]
-    return int(found[0]) * 1024 if found else None
+        words = [line.split() for line in meminfo.read_text().splitlines() if line.startswith("MemAvailable:")]
+        left += [HostMemory(int(kib) * 1024, "the host has") for _, kib, *_ in words]
+    except (OSError, ValueError):
+        pass  # another kernel
+    limit = memory_left(cgroups, own_cgroups)
+    if limit is not None:
+        left.append(HostMemory(limit.nbytes, f"the container or job of this process ({limit.name}) has"))
+    return min(left, default=None)
 
 
 def return_free_memory() -> None:

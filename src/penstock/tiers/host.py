@@ -12,7 +12,7 @@ import torch
 
 from penstock.errors import MemoryBudgetError
 from penstock.kinds import GRAD, PARAM, SHADOW, STAGING, Tier
-from penstock.machine.arena import Arena, available_host_bytes
+from penstock.machine.arena import Arena, available_host_memory
 from penstock.tiers.bounce import RINGS, SLOTS, Bounce, bounce_bytes
 from penstock.tiers.home import CellPlan, MemorySection, Section, SectionPlan
 from penstock.tiers.tier import Slab, TierMemory
@@ -94,11 +94,11 @@ class HostTier(TierMemory):
 
     def _check(self, nbytes: int) -> None:
         """Refuse what the host does not have."""
-        available = available_host_bytes()
-        if available is not None and nbytes > available:
+        available = available_host_memory()
+        if available is not None and nbytes > available.nbytes:
             raise MemoryBudgetError(
-                f"{nbytes:,} bytes of host memory are needed, and the host has {available:,} available, "
-                f"{nbytes - available:,} too few. Keep less on the cpu tier, or move it to nvme."
+                f"{nbytes:,} bytes of host memory are needed, and {available.whose} {available.nbytes:,} available, "
+                f"{nbytes - available.nbytes:,} too few. Keep less on the cpu tier, or move it to nvme."
             )
 
     def _warn(self, pageable: Mapping[str, int]) -> None:
