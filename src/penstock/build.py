@@ -247,7 +247,7 @@ class Request:
             optimizer=layout.rule.name,
         )
 
-    def homes(self, rule: Rule) -> Homes:
+    def homes(self, rule: Rule, streams: Streams) -> Homes:
         """Where each kind lives."""
         low_precision = self.compute_dtype != torch.float32
         master: Literal["remainder", "fp32", "none"] = "fp32" if self.compute_dtype == torch.float16 else self.master
@@ -260,6 +260,7 @@ class Request:
             master_dtype=MASTER_DTYPES[master] if low_precision else None,
             states=rule.states,
             tile_numel=self.options.tile_bytes // self.compute_dtype.itemsize // ALIGNMENT_NUMEL * ALIGNMENT_NUMEL,
+            streamed=self.options.streamed_updates != 0 and not streams.aliases_host,
         )
 
 
@@ -298,15 +299,15 @@ def _lay_out(
     blocks = {spec.anchors[0]: spec.name for spec in specs if spec.anchors[0] is not model}
     if request.unit_micro_batches > 1:
         check_blocks(blocks, request.batch_dim)
-    homes = request.homes(rule)
+    homes = request.homes(rule, streams)
     plans = plan_units(specs, homes, ranks, streams)
     live_bytes = checks.check_live_bytes([(plan.spec, plan.full_bytes) for plan in plans], options)
-    streamed = options.streamed_updates != 0 and not streams.aliases_host
-    plan_staging = partial(StagingPlan, reduce_dtype=request.reduce_dtype, streams=streams, streamed=streamed)
+    plan_staging = partial(StagingPlan, reduce_dtype=request.reduce_dtype, streams=streams, streamed=homes.streamed)
     staging_plan = plan_staging([plan.shard_sections for plan in plans])
     sections = [*(section for plan in plans for section in plan.all_sections()), *staging_plan.sections()]
     rings = bytes_on(list(staging_plan.sections()), Tier.CPU)
-    checks.check_host_memory(bytes_on(sections, Tier.CPU), rings, streams.device, options)
+    copied = bytes_on([section for section in sections if section.copied], Tier.CPU)
+    checks.check_host_memory(bytes_on(sections, Tier.CPU), copied, rings, streams.device, options)
     return _Layout(
         rule=rule,
         groups=groups,
@@ -314,7 +315,7 @@ def _lay_out(
         blocks=blocks,
         plans=plans,
         live_bytes=live_bytes,
-        streamed=streamed,
+        streamed=homes.streamed,
         plan_staging=plan_staging,
         staging_plan=staging_plan,
         sections=sections,

@@ -225,17 +225,18 @@ def check_live_bytes(units: Sequence[tuple[UnitSpec, int]], options: Options) ->
     )
 
 
-def check_host_memory(nbytes: int, rings: int, device: torch.device, options: Options) -> None:
+def check_host_memory(nbytes: int, copied: int, rings: int, device: torch.device, options: Options) -> None:
     """Hold the cells of the cpu tier against the host, and what has to be pinned of them against its budget.
 
     Arguments:
         nbytes: all of them.
+        copied: those that a device copies.
         rings: those of buffers.
         device: that copies from them.
         options: with the budget.
     """
     least, budget = rings + bounce_bytes(options.tile_bytes), options.pinned_bytes
-    if device.type != "cpu" and budget is not None and budget < min(nbytes, least):
+    if device.type != "cpu" and budget is not None and budget < min(copied, least):
         raise MemoryBudgetError(
             f"The buffers through which host memory and the device exchange tiles take {least:,} bytes of pinned "
             f"memory, {least - budget:,} more than Options(pinned_bytes={budget:,}). Raise it, choose a smaller "

@@ -345,15 +345,19 @@ def test_host_memory_too_small(monkeypatch, nothing_allocated, whose):
 
 def test_pinned_memory_has_a_budget_of_its_own():
     with pytest.raises(MemoryBudgetError) as caught:
-        checks.check_host_memory(500_000, 4096, torch.device("cuda"), Options(pinned_bytes=30_000, tile_bytes=4096))
+        checks.check_host_memory(
+            500_000, 500_000, 4096, torch.device("cuda"), Options(pinned_bytes=30_000, tile_bytes=4096)
+        )
     assert str(caught.value) == (
         "The buffers through which host memory and the device exchange tiles take 36,864 bytes of pinned memory, 6,864 "
         "more than Options(pinned_bytes=30,000). Raise it, choose a smaller tile_bytes, or keep nothing on the cpu "
         "tier."
     )
-    checks.check_host_memory(500_000, 4096, torch.device("cuda"), Options(pinned_bytes=36_864, tile_bytes=4096))
-    checks.check_host_memory(30_000, 4096, torch.device("cuda"), Options(pinned_bytes=30_000, tile_bytes=4096))
-    checks.check_host_memory(500_000, 4096, torch.device("cpu"), Options(pinned_bytes=30_000, tile_bytes=4096))
+    checks.check_host_memory(
+        500_000, 500_000, 4096, torch.device("cuda"), Options(pinned_bytes=36_864, tile_bytes=4096)
+    )
+    checks.check_host_memory(500_000, 30_000, 4096, torch.device("cuda"), Options(pinned_bytes=30_000, tile_bytes=4096))
+    checks.check_host_memory(500_000, 500_000, 4096, torch.device("cpu"), Options(pinned_bytes=30_000, tile_bytes=4096))
 
 
 VALUES: dict[str, tuple[Callable[[], Any], str]] = {
