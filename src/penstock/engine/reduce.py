@@ -65,6 +65,8 @@ class Reducer:
         self._accumulation_free: Event = DONE  # what it held last was added
         self.buffers = BufferRing(streams.device, streams)
         self._told = Words(streams.device)
+        if agrees and not streams.aliases_host:
+            self._told.place(0)  # not later, within a backward: to pin memory there may block what it waits for
         self._agrees = agrees and ranks.world_size > 1
         self._may_hold_back = may_hold_back
         self.accumulates = False  # inside `held_back`: another micro-batch follows

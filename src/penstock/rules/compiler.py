@@ -16,12 +16,14 @@ def has_compiler(device: torch.device) -> bool:
         return False
     try:  # none of it is public: torch 2.8 to 2.13 have all of it, and what another one lacks is no reason to fail here
         from torch._dynamo.device_interface import DeviceInterface, get_registered_device_interfaces
-        from torch._inductor.codegen import common
+
+        interface = dict(get_registered_device_interfaces()).get(device.type)
+        if interface is None:
+            return False
+        from torch._inductor.codegen import common  # slow to import: not for devices that the compiler never heard of
 
         common.init_backend_registration()
-        scheduling = common.get_scheduling_for_device(device.type)
-        interface = dict(get_registered_device_interfaces()).get(device.type)
-        if scheduling is None or interface is None:
+        if common.get_scheduling_for_device(device.type) is None:
             return False
         if interface.is_triton_capable is DeviceInterface.is_triton_capable:
             return True  # its kernels are of another language

@@ -44,7 +44,7 @@ class OtherKernels(device_interface.DeviceInterface):
 def torch_with(
     patch: pytest.MonkeyPatch, interface: type | None, *, scheduling: object = object, triton: bool = True
 ) -> None:
-    interfaces = {} if interface is None else {DEVICE.type: interface}
+    interfaces = {} if interface is None else {DEVICE.type: interface, "cuda": interface}
     patch.setattr(device_interface, "get_registered_device_interfaces", interfaces.items)
     patch.setattr(common, "init_backend_registration", lambda: None)
     patch.setattr(common, "get_scheduling_for_device", {DEVICE.type: scheduling}.get)
