@@ -11,7 +11,16 @@ import penstock
 from penstock import build
 from penstock.errors import ConfigError
 from penstock.machine import devices
-from penstock.machine.devices import Choice, Place, Visible, check_apart, choose_device, make_event, place_of
+from penstock.machine.devices import (
+    Choice,
+    Place,
+    Visible,
+    check_apart,
+    choose_device,
+    device_for,
+    make_event,
+    place_of,
+)
 from tests.support import inline
 
 CPU = torch.device("cpu")
@@ -78,6 +87,28 @@ def test_prepare_takes_the_device_of_the_local_rank_and_makes_it_current(monkeyp
     model = torch.nn.Linear(4, 4)
     penstock.prepare(model, torch.optim.AdamW(model.parameters())).close()
     assert (taken, current) == ([cuda(3)], [cuda(3)])
+
+
+def lying_on(*where: torch.device) -> Any:
+    return [SimpleNamespace(device=device) for device in where]
+
+
+def test_model_mesh_and_process_group_say_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    machine_of(monkeypatch, Visible("cuda", 4, 0))
+    third = {"LOCAL_RANK": "3"}
+    assert device_for(lying_on(cuda(1), cuda(1)), None, third).device == cuda(1)
+    assert device_for(lying_on(cuda(1), cuda(2)), None, third).device == cuda(3), "a model on two devices says nothing"
+    assert device_for(lying_on(cuda(1), CPU), None, third).device == cuda(3)
+    on_cpu: Any = SimpleNamespace(device_type="cpu")
+    assert device_for(lying_on(cuda(1)), on_cpu, third).device == CPU, "a mesh decides the type"
+    groups = [SimpleNamespace(bound_device_id=cuda(2)), SimpleNamespace(bound_device_id=None)]
+    mesh: Any = SimpleNamespace(device_type="cuda", get_all_groups=lambda: groups)
+    assert device_for(lying_on(CPU), mesh, third) == Choice(cuda(2), "the process group is bound to it")
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.distributed.distributed_c10d, "_get_default_group", lambda: groups[0])
+    assert device_for(lying_on(CPU), None, third).device == cuda(2)
+    with pytest.raises(ConfigError, match=r"The model lies on cuda:1, and the process group is bound to cuda:2\."):
+        device_for(lying_on(cuda(1)), None, third)
 
 
 def properties(patch: pytest.MonkeyPatch, **known: str) -> None:
