@@ -5,7 +5,10 @@ from pathlib import Path
 import pytest
 import torch
 
+import penstock
+from penstock import build
 from penstock.machine.threads import UpdateCores, share_of_cores, update_cores
+from penstock.rules import Pool
 
 
 def machine(folder: Path, *cpulists: str) -> Path:
@@ -95,6 +98,24 @@ def test_updates_run_on_the_cores_of_the_device_s_node(
 ) -> None:
     folder = machine(tmp_path, *cpulists)
     assert share_of_cores(environment, allowed, folder, near=near, devices=devices) == expected
+
+
+@pytest.mark.parametrize(("asked", "expected"), [(None, (2, [4, 5])), (1, (1, [4, 5])), (3, (3, []))])
+def test_prepare_starts_as_many_there(
+    monkeypatch: pytest.MonkeyPatch, asked: int | None, expected: tuple[int, list[int]]
+) -> None:
+    started: list[tuple[int, list[int]]] = []
+
+    def pool(threads: int, cores: list[int]) -> Pool:
+        started.append((threads, cores))
+        return Pool(threads)
+
+    monkeypatch.setattr(build, "Pool", pool)
+    monkeypatch.setattr(build, "update_cores", lambda device: UpdateCores(2, frozenset({5, 4})))
+    model = torch.nn.Linear(4, 4)
+    options = penstock.Options(update_threads=asked)
+    penstock.prepare(model, torch.optim.AdamW(model.parameters()), precision="fp32", options=options).close()
+    assert started == [expected]
 
 
 def test_a_number_of_threads_that_was_asked_for() -> None:
