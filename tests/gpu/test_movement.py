@@ -88,44 +88,6 @@ def test_peak_device_memory_is_the_formula(device):
     assert memory.memory_allocated(device) <= empty + (1 << 20)
 
 
-@pytest.mark.parametrize("steps", [100, thorough(1000)])
-@pytest.mark.parametrize("streamed", [0.0, 0.5])
-def test_device_memory_does_not_creep(make_streams, device, uncompiled, streamed, steps):
-    """What is allocated after the first steps is what is allocated after many."""
-    if device.type == "cpu":
-        steps = 8
-    model = build()
-    optimizer = prepare_on(
-        make_streams(),
-        model,
-        torch.optim.AdamW(model.parameters(), **HYPER),
-        placement=EVERYTHING_ON_CPU,
-        options=penstock.Options(streamed_updates=streamed, tile_bytes=8 << 10),
-    )
-    engine = optimizer._engine
-
-    def taken() -> tuple[int, int, int]:
-        optimizer.synchronize()
-        allocated = 0 if device.type == "cpu" else torch.get_device_module(device).memory_allocated(device)
-        return allocated, engine.reducer.buffers.nbytes, engine.gatherer.peak_live_bytes
-
-    inputs = batches(4, device)
-    early = (0, 0, 0)
-    for step in range(steps):
-        optimizer.backward(loss_of(model, inputs[step % len(inputs)]))
-        optimizer.step()
-        optimizer.zero_grad()
-        if step == steps // 2:
-            early = taken()
-    late = taken()
-    # A second buffer of a size is made when the first one is still in use: that may happen late. A leak of 2 KiB a step
-    # would be more.
-    slack = 0 if device.type == "cpu" else 2 * max(unit.nbytes for unit in engine.units)
-    for before, after, what in zip(early, late, ("allocated", "buffers of gradients", "gathered at most"), strict=True):
-        assert after <= before + slack, f"{what}: {before:,} bytes after half of the steps, {after:,} after all"
-    optimizer.close()
-
-
 def test_the_host_waits_for_nothing_inside_forward_and_backward(make_streams, device):
     """No thread but our workers', whose work that is, between the start of forward and the end of backward.
 
@@ -199,29 +161,6 @@ def _torch_waits_are_errors(device: torch.device) -> Iterator[None]:
         yield
     finally:
         torch.cuda.set_sync_debug_mode("default")
-
-
-@pytest.mark.parametrize("real", ["a wait", "no wait"])
-def test_the_watch_sees_every_thread_and_only_waits_that_wait(make_streams, device, real):
-    """Of the test above: it would pass if it saw nothing."""
-    streams = make_streams()
-    go = threading.Event()
-
-    def work() -> None:
-        go.wait()
-
-    event = streams.submit("update", work)
-    if real == "no wait":
-        go.set()
-        event.synchronize()
-    with _watched_waits(streams, device) as waits:
-        other = threading.Thread(target=event.synchronize, name="autograd's")
-        other.start()
-        time.sleep(0.05)
-        go.set()
-        other.join()
-    assert [wait.rpartition(" on ")[2] for wait in waits] == (["autograd's"] if real == "a wait" else [])
-    streams.close()
 
 
 def test_copies_run_beside_compute(device):
@@ -315,3 +254,64 @@ def _joined(spans: list[tuple[float, float]]) -> list[tuple[float, float]]:
         else:
             joined.append((start, end))
     return joined
+
+
+@pytest.mark.parametrize("steps", [100, thorough(1000)])
+@pytest.mark.parametrize("streamed", [0.0, 0.5])
+def test_device_memory_does_not_creep(make_streams, device, uncompiled, streamed, steps):
+    """What is allocated after the first steps is what is allocated after many."""
+    if device.type == "cpu":
+        steps = 8
+    model = build()
+    optimizer = prepare_on(
+        make_streams(),
+        model,
+        torch.optim.AdamW(model.parameters(), **HYPER),
+        placement=EVERYTHING_ON_CPU,
+        options=penstock.Options(streamed_updates=streamed, tile_bytes=8 << 10),
+    )
+    engine = optimizer._engine
+
+    def taken() -> tuple[int, int, int]:
+        optimizer.synchronize()
+        allocated = 0 if device.type == "cpu" else torch.get_device_module(device).memory_allocated(device)
+        return allocated, engine.reducer.buffers.nbytes, engine.gatherer.peak_live_bytes
+
+    inputs = batches(4, device)
+    early = (0, 0, 0)
+    for step in range(steps):
+        optimizer.backward(loss_of(model, inputs[step % len(inputs)]))
+        optimizer.step()
+        optimizer.zero_grad()
+        if step == steps // 2:
+            early = taken()
+    late = taken()
+    # A second buffer of a size is made when the first one is still in use: that may happen late. A leak of 2 KiB a step
+    # would be more.
+    slack = 0 if device.type == "cpu" else 2 * max(unit.nbytes for unit in engine.units)
+    for before, after, what in zip(early, late, ("allocated", "buffers of gradients", "gathered at most"), strict=True):
+        assert after <= before + slack, f"{what}: {before:,} bytes after half of the steps, {after:,} after all"
+    optimizer.close()
+
+
+@pytest.mark.parametrize("real", ["a wait", "no wait"])
+def test_the_watch_sees_every_thread_and_only_waits_that_wait(make_streams, device, real):
+    """Of the test of waits: it would pass if it saw nothing."""
+    streams = make_streams()
+    go = threading.Event()
+
+    def work() -> None:
+        go.wait()
+
+    event = streams.submit("update", work)
+    if real == "no wait":
+        go.set()
+        event.synchronize()
+    with _watched_waits(streams, device) as waits:
+        other = threading.Thread(target=event.synchronize, name="autograd's")
+        other.start()
+        time.sleep(0.05)
+        go.set()
+        other.join()
+    assert [wait.rpartition(" on ")[2] for wait in waits] == (["autograd's"] if real == "a wait" else [])
+    streams.close()
