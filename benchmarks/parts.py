@@ -8,6 +8,7 @@ that is over its budget is ended with every process that it started, and the nex
 import contextlib
 import ctypes
 import json
+import math
 import os
 import resource
 import signal
@@ -32,8 +33,17 @@ def write_report(path: Path, report: Mapping[str, Any]) -> None:
     """Replace a report: at any moment the file is the one from before or this one, whole."""
     path.parent.mkdir(parents=True, exist_ok=True)
     beside = path.with_name(f".{path.name}.{os.getpid()}")
-    beside.write_text(json.dumps(report, indent=1) + "\n")
+    beside.write_text(json.dumps(_finite(report), indent=1, allow_nan=False) + "\n")
     os.replace(beside, path)
+
+
+def _finite(value: Any) -> Any:
+    """The same with null for numbers that are not finite: JSON has none of those."""
+    if isinstance(value, Mapping):
+        return {key: _finite(inner) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(inner) for inner in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 @dataclass(frozen=True)

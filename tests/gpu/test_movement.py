@@ -142,7 +142,13 @@ def _watched_waits(streams: Streams, device: torch.device) -> Iterator[list[str]
                 with contextlib.suppress(TypeError):  # a class of C++ stays as it is
                     watch(kind, "synchronize", lambda event: event.query())
             synchronize = module.synchronize
-            patch.setattr(module, "synchronize", lambda *given: (waits.append("the device"), synchronize(*given)))
+
+            def wait_for_device(*given, **named) -> None:
+                if not isinstance(threading.current_thread(), WorkerThread):
+                    waits.append(f"the device on {threading.current_thread().name}")
+                synchronize(*given, **named)
+
+            patch.setattr(module, "synchronize", wait_for_device)
         else:
             event = streams.submit("upload", lambda: None)
             watch(type(event), "synchronize", lambda event: event.done())

@@ -173,7 +173,8 @@ def _children(process: int) -> list[int]:
 
 
 def _lives(process: int) -> bool:
-    stat = Path(f"/proc/{process}/stat")
-    return (
-        stat.exists() and stat.read_text().rpartition(")")[2].split()[0] != "Z"
-    )  # nobody may have asked for its status
+    """A zombie does not: it is over, and nobody has asked how."""
+    try:
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
