@@ -67,12 +67,17 @@ class Part:
 
 @dataclass
 class Entry:
-    """A part as the report has it."""
+    """A part as the report has it.
+
+    Attributes:
+        under_way: the item that began and has no row yet: where a check was cut off.
+    """
 
     name: str
     tells: str
     status: str = "waiting"
     reason: str = ""
+    under_way: str = ""
     budget_seconds: float = 0.0
     seconds: float = 0.0
     counts: dict[str, int] = field(default_factory=dict)
@@ -80,6 +85,7 @@ class Entry:
 
     def add(self, row: dict[str, Any]) -> None:
         self.rows.append(row)
+        self.under_way = ""
         self.counts[row["status"]] = self.counts.get(row["status"], 0) + 1
 
 
@@ -98,7 +104,6 @@ class Watched:
         self._item_seconds = item_seconds
         self._environment = environment
         self._changed = changed
-        self._running: str | None = None
         self._place = 0
         self._said = 0.0
 
@@ -131,7 +136,7 @@ class Watched:
             entry.status = "done"
         else:
             how = f"exit status {code}" if code >= 0 else f"killed by {signal.Signals(-code).name}"
-            if self._running is None and self._place == before:  # the next one would get no further
+            if not entry.under_way and self._place == before:  # the next one would get no further
                 entry.status, entry.reason = "failed", f"{wrong or how}: {last_words}"
             elif code != journal.DEVICE_LOST:
                 self._end_item("hung" if wrong else "crashed", f"{wrong or how}\n{last_words}")
@@ -157,18 +162,17 @@ class Watched:
         for line in found:
             self._said = time.monotonic()
             if "begins" in line:
-                self._running = line["begins"]
+                self._entry.under_way = line["begins"]
             else:
-                self._running = None
                 self._entry.add(line["row"])
         if found:
             self._changed()
 
     def _end_item(self, status: str, reason: str) -> None:
-        if self._running is not None:
+        name = self._entry.under_way
+        if name:
             seconds = round(time.monotonic() - self._said, 1)
-            self._entry.add({"name": self._running, "status": status, "seconds": seconds, "reason": reason})
-            self._running = None
+            self._entry.add({"name": name, "status": status, "seconds": seconds, "reason": reason})
 
 
 def run_parts(

@@ -195,6 +195,8 @@ def main() -> None:
     arguments = parser.parse_args()
     device = default_device()
     alone = device.type == "cpu"
+    torch.ones(1, device=device)  # the device's context takes memory of the host: before anything is counted
+    wait(device)
     slab = (arguments.slab_mib or (8 if alone else 256)) << 20
     large = (arguments.large_mib or (32 if alone else 8192)) << 20
     items: dict[str, Item] = {

@@ -85,6 +85,7 @@ def test_what_crashes_hangs_or_is_wrong_is_a_row_and_the_next_item_runs(parts: M
     assert "line 7 in item" in reasons["hangs"], "where it hangs"
     assert reasons["wrong"] == "not 8"
     assert first.rows[0]["number"] == 7
+    assert (first.under_way, first.counts) == ("", {"passed": 2, "crashed": 1, "failed": 1, "hung": 1})
     assert (first.status, second.status) == ("done", "done")
 
 
