@@ -11,6 +11,8 @@ from pathlib import Path
 from typing import Any
 from xml.sax.saxutils import escape
 
+from judge import losses_in_short
+
 WIDTH = 760
 COLOURS = ("#30638e", "#d1495b", "#5f8d4e", "#edae49", "#7d5ba6", "#888888", "#00798c")
 HEAD = (
@@ -39,16 +41,9 @@ def table(report: dict[str, Any]) -> Iterator[str]:
         sizes = " | ".join(f"{row[key] / 1e9:.2f}" for key in ("device_peak_bytes", "pinned_bytes", "resident_bytes"))
         share = row["tokens_per_second"] / fastest
         said = f"{beginning} {row['tokens_per_second']:,.0f} | {share:.2f} | {mfu} | {phases} | {sizes} "
-        yield f"{said}| {_losses(row)} | {_apart(row)} | {_targets(row)} |"
+        yield f"{said}| {losses_in_short(row)} | {_apart(row)} | {_targets(row)} |"
     for name, note in {row["name"]: row["note"] for row in report["rows"] if row["note"]}.items():
         yield f"\n{name}: {note}."
-
-
-def _losses(row: dict[str, Any]) -> str:
-    """The first and the last one."""
-    return " .. ".join(
-        "not finite" if loss is None else f"{loss:.4f}" for loss in (row["losses"][0], row["losses"][-1])
-    )
 
 
 def _apart(row: dict[str, Any]) -> str:

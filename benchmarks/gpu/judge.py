@@ -36,6 +36,13 @@ def judge(rows: list[Row], *, tokens: int, clipped: bool) -> None:
             row["targets"] = list(_moves(row["report"]))
 
 
+def losses_in_short(row: Row) -> str:
+    """The first and the last one."""
+    return " .. ".join(
+        "not finite" if loss is None else f"{loss:.4f}" for loss in (row["losses"][0], row["losses"][-1])
+    )
+
+
 def _measured(row: Row) -> bool:
     return row["status"] == "measured"
 

@@ -30,7 +30,7 @@ from typing import Any
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))
 import parts
-from judge import judge
+from judge import judge, losses_in_short
 from rows import CASES, FIGURES, LOSS_TOLERANCE, SCRIPTS, Case, Contender, contenders
 from shapes import SHAPES
 
@@ -203,10 +203,10 @@ def line_of(row: dict[str, Any]) -> str:
     cap = f"{row['memory_gb']:g} GB" if row.get("memory_gb") else ""
     said = [f"{row['name']:<32}{cap:>6}  {row['status']:<15}"]
     if row.get("tokens_per_second"):
-        said += [f"{row['tokens_per_second']:,.0f} tokens/s", f"loss {row['losses'][0]} .. {row['losses'][-1]}"]
+        said += [f"{row['tokens_per_second']:,.0f} tokens/s", f"loss {losses_in_short(row)}"]
         said += [f"device {row['device_peak_bytes'] / 1e9:.1f} GB", f"host {row['resident_bytes'] / 1e9:.1f} GB"]
     if row.get("differs"):
-        said.append(f"LOSSES DIFFER from {row['losses_beside']} by {row['losses_apart']}")
+        said.append(f"LOSSES DIFFER from {row['losses_beside']} by {row['losses_apart']:.3g}")
     said += [f"{t['target']}: {t['measured']:.2f}, {'met' if t['met'] else 'missed'}" for t in row["targets"]]
     return "  ".join(filter(None, [*said, row["reason"]]))
 

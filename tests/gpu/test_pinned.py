@@ -133,7 +133,7 @@ def test_a_low_limit_of_locked_memory_does_not_end_a_run():
             capture_output=True,
             text=True,
             preexec_fn=before,
-            timeout=45,
+            timeout=120,
             check=False,
         )
         for before in (None, limit)
