@@ -515,8 +515,14 @@ def activations_for(request: Request, streams: Streams, store: Store, units: Seq
     tier = parse_tier(request.placement.activations, what="activations")
     if tier is Tier.DEVICE:
         return None
-    tile_numel = request.options.tile_bytes
-    return Activations(streams, store, tier, tile_numel=tile_numel, kept=lambda: [unit.full for unit in units])
+    return Activations(
+        streams,
+        store,
+        tier,
+        tile_bytes=request.options.tile_bytes,
+        folders=len(request.placement.nvme_folders()),
+        kept=lambda: [unit.full for unit in units],
+    )
 
 
 def restore(model: nn.Module, attached: Iterable[SlicedBlock | MixedProducts | Idioms]) -> None:

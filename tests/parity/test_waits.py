@@ -37,6 +37,7 @@ AT_ONCE = "transfers are not late here"
 MOVES = "only where homes move"
 ENGINES = "only where engines share a group: tests/distributed/test_engines.py"
 SAVES = "of the thread that saves, whose events no site drops: tests/unit/engine/test_saving.py"
+UNWANTED = "what is under way on bytes that were dropped is wanted by nobody: test_cuts.py, test_activations.py"
 REDUNDANT = {
     "importing.py _write_tile: transfer.wait()": AT_ONCE,
     "checkpoints.py finish: self._optimizer.synchronize()": "the tests of the command see to it",
@@ -76,6 +77,12 @@ REDUNDANT = {
     "gather.py _all_gather: COLLECTIVE after self._ranks.others of (after, self._ranks.others)": ENGINES,
     "reduce.py flush: COLLECTIVE after gradient.ready": "it tells of NaN alone: see the tests of updates in backward",
     "ring.py drop: slot.free.synchronize()": MOVES,
+    "activations.py take: copy of buffer_home(here) after cut.clear": UNWANTED,
+    "cuts.py rest: event.synchronize()": UNWANTED,
+    "cuts.py take: all of (event for extent in extents for event in self._under_way.take(extent))": UNWANTED,
+    "cuts.py _sweep: all of cut.clear": UNWANTED,
+    "cuts.py _sweep: all of cut.used": UNWANTED,
+    "cuts.py _sweep: all of cut.home.arrival()": UNWANTED,
     "records.py visit: self.settled[number].synchronize()": "who visits settles every home first",
     "records.py visit: written.synchronize()": AT_ONCE,
     "records.py visit: reading.wait()": "a transfer and not an event: the tests of records see to it",
