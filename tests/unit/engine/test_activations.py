@@ -396,10 +396,13 @@ class Noting(SimulatedStreams):
         return super().submit(stream, noted, what=what, **rest)
 
 
-def test_a_home_is_written_again_only_when_what_reads_it_is_over(tmp_path: Path) -> None:
+def test_a_home_is_written_again_only_when_what_reads_it_is_over() -> None:
     """Those that came back ahead of a backward that fails are read late, when the next forward takes their homes."""
-    streams = Noting()
-    model, optimizer = prepared(streams, "cpu", tmp_path, None)
+    model = Net(None)
+    stock = torch.optim.SGD(model.parameters(), lr=0.1)
+    placement = penstock.Placement(activations="cpu")  # nothing else goes up, which would be waited for
+    optimizer = prepare_on(Noting(), model, stock, precision="fp32", placement=placement)
+    streams = optimizer._engine.streams
 
     def fail(grad: Tensor) -> None:
         raise KeyError("no")
