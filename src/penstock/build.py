@@ -369,7 +369,7 @@ def build(
     loss_scale = LossScale(options.initial_loss_scale, dynamic=options.dynamic_loss_scale) if scales_loss else None
     gradient_scale = GradientScale(1 / ranks.world_size if options.reduce_op == "mean" else 1.0, loss_scale)
     trained = {p: groups[p] for unit in units if unit.trained for p in unit.spec.parameters}
-    transit = Transit(streams, staging.transit)
+    transit = Transit(streams, staging.transit, staging.landing)
     gatherer = Gatherer(ranks, streams, transit, live_bytes=layout.live_bytes, prefetch_bytes=options.prefetch_bytes)
     for unit in units:
         if unit.resident:
@@ -382,7 +382,7 @@ def build(
         pool,
         reduce_dtype=request.reduce_dtype,
         accumulation_dtype=request.accumulation_dtype,
-        accumulation=staging.accumulation,
+        landing=staging.landing,
         collects_fp32=request.unit_micro_batches > 1,
         agrees=begins,
         may_hold_back=request.stage <= 1 and ranks.world_size > 1,
