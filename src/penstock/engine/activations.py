@@ -158,8 +158,8 @@ class Activations:
         cut = self._cuts.take(nbytes)
         here = tensor.detach().as_strided((tensor.numel(),), (1,)).view(torch.uint8)
         saved = Saved(cut, self._last, tensor.shape, tensor.stride(), tensor.dtype, Version(tensor), here, key)
-        saved.arrived = self._transit.copy(buffer_home(here), cut.home, after=cut.clear, what="save activation")
         weakref.finalize(saved, self._cuts.drop, cut)
+        saved.arrived = self._transit.copy(buffer_home(here), cut.home, after=cut.clear, what="save activation")
         self._known[key] = saved
         self._leaving.append(saved)
         self._last = weakref.ref(saved)

@@ -145,7 +145,8 @@ class Cuts:
         """Free what was dropped."""
         while self._dropped:
             cut = self._dropped.popleft()
-            over = all_of([cut.clear, cut.used, cut.home.arrival()])
+            last = cut.clear if cut.used is DONE else cut.used  # which waited for the one before
+            over = all_of([last, cut.home.arrival()])
             for section in cut.home.sections:
                 section.drop()
             for extent in cut.extents:

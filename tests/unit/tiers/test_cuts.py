@@ -14,7 +14,7 @@ from penstock.errors import MemoryBudgetError
 from penstock.kinds import Tier
 from penstock.layout import round_up
 from penstock.machine.arena import PAGE_BYTES
-from penstock.machine.streams import HostEvent
+from penstock.machine.streams import DONE, HostEvent
 from penstock.tiers import cuts as module
 from penstock.tiers.cuts import Cut, Cuts, step_bytes
 from penstock.tiers.device import DeviceTier
@@ -218,4 +218,19 @@ def test_where_there_is_no_room_for_a_step_there_may_be_for_what_is_wanted(monke
     with pytest.raises(MemoryBudgetError, match="are needed, and the host has"):
         cuts.take(4 * PAGE_BYTES)
     assert sum(cell.plan.nbytes for cell in store.cells()) == 2 * PAGE_BYTES
+    store.close()
+
+
+@pytest.mark.usefixtures("exact")
+def test_a_device_that_is_always_behind_makes_no_chain_of_events() -> None:
+    """What was copied last waited for what was before: that is not waited for again, nor kept."""
+    store = store_with()
+    cuts = cuts_of(store)
+    events: list[HostEvent] = []
+    for _ in range(50):
+        cut = cuts.take(3 * PAGE_BYTES)
+        assert list(cut.clear.parts()) == (events[-1:] or [DONE])
+        events.append(HostEvent())
+        cut.used = events[-1]
+        cuts.drop(cut)
     store.close()
