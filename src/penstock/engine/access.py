@@ -433,7 +433,7 @@ class Access:
                 continue
             kept = weights.read()
             changed = (new != old).to(kept.device)
-            weights.write(torch.where(changed, new.to(kept.device, torch.float32), kept))
+            weights.write(torch.where(changed, new.to(kept.device).float(), kept))
         if unit.replica is not None and not unit.resident:
             for first, last, (values,) in unit.replica.visit(0, unit.replica.stop, modify=True):
                 values.copy_(unit.full[first:last])

@@ -4,12 +4,13 @@
     backward    before a tensor is wanted it comes back, the ones that were saved before it after it
 
 With activation checkpointing these are the inputs of the checkpointed blocks, and what lies outside of them. Only what
-autograd saves during the model's forward is seen: parameters stay with their units, small tensors where they are.
+autograd saves during the model's forward is seen: parameters stay with their units, small tensors where they are. Their
+memory is cut from a few slabs (`tiers/cuts.py`), whatever sizes come.
 """
 
 import sys
 import weakref
-from collections import defaultdict, deque
+from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from types import FrameType
@@ -21,11 +22,13 @@ from penstock.engine.staging import Buffers, transit_slots
 from penstock.engine.versions import Version
 from penstock.kinds import ACTIVATION, Tier
 from penstock.machine.streams import DONE, Event, Streams
+from penstock.tiers.cuts import Cut, Cuts
 from penstock.tiers.home import CellPlan, Home, SectionPlan
 from penstock.tiers.ring import Ring
 from penstock.tiers.store import Store
 from penstock.tiers.transit import Transit, buffer_home
 
+UNIT = "(activations)"  # what the table calls it
 LEAST_BYTES = 64 << 10  # smaller ones are not worth a copy
 AHEAD_BYTES = 256 << 20  # on their way to the tier, or back before they are wanted
 
@@ -35,15 +38,14 @@ class Saved:
     """One saved tensor.
 
     Attributes:
-        home: where its bytes are.
+        cut: its home, until it is gone.
         before: the one that was saved before it: backward wants it after this one.
         shape, stride, dtype, version: of the tensor.
         here: its bytes on the device, while they leave or once they are coming back.
         key: what tells it apart while they leave.
-        arrived: `home` holds them, or `here` does.
     """
 
-    home: Home
+    cut: Cut
     before: "weakref.ref[Saved] | None"
     shape: torch.Size
     stride: tuple[int, ...]
@@ -51,12 +53,25 @@ class Saved:
     version: Version
     here: Tensor | None
     key: tuple[object, ...]
-    arrived: Event = DONE
+
+    @property
+    def home(self) -> Home:
+        """Where its bytes are."""
+        return self.cut.home
 
     @property
     def nbytes(self) -> int:
         """Bytes of the tensor."""
         return self.home.stop
+
+    @property
+    def arrived(self) -> Event:
+        """Its home holds them, or `here` does. It outlives the tensor: its bytes are others' afterwards."""
+        return self.cut.used
+
+    @arrived.setter
+    def arrived(self, event: Event) -> None:
+        self.cut.used = event
 
     def saved_before(self) -> "Saved | None":
         """The one that was saved before it, if it is still wanted."""
@@ -68,7 +83,8 @@ class Activations:
 
     Arguments:
         tier: cpu or nvme.
-        tile_numel: bytes of a tile of what goes to files.
+        tile_bytes: of what goes to files.
+        folders: for files.
         kept: tensors whose memory somebody else keeps: those of parameters.
 
     Attributes:
@@ -76,17 +92,23 @@ class Activations:
     """
 
     def __init__(
-        self, streams: Streams, store: Store, tier: Tier, *, tile_numel: int, kept: Callable[[], Iterable[Tensor]]
+        self,
+        streams: Streams,
+        store: Store,
+        tier: Tier,
+        *,
+        tile_bytes: int,
+        folders: int,
+        kept: Callable[[], Iterable[Tensor]],
     ) -> None:
         self._streams = streams
         self._store = store
         self._tier = tier
-        self._tile_numel = tile_numel
+        self._cuts = Cuts(store, tier, unit=UNIT, kind=ACTIVATION, tile_bytes=tile_bytes, folders=folders)
         self._kept = kept
         self._kept_storages: set[int] = set()
         self._ring = Ring(self._fill_ring)
         self._transit = Transit(streams, self._ring)
-        self._free: dict[int, list[Home]] = defaultdict(list)  # by bytes
         self._leaving: deque[Saved] = deque()
         self._known: dict[tuple[object, ...], Saved] = {}  # those that are leaving, by what tells tensors apart
         self._last: weakref.ref[Saved] | None = None
@@ -105,6 +127,18 @@ class Activations:
             self._forward = None
             self._let_go(AHEAD_BYTES)
 
+    def rest(self) -> None:
+        """Give memory and files back that hold nothing. The next forward takes some again."""
+        self._let_go(0)
+        self._cuts.rest()
+
+    def close(self) -> None:
+        """Let go of memory that goes with the store. Graphs that are left keep theirs."""
+        self._leaving.clear()
+        self._known.clear()
+        self._ring.drop()
+        self._cuts.close()
+
     def take(self, tensor: Tensor) -> Saved | None:
         """Autograd saves a tensor; `None` for one that stays."""
         if self._forward is None:
@@ -121,11 +155,11 @@ class Activations:
         if key in self._known:
             return self._known[key]
         self._let_go(AHEAD_BYTES - nbytes)
-        home = self._free[nbytes].pop() if self._free[nbytes] else self._make_home(nbytes)
+        cut = self._cuts.take(nbytes)
         here = tensor.detach().as_strided((tensor.numel(),), (1,)).view(torch.uint8)
-        saved = Saved(home, self._last, tensor.shape, tensor.stride(), tensor.dtype, Version(tensor), here, key)
-        saved.arrived = self._transit.copy(buffer_home(here), home, after=DONE, what="save activation")
-        weakref.finalize(saved, self._free[nbytes].append, home)
+        saved = Saved(cut, self._last, tensor.shape, tensor.stride(), tensor.dtype, Version(tensor), here, key)
+        weakref.finalize(saved, self._cuts.drop, cut)
+        saved.arrived = self._transit.copy(buffer_home(here), cut.home, after=cut.clear, what="save activation")
         self._known[key] = saved
         self._leaving.append(saved)
         self._last = weakref.ref(saved)
@@ -150,7 +184,9 @@ class Activations:
         if saved.here is None:
             saved.here = torch.empty(saved.nbytes, dtype=torch.uint8, device=self._streams.device)
             # Compute has waited for it to leave, or its memory would not have gone.
-            saved.arrived = self._transit.copy(saved.home, buffer_home(saved.here), after=DONE, what="bring activation")
+            saved.arrived = self._transit.copy(
+                saved.cut.home, buffer_home(saved.here), after=DONE, what="bring activation"
+            )
 
     def _let_go(self, most_bytes: int) -> None:
         """Drop what has left; where more than some bytes are leaving, compute waits for the first of them."""
@@ -166,16 +202,11 @@ class Activations:
         """Its device memory may be another tensor's from now on. Whether that was not known yet."""
         return self._known.get(saved.key) is saved and self._known.pop(saved.key) is saved
 
-    def _make_home(self, nbytes: int) -> Home:
-        plan = self._plan(nbytes)
-        return Home([self._store.reserve([plan]).make(plan)])
-
-    def _plan(self, nbytes: int) -> SectionPlan:
-        cell = CellPlan("(activations)", ACTIVATION, self._tier, torch.uint8, nbytes)
-        return SectionPlan(ACTIVATION, self._tier, (cell,), 0, nbytes, self._tile_numel)
-
     def _fill_ring(self) -> None:
-        self._ring.fill(Buffers(self._store).make_slots(transit_slots([self._plan(self._tile_numel)])))
+        tile = self._cuts.tile_bytes
+        cell = CellPlan(UNIT, ACTIVATION, self._tier, torch.uint8, tile)
+        plan = SectionPlan(ACTIVATION, self._tier, (cell,), 0, tile, tile)
+        self._ring.fill(Buffers(self._store).make_slots(transit_slots([plan])))
 
 
 def _is_plain(tensor: Tensor) -> bool:

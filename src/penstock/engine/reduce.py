@@ -7,7 +7,7 @@ host wait for the device. Norms are taken part by part (a slot's part in the sha
 so they do not depend on the path, the placement or the tile size.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 
@@ -19,10 +19,11 @@ from penstock.engine.buffers import BufferRing
 from penstock.engine.unit import Gradient, Part, Unit, reached
 from penstock.machine.arena import Words
 from penstock.machine.collectives import Ranks
-from penstock.machine.streams import COLLECTIVE, DONE, DOWNLOAD, UPDATE, Event, Streams, all_of, copy
+from penstock.machine.streams import COLLECTIVE, DONE, DOWNLOAD, UPDATE, Event, Streams, across, all_of
 from penstock.rules.deposit import Ranges, deposit, deposit_parts, squared_norm, squared_norms
 from penstock.tiers.home import MemorySection
-from penstock.tiers.transit import Transit, buffer_home
+from penstock.tiers.ring import Ring
+from penstock.tiers.transit import LANDING, Transit, buffer_home
 
 
 class Reducer:
@@ -31,8 +32,8 @@ class Reducer:
     Arguments:
         reduce_dtype: dtype in which gradients are summed over ranks.
         accumulation_dtype: dtype in which micro-batches are summed, the homes' own.
-        accumulation: gives a host buffer of one tile in the reduce dtype, through which later micro-batches reach homes
-            on the cpu tier where compute does not.
+        landing: host buffers of a tile, through which later micro-batches reach homes on the cpu tier where compute
+            does not.
         collects_fp32: gradients are summed in fp32 until they are reduced, because a parameter gets several in one
             backward.
         agrees: ranks tell each other whether a gradient is finite, as soon as it is reduced.
@@ -48,7 +49,7 @@ class Reducer:
         *,
         reduce_dtype: torch.dtype,
         accumulation_dtype: torch.dtype,
-        accumulation: Callable[[], Tensor],
+        landing: Ring,
         collects_fp32: bool,
         agrees: bool,
         may_hold_back: bool,
@@ -61,8 +62,7 @@ class Reducer:
         self._accumulation_dtype = accumulation_dtype
         self._straight = ranks.world_size == 1 and not collects_fp32
         self._collects_fp32 = collects_fp32
-        self._accumulation = accumulation
-        self._accumulation_free: Event = DONE  # what it held last was added
+        self._landing = landing
         self.buffers = BufferRing(streams.device, streams)
         self._told = Words(streams.device)
         if agrees and not streams.aliases_host:
@@ -202,7 +202,7 @@ class Reducer:
         told = self._told.place(unit.index)  # free: what was told last was asked before this gradient took its home
 
         def tell() -> None:
-            copy(told, self._flaws(gradient) if agreed is None else agreed)
+            across(told, self._flaws(gradient) if agreed is None else agreed)()
 
         gradient.flaws = told
         gradient.ready = self._streams.submit(
@@ -266,8 +266,10 @@ class Reducer:
     def _add_on_host(
         self, gradient: Gradient, reduced: Tensor, parts: Sequence[Part], stale: Ranges, after: Event, what: str
     ) -> Event:
-        """A later micro-batch of a home on the cpu tier: down once in the reduced dtype, added there tile by tile."""
-        staging = self._accumulation()
+        """A later micro-batch of a home on the cpu tier: down once in the reduced dtype, added there tile by tile.
+
+        While one tile is added the next one comes down.
+        """
         (section,) = gradient.home.sections
         assert isinstance(section, MemorySection)
         (home,) = section.tensors
@@ -276,23 +278,28 @@ class Reducer:
             if start == 0:
                 _clear(home, stale)
             deposit(home[start : start + landed.numel()], landed, add=True, pool=self._pool)
-            if start + landed.numel() == home.numel():
+            if start + landed.numel() == home.numel():  # the last: they run in order
                 gradient.measure(parts, squared_norms(home, _ranges(parts), pool=self._pool))
 
-        for start in range(0, home.numel(), staging.numel()):
-            source = reduced[start : start + staging.numel()]
-            landed = staging[: source.numel()]
+        start, itemsize = 0, reduced.element_size()
+        added: list[Event] = []
+        while start < home.numel():
+            slot = self._landing.take()
+            buffer = slot.near[LANDING]
+            source = reduced[start : start + buffer.numel() // itemsize]
+            landed = buffer[: source.numel() * itemsize].view(reduced.dtype)
             copied = self._streams.submit(
                 DOWNLOAD,
-                partial(copy, landed, source),
-                after=(after, self._accumulation_free),
+                across(landed, source),
+                after=(after, slot.free),
                 writes=(landed,),
-                nbytes=source.numel() * source.element_size(),
+                nbytes=source.numel() * itemsize,
                 what=what,
             )
-            added = partial(add, start, landed)
-            self._accumulation_free = self._streams.submit(UPDATE, added, after=(copied,), what=what)
-        return self._accumulation_free
+            slot.free = self._streams.submit(UPDATE, partial(add, start, landed), after=(copied,), what=what)
+            added.append(slot.free)
+            start += source.numel()
+        return all_of(added)
 
     def _add_on_device(
         self, gradient: Gradient, reduced: Tensor, parts: Sequence[Part], stale: Ranges, after: Event, what: str

@@ -1,6 +1,6 @@
 """Buffers through which tiles pass: planned from where the homes are, none larger than a tile.
 
-accumulation   a tile of a gradient that is added to its home on the cpu tier
+landing        tiles of gradients that come down in the reduce dtype, to be added to their home on the host, or cast
 update         the rings of the updates on the host and on the device: what each cannot reach where it rests, a buffer
                for each such home
 transit        the ring of gathers and gradients that come from files or go there
@@ -22,7 +22,7 @@ from penstock.tiers.pipeline import in_reach
 from penstock.tiers.records import RecordLayout, record_sizes
 from penstock.tiers.ring import Ring, Slot
 from penstock.tiers.store import Reservation, Store
-from penstock.tiers.transit import PASSING
+from penstock.tiers.transit import LANDING, PASSING
 
 # Of two slots, one is filled while the other is used; of three, one goes back as well. Files come and go at a pace of
 # their own and want more in flight: as many tiles as these bytes hold, within limits.
@@ -61,19 +61,28 @@ class StagingPlan:
         self._streamed = streamed
         plans = [plan for unit in units for sections in unit.values() for plan in sections]
         self._tile = max((min(plan.numel, plan.tile_numel) for plan in plans), default=0)
-        on_host = any(plan.tier is Tier.CPU for unit in units for plan in unit.get(GRAD, ()))
-        accumulates = on_host and not in_reach(Tier.CPU, Tier.DEVICE, streams)
-        self.accumulation = _buffer("accumulation", Tier.CPU, reduce_dtype, self._tile) if accumulates else None
+        self.landing = self._landing_slots(units, reduce_dtype)
         self.update = {beside: self._slots_beside(beside, units) for beside in (Tier.DEVICE, Tier.CPU)}
         self.transit = transit_slots(plan for unit in units for home in (PARAM, GRAD) for plan in unit.get(home, ()))
 
     def sections(self) -> Iterator[SectionPlan]:
         """Every buffer."""
-        if self.accumulation is not None:
-            yield self.accumulation
-        for slots in (*self.update.values(), self.transit):
+        for slots in (self.landing, *self.update.values(), self.transit):
             for slot in slots:
                 yield from slot.sections()
+
+    def _landing_slots(self, units: Sequence[Sections], reduce_dtype: torch.dtype) -> list[SlotPlan]:
+        """One is filled while the other is added or cast."""
+        if in_reach(Tier.CPU, Tier.DEVICE, self._streams):
+            return []
+        away = [p for unit in units for p in unit.get(GRAD, ()) if p.cells and p.tier is not Tier.DEVICE]
+        if not any(plan.tier is Tier.CPU or plan.cells[0].dtype != reduce_dtype for plan in away):
+            return []
+        nbytes = self._tile * reduce_dtype.itemsize
+        return [
+            SlotPlan({LANDING: _buffer(f"landing {number}", Tier.CPU, torch.uint8, nbytes)}, {})
+            for number in range(MEMORY_SLOTS)
+        ]
 
     def _slots_beside(self, beside: Tier, units: Sequence[Sections]) -> list[SlotPlan]:
         """The ring of the updates beside one tier."""
@@ -146,7 +155,7 @@ class Staging:
         self._store = store
         self._plan: StagingPlan | None = None
         self._buffers: Buffers | None = None
-        self._accumulation: Tensor | None = None
+        self._landing = Ring(self.take)
         self._update = {beside: Ring(self.take) for beside in (Tier.DEVICE, Tier.CPU)}
         self._transit = Ring(self.take)
 
@@ -160,17 +169,15 @@ class Staging:
         """The ring of gathers and gradients."""
         return self._transit
 
-    def accumulation(self) -> Tensor:
-        """The buffer of accumulation on the host."""
-        self.take()
-        assert self._accumulation is not None, "the buffer was not planned"
-        return self._accumulation
+    @property
+    def landing(self) -> Ring:
+        """The ring of gradients that come down to be added or cast."""
+        return self._landing
 
     def replan(self, plan: StagingPlan) -> None:
         """Give back what there is. The buffers of the new plan are taken when one is needed."""
-        for ring in (*self._update.values(), self._transit):
+        for ring in (self._landing, *self._update.values(), self._transit):
             ring.drop()
-        self._accumulation = None
         if self._buffers is not None:
             self._buffers.free()
             self._buffers = None
@@ -183,8 +190,7 @@ class Staging:
             return
         reserved = reserved or self._store.reserve(list(plan.sections()))
         self._buffers = Buffers(self._store)
-        if plan.accumulation is not None:
-            self._accumulation = self._buffers.make(plan.accumulation, reserved)
+        self._landing.fill(self._buffers.make_slots(plan.landing, reserved))
         for beside, slots in plan.update.items():
             self._update[beside].fill(self._buffers.make_slots(slots, reserved))
         self._transit.fill(self._buffers.make_slots(plan.transit, reserved))

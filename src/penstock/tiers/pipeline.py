@@ -25,8 +25,8 @@ from penstock.machine.streams import (
     WRITE,
     Event,
     Streams,
+    across,
     all_of,
-    copy,
 )
 from penstock.tiers.bounce import Bounce
 from penstock.tiers.home import Home, MemorySection, Section, Views
@@ -195,7 +195,7 @@ class Pipeline:
         if bounce is not None:
             through = bounce.upload if stream == UPLOAD else bounce.download
             return through(self._streams, target, source, after, reader=FETCH, what=what)
-        nbytes, work = source.numel() * source.element_size(), partial(copy, target, source)
+        nbytes, work = source.numel() * source.element_size(), across(target, source)
         return self._streams.submit(stream, work, after=after, writes=(target,), nbytes=nbytes, what=what)
 
 
