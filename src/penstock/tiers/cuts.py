@@ -174,8 +174,7 @@ class Cuts:
         if isinstance(slab, Records):
             return slab.cut(record, extent.start, plan)
         assert isinstance(slab, MemorySection)
-        (memory,) = slab.tensors
-        return MemorySection(plan, [memory[extent.start : extent.start + numel]], slab.bounce)
+        return slab.cut(extent.start, plan)
 
     def _grow(self, missing: int) -> None:
         """Take another slab."""
