@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from penstock.errors import MemoryBudgetError
 from penstock.kinds import Tier
 from penstock.layout import round_up
-from penstock.machine.arena import PAGE_BYTES
+from penstock.machine.arena import PAGE_BYTES, HostMemory
 from penstock.machine.streams import DONE, HostEvent
 from penstock.tiers import cuts as module
 from penstock.tiers.cuts import Cut, Cuts, step_bytes
@@ -212,7 +212,7 @@ def test_in_files_tiles_go_to_all_folders_and_come_back(tmp_path: Path) -> None:
 def test_where_there_is_no_room_for_a_step_there_may_be_for_what_is_wanted(monkeypatch: pytest.MonkeyPatch) -> None:
     store = store_with()
     cuts = cuts_of(store)
-    monkeypatch.setattr("penstock.tiers.host.available_host_bytes", lambda: 3 * PAGE_BYTES)
+    monkeypatch.setattr("penstock.tiers.host.available_host_memory", lambda: HostMemory(3 * PAGE_BYTES, "the host has"))
     cuts.take(2 * PAGE_BYTES)
     assert cuts.capacity == 2 * PAGE_BYTES
     with pytest.raises(MemoryBudgetError, match="are needed, and the host has"):
