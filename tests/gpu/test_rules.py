@@ -8,7 +8,7 @@ import torch
 
 from penstock.rules import Segment, StateFormat
 from penstock.rules.device import DeviceUpdate, compile_pass
-from penstock.rules.fused import update_reference
+from penstock.rules.fused import update_in_torch
 from tests.unit.rules.segments import FORMATS, RULES, STORAGES, assert_near, make, random_inputs, rule_and_hyper
 
 # The compiler takes many seconds for a row on a cpu: there one, with states and parameter rounded by random bits.
@@ -42,5 +42,5 @@ def test_the_compiled_update_is_near_the_hosts(
         host = make(rule, *random_inputs(numel), storage, torch.bfloat16)
         there = to(host, device)
         rule.update(host, hyper, 0.7, None)
-        update(rule, there, hyper, 0.7, update_reference)
+        update(rule, [(there, hyper)], 0.7, update_in_torch)
         assert_near(to(there, torch.device("cpu")), host, rule, hyper)

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from penstock.engine.norms import measure_late
 from penstock.engine.scale import GradientScale
 from penstock.engine.sharing import Sharing
 from penstock.engine.unit import Unit
@@ -131,17 +132,22 @@ class Stepper:
             EngineError: on the other ranks.
         """
         failure: Exception | None = None
-        squares: list[float | Tensor] = []  # of every slot
-        flags: list[float] = []
         for unit in self._units:  # all of them, also after a failure: their collectives come before the one here
             assert unit.trained is not None
-            gradient = unit.trained.gradient
             try:
                 _check(unit)
-                gradient.ready.synchronize()
+                unit.trained.gradient.ready.synchronize()
             except Exception as error:
                 failure = failure or error
-            slots = range(len(unit.layout.slots))
+        try:
+            measure_late(self._units if failure is None else [], self._streams)
+        except Exception as error:
+            failure = error
+        squares: list[float | Tensor] = []  # of every slot
+        flags: list[float] = []
+        for unit in self._units:
+            assert unit.trained is not None
+            gradient, slots = unit.trained.gradient, range(len(unit.layout.slots))
             squares += [gradient.squared_norms.get(index, 0.0) for index in slots]
             flags += [float(index in gradient.present) for index in slots]
         norms = _on_host(squares)

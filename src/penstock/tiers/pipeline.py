@@ -73,8 +73,28 @@ class Pipeline:
         self._ring = ring
         self._beside = beside
 
+    def in_place(self, number: int, homes: Mapping[str, Home]) -> int:
+        """How many tiles from this one on are used where they rest, each home's in one piece.
+
+        None where something of this one has to be brought.
+        """
+        counts = []
+        for home in homes.values():
+            section, local = tile_of(home, number)
+            if not self._reaches(section):
+                return 0
+            counts.append(section.tiles - local)
+        return min(counts)
+
     def bring(
-        self, number: int, homes: Mapping[str, Home], *, after: Event, written: Sequence[str] = (), what: str = ""
+        self,
+        number: int,
+        homes: Mapping[str, Home],
+        *,
+        after: Event,
+        written: Sequence[str] = (),
+        what: str = "",
+        count: int = 1,
     ) -> Tile:
         """Make a tile's values available where the update runs.
 
@@ -84,6 +104,7 @@ class Pipeline:
             after: what is in the homes is complete.
             written: homes that the use writes, and that have to be put back.
             what: what for, in traces: `update unit tile`.
+            count: so many tiles at once, of one section of each home; in files one.
         """
         sections = {name: tile_of(home, number) for name, home in homes.items()}
         far = any(not self._reaches(section) for section, _ in sections.values())
@@ -93,11 +114,16 @@ class Pipeline:
         for name, (section, local) in sections.items():
             if self._reaches(section):
                 assert isinstance(section, MemorySection)
-                views[name] = section.views(*section.tile_range(local))
+                views[name] = section.views(*_range(section, local, count))
                 continue
             assert slot is not None
-            move = self._from_file if isinstance(section, Records) else self._from_memory
-            views[name] = move(name, section, local, slot, after, moves, back=name in written)
+            back = name in written
+            if isinstance(section, Records):
+                assert count == 1, "a record is one tile"
+                views[name] = self._from_file(name, section, local, slot, after, moves, back=back)
+            else:
+                extent = _range(section, local, count)
+                views[name] = self._from_memory(name, section, extent, slot, after, moves, back=back)
 
         def put_back(used: Event) -> Event:
             home_again = all_of([used, *(back(used) for back in moves.to_memory)])
@@ -120,13 +146,20 @@ class Pipeline:
         return not section.plan.cells or in_reach(section.tier, self._beside, self._streams)
 
     def _from_memory(
-        self, name: str, section: Section, number: int, slot: Slot, after: Event, moves: _Moves, *, back: bool
+        self,
+        name: str,
+        section: Section,
+        extent: tuple[int, int],
+        slot: Slot,
+        after: Event,
+        moves: _Moves,
+        *,
+        back: bool,
     ) -> Views:
         """Between host and device memory: a copy each way."""
         assert isinstance(section, MemorySection)
         there, return_ = (UPLOAD, DOWNLOAD) if self._beside is Tier.DEVICE else (DOWNLOAD, UPLOAD)
-        start, stop = section.tile_range(number)
-        sources = section.views(start, stop)
+        sources = section.views(*extent)
         targets = _views_like(sources, slot.near[name])
         for source, target in zip(sources, targets, strict=True):
             event = self._copy(there, target, source, (after, slot.free), moves.what, section.bounce)
@@ -203,6 +236,11 @@ def tile_of(home: Home, number: int) -> tuple[Section, int]:
     """The section that a tile of the shard is in, and its number there."""
     section = home.section_at(number * home.sections[0].tile_numel)
     return section, number - section.plan.start // section.tile_numel
+
+
+def _range(section: Section, number: int, count: int) -> tuple[int, int]:
+    """The first element of some neighbouring tiles of a section, and one past their last."""
+    return section.tile_range(number)[0], section.tile_range(number + count - 1)[1]
 
 
 def in_reach(tier: Tier, of: Tier, streams: Streams) -> bool:
