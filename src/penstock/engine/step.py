@@ -202,7 +202,8 @@ class Stepper:
             tiles = {unit: self._rest(unit, plan, scale, begun.get(unit)) for unit, plan in plans.items()}
             left = [tile for of_unit in tiles.values() for tile in of_unit]
             if self._sharing is not None:
-                self._sharing.divide(left)
+                left = self._sharing.divide(left)
+                tiles = {unit: [tile for tile in left if tile.unit is unit] for unit in plans}
             self._updater.submit(left if self._forwards else left[::-1])
             for unit, plan in plans.items():
                 self._updater.publish(unit, tiles[unit], goes_on=unit in begun)

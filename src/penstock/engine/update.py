@@ -1,7 +1,7 @@
 """Updates of tiles: what the rule is applied to, where, and what moves for it."""
 
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import groupby, zip_longest
 from typing import Any
@@ -15,7 +15,7 @@ from penstock.layout import Piece
 from penstock.machine.streams import DEVICE_UPDATE, DONE, UPDATE, Event, Streams, all_of
 from penstock.rules.rule import BLOCK_NUMEL, Hyper, Rule, Scalars, Segment
 from penstock.tiers.home import Home, Views
-from penstock.tiers.pipeline import Pipeline
+from penstock.tiers.pipeline import Pipeline, Stretch
 from penstock.tiers.transit import Transit
 
 #: For each slot that has a gradient: what the rule reads of its group and step, and its scalars afterwards.
@@ -133,15 +133,21 @@ class Updater:
         number = 0
         while number < len(trained.tiles):
             beside = trained.update_tier(number)
-            # A tile is the grain of what moves. What compute reaches where it rests is one piece as far as that goes.
-            reached = self._pipelines[beside].in_place(number, _homes(unit, number)) if beside is Tier.DEVICE else 0
-            count = max(1, reached)
-            runs = merge(unit.pieces(number, count) if reached else trained.tiles[number], hypers, bases)
+            stretch = Stretch(1, in_place=False)
+            if beside is Tier.DEVICE:  # where a call costs the same for few elements as for many
+                stretch = self._pipelines[beside].stretch(number, _homes(unit, number))
+            count = stretch.tiles
+            runs = merge(unit.pieces(number, count) if count > 1 else trained.tiles[number], hypers, bases)
             if runs:
-                update = TileUpdate(unit, number, beside, runs, scale, complete, count=count, in_place=reached > 0)
+                update = TileUpdate(unit, number, beside, runs, scale, complete)
+                update.count, update.in_place = stretch
                 updates.append(update)
             number += count
         return updates
+
+    def taken_at_once(self, tile: TileUpdate) -> int:
+        """How many tiles from this one on the device takes at once, if it is to update what the host would."""
+        return self._pipelines[Tier.DEVICE].stretch(tile.number, _homes(tile.unit, tile.number)).tiles
 
     def submit(self, tiles: Iterable[TileUpdate], allowed: Callable[[], bool] | None = None) -> None:
         """Update tiles: in order on the host, in order on the device, both at the same time.
@@ -260,6 +266,16 @@ class Updater:
                 first=run.base + run.start,
             )
             yield segment, run.hyper
+
+
+def join(tiles: Sequence[TileUpdate]) -> TileUpdate:
+    """Neighbouring tiles of a unit as one stretch."""
+    runs: list[Run] = []
+    for run in (run for tile in tiles for run in tile.runs):
+        if runs and (runs[-1].stop, runs[-1].hyper, runs[-1].base) == (run.start, run.hyper, run.base):
+            run = replace(run, start=runs.pop().start)
+        runs.append(run)
+    return replace(tiles[0], runs=runs, count=sum(tile.count for tile in tiles))
 
 
 def _homes(unit: Unit, number: int) -> dict[str, Home]:

@@ -7,13 +7,14 @@ While tile i is used, tile i+1 is brought and tile i-1 is put back:
     WRITE                      | write 0 | write 1 | ...
 
 Everything is submitted ahead; the slots of a ring bound how far it runs. A slot is used again once what used it last is
-over, so no buffer is ever larger than a tile. Until then, whoever wants the record that it still holds takes it from
-there instead of reading it.
+over, so no buffer is ever larger than a tile, or than the stretch of tiles that a device takes at once. Until then,
+whoever wants the record that it still holds takes it from there instead of reading it.
 """
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from typing import NamedTuple
 
 from torch import Tensor
 
@@ -50,6 +51,18 @@ class Tile:
         return self._put_back(used)
 
 
+class Stretch(NamedTuple):
+    """Neighbouring tiles, each home's in one piece.
+
+    Attributes:
+        tiles: how many.
+        in_place: nothing of them has to be brought.
+    """
+
+    tiles: int
+    in_place: bool
+
+
 @dataclass
 class _Moves:
     """What has to happen before the use of one tile, and after it. `what`: what for."""
@@ -73,18 +86,14 @@ class Pipeline:
         self._ring = ring
         self._beside = beside
 
-    def in_place(self, number: int, homes: Mapping[str, Home]) -> int:
-        """How many tiles from this one on are used where they rest, each home's in one piece.
-
-        None where something of this one has to be brought.
-        """
-        counts = []
-        for home in homes.values():
-            section, local = tile_of(home, number)
-            if not self._reaches(section):
-                return 0
-            counts.append(section.tiles - local)
-        return min(counts)
+    def stretch(self, number: int, homes: Mapping[str, Home]) -> Stretch:
+        """The tiles from this one on that are brought, or used where they rest, at once."""
+        places = [tile_of(home, number) for home in homes.values()]
+        count = min(section.tiles - local for section, local in places)
+        far = [section for section, _ in places if not self._reaches(section)]
+        if any(isinstance(section, Records) for section in far):
+            return Stretch(1, in_place=False)  # a record holds one tile
+        return Stretch(min(count, self._ring.tiles) if far else count, in_place=not far)
 
     def bring(
         self,
@@ -104,7 +113,7 @@ class Pipeline:
             after: what is in the homes is complete.
             written: homes that the use writes, and that have to be put back.
             what: what for, in traces: `update unit tile`.
-            count: so many tiles at once, of one section of each home; in files one.
+            count: so many tiles at once: no more than `stretch` says.
         """
         sections = {name: tile_of(home, number) for name, home in homes.items()}
         far = any(not self._reaches(section) for section, _ in sections.values())
