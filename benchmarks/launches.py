@@ -1,233 +1,186 @@
-"""Operations that a device is given for a step whose state rests on it: torch's AdamW and ours, backward and update.
+"""What the host gives a device to do in one step: launches, waits and bytes, counted on the strict test device.
 
-    python benchmarks/launches.py --out benchmarks/results/launches.json
+    python benchmarks/launches.py             # writes benchmarks/results/launches.json
 
-What is counted are torch's operators that a device runs as a kernel or a copy of their own, by a dispatch mode; views
-and allocations are none. Nothing here needs a device: the engine runs on cpu tensors, and the way of an accelerator is
-forced upon its rule and its gradients. A `_foreach` or `_fused` operator counts once, whatever launches it makes of its
-list (on CUDA one for each 320 chunks of 65,536 elements, or about 100 tensors). Compiled, a call of the rule's function
-is one kernel. Its host time is that of torch.compile's own call on the cpu, with segments so small that they take
-none; a launch of the device's driver comes on top.
-
-The model has the shape of a Llama of 32 blocks, at a width where a block is 52 tiles of the smallest size.
+A Llama-type model of 8 layers, bf16 compute with fp32 masters, one rank. `tests/device` counts everything that is
+enqueued and every wait of the host, and models time: copies take bytes / bandwidth each way, kernels and the host none.
+So these are counts and not measurements, the same on every machine; a GPU says what they cost.
 """
 
 import argparse
 import json
-import statistics
-import time
+import os
+import subprocess
+import sys
+import tempfile
 from collections import Counter
-from collections.abc import Callable
-from dataclasses import replace
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-import machine
-import torch
-from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
+ROOT = Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(ROOT), str(Path(__file__).parent)]
 
-import penstock
-from penstock.engine import reduce
-from penstock.rules import Segment, device, fused, rule_for
-from penstock.rules.device import DeviceUpdate
+import machine  # noqa: E402
+import torch  # noqa: E402
 
-deposit: Any = import_module("penstock.rules.deposit")  # the package has a function of that name
-VIEWS = {
-    *("view", "slice", "select", "unbind", "split", "split_with_sizes", "detach", "alias", "unsqueeze", "empty"),
-    *("_unsafe_view", "reshape", "as_strided", "lift_fresh", "t", "transpose", "expand", "_reshape_alias"),
+from tests.device.building import build  # noqa: E402
+from tests.device.loading import load  # noqa: E402
+
+DEVICE = "strict:0"
+BYTES_PER_SECOND = 25e9
+STEPS = 4  # the last one is counted: orders are learned, state exists
+PLACEMENTS: dict[str, dict[str, Any]] = {
+    "penstock, device": {},
+    "penstock, optimizer on cpu": {"grads": "cpu", "optimizer": "cpu"},
+    "penstock, everything on cpu": {"params": "cpu", "grads": "cpu", "optimizer": "cpu"},
+    "penstock, everything on cpu, streamed": {"params": "cpu", "grads": "cpu", "optimizer": "cpu"},
 }
-WIDTH, BLOCKS, TILE_BYTES = 96, 32, 4096
-ADAMW: dict[str, Any] = {"lr": 1e-4, "weight_decay": 0.01}
+CONTENDERS = ("plain torch, fused AdamW", "FSDP2", "FSDP2, CPU offload", *PLACEMENTS)
 
 
-class Counting(TorchDispatchMode):
-    """Counts operators while it is told to."""
+def make_model() -> torch.nn.Module:
+    """8 layers, 75 parameters."""
+    from transformers import LlamaConfig, LlamaForCausalLM
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.counts: Counter[str] = Counter()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = func.overloadpacket.__name__
-        if name not in VIEWS:
-            self.counts[name] += 1
-        return func(*args, **(kwargs or {}))
-
-
-def operators(work: Callable[[], Any]) -> int:
-    """How many operators it takes."""
-    with Counting() as counting:
-        work()
-    return counting.counts.total()
-
-
-class Block(nn.Module):
-    """The nine parameters of a Llama's block."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        shapes = [(WIDTH, WIDTH), (WIDTH // 4, WIDTH), (WIDTH // 4, WIDTH), (WIDTH, WIDTH)]
-        shapes += [(3 * WIDTH, WIDTH), (3 * WIDTH, WIDTH), (WIDTH, 3 * WIDTH), (WIDTH,), (WIDTH,)]
-        self.weights = nn.ParameterList(nn.Parameter(torch.randn(shape) / WIDTH) for shape in shapes)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + sum(weight.mean() for weight in self.weights)
-
-
-def torchs(which: str) -> dict[str, Any]:
-    """One step of torch's AdamW over the same fp32 parameters."""
-    parameters = [p for _ in range(BLOCKS) for p in Block().parameters()]
-    optimizer = torch.optim.AdamW(parameters, **{which: True}, **ADAMW)
-    for p in parameters:
-        p.grad = torch.zeros_like(p)
-    optimizer.step()
-    return {"step": operators(optimizer.step), "parameters": len(parameters)}
-
-
-def takes_the_way_of_a_device(compiled: Callable[..., None] | None, copies: list[int]) -> None:
-    """Force it upon the rule and the gradients, of this version and of the one before."""
-    if hasattr(fused, "update_in_torch"):
-
-        def update_many(self: Any, segments: Any, grad_scale: float, pool: Any) -> None:
-            self.on_device(self, list(segments), grad_scale, fused.update_in_torch)
-
-        fused.Fused.update_many = update_many  # type: ignore[method-assign]
-        on_device = device._on_device
-
-        def counted(*arguments: Any) -> Tensor:
-            copies.append(1)
-            return on_device(*arguments)
-
-        device._on_device = counted
-        from penstock.engine import norms
-
-        norms.squared_norms_of = deposit._squared_norms_in_torch  # type: ignore[attr-defined]
-    else:
-
-        def update(self: Any, segment: Segment, hyper: Any, grad_scale: float, pool: Any) -> None:
-            copies.extend([1, 1] if compiled else [])
-            self.on_device(self, segment, hyper, grad_scale, fused.update_reference)
-
-        fused.Fused.update = update  # type: ignore[method-assign]
-
-        def in_torch(dst: Tensor, src: Tensor, *, add: bool, pool: Any) -> Any:
-            return deposit._deposit_in_torch(dst, src, [(0, dst.numel())], add=add)[0]
-
-        reduce.deposit = in_torch  # type: ignore[attr-defined]
-
-
-def ours(*, compiled: bool) -> dict[str, Any]:
-    """One micro-batch and one step of the engine."""
     torch.manual_seed(0)
-    calls: list[int] = []
-    copies: list[int] = []
-    takes_the_way_of_a_device((lambda *_: calls.append(1)) if compiled else None, copies)
-    model = nn.Sequential(*(Block() for _ in range(BLOCKS)))
-    optimizer = penstock.prepare(
-        model,
-        torch.optim.AdamW(model.parameters(), **ADAMW),
-        units=[Block],
-        precision="bf16",
-        placement=penstock.Placement(params="device", grads="device", optimizer="device"),
-        options=penstock.Options(tile_bytes=TILE_BYTES),
+    config = LlamaConfig(
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=8,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        vocab_size=256,
+        max_position_embeddings=128,
+        use_cache=False,
     )
-    engine: Any = optimizer._engine
-    engine.reducer._measures_late = True
-    if compiled:
-        engine.updater._rule = replace(engine.updater._rule, on_device=DeviceUpdate(lambda *_: calls.append(1)))
+    return LlamaForCausalLM(config)
 
-    def counted(owner: Any, name: str, counting: Counting) -> None:
-        """Inside: the engine's own side of a hook or a method leaves the modes of its callers."""
-        method = getattr(owner, name)
 
-        def inside(*given: Any, **rest: Any) -> Any:
-            with counting:
-                return method(*given, **rest)
+def plain() -> tuple[torch.nn.Module, Any]:
+    """Weights and state on the device, in bf16."""
+    model = make_model().to(DEVICE, torch.bfloat16)
+    return model, torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
 
-        setattr(owner, name, inside)
 
-    def backward() -> None:
-        optimizer.backward(model(torch.ones(1, dtype=torch.bfloat16)).sum())
+def fsdp2(*, offload: bool) -> tuple[torch.nn.Module, Any]:
+    """One rank of FSDP2, sharded by layer."""
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
-    backward()
-    optimizer.step()
-    optimizer.zero_grad()
-    of_backward, of_measure, of_update = Counting(), Counting(), Counting()
-    counted(engine.reducer, "add", of_backward)
-    counted(engine.reducer, "flush", of_backward)
-    counted(engine.stepper, "measure", of_measure)
-    counted(engine.stepper, "update", of_update)
-    backward()
-    calls.clear()
-    copies.clear()
-    optimizer.step()
-    units, parameters = len(engine.units), len(list(model.parameters()))
-    optimizer.close()
-    return {
-        "units": units,
-        "parameters": parameters,
-        "backward": of_backward.counts.total(),
-        "measure": of_measure.counts.total(),
-        "update": of_update.counts.total() + len(calls) + len(copies),
-        "compiled_calls": len(calls),
-        "copies_of_scalars": len(copies),
+    import tests.device.collectives  # noqa: F401 - registers the process group
+
+    os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", GLOO_SOCKET_IFNAME="lo")
+    dist.init_process_group("late", init_method=f"file://{tempfile.mkdtemp()}/store", rank=0, world_size=1)
+    mesh = init_device_mesh("strict", (1,))
+    policies = {
+        "mesh": mesh,
+        "mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16),
+        "offload_policy": CPUOffloadPolicy(pin_memory=True) if offload else OffloadPolicy(),
     }
+    model = make_model() if offload else make_model().to(DEVICE)
+    for layer in model.model.layers:
+        fully_shard(layer, **policies)
+    fully_shard(model, **policies)
+    return model, torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
 
 
-def compiled_call(numel: int = 2048, rounds: int = 300) -> dict[str, float]:
-    """Processor time of the host, in microseconds: of a call with one segment, and for each of 34 in one call."""
-    optimizer = torch.optim.AdamW([torch.zeros(1)], **ADAMW)
-    rule: Any = rule_for(optimizer)
-    hyper = rule.hyper(optimizer.param_groups[0], 10)
-    states = (torch.zeros(numel), torch.zeros(numel))
-    param, grad = torch.zeros(numel, dtype=torch.bfloat16), torch.zeros(numel, dtype=torch.bfloat16)
-    segment = Segment(param, grad, torch.zeros(numel, dtype=torch.int16), states)
-    update = DeviceUpdate(device.compile_pass())
-    several = hasattr(fused, "update_in_torch")
+def penstock_on(name: str) -> tuple[torch.nn.Module, Any]:
+    """Penstock with a placement."""
+    import penstock
 
-    def alone() -> None:
-        if several:
-            update(rule, [(segment, hyper)], 0.5, fused.update_in_torch)
-        else:
-            update(rule, segment, hyper, 0.5, fused.update_reference)  # type: ignore[arg-type, call-arg]
+    model = make_model()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    options = penstock.Options(streamed_updates=0.5 if name.endswith("streamed") else 0.0)
+    return model, penstock.prepare(model, optimizer, placement=penstock.Placement(**PLACEMENTS[name]), options=options)
 
-    def together() -> None:
-        if several:
-            update(rule, [(segment, hyper)] * 34, 0.5, fused.update_in_torch)
-        else:
-            for _ in range(34):
-                alone()
 
-    found = {}
-    for name, work, share in (("alone", alone, 1), ("each_of_34", together, 34)):
-        times = []
-        work()
-        for _ in range(max(5, rounds // share)):
-            before = time.thread_time()
-            work()
-            times.append((time.thread_time() - before) / share)
-        found[name] = round(1e6 * statistics.median(times), 1)
-        found[f"{name}, least"] = round(1e6 * min(times), 1)
+def count(name: str) -> dict[str, Any]:
+    """One contender's step."""
+    load(build())
+    from tests.device.backend import native
+
+    torch.set_num_threads(1)
+    if name.startswith("plain"):
+        model, optimizer = plain()
+    elif name.startswith("FSDP2"):
+        model, optimizer = fsdp2(offload="offload" in name)
+    else:
+        model, optimizer = penstock_on(name)
+    numel = sum(parameter.numel() for parameter in model.parameters())
+    ids = torch.randint(0, 256, (2, 32), generator=torch.Generator().manual_seed(1)).to(DEVICE)
+    begin, end = (torch.Event(DEVICE, enable_timing=True) for _ in range(2))
+    found: dict[str, Any] = {}
+    for step in range(STEPS):
+        torch.accelerator.synchronize()
+        if step == STEPS - 1:
+            native.model_time(BYTES_PER_SECOND, 0.0, True)
+        for forget in (native.take_waits, native.take_launches, native.take_copied, native.take_spans):
+            forget()
+        begin.record()
+        model(input_ids=ids, labels=ids).loss.backward()
+        end.record()
+        found["forward_backward"] = counted(native)
+        spans = native.take_spans()
+        optimizer.step()
+        found["step"] = counted(native)
+        optimizer.zero_grad()
+        torch.accelerator.synchronize()
+    found["parameters"], found["elements"] = len(list(model.parameters())), numel
+    found["modelled_seconds"] = begin.elapsed_time(end) / 1e3
+    found["seconds_of_copies_up"] = sum(stop - start for _, what, start, stop, _ in spans if what.startswith("copy up"))
+    if hasattr(optimizer, "close"):
+        optimizer.close()
     return found
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path)
-    arguments = parser.parse_args()
-    torch.set_num_threads(1)
-    found = {
-        "machine": machine.describe(),
-        "torch": {which: torchs(which) for which in ("fused", "foreach")},
-        "penstock, no compiler": ours(compiled=False),
-        "penstock, compiled": ours(compiled=True),
-        "microseconds_of_a_compiled_call": compiled_call(),
+def counted(native: Any) -> dict[str, Any]:
+    """What was counted since the last look; memory given up is no launch."""
+    torch_waits = native.take_waits()
+    launches = {name: number for name, number in native.take_launches().items() if name != "(given up)"}
+    copied = native.take_copied()
+    return {
+        "launches": sum(launches.values()),
+        "by_operator": dict(Counter(launches).most_common(12)),
+        "waits": torch_waits,
+        "bytes_up": copied.get("up", 0),
+        "bytes_down": copied.get("down", 0),
     }
-    print(json.dumps(found, indent=1))
-    if arguments.out is not None:
-        arguments.out.write_text(json.dumps(found, indent=1) + "\n")
+
+
+def main() -> None:
+    """Count every contender, each in a process of its own."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results" / "launches.json")
+    parser.add_argument("--one", choices=CONTENDERS)
+    arguments = parser.parse_args()
+    if arguments.one:
+        arguments.out.write_text(json.dumps(count(arguments.one)))
+        return
+    rows: dict[str, Any] = {}
+    for name in CONTENDERS:
+        with tempfile.TemporaryDirectory() as folder:
+            out = Path(folder, "row.json")
+            command = [sys.executable, "-W", "ignore", __file__, "--one", name, "--out", str(out)]
+            done = subprocess.run(command, check=False)
+            rows[name] = json.loads(out.read_text()) if done.returncode == 0 else {"failed": done.returncode}
+        row = rows[name]
+        if "failed" not in row:
+            print(line(name, row, rows[CONTENDERS[0]]))
+    report = {"machine": machine.describe(), "bytes_per_second": BYTES_PER_SECOND, "rows": rows}
+    arguments.out.write_text(json.dumps(report, indent=1) + "\n")
+
+
+def line(name: str, row: dict[str, Any], of_plain: dict[str, Any]) -> str:
+    """A row of the table."""
+    both, step = row["forward_backward"], row["step"]
+    more = (both["launches"] - of_plain["forward_backward"]["launches"]) / row["parameters"]
+    elements = row["elements"]
+    return (
+        f"| {name} | {more:.1f} | {sum(both['waits'].values())} | {both['bytes_up'] / elements:.2f} | "
+        f"{both['bytes_down'] / elements:.2f} | {step['launches'] / row['parameters']:.2f} | "
+        f"{sum(step['waits'].values())} |"
+    )
 
 
 if __name__ == "__main__":

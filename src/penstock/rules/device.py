@@ -7,15 +7,16 @@ Not compiled, the reference runs: the host's bits, for many passes over memory.
 
 from __future__ import annotations
 
+import contextlib
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from importlib.util import find_spec
 from types import FunctionType
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from penstock.rules.compiler import has_compiler
 from penstock.rules.dither import PARAM, random_words, round_up_by, step_key
 from penstock.rules.exact import fp32
 from penstock.rules.master import read_master, write_master
@@ -116,7 +117,7 @@ class DeviceUpdate:
         device = segments[0][0].param.device
         if not self._decided:
             self._decided = True
-            if device.type == "cuda" and find_spec("triton") is not None:
+            if has_compiler(device):
                 self._compiled = compile_pass()
         if self._compiled is None:
             return otherwise(rule, segments, grad_scale)
@@ -168,8 +169,10 @@ def _numbers_of(
     found: list[tuple[int, int, int]] = []
     for segment, hyper in segments:
         row = fp32(grad_scale * hyper.sign), *hyper.scalars
-        key = step_key(rule.format.seed, hyper.step) if rule.format.stochastic else 0
-        place = key - (1 << 64) if key >> 63 else key, segment.first if rule.format.stochastic else 0
+        place = 0, 0
+        if rounds_by_its_place(rule, segment, hyper):
+            key = step_key(rule.format.seed, hyper.step)
+            place = key - (1 << 64) if key >> 63 else key, segment.first
         found.append((rows.setdefault(row, len(rows)), len(row), places.setdefault(place, len(places))))
     width = max(length for _, length, _ in found)
     width += -width % 4  # every row on 16 bytes, as a compiled kernel wants its inputs
@@ -180,8 +183,18 @@ def _numbers_of(
 
 
 def _on_device(rows: list[list[Any]], dtype: torch.dtype, device: torch.device) -> Tensor:
-    pinned = device.type != "cpu"
-    return torch.tensor(rows, dtype=dtype, device="cpu", pin_memory=pinned).to(device, non_blocking=True)
+    values = torch.tensor(rows, dtype=dtype, device="cpu")
+    if device.type != "cpu":  # from pageable memory the host would wait for what the device was given before
+        with contextlib.suppress(RuntimeError):  # where memory may not be locked, it does
+            values = values.pin_memory()
+    return values.to(device, non_blocking=True)
+
+
+def rounds_by_its_place(rule: Any, segment: Segment, hyper: Any) -> bool:
+    """Whether some of a segment is rounded by random bits, which its elements' numbers choose."""
+    rounded = [spec.dtype for spec in rule.states[: rule.used(hyper)]]
+    rounded += [segment.param.dtype] if segment.master is None else []
+    return rule.format.stochastic and torch.bfloat16 in rounded
 
 
 def _plain_fma(a: Any, b: Tensor, c: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ from penstock import _native
 from penstock._native import Pool
 from penstock.errors import ConfigError
 from penstock.rules import exact
-from penstock.rules.device import DeviceUpdate, Operations, Traced
+from penstock.rules.device import DeviceUpdate, Operations, Traced, rounds_by_its_place
 from penstock.rules.dither import step_key
 from penstock.rules.exact import fp32
 from penstock.rules.master import read_master
@@ -221,11 +221,8 @@ def update_in_torch(rule: Fused, segments: Sequence[tuple[Segment, FusedHyper]],
 
 def _minds_its_place(rule: Fused, segment: Segment, hyper: FusedHyper) -> bool:
     """Whether what happens to an element depends on its number, or on its neighbours in a block."""
-    specs = rule.states[: rule.used(hyper)]
-    if any(spec.scale_name for spec in specs):
-        return True
-    rounded = [spec.dtype for spec in specs] + ([segment.param.dtype] if segment.master is None else [])
-    return rule.format.stochastic and torch.bfloat16 in rounded
+    in_blocks = any(spec.scale_name for spec in rule.states[: rule.used(hyper)])
+    return in_blocks or rounds_by_its_place(rule, segment, hyper)
 
 
 def _batches(segments: Iterable[Segment]) -> Iterator[list[Segment]]:

@@ -123,15 +123,23 @@ def test_scalars_reach_the_device_in_two_copies_however_many_segments_there_are(
 
 def test_scalars_of_a_device_come_from_pinned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """From pageable memory the host would wait for everything that the device was given before."""
-    asked = []
+    pinned = []
 
-    def tensor(rows: Any, **how: Any) -> Tensor:
-        asked.append(how["pin_memory"])
-        return torch.empty(len(rows), len(rows[0]), dtype=how["dtype"], device="cpu")
+    def pin_memory(values: Tensor) -> Tensor:
+        pinned.append(values.tolist())
+        return values
 
-    monkeypatch.setattr(device.torch, "tensor", tensor)
+    monkeypatch.setattr(Tensor, "pin_memory", pin_memory)
     device._on_device([[1.0, 2.0]], torch.float32, torch.device("meta"))
-    assert asked == [True]
+    assert pinned == [[[1.0, 2.0]]]
+
+
+def test_where_memory_may_not_be_locked_scalars_come_from_other_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    def pin_memory(values: Tensor) -> Tensor:
+        raise RuntimeError("not allowed")
+
+    monkeypatch.setattr(Tensor, "pin_memory", pin_memory)
+    assert device._on_device([[1.0, 2.0]], torch.float32, torch.device("meta")).shape == (1, 2)
 
 
 def test_one_graph_serves_every_segment_of_a_call() -> None:
