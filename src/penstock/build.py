@@ -412,7 +412,7 @@ def build(
         updater,
         param_groups=optimizer.param_groups,
         gradient_scale=gradient_scale,
-        sharing=Sharing(options.streamed_updates, streams) if layout.streamed else None,
+        sharing=Sharing(options.streamed_updates, streams, updater.taken_at_once) if layout.streamed else None,
         overlaps=request.overlap != "none",
         begins=begins,
     )

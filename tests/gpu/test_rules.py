@@ -7,7 +7,7 @@ import torch
 
 from penstock.rules import StateFormat
 from penstock.rules.device import DeviceUpdate, compile_pass
-from penstock.rules.fused import update_reference
+from penstock.rules.fused import update_in_torch
 from tests.support import thorough
 from tests.unit.rules.segments import TELLING, assert_near, copy_to, make, random_inputs, rule_and_hyper, telling_first
 
@@ -31,5 +31,5 @@ def test_the_compiled_update_is_near_the_hosts(
         host = make(rule, *random_inputs(numel), storage, torch.bfloat16)
         there = copy_to(host, device)
         rule.update(host, hyper, 0.7, None)
-        update(rule, there, hyper, 0.7, update_reference)
+        update(rule, [(there, hyper)], 0.7, update_in_torch)
         assert_near(copy_to(there, torch.device("cpu")), host, rule, hyper)

@@ -246,6 +246,7 @@ class Access:
             for first, last, (kept,) in gradient.home.visit(start, stop, modify=True):
                 kept.copy_(rounded[first - start : last - start])
             gradient.squared_norms[index] = self._reducer.squared_norm(rounded)
+            gradient.unmeasured.discard(index)
         gradient.present.add(index)
         gradient.held.add(index)
 

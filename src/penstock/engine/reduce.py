@@ -16,6 +16,7 @@ from torch import Tensor
 
 from penstock._native import Pool
 from penstock.engine.buffers import BufferRing
+from penstock.engine.norms import measure_late
 from penstock.engine.unit import Gradient, Part, Unit, reached
 from penstock.machine.arena import Words
 from penstock.machine.collectives import Ranks
@@ -60,6 +61,8 @@ class Reducer:
         self._pool = pool
         self._reduce_dtype = reduce_dtype
         self._accumulation_dtype = accumulation_dtype
+        # On the host the pass that writes measures for nothing; on a device the norm would be kernels of its own.
+        self._measures_late = streams.device.type != "cpu"
         self._straight = ranks.world_size == 1 and not collects_fp32
         self._collects_fp32 = collects_fp32
         self._landing = landing
@@ -109,7 +112,11 @@ class Reducer:
         if values is not None and self._reduce_dtype in (flat.dtype, torch.float32):  # else reducing would round
             gradient.ready.wait()  # the home may have moved
             target, held = values[slot.start : slot.stop], slot_index in gradient.present
-            gradient.squared_norms[slot_index] = deposit(target, flat, add=held, pool=self._pool)
+            if not self._measures_late:
+                gradient.squared_norms[slot_index] = deposit(target, flat, add=held, pool=self._pool)
+            else:
+                target.add_(flat) if held else target.copy_(flat)
+                gradient.unmeasured.add(slot_index)
             gradient.present.add(slot_index)
             gradient.held.add(slot_index)
             return
@@ -196,6 +203,7 @@ class Reducer:
         """Have the host know whether the ready gradient is finite: to ask a device for it would wait for compute."""
         assert unit.trained is not None
         gradient = unit.trained.gradient
+        measure_late([unit], self._streams)
         if self._streams.aliases_host:
             return
         agreed = gradient.flaws if self._agrees else None
@@ -228,7 +236,11 @@ class Reducer:
             gradient.arrived = set()
 
     def rest(self, units: Sequence[Unit]) -> None:
-        """Give the memory of buffers back. What was not reduced yet waits in host memory for the next gradient."""
+        """Give the memory of buffers back. What was not reduced yet waits in host memory for the next gradient.
+
+        Homes may move from here on, so what was not measured is.
+        """
+        measure_late(units, self._streams)
         for gradient in _gradients(units):
             if not (gradient.pending is None or gradient.rests or self._streams.aliases_host):
                 self.buffers.forget(gradient.pending)
@@ -255,7 +267,7 @@ class Reducer:
                 gradient = unit.trained.gradient
                 gradient.ready.synchronize()  # work under way must not write into what comes next
                 gradient.present = set()
-                gradient.squared_norms = {}
+                gradient.squared_norms, gradient.unmeasured = {}, set()
                 gradient.held = set()
                 gradient.flaws = None
 

@@ -1,4 +1,4 @@
-"""Buffers through which tiles pass: planned from where the homes are, none larger than a tile.
+"""Buffers through which tiles pass: planned from where the homes are, none larger than a tile, or a stretch of some.
 
 landing        tiles of gradients that come down in the reduce dtype, to be added to their home on the host, or cast
 update         the rings of the updates on the host and on the device: what each cannot reach where it rests, a buffer
@@ -29,6 +29,11 @@ from penstock.tiers.transit import LANDING, PASSING
 MEMORY_SLOTS, STREAMED_SLOTS = 2, 3
 LEAST_FILE_SLOTS, MOST_FILE_SLOTS, RING_BYTES = 4, 32, 256 << 20
 
+# A device takes neighbouring tiles in a stretch: each copy and call of the rule costs its host as much for a small one.
+# It is bounded as values, as memory of the ring, and so that there are enough of them to fill and empty the ring behind
+# each other, and to divide between the device and the host.
+STRETCH_NUMEL, STRETCH_RING_BYTES, LEAST_STRETCHES = 16 << 20, 768 << 20, 32
+
 #: The sections of one unit on this rank, by home.
 Sections = Mapping[str, Sequence[SectionPlan]]
 
@@ -52,6 +57,9 @@ class StagingPlan:
         units: where the homes are.
         reduce_dtype: of gradients on their way.
         streamed: the device updates tiles whose state rests elsewhere.
+
+    Attributes:
+        stretch: tiles that a slot of the ring of updates on the device holds.
     """
 
     def __init__(
@@ -62,6 +70,7 @@ class StagingPlan:
         plans = [plan for unit in units for sections in unit.values() for plan in sections]
         self._tile = max((min(plan.numel, plan.tile_numel) for plan in plans), default=0)
         self.landing = self._landing_slots(units, reduce_dtype)
+        self.stretch = 1
         self.update = {beside: self._slots_beside(beside, units) for beside in (Tier.DEVICE, Tier.CPU)}
         self.transit = transit_slots(plan for unit in units for home in (PARAM, GRAD) for plan in unit.get(home, ()))
 
@@ -86,17 +95,21 @@ class StagingPlan:
 
     def _slots_beside(self, beside: Tier, units: Sequence[Sections]) -> list[SlotPlan]:
         """The ring of the updates beside one tier."""
-        sizes: dict[str, int] = {}
-        files: set[str] = set()
+        passing: dict[str, list[SectionPlan]] = {}
         for home, plan in (each for unit in units for each in _updated_beside(beside, unit, self._streamed)):
             if plan.cells and not in_reach(plan.tier, beside, self._streams):
-                sizes[home] = max(sizes.get(home, 0), RecordLayout(plan.cells).record_bytes(self._tile))
-                if plan.tier is Tier.NVME:
-                    files.add(home)
+                passing.setdefault(home, []).append(plan)
+        files = {home for home, plans in passing.items() if any(plan.tier is Tier.NVME for plan in plans)}
         near = Tier.CPU if self._streams.aliases_host else beside  # files want pages, which that tier hands out
         bounced = files if near is Tier.DEVICE else ()  # what an update on a device takes from files passes the host
         in_memory = STREAMED_SLOTS if self._streamed and beside is Tier.DEVICE else MEMORY_SLOTS
+        sizes = self._sizes(passing, 1)
         count = 0 if not sizes else _slots(sum(sizes.values())) if files else in_memory
+        if beside is Tier.DEVICE and sizes and not files:
+            tiles = max(sum(-(-plan.numel // plan.tile_numel) for plan in plans) for plans in passing.values())
+            fits = STRETCH_RING_BYTES // (count * sum(sizes.values()))
+            self.stretch = max(1, min(STRETCH_NUMEL // self._tile, fits, tiles // LEAST_STRETCHES))
+            sizes = self._sizes(passing, self.stretch)
         return [
             SlotPlan(
                 {home: _buffer(f"update {number}, {home}", near, torch.uint8, sizes[home]) for home in sizes},
@@ -104,6 +117,13 @@ class StagingPlan:
             )
             for number in range(count)
         ]
+
+    def _sizes(self, passing: Mapping[str, Sequence[SectionPlan]], tiles: int) -> dict[str, int]:
+        """Bytes of a slot's buffer for each home."""
+        numel = self._tile * tiles
+        return {
+            home: max(RecordLayout(plan.cells).record_bytes(numel) for plan in plans) for home, plans in passing.items()
+        }
 
 
 def transit_slots(plans: Iterable[SectionPlan]) -> list[SlotPlan]:
@@ -182,6 +202,7 @@ class Staging:
             self._buffers.free()
             self._buffers = None
         self._plan = plan
+        self._update[Tier.DEVICE].tiles = plan.stretch
 
     def take(self, reserved: Reservation | None = None) -> None:
         """Make the buffers, in memory that was reserved with others or now."""
