@@ -89,12 +89,13 @@ def test_another_stream_for_every_step() -> None:
 
 def test_two_devices_in_one_process() -> None:
     """Two engines, each on its device, on two threads."""
+    expected = as_on_the_cpu(SUMMED)
 
     def on(index: int) -> list[object]:
         torch.strict.set_device(index)
         return everything(train(SUMMED, ON_CPU, streams=strict(index), steps=STEPS))
 
-    assert on_threads(lambda: on(0), lambda: on(1)) == [as_on_the_cpu(SUMMED)] * 2
+    assert on_threads(lambda: on(0), lambda: on(1)) == [expected] * 2
 
 
 @pytest.mark.parametrize("to", ["cpu", "nvme"])

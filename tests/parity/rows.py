@@ -6,6 +6,7 @@ nothing of shards or tiers: it runs the ranks one after the other and adds their
 
 from collections.abc import Sequence
 from contextlib import nullcontext
+from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any
@@ -214,10 +215,15 @@ def batches(world_size: int, accumulation: int) -> list[list[list[tuple[Tensor, 
     return [[[batch() for _ in range(world_size)] for _ in range(accumulation)] for _ in range(STEPS)]
 
 
-def make_model() -> Net:
-    with torch.random.fork_rng():
+@cache
+def first_model() -> Net:
+    with torch.random.fork_rng(devices=[]):
         torch.manual_seed(5)
         return Net()
+
+
+def make_model() -> Net:
+    return deepcopy(first_model())
 
 
 def loss_of(model: nn.Module, batch: tuple[Tensor, Tensor], dtype: torch.dtype | None = None) -> Tensor:

@@ -27,6 +27,7 @@ from penstock.errors import EngineError
 from penstock.kinds import Tier
 from penstock.machine.collectives import Ranks
 from penstock.machine.streams import Event, FailedEvent, Streams
+from penstock.rules.exact import fp32
 
 
 @dataclass(frozen=True)
@@ -34,7 +35,7 @@ class StepResult:
     """What one `step` did.
 
     Attributes:
-        grad_norm: norm of the gradient before clipping, over all ranks; NaN when it is not finite.
+        grad_norm: norm of the gradient before clipping, over all ranks, as fp32; NaN when it is not finite.
         skipped: nothing was updated, because the norm was not finite.
         loss_scale: loss scale of this step; 1 without fp16.
     """
@@ -174,9 +175,10 @@ class Stepper:
             cursor += count
         names = [name for unit in self._units for name in unit.spec.names]
         flawed = [name for name, norm in zip(names, norms, strict=True) if not math.isfinite(norm)]
-        # The exact sum, rounded once: the same for every order, in whatever units the parameters are.
+        # The exact sum, rounded once: the same for every order, in whatever units the parameters are. As fp32 it is also
+        # the same for devices that sum the squares of a part in an order of their own.
         total = math.nan if flawed else math.fsum(norms)
-        return Measure(math.sqrt(total) * self._gradient_scale.value, present, flawed)
+        return Measure(_as_fp32(math.sqrt(total) * self._gradient_scale.value), present, flawed)
 
     def update(self, measure: Measure, max_grad_norm: float | None) -> None:
         """Phases 3 and 4.
@@ -334,6 +336,12 @@ def _check(unit: Unit) -> None:
     unit.published.check()
     for home in unit.homes.values():
         home.check()
+
+
+def _as_fp32(value: float) -> float:
+    """The value rounded to fp32, where that has room for it."""
+    rounded = fp32(value)
+    return rounded if math.isfinite(rounded) else value
 
 
 def _on_host(numbers: Sequence[float | Tensor]) -> list[float]:

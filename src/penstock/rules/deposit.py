@@ -28,8 +28,8 @@ def deposit(dst: Tensor, src: Tensor, *, add: bool, pool: Pool | None) -> float 
 
     Returns:
         The sum of squares. On the cpu a float, accumulated in fp64, not finite if and only if an element is not, whose
-        bits depend on the values alone, not on threads or processor. Elsewhere a 0-dim fp64 tensor on that device,
-        accumulated in fp32, which elements beyond 1e19 overflow; nothing waits for the device.
+        bits depend on the values alone, not on threads or processor. Elsewhere a 0-dim fp64 tensor on that device, in
+        the order of its own reductions; nothing waits for the device.
 
     Raises:
         ValueError: the tensors are not contiguous, or differ in numel or device.
@@ -111,8 +111,11 @@ def _deposit_in_torch(dst: Tensor, src: Tensor, parts: Ranges, *, add: bool) -> 
 
 
 def _squared_norms_in_torch(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
-    """One reduction of all of them together, as torch's own clipping does it, which reads low precision as it is."""
+    """One reduction of all of them together, which reads low precision as it is.
+
+    Summed in fp64, as on the host: what is left of the order of summation is far below the fp32 that a norm is rounded
+    to, so that clipping is the same wherever a gradient was measured.
+    """
     if not tensors:
         return ()
-    norms = torch._foreach_norm(list(tensors), 2, dtype=torch.float32)
-    return torch.stack(norms).double().square().unbind()
+    return torch.stack(torch._foreach_norm(list(tensors), 2, dtype=torch.float64)).square().unbind()
