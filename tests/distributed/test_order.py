@@ -19,7 +19,7 @@ from penstock.machine import collectives
 from penstock.machine.streams import Streams
 from penstock.tiers.records import Records
 from tests.parity.rows import Movement
-from tests.support import inline, prepare_on, run_ranks, separate, shorten_rings, simulated
+from tests.support import disks, inline, prepare_on, run_ranks, separate, shorten_rings, simulated
 
 WIDTH, BLOCKS, STEPS = 32, 5, 3
 MOST_SECONDS = 0.02
@@ -210,3 +210,83 @@ def test_ranks_issue_all_collectives_in_one_order_from_the_threads_of_the_progra
     assert [name for name, _ in first] == [name for name, _ in second]
     assert {name.split(":")[0] for name, _ in first} == {"ours", "the user's"}
     assert all(by_caller for _, by_caller in (*first, *second))
+
+
+class Read(threading.Event):
+    """A read that is over when it is let."""
+
+    def __init__(self, transfer: Any, let: threading.Event) -> None:
+        super().__init__()
+        self._transfer, self._let = transfer, let
+
+    def wait(self, timeout: float | None = None) -> bool:
+        assert self._let.wait(SOON.total_seconds() / 2), "nobody was to wait for it yet"
+        self._transfer.wait()
+        return True
+
+    def done(self) -> bool:
+        return self._let.is_set() and bool(self._transfer.done())
+
+
+def forward_while_the_last_is_read(rank: int) -> bool:
+    """The file of the last unit is read once the first one's forward has run, and its gather was started before."""
+    let, read = threading.Event(), Records.read
+    started = threading.Event()
+
+    def gated(records: Records, number: int, buffer: Tensor) -> Any:
+        transfer = read(records, number, buffer)
+        if records.plan.cells[0].unit != f"{BLOCKS - 1}" or transfer is None:
+            return transfer
+        started.set()
+        return Read(transfer, let)
+
+    with pytest.MonkeyPatch.context() as patch:
+        shorten_rings(patch, 8)
+        patch.setattr(Records, "read", gated)
+        model = make_model()
+        stock = torch.optim.AdamW(model.parameters())
+        placement = penstock.Placement(params="nvme", nvme_path=disks(1)[0])
+        optimizer = prepare_on(separate(), model, stock, placement=placement, precision="fp32", units=(Centred,))
+        model[0].register_forward_hook(lambda *_: let.set() if started.is_set() else None)
+        with torch.no_grad():
+            model(torch.ones(2, WIDTH))
+        optimizer.close()
+    return started.is_set()
+
+
+def test_a_unit_that_is_being_read_holds_nobody_up_before_its_turn() -> None:
+    assert run_ranks(forward_while_the_last_is_read, 2, timeout=SOON) == [True, True]
+
+
+def keep_views(rank: int) -> list[Tensor]:
+    """Somebody on rank 0 keeps views of all weights, whose memory cannot go. Ranks gather ahead of use alike."""
+    kept = []
+    model = make_model()
+    for block in model:
+        block.register_forward_hook(
+            lambda module, *_: kept.append(module.linear.weight.detach()) if rank == 0 else None
+        )
+    block_bytes = (WIDTH * WIDTH + 256) * 4
+    optimizer = prepare_on(
+        separate(),
+        model,
+        torch.optim.AdamW(model.parameters()),
+        placement=penstock.Placement(params="cpu"),
+        precision="fp32",
+        units=(Centred,),
+        options=penstock.Options(live_bytes=3 * block_bytes, tile_bytes=4 << 10),
+    )
+    seen = []
+    for _ in range(STEPS):
+        loss = model(torch.ones(2, WIDTH)).square().sum()
+        optimizer.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        seen.append(loss.detach())
+    optimizer.close()
+    return seen
+
+
+def test_views_that_one_rank_keeps_do_not_change_what_it_gathers_ahead() -> None:
+    first, second = run_ranks(keep_views, 2, timeout=SOON)
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))

@@ -30,6 +30,7 @@ def own_group(given: dist.ProcessGroup, name: str) -> dist.ProcessGroup:
     c10d: Any = dist.distributed_c10d  # torch does not type what it does not show
     members = dist.get_process_group_ranks(given)
     default = c10d._get_default_group()
+    backend, _ = c10d._world.pg_map[given]
     bound = given.bound_device_id
     before, default.bound_device_id = default.bound_device_id, None
     try:  # of a bound group NCCL would split the communicator, and ranks that are no members would have to take part
@@ -37,7 +38,7 @@ def own_group(given: dist.ProcessGroup, name: str) -> dist.ProcessGroup:
             len(members),
             dist.get_rank(given),
             members,
-            dist.get_backend_config(given),
+            backend,
             c10d._get_default_store(),
             f"{name} of {'_'.join(map(str, members))}",
             timeout=_timeout_of(given),
