@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from penstock.errors import EngineError
+from penstock.errors import EngineError, PenstockError
 from penstock.machine.council import DEFAULT_TIMEOUT_S, Council
 from penstock.machine.groups import give_back, is_alive, own_group
 from penstock.machine.lifetime import at_end
@@ -128,16 +128,7 @@ class Ranks:
 
         `None`: like the default group, if there is one. Collective: its ranks make their council and the groups.
         """
-        members = [0]
-        if mesh is not None:
-            given = list(mesh.get_all_groups())
-            members = mesh.mesh.flatten().tolist()
-        elif dist.is_available() and dist.is_initialized():
-            given = [dist.distributed_c10d._get_default_group()]
-            members = dist.get_process_group_ranks(given[0])
-        else:
-            given = []
-        number = members.index(dist.get_rank()) if given else 0
+        given, members, number = _given(mesh)
         council = Council(members, number, timeout_s=timeout_s)
         own: list[dist.ProcessGroup | None] = []
         try:
@@ -145,9 +136,14 @@ class Ranks:
             for dimension, group in enumerate(given):  # in one order on all ranks; of a dimension each is in one group
                 is_needed = dist.get_world_size(group) > 1
                 own.append(own_group(group, f"{name}, dimension {dimension}") if is_needed else None)
-        except BaseException:
+        except BaseException as error:
             give_back(group for group in own if group is not None)
             council.close()
+            if isinstance(error, RuntimeError):  # torch's
+                raise EngineError(
+                    f"Rank {dist.get_rank()} could not make a process group of the same ranks as the one it was given: "
+                    f"another one has ended, or does something else. ({error})"
+                ) from error
             raise
         made = [group for group in own if group is not None]
         shard_group = own.pop() if sharded and own else None
@@ -255,6 +251,8 @@ class Ranks:
 
     def _others(self, what: str) -> str:
         """Tell the other ranks where this one stands, and hear where they do."""
+        if not dist.is_initialized():
+            return "torch.distributed has been ended meanwhile"
         store = dist.distributed_c10d._get_default_store()
         store.set(f"penstock stopped {self.rank}", what)
         said = []
@@ -333,6 +331,24 @@ class Ranks:
         with contextlib.suppress(Exception):
             self._last.wait()
         self._last = DONE
+
+
+def council_of_all(*, timeout_s: float, error: type[PenstockError]) -> Council:
+    """Of the ranks of the default group, where all they do is agree. Collective."""
+    _, members, number = _given(None)
+    return Council(members, number, timeout_s=timeout_s, error=error)
+
+
+def _given(mesh: DeviceMesh | None) -> tuple[list[dist.ProcessGroup], list[int], int]:
+    """The groups of a mesh, or the default one if there is one; their ranks, and this one's number among them."""
+    if mesh is not None:
+        members = mesh.mesh.flatten().tolist()
+        return list(mesh.get_all_groups()), members, members.index(dist.get_rank())
+    if dist.is_available() and dist.is_initialized():
+        default = dist.distributed_c10d._get_default_group()
+        members = dist.get_process_group_ranks(default)
+        return [default], members, members.index(dist.get_rank())
+    return [], [0], 0
 
 
 def as_bytes(tensor: Tensor) -> Tensor:
