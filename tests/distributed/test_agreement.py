@@ -16,7 +16,7 @@ from penstock.errors import ConfigError, EngineError, PenstockError
 from penstock.machine.collectives import Ranks
 from penstock.machine.council import Council
 from penstock.machine.streams import FailedEvent
-from tests.support import inline, prepare_on, run_ranks
+from tests.support import inline, prepare_on, run_ranks, separate
 
 WIDTH = 16
 
@@ -319,6 +319,31 @@ def test_a_rank_that_does_not_come_is_waited_for_no_longer_than_was_asked() -> N
 
 
 # What ranks say
+
+
+def one_micro_batch_is_not_finite(rank: int, which: int) -> list[Any]:
+    """Of rank 1, of two that are added where the host alone reaches the sum."""
+    model = Net()
+    stock = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    on_cpu = penstock.Placement(params="cpu", grads="cpu", optimizer="cpu")
+    optimizer = prepare_on(separate(), model, stock, precision="fp32", placement=on_cpu, overlap="backward")
+    before, found = everything(model, optimizer), []
+    for bad in (which, None):  # and the flaw is forgotten with the gradient
+        for micro in range(2):
+            scale = math.inf if rank == 1 and micro == bad else 1.0
+            with optimizer.no_sync() if micro == 0 else nullcontext():
+                optimizer.backward(loss_of(model) * scale)
+        found.append(optimizer.step().skipped)
+        optimizer.zero_grad()
+        same = all(torch.equal(a, b) for a, b in zip(everything(model, optimizer), before, strict=True))
+        found.append(same)
+    optimizer.close()
+    return found
+
+
+@pytest.mark.parametrize("which", [0, 1])
+def test_a_micro_batch_that_is_not_finite_on_one_rank_skips_the_step_on_all_before_any_update(which: int) -> None:
+    assert run_ranks(one_micro_batch_is_not_finite, 2, which) == [[True, True, False, False]] * 2
 
 
 def words(rank: int) -> dict[str, Any]:

@@ -35,7 +35,6 @@ MEASURED = "step measures first, which waits for every gradient; updates run in 
 FILES = "the rows of saves are in memory; test_saving.py saves what is in files"
 AT_ONCE = "transfers are not late here"
 MOVES = "only where homes move"
-ENGINES = "only where engines share a group: tests/distributed/test_engines.py"
 SAVES = "of the thread that saves, whose events no site drops: tests/unit/engine/test_saving.py"
 UNWANTED = "what is under way on bytes that were dropped is wanted by nobody: test_cuts.py, test_activations.py"
 REDUNDANT = {
@@ -46,7 +45,7 @@ REDUNDANT = {
     "saving.py finish: job.over.synchronize()": SAVES,
     "saving.py wait_copied: event.synchronize()": SAVES,
     "saving.py _sources: all of updated": "what was updated is published after it",
-    "gather.py _fill: all of unit.saved": "it writes what is there already, as far as that is saved",
+    "gather.py _all_gather: all of unit.saved": "it writes what is there already, as far as that is saved",
     "reading.py _finish: transfer.wait()": AT_ONCE,
     "reading.py read: transfer.wait()": AT_ONCE,
     "writing.py _wait: transfer.wait()": AT_ONCE,
@@ -56,7 +55,6 @@ REDUNDANT = {
     "ring.py free: all of (slot.free for slot in self._slots)": "the clean-up waits for each slot of the ring",
     "access.py finish: unit.trained.updated.synchronize()": "what was updated is published after it",
     "update.py tiles: all of after": IN_TURN,
-    "reduce.py _add_on_device: COLLECTIVE after after of (after, brought)": "the one before on the same stream",
     "update.py tiles: all of trained.gradient.ready": MEASURED,
     "update.py publish: all of updated": "what was updated is published after it",
     "pipeline.py bring: all of after": MEASURED,
@@ -72,10 +70,7 @@ REDUNDANT = {
     "transit.py _to_file: WRITE after there.settled[number] of (landed, there.settled[number])": AT_ONCE,
     "reduce.py add: gradient.ready.wait()": MOVES,
     "reduce.py flush: all of before": MOVES,
-    "reduce.py flush: COLLECTIVE after home_free of (home_free, self._ranks.others)": MOVES,
-    "reduce.py flush: COLLECTIVE after self._ranks.others of (home_free, self._ranks.others)": ENGINES,
-    "gather.py _all_gather: COLLECTIVE after self._ranks.others of (after, self._ranks.others)": ENGINES,
-    "reduce.py flush: COLLECTIVE after gradient.ready": "it tells of NaN alone: see the tests of updates in backward",
+    "reduce.py flush: COLLECTIVE after home_free": MOVES,
     "ring.py drop: slot.free.synchronize()": MOVES,
     "activations.py take: copy of buffer_home(here) after cut.clear": UNWANTED,
     "cuts.py rest: event.synchronize()": UNWANTED,
@@ -433,12 +428,11 @@ class OfTwoRanks:
 
 
 OF_TWO_RANKS = {
-    "gather.py _all_gather: COLLECTIVE after after of (after, self._ranks.others)": OfTwoRanks(
-        EVERYTHING_ON_CPU, UPLOAD
-    ),
-    "gather.py _fill: all of event": OfTwoRanks(EVERYTHING_ON_CPU.but(stage=1), COLLECTIVE),
-    "gather.py _fill: copy of full after after": OfTwoRanks(EVERYTHING_ON_CPU.but(stage=1), COLLECTIVE),
+    "gather.py _all_gather: COLLECTIVE after unit.event": OfTwoRanks(EVERYTHING_ON_CPU, UPLOAD),
+    "gather.py _all_gather: all of event": OfTwoRanks(EVERYTHING_ON_CPU.but(stage=1), COLLECTIVE),
+    "gather.py _all_gather: copy of home after after": OfTwoRanks(EVERYTHING_ON_CPU.but(stage=1), COLLECTIVE),
     "reduce.py _add_on_host: DOWNLOAD after after of (after, slot.free)": OfTwoRanks(EVERYTHING_ON_CPU, COLLECTIVE),
+    "reduce.py _add_on_device: DEVICE_UPDATE after after of (after, brought)": OfTwoRanks(IN_FILES, COLLECTIVE),
 }
 
 

@@ -30,7 +30,7 @@ from penstock.checkpoint.tensorfile import TensorFile, TensorSpec, divide, faile
 from penstock.errors import CheckpointError, ConfigError
 from penstock.kinds import COMPUTE_DTYPES, MASTER, PARAM, Precision
 from penstock.machine.border import crossing
-from penstock.machine.collectives import Ranks
+from penstock.machine.collectives import council_of_all
 from penstock.machine.council import Council
 from penstock.rules.master import read_master
 
@@ -90,10 +90,9 @@ def export(
         raise ConfigError(f"export(dtype={dtype!r}): use one of {', '.join(map(repr, COMPUTE_DTYPES))}.")
     if max_shard_bytes < 1:
         raise ConfigError(f"export(max_shard_bytes={max_shard_bytes!r}): use a whole number of bytes, 1 or more.")
-    ranks = Ranks.from_mesh(None, sharded=True, timeout_s=TIMEOUT_S)
-    council = ranks.council.another(error=CheckpointError)
+    council = council_of_all(timeout_s=TIMEOUT_S, error=CheckpointError)
     folder = Path(os.path.realpath(out))
-    with contextlib.closing(ranks), contextlib.ExitStack() as undo:
+    with contextlib.closing(council), contextlib.ExitStack() as undo:
         with _together(council):
             opened = Checkpoint.open(checkpoint)
             _check_whole(opened)

@@ -2,6 +2,17 @@
 
 The order of units is learned from the last forward and the last backward. It is a hint: another order costs speed,
 never correctness.
+
+A gather is started ahead of use: what this rank has is brought to the full buffer, from files or host memory. The
+collective that brings what other ranks have is issued by the thread of the program, at a place in the program that is
+the same on every rank:
+
+    at once                             where nothing of the host's goes before it
+    when the unit before it is needed   where files are read for it, or an update on the host goes on: that was started
+                                        earlier, and who issues the collective waits for it
+    when the unit is needed             at the latest
+
+Nothing that differs between ranks decides where: not whether an event is done, not whose memory is still in use.
 """
 
 import contextlib
@@ -13,6 +24,7 @@ from torch import Tensor, nn
 from penstock.engine.holding import Residency
 from penstock.engine.recorded import views_elsewhere
 from penstock.engine.unit import Unit
+from penstock.kinds import Tier
 from penstock.machine.collectives import Ranks
 from penstock.machine.streams import COLLECTIVE, DONE, Event, Streams, all_of
 from penstock.tiers.transit import Transit, buffer_home
@@ -69,6 +81,7 @@ class Gatherer:
 
     Arguments:
         live_bytes: full buffers at once, at most, for gathers ahead of use. A unit that is needed is always gathered.
+            Memory of released units that others have views of does not count.
         prefetch_bytes: full buffers being filled ahead of use, at most.
     """
 
@@ -83,6 +96,10 @@ class Gatherer:
         self.live_bytes = 0
         self.peak_live_bytes = 0
         self._ahead: dict[Unit, None] = {}  # gathered ahead of use, in order
+        self._in_part: set[Unit] = (
+            set()
+        )  # being gathered, and the collective for what other ranks have is still to come
+        self._updated: set[Unit] = set()  # by the host, since they were gathered last: that may go on
         self._buffers: dict[int, Unit] = {}  # by the address of the full buffer's storage
         self._lingering: dict[Unit, None] = {}  # released, and others have views of the buffer
 
@@ -101,24 +118,31 @@ class Gatherer:
             self._make_room(unit)
             self._start(unit)
         if unit.holding.residency is Residency.GATHERING:
+            if unit in self._in_part:
+                self._all_gather(unit)
             unit.event.wait()
             unit.expose()
             unit.holding.become(Residency.GATHERED)
             self._ahead.pop(unit, None)
+            self._updated.discard(unit)
         unit.published.check()  # what stays gathered must not outlive a step that failed
 
     def prefetch(self, upcoming: Iterator[Unit]) -> None:
         """Start gathering the units that come next, as many as the budgets allow, in order."""
-        ahead_bytes = sum(unit.nbytes for unit in self._ahead)
+        soonest = next(iter(self._ahead), None)
+        ahead_bytes = sum(unit.nbytes for unit in self._ahead if not unit.resident)
         for unit in upcoming:
             if unit.holding.residency not in _EMPTY:
                 continue
             ahead_bytes += 0 if unit.resident else unit.nbytes
-            live_bytes = self.live_bytes + (0 if unit.resident or unit.leased else unit.nbytes)
-            if ahead_bytes > self._prefetch_budget or live_bytes > self._live_budget:
-                return
+            if ahead_bytes > self._prefetch_budget or self._live_bytes_with(unit) > self._live_budget:
+                break
             self._start(unit)
             self._ahead[unit] = None
+            if unit in self._in_part and not self._follows_host(unit):
+                self._all_gather(unit)
+        if soonest in self._in_part:  # an earlier call has started it
+            self._all_gather(soonest)
 
     def release(self, unit: Unit) -> None:
         """Give the full buffer's memory back; the parameters become placeholders.
@@ -139,6 +163,8 @@ class Gatherer:
         assert not unit.holding.is_held, f"unit '{unit.name}' is updated while it is in use"
         assert unit not in self._ahead, f"unit '{unit.name}' is updated while it is gathered"
         unit.recorded.outdate()
+        if unit.trained and any(section.tier is not Tier.DEVICE for section in unit.trained.optimizer.sections):
+            self._updated.add(unit)
         if unit.resident or unit.spec.persistent:
             if unit.holding.residency is Residency.GATHERED:
                 unit.holding.become(Residency.OUTDATED)
@@ -214,12 +240,33 @@ class Gatherer:
 
     def _make_room(self, unit: Unit) -> None:
         """Keep what was gathered ahead within the budget when another unit is needed first: the last goes first."""
-        excess = self.live_bytes + (0 if unit.resident or unit.leased else unit.nbytes) - self._live_budget
+        excess = self._live_bytes_with(unit) - self._live_budget
         for other in reversed([u for u in self._ahead if not (u.resident or u.spec.persistent)]):
             if excess <= 0:
                 return
             excess -= other.nbytes
             self._drop(other)
+
+    def _live_bytes_with(self, unit: Unit) -> int:
+        """Bytes of full buffers once a unit is gathered as well.
+
+        Buffers that are kept for views of others alone are left out. Who still has some may differ between ranks, and
+        so would what they gather ahead, and the order of that among their reductions.
+        """
+        left = sum(other.nbytes for other in self._lingering if self._lingers(other))
+        has_memory = unit.resident or (unit.leased and not self._lingers(unit))
+        return self.live_bytes - left + (0 if has_memory else unit.nbytes)
+
+    def _lingers(self, unit: Unit) -> bool:
+        """Whether its buffer is there for views of others alone."""
+        return unit in self._lingering and not unit.resident and unit.holding.residency is Residency.OUTDATED
+
+    def _follows_host(self, unit: Unit) -> bool:
+        """Whether work of the host may go before the collective of its gather.
+
+        Asked of what all ranks have done to the unit, not of events: on some ranks there may be nothing to wait for.
+        """
+        return unit.params.in_files or unit in self._updated
 
     def _drop(self, unit: Unit) -> None:
         """A gather ahead of use that is not needed; a resident or persistent unit is gathered all the same."""
@@ -238,6 +285,7 @@ class Gatherer:
         autograd itself may have saved views does their memory go all the same, until that gather.
         """
         recorded, holding = unit.recorded, unit.holding
+        self._in_part.discard(unit)  # on no rank was its collective issued
         if not unit.leased:
             if recorded.shown is not None and not recorded.is_alive:
                 recorded.forget()
@@ -296,45 +344,41 @@ class Gatherer:
         unit.full = buffer
 
     def _start(self, unit: Unit) -> None:
-        unit.event = self._refresh(unit) if unit.resident else self._fill(unit)
+        """Bring what this rank has."""
+        unit.event = unit.published if unit.resident else self._fill(unit)
         unit.holding.become(Residency.GATHERING)
-
-    def _refresh(self, unit: Unit) -> Event:
-        """Resident: bring the other ranks' parts up to date in place."""
-        if not unit.stale:
-            return unit.published
-        unit.stale = False
-        return self._all_gather(unit, after=unit.published)
+        if unit.stale if unit.replica is not None else self._ranks.shards > 1:
+            self._in_part.add(unit)
 
     def _fill(self, unit: Unit) -> Event:
-        """Lease the full buffer and fill it: upload what this rank has, gather what others have."""
+        """Lease the full buffer and bring to it what this rank has of the unit, which may be all."""
         if not unit.leased:
             self._lease(unit)
         self._buffers[unit.full.untyped_storage()._cdata] = unit
         replica = unit.replica
-        full = buffer_home(unit.full)
         if replica is not None and not unit.stale:
+            full = buffer_home(unit.full)
             return self._transit.copy(replica, full, after=unit.published, what=f"gather {unit.name}")
         start, stop = unit.own_range
         own = buffer_home(unit.full[start:stop])
-        event = self._transit.copy(unit.params, own, after=unit.published, what=f"gather {unit.name}")
-        if self._ranks.shards > 1:
-            event = self._all_gather(unit, after=event)
-        if replica is not None:  # it must hold every rank's part again
-            unit.stale = False
-            after = all_of([event, unit.saved])
-            event = self._transit.copy(full, replica, after=after, what=f"save {unit.name} param")
-        return event
+        return self._transit.copy(unit.params, own, after=unit.published, what=f"gather {unit.name}")
 
-    def _all_gather(self, unit: Unit, after: Event) -> Event:
+    def _all_gather(self, unit: Unit) -> None:
+        """Gather what other ranks have. Where this rank's part still comes from the host, the caller waits for it."""
         start, stop = unit.own_range
         full, own, what = unit.full, unit.full[start:stop], unit.label
-        event = self._streams.submit(
+        event = unit.event = self._streams.submit(
             COLLECTIVE,
             lambda: self._ranks.all_gather(full, own, what),
-            after=(after, self._ranks.others),
+            after=(unit.event,),
             nbytes=unit.nbytes,
             what=f"gather {unit.name}",
         )
+        self._in_part.remove(unit)
         self._ranks.submitted(event)
-        return event
+        if unit.replica is not None:  # it must hold every rank's part again
+            unit.stale = False
+            if not unit.resident:
+                after = all_of([event, unit.saved])
+                home, what = buffer_home(full), f"save {unit.name} param"
+                unit.event = self._transit.copy(home, unit.replica, after=after, what=what)

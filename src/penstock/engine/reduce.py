@@ -7,6 +7,7 @@ host wait for the device. Norms are taken part by part (a slot's part in the sha
 so they do not depend on the path, the placement or the tile size.
 """
 
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -20,7 +21,7 @@ from penstock.engine.norms import measure_late
 from penstock.engine.unit import Gradient, Part, Unit, reached
 from penstock.machine.arena import Words
 from penstock.machine.collectives import Ranks
-from penstock.machine.streams import COLLECTIVE, DONE, DOWNLOAD, UPDATE, Event, Streams, across, all_of
+from penstock.machine.streams import COLLECTIVE, DEVICE_UPDATE, DONE, DOWNLOAD, UPDATE, Event, Streams, across, all_of
 from penstock.rules.deposit import Ranges, deposit, deposit_parts, squared_norm, squared_norms
 from penstock.tiers.home import MemorySection
 from penstock.tiers.ring import Ring
@@ -153,7 +154,6 @@ class Reducer:
         home_free = before if values is not None else DONE
 
         named = unit.label
-        measured = values is not None or not add  # in `communicate`
         flaws = gradient.flaws = self._no_flaws() if self._agrees and not self.accumulates else None
 
         def communicate() -> None:
@@ -162,17 +162,21 @@ class Reducer:
             self._ranks.all_reduce_replicas(reduced, named)
             if values is not None:
                 _clear(values, stale)
+                gradient.flawed = None  # of a home that was elsewhere
                 gradient.measure(parts, deposit_parts(values, reduced, ranges, add=add, pool=self._pool))
             elif not add:
                 gradient.measure(parts, squared_norms(reduced.to(self._accumulation_dtype), ranges, pool=self._pool))
-            if measured and flaws is not None:
-                self._agree(gradient, flaws)
+            if self._agrees and values is None:
+                gradient.flawed = _flaw(reduced, gradient.flawed if add else None)
+            if flaws is not None:  # now, in the program's order: the sum of micro-batches is measured when it is home
+                flaws.copy_(self._flaws(gradient) if gradient.flawed is None else gradient.flawed)
+                self._ranks.agree(flaws)
 
         writes = (reduced,) if sharded else ()
         event = self._streams.submit(
             COLLECTIVE,
             communicate,
-            after=(home_free, self._ranks.others),
+            after=(home_free,),
             writes=writes,
             nbytes=full.numel() * full.element_size(),
             what=f"reduce {unit.name}",
@@ -194,10 +198,6 @@ class Reducer:
         self.buffers.give_back(full, event if sharded else gradient.ready)
         if sharded:
             self.buffers.give_back(reduced, gradient.ready)
-        if flaws is not None and not measured:
-            agree = partial(self._agree, gradient, flaws)
-            gradient.ready = self._streams.submit(COLLECTIVE, agree, after=(gradient.ready,), what=f"agree {unit.name}")
-            self._ranks.submitted(gradient.ready)
 
     def tell_host(self, unit: Unit) -> None:
         """Have the host know whether the ready gradient is finite: to ask a device for it would wait for compute."""
@@ -269,7 +269,7 @@ class Reducer:
                 gradient.present = set()
                 gradient.squared_norms, gradient.unmeasured = {}, set()
                 gradient.held = set()
-                gradient.flaws = None
+                gradient.flaws = gradient.flawed = None
 
     def squared_norm(self, values: Tensor) -> float | Tensor:
         """The squared norm as every gradient's is taken."""
@@ -328,15 +328,11 @@ class Reducer:
             norms = deposit_parts(total, reduced, _ranges(parts), add=True, pool=self._pool)
             gradient.measure(parts, norms)
 
-        added = self._streams.submit(COLLECTIVE, add, after=(after, brought), what=what)
+        # Beside collectives: the thread that issues one waits for what it follows, here a file perhaps.
+        added = self._streams.submit(DEVICE_UPDATE, add, after=(after, brought), what=what)
         saved = self._transit.copy(buffer_home(total), gradient.home, after=added, what=what)
         self.buffers.give_back(total, saved)
         return saved
-
-    def _agree(self, gradient: Gradient, flaws: Tensor) -> None:
-        """Sum over ranks whether the gradient is not finite."""
-        flaws.copy_(self._flaws(gradient))
-        self._ranks.agree(flaws)
 
     def _flaws(self, gradient: Gradient) -> Tensor:
         """Whether this rank's part of the gradient is not finite: 0 or 1."""
@@ -363,6 +359,12 @@ def _clear(home: Tensor, stale: Ranges) -> None:
     """Zero what a step before has left, where some slots hold a gradient of this one already."""
     for start, stop in stale:
         home[start:stop] = 0
+
+
+def _flaw(reduced: Tensor, before: Tensor | None) -> Tensor:
+    """Whether this micro-batch, or one before it, is not finite: 0 or 1. On the device."""
+    flaw = torch.linalg.vector_norm(reduced, math.inf).isfinite().logical_not().float().view(1)
+    return flaw if before is None else torch.maximum(before, flaw)
 
 
 def _ranges(parts: Sequence[Part]) -> list[tuple[int, int]]:

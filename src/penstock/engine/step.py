@@ -175,8 +175,8 @@ class Stepper:
             cursor += count
         names = [name for unit in self._units for name in unit.spec.names]
         flawed = [name for name, norm in zip(names, norms, strict=True) if not math.isfinite(norm)]
-        # The exact sum, rounded once: the same for every order, in whatever units the parameters are. As fp32 it is also
-        # the same for devices that sum the squares of a part in an order of their own.
+        # The exact sum, rounded once: the same for every order, in whatever units the parameters are. As fp32 it is the
+        # same, too, for devices that sum the squares of a part in an order of their own.
         total = math.nan if flawed else math.fsum(norms)
         return Measure(_as_fp32(math.sqrt(total) * self._gradient_scale.value), present, flawed)
 

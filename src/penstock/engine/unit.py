@@ -56,6 +56,8 @@ class Gradient:
         due: other ranks may have one to be reduced: this rank takes part, with zeros where it has none.
         flaws: after `ready`, on how many ranks it is not finite; `None` where the norms on the host say it, and where
             nobody asks.
+        flawed: whether a micro-batch was not finite in this rank's shard, where the home measures their sum too late
+            for `flaws`.
     """
 
     home: Home
@@ -69,6 +71,7 @@ class Gradient:
     arrived: set[int] = field(default_factory=set)
     due: bool = False
     flaws: Tensor | None = None
+    flawed: Tensor | None = None
 
     def measure(self, parts: Sequence[Part], squared_norms: Sequence[float | Tensor]) -> None:
         """Note the squared norms of these parts."""

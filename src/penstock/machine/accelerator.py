@@ -11,6 +11,7 @@ from torch import Tensor
 from penstock.machine.clocks import Clock, DeviceClock
 from penstock.machine.simulated import SimulatedStreams
 from penstock.machine.streams import (
+    COLLECTIVE,
     DONE,
     ON_DEVICE,
     STREAMS,
@@ -31,7 +32,8 @@ class AcceleratorStreams(Streams):
     """A stream of the accelerator for each kind of movement, and a thread for each kind of work on the host.
 
     The device's work is enqueued where it is submitted. Where it follows work on the host that is not over, such as the
-    read of a file, a thread waits for that and enqueues it then, and what follows on the same stream too.
+    read of a file, a thread waits for that and enqueues it then, and what follows on the same stream too. Collectives
+    never are: the caller waits for the host's work instead.
     """
 
     aliases_host = False
@@ -52,7 +54,8 @@ class AcceleratorStreams(Streams):
         compute = self._module.Event()
         compute.record(self._module.current_stream(self.device))
         enqueue = partial(self._enqueue, stream, work, tuple(after), compute)
-        if worker.idle() and all(event.done() or isinstance(event, _DeviceEvent) for event in after):
+        at_once = worker.idle() and all(event.done() or isinstance(event, _DeviceEvent) for event in after)
+        if at_once or stream == COLLECTIVE:  # then each wait for an event blocks until that is enqueued, at most
             return enqueue()
         deferred = _DeferredEvent()
         worker.submit(lambda: deferred.enqueued(enqueue()), deferred)

@@ -5,6 +5,9 @@ over all ranks (one replica); stage 0 replicates over all ranks (one shard); hyb
 (replicate, shard), as in FSDP.
 """
 
+import contextlib
+import secrets
+import time
 import zlib
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -17,10 +20,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from penstock.errors import EngineError
+from penstock.errors import EngineError, PenstockError
 from penstock.machine.council import DEFAULT_TIMEOUT_S, Council
-from penstock.machine.streams import Event, all_of
-from penstock.machine.turns import turns_on
+from penstock.machine.groups import give_back, is_alive, own_group
+from penstock.machine.lifetime import at_end
+from penstock.machine.streams import DONE, Event, Pending
 
 # torch 2.13 renamed the flat collectives; the older names still work in torch 2.8 to 2.12.
 _all_gather_flat = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -35,13 +39,57 @@ _MOST_NOTED = 1 << 16  # of a long evaluation
 _HEARING = timedelta(seconds=5)  # for what other ranks say when a collective has failed
 
 
+class _UnderWay:
+    """A collective that was issued and goes on, on the threads of its process group.
+
+    Arguments:
+        work: torch's. It has the buffers; once it is over nothing here refers to it.
+        failed: makes the error that whoever waits gets.
+    """
+
+    def __init__(self, work: dist.Work, failed: Callable[[RuntimeError], Exception]) -> None:
+        self._left: tuple[dist.Work, Callable[[RuntimeError], Exception]] | None = work, failed
+        self._error: Exception | None = None
+        self._ended: float | None = None
+
+    def wait(self) -> None:
+        """Block until it is over; raise its error."""
+        left = self._left
+        if left is not None:
+            work, failed = left
+            try:
+                work.wait()
+            except RuntimeError as error:
+                self._error = self._error or failed(error)
+                self._error.__cause__ = error
+            self._left = None
+        if self._error is not None:
+            raise self._error
+
+    def done(self) -> bool:
+        """Whether it is over."""
+        left = self._left
+        return left is None or bool(left[0].is_completed())
+
+    @property
+    def ended(self) -> float:
+        """When it was first asked for once it was over: torch does not say when that was."""
+        self._ended = self._ended or time.monotonic()
+        return self._ended
+
+
 class Ranks:
     """The process groups of one engine.
+
+    Every collective is issued in the order of the program, by the thread that runs it: ranks that run the same program
+    issue the same ones in the same order, those of its user included. What a rank has to wait for first may take
+    another time on each, and decides nothing.
 
     Arguments:
         shard_group: the ranks that share one copy of the state; `None` when there is one shard.
         replica_groups: the groups over which copies are kept equal.
         council: in which the ranks of all groups agree, on the user's thread.
+        own: those of the groups that nobody else has: they end with this object.
 
     Attributes:
         rank: this rank's number among all of the job.
@@ -55,11 +103,13 @@ class Ranks:
         shard_group: dist.ProcessGroup | None = None,
         replica_groups: tuple[dist.ProcessGroup, ...] = (),
         council: Council | None = None,
+        own: Sequence[dist.ProcessGroup] = (),
     ) -> None:
         self.council = council or Council()
         self._shard_group = shard_group
         self._replica_groups = replica_groups
-        self._turns = [turns_on(group) for group in (shard_group, *replica_groups) if group is not None]
+        self._end_groups = at_end(self, give_back, own)
+        self._last: Event = DONE  # of the collectives that were submitted to a stream
         self.rank = dist.get_rank() if shard_group or replica_groups else 0
         self.replica_rank = 0
         for group in replica_groups:
@@ -74,29 +124,34 @@ class Ranks:
 
     @classmethod
     def from_mesh(cls, mesh: DeviceMesh | None, *, sharded: bool, timeout_s: float = DEFAULT_TIMEOUT_S) -> "Ranks":
-        """The groups of a mesh of one dimension, or of two (replicate, shard). `None`: the default group, if any.
+        """Groups of our own like those of a mesh of one dimension, or of two (replicate, shard).
 
-        Collective: its ranks make their council.
+        `None`: like the default group, if there is one. Collective: its ranks make their council and the groups.
         """
-        members = [0]
-        if mesh is not None:
-            found = list(mesh.get_all_groups())
-            members = mesh.mesh.flatten().tolist()
-        elif dist.is_available() and dist.is_initialized():
-            found = [dist.distributed_c10d._get_default_group()]
-            members = dist.get_process_group_ranks(found[0])
-        else:
-            found = []
-        number = members.index(dist.get_rank()) if found else 0
+        given, members, number = _given(mesh)
         council = Council(members, number, timeout_s=timeout_s)
-        shard_group = found.pop() if sharded and found else None
-        replicas = tuple(group for group in found if dist.get_world_size(group) > 1)
-        if shard_group is not None and dist.get_world_size(shard_group) == 1:
-            shard_group = None
-        return cls(shard_group, replicas, council)
+        own: list[dist.ProcessGroup | None] = []
+        try:
+            name = council.share(f"penstock {secrets.token_hex(8)}") if council.size > 1 else ""
+            for dimension, group in enumerate(given):  # in one order on all ranks; of a dimension each is in one group
+                is_needed = dist.get_world_size(group) > 1
+                own.append(own_group(group, f"{name}, dimension {dimension}") if is_needed else None)
+        except BaseException as error:
+            give_back(group for group in own if group is not None)
+            council.close()
+            if isinstance(error, RuntimeError):  # torch's
+                raise EngineError(
+                    f"Rank {dist.get_rank()} could not make a process group of the same ranks as the one it was given: "
+                    f"another one has ended, or does something else. ({error})"
+                ) from error
+            raise
+        made = [group for group in own if group is not None]
+        shard_group = own.pop() if sharded and own else None
+        return cls(shard_group, tuple(group for group in own if group is not None), council, made)
 
     def close(self) -> None:
         """Give back the groups that are our own."""
+        self._end_groups()
         self.council.close()
 
     @property
@@ -109,24 +164,22 @@ class Ranks:
         """Of this rank among all of the grid: its files in a checkpoint have it."""
         return self.shard_rank + self.shards * self.replica_rank
 
-    @property
-    def others(self) -> Event:
-        """The last collectives that other engines have submitted: what this one submits next is issued after them."""
-        return all_of(turns.before(self) for turns in self._turns)
-
     def submitted(self, event: Event) -> None:
-        """Work with collectives of this engine was submitted; they have been issued by the event."""
-        for turns in self._turns:
-            turns.submitted(self, event)
+        """Work with collectives was submitted to a stream; they have been issued by the event."""
+        self._last = event
 
     # Submitted to the stream of collectives
 
-    def all_gather(self, full: Tensor, shard: Tensor, what: str = "") -> None:
-        """Fill the flat `full` (numel = shards x shard numel) with every shard. `shard` may be its own part of it."""
+    def all_gather(self, full: Tensor, shard: Tensor, what: str = "") -> Pending | None:
+        """Fill the flat `full` (numel = shards x shard numel) with every shard. `shard` may be its own part of it.
+
+        On the host the caller goes on meanwhile, and waits for what is returned; on a device its stream does.
+        """
         every, own = as_bytes(full), as_bytes(shard)
-        self._issue(
-            "all_gather", f"the gather of {what}", lambda: _all_gather_flat(every, own, group=self._shard_group)
-        )
+        goes_on = full.device.type == "cpu"
+        gather = partial(_all_gather_flat, every, own, group=self._shard_group, async_op=goes_on)
+        work = self._issue("all_gather", f"the gather of {what}", self._shard_group, gather)
+        return work if goes_on else None
 
     def reduce_scatter(self, shard: Tensor, full: Tensor, what: str = "") -> None:
         """Sum the flat `full` over the shards; each keeps its own part."""
@@ -134,39 +187,52 @@ class Ranks:
         self._issue(
             "reduce_scatter",
             f"the reduction of {what}",
+            self._shard_group,
             lambda: _reduce_scatter_flat(shard, full, op=reduce, group=self._shard_group),
         )
 
     def all_reduce_replicas(self, tensor: Tensor, what: str = "") -> None:
         """Sum over the replicas, in place."""
         for group in self._replica_groups:
-            self._issue(
-                "all_reduce", f"the sum of {what}", partial(dist.all_reduce, tensor, op=dist.ReduceOp.SUM, group=group)
-            )
+            reduce = partial(dist.all_reduce, tensor, op=dist.ReduceOp.SUM, group=group)
+            self._issue("all_reduce", f"the sum of {what}", group, reduce)
 
     def agree(self, tensor: Tensor) -> None:
         """Sum over all ranks, in place."""
         if self._shard_group is not None:
             reduce = partial(dist.all_reduce, tensor, op=dist.ReduceOp.SUM, group=self._shard_group)
-            self._count("all_reduce", reduce)
+            self._count("all_reduce", self._shard_group, reduce)
         self.all_reduce_replicas(tensor)
 
-    def _issue(self, name: str, what: str, collective: Callable[[], object]) -> None:
-        """Note a collective, for ranks to compare, and issue it."""
+    def _issue(
+        self,
+        name: str,
+        what: str,
+        group: dist.ProcessGroup | None,
+        collective: Callable[[], dist.Work | None],
+    ) -> _UnderWay | None:
+        """Note a collective, for ranks to compare, and issue it. Returns what goes on of it."""
+        self._check_alive(group)
         self.counts[name] += 1
         self._issued.append(what)
         if len(self._issued) > _MOST_NOTED:
             del self._issued[: _MOST_NOTED // 2]
+        failed = partial(self._could_not_finish, what, len(self._issued))
         try:
-            collective()
+            work = collective()
         except RuntimeError as error:
-            raise EngineError(
-                f"Rank {self.rank} could not finish {what}, collective {len(self._issued)} since the last step; "
-                f"{self._others(what)}. {_SAME} ({error})"
-            ) from error
+            raise failed(error) from error
+        return None if work is None else _UnderWay(work, failed)
 
-    def _count(self, name: str, collective: Callable[[], object]) -> None:
+    def _could_not_finish(self, what: str, number: int, error: RuntimeError) -> EngineError:
+        return EngineError(
+            f"Rank {self.rank} could not finish {what}, collective {number} since the last step; {self._others(what)}. "
+            f"{_SAME} ({error})"
+        )
+
+    def _count(self, name: str, group: dist.ProcessGroup | None, collective: Callable[[], object]) -> None:
         """Issue a collective that ranks need not compare: they have agreed on it before."""
+        self._check_alive(group)
         self.counts[name] += 1
         try:
             collective()
@@ -176,8 +242,17 @@ class Ranks:
                 f"something else. ({error})"
             ) from error
 
+    def _check_alive(self, group: dist.ProcessGroup | None) -> None:
+        if group is not None and not is_alive(group):
+            raise EngineError(
+                "torch.distributed.destroy_process_group() has ended the process groups of this engine. Call close() "
+                "before it; close(keep_params=False) after it."
+            )
+
     def _others(self, what: str) -> str:
         """Tell the other ranks where this one stands, and hear where they do."""
+        if not dist.is_initialized():
+            return "torch.distributed has been ended meanwhile"
         store = dist.distributed_c10d._get_default_store()
         store.set(f"penstock stopped {self.rank}", what)
         said = []
@@ -216,15 +291,16 @@ class Ranks:
 
     def all_reduce(self, tensor: Tensor) -> None:
         """Sum over all ranks, in place."""
-        self.others.wait()
+        self._come_after_submitted()
         self.agree(tensor)
 
     def all_reduce_max(self, tensor: Tensor) -> None:
         """The greatest over all ranks, in place."""
-        self.others.wait()
+        self._come_after_submitted()
         for group in (self._shard_group, *self._replica_groups):
             if group is not None:
-                self._count("all_reduce", partial(dist.all_reduce, tensor, op=dist.ReduceOp.MAX, group=group))
+                reduce = partial(dist.all_reduce, tensor, op=dist.ReduceOp.MAX, group=group)
+                self._count("all_reduce", group, reduce)
 
     def report(self, failure: Exception | None) -> list[float]:
         """Whether this rank has failed, as numbers that ranks sum: how many have."""
@@ -237,17 +313,42 @@ class Ranks:
 
     def broadcast(self, tensor: Tensor) -> None:
         """Every rank takes the tensor of the first rank of the grid."""
-        self.others.wait()
+        self._come_after_submitted()
         for group in (*self._replica_groups, self._shard_group):
             if group is not None:
-                self._count("broadcast", partial(dist.broadcast, as_bytes(tensor), group=group, group_src=0))
+                send = partial(dist.broadcast, as_bytes(tensor), group=group, group_src=0)
+                self._count("broadcast", group, send)
 
     def broadcast_part(self, tensor: Tensor, shard_rank: int) -> None:
         """Every shard rank takes the tensor of one of them."""
-        self.others.wait()
+        self._come_after_submitted()
         if self._shard_group is not None:
             send = partial(dist.broadcast, as_bytes(tensor), group=self._shard_group, group_src=shard_rank)
-            self._count("broadcast", send)
+            self._count("broadcast", self._shard_group, send)
+
+    def _come_after_submitted(self) -> None:
+        """What the caller issues now is issued after what it has submitted before, whose error others are told."""
+        with contextlib.suppress(Exception):
+            self._last.wait()
+        self._last = DONE
+
+
+def council_of_all(*, timeout_s: float, error: type[PenstockError]) -> Council:
+    """Of the ranks of the default group, where all they do is agree. Collective."""
+    _, members, number = _given(None)
+    return Council(members, number, timeout_s=timeout_s, error=error)
+
+
+def _given(mesh: DeviceMesh | None) -> tuple[list[dist.ProcessGroup], list[int], int]:
+    """The groups of a mesh, or the default one if there is one; their ranks, and this one's number among them."""
+    if mesh is not None:
+        members = mesh.mesh.flatten().tolist()
+        return list(mesh.get_all_groups()), members, members.index(dist.get_rank())
+    if dist.is_available() and dist.is_initialized():
+        default = dist.distributed_c10d._get_default_group()
+        members = dist.get_process_group_ranks(default)
+        return [default], members, members.index(dist.get_rank())
+    return [], [0], 0
 
 
 def as_bytes(tensor: Tensor) -> Tensor:

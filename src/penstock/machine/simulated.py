@@ -3,7 +3,8 @@
 Each stream is a worker thread that sleeps before it works: a random time, or bytes / bandwidth. Buffers are filled with
 NaN from lease to completion and after release, so that a read without a wait is a wrong number, not luck; a buffer that
 changes hands while work writes it is an error. Waits can be dropped one by one, which is how the tests show that each
-of them is needed.
+of them is needed. Collectives are late as well, and issued on the thread of their stream: in the order of submission,
+on groups of their own, where nothing else is.
 """
 
 import sys

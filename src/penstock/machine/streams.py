@@ -5,6 +5,10 @@ the streams below, each of which runs its work in the order of submission. Work 
 was issued before it was submitted, and after the events in `after`; compute and the host see its result after they wait
 for its event. Nothing else orders anything: a missing wait is a bug, and the simulated back end turns it into
 a wrong number on any machine (`machine/simulated.py`).
+
+Collectives are issued before `submit` returns, by its caller, who waits for what they follow on the host: a read of a
+file, an update. A thread that issued them once that is over would do so at a time of its own on each rank, before or
+after collectives of the user that lie behind them in the program; communicators of a device may block each other then.
 """
 
 import logging
@@ -470,7 +474,7 @@ class InlineStreams(Streams):
     """The back end of a cpu as the device: work runs where it is submitted.
 
     Work that cannot start yet, because a file is still being read or written, runs on a thread of its stream, and so
-    does what follows it there: the caller computes meanwhile.
+    does what follows it there: the caller computes meanwhile. Collectives never do.
     """
 
     aliases_host = True
@@ -480,12 +484,12 @@ class InlineStreams(Streams):
         self._workers: dict[str, HostWorker] = {}
 
     def _submit(self, stream: str, work: Work, after: Sequence[Event], writes: Sequence[Tensor]) -> Event:
-        """Run `work` now if everything before it is done, else queue it."""
+        """Run `work` now if everything before it is done or waited for here, else queue it."""
         del writes
         worker = self._workers.get(stream)
-        if (worker is None or worker.idle()) and all(event.done() for event in after):
+        if stream == COLLECTIVE or ((worker is None or worker.idle()) and all(event.done() for event in after)):
             for event in after:
-                event.synchronize()  # raises the error of work that failed
+                event.synchronize()  # also raises the error of work that failed
             pending = work()
             return DONE if pending is None else PendingEvent(pending)
         if worker is None:

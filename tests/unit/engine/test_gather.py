@@ -211,3 +211,25 @@ class TestOrder:
         order.note(self.units["c"])
         order.start()
         assert self.upcoming(order) == "abc"
+
+
+def test_a_unit_that_is_read_in_place_takes_nothing_of_what_may_be_gathered_ahead() -> None:
+    """Whether it is up to date when `step` returns differs between ranks; what they gather ahead of use must not."""
+    model = Chain()
+    optimizer = prepare_on(
+        separate(),
+        model,
+        torch.optim.AdamW(model.parameters()),
+        precision="fp32",
+        placement=penstock.Placement(params={"device": 0.5, "cpu": 0.5}, optimizer="cpu"),
+        options=penstock.Options(prefetch_bytes=2 * BLOCK_BYTES),
+    )
+    gatherer, units = gatherer_of(optimizer), optimizer._engine.units
+    in_place = next(u for u in units if u.resident)
+    others = [u for u in units if not u.resident]
+    in_place.holding.become(Residency.OUTDATED)
+    gatherer.prefetch(iter([in_place, others[0]]))
+    gatherer.prefetch(iter([others[1]]))
+    assert [u.holding.residency for u in (in_place, *others[:2])] == [Residency.GATHERING] * 3
+    gatherer.drop_unused()
+    optimizer.close()

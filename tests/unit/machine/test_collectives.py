@@ -56,7 +56,10 @@ def talk(rank: int) -> dict[str, object]:
     mine = torch.tensor([float(rank)])
     found: dict[str, object] = {"grid": (ranks.shards, ranks.shard_rank, ranks.replicas)}
     full = torch.empty(2)
-    ranks.all_gather(full, mine)
+    pending = ranks.all_gather(full, mine)
+    assert pending is not None, "the host goes on"
+    pending.wait()
+    assert pending.done()
     found["all_gather"] = full.tolist()
     own = torch.empty(1)
     ranks.reduce_scatter(own, torch.tensor([1.0 + rank, 10.0 * (1 + rank)]))

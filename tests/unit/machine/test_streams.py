@@ -284,6 +284,27 @@ class TestInlineStreamsBesideTransfers:
         assert ran == [1]
         assert set(threading.enumerate()) == threads
 
+    def test_a_collective_after_a_read_is_issued_by_its_caller_before_what_that_does_next(self) -> None:
+        streams = InlineStreams(CPU)
+        transfer, gathering, order = Transfer(), Transfer(), []
+        read = streams.submit(READ, lambda: transfer)
+        copied = streams.submit(UPLOAD, lambda: order.append("copied"), after=(read,))
+        timer = threading.Timer(0.02, transfer.end)
+        timer.start()
+
+        def gather() -> Transfer:
+            order.append(threading.get_ident())
+            return gathering
+
+        gathered = streams.submit(COLLECTIVE, gather, after=(copied,))
+        order.append("the user's")
+        assert order == ["copied", threading.get_ident(), "the user's"]
+        assert not gathered.done(), "it goes on"
+        gathering.end()
+        gathered.wait()
+        timer.join()
+        streams.close()
+
 
 class FakeAccelerator:
     """What `AcceleratorStreams` asks of a device's module: everything enqueued is logged, and over when it is let."""
@@ -384,6 +405,24 @@ class TestAcceleratorStreams:
         assert accelerator.log[-1] == "compute waits for upload"
         streams.submit(UPLOAD, lambda: names.append(threading.current_thread().name))
         assert names[-1] == threading.current_thread().name
+        streams.close()
+
+    def test_a_collective_after_a_read_is_enqueued_by_its_caller_before_what_that_does_next(
+        self, accelerator: FakeAccelerator
+    ) -> None:
+        """And not by a thread, at a time of its own on each rank."""
+        streams = AcceleratorStreams(CPU)
+        transfer, order = Transfer(), []
+        read = streams.submit(READ, lambda: transfer)
+        copied = streams.submit(UPLOAD, lambda: order.append("copied"), after=(read,))
+        timer = threading.Timer(0.02, transfer.end)
+        timer.start()
+        gathered = streams.submit(COLLECTIVE, lambda: order.append(threading.get_ident()), after=(copied,))
+        order.append("the user's")
+        assert order == ["copied", threading.get_ident(), "the user's"]
+        assert "collective waits for upload" in accelerator.log
+        assert gathered.done()
+        timer.join()
         streams.close()
 
     def test_host_work_after_device_work_waits_for_the_device_on_its_thread(self, accelerator: FakeAccelerator) -> None:

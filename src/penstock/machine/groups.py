@@ -1,0 +1,76 @@
+"""Process groups of our own, of the same ranks as those that people gave us.
+
+Ranks match the collectives of a group by their order on it. On a group of our own nobody else's stand between ours:
+those of a user's forward, or of another engine.
+
+`torch.distributed.new_group` would not do. It names a group by its ranks and by how many groups the process has. Ranks
+of one group may have different numbers of others, and would look for each other under different names; and a group made
+where another one was destroyed gets that one's name, and would look for its ranks where those of the other one were.
+"""
+
+from collections.abc import Iterable
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+
+from penstock.machine.lifetime import Phase, exiting
+
+
+def own_group(given: dist.ProcessGroup, name: str) -> dist.ProcessGroup:
+    """A group like another one: the same ranks, backends, timeout and device. Collective over those ranks alone.
+
+    Options of a backend (`pg_options`, such as NCCL's priority of streams) are not taken over: torch gives them to
+    nobody.
+
+    Arguments:
+        given: the group to be like.
+        name: that no group ever had. Groups of other ranks may have it as well.
+    """
+    c10d: Any = dist.distributed_c10d  # torch does not type what it does not show
+    members = dist.get_process_group_ranks(given)
+    default = c10d._get_default_group()
+    backend, _ = c10d._world.pg_map[given]
+    bound = given.bound_device_id
+    before, default.bound_device_id = default.bound_device_id, None
+    try:  # of a bound group NCCL would split the communicator, and ranks that are no members would have to take part
+        group, _ = c10d._new_process_group_helper(
+            len(members),
+            dist.get_rank(given),
+            members,
+            backend,
+            c10d._get_default_store(),
+            f"{name} of {'_'.join(map(str, members))}",
+            timeout=_timeout_of(given),
+            device_id=bound,
+            group_desc="penstock",
+        )
+    finally:
+        default.bound_device_id = before
+    c10d._world.pg_group_ranks[group] = {member: number for number, member in enumerate(members)}
+    made: dist.ProcessGroup = group
+    return made
+
+
+def is_alive(group: dist.ProcessGroup) -> bool:
+    """Whether nobody has destroyed a group: a user does so with all groups at once."""
+    c10d: Any = dist.distributed_c10d
+    return group in c10d._world.pg_map
+
+
+def give_back(groups: Iterable[dist.ProcessGroup]) -> None:
+    """Destroy groups that are still there.
+
+    Not at the exit of the interpreter: nobody may be left to end a communicator with, and nobody needs its memory.
+    """
+    if not exiting(Phase.PROMISED):
+        for group in groups:
+            if is_alive(group):
+                dist.destroy_process_group(group)
+
+
+def _timeout_of(group: Any) -> timedelta:
+    """Of its collectives. Wrapped backends do not tell: torch's default then."""
+    told = [getattr(group._get_backend(device), "options", None) for device in group._device_types]
+    timeouts = [options._timeout for options in told if options is not None]
+    return max(timeouts, default=dist.distributed_c10d.default_pg_timeout)

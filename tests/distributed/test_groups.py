@@ -1,0 +1,203 @@
+"""Process groups of our own: like those of the user, beside them, and gone with their engine."""
+
+import gc
+import os
+import subprocess
+import sys
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+import penstock
+from penstock.errors import ConfigError, EngineError
+from penstock.machine.groups import own_group
+from tests.support import RANK_TIMEOUT, run_ranks
+
+ROOT = Path(__file__).parents[2]
+
+
+def groups() -> list[str]:
+    """Of this process, by name."""
+    return sorted(dist.distributed_c10d._world.pg_names.values())
+
+
+def prepared(mesh: Any = None, stage: int = 3) -> tuple[nn.Module, penstock.Optimizer]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    stock = torch.optim.AdamW(model.parameters())
+    return model, penstock.prepare(model, stock, mesh=mesh, stage=stage, precision="fp32", units=(nn.Linear,))
+
+
+def step(model: nn.Module, optimizer: penstock.Optimizer) -> float:
+    optimizer.backward(model(torch.ones(2, 8)).square().sum())
+    norm = optimizer.step().grad_norm
+    optimizer.zero_grad()
+    return norm
+
+
+def engines_in_turn_and_at_once(rank: int) -> tuple[list[int], bool]:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    before, counts = groups(), []
+    norms = set()
+    for how in ({}, {"mesh": mesh}, {"mesh": mesh, "stage": 0}, {"mesh": mesh["shard"]}):
+        first, second = prepared(**how), prepared(**how)
+        for _ in range(2):
+            norms.add(round(step(*first), 5) == round(step(*second), 5))
+        counts.append(len(groups()) - len(before))
+        first[1].close()
+        third = prepared(**how)  # where one was destroyed
+        norms.add(round(step(*third), 5) > 0)
+        third[1].close()
+        step(*second)
+        second[1].close()
+        assert groups() == before, "those of the user alone"
+    return counts, norms == {True}
+
+
+def test_engines_in_turn_and_at_once_have_groups_of_their_own_and_leave_none() -> None:
+    """At stage 0 both dimensions of the mesh are copies."""
+    assert run_ranks(engines_in_turn_and_at_once, 4) == [([2, 4, 4, 2], True)] * 4
+
+
+def two_of_four(rank: int) -> list[int]:
+    """Rank 0 has one more group than rank 1, and ranks 2 and 3 know of nothing."""
+    alone, pair = dist.new_group([0]), dist.new_group([0, 1])
+    found = []
+    if rank < 2:
+        mesh = DeviceMesh.from_group(pair, "cpu")
+        for _ in range(2):
+            before = len(groups())
+            model, optimizer = prepared(mesh)
+            step(model, optimizer)
+            found.append(len(groups()) - before)
+            optimizer.close()
+            found.append(len(groups()) - before)
+            if rank == 0 and len(found) == 2:
+                dist.destroy_process_group(alone)
+    dist.barrier()
+    return found
+
+
+def test_two_ranks_of_four_with_other_groups_beside_need_nobody_else() -> None:
+    pair = [1, 0, 1, 0]
+    assert run_ranks(two_of_four, 4) == [pair, pair, [], []]
+
+
+def likeness(rank: int) -> tuple[bool, timedelta, str, str]:
+    given = dist.new_group([1, 0], timeout=timedelta(seconds=17))
+    own = own_group(given, "a name")
+    ranks = dist.get_process_group_ranks(own) == dist.get_process_group_ranks(given)
+    timeout = own._get_backend(torch.device("cpu")).options._timeout
+    found = ranks, timeout, dist.get_backend_config(own), dist.get_backend_config(given)
+    dist.destroy_process_group(own)
+    return found
+
+
+def test_a_group_of_our_own_is_like_the_users() -> None:
+    for same_ranks, timeout, own, given in run_ranks(likeness, 2):
+        assert same_ranks
+        assert timeout == timedelta(seconds=17)
+        assert own == given
+
+
+def fail_to_prepare(rank: int) -> list[Any]:
+    before = groups()
+    model = nn.Linear(8, 8)
+    with pytest.raises(ConfigError):  # at once
+        penstock.prepare(model, torch.optim.AdamW(model.parameters()), precision="fp7")  # type: ignore[arg-type]
+    at_once = groups() == before
+    stock = torch.optim.AdamW(model.parameters())
+    with pytest.raises((ConfigError, EngineError)):  # when ranks compare what they are about to prepare
+        penstock.prepare(model, stock, options=penstock.Options(tile_bytes=4096 * (1 + rank)))
+    found = [at_once, groups() == before]
+    model, optimizer = prepared()
+    found.append(step(model, optimizer) > 0)
+    optimizer.close()
+    return found
+
+
+def test_a_prepare_that_fails_leaves_no_group() -> None:
+    assert run_ranks(fail_to_prepare, 2) == [[True, True, True]] * 2
+
+
+def drop(rank: int) -> bool:
+    before = groups()
+    model, optimizer = prepared()
+    step(model, optimizer)
+    del model, optimizer
+    gc.collect()
+    return groups() == before
+
+
+def test_an_optimizer_that_is_dropped_leaves_no_group() -> None:
+    assert run_ranks(drop, 2) == [True, True]
+
+
+def destroy_first(rank: int, store: Path) -> list[str]:
+    engines = [prepared() for _ in range(3)]
+    for engine in engines:
+        step(*engine)
+    dist.destroy_process_group()
+    said = []
+    (_, first), (_, second), (model, third) = engines
+    first.close(keep_params=False)
+    for use in (second.close, lambda: model(torch.ones(2, 8))):
+        with pytest.raises(EngineError) as caught:
+            use()
+        said.append(str(caught.value))
+    third.close(keep_params=False)
+    # Other groups under the old names are no business of ours.
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2, timeout=RANK_TIMEOUT)
+    model, optimizer = prepared()
+    step(model, optimizer)
+    optimizer.close()
+    return said
+
+
+def test_groups_that_are_destroyed_before_close_end_it_with_an_error(tmp_path: Path) -> None:
+    for said in run_ranks(destroy_first, 2, tmp_path / "second"):
+        for message in said:
+            assert "destroy_process_group() has ended the process groups of this engine" in message
+
+
+EXIT = """
+import sys
+import torch
+import torch.distributed as dist
+from tests.distributed.test_groups import prepared, step
+
+folder, rank, way = sys.argv[1], int(sys.argv[2]), sys.argv[3]
+dist.init_process_group("gloo", init_method=f"file://{folder}/{way}", rank=rank, world_size=2)
+engine = prepared()
+step(*engine)
+if way == "closed and destroyed":
+    engine[1].close()
+if way != "nothing":
+    dist.destroy_process_group()
+"""
+
+
+@pytest.mark.parametrize("way", ["nothing", "destroyed", "closed and destroyed"])
+def test_a_program_of_two_ranks_exits_in_silence(way: str, tmp_path: Path) -> None:
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-W", "ignore", "-c", EXIT, tmp_path, str(rank), way],
+            env={**os.environ, "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": str(ROOT)},
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    try:
+        for process in processes:
+            _, complaints = process.communicate(timeout=120)
+            assert (process.returncode, complaints) == (0, "")
+    finally:
+        for process in processes:
+            process.kill()

@@ -1,0 +1,292 @@
+"""The order of collectives, ours and the user's, is that of the program on every rank, whatever a rank waits for."""
+
+import random
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+
+import penstock
+from penstock.machine import collectives
+from penstock.machine.streams import Streams
+from penstock.tiers.records import Records
+from tests.parity.rows import Movement
+from tests.support import disks, inline, prepare_on, run_ranks, separate, shorten_rings, simulated
+
+WIDTH, BLOCKS, STEPS = 32, 5, 3
+MOST_SECONDS = 0.02
+SOON = timedelta(seconds=15)
+SMALL = {"tile_bytes": 4 << 10, "prefetch_bytes": 16 << 10}
+IN_FILES = Movement(params="nvme", grads="nvme", optimizer="nvme", overlap="forward").but(**SMALL)
+ON_CPU = Movement(params="cpu", grads="cpu", optimizer="cpu", overlap="forward").but(**SMALL)
+UPDATED_FROM_FILES = Movement(params="cpu", grads="cpu", optimizer="nvme", overlap="forward").but(**SMALL)
+
+
+class Mean(torch.autograd.Function):
+    """Over the ranks of a group, of the value and of its gradient, as in a batch norm of several ranks."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Any) -> Tensor:
+        ctx.group = group
+        x = x.clone()
+        dist.all_reduce(x, group=group)
+        return x / dist.get_world_size(group)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        grad = grad.clone()
+        dist.all_reduce(grad, group=ctx.group)
+        return grad / dist.get_world_size(ctx.group), None
+
+
+class Centred(nn.Module):
+    """A block that says something to other ranks in forward and in backward."""
+
+    def __init__(self, group: Any) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.group = group
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.linear(x)
+        return torch.tanh(y - Mean.apply(y.mean(0), self.group))
+
+
+def make_model(group: Any = None) -> nn.Module:
+    with torch.random.fork_rng():
+        torch.manual_seed(3)
+        return nn.Sequential(*(Centred(group) for _ in range(BLOCKS)))
+
+
+class Late:
+    """A transfer that takes longer."""
+
+    def __init__(self, transfer: Any, seconds: float) -> None:
+        self._transfer = transfer
+        self._until = time.monotonic() + seconds
+
+    def wait(self) -> None:
+        time.sleep(max(0.0, self._until - time.monotonic()))
+        self._transfer.wait()
+
+    def done(self) -> bool:
+        return time.monotonic() >= self._until and bool(self._transfer.done())
+
+    @property
+    def ended(self) -> float:
+        return max(self._until, float(self._transfer.ended))
+
+
+@contextmanager
+def late_reads(seed: int) -> Iterator[None]:
+    """Files are read at a pace of this rank's own."""
+    delays, read = random.Random(seed), Records.read
+
+    def late(records: Records, number: int, buffer: Tensor) -> Any:
+        transfer = read(records, number, buffer)
+        return None if transfer is None else Late(transfer, delays.uniform(0, MOST_SECONDS))
+
+    with pytest.MonkeyPatch.context() as patch:
+        shorten_rings(patch)
+        patch.setattr(Records, "read", late)
+        yield
+
+
+def train(rank: int, streams: Streams, how: Movement, *, group: Any = None, mesh: Any = None) -> list[Tensor]:
+    """What is seen of some steps; the user has a metric of his own summed after each forward."""
+    model = make_model(group)
+    optimizer = prepare_on(
+        streams,
+        model,
+        torch.optim.AdamW(model.parameters(), lr=1e-2),
+        stage=how.stage,
+        placement=how.placement,
+        precision="fp32",
+        units=(Centred,),
+        mesh=mesh,
+        overlap=how.overlap,
+        options=penstock.Options(**dict(how.options)),
+    )
+    seen = []
+    for step in range(STEPS):
+        x = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(10 * step + rank))
+        loss = (model(x) - x).square().mean()
+        metric = loss.detach().clone()
+        dist.all_reduce(metric)
+        optimizer.backward(loss)
+        seen += [metric, torch.tensor(optimizer.step().grad_norm)]
+        optimizer.zero_grad()
+    seen += [optimizer.full_param(p) for p in model.parameters()]
+    optimizer.close()
+    return seen
+
+
+def differences(ours: list[Tensor], theirs: list[Tensor]) -> list[int]:
+    return [number for number, (a, b) in enumerate(zip(ours, theirs, strict=True)) if not torch.equal(a, b)]
+
+
+def paced(rank: int) -> Callable[[], Streams]:
+    return lambda: simulated(7 + rank)
+
+
+def beside_a_users_own(rank: int, how: Movement, of: str) -> list[int]:
+    make = {"inline": inline, "separate": separate, "simulated": paced(rank)}[of]
+    expected = train(rank, inline(), Movement(overlap="none"))
+    with late_reads(rank):
+        return differences(train(rank, make(), how), expected)
+
+
+@pytest.mark.parametrize("of", ["inline", "separate", "simulated"])
+@pytest.mark.parametrize(
+    "how", [IN_FILES, ON_CPU, UPDATED_FROM_FILES], ids=["in files", "on cpu", "updated from files"]
+)
+def test_a_batch_norm_of_several_ranks_trains_as_without_offload(how: Movement, of: str) -> None:
+    assert run_ranks(beside_a_users_own, 2, how, of, timeout=SOON) == [[], []]
+
+
+def beside_tensor_parallelism(rank: int) -> list[list[int]]:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    found = []
+    for name in ("replicate", "shard"):
+        group = mesh.get_group(name)
+        expected = train(rank, inline(), Movement(overlap="none"), group=group, mesh=mesh)
+        with late_reads(rank):
+            found.append(differences(train(rank, separate(), IN_FILES, group=group, mesh=mesh), expected))
+    return found
+
+
+def test_collectives_of_the_user_on_the_groups_of_the_mesh_keep_their_order() -> None:
+    assert run_ranks(beside_tensor_parallelism, 4, timeout=2 * SOON) == [[[], []]] * 4
+
+
+@contextmanager
+def noted(calls: list[tuple[str, bool]]) -> Iterator[None]:
+    """Every collective of the process in the order in which it is issued, and whether this thread issues it."""
+    own = threading.get_ident()
+
+    def noting(name: str, call: Callable[..., Any]) -> Callable[..., Any]:
+        def note(*args: Any, **kwargs: Any) -> Any:
+            whose = "ours" if kwargs.get("group") not in (None, dist.group.WORLD) else "the user's"
+            calls.append((f"{whose}: {name} of {args[0].numel()}", threading.get_ident() == own))
+            return call(*args, **kwargs)
+
+        return note
+
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("all_reduce", "broadcast"):
+            patch.setattr(dist, name, noting(name, getattr(dist, name)))
+        for name in ("_all_gather_flat", "_reduce_scatter_flat"):
+            patch.setattr(collectives, name, noting(name, getattr(collectives, name)))
+        yield
+
+
+def calls_of(rank: int, how: Movement) -> list[tuple[str, bool]]:
+    calls: list[tuple[str, bool]] = []
+    with late_reads(rank), noted(calls):
+        train(rank, separate(), how)
+    return calls
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        IN_FILES,
+        UPDATED_FROM_FILES,
+        Movement(params="cpu", grads="nvme", optimizer="cpu", overlap="backward").but(**SMALL),
+    ],
+    ids=["in files", "updated from files", "updated in backward"],
+)
+def test_ranks_issue_all_collectives_in_one_order_from_the_threads_of_the_program(how: Movement) -> None:
+    """The same order among ours and the user's is what communicators of a device need as well."""
+    first, second = run_ranks(calls_of, 2, how, timeout=SOON)
+    assert [name for name, _ in first] == [name for name, _ in second]
+    assert {name.split(":")[0] for name, _ in first} == {"ours", "the user's"}
+    assert all(by_caller for _, by_caller in (*first, *second))
+
+
+class Read(threading.Event):
+    """A read that is over when it is let."""
+
+    def __init__(self, transfer: Any, let: threading.Event) -> None:
+        super().__init__()
+        self._transfer, self._let = transfer, let
+
+    def wait(self, timeout: float | None = None) -> bool:
+        assert self._let.wait(SOON.total_seconds() / 2), "nobody was to wait for it yet"
+        self._transfer.wait()
+        return True
+
+    def done(self) -> bool:
+        return self._let.is_set() and bool(self._transfer.done())
+
+
+def forward_while_the_last_is_read(rank: int) -> bool:
+    """The file of the last unit is read once the first one's forward has run, and its gather was started before."""
+    let, read = threading.Event(), Records.read
+    started = threading.Event()
+
+    def gated(records: Records, number: int, buffer: Tensor) -> Any:
+        transfer = read(records, number, buffer)
+        if records.plan.cells[0].unit != f"{BLOCKS - 1}" or transfer is None:
+            return transfer
+        started.set()
+        return Read(transfer, let)
+
+    with pytest.MonkeyPatch.context() as patch:
+        shorten_rings(patch, 8)
+        patch.setattr(Records, "read", gated)
+        model = make_model()
+        stock = torch.optim.AdamW(model.parameters())
+        placement = penstock.Placement(params="nvme", nvme_path=disks(1)[0])
+        optimizer = prepare_on(separate(), model, stock, placement=placement, precision="fp32", units=(Centred,))
+        model[0].register_forward_hook(lambda *_: let.set() if started.is_set() else None)
+        with torch.no_grad():
+            model(torch.ones(2, WIDTH))
+        optimizer.close()
+    return started.is_set()
+
+
+def test_a_unit_that_is_being_read_holds_nobody_up_before_its_turn() -> None:
+    assert run_ranks(forward_while_the_last_is_read, 2, timeout=SOON) == [True, True]
+
+
+def keep_views(rank: int) -> list[Tensor]:
+    """Somebody on rank 0 keeps views of all weights, whose memory cannot go. Ranks gather ahead of use alike."""
+    kept = []
+    model = make_model()
+    for block in model:
+        block.register_forward_hook(
+            lambda module, *_: kept.append(module.linear.weight.detach()) if rank == 0 else None
+        )
+    block_bytes = (WIDTH * WIDTH + 256) * 4
+    optimizer = prepare_on(
+        separate(),
+        model,
+        torch.optim.AdamW(model.parameters()),
+        placement=penstock.Placement(params="cpu"),
+        precision="fp32",
+        units=(Centred,),
+        options=penstock.Options(live_bytes=3 * block_bytes, tile_bytes=4 << 10),
+    )
+    seen = []
+    for _ in range(STEPS):
+        loss = model(torch.ones(2, WIDTH)).square().sum()
+        optimizer.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        seen.append(loss.detach())
+    optimizer.close()
+    return seen
+
+
+def test_views_that_one_rank_keeps_do_not_change_what_it_gathers_ahead() -> None:
+    first, second = run_ranks(keep_views, 2, timeout=SOON)
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
