@@ -47,16 +47,18 @@ def run_ranks(
     *args: Any,
     timeout: timedelta = RANK_TIMEOUT,
     backend: str = "gloo",
+    start: Callable[[], None] | None = None,
 ) -> list[Any]:
     """Run `work(rank, *args)` in `world_size` processes with a group, and return what each returned.
 
-    `work` is a module-level function; an exception on any rank fails the test with that rank's traceback.
+    `work` is a module-level function; an exception on any rank fails the test with that rank's traceback. So is
+    `start`, which each process calls before it makes the group.
     """
     with tempfile.TemporaryDirectory() as folder:
         context = mp.get_context("forkserver")  # imports torch once for all ranks of all tests of this process
         context.set_forkserver_preload(["torch", "torch.distributed", "penstock"])
         processes = [
-            context.Process(target=_rank, args=(work, rank, world_size, folder, args, timeout, backend))
+            context.Process(target=_rank, args=(work, rank, world_size, folder, args, timeout, backend, start))
             for rank in range(world_size)
         ]
         for process in processes:
@@ -81,11 +83,14 @@ def _rank(
     args: tuple[Any, ...],
     timeout: timedelta,
     backend: str,
+    start: Callable[[], None] | None,
 ) -> None:
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(rank))
     os.environ["LOCAL_WORLD_SIZE"] = str(world_size)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.set_num_threads(1)
+    if start is not None:
+        start()
     dist.init_process_group(
         backend, init_method=f"file://{folder}/store", rank=rank, world_size=world_size, timeout=timeout
     )

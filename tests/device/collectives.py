@@ -36,17 +36,20 @@ class LateGroup(dist.ProcessGroup):
         super().__init__(rank, size)
         self._host = dist.ProcessGroupGloo(store, rank, size, timeout)
         self._timeout = timeout
+        self._name = ""
 
     @property
     def group_name(self) -> str:
         """What `torch.distributed` calls it: groups that are written in Python do not hear of it otherwise."""
-        return dist.distributed_c10d._world.pg_names[self]
+        self._name = dist.distributed_c10d._world.pg_names.get(self, self._name)
+        return self._name
 
     def getBackendName(self) -> str:  # noqa: N802 - torch's name
         return "late"
 
     def _issue(self, reads: Sequence[Tensor], writes: Sequence[Tensor], call: Callable[[], Work]) -> Work:
         """Have gloo called late. `call` must know the memory as kernels do, or it would keep tensors alive."""
+        assert self.group_name, "torch knows it by a name"  # and asks for that when it has forgotten it
         if all(tensor.device.type == "cpu" for tensor in (*reads, *writes)):
             return call()
         native.enqueue(lambda: call().wait(self._timeout), reads, writes)

@@ -9,11 +9,25 @@ import torch
 
 from penstock.machine.accelerator import streams_for
 from penstock.machine.streams import Streams
+from tests.device.building import build
+from tests.device.loading import load
+from tests.support import run_ranks
 
 
 def strict(index: int = 0) -> Streams:
     """New streams of a device."""
     return streams_for(torch.device("strict", index))
+
+
+def late_ranks(work: Callable[..., Any], *args: Any) -> list[Any]:
+    """Run `work(rank, *args)` on two ranks that have strict devices; `prepare` finds out which is whose."""
+    return run_ranks(work, 2, *args, backend="late", start=with_devices)
+
+
+def with_devices() -> None:
+    """Makes this process one with strict devices, and with collectives between them."""
+    load(build())
+    from tests.device import collectives  # noqa: F401 - registers the backend
 
 
 @contextmanager
