@@ -46,6 +46,10 @@ class Event(ABC):
         """The events that this one stands for."""
         return (self,)
 
+    def unwatched(self) -> "Event":
+        """Itself, without whoever notes the waits for it."""
+        return self
+
 
 class _Done(Event):
     def wait(self) -> None:

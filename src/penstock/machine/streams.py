@@ -1,13 +1,21 @@
 """Work that runs beside compute, ordered by events: one interface, several back ends.
 
-Compute is whatever the caller's own thread and the device's current stream do. Everything else is submitted to one of
-the streams below, each of which runs its work in the order of submission. Work starts after all compute that
-was issued before it was submitted, and after the events in `after`; compute and the host see its result after they wait
-for its event. Nothing else orders anything: a missing wait is a bug, and the simulated back end turns it into
-a wrong number on any machine (`machine/simulated.py`).
+Compute is whatever the user's thread, or autograd's for it, gives to the device's current stream. Everything else is
+submitted to one of the streams below, each of which runs its work in the order of submission. Work on the device starts
+after all compute that was issued before it was submitted, and after the events in `after`; compute and the host see its
+result after they wait for its event. Nothing else orders anything: a missing wait is a bug, and the simulated back end
+turns it into a wrong number on any machine (`machine/simulated.py`).
+
+Threads of ours have no compute: their current stream is not the user's. What they submit follows the events that it
+names, and where it is to follow compute, a moment of it (`now`) that was taken on the user's thread.
+
+Memory that work uses outlives its event: an allocator hands what was freed to the next one who asks, at once, and torch
+keeps nothing for us. So its owner waits for the event before he lets go of it, or gives it up (`give_up`).
 """
 
+import threading
 from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Protocol
@@ -28,7 +36,7 @@ from penstock.machine.events import (
     after_all,
     all_of,
 )
-from penstock.machine.workers import HostWorker, WorkerThread
+from penstock.machine.workers import HostWorker, WorkerThread, on_worker
 
 UPLOAD = "upload"  # host to device
 DOWNLOAD = "download"  # device to host
@@ -72,6 +80,7 @@ __all__ = [
     "all_of",
     "close_workers",
     "copy",
+    "on_worker",
     "poison",
 ]
 
@@ -117,6 +126,8 @@ class Streams(ABC):
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.recorder: Recorder | None = None
+        self._given_up: deque[tuple[Event, Sequence[Tensor]]] = deque()
+        self._giving_up = threading.RLock()  # a tensor that goes may take others with it, which are given up then
 
     def submit(
         self,
@@ -132,13 +143,14 @@ class Streams(ABC):
 
         Arguments:
             stream: one of the names above.
-            work: issues the copies, collectives or arithmetic, or starts a transfer and returns it. Buffers it touches
-                must outlive its event.
-            after: events that the work waits for.
+            work: issues the copies, collectives or arithmetic, or starts a transfer and returns it. Memory it touches
+                must outlive its event; what it makes for itself is of its own stream, and may go when it returns.
+            after: events that the work waits for, beside compute; of a thread of ours, all that it waits for.
             writes: tensors that the work overwrites whole; undefined until the event.
             nbytes: bytes moved, for bandwidth models and traces.
             what: `verb unit [kind] [tile n]`, for traces.
         """
+        self._let_go()
         if self.recorder is None:
             return self._submit(stream, work, after, writes)
         job = self.recorder.submitted(stream, work, after, nbytes, what)
@@ -147,6 +159,27 @@ class Streams(ABC):
     @abstractmethod
     def _submit(self, stream: str, work: Work, after: Sequence[Event], writes: Sequence[Tensor]) -> Event:
         """`submit`, as the back end does it."""
+
+    def now(self) -> Event:
+        """Everything that compute was given until now, for work that is submitted later or by a thread of ours."""
+        return DONE
+
+    def here(self) -> None:  # noqa: B027 - where streams are the host's, there is nothing to do
+        """Compute goes on in the calling thread: after all that it was given before, on whichever streams both are."""
+
+    def give_up(self, tensors: Sequence[Tensor], *, until: Event) -> None:
+        """Let go of tensors that submitted work may still use: they go once an event is over."""
+        self._let_go()
+        if tensors and not until.done():
+            with self._giving_up:
+                self._given_up.append((until, tensors))
+
+    def _let_go(self) -> None:
+        """Drop what was given up and is not used any more."""
+        gone: list[Sequence[Tensor]] = []
+        with self._giving_up:
+            while self._given_up and self._given_up[0][0].done():
+                gone.append(self._given_up.popleft()[1])
 
     def compute(self, work: Callable[[], None], *, what: str) -> None:
         """Run what compute itself does: now, in the caller's thread."""
@@ -166,10 +199,16 @@ class Streams(ABC):
         The buffer keeps one storage object all its life: autograd saves views of a weight, and they must see the
         bytes of the next gather.
         """
-        storage = buffer.untyped_storage()
         nbytes = int(buffer.storage_offset() + buffer.numel()) * buffer.dtype.itemsize
-        if storage.nbytes() != nbytes:
-            storage.resize_(nbytes)
+        if buffer.untyped_storage().nbytes() != nbytes:
+            self._resize(buffer, nbytes)
+
+    def _resize(self, buffer: Tensor, nbytes: int) -> None:
+        buffer.untyped_storage().resize_(nbytes)
+
+    def make_buffer(self, numel: int, dtype: torch.dtype) -> Tensor:
+        """A flat buffer for `lease` and `retire`, with memory."""
+        return torch.empty(numel, dtype=dtype, device=self.device)
 
     def retire(self, buffer: Tensor) -> None:
         """Take a buffer's memory back. All work on it has been waited for."""

@@ -20,6 +20,11 @@ class WorkerThread(threading.Thread):
     """The thread of a `HostWorker`: neither compute nor the caller's."""
 
 
+def on_worker() -> bool:
+    """Whether the calling thread is one of ours, which compute never runs on."""
+    return isinstance(threading.current_thread(), WorkerThread)
+
+
 class _Inbox:
     """What a worker's thread knows of it: the thread must not keep the worker alive.
 
@@ -52,7 +57,7 @@ class _Inbox:
         A thread of this kind does not wait for it: it may be what that work waits for, and collection runs on any.
         """
         self.queue.put(None)
-        if not isinstance(threading.current_thread(), WorkerThread):
+        if not on_worker():
             thread.join(seconds)
 
     def drop(self, thread: threading.Thread) -> None:

@@ -299,11 +299,14 @@ class FakeAccelerator:
                 accelerator.made = accelerator.made + 1 if name is None else 0
                 self.name = name or ON_DEVICE[accelerator.made - 1]
 
-            def wait_event(self, event: Any) -> None:
-                accelerator.log.append(f"{self.name} waits for {event.stream}")
-
         class Event:
             stream = ""
+
+            def __init__(self, enable_timing: bool = False, blocking: bool = False) -> None:
+                assert blocking, "a host that waits spins"
+
+            def wait(self, stream: Any) -> None:
+                accelerator.log.append(f"{stream.name} waits for {self.stream}")
 
             def record(self, stream: Any) -> None:
                 self.stream = stream.name
