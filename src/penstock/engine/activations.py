@@ -31,32 +31,43 @@ AHEAD_BYTES = 256 << 20  # on their way to the tier, or back before they are wan
 
 
 @dataclass(eq=False)
-class Saved:
-    """One saved tensor.
+class _Place:
+    """Where the bytes of a saved tensor are. What works on them may go on when the tensor is wanted no longer.
 
     Attributes:
-        home: where its bytes are.
-        before: the one that was saved before it: backward wants it after this one.
-        shape, stride, dtype, version: of the tensor.
-        here: its bytes on the device, while they leave or once they are coming back.
-        key: what tells it apart while they leave.
+        home: on the tier.
+        here: on the device, while they leave or once they are coming back.
         arrived: `home` holds them, or `here` does.
     """
 
     home: Home
+    here: Tensor | None
+    arrived: Event = DONE
+
+
+@dataclass(eq=False)
+class Saved:
+    """One saved tensor.
+
+    Attributes:
+        place: where its bytes are.
+        before: the one that was saved before it: backward wants it after this one.
+        shape, stride, dtype, version: of the tensor.
+        key: what tells it apart while they leave.
+    """
+
+    place: _Place
     before: "weakref.ref[Saved] | None"
     shape: torch.Size
     stride: tuple[int, ...]
     dtype: torch.dtype
     version: Version
-    here: Tensor | None
     key: tuple[object, ...]
-    arrived: Event = DONE
 
     @property
     def nbytes(self) -> int:
         """Bytes of the tensor."""
-        return self.home.stop
+        return self.place.home.stop
 
     def saved_before(self) -> "Saved | None":
         """The one that was saved before it, if it is still wanted."""
@@ -86,7 +97,7 @@ class Activations:
         self._kept_storages: set[int] = set()
         self._ring = Ring(self._fill_ring)
         self._transit = Transit(streams, self._ring)
-        self._free: dict[int, list[Home]] = defaultdict(list)  # by bytes
+        self._free: dict[int, list[_Place]] = defaultdict(list)  # by bytes
         self._leaving: deque[Saved] = deque()
         self._known: dict[tuple[object, ...], Saved] = {}  # those that are leaving, by what tells tensors apart
         self._last: weakref.ref[Saved] | None = None
@@ -121,11 +132,12 @@ class Activations:
         if key in self._known:
             return self._known[key]
         self._let_go(AHEAD_BYTES - nbytes)
-        home = self._free[nbytes].pop() if self._free[nbytes] else self._make_home(nbytes)
-        here = tensor.detach().as_strided((tensor.numel(),), (1,)).view(torch.uint8)
-        saved = Saved(home, self._last, tensor.shape, tensor.stride(), tensor.dtype, Version(tensor), here, key)
-        saved.arrived = self._transit.copy(buffer_home(here), home, after=DONE, what="save activation")
-        weakref.finalize(saved, self._free[nbytes].append, home)
+        place = self._free[nbytes].pop() if self._free[nbytes] else _Place(self._make_home(nbytes), None)
+        place.here = tensor.detach().as_strided((tensor.numel(),), (1,)).view(torch.uint8)
+        left = place.arrived  # it may still be read for a tensor that is gone
+        place.arrived = self._transit.copy(buffer_home(place.here), place.home, after=left, what="save activation")
+        saved = Saved(place, self._last, tensor.shape, tensor.stride(), tensor.dtype, Version(tensor), key)
+        weakref.finalize(saved, _give_back, place, self._free[nbytes], weakref.ref(self._streams))
         self._known[key] = saved
         self._leaving.append(saved)
         self._last = weakref.ref(saved)
@@ -134,32 +146,33 @@ class Activations:
     def bring(self, packed: Saved) -> Tensor:
         """Autograd wants it."""
         packed.version.check()
-        self._bring(packed)
-        packed.arrived.wait()
-        assert packed.here is not None
-        values, packed.here = packed.here, None
+        place = packed.place
+        self._bring(place)
+        place.arrived.wait()
+        assert place.here is not None
+        values, place.here = place.here, None
         self._forget(packed)
         ahead, before = 0, packed.saved_before()
         while before is not None and (ahead := ahead + before.nbytes) <= AHEAD_BYTES:
-            self._bring(before)
+            self._bring(before.place)
             before = before.saved_before()
         return values.view(packed.dtype).as_strided(packed.shape, packed.stride)
 
-    def _bring(self, saved: Saved) -> None:
+    def _bring(self, place: _Place) -> None:
         """Start to bring a tensor back, if it is not on the device."""
-        if saved.here is None:
-            saved.here = torch.empty(saved.nbytes, dtype=torch.uint8, device=self._streams.device)
+        if place.here is None:
+            place.here = torch.empty(place.home.stop, dtype=torch.uint8, device=self._streams.device)
             # Compute has waited for it to leave, or its memory would not have gone.
-            saved.arrived = self._transit.copy(saved.home, buffer_home(saved.here), after=DONE, what="bring activation")
+            place.arrived = self._transit.copy(place.home, buffer_home(place.here), after=DONE, what="bring activation")
 
     def _let_go(self, most_bytes: int) -> None:
         """Drop what has left; where more than some bytes are leaving, compute waits for the first of them."""
         left = sum(saved.nbytes for saved in self._leaving)
-        while self._leaving and (left > most_bytes or self._leaving[0].arrived.done()):
+        while self._leaving and (left > most_bytes or self._leaving[0].place.arrived.done()):
             saved = self._leaving.popleft()
-            saved.arrived.wait()
+            saved.place.arrived.wait()
             if self._forget(saved):
-                saved.here = None
+                saved.place.here = None
             left -= saved.nbytes
 
     def _forget(self, saved: Saved) -> bool:
@@ -176,6 +189,17 @@ class Activations:
 
     def _fill_ring(self) -> None:
         self._ring.fill(Buffers(self._store).make_slots(transit_slots([self._plan(self._tile_numel)])))
+
+
+def _give_back(place: _Place, free: list[_Place], streams: "weakref.ref[Streams]") -> None:
+    """Its tensor is gone: the next one may have the place, once nothing works on it."""
+    here, place.here = place.here, None
+    back_end = streams()
+    if here is not None and back_end is not None:  # it was coming back, ahead of a backward that never came to it
+        back_end.give_up((here,), until=place.arrived)
+    if place.arrived.done():
+        place.arrived = DONE  # or has failed, which concerns no other tensor
+    free.append(place)
 
 
 def _is_plain(tensor: Tensor) -> bool:

@@ -98,6 +98,7 @@ class Reducer:
     def add(self, unit: Unit, slot_index: int, grad: Tensor) -> None:
         """Autograd finished one gradient of the unit."""
         assert unit.trained is not None
+        self._streams.here()  # autograd hands over each gradient on the stream that its parameter was used on
         gradient = unit.trained.gradient
         slot = unit.layout.slots[slot_index]
         flat = grad.reshape(-1)
@@ -209,6 +210,8 @@ class Reducer:
             nbytes=told.element_size(),
             what=f"tell {unit.name}",
         )
+        if agreed is not None:  # ranks may not have agreed yet
+            self._streams.give_up((agreed,), until=gradient.ready)
 
     def drop_pending(self, units: Sequence[Unit]) -> None:
         """Forget what a backward that failed has collected."""
