@@ -352,6 +352,7 @@ def train(
     scheduler = what.make_scheduler(optimizer)
     trace = Trace()
     parameters = list(model.parameters())
+    device = streams.device if streams else torch.device("cpu")
 
     def snapshot() -> Snapshot:
         moments = {name: [optimizer.full_state(p, name) for p in parameters] for name in STATE_NAMES}
@@ -364,7 +365,8 @@ def train(
         for micro, ranks in enumerate(micro_batches):
             last = micro == len(micro_batches) - 1
             with optimizer.no_sync() if what.no_sync and not last else nullcontext():
-                loss = loss_of(model, ranks[rank])
+                x, y = ranks[rank]
+                loss = loss_of(model, (x.to(device), y.to(device)))
                 optimizer.backward(loss)
             trace.losses.append(loss.item())
             if look and (last or not what.no_sync or world_size == 1):
