@@ -292,6 +292,7 @@ class Gatherer:
     def _replace_full(self, unit: Unit) -> None:
         """Leave the full buffer's memory to those who have views of it."""
         self._buffers.pop(unit.full.untyped_storage()._cdata, None)
+        self._streams.hand_over(unit.full)
         buffer = self._streams.make_buffer(unit.full.numel(), unit.full.dtype)
         buffer.untyped_storage().resize_(0)
         unit.full = buffer

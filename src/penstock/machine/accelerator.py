@@ -10,6 +10,7 @@ from torch import Tensor
 
 from penstock.machine.clocks import Clock, DeviceClock
 from penstock.machine.hardware import Hardware
+from penstock.machine.lifetime import Phase, at_end, exiting
 from penstock.machine.simulated import SimulatedStreams
 from penstock.machine.streams import (
     ON_DEVICE,
@@ -42,6 +43,7 @@ class AcceleratorStreams(Streams):
         super().__init__(device)
         self._hardware = Hardware(device)
         self._sides = {name: self._hardware.make_stream() for name in ON_DEVICE}
+        self._end = at_end(self, _finish, self._hardware, phase=Phase.THREADS)
         self._workers = {name: HostWorker(name) for name in STREAMS}
 
     def _submit(self, stream: str, work: Work, after: Sequence[Event], writes: Sequence[Tensor]) -> Event:
@@ -80,12 +82,19 @@ class AcceleratorStreams(Streams):
     def _resize(self, buffer: Tensor, nbytes: int) -> None:
         """Of the memory that torch keeps for the stream of uploads, which activations do not split.
 
-        What is released goes back there, and the next lease takes it at once: compute may still be reading then, and so
-        may what compute has waited for. Whoever fills a buffer was submitted after its lease, so he follows all of
-        that. He may do so on any stream, for uploads never use memory that was not leased.
+        What is released goes back there, for whatever is allocated on that stream next. So that stream follows compute,
+        which has read the buffer and has waited for all that filled it; and whoever fills one was submitted after its
+        lease, on whichever stream.
         """
-        with self._hardware.on(self._sides[UPLOAD]):
+        uploads = self._sides[UPLOAD]
+        if nbytes == 0:
+            self._hardware.recorded(self._hardware.compute()).wait(uploads)
+        with self._hardware.on(uploads):
             super()._resize(buffer, nbytes)
+
+    def hand_over(self, buffer: Tensor) -> None:
+        """Have torch keep the memory, when it is let go of, until compute's stream of now is past that."""
+        buffer.record_stream(self._hardware.compute())
 
     def make_buffer(self, numel: int, dtype: torch.dtype) -> Tensor:
         """Of the same memory."""
@@ -105,6 +114,7 @@ class AcceleratorStreams(Streams):
         """Finish host work and device work."""
         close_workers(self._workers)
         self._hardware.synchronize()
+        self._end.cancel()
         self._let_go()
 
 
@@ -154,6 +164,12 @@ class _DeferredEvent(HostEvent):
 
     def done(self) -> bool:
         return super().done() and (self._enqueued is None or self._enqueued.done())
+
+
+def _finish(hardware: Hardware) -> None:
+    """What nobody closed was dropped: memory goes, and work of the device may still use it."""
+    if not exiting():  # then the process ends, and what waits for a rank that is gone would never be over
+        hardware.synchronize()
 
 
 def _waits_for_host(event: Event) -> bool:

@@ -214,7 +214,10 @@ class Streams(ABC):
         """Take a buffer's memory back. All work on it has been waited for."""
         if not self.reads_in_place:
             poison(buffer)  # debugging: memory that is not given back yet must not look as if it had values
-        buffer.untyped_storage().resize_(0)
+        self._resize(buffer, 0)
+
+    def hand_over(self, buffer: Tensor) -> None:  # noqa: B027 - where streams are the host's, there is nothing to do
+        """Leave a buffer's memory to compute, and to people who let go of it when they like."""
 
     def spoil(self, buffer: Tensor) -> None:
         """Overwrite a buffer with NaN and leave it its memory. All work on it has been waited for."""
