@@ -16,7 +16,7 @@ from penstock.engine import activations
 from penstock.machine import arena
 from penstock.machine.accelerator import AcceleratorStreams
 from penstock.machine.collectives import Ranks
-from penstock.machine.streams import UPLOAD, Streams, copy
+from penstock.machine.streams import DOWNLOAD, UPDATE, UPLOAD, Streams, copy
 from tests.parity.rows import Arithmetic, Movement, batches, loss_of, make_model, prepared, shares, train
 from tests.support import disks, prepare_on
 
@@ -241,8 +241,9 @@ def test_compute_that_turns_from_stream_to_stream(native: Any, how: Movement) ->
 @pytest.mark.parametrize("wait", [True, False], ids=["waited for", "beside training"])
 @pytest.mark.parametrize("how", [ON_DEVICE, ON_CPU], ids=["on device", "on cpu"])
 def test_homes_that_move_while_compute_uses_them(native: Any, how: Movement, wait: bool) -> None:
+    """Their memory is of the stream that `prepare` was called on, and training is on another one."""
+    model, optimizer = prepared(Arithmetic(), how, AcceleratorStreams(torch.device(DEVICE)))
     with on_a_stream_of_the_users():
-        model, optimizer = prepared(Arithmetic(), how, AcceleratorStreams(torch.device(DEVICE)))
         for (batch,), *_ in batches(1, 1)[:3]:
             optimizer.backward(loss_of(model, [t.to(DEVICE) for t in batch]))
             optimizer.step()
@@ -280,11 +281,72 @@ def test_views_that_people_keep_of_gathered_parameters(native: Any) -> None:
 
 
 def test_an_optimizer_that_nobody_closed(native: Any) -> None:
-    """Its memory goes with it, and what was gathered ahead was still on its way."""
+    """Its memory goes with it, and new parameters are on their way there."""
     with on_a_stream_of_the_users():
-        model, optimizer = prepared(Arithmetic(), ON_CPU, AcceleratorStreams(torch.device(DEVICE)))
+        streams = AcceleratorStreams(torch.device(DEVICE))
+        model, optimizer = prepared(Arithmetic(), replace(OPTIMIZER_ON_CPU, overlap="forward"), streams)
         native.configure(3, 10.0, True)
         optimizer.backward(loss_of(model, [t.to(DEVICE) for t in batches(1, 1)[0][0][0]]))
         optimizer.step()
-        del model, optimizer
+        for name in (DOWNLOAD, UPDATE, UPLOAD):
+            streams._workers[name].submit(lambda: None).synchronize()  # everything is enqueued
+        del model, optimizer, streams
         gc.collect()
+
+
+def test_a_stream_that_reads_what_was_gathered_for_another_one(native: Any) -> None:
+    """Parameters that stay have new values from a stream of ours; people order their own streams alone."""
+    one, other = torch.Stream(DEVICE), torch.Stream(DEVICE)
+    x = batches(1, 1)[0][0][0][0].to(DEVICE)
+    torch.accelerator.synchronize(DEVICE)
+    how = replace(OPTIMIZER_ON_CPU, overlap="forward")
+    with one:
+        model, optimizer = prepared(Arithmetic(), how, AcceleratorStreams(torch.device(DEVICE)))
+        optimizer.backward(model(x).square().mean())
+        optimizer.step()
+    other.wait_stream(one)
+    made = []
+    for stream in (one, other):
+        with stream, torch.no_grad():
+            made.append(model(x))
+    torch.accelerator.synchronize(DEVICE)
+    same(made[:1], made[1:])
+    optimizer.close()
+
+
+class Branches(nn.Module):
+    """Two layers of one unit, beside each other."""
+
+    def __init__(self, streams: list[torch.Stream]) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(12, 12) for _ in streams)
+        self.streams = streams
+
+    def forward(self, x: Tensor) -> Tensor:
+        caller = torch.accelerator.current_stream()
+        made = []
+        for layer, stream in zip(self.layers, self.streams, strict=True):
+            stream.wait_stream(caller)
+            x.record_stream(stream)
+            with stream:
+                made.append(layer(x))
+        for values, stream in zip(made, self.streams, strict=True):
+            caller.wait_stream(stream)
+            values.record_stream(caller)
+        return made[0] * made[1]
+
+
+def test_gradients_of_one_unit_that_come_on_several_streams(native: Any) -> None:
+    """It is reduced when backward goes on with what comes before it, which waits for no gradient of a parameter."""
+    pairs = [[torch.Stream(DEVICE), torch.Stream(DEVICE)] for _ in range(3)]
+    model = nn.Sequential(*[Branches(pair) for pair in pairs])
+    stock = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    streams = AcceleratorStreams(torch.device(DEVICE))
+    placement = penstock.Placement(params="cpu", grads="cpu", optimizer="cpu")
+    optimizer = prepare_on(streams, model, stock, precision="fp32", placement=placement, units=(Branches,))
+    x = torch.randn(8, 12).to(DEVICE)
+    for _ in range(2):
+        optimizer.backward(model(x).square().mean())
+        optimizer.step()
+        optimizer.zero_grad()
+    optimizer.close()
