@@ -83,7 +83,7 @@ NB_MODULE(_native, m) {
   m.def("set_isa", &penstock::set_isa, "name"_a);
 
   nb::class_<Pool>(m, "Pool")
-      .def(nb::init<int>(), "threads"_a)
+      .def(nb::init<int, const std::vector<int>&>(), "threads"_a, "cores"_a = std::vector<int>{})
       .def_prop_ro("threads", &Pool::threads)
       .def(
           "copy",

@@ -1,5 +1,6 @@
 #include "pool.h"
 
+#include <sched.h>
 #include <signal.h>
 #include <unistd.h>
 
@@ -34,6 +35,25 @@ struct Job {
     }
   }
 };
+
+// Binds the calling thread. Cores that are not there, or that the process may not use, are left out by the system; where
+// none remains it refuses, and the thread stays where it was.
+void bind([[maybe_unused]] const std::vector<int>& cores) noexcept {
+#ifdef __linux__
+  int most = -1;
+  for (const int core : cores) most = std::max(most, core);
+  if (most < 0) return;
+  cpu_set_t* set = CPU_ALLOC(static_cast<std::size_t>(most) + 1);
+  if (set == nullptr) return;
+  const std::size_t size = CPU_ALLOC_SIZE(static_cast<std::size_t>(most) + 1);
+  CPU_ZERO_S(size, set);
+  for (const int core : cores) {
+    if (core >= 0) CPU_SET_S(static_cast<std::size_t>(core), size, set);
+  }
+  (void)sched_setaffinity(0, size, set);
+  CPU_FREE(set);
+#endif
+}
 
 }  // namespace
 
@@ -71,7 +91,7 @@ struct Pool::Shared {
   }
 };
 
-Pool::Pool(int threads) : threads_(threads) {
+Pool::Pool(int threads, const std::vector<int>& cores) : threads_(threads) {
   if (threads < 1) throw std::invalid_argument("a pool needs at least 1 thread, the caller's own");
   shared_ = std::make_unique<Shared>();
   // Signals are for the interpreter's thread: the workers block them all.
@@ -79,7 +99,12 @@ Pool::Pool(int threads) : threads_(threads) {
   sigfillset(&all);
   pthread_sigmask(SIG_SETMASK, &all, &before);
   try {
-    for (int i = 1; i < threads; ++i) shared_->workers.emplace_back([shared = shared_.get()] { shared->serve(); });
+    for (int i = 1; i < threads; ++i) {
+      shared_->workers.emplace_back([shared = shared_.get(), cores] {
+        bind(cores);
+        shared->serve();
+      });
+    }
   } catch (...) {
     pthread_sigmask(SIG_SETMASK, &before, nullptr);
     close();

@@ -4,6 +4,7 @@
 #include <cstddef>
 #include <memory>
 #include <type_traits>
+#include <vector>
 
 namespace penstock {
 
@@ -14,7 +15,8 @@ namespace penstock {
 class Pool {
  public:
   // `threads` counts the calling thread, so 1 starts none. Throws std::invalid_argument below 1.
-  explicit Pool(int threads);
+  // The threads that it starts run on `cores` alone, unless there are none or the system refuses.
+  explicit Pool(int threads, const std::vector<int>& cores = {});
   // Joins the workers, as close() does.
   ~Pool();
   Pool(const Pool&) = delete;

@@ -22,7 +22,7 @@ import penstock
 from penstock.build import Request, build
 from penstock.engine import staging
 from penstock.kinds import COMPUTE_DTYPES
-from penstock.machine import arena
+from penstock.machine import pinning
 from penstock.machine.arena import Arena
 from penstock.machine.collectives import Ranks
 from penstock.machine.simulated import SimulatedStreams
@@ -155,9 +155,11 @@ def pinning_on_cpu(patch: pytest.MonkeyPatch, limit: float = math.inf) -> dict[i
     def unregister(address: int, device: torch.device) -> None:
         del pinned[address]
 
-    patch.setattr(arena, "can_pin", lambda device: True)
-    patch.setattr(arena, "register", register)
-    patch.setattr(arena, "unregister", unregister)
+    patch.setattr(pinning, "needs_pinning", lambda device: True)
+    patch.setattr(pinning, "can_register", lambda device: True)
+    patch.setattr(pinning, "register", register)
+    patch.setattr(pinning, "unregister", unregister)
+    patch.setattr(pinning, "pinned_buffer", lambda nbytes, device, alignment: None)
     return pinned
 
 

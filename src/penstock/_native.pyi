@@ -49,11 +49,13 @@ class Pool:
 
     Args:
         threads: how many threads take part in one call, the calling thread included. 1 starts none.
+        cores: the numbers of those that the threads which it starts run on, where the system allows it; none leaves
+            them to the system.
 
     After a fork the child has no workers and runs everything in the caller.
     """
 
-    def __init__(self, threads: int) -> None: ...
+    def __init__(self, threads: int, cores: Sequence[int] = ()) -> None: ...
     @property
     def threads(self) -> int: ...
     def copy(self, dst: int, src: int, nbytes: int) -> None:

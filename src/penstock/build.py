@@ -56,11 +56,12 @@ from penstock.layout import ALIGNMENT_NUMEL, round_up
 from penstock.machine.accelerator import streams_for
 from penstock.machine.arena import return_free_memory
 from penstock.machine.border import crossing
-from penstock.machine.collectives import Ranks, default_device
+from penstock.machine.collectives import Ranks
 from penstock.machine.council import DEFAULT_TIMEOUT_S, Facts
+from penstock.machine.devices import check_apart, device_for, make_current, place_of
 from penstock.machine.lifetime import in_child
 from penstock.machine.streams import Streams
-from penstock.machine.threads import update_threads
+from penstock.machine.threads import update_cores
 from penstock.optimizer import ModelZeroGrad, Optimizer
 from penstock.rules.rule import Rule
 from penstock.rules.select import rule_for
@@ -117,7 +118,10 @@ def prepare(
         units: classes of the modules that are gathered together, or a predicate on (name, module); `None` takes each
             repeated block, and the rest of the model as one.
         mesh: a `DeviceMesh` of one dimension, or of two (replicate, shard) for hybrid sharding; `None` takes the
-            default process group, or a single process.
+            default process group, or a single process. Its type of device is taken; which one of them, and which
+            without a mesh: the one that the model lies on, else the one that the process group is bound to
+            (`init_process_group(device_id=)`), else torch's current one if that is not the first, else number
+            `LOCAL_RANK`. It becomes torch's current device.
         max_grad_norm: clip the gradient's norm over all ranks; `None` does not clip.
         grad_accumulation_dtype: dtype in which micro-batches are summed; `None` for `reduce_dtype`.
         reduce_dtype: dtype in which gradients are summed over ranks; `None` for the compute dtype.
@@ -160,19 +164,22 @@ def prepare(
     timeout_s = getattr(options, "timeout_s", DEFAULT_TIMEOUT_S)  # they are not checked yet
     ranks = Ranks.from_mesh(mesh, sharded=stage != 0, timeout_s=timeout_s)
     try:
-        with ranks.council.together("prepare()"):
+        with ranks.council.together("prepare()", ConfigError) as facts:
             placement = checks.check_features(stage, placement, precision, overlap, master, unit_micro_batches, options)
             check_batch_dim(batch_dim)
             checks.check_dtypes(reduce_dtype, grad_accumulation_dtype)
             checks.check_clip(max_grad_norm, overlap)
             checks.check_loss_scale(precision, overlap, options)
             checks.check_model(model, has_values=weights is None)
+            choice = device_for(model.parameters(), mesh)
+            place = place_of(choice)
+            facts["device"] = choice.device.type
+        check_apart(ranks.council.collect(place), ranks.council.members)
+        make_current(choice.device)
     except BaseException:
         ranks.close()
         raise
-    device = torch.device(mesh.device_type) if mesh is not None else default_device()
-    if mesh is not None and device.type != "cpu":
-        device = default_device()
+    device = choice.device
     compute_dtype = COMPUTE_DTYPES[precision]
     reduced = reduce_dtype or compute_dtype
     request = Request(
@@ -240,7 +247,7 @@ class Request:
             optimizer=layout.rule.name,
         )
 
-    def homes(self, rule: Rule) -> Homes:
+    def homes(self, rule: Rule, streams: Streams) -> Homes:
         """Where each kind lives."""
         low_precision = self.compute_dtype != torch.float32
         master: Literal["remainder", "fp32", "none"] = "fp32" if self.compute_dtype == torch.float16 else self.master
@@ -253,6 +260,7 @@ class Request:
             master_dtype=MASTER_DTYPES[master] if low_precision else None,
             states=rule.states,
             tile_numel=self.options.tile_bytes // self.compute_dtype.itemsize // ALIGNMENT_NUMEL * ALIGNMENT_NUMEL,
+            streamed=self.options.streamed_updates != 0 and not streams.aliases_host,
         )
 
 
@@ -291,15 +299,15 @@ def _lay_out(
     blocks = {spec.anchors[0]: spec.name for spec in specs if spec.anchors[0] is not model}
     if request.unit_micro_batches > 1:
         check_blocks(blocks, request.batch_dim)
-    homes = request.homes(rule)
+    homes = request.homes(rule, streams)
     plans = plan_units(specs, homes, ranks, streams)
     live_bytes = checks.check_live_bytes([(plan.spec, plan.full_bytes) for plan in plans], options)
-    streamed = options.streamed_updates != 0 and not streams.aliases_host
-    plan_staging = partial(StagingPlan, reduce_dtype=request.reduce_dtype, streams=streams, streamed=streamed)
+    plan_staging = partial(StagingPlan, reduce_dtype=request.reduce_dtype, streams=streams, streamed=homes.streamed)
     staging_plan = plan_staging([plan.shard_sections for plan in plans])
     sections = [*(section for plan in plans for section in plan.all_sections()), *staging_plan.sections()]
     rings = bytes_on(list(staging_plan.sections()), Tier.CPU)
-    checks.check_host_memory(bytes_on(sections, Tier.CPU), rings, streams.device, options)
+    copied = bytes_on([section for section in sections if section.copied], Tier.CPU)
+    checks.check_host_memory(bytes_on(sections, Tier.CPU), copied, rings, streams.device, options)
     return _Layout(
         rule=rule,
         groups=groups,
@@ -307,7 +315,7 @@ def _lay_out(
         blocks=blocks,
         plans=plans,
         live_bytes=live_bytes,
-        streamed=streamed,
+        streamed=homes.streamed,
         plan_staging=plan_staging,
         staging_plan=staging_plan,
         sections=sections,
@@ -364,7 +372,8 @@ def build(
     settle_buffers(model, ranks, streams.device)
     return_free_memory()  # the parameters' own memory, which the cells have replaced
 
-    pool = Pool(options.update_threads or update_threads())
+    cores = update_cores(streams.device).with_threads(options.update_threads)
+    pool = Pool(cores.count, sorted(cores.cores or ()))
     scales_loss = request.compute_dtype == torch.float16
     loss_scale = LossScale(options.initial_loss_scale, dynamic=options.dynamic_loss_scale) if scales_loss else None
     gradient_scale = GradientScale(1 / ranks.world_size if options.reduce_op == "mean" else 1.0, loss_scale)

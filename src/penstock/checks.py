@@ -18,7 +18,7 @@ from penstock.engine.discover import UnitSpec
 from penstock.engine.idioms import is_owned
 from penstock.errors import ConfigError, MemoryBudgetError
 from penstock.kinds import COMPUTE_DTYPES, Tier, parse_tier
-from penstock.machine.arena import available_host_bytes
+from penstock.machine.arena import available_host_memory
 from penstock.tiers.bounce import bounce_bytes
 
 _SUM_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -225,27 +225,28 @@ def check_live_bytes(units: Sequence[tuple[UnitSpec, int]], options: Options) ->
     )
 
 
-def check_host_memory(nbytes: int, rings: int, device: torch.device, options: Options) -> None:
+def check_host_memory(nbytes: int, copied: int, rings: int, device: torch.device, options: Options) -> None:
     """Hold the cells of the cpu tier against the host, and what has to be pinned of them against its budget.
 
     Arguments:
         nbytes: all of them.
+        copied: those that a device copies.
         rings: those of buffers.
         device: that copies from them.
         options: with the budget.
     """
     least, budget = rings + bounce_bytes(options.tile_bytes), options.pinned_bytes
-    if device.type != "cpu" and budget is not None and budget < min(nbytes, least):
+    if device.type != "cpu" and budget is not None and budget < min(copied, least):
         raise MemoryBudgetError(
             f"The buffers through which host memory and the device exchange tiles take {least:,} bytes of pinned "
             f"memory, {least - budget:,} more than Options(pinned_bytes={budget:,}). Raise it, choose a smaller "
             "tile_bytes, or keep nothing on the cpu tier."
         )
-    available = available_host_bytes()
-    if available is not None and nbytes > available:
+    available = available_host_memory()
+    if available is not None and nbytes > available.nbytes:
         raise MemoryBudgetError(
-            f"The cpu tier needs {nbytes:,} bytes on this rank; the host has {available:,} available, "
-            f"{nbytes - available:,} too few. Use more ranks, a higher stage, or keep less on the cpu tier."
+            f"The cpu tier needs {nbytes:,} bytes on this rank; {available.whose} {available.nbytes:,} available, "
+            f"{nbytes - available.nbytes:,} too few. Use more ranks, a higher stage, or keep less on the cpu tier."
         )
 
 

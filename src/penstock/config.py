@@ -80,9 +80,11 @@ class Options:
         live_bytes: gathered parameters at once, at most. The default grows to what the largest unit needs.
         persistent_bytes: parameters up to this size stay gathered between uses.
         tile_bytes: compute-dtype bytes of one tile, the grain of updates and of movement between tiers.
-        pinned_bytes: host memory that may be pinned; `None` for as much as the placement needs. What goes beyond it is
+        pinned_bytes: host memory that may be pinned; `None` for all that a device copies. What goes beyond it is
             pageable, and passes a few pinned buffers on its way to the device and back, which is slower.
-        update_threads: threads of the update on the host; `None` shares the cores among the ranks of this host.
+        update_threads: threads of the update on the host; `None` shares the cores among the ranks of this host, and
+            takes no more than the container's quota of time. Where there are several NUMA nodes and the launcher has
+            not bound the process to one, they run on the cores of the device's node.
         streamed_updates: share of the updates of tiles whose optimizer state rests on the cpu or on nvme that the
             device does, from 0 to 1: their state comes up and goes down again, through a ring of three tiles, while the
             host updates the others. `"auto"` measures both sides in the first steps and keeps what it finds. A device

@@ -13,7 +13,6 @@ from torch import Tensor, nn
 
 import penstock
 from penstock.engine import activations
-from penstock.machine import arena
 from penstock.machine.accelerator import AcceleratorStreams
 from penstock.machine.collectives import Ranks
 from penstock.machine.streams import DOWNLOAD, UPDATE, UPLOAD, Streams, copy
@@ -29,17 +28,9 @@ IN_FILES = Movement(params="nvme", grads="nvme", optimizer="nvme", overlap="forw
 
 
 @pytest.fixture
-def native(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """The device, for which host memory is pinned: nothing that moves makes the host wait."""
+def native() -> Iterator[Any]:
     from tests.device.backend import native
 
-    def register(slab: Tensor, device: torch.device) -> bool:
-        native.host_register(slab.data_ptr(), slab.numel())
-        return True
-
-    monkeypatch.setattr(arena, "can_pin", lambda device: device.type != "cpu")
-    monkeypatch.setattr(arena, "register", register)
-    monkeypatch.setattr(arena, "unregister", lambda address, device: native.host_unregister(address))
     native.configure(0, 0.02, True)
     native.take_races()
     yield native

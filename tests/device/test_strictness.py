@@ -217,7 +217,7 @@ def test_a_cast_in_a_copy_is_made_where_the_values_come_from(native):
 def test_two_devices_have_streams_and_memory_of_their_own(native):
     one, other = torch.ones(8, device="strict:0"), torch.ones(8, device="strict:1")
     assert one.device != other.device
-    with pytest.raises(RuntimeError, match="strict:0.* strict:1"):
+    with pytest.raises(RuntimeError, match="same device"):
         one + other
     assert (one.to("strict:1") + other).cpu().eq(2).all()
     with torch.strict.device(1):
@@ -237,7 +237,7 @@ def test_resizing_a_storage_to_nothing_gives_its_memory_back(native):
 def test_an_error_of_a_kernel_is_raised_by_the_next_wait():
     indices = torch.tensor([5], device=DEVICE)
     torch.ones(2, device=DEVICE).index_select(0, indices)
-    with pytest.raises(RuntimeError, match=r"index_select: .*range"):
+    with pytest.raises(RuntimeError, match=r"index_select.*: index out of range"):
         torch.accelerator.synchronize()
 
 
@@ -260,8 +260,8 @@ def test_modelled_time_is_of_copies_and_of_nothing_else(native, pinned):
         stop.record()
         stop.synchronize()
         assert start.elapsed_time(stop) == pytest.approx(1e3 * pinned.nbytes / 1e6)
-        names = [what for _, what, *_ in native.take_spans()]
-        assert names == ["copy up", "add_" if "add_" in names else "add"]
+        names = [what.partition(" at ")[0] for _, what, *_ in native.take_spans()]
+        assert names == ["copy up", "add"]
     finally:
         native.model_time(0.0, 0.0, False)
 

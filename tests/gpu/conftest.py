@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from penstock.machine.accelerator import streams_for
-from penstock.machine.collectives import default_device
+from penstock.machine.devices import default_device
 from penstock.machine.streams import Streams
 from tests.support import simulated
 

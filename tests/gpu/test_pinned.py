@@ -12,7 +12,7 @@ from torch import Tensor
 import penstock
 from penstock.checkpoint.writing import RingMemory, TileWriter
 from penstock.engine import saving
-from penstock.machine import arena
+from penstock.machine import pinning
 from penstock.machine.arena import Arena
 from penstock.machine.numa import device_node
 from penstock.tiers.bounce import bounce_bytes
@@ -75,10 +75,21 @@ def test_a_refusal_of_the_device_is_not_found_by_compute_later(device):
     needs_cuda(device)
     slab = Arena(1 << 20, device)
     lease = slab.lease(1 << 20, torch.uint8)
-    assert not arena.register(lease, device)
+    assert not pinning.register(lease, device)
     assert torch.arange(4, device=device).add(1).sum().item() == 10
     torch.cuda.synchronize(device)
     slab.close()
+
+
+def test_a_ring_that_cannot_be_registered_is_torch_s_own(device, monkeypatch):
+    needs_cuda(device)
+    monkeypatch.setattr(pinning, "register", lambda slab, device: False)
+    ring = Arena(1 << 20, device, ring=True)
+    lease = ring.lease(1 << 20, torch.uint8)
+    assert ring.pinned
+    assert lease.is_pinned()
+    assert lease.data_ptr() % 4096 == 0
+    ring.close()
 
 
 @pytest.mark.parametrize("rings", [True, False], ids=["rings pinned", "nothing pinned"])
@@ -86,8 +97,9 @@ def test_what_is_not_pinned_trains_the_same(make_streams, device, monkeypatch, r
     expected = train(make_streams(), device)
     limit = RINGS if rings else 0
     if device.type == "cuda":
-        register = arena.register
-        monkeypatch.setattr(arena, "register", lambda slab, device: slab.numel() <= limit and register(slab, device))
+        register = pinning.register
+        monkeypatch.setattr(pinning, "register", lambda slab, device: slab.numel() <= limit and register(slab, device))
+        monkeypatch.setattr(pinning, "pinned_buffer", lambda nbytes, device, alignment: None)
     else:
         pinning_on_cpu(monkeypatch, limit)
     for placement in (EVERYTHING_ON_CPU, penstock.Placement(params="cpu", grads="cpu")):
@@ -115,7 +127,7 @@ import warnings
 import torch
 from tests.gpu.test_pinned import train
 from penstock.machine.accelerator import streams_for
-from penstock.machine.collectives import default_device
+from penstock.machine.devices import default_device
 warnings.filterwarnings("ignore", message=".*of the cpu tier are not pinned")
 device = default_device()
 print(sum(float(p.double().sum()) for p in train(streams_for(device), device)))

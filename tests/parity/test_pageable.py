@@ -9,11 +9,12 @@ import torch
 
 import penstock
 from penstock.engine import activations
+from penstock.machine import arena
 from penstock.machine.streams import Streams
 from penstock.tiers.bounce import bounce_bytes
 from tests.parity.compare import bits
 from tests.parity.rows import Arithmetic, Movement, batches, changed, loss_of, make_model, prepared, shares, train
-from tests.support import inline, pinning_on_cpu, prepare_on, run_ranks, separate, simulated, thorough
+from tests.support import disks, inline, pinning_on_cpu, prepare_on, run_ranks, separate, simulated, thorough
 
 KIB = 1 << 10
 STEPS = 2
@@ -104,7 +105,8 @@ def test_the_report_says_what_is_pinned_and_counts_every_byte(monkeypatch: pytes
     pinned = pinning_on_cpu(monkeypatch)
     _, optimizer = prepared(Arithmetic(), everything, simulated())
     cells = optimizer.locations().bytes(tier="cpu")
-    assert all(row.pinned for row in optimizer.locations().rows if row.tier == "cpu")
+    # The host alone works on the optimizer's state: no device copies it.
+    assert {row.kind for row in optimizer.locations().rows if row.pinned} == {"param", "grad", "staging"}
     optimizer.close()
     limit = bounce_bytes(4 * KIB) + 96 * KIB
     options = penstock.Options(tile_bytes=4 * KIB, pinned_bytes=limit)
@@ -121,6 +123,64 @@ def test_the_report_says_what_is_pinned_and_counts_every_byte(monkeypatch: pytes
     assert not any(row.in_flight for row in rows)
     optimizer.close()
     assert pinned == {}
+
+
+def pinned_kinds(optimizer: penstock.Optimizer) -> set[str]:
+    return {row.kind for row in optimizer.locations().rows if row.pinned}
+
+
+def test_what_the_host_alone_works_on_is_not_pinned(monkeypatch: pytest.MonkeyPatch) -> None:
+    """10 of the 14 bytes per parameter that the cpu tier may hold: page-locked memory is taken from all processes."""
+    pinned = pinning_on_cpu(monkeypatch)
+    faulted: list[int] = []
+    touch = arena.touch
+    monkeypatch.setattr(arena, "touch", lambda slab, threads: (faulted.append(slab.numel()), touch(slab, threads)))
+    what, how = Arithmetic(precision="bf16"), Movement(3, "cpu", "cpu", "cpu").but(tile_bytes=4 * KIB)
+    states = {"exp_avg", "exp_avg_sq"}
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        _, optimizer = prepared(what, how, separate())
+        rows = optimizer.locations().rows
+        assert pinned_kinds(optimizer) == {"param", "grad", "staging"}
+        assert sum(faulted) >= sum(row.nbytes for row in rows if row.tier == "cpu"), "and is there from the start"
+        copied = sum(row.nbytes for row in rows if row.pinned)
+        assert copied <= sum(pinned.values()) < copied + 4 * KIB * len(rows), "whole pages"
+        optimizer.close()
+        _, optimizer = prepared(what, Movement(3, "device", "cpu", "cpu"), separate())
+        masters = {(row.dtype, row.pinned) for row in optimizer.locations().rows if row.kind == "master"}
+        assert masters == {(torch.bfloat16, True), (torch.int16, False)}, "the shadow goes up"
+        optimizer.close()
+        _, optimizer = prepared(what, how.but(streamed_updates=0.5), separate())
+        assert not any(row.tier == "cpu" and not row.pinned for row in optimizer.locations().rows)
+        optimizer.close()
+        _, optimizer = prepared(what, Movement(3, optimizer=shares(device=0.5, cpu=0.5)), separate())
+        assert pinned_kinds(optimizer) == {"master", "staging"}, "the host updates what is there"
+        optimizer.offload_states({"optimizer"})
+        assert pinned_kinds(optimizer) >= states, "what moves is pinned as its caller likes"
+        assert {row.pinned for row in optimizer.locations().rows if row.kind in states} == {True, False}
+        optimizer.close()
+        model, (folder,) = make_model(), disks()
+        placement = penstock.Placement(params="cpu", grads="cpu", optimizer="cpu", nvme_path=folder)
+        optimizer = prepare_on(separate(), model, what.make_optimizer(list(model.parameters())), placement=placement)
+        optimizer.offload_states({"param", "optimizer"}, "nvme")
+        optimizer.reload_states()
+        assert pinned_kinds(optimizer) == {"param", "grad", "staging"}, "the same as at the start"
+        optimizer.close()
+    assert pinned == {}
+
+
+def test_a_budget_is_for_what_a_device_copies(monkeypatch: pytest.MonkeyPatch) -> None:
+    pinning_on_cpu(monkeypatch)
+    what, placement = Arithmetic(precision="bf16"), penstock.Placement(optimizer="cpu")
+    for streamed, all_fit in ((0.0, True), (0.5, False)):
+        model = make_model()
+        stock = what.make_optimizer(list(model.parameters()))
+        options = penstock.Options(tile_bytes=4 * KIB, pinned_bytes=192 * KIB, streamed_updates=streamed)
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            optimizer = prepare_on(separate(), model, stock, placement=placement, options=options)
+        assert ("are not pinned" in " ".join(str(w.message) for w in said)) is not all_fit
+        optimizer.close()
 
 
 def on_rank(rank: int, stages: tuple[int, ...]) -> list[str]:

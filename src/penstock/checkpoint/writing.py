@@ -79,7 +79,7 @@ class RingMemory:
 
     def __init__(self, sources: Sequence[UnitSource], device: torch.device) -> None:
         largest = max((source.table.largest_tile_bytes for source in sources), default=0)
-        self._arena = Arena(RING_TILES * Arena.lease_bytes(largest, torch.uint8), device)
+        self._arena = Arena(RING_TILES * Arena.lease_bytes(largest, torch.uint8), device, ring=True)
         count = RING_TILES if largest else 0
         self.buffers: Sequence[Tensor] = [self._arena.lease(largest, torch.uint8) for _ in range(count)]
 

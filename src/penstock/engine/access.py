@@ -16,13 +16,12 @@ from penstock.engine.holding import Holder
 from penstock.engine.reduce import Reducer
 from penstock.engine.scale import GradientScale
 from penstock.engine.torn import torn_on_failure
-from penstock.engine.unit import Trained, Unit, Weights
+from penstock.engine.unit import Trained, Unit
 from penstock.errors import ConfigError, EngineError, NvmeError
 from penstock.kinds import PARAM
 from penstock.layout import Slot
 from penstock.machine.collectives import Ranks, as_bytes
 from penstock.machine.streams import DONE
-from penstock.rules.master import read_master, write_master
 from penstock.rules.rule import Rule, Scalars
 from penstock.rules.storage import read_state, write_state
 
@@ -150,7 +149,7 @@ class Access:
 
         def read(start: int, stop: int) -> Pieces:
             for first, last, weights in unit.visit(start, stop):
-                yield first, last, _value(weights) if unit.trained else weights.param
+                yield first, last, weights.read() if unit.trained else weights.param
 
         return self._whole(unit, index, read, dtype)
 
@@ -224,7 +223,7 @@ class Access:
                 for first, last, weights in unit.visit(start, stop, modify=True):
                     part = values[first - start : last - start]
                     if unit.trained:
-                        _set_value(weights, part)
+                        weights.write(part)
                     else:
                         weights.param.copy_(part)
             unit.count_writes([index])
@@ -432,9 +431,9 @@ class Access:
             if unit.trained is None:
                 weights.param.copy_(new)
                 continue
-            kept = _value(weights)
+            kept = weights.read()
             changed = (new != old).to(kept.device)
-            _set_value(weights, torch.where(changed, new.to(kept.device, torch.float32), kept))
+            weights.write(torch.where(changed, new.to(kept.device, torch.float32), kept))
         if unit.replica is not None and not unit.resident:
             for first, last, (values,) in unit.replica.visit(0, unit.replica.stop, modify=True):
                 values.copy_(unit.full[first:last])
@@ -472,17 +471,3 @@ def _check_value(name: str, slot: Slot, value: Tensor) -> None:
         raise ConfigError(f"The value for '{name}' is sparse, quantised, complex or meta. Give a dense, real tensor.")
     if tuple(value.shape) != slot.shape:
         raise ConfigError(f"The value for '{name}' has shape {tuple(value.shape)}; the parameter has {slot.shape}.")
-
-
-def _value(weights: Weights) -> Tensor:
-    """The fp32 values of a piece."""
-    return read_master(weights.param if weights.shadow is None else weights.shadow, weights.master)
-
-
-def _set_value(weights: Weights, values: Tensor) -> None:
-    """Write fp32 values into a piece, parameter and master."""
-    param = weights.param
-    written = param if weights.shadow is None else weights.shadow
-    write_master(written, weights.master, values.to(written.device))
-    if weights.shadow is not None:
-        param.copy_(written)

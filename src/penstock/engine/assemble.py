@@ -30,6 +30,7 @@ class Homes:
         master_dtype: int16 (remainder), float32 (full), or `None` where the parameter is its own master.
         states: the rule's states.
         tile_numel: elements of a tile.
+        streamed: the device updates tiles whose state rests elsewhere.
     """
 
     params: Mapping[Tier, float]
@@ -40,6 +41,7 @@ class Homes:
     master_dtype: torch.dtype | None
     states: tuple[StateSpec, ...]
     tile_numel: int
+    streamed: bool
 
     def keeps_master(self, spec: UnitSpec) -> bool:
         """Whether a unit has master weights beside its parameters."""
@@ -172,6 +174,8 @@ class UnitPlan:
                 start,
                 stop - start,
                 self.homes.tile_numel,
+                # The host updates what rests there, and the device gets the parameters or their shadow alone.
+                copied=self.homes.streamed or home not in (MASTER, OPTIMIZER),
             )
             for tier, start, stop in spans
         ]

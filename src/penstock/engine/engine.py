@@ -165,7 +165,7 @@ class Engine:
             whole = values.get(parameter)
             parameter.data = origin.empty() if whole is None else whole
         self.streams.close()  # what is under way, gathers too, ends before its memory goes
-        self.reducer.buffers.clear()
+        self.reducer.close()
         try:
             self.store.close()
         finally:

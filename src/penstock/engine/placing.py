@@ -9,7 +9,7 @@ from penstock.checkpoint.reading import Tile
 from penstock.engine.taking import Run
 from penstock.engine.unit import Weights
 from penstock.kinds import MASTER, OPTIMIZER, PARAM
-from penstock.rules.master import read_master, write_master
+from penstock.rules.master import read_master
 from penstock.rules.rule import BLOCK_NUMEL, StateSpec
 from penstock.rules.storage import read_state, write_state
 
@@ -32,7 +32,8 @@ def _write_piece(weights: Weights, param: Tensor | None, master: Tensor | None) 
         written.copy_(param)
     else:
         value = master if master is not None and master.dtype == torch.float32 else read_master(_some(param), master)
-        write_master(written, weights.master, value.to(written.device))
+        weights.write(value)
+        return
     if weights.shadow is not None:
         weights.param.copy_(written)
 

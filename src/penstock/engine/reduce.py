@@ -17,6 +17,7 @@ from torch import Tensor
 from penstock._native import Pool
 from penstock.engine.buffers import BufferRing
 from penstock.engine.unit import Gradient, Part, Unit, reached
+from penstock.machine.arena import Words
 from penstock.machine.collectives import Ranks
 from penstock.machine.streams import COLLECTIVE, DONE, DOWNLOAD, UPDATE, Event, Streams, all_of, copy
 from penstock.rules.deposit import Ranges, deposit, deposit_parts, squared_norm, squared_norms
@@ -63,6 +64,9 @@ class Reducer:
         self._accumulation = accumulation
         self._accumulation_free: Event = DONE  # what it held last was added
         self.buffers = BufferRing(streams.device, streams)
+        self._told = Words(streams.device)
+        if agrees and not streams.aliases_host:
+            self._told.place(0)  # not later, within a backward: to pin memory there may block what it waits for
         self._agrees = agrees and ranks.world_size > 1
         self._may_hold_back = may_hold_back
         self.accumulates = False  # inside `held_back`: another micro-batch follows
@@ -196,7 +200,7 @@ class Reducer:
         if self._streams.aliases_host:
             return
         agreed = gradient.flaws if self._agrees else None
-        told = torch.zeros(1, dtype=torch.float32, device="cpu", pin_memory=self._streams.device.type != "cpu")
+        told = self._told.place(unit.index)  # free: what was told last was asked before this gradient took its home
 
         def tell() -> None:
             copy(told, self._flaws(gradient) if agreed is None else agreed)
@@ -212,6 +216,11 @@ class Reducer:
         )
         if agreed is not None:  # ranks may not have agreed yet
             self._streams.give_up((agreed,), until=gradient.ready)
+
+    def close(self) -> None:
+        """Give every buffer back. Work on them is over."""
+        self.buffers.clear()
+        self._told.close()
 
     def drop_pending(self, units: Sequence[Unit]) -> None:
         """Forget what a backward that failed has collected."""

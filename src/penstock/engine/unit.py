@@ -25,6 +25,7 @@ from penstock.errors import EngineError
 from penstock.kinds import GRAD, MASTER, OPTIMIZER, PARAM, SHADOW, Tier
 from penstock.layout import FlatLayout, Piece
 from penstock.machine.streams import DONE, Event, Streams
+from penstock.rules.master import read_master, write_master
 from penstock.tiers.home import Home, MemorySection, Views, visit_together
 from penstock.tiers.pipeline import in_reach, tile_of
 
@@ -85,6 +86,23 @@ class Weights(NamedTuple):
     param: Tensor
     shadow: Tensor | None
     master: Tensor | None
+
+    def read(self) -> Tensor:
+        """The fp32 values, where the master is."""
+        return read_master(self._beside_master(), self.master)
+
+    def write(self, values: Tensor) -> None:
+        """Write fp32 values, from anywhere, into the parameter and its master."""
+        written = self._beside_master()
+        write_master(written, self.master, values.to(written.device))
+        if written is not self.param:
+            self.param.copy_(written)
+
+    def _beside_master(self) -> Tensor:
+        """What the master completes: a shadow, the parameter, or a copy of it where a move has parted the two."""
+        if self.shadow is not None:
+            return self.shadow
+        return self.param if self.master is None else self.param.to(self.master.device)
 
 
 @dataclass(frozen=True)

@@ -1,9 +1,9 @@
 """Host memory in exact sizes, allocated once and handed out in leases.
 
 `tensor.pin_memory()` rounds up to a power of two and needs a second copy while it pins. An arena maps its slab
-anonymously and asks for huge pages (fewer page faults, fewer TLB misses in the update). Where a device copies from it,
-the slab lies on the device's NUMA node, is faulted in by several threads, and is registered once. Leases are cut from
-it. Pages that are never touched cost nothing.
+anonymously and asks for huge pages (fewer page faults, fewer TLB misses in the update). Where there is an accelerator,
+it lies on the device's NUMA node; what the device copies from is faulted in by several threads, and registered once.
+Leases are cut from it. Pages that are never touched cost nothing.
 
 The child of a fork finds zeros in a slab, and what it writes there is its own: neither sees what the other writes. No
 page is copied when the parent writes it while children live.
@@ -17,17 +17,20 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from penstock.errors import MemoryBudgetError
+from penstock.machine import pinning
+from penstock.machine.cgroups import CGROUPS, OWN, memory_left
 from penstock.machine.lifetime import Phase, exiting
 from penstock.machine.numa import device_node, prefer_node
-from penstock.machine.threads import update_threads
+from penstock.machine.threads import update_cores
 
 PAGE_BYTES = 4096
+MEMINFO = Path("/proc/meminfo")
 MADV_WIPEONFORK = 18  # Linux's, which Python's mmap has no name for
 TOUCH_BYTES = 64 << 20  # what one thread faults in at a time
 
@@ -37,6 +40,7 @@ class Arena:
 
     Arguments:
         pin: page-lock it for `device`, unless that is a cpu. A slab that cannot be stays pageable.
+        ring: it is for a few buffers: torch's own pinned memory will do where what is mapped cannot be page-locked.
 
     Attributes:
         pinned: it is page-locked.
@@ -45,7 +49,7 @@ class Arena:
         MemoryBudgetError: the slab cannot be mapped.
     """
 
-    def __init__(self, capacity: int, device: torch.device, *, pin: bool = True) -> None:
+    def __init__(self, capacity: int, device: torch.device, *, pin: bool = True, ring: bool = False) -> None:
         self.capacity = capacity
         self.used = 0
         self.pinned = False
@@ -60,21 +64,40 @@ class Arena:
                 f"The host refused {capacity:,} bytes for the cpu tier ({error}). "
                 "Use more ranks, a higher stage, or keep less on the cpu tier."
             ) from error
-        self._slab = torch.frombuffer(memory, dtype=torch.uint8)
-        if pin and can_pin(device):
-            node = device_node(device)
-            if node is not None:
-                prefer_node(self._slab.data_ptr(), capacity, node)
-            touch(self._slab, update_threads())
-            self.pinned = register(self._slab, device)
-            if self.pinned:
-                memory.give_up_lock = partial(unregister, self._slab.data_ptr(), device)
         self._memory = memory
+        self._slab = torch.frombuffer(memory, dtype=torch.uint8)
+        if pinning.needs_pinning(device):
+            node = device_node(device)
+            if node is not None:  # whether it is page-locked or not: updates run on that node
+                prefer_node(self._slab.data_ptr(), capacity, node)
+            self.pinned = pin and (self._register() or (ring and self._take_torchs()))
+
+    def _register(self) -> bool:
+        assert self._slab is not None
+        if not pinning.can_register(self._device):
+            return False
+        self.fault_in()
+        if not pinning.register(self._slab, self._device):
+            return False
+        self._memory.give_up_lock = partial(pinning.unregister, self._slab.data_ptr(), self._device)
+        return True
+
+    def _take_torchs(self) -> bool:
+        buffer = pinning.pinned_buffer(self.capacity, self._device, PAGE_BYTES)
+        if buffer is None:
+            return False
+        self._slab = buffer
+        return True
+
+    def fault_in(self) -> None:
+        """Have every page there now, from where it is to come, by several threads."""
+        if self._slab is not None:
+            touch(self._slab, update_cores(self._device).count)
 
     @property
     def pageable(self) -> bool:
         """Whether the device has to copy from it and it is not page-locked."""
-        return can_pin(self._device) and not self.pinned
+        return pinning.needs_pinning(self._device) and not self.pinned
 
     @staticmethod
     def lease_bytes(numel: int, dtype: torch.dtype) -> int:
@@ -100,19 +123,58 @@ class Arena:
         self.used = 0
 
 
+class Words:
+    """Single fp32 values that a device tells the host, each in a place of its own that is page-locked if possible.
+
+    Arguments:
+        device: that tells them.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._pages: list[tuple[Arena, Tensor]] = []
+
+    def place(self, number: int) -> Tensor:
+        """Where one of them is. Its pages are taken when the first of them is asked for, and kept."""
+        page, offset = divmod(number, PAGE_BYTES // torch.float32.itemsize)
+        while len(self._pages) <= page:
+            arena = Arena(PAGE_BYTES, self._device, ring=True)
+            self._pages.append((arena, arena.lease(PAGE_BYTES // torch.float32.itemsize, torch.float32)))
+        return self._pages[page][1][offset : offset + 1]
+
+    def close(self) -> None:
+        """Give them back. Nothing is on its way to them."""
+        for arena, _ in self._pages:
+            arena.close()
+        self._pages.clear()
+
+
 def page_aligned(nbytes: int) -> Tensor:
     """A buffer of `nbytes` zero bytes that begins on a page, outside any slab."""
     return torch.frombuffer(_Memory(max(nbytes, 1)), dtype=torch.uint8)[:nbytes]
 
 
-def available_host_bytes() -> int | None:
-    """Bytes that the host can still give, from /proc/meminfo; `None` where there is none."""
+class HostMemory(NamedTuple):
+    """What is left of host memory, and who limits it: for messages."""
+
+    nbytes: int
+    whose: str
+
+
+def available_host_memory(
+    meminfo: Path = MEMINFO, cgroups: Path = CGROUPS, own_cgroups: Path = OWN
+) -> HostMemory | None:
+    """What the host can still give this process, and its container or job with it; `None` where nothing says so."""
+    left = []
     try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
-    except OSError:
-        return None
-    found = [line.split()[1] for line in lines if line.startswith("MemAvailable:")]
-    return int(found[0]) * 1024 if found else None
+        words = [line.split() for line in meminfo.read_text().splitlines() if line.startswith("MemAvailable:")]
+        left += [HostMemory(int(kib) * 1024, "the host has") for _, kib, *_ in words]
+    except (OSError, ValueError):
+        pass  # another kernel
+    limit = memory_left(cgroups, own_cgroups)
+    if limit is not None:
+        left.append(HostMemory(limit.nbytes, f"the container or job of this process ({limit.name}) has"))
+    return min(left, default=None)
 
 
 def return_free_memory() -> None:
@@ -120,11 +182,6 @@ def return_free_memory() -> None:
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(0)
-
-
-def can_pin(device: torch.device) -> bool:
-    """Whether memory can be page-locked for a device."""
-    return device.type == "cuda"
 
 
 class _Memory(mmap.mmap):
@@ -175,23 +232,3 @@ def touch(slab: Tensor, threads: int) -> None:
 
     with ThreadPoolExecutor(threads) as pool:
         list(pool.map(clear, range(0, slab.numel(), TOUCH_BYTES)))
-
-
-def register(slab: Tensor, device: torch.device) -> bool:
-    """Page-lock a slab for a device; whether that was possible."""
-    with torch.cuda.device(device):
-        if int(_cudart().cudaHostRegister(slab.data_ptr(), slab.numel(), 0)) == 0:
-            return True
-        with contextlib.suppress(RuntimeError):  # the error is kept for the next launch to find: not for one of compute
-            torch.ones(1, dtype=torch.uint8, device=device)
-    return False
-
-
-def unregister(address: int, device: torch.device) -> None:
-    """Undo `register`, by the address of the slab. Nothing on the device copies from it or to it any more."""
-    torch.cuda.synchronize(device)
-    _cudart().cudaHostUnregister(address)
-
-
-def _cudart() -> Any:
-    return torch.cuda.cudart()  # type: ignore[no-untyped-call]

@@ -253,11 +253,3 @@ class Ranks:
 def as_bytes(tensor: Tensor) -> Tensor:
     """The same memory: what is only moved may be of a dtype that no process group knows (float8, int16)."""
     return tensor.view(torch.uint8)
-
-
-def default_device() -> torch.device:
-    """The accelerator's current device where there is one, else the cpu."""
-    accelerator = torch.accelerator.current_accelerator(check_available=True)
-    if accelerator is None:
-        return torch.device("cpu")
-    return torch.device(accelerator.type, torch.accelerator.current_device_index())

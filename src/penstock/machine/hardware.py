@@ -11,13 +11,15 @@ from typing import Any
 
 import torch
 
+from penstock.machine.devices import sleeping_event
+
 
 class Hardware:
     """One device, as streams use it. Of its streams and events: `event.record(stream)`, `event.wait(stream)`."""
 
     def __init__(self, device: torch.device) -> None:
         self._module: Any = torch.get_device_module(device)
-        self._own = _waits_quietly(self._module)
+        self._own = sleeping_event(device) is not None
         index: int | None = device.index
         if index is None and not self._own:
             device = torch.device(device.type, torch.accelerator.current_device_index())
@@ -35,7 +37,7 @@ class Hardware:
         """A new event, which is over while nothing was recorded."""
         if self._own:
             return self._module.Event(enable_timing=timing, blocking=True)
-        return torch.Event(self.device, enable_timing=timing)
+        return torch.Event(self.device, enable_timing=timing)  # said: what it is by default has changed
 
     def current(self) -> Any:
         """The stream of the device that the calling thread is on."""
@@ -91,15 +93,3 @@ class Hardware:
         elif hasattr(self._module, "empty_cache"):
             with self._module.device(self.device):
                 self._module.empty_cache()
-
-
-def _waits_quietly(module: Any) -> bool:
-    """Whether a module has events that let the thread sleep that waits for them; else it spins, beside compute."""
-    parts = ("Event", "Stream", "current_stream", "device", "stream", "synchronize")
-    if not all(hasattr(module, part) for part in parts) or module.Event is torch.Event:
-        return False  # torch.Event takes the word and does not pass it on
-    try:
-        module.Event(enable_timing=False, blocking=True)
-    except TypeError:
-        return False
-    return True

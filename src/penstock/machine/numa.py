@@ -14,16 +14,16 @@ _PREFERRED = 1  # MPOL_PREFERRED: another node's memory where this one has none 
 _WORD_BITS = 8 * ctypes.sizeof(ctypes.c_ulong)
 
 
-def read_nodes(folder: Path = NODES) -> list[set[int]]:
-    """The cores of each node that has some, in the order of the nodes' numbers; empty where nothing is said."""
-    numbered = []
+def numbered_nodes(folder: Path = NODES) -> dict[int, set[int]]:
+    """The cores of each node that has some, by its number and in that order; empty where nothing is said."""
+    numbered = {}
     for node in _folders(folder):
         try:
             cores = parse_cores((node / "cpulist").read_text())
-            numbered.append((int(node.name.removeprefix("node")), cores))
+            numbered[int(node.name.removeprefix("node"))] = cores
         except (OSError, ValueError):
             continue
-    return [cores for _, cores in sorted(numbered) if cores]
+    return {number: numbered[number] for number in sorted(numbered) if numbered[number]}
 
 
 def parse_cores(text: str) -> set[int]:
@@ -46,6 +46,14 @@ def device_node(device: torch.device, nodes: Path = NODES, pci_devices: Path = P
     except (AttributeError, OSError, ValueError):
         return None
     return node if node >= 0 else None
+
+
+def device_nodes(device: torch.device, nodes: Path = NODES, pci_devices: Path = PCI_DEVICES) -> list[int | None]:
+    """The same of all devices of its type that the process sees."""
+    if device.type == "cpu" or len(_folders(nodes)) < 2:
+        return []
+    count = torch.get_device_module(device).device_count()
+    return [device_node(torch.device(device.type, index), nodes, pci_devices) for index in range(count)]
 
 
 def prefer_node(address: int, nbytes: int, node: int) -> bool:

@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
-from importlib.util import find_spec
 from types import FunctionType
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from penstock.rules.compiler import has_compiler
 from penstock.rules.dither import PARAM, random_words, round_up_by, step_key
 from penstock.rules.exact import fp32
 from penstock.rules.master import read_master, write_master
@@ -109,7 +109,7 @@ class DeviceUpdate:
         device = segment.param.device
         if not self._decided:
             self._decided = True
-            if device.type == "cuda" and find_spec("triton") is not None:
+            if has_compiler(device):
                 self._compiled = compile_pass()
         if self._compiled is None or segment.param.numel() == 0:
             return otherwise(rule, segment, hyper, grad_scale)

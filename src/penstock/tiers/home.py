@@ -9,8 +9,8 @@ section; sections are whole tiles.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -68,6 +68,7 @@ class SectionPlan:
         start: its first element.
         numel: its elements.
         tile_numel: elements of a tile; the last one may be shorter.
+        copied: a device copies it from the cpu tier or to it, where it is there; else the host alone works on it.
     """
 
     home: str
@@ -76,6 +77,7 @@ class SectionPlan:
     start: int
     numel: int
     tile_numel: int
+    copied: bool = field(default=True, compare=False)  # says nothing of where it is
 
     @property
     def stop(self) -> int:
@@ -83,8 +85,8 @@ class SectionPlan:
         return self.start + self.numel
 
     def on(self, tier: Tier) -> "SectionPlan":
-        """The same on another tier."""
-        return replace(self, tier=tier, cells=tuple(replace(cell, tier=tier) for cell in self.cells))
+        """The same on another tier, where it is brought."""
+        return replace(self, tier=tier, copied=True, cells=tuple(replace(cell, tier=tier) for cell in self.cells))
 
 
 class Section(ABC):
@@ -135,13 +137,20 @@ class MemorySection(Section):
     """Kinds that are tensors: on the device or the cpu tier.
 
     Arguments:
-        bounce: what copies between them and the device pass; `None` where the device makes them by itself.
+        bounce: gives what copies between them and the device pass; `None` where the device makes them by itself.
     """
 
-    def __init__(self, plan: SectionPlan, tensors: Sequence[Tensor], bounce: Bounce | None = None) -> None:
+    def __init__(
+        self, plan: SectionPlan, tensors: Sequence[Tensor], bounce: Callable[[], Bounce] | None = None
+    ) -> None:
         super().__init__(plan)
         self.tensors = tuple(tensors)
-        self.bounce = bounce
+        self._bounce = bounce
+
+    @property
+    def bounce(self) -> Bounce | None:
+        """What copies between the tensors and the device pass; asked for by those alone, since it may be taken then."""
+        return None if self._bounce is None else self._bounce()
 
     def views(self, start: int, stop: int) -> Views:
         """The values of elements `start` to `stop`, in place."""
@@ -247,7 +256,7 @@ class Home:
                 views = section.views(first - section.plan.start, last - section.plan.start)
                 cells = tuple(replace(c, numel=v.numel()) for c, v in zip(section.plan.cells, views, strict=True))
                 plan = replace(section.plan, cells=cells, start=first - start, numel=last - first)
-                sections.append(MemorySection(plan, views, section.bounce))
+                sections.append(MemorySection(plan, views, section._bounce))
         return Home(sections)
 
 

@@ -1,4 +1,4 @@
-"""The cpu tier: host memory in slabs of exact size, pinned where a device copies from it.
+"""The cpu tier: host memory in slabs of exact size, pinned where a device copies from it or to it.
 
 What cannot be pinned, because the budget has no room for it or the system refuses it, is pageable: copies between it
 and the device pass a few pinned buffers.
@@ -12,13 +12,13 @@ import torch
 
 from penstock.errors import MemoryBudgetError
 from penstock.kinds import GRAD, PARAM, SHADOW, STAGING, Tier
-from penstock.machine.arena import Arena, available_host_bytes
+from penstock.machine import pinning
+from penstock.machine.arena import Arena, available_host_memory
 from penstock.tiers.bounce import RINGS, SLOTS, Bounce, bounce_bytes
 from penstock.tiers.home import CellPlan, MemorySection, Section, SectionPlan
 from penstock.tiers.tier import Slab, TierMemory
 
-# What is pinned first where not everything can be: what a device copies in every step, the rings first of all. The
-# optimizer's state is worked on where it is.
+# What is pinned first where not everything can be: what a device copies in every step, the rings first of all.
 PINNED_FIRST = (STAGING, GRAD, PARAM, SHADOW)
 
 
@@ -45,31 +45,36 @@ class HostTier(TierMemory):
         self.pinned_bytes = 0
 
     def reserve(self, wanted: Mapping[str, Sequence[SectionPlan]], *, pin: bool = True) -> dict[str, Slab]:
-        """Map an arena for each home, and pin as many of them as the budget and the system allow."""
+        """Map an arena for each home; pin of what a device copies as much as the budget and the system allow."""
         sizes = {home: sum(c.lease_bytes for plan in plans for c in plan.cells) for home, plans in wanted.items()}
+        copied = [home for home, plans in wanted.items() if any(plan.copied for plan in plans)]
         self._check(sum(sizes.values()))
         slabs: dict[str, Slab] = {}
+        pageable: dict[str, int] = {}
         with contextlib.ExitStack() as undo:
-            if pin and not self._fits(sum(sizes.values())):
+            if pin and not self._fits(sum(sizes[home] for home in copied)):
                 self.bounce()  # before the rest takes the budget
             for home in sorted(sizes, key=_rank):
-                pinned = pin and self._fits(sizes[home])
-                arena = Arena(sizes[home], self._device, pin=pinned)
+                wanted_pinned = home == STAGING or (pin and home in copied)  # rings are what all others would pass
+                pinned = wanted_pinned and self._fits(sizes[home])
+                arena = Arena(sizes[home], self._device, pin=pinned, ring=home == STAGING)
                 slabs[home] = slab = _HostSlab(self, arena)
                 undo.callback(slab.close)
-                if slab.pageable:
+                if slab.pageable and home in copied:
+                    pageable[home] = sizes[home]
                     self.bounce()  # at once: a limit of the system that has no room for this slab may have some for it
+                elif slab.pageable:
+                    arena.fault_in()  # what the system does not have is found out here, and not in the first step
             undo.pop_all()
-        pageable = [home for home, slab in slabs.items() if isinstance(slab, _HostSlab) and slab.pageable]
         if pin and pageable:
-            self._warn({home: sizes[home] for home in pageable})
+            self._warn(pageable)
         return slabs
 
     def bounce(self) -> Bounce:
         """What copies between pageable slabs and the device pass: made once, and kept to the end."""
         if self._bounce is None:
             nbytes = bounce_bytes(self._tile_bytes)
-            slab = _HostSlab(self, Arena(nbytes, self._device, pin=self._fits(nbytes)))
+            slab = _HostSlab(self, Arena(nbytes, self._device, pin=self._fits(nbytes), ring=True))
             count = len(RINGS) * SLOTS
             cells = [CellPlan(f"(bounce {n})", STAGING, Tier.CPU, torch.uint8, self._tile_bytes) for n in range(count)]
             section = slab.make(SectionPlan(STAGING, Tier.CPU, tuple(cells), 0, self._tile_bytes, self._tile_bytes))
@@ -94,11 +99,11 @@ class HostTier(TierMemory):
 
     def _check(self, nbytes: int) -> None:
         """Refuse what the host does not have."""
-        available = available_host_bytes()
-        if available is not None and nbytes > available:
+        available = available_host_memory()
+        if available is not None and nbytes > available.nbytes:
             raise MemoryBudgetError(
-                f"{nbytes:,} bytes of host memory are needed, and the host has {available:,} available, "
-                f"{nbytes - available:,} too few. Keep less on the cpu tier, or move it to nvme."
+                f"{nbytes:,} bytes of host memory are needed, and {available.whose} {available.nbytes:,} available, "
+                f"{nbytes - available.nbytes:,} too few. Keep less on the cpu tier, or move it to nvme."
             )
 
     def _warn(self, pageable: Mapping[str, int]) -> None:
@@ -115,6 +120,8 @@ class HostTier(TierMemory):
             if over_budget
             else "The system refused to pin more: raise its limit of locked memory (ulimit -l; --ulimit memlock=-1 "
             "for a container), or keep less on the cpu tier."
+            if pinning.can_register(self._device)
+            else f"torch pins no memory in place for {self._device.type}: keep less on the cpu tier."
         )
         means = (
             "pinned buffers, which is slower"
@@ -137,7 +144,7 @@ class _HostSlab(Slab):
         tier.pinned_bytes += arena.capacity if self.pinned else 0
 
     def make(self, plan: SectionPlan) -> MemorySection:
-        bounce = self._tier.bounce() if self.pageable and plan.home != STAGING else None
+        bounce = self._tier.bounce if self.pageable and plan.home != STAGING else None
         return MemorySection(plan, [self._arena.lease(cell.numel, cell.dtype) for cell in plan.cells], bounce)
 
     def close(self) -> None:

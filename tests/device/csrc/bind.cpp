@@ -2,7 +2,7 @@
 #include "machine.h"
 
 #include <ATen/ATen.h>
-#include <torch/extension.h>
+#include <torch/csrc/utils/pybind.h>
 
 namespace {
 

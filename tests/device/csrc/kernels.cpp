@@ -36,8 +36,6 @@ const auto kKeys = c10::DispatchKeySet({c10::DispatchKey::PrivateUse1, c10::Disp
 
 bool is_ours(const Tensor& tensor) { return tensor.defined() && tensor.device().type() == kType; }
 
-bool is_late(const Tensor& tensor) { return is_ours(tensor) && tensor.numel() > 0; }
-
 // From the first byte of a tensor to the last one.
 std::pair<uintptr_t, uintptr_t> extent(const Tensor& tensor) {
   int64_t last = 0;

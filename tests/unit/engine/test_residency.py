@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 import penstock
 from penstock.errors import ConfigError, EngineError, MemoryBudgetError, NvmeError
+from penstock.machine.arena import HostMemory
 from penstock.machine.simulated import SimulatedStreams
 from penstock.machine.streams import UPDATE, Streams
 from tests.accounts import assert_table_agrees, file_bytes, slabs, tensor_bytes
@@ -533,7 +534,7 @@ def test_a_host_that_is_full_changes_nothing(
     optimizer.offload_states({"optimizer"}, "nvme")
     for arguments in ((None, "cpu"), ({"param"}, "nvme")):  # the second one's ring does not fit
         with monkeypatch.context() as patch:
-            patch.setattr("penstock.tiers.host.available_host_bytes", lambda: 1000)
+            patch.setattr("penstock.tiers.host.available_host_memory", lambda: HostMemory(1000, "the host has"))
             with pytest.raises(MemoryBudgetError, match="bytes of host memory are needed"):
                 optimizer.offload_states(*arguments)
         optimizer.locations().assert_on("optimizer", "nvme")
@@ -676,7 +677,7 @@ def check_rank(rank: int, stage: int, folder: str) -> list[str]:
                     break
         with pytest.MonkeyPatch.context() as patch:
             if rank == 1:
-                patch.setattr("penstock.tiers.host.available_host_bytes", lambda: 1000)
+                patch.setattr("penstock.tiers.host.available_host_memory", lambda: HostMemory(1000, "the host has"))
             with pytest.raises(MemoryBudgetError if rank == 1 else EngineError):
                 optimizer.offload_states()  # one rank cannot, so none does
         optimizer.locations().assert_on("param", "device")

@@ -10,8 +10,9 @@ from hypothesis import strategies as st
 
 from penstock.errors import MemoryBudgetError
 from penstock.machine import arena as machine_arena
-from penstock.machine.arena import PAGE_BYTES, Arena, return_free_memory
+from penstock.machine.arena import PAGE_BYTES, Arena, HostMemory, available_host_memory, return_free_memory
 from tests.support import pinning_on_cpu
+from tests.unit.machine.test_cgroups import Machine
 
 CPU = torch.device("cpu")
 DTYPES = (torch.float32, torch.bfloat16, torch.int16, torch.int8)
@@ -154,6 +155,28 @@ def test_a_child_finds_zeros_and_what_it_writes_is_its_own() -> None:
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
     assert values.eq(7).all()
     slab.close()
+
+
+@pytest.mark.parametrize(
+    ("host", "group", "expected"),
+    [
+        (8, None, HostMemory(8 << 10, "the host has")),
+        (8, 9, HostMemory(8 << 10, "the host has")),
+        (8, 7, HostMemory(7 << 10, "the container or job of this process ({}/memory.max) has")),
+        (None, 7, HostMemory(7 << 10, "the container or job of this process ({}/memory.max) has")),
+        (None, None, None),
+    ],
+)
+def test_a_container_has_less_than_its_host(
+    tmp_path: Path, host: int | None, group: int | None, expected: HostMemory | None
+) -> None:
+    if host is not None:
+        (tmp_path / "meminfo").write_text(f"MemTotal: 99 kB\nMemAvailable:   {host} kB\n")
+    machine = Machine(tmp_path).process("0::/").group("")
+    if group is not None:
+        machine.group("", memory_max=str((group + 1) << 10), memory_current="1024")
+    found = available_host_memory(tmp_path / "meminfo", machine.folder, machine.own)
+    assert found == (expected and expected._replace(whose=expected.whose.format(machine.folder)))
 
 
 def test_freed_memory_can_be_returned_to_the_system() -> None:

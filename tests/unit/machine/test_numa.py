@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from penstock.machine.numa import device_node, parse_cores, prefer_node, read_nodes
+from penstock.machine.numa import device_node, device_nodes, numbered_nodes, parse_cores, prefer_node
 from tests.unit.machine.test_threads import machine
 
 CPU = torch.device("cpu")
@@ -24,13 +24,13 @@ def test_lists_of_cores(text: str, cores: set[int]) -> None:
 
 def test_nodes_in_the_order_of_their_numbers_without_those_that_are_memory_alone(tmp_path: Path) -> None:
     machine(tmp_path, *(str(n) for n in range(11)), "")
-    assert read_nodes(tmp_path) == [{n} for n in range(11)]
+    assert list(numbered_nodes(tmp_path).items()) == [(n, {n}) for n in range(11)]
 
 
 def attached(folder: Path, monkeypatch: pytest.MonkeyPatch, node: str, **place: int) -> Path:
     """A device in the slot 0001:a3:00.0, which says what node it is attached to."""
     properties = SimpleNamespace(**(place or {"pci_domain_id": 1, "pci_bus_id": 0xA3, "pci_device_id": 0}))
-    module: Any = SimpleNamespace(get_device_properties=lambda device: properties)
+    module: Any = SimpleNamespace(get_device_properties=lambda device: properties, device_count=lambda: 2)
     monkeypatch.setattr(torch, "get_device_module", lambda device: module)
     (folder / "0001:a3:00.0").mkdir(parents=True)
     (folder / "0001:a3:00.0" / "numa_node").write_text(node + "\n")
@@ -41,6 +41,8 @@ def attached(folder: Path, monkeypatch: pytest.MonkeyPatch, node: str, **place: 
 def test_the_node_of_a_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, said: str, node: int | None) -> None:
     nodes, devices = machine(tmp_path, "0-7", "8-15"), attached(tmp_path / "pci", monkeypatch, said)
     assert device_node(ACCELERATOR, nodes, devices) == node
+    assert device_nodes(ACCELERATOR, nodes, devices) == [node, node]
+    assert device_nodes(CPU, nodes, devices) == []
 
 
 def test_no_node_where_it_makes_no_difference_or_nobody_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

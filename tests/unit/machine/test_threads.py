@@ -3,8 +3,12 @@
 from pathlib import Path
 
 import pytest
+import torch
 
-from penstock.machine.threads import update_threads
+import penstock
+from penstock import build
+from penstock.machine.threads import UpdateCores, share_of_cores, update_cores
+from penstock.rules import Pool
 
 
 def machine(folder: Path, *cpulists: str) -> Path:
@@ -43,12 +47,89 @@ def ranks(rank: int, count: int) -> dict[str, str]:
 def test_share(
     tmp_path: Path, cpulists: list[str], environment: dict[str, str], allowed: list[int], threads: int
 ) -> None:
-    assert update_threads(environment, allowed, machine(tmp_path, *cpulists)) == threads
+    assert share_of_cores(environment, allowed, machine(tmp_path, *cpulists)) == UpdateCores(threads, None)
+
+
+@pytest.mark.parametrize(
+    ("quota", "environment", "threads"),
+    [
+        (None, {}, 8),
+        (100.0, {}, 8),
+        (4.0, {}, 4),
+        (3.9, {}, 3),
+        (0.5, {}, 1),
+        (4.0, ranks(0, 2), 2),  # ranks of one container share it
+        (4.0, ranks(0, 8), 1),
+    ],
+)
+def test_a_container_s_quota_of_time(
+    tmp_path: Path, quota: float | None, environment: dict[str, str], threads: int
+) -> None:
+    assert share_of_cores(environment, range(8), machine(tmp_path, "0-7"), quota=quota) == UpdateCores(threads, None)
+
+
+TWO = ["0-7", "8-15"]
+
+
+@pytest.mark.parametrize(
+    ("cpulists", "environment", "allowed", "near", "devices", "expected"),
+    [
+        (TWO, {}, range(16), 1, [1], UpdateCores(8, frozenset(range(8, 16)))),
+        (TWO, ranks(0, 2), range(16), 1, [1, 0], UpdateCores(8, frozenset(range(8, 16)))),  # not as they are numbered
+        (TWO, ranks(0, 2), range(16), 0, [0, 0], UpdateCores(4, frozenset(range(8)))),
+        (TWO, ranks(3, 4), range(16), 1, [1], UpdateCores(4, frozenset(range(8, 16)))),  # it sees its own device alone
+        (TWO, ranks(0, 2), range(16), 0, [0, 0, 1, 1], UpdateCores(4, frozenset(range(8)))),
+        (TWO, ranks(0, 2), range(4, 12), 1, [0, 1], UpdateCores(4, frozenset(range(8, 12)))),  # a container's cores
+        (TWO, {}, range(8), 0, [0], UpdateCores(8, None)),  # bound by its launcher
+        (TWO, {}, range(8), 1, [1], UpdateCores(8, None)),  # to the other node: it has said so
+        (TWO, {}, range(16), None, [None], UpdateCores(16, None)),
+        (TWO, {}, range(16), 7, [7], UpdateCores(16, None)),  # a node without cores
+        (["0-7"], {}, range(8), 0, [0], UpdateCores(8, None)),
+    ],
+)
+def test_updates_run_on_the_cores_of_the_device_s_node(
+    tmp_path: Path,
+    cpulists: list[str],
+    environment: dict[str, str],
+    allowed: list[int],
+    near: int | None,
+    devices: list[int | None],
+    expected: UpdateCores,
+) -> None:
+    folder = machine(tmp_path, *cpulists)
+    assert share_of_cores(environment, allowed, folder, near=near, devices=devices) == expected
+
+
+@pytest.mark.parametrize(("asked", "expected"), [(None, (2, [4, 5])), (1, (1, [4, 5])), (3, (3, []))])
+def test_prepare_starts_as_many_there(
+    monkeypatch: pytest.MonkeyPatch, asked: int | None, expected: tuple[int, list[int]]
+) -> None:
+    started: list[tuple[int, list[int]]] = []
+
+    def pool(threads: int, cores: list[int]) -> Pool:
+        started.append((threads, cores))
+        return Pool(threads)
+
+    monkeypatch.setattr(build, "Pool", pool)
+    monkeypatch.setattr(build, "update_cores", lambda device: UpdateCores(2, frozenset({5, 4})))
+    model = torch.nn.Linear(4, 4)
+    options = penstock.Options(update_threads=asked)
+    penstock.prepare(model, torch.optim.AdamW(model.parameters()), precision="fp32", options=options).close()
+    assert started == [expected]
+
+
+def test_a_number_of_threads_that_was_asked_for() -> None:
+    found = UpdateCores(2, frozenset({4, 5, 6}))
+    assert found.with_threads(None) == found
+    assert found.with_threads(3) == UpdateCores(3, frozenset({4, 5, 6}))
+    assert found.with_threads(4) == UpdateCores(4, None)
+    assert UpdateCores(2).with_threads(1) == UpdateCores(1, None)
 
 
 def test_without_a_word_of_nodes_the_cores_are_shared(tmp_path: Path) -> None:
-    assert update_threads(ranks(0, 4), range(8), tmp_path / "nowhere") == 2
+    assert share_of_cores(ranks(0, 4), range(8), tmp_path / "nowhere") == UpdateCores(2, None)
 
 
 def test_the_machine_it_runs_on() -> None:
-    assert update_threads({}) >= 1
+    assert share_of_cores({}).count >= 1
+    assert update_cores(torch.device("cpu")).cores is None

@@ -1,5 +1,6 @@
 """The thread pool: shared by threads, closed cleanly, harmless after a fork and at exit."""
 
+import os
 import subprocess
 import sys
 import threading
@@ -44,6 +45,27 @@ def test_a_pool_of_one_starts_no_thread() -> None:
     assert thread_count() == before
     assert squared_norm(torch.ones(100_000), pool=pool) == 100_000
     pool.close()
+
+
+def allowed(tasks: set[Path]) -> list[set[int]]:
+    """The cores that threads may run on."""
+    return [os.sched_getaffinity(int(task.name)) for task in tasks]
+
+
+def test_threads_run_on_the_cores_that_they_are_given() -> None:
+    """The caller stays where it is."""
+    own, tasks = os.sched_getaffinity(0), set(Path("/proc/self/task").iterdir())
+    last = max(own)
+    for cores, expected in (([last], {last}), ([last, 4000], {last}), ([4000], own), ([-1], own), ([], own)):
+        pool = Pool(3, cores)
+        assert squared_norm(torch.ones(300_000), pool=pool) == 300_000
+        workers = set(Path("/proc/self/task").iterdir()) - tasks
+        deadline = time.monotonic() + 10  # each binds itself when it begins
+        while allowed(workers) != [expected] * 2 and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert allowed(workers) == [expected] * 2, cores
+        pool.close()
+    assert os.sched_getaffinity(0) == own
 
 
 def test_no_threads_are_refused() -> None:

@@ -1,11 +1,13 @@
 """The cpu tier: what of it is pinned, within a budget and within what the system allows."""
 
 import warnings
+from dataclasses import replace
 
 import pytest
 import torch
 
 from penstock.kinds import Tier
+from penstock.machine import arena, pinning
 from penstock.tiers.bounce import bounce_bytes
 from penstock.tiers.home import CellPlan, MemorySection, SectionPlan
 from penstock.tiers.host import HostTier
@@ -102,8 +104,51 @@ def test_what_was_asked_for_without_pinning_passes_pinned_buffers_and_nobody_is_
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         made = take(HostTier(CPU, tile_bytes=PAGE), *PLANS, pin=False)
-    assert list(pinned.values()) == [RING]
+    # Files are read and written through rings of their own: nothing stands between those and the device.
+    assert sorted(pinned.values()) == sorted([RING, 10 * PAGE])
     assert made["param"].bounce is not None
+
+
+def test_what_no_device_copies_is_neither_pinned_nor_warned_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is near the device and there from the start all the same: the host's updates run on that node."""
+    pinned = pinning_on_cpu(monkeypatch)
+    near: list[int] = []
+    touched: list[int] = []
+    monkeypatch.setattr(arena, "device_node", lambda device: 1)
+    monkeypatch.setattr(arena, "prefer_node", lambda address, nbytes, node: near.append(nbytes))
+    monkeypatch.setattr(arena, "touch", lambda slab, threads: touched.append(slab.numel()))
+    tier = HostTier(CPU, tile_bytes=PAGE)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        made = take(tier, *(replace(plan, copied=plan.home != "optimizer") for plan in PLANS))
+    assert sorted(pinned.values()) == [pages * PAGE for pages in (10, 100, 100, 100)]
+    assert sorted(near) == sorted(touched) == [pages * PAGE for pages in (10, 100, 100, 100, 400)]
+    assert tier.own == [], "nothing passes buffers"
+    assert made["optimizer"].bounce is not None
+    assert len(tier.own) == 1, "but could"
+    assert PLANS[2].on(Tier.CPU).copied, "what is brought there is brought by a device"
+    assert replace(PLANS[2], copied=False) == PLANS[2], "and is where it was"
+
+
+def test_a_device_that_memory_cannot_be_registered_for_gets_torch_s_own_for_the_rings(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    pinned = pinning_on_cpu(monkeypatch)
+    monkeypatch.setattr(pinning, "can_register", lambda device: False)
+    asked: list[int] = []
+
+    def torch_s_own(nbytes: int, device: torch.device, alignment: int) -> torch.Tensor:
+        asked.append(nbytes)
+        return torch.zeros(nbytes, dtype=torch.uint8)
+
+    monkeypatch.setattr(pinning, "pinned_buffer", torch_s_own)
+    tier = HostTier(CPU, tile_bytes=PAGE)
+    with pytest.warns(UserWarning, match=r"pass 32,768 bytes of pinned buffers.*torch pins no memory in place for cpu"):
+        made = take(tier, *PLANS)
+    assert sorted(asked) == sorted([RING, 10 * PAGE])
+    assert (pinned, tier.pinned_bytes) == ({}, RING + 10 * PAGE)
+    assert made["staging"].bounce is None
+    assert made["param"].bounce is made["optimizer"].bounce is not None
 
 
 def test_the_table_counts_the_buffers_and_gives_them_back(monkeypatch: pytest.MonkeyPatch) -> None:

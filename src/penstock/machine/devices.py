@@ -1,0 +1,261 @@
+"""Which device a rank computes on, who else does, and events on it: for every accelerator that torch knows.
+
+A launcher starts a process for each device and says its number in `LOCAL_RANK`; torch's current device is the first one
+until somebody says otherwise. What was said comes before that number.
+"""
+
+import contextlib
+import inspect
+import os
+import platform
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from penstock.errors import ConfigError
+
+BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True)
+class Visible:
+    """The accelerator's devices that this process sees.
+
+    Attributes:
+        type: as in `torch.device`.
+        count: of them.
+        current: index of torch's current one.
+    """
+
+    type: str
+    count: int
+    current: int
+
+
+class Choice(NamedTuple):
+    """A device, and why it was taken: for messages."""
+
+    device: torch.device
+    why: str = ""
+
+
+def default_device() -> torch.device:
+    """The accelerator's current device where there is one, else the cpu."""
+    visible = visible_devices()
+    return CPU if visible is None else torch.device(visible.type, visible.current)
+
+
+def visible_devices() -> Visible | None:
+    """What torch sees of accelerators; `None` where there is none."""
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    if accelerator is None:
+        return None
+    return Visible(accelerator.type, torch.accelerator.device_count(), torch.accelerator.current_device_index())
+
+
+def choose_device(
+    visible: Visible | None,
+    *,
+    model: torch.device | None = None,
+    bound: torch.device | None = None,
+    local_rank: str | None = None,
+) -> Choice:
+    """The device of this rank.
+
+    Arguments:
+        visible: the accelerator's devices; `None` takes the cpu.
+        model: the device that all parameters lie on, if it is one.
+        bound: the device that the process group is bound to, if it is.
+        local_rank: `LOCAL_RANK` as a launcher sets it.
+
+    Raises:
+        ConfigError: the model lies on another device than the one that the process group is bound to.
+    """
+    if visible is None:
+        return Choice(CPU)
+    model = _indexed(model, visible)
+    bound = _indexed(bound, visible)
+    if model is not None and bound is not None and model != bound:
+        raise ConfigError(
+            f"The model lies on {model}, and the process group is bound to {bound}. Move the model there, leave it on "
+            f"the cpu, or call init_process_group(device_id={model!r})."
+        )
+    if model is not None:
+        return Choice(model, "the model lies there")
+    if bound is not None:
+        return Choice(bound, "the process group is bound to it")
+    if visible.current != 0:  # nobody but a user makes another than the first one current
+        return Choice(torch.device(visible.type, visible.current), "it is the current device")
+    # A launcher that shows each rank its own device alone counts ranks all the same: that one is number 0.
+    if local_rank is not None and local_rank.strip().isdigit() and int(local_rank) < visible.count:
+        return Choice(torch.device(visible.type, int(local_rank)), f"LOCAL_RANK={local_rank.strip()}")
+    return Choice(torch.device(visible.type, 0), "it is the current device")
+
+
+def device_for(
+    parameters: Iterable[Tensor], mesh: DeviceMesh | None, environment: Mapping[str, str] = os.environ
+) -> Choice:
+    """The device of this rank, as model, mesh, process group, torch and the launcher say.
+
+    Arguments:
+        parameters: of the model.
+        mesh: its type of device is taken.
+        environment: with `LOCAL_RANK`.
+
+    Raises:
+        ConfigError: as `choose_device`.
+    """
+    if mesh is not None and mesh.device_type == "cpu":
+        return Choice(CPU)
+    lies_on = {parameter.device for parameter in parameters}
+    return choose_device(
+        visible_devices(),
+        model=lies_on.pop() if len(lies_on) == 1 else None,
+        bound=_bound_device(mesh),
+        local_rank=environment.get("LOCAL_RANK"),
+    )
+
+
+def make_current(device: torch.device) -> None:
+    """Make a device torch's current one, so that what names no index goes there too."""
+    if device.type != "cpu":
+        torch.accelerator.set_device_index(device)
+
+
+def _bound_device(mesh: DeviceMesh | None) -> torch.device | None:
+    if mesh is not None:
+        groups = list(mesh.get_all_groups())
+    elif dist.is_available() and dist.is_initialized():
+        groups = [dist.distributed_c10d._get_default_group()]
+    else:
+        groups = []
+    found = {getattr(group, "bound_device_id", None) for group in groups} - {None}
+    return found.pop() if len(found) == 1 else None
+
+
+def _indexed(device: torch.device | None, visible: Visible) -> torch.device | None:
+    """A device of the accelerator, with its index; `None` for any other."""
+    if device is None or device.type != visible.type:
+        return None
+    return torch.device(device.type, visible.current) if device == torch.device(device.type) else device
+
+
+class Place(NamedTuple):
+    """What tells one device from those of other ranks, as JSON has it. Equal devices of equal views are one device.
+
+    Attributes:
+        name: of the device, as its rank calls it.
+        host: name of the host or container.
+        machine: what containers of one machine have in common.
+        unique: the device's own identity, or nothing.
+        view: the variables that say which devices the process sees.
+        why: it was taken.
+    """
+
+    name: str
+    host: str
+    machine: str
+    unique: str
+    view: str
+    why: str
+
+    def is_that_of(self, other: "Place") -> bool:
+        """Whether two ranks have one device."""
+        seen_alike = (self.host, self.machine, self.view) == (other.host, other.machine, other.view)
+        if seen_alike and self.name != other.name:
+            return False  # parts of one piece of hardware that it counts as devices, which have one identity
+        if self.unique and other.unique:
+            return (self.machine, self.unique) == (other.machine, other.unique)
+        return seen_alike
+
+
+def place_of(
+    choice: Choice, environment: Mapping[str, str] = os.environ, boot_id: Path = BOOT_ID
+) -> tuple[str, ...] | None:
+    """The place of a device, for other ranks; `None` for a cpu, which ranks share."""
+    device = choice.device
+    if device.type == "cpu":
+        return None
+    try:
+        machine = boot_id.read_text().strip()
+    except (OSError, ValueError):
+        machine = platform.node()
+    unique = ""
+    with contextlib.suppress(Exception):  # where a device has none, its module says so in a way of its own
+        unique = str(torch.get_device_module(device).get_device_properties(device).uuid)
+    words = ("_VISIBLE_DEVICES", "_VISIBLE_MODULES", "_AFFINITY_MASK")
+    view = [f"{name}={value}" for name, value in sorted(environment.items()) if name.endswith(words)]
+    return Place(str(device), platform.node(), machine, unique, " ".join(view), choice.why)
+
+
+def check_apart(places: Sequence[Sequence[str] | None], members: Sequence[int]) -> None:
+    """Refuse devices that several ranks have taken.
+
+    Arguments:
+        places: of each rank, as `place_of` made them and JSON carried them.
+        members: the ranks' numbers.
+
+    Raises:
+        ConfigError: some have; it names all of them.
+    """
+    shared: list[list[tuple[int, Place]]] = []
+    for rank, said in zip(members, places, strict=True):
+        if said is None:
+            continue
+        place = Place(*said)
+        for others in shared:
+            if others[0][1].is_that_of(place):
+                others.append((rank, place))
+                break
+        else:
+            shared.append([(rank, place)])
+    sharing = [others for others in shared if len(others) > 1]
+    if sharing:
+        raise ConfigError(
+            f"Ranks share a device: {'; '.join(map(_describe, sharing))}. Each needs one of its own: start as many "
+            "ranks as there are devices, with a launcher that sets LOCAL_RANK (torchrun), and leave the model on the "
+            "cpu or move it to the rank's own device; or name that one, init_process_group(device_id=...)."
+        )
+
+
+def _describe(sharing: Sequence[tuple[int, Place]]) -> str:
+    first = sharing[0][1]
+    ranks = ", ".join(f"{rank} ({place.name}: {place.why})" for rank, place in sharing)
+    return f"ranks {ranks} on {first.host}{f', {first.unique}' if first.unique else ''}"
+
+
+def make_event(device: torch.device, *, enable_timing: bool = False) -> Any:
+    """An event of a device. A host that waits for it sleeps, where the device has such events, instead of spinning.
+
+    A thread that spins takes a core from the updates. Torch's own event takes the word and does nothing with it.
+    """
+    own = sleeping_event(device)
+    if own is not None:
+        return own(enable_timing=enable_timing, blocking=True)
+    try:
+        return torch.Event(device, enable_timing=enable_timing, blocking=True)
+    except TypeError:  # of a torch that has no such word
+        return torch.Event(device, enable_timing=enable_timing)
+
+
+def sleeping_event(device: torch.device) -> Any:
+    """The class of a device's own events, where they let a host that waits sleep; else `None`.
+
+    They go with streams of the device's own module: torch takes one kind for the other unseen.
+    """
+    own = getattr(torch.get_device_module(device), "Event", None)
+    return own if own is not None and own is not torch.Event and _takes(own, "blocking") else None
+
+
+def _takes(make: Any, name: str) -> bool:
+    try:
+        return name in inspect.signature(make).parameters
+    except (TypeError, ValueError):
+        return False

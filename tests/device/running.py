@@ -1,0 +1,47 @@
+"""Engines on the strict device."""
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from penstock.machine.accelerator import streams_for
+from penstock.machine.streams import Streams
+
+
+def strict(index: int = 0) -> Streams:
+    """New streams of a device."""
+    return streams_for(torch.device("strict", index))
+
+
+@contextmanager
+def of_the_user(index: int = 0) -> Iterator[torch.Stream]:
+    """Compute is on a stream of the user's own, which has followed what was there."""
+    stream = torch.Stream(torch.device("strict", index))
+    stream.wait_stream(torch.accelerator.current_stream(index))
+    with stream:
+        yield stream
+    torch.accelerator.current_stream(index).wait_stream(stream)
+
+
+def on_threads(*work: Callable[[], Any]) -> list[Any]:
+    """Run functions at once, each on a thread; their results, or the first error."""
+    results: list[Any] = [None] * len(work)
+    errors: list[BaseException] = []
+
+    def run(number: int) -> None:
+        try:
+            results[number] = work[number]()
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=run, args=(number,)) for number in range(len(work))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if errors:
+        raise errors[0]
+    return results

@@ -1,0 +1,201 @@
+"""Which device a rank takes, on machines that are made up; who shares one; events."""
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+import penstock
+from penstock import build
+from penstock.errors import ConfigError
+from penstock.machine import devices
+from penstock.machine.devices import (
+    Choice,
+    Place,
+    Visible,
+    check_apart,
+    choose_device,
+    device_for,
+    make_event,
+    place_of,
+)
+from tests.support import inline
+
+CPU = torch.device("cpu")
+
+
+def cuda(index: int | None = None) -> torch.device:
+    return torch.device("cuda") if index is None else torch.device("cuda", index)
+
+
+@pytest.mark.parametrize(
+    ("visible", "said", "expected"),
+    [
+        (None, {"local_rank": "1"}, CPU),
+        (Visible("cuda", 4, 0), {}, cuda(0)),
+        (Visible("cuda", 4, 0), {"local_rank": "3"}, cuda(3)),
+        (Visible("cuda", 4, 2), {"local_rank": "3"}, cuda(2)),  # he has called set_device
+        (Visible("cuda", 1, 0), {"local_rank": "3"}, cuda(0)),  # the launcher shows each rank its own
+        (Visible("cuda", 4, 0), {"local_rank": "5"}, cuda(0)),  # more ranks than devices: refused by name
+        (Visible("cuda", 4, 0), {"local_rank": "many"}, cuda(0)),
+        (Visible("cuda", 4, 0), {"local_rank": "3", "bound": cuda(1)}, cuda(1)),
+        (Visible("cuda", 4, 2), {"local_rank": "3", "bound": cuda(1)}, cuda(1)),
+        (Visible("cuda", 4, 0), {"local_rank": "3", "bound": CPU}, cuda(3)),
+        (Visible("cuda", 4, 0), {"local_rank": "3", "model": cuda(1)}, cuda(1)),
+        (Visible("cuda", 4, 2), {"model": cuda(1), "bound": cuda(1)}, cuda(1)),
+        (Visible("cuda", 4, 2), {"model": cuda()}, cuda(2)),
+        (Visible("cuda", 4, 0), {"local_rank": "3", "model": CPU}, cuda(3)),
+        (Visible("cuda", 4, 0), {"local_rank": "3", "model": torch.device("meta")}, cuda(3)),
+        (Visible("xpu", 4, 0), {"local_rank": "2"}, torch.device("xpu", 2)),
+    ],
+)
+def test_a_rank_takes_the_device_that_was_said(
+    visible: Visible | None, said: dict[str, Any], expected: torch.device
+) -> None:
+    assert choose_device(visible, **said).device == expected
+
+
+def test_a_model_beside_the_process_group_s_device_is_refused() -> None:
+    with pytest.raises(ConfigError) as refused:
+        choose_device(Visible("cuda", 4, 0), model=cuda(0), bound=cuda(1))
+    assert str(refused.value) == (
+        "The model lies on cuda:0, and the process group is bound to cuda:1. Move the model there, leave it on the "
+        "cpu, or call init_process_group(device_id=device(type='cuda', index=0))."
+    )
+
+
+def machine_of(patch: pytest.MonkeyPatch, visible: Visible) -> list[torch.device]:
+    """An accelerator that is made up. Returns the devices that were made current."""
+    current: list[torch.device] = []
+    patch.setattr(devices, "visible_devices", lambda: visible)
+    patch.setattr(torch.accelerator, "set_device_index", current.append)
+    return current
+
+
+def test_prepare_takes_the_device_of_the_local_rank_and_makes_it_current(monkeypatch: pytest.MonkeyPatch) -> None:
+    current = machine_of(monkeypatch, Visible("cuda", 4, 0))
+    taken: list[torch.device] = []
+
+    def streams_for(device: torch.device, *, debug_release: bool) -> Any:
+        taken.append(device)
+        return inline()
+
+    monkeypatch.setattr(build, "streams_for", streams_for)
+    monkeypatch.setenv("LOCAL_RANK", "3")
+    model = torch.nn.Linear(4, 4)
+    penstock.prepare(model, torch.optim.AdamW(model.parameters())).close()
+    assert (taken, current) == ([cuda(3)], [cuda(3)])
+
+
+def lying_on(*where: torch.device) -> Any:
+    return [SimpleNamespace(device=device) for device in where]
+
+
+def test_model_mesh_and_process_group_say_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    machine_of(monkeypatch, Visible("cuda", 4, 0))
+    third = {"LOCAL_RANK": "3"}
+    assert device_for(lying_on(cuda(1), cuda(1)), None, third).device == cuda(1)
+    assert device_for(lying_on(cuda(1), cuda(2)), None, third).device == cuda(3), "a model on two devices says nothing"
+    assert device_for(lying_on(cuda(1), CPU), None, third).device == cuda(3)
+    on_cpu: Any = SimpleNamespace(device_type="cpu")
+    assert device_for(lying_on(cuda(1)), on_cpu, third).device == CPU, "a mesh decides the type"
+    groups = [SimpleNamespace(bound_device_id=cuda(2)), SimpleNamespace(bound_device_id=None)]
+    mesh: Any = SimpleNamespace(device_type="cuda", get_all_groups=lambda: groups)
+    assert device_for(lying_on(CPU), mesh, third) == Choice(cuda(2), "the process group is bound to it")
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.distributed.distributed_c10d, "_get_default_group", lambda: groups[0])
+    assert device_for(lying_on(CPU), None, third).device == cuda(2)
+    with pytest.raises(ConfigError, match=r"The model lies on cuda:1, and the process group is bound to cuda:2\."):
+        device_for(lying_on(cuda(1)), None, third)
+
+
+def properties(patch: pytest.MonkeyPatch, **known: str) -> None:
+    module: Any = SimpleNamespace(get_device_properties=lambda device: SimpleNamespace(**known))
+    patch.setattr(torch, "get_device_module", lambda device: module)
+
+
+def test_a_place_is_what_machine_device_and_variables_are(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "boot_id").write_text("b00t\n")
+    properties(monkeypatch, uuid="GPU-1")
+    environment = {"CUDA_VISIBLE_DEVICES": "2,3", "ZE_AFFINITY_MASK": "0", "PATH": "/bin"}
+    found = place_of(Choice(cuda(1), "LOCAL_RANK=1"), environment, tmp_path / "boot_id")
+    assert found is not None
+    place = Place(*found)
+    assert place[2:] == ("b00t", "GPU-1", "CUDA_VISIBLE_DEVICES=2,3 ZE_AFFINITY_MASK=0", "LOCAL_RANK=1")
+    properties(monkeypatch)
+    unknown = place_of(Choice(cuda(1)), {}, tmp_path / "none")
+    assert unknown is not None
+    assert Place(*unknown).unique == ""
+    assert Place(*unknown).machine == place.host
+    assert place_of(Choice(CPU), {}, tmp_path / "boot_id") is None
+
+
+def place(name: str, host: str = "a", machine: str = "b00t", unique: str = "", view: str = "") -> Place:
+    return Place(name, host, machine, unique, view, "it is the current device")
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "same"),
+    [
+        (place("cuda:0", unique="x"), place("cuda:0", unique="x"), True),
+        (place("cuda:0", unique="x"), place("cuda:1", unique="y"), False),
+        (place("cuda:0", unique="x", view="0"), place("cuda:1", unique="x", view="1,0"), True),
+        (place("cuda:0", unique="x", view="0"), place("cuda:0", unique="y", view="1"), False),
+        (place("cuda:0", unique="x"), place("cuda:0", host="c", unique="x"), True),  # two containers of a machine
+        (place("cuda:0", unique="x"), place("cuda:0", host="c", machine="d", unique="x"), False),
+        (place("cuda:0", unique="x"), place("cuda:1", unique="x"), False),  # slices of one device
+        (place("npu:0"), place("npu:0"), True),
+        (place("npu:0"), place("npu:1"), False),
+        (place("npu:0", view="0"), place("npu:0", view="1"), False),
+        (place("npu:0"), place("npu:0", host="c"), False),
+    ],
+)
+def test_whether_two_ranks_have_one_device(one: Place, other: Place, same: bool) -> None:
+    assert one.is_that_of(other) is other.is_that_of(one) is same
+
+
+def test_ranks_that_share_a_device_are_refused_by_name() -> None:
+    everywhere = [place("cuda:0", unique="x"), None, place("cuda:1", unique="y"), place("cuda:0", unique="x")]
+    check_apart(everywhere[:3], (0, 1, 2))
+    check_apart([None, None], (0, 1))
+    with pytest.raises(ConfigError) as refused:
+        check_apart([said if said is None else list(said) for said in everywhere], (4, 5, 6, 7))
+    assert str(refused.value) == (
+        "Ranks share a device: ranks 4 (cuda:0: it is the current device), 7 (cuda:0: it is the current device) on a, "
+        "x. Each needs one of its own: start as many ranks as there are devices, with a launcher that sets LOCAL_RANK "
+        "(torchrun), and leave the model on the cpu or move it to the rank's own device; or name that one, "
+        "init_process_group(device_id=...)."
+    )
+
+
+def test_an_event_lets_the_host_sleep_where_the_device_has_such_events(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[tuple[str, dict[str, object]]] = []
+    old: list[bool] = []
+
+    class Sleeping:
+        def __init__(self, enable_timing: bool = False, blocking: bool = False) -> None:
+            made.append(("own", {"enable_timing": enable_timing, "blocking": blocking}))
+
+    class Spinning:
+        def __init__(self, enable_timing: bool = False) -> None:
+            raise AssertionError("torch's own event takes the word")
+
+    def torch_event(device: torch.device, **words: object) -> None:
+        made.append((str(device), words))
+        if "blocking" in words and old[-1]:
+            raise TypeError("'blocking' is an invalid keyword argument")
+
+    monkeypatch.setattr(torch, "Event", torch_event)
+    for own, is_old in ((Sleeping, False), (Spinning, False), (None, True)):
+        module: Any = SimpleNamespace(Event=own) if own else SimpleNamespace()
+        monkeypatch.setattr(torch, "get_device_module", lambda device, module=module: module)
+        old.append(is_old)
+        make_event(cuda(1), enable_timing=True)
+    assert made == [
+        ("own", {"enable_timing": True, "blocking": True}),
+        ("cuda:1", {"enable_timing": True, "blocking": True}),
+        ("cuda:1", {"enable_timing": True, "blocking": True}),
+        ("cuda:1", {"enable_timing": True}),
+    ]

@@ -1,0 +1,180 @@
+"""How memory is page-locked for devices of each kind, with modules of torch that are made up."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from penstock.machine import pinning
+from penstock.machine.arena import PAGE_BYTES, Arena, Words
+
+CPU, CUDA, OTHER = torch.device("cpu"), torch.device("cuda", 1), torch.device("xpu", 1)
+
+
+class Module:
+    """Of an accelerator that registers memory, or refuses it."""
+
+    def __init__(self, answer: Any = None) -> None:
+        self.answer = answer
+        self.log: list[tuple[object, ...]] = []
+
+    def synchronize(self, device: torch.device) -> None:
+        self.log.append(("synchronize", device))
+
+    def host_register(self, address: int, nbytes: int) -> Any:
+        self.log.append(("register", address, nbytes))
+        if isinstance(self.answer, Exception):
+            raise self.answer
+        return self.answer
+
+    def host_unregister(self, address: int) -> None:
+        self.log.append(("unregister", address))
+
+
+def use(patch: pytest.MonkeyPatch, module: Any) -> None:
+    patch.setattr(torch, "get_device_module", lambda device: module)
+    one_node(patch)
+
+
+def one_node(patch: pytest.MonkeyPatch) -> None:
+    for place in ("arena.device_node", "threads.device_node"):
+        patch.setattr(f"penstock.machine.{place}", lambda device: None)
+    patch.setattr("penstock.machine.threads.device_nodes", lambda device: [])
+
+
+@pytest.fixture
+def torch_has_pinned(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Torch has a pinned allocator, whose buffers begin 256 bytes past a page. Bytes of each that was asked for."""
+    asked: list[int] = []
+    zeros = torch.zeros
+
+    def allocate(*size: int, pin_memory: bool = False, **rest: Any) -> torch.Tensor:
+        if not pin_memory:
+            return zeros(*size, **rest)
+        asked.append(*size)
+        memory = zeros(size[0] + 2 * PAGE_BYTES, **rest)
+        start = -memory.data_ptr() % PAGE_BYTES + 256
+        return memory[start : start + size[0]]
+
+    monkeypatch.setattr(torch, "zeros", allocate)
+    return asked
+
+
+def test_the_module_of_any_accelerator_may_register_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = Module()
+    use(monkeypatch, module)
+    slab = Arena(5 * PAGE_BYTES, OTHER)
+    address = slab.lease(1, torch.int8).data_ptr()
+    assert (slab.pinned, slab.pageable) == (True, False)
+    slab.close()
+    slab.close()
+    assert module.log == [("register", address, 5 * PAGE_BYTES), ("synchronize", OTHER), ("unregister", address)]
+
+
+@pytest.mark.parametrize("answer", [False, 1 << 20, RuntimeError("no room"), OSError("no")], ids=repr)
+def test_what_it_refuses_is_pageable(monkeypatch: pytest.MonkeyPatch, answer: Any) -> None:
+    module = Module(answer)
+    use(monkeypatch, module)
+    slab = Arena(5 * PAGE_BYTES, OTHER)
+    assert (slab.pinned, slab.pageable) == (False, True)
+    assert not slab.lease(5 * PAGE_BYTES, torch.int8).any()
+    slab.close()
+    assert len(module.log) == 1
+
+
+def test_one_that_registers_nothing_copies_slabs_through_buffers_of_torch_s(
+    monkeypatch: pytest.MonkeyPatch, torch_has_pinned: list[int]
+) -> None:
+    use(monkeypatch, SimpleNamespace())
+    assert not pinning.can_register(OTHER)
+    slab = Arena(5 * PAGE_BYTES, OTHER)
+    assert (slab.pinned, slab.pageable, torch_has_pinned) == (False, True, [])
+    ring = Arena(5 * PAGE_BYTES, OTHER, ring=True)
+    assert (ring.pinned, ring.pageable, torch_has_pinned) == (True, False, [5 * PAGE_BYTES, 6 * PAGE_BYTES])
+    first, second = (ring.lease(8, torch.float32) for _ in range(2))
+    assert (first.data_ptr() % PAGE_BYTES, second.data_ptr() - first.data_ptr()) == (0, PAGE_BYTES), "files want pages"
+    ring.close()
+    slab.close()
+
+
+def test_what_is_not_registered_may_still_be_torch_s(
+    monkeypatch: pytest.MonkeyPatch, torch_has_pinned: list[int]
+) -> None:
+    use(monkeypatch, Module(False))
+    ring = Arena(5 * PAGE_BYTES, OTHER, ring=True)
+    assert (ring.pinned, len(torch_has_pinned)) == (True, 2)
+    ring.close()
+
+
+def test_where_torch_has_no_pinned_memory_a_ring_is_pageable(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*size: int, **rest: Any) -> None:
+        raise RuntimeError("Need to provide pin_memory allocator to use pin memory.")
+
+    use(monkeypatch, SimpleNamespace())
+    monkeypatch.setattr(torch, "zeros", refuse)
+    ring = Arena(5 * PAGE_BYTES, OTHER, ring=True)
+    assert (ring.pinned, ring.pageable) == (False, True)
+    ring.close()
+
+
+def test_cuda_s_runtime_registers_and_a_refusal_leaves_no_error_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    log: list[tuple[object, ...]] = []
+
+    class Runtime:
+        answer = 0
+
+        def cudaHostRegister(self, address: int, nbytes: int, flags: int) -> int:  # noqa: N802
+            log.append(("register", address, nbytes, flags))
+            return self.answer
+
+        def cudaHostUnregister(self, address: int) -> None:  # noqa: N802
+            log.append(("unregister", address))
+
+    class Current:
+        def __init__(self, device: torch.device) -> None:
+            log.append(("current", device))
+
+        def __enter__(self) -> None: ...
+        def __exit__(self, *_: object) -> None: ...
+
+    runtime = Runtime()
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
+    monkeypatch.setattr(torch.cuda, "device", Current)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: log.append(("synchronize", device)))
+    one_node(monkeypatch)
+    slab = Arena(PAGE_BYTES, CUDA)
+    address = slab.lease(1, torch.int8).data_ptr()
+    slab.close()
+    assert log == [
+        ("current", CUDA),
+        ("register", address, PAGE_BYTES, 0),
+        ("synchronize", CUDA),
+        ("unregister", address),
+    ]
+    runtime.answer = 801
+    launched: list[object] = []
+    monkeypatch.setattr(torch, "ones", lambda *size, **rest: launched.append(rest["device"]))
+    slab = Arena(PAGE_BYTES, CUDA)
+    assert (slab.pinned, launched) == (False, [CUDA])
+    slab.close()
+
+
+def test_a_cpu_copies_nothing() -> None:
+    assert not pinning.needs_pinning(CPU)
+    assert not pinning.can_register(CPU)
+    assert pinning.pinned_buffer(8, CPU, PAGE_BYTES) is None
+
+
+def test_words_have_a_place_each_and_go_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = Module()
+    use(monkeypatch, module)
+    words = Words(OTHER)
+    assert module.log == [], "nothing is taken before it is asked for"
+    addresses = {words.place(number).data_ptr() for number in range(1500)}
+    assert len(addresses) == 1500
+    assert words.place(3).data_ptr() == words.place(3).data_ptr() in addresses
+    assert (words.place(0).dtype, words.place(0).numel()) == (torch.float32, 1)
+    words.close()
+    words.close()
+    assert [what for what, *_ in module.log] == ["register"] * 2 + ["synchronize", "unregister"] * 2
