@@ -36,6 +36,7 @@ FILES = "the rows of saves are in memory; test_saving.py saves what is in files"
 AT_ONCE = "transfers are not late here"
 MOVES = "only where homes move"
 ENGINES = "only where engines share a group: tests/distributed/test_engines.py"
+COMPUTE = "compute is never late here: tests/device/test_streams.py"
 SAVES = "of the thread that saves, whose events no site drops: tests/unit/engine/test_saving.py"
 REDUNDANT = {
     "importing.py _write_tile: transfer.wait()": AT_ONCE,
@@ -45,6 +46,9 @@ REDUNDANT = {
     "saving.py finish: job.over.synchronize()": SAVES,
     "saving.py wait_copied: event.synchronize()": SAVES,
     "saving.py _sources: all of updated": "what was updated is published after it",
+    "saving.py _sources: all of begun": COMPUTE,
+    "residency.py _exchange: used.synchronize()": COMPUTE,
+    "activations.py take: copy of buffer_home(place.here) after left": "what it overwrites is nobody's any more",
     "gather.py _fill: all of unit.saved": "it writes what is there already, as far as that is saved",
     "reading.py _finish: transfer.wait()": AT_ONCE,
     "reading.py read: transfer.wait()": AT_ONCE,
