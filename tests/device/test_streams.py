@@ -327,16 +327,28 @@ class Branches(nn.Module):
         return made[0] * made[1]
 
 
-def test_gradients_of_one_unit_that_come_on_several_streams(native: Any) -> None:
+@pytest.mark.parametrize("held_back", [False, True], ids=["each", "held back"])
+def test_gradients_of_one_unit_that_come_on_several_streams(native: Any, held_back: bool) -> None:
     """It is reduced when backward goes on with what comes before it, which waits for no gradient of a parameter."""
     pairs = [[torch.Stream(DEVICE), torch.Stream(DEVICE)] for _ in range(3)]
     model = nn.Sequential(*[Branches(pair) for pair in pairs])
     stock = torch.optim.AdamW(model.parameters(), lr=1e-2)
     streams = AcceleratorStreams(torch.device(DEVICE))
     placement = penstock.Placement(params="cpu", grads="cpu", optimizer="cpu")
-    optimizer = prepare_on(streams, model, stock, precision="fp32", placement=placement, units=(Branches,))
+    optimizer = prepare_on(
+        streams,
+        model,
+        stock,
+        stage=0,
+        placement=placement,
+        units=(Branches,),
+        grad_accumulation_dtype=torch.float32,  # what is held back is cast before it is reduced
+    )
     x = torch.randn(8, 12).to(DEVICE)
     for _ in range(2):
+        if held_back:
+            with optimizer.no_sync():
+                optimizer.backward(model(x).square().mean())
         optimizer.backward(model(x).square().mean())
         optimizer.step()
         optimizer.zero_grad()

@@ -126,6 +126,7 @@ class Reducer:
         gradient = unit.trained.gradient if unit.trained else None
         if gradient is None or not (gradient.due or gradient.pending is not None) or not self._synchronizing:
             return
+        self._streams.here()
         pending = self._collected(unit, gradient)
         self._clear_the_rest(unit, gradient)
         gradient.pending, gradient.due = None, False

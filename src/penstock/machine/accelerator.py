@@ -10,7 +10,7 @@ from torch import Tensor
 
 from penstock.machine.clocks import Clock, DeviceClock
 from penstock.machine.hardware import Hardware
-from penstock.machine.lifetime import Phase, at_end, exiting
+from penstock.machine.lifetime import Ending, Phase, at_end, exiting
 from penstock.machine.simulated import SimulatedStreams
 from penstock.machine.streams import (
     ON_DEVICE,
@@ -43,8 +43,9 @@ class AcceleratorStreams(Streams):
         super().__init__(device)
         self._hardware = Hardware(device)
         self._sides = {name: self._hardware.make_stream() for name in ON_DEVICE}
-        self._end = at_end(self, _finish, self._hardware, phase=Phase.THREADS)
         self._workers = {name: HostWorker(name) for name in STREAMS}
+        endings = [worker.ending for worker in self._workers.values()]
+        self._end = at_end(self, _finish, self._hardware, endings, phase=Phase.THREADS)
 
     def _submit(self, stream: str, work: Work, after: Sequence[Event], writes: Sequence[Tensor]) -> Event:
         """Enqueue `work` on the device's stream, or on a host thread."""
@@ -166,8 +167,10 @@ class _DeferredEvent(HostEvent):
         return super().done() and (self._enqueued is None or self._enqueued.done())
 
 
-def _finish(hardware: Hardware) -> None:
+def _finish(hardware: Hardware, threads: Sequence[Ending]) -> None:
     """What nobody closed was dropped: memory goes, and work of the device may still use it."""
+    for end in threads:  # which enqueue
+        end()
     if not exiting():  # then the process ends, and what waits for a rank that is gone would never be over
         hardware.synchronize()
 

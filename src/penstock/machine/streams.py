@@ -183,6 +183,7 @@ class Streams(ABC):
 
     def compute(self, work: Callable[[], None], *, what: str) -> None:
         """Run what compute itself does: now, in the caller's thread."""
+        self.here()
         if self.recorder is not None:
             self.recorder.turn_to(what)
         work()

@@ -8,7 +8,7 @@ import threading
 from penstock.errors import EngineError
 from penstock.machine.border import ours
 from penstock.machine.events import HostEvent, Work
-from penstock.machine.lifetime import Phase, at_end, exiting
+from penstock.machine.lifetime import Ending, Phase, at_end, exiting
 
 # That a thread nobody closed is waited for, at most: it may wait for a rank that is gone, or for what collection holds.
 DROP_SECONDS = 10.0
@@ -118,6 +118,11 @@ class HostWorker:
         self._inbox.last = event if self._inbox.promised else None
         self._inbox.queue.put((event, [work]))
         return event
+
+    @property
+    def ending(self) -> Ending:
+        """Ends the thread where nobody closed it. Does not refer to the worker."""
+        return self._end
 
     def idle(self) -> bool:
         """Whether everything submitted has run; what it started may go on."""
