@@ -36,15 +36,19 @@ check: setup
 	$(BIN)/mypy --strict src
 	$(BIN)/python -m pytest -q tests/meta/test_layers.py
 
-# For a machine with a GPU whose PYTHON has torch and the build tools, and no registry: builds into that python.
+# For a machine with a GPU whose PYTHON has torch and the build tools, and no registry: builds into that python, and
+# leaves a report in OUT that is whole at every moment. BUDGET is in seconds, of the run: the build comes before.
+OUT     ?= benchmarks/results
+BUDGET  ?= 300
+
 gpu-check:
 	$(PYTHON) -m pip install -q --no-build-isolation --no-deps -e .
-	$(PYTHON) benchmarks/gpu_check.py $(ARGS)
+	$(PYTHON) benchmarks/gpu_check.py --out $(OUT) --budget-seconds $(BUDGET) $(ARGS)
 
 # On the same machine and python: placements beside the systems that people use.
 gpu-bench:
 	$(PYTHON) -m pip install -q --no-build-isolation --no-deps -e .
-	$(PYTHON) benchmarks/gpu/run.py $(ARGS)
+	$(PYTHON) benchmarks/gpu/run.py --out $(OUT) --budget-seconds $(BUDGET) $(ARGS)
 
 clean:
 	rm -rf build $(STAMP) .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -1,5 +1,6 @@
 """The machine that numbers were measured on, to be stored with them."""
 
+import contextlib
 import os
 import platform
 from pathlib import Path
@@ -18,17 +19,26 @@ TUNED_MALLOC = {
 def describe() -> dict[str, Any]:
     """Processor, cores, memory, accelerator and versions."""
     device = torch.accelerator.current_accelerator(check_available=True)
+    module = None if device is None else torch.get_device_module(device)
     huge_pages = Path("/sys/kernel/mm/transparent_hugepage/enabled")  # not in every sandbox
     return {
         "processor": _field("/proc/cpuinfo", "model name"),
         "cores": len(os.sched_getaffinity(0)),
-        "memory_bytes": int(_field("/proc/meminfo", "MemTotal").split()[0]) * 1024,
+        "memory_bytes": _kilobytes("/proc/meminfo", "MemTotal"),
         "kernel": platform.release(),
         "python": platform.python_version(),
         "torch": torch.__version__,
-        "accelerator": torch.get_device_module(device).get_device_name() if device is not None else None,
+        "accelerator": None if module is None else _name(module, device),
+        "accelerators": 0 if module is None else torch.accelerator.device_count(),
+        "cuda": torch.version.cuda,
         "huge_pages": huge_pages.read_text().strip() if huge_pages.exists() else "unknown",
     }
+
+
+def _name(module: Any, device: Any) -> str:
+    """Of the device, as its vendor says; some device modules of torch do not know."""
+    name = getattr(module, "get_device_name", None)
+    return device.type if name is None else name()
 
 
 def _field(path: str, name: str) -> str:
@@ -36,21 +46,29 @@ def _field(path: str, name: str) -> str:
         key, _, value = line.partition(":")
         if key.strip() == name:
             return value.strip()
-    return "unknown 0"
+    return "unknown"
+
+
+def _kilobytes(path: str, name: str) -> int:
+    """A field in kB, as bytes; 0 where this kernel, or what stands for one in a sandbox, has no such field."""
+    number = _field(path, name).split()[0]
+    return int(number) * 1024 if number.isdigit() else 0
 
 
 def process_bytes(field: str) -> int:
-    """`VmRSS` (now) or `VmHWM` (peak since `restart_peak`) of this process."""
-    return int(_field("/proc/self/status", field).split()[0]) * 1024
+    """`VmRSS` (now) or `VmHWM` (peak since `restart_peak`) of this process; 0 where the system does not say."""
+    return _kilobytes("/proc/self/status", field)
 
 
 def restart_peak() -> None:
-    """Start the count of the peak resident set again."""
-    Path("/proc/self/clear_refs").write_text("5")
+    """Start the count of the peak resident set again, where the system can."""
+    with contextlib.suppress(OSError):
+        Path("/proc/self/clear_refs").write_text("5")
 
 
 def disk_bytes() -> tuple[int, int]:
     """Bytes that this process has read from disks and written to them, as the kernel counts."""
-    lines = (line.split(":") for line in Path("/proc/self/io").read_text().splitlines())
+    path = Path("/proc/self/io")  # not in every sandbox
+    lines = (line.split(":") for line in path.read_text().splitlines()) if path.exists() else ()
     counts = {name: int(value) for name, value in lines}
-    return counts["read_bytes"], counts["write_bytes"]
+    return counts.get("read_bytes", 0), counts.get("write_bytes", 0)

@@ -41,8 +41,14 @@ def sampled(values: Iterable[Any], every: int) -> list[Any]:
     return [value if number % every == 0 else thorough(value) for number, value in enumerate(values)]
 
 
-def run_ranks(work: Callable[..., Any], world_size: int, *args: Any, timeout: timedelta = RANK_TIMEOUT) -> list[Any]:
-    """Run `work(rank, *args)` in `world_size` processes with a gloo group, and return what each returned.
+def run_ranks(
+    work: Callable[..., Any],
+    world_size: int,
+    *args: Any,
+    timeout: timedelta = RANK_TIMEOUT,
+    backend: str = "gloo",
+) -> list[Any]:
+    """Run `work(rank, *args)` in `world_size` processes with a group, and return what each returned.
 
     `work` is a module-level function; an exception on any rank fails the test with that rank's traceback.
     """
@@ -50,7 +56,7 @@ def run_ranks(work: Callable[..., Any], world_size: int, *args: Any, timeout: ti
         context = mp.get_context("forkserver")  # imports torch once for all ranks of all tests of this process
         context.set_forkserver_preload(["torch", "torch.distributed", "penstock"])
         processes = [
-            context.Process(target=_rank, args=(work, rank, world_size, folder, args, timeout))
+            context.Process(target=_rank, args=(work, rank, world_size, folder, args, timeout, backend))
             for rank in range(world_size)
         ]
         for process in processes:
@@ -68,14 +74,20 @@ def run_ranks(work: Callable[..., Any], world_size: int, *args: Any, timeout: ti
 
 
 def _rank(
-    work: Callable[..., Any], rank: int, world_size: int, folder: str, args: tuple[Any, ...], timeout: timedelta
+    work: Callable[..., Any],
+    rank: int,
+    world_size: int,
+    folder: str,
+    args: tuple[Any, ...],
+    timeout: timedelta,
+    backend: str,
 ) -> None:
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(rank))
     os.environ["LOCAL_WORLD_SIZE"] = str(world_size)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.set_num_threads(1)
     dist.init_process_group(
-        "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world_size, timeout=timeout
+        backend, init_method=f"file://{folder}/store", rank=rank, world_size=world_size, timeout=timeout
     )
     try:
         outcome = (True, work(rank, *args))

@@ -11,11 +11,13 @@ from pathlib import Path
 from typing import Any
 from xml.sax.saxutils import escape
 
+from judge import losses_in_short
+
 WIDTH = 760
 COLOURS = ("#30638e", "#d1495b", "#5f8d4e", "#edae49", "#7d5ba6", "#888888", "#00798c")
 HEAD = (
     "| contender | cap, GB | tokens/s | of the fastest | MFU | forward / backward / step, ms "
-    "| device peak, GB | pinned, GB | resident, GB |"
+    "| device peak, GB | pinned, GB | resident, GB | losses | apart | target | met |"
 )
 
 
@@ -27,7 +29,7 @@ def table(report: dict[str, Any]) -> Iterator[str]:
         beginning = f"| {row['name']} | {'-' if row['memory_gb'] is None else format(row['memory_gb'], 'g')} |"
         if row["status"] != "measured":
             reason = row["reason"].splitlines()[0].replace("|", "/")[:100] if row["reason"] else ""
-            yield f"{beginning} {row['status']}: {reason} | | | | | | |"
+            yield f"{beginning} {row['status']}: {reason} |" + " |" * (HEAD.count("|") - 4)
             continue
         fastest = max(
             other["tokens_per_second"]
@@ -38,9 +40,25 @@ def table(report: dict[str, Any]) -> Iterator[str]:
         phases = " / ".join(f"{row['phases_ms'][phase]:.0f}" for phase in ("forward", "backward", "step"))
         sizes = " | ".join(f"{row[key] / 1e9:.2f}" for key in ("device_peak_bytes", "pinned_bytes", "resident_bytes"))
         share = row["tokens_per_second"] / fastest
-        yield f"{beginning} {row['tokens_per_second']:,.0f} | {share:.2f} | {mfu} | {phases} | {sizes} |"
+        said = f"{beginning} {row['tokens_per_second']:,.0f} | {share:.2f} | {mfu} | {phases} | {sizes} "
+        yield f"{said}| {losses_in_short(row)} | {_apart(row)} | {_targets(row)} |"
     for name, note in {row["name"]: row["note"] for row in report["rows"] if row["note"]}.items():
         yield f"\n{name}: {note}."
+
+
+def _apart(row: dict[str, Any]) -> str:
+    """How far the losses are from the first contender's, and whether that is too far."""
+    if row.get("differs") is None:  # the first one; or a report from before losses were compared
+        return "-"
+    apart = "" if row["losses_apart"] is None else f"{row['losses_apart']:.4f}"
+    return apart + (" **differs**" if row["differs"] else "")
+
+
+def _targets(row: dict[str, Any]) -> str:
+    """What was to be reached, and whether it was."""
+    targets = row.get("targets") or []
+    met = (f"{target['measured']:.2f}, {'met' if target['met'] else '**missed**'}" for target in targets)
+    return f"{'; '.join(target['target'] for target in targets)} | {'; '.join(met)}"
 
 
 def script_table(report: dict[str, Any]) -> Iterator[str]:
@@ -55,6 +73,8 @@ def script_table(report: dict[str, Any]) -> Iterator[str]:
         medians = found.get("medians") or {name: seconds * 1e3 for name, seconds in found["seconds"].items()}
         for name, milliseconds in medians.items():
             yield f"| {name} | {milliseconds:.0f} | {found['bytes'] / milliseconds / 1e6:.2f} |"
+        for target in row.get("targets") or []:
+            yield f"| target: {target['target']} | {target['measured']:.2f} | {'met' if target['met'] else 'missed'} |"
 
 
 def bars(report: dict[str, Any]) -> str:
@@ -80,6 +100,7 @@ def curves(report: dict[str, Any]) -> str:
     """The loss of each contender by step."""
     rows = [row for row in report["rows"] if row["losses"]]
     height, left, top = 320, 50, 30 + 14 * len(rows)
+    rows = [row | {"losses": [loss for loss in row["losses"] if loss is not None] or [0.0]} for row in rows]
     losses = [loss for row in rows for loss in row["losses"]] or [0.0, 1.0]
     least, most = min(losses), max(max(losses), min(losses) + 1e-9)
     parts = []

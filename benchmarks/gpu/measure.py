@@ -1,6 +1,7 @@
 """One contender in a process of its own: `measure.py SETTINGS OUT` reads settings as JSON and writes a row as JSON.
 
-`run.py` starts it. Every figure is null in the row of a contender that failed.
+`run.py` starts it. The row is written after each round of steps, so that one that is ended later keeps what was
+measured. Every figure is null in the row of a contender that failed.
 """
 
 import inspect
@@ -11,7 +12,7 @@ import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from typing import Any
 import contenders
 import data
 import machine
+import parts
 import shapes
 import step
 import torch
@@ -104,8 +106,9 @@ def take_steps(
     return time.perf_counter() - started, marks, losses
 
 
-def measure(settings: dict[str, Any]) -> dict[str, Any]:
-    """Prepare the contender, take its steps, and return its figures."""
+def measure(settings: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """Prepare the contender, take its steps, and give its figures: after each round, and with the trace."""
+    started = time.perf_counter()
     device = step.device_of(settings)
     model = shapes.build(
         settings["shape"], sequence=settings["sequence"], recompute=settings["recompute"], device=device
@@ -126,32 +129,41 @@ def measure(settings: dict[str, Any]) -> dict[str, Any]:
     )
     clock = Clock(device)
     take_steps(training, batches[:warmup], clock)
+    setup_seconds = time.perf_counter() - started
     memory = None if device.type == "cpu" else torch.get_device_module(device)
     if memory:
         memory.reset_peak_memory_stats()
-    with Resident() as resident:
-        taken = [
-            take_steps(training, batches[start : start + steps], clock)
-            for start in range(warmup, warmup + rounds * steps, steps)
-        ]
-    seconds = statistics.median(found for found, _, _ in taken) / steps
-    rate = settings["batch"] * settings["sequence"] / seconds
+    tokens = settings["batch"] * settings["sequence"]
     peak = settings["peak_flops"] or shapes.peak_flops(memory and memory.get_device_name())
+    taken: list[tuple[float, list[list[Any]], list[Tensor]]] = []
+    found: dict[str, Any] = {}
+    with Resident() as resident:
+        for start in range(warmup, warmup + rounds * steps, steps):
+            taken.append(take_steps(training, batches[start : start + steps], clock))
+            found = timings(taken, steps, clock)
+            rate = tokens / found["step_ms"] * 1e3
+            found |= {
+                "tokens_per_second": rate,
+                "mfu": rate * flops / peak if peak else None,
+                "device_peak_bytes": memory.max_memory_allocated() if memory else 0,
+                "device_reserved_bytes": memory.max_memory_reserved() if memory else 0,
+                "pinned_bytes": pinned_bytes() + training.pinned_bytes(),
+                "resident_bytes": resident.peak_bytes,
+                "flops_per_token": flops,
+                "setup_seconds": setup_seconds,
+            }
+            yield found
+    yield found | {"trace": traced(training, batches[-TRACED_STEPS:], clock)}
+
+
+def timings(taken: Sequence[tuple[float, list[list[Any]], list[Tensor]]], steps: int, clock: Clock) -> dict[str, Any]:
+    """What the rounds so far say of a step, and the losses of all of them."""
     spans = [[clock.milliseconds(*pair) for pair in pairwise(times)] for _, marks, _ in taken for times in marks]
+    phases = map(statistics.median, zip(*spans, strict=True))
     return {
-        "tokens_per_second": rate,
-        "mfu": rate * flops / peak if peak else None,
-        "step_ms": seconds * 1e3,
-        "round_step_ms": [found / steps * 1e3 for found, _, _ in taken],
-        "phases_ms": dict(
-            zip(("forward", "backward", "step"), map(statistics.median, zip(*spans, strict=True)), strict=True)
-        ),
-        "device_peak_bytes": memory.max_memory_allocated() if memory else 0,
-        "device_reserved_bytes": memory.max_memory_reserved() if memory else 0,
-        "pinned_bytes": pinned_bytes() + training.pinned_bytes(),
-        "resident_bytes": resident.peak_bytes,
-        "flops_per_token": flops,
-        "trace": traced(training, batches[-TRACED_STEPS:], clock),
+        "step_ms": statistics.median(seconds for seconds, _, _ in taken) / steps * 1e3,
+        "round_step_ms": [seconds / steps * 1e3 for seconds, _, _ in taken],
+        "phases_ms": dict(zip(("forward", "backward", "step"), phases, strict=True)),
         "losses": [float(loss) for _, _, losses in taken for loss in losses],
     }
 
@@ -186,13 +198,18 @@ def main() -> None:
     settings, out = json.loads(sys.argv[1]), Path(sys.argv[2])
     outcome: dict[str, Any] = dict.fromkeys(FIGURES)
     try:
-        outcome |= {"status": "measured", "reason": ""} | measure(settings)
+        for found in measure(settings):
+            outcome |= {"status": "measured", "reason": ""} | found
+            parts.write_report(out, outcome)
     except Exception as error:
         traceback.print_exc()
         memory_ran_out = isinstance(error, MemoryError | MemoryBudgetError | torch.OutOfMemoryError)
         reason = f"{type(error).__name__}: {inspect.cleandoc(str(error))[:400]}"
-        outcome |= {"status": "out of memory" if memory_ran_out else "failed", "reason": reason}
-    out.write_text(json.dumps(outcome))
+        if outcome["losses"]:  # some rounds were measured
+            reason = f"figures of {len(outcome['round_step_ms'])} rounds; then {reason}"
+        else:
+            outcome["status"] = "out of memory" if memory_ran_out else "failed"
+        parts.write_report(out, outcome | {"reason": reason})
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
 

@@ -16,8 +16,18 @@ FIGURES = {
     "resident_bytes": "resident set of the process, at most, in the counted steps",
     "flops_per_token": "of the model",
     "trace": "penstock's own report of two more steps",
-    "losses": "of every counted step",
+    "losses": "of every counted step: the same batches for every contender",
+    "setup_seconds": "from the start of the process's work to the end of warm-up",
 }
+#: What `judge.py` says of a row beside others of the report.
+JUDGED = {
+    "losses_beside": "the contender whose losses these are held against: the first one that was measured under the cap",
+    "losses_apart": "from those, at most, of any step",
+    "differs": "by more than `LOSS_TOLERANCE`",
+    "targets": "those that this row decides: what, measured, met",
+}
+#: How far apart two losses of the same step may be: contenders round their updates differently, and weights are bf16.
+LOSS_TOLERANCE = 0.02
 
 
 @dataclass(frozen=True)
@@ -54,23 +64,24 @@ class Case:
 TWIN_FLOW = (0.0, 0.25, 0.5, 0.75, 1.0)
 STREAMED = (0.2, 0.4, 0.6, 0.8, 1.0)
 CASES = {
-    "step": Case(
+    "step": Case(  # in the order in which they tell most: a run may be cut off
         (
             "plain",
             "penstock-device",
             "penstock-optimizer-cpu",
-            "penstock-optimizer-cpu-streamed",
             "penstock-all-cpu",
+            "penstock-optimizer-cpu-streamed",
             "penstock-all-cpu-streamed",
-            "penstock-twin-flow-0.5",
-            "penstock-optimizer-nvme",
-            "penstock-auto",
             "deepspeed-zero-offload",
             "deepspeed-zero3-offload",
-            "deepspeed-zero-infinity",
             "fsdp2-offload",
             "torchao-offload",
-        )
+            "penstock-twin-flow-0.5",
+            "penstock-optimizer-nvme",
+            "deepspeed-zero-infinity",
+            "penstock-auto",
+        ),
+        batch=4,  # 16k tokens: what the targets speak of
     ),
     "twin-flow": Case(tuple(f"penstock-twin-flow-{ratio:g}" for ratio in TWIN_FLOW)),
     "streamed": Case(

@@ -1,13 +1,14 @@
 """Offloaded training on a GPU: penstock's placements beside the systems that people use, in one command.
 
-    python benchmarks/gpu/run.py                                        # qwen3-0.6b in 24 GB
-    python benchmarks/gpu/run.py --shape llama-3-8b --memory-gb 24,48,80 --limit 3600
+    python benchmarks/gpu/run.py                                        # qwen3-0.6b, 16k tokens a step, 5 minutes
+    python benchmarks/gpu/run.py --shape llama-3-8b --memory-gb 24,48,80 --budget-seconds 3600
     python benchmarks/gpu/run.py --case twin-flow                       # or streamed, nvme, curves, ...
     python benchmarks/gpu/run.py --shape tiny                           # a quick look, on a cpu too
 
 Nothing is downloaded. Each contender runs in a process of its own, one after the other and with a limit, and is a row
-of the report whatever becomes of it. What is not installed is skipped and named. The report is written after each row;
-`draw.py` makes plots and tables of reports.
+of the report whatever becomes of it, those first that tell most. What is not installed is skipped and named. The report
+is replaced whole after each row, so nothing that was found is lost where a run is cut off; `draw.py` makes plots and
+tables of reports.
 """
 
 import argparse
@@ -27,7 +28,10 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from rows import CASES, FIGURES, SCRIPTS, Case, Contender, contenders
+sys.path.append(str(Path(__file__).resolve().parents[1]))
+import parts
+from judge import judge, losses_in_short
+from rows import CASES, FIGURES, LOSS_TOLERANCE, SCRIPTS, Case, Contender, contenders
 from shapes import SHAPES
 
 HERE = Path(__file__).parent
@@ -45,18 +49,11 @@ def environment(threads: int) -> dict[str, str]:
 
 def run_limited(command: list[str], log: Path, seconds: float, threads: int) -> str:
     """Run a command and everything that it starts, for so many seconds; what went wrong, or nothing."""
-    with log.open("w") as output:
-        process = subprocess.Popen(
-            command, stdout=output, stderr=subprocess.STDOUT, env=environment(threads), start_new_session=True
-        )
+    with parts.ended_with_us(command, log, environment(threads)) as process:
         try:
             code = process.wait(timeout=seconds)
         except subprocess.TimeoutExpired:
             return f"ended after {seconds:.0f} s"
-        finally:
-            if process.poll() is None:
-                os.killpg(process.pid, signal.SIGKILL)
-                process.wait()
     if code < 0:
         return f"killed by {signal.Signals(-code).name}"
     last_line = (log.read_text(errors="replace").strip().splitlines() or [""])[-1]
@@ -69,14 +66,17 @@ def run_one(contender: Contender, settings: dict[str, Any], seconds: float) -> d
     if find_spec(package) is None or find_spec(contender.needs) is None:
         return {"status": "skipped", "reason": f"{contender.needs} is not there"}
     if seconds < LEAST_SECONDS:
-        return {"status": "skipped", "reason": "no time was left of --limit"}
+        return {"status": "skipped", "reason": "no time was left of --budget-seconds"}
     with tempfile.TemporaryDirectory() as scratch:
         out = Path(scratch, "row.json")
         given = settings | {"setup": contender.setup, "options": contender.options}
         command = [sys.executable, str(HERE / "measure.py"), json.dumps(given), str(out)]
         wrong = run_limited(command, Path(scratch, "log"), seconds, settings["threads"])
-        if out.exists():  # also where only its end was slow
-            return json.loads(out.read_text())
+        if out.exists():
+            row = json.loads(out.read_text())
+            if wrong and not row["reason"]:  # it was ended later: the rounds before count
+                row["reason"] = f"figures of {len(row['round_step_ms'])} rounds; then {wrong}"
+            return row
         return {"status": "over its limit" if wrong.startswith("ended") else "failed", "reason": wrong}
 
 
@@ -143,8 +143,8 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--memory-gb",
         type=lambda text: [float(part) for part in text.split(",")],
-        default=[24.0],
-        help="device memory that torch may take, one run for each, such as 24,48,80",
+        default=[80.0],
+        help="device memory that torch may take, one run for each, such as 24,48,80 (default 80)",
     )
     parser.add_argument("--recompute", action=argparse.BooleanOptionalAction, default=True, help="of activations")
     parser.add_argument("--chunked-loss", action="store_true", help="of every contender: none makes whole logits")
@@ -152,15 +152,16 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--peak-flops", type=float, help="bf16 FLOP/s of the device, where the table lacks it")
     parser.add_argument("--folder", default=tempfile.gettempdir(), help="a folder on the disk of the nvme tier")
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
-    parser.add_argument("--limit", type=float, default=480.0, help="seconds for everything")
-    parser.add_argument("--contender-limit", type=float, default=150.0, help="seconds for one contender")
-    parser.add_argument("--out", type=Path, help="default: benchmarks/results/gpu-CASE-SHAPE-DEVICE.json")
+    parser.add_argument("--budget-seconds", type=float, dest="limit", default=300.0, help="for everything")
+    parser.add_argument("--contender-limit", type=float, default=60.0, help="seconds for one contender")
+    parser.add_argument("--out", type=Path, help="a .json file, or a folder for gpu-CASE-SHAPE-DEVICE.json")
     return parser.parse_args(arguments)
 
 
 def main() -> None:
     """Run the case and write its report."""
     arguments = parse()
+    parts.end_on_signals()
     if find_spec("transformers") is None:
         sys.exit("transformers is not installed: the models are its configurations. Install penstock[train].")
     machine = describe(arguments.threads)
@@ -174,24 +175,40 @@ def main() -> None:
         "rows": [],
     }
     if arguments.case in SCRIPTS:
-        shape, report["settings"] = script_model(arguments), {}
+        shape, tokens = script_model(arguments), 0
         rows = iter([run_script(arguments.case, arguments)])
     else:
         given = {key: getattr(arguments, key) for key in ("shape", "batch", "sequence", "warmup", "rounds", "steps")}
         case = replace(CASES[arguments.case], **{key: value for key, value in given.items() if value is not None})
-        shape = case.shape
+        shape, tokens = case.shape, case.batch * case.sequence
         report["settings"] = asdict(case)
         rows = run_case(case, arguments)
+    report["settings"]["loss_tolerance"] = LOSS_TOLERANCE
     report["settings"] |= {key: str(value) for key, value in vars(arguments).items() if key not in report["settings"]}
     device = re.sub(r"\W+", "-", machine["accelerator"] or "cpu").strip("-").lower()
-    out = arguments.out or BENCHMARKS / "results" / f"gpu-{arguments.case}-{shape}-{device}.json"
+    out = arguments.out or BENCHMARKS / "results"
+    if out.suffix != ".json":
+        out = out / f"gpu-{arguments.case}-{shape}-{device}.json"
+    parts.write_report(out, report)
     for row in rows:
         report["rows"].append(row)
-        out.write_text(json.dumps(report, indent=1) + "\n")
-        speed = f"{row['tokens_per_second']:,.0f} tokens/s" if row.get("tokens_per_second") else row["reason"]
-        cap = f"{row['memory_gb']:g} GB" if row.get("memory_gb") else ""
-        print(f"{row['name']:<30}{cap:>6}  {row['status']:<15}{speed}", flush=True)
+        judge(report["rows"], tokens=tokens, clipped=arguments.clip)
+        parts.write_report(out, report)
+        print(line_of(row), flush=True)
     print(f"written: {out}")
+
+
+def line_of(row: dict[str, Any]) -> str:
+    """A row in short."""
+    cap = f"{row['memory_gb']:g} GB" if row.get("memory_gb") else ""
+    said = [f"{row['name']:<32}{cap:>6}  {row['status']:<15}"]
+    if row.get("tokens_per_second"):
+        said += [f"{row['tokens_per_second']:,.0f} tokens/s", f"loss {losses_in_short(row)}"]
+        said += [f"device {row['device_peak_bytes'] / 1e9:.1f} GB", f"host {row['resident_bytes'] / 1e9:.1f} GB"]
+    if row.get("differs"):
+        said.append(f"LOSSES DIFFER from {row['losses_beside']} by {row['losses_apart']:.3g}")
+    said += [f"{t['target']}: {t['measured']:.2f}, {'met' if t['met'] else 'missed'}" for t in row["targets"]]
+    return "  ".join(filter(None, [*said, row["reason"]]))
 
 
 if __name__ == "__main__":

@@ -378,7 +378,7 @@ def build(
     loss_scale = LossScale(options.initial_loss_scale, dynamic=options.dynamic_loss_scale) if scales_loss else None
     gradient_scale = GradientScale(1 / ranks.world_size if options.reduce_op == "mean" else 1.0, loss_scale)
     trained = {p: groups[p] for unit in units if unit.trained for p in unit.spec.parameters}
-    transit = Transit(streams, staging.transit)
+    transit = Transit(streams, staging.transit, staging.landing)
     gatherer = Gatherer(ranks, streams, transit, live_bytes=layout.live_bytes, prefetch_bytes=options.prefetch_bytes)
     for unit in units:
         if unit.resident:
@@ -391,7 +391,7 @@ def build(
         pool,
         reduce_dtype=request.reduce_dtype,
         accumulation_dtype=request.accumulation_dtype,
-        accumulation=staging.accumulation,
+        landing=staging.landing,
         collects_fp32=request.unit_micro_batches > 1,
         agrees=begins,
         may_hold_back=request.stage <= 1 and ranks.world_size > 1,
@@ -412,7 +412,7 @@ def build(
         updater,
         param_groups=optimizer.param_groups,
         gradient_scale=gradient_scale,
-        sharing=Sharing(options.streamed_updates, streams) if layout.streamed else None,
+        sharing=Sharing(options.streamed_updates, streams, updater.taken_at_once) if layout.streamed else None,
         overlaps=request.overlap != "none",
         begins=begins,
     )
@@ -524,8 +524,14 @@ def activations_for(request: Request, streams: Streams, store: Store, units: Seq
     tier = parse_tier(request.placement.activations, what="activations")
     if tier is Tier.DEVICE:
         return None
-    tile_numel = request.options.tile_bytes
-    return Activations(streams, store, tier, tile_numel=tile_numel, kept=lambda: [unit.full for unit in units])
+    return Activations(
+        streams,
+        store,
+        tier,
+        tile_bytes=request.options.tile_bytes,
+        folders=len(request.placement.nvme_folders()),
+        kept=lambda: [unit.full for unit in units],
+    )
 
 
 def restore(model: nn.Module, attached: Iterable[SlicedBlock | MixedProducts | Idioms]) -> None:

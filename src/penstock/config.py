@@ -86,13 +86,10 @@ class Options:
             takes no more than the container's quota of time. Where there are several NUMA nodes and the launcher has
             not bound the process to one, they run on the cores of the device's node.
         streamed_updates: share of the updates of tiles whose optimizer state rests on the cpu or on nvme that the
-            device does, from 0 to 1: their state comes up and goes down again, through a ring of three tiles, while the
-            host updates the others. `"auto"` measures both sides in the first steps and keeps what it finds. A device
-            may round otherwise than the host in the last place, so state a number where a run has to be repeated bit
-            by bit. No effect where the device is a cpu.
-        timeout_s: how long ranks wait for each other where they agree: in `prepare`, before a step and every other
-            collective method, and while a checkpoint is written. Gathers and reductions go over the process group that
-            you made, and wait as long as `init_process_group(timeout=)` says.
+            device does, from 0 to 1: their state comes up and goes down again, through a ring of three slots (768 MiB
+            at most), while the host updates the others. `"auto"` measures both sides in the first steps and keeps what
+            it finds. A device may round otherwise than the host in the last place, so state a number where a run has to
+            be repeated bit by bit. No effect where the device is a cpu.
         io_queue_depth: requests in flight per nvme path.
         checksums: checksum stored tiles.
         on_nonfinite: a step whose gradient norm is not finite is skipped, or raises `EngineError`.

@@ -393,6 +393,7 @@ class Optimizer(torch.optim.Optimizer):
             self._open("offload_states", writes=True)
             facts.update({"include": kinds, "to": tier.value, "non_blocking": non_blocking})
             engine.access.finish()
+            engine.hooks.rest()
         engine.mover.offload(kinds, tier, pin=pin_memory, wait=not non_blocking)
 
     @_public

@@ -8,6 +8,7 @@ import torch
 from penstock.machine.accelerator import streams_for
 from penstock.machine.devices import default_device
 from penstock.machine.streams import Streams
+from penstock.rules import device as device_rules
 from tests.support import simulated
 
 
@@ -21,3 +22,9 @@ def device() -> torch.device:
 def make_streams(device: torch.device) -> Callable[[], Streams]:
     """New asynchronous streams of the device."""
     return (lambda: simulated()) if device.type == "cpu" else (lambda: streams_for(device))
+
+
+@pytest.fixture
+def uncompiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The device updates by the reference: the host's bits, and no seconds for the compiler."""
+    monkeypatch.setattr(device_rules, "has_compiler", lambda device: False)

@@ -1,10 +1,15 @@
 """A small transformer-like model, and the plain torch loop it is compared with."""
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+import penstock
+
+EVERYTHING_ON_CPU = penstock.Placement(params="cpu", grads="cpu", optimizer="cpu")
 HYPER = {"lr": 1e-2, "betas": (0.9, 0.95), "weight_decay": 0.1}
 
 
@@ -60,14 +65,60 @@ def loss_of(model: nn.Module, x: Tensor) -> Tensor:
     return model(x).float().square().mean()
 
 
+class _Late(torch.autograd.Function):
+    """The identity, after a while of work on the device's current stream."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        work_a_while(x.device)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        work_a_while(grad.device)
+        return grad.clone()
+
+
+def work_a_while(device: torch.device) -> None:
+    """Keep the device's current stream busy for about a millisecond, and the host for none of it."""
+    sleep = getattr(torch.get_device_module(device), "_sleep", None)
+    if sleep is not None:
+        sleep(2_000_000)  # cycles
+    else:
+        torch.ones(128, 128, device=device) @ torch.ones(128, 128, device=device)
+
+
+def slow_down(model: Net) -> None:
+    """Each block takes a while in both directions: whoever does not wait for it reads what was there before."""
+    for block in model.blocks:
+        block.register_forward_hook(lambda module, args, output: _Late.apply(output))
+
+
 @dataclass
 class Outcome:
-    """What a run left behind: losses, norms, the gradients of the first step, and the final fp32 parameters."""
+    """What a run left behind.
 
-    losses: list[float]
-    norms: list[float]
-    first_gradients: list[Tensor]
-    parameters: list[Tensor]
+    Attributes:
+        losses: of every micro-batch.
+        norms: of every step.
+        first_gradients: of the first step.
+        first_parameters: after the first step, fp32.
+        parameters: at the end, fp32.
+    """
+
+    losses: list[float] = field(default_factory=list)
+    norms: list[float] = field(default_factory=list)
+    first_gradients: list[Tensor] = field(default_factory=list)
+    first_parameters: list[Tensor] = field(default_factory=list)
+    parameters: list[Tensor] = field(default_factory=list)
+
+
+def assert_same(ours: Sequence[Tensor], theirs: Sequence[Tensor], what: str) -> None:
+    """Equal bit by bit; the message says how far apart they are."""
+    for number, (mine, other) in enumerate(zip(ours, theirs, strict=True)):
+        torch.testing.assert_close(
+            mine, other, rtol=0, atol=0, equal_nan=True, msg=lambda text, n=number: f"{what}, tensor {n}: {text}"
+        )
 
 
 def plain_run(precision: str, accumulation: int, clip: float | None, steps: int, device: torch.device) -> Outcome:
@@ -77,7 +128,7 @@ def plain_run(precision: str, accumulation: int, clip: float | None, steps: int,
     weights = list(model.parameters())
     masters = [w.detach().float().clone() for w in weights]
     optimizer = torch.optim.AdamW(masters, foreach=False, **HYPER)
-    outcome = Outcome([], [], [], [])
+    outcome = Outcome()
     data = iter(batches(steps * accumulation, device))
     for step in range(steps):
         for _ in range(accumulation):
@@ -95,5 +146,7 @@ def plain_run(precision: str, accumulation: int, clip: float | None, steps: int,
         with torch.no_grad():
             for weight, master in zip(weights, masters, strict=True):
                 weight.copy_(master)
-    outcome.parameters = [m.cpu() for m in masters]
+        if step == 0:
+            outcome.first_parameters = [m.detach().cpu().clone() for m in masters]
+    outcome.parameters = [m.detach().cpu() for m in masters]
     return outcome

@@ -1,32 +1,45 @@
 """Rows of the parity table on the device: the same training, wherever state rests."""
 
-import itertools
+from functools import lru_cache
 
 import pytest
 import torch
 
 import penstock
-from tests.gpu.models import HYPER, Outcome, batches, build, loss_of, plain_run
-from tests.support import prepare_on, sampled
+from tests.gpu.models import EVERYTHING_ON_CPU, HYPER, Outcome, assert_same, batches, build, loss_of, plain_run
+from tests.support import prepare_on, thorough
 
-STEPS = 5
-EVERYTHING_ON_CPU = penstock.Placement(params="cpu", grads="cpu", optimizer="cpu")
+STEPS = 3
+LR = HYPER["lr"]
 AS_USUAL = penstock.Options()
 STREAMED = penstock.Options(streamed_updates=0.5, tile_bytes=8 << 10)  # several tiles on either side
 HOMES = {
     "device": (penstock.Placement(), AS_USUAL),
     "optimizer+grads": (penstock.Placement(grads="cpu", optimizer="cpu"), AS_USUAL),
-    "optimizer": (penstock.Placement(optimizer="cpu"), AS_USUAL),
-    "optimizer, streamed": (penstock.Placement(optimizer="cpu"), STREAMED),
     "cpu": (EVERYTHING_ON_CPU, AS_USUAL),
     "cpu, streamed": (EVERYTHING_ON_CPU, STREAMED),
+    "optimizer": (penstock.Placement(optimizer="cpu"), AS_USUAL),
+    "optimizer, streamed": (penstock.Placement(optimizer="cpu"), STREAMED),
     "cpu, streamed by rates": (EVERYTHING_ON_CPU, penstock.Options(streamed_updates="auto", tile_bytes=8 << 10)),
 }
-ROWS = list(itertools.product(("fp32", "bf16"), (1, 4), (None, 0.5)))
+# precision, micro-batches, clip: those that tell most first
+ROWS = [("bf16", 1, 0.5), ("fp32", 4, None)]
+OTHER_ROWS = [
+    (precision, accumulation, clip)
+    for precision in ("fp32", "bf16")
+    for accumulation in (1, 4)
+    for clip in (None, 0.5)
+    if (precision, accumulation, clip) not in ROWS
+]
+# Norms of a later micro-batch are taken where it is added, by the host or by the device: their last bits differ, and
+# with them the clip's.
+EXACT_ROWS = [row for row in (*ROWS, *OTHER_ROWS) if row[1] == 1 or row[2] is None]
 
 
-def run(streams, placement, options, precision, accumulation, clip, device) -> Outcome:
+def run(streams, home, row, device) -> Outcome:
     """Train on Penstock."""
+    placement, options = HOMES[home]
+    precision, accumulation, clip = row
     model = build()
     optimizer = prepare_on(
         streams,
@@ -38,7 +51,7 @@ def run(streams, placement, options, precision, accumulation, clip, device) -> O
         max_grad_norm=clip,
         master="fp32",
     )
-    outcome = Outcome([], [], [], [])
+    outcome = Outcome()
     data = iter(batches(STEPS * accumulation, device))
     for step in range(STEPS):
         for _ in range(accumulation):
@@ -49,23 +62,65 @@ def run(streams, placement, options, precision, accumulation, clip, device) -> O
             outcome.first_gradients = [optimizer.full_grad(p) for p in model.parameters()]
         outcome.norms.append(optimizer.step().grad_norm)
         optimizer.zero_grad()
+        if step == 0:
+            outcome.first_parameters = [optimizer.full_param(p) for p in model.parameters()]
     outcome.parameters = [optimizer.full_param(p) for p in model.parameters()]
     optimizer.close()
     return outcome
 
 
-@pytest.mark.parametrize("row", sampled(ROWS, every=7), ids=str)
-def test_every_placement_trains_like_plain_torch(make_streams, device, row):
+@lru_cache
+def plain(row, device) -> Outcome:
+    """Plain torch, once for all placements."""
     precision, accumulation, clip = row
-    plain = plain_run(precision, accumulation, clip, STEPS, device)
-    # Plain torch rounds its update on the device in another order; fp32 differs in the last bits, and bf16 weights
-    # carry that into the losses one rounding of a weight at a time.
-    tolerance = {"fp32": 1e-5, "bf16": 2e-2}[precision]
-    for name, (placement, options) in HOMES.items():
-        ours = run(make_streams(), placement, options, precision, accumulation, clip, device)
-        for mine, theirs in zip(ours.first_gradients, plain.first_gradients, strict=True):
-            assert torch.equal(mine, theirs), name
-        assert ours.norms[0] == pytest.approx(plain.norms[0], rel=1e-5), name
-        torch.testing.assert_close(torch.tensor(ours.losses), torch.tensor(plain.losses), rtol=tolerance, atol=1e-6)
-        for mine, theirs in zip(ours.parameters, plain.parameters, strict=True):
-            torch.testing.assert_close(mine, theirs, rtol=tolerance, atol=tolerance * 0.1, msg=name)
+    return plain_run(precision, accumulation, clip, STEPS, device)
+
+
+_exact: dict[object, Outcome] = {}
+
+
+@pytest.mark.parametrize("home", list(HOMES))
+@pytest.mark.parametrize("row", [*EXACT_ROWS[:2], *(thorough(row) for row in EXACT_ROWS[2:])], ids=str)
+def test_no_placement_changes_a_bit(make_streams, device, uncompiled, row, home):
+    """The device's reference update rounds as the host's does; so all placements have to be equal, bit by bit."""
+    if row not in _exact:
+        _exact[row] = run(make_streams(), "device", row, device)
+    expected, found = _exact[row], run(make_streams(), home, row, device)
+    assert_same(found.first_gradients, expected.first_gradients, "gradient of the first step")
+    assert found.norms == pytest.approx(expected.norms, rel=0 if row[1] == 1 else 1e-6, abs=0)
+    assert_same(found.first_parameters, expected.first_parameters, "parameter after the first step")
+    assert found.losses == expected.losses
+    assert_same(found.parameters, expected.parameters, "parameter at the end")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("row", [*ROWS, *map(thorough, OTHER_ROWS)], ids=str)
+@pytest.mark.parametrize("home", [home if home in ("device", "cpu") else thorough(home) for home in HOMES])
+def test_every_placement_trains_like_plain_torch(make_streams, device, home, row):
+    """With the updates that a user has there: compiled on a device that has a compiler."""
+    expected, found = plain(row, device), run(make_streams(), home, row, device)
+    # The same kernels on the same values: nothing has been rounded differently yet.
+    assert_same(found.first_gradients, expected.first_gradients, "gradient of the first step")
+    assert found.norms[0] == pytest.approx(expected.norms[0], rel=1e-5)
+    # One update of equal gradients: a few last places of the update (at most about lr), and one of the parameter.
+    for mine, theirs in zip(found.first_parameters, expected.first_parameters, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-6, atol=1e-4 * LR)
+    tolerance = {"fp32": 1e-5 if device.type == "cpu" else 1e-4, "bf16": 2e-2}[row[0]]
+    torch.testing.assert_close(torch.tensor(found.losses), torch.tensor(expected.losses), rtol=tolerance, atol=1e-6)
+    for mine, theirs in zip(found.parameters, expected.parameters, strict=True):
+        _assert_near(mine, theirs, row[0], device)
+
+
+def _assert_near(mine, theirs, precision, device):
+    """As far apart as other rounding takes them.
+
+    Adam divides each gradient by its own size, so one that is nearly zero, and whose sign is noise, moves its parameter
+    by lr in a step like any other. Torch's update on a device and ours differ in the last bit, so the next gradients
+    do by about 1e-7 (fp32) or by a bf16's last bit here and there, and elements whose gradient is not far above that
+    go their own way. They are few, and none goes further than `STEPS` updates. On a cpu nothing differs.
+    """
+    rtol, atol = {"fp32": (1e-4, 1e-2 * LR), "bf16": (2e-2, 0.2 * LR)}[precision]
+    apart = ~torch.isclose(mine, theirs, rtol=rtol, atol=atol)
+    most = 0.0 if device.type == "cpu" else {"fp32": 1e-3, "bf16": 1e-2}[precision]
+    assert apart.float().mean() <= most, f"{int(apart.sum())} of {apart.numel()} elements are apart"
+    torch.testing.assert_close(mine, theirs, rtol=0, atol=3 * LR * STEPS)

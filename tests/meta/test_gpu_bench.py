@@ -14,7 +14,22 @@ import pytest
 pytest.importorskip("transformers")
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
-TINY = ["--shape", "tiny", "--sequence", "32", "--warmup", "1", "--rounds", "2", "--steps", "1", "--threads", "1"]
+TINY = [
+    "--shape",
+    "tiny",
+    "--batch",
+    "1",
+    "--sequence",
+    "32",
+    "--warmup",
+    "1",
+    "--rounds",
+    "2",
+    "--steps",
+    "1",
+    "--threads",
+    "1",
+]
 
 
 @pytest.fixture
@@ -53,6 +68,8 @@ def test_the_command_writes_a_report_that_can_be_drawn(kit: ModuleType, tmp_path
     assert plain["trace"] is None
     assert ours["trace"]["rows"]["write"]["nbytes"] > 0
     assert ours["losses"] == pytest.approx(plain["losses"], abs=1e-2)
+    assert (plain["differs"], ours["differs"], ours["losses_beside"]) == (None, False, "plain")
+    assert ours["targets"] == [], "few tokens a step: no target speaks of them"
 
     for case, drawn in (("step", "rect"), ("curves", "polyline")):
         (tmp_path / f"{case}.json").write_text(json.dumps(report | {"case": case}))
@@ -62,6 +79,8 @@ def test_the_command_writes_a_report_that_can_be_drawn(kit: ModuleType, tmp_path
         assert [line.split(" | ")[0][2:] for line in done.stdout.splitlines() if line.startswith("| p")] == names
         root = ElementTree.parse(tmp_path / f"{case}.svg").getroot()
         found = [element.tag.rpartition("}")[2] for element in root]
+        head, *rows = (line for line in done.stdout.splitlines() if line.startswith("|") and "---" not in line)
+        assert {row.count("|") for row in rows} == {head.count("|")}
         assert found.count(drawn) == len(names) + (drawn == "rect"), "one for each, and the ground"
 
 
@@ -98,7 +117,7 @@ def test_what_takes_too_long_is_ended_with_all_it_started(kit: ModuleType, tmp_p
     assert kit.run_limited(["sh", "-c", "echo why >&2; exit 3"], tmp_path / "log", 30, 1) == "exit status 3: why"
     outcome = kit.run_one(kit.Contender("plain"), {"threads": 1}, seconds=0)
     assert outcome["status"] == "skipped"
-    assert "--limit" in outcome["reason"]
+    assert "--budget-seconds" in outcome["reason"]
 
 
 def test_a_contender_that_nobody_knows_is_refused(kit: ModuleType, tmp_path: Path) -> None:
@@ -135,3 +154,57 @@ def test_text_comes_in_the_same_batches_again(kit: ModuleType) -> None:
         assert torch.equal(tokens, again)
         assert all(bytes(row.tolist()) in text for row in tokens)
     assert not torch.equal(first[0], first[1])
+
+
+def measured(name: str, tokens_per_second: float, losses: list[float]) -> dict:
+    return {
+        "name": name,
+        "memory_gb": 80.0,
+        "status": "measured",
+        "tokens_per_second": tokens_per_second,
+        "losses": losses,
+    }
+
+
+def test_rows_are_judged_beside_each_other(kit: ModuleType) -> None:
+    names = ["plain", "penstock-device", "penstock-optimizer-cpu", "penstock-all-cpu", "deepspeed-zero-offload"]
+    speeds, last = [900.0, 1000.0, 960.0, 840.0, 400.0], [11.0, 11.01, 11.0, 11.5, None]
+    rows = [measured(name, speed, [12.0, loss]) for name, speed, loss in zip(names, speeds, last, strict=True)]
+    rows.append(measured("fsdp2-offload", 1.0, []) | {"status": "failed"})
+    kit.judge(rows, tokens=16384, clipped=True)
+    assert [row["differs"] for row in rows] == [None, False, False, True, True, None]
+    assert rows[3]["losses_apart"] == pytest.approx(0.5)
+    found = {row["name"]: [(target["measured"], target["met"]) for target in row["targets"]] for row in rows}
+    assert found == {
+        **{name: [] for name in ("plain", "penstock-device", "deepspeed-zero-offload", "fsdp2-offload")},
+        "penstock-optimizer-cpu": [(0.96, True), (2.4, False)],
+        "penstock-all-cpu": [(0.84, False)],
+    }
+    kit.judge(rows[:4], tokens=4096, clipped=True)
+    assert not any(row["targets"] for row in rows[:4])
+    state = {
+        "name": "states",
+        "status": "measured",
+        "report": {"machine": {"accelerator": "X"}, "bandwidth_ratios": {}},
+    }
+    state["report"]["bandwidth_ratios"] = {"offload to cpu / copy down": 0.93, "reload from cpu / copy up": 0.8}
+    kit.judge([state], tokens=0, clipped=True)
+    assert [target["met"] for target in state["targets"]] == [True, False]
+
+
+@pytest.mark.thorough
+def test_one_that_is_ended_keeps_the_rounds_before(kit: ModuleType, tmp_path: Path) -> None:
+    settings = {
+        "shape": "tiny",
+        "data": "random",
+        "batch": 1,
+        "sequence": 32,
+        "warmup": 0,
+        "rounds": 100_000,
+        "steps": 1,
+    }
+    settings |= {"recompute": True, "chunked_loss": False, "threads": 1, "peak_flops": None, "memory_gb": None}
+    row = kit.run_one(kit.Contender("plain"), settings, seconds=40)
+    assert row["status"] == "measured"
+    assert row["reason"].startswith(f"figures of {len(row['losses'])} rounds; then ended after 40 s")
+    assert row["trace"] is None

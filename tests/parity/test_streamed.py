@@ -8,6 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from penstock.engine import staging
+from penstock.engine.update import TileUpdate, Updater
 from penstock.machine.simulated import SimulatedStreams
 from penstock.machine.streams import DEVICE_UPDATE, DOWNLOAD, UPDATE, Event, Streams, Work
 from tests.parity.compare import otherwise
@@ -58,6 +60,27 @@ def test_streaming_changes_no_bit(what: Arithmetic) -> None:
 @pytest.mark.parametrize("what", [BUSY[0], Arithmetic(precision="bf16", groups=True)], ids=changed)
 def test_streaming_on_late_streams_changes_no_bit(what: Arithmetic) -> None:
     assert otherwise(what, [(late, how) for how in MOVEMENTS], ON_DEVICE, steps=3) == []
+
+
+@pytest.mark.parametrize("streams", [separate, late])
+@pytest.mark.parametrize("what", [*BUSY, Arithmetic(precision="bf16", groups=True)], ids=changed)
+def test_stretches_of_tiles_change_no_bit(
+    what: Arithmetic, streams: Callable[[], Streams], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The device takes several tiles at once, which small models have too few for."""
+    seen = []
+    submit = Updater._submit
+
+    def note(self: Updater, tile: TileUpdate, *rest: Any) -> None:
+        seen.append(tile.count)
+        submit(self, tile, *rest)
+
+    monkeypatch.setattr(staging, "LEAST_STRETCHES", 2)
+    monkeypatch.setattr(Updater, "_submit", note)
+    gradients_only = Movement(3, "device", "cpu", "device").but(tile_bytes=4 * KIB)
+    rows = [(streams, how) for how in (*MOVEMENTS, gradients_only)]
+    assert otherwise(what, rows, ON_DEVICE, steps=STEPS) == []
+    assert max(seen) > 2
 
 
 @pytest.mark.parametrize("streams", [separate, late])

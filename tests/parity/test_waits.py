@@ -38,6 +38,7 @@ MOVES = "only where homes move"
 ENGINES = "only where engines share a group: tests/distributed/test_engines.py"
 COMPUTE = "compute is never late here: tests/device/test_streams.py"
 SAVES = "of the thread that saves, whose events no site drops: tests/unit/engine/test_saving.py"
+UNWANTED = "what is under way on bytes that were dropped is wanted by nobody: test_cuts.py, test_activations.py"
 REDUNDANT = {
     "importing.py _write_tile: transfer.wait()": AT_ONCE,
     "checkpoints.py finish: self._optimizer.synchronize()": "the tests of the command see to it",
@@ -48,7 +49,6 @@ REDUNDANT = {
     "saving.py _sources: all of updated": "what was updated is published after it",
     "saving.py _sources: all of begun": COMPUTE,
     "residency.py _exchange: used.synchronize()": COMPUTE,
-    "activations.py take: copy of buffer_home(place.here) after left": "what it overwrites is nobody's any more",
     "gather.py _fill: all of unit.saved": "it writes what is there already, as far as that is saved",
     "reading.py _finish: transfer.wait()": AT_ONCE,
     "reading.py read: transfer.wait()": AT_ONCE,
@@ -71,7 +71,7 @@ REDUNDANT = {
     "pipeline.py from_slot: FETCH after ready of (after, ready, slot.free)": ONCE,
     "pipeline.py _fetch: FETCH after section.settled[number] of (after, section.settled[number], slot.free)": IN_TURN,
     "transit.py _read: READ after after of (after, here.settled[number], slot.free)": "the record is settled later",
-    "transit.py arrive: there.tier after after of (after, ready)": ONCE,
+    "transit.py arrive: way after after of (after, ready)": ONCE,
     "transit.py _to_file: WRITE after there.settled[number] of (landed, there.settled[number])": AT_ONCE,
     "reduce.py add: gradient.ready.wait()": MOVES,
     "reduce.py flush: all of before": MOVES,
@@ -80,6 +80,11 @@ REDUNDANT = {
     "gather.py _all_gather: COLLECTIVE after self._ranks.others of (after, self._ranks.others)": ENGINES,
     "reduce.py flush: COLLECTIVE after gradient.ready": "it tells of NaN alone: see the tests of updates in backward",
     "ring.py drop: slot.free.synchronize()": MOVES,
+    "activations.py take: copy of buffer_home(here) after cut.clear": UNWANTED,
+    "cuts.py rest: event.synchronize()": UNWANTED,
+    "cuts.py take: all of (event for extent in extents for event in self._under_way.take(extent))": UNWANTED,
+    "cuts.py _sweep: all of last": UNWANTED,
+    "cuts.py _sweep: all of cut.home.arrival()": UNWANTED,
     "records.py visit: self.settled[number].synchronize()": "who visits settles every home first",
     "records.py visit: written.synchronize()": AT_ONCE,
     "records.py visit: reading.wait()": "a transfer and not an event: the tests of records see to it",
@@ -154,6 +159,21 @@ def two_micro_batches_on_a_cut(streams: Streams) -> Values:
     seen = [optimizer.full_grad(p) for p in model.blocks[0].parameters()]
     optimizer.close()
     return seen
+
+
+def cast_on_the_host(grads: str) -> RowRun:
+    """Gradients that are summed in another dtype than reduced."""
+
+    def run(streams: Streams) -> Values:
+        what = Arithmetic(precision="bf16", accumulation_dtype=torch.float32)
+        how = Movement(grads=grads, optimizer="cpu").but(tile_bytes=4 * KIB)
+        model, optimizer = prepared(what, how, streams)
+        optimizer.backward(loss_of(model, batches(1, 1)[0][0][0]))
+        seen = [optimizer.full_grad(p) for p in model.parameters()]
+        optimizer.close()
+        return seen
+
+    return run
 
 
 def clearing_right_after_backward(streams: Streams) -> Values:
@@ -392,6 +412,8 @@ ROWS: dict[str, RowRun] = {
     "updated in backward": training(replace(OPTIMIZER_ON_CPU, overlap="backward")),
     "updated in backward, in parts": training(replace(SPLIT, overlap="backward")),
     "updated before a gradient that is not finite": updated_before_a_gradient_that_is_not_finite,
+    "cast on the host": cast_on_the_host("cpu"),
+    "cast into files": cast_on_the_host("nvme"),
     "streamed from memory": training(EVERYTHING_ON_CPU.but(streamed_updates=0.5)),
     "streamed from files": training(IN_FILES.but(streamed_updates=1.0)),
     "streamed, and saved right after": saved(EVERYTHING_ON_CPU.but(streamed_updates=0.5), beside=False),
@@ -419,9 +441,7 @@ OF_TWO_RANKS = {
     ),
     "gather.py _fill: all of event": OfTwoRanks(EVERYTHING_ON_CPU.but(stage=1), COLLECTIVE),
     "gather.py _fill: copy of full after after": OfTwoRanks(EVERYTHING_ON_CPU.but(stage=1), COLLECTIVE),
-    "reduce.py _add_on_host: DOWNLOAD after after of (after, self._accumulation_free)": OfTwoRanks(
-        EVERYTHING_ON_CPU, COLLECTIVE
-    ),
+    "reduce.py _add_on_host: DOWNLOAD after after of (after, slot.free)": OfTwoRanks(EVERYTHING_ON_CPU, COLLECTIVE),
 }
 
 

@@ -11,7 +11,6 @@ import os
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Protocol
 
@@ -24,7 +23,7 @@ from penstock.checkpoint.tables import Extent, HomeTable, UnitTable
 from penstock.errors import CheckpointError, NvmeError
 from penstock.machine.aio import File, Queue, Transfer
 from penstock.machine.arena import PAGE_BYTES, Arena
-from penstock.machine.streams import SAVE, Event, HostEvent, Streams, copy
+from penstock.machine.streams import SAVE, Event, HostEvent, Streams, across
 from penstock.tiers.home import Home, MemorySection, Section
 from penstock.tiers.pipeline import tile_of
 from penstock.tiers.records import Place, Records
@@ -191,7 +190,7 @@ class TileWriter:
         buffer[-PAGE_BYTES:].zero_()  # what no kind fills
         for target, values in zip(table.layout.views(buffer, stop - start), section.views(start, stop), strict=True):
             nbytes = target.numel() * target.element_size()
-            work = partial(copy, target, values)
+            work = across(target, values)
             self._streams.submit(SAVE, work, writes=(target,), nbytes=nbytes, what=f"save {what}").synchronize()
 
     def _copy_in_kernel(self, section: Records, index: int, extent: Extent, what: str) -> _Copied | None:

@@ -246,6 +246,7 @@ class Access:
             for first, last, (kept,) in gradient.home.visit(start, stop, modify=True):
                 kept.copy_(rounded[first - start : last - start])
             gradient.squared_norms[index] = self._reducer.squared_norm(rounded)
+            gradient.unmeasured.discard(index)
         gradient.present.add(index)
         gradient.held.add(index)
 
@@ -433,7 +434,7 @@ class Access:
                 continue
             kept = weights.read()
             changed = (new != old).to(kept.device)
-            weights.write(torch.where(changed, new.to(kept.device, torch.float32), kept))
+            weights.write(torch.where(changed, new.to(kept.device).float(), kept))
         if unit.replica is not None and not unit.resident:
             for first, last, (values,) in unit.replica.visit(0, unit.replica.stop, modify=True):
                 values.copy_(unit.full[first:last])

@@ -4,12 +4,13 @@
     backward    before a tensor is wanted it comes back, the ones that were saved before it after it
 
 With activation checkpointing these are the inputs of the checkpointed blocks, and what lies outside of them. Only what
-autograd saves during the model's forward is seen: parameters stay with their units, small tensors where they are.
+autograd saves during the model's forward is seen: parameters stay with their units, small tensors where they are. Their
+memory is cut from a few slabs (`tiers/cuts.py`), whatever sizes come.
 """
 
 import sys
 import weakref
-from collections import defaultdict, deque
+from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from types import FrameType
@@ -21,28 +22,22 @@ from penstock.engine.staging import Buffers, transit_slots
 from penstock.engine.versions import Version
 from penstock.kinds import ACTIVATION, Tier
 from penstock.machine.streams import DONE, Event, Streams
+from penstock.tiers.cuts import Cut, Cuts
 from penstock.tiers.home import CellPlan, Home, SectionPlan
 from penstock.tiers.ring import Ring
 from penstock.tiers.store import Store
 from penstock.tiers.transit import Transit, buffer_home
 
+UNIT = "(activations)"  # what the table calls it
 LEAST_BYTES = 64 << 10  # smaller ones are not worth a copy
 AHEAD_BYTES = 256 << 20  # on their way to the tier, or back before they are wanted
 
 
 @dataclass(eq=False)
-class _Place:
-    """Where the bytes of a saved tensor are. What works on them may go on when the tensor is wanted no longer.
+class _Bytes:
+    """Bytes of a saved tensor on the device, which may be on their way when the tensor is wanted no longer."""
 
-    Attributes:
-        home: on the tier.
-        here: on the device, while they leave or once they are coming back.
-        arrived: `home` holds them, or `here` does.
-    """
-
-    home: Home
-    here: Tensor | None
-    arrived: Event = DONE
+    values: Tensor | None
 
 
 @dataclass(eq=False)
@@ -50,24 +45,49 @@ class Saved:
     """One saved tensor.
 
     Attributes:
-        place: where its bytes are.
+        cut: its home, until it is gone.
         before: the one that was saved before it: backward wants it after this one.
         shape, stride, dtype, version: of the tensor.
+        on_device: its bytes there, while they leave or once they are coming back.
         key: what tells it apart while they leave.
     """
 
-    place: _Place
+    cut: Cut
     before: "weakref.ref[Saved] | None"
     shape: torch.Size
     stride: tuple[int, ...]
     dtype: torch.dtype
     version: Version
+    on_device: _Bytes
     key: tuple[object, ...]
+
+    @property
+    def home(self) -> Home:
+        """Where its bytes are."""
+        return self.cut.home
+
+    @property
+    def here(self) -> Tensor | None:
+        """Its bytes on the device."""
+        return self.on_device.values
+
+    @here.setter
+    def here(self, values: Tensor | None) -> None:
+        self.on_device.values = values
 
     @property
     def nbytes(self) -> int:
         """Bytes of the tensor."""
-        return self.place.home.stop
+        return self.home.stop
+
+    @property
+    def arrived(self) -> Event:
+        """Its home holds them, or `here` does. It outlives the tensor: its bytes are others' afterwards."""
+        return self.cut.used
+
+    @arrived.setter
+    def arrived(self, event: Event) -> None:
+        self.cut.used = event
 
     def saved_before(self) -> "Saved | None":
         """The one that was saved before it, if it is still wanted."""
@@ -79,7 +99,8 @@ class Activations:
 
     Arguments:
         tier: cpu or nvme.
-        tile_numel: bytes of a tile of what goes to files.
+        tile_bytes: of what goes to files.
+        folders: for files.
         kept: tensors whose memory somebody else keeps: those of parameters.
 
     Attributes:
@@ -87,17 +108,23 @@ class Activations:
     """
 
     def __init__(
-        self, streams: Streams, store: Store, tier: Tier, *, tile_numel: int, kept: Callable[[], Iterable[Tensor]]
+        self,
+        streams: Streams,
+        store: Store,
+        tier: Tier,
+        *,
+        tile_bytes: int,
+        folders: int,
+        kept: Callable[[], Iterable[Tensor]],
     ) -> None:
         self._streams = streams
         self._store = store
         self._tier = tier
-        self._tile_numel = tile_numel
+        self._cuts = Cuts(store, tier, unit=UNIT, kind=ACTIVATION, tile_bytes=tile_bytes, folders=folders)
         self._kept = kept
         self._kept_storages: set[int] = set()
         self._ring = Ring(self._fill_ring)
         self._transit = Transit(streams, self._ring)
-        self._free: dict[int, list[_Place]] = defaultdict(list)  # by bytes
         self._leaving: deque[Saved] = deque()
         self._known: dict[tuple[object, ...], Saved] = {}  # those that are leaving, by what tells tensors apart
         self._last: weakref.ref[Saved] | None = None
@@ -116,6 +143,18 @@ class Activations:
             self._forward = None
             self._let_go(AHEAD_BYTES)
 
+    def rest(self) -> None:
+        """Give memory and files back that hold nothing. The next forward takes some again."""
+        self._let_go(0)
+        self._cuts.rest()
+
+    def close(self) -> None:
+        """Let go of memory that goes with the store. Graphs that are left keep theirs."""
+        self._leaving.clear()
+        self._known.clear()
+        self._ring.drop()
+        self._cuts.close()
+
     def take(self, tensor: Tensor) -> Saved | None:
         """Autograd saves a tensor; `None` for one that stays."""
         if self._forward is None:
@@ -132,12 +171,12 @@ class Activations:
         if key in self._known:
             return self._known[key]
         self._let_go(AHEAD_BYTES - nbytes)
-        place = self._free[nbytes].pop() if self._free[nbytes] else _Place(self._make_home(nbytes), None)
-        place.here = tensor.detach().as_strided((tensor.numel(),), (1,)).view(torch.uint8)
-        left = place.arrived  # it may still be read for a tensor that is gone
-        place.arrived = self._transit.copy(buffer_home(place.here), place.home, after=left, what="save activation")
-        saved = Saved(place, self._last, tensor.shape, tensor.stride(), tensor.dtype, Version(tensor), key)
-        weakref.finalize(saved, _give_back, place, self._free[nbytes], weakref.ref(self._streams))
+        cut = self._cuts.take(nbytes)
+        here = tensor.detach().as_strided((tensor.numel(),), (1,)).view(torch.uint8)
+        held = _Bytes(here)
+        saved = Saved(cut, self._last, tensor.shape, tensor.stride(), tensor.dtype, Version(tensor), held, key)
+        weakref.finalize(saved, _give_back, self._cuts, cut, held, weakref.ref(self._streams))
+        saved.arrived = self._transit.copy(buffer_home(here), cut.home, after=cut.clear, what="save activation")
         self._known[key] = saved
         self._leaving.append(saved)
         self._last = weakref.ref(saved)
@@ -146,60 +185,54 @@ class Activations:
     def bring(self, packed: Saved) -> Tensor:
         """Autograd wants it."""
         packed.version.check()
-        place = packed.place
-        self._bring(place)
-        place.arrived.wait()
-        assert place.here is not None
-        values, place.here = place.here, None
+        self._bring(packed)
+        packed.arrived.wait()
+        assert packed.here is not None
+        values, packed.here = packed.here, None
         self._forget(packed)
         ahead, before = 0, packed.saved_before()
         while before is not None and (ahead := ahead + before.nbytes) <= AHEAD_BYTES:
-            self._bring(before.place)
+            self._bring(before)
             before = before.saved_before()
         return values.view(packed.dtype).as_strided(packed.shape, packed.stride)
 
-    def _bring(self, place: _Place) -> None:
+    def _bring(self, saved: Saved) -> None:
         """Start to bring a tensor back, if it is not on the device."""
-        if place.here is None:
-            place.here = torch.empty(place.home.stop, dtype=torch.uint8, device=self._streams.device)
+        if saved.here is None:
+            saved.here = torch.empty(saved.nbytes, dtype=torch.uint8, device=self._streams.device)
             # Compute has waited for it to leave, or its memory would not have gone.
-            place.arrived = self._transit.copy(place.home, buffer_home(place.here), after=DONE, what="bring activation")
+            saved.arrived = self._transit.copy(
+                saved.cut.home, buffer_home(saved.here), after=DONE, what="bring activation"
+            )
 
     def _let_go(self, most_bytes: int) -> None:
         """Drop what has left; where more than some bytes are leaving, compute waits for the first of them."""
         left = sum(saved.nbytes for saved in self._leaving)
-        while self._leaving and (left > most_bytes or self._leaving[0].place.arrived.done()):
+        while self._leaving and (left > most_bytes or self._leaving[0].arrived.done()):
             saved = self._leaving.popleft()
-            saved.place.arrived.wait()
+            saved.arrived.wait()
             if self._forget(saved):
-                saved.place.here = None
+                saved.here = None
             left -= saved.nbytes
 
     def _forget(self, saved: Saved) -> bool:
         """Its device memory may be another tensor's from now on. Whether that was not known yet."""
         return self._known.get(saved.key) is saved and self._known.pop(saved.key) is saved
 
-    def _make_home(self, nbytes: int) -> Home:
-        plan = self._plan(nbytes)
-        return Home([self._store.reserve([plan]).make(plan)])
-
-    def _plan(self, nbytes: int) -> SectionPlan:
-        cell = CellPlan("(activations)", ACTIVATION, self._tier, torch.uint8, nbytes)
-        return SectionPlan(ACTIVATION, self._tier, (cell,), 0, nbytes, self._tile_numel)
-
     def _fill_ring(self) -> None:
-        self._ring.fill(Buffers(self._store).make_slots(transit_slots([self._plan(self._tile_numel)])))
+        tile = self._cuts.tile_bytes
+        cell = CellPlan(UNIT, ACTIVATION, self._tier, torch.uint8, tile)
+        plan = SectionPlan(ACTIVATION, self._tier, (cell,), 0, tile, tile)
+        self._ring.fill(Buffers(self._store).make_slots(transit_slots([plan])))
 
 
-def _give_back(place: _Place, free: list[_Place], streams: "weakref.ref[Streams]") -> None:
-    """Its tensor is gone: the next one may have the place, once nothing works on it."""
-    here, place.here = place.here, None
+def _give_back(cuts: Cuts, cut: Cut, held: _Bytes, streams: "weakref.ref[Streams]") -> None:
+    """A tensor is gone. It may have been coming back, ahead of a backward that never came to it."""
+    values, held.values = held.values, None
     back_end = streams()
-    if here is not None and back_end is not None:  # it was coming back, ahead of a backward that never came to it
-        back_end.give_up((here,), until=place.arrived)
-    if place.arrived.done():
-        place.arrived = DONE  # or has failed, which concerns no other tensor
-    free.append(place)
+    if values is not None and back_end is not None:
+        back_end.give_up((values,), until=cut.used)
+    cuts.drop(cut)
 
 
 def _is_plain(tensor: Tensor) -> bool:

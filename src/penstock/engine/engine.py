@@ -166,6 +166,7 @@ class Engine:
             parameter.data = origin.empty() if whole is None else whole
         self.streams.close()  # what is under way, gathers too, ends before its memory goes
         self.reducer.close()
+        self.hooks.close()
         try:
             self.store.close()
         finally:

@@ -147,6 +147,16 @@ class Hooks:
                 watch.end()
         self._removed = True
 
+    def rest(self) -> None:
+        """Between steps: give memory back that the next forward can take again."""
+        if self._activations is not None:
+            self._activations.rest()
+
+    def close(self) -> None:
+        """Let go of memory that is given back now. Nothing is under way."""
+        if self._activations is not None:
+            self._activations.close()
+
     @property
     def in_forward(self) -> bool:
         """Whether a forward of the model is under way."""

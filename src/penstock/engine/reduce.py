@@ -7,7 +7,7 @@ host wait for the device. Norms are taken part by part (a slot's part in the sha
 so they do not depend on the path, the placement or the tile size.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 
@@ -16,13 +16,15 @@ from torch import Tensor
 
 from penstock._native import Pool
 from penstock.engine.buffers import BufferRing
+from penstock.engine.norms import measure_late
 from penstock.engine.unit import Gradient, Part, Unit, reached
 from penstock.machine.arena import Words
 from penstock.machine.collectives import Ranks
-from penstock.machine.streams import COLLECTIVE, DONE, DOWNLOAD, UPDATE, Event, Streams, all_of, copy
+from penstock.machine.streams import COLLECTIVE, DONE, DOWNLOAD, UPDATE, Event, Streams, across, all_of
 from penstock.rules.deposit import Ranges, deposit, deposit_parts, squared_norm, squared_norms
 from penstock.tiers.home import MemorySection
-from penstock.tiers.transit import Transit, buffer_home
+from penstock.tiers.ring import Ring
+from penstock.tiers.transit import LANDING, Transit, buffer_home
 
 
 class Reducer:
@@ -31,8 +33,8 @@ class Reducer:
     Arguments:
         reduce_dtype: dtype in which gradients are summed over ranks.
         accumulation_dtype: dtype in which micro-batches are summed, the homes' own.
-        accumulation: gives a host buffer of one tile in the reduce dtype, through which later micro-batches reach homes
-            on the cpu tier where compute does not.
+        landing: host buffers of a tile, through which later micro-batches reach homes on the cpu tier where compute
+            does not.
         collects_fp32: gradients are summed in fp32 until they are reduced, because a parameter gets several in one
             backward.
         agrees: ranks tell each other whether a gradient is finite, as soon as it is reduced.
@@ -48,7 +50,7 @@ class Reducer:
         *,
         reduce_dtype: torch.dtype,
         accumulation_dtype: torch.dtype,
-        accumulation: Callable[[], Tensor],
+        landing: Ring,
         collects_fp32: bool,
         agrees: bool,
         may_hold_back: bool,
@@ -59,10 +61,11 @@ class Reducer:
         self._pool = pool
         self._reduce_dtype = reduce_dtype
         self._accumulation_dtype = accumulation_dtype
+        # On the host the pass that writes measures for nothing; on a device the norm would be kernels of its own.
+        self._measures_late = streams.device.type != "cpu"
         self._straight = ranks.world_size == 1 and not collects_fp32
         self._collects_fp32 = collects_fp32
-        self._accumulation = accumulation
-        self._accumulation_free: Event = DONE  # what it held last was added
+        self._landing = landing
         self.buffers = BufferRing(streams.device, streams)
         self._told = Words(streams.device)
         if agrees and not streams.aliases_host:
@@ -110,7 +113,11 @@ class Reducer:
         if values is not None and self._reduce_dtype in (flat.dtype, torch.float32):  # else reducing would round
             gradient.ready.wait()  # the home may have moved
             target, held = values[slot.start : slot.stop], slot_index in gradient.present
-            gradient.squared_norms[slot_index] = deposit(target, flat, add=held, pool=self._pool)
+            if not self._measures_late:
+                gradient.squared_norms[slot_index] = deposit(target, flat, add=held, pool=self._pool)
+            else:
+                target.add_(flat) if held else target.copy_(flat)
+                gradient.unmeasured.add(slot_index)
             gradient.present.add(slot_index)
             gradient.held.add(slot_index)
             return
@@ -198,13 +205,14 @@ class Reducer:
         """Have the host know whether the ready gradient is finite: to ask a device for it would wait for compute."""
         assert unit.trained is not None
         gradient = unit.trained.gradient
+        measure_late([unit], self._streams)
         if self._streams.aliases_host:
             return
         agreed = gradient.flaws if self._agrees else None
         told = self._told.place(unit.index)  # free: what was told last was asked before this gradient took its home
 
         def tell() -> None:
-            copy(told, self._flaws(gradient) if agreed is None else agreed)
+            across(told, self._flaws(gradient) if agreed is None else agreed)()
 
         gradient.flaws = told
         gradient.ready = self._streams.submit(
@@ -232,7 +240,11 @@ class Reducer:
             gradient.arrived = set()
 
     def rest(self, units: Sequence[Unit]) -> None:
-        """Give the memory of buffers back. What was not reduced yet waits in host memory for the next gradient."""
+        """Give the memory of buffers back. What was not reduced yet waits in host memory for the next gradient.
+
+        Homes may move from here on, so what was not measured is.
+        """
+        measure_late(units, self._streams)
         for gradient in _gradients(units):
             if not (gradient.pending is None or gradient.rests or self._streams.aliases_host):
                 self.buffers.forget(gradient.pending)
@@ -259,7 +271,7 @@ class Reducer:
                 gradient = unit.trained.gradient
                 gradient.ready.synchronize()  # work under way must not write into what comes next
                 gradient.present = set()
-                gradient.squared_norms = {}
+                gradient.squared_norms, gradient.unmeasured = {}, set()
                 gradient.held = set()
                 gradient.flaws = None
 
@@ -270,8 +282,10 @@ class Reducer:
     def _add_on_host(
         self, gradient: Gradient, reduced: Tensor, parts: Sequence[Part], stale: Ranges, after: Event, what: str
     ) -> Event:
-        """A later micro-batch of a home on the cpu tier: down once in the reduced dtype, added there tile by tile."""
-        staging = self._accumulation()
+        """A later micro-batch of a home on the cpu tier: down once in the reduced dtype, added there tile by tile.
+
+        While one tile is added the next one comes down.
+        """
         (section,) = gradient.home.sections
         assert isinstance(section, MemorySection)
         (home,) = section.tensors
@@ -280,23 +294,28 @@ class Reducer:
             if start == 0:
                 _clear(home, stale)
             deposit(home[start : start + landed.numel()], landed, add=True, pool=self._pool)
-            if start + landed.numel() == home.numel():
+            if start + landed.numel() == home.numel():  # the last: they run in order
                 gradient.measure(parts, squared_norms(home, _ranges(parts), pool=self._pool))
 
-        for start in range(0, home.numel(), staging.numel()):
-            source = reduced[start : start + staging.numel()]
-            landed = staging[: source.numel()]
+        start, itemsize = 0, reduced.element_size()
+        added: list[Event] = []
+        while start < home.numel():
+            slot = self._landing.take()
+            buffer = slot.near[LANDING]
+            source = reduced[start : start + buffer.numel() // itemsize]
+            landed = buffer[: source.numel() * itemsize].view(reduced.dtype)
             copied = self._streams.submit(
                 DOWNLOAD,
-                partial(copy, landed, source),
-                after=(after, self._accumulation_free),
+                across(landed, source),
+                after=(after, slot.free),
                 writes=(landed,),
-                nbytes=source.numel() * source.element_size(),
+                nbytes=source.numel() * itemsize,
                 what=what,
             )
-            added = partial(add, start, landed)
-            self._accumulation_free = self._streams.submit(UPDATE, added, after=(copied,), what=what)
-        return self._accumulation_free
+            slot.free = self._streams.submit(UPDATE, partial(add, start, landed), after=(copied,), what=what)
+            added.append(slot.free)
+            start += source.numel()
+        return all_of(added)
 
     def _add_on_device(
         self, gradient: Gradient, reduced: Tensor, parts: Sequence[Part], stale: Ranges, after: Event, what: str

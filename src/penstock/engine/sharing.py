@@ -9,12 +9,11 @@ Offloading", 2024.
 """
 
 import logging
-import math
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any, Literal
 
-from penstock.engine.update import TileUpdate
+from penstock.engine.update import TileUpdate, join
 from penstock.kinds import Tier
 from penstock.machine.clocks import Clock, HostClock
 from penstock.machine.streams import Streams
@@ -32,28 +31,59 @@ class Sharing:
 
     Arguments:
         share: the device's part of them, or "auto".
+        at_once: how many tiles from one on the device takes at once.
 
     Attributes:
         share: as it is now.
     """
 
-    def __init__(self, share: float | Literal["auto"], streams: Streams) -> None:
+    def __init__(
+        self,
+        share: float | Literal["auto"],
+        streams: Streams,
+        at_once: Callable[[TileUpdate], int] = lambda _: 1,
+    ) -> None:
         self._streams = streams
+        self._at_once = at_once
         self.share = FIRST_SHARE if share == "auto" else share
         self._steps_left = WARM_UP_STEPS + MEASURED_STEPS if share == "auto" else 0
         self._clock: Clock | None = None
         self._race: _Race | None = None
 
-    def divide(self, tiles: Sequence[TileUpdate]) -> None:
-        """Mark the tiles of a step that are to be streamed through the device."""
+    def divide(self, tiles: Sequence[TileUpdate]) -> list[TileUpdate]:
+        """The tiles of a step, those that are to be streamed through the device marked and joined to stretches."""
         if self._race is not None:
             self._learn(self._race.fair_share())
-        off_device = [tile for tile in tiles if tile.beside is Tier.CPU]
-        for number, tile in enumerate(off_device):
-            tile.streamed = math.floor((number + 1) * self.share) > math.floor(number * self.share)
+        divided: list[TileUpdate] = []
+        passed = taken = 0
+        for group in self._groups(tiles):
+            if group[0].beside is not Tier.CPU:
+                divided += group
+                continue
+            passed += len(group)
+            if self.share > 0 and taken + len(group) <= self.share * passed:
+                taken += len(group)
+                group = [join(group) if len(group) > 1 else group[0]]
+                group[0].streamed = True
+            divided += group
         if self._steps_left:
             self._clock = self._clock or self._streams.device_clock()
-            self._race = _Race(off_device, self._clock)
+            self._race = _Race([tile for tile in divided if tile.beside is Tier.CPU], self._clock)
+        return divided
+
+    def _groups(self, tiles: Sequence[TileUpdate]) -> Iterator[list[TileUpdate]]:
+        """Neighbours that the device takes at once, in order."""
+        group: list[TileUpdate] = []
+        most = 0
+        for tile in tiles:
+            follows = group and tile.unit is group[0].unit and tile.number == group[-1].number + 1
+            if not follows or len(group) >= most:
+                if group:
+                    yield group
+                group, most = [], self._at_once(tile) if tile.beside is Tier.CPU else 1
+            group.append(tile)
+        if group:
+            yield group
 
     def _learn(self, share: float | None) -> None:
         self._race = None

@@ -1,6 +1,6 @@
-"""Buffers through which tiles pass: planned from where the homes are, none larger than a tile.
+"""Buffers through which tiles pass: planned from where the homes are, none larger than a tile, or a stretch of some.
 
-accumulation   a tile of a gradient that is added to its home on the cpu tier
+landing        tiles of gradients that come down in the reduce dtype, to be added to their home on the host, or cast
 update         the rings of the updates on the host and on the device: what each cannot reach where it rests, a buffer
                for each such home
 transit        the ring of gathers and gradients that come from files or go there
@@ -22,12 +22,17 @@ from penstock.tiers.pipeline import in_reach
 from penstock.tiers.records import RecordLayout, record_sizes
 from penstock.tiers.ring import Ring, Slot
 from penstock.tiers.store import Reservation, Store
-from penstock.tiers.transit import PASSING
+from penstock.tiers.transit import LANDING, PASSING
 
 # Of two slots, one is filled while the other is used; of three, one goes back as well. Files come and go at a pace of
 # their own and want more in flight: as many tiles as these bytes hold, within limits.
 MEMORY_SLOTS, STREAMED_SLOTS = 2, 3
 LEAST_FILE_SLOTS, MOST_FILE_SLOTS, RING_BYTES = 4, 32, 256 << 20
+
+# A device takes neighbouring tiles in a stretch: each copy and call of the rule costs its host as much for a small one.
+# It is bounded as values, as memory of the ring, and so that there are enough of them to fill and empty the ring behind
+# each other, and to divide between the device and the host.
+STRETCH_NUMEL, STRETCH_RING_BYTES, LEAST_STRETCHES = 16 << 20, 768 << 20, 32
 
 #: The sections of one unit on this rank, by home.
 Sections = Mapping[str, Sequence[SectionPlan]]
@@ -52,6 +57,9 @@ class StagingPlan:
         units: where the homes are.
         reduce_dtype: of gradients on their way.
         streamed: the device updates tiles whose state rests elsewhere.
+
+    Attributes:
+        stretch: tiles that a slot of the ring of updates on the device holds.
     """
 
     def __init__(
@@ -61,33 +69,47 @@ class StagingPlan:
         self._streamed = streamed
         plans = [plan for unit in units for sections in unit.values() for plan in sections]
         self._tile = max((min(plan.numel, plan.tile_numel) for plan in plans), default=0)
-        on_host = any(plan.tier is Tier.CPU for unit in units for plan in unit.get(GRAD, ()))
-        accumulates = on_host and not in_reach(Tier.CPU, Tier.DEVICE, streams)
-        self.accumulation = _buffer("accumulation", Tier.CPU, reduce_dtype, self._tile) if accumulates else None
+        self.landing = self._landing_slots(units, reduce_dtype)
+        self.stretch = 1
         self.update = {beside: self._slots_beside(beside, units) for beside in (Tier.DEVICE, Tier.CPU)}
         self.transit = transit_slots(plan for unit in units for home in (PARAM, GRAD) for plan in unit.get(home, ()))
 
     def sections(self) -> Iterator[SectionPlan]:
         """Every buffer."""
-        if self.accumulation is not None:
-            yield self.accumulation
-        for slots in (*self.update.values(), self.transit):
+        for slots in (self.landing, *self.update.values(), self.transit):
             for slot in slots:
                 yield from slot.sections()
 
+    def _landing_slots(self, units: Sequence[Sections], reduce_dtype: torch.dtype) -> list[SlotPlan]:
+        """One is filled while the other is added or cast."""
+        if in_reach(Tier.CPU, Tier.DEVICE, self._streams):
+            return []
+        away = [p for unit in units for p in unit.get(GRAD, ()) if p.cells and p.tier is not Tier.DEVICE]
+        if not any(plan.tier is Tier.CPU or plan.cells[0].dtype != reduce_dtype for plan in away):
+            return []
+        nbytes = self._tile * reduce_dtype.itemsize
+        return [
+            SlotPlan({LANDING: _buffer(f"landing {number}", Tier.CPU, torch.uint8, nbytes)}, {})
+            for number in range(MEMORY_SLOTS)
+        ]
+
     def _slots_beside(self, beside: Tier, units: Sequence[Sections]) -> list[SlotPlan]:
         """The ring of the updates beside one tier."""
-        sizes: dict[str, int] = {}
-        files: set[str] = set()
+        passing: dict[str, list[SectionPlan]] = {}
         for home, plan in (each for unit in units for each in _updated_beside(beside, unit, self._streamed)):
             if plan.cells and not in_reach(plan.tier, beside, self._streams):
-                sizes[home] = max(sizes.get(home, 0), RecordLayout(plan.cells).record_bytes(self._tile))
-                if plan.tier is Tier.NVME:
-                    files.add(home)
+                passing.setdefault(home, []).append(plan)
+        files = {home for home, plans in passing.items() if any(plan.tier is Tier.NVME for plan in plans)}
         near = Tier.CPU if self._streams.aliases_host else beside  # files want pages, which that tier hands out
         bounced = files if near is Tier.DEVICE else ()  # what an update on a device takes from files passes the host
         in_memory = STREAMED_SLOTS if self._streamed and beside is Tier.DEVICE else MEMORY_SLOTS
+        sizes = self._sizes(passing, 1)
         count = 0 if not sizes else _slots(sum(sizes.values())) if files else in_memory
+        if beside is Tier.DEVICE and sizes and not files:
+            tiles = max(sum(-(-plan.numel // plan.tile_numel) for plan in plans) for plans in passing.values())
+            fits = STRETCH_RING_BYTES // (count * sum(sizes.values()))
+            self.stretch = max(1, min(STRETCH_NUMEL // self._tile, fits, tiles // LEAST_STRETCHES))
+            sizes = self._sizes(passing, self.stretch)
         return [
             SlotPlan(
                 {home: _buffer(f"update {number}, {home}", near, torch.uint8, sizes[home]) for home in sizes},
@@ -95,6 +117,13 @@ class StagingPlan:
             )
             for number in range(count)
         ]
+
+    def _sizes(self, passing: Mapping[str, Sequence[SectionPlan]], tiles: int) -> dict[str, int]:
+        """Bytes of a slot's buffer for each home."""
+        numel = self._tile * tiles
+        return {
+            home: max(RecordLayout(plan.cells).record_bytes(numel) for plan in plans) for home, plans in passing.items()
+        }
 
 
 def transit_slots(plans: Iterable[SectionPlan]) -> list[SlotPlan]:
@@ -146,7 +175,7 @@ class Staging:
         self._store = store
         self._plan: StagingPlan | None = None
         self._buffers: Buffers | None = None
-        self._accumulation: Tensor | None = None
+        self._landing = Ring(self.take)
         self._update = {beside: Ring(self.take) for beside in (Tier.DEVICE, Tier.CPU)}
         self._transit = Ring(self.take)
 
@@ -160,21 +189,20 @@ class Staging:
         """The ring of gathers and gradients."""
         return self._transit
 
-    def accumulation(self) -> Tensor:
-        """The buffer of accumulation on the host."""
-        self.take()
-        assert self._accumulation is not None, "the buffer was not planned"
-        return self._accumulation
+    @property
+    def landing(self) -> Ring:
+        """The ring of gradients that come down to be added or cast."""
+        return self._landing
 
     def replan(self, plan: StagingPlan) -> None:
         """Give back what there is. The buffers of the new plan are taken when one is needed."""
-        for ring in (*self._update.values(), self._transit):
+        for ring in (self._landing, *self._update.values(), self._transit):
             ring.drop()
-        self._accumulation = None
         if self._buffers is not None:
             self._buffers.free()
             self._buffers = None
         self._plan = plan
+        self._update[Tier.DEVICE].tiles = plan.stretch
 
     def take(self, reserved: Reservation | None = None) -> None:
         """Make the buffers, in memory that was reserved with others or now."""
@@ -183,8 +211,7 @@ class Staging:
             return
         reserved = reserved or self._store.reserve(list(plan.sections()))
         self._buffers = Buffers(self._store)
-        if plan.accumulation is not None:
-            self._accumulation = self._buffers.make(plan.accumulation, reserved)
+        self._landing.fill(self._buffers.make_slots(plan.landing, reserved))
         for beside, slots in plan.update.items():
             self._update[beside].fill(self._buffers.make_slots(slots, reserved))
         self._transit.fill(self._buffers.make_slots(plan.transit, reserved))

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from penstock.engine.norms import measure_late
 from penstock.engine.scale import GradientScale
 from penstock.engine.sharing import Sharing
 from penstock.engine.unit import Unit
@@ -131,17 +132,22 @@ class Stepper:
             EngineError: on the other ranks.
         """
         failure: Exception | None = None
-        squares: list[float | Tensor] = []  # of every slot
-        flags: list[float] = []
         for unit in self._units:  # all of them, also after a failure: their collectives come before the one here
             assert unit.trained is not None
-            gradient = unit.trained.gradient
             try:
                 _check(unit)
-                gradient.ready.synchronize()
+                unit.trained.gradient.ready.synchronize()
             except Exception as error:
                 failure = failure or error
-            slots = range(len(unit.layout.slots))
+        try:
+            measure_late(self._units if failure is None else [], self._streams)
+        except Exception as error:
+            failure = error
+        squares: list[float | Tensor] = []  # of every slot
+        flags: list[float] = []
+        for unit in self._units:
+            assert unit.trained is not None
+            gradient, slots = unit.trained.gradient, range(len(unit.layout.slots))
             squares += [gradient.squared_norms.get(index, 0.0) for index in slots]
             flags += [float(index in gradient.present) for index in slots]
         norms = _on_host(squares)
@@ -196,7 +202,8 @@ class Stepper:
             tiles = {unit: self._rest(unit, plan, scale, begun.get(unit)) for unit, plan in plans.items()}
             left = [tile for of_unit in tiles.values() for tile in of_unit]
             if self._sharing is not None:
-                self._sharing.divide(left)
+                left = self._sharing.divide(left)
+                tiles = {unit: [tile for tile in left if tile.unit is unit] for unit in plans}
             self._updater.submit(left if self._forwards else left[::-1])
             for unit, plan in plans.items():
                 self._updater.publish(unit, tiles[unit], goes_on=unit in begun)

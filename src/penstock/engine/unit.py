@@ -46,6 +46,7 @@ class Gradient:
         home: this rank's shard of the reduced gradient, summed over ranks and micro-batches.
         present: slots that got a gradient on this rank.
         squared_norms: squared norm of this rank's part of each slot, of the values that `home` has after `ready`.
+        unmeasured: slots whose norm is yet to be taken, of what `home` has then (`engine/norms.py`).
         ready: `home` is complete.
         held: slots whose values `home` holds, which the next micro-batch is added to. Elsewhere in it is what a step
             before has left.
@@ -60,6 +61,7 @@ class Gradient:
     home: Home
     present: set[int] = field(default_factory=set)
     squared_norms: dict[int, float | Tensor] = field(default_factory=dict)
+    unmeasured: set[int] = field(default_factory=set)
     ready: Event = DONE
     held: set[int] = field(default_factory=set)
     pending: Tensor | None = None
@@ -72,6 +74,7 @@ class Gradient:
         """Note the squared norms of these parts."""
         for (index, _, _), norm in zip(parts, squared_norms, strict=True):
             self.squared_norms[index] = norm
+            self.unmeasured.discard(index)
 
     def is_finite(self) -> bool:
         """Whether its norm is, over all ranks. It is `ready`, and the host was told."""
@@ -361,6 +364,14 @@ class Unit:
         first = self.own_range[0]
         overlaps = ((index, self.layout.overlap(slot, self.rank)) for index, slot in enumerate(self.layout.slots))
         return [Part(index, found[0] - first, found[1] - first) for index, found in overlaps if found]
+
+    def pieces(self, number: int, count: int) -> Iterator[Piece]:
+        """The pieces of a stretch of tiles, each parameter's in one."""
+        first = number * self.params.sections[0].tile_numel
+        last = first + count * self.params.sections[0].tile_numel
+        for slot, start, stop in self.parts():
+            if max(start, first) < min(stop, last):
+                yield Piece(slot, max(start, first), min(stop, last))
 
 
 def reached(home: Home, streams: Streams) -> Tensor | None:

@@ -1,9 +1,9 @@
 """Updates of tiles: what the rule is applied to, where, and what moves for it."""
 
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
-from itertools import zip_longest
+from itertools import groupby, zip_longest
 from typing import Any
 
 from torch import nn
@@ -14,8 +14,8 @@ from penstock.kinds import GRAD, MASTER, OPTIMIZER, PARAM, SHADOW, Tier
 from penstock.layout import Piece
 from penstock.machine.streams import DEVICE_UPDATE, DONE, UPDATE, Event, Streams, all_of
 from penstock.rules.rule import BLOCK_NUMEL, Hyper, Rule, Scalars, Segment
-from penstock.tiers.home import Views
-from penstock.tiers.pipeline import Pipeline
+from penstock.tiers.home import Home, Views
+from penstock.tiers.pipeline import Pipeline, Stretch
 from penstock.tiers.transit import Transit
 
 #: For each slot that has a gradient: what the rule reads of its group and step, and its scalars afterwards.
@@ -24,7 +24,7 @@ Plan = dict[int, tuple[Hyper, Scalars]]
 
 @dataclass(frozen=True)
 class Run:
-    """Neighbouring pieces of a tile that are updated in one pass: elements `start` to `stop` of the shard."""
+    """Neighbouring pieces that are updated in one pass: elements `start` to `stop` of the shard."""
 
     start: int
     stop: int
@@ -34,15 +34,18 @@ class Run:
 
 @dataclass
 class TileUpdate:
-    """One tile's update: where it runs, what of it in which passes, and once submitted, its events.
+    """One tile's update, or a stretch's: where it runs, what of it in which passes, and once submitted, its events.
 
     Attributes:
+        number: of the tile, or of the first.
         beside: the tier where its state rests, as far as updates care: the device, or the host.
         complete: gradient and parameters are.
         streamed: the device updates it all the same: its state comes up for that and goes down again.
         then: called where the update runs, after it.
         updated: its state may be read where it rests.
         home_again: what it wrote is in those homes that are memory.
+        count: tiles of the stretch.
+        in_place: compute itself updates it, and reaches all of it where it rests.
     """
 
     unit: Unit
@@ -55,6 +58,8 @@ class TileUpdate:
     then: Callable[[], None] | None = None
     updated: Event = DONE
     home_again: Event = DONE
+    count: int = 1
+    in_place: bool = False
 
     @property
     def runs_on(self) -> Tier:
@@ -124,12 +129,25 @@ class Updater:
         complete = all_of([trained.gradient.ready, after, unit.saved])
         hypers = {index: hyper for index, (hyper, _) in plan.items()}
         bases = {index: self._base(unit, index) for index in plan}
-        runs = [merge(pieces, hypers, bases) for pieces in trained.tiles]
-        return [
-            TileUpdate(unit, number, trained.update_tier(number), own, scale, complete)
-            for number, own in enumerate(runs)
-            if own
-        ]
+        updates: list[TileUpdate] = []
+        number = 0
+        while number < len(trained.tiles):
+            beside = trained.update_tier(number)
+            stretch = Stretch(1, in_place=False)
+            if beside is Tier.DEVICE:  # where a call costs the same for few elements as for many
+                stretch = self._pipelines[beside].stretch(number, _homes(unit, number))
+            count = stretch.tiles
+            runs = merge(unit.pieces(number, count) if count > 1 else trained.tiles[number], hypers, bases)
+            if runs:
+                update = TileUpdate(unit, number, beside, runs, scale, complete)
+                update.count, update.in_place = stretch
+                updates.append(update)
+            number += count
+        return updates
+
+    def taken_at_once(self, tile: TileUpdate) -> int:
+        """How many tiles from this one on the device takes at once, if it is to update what the host would."""
+        return self._pipelines[Tier.DEVICE].stretch(tile.number, _homes(tile.unit, tile.number)).tiles
 
     def submit(self, tiles: Iterable[TileUpdate], allowed: Callable[[], bool] | None = None) -> None:
         """Update tiles: in order on the host, in order on the device, both at the same time.
@@ -138,22 +156,43 @@ class Updater:
             tiles: of any units.
             allowed: asked on the host before each tile, once its gradient is there; a tile that is not stays as it is.
         """
-        on_host: list[TileUpdate] = []
-        on_device: list[TileUpdate] = []
+        on_host: list[Callable[[], None]] = []
+        on_device: list[Callable[[], None]] = []
+        in_place: list[TileUpdate] = []
         for tile in tiles:
-            (on_device if tile.runs_on is Tier.DEVICE else on_host).append(tile)
+            if tile.in_place and allowed is None:
+                in_place.append(tile)
+            else:
+                side = on_device if tile.runs_on is Tier.DEVICE else on_host
+                side.append(partial(self._submit, tile, allowed))
+        # All in one call: what is small in each unit is a launch together. A trace tells units apart.
+        recorded = self._streams.recorder is not None
+        together = groupby(in_place, key=lambda tile: tile.unit.name if recorded else "on the device")
+        on_device[:0] = [partial(self._update_in_place, list(group), f"update {name}") for name, group in together]
         for pair in zip_longest(on_host, on_device):  # neither waits until all of the other's work is submitted
-            for tile in filter(None, pair):
-                self._submit(tile, allowed)
+            for submit in filter(None, pair):
+                submit()
+
+    def _update_in_place(self, tiles: Sequence[TileUpdate], what: str) -> None:
+        """Compute itself updates what is in its reach: in one call of the rule, whatever units it is of."""
+        segments: list[tuple[Segment, Hyper]] = []
+        for tile in tiles:
+            assert tile.unit.trained is not None
+            homes = _homes(tile.unit, tile.number)
+            brought = self._pipelines[tile.beside].bring(tile.number, homes, after=tile.complete, count=tile.count)
+            brought.ready.wait()
+            segments += self._segments(tile, tile.unit.trained.fields, brought.views)
+        (scale,) = {tile.scale for tile in tiles}
+        work = partial(self._rule.update_many, segments, scale, self._pool)
+        self._streams.compute(work, what=what)
 
     def _submit(self, tile: TileUpdate, allowed: Callable[[], bool] | None) -> None:
         unit, trained = tile.unit, tile.unit.trained
         assert trained is not None
-        homes = {GRAD: trained.gradient.home, MASTER: trained.master, OPTIMIZER: trained.optimizer}
-        homes |= {SHADOW: trained.shadow} if trained.is_shadowed(tile.number) else {PARAM: unit.params}
+        homes = _homes(unit, tile.number)
         written, what = (MASTER, OPTIMIZER, SHADOW, PARAM), f"update {unit.name} tile {tile.number}"
         brought = self._pipelines[tile.runs_on].bring(
-            tile.number, homes, after=tile.complete, written=written, what=what
+            tile.number, homes, after=tile.complete, written=written, what=what, count=tile.count
         )
         work = partial(self._apply, tile, trained.fields, brought.views, allowed)
         if tile.beside is Tier.DEVICE:  # compute itself updates what is on the device
@@ -202,6 +241,14 @@ class Updater:
         """Update every run of a tile."""
         if allowed is not None and not allowed():
             return
+        self._rule.update_many(self._segments(tile, fields, views), tile.scale, self._pool)
+        if tile.then is not None:
+            tile.then()
+
+    def _segments(
+        self, tile: TileUpdate, fields: Fields, views: Mapping[str, Views]
+    ) -> Iterator[tuple[Segment, Hyper]]:
+        """The runs of a tile in its values."""
         first = tile.number * tile.unit.params.sections[0].tile_numel  # where the values begin in the shard
         (grad,) = views[GRAD]
         (param,) = views[SHADOW] if SHADOW in views else views[PARAM]
@@ -218,24 +265,40 @@ class Updater:
                 scales=tuple(None if scale is None else scale[blocks] for scale in scales),
                 first=run.base + run.start,
             )
-            self._rule.update(segment, run.hyper, tile.scale, self._pool)
-        if tile.then is not None:
-            tile.then()
+            yield segment, run.hyper
+
+
+def join(tiles: Sequence[TileUpdate]) -> TileUpdate:
+    """Neighbouring tiles of a unit as one stretch."""
+    runs: list[Run] = []
+    for run in (run for tile in tiles for run in tile.runs):
+        if runs and (runs[-1].stop, runs[-1].hyper, runs[-1].base) == (run.start, run.hyper, run.base):
+            run = replace(run, start=runs.pop().start)
+        runs.append(run)
+    return replace(tiles[0], runs=runs, count=sum(tile.count for tile in tiles))
+
+
+def _homes(unit: Unit, number: int) -> dict[str, Home]:
+    """What the update of a tile works on, by name."""
+    trained = unit.trained
+    assert trained is not None
+    homes = {GRAD: trained.gradient.home, MASTER: trained.master, OPTIMIZER: trained.optimizer}
+    return homes | ({SHADOW: trained.shadow} if trained.is_shadowed(number) else {PARAM: unit.params})
 
 
 def _bytes_of(views: Iterable[Views]) -> int:
     return sum(values.numel() * values.element_size() for of_home in views for values in of_home)
 
 
-def merge(tile: Sequence[Piece], hypers: Mapping[int, Hyper], bases: Mapping[int, int]) -> list[Run]:
-    """The runs of a tile: pieces of slots in `hypers`; neighbours with equal scalars become one, with the gap between.
+def merge(pieces: Iterable[Piece], hypers: Mapping[int, Hyper], bases: Mapping[int, int]) -> list[Run]:
+    """The runs of pieces of slots in `hypers`; neighbours with equal scalars become one, with the gap between.
 
     Gaps hold zeros in every kind. Where the update would not keep them, and where neighbours are not numbered one after
     the other (`bases`, see `Run`), they stay apart.
     """
     runs: list[Run] = []
     extends = False
-    for piece in tile:
+    for piece in pieces:
         hyper = hypers.get(piece.slot)
         if hyper is None:
             extends = False

@@ -48,6 +48,8 @@ FETCH = "fetch"  # file to host, for updates: these wait for each other, and gat
 WRITE = "write"  # host to file
 SAVE = "save"  # device to host, for checkpoints: submitted from their own thread, and nothing else waits behind it
 
+CASTS = "a copy between the host and a device casts nothing"
+
 STREAMS = (UPLOAD, DOWNLOAD, COLLECTIVE, UPDATE, DEVICE_UPDATE, READ, FETCH, WRITE, SAVE)
 ON_DEVICE = (UPLOAD, DOWNLOAD, COLLECTIVE, DEVICE_UPDATE, SAVE)  # streams of the device itself, where it has some
 
@@ -76,6 +78,7 @@ __all__ = [
     "Streams",
     "Work",
     "WorkerThread",
+    "across",
     "after_all",
     "all_of",
     "close_workers",
@@ -273,7 +276,19 @@ class InlineStreams(Streams):
 
 def copy(target: Tensor, source: Tensor) -> None:
     """Work: copy a tensor, without waiting for it where the host memory is pinned."""
+    assert target.device == source.device or target.dtype == source.dtype, CASTS
     target.copy_(source, non_blocking=True)
+
+
+def across(target: Tensor, source: Tensor) -> Work:
+    """The work of a copy between the memory of a device and of the host, pinned or not: of equal dtypes.
+
+    Else torch casts where the values come from. On a device that takes a temporary there, and what is wider then goes
+    over the bus; on the host it is pageable memory, which a device reads only while the host waits. So values are cast
+    where they arrive, by work of its own.
+    """
+    assert target.dtype == source.dtype, CASTS
+    return partial(copy, target, source)
 
 
 def poison(tensor: Tensor) -> None:

@@ -152,6 +152,8 @@ class Adam(Fused):
             largest = states[2]
             exp_avg_sq = states[2] = torch.where((largest > exp_avg_sq) | largest.isnan(), largest, exp_avg_sq)
         # A tensor as divisor: by a Python number some devices multiply with the rounded inverse instead.
-        bias2_sqrt = torch.zeros((), dtype=torch.float32, device=p.device) + c.bias2_sqrt
+        bias2_sqrt = c.bias2_sqrt
+        if not isinstance(bias2_sqrt, Tensor):
+            bias2_sqrt = torch.full((), bias2_sqrt, dtype=torch.float32, device=p.device)
         update: Tensor = exp_avg * c.neg_step_size / (ops.sqrt(exp_avg_sq) / bias2_sqrt + c.eps)
         return p + update

@@ -69,8 +69,15 @@ def deposit_parts(dst: Tensor, src: Tensor, parts: Ranges, *, add: bool, pool: P
 def squared_norms(src: Tensor, parts: Ranges, *, pool: Pool | None) -> Sequence[float | Tensor]:
     """Return the sum of squares of each part of `src`, as `deposit_parts` does for what it wrote."""
     if src.device.type != "cpu":
-        return _squared_norms_in_torch(src, parts)
+        return _squared_norms_in_torch([src[start:stop] for start, stop in parts])
     return [squared_norm(src[start:stop], pool=pool) for start, stop in parts]
+
+
+def squared_norms_of(tensors: Sequence[Tensor]) -> Sequence[float | Tensor]:
+    """Return the sum of squares of each of several tensors on one device, as `squared_norms` of parts of one."""
+    if tensors and tensors[0].device.type != "cpu":
+        return _squared_norms_in_torch(tensors)
+    return [squared_norm(tensor, pool=None) for tensor in tensors]
 
 
 def squared_norm(src: Tensor, *, pool: Pool | None) -> float | Tensor:
@@ -86,7 +93,7 @@ def squared_norm(src: Tensor, *, pool: Pool | None) -> float | Tensor:
     """
     _require_flat(src, "src")
     if src.device.type != "cpu":
-        return _squared_norms_in_torch(src, [(0, src.numel())])[0]
+        return _squared_norms_in_torch([src])[0]
     return _native.squared_norm(pool, src.numel(), src.data_ptr(), dtype_of(src, "src"))
 
 
@@ -100,12 +107,12 @@ def _deposit_in_torch(dst: Tensor, src: Tensor, parts: Ranges, *, add: bool) -> 
         dst.add_(src)
     else:
         dst.copy_(src)
-    return _squared_norms_in_torch(dst, parts)
+    return _squared_norms_in_torch([dst[start:stop] for start, stop in parts])
 
 
-def _squared_norms_in_torch(src: Tensor, parts: Ranges) -> Sequence[Tensor]:
-    """One reduction of all parts together, as torch's own clipping does it, which reads low precision as it is."""
-    if not parts:
+def _squared_norms_in_torch(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+    """One reduction of all of them together, as torch's own clipping does it, which reads low precision as it is."""
+    if not tensors:
         return ()
-    norms = torch._foreach_norm([src[start:stop] for start, stop in parts], 2, dtype=torch.float32)
+    norms = torch._foreach_norm(list(tensors), 2, dtype=torch.float32)
     return torch.stack(norms).double().square().unbind()

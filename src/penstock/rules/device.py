@@ -7,8 +7,9 @@ Not compiled, the reference runs: the host's bits, for many passes over memory.
 
 from __future__ import annotations
 
+import contextlib
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from types import FunctionType
 from typing import Any, NamedTuple
 
@@ -103,43 +104,97 @@ class DeviceUpdate:
         self._decided = compiled is not None
 
     def __call__(
-        self, rule: Any, segment: Segment, hyper: Any, grad_scale: float, otherwise: Callable[..., None]
+        self, rule: Any, segments: Sequence[tuple[Segment, Any]], grad_scale: float, otherwise: Callable[..., None]
     ) -> None:
-        """Update a segment of a rule; `otherwise(rule, segment, hyper, grad_scale)` is the way without a compiler."""
-        device = segment.param.device
+        """Update segments of a rule, each with its hyper.
+
+        Args:
+            rule: theirs.
+            segments: of one device, one or more.
+            grad_scale: factor on the gradient.
+            otherwise: `otherwise(rule, segments, grad_scale)` is the way without a compiler.
+        """
+        device = segments[0][0].param.device
         if not self._decided:
             self._decided = True
             if has_compiler(device):
                 self._compiled = compile_pass()
-        if self._compiled is None or segment.param.numel() == 0:
-            return otherwise(rule, segment, hyper, grad_scale)
-        specs = rule.states[: rule.used(hyper)]
-        key = step_key(rule.format.seed, hyper.step) if rule.format.stochastic else 0
-        numbers = torch.tensor([fp32(grad_scale * hyper.sign), *hyper.scalars], dtype=torch.float32, device="cpu")
-        key_and_first = torch.tensor(
-            [key - (1 << 64) if key >> 63 else key, segment.first], dtype=torch.int64, device="cpu"
-        )
-        scales = [segment.scale(k) for k in range(len(specs))]
-        arguments = (
-            rule.arithmetic,
-            specs,
-            type(hyper.scalars),
-            hyper.flags,
-            rule.format.stochastic,
-            (segment.param, segment.grad, segment.master, list(segment.states[: len(specs)]), scales),
-            numbers.to(device, non_blocking=True),
-            key_and_first.to(device, non_blocking=True),
-        )
-        try:
-            return self._compiled(*arguments)
-        except Exception as error:  # compilation fails before anything has run
-            warnings.warn(
-                f"torch.compile failed for the update on {device} ({type(error).__name__}: {error}). Updates there run "
-                "in plain torch operations: the same result in more passes over memory.",
-                stacklevel=2,
+        if self._compiled is None:
+            return otherwise(rule, segments, grad_scale)
+        segments = [(segment, hyper) for segment, hyper in segments if segment.param.numel()]
+        if not segments:
+            return None
+        numbers = _numbers_of(rule, segments, grad_scale, device)
+        for done, ((segment, hyper), (scalars, key_and_first)) in enumerate(zip(segments, numbers, strict=True)):
+            specs = rule.states[: rule.used(hyper)]
+            arguments = (
+                rule.arithmetic,
+                specs,
+                type(hyper.scalars),
+                hyper.flags,
+                rule.format.stochastic,
+                (
+                    segment.param,
+                    segment.grad,
+                    segment.master,
+                    list(segment.states[: len(specs)]),
+                    [segment.scale(k) for k in range(len(specs))],
+                ),
+                scalars,
+                key_and_first,
             )
-            self._compiled = None
-            return otherwise(rule, segment, hyper, grad_scale)
+            try:
+                self._compiled(*arguments)
+            except Exception as error:  # compilation fails before anything has run
+                warnings.warn(
+                    f"torch.compile failed for the update on {device} ({type(error).__name__}: {error}). Updates there "
+                    "run in plain torch operations: the same result in more passes over memory.",
+                    stacklevel=2,
+                )
+                self._compiled = None
+                return otherwise(rule, segments[done:], grad_scale)
+        return None
+
+
+def _numbers_of(
+    rule: Any, segments: Sequence[tuple[Segment, Any]], grad_scale: float, device: torch.device
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """What `one_pass` calls `numbers` and `key_and_first`, for each segment.
+
+    All of them are written in host memory that the device copies from without the host waiting for it, and copied at
+    once. What is equal is there once.
+    """
+    rows: dict[tuple[float, ...], int] = {}
+    places: dict[tuple[int, int], int] = {}
+    found: list[tuple[int, int, int]] = []
+    for segment, hyper in segments:
+        row = fp32(grad_scale * hyper.sign), *hyper.scalars
+        place = 0, 0
+        if rounds_by_its_place(rule, segment, hyper):
+            key = step_key(rule.format.seed, hyper.step)
+            place = key - (1 << 64) if key >> 63 else key, segment.first
+        found.append((rows.setdefault(row, len(rows)), len(row), places.setdefault(place, len(places))))
+    width = max(length for _, length, _ in found)
+    width += -width % 4  # every row on 16 bytes, as a compiled kernel wants its inputs
+    scalars = _on_device([[*row, *[0.0] * (width - len(row))] for row in rows], torch.float32, device)
+    keys_and_firsts = _on_device([list(place) for place in places], torch.int64, device)
+    for number, length, at in found:
+        yield scalars[number, :length], keys_and_firsts[at]
+
+
+def _on_device(rows: list[list[Any]], dtype: torch.dtype, device: torch.device) -> Tensor:
+    values = torch.tensor(rows, dtype=dtype, device="cpu")
+    if device.type != "cpu":  # from pageable memory the host would wait for what the device was given before
+        with contextlib.suppress(RuntimeError):  # where memory may not be locked, it does
+            values = values.pin_memory()
+    return values.to(device, non_blocking=True)
+
+
+def rounds_by_its_place(rule: Any, segment: Segment, hyper: Any) -> bool:
+    """Whether some of a segment is rounded by random bits, which its elements' numbers choose."""
+    rounded = [spec.dtype for spec in rule.states[: rule.used(hyper)]]
+    rounded += [segment.param.dtype] if segment.master is None else []
+    return rule.format.stochastic and torch.bfloat16 in rounded
 
 
 def _plain_fma(a: Any, b: Tensor, c: Tensor) -> Tensor:

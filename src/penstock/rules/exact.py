@@ -45,7 +45,8 @@ def fma(a: float | Tensor, b: Tensor, c: Tensor) -> Tensor:
     # Two-sum: `error` is exactly what the addition lost. It is NaN where the total is not finite, and then unused.
     rest = total - product
     error = (product - (total - rest)) + (c - rest)
-    bits = total.view(torch.int64)
-    toward = torch.where((error > 0) == (total > 0), 1, -1)
-    even_and_inexact = ((bits & 1) == 0) & (error.abs() > 0)
-    return torch.where(even_and_inexact, bits + toward, bits).view(torch.float64).float()
+    # To odd: toward zero, and the last bit set, where anything was lost. The product is far from fp64's limits.
+    signed = error * total
+    outward = signed < 0
+    bits = total.view(torch.int64) - outward.to(torch.int64)
+    return (bits | (outward | (signed > 0))).view(torch.float64).float()

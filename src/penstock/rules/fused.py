@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -14,12 +14,12 @@ from penstock import _native
 from penstock._native import Pool
 from penstock.errors import ConfigError
 from penstock.rules import exact
-from penstock.rules.device import DeviceUpdate, Operations, Traced
+from penstock.rules.device import DeviceUpdate, Operations, Traced, rounds_by_its_place
 from penstock.rules.dither import step_key
 from penstock.rules.exact import fp32
 from penstock.rules.master import read_master
 from penstock.rules.native import dtype_of, master_kind_of, storage_of
-from penstock.rules.rule import BLOCK_NUMEL, Hyper, Scalars, Segment, StateSpec
+from penstock.rules.rule import BLOCK_NUMEL, PIECE_NUMEL, Hyper, Scalars, Segment, StateSpec
 from penstock.rules.storage import Rounding, StateFormat, read_state, write_param, write_state
 
 
@@ -139,11 +139,19 @@ class Fused(ABC):
 
     def update(self, segment: Segment, hyper: Hyper, grad_scale: float, pool: Pool | None) -> None:
         """Apply the rule to one segment, in one pass, in place. Raises `TypeError` for dtypes without a kernel."""
-        assert isinstance(hyper, FusedHyper)
-        if segment.param.device.type == "cpu":
-            self._update_native(segment, hyper, grad_scale, pool)
-        else:
-            self.on_device(self, segment, hyper, grad_scale, update_reference)
+        self.update_many([(segment, hyper)], grad_scale, pool)
+
+    def update_many(self, segments: Iterable[tuple[Segment, Hyper]], grad_scale: float, pool: Pool | None) -> None:
+        """Apply the rule to segments of one device; see `Rule.update_many`."""
+        elsewhere: list[tuple[Segment, FusedHyper]] = []
+        for segment, hyper in segments:
+            assert isinstance(hyper, FusedHyper)
+            if segment.param.device.type == "cpu":
+                self._update_native(segment, hyper, grad_scale, pool)
+            else:
+                elsewhere.append((segment, hyper))
+        if elsewhere:
+            self.on_device(self, elsewhere, grad_scale, update_in_torch)
 
     def _update_native(self, segment: Segment, hyper: FusedHyper, grad_scale: float, pool: Pool | None) -> None:
         param, stochastic = segment.param, self.format.stochastic
@@ -176,15 +184,83 @@ class Fused(ABC):
 def update_reference(rule: Fused, segment: Segment, hyper: FusedHyper, grad_scale: float) -> None:
     """Update a segment in plain torch operations, on any device: what every other back end is compared with."""
     specs = rule.states[: rule.used(hyper)]
+    factor = fp32(grad_scale * hyper.sign)
     for piece in segment.pieces():
-        p = read_master(piece.param, piece.master)
-        g = piece.grad.float() * fp32(grad_scale * hyper.sign)
-        states = [read_state(spec, piece.states[k], piece.scale(k)) for k, spec in enumerate(specs)]
+        p = _fp32_of(piece.param, piece.master)
+        g = piece.grad.float() if factor == 1 else piece.grad.float() * factor
+        states = [
+            piece.states[k] if spec.dtype == torch.float32 else read_state(spec, piece.states[k], piece.scale(k))
+            for k, spec in enumerate(specs)
+        ]
         p = rule.arithmetic(p, g, states, hyper, EXACT)
         rounding = Rounding(piece, rule.format, hyper.step)
         for k, spec in enumerate(specs):
             write_state(spec, piece.states[k], piece.scale(k), states[k], rounding, k)
         write_param(piece, p, rounding)
+
+
+def update_in_torch(rule: Fused, segments: Sequence[tuple[Segment, FusedHyper]], grad_scale: float) -> None:
+    """Update segments of one device as `update_reference` does, the small ones of equal scalars together.
+
+    An operation of a device costs its host the same for few elements as for many.
+    """
+    alike: dict[tuple[Any, ...], list[Segment]] = {}
+    for segment, hyper in segments:
+        if segment.param.numel() >= PIECE_NUMEL or _minds_its_place(rule, segment, hyper):
+            update_reference(rule, segment, hyper, grad_scale)
+        elif segment.param.numel():
+            dtypes = segment.param.dtype, segment.grad.dtype, segment.master is not None and segment.master.dtype
+            alike.setdefault((hyper, *dtypes), []).append(segment)
+    for (hyper, *_), small in alike.items():
+        for batch in _batches(small):
+            if len(batch) > 1:
+                _update_together(rule, batch, hyper, grad_scale)
+            else:
+                update_reference(rule, batch[0], hyper, grad_scale)
+
+
+def _minds_its_place(rule: Fused, segment: Segment, hyper: FusedHyper) -> bool:
+    """Whether what happens to an element depends on its number, or on its neighbours in a block."""
+    in_blocks = any(spec.scale_name for spec in rule.states[: rule.used(hyper)])
+    return in_blocks or rounds_by_its_place(rule, segment, hyper)
+
+
+def _batches(segments: Iterable[Segment]) -> Iterator[list[Segment]]:
+    """Neighbours of at most `PIECE_NUMEL` elements together."""
+    batch: list[Segment] = []
+    numel = 0
+    for segment in segments:
+        if batch and numel + segment.param.numel() > PIECE_NUMEL:
+            yield batch
+            batch, numel = [], 0
+        batch.append(segment)
+        numel += segment.param.numel()
+    if batch:
+        yield batch
+
+
+def _update_together(rule: Fused, segments: Sequence[Segment], hyper: FusedHyper, grad_scale: float) -> None:
+    """Update a batch as one segment: a copy of all of them, one after the other, and back what was written."""
+    masters = [segment.master for segment in segments if segment.master is not None]
+    states = [[segment.states[k] for segment in segments] for k in range(rule.used(hyper))]
+    params = [segment.param for segment in segments]
+    batch = Segment(
+        torch.cat(params),
+        torch.cat([segment.grad for segment in segments]),
+        torch.cat(masters) if masters else None,
+        tuple(map(torch.cat, states)),
+    )
+    update_reference(rule, batch, hyper, grad_scale)
+    sizes = [param.numel() for param in params]
+    for targets, source in zip([params, masters, *states], [batch.param, batch.master, *batch.states], strict=True):
+        if source is not None:
+            torch._foreach_copy_(targets, torch.split(source, sizes))
+
+
+def _fp32_of(param: Tensor, master: Tensor | None) -> Tensor:
+    """The values behind a parameter: where they lie as fp32, not a copy."""
+    values = param if master is None else master
+    return values if values.dtype == torch.float32 else read_master(param, master)
 
 
 def _address(tensor: Tensor | None) -> int:

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import inspect
 from collections import OrderedDict, defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -179,6 +179,11 @@ class Generic:
                 if after.get(spec.name) is not None:
                     write_state(spec, piece.states[k], None, after[spec.name][:numel], rounding, k % 3)
             write_param(piece, value[:numel], rounding)
+
+    def update_many(self, segments: Iterable[tuple[Segment, Hyper]], grad_scale: float, pool: Pool | None) -> None:
+        """Run the class on segments; see `Rule.update_many`."""
+        for segment, hyper in segments:
+            self.update(segment, hyper, grad_scale, pool)
 
     def _run(
         self, hyper: GenericHyper, value: Tensor, grad: Tensor, states: Mapping[str, Tensor]

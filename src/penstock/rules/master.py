@@ -25,12 +25,16 @@ def split_master(value: Tensor) -> tuple[Tensor, Tensor]:
     Returns:
         bf16 and int16, each of the same shape; `join_master` gives back the bits of every value but a NaN's.
     """
-    bits = value.contiguous().view(torch.int32)
-    nan = torch.isnan(value)
-    # Integer addition may wrap around only for NaNs, which take the other branch; the shift keeps the low 16 bits.
-    high = torch.where(nan, bits | 0x400000, bits + 0x8000) >> 16
-    low = torch.where(nan, 0, bits)
+    high, low = _halves(value)
     return high.to(torch.int16).view(torch.bfloat16), low.to(torch.int16)
+
+
+def _halves(value: Tensor) -> tuple[Tensor, Tensor]:
+    """The bits of the parameter, and of the remainder in the low 16 of each, as int32."""
+    bits = value.contiguous().view(torch.int32)
+    # Without its low bits a NaN stays one: it is not rounded up, and its remainder is 0.
+    bits = torch.where(torch.isnan(value), (bits | 0x400000) & -0x10000, bits)
+    return (bits + 0x8000) >> 16, bits
 
 
 def join_master(param: Tensor, remainder: Tensor) -> Tensor:
@@ -44,7 +48,7 @@ def join_master(param: Tensor, remainder: Tensor) -> Tensor:
         fp32, the same shape.
     """
     high = param.contiguous().view(torch.int16).to(torch.int32) << 16
-    return (high + remainder.to(torch.int32)).view(torch.float32)
+    return (high + remainder).view(torch.float32)
 
 
 def read_master(param: Tensor, master: Tensor | None) -> Tensor:
@@ -61,8 +65,8 @@ def write_master(param: Tensor, master: Tensor | None, value: Tensor) -> None:
     if master is None:
         param.copy_(value)
     elif master.dtype == torch.int16:
-        high, low = split_master(value)
-        param.copy_(high)
+        high, low = _halves(value)  # copying keeps the low 16 bits of each
+        param.view(torch.int16).copy_(high)
         master.copy_(low)
     else:
         master.copy_(value)

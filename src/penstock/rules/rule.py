@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -161,3 +161,6 @@ class Rule(Protocol):
             grad_scale: the gradient is `float(grad) * grad_scale`: unscaling, averaging and clipping in one factor.
             pool: the threads to use on host memory; None is the calling thread alone.
         """
+
+    def update_many(self, segments: Iterable[tuple[Segment, Hyper]], grad_scale: float, pool: Pool | None) -> None:
+        """Apply the rule to segments of one device, each with its scalars, as `update` does to each of them."""

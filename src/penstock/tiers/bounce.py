@@ -17,7 +17,20 @@ import torch
 from torch import Tensor
 
 from penstock.machine.arena import Arena
-from penstock.machine.streams import DONE, DOWNLOAD, FETCH, READ, UPLOAD, WRITE, Event, Streams, all_of, copy
+from penstock.machine.streams import (
+    DONE,
+    DOWNLOAD,
+    FETCH,
+    READ,
+    UPLOAD,
+    WRITE,
+    Event,
+    Streams,
+    Work,
+    across,
+    all_of,
+    copy,
+)
 
 RINGS = (READ, FETCH)  # gathers do not wait for updates, which are submitted all at once
 SLOTS = 4  # of each ring: for either direction, one buffer is filled while another is emptied
@@ -56,7 +69,7 @@ class Bounce:
         Arguments:
             streams: of the device.
             target: on the device.
-            source: as many values; those of another dtype are cast on arrival.
+            source: as many values; those of another dtype are cast on the host.
             after: the source is complete, the target free.
             reader: the stream that reads the source, one of `RINGS`.
             what: what for, in traces.
@@ -71,7 +84,7 @@ class Bounce:
         Arguments:
             streams: of the device.
             target: in host memory.
-            source: as many values; those of another dtype are cast on arrival.
+            source: as many values; those of another dtype are cast on the host.
             after: the source is complete, the target free.
             reader: whose buffers are used, one of `RINGS`.
             what: what for, in traces.
@@ -90,30 +103,33 @@ class Bounce:
     ) -> Event:
         """Tile by tile into a buffer of a ring on the first stream, and out of it on the second."""
         into, out_of = stages
+        up = out_of == UPLOAD
         ready, copied = all_of(after), []
         with self._lock:
-            for there, here, slot, held in self._tiles(reader, target, source):
+            for there, here, slot, held in self._tiles(reader, target, source, (target if up else source).dtype):
                 nbytes = held.numel() * held.element_size()
+                enter: Work = partial(copy, held, here) if up else across(held, here)
+                leave: Work = across(there, held) if up else partial(copy, there, held)
                 landed = streams.submit(
                     into,
-                    partial(copy, held, here),
+                    enter,
                     after=(ready, slot.free),
                     writes=(held,),
                     nbytes=nbytes,
                     what=what,
                 )
-                slot.free = streams.submit(
-                    out_of, partial(copy, there, held), after=(landed,), writes=(there,), nbytes=nbytes, what=what
-                )
+                slot.free = streams.submit(out_of, leave, after=(landed,), writes=(there,), nbytes=nbytes, what=what)
                 copied.append(slot.free)
         return all_of(copied)
 
-    def _tiles(self, reader: str, target: Tensor, source: Tensor) -> Iterator[tuple[Tensor, Tensor, _Slot, Tensor]]:
-        """Parts of both, each with the next slot and its buffer as values of the source's dtype."""
-        ring, itemsize = self._rings[reader], source.element_size()
-        numel = ring[0].buffer.numel() // itemsize
+    def _tiles(
+        self, reader: str, target: Tensor, source: Tensor, dtype: torch.dtype
+    ) -> Iterator[tuple[Tensor, Tensor, _Slot, Tensor]]:
+        """Parts of both, each with the next slot and its buffer as values of the device's dtype."""
+        ring = self._rings[reader]
+        numel = ring[0].buffer.numel() // dtype.itemsize
         for start in range(0, source.numel(), numel):
             slot = ring.popleft()
             ring.append(slot)
             here = source[start : start + numel]
-            yield target[start : start + numel], here, slot, slot.buffer[: here.numel() * itemsize].view(source.dtype)
+            yield target[start : start + numel], here, slot, slot.buffer[: here.numel() * dtype.itemsize].view(dtype)

@@ -147,6 +147,11 @@ class MemorySection(Section):
         self.tensors = tuple(tensors)
         self._bounce = bounce
 
+    def cut(self, start: int, plan: SectionPlan) -> "MemorySection":
+        """Some values of its only kind, from `start` on, as a section of their own over the same memory."""
+        (memory,) = self.tensors
+        return MemorySection(plan, [memory[start : start + plan.numel]], self._bounce)
+
     @property
     def bounce(self) -> Bounce | None:
         """What copies between the tensors and the device pass; asked for by those alone, since it may be taken then."""

@@ -86,6 +86,15 @@ class HostTier(TierMemory):
         """The buffers that pageable values pass."""
         return [] if self._bounce is None else [self._bounce[:2]]
 
+    def pinnable(self, nbytes: int) -> int:
+        """How many of some bytes the budget has room for. If not all, the rings that others pass are pinned before."""
+        if self._budget is None:
+            return nbytes
+        rings = bounce_bytes(self._tile_bytes) if self._bounce is None else 0
+        if not self._fits(nbytes + rings):
+            self.bounce()
+        return max(0, min(nbytes, self._budget - self.pinned_bytes))
+
     def close(self) -> None:
         """Give them back."""
         if self._bounce is not None:

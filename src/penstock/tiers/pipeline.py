@@ -7,13 +7,14 @@ While tile i is used, tile i+1 is brought and tile i-1 is put back:
     WRITE                      | write 0 | write 1 | ...
 
 Everything is submitted ahead; the slots of a ring bound how far it runs. A slot is used again once what used it last is
-over, so no buffer is ever larger than a tile. Until then, whoever wants the record that it still holds takes it from
-there instead of reading it.
+over, so no buffer is ever larger than a tile, or than the stretch of tiles that a device takes at once. Until then,
+whoever wants the record that it still holds takes it from there instead of reading it.
 """
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from typing import NamedTuple
 
 from torch import Tensor
 
@@ -25,8 +26,8 @@ from penstock.machine.streams import (
     WRITE,
     Event,
     Streams,
+    across,
     all_of,
-    copy,
 )
 from penstock.tiers.bounce import Bounce
 from penstock.tiers.home import Home, MemorySection, Section, Views
@@ -48,6 +49,18 @@ class Tile:
         Returns the event after which it is in the homes that are memory; `Records.settled` tells of the others.
         """
         return self._put_back(used)
+
+
+class Stretch(NamedTuple):
+    """Neighbouring tiles, each home's in one piece.
+
+    Attributes:
+        tiles: how many.
+        in_place: nothing of them has to be brought.
+    """
+
+    tiles: int
+    in_place: bool
 
 
 @dataclass
@@ -73,8 +86,24 @@ class Pipeline:
         self._ring = ring
         self._beside = beside
 
+    def stretch(self, number: int, homes: Mapping[str, Home]) -> Stretch:
+        """The tiles from this one on that are brought, or used where they rest, at once."""
+        places = [tile_of(home, number) for home in homes.values()]
+        count = min(section.tiles - local for section, local in places)
+        far = [section for section, _ in places if not self._reaches(section)]
+        if any(isinstance(section, Records) for section in far):
+            return Stretch(1, in_place=False)  # a record holds one tile
+        return Stretch(min(count, self._ring.tiles) if far else count, in_place=not far)
+
     def bring(
-        self, number: int, homes: Mapping[str, Home], *, after: Event, written: Sequence[str] = (), what: str = ""
+        self,
+        number: int,
+        homes: Mapping[str, Home],
+        *,
+        after: Event,
+        written: Sequence[str] = (),
+        what: str = "",
+        count: int = 1,
     ) -> Tile:
         """Make a tile's values available where the update runs.
 
@@ -84,6 +113,7 @@ class Pipeline:
             after: what is in the homes is complete.
             written: homes that the use writes, and that have to be put back.
             what: what for, in traces: `update unit tile`.
+            count: so many tiles at once: no more than `stretch` says.
         """
         sections = {name: tile_of(home, number) for name, home in homes.items()}
         far = any(not self._reaches(section) for section, _ in sections.values())
@@ -93,11 +123,16 @@ class Pipeline:
         for name, (section, local) in sections.items():
             if self._reaches(section):
                 assert isinstance(section, MemorySection)
-                views[name] = section.views(*section.tile_range(local))
+                views[name] = section.views(*_range(section, local, count))
                 continue
             assert slot is not None
-            move = self._from_file if isinstance(section, Records) else self._from_memory
-            views[name] = move(name, section, local, slot, after, moves, back=name in written)
+            back = name in written
+            if isinstance(section, Records):
+                assert count == 1, "a record is one tile"
+                views[name] = self._from_file(name, section, local, slot, after, moves, back=back)
+            else:
+                extent = _range(section, local, count)
+                views[name] = self._from_memory(name, section, extent, slot, after, moves, back=back)
 
         def put_back(used: Event) -> Event:
             home_again = all_of([used, *(back(used) for back in moves.to_memory)])
@@ -120,13 +155,20 @@ class Pipeline:
         return not section.plan.cells or in_reach(section.tier, self._beside, self._streams)
 
     def _from_memory(
-        self, name: str, section: Section, number: int, slot: Slot, after: Event, moves: _Moves, *, back: bool
+        self,
+        name: str,
+        section: Section,
+        extent: tuple[int, int],
+        slot: Slot,
+        after: Event,
+        moves: _Moves,
+        *,
+        back: bool,
     ) -> Views:
         """Between host and device memory: a copy each way."""
         assert isinstance(section, MemorySection)
         there, return_ = (UPLOAD, DOWNLOAD) if self._beside is Tier.DEVICE else (DOWNLOAD, UPLOAD)
-        start, stop = section.tile_range(number)
-        sources = section.views(start, stop)
+        sources = section.views(*extent)
         targets = _views_like(sources, slot.near[name])
         for source, target in zip(sources, targets, strict=True):
             event = self._copy(there, target, source, (after, slot.free), moves.what, section.bounce)
@@ -195,7 +237,7 @@ class Pipeline:
         if bounce is not None:
             through = bounce.upload if stream == UPLOAD else bounce.download
             return through(self._streams, target, source, after, reader=FETCH, what=what)
-        nbytes, work = source.numel() * source.element_size(), partial(copy, target, source)
+        nbytes, work = source.numel() * source.element_size(), across(target, source)
         return self._streams.submit(stream, work, after=after, writes=(target,), nbytes=nbytes, what=what)
 
 
@@ -203,6 +245,11 @@ def tile_of(home: Home, number: int) -> tuple[Section, int]:
     """The section that a tile of the shard is in, and its number there."""
     section = home.section_at(number * home.sections[0].tile_numel)
     return section, number - section.plan.start // section.tile_numel
+
+
+def _range(section: Section, number: int, count: int) -> tuple[int, int]:
+    """The first element of some neighbouring tiles of a section, and one past their last."""
+    return section.tile_range(number)[0], section.tile_range(number + count - 1)[1]
 
 
 def in_reach(tier: Tier, of: Tier, streams: Streams) -> bool:

@@ -110,6 +110,14 @@ class Records(Section):
         start, stop = self.tile_range(number)
         return self._layout.views(buffer, stop - start)
 
+    def cut(self, number: int, start: int, plan: SectionPlan) -> "Records":
+        """Another section, with records of its own from a byte of a tile's record on; this one keeps nothing there."""
+        places, place = [], self._places[number]
+        for nbytes in record_sizes(plan):
+            places.append(Place(place.file, place.offset + start, nbytes))
+            start += nbytes
+        return Records(plan, places, checksums=self._checksums)
+
     def read(self, number: int, buffer: Tensor) -> Transfer | None:
         """Start to read a tile's record into the front of a page-aligned buffer of bytes.
 

@@ -1,4 +1,4 @@
-"""Buffers of one tile each, used in turn."""
+"""Buffers of a tile each, or of a stretch of tiles, used in turn."""
 
 import contextlib
 from collections import deque
@@ -13,7 +13,7 @@ from penstock.tiers.records import Kept, Records
 
 @dataclass(eq=False)
 class Slot:
-    """Buffers of bytes for one tile.
+    """Buffers of bytes for one tile, or for a stretch.
 
     Attributes:
         near: by home, where the tile is used.
@@ -46,10 +46,14 @@ class Ring:
 
     Arguments:
         before_use: called when a slot is wanted and there is none: it fills the ring.
+
+    Attributes:
+        tiles: that a slot holds.
     """
 
     def __init__(self, before_use: Callable[[], None] = lambda: None) -> None:
         self._before_use = before_use
+        self.tiles = 1
         self._slots: deque[Slot] = deque()
 
     def fill(self, slots: Sequence[Slot]) -> None:

@@ -44,5 +44,9 @@ class TierMemory(ABC):
         """Buffers that the tier keeps for itself, for the table to count."""
         return ()
 
+    def pinnable(self, nbytes: int) -> int:
+        """How many of some bytes can still be pinned, as far as the tier knows."""
+        return nbytes
+
     def close(self) -> None:  # noqa: B027 - most tiers have nothing beside their slabs
         """Give back what is not a slab."""

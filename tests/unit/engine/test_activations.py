@@ -1,6 +1,8 @@
 """`Placement(activations=...)`: saved tensors leave the device in forward and are back when backward wants them."""
 
 import gc
+import random
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,9 +15,12 @@ from torch.utils.checkpoint import checkpoint
 import penstock
 from penstock.engine import activations
 from penstock.errors import ConfigError
+from penstock.machine.arena import _Memory
 from penstock.machine.simulated import SimulatedStreams
-from penstock.machine.streams import DOWNLOAD, Streams
-from tests.support import inline, prepare_on, separate, simulated
+from penstock.machine.streams import DOWNLOAD, UPLOAD, Event, Streams, Work
+from penstock.tiers import cuts
+from tests.accounts import assert_table_agrees
+from tests.support import inline, pinning_on_cpu, prepare_on, separate, simulated
 
 WIDTH, ROWS, BLOCKS = 64, 32, 4
 
@@ -47,6 +52,7 @@ class Net(nn.Module):
 @pytest.fixture(autouse=True)
 def small_ones_count(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(activations, "LEAST_BYTES", 1024)
+    monkeypatch.setattr(cuts, "STEP_BYTES", 0)  # as many slabs as there can be
 
 
 def prepared(streams: Streams, tier: str | None, disk: Path, reentrant: bool | None) -> tuple[Net, penstock.Optimizer]:
@@ -58,9 +64,9 @@ def prepared(streams: Streams, tier: str | None, disk: Path, reentrant: bool | N
     return model, prepare_on(streams, model, stock, precision="fp32", placement=placement, options=options)
 
 
-def loss_of(model: Net, seed: int) -> Tensor:
+def loss_of(model: Net, seed: int, rows: int = ROWS) -> Tensor:
     return (
-        model(torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(seed)).requires_grad_()).square().mean()
+        model(torch.randn(rows, WIDTH, generator=torch.Generator().manual_seed(seed)).requires_grad_()).square().mean()
     )
 
 
@@ -258,3 +264,165 @@ def test_an_interrupted_forward_leaves_no_hooks(goes_on: str, tmp_path: Path) ->
         optimizer.step()
     optimizer.close()
     assert hooks_on_this_thread() is None
+
+
+LONGEST = 96
+
+
+def bytes_of_lengths(streams: Streams, tier: str, disk: Path, lengths: list[int]) -> int:
+    """What the tier holds after steps with batches of these lengths."""
+    model, optimizer = prepared(streams, tier, disk, None)
+    for step, rows in enumerate(lengths):
+        optimizer.backward(loss_of(model, step, rows))
+        optimizer.step()
+        optimizer.zero_grad()
+    held = saved_bytes(optimizer, tier)
+    optimizer.synchronize()
+    assert_table_agrees(optimizer, disk)
+    assert held == optimizer._engine.hooks._activations._cuts.capacity
+    optimizer.close()
+    return held
+
+
+@pytest.mark.parametrize("tier", ["cpu", "nvme"])
+def test_after_lengths_that_change_there_is_what_the_longest_needs(
+    tier: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(activations, "AHEAD_BYTES", 16 << 10)  # what is leaving still counts
+    longest = bytes_of_lengths(simulated(most_seconds=0.0005), tier, tmp_path, [LONGEST] * 2)
+    draw = random.Random(5)
+    lengths = [draw.randint(8, LONGEST) for _ in range(48)]
+    changing = bytes_of_lengths(simulated(most_seconds=0.0005), tier, tmp_path, [*lengths[:24], LONGEST, *lengths[24:]])
+    assert changing <= longest * 1.125 + (16 << 10)
+
+
+def test_memory_is_pinned_in_a_few_steps_within_its_budget_and_all_of_it_goes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not for each tensor or size. What the budget has no room for is pageable; no bit depends on it."""
+    monkeypatch.setattr(cuts, "STEP_BYTES", 256 << 10)
+    monkeypatch.setattr(cuts, "FIRST_BYTES", 32 << 10)
+    monkeypatch.setattr(cuts, "LEAST_PINNED", 4 << 10)
+    pinned = pinning_on_cpu(monkeypatch)
+    reserved: list[int] = []
+    found, budgets = [], (None, 200 << 10, 0)
+    for budget in budgets:
+        torch.manual_seed(0)
+        model = Net(None)
+        placement = penstock.Placement(params="device", activations="cpu")
+        options = penstock.Options(tile_bytes=4096, pinned_bytes=None if budget is None else budget + (32 << 10))
+        stock = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        optimizer = prepare_on(
+            simulated(), model, stock, precision="fp32", placement=placement, options=options, overlap="none"
+        )
+        store = optimizer._engine.store
+        reserve = store.reserve
+        monkeypatch.setattr(store, "reserve", lambda *a, r=reserve, **k: reserved.append(1) or r(*a, **k))
+        reserved.clear()
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            for step, rows in enumerate([9, 33, 60, LONGEST, 17, 50, 90, 41]):
+                optimizer.backward(loss_of(model, step, rows))
+                optimizer.step()
+                optimizer.zero_grad()
+        rows_ = [row for row in optimizer.locations().rows if row.kind == "activation"]
+        assert len(reserved) == len(rows_) <= 7
+        if budget is None:
+            assert all(row.pinned for row in rows_)
+        else:
+            assert sum(pinned.values()) <= options.pinned_bytes
+            assert any(row.pinned for row in rows_) == (budget > 0)
+            assert not all(row.pinned for row in rows_)
+            assert "are not pinned (activation" in str(said[0].message)
+        found.append([optimizer.full_param(p).tolist() for p in model.parameters()])
+        optimizer.close()
+        assert pinned == {}
+    assert found[0] == found[1] == found[2]
+
+
+@pytest.mark.parametrize("tier", ["cpu", "nvme"])
+def test_memory_of_activations_goes_with_an_offload_and_with_close(tier: str, tmp_path: Path) -> None:
+
+    def maps() -> int:
+        gc.collect()
+        return sum(issubclass(type(each), _Memory) for each in gc.get_objects())
+
+    expected = run(inline(), None, tmp_path, None)
+    others = maps()
+    model, optimizer = prepared(simulated(), tier, tmp_path, None)
+    found: list[Any] = []
+    for step in range(3):
+        losses = [loss_of(model, 2 * step), loss_of(model, 2 * step + 1)]
+        found += [loss.item() for loss in losses]
+        if step == 1:
+            before = saved_bytes(optimizer, tier)
+            optimizer.offload_states({"optimizer"})  # what is needed for a backward stays
+            assert saved_bytes(optimizer, tier) == before > 0
+        for loss in losses:
+            optimizer.backward(loss)
+        found.append(optimizer.step().grad_norm)
+        optimizer.zero_grad()
+        del loss, losses
+        optimizer.offload_states({"optimizer"})
+        assert saved_bytes(optimizer, tier) == 0
+    found += [optimizer.full_param(p).tolist() for p in model.parameters()]
+    assert found == expected
+    optimizer.backward(loss_of(model, 0))
+    optimizer.close(keep_params=False)
+    assert maps() <= others
+    assert not list(tmp_path.iterdir())
+
+
+class Noting(SimulatedStreams):
+    """Notes when copies of activations begin and end; those up are late."""
+
+    def __init__(self) -> None:
+        super().__init__(lambda stream, nbytes: 0.02 if stream == UPLOAD else 0.0)
+        self.notes: list[tuple[str, str, int]] = []
+
+    def submit(self, stream: str, work: Work, *, what: str = "", **rest: Any) -> Event:
+        if "activation" not in what:
+            return super().submit(stream, work, what=what, **rest)
+        target, source = work.args  # of a copy
+        home = (target if stream == DOWNLOAD else source).data_ptr()
+
+        def noted() -> Any:
+            self.notes.append(("begins", stream, home))
+            done = work()
+            self.notes.append(("ends", stream, home))
+            return done
+
+        self.notes.append(("submitted", stream, home))
+        return super().submit(stream, noted, what=what, **rest)
+
+
+def test_a_home_is_written_again_only_when_what_reads_it_is_over() -> None:
+    """Those that came back ahead of a backward that fails are read late, when the next forward takes their homes."""
+    model = Net(None)
+    stock = torch.optim.SGD(model.parameters(), lr=0.1)
+    placement = penstock.Placement(activations="cpu")  # nothing else goes up, which would be waited for
+    optimizer = prepare_on(Noting(), model, stock, precision="fp32", placement=placement)
+    streams = optimizer._engine.streams
+
+    def fail(grad: Tensor) -> None:
+        raise KeyError("no")
+
+    handle = model.blocks[2].register_forward_hook(lambda _module, _inputs, made: made.register_hook(fail) and None)
+    loss = loss_of(model, 0)
+    handle.remove()
+    with pytest.raises(KeyError):
+        optimizer.backward(loss)
+    del loss
+    optimizer.zero_grad()
+    gc.collect()
+    reading = {home for what, stream, home in streams.notes if (what, stream) == ("submitted", UPLOAD)}
+    reading -= {home for what, stream, home in streams.notes if (what, stream) == ("ends", UPLOAD)}
+    assert reading, "some are on their way"
+    before = len(streams.notes)
+    optimizer.backward(loss_of(model, 0))
+    after = streams.notes[before:]
+    again = [home for home in reading if ("begins", DOWNLOAD, home) in after]
+    assert again, "their homes are taken all the same"
+    for home in again:
+        assert after.index(("ends", UPLOAD, home)) < after.index(("begins", DOWNLOAD, home))
+    optimizer.close()

@@ -75,7 +75,7 @@ def test_the_report_is_bytes_per_parameter_on_each_tier(precision: str, master: 
         if not reach and params != optimizer_tier:  # the update writes beside its state, and publishes
             cell = "master", optimizer_tier
             expected[cell] = expected.get(cell, 0) + expected["param", params]
-        staging = 0 if reach else 4096 * ((grads == "cpu") + 2 * (grads != optimizer_tier))
+        staging = 0 if reach else 4096 * (2 * (grads == "cpu") + 2 * (grads != optimizer_tier))  # two slots a ring
         report = optimizer.locations()
         found: dict[tuple[str, str], int] = {}
         for row in report.rows:

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 import penstock
+from penstock.engine import staging
 from penstock.engine.sharing import MEASURED_STEPS, WARM_UP_STEPS, Sharing
 from penstock.engine.update import Run, TileUpdate
 from penstock.errors import ConfigError
@@ -96,12 +97,12 @@ BLOCK_BYTES = {UPDATE: 26 * NUMEL, UPLOAD: 14 * NUMEL, DOWNLOAD: 12 * NUMEL}  # 
 
 
 def prepared(
-    streams: Streams, share: object, optimizer_tier: str = "cpu", disk: Path | None = None
+    streams: Streams, share: object, optimizer_tier: str = "cpu", disk: Path | None = None, **rest: int
 ) -> tuple[nn.Module, penstock.Optimizer]:
     model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(BLOCKS)))
     stock = torch.optim.AdamW(model.parameters(), lr=1e-3)
     placement = penstock.Placement(grads="cpu", params="cpu", optimizer=optimizer_tier, nvme_path=disk)  # type: ignore[arg-type]
-    options = penstock.Options(streamed_updates=share)  # type: ignore[arg-type]
+    options = penstock.Options(streamed_updates=share, **rest)  # type: ignore[arg-type]
     return model, prepare_on(streams, model, stock, placement=placement, overlap="none", options=options)
 
 
@@ -165,4 +166,51 @@ def test_nothing_is_taken_where_the_device_is_a_cpu() -> None:
     options = penstock.Options(streamed_updates="auto")
     optimizer = penstock.prepare(model, stock, placement=penstock.Placement(optimizer="cpu"), options=options)
     assert optimizer.locations().bytes(kind=STAGING) == 0
+    optimizer.close()
+
+
+# Tiles that the device takes at once.
+
+
+def stretched(share: float, count: int, at_once: int, beside: Tier = Tier.CPU) -> str:
+    divided = Sharing(share, separate(), lambda _: at_once).divide(tiles(count, beside))
+    assert [tile.number for tile in divided] == [sum(t.count for t in divided[:k]) for k in range(len(divided))]
+    return "".join(f"D{tile.count}" if tile.streamed else "h" * tile.count for tile in divided)
+
+
+@pytest.mark.parametrize(
+    ("share", "expected"),
+    [(0.0, "h" * 16), (0.25, "hhhhhhhhhhhhD4"), (0.5, "hhhhD4hhhhD4"), (0.75, "hhhhD4D4D4"), (1.0, "D4D4D4D4")],
+)
+def test_stretches_are_mixed_evenly_and_are_one_update_of_the_device(share: float, expected: str) -> None:
+    assert stretched(share, 16, 4) == expected
+
+
+def test_a_stretch_ends_where_the_device_takes_no_more_and_a_rest_is_shorter() -> None:
+    assert stretched(1.0, 10, 4) == "D4D4D2"
+    assert stretched(0.5, 8, 1) == "hD1hD1hD1hD1"
+    assert stretched(1.0, 8, 4, Tier.DEVICE) == "h" * 8, "the device's own"
+
+
+def test_a_stretch_of_neighbours_has_their_runs_joined_where_they_meet() -> None:
+    (whole,) = Sharing(1.0, separate(), lambda _: 3).divide(
+        [
+            TileUpdate(None, number, Tier.CPU, [Run(100 * number, 100 * number + 100, hyper)], 1.0, DONE)  # type: ignore[arg-type]
+            for number, hyper in enumerate("aab")
+        ]
+    )
+    assert [(run.start, run.stop, run.hyper) for run in whole.runs] == [(0, 200, "a"), (200, 300, "b")]
+
+
+@pytest.mark.parametrize(("ring_bytes", "tiles_at_once"), [(1 << 30, 4), (3 * 2 * 14 * 2048, 2), (0, 1)])
+def test_the_ring_holds_stretches_as_far_as_its_memory_goes(
+    ring_bytes: int, tiles_at_once: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of 16 tiles a quarter at once, where no more than four stretches are asked for. What the plan says is taken."""
+    monkeypatch.setattr(staging, "LEAST_STRETCHES", 4)
+    monkeypatch.setattr(staging, "STRETCH_RING_BYTES", ring_bytes)
+    model, optimizer = prepared(separate(), 1.0, tile_bytes=4096)
+    tile = 2048 * (2 + 2 + 2 + 8)
+    assert optimizer.locations().bytes(kind=STAGING, tier="device") == 3 * tiles_at_once * tile
+    step_seconds(model, optimizer)
     optimizer.close()

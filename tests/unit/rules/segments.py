@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import product
 from typing import Any
 
 import torch
@@ -43,6 +44,27 @@ RULES: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
 }
 
 
+#: Of rules, storages and formats those that tell most, where a row takes long: each kernel, each dtype of parameter and
+#: master and each format of states once. The first one is what most people use.
+TELLING = [
+    ("adamw", STORAGES[2], FORMATS[0]),
+    ("lion", STORAGES[1], FORMATS[3]),
+    ("adamw", STORAGES[0], FORMATS[4]),
+    ("adam-l2", STORAGES[3], FORMATS[2]),
+    ("amsgrad", STORAGES[4], FORMATS[0]),
+    ("sgd", STORAGES[1], FORMATS[1]),
+    ("sgd-momentum", STORAGES[2], FORMATS[4]),
+    ("sgd-nesterov", STORAGES[0], FORMATS[2]),
+    ("adagrad", STORAGES[4], FORMATS[3]),
+]
+
+
+def telling_first() -> Iterator[tuple[tuple[str, tuple[Any, Any], StateFormat], bool]]:
+    """All rows of the table, and whether they are of the telling ones, which come first."""
+    yield from ((row, True) for row in TELLING)
+    yield from ((row, False) for row in product(RULES, STORAGES, FORMATS) if row not in TELLING)
+
+
 def rule_and_hyper(name: str, format_: StateFormat = FORMATS[0], step: int = 3) -> tuple[Fused, FusedHyper]:
     cls, options = RULES[name]
     optimizer = cls([torch.zeros(1)], lr=1e-2, **options)
@@ -78,6 +100,18 @@ def copy_of(segment: Segment) -> Segment:
         master=clone(segment.master),
         states=tuple(map(clone, segment.states)),
         scales=tuple(map(clone, segment.scales)),
+    )
+
+
+def copy_to(segment: Segment, device: torch.device) -> Segment:
+    """The same in the memory of a device, the gradient as well."""
+    return replace(
+        segment,
+        param=segment.param.to(device, copy=True),
+        grad=segment.grad.to(device, copy=True),
+        master=None if segment.master is None else segment.master.to(device, copy=True),
+        states=tuple(state.to(device, copy=True) for state in segment.states),
+        scales=tuple(None if scale is None else scale.to(device, copy=True) for scale in segment.scales),
     )
 
 

@@ -99,7 +99,7 @@ def test_an_update_is_compiled_for_any_device_that_has_a_compiler(monkeypatch: p
     segment = make(rule, *random_inputs(300), (torch.float32, None), torch.float32)
     update = DeviceUpdate()
     for _ in range(2):
-        update(rule, segment, hyper, 1.0, fail)
+        update(rule, [(segment, hyper)], 1.0, fail)
     assert asked == [torch.device("cpu")], "asked once"
 
 

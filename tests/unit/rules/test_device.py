@@ -9,7 +9,7 @@ from torch import Tensor
 
 from penstock.rules import StateFormat
 from penstock.rules.device import DeviceUpdate, compile_pass, one_pass
-from penstock.rules.fused import update_reference
+from penstock.rules.fused import update_in_torch, update_reference
 from tests.unit.rules.segments import (
     FORMATS,
     RULES,
@@ -37,7 +37,7 @@ def test_one_pass_is_near_the_native_update(name: str, storage: tuple[Any, Any],
     native = make(rule, *random_inputs(2000), storage, torch.bfloat16)
     device = copy_of(native)
     rule.update(native, hyper, 0.7, None)
-    DeviceUpdate(one_pass)(rule, device, hyper, 0.7, update_reference)
+    DeviceUpdate(one_pass)(rule, [(device, hyper)], 0.7, update_in_torch)
     assert_near(device, native, rule, hyper)
 
 
@@ -56,8 +56,8 @@ def test_one_graph_serves_every_step(name: str, format_: StateFormat, assert_sam
         rule, hyper = rule_and_hyper(name, format_, step=step)
         plain = make(rule, *random_inputs(numel), (torch.bfloat16, torch.int16), torch.bfloat16)
         traced = copy_of(plain)
-        DeviceUpdate(one_pass)(rule, plain, hyper, 0.1 * step, update_reference)
-        compiled(rule, traced, hyper, 0.1 * step, update_reference)
+        DeviceUpdate(one_pass)(rule, [(plain, hyper)], 0.1 * step, update_in_torch)
+        compiled(rule, [(traced, hyper)], 0.1 * step, update_in_torch)
         for (_, a), (_, b) in zip(parts(traced), parts(plain), strict=True):
             assert_same_bits(a, b)
     assert len(graphs) <= 2
@@ -75,7 +75,7 @@ def test_many_rules_in_one_process_are_all_compiled(recwarn: pytest.WarningsReco
     for name, format_ in cases:
         rule, hyper = rule_and_hyper(name, format_)
         segment = make(rule, *random_inputs(512), (torch.bfloat16, torch.int16), torch.bfloat16)
-        DeviceUpdate(compile_pass(backend))(rule, segment, hyper, 0.7, update_reference)
+        DeviceUpdate(compile_pass(backend))(rule, [(segment, hyper)], 0.7, update_in_torch)
     assert len(graphs) == len(cases) > torch._dynamo.config.recompile_limit
     assert not [w for w in recwarn if "torch.compile failed" in str(w.message)]
 
@@ -89,8 +89,8 @@ def test_a_compiler_that_fails_is_said_once_and_the_reference_runs(assert_same_b
     actual = copy_of(expected)
     update = DeviceUpdate(broken)
     with pytest.warns(UserWarning, match=r"torch\.compile failed for the update on cpu \(RuntimeError: no compiler\)"):
-        update(rule, actual, hyper, 1.0, update_reference)
-    update(rule, actual, hyper, 1.0, update_reference)
+        update(rule, [(actual, hyper)], 1.0, update_in_torch)
+    update(rule, [(actual, hyper)], 1.0, update_in_torch)
     for _ in range(2):
         update_reference(rule, expected, hyper, 1.0)
     assert_same_bits(actual.param, expected.param)
@@ -100,6 +100,6 @@ def test_without_a_compiler_the_reference_runs(assert_same_bits: Check) -> None:
     rule, hyper = rule_and_hyper("lion")
     expected = make(rule, *random_inputs(300), (torch.float32, None), torch.float32)
     actual = copy_of(expected)
-    rule.on_device(rule, actual, hyper, 1.0, update_reference)
+    rule.on_device(rule, [(actual, hyper)], 1.0, update_in_torch)
     update_reference(rule, expected, hyper, 1.0)
     assert_same_bits(actual.param, expected.param)

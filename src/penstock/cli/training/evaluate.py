@@ -6,6 +6,7 @@ from torch import nn
 from penstock.cli.training.batches import eval_batches
 from penstock.cli.training.config import TrainConfig
 from penstock.cli.training.corpus import Tokens
+from penstock.cli.training.feeding import to_device
 from penstock.cli.training.ranks import Ranks
 
 
@@ -22,14 +23,16 @@ def held_out_loss(model: nn.Module, held_out: Tokens, config: TrainConfig, ranks
         rank=ranks.rank,
         world_size=ranks.world_size,
     )
-    sum_and_count = torch.zeros(2, device=ranks.device)
+    loss_sum, count = torch.zeros((), device=ranks.device), 0
     model.eval()
     with torch.no_grad():
         for sequences, counts in batches:
-            ids = torch.from_numpy(sequences).to(ranks.device)
+            ids = to_device(sequences, ranks.device)
             loss = model(input_ids=ids, labels=ids, use_cache=False).loss
             if counts:
-                sum_and_count += torch.stack([loss.float() * len(ids), loss.new_tensor(len(ids), dtype=torch.float32)])
+                loss_sum += loss.float() * len(ids)
+                count += len(ids)
     model.train()
-    loss_sum, count = ranks.sum(sum_and_count).tolist()
-    return float(loss_sum / count)
+    # Until here nothing has waited for the device. A number is filled in there: to copy it the host would wait too.
+    total, number = ranks.sum(torch.stack([loss_sum, torch.full_like(loss_sum, count)])).tolist()
+    return float(total / number)

@@ -2,18 +2,19 @@
 
 import time
 from collections.abc import Iterator
-from contextlib import nullcontext
+from contextlib import closing, nullcontext
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
 
 import penstock
-from penstock.cli.training.batches import Ids, train_batches
+from penstock.cli.training.batches import train_batches
 from penstock.cli.training.checkpoints import Checkpoints, Position
 from penstock.cli.training.config import TrainConfig
 from penstock.cli.training.corpus import Tokens
 from penstock.cli.training.display import Display
+from penstock.cli.training.feeding import on_device
 from penstock.cli.training.interruption import interruptible
 from penstock.cli.training.metrics import Metrics
 from penstock.cli.training.progress import Progress, bytes_by_tier
@@ -43,7 +44,7 @@ def train_steps(
     """
     position = start
     scheduler = checkpoints.schedule(start)
-    batches = train_batches(
+    read = train_batches(
         tokens,
         seq_length=config.seq_length,
         batch_size=config.batch_size,
@@ -54,7 +55,7 @@ def train_steps(
     )
     window = _Window(config, ranks)
     per_step = config.batch_size * config.accumulation * ranks.world_size
-    with interruptible(ranks) as interruption:
+    with closing(on_device(read, ranks.device)) as batches, interruptible(ranks) as interruption:
         for step in range(start.step + 1, config.steps + 1):
             # 1.
             loss = _accumulate(model, optimizer, batches, config, ranks)
@@ -81,12 +82,12 @@ def train_steps(
 
 
 def _accumulate(
-    model: nn.Module, optimizer: penstock.Optimizer, batches: Iterator[Ids], config: TrainConfig, ranks: Ranks
+    model: nn.Module, optimizer: penstock.Optimizer, batches: Iterator[Tensor], config: TrainConfig, ranks: Ranks
 ) -> Tensor:
     """Add up the gradients of a step's micro-batches. Returns this rank's mean loss, on the device."""
     total = torch.zeros((), device=ranks.device)
     for micro_batch in range(1, config.accumulation + 1):
-        ids = torch.from_numpy(next(batches)).to(ranks.device)
+        ids = next(batches)
         with nullcontext() if micro_batch == config.accumulation else optimizer.no_sync():
             loss = model(input_ids=ids, labels=ids, use_cache=False).loss / config.accumulation
             optimizer.backward(loss)

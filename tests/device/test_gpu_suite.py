@@ -1,0 +1,24 @@
+"""The tests that a GPU is given first, on the strict device: what they ask of a device, this one has to pass."""
+
+from tests.gpu.conftest import device, make_streams, uncompiled  # noqa: F401 - fixtures
+from tests.gpu.test_modes import (  # noqa: F401
+    test_activations_off_the_device_change_nothing,
+    test_states_go_and_come_back,
+    test_when_updates_run_changes_nothing,
+)
+from tests.gpu.test_movement import (  # noqa: F401
+    test_gathered_parameters_follow_the_formula,
+    test_the_host_waits_for_nothing_inside_forward_and_backward,
+    test_the_watch_sees_every_thread_and_only_waits_that_wait,
+)
+from tests.gpu.test_own_stream import (  # noqa: F401
+    test_a_save_beside_training_holds_the_state_of_its_step,
+    test_streams_may_change_from_step_to_step,
+    test_the_users_own_stream_trains_the_same,
+)
+from tests.gpu.test_parity import test_no_placement_changes_a_bit  # noqa: F401
+from tests.gpu.test_pinned import (  # noqa: F401
+    test_a_save_of_device_state_passes_pinned_memory,
+    test_what_is_not_pinned_trains_the_same,
+)
+from tests.gpu.test_several_devices import test_everything_lands_on_the_device_that_was_current_in_prepare  # noqa: F401

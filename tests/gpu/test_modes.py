@@ -1,0 +1,89 @@
+"""What may be switched on and off while the result stays the same: overlap, streamed updates, moves, activations."""
+
+import pytest
+import torch
+
+import penstock
+from tests.gpu.models import EVERYTHING_ON_CPU, HYPER, assert_same, batches, build, loss_of
+from tests.support import prepare_on
+
+STEPS = 3
+OPTIMIZER_ON_CPU = penstock.Placement(grads="cpu", optimizer="cpu")
+
+
+def train(streams, device, *, between=lambda optimizer, step: None, size: int = 32, **rest) -> list[torch.Tensor]:
+    """Losses and parameters of a short run; `between` is called after each step."""
+    model = build()
+    optimizer = prepare_on(streams, model, torch.optim.AdamW(model.parameters(), **HYPER), **rest)
+    losses = []
+    for step, x in enumerate(batches(STEPS, device, size=size)):
+        loss = loss_of(model, x)
+        optimizer.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.detach())
+        between(optimizer, step)
+    parameters = [optimizer.full_param(p) for p in model.parameters()]
+    optimizer.close()
+    return [torch.stack(losses).cpu(), *parameters]
+
+
+def allocated(device: torch.device) -> int:
+    return 0 if device.type == "cpu" else torch.get_device_module(device).memory_allocated(device)
+
+
+@pytest.mark.parametrize("overlap", ["forward", "backward", "auto"])
+@pytest.mark.parametrize("placement", [EVERYTHING_ON_CPU, OPTIMIZER_ON_CPU], ids=["cpu", "optimizer"])
+def test_when_updates_run_changes_nothing(make_streams, device, placement, overlap):
+    expected = train(make_streams(), device, placement=placement, overlap="none")
+    assert_same(train(make_streams(), device, placement=placement, overlap=overlap), expected, overlap)
+
+
+@pytest.mark.slow
+def test_a_stated_share_of_streamed_updates_gives_the_same_bits_again(make_streams, device):
+    """With the compiled update, where the device has a compiler."""
+    options = penstock.Options(streamed_updates=0.5, tile_bytes=8 << 10)
+    first, second = (
+        train(make_streams(), device, placement=EVERYTHING_ON_CPU, options=options, max_grad_norm=0.5) for _ in range(2)
+    )
+    assert_same(first, second, "the second run")
+
+
+@pytest.mark.parametrize("non_blocking", [False, True], ids=["waits", "does not wait"])
+@pytest.mark.parametrize("include", [None, {"master", "optimizer"}], ids=["all", "optimizer"])
+def test_states_go_and_come_back(make_streams, device, uncompiled, include, non_blocking):
+    """Between two steps, and for one step that is trained from the host."""
+    expected = train(make_streams(), device)
+    left: list[int] = []
+
+    def move(optimizer: penstock.Optimizer, step: int) -> None:
+        if step == 0:
+            before = allocated(device)
+            optimizer.offload_states(include, non_blocking=non_blocking)
+            if not non_blocking:
+                left.append(before - allocated(device))
+                for kind in include or ("param", "grad", "master", "optimizer"):
+                    optimizer.locations().assert_on(kind, "cpu")
+        else:
+            optimizer.reload_states(non_blocking=non_blocking)
+            optimizer.synchronize()
+            optimizer.locations().assert_on("optimizer", "device")
+
+    assert_same(train(make_streams(), device, between=move), expected, "parameter")
+    if left and device.type != "cpu":
+        state_bytes = sum(p.numel() for p in build().parameters()) * (2 + 8)  # remainder and moments
+        assert left[0] >= state_bytes * 0.9, "the device has the memory back"
+
+
+def test_activations_off_the_device_change_nothing(make_streams, device, uncompiled):
+    """What blocks save is not below the least size that is taken, 64 KiB."""
+    expected = train(make_streams(), device, placement=OPTIMIZER_ON_CPU, size=512)
+    taken: list[int] = []
+
+    def look(optimizer: penstock.Optimizer, step: int) -> None:
+        taken.append(optimizer.locations().bytes(kind="activation"))
+
+    placement = penstock.Placement(grads="cpu", optimizer="cpu", activations="cpu")
+    found = train(make_streams(), device, placement=placement, size=512, between=look)
+    assert min(taken) > 0
+    assert_same(found, expected, "with activations on the host")

@@ -1,0 +1,131 @@
+"""What compute reaches where it rests is updated in stretches of tiles, all units in one call of the rule."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import penstock
+from penstock.machine.streams import Streams
+from penstock.rules import Segment
+from tests.support import inline, prepare_on, separate
+
+WIDTH, BLOCKS = 64, 3
+NUMEL = WIDTH * WIDTH
+TILE_BYTES = 4096  # a weight of 16 KiB in fp32 is 4 tiles
+
+
+def prepared(
+    streams: Streams, groups: int = 1, optimizer: Any = "device", grads: Any = "device", **options: Any
+) -> tuple[nn.Sequential, penstock.Optimizer]:
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(BLOCKS)))
+    parameters = list(model.parameters())
+    stock = torch.optim.AdamW([{"params": parameters[k::groups], "lr": 1e-2 / (k + 1)} for k in range(groups)])
+    placement = penstock.Placement(grads=grads, optimizer=optimizer)
+    given = penstock.Options(tile_bytes=TILE_BYTES, **options)
+    return model, prepare_on(streams, model, stock, precision="fp32", placement=placement, options=given)
+
+
+class Calls:
+    """The calls of the rule: of each the elements of its segments."""
+
+    def __init__(self, patch: pytest.MonkeyPatch, optimizer: penstock.Optimizer) -> None:
+        self.numels: list[list[int]] = []
+        rule = optimizer._engine.updater._rule
+        update_many = rule.update_many
+
+        def note(segments: Any, *rest: Any) -> None:
+            found: Sequence[tuple[Segment, Any]] = list(segments)
+            self.numels.append([segment.param.numel() for segment, _ in found])
+            update_many(found, *rest)
+
+        patch.setattr(type(rule), "update_many", lambda _, *given: note(*given))
+
+
+def step(model: nn.Module, optimizer: penstock.Optimizer, used: int = BLOCKS) -> None:
+    x = torch.ones(2, WIDTH)
+    for block in list(model)[:used]:  # type: ignore[call-overload]
+        x = block(x)
+    optimizer.backward(x.square().mean())
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("streams", [inline, separate])
+def test_whole_units_are_one_segment_each_and_all_of_them_one_call(
+    streams: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, optimizer = prepared(streams())
+    calls = Calls(monkeypatch, optimizer)
+    step(model, optimizer)
+    (numels,) = calls.numels
+    assert len(numels) == len(optimizer._engine.units)
+    assert sum(numels) >= BLOCKS * (NUMEL + WIDTH), "with the gaps between parameters"
+    optimizer.close()
+
+
+def test_groups_cut_segments_and_tiles_do_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, optimizer = prepared(separate(), groups=2)
+    calls = Calls(monkeypatch, optimizer)
+    step(model, optimizer)
+    (numels,) = calls.numels
+    assert numels == [NUMEL, WIDTH] * BLOCKS
+    optimizer.close()
+
+
+def test_a_parameter_without_gradient_cuts_a_segment(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, optimizer = prepared(separate())
+    model[1].bias.requires_grad_(False)
+    model[0].weight.requires_grad_(False)
+    before = [optimizer.full_param(p) for p in (model[1].bias, model[0].weight)]
+    calls = Calls(monkeypatch, optimizer)
+    step(model, optimizer)
+    assert sum(sum(numels) for numels in calls.numels) < (BLOCKS - 1) * (NUMEL + 256) + 256
+    for p, value in zip((model[1].bias, model[0].weight), before, strict=True):
+        assert torch.equal(optimizer.full_param(p), value)
+    optimizer.close()
+
+
+def test_beyond_a_cut_tiles_are_updated_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    half = {"device": 0.5, "cpu": 0.5}
+    model, optimizer = prepared(separate(), optimizer=half, grads=half)
+    calls = Calls(monkeypatch, optimizer)
+    step(model, optimizer)
+    tile = TILE_BYTES // 4
+    alone = [numels for numels in calls.numels if sum(numels) <= tile]
+    (together,) = (numels for numels in calls.numels if sum(numels) > tile)
+    assert len(alone) > 4
+    assert sum(together) == pytest.approx(sum(sum(numels) for numels in alone), abs=2 * tile)
+    assert len(together) <= len(optimizer._engine.units)
+    optimizer.close()
+
+
+def test_gradients_out_of_reach_leave_the_tile_the_grain(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They come through a ring, whose slots are tiles."""
+    model, optimizer = prepared(separate(), grads="cpu")
+    calls = Calls(monkeypatch, optimizer)
+    step(model, optimizer)
+    assert max(sum(numels) for numels in calls.numels) <= TILE_BYTES // 4
+    optimizer.close()
+
+
+def test_stretches_change_no_bit() -> None:
+    """Beside the same with everything a tile of its own, in eight bits and with random ones."""
+
+    def trained(grads: str, state_dtype: str) -> list[Tensor]:
+        model, optimizer = prepared(separate(), groups=2, grads=grads, state_dtype=state_dtype)
+        for used in (3, 2, 3):
+            step(model, optimizer, used)
+        seen = [
+            f(p)
+            for p in model.parameters()
+            for f in (optimizer.full_param, lambda p: optimizer.full_state(p, "exp_avg"))
+        ]
+        optimizer.close()
+        return seen
+
+    for state_dtype in ("fp32", "bf16", "int8"):
+        assert all(map(torch.equal, trained("device", state_dtype), trained("cpu", state_dtype)))

@@ -1,0 +1,155 @@
+"""Gradients on their way down: once, in the reduce dtype, cast and added on the host while the next tile comes."""
+
+import threading
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import penstock
+from penstock.engine.staging import MEMORY_SLOTS
+from penstock.machine.simulated import SimulatedStreams
+from penstock.machine.streams import DOWNLOAD, UPDATE, Event, Work, across, copy
+from tests.parity.rows import shares
+from tests.support import disks, inline, pinning_on_cpu, prepare_on, separate, simulated
+
+WIDTH = 96  # 2 * 96 * 97 gradients in bf16: 10 tiles of 4 KiB
+TILE_BYTES = 4096
+
+
+class InTurn(SimulatedStreams):
+    """Each tile is added only once the next one is down, or has been waited for in vain."""
+
+    def __init__(self) -> None:
+        super().__init__(lambda stream, nbytes: 0.0)
+        self.down: list[threading.Event] = []
+        self.begin(0)
+
+    def begin(self, tiles: int) -> None:
+        """So many tiles come, and nothing is waited for without."""
+        self.down = [threading.Event() for _ in range(tiles)]
+        self.coming = iter(self.down)
+        self.added = 0
+        self.waited_in_vain: list[int] = []
+
+    def submit(self, stream: str, work: Work, *, what: str = "", **rest: Any) -> Event:
+        if not (what.startswith("save") and what.endswith("grad") and stream in (DOWNLOAD, UPDATE)):
+            return super().submit(stream, work, what=what, **rest)
+        if stream == DOWNLOAD:
+            there = next(self.coming, threading.Event())
+
+            def noted() -> Any:
+                work()
+                there.set()
+
+            return super().submit(stream, noted, what=what, **rest)
+        number = self.added
+        self.added += 1
+
+        def late() -> Any:
+            if number + 1 < len(self.down) and not self.down[number + 1].wait(2):
+                self.waited_in_vain.append(number)
+            return work()
+
+        return super().submit(stream, late, what=what, **rest)
+
+
+def prepared(streams: Any, **rest: Any) -> tuple[nn.Module, penstock.Optimizer]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH))
+    stock = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    options = penstock.Options(tile_bytes=TILE_BYTES)
+    return model, prepare_on(streams, model, stock, options=options, **rest)
+
+
+def backward(model: nn.Module, optimizer: penstock.Optimizer, seed: int) -> None:
+    x = torch.randn(8, WIDTH, generator=torch.Generator().manual_seed(seed))
+    optimizer.backward(model(x).square().mean())
+
+
+def test_the_next_tile_comes_down_while_one_is_added() -> None:
+    found = []
+    for streams in (inline(), InTurn()):
+        model, optimizer = prepared(streams, placement=penstock.Placement(grads="cpu", optimizer="cpu"))
+        backward(model, optimizer, 0)
+        optimizer.synchronize()
+        if isinstance(streams, InTurn):
+            homes = [unit.trained.gradient.home for unit in optimizer._engine.units]
+            streams.begin(sum(section.tiles for home in homes for section in home.sections))
+        backward(model, optimizer, 1)
+        found.append([optimizer.full_grad(p) for p in model.parameters()])
+        if isinstance(streams, InTurn):
+            assert streams.added == len(streams.down) > 8
+            assert streams.waited_in_vain == []
+            rows = [row for row in optimizer.locations().rows if row.unit.startswith("(landing")]
+            assert [row.nbytes for row in rows] == [TILE_BYTES] * MEMORY_SLOTS
+        optimizer.close()
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+class Counting(SimulatedStreams):
+    """Counts what copies of gradients move."""
+
+    def __init__(self) -> None:
+        super().__init__(lambda stream, nbytes: 0.0)
+        self.moved: dict[str, int] = {}
+
+    def submit(self, stream: str, work: Work, *, what: str = "", nbytes: int = 0, **rest: Any) -> Event:
+        if what.startswith("save") and "grad" in what:
+            if stream == DOWNLOAD:
+                target, source = work.args
+                nbytes = target.numel() * max(target.element_size(), source.element_size())  # as torch moves them
+            self.moved[stream] = self.moved.get(stream, 0) + nbytes
+        return super().submit(stream, work, what=what, nbytes=nbytes, **rest)
+
+
+WHERE: Mapping[str, Any] = {
+    "cpu": "cpu",
+    "nvme": "nvme",
+    "cut": shares(device=0.4, cpu=0.6),
+    "cut, with files": shares(cpu=0.5, nvme=0.5),
+}
+
+
+@pytest.mark.parametrize("pinned", [True, False], ids=["pinned", "pageable"])
+@pytest.mark.parametrize("where", WHERE.values(), ids=WHERE)
+def test_gradients_summed_in_fp32_come_down_in_the_reduce_dtype(
+    where: Any, pinned: bool, monkeypatch: pytest.MonkeyPatch, recwarn: pytest.WarningsRecorder
+) -> None:
+    """Two bytes for each parameter, whatever the home holds. Cast on the device it would be four, and a temporary."""
+    where = where if isinstance(where, str) else dict(where)
+    placement = penstock.Placement(grads=where, optimizer="cpu", nvme_path=disks())
+    found = []
+    for streams in (inline(), separate(), simulated(), Counting()):
+        with monkeypatch.context() as patch:
+            if not pinned:
+                pinning_on_cpu(patch, limit=0)
+            model, optimizer = prepared(streams, placement=placement, grad_accumulation_dtype=torch.float32)
+            backward(model, optimizer, 0)
+            optimizer.synchronize()
+            if isinstance(streams, Counting):
+                homes = [unit.trained.gradient.home for unit in optimizer._engine.units]
+                away = sum(s.numel for home in homes for s in home.sections if s.tier != "device")
+                assert streams.moved[DOWNLOAD] == 2 * away
+            seen = [optimizer.full_grad(p) for p in model.parameters()]
+            assert all(grad.dtype == torch.float32 for grad in seen)
+            seen.append(torch.tensor(optimizer.step().grad_norm))
+            seen += [optimizer.full_param(p) for p in model.parameters()]
+            found.append(seen)
+            optimizer.close()
+    for other in found[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(found[0], other, strict=True))
+
+
+def test_a_copy_between_host_and_device_that_casts_is_refused_where_it_is_submitted() -> None:
+    wide, narrow = torch.zeros(4), torch.zeros(4, dtype=torch.bfloat16)
+    for target, source in ((wide, narrow), (narrow, wide)):
+        with pytest.raises(AssertionError, match="casts nothing"):
+            across(target, source)
+        copy(target, source)  # of one memory
+    far: Tensor = torch.zeros(4, device="meta")
+    with pytest.raises(AssertionError, match="casts nothing"):
+        copy(far, narrow)
+    copy(far, wide)

@@ -1,0 +1,187 @@
+"""Norms of gradients that rest on the device: taken when they are asked for, once, of all parts together."""
+
+import math
+from collections.abc import Callable
+from contextlib import nullcontext, suppress
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import penstock
+from penstock.engine import norms
+from penstock.engine.reduce import Reducer
+from penstock.errors import EngineError
+from penstock.machine.streams import Streams
+from tests.parity.rows import CORE, Arithmetic, Movement, batches, changed, loss_of, prepared, train
+from tests.support import inline, prepare_on, separate, simulated
+
+WIDTH = 16
+EVERY = [inline, separate, simulated]
+
+
+@pytest.fixture
+def late(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The cpu measures as a device does: late. How many parts were measured together, each time."""
+    counts: list[int] = []
+    init, of = Reducer.__init__, norms.squared_norms_of
+
+    def made(self: Reducer, *given: Any, **rest: Any) -> None:
+        init(self, *given, **rest)
+        self._measures_late = True
+
+    def note(values: Any) -> Any:
+        counts.extend([len(values)] if values else [])
+        return of(values)
+
+    monkeypatch.setattr(Reducer, "__init__", made)
+    monkeypatch.setattr(norms, "squared_norms_of", note)
+    return counts
+
+
+def small(streams: Streams, **rest: Any) -> tuple[nn.Sequential, penstock.Optimizer]:
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(3)))
+    stock = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    return model, prepare_on(streams, model, stock, **{"precision": "fp32", **rest})
+
+
+def loss(model: nn.Module) -> torch.Tensor:
+    return model(torch.ones(2, WIDTH)).square().mean()
+
+
+@pytest.mark.parametrize("streams", EVERY)
+@pytest.mark.parametrize("what", [*CORE[::3], Arithmetic(precision="bf16", accumulation=4, no_sync=True)], ids=changed)
+def test_norms_taken_late_have_the_same_bits(
+    what: Arithmetic, streams: Callable[[], Streams], request: pytest.FixtureRequest
+) -> None:
+    expected = train(what, Movement(), streams=inline(), steps=3)
+    counts = request.getfixturevalue("late")
+    found = train(what, Movement(), streams=streams(), steps=3)
+    assert found.norms == expected.norms
+    assert found.losses == expected.losses
+    assert counts == [len(expected.final["param"])] * 3, "once a step, whatever was accumulated"
+
+
+def test_a_gradient_is_one_operation_in_backward(late: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("penstock.engine.reduce.deposit", lambda *_, **__: pytest.fail("measured in backward"))
+    model, optimizer = small(separate())
+    optimizer.backward(loss(model))
+    assert late == []
+    assert optimizer.step().grad_norm > 0
+    assert late == [6]
+    optimizer.close()
+
+
+def test_micro_batches_are_measured_once(late: list[int]) -> None:
+    model, optimizer = small(separate())
+    for number in range(4):
+        with optimizer.no_sync() if number % 2 else nullcontext():
+            optimizer.backward(loss(model))
+    optimizer.step()
+    assert late == [6]
+    optimizer.close()
+
+
+def test_a_parameter_that_gets_two_gradients_in_a_backward_is_measured_as_their_sum(late: list[int]) -> None:
+    model, optimizer = small(separate())
+    optimizer.backward(loss(model) + loss(model))
+    twice = optimizer.step().grad_norm
+    optimizer.close()
+    model, optimizer = small(separate())
+    optimizer.backward(loss(model))
+    assert twice == pytest.approx(2 * optimizer.step().grad_norm, rel=1e-6)
+    optimizer.close()
+
+
+def test_what_was_set_by_hand_is_not_measured_again(late: list[int]) -> None:
+    model, optimizer = small(separate())
+    optimizer.backward(loss(model))
+    for p in model.parameters():
+        optimizer.set_full_grad(p, torch.zeros_like(optimizer.full_grad(p)))
+    weight = model[0].weight
+    optimizer.set_full_grad(weight, torch.full((WIDTH, WIDTH), 0.5))
+    assert optimizer.step().grad_norm == 0.5 * WIDTH
+    assert late == []
+    optimizer.close()
+
+
+def test_a_gradient_that_moves_is_measured_before(late: list[int]) -> None:
+    model, optimizer = small(separate())
+    optimizer.backward(loss(model))
+    optimizer.offload_states()
+    assert late == [6]
+    optimizer.reload_states()
+    moved = optimizer.step().grad_norm
+    assert late == [6]
+    optimizer.close()
+    model, optimizer = small(separate())
+    optimizer.backward(loss(model))
+    assert optimizer.step().grad_norm == moved
+    optimizer.close()
+
+
+def test_zero_grad_forgets_what_was_not_measured(late: list[int]) -> None:
+    model, optimizer = small(separate())
+    optimizer.backward(loss(model))
+    optimizer.zero_grad()
+    assert optimizer.step().grad_norm == 0
+    assert late == []
+    optimizer.close()
+
+
+def test_a_parameter_without_gradient_is_not_measured(late: list[int]) -> None:
+    model, optimizer = small(separate())
+    model[1].requires_grad_(False)
+    optimizer.backward(loss(model))
+    optimizer.step()
+    assert late == [4]
+    optimizer.close()
+
+
+def test_gradients_of_a_backward_that_failed_are_measured_with_the_rest(late: list[int]) -> None:
+    model, optimizer = small(separate())
+    handle = model[1].weight.register_hook(lambda grad: pytest.fail("no gradient"))
+    with pytest.raises(pytest.fail.Exception):
+        optimizer.backward(loss(model))
+    handle.remove()
+    optimizer.zero_grad()
+    optimizer.backward(loss(model))
+    norm = optimizer.step().grad_norm
+    assert late == [6]
+    optimizer.close()
+    model, optimizer = small(separate())
+    optimizer.backward(loss(model))
+    assert optimizer.step().grad_norm == norm
+    optimizer.close()
+
+
+@pytest.mark.parametrize("streams", EVERY)
+def test_a_gradient_that_is_not_finite_skips_the_step(late: list[int], streams: Callable[[], Streams]) -> None:
+    model, optimizer = small(streams())
+    optimizer.backward(loss(model) * math.inf)
+    assert optimizer.step().skipped
+    optimizer.close()
+
+
+@pytest.mark.parametrize("streams", EVERY)
+def test_updates_that_begin_in_backward_know_whether_it_is_finite(
+    late: list[int], streams: Callable[[], Streams]
+) -> None:
+    """The first gradient is, the next one is not: what was updated by then cannot be taken back."""
+    how = Movement(3, "cpu", "device", "cpu", "backward")
+    model, optimizer = prepared(Arithmetic(), how, streams())
+    optimizer.backward(loss_of(model, batches(1, 1)[0][0][0]))
+    optimizer.step()
+    optimizer.zero_grad()
+    for unit in optimizer._engine.units:
+        if unit.name == "blocks.0":
+            unit.spec.parameters[0].register_hook(lambda grad: grad * math.nan)
+    optimizer.backward(loss_of(model, batches(1, 1)[1][0][0]))
+    with pytest.raises(EngineError, match="not finite"):
+        optimizer.step()
+    homes = [unit.params for unit in optimizer._engine.units]
+    assert all(values.isfinite().all() for home in homes for section in home.sections for values in section.tensors)
+    with suppress(EngineError):
+        optimizer.close(keep_params=False)

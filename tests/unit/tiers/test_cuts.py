@@ -1,0 +1,236 @@
+"""Homes of changing sizes from a few slabs: few steps, bounded waste, and nothing is written that is still read."""
+
+import random
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from penstock.errors import MemoryBudgetError
+from penstock.kinds import Tier
+from penstock.layout import round_up
+from penstock.machine.arena import PAGE_BYTES, HostMemory
+from penstock.machine.streams import DONE, HostEvent
+from penstock.tiers import cuts as module
+from penstock.tiers.cuts import Cut, Cuts, step_bytes
+from penstock.tiers.device import DeviceTier
+from penstock.tiers.host import HostTier
+from penstock.tiers.nvme import NvmeTier
+from penstock.tiers.records import Records
+from penstock.tiers.store import Store
+
+CPU = torch.device("cpu")
+MIB = 1 << 20
+
+
+def store_with(folders: list[Path] | None = None) -> Store:
+    nvme = NvmeTier(folders or [], queue_depth=2, checksums=True)
+    return Store([DeviceTier(CPU), HostTier(CPU), nvme])
+
+
+def cuts_of(store: Store, tier: Tier = Tier.CPU, folders: int = 0) -> Cuts:
+    return Cuts(store, tier, unit="(some)", kind="activation", tile_bytes=2 * PAGE_BYTES, folders=folders)
+
+
+@pytest.fixture
+def exact(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "STEP_BYTES", 0)
+
+
+def test_steps_are_few_and_what_they_add_is_bounded() -> None:
+    """One tensor of 3 MiB after the other, up to 256 GiB."""
+    present, steps = 0, 0
+    for wanted in range(3 * MIB, 256 << 30, 3 * MIB):
+        if wanted > present:
+            step = step_bytes(present, wanted - present)
+            assert step <= max(16 * MIB, min(present, 256 * MIB), present // 8)
+            present, steps = present + step, steps + 1
+    assert steps < 60
+    assert step_bytes(1 << 30, 5 << 30) == 5 << 30, "what is wanted at once is taken at once"
+
+
+def payload(cut: Cut, number: int) -> Iterator[tuple[torch.Tensor, int]]:
+    for section in cut.home.sections:
+        (tensor,) = section.tensors  # type: ignore[attr-defined]
+        yield tensor, (number + section.plan.start) % 251
+
+
+SIZES = st.lists(st.tuples(st.integers(0, 40 * PAGE_BYTES), st.integers(0, 1 << 16)), max_size=40)
+
+
+@settings(deadline=None)
+@given(SIZES)
+def test_homes_keep_what_is_theirs_and_take_what_was_wanted_at_once(asked: list[tuple[int, int]]) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "STEP_BYTES", 0)
+        store = store_with()
+        cuts = cuts_of(store)
+        live: list[tuple[int, Cut]] = []
+        wanted = most = 0
+        for number, (nbytes, which) in enumerate(asked):
+            if nbytes:
+                live.append((number, cuts.take(nbytes)))
+                wanted += round_up(nbytes, PAGE_BYTES)
+                most = max(most, wanted)
+                assert sum(s.plan.numel for s in live[-1][1].home.sections) == nbytes
+                for tensor, value in payload(live[-1][1], number):
+                    tensor.fill_(value)
+            elif live:
+                number, cut = live.pop(which % len(live))
+                assert all(bool((tensor == value).all()) for tensor, value in payload(cut, number))
+                wanted -= round_up(cut.home.stop, PAGE_BYTES)
+                cuts.drop(cut)
+        rows = [cell.plan for cell in store.cells()]
+        assert cuts.capacity == sum(row.nbytes for row in rows) <= most + most // 8
+        assert cuts.free <= cuts.capacity - wanted
+        for _, cut in live:
+            cuts.drop(cut)
+        del live
+        cuts.rest()
+        assert cuts.capacity == 0
+        assert not list(store.cells())
+        store.close()
+
+
+@pytest.mark.usefixtures("exact")
+def test_bytes_of_a_home_are_taken_at_once_and_written_when_they_are_read() -> None:
+    """By those alone that take them: whatever part of them, in whatever pieces."""
+    store = store_with()
+    cuts = cuts_of(store)
+    first, second = cuts.take(4 * PAGE_BYTES), cuts.take(2 * PAGE_BYTES)
+    first.used, second.used = HostEvent(), HostEvent()
+    upload, other = first.used, second.used
+    cuts.drop(first)
+    parts = [cuts.take(PAGE_BYTES), cuts.take(2 * PAGE_BYTES)]
+    assert cuts.capacity == 6 * PAGE_BYTES, "no more is taken"
+    assert not any(part.clear.done() for part in parts)
+    cuts.drop(second)
+    cuts.drop(parts.pop())  # never written: but what was under way before still is
+    parts += [cuts.take(3 * PAGE_BYTES), cuts.take(2 * PAGE_BYTES)]
+    upload.run(lambda: None)
+    assert [part.clear.done() for part in parts] == [True, True, False]
+    other.run(lambda: None)
+    assert all(part.clear.done() for part in parts)
+    cuts.drop(parts[0])
+    assert cuts.take(PAGE_BYTES).clear.done()
+    store.close()
+
+
+def test_what_is_under_way_on_many_bytes_is_forgotten_once_it_is_over() -> None:
+    under_way = module._UnderWay()
+    for number in range(1000):
+        event = HostEvent()
+        under_way.note(module.Extent(0, number, number + 1), event)
+        event.run(lambda: None)
+    assert len(under_way._extents) == len(under_way._events) <= 65
+
+
+@pytest.mark.usefixtures("exact")
+def test_slabs_go_when_nothing_is_left_in_them_and_on_them() -> None:
+    store = store_with()
+    cuts = cuts_of(store)
+    kept, left = cuts.take(3 * PAGE_BYTES), cuts.take(PAGE_BYTES)
+    left.used = event = HostEvent()
+    cuts.drop(left)
+    late = threading.Timer(0.05, event.run, [lambda: None])
+    late.start()
+    cuts.rest()
+    assert event.done(), "it is waited for"
+    assert cuts.capacity == 3 * PAGE_BYTES
+    cuts.drop(kept)
+    cuts.rest()
+    assert not list(store.cells())
+    late.join()
+    store.close()
+
+
+def test_a_home_is_dropped_on_any_thread_while_others_are_taken() -> None:
+    store = store_with()
+    cuts = cuts_of(store)
+    draw = random.Random(2)
+    threads = []
+    for number in range(200):
+        cut = cuts.take(draw.randint(1, 20 * PAGE_BYTES))
+        for tensor, value in payload(cut, number):
+            tensor.fill_(value)
+
+        def check_and_drop(cut: Cut = cut, number: int = number) -> None:
+            assert all(bool((tensor == value).all()) for tensor, value in payload(cut, number))
+            cuts.drop(cut)
+
+        threads.append(threading.Thread(target=check_and_drop))
+        threads[-1].start()
+    for thread in threads:
+        thread.join()
+    cuts.rest()
+    assert cuts.capacity == 0
+    store.close()
+
+
+@pytest.mark.usefixtures("exact")
+def test_in_files_tiles_go_to_all_folders_and_come_back(tmp_path: Path) -> None:
+    folders = [tmp_path / str(number) for number in range(3)]
+    for folder in folders:
+        folder.mkdir()
+    store = store_with(folders)
+    cuts = cuts_of(store, Tier.NVME, len(folders))
+    live: list[tuple[Cut, int]] = []
+    draw = random.Random(4)
+    most = 0
+    for number in range(60):
+        if live and draw.random() < 0.5:
+            cut, expected = live.pop(draw.randrange(len(live)))
+            for section in cut.home.sections:
+                assert isinstance(section, Records)
+                for first, last, (values,) in section.visit(0, section.numel):
+                    assert bool((values == expected).all())
+                    assert last - first <= 2 * PAGE_BYTES
+            cuts.drop(cut)
+        else:
+            nbytes = draw.randint(1, 13 * PAGE_BYTES)
+            cut = cuts.take(nbytes)
+            for section in cut.home.sections:
+                for _, _, (values,) in section.visit(0, section.numel, modify=True):
+                    values.fill_(number)
+            live.append((cut, number))
+            most = max(most, sum(round_up(c.home.stop, PAGE_BYTES) for c, _ in live))
+    sizes = [sum(path.stat().st_size for path in folder.rglob("activation.*")) for folder in folders]
+    assert sum(sizes) == cuts.capacity
+    assert max(sizes) - min(sizes) == 0
+    assert cuts.capacity <= most + max(most // 8, 3 * PAGE_BYTES) + 3 * PAGE_BYTES
+    for cut, _ in live:
+        cuts.drop(cut)
+    cuts.rest()
+    assert not any(list(folder.iterdir()) for folder in folders)
+    store.close()
+
+
+def test_where_there_is_no_room_for_a_step_there_may_be_for_what_is_wanted(monkeypatch: pytest.MonkeyPatch) -> None:
+    store = store_with()
+    cuts = cuts_of(store)
+    monkeypatch.setattr("penstock.tiers.host.available_host_memory", lambda: HostMemory(3 * PAGE_BYTES, "the host has"))
+    cuts.take(2 * PAGE_BYTES)
+    assert cuts.capacity == 2 * PAGE_BYTES
+    with pytest.raises(MemoryBudgetError, match="are needed, and the host has"):
+        cuts.take(4 * PAGE_BYTES)
+    assert sum(cell.plan.nbytes for cell in store.cells()) == 2 * PAGE_BYTES
+    store.close()
+
+
+@pytest.mark.usefixtures("exact")
+def test_a_device_that_is_always_behind_makes_no_chain_of_events() -> None:
+    """What was copied last waited for what was before: that is not waited for again, nor kept."""
+    store = store_with()
+    cuts = cuts_of(store)
+    events: list[HostEvent] = []
+    for _ in range(50):
+        cut = cuts.take(3 * PAGE_BYTES)
+        assert list(cut.clear.parts()) == (events[-1:] or [DONE])
+        events.append(HostEvent())
+        cut.used = events[-1]
+        cuts.drop(cut)
+    store.close()
