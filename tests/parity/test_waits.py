@@ -35,6 +35,7 @@ MEASURED = "step measures first, which waits for every gradient; updates run in 
 FILES = "the rows of saves are in memory; test_saving.py saves what is in files"
 AT_ONCE = "transfers are not late here"
 MOVES = "only where homes move"
+COMPUTE = "compute is never late here: tests/device/test_streams.py"
 SAVES = "of the thread that saves, whose events no site drops: tests/unit/engine/test_saving.py"
 UNWANTED = "what is under way on bytes that were dropped is wanted by nobody: test_cuts.py, test_activations.py"
 REDUNDANT = {
@@ -45,6 +46,8 @@ REDUNDANT = {
     "saving.py finish: job.over.synchronize()": SAVES,
     "saving.py wait_copied: event.synchronize()": SAVES,
     "saving.py _sources: all of updated": "what was updated is published after it",
+    "saving.py _sources: all of begun": COMPUTE,
+    "residency.py _exchange: used.synchronize()": COMPUTE,
     "gather.py _all_gather: all of unit.saved": "it writes what is there already, as far as that is saved",
     "reading.py _finish: transfer.wait()": AT_ONCE,
     "reading.py read: transfer.wait()": AT_ONCE,

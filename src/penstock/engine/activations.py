@@ -34,6 +34,13 @@ AHEAD_BYTES = 256 << 20  # on their way to the tier, or back before they are wan
 
 
 @dataclass(eq=False)
+class _Bytes:
+    """Bytes of a saved tensor on the device, which may be on their way when the tensor is wanted no longer."""
+
+    values: Tensor | None
+
+
+@dataclass(eq=False)
 class Saved:
     """One saved tensor.
 
@@ -41,7 +48,7 @@ class Saved:
         cut: its home, until it is gone.
         before: the one that was saved before it: backward wants it after this one.
         shape, stride, dtype, version: of the tensor.
-        here: its bytes on the device, while they leave or once they are coming back.
+        on_device: its bytes there, while they leave or once they are coming back.
         key: what tells it apart while they leave.
     """
 
@@ -51,13 +58,22 @@ class Saved:
     stride: tuple[int, ...]
     dtype: torch.dtype
     version: Version
-    here: Tensor | None
+    on_device: _Bytes
     key: tuple[object, ...]
 
     @property
     def home(self) -> Home:
         """Where its bytes are."""
         return self.cut.home
+
+    @property
+    def here(self) -> Tensor | None:
+        """Its bytes on the device."""
+        return self.on_device.values
+
+    @here.setter
+    def here(self, values: Tensor | None) -> None:
+        self.on_device.values = values
 
     @property
     def nbytes(self) -> int:
@@ -157,8 +173,9 @@ class Activations:
         self._let_go(AHEAD_BYTES - nbytes)
         cut = self._cuts.take(nbytes)
         here = tensor.detach().as_strided((tensor.numel(),), (1,)).view(torch.uint8)
-        saved = Saved(cut, self._last, tensor.shape, tensor.stride(), tensor.dtype, Version(tensor), here, key)
-        weakref.finalize(saved, self._cuts.drop, cut)
+        held = _Bytes(here)
+        saved = Saved(cut, self._last, tensor.shape, tensor.stride(), tensor.dtype, Version(tensor), held, key)
+        weakref.finalize(saved, _give_back, self._cuts, cut, held, weakref.ref(self._streams))
         saved.arrived = self._transit.copy(buffer_home(here), cut.home, after=cut.clear, what="save activation")
         self._known[key] = saved
         self._leaving.append(saved)
@@ -207,6 +224,15 @@ class Activations:
         cell = CellPlan(UNIT, ACTIVATION, self._tier, torch.uint8, tile)
         plan = SectionPlan(ACTIVATION, self._tier, (cell,), 0, tile, tile)
         self._ring.fill(Buffers(self._store).make_slots(transit_slots([plan])))
+
+
+def _give_back(cuts: Cuts, cut: Cut, held: _Bytes, streams: "weakref.ref[Streams]") -> None:
+    """A tensor is gone. It may have been coming back, ahead of a backward that never came to it."""
+    values, held.values = held.values, None
+    back_end = streams()
+    if values is not None and back_end is not None:
+        back_end.give_up((values,), until=cut.used)
+    cuts.drop(cut)
 
 
 def _is_plain(tensor: Tensor) -> bool:

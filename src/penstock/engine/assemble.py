@@ -205,7 +205,7 @@ class UnitPlan:
             assert isinstance(section, MemorySection)
             (full,) = section.tensors
         else:
-            full = torch.empty(layout.numel, dtype=spec.dtype, device=device)
+            full = self._streams.make_buffer(layout.numel, spec.dtype)
             self._streams.retire(full)
         unit = Unit(
             spec,

@@ -114,6 +114,7 @@ class Gatherer:
 
     def acquire(self, unit: Unit) -> None:
         """Make the unit's parameters usable by compute issued from here on."""
+        self._streams.here()  # it may be gathered already, and another stream of compute has waited for that
         if unit.holding.residency in _EMPTY:
             self._make_room(unit)
             self._start(unit)
@@ -231,7 +232,7 @@ class Gatherer:
             unit.event = moved  # the same storage: what autograd saved sees the next gather
         else:  # a part of a slab, or still being copied: its memory goes with the home
             unit.event = DONE
-            unit.full = torch.empty_like(before)
+            unit.full = self._streams.make_buffer(before.numel(), before.dtype)
             if in_use:
                 unit.full.copy_(before)
                 unit.expose()
@@ -339,7 +340,8 @@ class Gatherer:
     def _replace_full(self, unit: Unit) -> None:
         """Leave the full buffer's memory to those who have views of it."""
         self._buffers.pop(unit.full.untyped_storage()._cdata, None)
-        buffer = torch.empty_like(unit.full)
+        self._streams.hand_over(unit.full)
+        buffer = self._streams.make_buffer(unit.full.numel(), unit.full.dtype)
         buffer.untyped_storage().resize_(0)
         unit.full = buffer
 

@@ -106,6 +106,7 @@ class Reducer:
     def add(self, unit: Unit, slot_index: int, grad: Tensor) -> None:
         """Autograd finished one gradient of the unit."""
         assert unit.trained is not None
+        self._streams.here()  # autograd hands over each gradient on the stream that its parameter was used on
         gradient = unit.trained.gradient
         slot = unit.layout.slots[slot_index]
         flat = grad.reshape(-1)
@@ -133,6 +134,7 @@ class Reducer:
         gradient = unit.trained.gradient if unit.trained else None
         if gradient is None or not (gradient.due or gradient.pending is not None) or not self._synchronizing:
             return
+        self._streams.here()
         pending = self._collected(unit, gradient)
         self._clear_the_rest(unit, gradient)
         gradient.pending, gradient.due = None, False
@@ -221,6 +223,8 @@ class Reducer:
             nbytes=told.element_size(),
             what=f"tell {unit.name}",
         )
+        if agreed is not None:  # ranks may not have agreed yet
+            self._streams.give_up((agreed,), until=gradient.ready)
 
     def close(self) -> None:
         """Give every buffer back. Work on them is over."""

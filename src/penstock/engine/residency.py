@@ -191,6 +191,7 @@ class Mover:
             undo.pop_all()
         ring.forget()  # else later reads would take from it, and updates behind the clean-up wait for those
         left = [section for move in moves for section in self._commit(move)]  # 3.
+        used = self._streams.now()  # compute has read what is left, and copies what it still needs of it
 
         def clean_up() -> None:
             ring.drop()
@@ -200,10 +201,11 @@ class Mover:
             self._streams.return_free_memory()
 
         if wait:
+            used.synchronize()
             clean_up()
             self._gatherer.drop_unused()  # the sections that were left had views of full buffers
         else:
-            over = [_Over(event) for event in (ring.free, *(event for move in moves for event in move.events))]
+            over = [_Over(event) for event in (used, ring.free, *(event for move in moves for event in move.events))]
             self._cleaned = self._streams.submit(UPDATE, clean_up, after=(all_of(over),))
 
     def _replan(self) -> None:

@@ -208,6 +208,7 @@ class Saver:
         """The tiles of this rank. Copies of a shard are divided among the ranks that have them."""
         sources: list[tuple[UnitSource, Unit]] = []
         offset = 0
+        begun = self._streams.now()  # here, where compute is: it writes homes on the device too
         for unit in self._units:
             homes = _homes(unit)
             tile_numel = unit.params.sections[0].tile_numel
@@ -229,7 +230,7 @@ class Saver:
             )
             offset += table.nbytes
             updated = unit.trained.updated if unit.trained is not None else DONE
-            ready = all_of([updated, unit.published, *(home.arrival() for home in homes.values())])
+            ready = all_of([begun, updated, unit.published, *(home.arrival() for home in homes.values())])
             sources.append((UnitSource(table, tuple(homes.values()), ready, HostEvent()), unit))
         return sources
 

@@ -1,4 +1,4 @@
-"""The streams of an accelerator, written against what every device's module of torch has."""
+"""The streams of an accelerator."""
 
 import random
 from collections.abc import Sequence
@@ -9,12 +9,14 @@ import torch
 from torch import Tensor
 
 from penstock.machine.clocks import Clock, DeviceClock
+from penstock.machine.hardware import Hardware
+from penstock.machine.lifetime import Ending, Phase, at_end, exiting
 from penstock.machine.simulated import SimulatedStreams
 from penstock.machine.streams import (
     COLLECTIVE,
-    DONE,
     ON_DEVICE,
     STREAMS,
+    UPLOAD,
     Event,
     HostEvent,
     HostWorker,
@@ -23,6 +25,7 @@ from penstock.machine.streams import (
     Work,
     after_all,
     close_workers,
+    on_worker,
 )
 
 _LATE_SECONDS = 0.002  # of simulated streams, at most
@@ -40,82 +43,96 @@ class AcceleratorStreams(Streams):
 
     def __init__(self, device: torch.device) -> None:
         super().__init__(device)
-        self._module: Any = torch.get_device_module(device)
-        with self._module.device(device):
-            self._sides = {name: self._module.Stream() for name in ON_DEVICE}
+        self._hardware = Hardware(device)
+        self._sides = {name: self._hardware.make_stream() for name in ON_DEVICE}
         self._workers = {name: HostWorker(name) for name in STREAMS}
+        endings = [worker.ending for worker in self._workers.values()]
+        self._end = at_end(self, _finish, self._hardware, endings, phase=Phase.THREADS)
 
     def _submit(self, stream: str, work: Work, after: Sequence[Event], writes: Sequence[Tensor]) -> Event:
         """Enqueue `work` on the device's stream, or on a host thread."""
         del writes
         worker = self._workers[stream]
+        events = [part.unwatched() for event in after for part in event.parts()]
         if stream not in self._sides:
-            return worker.submit(partial(after_all, tuple(after), work))
-        compute = self._module.Event()
-        compute.record(self._module.current_stream(self.device))
-        enqueue = partial(self._enqueue, stream, work, tuple(after), compute)
-        at_once = worker.idle() and all(event.done() or isinstance(event, _DeviceEvent) for event in after)
-        if at_once or stream == COLLECTIVE:  # then each wait for an event blocks until that is enqueued, at most
+            return worker.submit(partial(after_all, events, work))
+        if not on_worker():
+            events.insert(0, self.now())
+        enqueue = partial(self._enqueue, stream, work, events)
+        at_once = worker.idle() and not any(map(_waits_for_host, events))
+        if at_once or stream == COLLECTIVE:  # then the caller waits for what the host does first
             return enqueue()
         deferred = _DeferredEvent()
         worker.submit(lambda: deferred.enqueued(enqueue()), deferred)
         return deferred
 
-    def _enqueue(self, stream: str, work: Work, after: tuple[Event, ...], compute: Any) -> "_DeviceEvent":
+    def _enqueue(self, stream: str, work: Work, events: Sequence[Event]) -> "_DeviceEvent":
         side = self._sides[stream]
-        with self._module.device(self.device), self._module.stream(side):
-            side.wait_event(compute)
-            for event in after:
-                event.wait()
+        with self._hardware.on(side):
+            for event in events:
+                _follow(side, event)
             work()
-            recorded = self._module.Event()
-            recorded.record(side)
-        return _DeviceEvent(self._module, self.device, recorded)
+        return _DeviceEvent(self._hardware, self._hardware.recorded(side))
+
+    def now(self) -> Event:
+        """An event of the calling thread's current stream."""
+        assert not on_worker(), "a thread of ours has no compute"
+        return _DeviceEvent(self._hardware, self._hardware.recorded(self._hardware.compute()))
+
+    def here(self) -> None:
+        """The calling thread's current stream follows the one that compute was on."""
+        self._hardware.compute()
+
+    def _resize(self, buffer: Tensor, nbytes: int) -> None:
+        """Of the memory that torch keeps for the stream of uploads, which activations do not split.
+
+        What is released goes back there, for whatever is allocated on that stream next. So that stream follows compute,
+        which has read the buffer and has waited for all that filled it; and whoever fills one was submitted after its
+        lease, on whichever stream.
+        """
+        uploads = self._sides[UPLOAD]
+        if nbytes == 0:
+            self._hardware.recorded(self._hardware.compute()).wait(uploads)
+        with self._hardware.on(uploads):
+            super()._resize(buffer, nbytes)
+
+    def hand_over(self, buffer: Tensor) -> None:
+        """Have torch keep the memory, when it is let go of, until compute's stream of now is past that."""
+        buffer.record_stream(self._hardware.compute())
+
+    def make_buffer(self, numel: int, dtype: torch.dtype) -> Tensor:
+        """Of the same memory."""
+        with self._hardware.on(self._sides[UPLOAD]):
+            return super().make_buffer(numel, dtype)
 
     def device_clock(self) -> Clock:
         """The device's own."""
-        return DeviceClock(self._module, self.device)
+        return DeviceClock(self._hardware)
 
     def return_free_memory(self) -> None:
         """Empty the cache of the device's allocator as well."""
         super().return_free_memory()
-        with self._module.device(self.device):
-            self._module.empty_cache()
+        self._hardware.empty_cache()
 
     def close(self) -> None:
         """Finish host work and device work."""
         close_workers(self._workers)
-        self._module.synchronize(self.device)
-
-
-class _DeferredEvent(HostEvent):
-    """Device work that a host thread enqueues."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._enqueued: Event = DONE
-
-    def enqueued(self, event: Event) -> None:
-        self._enqueued = event
-
-    def wait(self) -> None:
-        super().synchronize()
-        self._enqueued.wait()
-
-    def synchronize(self) -> None:
-        super().synchronize()
-        self._enqueued.synchronize()
-
-    def done(self) -> bool:
-        return super().done() and self._enqueued.done()
+        self._hardware.synchronize()
+        self._end.cancel()
+        self._let_go()
 
 
 class _DeviceEvent(Event):
-    def __init__(self, module: Any, device: torch.device, event: Any) -> None:
-        self._module, self._device, self._event = module, device, event
+    def __init__(self, hardware: Hardware, event: Any) -> None:
+        self._hardware, self._event = hardware, event
 
     def wait(self) -> None:
-        self._module.current_stream(self._device).wait_event(self._event)
+        assert not on_worker(), "a thread of ours has no compute that could wait"
+        self.hold_up(self._hardware.compute())
+
+    def hold_up(self, stream: Any) -> None:
+        """What a stream is given from here on runs after the work."""
+        self._event.wait(stream)
 
     def synchronize(self) -> None:
         self._event.synchronize()
@@ -125,6 +142,57 @@ class _DeviceEvent(Event):
 
     def check(self) -> None:
         """A device that failed says so at the next call."""
+
+
+class _DeferredEvent(HostEvent):
+    """Device work that a host thread enqueues."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._enqueued: _DeviceEvent | None = None
+
+    def enqueued(self, event: _DeviceEvent) -> None:
+        self._enqueued = event
+
+    def in_queue(self) -> _DeviceEvent:
+        """The device's event, once it has one: blocks until then."""
+        super().synchronize()
+        assert self._enqueued is not None
+        return self._enqueued
+
+    def wait(self) -> None:
+        self.in_queue().wait()
+
+    def synchronize(self) -> None:
+        self.in_queue().synchronize()
+
+    def done(self) -> bool:
+        return super().done() and (self._enqueued is None or self._enqueued.done())
+
+
+def _finish(hardware: Hardware, threads: Sequence[Ending]) -> None:
+    """What nobody closed was dropped: memory goes, and work of the device may still use it."""
+    for end in threads:  # which enqueue
+        end()
+    if not exiting():  # then the process ends, and what waits for a rank that is gone would never be over
+        hardware.synchronize()
+
+
+def _waits_for_host(event: Event) -> bool:
+    """Whether a stream of the device cannot follow an event yet: what the host does first is not over."""
+    if isinstance(event, _DeferredEvent):
+        return not event.ran()
+    return not (isinstance(event, _DeviceEvent) or event.done())
+
+
+def _follow(side: Any, event: Event) -> None:
+    """Have a stream follow an event; block until the host's part of it is over."""
+    if isinstance(event, _DeferredEvent):
+        event = event.in_queue()
+    if isinstance(event, _DeviceEvent):
+        event.hold_up(side)
+    else:
+        event.synchronize()
 
 
 def streams_for(device: torch.device, *, debug_release: bool = False) -> Streams:

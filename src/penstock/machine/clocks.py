@@ -2,9 +2,7 @@
 
 import time
 from abc import ABC, abstractmethod
-from typing import Any
-
-import torch
+from typing import Any, Protocol
 
 
 class Clock(ABC):
@@ -38,24 +36,37 @@ class HostClock(Clock):
         """Every mark is reached."""
 
 
+class Timing(Protocol):
+    """What a clock asks of a device (`machine/hardware.py`)."""
+
+    def current(self) -> Any:
+        """The stream that the calling thread is on."""
+
+    def make_event(self, *, timing: bool = False) -> Any:
+        """A new event."""
+
+    def synchronize(self) -> None:
+        """Wait for the device."""
+
+
 class DeviceClock(Clock):
     """A mark is an event of the current stream, timed against one that the host has waited for.
 
     Arguments:
-        module: the device's module of torch. Its device is waited for, once.
+        hardware: the device. It is waited for, once.
     """
 
-    def __init__(self, module: Any, device: torch.device) -> None:
-        self._module, self._device = module, device
-        module.synchronize(device)
+    def __init__(self, hardware: Timing) -> None:
+        self._hardware = hardware
+        hardware.synchronize()
         self._origin = self.mark()
         self._origin.synchronize()
         self._origin_seconds = time.monotonic()
 
     def mark(self) -> Any:
         """An event on the current stream."""
-        event = self._module.Event(enable_timing=True)
-        event.record(self._module.current_stream(self._device))
+        event = self._hardware.make_event(timing=True)
+        event.record(self._hardware.current())
         return event
 
     def seconds(self, mark: Any) -> float | None:
@@ -66,4 +77,4 @@ class DeviceClock(Clock):
 
     def synchronize(self) -> None:
         """Wait for the device."""
-        self._module.synchronize(self._device)
+        self._hardware.synchronize()

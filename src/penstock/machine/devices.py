@@ -236,13 +236,22 @@ def make_event(device: torch.device, *, enable_timing: bool = False) -> Any:
 
     A thread that spins takes a core from the updates. Torch's own event takes the word and does nothing with it.
     """
-    own = getattr(torch.get_device_module(device), "Event", None)
-    if own is not None and _takes(own, "blocking"):
+    own = sleeping_event(device)
+    if own is not None:
         return own(enable_timing=enable_timing, blocking=True)
     try:
         return torch.Event(device, enable_timing=enable_timing, blocking=True)
     except TypeError:  # of a torch that has no such word
         return torch.Event(device, enable_timing=enable_timing)
+
+
+def sleeping_event(device: torch.device) -> Any:
+    """The class of a device's own events, where they let a host that waits sleep; else `None`.
+
+    They go with streams of the device's own module: torch takes one kind for the other unseen.
+    """
+    own = getattr(torch.get_device_module(device), "Event", None)
+    return own if own is not None and own is not torch.Event and _takes(own, "blocking") else None
 
 
 def _takes(make: Any, name: str) -> bool:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from penstock.machine.clocks import Clock, HostClock
-from penstock.machine.streams import DONE, ON_DEVICE, Event, Pending, Streams, Work, WorkerThread, all_of
+from penstock.machine.streams import DONE, ON_DEVICE, Event, Pending, Streams, Work, on_worker
 from penstock.trace import Recording, Span, Wait
 
 #: Of spans, of waits, and of turns of compute. A span takes about half a KiB.
@@ -52,7 +52,7 @@ class Job:
         self.clock = recorder.clock(stream)
         parts = [part for event in after for part in event.parts()]
         self.before = [part.job for part in parts if isinstance(part, _Watched)]
-        self.after: Sequence[Event] = [_unwatched(event) for event in after]
+        self.after: Sequence[Event] = [part.unwatched() for part in parts]  # work that waits is no wait of compute's
         self.event: Event | None = None
         self.started: Any = None
         self.ended: Any = None
@@ -65,7 +65,7 @@ class Job:
         """Run the work and note when. The work, and the buffers that it knows, are let go of."""
         work, self._work = self._work, None
         assert work is not None
-        self.inline = isinstance(self.clock, HostClock) and not _on_worker()
+        self.inline = isinstance(self.clock, HostClock) and not on_worker()
         self.started = self.clock.mark()
         try:
             self.pending = work()
@@ -137,7 +137,7 @@ class Recorder:
 
     def waiting(self, job: Job, event: Event, block: Callable[[], None], *, by_host: bool) -> None:
         """Wait for an event, and note it where that takes any time and nobody else's work waits."""
-        if self._ended is not None or event.done() or _on_worker():
+        if self._ended is not None or event.done() or on_worker():
             block()
             return
         clock = self._host if by_host else self._device
@@ -226,14 +226,5 @@ class _Watched(Event):
     def check(self) -> None:
         self.event.check()
 
-
-def _unwatched(event: Event) -> Event:
-    """What streams get to wait for: work that waits for other work is no wait of compute's."""
-    if isinstance(event, _Watched):
-        return event.event
-    parts = event.parts()
-    return all_of(map(_unwatched, parts)) if len(parts) > 1 else event
-
-
-def _on_worker() -> bool:
-    return isinstance(threading.current_thread(), WorkerThread)
+    def unwatched(self) -> Event:
+        return self.event

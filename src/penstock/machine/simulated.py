@@ -27,7 +27,7 @@ from penstock.machine.streams import (
     poison,
 )
 
-_STREAMS_FILE = HostEvent.run.__code__.co_filename  # where an event of several waits for each
+_EVENTS_FILE = HostEvent.run.__code__.co_filename  # where an event of several waits for each
 _HELPERS = ("_copy", "_copy_all", "<listcomp>")
 
 Delay = Callable[[str, int], float]  # (stream, bytes) -> seconds
@@ -136,6 +136,6 @@ class _SimulatedEvent(HostEvent):
 
 def _site(depth: int) -> str:
     frame = sys._getframe(depth)
-    while frame.f_back and (frame.f_code.co_name in _HELPERS or frame.f_code.co_filename == _STREAMS_FILE):
+    while frame.f_back and (frame.f_code.co_name in _HELPERS or frame.f_code.co_filename == _EVENTS_FILE):
         frame = frame.f_back
     return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"

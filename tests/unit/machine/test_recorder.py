@@ -300,17 +300,17 @@ class FakeAccelerator:
         class Stream:
             now = time.now + self.slow
 
-            def wait_event(self, event: Any) -> None:
-                self.now = max(self.now, event.at)
-
         class Event:
-            def __init__(self, enable_timing: bool = False) -> None:
+            def __init__(self, enable_timing: bool = False, blocking: bool = False) -> None:
                 self.enable_timing = enable_timing
                 accelerator.timed += enable_timing
 
             def record(self, stream: Stream) -> None:
                 stream.now = max(stream.now, time.now + accelerator.slow)
                 self.at = stream.now
+
+            def wait(self, stream: Stream) -> None:
+                stream.now = max(stream.now, self.at)
 
             def query(self) -> bool:
                 return self.at <= time.now + accelerator.slow

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from penstock.machine.accelerator import AcceleratorStreams, streams_for
+from penstock.machine.recorder import Recorder
 from penstock.machine.simulated import SimulatedStreams
 from penstock.machine.streams import (
     COLLECTIVE,
@@ -21,6 +22,7 @@ from penstock.machine.streams import (
     FETCH,
     ON_DEVICE,
     READ,
+    SAVE,
     UPDATE,
     UPLOAD,
     WRITE,
@@ -29,6 +31,7 @@ from penstock.machine.streams import (
     HostWorker,
     InlineStreams,
     Streams,
+    all_of,
     copy,
 )
 
@@ -320,17 +323,23 @@ class FakeAccelerator:
                 accelerator.made = accelerator.made + 1 if name is None else 0
                 self.name = name or ON_DEVICE[accelerator.made - 1]
 
-            def wait_event(self, event: Any) -> None:
-                accelerator.log.append(f"{self.name} waits for {event.stream}")
-
         class Event:
             stream = ""
+
+            def __init__(self, enable_timing: bool = False, blocking: bool = False) -> None:
+                assert blocking, "a host that waits spins"
+
+            def wait(self, stream: Any) -> None:
+                accelerator.log.append(f"{stream.name} waits for {self.stream}")
 
             def record(self, stream: Any) -> None:
                 self.stream = stream.name
 
             def query(self) -> bool:
                 return accelerator.over
+
+            def elapsed_time(self, end: Any) -> float:
+                return 0.0
 
             def synchronize(self) -> None:
                 accelerator.log.append(f"host waits for {self.stream}")
@@ -423,6 +432,94 @@ class TestAcceleratorStreams:
         assert "collective waits for upload" in accelerator.log
         assert gathered.done()
         timer.join()
+        streams.close()
+
+    def test_what_the_device_alone_waits_for_is_enqueued_at_once(self, accelerator: FakeAccelerator) -> None:
+        """Also where it is one event of several, and where a thread has enqueued it meanwhile."""
+        streams = AcceleratorStreams(CPU)
+        transfer, names = Transfer(), []
+        read = streams.submit(READ, lambda: transfer)
+        deferred = streams.submit(UPLOAD, lambda: names.append(threading.current_thread().name), after=(read,))
+        transfer.end()
+        deferred.synchronize()
+        accelerator.over = False  # the device is busy
+        both = all_of([streams.submit(UPLOAD, lambda: None), all_of([deferred, streams.submit(SAVE, lambda: None)])])
+        accelerator.log.clear()
+        streams.submit(DOWNLOAD, lambda: names.append(threading.current_thread().name), after=(both,))
+        assert names == ["penstock-upload", threading.current_thread().name]
+        waits = ["compute", "upload", "upload", "save"]
+        assert accelerator.log == [f"download waits for {stream}" for stream in waits]
+        streams.close()
+
+    def test_watched_events_that_outlive_their_trace_defer_nothing(self, accelerator: FakeAccelerator) -> None:
+        streams = AcceleratorStreams(CPU)
+        streams.recorder = Recorder(streams)
+        watched = streams.submit(UPLOAD, lambda: None)
+        streams.recorder.finish(wait=False)
+        streams.recorder = None
+        accelerator.over = False
+        names: list[str] = []
+        streams.submit(DOWNLOAD, lambda: names.append(threading.current_thread().name), after=(watched,))
+        assert names == [threading.current_thread().name]
+        streams.close()
+
+    def test_a_thread_of_ours_has_no_compute(self, accelerator: FakeAccelerator) -> None:
+        """Its current stream is the default one, and training may be on another."""
+        streams, worker = AcceleratorStreams(CPU), HostWorker("test")
+        moment = streams.now()
+        accelerator.log.clear()
+        worker.submit(lambda: streams.submit(SAVE, lambda: None) and None).synchronize()
+        assert accelerator.log == []
+        worker.submit(lambda: streams.submit(SAVE, lambda: None, after=(moment,)) and None).synchronize()
+        assert accelerator.log == ["save waits for compute"]
+        for wrong in (streams.now, moment.wait):
+            with pytest.raises(AssertionError, match="a thread of ours has no compute"):
+                worker.submit(lambda wrong=wrong: wrong() and None).synchronize()
+        worker.close()
+        streams.close()
+
+    def test_compute_that_turns_to_another_stream_follows_the_one_before(self, accelerator: FakeAccelerator) -> None:
+        streams = AcceleratorStreams(CPU)
+        streams.submit(UPLOAD, lambda: None)
+        with accelerator.stream(accelerator.Stream("another")):
+            accelerator.log.clear()
+            streams.here()
+            streams.here()
+            assert accelerator.log == ["another waits for compute"]
+            streams.submit(UPLOAD, lambda: None)
+        assert accelerator.log[1:] == ["upload waits for another"]
+        streams.close()
+
+    def test_gathers_have_memory_of_the_uploads(self, accelerator: FakeAccelerator) -> None:
+        streams, seen = AcceleratorStreams(CPU), []
+        storage = torch.UntypedStorage.resize_
+
+        def resize(self: Any, nbytes: int) -> None:
+            seen.append((accelerator.current_stream().name, nbytes))
+            storage(self, nbytes)
+
+        buffer = streams.make_buffer(4, torch.float32)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(torch.UntypedStorage, "resize_", resize)
+            streams.retire(buffer)
+            assert accelerator.log == ["upload waits for compute"], "compute may still read it"
+            streams.lease(buffer)
+            streams.lease(buffer)
+        assert seen == [("upload", 0), ("upload", 16)]
+        streams.close()
+
+    def test_what_is_given_up_goes_when_its_event_is_over(self, accelerator: FakeAccelerator) -> None:
+        streams = AcceleratorStreams(CPU)
+        accelerator.over = False
+        buffer = torch.zeros(3)
+        gone = weakref.ref(buffer)
+        streams.give_up((buffer,), until=streams.submit(UPLOAD, partial(zero, buffer)))
+        del buffer
+        streams.submit(DOWNLOAD, lambda: None)
+        assert gone() is not None, "the device is not past it"
+        accelerator.over = True
+        streams.submit(DOWNLOAD, lambda: None)
+        assert gone() is None
         streams.close()
 
     def test_host_work_after_device_work_waits_for_the_device_on_its_thread(self, accelerator: FakeAccelerator) -> None:

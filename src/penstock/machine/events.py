@@ -1,0 +1,203 @@
+"""When submitted work is over: events, and transfers that go on after the work that started them."""
+
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Sequence
+from typing import Protocol
+
+
+class Pending(Protocol):
+    """A transfer that goes on after the work that started it has returned."""
+
+    def wait(self) -> None:
+        """Block until it is over; raise its error."""
+
+    def done(self) -> bool:
+        """Whether it is over."""
+
+    @property
+    def ended(self) -> float:
+        """When it was over, in seconds of `time.monotonic`, once done."""
+
+
+Work = Callable[[], Pending | None]
+
+
+class Event(ABC):
+    """The completion of a piece of submitted work. Work that failed raises its error at every wait."""
+
+    @abstractmethod
+    def wait(self) -> None:
+        """Everything that compute is given from here on runs after the work. Never blocks the host on a device."""
+
+    @abstractmethod
+    def synchronize(self) -> None:
+        """Block the calling thread until the work is done."""
+
+    @abstractmethod
+    def done(self) -> bool:
+        """Whether the work is done, without blocking."""
+
+    @abstractmethod
+    def check(self) -> None:
+        """Raise the error of work that has failed by now, without blocking."""
+
+    def parts(self) -> Sequence["Event"]:
+        """The events that this one stands for."""
+        return (self,)
+
+    def unwatched(self) -> "Event":
+        """Itself, without whoever notes the waits for it."""
+        return self
+
+
+class _Done(Event):
+    def wait(self) -> None:
+        pass
+
+    def synchronize(self) -> None:
+        pass
+
+    def done(self) -> bool:
+        return True
+
+    def check(self) -> None:
+        pass
+
+
+DONE: Event = _Done()
+
+
+class _AllOf(Event):
+    def __init__(self, events: Sequence[Event]) -> None:
+        self._events = events
+
+    def wait(self) -> None:
+        for event in self._events:
+            event.wait()
+
+    def synchronize(self) -> None:
+        for event in self._events:
+            event.synchronize()
+
+    def done(self) -> bool:
+        return all(event.done() for event in self._events)
+
+    def check(self) -> None:
+        for event in self._events:
+            event.check()
+
+    def parts(self) -> Sequence[Event]:
+        return [part for event in self._events for part in event.parts()]
+
+
+def all_of(events: Iterable[Event]) -> Event:
+    """One event for several. An error of any of them is raised at every wait."""
+    left = [event for event in events if event is not DONE]
+    return _AllOf(left) if len(left) > 1 else left[0] if left else DONE
+
+
+class PendingEvent(Event):
+    """Completion of a transfer."""
+
+    def __init__(self, pending: Pending) -> None:
+        self._pending = pending
+
+    def wait(self) -> None:
+        """Block until done: compute on the host is the calling thread."""
+        self._pending.wait()
+
+    def synchronize(self) -> None:
+        """Block until done."""
+        self._pending.wait()
+
+    def done(self) -> bool:
+        """Whether it is over."""
+        return self._pending.done()
+
+    def check(self) -> None:
+        """Raise its error if it is over."""
+        if self.done():
+            self._pending.wait()
+
+
+class FailedEvent(Event):
+    """Work that failed before it had an event of its own."""
+
+    def __init__(self, error: BaseException) -> None:
+        self._error = error
+
+    def wait(self) -> None:
+        """Raise the error."""
+        raise self._error
+
+    def synchronize(self) -> None:
+        """Raise the error."""
+        raise self._error
+
+    def done(self) -> bool:
+        """It is over."""
+        return True
+
+    def check(self) -> None:
+        """Raise the error."""
+        raise self._error
+
+
+class HostEvent(Event):
+    """Completion of work on a `HostWorker`."""
+
+    def __init__(self) -> None:
+        self._finished = threading.Event()
+        self._pending: Pending | None = None
+        self._error: BaseException | None = None
+
+    def run(self, work: Work) -> None:
+        """Run the work and keep its error for whoever waits."""
+        self.run_from([work])
+
+    def run_from(self, box: list[Work]) -> None:
+        """The same of work that is taken out of a box.
+
+        When the event is done nothing here refers to it any more: who counts the references to a buffer that it
+        touched counts right.
+        """
+        work = box.pop()
+        try:
+            self._pending = work()
+        except BaseException as error:
+            self._error = error
+        del work
+        self._finished.set()
+
+    def wait(self) -> None:
+        """Block until done: compute on the host is the calling thread."""
+        self.synchronize()
+
+    def synchronize(self) -> None:
+        """Block until done."""
+        self._finished.wait()
+        if self._error is not None:
+            raise self._error
+        if self._pending is not None:
+            self._pending.wait()
+
+    def ran(self) -> bool:
+        """Whether the work ran; what it started may go on."""
+        return self._finished.is_set()
+
+    def done(self) -> bool:
+        """Whether the work ran, and what it started is over."""
+        return self._finished.is_set() and (self._pending is None or self._pending.done())
+
+    def check(self) -> None:
+        """Raise the error of work that is over."""
+        if HostEvent.done(self):
+            HostEvent.synchronize(self)
+
+
+def after_all(events: Sequence[Event], work: Work) -> Pending | None:
+    """Wait for the events on the host, then run the work."""
+    for event in events:
+        event.synchronize()
+    return work()
