@@ -168,10 +168,15 @@ class Updater:
         # All in one call: what is small in each unit is a launch together. A trace tells units apart.
         recorded = self._streams.recorder is not None
         together = groupby(in_place, key=lambda tile: tile.unit.name if recorded else "on the device")
-        on_device[:0] = [partial(self._update_in_place, list(group), f"update {name}") for name, group in together]
+        calls = [partial(self._update_in_place, list(group), f"update {name}") for name, group in together]
+        on_a_cpu = self._streams.device.type == "cpu"  # there such a call ends when all of it is updated
+        for call in [] if on_a_cpu else calls:
+            call()
         for pair in zip_longest(on_host, on_device):  # neither waits until all of the other's work is submitted
             for submit in filter(None, pair):
                 submit()
+        for call in calls if on_a_cpu else []:
+            call()
 
     def _update_in_place(self, tiles: Sequence[TileUpdate], what: str) -> None:
         """Compute itself updates what is in its reach: in one call of the rule, whatever units it is of."""

@@ -176,7 +176,14 @@ def seconds_of_a_step(patch: pytest.MonkeyPatch, *, device: float, host: float, 
             time.sleep(device)
         apply(self, tile, *rest)
 
+    together = Updater._update_in_place
+
+    def slow_together(self: Updater, tiles: Any, what: str) -> None:
+        time.sleep(device * sum(tile.count for tile in tiles))
+        together(self, tiles, what)
+
     patch.setattr(Updater, "_apply", slow)
+    patch.setattr(Updater, "_update_in_place", slow_together)
     model, optimizer = prepared(streams, **homes)
     backward(model, optimizer)
     optimizer.synchronize()

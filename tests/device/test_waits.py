@@ -1,0 +1,90 @@
+"""Every wait of the engine that a row reaches on the strict device is needed there: a report, or another result."""
+
+import contextlib
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+
+from penstock.engine import activations, gather, reduce, residency, saving, update
+from penstock.tiers import bounce, cuts, pipeline, ring, transit
+from penstock.tiers.transit import Transit
+from tests.device.dropping import DroppingStreams
+from tests.parity.test_waits import (
+    EVERYTHING_ON_CPU,
+    IN_FILES,
+    OPTIMIZER_ON_CPU,
+    OPTIMIZER_ON_DEVICE,
+    REDUNDANT,
+    SPLIT,
+    Values,
+    same,
+    training,
+)
+from tests.parity.waits import AllOf, Copy, Wait, waits
+from tests.support import inline, sampled, shorten_rings
+
+ROWS: dict[str, Callable[[Any], Values]] = {
+    "everything on cpu": training(EVERYTHING_ON_CPU),
+    "optimizer on cpu": training(OPTIMIZER_ON_CPU),
+    "optimizer on device": training(OPTIMIZER_ON_DEVICE),
+    "in files": training(IN_FILES),
+    "streamed": training(EVERYTHING_ON_CPU.but(streamed_updates=0.5)),
+    "in parts": training(SPLIT),
+}
+
+
+@pytest.fixture(autouse=True)
+def _short_rings(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two slots: what reuses one too early meets what is still in it."""
+    shorten_rings(monkeypatch)
+
+
+def attempt(row: str, dropped: str | None) -> tuple[bool, frozenset[str]]:
+    """Whether a row goes right, and where it waits."""
+    from tests.device.backend import native
+
+    together, copy = AllOf(dropped), Copy(dropped)
+    streams = DroppingStreams(torch.device("strict", 0), dropped)
+    with pytest.MonkeyPatch.context() as patch:
+        for module in (activations, gather, reduce, residency, saving, update, bounce, cuts, pipeline, ring, transit):
+            if hasattr(module, "all_of"):
+                patch.setattr(module, "all_of", together)
+        patch.setattr(Transit, "copy", copy)
+        try:
+            right = same(ROWS[row](streams), ROWS[row](inline()))
+            torch.accelerator.synchronize()
+        except Exception:
+            if dropped is None:
+                raise
+            right = False
+        finally:
+            with contextlib.suppress(Exception):
+                streams.close()
+    with contextlib.suppress(Exception):
+        torch.accelerator.synchronize()
+    races = native.take_races()
+    return right and races == [], frozenset(streams.seen | together.seen | copy.seen)
+
+
+@cache
+def reached_by(row: str) -> frozenset[str]:
+    """Sites that the row waits at."""
+    right, seen = attempt(row, None)
+    assert right, row
+    return seen
+
+
+@pytest.mark.parametrize(
+    "wait", sampled((w for w in waits() if w.name not in REDUNDANT), every=6), ids=lambda w: w.name
+)
+def test_without_the_wait_a_row_goes_wrong(wait: Wait) -> None:
+    rows = [row for row in ROWS if wait.site in reached_by(row)]
+    if not rows:
+        pytest.skip("no row waits there")
+    for row in rows:
+        if not attempt(row, wait.site)[0]:
+            return
+    pytest.fail(f"{wait.site} can be dropped: {', '.join(rows)} stay right")
