@@ -56,6 +56,8 @@ def assert_as_plain(
     plain = copy.deepcopy(model)
     expected = loss_of(plain)
     expected.backward()
+    # What cancels out (the gradient of a key's bias) is the rounding of its terms, which are as large as other gradients.
+    atol = 1e-6 * max(1.0, *(float(p.grad.abs().max()) for p in plain.parameters()))
     for streams, placement in PLACES:
         own = copy.deepcopy(model)
         optimizer = prepared(own, slices, streams, placement=placement, **rest)
@@ -64,7 +66,7 @@ def assert_as_plain(
         optimizer.backward(loss)
         for (name, p), q in zip(own.named_parameters(), plain.parameters(), strict=True):
             torch.testing.assert_close(
-                optimizer.full_grad(p), q.grad, rtol=rtol, atol=1e-6, msg=lambda m, n=name: n + m
+                optimizer.full_grad(p), q.grad, rtol=rtol, atol=atol, msg=lambda m, n=name: n + m
             )
         optimizer.close()
 
