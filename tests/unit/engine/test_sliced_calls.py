@@ -56,7 +56,7 @@ def assert_as_plain(
     plain = copy.deepcopy(model)
     expected = loss_of(plain)
     expected.backward()
-    # What cancels out (the gradient of a key's bias) is the rounding of its terms, which are as large as other gradients.
+    # What cancels out (the gradient of a key's bias) is the rounding of its terms, as large as other gradients.
     atol = 1e-6 * max(1.0, *(float(p.grad.abs().max()) for p in plain.parameters()))
     for streams, placement in PLACES:
         own = copy.deepcopy(model)
