@@ -3,6 +3,7 @@
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
+from copy import copy
 from typing import Protocol
 
 
@@ -129,11 +130,11 @@ class FailedEvent(Event):
 
     def wait(self) -> None:
         """Raise the error."""
-        raise self._error
+        raise _again(self._error)
 
     def synchronize(self) -> None:
         """Raise the error."""
-        raise self._error
+        raise _again(self._error)
 
     def done(self) -> bool:
         """It is over."""
@@ -141,7 +142,7 @@ class FailedEvent(Event):
 
     def check(self) -> None:
         """Raise the error."""
-        raise self._error
+        raise _again(self._error)
 
 
 class HostEvent(Event):
@@ -178,7 +179,7 @@ class HostEvent(Event):
         """Block until done."""
         self._finished.wait()
         if self._error is not None:
-            raise self._error
+            raise _again(self._error)
         if self._pending is not None:
             self._pending.wait()
 
@@ -194,6 +195,24 @@ class HostEvent(Event):
         """Raise the error of work that is over."""
         if HostEvent.done(self):
             HostEvent.synchronize(self)
+
+
+def _again(error: BaseException) -> BaseException:
+    """An error as one who waits raises it: a copy.
+
+    What is raised keeps every frame that it passes. Those of a forward refer to what autograd has recorded, which keeps
+    the unit, its event and so the error: where Python's collector does not look, and nothing would ever go.
+    """
+    try:
+        again = copy(error)
+    except Exception:  # one that is not made of its arguments
+        return error
+    if type(again) is not type(error) or str(again) != str(error):
+        return error
+    if isinstance(again, OSError) and isinstance(error, OSError) and error.errno is not None:
+        again.errno, again.strerror, again.filename = error.errno, error.strerror, error.filename
+    again.__cause__, again.__suppress_context__ = error.__cause__, error.__suppress_context__
+    return again.with_traceback(error.__traceback__)
 
 
 def after_all(events: Sequence[Event], work: Work) -> Pending | None:

@@ -95,7 +95,7 @@ def test_a_gradient_that_is_set_replaces_what_was_accumulated(handle: Handle) ->
     loss_of(plain, FIRST).backward()
     plain.first.bias.grad.fill_(2.0)
     squares = sum(q.grad.double().square().sum() for q in plain.parameters())
-    assert optimizer.step().grad_norm == pytest.approx(squares.sqrt().item(), rel=1e-12)
+    assert optimizer.step().grad_norm == squares.sqrt().float().item()
 
 
 def test_masters_keep_what_was_not_written() -> None:

@@ -1,8 +1,10 @@
 """Events, workers and the back ends that run on a host."""
 
+import errno
 import gc
 import threading
 import time
+import traceback
 import weakref
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -27,6 +29,7 @@ from penstock.machine.streams import (
     UPLOAD,
     WRITE,
     Event,
+    FailedEvent,
     HostEvent,
     HostWorker,
     InlineStreams,
@@ -371,6 +374,23 @@ def accelerator(monkeypatch: pytest.MonkeyPatch) -> FakeAccelerator:
     fake = FakeAccelerator()
     monkeypatch.setattr(torch, "get_device_module", lambda device: fake)
     return fake
+
+
+def test_an_error_keeps_no_frames_of_those_who_waited_for_it() -> None:
+    """What they refer to may refer to the event, through what autograd has recorded: nothing of it would ever go."""
+
+    def fail() -> None:
+        raise OSError(errno.EIO, "no such luck", "a file")
+
+    event = HostEvent()
+    event.run(fail)
+    own = traceback.extract_tb(event._error.__traceback__)
+    for wait in (event.wait, event.synchronize, event.check, FailedEvent(event._error).wait):
+        with pytest.raises(OSError, match="no such luck") as caught:
+            wait()
+        assert (caught.value.errno, caught.value.filename) == (errno.EIO, "a file")
+        assert [frame.name for frame in traceback.extract_tb(caught.value.__traceback__)][-1] == "fail"
+    assert traceback.extract_tb(event._error.__traceback__) == own
 
 
 class TestAcceleratorStreams:
