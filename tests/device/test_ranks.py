@@ -1,7 +1,7 @@
 """Two ranks, each with a strict device: collectives run late, on the stream they were issued from."""
 
 from collections.abc import Callable
-from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,10 +10,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import penstock
+from penstock.machine.streams import Streams
 from tests.device.running import late_ranks, strict
-from tests.parity.rows import Arithmetic, Movement, Net, batches, changed, loss_of, shares, train
+from tests.parity.rows import Arithmetic, Movement, batches, changed, loss_of, make_model, shares, train
 from tests.parity.test_simulated import everything
-from tests.support import inline, run_ranks, thorough
+from tests.support import inline, run_ranks
 
 STEPS = 2
 KIB = 1 << 10
@@ -32,40 +33,22 @@ ROWS = [
 ]
 
 
-def on_strict(rank: int, work: Callable[[int], Any]) -> tuple[Any, list[str]]:
-    """The work's result on this rank's device, and what was wrong there."""
+def measured(work: Callable[[], Any]) -> tuple[Any, list[str]]:
+    """What some work gives on this rank's device, and what was wrong there."""
     from tests.device.backend import native
 
-    native.configure(rank, 0.005, True)
-    torch.accelerator.set_device_index(rank)
-    result = work(rank)
+    native.configure(0, 0.005, True)
+    result = work()
     torch.accelerator.synchronize()
     return result, native.take_races()
 
 
-def rows_on_strict(rank: int, rows: list[tuple[Arithmetic, Movement]]) -> tuple[Any, list[str]]:
-    def train_all(rank: int) -> list[list[object]]:
-        common = {"rank": rank, "world_size": 2, "steps": STEPS}
-        return [everything(train(what, how, streams=strict(rank), **common)) for what, how in rows]
-
-    return on_strict(rank, train_all)
-
-
-def rows_on_cpu(rank: int, rows: list[tuple[Arithmetic, Movement]]) -> list[list[object]]:
-    common = {"rank": rank, "world_size": 2, "steps": STEPS, "streams": inline()}
-    return [everything(train(what, Movement(how.stage), **common)) for what, how in rows]
-
-
-def test_two_ranks_change_no_bit():
-    """Also where ranks tell each other in backward whether a gradient is finite: what they say is kept until then."""
-    expected = run_ranks(rows_on_cpu, 2, ROWS)
-    found = late_ranks(rows_on_strict, ROWS)
-    for rank, (values, races) in enumerate(found):
-        assert races == []
-        different = [
-            f"{changed(w)} | {changed(h)}" for (w, h), a, b in zip(ROWS, values, expected[rank], strict=True) if a != b
-        ]
-        assert different == []
+def rows(rank: int, streams: Callable[[], Streams], on_device: bool) -> list[list[object]]:
+    found = []
+    for what, how in ROWS:
+        movement = how if on_device else Movement(how.stage)
+        found.append(everything(train(what, movement, streams=streams(), rank=rank, world_size=2, steps=STEPS)))
+    return found
 
 
 class Mixing(nn.Module):
@@ -85,11 +68,9 @@ class Mixing(nn.Module):
         return grad / 2
 
 
-def mixing(rank: int, placement: penstock.Placement | None) -> list[list[float]]:
-    """Losses of a model whose blocks talk to other ranks."""
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(5)
-        model = Net()
+def mixing(rank: int, placement: penstock.Placement | None) -> list[Any]:
+    """Losses and parameters of a model whose blocks talk to other ranks."""
+    model = make_model()
     for block in model.blocks:
         block.mix = nn.Sequential(block.mix, Mixing())
     optimizer = penstock.prepare(
@@ -109,39 +90,72 @@ def mixing(rank: int, placement: penstock.Placement | None) -> list[list[float]]
     return [losses, parameters]
 
 
-def mixing_on_strict(rank: int, placement: penstock.Placement) -> tuple[Any, list[str]]:
-    return on_strict(rank, lambda rank: mixing(rank, placement))
-
-
-@pytest.mark.parametrize("params", ["cpu", thorough("device"), "nvme"])
-def test_collectives_of_the_user_meet_their_own(params, tmp_path):
-    expected = run_ranks(mixing, 2, None)
-    placement = penstock.Placement(params=params, grads="cpu", optimizer="cpu", nvme_path=tmp_path)
-    found = late_ranks(mixing_on_strict, placement)
-    assert found == [(values, []) for values in expected]
-
-
-def devices_taken(rank: int) -> list[str]:
+def devices_taken() -> list[str]:
     """Nobody has called `set_device`: the launcher's number says which device."""
-    model = Net()
+    model = make_model()
     optimizer = penstock.prepare(model, torch.optim.AdamW(model.parameters()))
     devices = {str(parameter.device) for parameter in model.parameters()}
     optimizer.close()
     return [*devices, str(torch.accelerator.current_device_index())]
 
 
-def test_ranks_take_a_device_each_where_nobody_has_set_one():
-    assert late_ranks(devices_taken) == [["strict:0", "0"], ["strict:1", "1"]]
-
-
-def refused_on_one_device(rank: int) -> str:
+def on_one_device(rank: int) -> str:
+    """Both ranks have made the second device the current one."""
     torch.accelerator.set_device_index(1)
-    model = Net()
-    with suppress(penstock.ConfigError):
+    model = make_model()
+    try:
         penstock.prepare(model, torch.optim.AdamW(model.parameters()))
-        return "not refused"
-    return "refused"
+    except penstock.ConfigError as error:
+        return str(error)
+    finally:
+        torch.accelerator.set_device_index(rank)
+    return ""
 
 
-def test_two_ranks_on_one_device_are_refused():
-    assert late_ranks(refused_on_one_device) == ["refused", "refused"]
+def with_a_device(rank: int, folder: Path) -> dict[str, Any]:
+    taken = devices_taken()
+    placement = penstock.Placement(params="nvme", grads="cpu", optimizer="cpu", nvme_path=folder)
+    return {
+        "taken": taken,
+        "refused": on_one_device(rank),
+        "rows": measured(lambda: rows(rank, lambda: strict(rank), on_device=True)),
+        "mixing": measured(lambda: mixing(rank, placement)),
+    }
+
+
+def with_a_cpu(rank: int) -> dict[str, Any]:
+    return {"rows": rows(rank, inline, on_device=False), "mixing": mixing(rank, None)}
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory) -> list[dict[str, Any]]:
+    """Of each rank, all of it from one start: that costs more than the work."""
+    return late_ranks(with_a_device, tmp_path_factory.mktemp("disk"))
+
+
+@pytest.fixture(scope="module")
+def expected() -> list[dict[str, Any]]:
+    return run_ranks(with_a_cpu, 2)
+
+
+@pytest.mark.parametrize("number", range(len(ROWS)), ids=[f"{changed(how)} | {changed(what)}" for what, how in ROWS])
+def test_two_ranks_change_no_bit(found, expected, number):
+    for one, other in zip(found, expected, strict=True):
+        assert one["rows"][0][number] == other["rows"][number]
+
+
+def test_what_ranks_tell_each_other_in_backward_is_kept_until_it_was_told(found):
+    """And nothing else that is under way on one stream is given up, or used, by another."""
+    assert [one["rows"][1] for one in found] == [[], []]
+
+
+def test_collectives_of_the_user_meet_their_own(found, expected):
+    assert [one["mixing"] for one in found] == [(other["mixing"], []) for other in expected]
+
+
+def test_ranks_take_a_device_each_where_nobody_has_set_one(found):
+    assert [one["taken"] for one in found] == [["strict:0", "0"], ["strict:1", "1"]]
+
+
+def test_two_ranks_on_one_device_are_refused_by_name(found):
+    assert all("Ranks share a device: ranks 0 (strict:1" in one["refused"] for one in found)
