@@ -21,10 +21,10 @@ from journal import Journal
 from torch import Tensor
 
 import penstock
-from penstock.machine import arena
-from penstock.machine.arena import Arena
-from penstock.machine.collectives import default_device
+from penstock.machine.arena import Arena, available_host_memory
+from penstock.machine.devices import default_device
 from penstock.machine.numa import device_node
+from penstock.machine.pinning import can_register
 
 ROUNDS = 5
 Item = Callable[[], dict[str, Any]]
@@ -48,7 +48,7 @@ def gigabytes_per_second(nbytes: int, work: Callable[[], object], device: torch.
 def free_memory(device: torch.device) -> dict[str, Any]:
     """What the host and the device have left, as the system says."""
     found: dict[str, Any] = {
-        "host_available": arena.available_host_bytes(),
+        "host_available": getattr(available_host_memory(), "nbytes", None),
         "resident": machine.process_bytes("VmRSS"),
         "page_locked": machine.process_bytes("VmLck") + machine.process_bytes("VmPin"),
     }
@@ -80,18 +80,18 @@ def take_slab(nbytes: int, device: torch.device) -> dict[str, Any]:
     taken = time.perf_counter() - started
     lease = slab.lease(nbytes, torch.uint8)
     pinned = slab.pinned
-    known = arena.can_pin(device) and lease.is_pinned() and lease[-1:].is_pinned()
+    known = can_register(device) and lease.is_pinned() and lease[-1:].is_pinned()
     during = free_memory(device)
     started = time.perf_counter()
     slab.close()
-    still_known = arena.can_pin(device) and lease.is_pinned()
+    still_known = can_register(device) and lease.is_pinned()
     closed = time.perf_counter() - started
     del lease
     gc.collect()
     after = free_memory(device)
     kept = after["resident"] - before["resident"]
     wrong = [
-        *(["the slab was not registered"] if arena.can_pin(device) and not pinned else []),
+        *(["the slab was not registered"] if can_register(device) and not pinned else []),
         *(["torch does not know it as pinned"] if pinned and not known else []),
         *(["it is known as pinned after it was closed"] if still_known else []),
         *([f"{kept:,} bytes stayed resident"] if kept > max(nbytes // 10, 64 << 20) else []),

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from penstock.machine.collectives import default_device
+from penstock.machine.devices import default_device
 from penstock.rules import StateFormat, deposit
 from penstock.rules.fused import update_reference
 from tests.support import thorough
