@@ -95,6 +95,7 @@ def likeness(rank: int) -> tuple[bool, timedelta, str, str]:
     ranks = dist.get_process_group_ranks(own) == dist.get_process_group_ranks(given)
     timeout = own._get_backend(torch.device("cpu")).options._timeout
     found = ranks, timeout, dist.get_backend_config(own), dist.get_backend_config(given)
+    dist.barrier()  # gloo may still be connecting the other rank
     dist.destroy_process_group(own)
     return found
 
