@@ -207,10 +207,10 @@ def _again(error: BaseException) -> BaseException:
         again = copy(error)
     except Exception:  # one that is not made of its arguments
         return error
+    if isinstance(again, OSError) and isinstance(error, OSError) and again.errno != error.errno:
+        again.errno = error.errno  # it is no argument of ours
     if type(again) is not type(error) or str(again) != str(error):
         return error
-    if isinstance(again, OSError) and isinstance(error, OSError) and error.errno is not None:
-        again.errno, again.strerror, again.filename = error.errno, error.strerror, error.filename
     again.__cause__, again.__suppress_context__ = error.__cause__, error.__suppress_context__
     return again.with_traceback(error.__traceback__)
 

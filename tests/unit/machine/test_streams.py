@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 
+from penstock.errors import CheckpointError, NvmeError
 from penstock.machine.accelerator import AcceleratorStreams, streams_for
 from penstock.machine.recorder import Recorder
 from penstock.machine.simulated import SimulatedStreams
@@ -376,19 +377,32 @@ def accelerator(monkeypatch: pytest.MonkeyPatch) -> FakeAccelerator:
     return fake
 
 
-def test_an_error_keeps_no_frames_of_those_who_waited_for_it() -> None:
+@pytest.mark.parametrize(
+    "error",
+    [
+        OSError(errno.EIO, "no such luck", "a file"),
+        OSError("no such luck"),
+        NvmeError("no such luck", file="a file", offset=3, errno=errno.EIO),
+        CheckpointError("no such luck", field="a field"),
+        KeyError("no such luck"),
+    ],
+    ids=repr,
+)
+def test_an_error_keeps_no_frames_of_those_who_waited_for_it(error: Exception) -> None:
     """What they refer to may refer to the event, through what autograd has recorded: nothing of it would ever go."""
+    said = str(error), vars(error), getattr(error, "errno", None), getattr(error, "filename", None)
 
     def fail() -> None:
-        raise OSError(errno.EIO, "no such luck", "a file")
+        raise error
 
     event = HostEvent()
     event.run(fail)
     own = traceback.extract_tb(event._error.__traceback__)
     for wait in (event.wait, event.synchronize, event.check, FailedEvent(event._error).wait):
-        with pytest.raises(OSError, match="no such luck") as caught:
+        with pytest.raises(type(error), match="no such luck") as caught:
             wait()
-        assert (caught.value.errno, caught.value.filename) == (errno.EIO, "a file")
+        again = caught.value
+        assert (str(again), vars(again), getattr(again, "errno", None), getattr(again, "filename", None)) == said
         assert [frame.name for frame in traceback.extract_tb(caught.value.__traceback__)][-1] == "fail"
     assert traceback.extract_tb(event._error.__traceback__) == own
 
