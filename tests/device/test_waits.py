@@ -97,7 +97,7 @@ def reached_by(row: str) -> frozenset[str]:
     return seen
 
 
-@pytest.mark.parametrize("wait", sampled(WAITS, every=9), ids=lambda wait: wait.name)
+@pytest.mark.parametrize("wait", sampled(WAITS, every=16), ids=lambda wait: wait.name)
 def test_without_the_wait_a_row_goes_wrong(wait: Wait) -> None:
     rows = [row for row in ROWS if wait.site in reached_by(row)]
     if not rows:
