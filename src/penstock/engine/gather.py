@@ -96,9 +96,7 @@ class Gatherer:
         self.live_bytes = 0
         self.peak_live_bytes = 0
         self._ahead: dict[Unit, None] = {}  # gathered ahead of use, in order
-        self._in_part: set[Unit] = (
-            set()
-        )  # being gathered, and the collective for what other ranks have is still to come
+        self._in_part: set[Unit] = set()  # being gathered, and the collective for what others have is still to come
         self._updated: set[Unit] = set()  # by the host, since they were gathered last: that may go on
         self._buffers: dict[int, Unit] = {}  # by the address of the full buffer's storage
         self._lingering: dict[Unit, None] = {}  # released, and others have views of the buffer

@@ -169,14 +169,12 @@ class Updater:
         recorded = self._streams.recorder is not None
         together = groupby(in_place, key=lambda tile: tile.unit.name if recorded else "on the device")
         calls = [partial(self._update_in_place, list(group), f"update {name}") for name, group in together]
-        on_a_cpu = self._streams.device.type == "cpu"  # there such a call ends when all of it is updated
-        for call in [] if on_a_cpu else calls:
-            call()
-        for pair in zip_longest(on_host, on_device):  # neither waits until all of the other's work is submitted
-            for submit in filter(None, pair):
-                submit()
-        for call in calls if on_a_cpu else []:
-            call()
+        # Neither side waits until all of the other's work is submitted.
+        turns = [submit for pair in zip_longest(on_host, on_device) for submit in pair if submit is not None]
+        # On a cpu the calls of compute itself end when all of it is updated: the host's tiles are on their way before.
+        on_a_cpu = self._streams.device.type == "cpu"
+        for submit in [*turns, *calls] if on_a_cpu else [*calls, *turns]:
+            submit()
 
     def _update_in_place(self, tiles: Sequence[TileUpdate], what: str) -> None:
         """Compute itself updates what is in its reach: in one call of the rule, whatever units it is of."""

@@ -1,4 +1,4 @@
-"""Which device a rank computes on, who else does, and events on it: for every accelerator that torch knows.
+"""Which device a rank computes on, who else does, and whether its events let a host sleep: for every accelerator that torch knows.
 
 A launcher starts a process for each device and says its number in `LOCAL_RANK`; torch's current device is the first one
 until somebody says otherwise. What was said comes before that number.
@@ -231,24 +231,11 @@ def _describe(sharing: Sequence[tuple[int, Place]]) -> str:
     return f"ranks {ranks} on {first.host}{f', {first.unique}' if first.unique else ''}"
 
 
-def make_event(device: torch.device, *, enable_timing: bool = False) -> Any:
-    """An event of a device. A host that waits for it sleeps, where the device has such events, instead of spinning.
-
-    A thread that spins takes a core from the updates. Torch's own event takes the word and does nothing with it.
-    """
-    own = sleeping_event(device)
-    if own is not None:
-        return own(enable_timing=enable_timing, blocking=True)
-    try:
-        return torch.Event(device, enable_timing=enable_timing, blocking=True)
-    except TypeError:  # of a torch that has no such word
-        return torch.Event(device, enable_timing=enable_timing)
-
-
 def sleeping_event(device: torch.device) -> Any:
     """The class of a device's own events, where they let a host that waits sleep; else `None`.
 
-    They go with streams of the device's own module: torch takes one kind for the other unseen.
+    A thread that spins takes a core from the updates; torch's own event takes the word and does nothing with it. They
+    go with streams of the device's own module: torch takes one kind for the other unseen.
     """
     own = getattr(torch.get_device_module(device), "Event", None)
     return own if own is not None and own is not torch.Event and _takes(own, "blocking") else None

@@ -376,7 +376,7 @@ Tensor copy_from(const Tensor& source, const Tensor& target, bool non_blocking) 
     }
     return target;
   }
-  const bool pinned = is_pinned(up ? target.is_same(target) ? from : from : target);
+  const bool pinned = is_pinned(up ? from : target);
   count_copied(up ? "up" : "down", target.nbytes());
   copy_late(from, target, up ? "copy up" : "copy down", target.nbytes(), stream);
   if (!(pinned && non_blocking)) {

@@ -18,9 +18,9 @@ from penstock.machine.devices import (
     check_apart,
     choose_device,
     device_for,
-    make_event,
     place_of,
 )
+from penstock.machine.hardware import Hardware
 from tests.support import inline
 
 CPU = torch.device("cpu")
@@ -172,7 +172,6 @@ def test_ranks_that_share_a_device_are_refused_by_name() -> None:
 
 def test_an_event_lets_the_host_sleep_where_the_device_has_such_events(monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[tuple[str, dict[str, object]]] = []
-    old: list[bool] = []
 
     class Sleeping:
         def __init__(self, enable_timing: bool = False, blocking: bool = False) -> None:
@@ -184,18 +183,14 @@ def test_an_event_lets_the_host_sleep_where_the_device_has_such_events(monkeypat
 
     def torch_event(device: torch.device, **words: object) -> None:
         made.append((str(device), words))
-        if "blocking" in words and old[-1]:
-            raise TypeError("'blocking' is an invalid keyword argument")
 
     monkeypatch.setattr(torch, "Event", torch_event)
-    for own, is_old in ((Sleeping, False), (Spinning, False), (None, True)):
+    for own in (Sleeping, Spinning, None):
         module: Any = SimpleNamespace(Event=own) if own else SimpleNamespace()
         monkeypatch.setattr(torch, "get_device_module", lambda device, module=module: module)
-        old.append(is_old)
-        make_event(cuda(1), enable_timing=True)
+        Hardware(cuda(1)).make_event(timing=True)
     assert made == [
         ("own", {"enable_timing": True, "blocking": True}),
-        ("cuda:1", {"enable_timing": True, "blocking": True}),
-        ("cuda:1", {"enable_timing": True, "blocking": True}),
+        ("cuda:1", {"enable_timing": True}),
         ("cuda:1", {"enable_timing": True}),
     ]
