@@ -1,4 +1,4 @@
-"""Which device a rank computes on, who else does, and whether its events let a host sleep: for every accelerator that torch knows.
+"""Which device a rank computes on, who else does, and its events that let a host sleep: for every accelerator of torch.
 
 A launcher starts a process for each device and says its number in `LOCAL_RANK`; torch's current device is the first one
 until somebody says otherwise. What was said comes before that number.
