@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import penstock
-from penstock.engine import reduce
+from penstock.engine.passes import reduce
 from penstock.rules import Segment, device, fused, rule_for
 from penstock.rules.device import DeviceUpdate
 
@@ -101,7 +101,7 @@ def takes_the_way_of_a_device(compiled: Callable[..., None] | None, copies: list
             return on_device(*arguments)
 
         device._on_device = counted
-        from penstock.engine import norms
+        from penstock.engine.units import norms
 
         norms.squared_norms_of = deposit._squared_norms_in_torch  # type: ignore[attr-defined]
     else:

@@ -20,13 +20,13 @@ from torch import Tensor
 
 import penstock
 from penstock.build import Request, build
-from penstock.engine import staging
 from penstock.kinds import COMPUTE_DTYPES
 from penstock.machine import pinning
 from penstock.machine.arena import Arena
 from penstock.machine.collectives import Ranks
 from penstock.machine.simulated import SimulatedStreams
 from penstock.machine.streams import Event, InlineStreams, Streams, Work
+from penstock.tiers import staging
 
 RANK_TIMEOUT = timedelta(seconds=60)
 

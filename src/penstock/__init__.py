@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from penstock.build import prepare
     from penstock.checkpoint.export import export
     from penstock.config import Options, Placement
-    from penstock.engine.step import StepResult
+    from penstock.engine.updates.step import StepResult
     from penstock.errors import (
         CheckpointError,
         ConfigError,
@@ -49,7 +49,7 @@ _HOMES = {
     "export": "penstock.checkpoint.export",
     "Options": "penstock.config",
     "Placement": "penstock.config",
-    "StepResult": "penstock.engine.step",
+    "StepResult": "penstock.engine.updates.step",
     "Optimizer": "penstock.optimizer",
     "elementwise": "penstock.rules.generic",
     "Location": "penstock.tiers.report",

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from penstock.config import Options, Placement
-from penstock.engine.discover import UnitSpec
+from penstock.engine.units.discover import UnitSpec
 from penstock.machine.council import Facts
 
 #: Options that say how one rank does its part, and change nothing that ranks do together.

@@ -22,34 +22,33 @@ from penstock import checks
 from penstock._native import Pool
 from penstock.accord import facts_of
 from penstock.config import Options, Placement
-from penstock.engine.access import Access, as_state
-from penstock.engine.activations import Activations
-from penstock.engine.alike import settle_buffers
-from penstock.engine.assemble import Homes, UnitPlan, plan_units
-from penstock.engine.discover import UnitPolicy, UnitSpec, find_units
 from penstock.engine.engine import Engine, Origin
 from penstock.engine.forked import leave_to_parent
-from penstock.engine.gather import Gatherer
-from penstock.engine.hooks import Hooks
-from penstock.engine.idioms import Idioms
-from penstock.engine.loading import Loader
-from penstock.engine.membership import Membership
-from penstock.engine.mixing import MixedProducts
-from penstock.engine.originals import replace_meta
-from penstock.engine.precision import InputCasts
-from penstock.engine.reduce import Reducer
-from penstock.engine.residency import Mover
-from penstock.engine.samples import BatchDim, check_batch_dim, check_blocks
-from penstock.engine.saving import Saver
-from penstock.engine.scale import GradientScale, LossScale
-from penstock.engine.sharing import Sharing
-from penstock.engine.skips import Skips
-from penstock.engine.slices import SlicedBlock, sliced_blocks
-from penstock.engine.source import INIT, Weights, agreeing, open_source
-from penstock.engine.staging import Sections, Staging, StagingPlan
-from penstock.engine.step import Stepper
-from penstock.engine.unit import Unit
-from penstock.engine.update import Updater
+from penstock.engine.passes.activations import Activations
+from penstock.engine.passes.gather import Gatherer
+from penstock.engine.passes.hooks import Hooks
+from penstock.engine.passes.idioms import Idioms
+from penstock.engine.passes.mixing import MixedProducts
+from penstock.engine.passes.precision import InputCasts
+from penstock.engine.passes.reduce import Reducer
+from penstock.engine.passes.samples import BatchDim, check_batch_dim, check_blocks
+from penstock.engine.passes.slices import SlicedBlock, sliced_blocks
+from penstock.engine.state.access import Access, as_state
+from penstock.engine.state.loading import Loader
+from penstock.engine.state.moving import Mover
+from penstock.engine.state.saving import Saver
+from penstock.engine.units.alike import settle_buffers
+from penstock.engine.units.assemble import Homes, UnitPlan, plan_units
+from penstock.engine.units.discover import UnitPolicy, UnitSpec, find_units
+from penstock.engine.units.membership import Membership
+from penstock.engine.units.originals import replace_meta
+from penstock.engine.units.source import INIT, Weights, agreeing, open_source
+from penstock.engine.units.unit import Unit
+from penstock.engine.updates.scale import GradientScale, LossScale
+from penstock.engine.updates.sharing import Sharing
+from penstock.engine.updates.skips import Skips
+from penstock.engine.updates.step import Stepper
+from penstock.engine.updates.update import Updater
 from penstock.errors import CheckpointError, ConfigError
 from penstock.kinds import COMPUTE_DTYPES, Overlap, Precision, Tier, parse_tier
 from penstock.layout import ALIGNMENT_NUMEL, round_up
@@ -71,6 +70,7 @@ from penstock.tiers.home import SectionPlan
 from penstock.tiers.host import HostTier
 from penstock.tiers.nvme import NvmeTier
 from penstock.tiers.pipeline import Pipeline
+from penstock.tiers.staging import Sections, Staging, StagingPlan
 from penstock.tiers.store import Store, bytes_on
 from penstock.tiers.transit import Transit
 

@@ -12,10 +12,10 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from penstock.checkpoint.buffers import persistent_buffers, why_not
 from penstock.config import DEFAULT_LIVE_BYTES, Options, Placement
-from penstock.engine.aliases import check_aliases
-from penstock.engine.anchor import Anchor
-from penstock.engine.discover import UnitSpec
-from penstock.engine.idioms import is_owned
+from penstock.engine.passes.anchor import Anchor
+from penstock.engine.passes.idioms import is_owned
+from penstock.engine.units.aliases import check_aliases
+from penstock.engine.units.discover import UnitSpec
 from penstock.errors import ConfigError, MemoryBudgetError
 from penstock.kinds import COMPUTE_DTYPES, Tier, parse_tier
 from penstock.machine.arena import available_host_memory

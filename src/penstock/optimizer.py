@@ -12,8 +12,8 @@ from typing import Any, Concatenate, Literal, ParamSpec, TypeVar, get_args
 import torch
 from torch import Tensor, nn
 
-from penstock.engine.access import as_state
 from penstock.engine.engine import Engine
+from penstock.engine.passes.under_way import in_backward
 from penstock.engine.refusals import (
     check_at_rest,
     check_backward_over,
@@ -22,10 +22,10 @@ from penstock.engine.refusals import (
     drop_own_gradients,
     scalars_of,
 )
-from penstock.engine.step import StepResult
-from penstock.engine.torn import torn_on_failure
+from penstock.engine.state.access import as_state
+from penstock.engine.state.torn import torn_on_failure
 from penstock.engine.tracing import TraceReport, take_trace
-from penstock.engine.under_way import in_backward
+from penstock.engine.updates.step import StepResult
 from penstock.errors import ConfigError, EngineError
 from penstock.kinds import GATHERED, LEAVING, KindName, Tier, parse_tier
 from penstock.machine.border import Around, crossing, ours

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import penstock
-from penstock.engine import activations
+from penstock.engine.passes import activations
 from penstock.machine.accelerator import AcceleratorStreams
 from penstock.machine.collectives import Ranks
 from penstock.machine.streams import DOWNLOAD, UPDATE, UPLOAD, Streams, copy

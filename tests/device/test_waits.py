@@ -8,7 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from penstock.engine import activations, gather, reduce, residency, saving, update
+from penstock.engine.passes import activations, gather, reduce
+from penstock.engine.state import moving, saving
+from penstock.engine.updates import update
 from penstock.tiers import bounce, cuts, pipeline, ring, transit
 from penstock.tiers.transit import Transit
 from tests.device.dropping import DroppingStreams
@@ -69,7 +71,7 @@ def attempt(row: str, dropped: str | None) -> tuple[bool, frozenset[str]]:
     together, copy = AllOf(dropped), Copy(dropped)
     streams = DroppingStreams(torch.device("strict", 0), dropped)
     with pytest.MonkeyPatch.context() as patch:
-        for module in (activations, gather, reduce, residency, saving, update, bounce, cuts, pipeline, ring, transit):
+        for module in (activations, gather, reduce, moving, saving, update, bounce, cuts, pipeline, ring, transit):
             if hasattr(module, "all_of"):
                 patch.setattr(module, "all_of", together)
         patch.setattr(Transit, "copy", copy)

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 from torch import Tensor
 
-from penstock.engine.unit import Unit
+from penstock.engine.units.unit import Unit
 from penstock.machine.streams import DOWNLOAD, Event, Work
 from tests.parity.rows import Arithmetic, Movement, batches, loss_of, prepared
 from tests.support import SeparateStreams, run_ranks, separate

@@ -17,8 +17,8 @@ When = Literal["submission", "completion"]
 
 def small_rings(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rings of two slots: they do not hold all records of a small model, so files are read."""
-    monkeypatch.setattr("penstock.engine.staging.LEAST_FILE_SLOTS", 2)
-    monkeypatch.setattr("penstock.engine.staging.MOST_FILE_SLOTS", 2)
+    monkeypatch.setattr("penstock.tiers.staging.LEAST_FILE_SLOTS", 2)
+    monkeypatch.setattr("penstock.tiers.staging.MOST_FILE_SLOTS", 2)
 
 
 @dataclass

@@ -11,7 +11,7 @@ from torch import Tensor
 
 import penstock
 from penstock.checkpoint.writing import RingMemory, TileWriter
-from penstock.engine import saving
+from penstock.engine.state import saving
 from penstock.machine import pinning
 from penstock.machine.arena import Arena
 from penstock.machine.numa import device_node

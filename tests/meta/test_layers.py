@@ -14,7 +14,6 @@ LAYERS = (
         "config",
         "layout",
         "split",
-        "plan",
         "trace",
         "optim",
         "losses",
@@ -22,7 +21,7 @@ LAYERS = (
     ),  # values and arithmetic
     ("machine", "rules"),
     ("tiers",),
-    ("checkpoint", "planner"),
+    ("checkpoint",),
     ("engine",),
     ("accord", "checks", "optimizer"),
     ("build",),
@@ -34,91 +33,12 @@ LAYERS = (
 LEVEL = {part: level for level, parts in enumerate(LAYERS) for part in parts}
 OUTSIDE = ("integrations", "cli", "__main__")
 
-# What the parts of the engine know of each other.
-ENGINE = {
-    "access": {"gather", "holding", "reduce", "scale", "torn", "unit"},
-    "activations": {"staging", "versions"},
-    "aliases": set(),
-    "alike": set(),
-    "anchor": {"precision", "unit"},
-    "assemble": {"discover", "source", "unit"},
-    "buffers": set(),
-    "choosing": set(),
-    "containers": set(),
-    "discover": set(),
-    "engine": {
-        "access",
-        "gather",
-        "hooks",
-        "loading",
-        "membership",
-        "reduce",
-        "residency",
-        "saving",
-        "scale",
-        "skips",
-        "step",
-        "torn",
-        "unit",
-        "update",
-    },
-    "forked": {"engine"},
-    "gather": {"holding", "recorded", "unit"},
-    "holding": set(),
-    "hooks": {
-        "activations",
-        "anchor",
-        "gather",
-        "holding",
-        "membership",
-        "outputs",
-        "precision",
-        "reads",
-        "reduce",
-        "saved",
-        "scale",
-        "transforms",
-        "under_way",
-        "unit",
-        "uses",
-        "weakly",
-    },
-    "idioms": {"unit"},
-    "initialisation": set(),
-    "leftovers": {"anchor"},
-    "loading": {"access", "choosing", "gather", "placing", "reduce", "scale", "taking", "torn", "unit", "update"},
-    "membership": {"unit"},
-    "mixing": set(),
-    "norms": {"unit"},
-    "originals": set(),
-    "outputs": {"unit"},
-    "placing": {"taking", "unit"},
-    "precision": {"containers", "mixing"},
-    "reads": set(),
-    "recorded": set(),
-    "reduce": {"buffers", "norms", "unit"},
-    "refusals": {"engine", "under_way", "unit"},
-    "residency": {"assemble", "gather", "holding", "reduce", "staging", "unit"},
-    "samples": set(),
-    "saved": {"activations", "unit", "versions"},
-    "saving": {"access", "scale", "unit"},
-    "scale": set(),
-    "sharing": {"update"},
-    "skips": {"scale"},
-    "slices": {"leftovers", "samples", "versions"},
-    "source": {"discover", "initialisation", "originals"},
-    "staging": set(),
-    "step": {"norms", "scale", "sharing", "unit", "update"},
-    "taking": {"scale", "unit", "update"},
-    "torn": {"unit"},
-    "tracing": {"engine"},
-    "transforms": {"unit"},
-    "under_way": set(),
-    "unit": {"discover", "holding", "reads", "recorded", "versions"},
-    "update": {"unit"},
-    "uses": {"unit"},
-    "versions": set(),
-    "weakly": set(),
+# What the folders of the engine know of each other; what stands beside them knows all four.
+FOLDERS = {
+    "units": set(),
+    "updates": {"units"},
+    "passes": {"units", "updates"},
+    "state": {"units", "updates", "passes"},
 }
 
 
@@ -145,13 +65,24 @@ def test_the_command_line_and_integrations_use_public_names_only(module: str) ->
     assert {part_of(target) for target in imports(module)} <= public
 
 
-def test_parts_of_the_engine_import_each_other_only_as_listed() -> None:
-    found = {}
+def test_every_layer_is_there() -> None:
+    assert {part_of(module) for module in modules()} | {"_native"} == LEVEL.keys()
+
+
+def folder_of(module: str) -> str | None:
+    """The folder of the engine that a module is in, if it is in one."""
+    parts = module.split(".")
+    return parts[1] if parts[0] == "engine" and len(parts) > 2 else None
+
+
+def test_folders_of_the_engine_know_each_other_only_one_way() -> None:
+    assert {folder for module in modules() if (folder := folder_of(module))} == FOLDERS.keys()
     for module in modules():
-        if module.startswith("engine."):
-            siblings = {target for target in imports(module) if target.startswith("engine.")}
-            found[module.removeprefix("engine.")] = {target.removeprefix("engine.") for target in siblings}
-    assert found == ENGINE
+        own = folder_of(module)
+        if own is not None:
+            for target in imports(module):
+                if target.startswith("engine."):
+                    assert folder_of(target) in {own, *FOLDERS[own]}, f"penstock.{module} imports penstock.{target}"
 
 
 def test_no_module_imports_itself_in_a_circle() -> None:

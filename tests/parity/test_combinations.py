@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import penstock
-from penstock.engine import activations
+from penstock.engine.passes import activations
 from penstock.machine.streams import Streams
 from tests.parity.rows import BATCH, INPUTS, Block
 from tests.support import disks, inline, prepare_on, run_ranks, sampled, separate, simulated, thorough

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import penstock
-from penstock.engine import activations
+from penstock.engine.passes import activations
 from penstock.machine import arena
 from penstock.machine.streams import Streams
 from penstock.tiers.bounce import bounce_bytes

@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from penstock.engine import staging
-from penstock.engine.update import TileUpdate, Updater
+from penstock.engine.updates.update import TileUpdate, Updater
 from penstock.machine.simulated import SimulatedStreams
 from penstock.machine.streams import DEVICE_UPDATE, DOWNLOAD, UPDATE, Event, Streams, Work
+from penstock.tiers import staging
 from tests.parity.compare import otherwise
 from tests.parity.rows import CORE, EXTRA, Arithmetic, Movement, batches, changed, loss_of, prepared, shares
 from tests.support import SeparateStreams, inline, run_ranks, sampled, separate, simulated, thorough

@@ -15,7 +15,9 @@ import torch
 from torch import Tensor
 
 import penstock
-from penstock.engine import activations, gather, reduce, residency, saving, update
+from penstock.engine.passes import activations, gather, reduce
+from penstock.engine.state import moving, saving
+from penstock.engine.updates import update
 from penstock.errors import EngineError
 from penstock.machine.simulated import SimulatedStreams
 from penstock.machine.streams import COLLECTIVE, STREAMS, UPLOAD, Streams
@@ -47,14 +49,14 @@ REDUNDANT = {
     "saving.py wait_copied: event.synchronize()": SAVES,
     "saving.py _sources: all of updated": "what was updated is published after it",
     "saving.py _sources: all of begun": COMPUTE,
-    "residency.py _exchange: used.synchronize()": COMPUTE,
+    "moving.py _exchange: used.synchronize()": COMPUTE,
     "gather.py _all_gather: all of unit.saved": "it writes what is there already, as far as that is saved",
     "reading.py _finish: transfer.wait()": AT_ONCE,
     "reading.py read: transfer.wait()": AT_ONCE,
     "writing.py _wait: transfer.wait()": AT_ONCE,
     "writing.py _fill: reading.wait()": AT_ONCE,
     "writing.py _check_copy: transfer.wait()": AT_ONCE,
-    "residency.py wait: self._event.wait()": "it is for a stream of the host, which synchronizes",
+    "moving.py wait: self._event.wait()": "it is for a stream of the host, which synchronizes",
     "ring.py free: all of (slot.free for slot in self._slots)": "the clean-up waits for each slot of the ring",
     "access.py finish: unit.trained.updated.synchronize()": "what was updated is published after it",
     "update.py tiles: all of after": IN_TURN,
@@ -461,7 +463,7 @@ def _short_rings(monkeypatch: pytest.MonkeyPatch) -> None:
 def attempt(run: RowRun, expected: Values, slow: str | None, dropped: str | None) -> Outcome:
     together, copy = AllOf(dropped), Copy(dropped)
     with pytest.MonkeyPatch.context() as patch:
-        for module in (gather, reduce, residency, saving, update, bounce, pipeline, ring, transit):
+        for module in (gather, reduce, moving, saving, update, bounce, pipeline, ring, transit):
             patch.setattr(module, "all_of", together)
         patch.setattr(Transit, "copy", copy)
         outcome = attempt_with(run, expected, slow, dropped)

@@ -10,20 +10,20 @@ from torch import Tensor, nn
 
 from penstock._native import Pool
 from penstock.config import Options
-from penstock.engine.access import Access
-from penstock.engine.gather import Gatherer
-from penstock.engine.hooks import Hooks
-from penstock.engine.loading import Loader
-from penstock.engine.membership import Membership
-from penstock.engine.reduce import Reducer
-from penstock.engine.residency import Mover
-from penstock.engine.saving import Saver
-from penstock.engine.scale import GradientScale
-from penstock.engine.skips import Skips
-from penstock.engine.step import Stepper
-from penstock.engine.torn import is_torn
-from penstock.engine.unit import Unit
-from penstock.engine.update import Updater
+from penstock.engine.passes.gather import Gatherer
+from penstock.engine.passes.hooks import Hooks
+from penstock.engine.passes.reduce import Reducer
+from penstock.engine.state.access import Access
+from penstock.engine.state.loading import Loader
+from penstock.engine.state.moving import Mover
+from penstock.engine.state.saving import Saver
+from penstock.engine.state.torn import is_torn
+from penstock.engine.units.membership import Membership
+from penstock.engine.units.unit import Unit
+from penstock.engine.updates.scale import GradientScale
+from penstock.engine.updates.skips import Skips
+from penstock.engine.updates.step import Stepper
+from penstock.engine.updates.update import Updater
 from penstock.errors import CheckpointError, EngineError, NvmeError
 from penstock.kinds import GRAD, PARAM, Overlap
 from penstock.machine.collectives import Ranks

@@ -6,8 +6,8 @@ from typing import Any
 import torch
 
 from penstock.engine.engine import Engine
-from penstock.engine.under_way import in_backward
-from penstock.engine.unit import Unit
+from penstock.engine.passes.under_way import in_backward
+from penstock.engine.units.unit import Unit
 from penstock.errors import EngineError
 
 

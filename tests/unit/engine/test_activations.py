@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import penstock
-from penstock.engine import activations
+from penstock.engine.passes import activations
 from penstock.errors import ConfigError
 from penstock.machine.arena import _Memory
 from penstock.machine.simulated import SimulatedStreams

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import penstock
-from penstock.engine.containers import replace_tensors
+from penstock.engine.passes.containers import replace_tensors
 from tests.models.modules_rows import WIDTH, Tutorial, squared
 from tests.support import inline, prepare_on, separate, simulated
 

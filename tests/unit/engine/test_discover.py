@@ -8,7 +8,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from penstock.engine.discover import UnitSpec, find_units
+from penstock.engine.units.discover import UnitSpec, find_units
 from penstock.errors import ConfigError
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import penstock
-from penstock.engine.update import Updater
+from penstock.engine.updates.update import Updater
 from penstock.kinds import Tier
 from penstock.machine.simulated import SimulatedStreams
 from penstock.machine.streams import UPDATE, UPLOAD, Event, Streams, Work

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 
 import penstock
-from penstock.engine.gather import Gatherer, Order
-from penstock.engine.holding import Residency
-from penstock.engine.unit import Unit
+from penstock.engine.passes.gather import Gatherer, Order
+from penstock.engine.units.holding import Residency
+from penstock.engine.units.unit import Unit
 from tests.support import prepare_on, separate
 
 WIDTH, BLOCKS = 64, 4

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 
 import penstock
-from penstock.engine.staging import MEMORY_SLOTS
 from penstock.machine.simulated import SimulatedStreams
 from penstock.machine.streams import DOWNLOAD, UPDATE, Event, Work, across, copy
+from penstock.tiers.staging import MEMORY_SLOTS
 from tests.parity.rows import shares
 from tests.support import disks, inline, pinning_on_cpu, prepare_on, separate, simulated
 

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 import penstock
 from penstock.checkpoint import folder as folders
 from penstock.checkpoint.folder import read_marker
-from penstock.engine import access, loading
-from penstock.engine.unit import Weights
+from penstock.engine.state import access, loading
+from penstock.engine.units.unit import Weights
 from tests.parity.resuming import Other, Run, Values, different, go_on, iterate, values
 from tests.parity.rows import Arithmetic, Movement, shares
 from tests.support import run_ranks, separate

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import penstock
-from penstock.engine.scale import LossScale
+from penstock.engine.updates.scale import LossScale
 from penstock.errors import ConfigError, EngineError
 from penstock.machine.streams import Streams
 from tests.support import inline, prepare_on, run_ranks, separate, simulated

@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 import penstock
-from penstock.engine import norms
-from penstock.engine.reduce import Reducer
+from penstock.engine.passes.reduce import Reducer
+from penstock.engine.units import norms
 from penstock.errors import EngineError
 from penstock.machine.streams import Streams
 from tests.parity.rows import CORE, Arithmetic, Movement, batches, changed, loss_of, prepared, train
@@ -65,7 +65,7 @@ def test_norms_taken_late_have_the_same_bits(
 
 
 def test_a_gradient_is_one_operation_in_backward(late: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("penstock.engine.reduce.deposit", lambda *_, **__: pytest.fail("measured in backward"))
+    monkeypatch.setattr("penstock.engine.passes.reduce.deposit", lambda *_, **__: pytest.fail("measured in backward"))
     model, optimizer = small(separate())
     optimizer.backward(loss(model))
     assert late == []

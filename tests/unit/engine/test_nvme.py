@@ -12,12 +12,12 @@ import torch
 from torch import nn
 
 import penstock
-from penstock.engine.staging import MOST_FILE_SLOTS, RING_BYTES
 from penstock.kinds import Tier
 from penstock.layout import ALIGNMENT_NUMEL
 from penstock.machine.aio import File
 from penstock.machine.arena import PAGE_BYTES
 from penstock.machine.streams import Streams
+from penstock.tiers.staging import MOST_FILE_SLOTS, RING_BYTES
 from tests.support import inline, prepare_on, separate, shorten_rings, simulated
 
 WIDTH, BLOCKS = 96, 3

@@ -9,13 +9,13 @@ import torch
 from torch import nn
 
 import penstock
-from penstock.engine import staging
-from penstock.engine.sharing import MEASURED_STEPS, WARM_UP_STEPS, Sharing
-from penstock.engine.update import Run, TileUpdate
+from penstock.engine.updates.sharing import MEASURED_STEPS, WARM_UP_STEPS, Sharing
+from penstock.engine.updates.update import Run, TileUpdate
 from penstock.errors import ConfigError
 from penstock.kinds import STAGING, Tier
 from penstock.machine.simulated import SimulatedStreams
 from penstock.machine.streams import DONE, DOWNLOAD, UPDATE, UPLOAD, Streams
+from penstock.tiers import staging
 from tests.support import prepare_on, separate
 
 STEPS = WARM_UP_STEPS + MEASURED_STEPS

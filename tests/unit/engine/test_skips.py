@@ -8,8 +8,8 @@ import torch
 from torch import nn
 
 import penstock
-from penstock.engine.scale import LossScale
-from penstock.engine.skips import Skips
+from penstock.engine.updates.scale import LossScale
+from penstock.engine.updates.skips import Skips
 from penstock.errors import EngineError
 from tests.support import inline, prepare_on, run_ranks, separate, simulated
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import penstock
-from penstock.engine import under_way
+from penstock.engine.passes import under_way
 from tests.support import inline, prepare_on, separate, simulated, thorough
 
 WIDTH = 16

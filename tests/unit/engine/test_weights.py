@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 import penstock
-from penstock.engine import source
+from penstock.engine.units import source
 from penstock.errors import CheckpointError, ConfigError
 from tests.support import run_ranks
 

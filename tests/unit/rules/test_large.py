@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock.build import number_elements
-from penstock.engine.update import Run, merge
+from penstock.engine.updates.update import Run, merge
 from penstock.layout import FlatLayout, Piece
 from penstock.rules import Pool, Segment, StateFormat, deposit, squared_norm
 from penstock.rules.dither import random_words, step_key

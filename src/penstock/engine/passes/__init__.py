@@ -1,0 +1,1 @@
+"""Forward and backward: parameters gathered, gradients reduced, saved tensors moved."""

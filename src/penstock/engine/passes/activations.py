@@ -1,0 +1,271 @@
+"""What forward saves for backward, kept off the device meanwhile.
+
+    forward     compute saves a tensor -> a copy goes to its tier -> its device memory goes
+    backward    before a tensor is wanted it comes back, the ones that were saved before it after it
+
+With activation checkpointing these are the inputs of the checkpointed blocks, and what lies outside of them. Only what
+autograd saves during the model's forward is seen: parameters stay with their units, small tensors where they are. Their
+memory is cut from a few slabs (`tiers/cuts.py`), whatever sizes come.
+"""
+
+import sys
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from types import FrameType
+
+import torch
+from torch import Tensor, nn
+
+from penstock.engine.units.versions import Version
+from penstock.kinds import ACTIVATION, Tier
+from penstock.machine.streams import DONE, Event, Streams
+from penstock.tiers.cuts import Cut, Cuts
+from penstock.tiers.home import CellPlan, Home, SectionPlan
+from penstock.tiers.ring import Ring
+from penstock.tiers.staging import Buffers, transit_slots
+from penstock.tiers.store import Store
+from penstock.tiers.transit import Transit, buffer_home
+
+UNIT = "(activations)"  # what the table calls it
+LEAST_BYTES = 64 << 10  # smaller ones are not worth a copy
+AHEAD_BYTES = 256 << 20  # on their way to the tier, or back before they are wanted
+
+
+@dataclass(eq=False)
+class _Bytes:
+    """Bytes of a saved tensor on the device, which may be on their way when the tensor is wanted no longer."""
+
+    values: Tensor | None
+
+
+@dataclass(eq=False)
+class Saved:
+    """One saved tensor.
+
+    Attributes:
+        cut: its home, until it is gone.
+        before: the one that was saved before it: backward wants it after this one.
+        shape, stride, dtype, version: of the tensor.
+        on_device: its bytes there, while they leave or once they are coming back.
+        key: what tells it apart while they leave.
+    """
+
+    cut: Cut
+    before: "weakref.ref[Saved] | None"
+    shape: torch.Size
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    version: Version
+    on_device: _Bytes
+    key: tuple[object, ...]
+
+    @property
+    def home(self) -> Home:
+        """Where its bytes are."""
+        return self.cut.home
+
+    @property
+    def here(self) -> Tensor | None:
+        """Its bytes on the device."""
+        return self.on_device.values
+
+    @here.setter
+    def here(self, values: Tensor | None) -> None:
+        self.on_device.values = values
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the tensor."""
+        return self.home.stop
+
+    @property
+    def arrived(self) -> Event:
+        """Its home holds them, or `here` does. It outlives the tensor: its bytes are others' afterwards."""
+        return self.cut.used
+
+    @arrived.setter
+    def arrived(self, event: Event) -> None:
+        self.cut.used = event
+
+    def saved_before(self) -> "Saved | None":
+        """The one that was saved before it, if it is still wanted."""
+        return None if self.before is None else self.before()
+
+
+class Activations:
+    """Takes saved tensors to a tier and brings them back.
+
+    Arguments:
+        tier: cpu or nvme.
+        tile_bytes: of what goes to files.
+        folders: for files.
+        kept: tensors whose memory somebody else keeps: those of parameters.
+
+    Attributes:
+        interrupted: called where a forward has ended without a word.
+    """
+
+    def __init__(
+        self,
+        streams: Streams,
+        store: Store,
+        tier: Tier,
+        *,
+        tile_bytes: int,
+        folders: int,
+        kept: Callable[[], Iterable[Tensor]],
+    ) -> None:
+        self._streams = streams
+        self._store = store
+        self._tier = tier
+        self._cuts = Cuts(store, tier, unit=UNIT, kind=ACTIVATION, tile_bytes=tile_bytes, folders=folders)
+        self._kept = kept
+        self._kept_storages: set[int] = set()
+        self._ring = Ring(self._fill_ring)
+        self._transit = Transit(streams, self._ring)
+        self._leaving: deque[Saved] = deque()
+        self._known: dict[tuple[object, ...], Saved] = {}  # those that are leaving, by what tells tensors apart
+        self._last: weakref.ref[Saved] | None = None
+        self._forward: FrameType | None = None  # the call that is under way
+        self.interrupted: Callable[[], None] = self.end
+
+    def begin(self) -> None:
+        """The outermost forward begins on this thread."""
+        self.end()
+        self._kept_storages = {tensor.untyped_storage()._cdata for tensor in self._kept()}
+        self._forward = _call_of_module()
+
+    def end(self) -> None:
+        """It is over."""
+        if self._forward is not None:
+            self._forward = None
+            self._let_go(AHEAD_BYTES)
+
+    def rest(self) -> None:
+        """Give memory and files back that hold nothing. The next forward takes some again."""
+        self._let_go(0)
+        self._cuts.rest()
+
+    def close(self) -> None:
+        """Let go of memory that goes with the store. Graphs that are left keep theirs."""
+        self._leaving.clear()
+        self._known.clear()
+        self._ring.drop()
+        self._cuts.close()
+
+    def take(self, tensor: Tensor) -> Saved | None:
+        """Autograd saves a tensor; `None` for one that stays."""
+        if self._forward is None:
+            return None
+        if not _is_running(self._forward):
+            self.interrupted()  # torch tells nobody of a forward that an interrupt ended
+            return None
+        if tensor.device != self._streams.device or not _is_plain(tensor):
+            return None
+        nbytes = tensor.numel() * tensor.element_size()
+        if nbytes < LEAST_BYTES or tensor.untyped_storage()._cdata in self._kept_storages or not _is_dense(tensor):
+            return None
+        key = (tensor.data_ptr(), tensor._version, tensor.shape, tensor.stride(), tensor.dtype)
+        if key in self._known:
+            return self._known[key]
+        self._let_go(AHEAD_BYTES - nbytes)
+        cut = self._cuts.take(nbytes)
+        here = tensor.detach().as_strided((tensor.numel(),), (1,)).view(torch.uint8)
+        held = _Bytes(here)
+        saved = Saved(cut, self._last, tensor.shape, tensor.stride(), tensor.dtype, Version(tensor), held, key)
+        weakref.finalize(saved, _give_back, self._cuts, cut, held, weakref.ref(self._streams))
+        saved.arrived = self._transit.copy(buffer_home(here), cut.home, after=cut.clear, what="save activation")
+        self._known[key] = saved
+        self._leaving.append(saved)
+        self._last = weakref.ref(saved)
+        return saved
+
+    def bring(self, packed: Saved) -> Tensor:
+        """Autograd wants it."""
+        packed.version.check()
+        self._bring(packed)
+        packed.arrived.wait()
+        assert packed.here is not None
+        values, packed.here = packed.here, None
+        self._forget(packed)
+        ahead, before = 0, packed.saved_before()
+        while before is not None and (ahead := ahead + before.nbytes) <= AHEAD_BYTES:
+            self._bring(before)
+            before = before.saved_before()
+        return values.view(packed.dtype).as_strided(packed.shape, packed.stride)
+
+    def _bring(self, saved: Saved) -> None:
+        """Start to bring a tensor back, if it is not on the device."""
+        if saved.here is None:
+            saved.here = torch.empty(saved.nbytes, dtype=torch.uint8, device=self._streams.device)
+            # Compute has waited for it to leave, or its memory would not have gone.
+            saved.arrived = self._transit.copy(
+                saved.cut.home, buffer_home(saved.here), after=DONE, what="bring activation"
+            )
+
+    def _let_go(self, most_bytes: int) -> None:
+        """Drop what has left; where more than some bytes are leaving, compute waits for the first of them."""
+        left = sum(saved.nbytes for saved in self._leaving)
+        while self._leaving and (left > most_bytes or self._leaving[0].arrived.done()):
+            saved = self._leaving.popleft()
+            saved.arrived.wait()
+            if self._forget(saved):
+                saved.here = None
+            left -= saved.nbytes
+
+    def _forget(self, saved: Saved) -> bool:
+        """Its device memory may be another tensor's from now on. Whether that was not known yet."""
+        return self._known.get(saved.key) is saved and self._known.pop(saved.key) is saved
+
+    def _fill_ring(self) -> None:
+        tile = self._cuts.tile_bytes
+        cell = CellPlan(UNIT, ACTIVATION, self._tier, torch.uint8, tile)
+        plan = SectionPlan(ACTIVATION, self._tier, (cell,), 0, tile, tile)
+        self._ring.fill(Buffers(self._store).make_slots(transit_slots([plan])))
+
+
+def _give_back(cuts: Cuts, cut: Cut, held: _Bytes, streams: "weakref.ref[Streams]") -> None:
+    """A tensor is gone. It may have been coming back, ahead of a backward that never came to it."""
+    values, held.values = held.values, None
+    back_end = streams()
+    if values is not None and back_end is not None:
+        back_end.give_up((values,), until=cut.used)
+    cuts.drop(cut)
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    """Whether it is its bytes: no subclass, nothing sparse or nested, no view that is conjugate or negative."""
+    return (
+        type(tensor) is Tensor
+        and tensor.layout is torch.strided
+        and not (tensor.is_nested or tensor.is_quantized or tensor.is_conj() or tensor.is_neg())
+    )
+
+
+def _call_of_module() -> FrameType | None:
+    """The frame that runs a module's forward and its hooks, of which the caller is one."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code.co_filename != nn.modules.module.__file__:
+        frame = frame.f_back
+    return frame
+
+
+def _is_running(call: FrameType) -> bool:
+    """Whether a frame is under way on this thread."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame is not call:
+        frame = frame.f_back
+    return frame is not None
+
+
+def _is_dense(tensor: Tensor) -> bool:
+    """Whether its elements fill one piece of memory, in whatever order."""
+    expected = 1
+    for stride, extent in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if extent > 1:
+            if stride != expected:
+                return False
+            expected *= extent
+    return True

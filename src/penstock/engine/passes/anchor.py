@@ -1,0 +1,109 @@
+"""A module that the engine is told of, whether Python runs it or a compiler has traced it.
+
+`torch.compile` traces hooks into the graph of the code that calls a module. The border of a unit breaks the graph: the
+engine runs there, between two graphs, at every call. Inside of a unit that is gathered it has nothing to do, so modules
+there leave no trace and a unit is one graph. The compiler guards what that was decided by.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from penstock.engine.passes.precision import Inputs, LayerCast
+from penstock.engine.units.unit import Unit
+from penstock.errors import EngineError
+
+#: The number of our hooks in every module. Torch numbers hooks through all modules, and compilers guard the numbers:
+#: each of many equal blocks would be compiled anew.
+HOOK_ID = -1
+
+Before = Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], Inputs | None]
+After = Callable[[nn.Module, tuple[Any, ...], dict[str, Any], Any], None]
+
+
+class Anchor:
+    """The forward hooks of one module.
+
+    Arguments:
+        units: whose parameters its forward needs.
+        always: it begins a forward of the model, also inside of another one.
+        before, after: what the engine does. They are not to be traced.
+        cast: of inputs that the module would refuse; may be traced.
+
+    Attributes:
+        entered: its forwards under way that the engine was told of; those of `always` are not counted.
+    """
+
+    def __init__(
+        self, units: Sequence[Unit], *, always: bool, before: Before, after: After, cast: LayerCast | None = None
+    ) -> None:
+        self._units = tuple(units)
+        self._always = always
+        self._before = before
+        self._after = after
+        self._cast = cast
+        self.entered = 0
+
+    def attach(self, module: nn.Module) -> list[RemovableHandle]:
+        """Register the hooks: before those that there are, and behind them."""
+        for hook in (
+            Anchor.before,
+            Anchor.after,
+            LayerCast.__call__,
+        ):  # to be traced into what calls them, and never by themselves
+            torch._dynamo.eval_frame.skip_code(hook.__code__)
+        before = module.register_forward_pre_hook(self.before, prepend=True, with_kwargs=True)
+        after = module.register_forward_hook(self.after, with_kwargs=True, always_call=True)
+        for handle in (before, after):
+            _renumber(handle)
+        module._forward_pre_hooks.move_to_end(HOOK_ID, last=False)  # type: ignore[attr-defined]
+        return [before, after]
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Neither pickled nor copied: the copy of a model would gather and release the parameters of this one."""
+        raise EngineError(
+            "A prepared model cannot be copied or pickled (copy.deepcopy, torch.save(model)): its parameters and hooks "
+            "are the engine's. Copy it before prepare(), or fill a second model from state_dict() inside "
+            "optimizer.gathered(); to keep it, use optimizer.save()."
+        )
+
+    def before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Inputs | None:
+        """Its forward begins."""
+        cast = None if self._cast is None else self._cast(module, args, kwargs)
+        if cast is not None:
+            args, kwargs = cast
+        if not self._always:
+            if torch.compiler.is_dynamo_compiling() and not self.entered:
+                gathered = True
+                for unit in self._units:
+                    gathered = gathered and unit.holding.forwards > 0
+                if gathered:
+                    return cast
+            self.entered += 1
+        return self._before(module, args, kwargs) or cast
+
+    def after(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        """It is over."""
+        if not self._always:
+            if not self.entered:
+                return
+            self.entered -= 1
+        self._after(module, args, kwargs, output)
+
+
+def run_last(module: nn.Module) -> None:
+    """Move our forward hook behind those registered since: they see the module's parameters too."""
+    hooks = module._forward_hooks
+    if next(reversed(hooks)) != HOOK_ID:
+        hooks.move_to_end(HOOK_ID)  # type: ignore[attr-defined]
+
+
+def _renumber(handle: RemovableHandle) -> None:
+    for reference in (handle.hooks_dict_ref, *handle.extra_dict_ref):
+        hooks = reference()
+        if hooks is not None and handle.id in hooks:
+            hooks[HOOK_ID] = hooks.pop(handle.id)
+    handle.id = HOOK_ID

@@ -1,0 +1,384 @@
+"""Making parameters usable, early enough, within a budget of bytes.
+
+The order of units is learned from the last forward and the last backward. It is a hint: another order costs speed,
+never correctness.
+
+A gather is started ahead of use: what this rank has is brought to the full buffer, from files or host memory. The
+collective that brings what other ranks have is issued by the thread of the program, at a place in the program that is
+the same on every rank:
+
+    at once                             where nothing of the host's goes before it
+    when the unit before it is needed   where files are read for it, or an update on the host goes on: that was started
+                                        earlier, and who issues the collective waits for it
+    when the unit is needed             at the latest
+
+Nothing that differs between ranks decides where: not whether an event is done, not whose memory is still in use.
+"""
+
+import contextlib
+from collections.abc import Iterable, Iterator, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from penstock.engine.units.holding import Residency
+from penstock.engine.units.recorded import views_elsewhere
+from penstock.engine.units.unit import Unit
+from penstock.kinds import Tier
+from penstock.machine.collectives import Ranks
+from penstock.machine.streams import COLLECTIVE, DONE, Event, Streams, all_of
+from penstock.tiers.transit import Transit, buffer_home
+
+_EMPTY = (Residency.RELEASED, Residency.OUTDATED)  # of values that count
+
+
+class Order:
+    """The sequence in which units were last used, and how far the present use has come."""
+
+    def __init__(self, guess: Sequence[Unit]) -> None:
+        self._learned = list(guess)
+        self._current: list[Unit] = []
+        self._position = 0
+        self.was_observed = False
+
+    @property
+    def learned(self) -> Sequence[Unit]:
+        """The order of the last complete pass."""
+        return self._learned
+
+    def start(self) -> None:
+        """Begin a pass."""
+        self._current = []
+        self._position = 0
+
+    def note(self, unit: Unit) -> None:
+        """The unit is used now."""
+        self._current.append(unit)
+        for ahead in range(self._position, len(self._learned)):
+            if self._learned[ahead] is unit:
+                self._position = ahead + 1
+                return
+
+    def upcoming(self) -> Iterator[Unit]:
+        """The units expected next, soonest first."""
+        yield from self._learned[self._position :]
+
+    def finish(self) -> None:
+        """The pass is complete: expect the same next time."""
+        if self._current:
+            self._learned = self._current
+            self.was_observed = True
+        self.start()
+
+    def replace(self, guess: Sequence[Unit]) -> None:
+        """Expect another order until one is observed."""
+        self._learned = list(guess)
+        self.start()
+
+
+class Gatherer:
+    """Gathers and releases units.
+
+    Arguments:
+        live_bytes: full buffers at once, at most, for gathers ahead of use. A unit that is needed is always gathered.
+            Memory of released units that others have views of does not count.
+        prefetch_bytes: full buffers being filled ahead of use, at most.
+    """
+
+    def __init__(
+        self, ranks: Ranks, streams: Streams, transit: Transit, *, live_bytes: int, prefetch_bytes: int
+    ) -> None:
+        self._ranks = ranks
+        self._streams = streams
+        self._transit = transit
+        self._live_budget = live_bytes
+        self._prefetch_budget = prefetch_bytes
+        self.live_bytes = 0
+        self.peak_live_bytes = 0
+        self._ahead: dict[Unit, None] = {}  # gathered ahead of use, in order
+        self._in_part: set[Unit] = set()  # being gathered, and the collective for what others have is still to come
+        self._updated: set[Unit] = set()  # by the host, since they were gathered last: that may go on
+        self._buffers: dict[int, Unit] = {}  # by the address of the full buffer's storage
+        self._lingering: dict[Unit, None] = {}  # released, and others have views of the buffer
+
+    def owner_of(self, tensor: Tensor) -> Unit | None:
+        """The unit, of those that are released after use, whose full buffer a tensor is a view of."""
+        if type(tensor) not in (Tensor, nn.Parameter) or tensor.layout is not torch.strided:
+            return None
+        storage = tensor.untyped_storage()._cdata
+        unit = self._buffers.get(storage)
+        is_its = unit is not None and not unit.resident and unit.full.untyped_storage()._cdata == storage
+        return unit if is_its else None
+
+    def acquire(self, unit: Unit) -> None:
+        """Make the unit's parameters usable by compute issued from here on."""
+        self._streams.here()  # it may be gathered already, and another stream of compute has waited for that
+        if unit.holding.residency in _EMPTY:
+            self._make_room(unit)
+            self._start(unit)
+        if unit.holding.residency is Residency.GATHERING:
+            if unit in self._in_part:
+                self._all_gather(unit)
+            unit.event.wait()
+            unit.expose()
+            unit.holding.become(Residency.GATHERED)
+            self._ahead.pop(unit, None)
+            self._updated.discard(unit)
+        unit.published.check()  # what stays gathered must not outlive a step that failed
+
+    def prefetch(self, upcoming: Iterator[Unit]) -> None:
+        """Start gathering the units that come next, as many as the budgets allow, in order."""
+        soonest = next(iter(self._ahead), None)
+        ahead_bytes = sum(unit.nbytes for unit in self._ahead if not unit.resident)
+        for unit in upcoming:
+            if unit.holding.residency not in _EMPTY:
+                continue
+            ahead_bytes += 0 if unit.resident else unit.nbytes
+            if ahead_bytes > self._prefetch_budget or self._live_bytes_with(unit) > self._live_budget:
+                break
+            self._start(unit)
+            self._ahead[unit] = None
+            if unit in self._in_part and not self._follows_host(unit):
+                self._all_gather(unit)
+        if soonest in self._in_part:  # an earlier call has started it
+            self._all_gather(soonest)
+
+    def release(self, unit: Unit) -> None:
+        """Give the full buffer's memory back; the parameters become placeholders.
+
+        Resident and persistent units keep theirs, and so does a unit that anybody holds.
+        """
+        if unit.is_released_after_use and not unit.holding.is_held:
+            self._retire(unit)
+
+    def drop_unused(self) -> None:
+        """Take back what was gathered ahead and not used, and what others have no views of any longer."""
+        for unit in list(self._ahead):
+            self._drop(unit)
+        self._sweep()
+
+    def outdate(self, unit: Unit) -> None:
+        """An update wrote the unit: what is gathered is from before it."""
+        assert not unit.holding.is_held, f"unit '{unit.name}' is updated while it is in use"
+        assert unit not in self._ahead, f"unit '{unit.name}' is updated while it is gathered"
+        unit.recorded.outdate()
+        if unit.trained and any(section.tier is not Tier.DEVICE for section in unit.trained.optimizer.sections):
+            self._updated.add(unit)
+        if unit.resident or unit.spec.persistent:
+            if unit.holding.residency is Residency.GATHERED:
+                unit.holding.become(Residency.OUTDATED)
+        else:
+            self._retire(unit)
+
+    def show_resident(self, units: Iterable[Unit], *, wait: bool) -> None:
+        """After updates: resident parameters show their new values, or read NaN until their unit is used.
+
+        Arguments:
+            units: all; the resident ones are shown.
+            wait: wait for all of them; else those are hidden that are not up to date yet.
+        """
+        for unit in units:
+            if unit.resident:
+                # Not what other ranks' parts have to be gathered for: ranks would do so in different orders.
+                if wait or (unit.published.done() and not unit.stale):
+                    self.acquire(unit)
+                elif unit.holding.residency is not Residency.GATHERED:  # else it is in use
+                    unit.hide()
+
+    def forget(self, unit: Unit) -> None:
+        """Give the memory of a unit that is not in use back, also where it would be kept for the next use."""
+        if not unit.resident:
+            self._retire(unit)
+
+    def lend(self, unit: Unit) -> Tensor:
+        """The full buffer with memory, to become the home of the parameters."""
+        if not (unit.resident or unit.leased):
+            self._lease(unit)
+            unit.holding.become(Residency.OUTDATED)
+        return unit.full
+
+    def take_back(self, unit: Unit) -> None:
+        """What was lent did not become a home."""
+        if unit.is_released_after_use and unit.holding.residency is Residency.OUTDATED:
+            self._retire(unit)
+
+    def settle(self, unit: Unit) -> None:
+        """The full buffer is the home of the parameters from now on."""
+        assert unit.holding.residency is not Residency.GATHERING
+        assert unit.leased, f"unit '{unit.name}' has no memory to become a home"
+        self.live_bytes -= unit.nbytes
+        unit.resident = True
+
+    def unsettle(self, unit: Unit, *, in_use: bool, moved: Event) -> None:
+        """The parameters do not rest any longer where compute reads them: the unit is gathered for each use.
+
+        Arguments:
+            unit: a resident one.
+            in_use: compute may read the parameters now; they stay gathered until they are released.
+            moved: they have been copied from the full buffer.
+        """
+        if unit.is_whole:
+            unit.note_versions()  # what was written was written to the home
+        before = unit.full
+        resizable, recorded = before.untyped_storage().resizable(), unit.recorded.is_alive
+        if recorded:  # its views are of this memory, and nothing announces its backward
+            unit.recorded.keep(before if resizable else before.clone())
+            unit.recorded.is_new = in_use
+        unit.resident = False
+        self.live_bytes += unit.nbytes
+        if resizable and not recorded and (in_use or moved.done()):
+            unit.event = moved  # the same storage: what autograd saved sees the next gather
+        else:  # a part of a slab, or still being copied: its memory goes with the home
+            unit.event = DONE
+            unit.full = self._streams.make_buffer(before.numel(), before.dtype)
+            if in_use:
+                unit.full.copy_(before)
+                unit.expose()
+        if not in_use:
+            self._retire(unit)
+
+    def _make_room(self, unit: Unit) -> None:
+        """Keep what was gathered ahead within the budget when another unit is needed first: the last goes first."""
+        excess = self._live_bytes_with(unit) - self._live_budget
+        for other in reversed([u for u in self._ahead if not (u.resident or u.spec.persistent)]):
+            if excess <= 0:
+                return
+            excess -= other.nbytes
+            self._drop(other)
+
+    def _live_bytes_with(self, unit: Unit) -> int:
+        """Bytes of full buffers once a unit is gathered as well.
+
+        Buffers that are kept for views of others alone are left out. Who still has some may differ between ranks, and
+        so would what they gather ahead, and the order of that among their reductions.
+        """
+        left = sum(other.nbytes for other in self._lingering if self._lingers(other))
+        has_memory = unit.resident or (unit.leased and not self._lingers(unit))
+        return self.live_bytes - left + (0 if has_memory else unit.nbytes)
+
+    def _lingers(self, unit: Unit) -> bool:
+        """Whether its buffer is there for views of others alone."""
+        return unit in self._lingering and not unit.resident and unit.holding.residency is Residency.OUTDATED
+
+    def _follows_host(self, unit: Unit) -> bool:
+        """Whether work of the host may go before the collective of its gather.
+
+        Asked of what all ranks have done to the unit, not of events: on some ranks there may be nothing to wait for.
+        """
+        return unit.params.in_files or unit in self._updated
+
+    def _drop(self, unit: Unit) -> None:
+        """A gather ahead of use that is not needed; a resident or persistent unit is gathered all the same."""
+        if unit.resident or unit.spec.persistent:
+            self.acquire(unit)
+        else:
+            del self._ahead[unit]
+            self._retire(unit)
+
+    def _retire(self, unit: Unit) -> None:
+        """Take the parameters out of the full buffer, and give its memory back.
+
+        Memory that others still have views of is not taken from under them. What a recorded graph or a user of a
+        `gathered` block may have kept is theirs, as it is, and the unit gets another buffer. Any other view reads NaN
+        until the next gather fills the same memory: a custom function may have kept one for its backward. Only where
+        autograd itself may have saved views does their memory go all the same, until that gather.
+        """
+        recorded, holding = unit.recorded, unit.holding
+        self._in_part.discard(unit)  # on no rank was its collective issued
+        if not unit.leased:
+            if recorded.shown is not None and not recorded.is_alive:
+                recorded.forget()
+                unit.hide()
+            return
+        try:
+            unit.event.wait()  # it is being filled, or copied
+        except Exception:  # of a gather that failed: whoever needed it was told; other parts of it may go on
+            for part in unit.event.parts():
+                with contextlib.suppress(Exception):
+                    part.synchronize()
+            holding.saved_raw = True  # nothing reads it: its memory goes
+        if recorded.is_alive:
+            if recorded.is_new and holding.residency is Residency.GATHERED:
+                recorded.keep(unit.full)
+                self._replace_full(unit)
+            assert recorded.shown is not None
+            unit.expose(recorded.shown)
+        else:
+            recorded.forget()
+            unit.hide()
+        if views_elsewhere(unit.full) and (holding.shown or not unit.full.untyped_storage().resizable()):
+            self._replace_full(unit)
+        holding.shown = False
+        if views_elsewhere(unit.full) and not holding.saved_raw:
+            self._streams.spoil(unit.full)
+            holding.become(Residency.OUTDATED)
+            self._lingering[unit] = None
+        else:
+            self._free(unit)
+
+    def _sweep(self) -> None:
+        """Free what others had views of when it was released, and have no longer."""
+        for unit in list(self._lingering):
+            if unit.resident or unit.holding.residency is not Residency.OUTDATED:
+                del self._lingering[unit]
+            elif not views_elsewhere(unit.full):
+                del self._lingering[unit]
+                self._free(unit)
+
+    def _lease(self, unit: Unit) -> None:
+        self._streams.lease(unit.full)
+        self.live_bytes += unit.nbytes
+        self.peak_live_bytes = max(self.peak_live_bytes, self.live_bytes)
+
+    def _free(self, unit: Unit) -> None:
+        self._streams.retire(unit.full)
+        unit.holding.become(Residency.RELEASED)
+        self.live_bytes -= unit.nbytes
+
+    def _replace_full(self, unit: Unit) -> None:
+        """Leave the full buffer's memory to those who have views of it."""
+        self._buffers.pop(unit.full.untyped_storage()._cdata, None)
+        self._streams.hand_over(unit.full)
+        buffer = self._streams.make_buffer(unit.full.numel(), unit.full.dtype)
+        buffer.untyped_storage().resize_(0)
+        unit.full = buffer
+
+    def _start(self, unit: Unit) -> None:
+        """Bring what this rank has."""
+        unit.event = unit.published if unit.resident else self._fill(unit)
+        unit.holding.become(Residency.GATHERING)
+        if unit.stale if unit.replica is not None else self._ranks.shards > 1:
+            self._in_part.add(unit)
+
+    def _fill(self, unit: Unit) -> Event:
+        """Lease the full buffer and bring to it what this rank has of the unit, which may be all."""
+        if not unit.leased:
+            self._lease(unit)
+        self._buffers[unit.full.untyped_storage()._cdata] = unit
+        replica = unit.replica
+        if replica is not None and not unit.stale:
+            full = buffer_home(unit.full)
+            return self._transit.copy(replica, full, after=unit.published, what=f"gather {unit.name}")
+        start, stop = unit.own_range
+        own = buffer_home(unit.full[start:stop])
+        return self._transit.copy(unit.params, own, after=unit.published, what=f"gather {unit.name}")
+
+    def _all_gather(self, unit: Unit) -> None:
+        """Gather what other ranks have. Where this rank's part still comes from the host, the caller waits for it."""
+        start, stop = unit.own_range
+        full, own, what = unit.full, unit.full[start:stop], unit.label
+        event = unit.event = self._streams.submit(
+            COLLECTIVE,
+            lambda: self._ranks.all_gather(full, own, what),
+            after=(unit.event,),
+            nbytes=unit.nbytes,
+            what=f"gather {unit.name}",
+        )
+        self._in_part.remove(unit)
+        self._ranks.submitted(event)
+        if unit.replica is not None:  # it must hold every rank's part again
+            unit.stale = False
+            if not unit.resident:
+                after = all_of([event, unit.saved])
+                home, what = buffer_home(full), f"save {unit.name} param"
+                unit.event = self._transit.copy(home, unit.replica, after=after, what=what)

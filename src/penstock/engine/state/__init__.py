@@ -1,0 +1,1 @@
+"""State looked at, changed, moved between tiers, saved and loaded."""

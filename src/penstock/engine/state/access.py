@@ -1,0 +1,474 @@
+"""Looking at training state and changing it, by parameter, wherever it lives.
+
+Every call is collective: all ranks make it, in the same order. Values are fp32 on the cpu, in the parameter's shape.
+"""
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from penstock.engine.passes.gather import Gatherer
+from penstock.engine.passes.reduce import Reducer
+from penstock.engine.state.torn import torn_on_failure
+from penstock.engine.units.holding import Holder
+from penstock.engine.units.unit import Trained, Unit
+from penstock.engine.updates.scale import GradientScale
+from penstock.errors import ConfigError, EngineError, NvmeError
+from penstock.kinds import PARAM
+from penstock.layout import Slot
+from penstock.machine.collectives import Ranks, as_bytes
+from penstock.machine.streams import DONE
+from penstock.rules.rule import Rule, Scalars
+from penstock.rules.storage import read_state, write_state
+
+#: Values of a range of this rank's shard, piece by piece: first element, one past the last, values.
+Pieces = Iterator[tuple[int, int, Tensor]]
+
+
+class Access:
+    """Reads and writes the cells of single parameters.
+
+    Arguments:
+        rule: whose states there are.
+        steps: how often each trained parameter was updated.
+        scalars: the parameters' own scalars, where the rule has some.
+        gradient_scale: what a gradient in its home is multiplied with.
+        watch_saved: sees what autograd saves of the parameters meanwhile.
+    """
+
+    def __init__(
+        self,
+        units: Sequence[Unit],
+        ranks: Ranks,
+        gatherer: Gatherer,
+        reducer: Reducer,
+        *,
+        rule: Rule,
+        steps: dict[nn.Parameter, int],
+        scalars: dict[nn.Parameter, Scalars],
+        gradient_scale: GradientScale,
+        watch_saved: Callable[[], AbstractContextManager[Any]],
+        device: torch.device,
+    ) -> None:
+        self._units = units
+        self._ranks = ranks
+        self._gatherer = gatherer
+        self._reducer = reducer
+        self._states = rule.states
+        self._scalar_names = rule.scalar_names
+        self._steps = steps
+        self._scalars = scalars
+        self._gradient_scale = gradient_scale
+        self._watch_saved = watch_saved
+        self.modifying = 0  # blocks that may write parameters
+        self._device = device
+        self._places = {p: (unit, index) for unit in units for index, p in enumerate(unit.spec.parameters)}
+        self._given_state: set[nn.Parameter] = set()  # by `set_state`: they have state before their first update
+
+    def finish(self) -> None:
+        """Wait until every update has reached its home, on the host."""
+        for unit in self._units:
+            if unit.trained:
+                unit.trained.gradient.ready.synchronize()
+                unit.trained.updated.synchronize()
+            unit.published.synchronize()
+            for home in unit.homes.values():
+                home.settle()
+
+    @contextmanager
+    def gathered(self, parameters: Iterable[nn.Parameter] | None, *, modify: bool) -> Iterator[None]:
+        """Whole parameters for the time of a `with` block."""
+        self.finish()
+        wanted = [self._place(p)[0] for p in parameters] if parameters is not None else self._units
+        units = sorted(dict.fromkeys(wanted), key=lambda unit: unit.index)
+        outer = {unit: unit.holding.blocks for unit in units}
+        try:
+            for unit in units:
+                unit.holding.take(Holder.BLOCK)
+                self._gatherer.acquire(unit)
+            before = {unit: unit.full.clone() for unit in units} if modify else {}
+        except BaseException:
+            self._let_go(outer)
+            raise
+        self.modifying += modify
+        try:
+            with self._watch_saved():  # what autograd saves inside is there when its backward comes
+                yield
+            if self._closed:
+                return  # inside: the parameters have their values
+            if modify:
+                self.finish()  # homes may have moved
+            for unit in units:
+                if modify:
+                    unit.take_in()
+                    self._take_over(unit, before[unit])
+                    unit.count_writes(_changed(unit, before[unit]))
+                    unit.note_versions()
+                elif unit.holding.blocks == 1:
+                    unit.check_written()
+        except BaseException:
+            if not self._closed:
+                self.finish()
+                for unit, values in before.items():
+                    _restore(unit, values)
+                    unit.note_versions()
+            raise
+        finally:
+            self.modifying -= modify
+            left = {unit: unit.holding.blocks - 1 for unit in units}
+            try:
+                self._let_go(left)
+            except BaseException:  # an interrupt
+                self._let_go(left)
+                raise
+
+    def _let_go(self, blocks: Mapping[Unit, int]) -> None:
+        """So many blocks hold these units from now on."""
+        for unit, count in blocks.items():
+            unit.holding.blocks = count
+            if not self._closed:
+                self._gatherer.release(unit)
+
+    @property
+    def _closed(self) -> bool:
+        return any(unit.is_dropped for unit in self._units)
+
+    def param(self, parameter: nn.Parameter) -> Tensor:
+        """The parameter at master precision."""
+        return self.exact_param(parameter).float()
+
+    def exact_param(self, parameter: nn.Parameter) -> Tensor:
+        """The parameter at master precision; a frozen one in its own dtype."""
+        self.finish()
+        unit, index = self._place(parameter)
+        dtype = torch.float32 if unit.trained else unit.spec.dtype
+
+        def read(start: int, stop: int) -> Pieces:
+            for first, last, weights in unit.visit(start, stop):
+                yield first, last, weights.read() if unit.trained else weights.param
+
+        return self._whole(unit, index, read, dtype)
+
+    def grad(self, parameter: nn.Parameter) -> Tensor:
+        """The gradient accumulated so far, over ranks and micro-batches; zeros where there is none."""
+        self.finish()
+        self.check_grad(parameter)
+        unit, index, trained = self._trained_place(parameter)
+        gradient = trained.gradient
+        if index not in gradient.held:
+            return torch.zeros(unit.layout.slots[index].shape, dtype=torch.float32, device="cpu")
+
+        def read(start: int, stop: int) -> Pieces:
+            for first, last, (values,) in gradient.home.visit(start, stop):
+                yield first, last, values.float() * self._gradient_scale.value
+
+        return self._whole(unit, index, read)
+
+    def grad_norm(self, norm_type: float) -> float:
+        """The norm of all gradients accumulated so far, over ranks; `norm_type` as in `torch.linalg.vector_norm`."""
+        self.finish()
+        greatest = math.isinf(norm_type)
+        total = 0.0
+        for unit in self._units:
+            gradient = unit.trained.gradient if unit.trained else None
+            if gradient is None:
+                continue
+            for index, start, stop in unit.parts():
+                if index not in gradient.held:
+                    continue
+                for _, _, (values,) in gradient.home.visit(start, stop):
+                    norm = float(torch.linalg.vector_norm(values, norm_type, dtype=torch.float64))
+                    total = _greater(total, norm) if greatest else total + norm**norm_type
+        if self._ranks.world_size > 1:
+            summed = torch.tensor([total], dtype=torch.float64, device=self._device)
+            if greatest:
+                self._ranks.all_reduce_max(summed)
+            else:
+                self._ranks.all_reduce(summed)
+                summed /= self._ranks.replicas
+            total = float(summed)
+        return (total if greatest else total ** (1 / norm_type)) * self._gradient_scale.value
+
+    def state(self, parameter: nn.Parameter, name: str) -> Tensor:
+        """An optimizer state; `"step"` is the count of updates."""
+        self.finish()
+        unit, index, trained = self._trained_place(parameter)
+        if name == "step":
+            return torch.tensor(float(self._steps[parameter]), dtype=torch.float32, device="cpu")
+        if name in self._scalar_names:
+            number = float(self._scalars.get(parameter, {}).get(name, 0.0))
+            return torch.tensor(number, dtype=torch.float32, device="cpu")
+        state = self._state_index(name)
+
+        def read(start: int, stop: int) -> Pieces:
+            for first, last, views in trained.optimizer.visit(start, stop):
+                states, scales = trained.fields.name(views)
+                yield first, last, read_state(self._states[state], states[state], scales[state])
+
+        return self._whole(unit, index, read)
+
+    def set_param(self, parameter: nn.Parameter, value: Tensor) -> None:
+        """Overwrite the parameter and its master weights."""
+        self.finish()
+        self.check_param(parameter, value)
+        unit, index = self._place(parameter)
+        found = self._own_part(unit, index, value)
+        with torn_on_failure([unit], f"Setting parameter '{unit.spec.names[index]}'"):
+            if found is not None:
+                start, stop, values = found
+                for first, last, weights in unit.visit(start, stop, modify=True):
+                    part = values[first - start : last - start]
+                    if unit.trained:
+                        weights.write(part)
+                    else:
+                        weights.param.copy_(part)
+            unit.count_writes([index])
+            unit.stale = unit.replica is not None and unit.layout.shards > 1
+            unit.published = DONE
+            self._gatherer.outdate(unit)
+            if unit.resident:
+                self._gatherer.acquire(unit)
+
+    def set_grad(self, parameter: nn.Parameter, value: Tensor) -> None:
+        """Overwrite the accumulated gradient."""
+        self.finish()
+        unit, index, trained = self._trained_place(parameter)
+        self.check_grad(parameter, value)
+        gradient = trained.gradient
+        found = self._own_part(unit, index, value)
+        if found is not None:
+            start, stop, values = found
+            rounded = (values / self._gradient_scale.value).to(gradient.home.plans[0].cells[0].dtype)
+            for first, last, (kept,) in gradient.home.visit(start, stop, modify=True):
+                kept.copy_(rounded[first - start : last - start])
+            gradient.squared_norms[index] = self._reducer.squared_norm(rounded)
+            gradient.unmeasured.discard(index)
+        gradient.present.add(index)
+        gradient.held.add(index)
+
+    def set_state(self, parameter: nn.Parameter, name: str, value: Tensor) -> None:
+        """Overwrite an optimizer state; `"step"` takes a whole number."""
+        self.finish()
+        self.check_state(parameter, name, value)
+        unit, index, trained = self._trained_place(parameter)
+        self._given_state.add(parameter)
+        if name in self._scalar_names:
+            self._scalars[parameter] = {**self._scalars.get(parameter, {}), name: value.item()}
+        if name == "step":
+            self._steps[parameter] = int(value)
+        if name == "step" or name in self._scalar_names:
+            return
+        state = self._state_index(name)
+        spec = self._states[state]
+        if spec.begins_with_update:
+            self._steps[parameter] = max(1, self._steps[parameter])
+        found = self._own_part(unit, index, value)
+        if found is None:
+            return
+        start, stop, new = found
+        with torn_on_failure([unit], f"Setting '{name}' of '{unit.spec.names[index]}'"):
+            for first, last, views in trained.optimizer.visit(start, stop, modify=True):
+                states, scales = trained.fields.name(views)
+                kept = states[state]
+                write_state(spec, kept, scales[state], new[first - start : last - start].to(kept.device))
+
+    def check_state(self, parameter: nn.Parameter, name: str, value: Tensor) -> None:
+        """Refuse what `set_state` would refuse."""
+        unit, index, _ = self._trained_place(parameter)
+        if self.check_name(parameter, name):
+            _check_value(unit.spec.names[index], unit.layout.slots[index], value)
+        elif value.numel() != 1 or value.is_complex() or not math.isfinite(value.item()):
+            raise ConfigError(f"'{name}' of '{unit.spec.names[index]}' is {value}: give one finite number.")
+
+    def check_name(self, parameter: nn.Parameter, name: str) -> bool:
+        """Refuse a state that there is not. Returns whether it has the parameter's shape."""
+        self._trained_place(parameter)
+        is_whole = name != "step" and name not in self._scalar_names
+        if is_whole:
+            self._state_index(name)
+        return is_whole
+
+    def check_param(self, parameter: nn.Parameter, value: Tensor) -> None:
+        """Refuse what `set_param` would refuse."""
+        unit, index = self._place(parameter)
+        if unit.holding.is_held:
+            raise EngineError(f"Unit '{unit.name}' is gathered. Set its parameters outside gathered() and forward.")
+        _check_value(unit.spec.names[index], unit.layout.slots[index], value)
+
+    def check_grad(self, parameter: nn.Parameter, value: Tensor | None = None) -> None:
+        """Refuse to read a gradient that is not whole, or to set one to a value of another shape."""
+        unit, index, trained = self._trained_place(parameter)
+        if trained.gradient.pending is not None:
+            raise EngineError(
+                f"Gradients of no_sync micro-batches are not reduced yet. {'Read' if value is None else 'Set'} them "
+                "after the last backward."
+            )
+        if value is not None:
+            _check_value(unit.spec.names[index], unit.layout.slots[index], value)
+
+    def name(self, parameter: nn.Parameter) -> str:
+        """A parameter's name in the model."""
+        unit, index = self._place(parameter)
+        return unit.spec.names[index]
+
+    def reset_state(self, parameter: nn.Parameter) -> None:
+        """As before the first update."""
+        unit, index, _ = self._trained_place(parameter)
+        zeros = torch.zeros(unit.layout.slots[index].shape, dtype=torch.float32, device="cpu")
+        for spec in self._states:
+            self.set_state(parameter, spec.name, zeros)
+        self._scalars.pop(parameter, None)
+        self._steps[parameter] = 0
+        self._given_state.discard(parameter)
+
+    def restore_counts(self, parameter: nn.Parameter, *, step: int, scalars: Scalars, has_state: bool) -> None:
+        """What is known of a parameter beside its elements; those were restored otherwise."""
+        self._steps[parameter] = step
+        self._scalars.pop(parameter, None)
+        if scalars:
+            self._scalars[parameter] = dict(scalars)
+        self._given_state.discard(parameter)
+        if has_state:
+            self._given_state.add(parameter)
+
+    def scalars(self, parameter: nn.Parameter) -> Scalars:
+        """The parameter's own scalars, where the rule has some."""
+        return self._scalars.get(parameter, {})
+
+    def has_state(self, parameter: nn.Parameter) -> bool:
+        """Whether it was updated, or its state was set."""
+        return self._steps[parameter] > 0 or parameter in self._given_state
+
+    @property
+    def state_names(self) -> tuple[str, ...]:
+        """What `state` knows beside `"step"`."""
+        return (*(spec.name for spec in self._states), *(name for name in self._scalar_names if name != "step"))
+
+    def steps(self) -> Mapping[nn.Parameter, int]:
+        """How often each trained parameter was updated."""
+        return self._steps
+
+    # Helpers
+
+    def _place(self, parameter: nn.Parameter) -> tuple[Unit, int]:
+        place = self._places.get(parameter)
+        if place is None:
+            raise ConfigError(
+                f"This is no parameter of the prepared model: {type(parameter).__name__} {tuple(parameter.shape)}. "
+                "Pass one of model.parameters()."
+            )
+        return place
+
+    def _trained_place(self, parameter: nn.Parameter) -> tuple[Unit, int, Trained]:
+        unit, index = self._place(parameter)
+        if unit.trained is None:
+            raise ConfigError(
+                f"Parameter '{unit.spec.names[index]}' is frozen: it has no gradient and no optimizer state. "
+                "Only full_param and set_full_param work on it."
+            )
+        return unit, index, unit.trained
+
+    def _state_index(self, name: str) -> int:
+        names = [spec.name for spec in self._states]
+        if name not in names:
+            known = ", ".join(map(repr, (*self.state_names, "step")))
+            raise ConfigError(f"There is no optimizer state {name!r}. This rule has {known}.")
+        return names.index(name)
+
+    def _whole(
+        self, unit: Unit, index: int, read: Callable[[int, int], Pieces], dtype: torch.dtype = torch.float32
+    ) -> Tensor:
+        """Put the parts of all shards together. `read` gives the values of a range of this rank's shard."""
+        slot = unit.layout.slots[index]
+        whole = torch.empty(slot.numel, dtype=dtype, device="cpu")
+        failure: NvmeError | None = None
+        for rank in range(unit.layout.shards):
+            overlap = unit.layout.overlap(slot, rank)
+            if overlap is None:
+                continue
+            start, stop = overlap
+            first = unit.layout.shard_range(rank)[0]
+            part = torch.empty(stop - start, dtype=dtype, device=self._device)
+            if rank == unit.rank:
+                try:
+                    for begin, end, values in read(start - first, stop - first):
+                        part[begin + first - start : end + first - start] = values
+                except NvmeError as error:
+                    failure = error  # the other ranks wait for this part
+            self._ranks.broadcast_part(part, rank)
+            whole[start - slot.start : stop - slot.start] = part.cpu()
+        if unit.layout.shards > 1 and any(home.in_files for home in unit.homes.values()):
+            self._ranks.council.agree(failure)
+        elif failure is not None:
+            raise failure
+        return whole.view(slot.shape)
+
+    def _own_part(self, unit: Unit, index: int, value: Tensor) -> tuple[int, int, Tensor] | None:
+        """The range of this rank's shard that holds a part of the slot, and that part of `value`.
+
+        In fp32 for a trained unit, in the dtype that it came in for a frozen one.
+        """
+        slot = unit.layout.slots[index]
+        _check_value(unit.spec.names[index], slot, value)
+        overlap = unit.layout.overlap(slot, unit.rank)
+        if overlap is None:
+            return None
+        start, stop = overlap
+        first = unit.own_range[0]
+        values = value.detach().reshape(-1)[start - slot.start : stop - slot.start]
+        return start - first, stop - first, values.float() if unit.trained else values
+
+    def _take_over(self, unit: Unit, before: Tensor) -> None:
+        """The full buffer was modified: every rank takes the first rank's, masters keep what did not change."""
+        self._ranks.broadcast(unit.full)
+        start, stop = unit.own_range
+        now, before = unit.full[start:stop], before[start:stop]
+        for first, last, weights in unit.visit(0, stop - start, modify=True):
+            new, old = now[first:last], before[first:last]
+            if unit.trained is None:
+                weights.param.copy_(new)
+                continue
+            kept = weights.read()
+            changed = (new != old).to(kept.device)
+            weights.write(torch.where(changed, new.to(kept.device).float(), kept))
+        if unit.replica is not None and not unit.resident:
+            for first, last, (values,) in unit.replica.visit(0, unit.replica.stop, modify=True):
+                values.copy_(unit.full[first:last])
+
+
+def _changed(unit: Unit, before: Tensor) -> list[int]:
+    """The slots whose values in the full buffer are others than before, bit for bit."""
+    pairs = [(unit.full[slot.start : slot.stop], before[slot.start : slot.stop]) for slot in unit.layout.slots]
+    return [index for index, (new, old) in enumerate(pairs) if not torch.equal(as_bytes(new), as_bytes(old))]
+
+
+def as_state(value: Any) -> Tensor:
+    """A value of a `state_dict`, which may be a number, as a tensor."""
+    return value if isinstance(value, Tensor) else torch.as_tensor(value, dtype=torch.float64, device="cpu")
+
+
+def _greater(one: float, other: float) -> float:
+    """The greater of two; NaN where one of them is, which `max` would drop."""
+    return math.nan if math.isnan(one) or math.isnan(other) else max(one, other)
+
+
+def _restore(unit: Unit, values: Tensor) -> None:
+    """Undo what was written into the parameters: into the home, too, if they rested where compute reads them."""
+    unit.full.copy_(values)
+    home = unit.homes[PARAM]
+    start, stop = (0, unit.layout.numel) if unit.replica is not None else unit.own_range
+    if not unit.resident:
+        for first, last, (kept,) in home.visit(0, stop - start, modify=True):
+            kept.copy_(values[start + first : start + last])
+
+
+def _check_value(name: str, slot: Slot, value: Tensor) -> None:
+    """Refuse what cannot be written, before anything is."""
+    if value.layout != torch.strided or value.is_meta or value.is_quantized or value.is_complex():
+        raise ConfigError(f"The value for '{name}' is sparse, quantised, complex or meta. Give a dense, real tensor.")
+    if tuple(value.shape) != slot.shape:
+        raise ConfigError(f"The value for '{name}' has shape {tuple(value.shape)}; the parameter has {slot.shape}.")

@@ -1,0 +1,279 @@
+"""Loading: the tiles of a checkpoint find their way by parameter name and element, whatever the layout is now.
+
+1. The first rank says which checkpoints the path stands for; every rank goes by their tokens.
+2. Of the newest, read the marker and the tables; everything that can be wrong is found here, and nothing has changed.
+   Where the state in memory is worth it, read and verify every tile, too. One that is damaged gives way to the next.
+3. For each tile that holds anything of this rank's: read it, verify it, and write what it has into the homes.
+4. Step counts, options, buffers, loss scale, random states.
+
+What fails in the last two steps leaves the state in parts (`engine/state/torn.py`). Training is refused then, until a
+checkpoint has been loaded.
+"""
+
+import logging
+from collections.abc import Sequence
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from penstock.checkpoint.buffers import persistent_buffers, write_buffer
+from penstock.checkpoint.manifest import Manifest, SavedParameter
+from penstock.checkpoint.opened import Checkpoint
+from penstock.checkpoint.randomness import write_random
+from penstock.checkpoint.reading import TileReader
+from penstock.engine.passes.gather import Gatherer
+from penstock.engine.passes.reduce import Reducer
+from penstock.engine.state.access import Access
+from penstock.engine.state.choosing import Candidate, choose
+from penstock.engine.state.placing import write_states, write_weights
+from penstock.engine.state.taking import Taken, Taker
+from penstock.engine.state.torn import is_torn, tear
+from penstock.engine.units.unit import Unit
+from penstock.engine.updates.scale import GradientScale
+from penstock.engine.updates.update import Updater
+from penstock.errors import CheckpointError, EngineError, PenstockError
+from penstock.machine.collectives import Ranks
+from penstock.machine.streams import DONE, Streams
+from penstock.rules.rule import Rule
+
+logger = logging.getLogger("penstock")
+
+
+class Loader:
+    """Puts checkpoints into one engine."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        units: Sequence[Unit],
+        ranks: Ranks,
+        streams: Streams,
+        access: Access,
+        gatherer: Gatherer,
+        reducer: Reducer,
+        updater: Updater,
+        *,
+        rule: Rule,
+        gradient_scale: GradientScale,
+        param_groups: Sequence[dict[str, Any]],
+    ) -> None:
+        self._model = model
+        self._units = units
+        self._ranks = ranks
+        self._streams = streams
+        self._access = access
+        self._gatherer = gatherer
+        self._reducer = reducer
+        self._rule = rule
+        self._gradient_scale = gradient_scale
+        self._param_groups = param_groups
+        self._taker = Taker(
+            model,
+            units,
+            ranks,
+            updater,
+            device=streams.device,
+            rule=rule,
+            gradient_scale=gradient_scale,
+            param_groups=param_groups,
+        )
+
+    def load(self, path: str | PathLike[str], *, verify: bool | None) -> dict[str, Any]:
+        """Load a checkpoint; returns its `extra`. Collective.
+
+        Arguments:
+            path: a checkpoint, or what stands for the newest one.
+            verify: read everything before the first write; `None`: where the state in memory is worth that.
+
+        Raises:
+            CheckpointError: there is none, it is damaged or does not fit.
+        """
+        failure: Exception | None = None
+        try:
+            if not is_torn(self._units):
+                self._access.finish()
+        except Exception as error:
+            failure = error
+        candidates = choose(Path(path), self._ranks, failure)
+        verify = self._was_trained() if verify is None else verify
+        for candidate in candidates:
+            flaw, taken = self._examine(candidate, verify=verify)
+            if taken is not None:
+                flaw = self._write(taken)
+                if flaw is None:
+                    return taken.extra
+            assert flaw is not None
+            if candidate is candidates[-1]:
+                raise flaw
+            logger.warning("%s is passed over. %s", candidate.folder, flaw)
+        raise AssertionError("there is at least one candidate")
+
+    def _was_trained(self) -> bool:
+        """Whether the state in memory is worth more than one read of a checkpoint."""
+        return not is_torn(self._units) and any(map(self._access.has_state, self._access.steps()))
+
+    # Nothing has changed yet
+
+    def _examine(self, candidate: Candidate, *, verify: bool) -> tuple[PenstockError | None, Taken | None]:
+        """What is to be written, or why the checkpoint is damaged, on this rank or another one.
+
+        Raises:
+            CheckpointError: it is whole, as far as is known, and does not fit.
+        """
+        taken: Taken | None = None
+        damage: Exception | None = None
+        failure: Exception | None = None
+        try:
+            checkpoint = Checkpoint.read(candidate.folder)
+            candidate.check(checkpoint.manifest.token)
+            own = checkpoint.own_tensors(self._ranks.number) if self._is_of_as_many_ranks(checkpoint) else {}
+        except CheckpointError as error:
+            damage = error
+        except Exception as error:
+            failure = error
+        else:
+            try:
+                taken = self._taker.take(checkpoint, own)
+            except Exception as error:
+                failure = error
+        if verify and taken is not None:
+            try:
+                self._verify(taken)
+            except CheckpointError as error:
+                damage = error
+            except Exception as error:
+                failure = error
+        flaw = self._agree(failure, damage)
+        if flaw is not None:
+            return flaw, None
+        assert taken is not None
+        self._tell_of_buffers(taken.checkpoint)
+        return None, taken
+
+    def _agree(self, failure: Exception | None, damage: Exception | None) -> PenstockError | None:
+        """Raise where any rank has failed; return what any rank has found damaged. Collective."""
+        self._ranks.council.agree(failure)
+        try:
+            self._ranks.council.agree(damage)
+        except CheckpointError as error:
+            return error
+        except PenstockError as error:  # of another rank
+            return CheckpointError(str(error))
+        return None
+
+    def _verify(self, taken: Taken) -> None:
+        with TileReader() as reader:
+            for _ in reader.read([key for key, _ in taken.plan]):
+                pass
+
+    def _is_of_as_many_ranks(self, checkpoint: Checkpoint) -> bool:
+        return len(checkpoint.manifest.ranks) == self._ranks.world_size
+
+    def _tell_of_buffers(self, checkpoint: Checkpoint) -> None:
+        """Say where buffers of single ranks cannot go back to them."""
+        ranks = checkpoint.manifest.ranks
+        apart = sum(files.tensors is not None for files in ranks)
+        if apart and not self._is_of_as_many_ranks(checkpoint) and self._ranks.number == 0:
+            logger.warning(
+                "%s was saved by %d ranks, %d of which had buffers of their own (such as statistics of batches). All "
+                "%d ranks take those of the first one.",
+                checkpoint.folder,
+                len(ranks),
+                apart,
+                self._ranks.world_size,
+            )
+
+    # Changes
+
+    def _write(self, taken: Taken) -> PenstockError | None:
+        """Write everything; returns why the checkpoint is damaged after all. The state is in parts then.
+
+        Raises:
+            Exception: something else failed. So it is then.
+        """
+        failure: Exception | None = None
+        damage: Exception | None = None
+        try:
+            self._read_tiles(taken)
+        except CheckpointError as error:
+            damage = error
+        except Exception as error:
+            failure = error
+        except BaseException as interrupt:  # the other ranks are to hear of it
+            failure = EngineError(f"Loading was interrupted ({type(interrupt).__name__}).")
+            failure.__cause__ = interrupt
+        try:
+            flaw = self._agree(failure, damage)
+            if flaw is None:
+                self._settle(taken.checkpoint.manifest)
+                self._replace(taken)
+                return None
+        except BaseException as error:
+            torn = self._tear(error, taken.checkpoint)
+            cause = error.__cause__
+            if failure is not None and cause is not None and not isinstance(cause, Exception):
+                raise cause from None  # the interrupt
+            if torn is error or not isinstance(error, Exception):
+                raise
+            raise torn from error
+        self._tear(flaw, taken.checkpoint)
+        return flaw
+
+    def _tear(self, error: BaseException, checkpoint: Checkpoint) -> BaseException:
+        """Something failed in the middle: whoever needs a unit is told what. Returns what he is told."""
+        if not isinstance(error, CheckpointError):
+            torn = CheckpointError(
+                f"The state is in parts: loading {checkpoint.folder} failed in the middle. Load a checkpoint, or close "
+                f"the optimizer with keep_params=False. ({str(error) or type(error).__name__})",
+                file=str(checkpoint.folder),
+            )
+            torn.__cause__ = error
+            error = torn
+        tear(self._units, error)
+        return error
+
+    def _read_tiles(self, taken: Taken) -> None:
+        states = {state.name: state for state in taken.checkpoint.manifest.states}
+        with TileReader() as reader:
+            for tile, (_, runs) in zip(reader.read([key for key, _ in taken.plan]), taken.plan, strict=True):
+                for run in runs:
+                    write_weights(tile, run)
+                    if run.unit.trained is not None:
+                        write_states(tile, run, states, self._rule.states)
+
+    def _replace(self, taken: Taken) -> None:
+        """What is no tile."""
+        for group, options in zip(self._param_groups, taken.groups, strict=True):
+            parameters = group["params"]
+            group.clear()
+            group.update(options, params=parameters)
+        for name, buffer in persistent_buffers(self._model).items():
+            write_buffer(buffer, taken.buffers[name])
+        manifest = taken.checkpoint.manifest
+        if self._gradient_scale.loss is not None and manifest.loss_scale is not None:
+            self._gradient_scale.loss.restore(manifest.loss_scale)
+        if taken.random is not None:
+            write_random(taken.random, self._streams.device)
+
+    def _settle(self, manifest: Manifest) -> None:
+        """What is in the homes is whole: the rest of the engine takes note."""
+        for unit in self._units:
+            unit.published = DONE
+            unit.count_writes(range(len(unit.layout.slots)))
+            unit.stale = unit.replica is not None and unit.layout.shards > 1
+            if unit.trained is not None:
+                unit.trained.updated = DONE
+                for parameter, name in zip(unit.spec.parameters, unit.spec.names, strict=True):
+                    self._restore_counts(parameter, manifest.parameters[name])
+            self._gatherer.outdate(unit)
+            if unit.resident:
+                self._gatherer.acquire(unit)
+        self._reducer.zero(self._units)
+        self._gradient_scale.renew()
+
+    def _restore_counts(self, parameter: nn.Parameter, saved: SavedParameter) -> None:
+        self._access.restore_counts(
+            parameter, step=saved.step, scalars=saved.scalars, has_state=saved.has_state and saved.step == 0
+        )

@@ -1,0 +1,359 @@
+"""Homes that move: state is taken off the device, or out of host memory, for a while, and brought back.
+
+1. Take memory and space for the new homes of all units.
+2. Copy.
+3. Exchange the homes, on every rank or on none, and give the old ones back.
+
+A move that is not waited for exchanges the homes at once, and their events tell when the values are there. Training
+goes on from wherever the state is: tiles are updated where their optimizer states are, and what they need is brought
+to them.
+"""
+
+import contextlib
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from penstock.engine.passes.gather import Gatherer
+from penstock.engine.passes.reduce import Reducer
+from penstock.engine.units.assemble import UnitPlan
+from penstock.engine.units.holding import Residency
+from penstock.engine.units.unit import Unit
+from penstock.kinds import GRAD, MASTER, OPTIMIZER, PARAM, SHADOW, Tier
+from penstock.machine.collectives import Ranks
+from penstock.machine.streams import DONE, UPDATE, Event, FailedEvent, Streams, all_of
+from penstock.tiers.home import Home, MemorySection, Section, SectionPlan
+from penstock.tiers.ring import Ring
+from penstock.tiers.staging import Buffers, Sections, Staging, StagingPlan, transit_slots
+from penstock.tiers.store import Reservation, Store
+from penstock.tiers.transit import Transit
+
+#: Where the homes of one unit are to be, by name.
+Wanted = Mapping[str, Sequence[SectionPlan]]
+
+
+@dataclass
+class _Move:
+    """One unit's way: its new homes, and what fills them.
+
+    Attributes:
+        params: event of the parameters.
+        rest: events of master, optimizer and shadow.
+        gradient: event of the gradient.
+        stale: the parameters of other ranks have to come from them.
+    """
+
+    unit: Unit
+    homes: dict[str, Home]
+    params: Event = DONE
+    rest: list[Event] = field(default_factory=list)
+    gradient: Event = DONE
+    stale: bool = False
+
+    @property
+    def weights(self) -> Event:
+        """All but the gradient."""
+        return all_of([self.params, *self.rest])
+
+    @property
+    def events(self) -> list[Event]:
+        """All of them."""
+        return [self.params, *self.rest, self.gradient]
+
+    def finish(self) -> Exception | None:
+        """Wait until everything has arrived or failed; returns the first error."""
+        failure: Exception | None = None
+        for event in self.events:
+            try:
+                event.synchronize()
+            except Exception as error:
+                failure = failure or error
+        for home in self.homes.values():
+            try:
+                home.settle()
+            except Exception as error:
+                failure = failure or error
+        return failure
+
+    def left(self) -> list[Section]:
+        """The sections that it leaves."""
+        return [
+            s for name, home in self.homes.items() for s in self.unit.homes[name].sections if s not in home.sections
+        ]
+
+
+class Mover:
+    """Moves the homes of all units between tiers.
+
+    Arguments:
+        plans: what the placement asks for, of each unit.
+        in_use: whether compute may read a unit's parameters now.
+        plan_staging: the buffers that given homes need.
+    """
+
+    def __init__(
+        self,
+        units: Sequence[Unit],
+        plans: Sequence[UnitPlan],
+        store: Store,
+        ranks: Ranks,
+        streams: Streams,
+        gatherer: Gatherer,
+        reducer: Reducer,
+        staging: Staging,
+        *,
+        in_use: Callable[[Unit], bool],
+        plan_staging: Callable[[Sequence[Sections]], StagingPlan],
+    ) -> None:
+        self._units = units
+        self._plans = dict(zip(units, plans, strict=True))
+        self._store = store
+        self._ranks = ranks
+        self._streams = streams
+        self._gatherer = gatherer
+        self._reducer = reducer
+        self._staging = staging
+        self._in_use = in_use
+        self._plan_staging = plan_staging
+        self._cleaned: Event = DONE  # what the last move left is given back
+
+    def offload(self, homes: Collection[str], to: Tier, *, pin: bool, wait: bool) -> None:
+        """Move homes to the cpu or the nvme tier. What is there already stays as it is. Collective.
+
+        Updates are over, and gradients are there.
+
+        Arguments:
+            homes: by name: param, grad, master, optimizer.
+            to: the tier.
+            pin: page-lock the host memory.
+            wait: return when it is done; else the state is in flight, and its old memory goes once it has arrived.
+
+        Raises:
+            MemoryBudgetError, NvmeError: there is no room for it, or a transfer failed that was waited for. Nothing has
+                moved, on any rank.
+        """
+        self._gatherer.drop_unused()
+        self._reducer.rest(self._units)
+        if PARAM in homes:
+            for unit in self._units:
+                if not self._in_use(unit):
+                    self._gatherer.forget(unit)
+        wanted = {unit: self._offloaded(unit, homes, to) for unit in self._units}
+        if any(_parts_from_shadow(unit, plans, homes, to) for unit, plans in wanted.items()):
+            # Shadows stand between homes of parameters and of the optimizer. Tiles are brought instead. All shadows
+            # go, those of units that stay too: they share slabs.
+            for unit in self._units:
+                if unit.trained is not None:
+                    wanted[unit][SHADOW] = [replace(plan, cells=()) for plan in unit.homes[SHADOW].plans]
+        self._move(wanted, pin=pin, wait=wait)
+
+    def reload(self, *, wait: bool) -> None:
+        """Move every home to where the placement wants it. Collective. Needs and raises what `offload` does."""
+        self._gatherer.drop_unused()
+        self._reducer.rest(self._units)
+        self._move({unit: plan.sections for unit, plan in self._plans.items()}, pin=True, wait=wait)
+        self._staging.take()  # not later, within a backward: to pin memory there may block what it waits for
+
+    def _move(self, wanted: Mapping[Unit, Wanted], *, pin: bool, wait: bool) -> None:
+        self._cleaned.synchronize()
+        changes = {
+            unit: {name: plans for name, plans in homes.items() if tuple(plans) != unit.homes[name].plans}
+            for unit, homes in wanted.items()
+        }
+        changes = {unit: homes for unit, homes in changes.items() if homes}
+        if changes:
+            self._exchange(changes, pin=pin, wait=wait)
+            self._replan()
+            self._gatherer.show_resident(self._units, wait=wait)
+
+    def _exchange(self, changes: Mapping[Unit, Wanted], *, pin: bool, wait: bool) -> None:
+        new = [plan for unit, homes in changes.items() for plan in self._new_sections(unit, homes)]
+        old = [plan for unit, homes in changes.items() for name in homes for plan in unit.homes[name].plans]
+        slots = transit_slots([*old, *new])
+        ring, buffers, moves = Ring(), Buffers(self._store), list[_Move]()
+        failure: Exception | None = None
+        with contextlib.ExitStack() as undo:
+            undo.callback(self._take_back_lent, changes)
+            try:  # 1.
+                buffered = [plan for slot in slots for plan in slot.sections()]
+                reserved = self._store.reserve([*new, *buffered], pin=pin, apart=self._away(new))
+                undo.callback(reserved.cancel)
+                moves += [_Move(unit, self._make(unit, homes, reserved)) for unit, homes in changes.items()]
+                ring.fill(buffers.make_slots(slots, reserved))
+            except Exception as error:  # ours, or torch's where the device has no room
+                failure = error
+            self._ranks.council.agree(failure)
+            undo.callback(_wait, moves, ring)
+            transit = Transit(self._streams, ring)  # 2.
+            for move in moves:
+                self._copy_unit(move, transit)
+            if wait:
+                self._ranks.council.agree(_wait(moves, ring))
+            undo.pop_all()
+        ring.forget()  # else later reads would take from it, and updates behind the clean-up wait for those
+        left = [section for move in moves for section in self._commit(move)]  # 3.
+        used = self._streams.now()  # compute has read what is left, and copies what it still needs of it
+
+        def clean_up() -> None:
+            ring.drop()
+            buffers.free()
+            for section in left:
+                self._store.free(section)
+            self._streams.return_free_memory()
+
+        if wait:
+            used.synchronize()
+            clean_up()
+            self._gatherer.drop_unused()  # the sections that were left had views of full buffers
+        else:
+            over = [_Over(event) for event in (used, ring.free, *(event for move in moves for event in move.events))]
+            self._cleaned = self._streams.submit(UPDATE, clean_up, after=(all_of(over),))
+
+    def _replan(self) -> None:
+        """The buffers through which tiles pass depend on where the homes are."""
+        units = [{name: home.plans for name, home in unit.shard_homes.items()} for unit in self._units]
+        self._staging.replan(self._plan_staging(units))
+
+    def _offloaded(self, unit: Unit, homes: Collection[str], to: Tier) -> dict[str, Sequence[SectionPlan]]:
+        """Where the homes of a unit, but its shadow, are once some of them are on a tier."""
+        wanted: dict[str, Sequence[SectionPlan]] = {}
+        for name in set(homes) & unit.homes.keys():
+            plans: Sequence[SectionPlan] = unit.homes[name].plans
+            if name == PARAM and to is Tier.NVME:
+                plans = unit.params.plans  # files hold shards
+            elif name == PARAM and unit.replica is None:
+                plans = self._plans[unit].sections[PARAM]
+            wanted[name] = [plan if plan.tier is to or not plan.cells else plan.on(to) for plan in plans]
+        return wanted
+
+    def _new_sections(self, unit: Unit, homes: Wanted) -> Iterator[SectionPlan]:
+        """The sections that need memory or space of their own."""
+        for name, plans in homes.items():
+            if not (name == PARAM and self._becomes_resident(unit, plans)):
+                yield from (plan for plan in plans if plan.cells and plan not in unit.homes[name].plans)
+
+    def _away(self, sections: Collection[SectionPlan]) -> Collection[SectionPlan]:
+        """Those of the new sections that the next reload leaves."""
+        return set(sections).difference(*(plans for plan in self._plans.values() for plans in plan.sections.values()))
+
+    def _becomes_resident(self, unit: Unit, params: Sequence[SectionPlan]) -> bool:
+        return self._plans[unit].resident and list(params) == list(self._plans[unit].sections[PARAM])
+
+    def _make(self, unit: Unit, homes: Wanted, reserved: Reservation) -> dict[str, Home]:
+        """The new homes of a unit, with the sections of the old ones that stay."""
+        made = {}
+        for name, plans in homes.items():
+            here = {section.plan: section for section in unit.homes[name].sections}
+            if name == PARAM and self._becomes_resident(unit, plans):
+                # The full buffer itself: views of it that autograd saved stay good.
+                made[name] = Home([MemorySection(plans[0], [self._gatherer.lend(unit)])])
+            else:
+                made[name] = Home([here.get(plan) or reserved.make(plan) for plan in plans])
+        return made
+
+    def _take_back_lent(self, units: Collection[Unit]) -> None:
+        for unit in units:
+            self._gatherer.take_back(unit)
+
+    def _copy_unit(self, move: _Move, transit: Transit) -> None:
+        """Submit the copies of a unit. What cannot be submitted fails as a copy does."""
+        try:
+            for name in (PARAM, GRAD, MASTER, OPTIMIZER, SHADOW):  # the shadow last: it is a copy of the parameters
+                if name in move.homes:
+                    self._copy_home(move, name, move.homes[name], transit)
+        except Exception as error:
+            move.params = FailedEvent(error)
+
+    def _copy_home(self, move: _Move, name: str, new: Home, transit: Transit) -> None:
+        unit, trained = move.unit, move.unit.trained
+        if name == PARAM:
+            move.params = self._copy_params(move, new, transit)
+            return
+        assert trained is not None
+        what = f"move {unit.name} {name}"
+        if name == GRAD:
+            if trained.gradient.held:
+                move.gradient = transit.copy(trained.gradient.home, new, after=DONE, what=what)
+        elif name == SHADOW:
+            params = self._own_part(unit, move.homes[PARAM]) if PARAM in move.homes else unit.params
+            move.rest.append(transit.copy(params, new, after=move.params, what=what))
+        else:
+            move.rest.append(transit.copy(unit.homes[name], new, after=DONE, what=what))
+
+    def _copy_params(self, move: _Move, new: Home, transit: Transit) -> Event:
+        unit = move.unit
+        if unit.holding.residency is Residency.GATHERED and unit.leased and self._becomes_resident(unit, new.plans):
+            return DONE  # the values are there
+        becomes_replica = self._becomes_replica(unit, new)
+        if becomes_replica == (unit.replica is not None):
+            return transit.copy(unit.homes[PARAM], new, after=DONE, what=f"move {unit.name} param")
+        move.stale = becomes_replica and unit.layout.shards > 1
+        return transit.copy(unit.params, self._own_part(unit, new), after=DONE, what=f"move {unit.name} param")
+
+    def _becomes_replica(self, unit: Unit, params: Home) -> bool:
+        return self._plans[unit].replicated and not params.in_files
+
+    def _own_part(self, unit: Unit, params: Home) -> Home:
+        """The shard of this rank, of the new home of the parameters."""
+        return params.part(*unit.own_range) if self._becomes_replica(unit, params) else params
+
+    def _commit(self, move: _Move) -> list[Section]:
+        """Let the new homes count; returns what is left behind."""
+        unit, left = move.unit, move.left()
+        for section in left:
+            self._store.leave(section)
+        for name, home in move.homes.items():
+            if name != PARAM:
+                unit.exchange(name, home)
+        if PARAM in move.homes:
+            params = move.homes[PARAM]
+            if self._becomes_resident(unit, params.plans):
+                self._gatherer.settle(unit)
+                self._store.enter(params.sections[0], None)
+            elif unit.resident:
+                self._gatherer.unsettle(unit, in_use=self._in_use(unit), moved=move.params)
+            unit.replica = params if self._becomes_replica(unit, params) else None
+            unit.params = self._own_part(unit, params)
+            unit.stale = unit.stale or move.stale
+        if move.homes.keys() - {GRAD}:
+            unit.published = move.weights
+            if unit.trained is not None:
+                unit.trained.updated = move.weights
+        if GRAD in move.homes and unit.trained is not None:
+            unit.trained.gradient.ready = move.gradient
+        return left
+
+
+def _parts_from_shadow(unit: Unit, wanted: Wanted, homes: Collection[str], to: Tier) -> bool:
+    """Whether a move takes a unit's parameters, master or optimizer from beside the shadow, or means the shadow."""
+    if unit.trained is None:
+        return False
+    moves = any(tuple(wanted[name]) != unit.homes[name].plans for name in wanted.keys() - {GRAD})
+    shadow = unit.homes[SHADOW].plans
+    return moves or (MASTER in homes and any(plan.cells and plan.tier is not to for plan in shadow))
+
+
+class _Over(Event):
+    """Another event, whether its work has failed or not: whoever needs that work asks for itself."""
+
+    def __init__(self, event: Event) -> None:
+        self._event = event
+
+    def wait(self) -> None:
+        self._event.wait()
+
+    def synchronize(self) -> None:
+        with contextlib.suppress(Exception):
+            self._event.synchronize()
+
+    def done(self) -> bool:
+        return self._event.done()
+
+    def check(self) -> None:
+        pass
+
+
+def _wait(moves: Sequence[_Move], ring: Ring) -> Exception | None:
+    """Wait until nothing is under way; returns the first error."""
+    failures = [move.finish() for move in moves]
+    ring.drop()
+    return next(filter(None, failures), None)

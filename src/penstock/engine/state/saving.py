@@ -1,0 +1,307 @@
+"""Saving: what a checkpoint is made of, and the thread that writes it while training goes on.
+
+1. Ranks agree on the request. The first one makes the folder.
+2. The table of tiles is drawn up, and everything small is copied: step counts, options, buffers, random states.
+3. Tiles are written, unit by unit, in forward order; an update of a unit waits until its tiles have been copied.
+4. Every rank has its files on the disk: the first one puts the marker in its place.
+
+Steps 3 and 4 run on a thread of their own unless the caller waits for them.
+"""
+
+import contextlib
+import secrets
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from importlib.metadata import version
+from os import PathLike
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from penstock.checkpoint import folder as folders
+from penstock.checkpoint.beside import describe
+from penstock.checkpoint.buffers import other_than, persistent_buffers, to_tensors
+from penstock.checkpoint.manifest import Manifest, SavedGroup, SavedParameter, checksum_of
+from penstock.checkpoint.randomness import read_random
+from penstock.checkpoint.save import Save
+from penstock.checkpoint.tables import HomeTable, UnitTable
+from penstock.checkpoint.values import encode
+from penstock.checkpoint.writing import RingMemory, UnitSource
+from penstock.engine.state.access import Access
+from penstock.engine.units.unit import Unit
+from penstock.engine.updates.scale import GradientScale
+from penstock.errors import ConfigError, EngineError
+from penstock.kinds import MASTER, OPTIMIZER, PARAM
+from penstock.machine.collectives import Ranks
+from penstock.machine.council import Council
+from penstock.machine.streams import DONE, HostEvent, HostWorker, Streams, all_of
+from penstock.rules.rule import Rule
+from penstock.tiers.home import Home
+
+#: What becomes of a save while another one is running.
+IfBusy = Literal["wait", "raise"]
+
+
+@dataclass(frozen=True)
+class _Job:
+    """A save that is under way."""
+
+    worker: HostWorker
+    over: HostEvent
+    copied: Sequence[HostEvent]
+    ring: RingMemory
+
+
+class Saver:
+    """Saves one engine's state. One save at a time.
+
+    Arguments:
+        model: whose buffers and configuration are kept too.
+        council: of saves alone: they go on beside what the user's thread does.
+        param_groups: of the optimizer, as the user changes them.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        units: Sequence[Unit],
+        ranks: Ranks,
+        streams: Streams,
+        access: Access,
+        *,
+        council: Council,
+        rule: Rule,
+        gradient_scale: GradientScale,
+        param_groups: Sequence[Mapping[str, Any]],
+    ) -> None:
+        self._model = model
+        self._units = units
+        self._ranks = ranks
+        self._streams = streams
+        self._access = access
+        self._rule = rule
+        self._gradient_scale = gradient_scale
+        self._param_groups = param_groups
+        self._council = council
+        self._job: _Job | None = None
+
+    def save(
+        self,
+        path: str | PathLike[str],
+        *,
+        extra: Mapping[str, Any] | None,
+        blocking: bool,
+        keep: int | None,
+        if_busy: IfBusy,
+    ) -> None:
+        """Save. Collective.
+
+        Raises:
+            ConfigError: the request cannot be met; nothing was written.
+            CheckpointError: something could not be written. What was there before is whole.
+            EngineError: another save is running, and `if_busy="raise"`.
+        """
+        if keep is not None and keep < 1:
+            raise ConfigError(f"save(keep={keep!r}): use a whole number of checkpoints, 1 or more, or None for all.")
+        if if_busy not in ("wait", "raise"):
+            raise ConfigError(f"save(if_busy={if_busy!r}): use 'wait' or 'raise'.")
+        if Path(path).name in ("", folders.LATEST):
+            raise ConfigError(f"save({str(path)!r}): name the checkpoint; 'latest' stands for the newest one.")
+        if if_busy == "raise" and self._runs_anywhere():
+            raise EngineError("A checkpoint is still being saved. Wait with synchronize(), or use if_busy='wait'.")
+        self.finish()
+        council = self._council
+
+        folder, tensors, failure = Path(path), dict[str, Tensor](), None
+        manifest: Manifest | None = None
+        random: object = None
+        sums: dict[str, int] = {}
+        sources: list[tuple[UnitSource, Unit]] = []
+        made: list[Path] = []
+        undo = contextlib.ExitStack()
+        try:
+            random = read_random(self._streams.device)
+            buffers, tensors = to_tensors(persistent_buffers(self._model))
+            sums = {key: checksum_of(tensor) for key, tensor in tensors.items()} if council.size > 1 else {}
+            sources = self._sources()
+            ring = undo.enter_context(
+                contextlib.closing(RingMemory([source for source, _ in sources], self._streams.device))
+            )
+            if council.is_first:
+                manifest = self._manifest(folder, buffers, tensors, extra or {})
+                made = folders.make_folder(folder)
+                undo.callback(folders.remove_folders, made)
+        except Exception as error:
+            failure = error
+        with undo:
+            council.agree(failure)
+            token, made_by_first, sums = council.share(
+                (manifest.token if manifest is not None else "", [str(path) for path in made], sums)
+            )
+            if not council.is_first:
+                tensors = other_than(tensors, sums)
+            save = Save(
+                council=council,
+                folder=folder,
+                made=[Path(path) for path in made_by_first],
+                token=token,
+                sources=[source for source, _ in sources],
+                ring=ring,
+                random=random,
+                streams=self._streams,
+                manifest=manifest,
+                tensors=tensors,
+                keep=keep,
+            )
+            if blocking:
+                save.run()
+                return
+            for source, unit in sources:
+                unit.saved = source.copied
+            worker = HostWorker("save", promised=f"Saving {folder}")
+            self._job = _Job(worker, worker.submit(save.run), [source.copied for source, _ in sources], ring)
+            undo.pop_all()
+
+    def _runs_anywhere(self) -> bool:
+        """Whether a save is under way on any rank. Not over the council, which that one uses on its thread."""
+        running = self._job is not None and not self._job.over.done()
+        found = torch.tensor(int(running), dtype=torch.int64, device=self._streams.device)
+        self._ranks.all_reduce_max(found)
+        return bool(found)
+
+    def wait_copied(self) -> None:
+        """Until nothing reads the homes any more."""
+        if self._job is not None:
+            for event in self._job.copied:
+                event.synchronize()
+
+    def finish(self) -> None:
+        """Until the save that is under way is over; raise its error. Collective where there is one."""
+        job, self._job = self._job, None
+        if job is None:
+            return
+        try:
+            job.over.synchronize()
+        finally:
+            job.worker.close()
+            job.ring.close()
+            for unit in self._units:
+                unit.saved = DONE
+
+    def close(self) -> None:
+        """Finish what is under way and end the thread.
+
+        Raises:
+            CheckpointError: of the save that was under way.
+        """
+        try:
+            self.finish()
+        finally:
+            self._council.close()
+
+    # What is saved
+
+    def _sources(self) -> list[tuple[UnitSource, Unit]]:
+        """The tiles of this rank. Copies of a shard are divided among the ranks that have them."""
+        sources: list[tuple[UnitSource, Unit]] = []
+        offset = 0
+        begun = self._streams.now()  # here, where compute is: it writes homes on the device too
+        for unit in self._units:
+            homes = _homes(unit)
+            tile_numel = unit.params.sections[0].tile_numel
+            count = -(-unit.layout.shard_numel // tile_numel)
+            copy, copies = self._ranks.replica_rank, self._ranks.replicas
+            first, last = count * copy // copies, count * (copy + 1) // copies
+            if first == last:
+                continue
+            table = UnitTable(
+                name=unit.name,
+                slots=unit.layout.slots,
+                shard_start=unit.own_range[0],
+                shard_numel=unit.layout.shard_numel,
+                tile_numel=tile_numel,
+                first_tile=first,
+                homes=tuple(_home_table(name, home) for name, home in homes.items()),
+                offset=offset,
+                checksums=((0,) * len(homes),) * (last - first),
+            )
+            offset += table.nbytes
+            updated = unit.trained.updated if unit.trained is not None else DONE
+            ready = all_of([begun, updated, unit.published, *(home.arrival() for home in homes.values())])
+            sources.append((UnitSource(table, tuple(homes.values()), ready, HostEvent()), unit))
+        return sources
+
+    def _manifest(
+        self, folder: Path, buffers: Mapping[str, str], tensors: dict[str, Tensor], extra: Mapping[str, Any]
+    ) -> Manifest:
+        """Everything but the files, as it is now.
+
+        Arguments:
+            folder: of the checkpoint.
+            buffers: their keys among the tensors, by name.
+            tensors: those of `extra` and options are put there.
+            extra: what the user adds.
+        """
+        loss = self._gradient_scale.loss
+        return Manifest(
+            serial=folders.next_serial(folder),
+            token=secrets.token_hex(4),
+            created=datetime.now(UTC).isoformat(timespec="seconds"),
+            versions={name: version(name) for name in ("penstock", "torch")},
+            ranks=(),
+            tensors=None,
+            rule=self._rule.name,
+            states=self._rule.states,
+            parameters=dict(self._parameters()),
+            groups=tuple(self._groups(tensors)),
+            buffers=buffers,
+            loss_scale=loss.state() if loss is not None else None,
+            model=describe(self._model),
+            extra=encode(dict(extra), tensors, what="extra"),
+        )
+
+    def _parameters(self) -> Iterator[tuple[str, SavedParameter]]:
+        for unit in self._units:
+            trained = unit.trained is not None
+            for slot, parameter in zip(unit.layout.slots, unit.spec.parameters, strict=True):
+                yield (
+                    slot.name,
+                    SavedParameter(
+                        shape=slot.shape,
+                        dtype=unit.spec.dtype,
+                        trained=trained,
+                        step=self._access.steps()[parameter] if trained else 0,
+                        scalars={name: float(value) for name, value in self._access.scalars(parameter).items()},
+                        has_state=trained and self._access.has_state(parameter),
+                    ),
+                )
+
+    def _groups(self, tensors: dict[str, Tensor]) -> Iterator[SavedGroup]:
+        pairs = [pair for unit in self._units for pair in zip(unit.spec.parameters, unit.spec.names, strict=True)]
+        names = dict(pairs)
+        for number, group in enumerate(self._param_groups):
+            options = {name: value for name, value in group.items() if name != "params"}
+            encoded = encode(options, tensors, what=f"param_groups[{number}]")
+            yield SavedGroup(tuple(names[p] for p in group["params"]), encoded)
+
+
+def _homes(unit: Unit) -> dict[str, Home]:
+    """What a checkpoint keeps of a unit. A full master says all of the parameters."""
+    homes = {PARAM: unit.params}
+    if unit.trained is None:
+        return homes
+    homes |= {MASTER: unit.trained.master, OPTIMIZER: unit.trained.optimizer}
+    homes = {name: home for name, home in homes.items() if home.plans[0].cells}
+    if MASTER in homes and homes[MASTER].plans[0].cells[0].dtype == torch.float32:
+        del homes[PARAM]
+    return homes
+
+
+def _home_table(name: str, home: Home) -> HomeTable:
+    tiers: dict[str, int] = {}
+    for plan in home.plans:
+        tiers[plan.tier.value] = tiers.get(plan.tier.value, 0) + sum(cell.nbytes for cell in plan.cells)
+    return HomeTable(name, home.plans[0].cells, tuple(tiers.items()))

@@ -1,0 +1,231 @@
+"""What an engine takes from a checkpoint: everything that can be wrong is found here, and nothing has changed."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from penstock.checkpoint.buffers import from_tensor, persistent_buffers, why_no_fit
+from penstock.checkpoint.fields import Field
+from penstock.checkpoint.opened import Checkpoint
+from penstock.checkpoint.randomness import RandomStates, decode_random
+from penstock.checkpoint.reading import TileKey
+from penstock.checkpoint.tables import pieces
+from penstock.engine.units.unit import Unit
+from penstock.engine.updates.scale import GradientScale
+from penstock.engine.updates.update import Updater
+from penstock.errors import ConfigError
+from penstock.layout import ALIGNMENT_NUMEL
+from penstock.machine.collectives import Ranks
+from penstock.rules.rule import Rule
+
+_MOST_NAMED = 8
+
+
+class Run(NamedTuple):
+    """Elements `start` to `stop` of a unit's shard, which a tile holds from its element `inside` on."""
+
+    unit: Unit
+    start: int
+    stop: int
+    inside: int
+
+
+#: What is read, in order, and where it goes.
+Plan = list[tuple[TileKey, list[Run]]]
+
+
+@dataclass(frozen=True)
+class Taken:
+    """What is to be written into an engine, all of it checked but for the tiles themselves.
+
+    Attributes:
+        plan: tiles, and where they go.
+        groups: options of the param groups.
+        buffers: values by name.
+        random: states of this rank's generators; `None` where there are none for it.
+        extra: what the user has added.
+    """
+
+    checkpoint: Checkpoint
+    plan: Plan
+    groups: Sequence[dict[str, Any]]
+    buffers: Mapping[str, Tensor]
+    random: RandomStates | None
+    extra: dict[str, Any]
+
+
+class Taker:
+    """Holds checkpoints against one engine."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        units: Sequence[Unit],
+        ranks: Ranks,
+        updater: Updater,
+        *,
+        device: torch.device,
+        rule: Rule,
+        gradient_scale: GradientScale,
+        param_groups: Sequence[dict[str, Any]],
+    ) -> None:
+        self._model = model
+        self._units = units
+        self._ranks = ranks
+        self._updater = updater
+        self._device = device
+        self._rule = rule
+        self._gradient_scale = gradient_scale
+        self._param_groups = param_groups
+
+    def take(self, checkpoint: Checkpoint, own: Mapping[str, Tensor]) -> Taken:
+        """What this rank takes.
+
+        Arguments:
+            checkpoint: opened.
+            own: buffers of this rank that are not the first one's, by key.
+
+        Raises:
+            CheckpointError: it does not fit; names the field.
+            ConfigError: an option that the rule does not have.
+        """
+        self._check_parameters(checkpoint)
+        self._check_states(checkpoint)
+        groups = self._read_groups(checkpoint)
+        buffers = self._read_buffers(checkpoint, own)
+        extra: dict[str, Any] = checkpoint.value("extra", checkpoint.manifest.extra)
+        if not isinstance(extra, dict):
+            raise checkpoint.fail("extra", "is not an object.")
+        plan = self._plan(checkpoint)
+        return Taken(checkpoint, plan, groups, buffers, self._read_random(checkpoint), extra)
+
+    def _check_parameters(self, checkpoint: Checkpoint) -> None:
+        """Names, shapes and kinds of dtypes."""
+        saved = checkpoint.manifest.parameters
+        own = {
+            slot.name: (slot.shape, unit.spec.dtype.is_floating_point)
+            for unit in self._units
+            for slot in unit.layout.slots
+        }
+        wrong = [f"it lacks '{name}'" for name in own if name not in saved]
+        wrong += [f"it has '{name}', which the model has not" for name in saved if name not in own]
+        for name, (shape, floats) in own.items():
+            if name in saved and saved[name].shape != shape:
+                wrong.append(f"'{name}' has shape {saved[name].shape} there and {shape} here")
+            elif name in saved and saved[name].dtype.is_floating_point != floats:
+                wrong.append(f"'{name}' is {saved[name].dtype} there")
+        if wrong:
+            more = f"; and {len(wrong) - _MOST_NAMED} more" if len(wrong) > _MOST_NAMED else ""
+            raise checkpoint.fail(
+                "parameters", f"is not of this model: {'; '.join(wrong[:_MOST_NAMED])}{more}. Build the model it was."
+            )
+
+    def _check_states(self, checkpoint: Checkpoint) -> None:
+        """Those of the rule, where there are any, and the loss scale."""
+        manifest = checkpoint.manifest
+        here, there = ({state.name for state in states} for states in (self._rule.states, manifest.states))
+        if here != there and any(saved.has_state for saved in manifest.parameters.values()):
+            raise checkpoint.fail(
+                "states",
+                f"are {sorted(there)} of {manifest.rule}, and {self._rule.name} has {sorted(here)}. Prepare "
+                "with the optimizer that it was saved from.",
+            )
+        for name, saved in manifest.parameters.items():
+            if saved.scalars and saved.scalars.keys() != set(self._rule.scalar_names):
+                raise checkpoint.fail(f"parameters.{name}.scalars", f"are not those of {self._rule.name}.")
+        loss = self._gradient_scale.loss
+        if loss is not None and manifest.loss_scale is not None:
+            if manifest.loss_scale.keys() != loss.state().keys():
+                raise checkpoint.fail("loss_scale", f"has {sorted(manifest.loss_scale)}.")
+            if min(manifest.loss_scale["value"], manifest.loss_scale["next"]) <= 0:
+                raise checkpoint.fail("loss_scale", "is not above 0.")
+
+    def _read_groups(self, checkpoint: Checkpoint) -> list[dict[str, Any]]:
+        """The options of each param group."""
+        pairs = [pair for unit in self._units for pair in zip(unit.spec.parameters, unit.spec.names, strict=True)]
+        names = dict(pairs)
+        here = [{names[p] for p in group["params"]} for group in self._param_groups]
+        if here != [set(group.parameters) for group in checkpoint.manifest.groups]:
+            raise checkpoint.fail("groups", "divides the parameters otherwise. Build the param groups alike.")
+        options = []
+        for number, (own, group) in enumerate(zip(self._param_groups, checkpoint.manifest.groups, strict=True)):
+            loaded = checkpoint.value(f"groups[{number}].options", group.options)
+            if not isinstance(loaded, dict):
+                raise checkpoint.fail(f"groups[{number}].options", "is not an object.")
+            options.append({name: value for name, value in own.items() if name != "params"} | loaded)
+        try:
+            self._updater.check_groups(options)
+        except ConfigError:
+            raise
+        except (TypeError, ValueError, LookupError, ArithmeticError, RuntimeError) as error:
+            raise checkpoint.fail("groups", f"has an option that cannot be ({error}). Load another one.") from error
+        return options
+
+    def _read_buffers(self, checkpoint: Checkpoint, own: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The values of every buffer of the model's state."""
+        values = {}
+        for name, buffer in persistent_buffers(self._model).items():
+            key = checkpoint.manifest.buffers.get(name, "")
+            value = own.get(key, checkpoint.tensors.get(key))
+            if value is None:
+                raise checkpoint.fail(f"buffers.{name}", "is missing.")
+            values[name] = from_tensor(key, value)
+            why = why_no_fit(buffer, values[name])
+            if why is not None:
+                raise checkpoint.fail(f"buffers.{name}", f"{why}.")
+        return values
+
+    def _read_random(self, checkpoint: Checkpoint) -> RandomStates | None:
+        """Those of the same rank; one that was not there, or has saved none, goes on with what it has."""
+        rank = self._ranks.number
+        if rank >= len(checkpoint.tables) or checkpoint.tables[rank].random is None:
+            return None
+        file = checkpoint.folder / checkpoint.manifest.ranks[rank].table.name
+        return decode_random(Field(file, "random", checkpoint.tables[rank].random), self._device)
+
+    def _plan(self, checkpoint: Checkpoint) -> Plan:
+        """What of each tile goes where. Every element of this rank's shards comes from one place."""
+        places: dict[str, tuple[Unit, int, int, int]] = {}  # by name: unit, own elements, and where the slot begins
+        for unit in self._units:
+            for index, start, stop in unit.parts():
+                slot = unit.layout.slots[index]
+                base = slot.start - unit.own_range[0]
+                places[slot.name] = unit, start - base, stop - base, base
+        plan: Plan = []
+        covered: dict[str, list[tuple[int, int]]] = {name: [] for name in places}
+        for key in checkpoint.tiles():
+            runs: list[Run] = []
+            for piece in pieces(key.unit, key.number):
+                if piece.name not in places:
+                    continue
+                unit, first, last, base = places[piece.name]
+                start, stop = max(piece.start, first), min(piece.stop, last)
+                if start < stop:
+                    covered[piece.name].append((start, stop))
+                    _append(runs, Run(unit, start + base, stop + base, piece.inside + start - piece.start))
+            if runs:
+                plan.append((key, runs))
+        for name, (_, first, last, _) in places.items():
+            checkpoint.check_covered(name, covered[name], first, last)
+        self._check_kinds(checkpoint, plan)
+        return plan
+
+    def _check_kinds(self, checkpoint: Checkpoint, plan: Plan) -> None:
+        """Each tile has the kinds that its parameters need, in the dtypes that they can have."""
+        for unit in {id(key.unit): key.unit for key, _ in plan}.values():
+            checkpoint.check_kinds(unit)
+
+
+def _append(runs: list[Run], run: Run) -> None:
+    """Add a run, or make the last one longer: between neighbouring slots is a gap that holds zeros in every layout."""
+    if runs:
+        last = runs[-1]
+        gap = run.start - last.stop
+        alike = run.unit is last.unit and run.start - run.inside == last.start - last.inside
+        if alike and 0 <= gap < ALIGNMENT_NUMEL:
+            runs[-1] = last._replace(stop=run.stop)
+            return
+    runs.append(run)

@@ -1,0 +1,51 @@
+"""State in parts: something failed between the first write and the last. Whoever needs such a unit gets the error."""
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+
+from penstock.engine.units.unit import Unit
+from penstock.errors import EngineError, PenstockError
+from penstock.machine.streams import FailedEvent
+
+
+class TornEvent(FailedEvent):
+    """The error was raised when it happened, and is raised again wherever the unit is needed."""
+
+
+def tear(units: Iterable[Unit], error: BaseException) -> None:
+    """The state of these units is in parts."""
+    for unit in units:
+        unit.published = TornEvent(error)
+        if unit.trained is not None:
+            unit.trained.updated = TornEvent(error)
+
+
+def is_torn(units: Iterable[Unit]) -> bool:
+    """Whether the state of any of them is in parts."""
+    return any(isinstance(unit.published, TornEvent) for unit in units)
+
+
+@contextmanager
+def torn_on_failure(units: Sequence[Unit], verb: str) -> Iterator[None]:
+    """What fails inside, in the middle of writing to these units, leaves their state in parts.
+
+    Raises:
+        EngineError: says so, and of what.
+    """
+    try:
+        yield
+    except BaseException as error:
+        reason = str(error) or type(error).__name__
+        torn = EngineError(
+            f"{verb} failed in the middle, so the state of {_names(units)} is in parts. Load a checkpoint, or close "
+            f"the optimizer with keep_params=False. ({reason})"
+        )
+        torn.__cause__ = error
+        tear(units, torn)
+        if isinstance(error, PenstockError) or not isinstance(error, Exception):
+            raise
+        raise torn from error
+
+
+def _names(units: Sequence[Unit]) -> str:
+    return f"unit '{units[0].name}'" if len(units) == 1 else f"{len(units)} units"

@@ -1,0 +1,1 @@
+"""What is handled together: parameters found, laid out, planned, and their state."""

@@ -1,0 +1,119 @@
+"""Whether modules still hold the parameters that were prepared, and those the memory that the engine gave them.
+
+A parameter that somebody put into a module after `prepare` is computed with and never trained; values that somebody
+put under a parameter (`parameter.data = ...`) go with its next gather. Torch tells nobody of either, so this is looked
+up at the beginning of each forward of the model and of each step.
+"""
+
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from types import FrameType
+
+import torch
+from torch import nn
+
+from penstock.engine.units.unit import Unit
+from penstock.errors import EngineError
+
+
+class Membership:
+    """What modules held when the model was prepared, and since.
+
+    Arguments:
+        model: the prepared one.
+        units: all of its parameters.
+    """
+
+    def __init__(self, model: nn.Module, units: Sequence[Unit]) -> None:
+        self._model = model
+        self._places = [
+            (unit, unit.spec.parameters, [slot.start * unit.spec.dtype.itemsize for slot in unit.layout.slots])
+            for unit in units
+        ]
+        self._known = {parameter for unit in units for parameter in unit.spec.parameters}
+        self._note()
+
+    def _note(self) -> None:
+        modules = list(self._model.modules())
+        # Modules, not their dicts: one whose parameters are hidden has another. They stay alive here, so that no other
+        # module gets an identity of theirs; units hold the parameters.
+        self._modules = modules
+        self._children = [module._modules for module in modules if module._modules]
+        self._ids, self._child_ids = _ids_in(module._parameters for module in modules), _ids_in(self._children)
+
+    def check(self) -> None:
+        """Refuse what would not be trained, or not be computed with.
+
+        Raises:
+            EngineError: names the parameter, and what to call instead.
+        """
+        ids = _ids_in(module._parameters for module in self._modules)
+        if ids != self._ids or _ids_in(self._children) != self._child_ids:
+            self._look_for_strangers()
+        for unit, parameters, offsets in self._places:
+            if unit.holding.blocks:
+                continue
+            addresses = [parameter.data_ptr() for parameter in parameters]
+            hidden = unit.placeholder.data_ptr()
+            if addresses.count(hidden) < len(addresses):
+                first = unit.shown.data_ptr()
+                if addresses != [first + offset for offset in offsets]:
+                    self._look_at_memory(unit, addresses)
+
+    def _look_for_strangers(self) -> None:
+        """Modules may change places, be wrapped, and go; parameters may not come."""
+        if _in_functional_call():  # which puts others in their place, for this call
+            return
+        for name, module in self._model.named_modules():
+            for own_name, parameter in module._parameters.items():
+                if isinstance(parameter, nn.Parameter) and parameter not in self._known:
+                    full_name = f"{name}.{own_name}" if name else own_name
+                    raise EngineError(
+                        f"Parameter '{full_name}' {tuple(parameter.shape)} of {type(module).__name__} was put there "
+                        "after prepare(), so nothing would train it. Give the prepared one its values with "
+                        "optimizer.set_full_param(), or inside optimizer.gathered(modify=True) (load_state_dict() "
+                        "without assign=True); to have other parameters, close() the optimizer and prepare again."
+                    )
+        self._note()
+
+    def _look_at_memory(self, unit: Unit, addresses: Sequence[int]) -> None:
+        hidden, first, size = unit.placeholder.data_ptr(), unit.shown.data_ptr(), unit.spec.dtype.itemsize
+        for index, (slot, address) in enumerate(zip(unit.layout.slots, addresses, strict=True)):
+            if address not in (hidden, first + slot.start * size) and slot.stop > slot.start:
+                self._take_in(unit, index)
+
+    @torch.no_grad()
+    def _take_in(self, unit: Unit, index: int) -> None:
+        """The parameter was given other memory: take its values over where that loses nothing, else refuse."""
+        slot, parameter = unit.layout.slots[index], unit.spec.parameters[index]
+        if parameter.shape != slot.shape or parameter.device != unit.full.device or not unit.resident:
+            raise _lost(unit, index)
+        own = unit.full[slot.start : slot.stop].view(slot.shape)
+        values = parameter.detach().to(own.dtype)
+        if not torch.equal(values, own):  # else a module has converted it for its own forward
+            if not unit.is_whole or parameter.dtype != own.dtype:
+                raise _lost(unit, index)
+            own.copy_(values)
+        parameter.data = own
+
+
+def _ids_in(dicts: Iterable[Mapping[str, object]]) -> list[int]:
+    return [identity for held in dicts for identity in map(id, held.values())]
+
+
+def _lost(unit: Unit, index: int) -> EngineError:
+    parameter, slot = unit.spec.parameters[index], unit.layout.slots[index]
+    return EngineError(
+        f"Parameter '{unit.spec.names[index]}' {tuple(slot.shape)} was given other memory ({parameter.dtype} "
+        f"{tuple(parameter.shape)} on {parameter.device}) after prepare(), by 'parameter.data = ...' or by to() of a "
+        "part of the model: its next gather would drop that. Set values with optimizer.set_full_param(), or inside "
+        "optimizer.gathered(modify=True); dtype and device are those of prepare() until close()."
+    )
+
+
+def _in_functional_call() -> bool:
+    """Whether `torch.func.functional_call` is running: parameters are the caller's meanwhile."""
+    frame: FrameType | None = sys._getframe()
+    while frame is not None and frame.f_code is not torch.nn.utils.stateless._functional_call.__code__:
+        frame = frame.f_back
+    return frame is not None

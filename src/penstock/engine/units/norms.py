@@ -1,0 +1,30 @@
+"""Squared norms that were left for later: of what compute has put into gradients' homes, of many parts together.
+
+A kernel of a device costs its launch, however little it reads. So a gradient that goes straight into a home there is
+one kernel, and its norm is taken when somebody asks: of the last micro-batch alone, of all units' parts in one go.
+"""
+
+from collections.abc import Iterable
+
+from penstock.engine.units.unit import Part, Unit, reached
+from penstock.machine.streams import Streams
+from penstock.rules.deposit import squared_norms_of
+
+
+def measure_late(units: Iterable[Unit], streams: Streams) -> None:
+    """Take the norms of the parts that were not measured. What is in their homes is complete."""
+    late: list[tuple[Unit, Part]] = []
+    values = []
+    for unit in units:
+        if unit.trained is None or not unit.trained.gradient.unmeasured:
+            continue
+        gradient = unit.trained.gradient
+        home = reached(gradient.home, streams)
+        assert home is not None, "gradients are measured before their home moves"
+        for part in unit.parts():
+            if part.slot in gradient.unmeasured:
+                late.append((unit, part))
+                values.append(home[part.start : part.stop])
+    for (unit, part), norm in zip(late, squared_norms_of(values), strict=True):
+        assert unit.trained is not None
+        unit.trained.gradient.measure([part], [norm])

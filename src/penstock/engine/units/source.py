@@ -1,0 +1,346 @@
+"""Where the first values of parameters come from: the model, files, or an initialisation.
+
+Values arrive unit by unit, and each unit's go to their homes before the next one's come: in host memory there are one
+unit and this rank's shards, whatever the size of the model.
+"""
+
+import contextlib
+import math
+import os
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from penstock.checkpoint.weights import WeightFiles
+from penstock.engine.units.discover import UnitSpec
+from penstock.engine.units.initialisation import containers, initialise, initialiser, initialisers, settled, visits
+from penstock.engine.units.originals import keep_values
+from penstock.errors import ConfigError
+from penstock.machine.collectives import Ranks
+
+#: What `prepare(weights=...)` takes.
+Weights = str | os.PathLike[str] | Mapping[str, Tensor] | Callable[[str], Tensor]
+
+INIT = "init"
+_COMPARED_NUMEL = 1 << 24  # of tied values, at once
+
+
+class Flat(ABC):
+    """The values of one parameter, as if it were flat."""
+
+    @abstractmethod
+    def read(self, start: int, stop: int) -> Tensor:
+        """Elements `start` to `stop`, 1-D."""
+
+
+class Whole(Flat):
+    """Values that are in memory."""
+
+    def __init__(self, values: Tensor) -> None:
+        self._values = values.detach().reshape(-1)
+
+    def read(self, start: int, stop: int) -> Tensor:
+        """A view."""
+        return self._values[start:stop]
+
+
+class Source(ABC):
+    """Values of all parameters and buffers."""
+
+    @abstractmethod
+    def units(self, specs: Sequence[UnitSpec]) -> Iterator[tuple[int, list[Flat]]]:
+        """The values of each unit's parameters, and the unit's number, as they become available. Collective."""
+
+    def close(self) -> None:  # noqa: B027 - most have nothing open
+        """Close what is open."""
+
+
+class FirstRank(Source):
+    """The model's own values, those of the first rank."""
+
+    def __init__(self, ranks: Ranks, device: torch.device) -> None:
+        self._ranks = ranks
+        self._device = device
+
+    def units(self, specs: Sequence[UnitSpec]) -> Iterator[tuple[int, list[Flat]]]:
+        """In order."""
+        for number, spec in enumerate(specs):
+            yield number, [Whole(self._broadcast(parameter.detach())) for parameter in spec.parameters]
+
+    def _broadcast(self, value: Tensor) -> Tensor:
+        flat = value.reshape(-1)
+        if self._ranks.world_size > 1:
+            flat = flat.to(self._device, copy=True)
+            self._ranks.broadcast(flat)
+        return flat
+
+
+class Given(Source):
+    """Values by name: from files, from a mapping, or from a function.
+
+    Arguments:
+        model: whose parameters and buffers are looked up under each of their names.
+        weights: where the values are.
+
+    Raises:
+        ConfigError: names what is missing, unexpected, or of another shape or dtype, all at once.
+        CheckpointError: a file cannot be read.
+    """
+
+    def __init__(self, model: nn.Module, weights: Weights) -> None:
+        self._model = model
+        self._weights = WeightFiles(weights) if isinstance(weights, str | os.PathLike) else weights
+        self._held = self._list()
+        names: dict[Tensor, list[str]] = {}
+        for name, parameter in model.named_parameters(remove_duplicate=False):
+            names.setdefault(parameter, []).append(name)
+        for name, buffer in model.named_buffers(remove_duplicate=False):
+            names.setdefault(buffer, []).append(name)
+        self._names = {tensor: self._known(aliases) for tensor, aliases in names.items()}
+        self._shapes = {tensor: tuple(tensor.shape) for tensor in names}
+        self._check(names)
+        self._fill_buffers()
+
+    def units(self, specs: Sequence[UnitSpec]) -> Iterator[tuple[int, list[Flat]]]:
+        """In order; of files each rank reads what it keeps."""
+        for number, spec in enumerate(specs):
+            yield number, [self._flat(parameter) for parameter in spec.parameters]
+
+    def close(self) -> None:
+        """Close the files."""
+        if isinstance(self._weights, WeightFiles):
+            self._weights.close()
+
+    def _list(self) -> Mapping[str, tuple[tuple[int, ...], torch.dtype]] | None:
+        """Shape and dtype of what there is, by name; `None` where that is not known beforehand."""
+        if isinstance(self._weights, WeightFiles):
+            return {name: (entry.shape, entry.dtype) for name, entry in self._weights.entries.items()}
+        if isinstance(self._weights, Mapping):
+            faults = [fault for name, value in self._weights.items() for fault in _oddity(name, value)]
+            if faults:
+                raise self._unfit(faults)
+            return {name: (tuple(value.shape), value.dtype) for name, value in self._weights.items()}
+        return None
+
+    def _known(self, aliases: Sequence[str]) -> list[str]:
+        """The names under which a tensor is there; a function is asked for all of them."""
+        held = self._held
+        return list(aliases) if held is None else [name for name in aliases if name in held]
+
+    def _check(self, names: Mapping[Tensor, Sequence[str]]) -> None:
+        held = self._held
+        if held is None:
+            return
+        faults = []
+        for tensor, aliases in names.items():
+            misfits = [f for n in self._names[tensor] for f in _misfit(n, *held[n], tuple(tensor.shape), tensor.dtype)]
+            faults += misfits or self._differences(tensor)
+            if isinstance(tensor, nn.Parameter) and not self._names[tensor]:
+                faults.append(f"'{aliases[0]}' is missing")
+        expected = {name for aliases in names.values() for name in aliases}
+        faults += [f"'{name}' is unexpected" for name in held if name not in expected]
+        if faults:
+            raise self._unfit(faults)
+
+    def _unfit(self, faults: Sequence[str]) -> ConfigError:
+        return ConfigError(f"weights do not fit {type(self._model).__name__}: {'; '.join(faults)}.")
+
+    def _differences(self, tensor: Tensor) -> list[str]:
+        """Other names of a tensor under which there are other values."""
+        if len(self._names[tensor]) < 2:
+            return []
+        first, *others = self._names[tensor]
+        return [
+            f"'{first}' and '{other}' are one parameter and have different values"
+            for other in others
+            if not _same(self._values(first), self._values(other), self._shapes[tensor], tensor.dtype)
+        ]
+
+    def _values(self, name: str) -> Flat:
+        assert not callable(self._weights) or isinstance(self._weights, Mapping)
+        return _InFile(self._weights, name) if isinstance(self._weights, WeightFiles) else Whole(self._weights[name])
+
+    def _flat(self, parameter: Tensor) -> Flat:
+        names = self._names[parameter]
+        if self._held is not None:
+            return self._values(names[0])
+        first = self._ask(names[0], parameter)
+        for other in names[1:]:
+            if not _same(first, self._ask(other, parameter), self._shapes[parameter], parameter.dtype):
+                raise self._unfit([f"'{names[0]}' and '{other}' are one parameter and have different values"])
+        return first
+
+    def _ask(self, name: str, parameter: Tensor) -> Flat:
+        """What the function gives for a name."""
+        assert callable(self._weights)
+        try:
+            value = self._weights(name)
+        except Exception as error:  # it is somebody else's code
+            raise ConfigError(f"weights('{name}') failed: {error!r}.") from error
+        faults = _oddity(name, value) or _misfit(
+            name, tuple(value.shape), value.dtype, self._shapes[parameter], parameter.dtype
+        )
+        if faults:
+            raise self._unfit(faults)
+        return Whole(value)
+
+    def _fill_buffers(self) -> None:
+        for module in self._model.modules():
+            for key, buffer in module._buffers.items():
+                if buffer is not None and self._held is not None and self._names[buffer]:
+                    flat = self._flat(buffer).read(0, buffer.numel())
+                    module._buffers[key] = flat.to(buffer.dtype).view(buffer.shape).clone()
+        owners = initialisers(self._model)
+        for module in self._model.modules():
+            if any(buffer is not None and buffer.is_meta for buffer in module._buffers.values()):
+                with torch.random.fork_rng(devices=[]):
+                    initialise(self._model, module, owners)
+
+
+class _InFile(Flat):
+    def __init__(self, files: WeightFiles, name: str) -> None:
+        self._files = files
+        self._name = name
+
+    def read(self, start: int, stop: int) -> Tensor:
+        return self._files.read(self._name, start, stop)
+
+
+class Initialised(Source):
+    """Values from the model's own initialisation, module by module, with the first rank's random numbers.
+
+    They are those of initialising the whole model on one cpu, in the order of `model.apply`.
+
+    Arguments:
+        model: each module with parameters has a `reset_parameters`, or lies in a transformers model.
+    """
+
+    def __init__(self, model: nn.Module, ranks: Ranks, device: torch.device) -> None:
+        self._model = model
+        self._ranks = ranks
+        self._device = device
+        self._shapes = {p: (tuple(p.shape), p.dtype) for p in model.parameters()}
+        self._owners = initialisers(model)
+        without = [
+            name or type(module).__name__
+            for name, module in model.named_modules()
+            if _own(module) and initialiser(module, self._owners) is None
+        ]
+        if without:
+            raise ConfigError(
+                f"weights='init': {', '.join(without)} {'has' if len(without) == 1 else 'have'} parameters and no "
+                "reset_parameters(). Add one, or give values."
+            )
+
+    def units(self, specs: Sequence[UnitSpec]) -> Iterator[tuple[int, list[Flat]]]:
+        """Each once nothing more initialises what is inside of its outermost module."""
+        own_state = torch.get_rng_state()
+        if self._ranks.world_size > 1:
+            state = own_state.to(self._device)
+            self._ranks.broadcast(state)
+            torch.set_rng_state(state.cpu())
+        try:
+            yield from self._initialised(specs)
+        finally:
+            if self._ranks.rank != 0:
+                torch.set_rng_state(own_state)
+
+    def _initialised(self, specs: Sequence[UnitSpec]) -> Iterator[tuple[int, list[Flat]]]:
+        order = visits(self._model, self._owners)
+        last = settled(order, self._owners)
+        done: set[nn.Parameter] = set()
+        around = containers(order)
+        gone: dict[nn.Module, list[nn.Parameter]] = {module: [] for module in order}  # inside of it, one of each unit
+        for number, module in enumerate(order):
+            fresh = [p for p in _own(module) if p not in done]
+            for parameter in fresh:
+                shape, dtype = self._shapes[parameter]
+                nothing = float("nan") if dtype.is_floating_point else 0
+                parameter.data = torch.full(shape, nothing, dtype=dtype, device="cpu")
+            done.update(fresh)
+            # A tied parameter as often as modules own it: as apply() does.
+            initialise(self._model, module, self._owners, gone[module])
+            for index, spec in enumerate(specs):
+                if last[spec.anchors[0]] == number:
+                    yield index, [Whole(parameter) for parameter in spec.parameters]
+                    if spec.dtype.is_floating_point:
+                        for outer in around[spec.anchors[0]]:
+                            gone[outer].append(spec.parameters[0])
+
+
+def open_source(
+    model: nn.Module, weights: Weights | None, ranks: Ranks, device: torch.device, undo: contextlib.ExitStack
+) -> Source:
+    """Where first values come from. Where that is not the model, it keeps what it has until they are all there.
+
+    Arguments:
+        model: that gets them.
+        weights: what `prepare` was given.
+        ranks: all of them open one at once.
+        device: of their collectives.
+        undo: closed where the values do not come.
+    """
+    if weights is None:
+        return FirstRank(ranks, device)
+    undo.callback(keep_values(model))
+    source: Source | None = None
+    with agreeing(weights, ranks):
+        source = Initialised(model, ranks, device) if weights == INIT else Given(model, weights)
+    assert source is not None
+    return source
+
+
+@contextlib.contextmanager
+def agreeing(weights: Weights | None, ranks: Ranks) -> Iterator[None]:
+    """Where this fails on one rank, it fails on all: values that are given may be others on each. Collective."""
+    if weights is None or ranks.world_size == 1:
+        yield
+        return
+    failure: Exception | None = None
+    try:
+        yield
+    except Exception as error:
+        failure = error
+    ranks.council.agree(failure)
+
+
+def _oddity(name: str, value: object) -> list[str]:
+    """What is no plain tensor with values."""
+    if not isinstance(value, Tensor):
+        return [f"'{name}' is a {type(value).__module__}.{type(value).__qualname__}".replace(" builtins.", " ")]
+    if value.is_meta:
+        return [f"'{name}' is on the meta device and has no values"]
+    is_wrapped = is_traceable_wrapper_subclass(value)
+    if value.is_nested or value.is_quantized or is_wrapped:
+        return [f"'{name}' is a {'nested' if value.is_nested else 'quantised or wrapped'} tensor, not a plain one"]
+    return [] if value.layout is torch.strided else [f"'{name}' is {value.layout}, not a dense tensor"]
+
+
+def _same(one: Flat, other: Flat, shape: tuple[int, ...], dtype: torch.dtype) -> bool:
+    """Whether two values are the same in a dtype, block by block."""
+    numel = math.prod(shape)
+    for start in range(0, numel, _COMPARED_NUMEL):
+        a, b = (flat.read(start, min(start + _COMPARED_NUMEL, numel)).to(dtype) for flat in (one, other))
+        same = a == b.to(a.device)
+        if dtype.is_floating_point:
+            same |= a.isnan() & b.to(a.device).isnan()
+        if not bool(same.all()):
+            return False
+    return True
+
+
+def _misfit(
+    name: str, shape: tuple[int, ...], dtype: torch.dtype, wanted: tuple[int, ...], wanted_dtype: torch.dtype
+) -> list[str]:
+    if shape != wanted:
+        return [f"'{name}' has shape {shape}, not {wanted}"]
+    if dtype != wanted_dtype and not (dtype.is_floating_point and wanted_dtype.is_floating_point):
+        return [f"'{name}' is {dtype}, not {wanted_dtype}"]
+    return []
+
+
+def _own(module: nn.Module) -> list[nn.Parameter]:
+    return [parameter for parameter in module._parameters.values() if parameter is not None]

@@ -1,0 +1,1 @@
+"""The step: its decision, and the updates of tiles."""

@@ -1,0 +1,319 @@
+"""Updates of tiles: what the rule is applied to, where, and what moves for it."""
+
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import groupby, zip_longest
+from typing import Any
+
+from torch import nn
+
+from penstock._native import Pool
+from penstock.engine.units.unit import Fields, Unit
+from penstock.kinds import GRAD, MASTER, OPTIMIZER, PARAM, SHADOW, Tier
+from penstock.layout import Piece
+from penstock.machine.streams import DEVICE_UPDATE, DONE, UPDATE, Event, Streams, all_of
+from penstock.rules.rule import BLOCK_NUMEL, Hyper, Rule, Scalars, Segment
+from penstock.tiers.home import Home, Views
+from penstock.tiers.pipeline import Pipeline, Stretch
+from penstock.tiers.transit import Transit
+
+#: For each slot that has a gradient: what the rule reads of its group and step, and its scalars afterwards.
+Plan = dict[int, tuple[Hyper, Scalars]]
+
+
+@dataclass(frozen=True)
+class Run:
+    """Neighbouring pieces that are updated in one pass: elements `start` to `stop` of the shard."""
+
+    start: int
+    stop: int
+    hyper: Hyper
+    base: int = 0  # what added to an element's index in the shard numbers it among all elements of the optimizer
+
+
+@dataclass
+class TileUpdate:
+    """One tile's update, or a stretch's: where it runs, what of it in which passes, and once submitted, its events.
+
+    Attributes:
+        number: of the tile, or of the first.
+        beside: the tier where its state rests, as far as updates care: the device, or the host.
+        complete: gradient and parameters are.
+        streamed: the device updates it all the same: its state comes up for that and goes down again.
+        then: called where the update runs, after it.
+        updated: its state may be read where it rests.
+        home_again: what it wrote is in those homes that are memory.
+        count: tiles of the stretch.
+        in_place: compute itself updates it, and reaches all of it where it rests.
+    """
+
+    unit: Unit
+    number: int
+    beside: Tier
+    runs: Sequence[Run]
+    scale: float
+    complete: Event
+    streamed: bool = False
+    then: Callable[[], None] | None = None
+    updated: Event = DONE
+    home_again: Event = DONE
+    count: int = 1
+    in_place: bool = False
+
+    @property
+    def runs_on(self) -> Tier:
+        """Which side updates it."""
+        return Tier.DEVICE if self.streamed else self.beside
+
+
+class Updater:
+    """Plans the updates of tiles, and submits them.
+
+    Arguments:
+        groups: index of the optimizer's param group of each trained parameter.
+        firsts: number of each trained parameter's first element among all elements of the optimizer.
+        pipelines: bring what the updates on the host and on the device cannot reach where it rests.
+        transit: publishes shadows.
+
+    Attributes:
+        steps: how often each trained parameter was updated.
+        scalars: the parameters' own scalars, where the rule has some.
+    """
+
+    def __init__(
+        self,
+        rule: Rule,
+        streams: Streams,
+        pool: Pool,
+        *,
+        groups: Mapping[nn.Parameter, int],
+        firsts: Mapping[nn.Parameter, int],
+        pipelines: Mapping[Tier, Pipeline],
+        transit: Transit,
+    ) -> None:
+        self._rule = rule
+        self._streams = streams
+        self._pool = pool
+        self._groups = groups
+        self._firsts = firsts
+        self._pipelines = pipelines
+        self._transit = transit
+        self.steps: dict[nn.Parameter, int] = dict.fromkeys(groups, 0)
+        self.scalars: dict[nn.Parameter, Scalars] = {}
+
+    def plan(self, unit: Unit, slots: frozenset[int], param_groups: Sequence[Mapping[str, Any]]) -> Plan:
+        """What the next step does to each slot, with its group as it is now: a scheduler may change it later."""
+        plan: Plan = {}
+        known: dict[Hashable, tuple[Hyper, Scalars]] = {}
+        for index in sorted(slots):
+            parameter = unit.spec.parameters[index]
+            group, step = self._groups[parameter], self.steps[parameter] + 1
+            scalars = self.scalars.get(parameter, {})
+            key = group, step, tuple(scalars.items())
+            if key not in known:
+                hyper = self._rule.hyper(param_groups[group], step, scalars)
+                known[key] = hyper, self._rule.advance(hyper)
+            plan[index] = known[key]
+        return plan
+
+    def check_groups(self, param_groups: Sequence[Mapping[str, Any]]) -> None:
+        """Raise `ConfigError` for a group that asks for what the rule does not honour."""
+        for group in param_groups:
+            self._rule.hyper(group, step=1)
+
+    def tiles(self, unit: Unit, plan: Plan, scale: float, *, after: Event) -> list[TileUpdate]:
+        """What is to be done for a unit once its gradient is complete and after an event, in forward order."""
+        trained = unit.trained
+        assert trained is not None
+        complete = all_of([trained.gradient.ready, after, unit.saved])
+        hypers = {index: hyper for index, (hyper, _) in plan.items()}
+        bases = {index: self._base(unit, index) for index in plan}
+        updates: list[TileUpdate] = []
+        number = 0
+        while number < len(trained.tiles):
+            beside = trained.update_tier(number)
+            stretch = Stretch(1, in_place=False)
+            if beside is Tier.DEVICE:  # where a call costs the same for few elements as for many
+                stretch = self._pipelines[beside].stretch(number, _homes(unit, number))
+            count = stretch.tiles
+            runs = merge(unit.pieces(number, count) if count > 1 else trained.tiles[number], hypers, bases)
+            if runs:
+                update = TileUpdate(unit, number, beside, runs, scale, complete)
+                update.count, update.in_place = stretch
+                updates.append(update)
+            number += count
+        return updates
+
+    def taken_at_once(self, tile: TileUpdate) -> int:
+        """How many tiles from this one on the device takes at once, if it is to update what the host would."""
+        return self._pipelines[Tier.DEVICE].stretch(tile.number, _homes(tile.unit, tile.number)).tiles
+
+    def submit(self, tiles: Iterable[TileUpdate], allowed: Callable[[], bool] | None = None) -> None:
+        """Update tiles: in order on the host, in order on the device, both at the same time.
+
+        Arguments:
+            tiles: of any units.
+            allowed: asked on the host before each tile, once its gradient is there; a tile that is not stays as it is.
+        """
+        on_host: list[Callable[[], None]] = []
+        on_device: list[Callable[[], None]] = []
+        in_place: list[TileUpdate] = []
+        for tile in tiles:
+            if tile.in_place and allowed is None:
+                in_place.append(tile)
+            else:
+                side = on_device if tile.runs_on is Tier.DEVICE else on_host
+                side.append(partial(self._submit, tile, allowed))
+        # All in one call: what is small in each unit is a launch together. A trace tells units apart.
+        recorded = self._streams.recorder is not None
+        together = groupby(in_place, key=lambda tile: tile.unit.name if recorded else "on the device")
+        calls = [partial(self._update_in_place, list(group), f"update {name}") for name, group in together]
+        # Neither side waits until all of the other's work is submitted.
+        turns = [submit for pair in zip_longest(on_host, on_device) for submit in pair if submit is not None]
+        # On a cpu the calls of compute itself end when all of it is updated: the host's tiles are on their way before.
+        on_a_cpu = self._streams.device.type == "cpu"
+        for submit in [*turns, *calls] if on_a_cpu else [*calls, *turns]:
+            submit()
+
+    def _update_in_place(self, tiles: Sequence[TileUpdate], what: str) -> None:
+        """Compute itself updates what is in its reach: in one call of the rule, whatever units it is of."""
+        segments: list[tuple[Segment, Hyper]] = []
+        for tile in tiles:
+            assert tile.unit.trained is not None
+            homes = _homes(tile.unit, tile.number)
+            brought = self._pipelines[tile.beside].bring(tile.number, homes, after=tile.complete, count=tile.count)
+            brought.ready.wait()
+            segments += self._segments(tile, tile.unit.trained.fields, brought.views)
+        (scale,) = {tile.scale for tile in tiles}
+        work = partial(self._rule.update_many, segments, scale, self._pool)
+        self._streams.compute(work, what=what)
+
+    def _submit(self, tile: TileUpdate, allowed: Callable[[], bool] | None) -> None:
+        unit, trained = tile.unit, tile.unit.trained
+        assert trained is not None
+        homes = _homes(unit, tile.number)
+        written, what = (MASTER, OPTIMIZER, SHADOW, PARAM), f"update {unit.name} tile {tile.number}"
+        brought = self._pipelines[tile.runs_on].bring(
+            tile.number, homes, after=tile.complete, written=written, what=what, count=tile.count
+        )
+        work = partial(self._apply, tile, trained.fields, brought.views, allowed)
+        if tile.beside is Tier.DEVICE:  # compute itself updates what is on the device
+            brought.ready.wait()
+            self._streams.compute(work, what=what)
+        else:
+            nbytes = _bytes_of(brought.views.values()) + _bytes_of(
+                brought.views[home] for home in homes if home != GRAD
+            )
+            stream = DEVICE_UPDATE if tile.streamed else UPDATE
+            tile.updated = self._streams.submit(stream, work, after=(brought.ready,), nbytes=nbytes, what=what)
+        tile.home_again = brought.put_back(tile.updated)
+        if tile.streamed:
+            tile.updated = tile.home_again
+
+    def publish(self, unit: Unit, tiles: Sequence[TileUpdate], *, goes_on: bool = False) -> None:
+        """Tiles of a unit are submitted: it waits for them from now on, and their shadows go to where parameters rest.
+
+        Arguments:
+            unit: theirs.
+            tiles: as submitted.
+            goes_on: other tiles of the same step were published before, and the unit waits for those as well.
+        """
+        trained = unit.trained
+        assert trained is not None
+        updated, published = (trained.updated, unit.published) if goes_on else (DONE, DONE)
+        trained.updated = all_of([updated, *(tile.updated for tile in tiles)])
+        unit.published = all_of([published, *(tile.home_again for tile in tiles)])
+        if any(trained.is_shadowed(tile.number) for tile in tiles):
+            what = f"publish {unit.name}"
+            unit.published = self._transit.copy(trained.shadow, unit.params, after=unit.published, what=what)
+
+    def count(self, unit: Unit, plan: Plan) -> None:
+        """All tiles of a unit were submitted, on this rank and on the others."""
+        for index, (_, scalars) in plan.items():
+            self.steps[unit.spec.parameters[index]] += 1
+            self.scalars[unit.spec.parameters[index]] = scalars
+        unit.stale = unit.replica is not None and unit.layout.shards > 1
+
+    def _base(self, unit: Unit, index: int) -> int:
+        return self._firsts[unit.spec.parameters[index]] + unit.own_range[0] - unit.layout.slots[index].start
+
+    def _apply(
+        self, tile: TileUpdate, fields: Fields, views: Mapping[str, Views], allowed: Callable[[], bool] | None
+    ) -> None:
+        """Update every run of a tile."""
+        if allowed is not None and not allowed():
+            return
+        self._rule.update_many(self._segments(tile, fields, views), tile.scale, self._pool)
+        if tile.then is not None:
+            tile.then()
+
+    def _segments(
+        self, tile: TileUpdate, fields: Fields, views: Mapping[str, Views]
+    ) -> Iterator[tuple[Segment, Hyper]]:
+        """The runs of a tile in its values."""
+        first = tile.number * tile.unit.params.sections[0].tile_numel  # where the values begin in the shard
+        (grad,) = views[GRAD]
+        (param,) = views[SHADOW] if SHADOW in views else views[PARAM]
+        master = views[MASTER][0] if views[MASTER] else None
+        states, scales = fields.name(views[OPTIMIZER])
+        for run in tile.runs:
+            start, stop = run.start - first, run.stop - first
+            part, blocks = slice(start, stop), slice(start // BLOCK_NUMEL, -(-stop // BLOCK_NUMEL))
+            segment = Segment(
+                param=param[part],
+                grad=grad[part],
+                master=None if master is None else master[part],
+                states=tuple(state[part] for state in states),
+                scales=tuple(None if scale is None else scale[blocks] for scale in scales),
+                first=run.base + run.start,
+            )
+            yield segment, run.hyper
+
+
+def join(tiles: Sequence[TileUpdate]) -> TileUpdate:
+    """Neighbouring tiles of a unit as one stretch."""
+    runs: list[Run] = []
+    for run in (run for tile in tiles for run in tile.runs):
+        if runs and (runs[-1].stop, runs[-1].hyper, runs[-1].base) == (run.start, run.hyper, run.base):
+            run = replace(run, start=runs.pop().start)
+        runs.append(run)
+    return replace(tiles[0], runs=runs, count=sum(tile.count for tile in tiles))
+
+
+def _homes(unit: Unit, number: int) -> dict[str, Home]:
+    """What the update of a tile works on, by name."""
+    trained = unit.trained
+    assert trained is not None
+    homes = {GRAD: trained.gradient.home, MASTER: trained.master, OPTIMIZER: trained.optimizer}
+    return homes | ({SHADOW: trained.shadow} if trained.is_shadowed(number) else {PARAM: unit.params})
+
+
+def _bytes_of(views: Iterable[Views]) -> int:
+    return sum(values.numel() * values.element_size() for of_home in views for values in of_home)
+
+
+def merge(pieces: Iterable[Piece], hypers: Mapping[int, Hyper], bases: Mapping[int, int]) -> list[Run]:
+    """The runs of pieces of slots in `hypers`; neighbours with equal scalars become one, with the gap between.
+
+    Gaps hold zeros in every kind. Where the update would not keep them, and where neighbours are not numbered one after
+    the other (`bases`, see `Run`), they stay apart.
+    """
+    runs: list[Run] = []
+    extends = False
+    for piece in pieces:
+        hyper = hypers.get(piece.slot)
+        if hyper is None:
+            extends = False
+            continue
+        base = bases[piece.slot]
+        if (
+            extends
+            and (runs[-1].hyper, runs[-1].base) == (hyper, base)
+            and (hyper.keeps_zeros or runs[-1].stop == piece.start)
+        ):
+            runs[-1] = Run(runs[-1].start, piece.stop, hyper, base)
+        else:
+            runs.append(Run(piece.start, piece.stop, hyper, base))
+            extends = True
+    return runs
