@@ -68,11 +68,10 @@ from penstock.rules.storage import StateFormat
 from penstock.tiers.device import DeviceTier
 from penstock.tiers.home import SectionPlan
 from penstock.tiers.host import HostTier
+from penstock.tiers.movement import Movement, Pipeline
 from penstock.tiers.nvme import NvmeTier
-from penstock.tiers.pipeline import Pipeline
 from penstock.tiers.staging import Sections, Staging, StagingPlan
 from penstock.tiers.store import Store, bytes_on
-from penstock.tiers.transit import Transit
 
 #: Set in the environment, the same as `Options(debug_release=True)` for every `prepare`.
 DEBUG_RELEASE = "PENSTOCK_DEBUG_RELEASE"
@@ -378,8 +377,8 @@ def build(
     loss_scale = LossScale(options.initial_loss_scale, dynamic=options.dynamic_loss_scale) if scales_loss else None
     gradient_scale = GradientScale(1 / ranks.world_size if options.reduce_op == "mean" else 1.0, loss_scale)
     trained = {p: groups[p] for unit in units if unit.trained for p in unit.spec.parameters}
-    transit = Transit(streams, staging.transit, staging.landing)
-    gatherer = Gatherer(ranks, streams, transit, live_bytes=layout.live_bytes, prefetch_bytes=options.prefetch_bytes)
+    movement = Movement(streams, staging.transit, staging.landing)
+    gatherer = Gatherer(ranks, streams, movement, live_bytes=layout.live_bytes, prefetch_bytes=options.prefetch_bytes)
     for unit in units:
         if unit.resident:
             gatherer.acquire(unit)
@@ -387,11 +386,10 @@ def build(
     reducer = Reducer(
         ranks,
         streams,
-        transit,
+        movement,
         pool,
         reduce_dtype=request.reduce_dtype,
         accumulation_dtype=request.accumulation_dtype,
-        landing=staging.landing,
         collects_fp32=request.unit_micro_batches > 1,
         agrees=begins,
         may_hold_back=request.stage <= 1 and ranks.world_size > 1,
@@ -403,7 +401,7 @@ def build(
         groups=trained,
         firsts=number_elements(p for p in model.parameters() if p in trained),
         pipelines={beside: Pipeline(streams, ring, beside=beside) for beside, ring in staging.update.items()},
-        transit=transit,
+        movement=movement,
     )
     stepper = Stepper(
         units,

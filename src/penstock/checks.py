@@ -19,7 +19,7 @@ from penstock.engine.units.discover import UnitSpec
 from penstock.errors import ConfigError, MemoryBudgetError
 from penstock.kinds import COMPUTE_DTYPES, Tier, parse_tier
 from penstock.machine.arena import available_host_memory
-from penstock.tiers.bounce import bounce_bytes
+from penstock.tiers.host import bounce_bytes
 
 _SUM_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 

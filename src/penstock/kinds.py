@@ -32,6 +32,11 @@ class Tier(StrEnum):
     CPU = "cpu"
     NVME = "nvme"
 
+    @property
+    def is_memory(self) -> bool:
+        """Whether arithmetic can reach values there. Elsewhere a tile is a record, which passes a buffer."""
+        return self is not Tier.NVME
+
 
 _TIER_SPELLINGS = {
     "device": Tier.DEVICE,

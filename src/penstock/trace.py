@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import pairwise
 from math import inf
-from typing import Any
+from typing import Any, NamedTuple
 
 COMPUTE = "compute"
 WAITING = "waiting"
@@ -37,18 +37,45 @@ CAUSES_SHOWN = 10
 Interval = tuple[float, float]
 
 
+class Label(NamedTuple):
+    """What a piece of work is for.
+
+    Attributes:
+        verb: what it does: `gather`, `reduce`, `update`, ...
+        unit: the name of the unit that it is done to.
+        kind: the kind of state, where it is not all of the unit.
+        tile: the tile's number, where it is one.
+    """
+
+    verb: str = ""
+    unit: str = ""
+    kind: str = ""
+    tile: int | None = None
+
+    def of_tile(self, number: int | None) -> "Label":
+        """Label one tile of the same work; `None` for all of it."""
+        return self._replace(tile=number)
+
+    def __str__(self) -> str:
+        words = [word for word in (self.verb, self.unit, self.kind) if word]
+        return " ".join(words if self.tile is None else [*words, f"tile {self.tile}"])
+
+
+NO_LABEL = Label()
+
+
 @dataclass(frozen=True)
 class Span:
     """A piece of work on a row, in seconds of one clock.
 
     Attributes:
-        what: `verb unit [kind] [tile n]`, such as "read layers.3 optimizer tile 2".
+        label: what it is for.
         inline: the work ran in the thread that otherwise computes.
         after: indices of the spans that the work had to wait for.
     """
 
     row: str
-    what: str
+    label: Label
     start: float
     stop: float
     nbytes: int = 0
@@ -71,7 +98,7 @@ class Recording:
     """All that was seen between `start` and `stop`.
 
     Attributes:
-        compute: what compute turned to, and when; "" is nothing in particular.
+        compute: what compute turned to, and when; an empty label is nothing in particular.
         complete: the limit of spans was not reached.
     """
 
@@ -79,7 +106,7 @@ class Recording:
     stop: float
     spans: Sequence[Span]
     waits: Sequence[Wait] = ()
-    compute: Sequence[tuple[float, str]] = ()
+    compute: Sequence[tuple[float, Label]] = ()
     complete: bool = True
 
 
@@ -162,7 +189,7 @@ class Timeline:
 
     Attributes:
         rows: spans by row, in order, compute included.
-        waits: exposed waits: `row` is what kept compute or the host waiting, `what` is what was waited for.
+        waits: exposed waits: `row` is what kept compute or the host waiting, `label` is what was waited for.
     """
 
     def __init__(self, recording: Recording) -> None:
@@ -188,7 +215,7 @@ class Timeline:
         waits: defaultdict[str, float] = defaultdict(float)
         waited: defaultdict[str, float] = defaultdict(float)
         for span in self.waits:
-            waits[f"{span.what.partition(' tile ')[0]} ({span.row})"] += span.stop - span.start
+            waits[f"{span.label.of_tile(None)} ({span.row})"] += span.stop - span.start
             waited[span.row] += span.stop - span.start
         rows = {
             row: Use(len(spans), _length(map(_interval, spans)), waited[row], sum(span.nbytes for span in spans))
@@ -229,7 +256,7 @@ def to_chrome(timeline: Timeline, rank: int) -> Iterator[str]:
                 "ph": "X",
                 "pid": rank,
                 "tid": numbers[row],
-                "name": f"wait for {span.what} ({span.row})" if row == WAITING else span.what or row,
+                "name": f"wait for {span.label} ({span.row})" if row == WAITING else str(span.label) or row,
                 "cat": row,
                 "ts": (span.start - timeline.recording.start) * 1e6,
                 "dur": (span.stop - span.start) * 1e6,
@@ -260,7 +287,7 @@ def blame(spans: Sequence[Span], before: Sequence[int | None], wait: Wait) -> li
     it is that span's row; before that, the row of what was over last of all that the span came after; and so on.
     """
     pieces: list[Span] = []
-    what, index, stop = spans[wait.span].what, wait.span, wait.stop
+    label, index, stop = spans[wait.span].label, wait.span, wait.stop
     while stop > wait.start:
         span = spans[index]
         previous = [number for number in (before[index], *span.after) if number is not None]
@@ -268,7 +295,7 @@ def blame(spans: Sequence[Span], before: Sequence[int | None], wait: Wait) -> li
         ended = wait.start if cause is None else min(spans[cause].stop, span.start)
         start = max(wait.start, ended)
         if start < stop:
-            pieces.append(Span(span.row, what, start, stop))
+            pieces.append(Span(span.row, label, start, stop))
             stop = start
         if cause is None:
             break
@@ -302,11 +329,11 @@ def without(interval: Interval, holes: Sequence[Interval]) -> list[Interval]:
 
 def _pieces(recording: Recording, holes: Sequence[Interval]) -> list[Span]:
     """What compute did, without the holes."""
-    turns = [*recording.compute, (recording.stop, "")]
+    turns = [*recording.compute, (recording.stop, NO_LABEL)]
     return [
-        Span(COMPUTE, what, *left)
-        for (start, what), (end, _) in pairwise(turns)
-        if what
+        Span(COMPUTE, label, *left)
+        for (start, label), (end, _) in pairwise(turns)
+        if label != NO_LABEL
         for left in without((start, end), holes)
     ]
 
@@ -328,9 +355,7 @@ def _metadata(what: str, rank: int, thread: int, **args: object) -> dict[str, An
 
 
 def _arguments(span: Span) -> dict[str, Any]:
-    """What a label says, by name, and the bytes."""
-    words, _, tile = span.what.partition(" tile ")
-    args: dict[str, Any] = dict(zip(("unit", "kind"), words.split()[1:], strict=False))
-    if tile:
-        args["tile"] = int(tile)
-    return {**args, "bytes": span.nbytes} if span.nbytes else args
+    """Say what a label says, by name, and the bytes."""
+    named = span.label._asdict() | {"bytes": span.nbytes}
+    del named["verb"]
+    return {name: value for name, value in named.items() if value not in ("", None) and (name == "tile" or value)}

@@ -8,11 +8,6 @@ from typing import Any
 import pytest
 import torch
 
-from penstock.engine.passes import activations, gather, reduce
-from penstock.engine.state import moving, saving
-from penstock.engine.updates import update
-from penstock.tiers import bounce, cuts, pipeline, ring, transit
-from penstock.tiers.transit import Transit
 from tests.device.dropping import DroppingStreams
 from tests.parity.test_waits import (
     EVERYTHING_ON_CPU,
@@ -25,7 +20,7 @@ from tests.parity.test_waits import (
     same,
     training,
 )
-from tests.parity.waits import AllOf, Copy, Wait, waits
+from tests.parity.waits import Wait, listen, waits
 from tests.support import inline, sampled, shorten_rings
 
 # Needed by rows that look, clear, save or move, which are not here but in the table of simulated streams.
@@ -68,13 +63,9 @@ def attempt(row: str, dropped: str | None) -> tuple[bool, frozenset[str]]:
     """Whether a row goes right, and where it waits."""
     from tests.device.backend import native
 
-    together, copy = AllOf(dropped), Copy(dropped)
     streams = DroppingStreams(torch.device("strict", 0), dropped)
     with pytest.MonkeyPatch.context() as patch:
-        for module in (activations, gather, reduce, moving, saving, update, bounce, cuts, pipeline, ring, transit):
-            if hasattr(module, "all_of"):
-                patch.setattr(module, "all_of", together)
-        patch.setattr(Transit, "copy", copy)
+        heard = listen(patch, dropped)
         try:
             right = same(ROWS[row](streams), ROWS[row](inline()))
             torch.accelerator.synchronize()
@@ -88,7 +79,7 @@ def attempt(row: str, dropped: str | None) -> tuple[bool, frozenset[str]]:
     with contextlib.suppress(Exception):
         torch.accelerator.synchronize()
     races = native.take_races()
-    return right and races == [], frozenset(streams.seen | together.seen | copy.seen)
+    return right and races == [], frozenset(streams.seen.union(*(ear.seen for ear in heard)))
 
 
 @cache

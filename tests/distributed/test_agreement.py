@@ -130,7 +130,7 @@ def refusals(rank: int, folder: str) -> dict[str, str]:
     found["unchanged"] = str(all(torch.equal(a, b) for a, b in zip(before, after, strict=True)))
     found["goes on"] = str(not optimizer.step().skipped)
     if rank == 1:
-        optimizer._engine.units[0].published = FailedEvent(EngineError("an update failed"))
+        optimizer._engine.units[0].params.note_write(FailedEvent(EngineError("an update failed")))
     found["close"] = said_by(optimizer.close)
     found["empty"] = str(all(p.numel() == 0 for p in model.parameters()))
     return found

@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import penstock
 from penstock.machine import collectives
 from penstock.machine.streams import Streams
-from penstock.tiers.records import Records
+from penstock.tiers.nvme import FileRecords
 from tests.parity.rows import Movement
 from tests.support import disks, inline, prepare_on, run_ranks, separate, shorten_rings, simulated
 
@@ -88,15 +88,15 @@ class Late:
 @contextmanager
 def late_reads(seed: int) -> Iterator[None]:
     """Files are read at a pace of this rank's own."""
-    delays, read = random.Random(seed), Records.read
+    delays, read = random.Random(seed), FileRecords.load
 
-    def late(records: Records, number: int, buffer: Tensor) -> Any:
+    def late(records: FileRecords, number: int, buffer: Tensor) -> Any:
         transfer = read(records, number, buffer)
         return None if transfer is None else Late(transfer, delays.uniform(0, MOST_SECONDS))
 
     with pytest.MonkeyPatch.context() as patch:
         shorten_rings(patch)
-        patch.setattr(Records, "read", late)
+        patch.setattr(FileRecords, "load", late)
         yield
 
 
@@ -230,10 +230,10 @@ class Read(threading.Event):
 
 def forward_while_the_last_is_read(rank: int) -> bool:
     """The file of the last unit is read once the first one's forward has run, and its gather was started before."""
-    let, read = threading.Event(), Records.read
+    let, read = threading.Event(), FileRecords.load
     started = threading.Event()
 
-    def gated(records: Records, number: int, buffer: Tensor) -> Any:
+    def gated(records: FileRecords, number: int, buffer: Tensor) -> Any:
         transfer = read(records, number, buffer)
         if records.plan.cells[0].unit != f"{BLOCKS - 1}" or transfer is None:
             return transfer
@@ -242,7 +242,7 @@ def forward_while_the_last_is_read(rank: int) -> bool:
 
     with pytest.MonkeyPatch.context() as patch:
         shorten_rings(patch, 8)
-        patch.setattr(Records, "read", gated)
+        patch.setattr(FileRecords, "load", gated)
         model = make_model()
         stock = torch.optim.AdamW(model.parameters())
         placement = penstock.Placement(params="nvme", nvme_path=disks(1)[0])

@@ -15,7 +15,7 @@ from penstock.engine.state import saving
 from penstock.machine import pinning
 from penstock.machine.arena import Arena
 from penstock.machine.numa import device_node
-from penstock.tiers.bounce import bounce_bytes
+from penstock.tiers.host import bounce_bytes
 from tests.gpu.models import EVERYTHING_ON_CPU, HYPER, assert_same, batches, build, loss_of
 from tests.support import pinning_on_cpu, prepare_on
 

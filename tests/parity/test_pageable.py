@@ -11,7 +11,7 @@ import penstock
 from penstock.engine.passes import activations
 from penstock.machine import arena
 from penstock.machine.streams import Streams
-from penstock.tiers.bounce import bounce_bytes
+from penstock.tiers.host import bounce_bytes
 from tests.parity.compare import bits
 from tests.parity.rows import Arithmetic, Movement, batches, changed, loss_of, make_model, prepared, shares, train
 from tests.support import disks, inline, pinning_on_cpu, prepare_on, run_ranks, separate, simulated, thorough

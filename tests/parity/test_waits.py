@@ -15,16 +15,12 @@ import torch
 from torch import Tensor
 
 import penstock
-from penstock.engine.passes import activations, gather, reduce
-from penstock.engine.state import moving, saving
-from penstock.engine.updates import update
+from penstock.engine.passes import activations
 from penstock.errors import EngineError
 from penstock.machine.simulated import SimulatedStreams
 from penstock.machine.streams import COLLECTIVE, STREAMS, UPLOAD, Streams
-from penstock.tiers import bounce, pipeline, ring, transit
-from penstock.tiers.transit import Transit
 from tests.parity.rows import Arithmetic, Movement, batches, loss_of, make_model, prepared, shares, train
-from tests.parity.waits import AllOf, Copy, Wait, waits
+from tests.parity.waits import Wait, listen, waits
 from tests.support import inline, pinning_on_cpu, prepare_on, run_ranks, sampled, shorten_rings
 
 SLOW_SECONDS = 0.01
@@ -43,49 +39,25 @@ UNWANTED = "what is under way on bytes that were dropped is wanted by nobody: te
 REDUNDANT = {
     "importing.py _write_tile: transfer.wait()": AT_ONCE,
     "checkpoints.py finish: self._optimizer.synchronize()": "the tests of the command see to it",
-    "home.py arrival: all of [section.arrival() for section in self.sections]": FILES,
-    "records.py arrival: all of self.settled": FILES,
     "saving.py finish: job.over.synchronize()": SAVES,
     "saving.py wait_copied: event.synchronize()": SAVES,
-    "saving.py _sources: all of updated": "what was updated is published after it",
     "saving.py _sources: all of begun": COMPUTE,
-    "moving.py _exchange: used.synchronize()": COMPUTE,
-    "gather.py _all_gather: all of unit.saved": "it writes what is there already, as far as that is saved",
     "reading.py _finish: transfer.wait()": AT_ONCE,
     "reading.py read: transfer.wait()": AT_ONCE,
     "writing.py _wait: transfer.wait()": AT_ONCE,
-    "writing.py _fill: reading.wait()": AT_ONCE,
     "writing.py _check_copy: transfer.wait()": AT_ONCE,
+    "writing.py _verify_copies: transfer.wait()": AT_ONCE,
+    "movement.py take_tile: loading.wait()": AT_ONCE,
+    "moving.py _exchange: used.synchronize()": COMPUTE,
     "moving.py wait: self._event.wait()": "it is for a stream of the host, which synchronizes",
     "ring.py free: all of (slot.free for slot in self._slots)": "the clean-up waits for each slot of the ring",
-    "access.py finish: unit.trained.updated.synchronize()": "what was updated is published after it",
-    "update.py tiles: all of after": IN_TURN,
-    "update.py tiles: all of trained.gradient.ready": MEASURED,
-    "update.py publish: all of updated": "what was updated is published after it",
-    "pipeline.py bring: all of after": MEASURED,
-    "pipeline.py _from_memory: there after after of (after, slot.free)": MEASURED,
-    "pipeline.py from_slot: FETCH after after of (after, ready, slot.free)": MEASURED,
-    "pipeline.py _fetch: FETCH after after of (after, section.settled[number], slot.free)": MEASURED,
-    "ring.py take_kept: all of kept.slot.free": "only where a slot is written from and copied from, both late",
-    "ring.py take_kept: all of event": "only where a slot is written from and copied from, both late",
-    "pipeline.py from_slot: FETCH after ready of (after, ready, slot.free)": ONCE,
-    "pipeline.py _fetch: FETCH after section.settled[number] of (after, section.settled[number], slot.free)": IN_TURN,
-    "transit.py _read: READ after after of (after, here.settled[number], slot.free)": "the record is settled later",
-    "transit.py arrive: way after after of (after, ready)": ONCE,
-    "transit.py _to_file: WRITE after there.settled[number] of (landed, there.settled[number])": AT_ONCE,
-    "reduce.py add: gradient.ready.wait()": MOVES,
-    "reduce.py flush: all of before": MOVES,
-    "reduce.py flush: COLLECTIVE after home_free": MOVES,
     "ring.py drop: slot.free.synchronize()": MOVES,
     "gather.py _retire: part.synchronize()": "only where a gather has failed in part: test_failing_work.py",
-    "activations.py take: copy of buffer_home(here) after cut.clear": UNWANTED,
     "cuts.py rest: event.synchronize()": UNWANTED,
     "cuts.py take: all of (event for extent in extents for event in self._under_way.take(extent))": UNWANTED,
-    "cuts.py _sweep: all of last": UNWANTED,
-    "cuts.py _sweep: all of cut.home.arrival()": UNWANTED,
-    "records.py visit: self.settled[number].synchronize()": "who visits settles every home first",
+    "records.py visit: self.settled[number].synchronize()": "who visits waits for every home first",
     "records.py visit: written.synchronize()": AT_ONCE,
-    "records.py visit: reading.wait()": "a transfer and not an event: the tests of records see to it",
+    "records.py visit: loading.wait()": "a transfer and not an event: the tests of records see to it",
 }
 Values = list[Any]
 RowRun = Callable[[Streams], Values]
@@ -461,13 +433,10 @@ def _short_rings(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def attempt(run: RowRun, expected: Values, slow: str | None, dropped: str | None) -> Outcome:
-    together, copy = AllOf(dropped), Copy(dropped)
     with pytest.MonkeyPatch.context() as patch:
-        for module in (gather, reduce, moving, saving, update, bounce, pipeline, ring, transit):
-            patch.setattr(module, "all_of", together)
-        patch.setattr(Transit, "copy", copy)
+        heard = listen(patch, dropped)
         outcome = attempt_with(run, expected, slow, dropped)
-    return Outcome(outcome.same, outcome.waits_seen | together.seen | copy.seen)
+    return Outcome(outcome.same, outcome.waits_seen.union(*(ear.seen for ear in heard)))
 
 
 def attempt_with(run: RowRun, expected: Values, slow: str | None, dropped: str | None) -> Outcome:

@@ -1,22 +1,23 @@
-"""Every place of the engine that waits for an event, read from its source."""
+"""Every place of the engine that waits for an event, or notes one for others to wait for, read from its source."""
 
 import ast
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
+from typing import Any
+
+import pytest
 
 import penstock
 from penstock.machine.streams import DONE, Event, all_of
-from penstock.tiers.home import Home
-from penstock.tiers.transit import Transit
+from penstock.tiers.home import MemoryEvents
 
 PACKAGE = Path(penstock.__file__).parent
-HELPERS = ("_copy", "_copy_all")  # pass on what they wait for, their fourth argument
 ALL = "#all"  # of `all_of(events)`
 REST = "+"  # `all_of([event, event, *rest])`: its entries are #0, #1 and #2+, as the last of any list is
-AFTER = "#after"  # of `Transit.copy`
+NOTE = "#note"  # of what a home is told
+FAILURES = ("DONE", "FailedEvent", "TornEvent")  # nothing to wait for
 
 
 @dataclass(frozen=True)
@@ -33,7 +34,7 @@ class Wait:
 
 
 def waits() -> list[Wait]:
-    """`event.wait()`, `event.synchronize()`, and what `submit` and `all_of` wait for, below penstock/ but machine/."""
+    """`event.wait()`, `event.synchronize()`, what `submit` and `all_of` wait for, and what homes are told to keep."""
     found = []
     for path in sorted(PACKAGE.rglob("*.py")):
         if path.parent.name != "machine":
@@ -64,16 +65,14 @@ def _entries(call: ast.Call, function: str) -> Iterator[tuple[str, str]]:
             call.func.value, ast.Call
         ):  # a transfer that is waited for where it is started
             yield ast.unparse(call), ""
-    elif verb in HELPERS and function not in HELPERS:
-        yield from _after(call, call.args[3])
-    elif verb == "submit" and function not in HELPERS:
+    elif verb == "submit":
         for keyword in call.keywords:
             if keyword.arg == "after":
                 yield from _after(call, keyword.value)
-    elif verb == "copy" and call.keywords:  # of homes
-        (after,) = (keyword for keyword in call.keywords if keyword.arg == "after")
-        if ast.unparse(after.value) != "DONE":
-            yield f"copy of {ast.unparse(call.args[0])} after {ast.unparse(after.value)}", AFTER
+    elif verb in ("note_write", "note_read", "buffer_home"):
+        noted = call.args[0] if verb != "buffer_home" else call.keywords[0].value if call.keywords else None
+        if noted is not None and not ast.unparse(noted).startswith(FAILURES):
+            yield ast.unparse(call), NOTE
     elif verb == "all_of":
         (events,) = call.args
         if isinstance(events, ast.List):
@@ -92,22 +91,28 @@ def _after(call: ast.Call, value: ast.expr) -> Iterator[tuple[str, str]]:
         yield f"{ast.unparse(call.args[0])} after {ast.unparse(entry)}{others}", f"#{index}"
 
 
-class Copy:
-    """`Transit.copy` that does not wait where a site names it."""
+class Notes:
+    """Has homes not hear of the event that a site notes."""
 
     def __init__(self, dropped: str | None) -> None:
         self._dropped = dropped
-        self._copy = Transit.copy
         self.seen: set[str] = set()
 
-    def __get__(self, transit: Transit, cls: type[Transit]) -> Callable[..., Event]:
-        return partial(self, transit)
+    def listen(self, patch: pytest.MonkeyPatch) -> None:
+        """Stand between those who note and the homes, until the patch is undone."""
+        for method in ("write", "add_read", "__init__"):
+            patch.setattr(MemoryEvents, method, self._between(getattr(MemoryEvents, method)))
 
-    def __call__(self, transit: Transit, source: Home, target: Home, *, after: Event, what: str = "") -> Event:
-        frame = sys._getframe(1)
-        site = f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}{AFTER}"
-        self.seen.add(site)
-        return self._copy(transit, source, target, after=DONE if site == self._dropped else after, what=what)
+    def _between(self, note: Callable[[MemoryEvents, Event], None]) -> Callable[[MemoryEvents, Event], None]:
+        def heard(events: MemoryEvents, event: Event) -> None:
+            frame: Any = sys._getframe(1)
+            while Path(frame.f_code.co_filename).name == "home.py":
+                frame = frame.f_back
+            site = f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}{NOTE}"
+            self.seen.add(site)
+            note(events, DONE if site == self._dropped else event)
+
+        return heard
 
 
 class AllOf:
@@ -126,3 +131,13 @@ class AllOf:
             without |= {f"#{index}": kept[:index] + kept[index + 1 :], f"#{index}{REST}": kept[:index]}
         self.seen |= {site + part for part in without}
         return all_of(next((left for part, left in without.items() if site + part == self._dropped), kept))
+
+
+def listen(patch: pytest.MonkeyPatch, dropped: str | None) -> tuple[AllOf, Notes]:
+    """Leave out what a site waits for or notes, wherever `all_of` and homes are used, until the patch is undone."""
+    together, notes = AllOf(dropped), Notes(dropped)
+    notes.listen(patch)
+    for name, module in list(sys.modules.items()):
+        if name.startswith("penstock.") and not name.startswith("penstock.machine.") and hasattr(module, "all_of"):
+            patch.setattr(module, "all_of", together)
+    return together, notes

@@ -1,13 +1,25 @@
 """From spans and waits to rows, causes, the binding resource and the file; in whole seconds."""
 
 import json
+from typing import Any
 
 import pytest
 
-from penstock.trace import OUTSIDE, Recording, Span, Timeline, Use, Wait, blame, in_turn, merged, to_chrome, without
+from penstock import trace
+from penstock.trace import OUTSIDE, Label, Recording, Timeline, Use, Wait, blame, in_turn, merged, to_chrome, without
 
 
-def intervals(spans: list[Span]) -> list[tuple[float, float]]:
+def labelled(text: str) -> Label:
+    """A label as it is shown."""
+    words, _, tile = text.partition(" tile ")
+    return Label(*words.split(), tile=int(tile) if tile else None)
+
+
+def Span(row: str, text: str, *times: float, **rest: Any) -> trace.Span:  # noqa: N802 - stands for it
+    return trace.Span(row, labelled(text), *times, **rest)  # type: ignore[arg-type]
+
+
+def intervals(spans: list[trace.Span]) -> list[tuple[float, float]]:
     return [(span.start, span.stop) for span in spans]
 
 
@@ -15,8 +27,9 @@ def words(line: str) -> str:
     return " ".join(line.split())
 
 
-def recording(spans: list[Span], *, stop: float = 10, **rest: object) -> Recording:
-    return Recording(0, stop, spans, **rest)
+def recording(spans: list[trace.Span], *, stop: float = 10, compute: Any = (), **rest: Any) -> Recording:
+    turns = [(when, labelled(text)) for when, text in compute]
+    return Recording(0, stop, spans, compute=turns, **rest)
 
 
 class TestIntervals:
@@ -76,7 +89,10 @@ class TestBlame:
         spans = [Span("upload", "a", 0, 3), Span("read", "b", 0, 1), Span("upload", "b", 3, 4, after=(1,))]
         drawn, before = in_turn(spans)
         pieces = blame(drawn, before, Wait(2, 0, 4))
-        assert [(s.row, s.what, s.start, s.stop) for s in pieces] == [("upload", "b", 0, 3), ("upload", "b", 3, 4)]
+        assert [(s.row, str(s.label), s.start, s.stop) for s in pieces] == [
+            ("upload", "b", 0, 3),
+            ("upload", "b", 3, 4),
+        ]
 
     def test_the_last_of_several_is_the_cause(self) -> None:
         spans = [Span("read", "a", 0, 1), Span("update", "a", 0, 2), Span("upload", "a", 2, 3, after=(0, 1))]
@@ -89,7 +105,7 @@ class TestCompute:
 
     def test_turns_last_until_the_next(self) -> None:
         timeline = Timeline(recording([], compute=self.turns))
-        assert [(s.what, s.start, s.stop) for s in timeline.rows["compute"]] == [
+        assert [(str(s.label), s.start, s.stop) for s in timeline.rows["compute"]] == [
             ("forward a", 0, 4),
             ("backward a", 6, 10),
         ]
@@ -98,7 +114,7 @@ class TestCompute:
         spans = [Span("upload", "gather b", 1, 2, inline=True), Span("download", "save a grad", 5, 8)]
         timeline = Timeline(recording(spans, compute=self.turns, waits=[Wait(1, 7, 8)]))
         assert intervals(timeline.rows["compute"]) == [(0, 1), (2, 4), (6, 7), (8, 10)]
-        assert [(s.row, s.what, s.start, s.stop) for s in timeline.waits] == [("download", "save a grad", 7, 8)]
+        assert [(s.row, str(s.label), s.start, s.stop) for s in timeline.waits] == [("download", "save a grad", 7, 8)]
 
     def test_the_host_waits_only_where_compute_has_nothing_to_do(self) -> None:
         spans = [Span("download", "save a grad", 0, 9)]
@@ -178,7 +194,7 @@ class TestChrome:
             Span("update", "update layers.3 tile 2", 103, 104, after=(0,)),
             Span("upload", "", 100, 101),
         ]
-        seen = Recording(100, 105, spans, [Wait(1, 102, 104)], [(100, "forward layers.3"), (101, "")])
+        seen = Recording(100, 105, spans, [Wait(1, 102, 104)], [(100, labelled("forward layers.3")), (101, Label())])
         chrome = json.loads("".join(to_chrome(Timeline(seen), rank=3)))
         assert all(event["pid"] == 3 for event in chrome["traceEvents"])
         names = {e["tid"]: e["args"]["name"] for e in chrome["traceEvents"] if e["name"] == "thread_name"}

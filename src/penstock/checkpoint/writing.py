@@ -19,14 +19,14 @@ from torch import Tensor
 
 from penstock.checkpoint.folder import FILE_MODE
 from penstock.checkpoint.manifest import FileEntry
-from penstock.checkpoint.tables import Extent, HomeTable, UnitTable
+from penstock.checkpoint.tables import Extent, UnitTable
 from penstock.errors import CheckpointError, NvmeError
 from penstock.machine.aio import File, Queue, Transfer
-from penstock.machine.arena import PAGE_BYTES, Arena
-from penstock.machine.streams import SAVE, Event, HostEvent, Streams, across
-from penstock.tiers.home import Home, MemorySection, Section
-from penstock.tiers.pipeline import tile_of
-from penstock.tiers.records import Place, Records
+from penstock.machine.arena import Arena
+from penstock.machine.streams import Event, HostEvent, Streams
+from penstock.tiers.home import Home, Place, Section
+from penstock.tiers.movement import take_tile
+from penstock.trace import Label
 
 #: Tiles in memory at once: one is being copied while others are being written.
 RING_TILES = 3
@@ -164,36 +164,21 @@ class TileWriter:
         _wait(transfers)
         checked: list[_Checked] = []
         used = 0
-        for extent, home, table in zip(source.table.extents(number), source.homes, source.table.homes, strict=True):
-            section, index = tile_of(home, number)
+        for extent, home in zip(source.table.extents(number), source.homes, strict=True):
+            section, index = home.tile(number)
             what = f"{extent.home} of unit '{source.table.name}', tile {number}"
-            copied = self._copy_in_kernel(section, index, extent, what) if isinstance(section, Records) else None
+            copied = self._copy_in_kernel(section, index, extent, what)
             if copied is not None:
                 checked.append(copied)
                 continue
             part = buffer[used : used + extent.nbytes]
             used += extent.nbytes
-            self._fill(part, section, index, table, what)
+            take_tile(section, index, part, self._streams, Label("save", source.table.name, extent.home, number))
             transfers.append(self._file.write(extent.offset, part, checksum=True, what=what))
             checked.append(transfers[-1])
         return checked
 
-    def _fill(self, buffer: Tensor, section: Section, index: int, table: HomeTable, what: str) -> None:
-        """Copy a tile of a section into a buffer."""
-        if isinstance(section, Records):
-            reading = section.read(index, buffer)
-            if reading is not None:
-                reading.wait()
-            return
-        assert isinstance(section, MemorySection)
-        start, stop = section.tile_range(index)
-        buffer[-PAGE_BYTES:].zero_()  # what no kind fills
-        for target, values in zip(table.layout.views(buffer, stop - start), section.views(start, stop), strict=True):
-            nbytes = target.numel() * target.element_size()
-            work = across(target, values)
-            self._streams.submit(SAVE, work, writes=(target,), nbytes=nbytes, what=f"save {what}").synchronize()
-
-    def _copy_in_kernel(self, section: Records, index: int, extent: Extent, what: str) -> _Copied | None:
+    def _copy_in_kernel(self, section: Section, index: int, extent: Extent, what: str) -> _Copied | None:
         """Copy a record from its file; `None` where that is not possible."""
         stored = section.stored(index)
         if stored is None or not stored.place.file.is_on_disk_of(self._path):

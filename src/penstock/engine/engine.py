@@ -25,7 +25,7 @@ from penstock.engine.updates.skips import Skips
 from penstock.engine.updates.step import Stepper
 from penstock.engine.updates.update import Updater
 from penstock.errors import CheckpointError, EngineError, NvmeError
-from penstock.kinds import GRAD, PARAM, Overlap
+from penstock.kinds import Overlap
 from penstock.machine.collectives import Ranks
 from penstock.machine.streams import Streams
 from penstock.tiers.store import Store
@@ -87,16 +87,9 @@ class Engine:
         """Whether a cell has no movement or update under way."""
         unit = next((unit for unit in self.units if unit.name == unit_name), None)
         if unit is None:  # staging
-            return all(u.trained is None or u.trained.updated.done() for u in self.units)
-        trained = unit.trained
-        if kind == GRAD:
-            assert trained is not None
-            return trained.gradient.ready.done() and trained.gradient.home.at_rest()
-        updated = trained is None or trained.updated.done()
-        if kind == PARAM:
-            return updated and unit.published.done() and unit.params.at_rest()
-        assert trained is not None
-        return updated and all(home.at_rest() for home in (trained.master, trained.shadow, trained.optimizer))
+            return all(home.memory.written.done() for unit in self.units for home in unit.updated_homes)
+        homes = [home for home in unit.homes.values() if any(c.kind == kind for plan in home.plans for c in plan.cells)]
+        return all(home.written.done() for home in homes)
 
     def check_frozen(self) -> None:
         """Refuse parameters that were unfrozen after `prepare`: they have no optimizer state."""

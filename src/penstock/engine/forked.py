@@ -22,6 +22,6 @@ def leave_to_parent(engine: Engine) -> None:
     engine.elsewhere = error
     for unit in engine.units:
         unit.hide()
-        unit.event = unit.published = FailedEvent(error)
-        if unit.trained is not None:
-            unit.trained.updated = unit.trained.gradient.ready = FailedEvent(error)
+        unit.event = FailedEvent(error)
+        for home in unit.homes.values():
+            home.note_write(FailedEvent(error))

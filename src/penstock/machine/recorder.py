@@ -13,7 +13,7 @@ from typing import Any
 
 from penstock.machine.clocks import Clock, HostClock
 from penstock.machine.streams import DONE, ON_DEVICE, Event, Pending, Streams, Work, on_worker
-from penstock.trace import Recording, Span, Wait
+from penstock.trace import Label, Recording, Span, Wait
 
 #: Of spans, of waits, and of turns of compute. A span takes about half a KiB.
 LIMIT = 1 << 18
@@ -38,17 +38,17 @@ class Job:
         "ended",
         "event",
         "inline",
+        "label",
         "nbytes",
         "pending",
         "started",
         "stream",
-        "what",
     )
 
     def __init__(
-        self, recorder: "Recorder", stream: str, work: Work, after: Sequence[Event], nbytes: int, what: str
+        self, recorder: "Recorder", stream: str, work: Work, after: Sequence[Event], nbytes: int, label: Label
     ) -> None:
-        self.stream, self.nbytes, self.what = stream, nbytes, what
+        self.stream, self.nbytes, self.label = stream, nbytes, label
         self.clock = recorder.clock(stream)
         parts = [part for event in after for part in event.parts()]
         self.before = [part.job for part in parts if isinstance(part, _Watched)]
@@ -109,14 +109,14 @@ class Recorder:
         self._jobs: list[Job] = []
         self._unsettled: deque[Job] = deque()
         self._waits: list[tuple[Job, Clock, Any, Any]] = []
-        self._turns: list[tuple[Any, str]] = []
+        self._turns: list[tuple[Any, Label]] = []
         self._began = time.monotonic()
         self._ended: float | None = None
         self._complete = True
 
-    def submitted(self, stream: str, work: Work, after: Sequence[Event], nbytes: int, what: str) -> Job:
+    def submitted(self, stream: str, work: Work, after: Sequence[Event], nbytes: int, label: Label) -> Job:
         """Work is submitted."""
-        job = Job(self, stream, work, after, nbytes, what)
+        job = Job(self, stream, work, after, nbytes, label)
         with self._lock:
             if self._has_room(self._jobs):
                 self._jobs.append(job)
@@ -125,11 +125,11 @@ class Recorder:
                 self._unsettled.popleft().settle()
         return job
 
-    def turn_to(self, what: str) -> None:
-        """Compute turns to something; empty: to nothing in particular."""
+    def turn_to(self, label: Label) -> None:
+        """Note that compute turns to something; to nothing in particular where the label is empty."""
         with self._lock:
             if self._has_room(self._turns):
-                self._turns.append((self._device.mark(), what))
+                self._turns.append((self._device.mark(), label))
 
     def clock(self, stream: str) -> Clock:
         """The clock of a stream."""
@@ -185,7 +185,7 @@ class Recorder:
                 before = tuple(numbers[other] for other in job.before if other in numbers)
                 numbers[job] = len(spans)
                 ended = min(job.ended, stop)
-                spans.append(Span(job.stream, job.what, job.started, ended, job.nbytes, job.inline, before))
+                spans.append(Span(job.stream, job.label, job.started, ended, job.nbytes, job.inline, before))
         return spans, numbers
 
     def _waits_for(self, numbers: Mapping[Job, int], stop: float) -> list[Wait]:
@@ -197,9 +197,9 @@ class Recorder:
                 waits.append(Wait(numbers[job], start, min(end, stop), by_host))
         return waits
 
-    def _compute(self, stop: float) -> list[tuple[float, str]]:
-        turns = [(self._device.seconds(mark), what) for mark, what in self._turns]
-        return [(when, what) for when, what in turns if when is not None and when < stop]
+    def _compute(self, stop: float) -> list[tuple[float, Label]]:
+        turns = [(self._device.seconds(mark), label) for mark, label in self._turns]
+        return [(when, label) for when, label in turns if when is not None and when < stop]
 
     def _has_room(self, notes: Sequence[object]) -> bool:
         """Whether there may be another note; the first that may not ends the trace."""

@@ -26,9 +26,9 @@ from penstock.machine.streams import (
     close_workers,
     poison,
 )
+from penstock.trace import NO_LABEL, Label
 
 _EVENTS_FILE = HostEvent.run.__code__.co_filename  # where an event of several waits for each
-_HELPERS = ("_copy", "_copy_all", "<listcomp>")
 
 Delay = Callable[[str, int], float]  # (stream, bytes) -> seconds
 
@@ -41,8 +41,7 @@ class SimulatedStreams(Streams):
         dropped_wait: a site of `waits_seen` whose wait is left out.
 
     Attributes:
-        waits_seen: `file:line` of every place that waited for an event, with `#index` for an entry of `after`. Of
-            helpers that pass `after` on (`_copy`, `_copy_all`) it is the place that called them.
+        waits_seen: `file:line` of every place that waited for an event, with `#index` for an entry of `after`.
     """
 
     aliases_host = False
@@ -63,7 +62,7 @@ class SimulatedStreams(Streams):
         after: Sequence[Event] = (),
         writes: Sequence[Tensor] = (),
         nbytes: int = 0,
-        what: str = "",
+        label: Label = NO_LABEL,
     ) -> Event:
         """Queue `work` on the stream's thread; what it overwrites is NaN while it is delayed."""
         site = _site(2)
@@ -76,7 +75,7 @@ class SimulatedStreams(Streams):
             time.sleep(seconds)
             return work()
 
-        return super().submit(stream, late, after=kept, writes=writes, nbytes=nbytes, what=what)
+        return super().submit(stream, late, after=kept, writes=writes, nbytes=nbytes, label=label)
 
     def _submit(self, stream: str, work: Work, after: Sequence[Event], writes: Sequence[Tensor]) -> Event:
         def in_order() -> Pending | None:
@@ -136,6 +135,6 @@ class _SimulatedEvent(HostEvent):
 
 def _site(depth: int) -> str:
     frame = sys._getframe(depth)
-    while frame.f_back and (frame.f_code.co_name in _HELPERS or frame.f_code.co_filename == _EVENTS_FILE):
+    while frame.f_back and frame.f_code.co_filename == _EVENTS_FILE:
         frame = frame.f_back
     return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"

@@ -41,6 +41,7 @@ from penstock.machine.events import (
     all_of,
 )
 from penstock.machine.workers import HostWorker, WorkerThread, on_worker
+from penstock.trace import NO_LABEL, Label
 
 UPLOAD = "upload"  # host to device
 DOWNLOAD = "download"  # device to host
@@ -111,11 +112,11 @@ class Job(Protocol):
 class Recorder(Protocol):
     """Takes notes for a trace (`machine/recorder.py`)."""
 
-    def submitted(self, stream: str, work: Work, after: Sequence[Event], nbytes: int, what: str) -> Job:
+    def submitted(self, stream: str, work: Work, after: Sequence[Event], nbytes: int, label: Label) -> Job:
         """Work is submitted."""
 
-    def turn_to(self, what: str) -> None:
-        """Compute turns to something; empty: to nothing in particular."""
+    def turn_to(self, label: Label) -> None:
+        """Note that compute turns to something; to nothing in particular where the label is empty."""
 
 
 class Streams(ABC):
@@ -144,7 +145,7 @@ class Streams(ABC):
         after: Sequence[Event] = (),
         writes: Sequence[Tensor] = (),
         nbytes: int = 0,
-        what: str = "",
+        label: Label = NO_LABEL,
     ) -> Event:
         """Run `work` on a stream.
 
@@ -155,12 +156,12 @@ class Streams(ABC):
             after: events that the work waits for, beside compute; of a thread of ours, all that it waits for.
             writes: tensors that the work overwrites whole; undefined until the event.
             nbytes: bytes moved, for bandwidth models and traces.
-            what: `verb unit [kind] [tile n]`, for traces.
+            label: what it is for, in traces.
         """
         self._let_go()
         if self.recorder is None:
             return self._submit(stream, work, after, writes)
-        job = self.recorder.submitted(stream, work, after, nbytes, what)
+        job = self.recorder.submitted(stream, work, after, nbytes, label)
         return job.watch(self._submit(stream, job.run, job.after, writes))
 
     @abstractmethod
@@ -188,14 +189,14 @@ class Streams(ABC):
             while self._given_up and self._given_up[0][0].done():
                 gone.append(self._given_up.popleft()[1])
 
-    def compute(self, work: Callable[[], None], *, what: str) -> None:
+    def compute(self, work: Callable[[], None], *, label: Label) -> None:
         """Run what compute itself does: now, in the caller's thread."""
         self.here()
         if self.recorder is not None:
-            self.recorder.turn_to(what)
+            self.recorder.turn_to(label)
         work()
         if self.recorder is not None:
-            self.recorder.turn_to("")
+            self.recorder.turn_to(NO_LABEL)
 
     def device_clock(self) -> Clock:
         """A clock of compute and of the device's streams. Waits for the device."""

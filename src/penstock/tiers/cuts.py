@@ -17,7 +17,6 @@ device, would need memory for two steps.
 import contextlib
 from bisect import bisect_left, insort
 from collections import deque
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -26,9 +25,8 @@ from penstock.errors import MemoryBudgetError, NvmeError
 from penstock.kinds import Tier
 from penstock.layout import round_up
 from penstock.machine.arena import PAGE_BYTES
-from penstock.machine.streams import DONE, Event, all_of
-from penstock.tiers.home import CellPlan, Home, MemorySection, Section, SectionPlan
-from penstock.tiers.records import Records
+from penstock.machine.streams import Event, all_of
+from penstock.tiers.home import CellPlan, Home, Section, SectionPlan
 from penstock.tiers.space import Extent, Space
 from penstock.tiers.store import Store
 
@@ -47,19 +45,11 @@ def step_bytes(present: int, missing: int) -> int:
     return max(missing, min(max(present, FIRST_BYTES), STEP_BYTES), present // 8)
 
 
-@dataclass(eq=False)
-class Cut:
-    """A home, and the bytes that it was cut from.
-
-    Attributes:
-        clear: what was under way on these bytes before is over. Nothing is written to the home earlier.
-        used: the last copy from the home or to its memory.
-    """
+class Cut(NamedTuple):
+    """A home, and the bytes that it was cut from."""
 
     home: Home
     extents: list[Extent]
-    clear: Event
-    used: Event = DONE
 
 
 class Cuts:
@@ -77,7 +67,7 @@ class Cuts:
         self._tier = tier
         self._unit = unit
         self._kind = kind
-        self._in_files = tier is Tier.NVME
+        self._in_files = not tier.is_memory
         self.tile_bytes = round_up(tile_bytes, PAGE_BYTES)
         # Of memory the pinned slabs, which are used first, and the others. Of files those in each folder.
         self._spaces = [Space(PAGE_BYTES) for _ in range(folders if self._in_files else 2)]
@@ -112,8 +102,10 @@ class Cuts:
             numel = min(extent.nbytes, nbytes - start)
             sections.append(self._section(extent, start, numel))
             start += numel
-        clear = all_of(event for extent in extents for event in self._under_way.take(extent))
-        return Cut(Home(sections), extents, clear)
+        home = Home(sections)
+        # Copies from and to whoever had these bytes before may be under way: nothing is written over them.
+        home.note_read(all_of(event for extent in extents for event in self._under_way.take(extent)))
+        return Cut(home, extents)
 
     def drop(self, cut: Cut) -> None:
         """Give one back. On any thread, at any time: no lock is taken."""
@@ -145,8 +137,7 @@ class Cuts:
         """Free what was dropped."""
         while self._dropped:
             cut = self._dropped.popleft()
-            last = cut.clear if cut.used is DONE else cut.used  # which waited for the one before
-            over = all_of([last, cut.home.arrival()])
+            over = all_of([cut.home.written, cut.home.read])
             for section in cut.home.sections:
                 section.drop()
             for extent in cut.extents:
@@ -170,11 +161,7 @@ class Cuts:
     def _section(self, extent: Extent, start: int, numel: int) -> Section:
         """Some bytes of a slab as the bytes of a home from `start` on."""
         slab, record, _ = self._slabs[extent.slab]
-        plan = self._plan(start, numel, numel)
-        if isinstance(slab, Records):
-            return slab.cut(record, extent.start, plan)
-        assert isinstance(slab, MemorySection)
-        return slab.cut(extent.start, plan)
+        return slab.cut(record, extent.start, self._plan(start, numel, numel))
 
     def _grow(self, missing: int) -> None:
         """Take another slab."""
@@ -195,7 +182,7 @@ class Cuts:
         plan = self._plan(0, each * folders, each)
         section = self._store.reserve([plan]).make(plan)
         for record in range(folders):
-            pageable = isinstance(section, MemorySection) and section.bounce is not None
+            pageable = section.bounce is not None
             space = self._spaces[record if self._in_files else pageable]
             self._slabs[self._made] = _Slab(section, record, space)
             space.add(self._made, each)

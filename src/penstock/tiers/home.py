@@ -6,10 +6,14 @@
 Most homes are one section. A home is split where the placement splits its kinds between tiers, and its sections are
 exchanged when it moves. Elements are counted from the start of this rank's shard, in a section from the start of the
 section; sections are whole tiles.
+
+A home knows the events of its last write and of its last read. Whoever writes it or reads it beside compute notes that
+here, and whoever needs it asks here: nobody else keeps an event of it. Sections whose tiles are records
+(`tiers/records.py`) know each tile's last write by themselves.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import NamedTuple
@@ -18,9 +22,10 @@ import torch
 from torch import Tensor
 
 from penstock.kinds import Tier
+from penstock.machine.aio import File
 from penstock.machine.arena import Arena
 from penstock.machine.streams import DONE, Event, all_of
-from penstock.tiers.bounce import Bounce
+from penstock.tiers.ring import Ring
 
 #: The values of a home's kinds for some range of elements, in the order of its cells.
 Views = tuple[Tensor, ...]
@@ -89,8 +94,32 @@ class SectionPlan:
         return replace(self, tier=tier, copied=True, cells=tuple(replace(cell, tier=tier) for cell in self.cells))
 
 
+class Place(NamedTuple):
+    """Where a record lies."""
+
+    file: File
+    offset: int
+    nbytes: int
+
+
+class Stored(NamedTuple):
+    """A record that was written."""
+
+    place: Place
+    checksum: int
+
+
 class Section(ABC):
-    """Some kinds of a part of a unit's shard, on one tier."""
+    """Some kinds of a part of a unit's shard, on one tier.
+
+    Attributes:
+        tensors: the values of each kind, where arithmetic can reach them; none of those whose tiles are records.
+        bounce: asks for the rings through which copies between the values and the device pass, one for each stream that
+            may read; `None` where the device copies by itself. They may be taken by the first call.
+    """
+
+    tensors: tuple[Tensor, ...] = ()
+    bounce: Callable[[], Mapping[str, Ring]] | None = None
 
     def __init__(self, plan: SectionPlan) -> None:
         self.plan = plan
@@ -104,85 +133,116 @@ class Section(ABC):
         return -(-self.numel // self.tile_numel)
 
     def tile_range(self, number: int) -> tuple[int, int]:
-        """The first element of a tile, and one past its last."""
+        """Give the first element of a tile, and one past its last."""
         first = number * self.tile_numel
         return first, min(first + self.tile_numel, self.numel)
 
+    @property
     @abstractmethod
-    def settle(self) -> None:
-        """Wait on the host until everything that was written has arrived; raise the error of what has not."""
+    def written(self) -> Event:
+        """The last writes that the section itself knows of, of all tiles."""
 
     @abstractmethod
-    def arrival(self) -> Event:
-        """Of everything that was written until now."""
-
-    @abstractmethod
-    def check(self) -> None:
-        """Raise the error of a write that has failed by now, without waiting."""
-
-    @abstractmethod
-    def at_rest(self) -> bool:
-        """Whether everything that was written has arrived."""
+    def views(self, start: int, stop: int) -> Views:
+        """View the values of elements `start` to `stop` in place. Of memory alone."""
 
     @abstractmethod
     def visit(self, start: int, stop: int, *, modify: bool = False) -> Iterator[tuple[int, int, Views]]:
         """Look at elements `start` to `stop`, piece by piece, on the caller's time. See `Home.visit`."""
 
     @abstractmethod
+    def cut(self, tile: int, start: int, plan: SectionPlan) -> "Section":
+        """Make a section of its own over a part of a section of bytes.
+
+        Arguments:
+            tile: the tile that the part lies in.
+            start: the part's first byte in it.
+            plan: what the new section is.
+        """
+
+    @abstractmethod
     def drop(self) -> None:
         """Let go of the values: they are elsewhere now."""
+
+    def stored(self, number: int) -> Stored | None:
+        """Say where the record of a tile is in a file; `None` where it is in none."""
+        del number
+        return None
 
 
 class MemorySection(Section):
     """Kinds that are tensors: on the device or the cpu tier.
 
     Arguments:
-        bounce: gives what copies between them and the device pass; `None` where the device makes them by itself.
+        tensors: the values of each kind.
+        bounce: see `Section.bounce`.
     """
 
     def __init__(
-        self, plan: SectionPlan, tensors: Sequence[Tensor], bounce: Callable[[], Bounce] | None = None
+        self,
+        plan: SectionPlan,
+        tensors: Sequence[Tensor],
+        bounce: Callable[[], Mapping[str, Ring]] | None = None,
     ) -> None:
         super().__init__(plan)
         self.tensors = tuple(tensors)
-        self._bounce = bounce
-
-    def cut(self, start: int, plan: SectionPlan) -> "MemorySection":
-        """Some values of its only kind, from `start` on, as a section of their own over the same memory."""
-        (memory,) = self.tensors
-        return MemorySection(plan, [memory[start : start + plan.numel]], self._bounce)
+        self.bounce = bounce
 
     @property
-    def bounce(self) -> Bounce | None:
-        """What copies between the tensors and the device pass; asked for by those alone, since it may be taken then."""
-        return None if self._bounce is None else self._bounce()
-
-    def views(self, start: int, stop: int) -> Views:
-        """The values of elements `start` to `stop`, in place."""
-        return tuple(tensor[cell.part(start, stop)] for cell, tensor in zip(self.plan.cells, self.tensors, strict=True))
-
-    def settle(self) -> None:
-        """Whoever writes tensors has an event for it."""
-
-    def arrival(self) -> Event:
-        """Whoever writes tensors has an event for it."""
+    def written(self) -> Event:
+        """Nothing: the home knows who writes memory."""
         return DONE
 
-    def check(self) -> None:
-        """Whoever writes tensors has an event for it."""
-
-    def at_rest(self) -> bool:
-        """Whoever writes tensors has an event for it."""
-        return True
+    def views(self, start: int, stop: int) -> Views:
+        """View the values of elements `start` to `stop` in place."""
+        return tuple(tensor[cell.part(start, stop)] for cell, tensor in zip(self.plan.cells, self.tensors, strict=True))
 
     def visit(self, start: int, stop: int, *, modify: bool = False) -> Iterator[tuple[int, int, Views]]:
-        """One piece, in place."""
+        """Look at one piece, in place."""
         del modify
         yield start, stop, self.views(start, stop)
+
+    def cut(self, tile: int, start: int, plan: SectionPlan) -> "MemorySection":
+        """Make a section over the same memory, of the only kind's values from `start` of the tile on."""
+        (memory,) = self.tensors
+        first = self.tile_range(tile)[0] + start
+        return MemorySection(plan, [memory[first : first + plan.numel]], self.bounce)
 
     def drop(self) -> None:
         """Let go of the tensors."""
         self.tensors = ()
+
+
+class MemoryEvents:
+    """Who wrote and who read a home's memory last. Homes over the same memory share it.
+
+    Attributes:
+        written: the last write: values are there after it.
+    """
+
+    def __init__(self, written: Event) -> None:
+        self.written = written
+        self._read = DONE
+
+    def write(self, event: Event) -> None:
+        """Note the last write. It follows all before it, so nobody has to wait for those any longer."""
+        self.written, self._read = event, DONE
+
+    @property
+    def read(self) -> Event:
+        """The reads since then that are not over yet: memory is written again after them."""
+        if self._read is not DONE:
+            self._read = all_of(part for part in self._read.parts() if not part.done())
+        return self._read
+
+    def add_read(self, event: Event) -> None:
+        """Note one more read."""
+        self._read = all_of([*self.read.parts(), event])
+
+    @property
+    def free(self) -> Event:
+        """Everything that a write has to follow."""
+        return all_of([self.written, self.read])
 
 
 class Home:
@@ -190,10 +250,15 @@ class Home:
 
     Arguments:
         sections: one after the other, without gaps.
+        memory: the events of its memory, where another home shares it.
+
+    Attributes:
+        memory: the events of what of it is memory.
     """
 
-    def __init__(self, sections: Sequence[Section]) -> None:
+    def __init__(self, sections: Sequence[Section], memory: MemoryEvents | None = None) -> None:
         self.sections = tuple(sections)
+        self.memory = memory or MemoryEvents(DONE)
         assert all(a.plan.stop == b.plan.start for a, b in pairwise(self.sections)), "sections follow each other"
 
     @property
@@ -207,36 +272,41 @@ class Home:
         return self.sections[-1].plan.stop
 
     def section_at(self, element: int) -> Section:
-        """The section that holds an element."""
+        """Find the section that holds an element."""
         return next(section for section in self.sections if element < section.plan.stop)
+
+    def tile(self, number: int) -> tuple[Section, int]:
+        """Find the section that a tile of the shard is in, and its number there."""
+        section = self.section_at(number * self.sections[0].tile_numel)
+        return section, number - section.plan.start // section.tile_numel
 
     @property
     def in_files(self) -> bool:
-        """Whether any of it is in files."""
-        return any(section.tier is Tier.NVME and section.plan.cells for section in self.sections)
+        """Whether any of it is where arithmetic cannot reach."""
+        return any(not section.tier.is_memory and section.plan.cells for section in self.sections)
 
     @property
     def plans(self) -> tuple[SectionPlan, ...]:
         """Its sections as they are now."""
         return tuple(section.plan for section in self.sections)
 
-    def settle(self) -> None:
-        """Wait on the host until everything that was written has arrived; raise the error of what has not."""
-        for section in self.sections:
-            section.settle()
+    @property
+    def written(self) -> Event:
+        """The last write: after it everything is where it rests, in memory and in files. It raises what has failed."""
+        return all_of([self.memory.written, *(section.written for section in self.sections)])
 
-    def arrival(self) -> Event:
-        """Of everything that was written until now."""
-        return all_of([section.arrival() for section in self.sections])
+    @property
+    def read(self) -> Event:
+        """The last read that goes on beside compute: nothing is written before it is over."""
+        return self.memory.read
 
-    def check(self) -> None:
-        """Raise the error of a write that has failed by now, without waiting."""
-        for section in self.sections:
-            section.check()
+    def note_write(self, event: Event) -> None:
+        """Note the last write of the memory. It follows the writes and the reads before it."""
+        self.memory.write(event)
 
-    def at_rest(self) -> bool:
-        """Whether everything that was written has arrived."""
-        return all(section.at_rest() for section in self.sections)
+    def note_read(self, event: Event) -> None:
+        """Note a read of the memory: writes wait for it."""
+        self.memory.add_read(event)
 
     def visit(self, start: int, stop: int, *, modify: bool = False) -> Iterator[tuple[int, int, Views]]:
         """Look at elements `start` to `stop`, piece by piece, on the caller's time.
@@ -252,17 +322,23 @@ class Home:
                     yield begin + first, end + first, views
 
     def part(self, start: int, stop: int) -> "Home":
-        """The elements `start` to `stop` of a home in memory, counted from there; the memory is shared."""
+        """Make a home of the elements `start` to `stop` of one in memory, counted from there, over the same memory."""
         sections = []
         for section in self.sections:
-            assert isinstance(section, MemorySection)
             first, last = max(start, section.plan.start), min(stop, section.plan.stop)
             if first < last:
                 views = section.views(first - section.plan.start, last - section.plan.start)
                 cells = tuple(replace(c, numel=v.numel()) for c, v in zip(section.plan.cells, views, strict=True))
                 plan = replace(section.plan, cells=cells, start=first - start, numel=last - first)
-                sections.append(MemorySection(plan, views, section._bounce))
-        return Home(sections)
+                sections.append(MemorySection(plan, views, section.bounce))
+        return Home(sections, self.memory)
+
+
+def buffer_home(values: Tensor, written: Event = DONE) -> Home:
+    """Make a home of a flat buffer in device memory, to copy from and to; `written` is its last write so far."""
+    cell = CellPlan("", "", Tier.DEVICE, values.dtype, values.numel())
+    plan = SectionPlan("", Tier.DEVICE, (cell,), 0, values.numel(), values.numel())
+    return Home([MemorySection(plan, [values])], MemoryEvents(written))
 
 
 def visit_together(

@@ -1,7 +1,7 @@
 """The cpu tier: host memory in slabs of exact size, pinned where a device copies from it or to it.
 
-What cannot be pinned, because the budget has no room for it or the system refuses it, is pageable: copies between it
-and the device pass a few pinned buffers.
+What cannot be pinned, because the budget has no room for it or the system refuses it, is pageable. A device copies from
+pageable memory only while the host waits for it, so copies between the two pass a few pinned bounce buffers.
 """
 
 import contextlib
@@ -14,12 +14,21 @@ from penstock.errors import MemoryBudgetError
 from penstock.kinds import GRAD, PARAM, SHADOW, STAGING, Tier
 from penstock.machine import pinning
 from penstock.machine.arena import Arena, available_host_memory
-from penstock.tiers.bounce import RINGS, SLOTS, Bounce, bounce_bytes
+from penstock.machine.streams import FETCH, READ
 from penstock.tiers.home import CellPlan, MemorySection, Section, SectionPlan
+from penstock.tiers.ring import PASSING, Ring, Slot
 from penstock.tiers.tier import Slab, TierMemory
 
 # What is pinned first where not everything can be: what a device copies in every step, the rings first of all.
 PINNED_FIRST = (STAGING, GRAD, PARAM, SHADOW)
+
+BOUNCE_READERS = (READ, FETCH)  # a ring for each: gathers do not wait for updates, which are submitted all at once
+BOUNCE_SLOTS = 4  # of each ring: for either direction, one buffer is filled while another is emptied
+
+
+def bounce_bytes(tile_bytes: int) -> int:
+    """Count the bytes of all bounce buffers for tiles of a size."""
+    return len(BOUNCE_READERS) * BOUNCE_SLOTS * Arena.lease_bytes(tile_bytes, torch.uint8)
 
 
 class HostTier(TierMemory):
@@ -40,7 +49,7 @@ class HostTier(TierMemory):
         self._device = device
         self._budget = pinned_bytes
         self._tile_bytes = tile_bytes
-        self._bounce: tuple[Section, Slab, Bounce] | None = None
+        self._bounce: tuple[Section, Slab, Mapping[str, Ring]] | None = None
         self._warned = False
         self.pinned_bytes = 0
 
@@ -70,15 +79,19 @@ class HostTier(TierMemory):
             self._warn(pageable)
         return slabs
 
-    def bounce(self) -> Bounce:
-        """What copies between pageable slabs and the device pass: made once, and kept to the end."""
+    def bounce(self) -> Mapping[str, Ring]:
+        """Give the bounce buffers, a ring for each stream that reads. The first call makes them, for good."""
         if self._bounce is None:
             nbytes = bounce_bytes(self._tile_bytes)
             slab = _HostSlab(self, Arena(nbytes, self._device, pin=self._fits(nbytes), ring=True))
-            count = len(RINGS) * SLOTS
+            count = len(BOUNCE_READERS) * BOUNCE_SLOTS
             cells = [CellPlan(f"(bounce {n})", STAGING, Tier.CPU, torch.uint8, self._tile_bytes) for n in range(count)]
             section = slab.make(SectionPlan(STAGING, Tier.CPU, tuple(cells), 0, self._tile_bytes, self._tile_bytes))
-            self._bounce = section, slab, Bounce(section.tensors)
+            rings = {reader: Ring() for reader in BOUNCE_READERS}
+            for number, buffer in enumerate(section.tensors):
+                near = {PASSING: buffer}
+                rings[BOUNCE_READERS[number // BOUNCE_SLOTS]].fill([Slot(near, near)])
+            self._bounce = section, slab, rings
         return self._bounce[2]
 
     @property

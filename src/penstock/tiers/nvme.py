@@ -5,13 +5,63 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
+from torch import Tensor
+
 from penstock.errors import ConfigError
 from penstock.kinds import Tier
-from penstock.machine.aio import File, Queue
+from penstock.machine.aio import File, Queue, Transfer
 from penstock.machine.swap import SwapFolder
-from penstock.tiers.home import Section, SectionPlan
-from penstock.tiers.records import Place, Records, record_sizes
+from penstock.tiers.home import Place, Section, SectionPlan, Stored
+from penstock.tiers.records import Records, record_sizes
 from penstock.tiers.tier import Slab, TierMemory
+
+
+class FileRecords(Records):
+    """Records in files.
+
+    Arguments:
+        places: where each tile's record lies.
+        checksums: verify what is read.
+    """
+
+    def __init__(self, plan: SectionPlan, places: Sequence[Place], *, checksums: bool) -> None:
+        super().__init__(plan, [place.nbytes for place in places])
+        self._places = places
+        self._checksums = checksums
+        self._transfers: list[Transfer | None] = [None] * len(places)  # the last write of each
+
+    def load(self, number: int, into: Tensor) -> Transfer | None:
+        """Start to read a tile's record. One that was never written is zeros, at once."""
+        place, last = self._places[number], self._transfers[number]
+        if last is None:
+            into[: place.nbytes].zero_()
+            return None
+        expected = last.checksum if self._checksums else None
+        return place.file.read(place.offset, into[: place.nbytes], checksum=expected, what=self.name(number))
+
+    def store(self, number: int, source: Tensor) -> Transfer:
+        """Start to write a tile's record."""
+        place = self._places[number]
+        transfer = place.file.write(
+            place.offset, source[: place.nbytes], checksum=self._checksums, what=self.name(number)
+        )
+        self._transfers[number] = transfer
+        return transfer
+
+    def stored(self, number: int) -> Stored | None:
+        """Say where a tile's record is, and its checksum; `None` if none is known, or it was never written."""
+        last = self._transfers[number]
+        if last is None or not self._checksums:
+            return None
+        return Stored(self._places[number], last.checksum)
+
+    def cut(self, tile: int, start: int, plan: SectionPlan) -> "FileRecords":
+        """Make a section with records of its own from a byte of a tile's record on; this one keeps nothing there."""
+        places, place = [], self._places[tile]
+        for nbytes in record_sizes(plan):
+            places.append(Place(place.file, place.offset + start, nbytes))
+            start += nbytes
+        return FileRecords(plan, places, checksums=self._checksums)
 
 
 class Extents:
@@ -161,7 +211,7 @@ class FileSlab(Slab):
     def make(self, plan: SectionPlan) -> Section:
         """The next of the planned sections."""
         places = [Place(self._files[file], *place) for file, *place in self._extents.place(record_sizes(plan))]
-        return Records(plan, places, checksums=self._checksums)
+        return FileRecords(plan, places, checksums=self._checksums)
 
     @property
     def bytes_read(self) -> int:

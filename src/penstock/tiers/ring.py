@@ -1,14 +1,36 @@
 """Buffers of a tile each, or of a stretch of tiles, used in turn."""
 
 import contextlib
+import threading
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
 from penstock.machine.streams import DONE, Event, all_of
-from penstock.tiers.records import Kept, Records
+
+#: The one buffer of a slot whose values only pass.
+PASSING = "passing"
+
+
+class Kept(NamedTuple):
+    """A buffer that still holds what a record says, once `ready`, until its slot is used for something else."""
+
+    buffer: Tensor
+    ready: Event
+    slot: "Slot"
+
+
+class Keeper(Protocol):
+    """Whoever has records.
+
+    Attributes:
+        kept: by tile, a buffer from which its record can be had without loading.
+    """
+
+    kept: dict[int, Kept]
 
 
 @dataclass(eq=False)
@@ -17,7 +39,7 @@ class Slot:
 
     Attributes:
         near: by home, where the tile is used.
-        host: by home, where files are read and written: the same buffer, unless it is used on a device.
+        host: by home, where records are loaded and stored: the same buffer, unless it is used on a device.
         free: work on the slot is over.
         holds: the records that its buffers still hold.
     """
@@ -25,20 +47,25 @@ class Slot:
     near: Mapping[str, Tensor]
     host: Mapping[str, Tensor]
     free: Event = DONE
-    holds: dict[tuple[Records, int], None] = field(default_factory=dict)
+    holds: dict[tuple[Keeper, int], None] = field(default_factory=dict)
 
-    def keep(self, section: Records, number: int, buffer: Tensor, ready: Event) -> None:
+    def keep(self, section: Keeper, number: int, buffer: Tensor, ready: Event) -> None:
         """Let others take a record from the slot until it is used again."""
         section.kept[number] = Kept(buffer, ready, self)
         self.holds[section, number] = None
 
     def forget(self) -> None:
-        """The slot is used for something else."""
+        """Let nobody take a record from the slot any more: it is used for something else."""
         for section, number in self.holds:
             kept = section.kept.get(number)
             if kept is not None and kept.slot is self:
                 del section.kept[number]
         self.holds.clear()
+
+    def add_use(self, event: Event) -> None:
+        """Note one more use of the buffers as they are now."""
+        # A record may be taken from a slot that is being put back: it is free after both.
+        self.free = event if self.free.done() else all_of([self.free, event])
 
 
 class Ring:
@@ -48,20 +75,22 @@ class Ring:
         before_use: called when a slot is wanted and there is none: it fills the ring.
 
     Attributes:
-        tiles: that a slot holds.
+        tiles: how many tiles a slot holds.
+        lock: held by whoever takes slots one after the other where another thread may do so, too.
     """
 
     def __init__(self, before_use: Callable[[], None] = lambda: None) -> None:
         self._before_use = before_use
         self.tiles = 1
+        self.lock = threading.Lock()
         self._slots: deque[Slot] = deque()
 
     def fill(self, slots: Sequence[Slot]) -> None:
         """Use these slots."""
         self._slots.extend(slots)
 
-    def take(self, wanted: object = None) -> Slot:
-        """The slot that was used least recently, or the one that is wanted."""
+    def take(self, wanted: Slot | None = None) -> Slot:
+        """Take the slot that was used least recently, or the one that is wanted."""
         if not self._slots:
             self._before_use()
         assert self._slots, "the ring was planned without slots"
@@ -76,7 +105,7 @@ class Ring:
         return all_of(slot.free for slot in self._slots)
 
     def forget(self) -> None:
-        """From now on nobody takes a record from the slots: what is under way with them is all there will be."""
+        """Let nobody take a record from the slots from now on: what is under way with them is all there will be."""
         for slot in self._slots:
             slot.forget()
 
@@ -84,17 +113,7 @@ class Ring:
         """Let go of the slots, once work on them is over. Who needs what has failed gets its error from it."""
         for slot in self._slots:
             with contextlib.suppress(Exception):
+                # Else the memory is taken by others while a copy still writes it.
                 slot.free.synchronize()
             slot.forget()
         self._slots.clear()
-
-
-def take_kept(section: Records, number: int, copy_from: Callable[[Tensor, Event], Event]) -> Event | None:
-    """Copy a record from the slot that still holds it; `None` where none does."""
-    kept = section.kept.get(number)
-    if kept is None:
-        return None
-    assert isinstance(kept.slot, Slot)
-    event = copy_from(kept.buffer, kept.ready)
-    kept.slot.free = event if kept.slot.free.done() else all_of([kept.slot.free, event])  # not before it was copied
-    return event

@@ -17,12 +17,11 @@ from torch import Tensor
 
 from penstock.kinds import GRAD, MASTER, OPTIMIZER, PARAM, SHADOW, STAGING, Tier
 from penstock.machine.streams import Streams
-from penstock.tiers.home import CellPlan, MemorySection, Section, SectionPlan
-from penstock.tiers.pipeline import in_reach
+from penstock.tiers.home import CellPlan, Section, SectionPlan
+from penstock.tiers.movement import in_reach
 from penstock.tiers.records import RecordLayout, record_sizes
-from penstock.tiers.ring import Ring, Slot
+from penstock.tiers.ring import PASSING, Ring, Slot
 from penstock.tiers.store import Reservation, Store
-from penstock.tiers.transit import LANDING, PASSING
 
 # Of two slots, one is filled while the other is used; of three, one goes back as well. Files come and go at a pace of
 # their own and want more in flight: as many tiles as these bytes hold, within limits.
@@ -89,7 +88,7 @@ class StagingPlan:
             return []
         nbytes = self._tile * reduce_dtype.itemsize
         return [
-            SlotPlan({LANDING: _buffer(f"landing {number}", Tier.CPU, torch.uint8, nbytes)}, {})
+            SlotPlan({PASSING: _buffer(f"landing {number}", Tier.CPU, torch.uint8, nbytes)}, {})
             for number in range(MEMORY_SLOTS)
         ]
 
@@ -99,7 +98,7 @@ class StagingPlan:
         for home, plan in (each for unit in units for each in _updated_beside(beside, unit, self._streamed)):
             if plan.cells and not in_reach(plan.tier, beside, self._streams):
                 passing.setdefault(home, []).append(plan)
-        files = {home for home, plans in passing.items() if any(plan.tier is Tier.NVME for plan in plans)}
+        files = {home for home, plans in passing.items() if any(not plan.tier.is_memory for plan in plans)}
         near = Tier.CPU if self._streams.aliases_host else beside  # files want pages, which that tier hands out
         bounced = files if near is Tier.DEVICE else ()  # what an update on a device takes from files passes the host
         in_memory = STREAMED_SLOTS if self._streamed and beside is Tier.DEVICE else MEMORY_SLOTS
@@ -128,7 +127,7 @@ class StagingPlan:
 
 def transit_slots(plans: Iterable[SectionPlan]) -> list[SlotPlan]:
     """The ring through which sections in files pass."""
-    nbytes = max((max(record_sizes(plan)) for plan in plans if plan.tier is Tier.NVME and plan.cells), default=0)
+    nbytes = max((max(record_sizes(plan)) for plan in plans if not plan.tier.is_memory and plan.cells), default=0)
     count = _slots(nbytes) if nbytes else 0
     return [SlotPlan({PASSING: _buffer(f"transit {n}", Tier.CPU, torch.uint8, nbytes)}, {}) for n in range(count)]
 
@@ -143,7 +142,6 @@ class Buffers:
     def make(self, plan: SectionPlan, reserved: Reservation) -> Tensor:
         """One of them, in memory that was reserved."""
         section = reserved.make(plan)
-        assert isinstance(section, MemorySection)
         self._sections.append(section)
         return section.tensors[0]
 

@@ -78,7 +78,7 @@ class Store:
                 wanted.setdefault(plan.tier, {}).setdefault(_slab_name(plan, apart), []).append(plan)
         slabs: dict[tuple[Tier, str], Slab] = {}
         try:
-            for tier in sorted(wanted, key=lambda tier: tier is not Tier.NVME):  # disks refuse before memory is taken
+            for tier in sorted(wanted, key=lambda tier: tier.is_memory):  # disks refuse before memory is taken
                 taken = self._tiers[tier].reserve(wanted[tier], pin=pin)
                 slabs |= {(tier, home): slab for home, slab in taken.items()}
         except BaseException:

@@ -19,6 +19,7 @@ from penstock.machine.arena import _Memory
 from penstock.machine.simulated import SimulatedStreams
 from penstock.machine.streams import DOWNLOAD, UPLOAD, Event, Streams, Work
 from penstock.tiers import cuts
+from penstock.trace import NO_LABEL, Label
 from tests.accounts import assert_table_agrees
 from tests.support import inline, pinning_on_cpu, prepare_on, separate, simulated
 
@@ -380,9 +381,9 @@ class Noting(SimulatedStreams):
         super().__init__(lambda stream, nbytes: 0.02 if stream == UPLOAD else 0.0)
         self.notes: list[tuple[str, str, int]] = []
 
-    def submit(self, stream: str, work: Work, *, what: str = "", **rest: Any) -> Event:
-        if "activation" not in what:
-            return super().submit(stream, work, what=what, **rest)
+    def submit(self, stream: str, work: Work, *, label: Label = NO_LABEL, **rest: Any) -> Event:
+        if label.unit != "activation":
+            return super().submit(stream, work, label=label, **rest)
         target, source = work.args  # of a copy
         home = (target if stream == DOWNLOAD else source).data_ptr()
 
@@ -393,7 +394,7 @@ class Noting(SimulatedStreams):
             return done
 
         self.notes.append(("submitted", stream, home))
-        return super().submit(stream, noted, what=what, **rest)
+        return super().submit(stream, noted, label=label, **rest)
 
 
 def test_a_home_is_written_again_only_when_what_reads_it_is_over() -> None:

@@ -12,6 +12,7 @@ import penstock
 from penstock.machine.simulated import SimulatedStreams
 from penstock.machine.streams import DOWNLOAD, UPDATE, Event, Work, across, copy
 from penstock.tiers.staging import MEMORY_SLOTS
+from penstock.trace import NO_LABEL, Label
 from tests.parity.rows import shares
 from tests.support import disks, inline, pinning_on_cpu, prepare_on, separate, simulated
 
@@ -34,9 +35,9 @@ class InTurn(SimulatedStreams):
         self.added = 0
         self.waited_in_vain: list[int] = []
 
-    def submit(self, stream: str, work: Work, *, what: str = "", **rest: Any) -> Event:
-        if not (what.startswith("save") and what.endswith("grad") and stream in (DOWNLOAD, UPDATE)):
-            return super().submit(stream, work, what=what, **rest)
+    def submit(self, stream: str, work: Work, *, label: Label = NO_LABEL, **rest: Any) -> Event:
+        if not (label.verb == "save" and label.kind == "grad" and stream in (DOWNLOAD, UPDATE)):
+            return super().submit(stream, work, label=label, **rest)
         if stream == DOWNLOAD:
             there = next(self.coming, threading.Event())
 
@@ -44,7 +45,7 @@ class InTurn(SimulatedStreams):
                 work()
                 there.set()
 
-            return super().submit(stream, noted, what=what, **rest)
+            return super().submit(stream, noted, label=label, **rest)
         number = self.added
         self.added += 1
 
@@ -53,7 +54,7 @@ class InTurn(SimulatedStreams):
                 self.waited_in_vain.append(number)
             return work()
 
-        return super().submit(stream, late, what=what, **rest)
+        return super().submit(stream, late, label=label, **rest)
 
 
 def prepared(streams: Any, **rest: Any) -> tuple[nn.Module, penstock.Optimizer]:
@@ -96,13 +97,13 @@ class Counting(SimulatedStreams):
         super().__init__(lambda stream, nbytes: 0.0)
         self.moved: dict[str, int] = {}
 
-    def submit(self, stream: str, work: Work, *, what: str = "", nbytes: int = 0, **rest: Any) -> Event:
-        if what.startswith("save") and "grad" in what:
+    def submit(self, stream: str, work: Work, *, label: Label = NO_LABEL, nbytes: int = 0, **rest: Any) -> Event:
+        if label.verb == "save" and label.kind == "grad":
             if stream == DOWNLOAD:
                 target, source = work.args
                 nbytes = target.numel() * max(target.element_size(), source.element_size())  # as torch moves them
             self.moved[stream] = self.moved.get(stream, 0) + nbytes
-        return super().submit(stream, work, what=what, nbytes=nbytes, **rest)
+        return super().submit(stream, work, label=label, nbytes=nbytes, **rest)
 
 
 WHERE: Mapping[str, Any] = {

@@ -42,7 +42,7 @@ def backward(model: Net, optimizer: penstock.Optimizer) -> None:
 
 def updated(optimizer: penstock.Optimizer) -> list[bool]:
     """Of each unit in order, whether its update is over."""
-    return [unit.trained.updated.done() for unit in optimizer._engine.units]
+    return [unit.trained.optimizer.memory.written.done() for unit in optimizer._engine.units]
 
 
 class GatedStreams(SimulatedStreams):

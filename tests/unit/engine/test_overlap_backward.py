@@ -115,7 +115,7 @@ def same(ours: list[Tensor], theirs: list[Tensor]) -> bool:
 
 
 def updated(optimizer: penstock.Optimizer) -> list[bool]:
-    return [unit.trained.updated.done() for unit in optimizer._engine.units]
+    return [unit.trained.optimizer.memory.written.done() for unit in optimizer._engine.units]
 
 
 class Noting(InlineStreams):

@@ -108,7 +108,7 @@ def test_an_update_waits_until_its_tiles_are_copied(gate: Gate, tmp_path: Path) 
     optimizer.save(tmp_path / "a", blocking=False)
     iterate(run, model, optimizer, scheduler, 1, 0, 1)
     assert gate.reached.wait(60)
-    assert not any(unit.trained.updated.done() for unit in optimizer._engine.units)
+    assert not any(unit.trained.optimizer.memory.written.done() for unit in optimizer._engine.units)
     gate.opened.set()
     optimizer.synchronize()
     assert different(loaded(tmp_path / "a", run), before) == []

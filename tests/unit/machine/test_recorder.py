@@ -29,7 +29,7 @@ from penstock.machine.streams import (
     Streams,
     all_of,
 )
-from penstock.trace import Recording, Span, Timeline
+from penstock.trace import Label, Recording, Span, Timeline
 
 CPU = torch.device("cpu")
 TICK = 0.02  # seconds that are told from what the machine adds
@@ -96,16 +96,16 @@ def seconds(span: Span) -> float:
 class TestWork:
     def test_inline_work_is_seen_where_it_runs(self, inline: InlineStreams) -> None:
         with recorded(inline) as found:
-            assert inline.submit(UPLOAD, sleep, nbytes=12, what="gather a") is DONE
+            assert inline.submit(UPLOAD, sleep, nbytes=12, label=Label("gather", "a")) is DONE
         (span,) = found[0].spans
-        assert (span.row, span.what, span.nbytes, span.inline) == (UPLOAD, "gather a", 12, True)
+        assert (span.row, str(span.label), span.nbytes, span.inline) == (UPLOAD, "gather a", 12, True)
         assert seconds(span) >= TICK
         assert found[0].start <= span.start < span.stop <= found[0].stop
 
     def test_late_work_is_seen_with_its_delay_on_its_stream(self, late: SimulatedStreams) -> None:
         with recorded(late) as found:
-            first = late.submit(READ, lambda: None, what="gather a tile 0")
-            late.submit(UPLOAD, lambda: None, after=(DONE, first), what="gather a tile 0")
+            first = late.submit(READ, lambda: None, label=Label("gather", "a", tile=0))
+            late.submit(UPLOAD, lambda: None, after=(DONE, first), label=Label("gather", "a", tile=0))
         read, upload = found[0].spans
         assert not read.inline
         assert seconds(read) >= TICK
@@ -221,7 +221,7 @@ class TestWaits:
 
     def test_what_is_left_at_the_end_is_waited_for(self, late: SimulatedStreams) -> None:
         with recorded(late) as found:
-            late.submit(WRITE, lambda: None, what="update a")
+            late.submit(WRITE, lambda: None, label=Label("update", "a"))
         assert [wait.span for wait in found[0].waits] == [0]
         assert list(Timeline(found[0]).summary().waits) == ["update a (write)"]
 
@@ -238,15 +238,15 @@ class TestTurns:
     def test_what_compute_turned_to(self, inline: InlineStreams) -> None:
         with recorded(inline) as found:
             assert inline.recorder is not None
-            inline.recorder.turn_to("forward a")
-            inline.compute(sleep, what="update a tile 0")
+            inline.recorder.turn_to(Label("forward", "a"))
+            inline.compute(sleep, label=Label("update", "a", tile=0))
         assert [what for _, what in found[0].compute] == ["forward a", "update a tile 0", ""]
-        (update,) = [s for s in Timeline(found[0]).rows["compute"] if s.what == "update a tile 0"]
+        (update,) = [s for s in Timeline(found[0]).rows["compute"] if str(s.label) == "update a tile 0"]
         assert seconds(update) >= TICK
 
     def test_compute_runs_the_same_without_a_recorder(self, inline: InlineStreams) -> None:
         ran: list[int] = []
-        inline.compute(lambda: ran.append(1), what="update a")
+        inline.compute(lambda: ran.append(1), label=Label("update", "a"))
         assert ran == [1]
 
 
@@ -254,27 +254,27 @@ class TestEnd:
     def test_work_under_way_is_left_out_where_nobody_may_wait(self, late: SimulatedStreams) -> None:
         gate = threading.Event()
         notes = late.recorder = Recorder(late)
-        late.submit(READ, lambda: None, what="done").wait()
-        late.submit(READ, partial(hold, gate), what="under way")
-        late.submit(UPLOAD, lambda: None, what="also done").wait()
+        late.submit(READ, lambda: None, label=Label("done")).wait()
+        late.submit(READ, partial(hold, gate), label=Label("under way"))
+        late.submit(UPLOAD, lambda: None, label=Label("also done")).wait()
         found = notes.finish(wait=False)
         late.recorder = None
         gate.set()
-        assert sorted(span.what for span in found.spans) == ["also done", "done"]
+        assert sorted(str(span.label) for span in found.spans) == ["also done", "done"]
 
     @pytest.mark.parametrize("notes", ["spans", "turns"])
     def test_notes_are_bounded_and_the_trace_ends_there(self, inline: InlineStreams, notes: str) -> None:
         with recorded(inline, limit=3) as found:
             for number in range(10):
                 if notes == "spans":
-                    inline.submit(UPLOAD, lambda: None, what=str(number))
+                    inline.submit(UPLOAD, lambda: None, label=Label(str(number)))
                 else:
-                    inline.recorder.turn_to(str(number))
+                    inline.recorder.turn_to(Label(str(number)))
             ended = time.monotonic()
             sleep()
         assert not found[0].complete
         assert found[0].stop <= ended
-        assert [span.what for span in found[0].spans] == (["0", "1", "2"] if notes == "spans" else [])
+        assert [str(span.label) for span in found[0].spans] == (["0", "1", "2"] if notes == "spans" else [])
         assert [what for _, what in found[0].compute] == ([] if notes == "spans" else ["0", "1", "2"])
 
 
@@ -377,13 +377,13 @@ class TestDevices:
         self, streams: AcceleratorStreams, device: FakeAccelerator
     ) -> None:
         with recorded(streams) as found:
-            streams.recorder.turn_to("forward a")
+            streams.recorder.turn_to(Label("forward", "a"))
             device.work(3)
-            upload = streams.submit(UPLOAD, partial(device.work, 4), what="gather a", nbytes=8)
+            upload = streams.submit(UPLOAD, partial(device.work, 4), label=Label("gather", "a"), nbytes=8)
             device.work(1)
             upload.wait()
             device.work(2)
-            streams.recorder.turn_to("")
+            streams.recorder.turn_to(Label())
             assert device.time.now == 1000, "nobody waited"
         seen = found[0]
         assert (seen.start, seen.stop) == (1000, 1009)
@@ -412,10 +412,10 @@ class TestDevices:
 
     def test_the_host_waits_beside_compute(self, streams: AcceleratorStreams, device: FakeAccelerator) -> None:
         with recorded(streams) as found:
-            streams.recorder.turn_to("backward a")
+            streams.recorder.turn_to(Label("backward", "a"))
             device.work(2)
-            streams.recorder.turn_to("")
-            streams.submit(DOWNLOAD, partial(device.work, 3), what="save a grad").synchronize()
+            streams.recorder.turn_to(Label())
+            streams.submit(DOWNLOAD, partial(device.work, 3), label=Label("save", "a", "grad")).synchronize()
         assert [(w.start, w.stop, w.by_host) for w in found[0].waits] == [(1000, 1005, True)]
         timeline = Timeline(found[0])
         assert [(s.start, s.stop) for s in timeline.waits] == [(1002, 1005)], "compute went on for two seconds"
@@ -446,16 +446,16 @@ class TestDevices:
 
     def test_without_a_recorder_no_event_is_timed(self, streams: AcceleratorStreams, device: FakeAccelerator) -> None:
         streams.submit(UPLOAD, partial(device.work, 4)).wait()
-        streams.compute(lambda: None, what="update a")
+        streams.compute(lambda: None, label=Label("update", "a"))
         assert device.timed == 0
 
     def test_marks_that_the_device_has_not_reached_have_no_time(
         self, streams: AcceleratorStreams, device: FakeAccelerator
     ) -> None:
         notes = streams.recorder = Recorder(streams)
-        notes.turn_to("forward a")
+        notes.turn_to(Label("forward", "a"))
         device.work(3)
-        notes.turn_to("forward b")
+        notes.turn_to(Label("forward", "b"))
         found = notes.finish(wait=False)
         streams.recorder = None
         assert found.compute == [], "the first is where the trace ends"

@@ -8,18 +8,36 @@ import pytest
 import torch
 from torch import Tensor
 
+from penstock.kinds import Tier
 from penstock.machine.accelerator import AcceleratorStreams
 from penstock.machine.streams import DONE, FETCH, READ, UPDATE, UPLOAD, Event, HostEvent, Streams
-from penstock.tiers import bounce as module
-from penstock.tiers.bounce import RINGS, SLOTS, Bounce
+from penstock.tiers import movement as module
+from penstock.tiers.host import BOUNCE_READERS, BOUNCE_SLOTS
+from penstock.tiers.movement import _Copies, _Way
+from penstock.tiers.ring import PASSING, Ring, Slot
+from penstock.trace import NO_LABEL
 from tests.support import BreakingStreams, BrokenError, separate, simulated
 from tests.unit.machine.test_streams import FakeAccelerator
 
 TILE = 64  # bytes
 
 
-def make() -> Bounce:
-    return Bounce([torch.full((TILE,), 0xFF, dtype=torch.uint8) for _ in range(len(RINGS) * SLOTS)])
+class Bounce:
+    """Copies through bounce buffers, up to the device and down from it."""
+
+    def __init__(self) -> None:
+        self.rings = {reader: Ring() for reader in BOUNCE_READERS}
+        for ring in self.rings.values():
+            buffers = [{PASSING: torch.full((TILE,), 0xFF, dtype=torch.uint8)} for _ in range(BOUNCE_SLOTS)]
+            ring.fill([Slot(buffer, buffer) for buffer in buffers])
+
+    def upload(self, streams: Streams, target: Tensor, source: Tensor, after: Event, *, reader: str) -> Event:
+        way = _Way(Tier.DEVICE, True, self.rings)
+        return _Copies(streams, Ring(), reader).copy(way, target, source, after, NO_LABEL)
+
+    def download(self, streams: Streams, target: Tensor, source: Tensor, after: Event, *, reader: str) -> Event:
+        way = _Way(Tier.CPU, True, self.rings)
+        return _Copies(streams, Ring(), reader).copy(way, target, source, after, NO_LABEL)
 
 
 def numbers(numel: int, dtype: torch.dtype) -> Tensor:
@@ -27,30 +45,28 @@ def numbers(numel: int, dtype: torch.dtype) -> Tensor:
 
 
 @pytest.mark.parametrize("streams", [separate, simulated])
-@pytest.mark.parametrize("reader", RINGS)
+@pytest.mark.parametrize("reader", BOUNCE_READERS)
 @pytest.mark.parametrize("numel", [1, TILE // 4, TILE // 4 + 1, 1000])
 @pytest.mark.parametrize(("of", "to"), [(torch.float32, torch.float32), (torch.bfloat16, torch.float32)])
 def test_all_values_arrive(streams: Any, reader: str, numel: int, of: torch.dtype, to: torch.dtype) -> None:
     """Several times as many as the buffers hold, and cast where the dtype is another."""
     back_end: Streams = streams()
-    bounce = make()
+    bounce = Bounce()
     for through in (bounce.upload, bounce.download):
         source, target = numbers(numel, of), torch.zeros(numel, dtype=to)
-        through(back_end, target, source, (DONE,), reader=reader, what="").synchronize()
+        through(back_end, target, source, DONE, reader=reader).synchronize()
         assert torch.equal(target, source.to(to))
     back_end.close()
 
 
 def test_both_ways_at_once_and_by_both_readers_nothing_gets_mixed_up() -> None:
-    bounce, streams, delays = make(), simulated(), random.Random(3)
+    bounce, streams, delays = Bounce(), simulated(), random.Random(3)
     streams._delay = lambda stream, nbytes: delays.uniform(0, 0.001)
     copies: list[tuple[Tensor, Tensor, Event]] = []
     for number in range(12):
         source, target = numbers(100, torch.float32) * (number + 1), torch.zeros(100)
         through = bounce.upload if number % 2 else bounce.download
-        copies.append(
-            (source, target, through(streams, target, source, (DONE,), reader=RINGS[number % 3 % 2], what=""))
-        )
+        copies.append((source, target, through(streams, target, source, DONE, reader=BOUNCE_READERS[number % 3 % 2])))
     for source, target, event in copies:
         event.synchronize()
         assert torch.equal(source, target)
@@ -59,11 +75,11 @@ def test_both_ways_at_once_and_by_both_readers_nothing_gets_mixed_up() -> None:
 
 def test_updates_do_not_hold_gathers_up() -> None:
     """All updates are submitted at once, and wait; a gather that needs none of them goes through."""
-    bounce, streams, over = make(), simulated(most_seconds=0), HostEvent()
-    update = bounce.upload(streams, torch.zeros(1000), torch.ones(1000), (over,), reader=FETCH, what="")
+    bounce, streams, over = Bounce(), simulated(most_seconds=0), HostEvent()
+    update = bounce.upload(streams, torch.zeros(1000), torch.ones(1000), over, reader=FETCH)
     target = torch.zeros(1000)
     # The device's stream has an order of its own, so what is uploaded later waits; what goes down does not.
-    bounce.download(streams, target, torch.ones(1000), (DONE,), reader=READ, what="").synchronize()
+    bounce.download(streams, target, torch.ones(1000), DONE, reader=READ).synchronize()
     assert target.all()
     assert not update.done()
     streams.submit(UPDATE, lambda: None).synchronize()
@@ -89,9 +105,9 @@ def test_no_copy_of_pageable_memory_runs_on_the_callers_thread(
     if of_device:
         monkeypatch.setattr(torch, "get_device_module", lambda device: fake)
     streams: Streams = AcceleratorStreams(torch.device("cpu")) if of_device else simulated(most_seconds=0)
-    bounce, near = make(), torch.zeros(100)
-    bounce.upload(streams, near, pageable, (DONE,), reader=READ, what="").synchronize()
-    bounce.download(streams, pageable, near, (DONE,), reader=READ, what="").synchronize()
+    bounce, near = Bounce(), torch.zeros(100)
+    bounce.upload(streams, near, pageable, DONE, reader=READ).synchronize()
+    bounce.download(streams, pageable, near, DONE, reader=READ).synchronize()
     assert threads == {"penstock-read", "penstock-write"}
     assert near.all()
     streams.close()
@@ -99,10 +115,10 @@ def test_no_copy_of_pageable_memory_runs_on_the_callers_thread(
 
 def test_a_copy_that_fails_is_raised_wherever_in_the_values_it_was() -> None:
     streams = BreakingStreams()
-    bounce = make()
+    bounce = Bounce()
     target = torch.zeros(1000)
     streams.broken = UPLOAD
-    failed = bounce.upload(streams, target, torch.ones(1000), (DONE,), reader=READ, what="")
+    failed = bounce.upload(streams, target, torch.ones(1000), DONE, reader=READ)
     streams.broken = None
     with pytest.raises(BrokenError):
         failed.synchronize()

@@ -102,21 +102,22 @@ def test_bytes_of_a_home_are_taken_at_once_and_written_when_they_are_read() -> N
     store = store_with()
     cuts = cuts_of(store)
     first, second = cuts.take(4 * PAGE_BYTES), cuts.take(2 * PAGE_BYTES)
-    first.used, second.used = HostEvent(), HostEvent()
-    upload, other = first.used, second.used
+    upload, other = HostEvent(), HostEvent()
+    first.home.note_read(upload)
+    second.home.note_write(other)
     cuts.drop(first)
     parts = [cuts.take(PAGE_BYTES), cuts.take(2 * PAGE_BYTES)]
     assert cuts.capacity == 6 * PAGE_BYTES, "no more is taken"
-    assert not any(part.clear.done() for part in parts)
+    assert not any(part.home.read.done() for part in parts)
     cuts.drop(second)
     cuts.drop(parts.pop())  # never written: but what was under way before still is
     parts += [cuts.take(3 * PAGE_BYTES), cuts.take(2 * PAGE_BYTES)]
     upload.run(lambda: None)
-    assert [part.clear.done() for part in parts] == [True, True, False]
+    assert [part.home.read.done() for part in parts] == [True, True, False]
     other.run(lambda: None)
-    assert all(part.clear.done() for part in parts)
+    assert all(part.home.read.done() for part in parts)
     cuts.drop(parts[0])
-    assert cuts.take(PAGE_BYTES).clear.done()
+    assert cuts.take(PAGE_BYTES).home.read.done()
     store.close()
 
 
@@ -134,7 +135,8 @@ def test_slabs_go_when_nothing_is_left_in_them_and_on_them() -> None:
     store = store_with()
     cuts = cuts_of(store)
     kept, left = cuts.take(3 * PAGE_BYTES), cuts.take(PAGE_BYTES)
-    left.used = event = HostEvent()
+    event = HostEvent()
+    left.home.note_read(event)
     cuts.drop(left)
     late = threading.Timer(0.05, event.run, [lambda: None])
     late.start()
@@ -229,8 +231,8 @@ def test_a_device_that_is_always_behind_makes_no_chain_of_events() -> None:
     events: list[HostEvent] = []
     for _ in range(50):
         cut = cuts.take(3 * PAGE_BYTES)
-        assert list(cut.clear.parts()) == (events[-1:] or [DONE])
+        assert list(cut.home.read.parts()) == (events[-1:] or [DONE])
         events.append(HostEvent())
-        cut.used = events[-1]
+        cut.home.note_write(events[-1])
         cuts.drop(cut)
     store.close()

@@ -10,8 +10,10 @@ from penstock.errors import NvmeError
 from penstock.kinds import Tier
 from penstock.machine.aio import File, Queue
 from penstock.machine.arena import page_aligned
-from penstock.tiers.home import CellPlan, SectionPlan
-from penstock.tiers.records import Place, RecordLayout, Records, record_sizes
+from penstock.machine.streams import DONE
+from penstock.tiers.home import CellPlan, Place, SectionPlan
+from penstock.tiers.nvme import FileRecords
+from penstock.tiers.records import RecordLayout, record_sizes
 
 PAGE = 4096
 TILE = 1024
@@ -62,15 +64,15 @@ def file(tmp_path: Path) -> Iterator[File]:
         yield file
 
 
-def records(file: File, *, checksums: bool = True) -> Records:
+def records(file: File, *, checksums: bool = True) -> FileRecords:
     places, offset = [], 0
     for nbytes in record_sizes(section()):
         places.append(Place(file, offset, nbytes))
         offset += nbytes
-    return Records(section(), places, checksums=checksums)
+    return FileRecords(section(), places, checksums=checksums)
 
 
-def number(home: Records) -> None:
+def number(home: FileRecords) -> None:
     """Every value is the index of its element, as far as its dtype goes."""
     for start, stop, views in home.visit(0, NUMEL, modify=True):
         for kind, view in zip(home.plan.cells, views, strict=True):
@@ -182,12 +184,12 @@ def test_a_home_is_at_rest_when_its_writes_are_over(file: File) -> None:
             self.waited = True
 
     home = records(file)
-    assert home.at_rest()
+    assert home.written is DONE
     home.settled[1] = event = Open()  # type: ignore[assignment] # as much of an event as is asked for
-    assert not home.at_rest()
-    home.settle()
+    assert not home.written.done()
+    home.written.synchronize()
     assert event.waited
-    assert home.at_rest()
+    assert home.written.done()
     home.settled[2] = later = Open()  # type: ignore[assignment]
     list(home.visit(0, TILE))
     assert not later.waited, "of another tile"

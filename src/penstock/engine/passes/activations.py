@@ -20,13 +20,14 @@ from torch import Tensor, nn
 
 from penstock.engine.units.versions import Version
 from penstock.kinds import ACTIVATION, Tier
-from penstock.machine.streams import DONE, Event, Streams
+from penstock.machine.streams import DONE, Event, Streams, all_of
 from penstock.tiers.cuts import Cut, Cuts
-from penstock.tiers.home import CellPlan, Home, SectionPlan
+from penstock.tiers.home import CellPlan, Home, SectionPlan, buffer_home
+from penstock.tiers.movement import Movement
 from penstock.tiers.ring import Ring
 from penstock.tiers.staging import Buffers, transit_slots
 from penstock.tiers.store import Store
-from penstock.tiers.transit import Transit, buffer_home
+from penstock.trace import Label
 
 UNIT = "(activations)"  # what the table calls it
 LEAST_BYTES = 64 << 10  # smaller ones are not worth a copy
@@ -49,6 +50,7 @@ class Saved:
         before: the one that was saved before it: backward wants it after this one.
         shape, stride, dtype, version: of the tensor.
         on_device: its bytes there, while they leave or once they are coming back.
+        arrived: its home holds them, or `here` does.
         key: what tells it apart while they leave.
     """
 
@@ -60,6 +62,7 @@ class Saved:
     version: Version
     on_device: _Bytes
     key: tuple[object, ...]
+    arrived: Event = DONE
 
     @property
     def home(self) -> Home:
@@ -79,15 +82,6 @@ class Saved:
     def nbytes(self) -> int:
         """Bytes of the tensor."""
         return self.home.stop
-
-    @property
-    def arrived(self) -> Event:
-        """Its home holds them, or `here` does. It outlives the tensor: its bytes are others' afterwards."""
-        return self.cut.used
-
-    @arrived.setter
-    def arrived(self, event: Event) -> None:
-        self.cut.used = event
 
     def saved_before(self) -> "Saved | None":
         """The one that was saved before it, if it is still wanted."""
@@ -124,7 +118,7 @@ class Activations:
         self._kept = kept
         self._kept_storages: set[int] = set()
         self._ring = Ring(self._fill_ring)
-        self._transit = Transit(streams, self._ring)
+        self._movement = Movement(streams, self._ring)
         self._leaving: deque[Saved] = deque()
         self._known: dict[tuple[object, ...], Saved] = {}  # those that are leaving, by what tells tensors apart
         self._last: weakref.ref[Saved] | None = None
@@ -176,7 +170,7 @@ class Activations:
         held = _Bytes(here)
         saved = Saved(cut, self._last, tensor.shape, tensor.stride(), tensor.dtype, Version(tensor), held, key)
         weakref.finalize(saved, _give_back, self._cuts, cut, held, weakref.ref(self._streams))
-        saved.arrived = self._transit.copy(buffer_home(here), cut.home, after=cut.clear, what="save activation")
+        saved.arrived = self._movement.copy(buffer_home(here), cut.home, Label("save", "activation"))
         self._known[key] = saved
         self._leaving.append(saved)
         self._last = weakref.ref(saved)
@@ -200,10 +194,7 @@ class Activations:
         """Start to bring a tensor back, if it is not on the device."""
         if saved.here is None:
             saved.here = torch.empty(saved.nbytes, dtype=torch.uint8, device=self._streams.device)
-            # Compute has waited for it to leave, or its memory would not have gone.
-            saved.arrived = self._transit.copy(
-                saved.cut.home, buffer_home(saved.here), after=DONE, what="bring activation"
-            )
+            saved.arrived = self._movement.copy(saved.home, buffer_home(saved.here), Label("bring", "activation"))
 
     def _let_go(self, most_bytes: int) -> None:
         """Drop what has left; where more than some bytes are leaving, compute waits for the first of them."""
@@ -231,7 +222,7 @@ def _give_back(cuts: Cuts, cut: Cut, held: _Bytes, streams: "weakref.ref[Streams
     values, held.values = held.values, None
     back_end = streams()
     if values is not None and back_end is not None:
-        back_end.give_up((values,), until=cut.used)
+        back_end.give_up((values,), until=all_of([cut.home.memory.written, cut.home.read]))
     cuts.drop(cut)
 
 

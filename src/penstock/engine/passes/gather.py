@@ -24,10 +24,12 @@ from torch import Tensor, nn
 from penstock.engine.units.holding import Residency
 from penstock.engine.units.recorded import views_elsewhere
 from penstock.engine.units.unit import Unit
-from penstock.kinds import Tier
+from penstock.kinds import PARAM, Tier
 from penstock.machine.collectives import Ranks
-from penstock.machine.streams import COLLECTIVE, DONE, Event, Streams, all_of
-from penstock.tiers.transit import Transit, buffer_home
+from penstock.machine.streams import COLLECTIVE, DONE, Event, Streams
+from penstock.tiers.home import buffer_home
+from penstock.tiers.movement import Movement
+from penstock.trace import Label
 
 _EMPTY = (Residency.RELEASED, Residency.OUTDATED)  # of values that count
 
@@ -86,11 +88,11 @@ class Gatherer:
     """
 
     def __init__(
-        self, ranks: Ranks, streams: Streams, transit: Transit, *, live_bytes: int, prefetch_bytes: int
+        self, ranks: Ranks, streams: Streams, movement: Movement, *, live_bytes: int, prefetch_bytes: int
     ) -> None:
         self._ranks = ranks
         self._streams = streams
-        self._transit = transit
+        self._movement = movement
         self._live_budget = live_bytes
         self._prefetch_budget = prefetch_bytes
         self.live_bytes = 0
@@ -124,7 +126,7 @@ class Gatherer:
             unit.holding.become(Residency.GATHERED)
             self._ahead.pop(unit, None)
             self._updated.discard(unit)
-        unit.published.check()  # what stays gathered must not outlive a step that failed
+        unit.params.written.check()  # what stays gathered must not outlive a step that failed
 
     def prefetch(self, upcoming: Iterator[Unit]) -> None:
         """Start gathering the units that come next, as many as the budgets allow, in order."""
@@ -180,7 +182,7 @@ class Gatherer:
         for unit in units:
             if unit.resident:
                 # Not what other ranks' parts have to be gathered for: ranks would do so in different orders.
-                if wait or (unit.published.done() and not unit.stale):
+                if wait or (unit.params.written.done() and not unit.stale):
                     self.acquire(unit)
                 elif unit.holding.residency is not Residency.GATHERED:  # else it is in use
                     unit.hide()
@@ -345,7 +347,7 @@ class Gatherer:
 
     def _start(self, unit: Unit) -> None:
         """Bring what this rank has."""
-        unit.event = unit.published if unit.resident else self._fill(unit)
+        unit.event = unit.params.written if unit.resident else self._fill(unit)
         unit.holding.become(Residency.GATHERING)
         if unit.stale if unit.replica is not None else self._ranks.shards > 1:
             self._in_part.add(unit)
@@ -357,11 +359,9 @@ class Gatherer:
         self._buffers[unit.full.untyped_storage()._cdata] = unit
         replica = unit.replica
         if replica is not None and not unit.stale:
-            full = buffer_home(unit.full)
-            return self._transit.copy(replica, full, after=unit.published, what=f"gather {unit.name}")
+            return self._movement.copy(replica, buffer_home(unit.full), Label("gather", unit.name))
         start, stop = unit.own_range
-        own = buffer_home(unit.full[start:stop])
-        return self._transit.copy(unit.params, own, after=unit.published, what=f"gather {unit.name}")
+        return self._movement.copy(unit.params, buffer_home(unit.full[start:stop]), Label("gather", unit.name))
 
     def _all_gather(self, unit: Unit) -> None:
         """Gather what other ranks have. Where this rank's part still comes from the host, the caller waits for it."""
@@ -372,13 +372,12 @@ class Gatherer:
             lambda: self._ranks.all_gather(full, own, what),
             after=(unit.event,),
             nbytes=unit.nbytes,
-            what=f"gather {unit.name}",
+            label=Label("gather", unit.name),
         )
         self._in_part.remove(unit)
         self._ranks.submitted(event)
         if unit.replica is not None:  # it must hold every rank's part again
             unit.stale = False
             if not unit.resident:
-                after = all_of([event, unit.saved])
-                home, what = buffer_home(full), f"save {unit.name} param"
-                unit.event = self._transit.copy(home, unit.replica, after=after, what=what)
+                home, label = buffer_home(full, written=event), Label("save", unit.name, PARAM)
+                unit.event = self._movement.copy(home, unit.replica, label)

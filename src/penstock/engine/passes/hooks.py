@@ -35,6 +35,7 @@ from penstock.engine.updates.scale import GradientScale
 from penstock.errors import EngineError
 from penstock.machine.border import crossing, theirs, user_records
 from penstock.machine.streams import Streams
+from penstock.trace import NO_LABEL, Label
 
 
 class BackwardUpdates(Protocol):
@@ -517,7 +518,7 @@ class Hooks:
             return
         units = self._active[-1:] or [u for call in self._calls[::-1] for u in self._anchors.get(call.module, ())][:1]
         verb = "backward" if self._active else "forward"
-        self._streams.recorder.turn_to(f"{verb} {units[0].name}" if units else "")
+        self._streams.recorder.turn_to(Label(verb, units[0].name) if units else NO_LABEL)
 
 
 def _inside_a_node() -> bool:

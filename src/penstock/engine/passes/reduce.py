@@ -4,28 +4,27 @@
 
 At world size 1, where compute reaches the home, a gradient goes there straight from autograd. Nothing here makes the
 host wait for the device. Norms are taken part by part (a slot's part in the shard) of what the home holds in the end,
-so they do not depend on the path, the placement or the tile size.
+so they do not depend on the path, the placement or the tile size. The way home is `engine/passes/routes.py`.
 """
 
-import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 
 import torch
 from torch import Tensor
 
 from penstock._native import Pool
 from penstock.engine.passes.buffers import BufferRing
+from penstock.engine.passes.routes import Means, Reduced, Route, route_to
 from penstock.engine.units.norms import measure_late
-from penstock.engine.units.unit import Gradient, Part, Unit, reached
+from penstock.engine.units.unit import Gradient, Unit
 from penstock.machine.arena import Words
 from penstock.machine.collectives import Ranks
-from penstock.machine.streams import COLLECTIVE, DEVICE_UPDATE, DONE, DOWNLOAD, UPDATE, Event, Streams, across, all_of
-from penstock.rules.deposit import Ranges, deposit, deposit_parts, squared_norm, squared_norms
-from penstock.tiers.home import MemorySection
-from penstock.tiers.ring import Ring
-from penstock.tiers.transit import LANDING, Transit, buffer_home
+from penstock.machine.streams import COLLECTIVE, DONE, DOWNLOAD, Streams, across
+from penstock.rules.deposit import deposit, squared_norm
+from penstock.tiers.home import Home
+from penstock.tiers.movement import Movement
+from penstock.trace import Label
 
 
 class Reducer:
@@ -34,8 +33,6 @@ class Reducer:
     Arguments:
         reduce_dtype: dtype in which gradients are summed over ranks.
         accumulation_dtype: dtype in which micro-batches are summed, the homes' own.
-        landing: host buffers of a tile, through which later micro-batches reach homes on the cpu tier where compute
-            does not.
         collects_fp32: gradients are summed in fp32 until they are reduced, because a parameter gets several in one
             backward.
         agrees: ranks tell each other whether a gradient is finite, as soon as it is reduced.
@@ -46,19 +43,17 @@ class Reducer:
         self,
         ranks: Ranks,
         streams: Streams,
-        transit: Transit,
+        movement: Movement,
         pool: Pool,
         *,
         reduce_dtype: torch.dtype,
         accumulation_dtype: torch.dtype,
-        landing: Ring,
         collects_fp32: bool,
         agrees: bool,
         may_hold_back: bool,
     ) -> None:
         self._ranks = ranks
         self._streams = streams
-        self._transit = transit
         self._pool = pool
         self._reduce_dtype = reduce_dtype
         self._accumulation_dtype = accumulation_dtype
@@ -66,13 +61,14 @@ class Reducer:
         self._measures_late = streams.device.type != "cpu"
         self._straight = ranks.world_size == 1 and not collects_fp32
         self._collects_fp32 = collects_fp32
-        self._landing = landing
         self.buffers = BufferRing(streams.device, streams)
         self._told = Words(streams.device)
         if agrees and not streams.aliases_host:
             self._told.place(0)  # not later, within a backward: to pin memory there may block what it waits for
         self._agrees = agrees and ranks.world_size > 1
         self._may_hold_back = may_hold_back
+        self._means = Means(streams, movement, pool, self.buffers, accumulation_dtype, self._agrees)
+        self._routes: dict[Unit, tuple[Home, Route]] = {}
         self.accumulates = False  # inside `held_back`: another micro-batch follows
 
     @property
@@ -110,9 +106,9 @@ class Reducer:
         gradient = unit.trained.gradient
         slot = unit.layout.slots[slot_index]
         flat = grad.reshape(-1)
-        values = reached(gradient.home, self._streams) if self._straight else None
+        values = self._route(unit, gradient.home).values if self._straight else None
         if values is not None and self._reduce_dtype in (flat.dtype, torch.float32):  # else reducing would round
-            gradient.ready.wait()  # the home may have moved
+            gradient.home.memory.written.wait()  # the home may have moved
             target, held = values[slot.start : slot.stop], slot_index in gradient.present
             if not self._measures_late:
                 gradient.squared_norms[slot_index] = deposit(target, flat, add=held, pool=self._pool)
@@ -130,7 +126,7 @@ class Reducer:
         gradient.arrived.add(slot_index)
 
     def flush(self, unit: Unit) -> None:
-        """The unit's backward is over: reduce what is pending and settle it in its home."""
+        """Reduce what is pending of a unit whose backward is over, and send it home."""
         gradient = unit.trained.gradient if unit.trained else None
         if gradient is None or not (gradient.due or gradient.pending is not None) or not self._synchronizing:
             return
@@ -140,69 +136,60 @@ class Reducer:
         gradient.pending, gradient.due = None, False
         gradient.present |= gradient.arrived
         gradient.arrived = set()
-        add = bool(gradient.held)
-        stale = [(start, stop) for index, start, stop in unit.parts() if add and index not in gradient.held]
-        gradient.held = set(range(len(unit.layout.slots)))
 
         full = pending
         if pending.dtype != self._reduce_dtype:
             full = self.buffers.lease(unit.layout.numel, self._reduce_dtype)
             full.copy_(pending)
+            self.buffers.give_back(pending, DONE)
         sharded = self._ranks.shards > 1
-        reduced = self.buffers.lease(unit.layout.shard_numel, self._reduce_dtype) if sharded else full
-        parts = unit.parts()
-        ranges = _ranges(parts)
-        values, before = reached(gradient.home, self._streams), gradient.ready
-        home_free = before if values is not None else DONE
-
-        named = unit.label
+        reduced = self._begin(unit, gradient, self._shard_of(unit) if sharded else full)
+        route = self._route(unit, gradient.home)
         flaws = gradient.flaws = self._no_flaws() if self._agrees and not self.accumulates else None
 
         def communicate() -> None:
             if sharded:
-                self._ranks.reduce_scatter(reduced, full, named)
-            self._ranks.all_reduce_replicas(reduced, named)
-            if values is not None:
-                _clear(values, stale)
-                gradient.flawed = None  # of a home that was elsewhere
-                gradient.measure(parts, deposit_parts(values, reduced, ranges, add=add, pool=self._pool))
-            elif not add:
-                gradient.measure(parts, squared_norms(reduced.to(self._accumulation_dtype), ranges, pool=self._pool))
-            if self._agrees and values is None:
-                gradient.flawed = _flaw(reduced, gradient.flawed if add else None)
+                self._ranks.reduce_scatter(reduced.values, full, unit.label)
+            self._ranks.all_reduce_replicas(reduced.values, unit.label)
+            route.receive(gradient, reduced)
             if flaws is not None:  # now, in the program's order: the sum of micro-batches is measured when it is home
                 flaws.copy_(self._flaws(gradient) if gradient.flawed is None else gradient.flawed)
                 self._ranks.agree(flaws)
 
-        writes = (reduced,) if sharded else ()
-        event = self._streams.submit(
+        received = self._streams.submit(
             COLLECTIVE,
             communicate,
-            after=(home_free,),
-            writes=writes,
+            after=(route.free,),
+            writes=(reduced.values,) if sharded else (),
             nbytes=full.numel() * full.element_size(),
-            what=f"reduce {unit.name}",
+            label=Label("reduce", unit.name),
         )
-        self._ranks.submitted(event)
-        what = f"save {unit.name} grad"
-        if full is not pending:
-            self.buffers.give_back(pending, DONE)
-        if values is not None:
-            gradient.ready = event
-        elif add and (len(gradient.home.sections) > 1 or gradient.home.in_files):
-            gradient.ready = self._add_on_device(gradient, reduced, parts, stale, event, what)
-        else:
-            settled = all_of([event, before])
-            if add:
-                gradient.ready = self._add_on_host(gradient, reduced, parts, stale, settled, what)
-            else:
-                gradient.ready = self._transit.copy(buffer_home(reduced), gradient.home, after=settled, what=what)
-        self.buffers.give_back(full, event if sharded else gradient.ready)
+        self._ranks.submitted(received)
+        sent = route.settle(gradient, reduced, received)
+        self.buffers.give_back(full, received if sharded else sent)
         if sharded:
-            self.buffers.give_back(reduced, gradient.ready)
+            self.buffers.give_back(reduced.values, sent)
+
+    def _shard_of(self, unit: Unit) -> Tensor:
+        """Lease a buffer for this rank's shard of a unit's gradient."""
+        return self.buffers.lease(unit.layout.shard_numel, self._reduce_dtype)
+
+    def _begin(self, unit: Unit, gradient: Gradient, values: Tensor) -> Reduced:
+        """Describe what a reduction will leave in `values`; from now on the home holds a gradient of every slot."""
+        parts, adds = unit.parts(), bool(gradient.held)
+        stale = [(start, stop) for index, start, stop in parts if adds and index not in gradient.held]
+        gradient.held = set(range(len(unit.layout.slots)))
+        return Reduced(unit.name, values, parts, adds, stale)
+
+    def _route(self, unit: Unit, home: Home) -> Route:
+        """Find the route to a unit's home: chosen when it is first seen, and again when it has moved."""
+        known = self._routes.get(unit)
+        if known is None or known[0] is not home:
+            known = self._routes[unit] = home, route_to(home, self._means)
+        return known[1]
 
     def tell_host(self, unit: Unit) -> None:
-        """Have the host know whether the ready gradient is finite: to ask a device for it would wait for compute."""
+        """Have the host know whether a gradient is finite: to ask a device for it later would wait for compute."""
         assert unit.trained is not None
         gradient = unit.trained.gradient
         measure_late([unit], self._streams)
@@ -215,19 +202,22 @@ class Reducer:
             across(told, self._flaws(gradient) if agreed is None else agreed)()
 
         gradient.flaws = told
-        gradient.ready = self._streams.submit(
+        home = gradient.home
+        heard = self._streams.submit(
             DOWNLOAD,
             tell,
-            after=(gradient.ready,),
+            after=(home.memory.written,),
             writes=(told,),
             nbytes=told.element_size(),
-            what=f"tell {unit.name}",
+            label=Label("tell", unit.name),
         )
+        home.note_write(heard)  # whoever waits for the gradient may ask for it
         if agreed is not None:  # ranks may not have agreed yet
-            self._streams.give_up((agreed,), until=gradient.ready)
+            self._streams.give_up((agreed,), until=heard)
 
     def close(self) -> None:
         """Give every buffer back. Work on them is over."""
+        self._routes.clear()
         self.buffers.clear()
         self._told.close()
 
@@ -269,7 +259,7 @@ class Reducer:
         for unit in units:
             if unit.trained:
                 gradient = unit.trained.gradient
-                gradient.ready.synchronize()  # work under way must not write into what comes next
+                gradient.home.memory.written.synchronize()  # work under way must not write into what comes next
                 gradient.present = set()
                 gradient.squared_norms, gradient.unmeasured = {}, set()
                 gradient.held = set()
@@ -278,65 +268,6 @@ class Reducer:
     def squared_norm(self, values: Tensor) -> float | Tensor:
         """The squared norm as every gradient's is taken."""
         return squared_norm(values, pool=self._pool)
-
-    def _add_on_host(
-        self, gradient: Gradient, reduced: Tensor, parts: Sequence[Part], stale: Ranges, after: Event, what: str
-    ) -> Event:
-        """A later micro-batch of a home on the cpu tier: down once in the reduced dtype, added there tile by tile.
-
-        While one tile is added the next one comes down.
-        """
-        (section,) = gradient.home.sections
-        assert isinstance(section, MemorySection)
-        (home,) = section.tensors
-
-        def add(start: int, landed: Tensor) -> None:
-            if start == 0:
-                _clear(home, stale)
-            deposit(home[start : start + landed.numel()], landed, add=True, pool=self._pool)
-            if start + landed.numel() == home.numel():  # the last: they run in order
-                gradient.measure(parts, squared_norms(home, _ranges(parts), pool=self._pool))
-
-        start, itemsize = 0, reduced.element_size()
-        added: list[Event] = []
-        while start < home.numel():
-            slot = self._landing.take()
-            buffer = slot.near[LANDING]
-            source = reduced[start : start + buffer.numel() // itemsize]
-            landed = buffer[: source.numel() * itemsize].view(reduced.dtype)
-            copied = self._streams.submit(
-                DOWNLOAD,
-                across(landed, source),
-                after=(after, slot.free),
-                writes=(landed,),
-                nbytes=source.numel() * itemsize,
-                what=what,
-            )
-            slot.free = self._streams.submit(UPDATE, partial(add, start, landed), after=(copied,), what=what)
-            added.append(slot.free)
-            start += source.numel()
-        return all_of(added)
-
-    def _add_on_device(
-        self, gradient: Gradient, reduced: Tensor, parts: Sequence[Part], stale: Ranges, after: Event, what: str
-    ) -> Event:
-        """A later micro-batch of a home in files or on several tiers: what it holds comes up, is added to, goes back.
-
-        Of homes in memory only those on a cut are on several tiers: their parts must be measured whole.
-        """
-        total = self.buffers.lease(reduced.numel(), self._accumulation_dtype)
-        brought = self._transit.copy(gradient.home, buffer_home(total), after=gradient.ready, what=what)
-
-        def add() -> None:
-            _clear(total, stale)
-            norms = deposit_parts(total, reduced, _ranges(parts), add=True, pool=self._pool)
-            gradient.measure(parts, norms)
-
-        # Beside collectives: the thread that issues one waits for what it follows, here a file perhaps.
-        added = self._streams.submit(DEVICE_UPDATE, add, after=(after, brought), what=what)
-        saved = self._transit.copy(buffer_home(total), gradient.home, after=added, what=what)
-        self.buffers.give_back(total, saved)
-        return saved
 
     def _flaws(self, gradient: Gradient) -> Tensor:
         """Whether this rank's part of the gradient is not finite: 0 or 1."""
@@ -357,22 +288,6 @@ class Reducer:
         for index, slot in enumerate(unit.layout.slots):
             if index not in gradient.arrived:
                 gradient.pending[slot.start : slot.stop] = 0
-
-
-def _clear(home: Tensor, stale: Ranges) -> None:
-    """Zero what a step before has left, where some slots hold a gradient of this one already."""
-    for start, stop in stale:
-        home[start:stop] = 0
-
-
-def _flaw(reduced: Tensor, before: Tensor | None) -> Tensor:
-    """Whether this micro-batch, or one before it, is not finite: 0 or 1. On the device."""
-    flaw = torch.linalg.vector_norm(reduced, math.inf).isfinite().logical_not().float().view(1)
-    return flaw if before is None else torch.maximum(before, flaw)
-
-
-def _ranges(parts: Sequence[Part]) -> list[tuple[int, int]]:
-    return [(start, stop) for _, start, stop in parts]
 
 
 def _gradients(units: Sequence[Unit]) -> list[Gradient]:

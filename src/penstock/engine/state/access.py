@@ -21,7 +21,6 @@ from penstock.errors import ConfigError, EngineError, NvmeError
 from penstock.kinds import PARAM
 from penstock.layout import Slot
 from penstock.machine.collectives import Ranks, as_bytes
-from penstock.machine.streams import DONE
 from penstock.rules.rule import Rule, Scalars
 from penstock.rules.storage import read_state, write_state
 
@@ -70,14 +69,10 @@ class Access:
         self._given_state: set[nn.Parameter] = set()  # by `set_state`: they have state before their first update
 
     def finish(self) -> None:
-        """Wait until every update has reached its home, on the host."""
+        """Wait on the host until everything that was written has reached its home."""
         for unit in self._units:
-            if unit.trained:
-                unit.trained.gradient.ready.synchronize()
-                unit.trained.updated.synchronize()
-            unit.published.synchronize()
             for home in unit.homes.values():
-                home.settle()
+                home.written.synchronize()
 
     @contextmanager
     def gathered(self, parameters: Iterable[nn.Parameter] | None, *, modify: bool) -> Iterator[None]:
@@ -228,7 +223,6 @@ class Access:
                         weights.param.copy_(part)
             unit.count_writes([index])
             unit.stale = unit.replica is not None and unit.layout.shards > 1
-            unit.published = DONE
             self._gatherer.outdate(unit)
             if unit.resident:
                 self._gatherer.acquire(unit)

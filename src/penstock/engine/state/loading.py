@@ -260,11 +260,11 @@ class Loader:
     def _settle(self, manifest: Manifest) -> None:
         """What is in the homes is whole: the rest of the engine takes note."""
         for unit in self._units:
-            unit.published = DONE
+            for home in unit.updated_homes:
+                home.note_write(DONE)
             unit.count_writes(range(len(unit.layout.slots)))
             unit.stale = unit.replica is not None and unit.layout.shards > 1
             if unit.trained is not None:
-                unit.trained.updated = DONE
                 for parameter, name in zip(unit.spec.parameters, unit.spec.names, strict=True):
                     self._restore_counts(parameter, manifest.parameters[name])
             self._gatherer.outdate(unit)

@@ -4,14 +4,14 @@
 2. Copy.
 3. Exchange the homes, on every rank or on none, and give the old ones back.
 
-A move that is not waited for exchanges the homes at once, and their events tell when the values are there. Training
-goes on from wherever the state is: tiles are updated where their optimizer states are, and what they need is brought
+A move that is not waited for exchanges the homes at once: the new ones know when their values are there. Training goes
+on from wherever the state is: tiles are updated where their optimizer states are, and what they need is brought
 to them.
 """
 
 import contextlib
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 from penstock.engine.passes.gather import Gatherer
 from penstock.engine.passes.reduce import Reducer
@@ -22,10 +22,11 @@ from penstock.kinds import GRAD, MASTER, OPTIMIZER, PARAM, SHADOW, Tier
 from penstock.machine.collectives import Ranks
 from penstock.machine.streams import DONE, UPDATE, Event, FailedEvent, Streams, all_of
 from penstock.tiers.home import Home, MemorySection, Section, SectionPlan
+from penstock.tiers.movement import Movement
 from penstock.tiers.ring import Ring
 from penstock.tiers.staging import Buffers, Sections, Staging, StagingPlan, transit_slots
 from penstock.tiers.store import Reservation, Store
-from penstock.tiers.transit import Transit
+from penstock.trace import Label
 
 #: Where the homes of one unit are to be, by name.
 Wanted = Mapping[str, Sequence[SectionPlan]]
@@ -33,43 +34,23 @@ Wanted = Mapping[str, Sequence[SectionPlan]]
 
 @dataclass
 class _Move:
-    """One unit's way: its new homes, and what fills them.
+    """One unit's way to its new homes.
 
     Attributes:
-        params: event of the parameters.
-        rest: events of master, optimizer and shadow.
-        gradient: event of the gradient.
         stale: the parameters of other ranks have to come from them.
     """
 
     unit: Unit
     homes: dict[str, Home]
-    params: Event = DONE
-    rest: list[Event] = field(default_factory=list)
-    gradient: Event = DONE
     stale: bool = False
-
-    @property
-    def weights(self) -> Event:
-        """All but the gradient."""
-        return all_of([self.params, *self.rest])
-
-    @property
-    def events(self) -> list[Event]:
-        """All of them."""
-        return [self.params, *self.rest, self.gradient]
 
     def finish(self) -> Exception | None:
         """Wait until everything has arrived or failed; returns the first error."""
         failure: Exception | None = None
-        for event in self.events:
-            try:
-                event.synchronize()
-            except Exception as error:
-                failure = failure or error
         for home in self.homes.values():
             try:
-                home.settle()
+                # Else what the copies write is given back under them.
+                home.written.synchronize()
             except Exception as error:
                 failure = failure or error
         return failure
@@ -183,9 +164,9 @@ class Mover:
                 failure = error
             self._ranks.council.agree(failure)
             undo.callback(_wait, moves, ring)
-            transit = Transit(self._streams, ring)  # 2.
+            movement = Movement(self._streams, ring)  # 2.
             for move in moves:
-                self._copy_unit(move, transit)
+                self._copy_unit(move, movement)
             if wait:
                 self._ranks.council.agree(_wait(moves, ring))
             undo.pop_all()
@@ -205,7 +186,8 @@ class Mover:
             clean_up()
             self._gatherer.drop_unused()  # the sections that were left had views of full buffers
         else:
-            over = [_Over(event) for event in (used, ring.free, *(event for move in moves for event in move.events))]
+            written = [home.memory.written for move in moves for home in move.homes.values()]
+            over = [_Over(event) for event in (used, ring.free, *written)]
             self._cleaned = self._streams.submit(UPDATE, clean_up, after=(all_of(over),))
 
     def _replan(self) -> None:
@@ -218,7 +200,7 @@ class Mover:
         wanted: dict[str, Sequence[SectionPlan]] = {}
         for name in set(homes) & unit.homes.keys():
             plans: Sequence[SectionPlan] = unit.homes[name].plans
-            if name == PARAM and to is Tier.NVME:
+            if name == PARAM and not to.is_memory:
                 plans = unit.params.plans  # files hold shards
             elif name == PARAM and unit.replica is None:
                 plans = self._plans[unit].sections[PARAM]
@@ -254,40 +236,39 @@ class Mover:
         for unit in units:
             self._gatherer.take_back(unit)
 
-    def _copy_unit(self, move: _Move, transit: Transit) -> None:
+    def _copy_unit(self, move: _Move, movement: Movement) -> None:
         """Submit the copies of a unit. What cannot be submitted fails as a copy does."""
-        try:
-            for name in (PARAM, GRAD, MASTER, OPTIMIZER, SHADOW):  # the shadow last: it is a copy of the parameters
-                if name in move.homes:
-                    self._copy_home(move, name, move.homes[name], transit)
-        except Exception as error:
-            move.params = FailedEvent(error)
+        for name in (PARAM, GRAD, MASTER, OPTIMIZER, SHADOW):  # the shadow last: it is a copy of the parameters
+            if name in move.homes:
+                try:
+                    self._copy_home(move, name, move.homes[name], movement)
+                except Exception as error:
+                    move.homes[name].note_write(FailedEvent(error))
 
-    def _copy_home(self, move: _Move, name: str, new: Home, transit: Transit) -> None:
-        unit, trained = move.unit, move.unit.trained
+    def _copy_home(self, move: _Move, name: str, new: Home, movement: Movement) -> None:
+        unit, label = move.unit, Label("move", move.unit.name, name)
         if name == PARAM:
-            move.params = self._copy_params(move, new, transit)
-            return
-        assert trained is not None
-        what = f"move {unit.name} {name}"
-        if name == GRAD:
-            if trained.gradient.held:
-                move.gradient = transit.copy(trained.gradient.home, new, after=DONE, what=what)
+            self._copy_params(move, new, movement, label)
+        elif name == GRAD:
+            assert unit.trained is not None
+            if unit.trained.gradient.held:
+                movement.copy(unit.trained.gradient.home, new, label)
         elif name == SHADOW:
             params = self._own_part(unit, move.homes[PARAM]) if PARAM in move.homes else unit.params
-            move.rest.append(transit.copy(params, new, after=move.params, what=what))
+            movement.copy(params, new, label)
         else:
-            move.rest.append(transit.copy(unit.homes[name], new, after=DONE, what=what))
+            movement.copy(unit.homes[name], new, label)
 
-    def _copy_params(self, move: _Move, new: Home, transit: Transit) -> Event:
+    def _copy_params(self, move: _Move, new: Home, movement: Movement, label: Label) -> None:
         unit = move.unit
         if unit.holding.residency is Residency.GATHERED and unit.leased and self._becomes_resident(unit, new.plans):
-            return DONE  # the values are there
+            return  # the values are there
         becomes_replica = self._becomes_replica(unit, new)
         if becomes_replica == (unit.replica is not None):
-            return transit.copy(unit.homes[PARAM], new, after=DONE, what=f"move {unit.name} param")
-        move.stale = becomes_replica and unit.layout.shards > 1
-        return transit.copy(unit.params, self._own_part(unit, new), after=DONE, what=f"move {unit.name} param")
+            movement.copy(unit.homes[PARAM], new, label)
+        else:
+            move.stale = becomes_replica and unit.layout.shards > 1
+            movement.copy(unit.params, self._own_part(unit, new), label)
 
     def _becomes_replica(self, unit: Unit, params: Home) -> bool:
         return self._plans[unit].replicated and not params.in_files
@@ -310,16 +291,10 @@ class Mover:
                 self._gatherer.settle(unit)
                 self._store.enter(params.sections[0], None)
             elif unit.resident:
-                self._gatherer.unsettle(unit, in_use=self._in_use(unit), moved=move.params)
+                self._gatherer.unsettle(unit, in_use=self._in_use(unit), moved=params.memory.written)
             unit.replica = params if self._becomes_replica(unit, params) else None
             unit.params = self._own_part(unit, params)
             unit.stale = unit.stale or move.stale
-        if move.homes.keys() - {GRAD}:
-            unit.published = move.weights
-            if unit.trained is not None:
-                unit.trained.updated = move.weights
-        if GRAD in move.homes and unit.trained is not None:
-            unit.trained.gradient.ready = move.gradient
         return left
 
 

@@ -37,7 +37,7 @@ from penstock.errors import ConfigError, EngineError
 from penstock.kinds import MASTER, OPTIMIZER, PARAM
 from penstock.machine.collectives import Ranks
 from penstock.machine.council import Council
-from penstock.machine.streams import DONE, HostEvent, HostWorker, Streams, all_of
+from penstock.machine.streams import HostEvent, HostWorker, Streams, all_of
 from penstock.rules.rule import Rule
 from penstock.tiers.home import Home
 
@@ -159,8 +159,9 @@ class Saver:
             if blocking:
                 save.run()
                 return
-            for source, unit in sources:
-                unit.saved = source.copied
+            for source, _ in sources:
+                for home in source.homes:
+                    home.note_read(source.copied)  # an update would write what is still being copied
             worker = HostWorker("save", promised=f"Saving {folder}")
             self._job = _Job(worker, worker.submit(save.run), [source.copied for source, _ in sources], ring)
             undo.pop_all()
@@ -188,8 +189,6 @@ class Saver:
         finally:
             job.worker.close()
             job.ring.close()
-            for unit in self._units:
-                unit.saved = DONE
 
     def close(self) -> None:
         """Finish what is under way and end the thread.
@@ -229,8 +228,7 @@ class Saver:
                 checksums=((0,) * len(homes),) * (last - first),
             )
             offset += table.nbytes
-            updated = unit.trained.updated if unit.trained is not None else DONE
-            ready = all_of([begun, updated, unit.published, *(home.arrival() for home in homes.values())])
+            ready = all_of([begun, *(home.written for home in homes.values())])
             sources.append((UnitSource(table, tuple(homes.values()), ready, HostEvent()), unit))
         return sources
 

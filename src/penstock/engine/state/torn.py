@@ -15,14 +15,13 @@ class TornEvent(FailedEvent):
 def tear(units: Iterable[Unit], error: BaseException) -> None:
     """The state of these units is in parts."""
     for unit in units:
-        unit.published = TornEvent(error)
-        if unit.trained is not None:
-            unit.trained.updated = TornEvent(error)
+        for home in unit.updated_homes:
+            home.note_write(TornEvent(error))
 
 
 def is_torn(units: Iterable[Unit]) -> bool:
     """Whether the state of any of them is in parts."""
-    return any(isinstance(unit.published, TornEvent) for unit in units)
+    return any(isinstance(unit.params.memory.written, TornEvent) for unit in units)
 
 
 @contextmanager

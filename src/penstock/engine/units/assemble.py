@@ -15,8 +15,8 @@ from penstock.machine.streams import Streams
 from penstock.rules.master import split_master, write_master
 from penstock.rules.rule import BLOCK_NUMEL, StateSpec
 from penstock.split import Span, part, split
-from penstock.tiers.home import CellPlan, Home, MemorySection, SectionPlan
-from penstock.tiers.pipeline import in_reach
+from penstock.tiers.home import CellPlan, Home, SectionPlan
+from penstock.tiers.movement import in_reach
 from penstock.tiers.store import Reservation
 
 
@@ -68,7 +68,7 @@ def plan_units(specs: Sequence[UnitSpec], homes: Homes, ranks: Ranks, streams: S
     """The homes of every unit on this rank; kinds that are split between tiers are cut over all units together."""
     layouts = [FlatLayout.build(s.names, [tuple(p.shape) for p in s.parameters], ranks.shards) for s in specs]
     # A file holds every byte once, whatever the stage: what is replicated elsewhere is gathered from shards there.
-    replicated = Tier.NVME not in homes.params and (not homes.sharded_params or ranks.shards == 1)
+    replicated = all(tier.is_memory for tier in homes.params) and (not homes.sharded_params or ranks.shards == 1)
     tiles = [_tiles(layout.shard_numel, homes.tile_numel) for layout in layouts]
     trained = [index for index, spec in enumerate(specs) if spec.trainable]
 
@@ -161,7 +161,7 @@ class UnitPlan:
 
         Tiles that come from or go to a file are brought to the update anyway, and the parameters with them.
         """
-        return Tier.NVME not in (params, optimizer) and not in_reach(params, optimizer, self._streams)
+        return params.is_memory and optimizer.is_memory and not in_reach(params, optimizer, self._streams)
 
     def _plan(self, home: str, kinds: Sequence[Kind], spans: Iterable[Span]) -> list[SectionPlan]:
         return [
@@ -201,9 +201,7 @@ class UnitPlan:
         homes = {name: Home([reserved.make(plan) for plan in plans]) for name, plans in self.sections.items()}
         whole = homes[PARAM]
         if self.resident:
-            (section,) = whole.sections
-            assert isinstance(section, MemorySection)
-            (full,) = section.tensors
+            (full,) = whole.sections[0].tensors
         else:
             full = self._streams.make_buffer(layout.numel, spec.dtype)
             self._streams.retire(full)

@@ -26,8 +26,8 @@ from penstock.kinds import GRAD, MASTER, OPTIMIZER, PARAM, SHADOW, Tier
 from penstock.layout import FlatLayout, Piece
 from penstock.machine.streams import DONE, Event, Streams
 from penstock.rules.master import read_master, write_master
-from penstock.tiers.home import Home, MemorySection, Views, visit_together
-from penstock.tiers.pipeline import in_reach, tile_of
+from penstock.tiers.home import Home, Views, visit_together
+from penstock.tiers.movement import in_reach
 
 
 class Part(NamedTuple):
@@ -45,17 +45,16 @@ class Gradient:
     Attributes:
         home: this rank's shard of the reduced gradient, summed over ranks and micro-batches.
         present: slots that got a gradient on this rank.
-        squared_norms: squared norm of this rank's part of each slot, of the values that `home` has after `ready`.
+        squared_norms: squared norm of this rank's part of each slot, of the values that `home` has once it is written.
         unmeasured: slots whose norm is yet to be taken, of what `home` has then (`engine/units/norms.py`).
-        ready: `home` is complete.
         held: slots whose values `home` holds, which the next micro-batch is added to. Elsewhere in it is what a step
             before has left.
         pending: the flat gradient of the backward under way, not reduced yet (reduce dtype, whole unit).
         rests: `pending` is in host memory, beside the tiers.
         arrived: slots that `pending` holds.
         due: other ranks may have one to be reduced: this rank takes part, with zeros where it has none.
-        flaws: after `ready`, on how many ranks it is not finite; `None` where the norms on the host say it, and where
-            nobody asks.
+        flaws: once `home` is written, on how many ranks it is not finite; `None` where the norms on the host say it,
+            and where nobody asks.
         flawed: whether a micro-batch was not finite in this rank's shard, where the home measures their sum too late
             for `flaws`.
     """
@@ -64,7 +63,6 @@ class Gradient:
     present: set[int] = field(default_factory=set)
     squared_norms: dict[int, float | Tensor] = field(default_factory=dict)
     unmeasured: set[int] = field(default_factory=set)
-    ready: Event = DONE
     held: set[int] = field(default_factory=set)
     pending: Tensor | None = None
     rests: bool = False
@@ -80,7 +78,7 @@ class Gradient:
             self.unmeasured.discard(index)
 
     def is_finite(self) -> bool:
-        """Whether its norm is, over all ranks. It is `ready`, and the host was told."""
+        """Whether its norm is, over all ranks. The home is written, and the host was told."""
         if self.flaws is not None:
             return float(self.flaws) == 0
         return all(math.isfinite(float(norm)) for norm in self.squared_norms.values())
@@ -130,9 +128,6 @@ class Trained:
 
     Homes of what the rule or the precision does not need keep nothing; so do sections of `shadow` whose parameters are
     in reach of the update.
-
-    Attributes:
-        updated: the last update is over.
     """
 
     gradient: Gradient
@@ -141,16 +136,15 @@ class Trained:
     shadow: Home
     fields: Fields
     tiles: Sequence[tuple[Piece, ...]]
-    updated: Event = DONE
 
     def update_tier(self, number: int) -> Tier:
         """Where a tile is updated: on the device if its states live there, else on the host."""
-        section, _ = tile_of(self.optimizer, number)
+        section, _ = self.optimizer.tile(number)
         return Tier.DEVICE if section.tier is Tier.DEVICE else Tier.CPU
 
     def is_shadowed(self, number: int) -> bool:
         """Whether the update of a tile writes a shadow of its parameters."""
-        section, _ = tile_of(self.shadow, number)
+        section, _ = self.shadow.tile(number)
         return bool(section.plan.cells)
 
 
@@ -184,8 +178,6 @@ class Unit:
         self.recorded = Recorded()
         self.reads: Sequence[ReadWatch[Unit]] = ()  # told when the parameters are hidden and shown
         self.event: Event = DONE  # what fills the full buffer, or copies from it, is over
-        self.published: Event = DONE  # the last update has reached the home
-        self.saved: Event = DONE  # a save that goes on beside training has copied what it is to write
         self.stale = False  # replicated: the other ranks' parts are from before the last update
         self._versions: list[int] = []  # of the parameters: torch counts every write of theirs, and none of ours
         self.placeholder = torch.full((), float("nan"), dtype=torch.float32, device=device).to(spec.dtype)
@@ -227,6 +219,11 @@ class Unit:
             homes |= {GRAD: trained.gradient.home, MASTER: trained.master, OPTIMIZER: trained.optimizer}
             homes[SHADOW] = trained.shadow
         return homes
+
+    @property
+    def updated_homes(self) -> list[Home]:
+        """Every home that an update writes."""
+        return [home for name, home in self.homes.items() if name != GRAD]
 
     @property
     def shard_homes(self) -> dict[str, Home]:
@@ -380,7 +377,7 @@ class Unit:
 def reached(home: Home, streams: Streams) -> Tensor | None:
     """The values of a home of one kind, where compute reaches all of them in one piece."""
     section, *others = home.sections
-    if others or not isinstance(section, MemorySection) or not in_reach(section.tier, Tier.DEVICE, streams):
+    if others or not in_reach(section.tier, Tier.DEVICE, streams):
         return None
     (values,) = section.tensors
     return values

@@ -26,7 +26,7 @@ from penstock.engine.updates.update import Plan, TileUpdate, Updater
 from penstock.errors import EngineError
 from penstock.kinds import Tier
 from penstock.machine.collectives import Ranks
-from penstock.machine.streams import Event, FailedEvent, Streams
+from penstock.machine.streams import Event, FailedEvent, Streams, all_of
 from penstock.rules.exact import fp32
 
 
@@ -60,11 +60,11 @@ class Measure:
 
 @dataclass(frozen=True)
 class _Begun:
-    """A unit whose update began in backward: as what, after which event, and the tiles that the host updates."""
+    """A unit whose update began in backward: as what, the tiles that the host updates, what all tiles follow."""
 
     plan: Plan
     tiles: Sequence[TileUpdate]
-    after: Event
+    complete: Event
 
 
 @dataclass
@@ -137,7 +137,8 @@ class Stepper:
             assert unit.trained is not None
             try:
                 _check(unit)
-                unit.trained.gradient.ready.synchronize()
+                # Its norm is what the host decides on.
+                unit.trained.gradient.home.memory.written.synchronize()
             except Exception as error:
                 failure = failure or error
         try:
@@ -213,7 +214,8 @@ class Stepper:
             if not self._overlaps:
                 for unit in self._units:
                     assert unit.trained is not None
-                    unit.trained.updated.synchronize()
+                    # Files may still be written: nobody is kept from them.
+                    unit.trained.optimizer.memory.written.synchronize()
         except BaseException as error:
             self._fail(error)
             raise
@@ -229,8 +231,9 @@ class Stepper:
         trained = unit.trained
         assert trained is not None
         plan = self._updater.plan(unit, frozenset(range(len(unit.layout.slots))), self._param_groups)
-        tiles = self._updater.tiles(unit, plan, self._gradient_scale.value, after=unit.published)
-        begun = _Begun(plan, [tile for tile in tiles if tile.beside is not Tier.DEVICE], unit.published)
+        complete = self._updater.complete(unit)
+        tiles = self._updater.tiles(unit, plan, self._gradient_scale.value, complete)
+        begun = _Begun(plan, [tile for tile in tiles if tile.beside is not Tier.DEVICE], complete)
         self._early.units[unit] = begun
         if not begun.tiles:
             return
@@ -279,7 +282,8 @@ class Stepper:
         try:
             for unit in early.units:
                 assert unit.trained is not None
-                unit.trained.updated.synchronize()
+                # Until then it is open whether any of its tiles was updated.
+                unit.trained.optimizer.memory.written.synchronize()
         except Exception as error:
             failure = error
         if early.applied:
@@ -314,8 +318,10 @@ class Stepper:
     def _rest(self, unit: Unit, plan: Plan, scale: float, begun: _Begun | None) -> list[TileUpdate]:
         """What is left to be updated of a unit."""
         if begun is None:
-            return self._updater.tiles(unit, plan, scale, after=unit.published)
-        tiles = self._updater.tiles(unit, plan, scale, after=begun.after)
+            return self._updater.tiles(unit, plan, scale, self._updater.complete(unit))
+        # As the homes were before the tiles that are done, for which the others need not wait; and a save since then.
+        complete = all_of([begun.complete, *(home.read for home in unit.updated_homes)])
+        tiles = self._updater.tiles(unit, plan, scale, complete)
         done = {tile.number for tile in begun.tiles}
         return [tile for tile in tiles if tile.number not in done]
 
@@ -325,17 +331,14 @@ class Stepper:
         if not isinstance(error, Exception):  # an interrupt is over once it was raised
             error = EngineError("An update was interrupted: its values are not whole. Close the optimizer.")
         for unit in self._units:
-            assert unit.trained is not None
-            unit.trained.updated = unit.published = FailedEvent(error)
+            for home in unit.updated_homes:
+                home.note_write(FailedEvent(error))
 
 
 def _check(unit: Unit) -> None:
     """Raise the error of an earlier update or movement that has failed by now."""
-    assert unit.trained is not None
-    unit.trained.updated.check()
-    unit.published.check()
     for home in unit.homes.values():
-        home.check()
+        home.written.check()
 
 
 def _as_fp32(value: float) -> float:

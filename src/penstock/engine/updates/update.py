@@ -15,8 +15,8 @@ from penstock.layout import Piece
 from penstock.machine.streams import DEVICE_UPDATE, DONE, UPDATE, Event, Streams, all_of
 from penstock.rules.rule import BLOCK_NUMEL, Hyper, Rule, Scalars, Segment
 from penstock.tiers.home import Home, Views
-from penstock.tiers.pipeline import Pipeline, Stretch
-from penstock.tiers.transit import Transit
+from penstock.tiers.movement import Movement, Pipeline, Stretch
+from penstock.trace import NO_LABEL, Label
 
 #: For each slot that has a gradient: what the rule reads of its group and step, and its scalars afterwards.
 Plan = dict[int, tuple[Hyper, Scalars]]
@@ -34,16 +34,15 @@ class Run:
 
 @dataclass
 class TileUpdate:
-    """One tile's update, or a stretch's: where it runs, what of it in which passes, and once submitted, its events.
+    """One tile's update, or a stretch's: where it runs, what of it in which passes, and once submitted, its event.
 
     Attributes:
         number: of the tile, or of the first.
         beside: the tier where its state rests, as far as updates care: the device, or the host.
-        complete: gradient and parameters are.
+        complete: gradient, parameters and state are, and may be overwritten.
         streamed: the device updates it all the same: its state comes up for that and goes down again.
         then: called where the update runs, after it.
-        updated: its state may be read where it rests.
-        home_again: what it wrote is in those homes that are memory.
+        written: it is over, and what it wrote is in those homes that are memory.
         count: tiles of the stretch.
         in_place: compute itself updates it, and reaches all of it where it rests.
     """
@@ -56,8 +55,7 @@ class TileUpdate:
     complete: Event
     streamed: bool = False
     then: Callable[[], None] | None = None
-    updated: Event = DONE
-    home_again: Event = DONE
+    written: Event = DONE
     count: int = 1
     in_place: bool = False
 
@@ -74,7 +72,7 @@ class Updater:
         groups: index of the optimizer's param group of each trained parameter.
         firsts: number of each trained parameter's first element among all elements of the optimizer.
         pipelines: bring what the updates on the host and on the device cannot reach where it rests.
-        transit: publishes shadows.
+        movement: publishes shadows.
 
     Attributes:
         steps: how often each trained parameter was updated.
@@ -90,7 +88,7 @@ class Updater:
         groups: Mapping[nn.Parameter, int],
         firsts: Mapping[nn.Parameter, int],
         pipelines: Mapping[Tier, Pipeline],
-        transit: Transit,
+        movement: Movement,
     ) -> None:
         self._rule = rule
         self._streams = streams
@@ -98,7 +96,7 @@ class Updater:
         self._groups = groups
         self._firsts = firsts
         self._pipelines = pipelines
-        self._transit = transit
+        self._movement = movement
         self.steps: dict[nn.Parameter, int] = dict.fromkeys(groups, 0)
         self.scalars: dict[nn.Parameter, Scalars] = {}
 
@@ -122,11 +120,16 @@ class Updater:
         for group in param_groups:
             self._rule.hyper(group, step=1)
 
-    def tiles(self, unit: Unit, plan: Plan, scale: float, *, after: Event) -> list[TileUpdate]:
-        """What is to be done for a unit once its gradient is complete and after an event, in forward order."""
+    def complete(self, unit: Unit) -> Event:
+        """Give the event after which a unit may be updated, as far as memory goes: records know their own."""
+        assert unit.trained is not None
+        # A gradient that is not there yet would be half an old one; and what a save still copies, half a new state.
+        return all_of([unit.trained.gradient.home.memory.written, *(home.memory.free for home in unit.updated_homes)])
+
+    def tiles(self, unit: Unit, plan: Plan, scale: float, complete: Event) -> list[TileUpdate]:
+        """List what is to be done for a unit once it is complete, in forward order."""
         trained = unit.trained
         assert trained is not None
-        complete = all_of([trained.gradient.ready, after, unit.saved])
         hypers = {index: hyper for index, (hyper, _) in plan.items()}
         bases = {index: self._base(unit, index) for index in plan}
         updates: list[TileUpdate] = []
@@ -168,7 +171,7 @@ class Updater:
         # All in one call: what is small in each unit is a launch together. A trace tells units apart.
         recorded = self._streams.recorder is not None
         together = groupby(in_place, key=lambda tile: tile.unit.name if recorded else "on the device")
-        calls = [partial(self._update_in_place, list(group), f"update {name}") for name, group in together]
+        calls = [partial(self._update_in_place, list(group), Label("update", name)) for name, group in together]
         # Neither side waits until all of the other's work is submitted.
         turns = [submit for pair in zip_longest(on_host, on_device) for submit in pair if submit is not None]
         # On a cpu the calls of compute itself end when all of it is updated: the host's tiles are on their way before.
@@ -176,60 +179,61 @@ class Updater:
         for submit in [*turns, *calls] if on_a_cpu else [*calls, *turns]:
             submit()
 
-    def _update_in_place(self, tiles: Sequence[TileUpdate], what: str) -> None:
+    def _update_in_place(self, tiles: Sequence[TileUpdate], label: Label) -> None:
         """Compute itself updates what is in its reach: in one call of the rule, whatever units it is of."""
         segments: list[tuple[Segment, Hyper]] = []
         for tile in tiles:
             assert tile.unit.trained is not None
             homes = _homes(tile.unit, tile.number)
-            brought = self._pipelines[tile.beside].bring(tile.number, homes, after=tile.complete, count=tile.count)
+            brought = self._pipelines[tile.beside].bring(
+                tile.number, homes, after=tile.complete, label=NO_LABEL, count=tile.count
+            )
             brought.ready.wait()
             segments += self._segments(tile, tile.unit.trained.fields, brought.views)
         (scale,) = {tile.scale for tile in tiles}
         work = partial(self._rule.update_many, segments, scale, self._pool)
-        self._streams.compute(work, what=what)
+        self._streams.compute(work, label=label)
 
     def _submit(self, tile: TileUpdate, allowed: Callable[[], bool] | None) -> None:
         unit, trained = tile.unit, tile.unit.trained
         assert trained is not None
         homes = _homes(unit, tile.number)
-        written, what = (MASTER, OPTIMIZER, SHADOW, PARAM), f"update {unit.name} tile {tile.number}"
+        written, label = (MASTER, OPTIMIZER, SHADOW, PARAM), Label("update", unit.name, tile=tile.number)
         brought = self._pipelines[tile.runs_on].bring(
-            tile.number, homes, after=tile.complete, written=written, what=what, count=tile.count
+            tile.number, homes, after=tile.complete, written=written, label=label, count=tile.count
         )
         work = partial(self._apply, tile, trained.fields, brought.views, allowed)
         if tile.beside is Tier.DEVICE:  # compute itself updates what is on the device
             brought.ready.wait()
-            self._streams.compute(work, what=what)
+            self._streams.compute(work, label=label)
+            updated = DONE
         else:
             nbytes = _bytes_of(brought.views.values()) + _bytes_of(
                 brought.views[home] for home in homes if home != GRAD
             )
             stream = DEVICE_UPDATE if tile.streamed else UPDATE
-            tile.updated = self._streams.submit(stream, work, after=(brought.ready,), nbytes=nbytes, what=what)
-        tile.home_again = brought.put_back(tile.updated)
-        if tile.streamed:
-            tile.updated = tile.home_again
+            updated = self._streams.submit(stream, work, after=(brought.ready,), nbytes=nbytes, label=label)
+        tile.written = brought.put_back(updated)
 
     def publish(self, unit: Unit, tiles: Sequence[TileUpdate], *, goes_on: bool = False) -> None:
-        """Tiles of a unit are submitted: it waits for them from now on, and their shadows go to where parameters rest.
+        """Have a unit's homes wait for tiles that were submitted, and take their shadows to where parameters rest.
 
         Arguments:
             unit: theirs.
             tiles: as submitted.
-            goes_on: other tiles of the same step were published before, and the unit waits for those as well.
+            goes_on: other tiles of the same step were published before, and the homes wait for those as well.
         """
         trained = unit.trained
         assert trained is not None
-        updated, published = (trained.updated, unit.published) if goes_on else (DONE, DONE)
-        trained.updated = all_of([updated, *(tile.updated for tile in tiles)])
-        unit.published = all_of([published, *(tile.home_again for tile in tiles)])
+        written = all_of(tile.written for tile in tiles)
+        trained.gradient.home.note_read(written)
+        for home in unit.updated_homes:
+            home.note_write(all_of([home.memory.written, written]) if goes_on else written)
         if any(trained.is_shadowed(tile.number) for tile in tiles):
-            what = f"publish {unit.name}"
-            unit.published = self._transit.copy(trained.shadow, unit.params, after=unit.published, what=what)
+            self._movement.copy(trained.shadow, unit.params, Label("publish", unit.name))
 
     def count(self, unit: Unit, plan: Plan) -> None:
-        """All tiles of a unit were submitted, on this rank and on the others."""
+        """Count a step of each parameter: all tiles of its unit were submitted, on this rank and on the others."""
         for index, (_, scalars) in plan.items():
             self.steps[unit.spec.parameters[index]] += 1
             self.scalars[unit.spec.parameters[index]] = scalars

@@ -1,0 +1,506 @@
+"""Movement: values on their way between any two tiers, as whole homes (`Movement`) or tile by tile (`Pipeline`).
+
+    memory to memory     a copy, on the stream of its direction; where the host's memory is pageable, through pinned
+                         bounce buffers
+    from and to records  loads into a buffer of a ring, stores from one
+
+Everything is submitted ahead and follows the events of the homes that it reads and writes. What bounds how far it runs
+are the slots of rings: one is used again once the work that used it last is over, so no buffer is ever larger than a
+tile, or than the stretch of tiles that a device takes at once. Until then, whoever wants the record that a slot still
+holds takes it from there instead of loading it.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from penstock.kinds import OPTIMIZER, Tier
+from penstock.machine.arena import PAGE_BYTES
+from penstock.machine.streams import (
+    DOWNLOAD,
+    FETCH,
+    READ,
+    SAVE,
+    UPDATE,
+    UPLOAD,
+    WRITE,
+    Event,
+    Streams,
+    across,
+    all_of,
+    copy,
+)
+from penstock.tiers.home import Home, Section, Views, shared_sections
+from penstock.tiers.records import RecordLayout, Records
+from penstock.tiers.ring import PASSING, Ring, Slot
+from penstock.trace import Label
+
+#: What is done with the values of a buffer: the number of the first one among all that pass, and the values.
+Use = Callable[[int, Tensor], None]
+#: Puts values back after an event, and says when they are there.
+Back = Callable[[Event], Event]
+
+
+def in_reach(tier: Tier, of: Tier, streams: Streams) -> bool:
+    """Whether arithmetic beside one tier reads and writes the other directly."""
+    return tier.is_memory and (tier is of or streams.aliases_host)
+
+
+class _Way(NamedTuple):
+    """Where values in memory go.
+
+    Attributes:
+        to: the tier.
+        crosses: they go between the device and the host.
+        bounce: the rings of bounce buffers that they pass, by the stream that reads; `None` for a copy.
+    """
+
+    to: Tier
+    crosses: bool
+    bounce: Mapping[str, Ring] | None = None
+
+
+class _Copies:
+    """Copies of flat values within memory.
+
+    Arguments:
+        streams: of the device.
+        landing: host buffers in which values from the device land in their own dtype, where they are cast or added on
+            the host: a device that casts would take a temporary, and send what is wider over the bus.
+        reader: the stream on which the host reads its own memory, where values pass bounce buffers.
+    """
+
+    def __init__(self, streams: Streams, landing: Ring, reader: str) -> None:
+        self._streams = streams
+        self._landing = landing
+        self._reader = reader
+
+    def copy(self, way: _Way, target: Tensor, source: Tensor, after: Event, label: Label) -> Event:
+        """Copy values; those that go between the device and the host are cast on the host."""
+        up = way.to is Tier.DEVICE
+        put = partial(_put, target)
+        if way.bounce is not None:
+            ring = way.bounce[self._reader]
+            fill, drain = (self._reader, UPLOAD) if up else (DOWNLOAD, WRITE)
+            dtype = (target if up else source).dtype
+            return self.through(ring, source, put, after, label, fill=fill, drain=drain, dtype=dtype, over=target)
+        crosses = way.crosses and not self._streams.aliases_host
+        if crosses and not up and target.dtype != source.dtype:
+            return self.land(source, put, after, label, over=target)
+        return self._streams.submit(
+            UPLOAD if up else DOWNLOAD,
+            across(target, source) if crosses else partial(copy, target, source),
+            after=(after,),
+            writes=(target,),
+            nbytes=source.numel() * source.element_size(),
+            label=label,
+        )
+
+    def land(self, source: Tensor, use: Use, after: Event, label: Label, over: Tensor | None = None) -> Event:
+        """Bring values of the device down as they are, and use them on the host: the first ones first."""
+        return self.through(
+            self._landing, source, use, after, label, fill=DOWNLOAD, drain=UPDATE, dtype=source.dtype, over=over
+        )
+
+    def through(
+        self,
+        ring: Ring,
+        source: Tensor,
+        use: Use,
+        after: Event,
+        label: Label,
+        *,
+        fill: str,
+        drain: str,
+        dtype: torch.dtype,
+        over: Tensor | None,
+    ) -> Event:
+        """Pass flat values through the buffers of a ring: one is filled while the one before it is used.
+
+            fill     | 0 | 1 | 2 |
+            drain        | 0 | 1 | 2 |
+
+        Arguments:
+            ring: whose slots have one buffer each.
+            source: the values.
+            use: what is done with those of a buffer.
+            after: the source is complete.
+            label: what for, in traces.
+            fill: the stream that copies to the buffers.
+            drain: the stream on which they are used.
+            dtype: of the values in the buffers.
+            over: what is overwritten, whole.
+        """
+        drained: list[Event] = []
+        start = 0
+        with ring.lock:  # autograd's thread takes slots, too
+            while start < source.numel():
+                slot = ring.take()
+                buffer = slot.near[PASSING]
+                here = source[start : start + buffer.numel() // dtype.itemsize]
+                nbytes = here.numel() * dtype.itemsize
+                held = buffer[:nbytes].view(dtype)
+                # Not before the values that the slot had last were used.
+                filled = self._streams.submit(
+                    fill,
+                    partial(copy, held, here),
+                    after=(after, slot.free),
+                    writes=(held,),
+                    nbytes=nbytes,
+                    label=label,
+                )
+                overwritten = () if over is None else (over[start : start + here.numel()],)
+                slot.free = self._streams.submit(
+                    drain,
+                    partial(use, start, held),
+                    after=(filled,),
+                    writes=overwritten,
+                    nbytes=nbytes,
+                    label=label,
+                )
+                drained.append(slot.free)
+                start += here.numel()
+        return all_of(drained)
+
+
+class Movement:
+    """Copies homes as a whole, through memory where one of them is records.
+
+    A copy follows the last write of what it reads, and the last write and the reads of what it overwrites: the homes
+    know them. They know of the copy from then on.
+
+    Arguments:
+        streams: of the device.
+        ring: host buffers of one record, into which records are loaded and from which they are stored.
+        landing: host buffers of a tile, for values that are cast or added on the host; none where no home needs one.
+    """
+
+    def __init__(self, streams: Streams, ring: Ring, landing: Ring | None = None) -> None:
+        self._streams = streams
+        self._ring = ring
+        self._copies = _Copies(streams, landing or Ring(), READ)
+
+    def copy(self, source: Home, target: Home, label: Label) -> Event:
+        """Copy all values of a home to another one of the same extent, kinds and tiles.
+
+        What one of them does not keep, and what they share, stays as it is. Returns the event after which the source is
+        free, and the memory of the target holds the values.
+        """
+        after = all_of([source.memory.written, target.memory.free])
+        copied: list[Event] = [after]
+        for start, stop, here, there in shared_sections(source, target):
+            if here is there or not here.plan.cells or not there.plan.cells:
+                continue
+            if isinstance(here, Records):
+                copied += self._load(here, there, range_of(here, start, stop), after, label)
+            elif isinstance(there, Records):
+                copied += self._store(here, there, range_of(there, start, stop), after, label)
+            else:
+                crosses = here.tier is not there.tier
+                bounce = (here.bounce or there.bounce) if crosses else None
+                way = _Way(there.tier, crosses, None if bounce is None else bounce())
+                copied += self._copy_all(way, _at(there, start, stop), _at(here, start, stop), after, label)
+        event = all_of(copied)
+        source.note_read(event)
+        target.note_write(event)
+        return event
+
+    def land(self, source: Tensor, use: Use, *, after: Event, label: Label) -> Event:
+        """Bring flat values of the device down, tile by tile and in order, and use them on the host."""
+        return self._copies.land(source, use, after, label)
+
+    def _load(self, here: Records, there: Section, tiles: range, after: Event, label: Label) -> list[Event]:
+        """Bring records to memory."""
+        way = _Way(there.tier, there.tier is Tier.DEVICE)
+        copied = []
+        for number in tiles:
+            first, last = (element + here.plan.start for element in here.tile_range(number))
+            kept = here.kept.get(number)
+            slot = kept.slot if kept is not None else self._ring.take()
+            if kept is not None:
+                buffer, ready = kept.buffer, kept.ready
+            else:
+                slot.forget()
+                buffer = slot.near[PASSING]
+                # The record may still be on its way to where it rests, and the slot in use for another one.
+                ready = self._streams.submit(
+                    READ,
+                    partial(here.load, number, buffer),
+                    after=(after, here.settled[number], slot.free),
+                    writes=(buffer,),
+                    nbytes=here.record_bytes(number),
+                    label=label.of_tile(number),
+                )
+                slot.free = ready
+                slot.keep(here, number, buffer, ready)
+            values = here.views_of(number, buffer)
+            arrived = all_of(self._copy_all(way, _at(there, first, last), values, all_of([after, ready]), label))
+            slot.add_use(arrived)
+            copied.append(arrived)
+        return copied
+
+    def _store(self, here: Section, there: Records, tiles: range, after: Event, label: Label) -> list[Event]:
+        """Put values in memory into records."""
+        way = _Way(Tier.CPU, here.tier is Tier.DEVICE)
+        taken = []
+        for number in tiles:
+            slot = self._ring.take()
+            slot.forget()
+            buffer = slot.near[PASSING]
+            first, last = (element + there.plan.start for element in there.tile_range(number))
+            values, free = there.views_of(number, buffer), all_of([after, slot.free])
+            landed = all_of(self._copy_all(way, values, _at(here, first, last), free, label))
+            # Two stores of one record may overtake each other on the disk.
+            slot.free = there.settled[number] = self._streams.submit(
+                WRITE,
+                partial(there.store, number, buffer),
+                after=(landed, there.settled[number]),
+                nbytes=there.record_bytes(number),
+                label=label.of_tile(number),
+            )
+            slot.keep(there, number, buffer, landed)
+            taken.append(landed)
+        return taken
+
+    def _copy_all(
+        self, way: _Way, targets: Sequence[Tensor], sources: Sequence[Tensor], after: Event, label: Label
+    ) -> list[Event]:
+        """Copy the values of each kind."""
+        return [self._copies.copy(way, t, s, after, label) for t, s in zip(targets, sources, strict=True)]
+
+
+@dataclass
+class Tile:
+    """A tile, or a stretch, that is brought to where it is used, and put back.
+
+    Attributes:
+        views: its values, by home, once `ready`.
+    """
+
+    after: Event
+    slot: Slot | None
+    label: Label
+    views: dict[str, Views] = field(default_factory=dict)
+    _arrived: list[Event] = field(default_factory=list)
+    _to_memory: list[Back] = field(default_factory=list)
+    _to_records: list[Back] = field(default_factory=list)
+
+    @property
+    def ready(self) -> Event:
+        """Everything of it is there."""
+        return all_of([self.after, *self._arrived])
+
+    def put_back(self, used: Event) -> Event:
+        """Put what was written where it rests, after its use.
+
+        Returns the event after which it is in the homes that are memory; records know of theirs.
+        """
+        home_again = all_of([used, *(back(used) for back in self._to_memory)])
+        if self.slot is not None:
+            self.slot.free = all_of([home_again, *(back(used) for back in self._to_records)])
+        return home_again
+
+
+class Stretch(NamedTuple):
+    """Neighbouring tiles, each home's in one piece.
+
+    Attributes:
+        tiles: how many.
+        in_place: nothing of them has to be brought.
+    """
+
+    tiles: int
+    in_place: bool
+
+
+class Pipeline:
+    """Brings tiles to where they are updated, and puts them back: one is used while others come and go.
+
+        FETCH    | 0 | 1 | 2 | ...
+        UPDATE       | 0 | 1 | 2 | ...
+        WRITE            | 0 | 1 | ...
+
+    Arguments:
+        streams: of the device.
+        ring: of slots with a buffer for each home that may be out of reach.
+        beside: the tier whose memory the update works in.
+    """
+
+    def __init__(self, streams: Streams, ring: Ring, *, beside: Tier) -> None:
+        self._streams = streams
+        self._ring = ring
+        self._beside = beside
+        self._copies = _Copies(streams, Ring(), FETCH)
+
+    def stretch(self, number: int, homes: Mapping[str, Home]) -> Stretch:
+        """Find out how many tiles from this one on are brought, or used where they rest, at once."""
+        places = [home.tile(number) for home in homes.values()]
+        count = min(section.tiles - local for section, local in places)
+        far = [section for section, _ in places if not self._reaches(section)]
+        if any(isinstance(section, Records) for section in far):
+            return Stretch(1, in_place=False)  # a record holds one tile
+        return Stretch(min(count, self._ring.tiles) if far else count, in_place=not far)
+
+    def bring(
+        self,
+        number: int,
+        homes: Mapping[str, Home],
+        *,
+        after: Event,
+        label: Label,
+        written: Sequence[str] = (),
+        count: int = 1,
+    ) -> Tile:
+        """Make a tile's values available where the update runs.
+
+        Arguments:
+            number: the tile's number in the shard.
+            homes: by name.
+            after: what is in the homes' memory is complete, and may be overwritten.
+            label: what for, in traces.
+            written: names of the homes that the use writes, and that have to be put back.
+            count: how many tiles are brought at once: no more than `stretch` says.
+        """
+        places = {name: home.tile(number) for name, home in homes.items()}
+        far = any(not self._reaches(section) for section, _ in places.values())
+        tile = Tile(after, self._slot_for(places) if far else None, label)
+        for name, (section, local) in places.items():
+            if self._reaches(section):
+                tile.views[name] = section.views(*_stretch_range(section, local, count))
+            elif isinstance(section, Records):
+                assert count == 1, "a record is one tile"
+                self._bring_record(tile, name, section, local, back=name in written)
+            else:
+                extent = _stretch_range(section, local, count)
+                self._bring_memory(tile, name, section, extent, back=name in written)
+        return tile
+
+    def _slot_for(self, places: Mapping[str, tuple[Section, int]]) -> Slot:
+        """Take the next slot, or the one that still holds the tile's optimizer state."""
+        section, number = places.get(OPTIMIZER, (None, 0))
+        kept = section.kept.get(number) if isinstance(section, Records) else None
+        slot = self._ring.take(kept.slot if kept else None)
+        if kept is None or kept.slot is not slot:
+            slot.forget()
+        return slot
+
+    def _reaches(self, section: Section) -> bool:
+        return not section.plan.cells or in_reach(section.tier, self._beside, self._streams)
+
+    def _bring_memory(self, tile: Tile, name: str, section: Section, extent: tuple[int, int], *, back: bool) -> None:
+        """Copy values between host and device memory, each way."""
+        assert tile.slot is not None
+        bounce = None if section.bounce is None else section.bounce()
+        there, back_again = _Way(self._beside, True, bounce), _Way(section.tier, True, bounce)
+        sources = section.views(*extent)
+        tile.views[name] = _views_like(sources, tile.slot.near[name])
+        free = all_of([tile.after, tile.slot.free])
+        for source, target in zip(sources, tile.views[name], strict=True):
+            tile._arrived.append(self._copies.copy(there, target, source, free, tile.label))
+            if back:
+                tile._to_memory.append(partial(self._copies.copy, back_again, source, target, label=tile.label))
+
+    def _bring_record(self, tile: Tile, name: str, section: Records, number: int, *, back: bool) -> None:
+        """Load a record, by way of the host where the tile is used on a device."""
+        slot = tile.slot
+        assert slot is not None
+        nbytes, kept = section.record_bytes(number), section.kept.get(number)
+        near, host = slot.near[name][:nbytes], slot.host[name][:nbytes]
+        passes = slot.near[name] is not slot.host[name]
+        up, down = _Way(self._beside, True), _Way(Tier.CPU, True)
+        if kept is not None and kept.slot is slot:
+            event = slot.free
+        else:
+            event = self._fetch(section, number, host, tile)
+            if passes:
+                event = self._copies.copy(up, near, host, event, tile.label)
+        tile._arrived.append(event)
+        tile.views[name] = section.views_of(number, near)
+
+        def store(used: Event) -> Event:
+            landed = self._copies.copy(down, host, near, used, tile.label) if passes else used
+            slot.keep(section, number, host, landed)
+            written = self._streams.submit(
+                WRITE, partial(section.store, number, host), after=(landed,), nbytes=nbytes, label=tile.label
+            )
+            section.settled[number] = written
+            return written
+
+        if back:
+            tile._to_records.append(store)
+
+    def _fetch(self, section: Records, number: int, buffer: Tensor, tile: Tile) -> Event:
+        """Bring a record to a buffer: from the slot that still holds it, or from where it rests."""
+        assert tile.slot is not None
+        kept = section.kept.get(number)
+        if kept is None:
+            # The record may still be on its way to where it rests, and the slot in use for another one.
+            return self._streams.submit(
+                FETCH,
+                partial(section.load, number, buffer),
+                after=(tile.after, section.settled[number], tile.slot.free),
+                writes=(buffer,),
+                nbytes=buffer.numel(),
+                label=tile.label,
+            )
+        event = self._streams.submit(
+            FETCH,
+            partial(copy, buffer, kept.buffer[: buffer.numel()]),
+            after=(tile.after, kept.ready, tile.slot.free),
+            writes=(buffer,),
+            nbytes=buffer.numel(),
+            label=tile.label,
+        )
+        kept.slot.add_use(event)
+        return event
+
+
+def take_tile(section: Section, number: int, buffer: Tensor, streams: Streams, label: Label) -> None:
+    """Copy a tile to a page-aligned buffer, as the record that it is or would be; returns when it is there."""
+    if isinstance(section, Records):
+        loading = section.load(number, buffer)
+        if loading is not None:
+            loading.wait()
+        return
+    start, stop = section.tile_range(number)
+    buffer[-PAGE_BYTES:].zero_()  # what no kind fills
+    for target, values in zip(
+        RecordLayout(section.plan.cells).views(buffer, stop - start), section.views(start, stop), strict=True
+    ):
+        nbytes = target.numel() * target.element_size()
+        streams.submit(SAVE, across(target, values), writes=(target,), nbytes=nbytes, label=label).synchronize()
+
+
+def range_of(section: Section, start: int, stop: int) -> range:
+    """Number a section's tiles in a range of its home."""
+    first, last = start - section.plan.start, stop - section.plan.start
+    return range(first // section.tile_numel, -(-last // section.tile_numel))
+
+
+def _at(section: Section, start: int, stop: int) -> Views:
+    """View the values of a range of a section's home."""
+    return section.views(start - section.plan.start, stop - section.plan.start)
+
+
+def _stretch_range(section: Section, number: int, count: int) -> tuple[int, int]:
+    """Give the first element of some neighbouring tiles of a section, and one past their last."""
+    return section.tile_range(number)[0], section.tile_range(number + count - 1)[1]
+
+
+def _put(target: Tensor, start: int, values: Tensor) -> None:
+    """Copy the values of a buffer to their place."""
+    copy(target[start : start + values.numel()], values)
+
+
+def _views_like(sources: Views, buffer: Tensor) -> Views:
+    """View a buffer of bytes as tensors of the shapes and dtypes of `sources`, one after the other."""
+    views, offset = [], 0
+    for source in sources:
+        nbytes = source.numel() * source.element_size()
+        views.append(buffer[offset : offset + nbytes].view(source.dtype))
+        offset += nbytes
+    return tuple(views)
