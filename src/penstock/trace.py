@@ -144,7 +144,7 @@ class Summary:
     complete: bool = True
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON-like."""
+        """Make it JSON-like."""
         rows = {
             row: {
                 **asdict(use),
@@ -210,7 +210,7 @@ class Timeline:
                 self.waits += blame(spans, before, replace(wait, start=start, stop=stop))
 
     def summary(self) -> Summary:
-        """Busy time, exposed waits, and what binds."""
+        """Sum up busy time, exposed waits, and what binds."""
         seconds = max(self.recording.stop - self.recording.start, 1e-9)
         waits: defaultdict[str, float] = defaultdict(float)
         waited: defaultdict[str, float] = defaultdict(float)
@@ -225,7 +225,7 @@ class Timeline:
         return Summary(seconds, rows, longest, self._bound_by(seconds), self.recording.complete)
 
     def _bound_by(self, seconds: float) -> str:
-        """The resource with the most busy time. Reads and writes share a disk: they count together."""
+        """Name the resource with the most busy time. Reads and writes share a disk: they count together."""
         disk = ("read", "fetch", "write")
         busy = {RESOURCES[row]: self._busy(row) for row in self.rows if row not in disk}
         reads_most = self._busy("read", "fetch") >= self._busy("write")
@@ -239,7 +239,7 @@ class Timeline:
 
 
 def to_chrome(timeline: Timeline, rank: int) -> Iterator[str]:
-    """The JSON text that Perfetto and chrome://tracing read, an event a line: a process for the rank, a thread a row.
+    """Write the JSON that Perfetto and chrome://tracing read, an event a line: a process for the rank, a thread a row.
 
     `otherData` holds the summary, as numbers and as text.
     """
@@ -304,7 +304,7 @@ def blame(spans: Sequence[Span], before: Sequence[int | None], wait: Wait) -> li
 
 
 def merged(intervals: Iterable[Interval]) -> list[Interval]:
-    """The union, in order."""
+    """Unite intervals; returns them in order."""
     union: list[Interval] = []
     for start, stop in sorted(intervals):
         if union and start <= union[-1][1]:
@@ -315,7 +315,7 @@ def merged(intervals: Iterable[Interval]) -> list[Interval]:
 
 
 def without(interval: Interval, holes: Sequence[Interval]) -> list[Interval]:
-    """What is left of an interval without the holes, which are in order and apart."""
+    """Cut holes, which are in order and apart, out of an interval; returns what is left."""
     start, end = interval
     left = []
     for hole in holes[max(0, bisect(holes, (start, inf)) - 1) :]:
@@ -328,7 +328,7 @@ def without(interval: Interval, holes: Sequence[Interval]) -> list[Interval]:
 
 
 def _pieces(recording: Recording, holes: Sequence[Interval]) -> list[Span]:
-    """What compute did, without the holes."""
+    """List what compute did, without the holes."""
     turns = [*recording.compute, (recording.stop, NO_LABEL)]
     return [
         Span(COMPUTE, label, *left)

@@ -29,7 +29,7 @@ class Event(ABC):
 
     @abstractmethod
     def wait(self) -> None:
-        """Everything that compute is given from here on runs after the work. Never blocks the host on a device."""
+        """Have everything that compute is given from here on run after the work. Never blocks the host on a device."""
 
     @abstractmethod
     def synchronize(self) -> None:
@@ -44,11 +44,11 @@ class Event(ABC):
         """Raise the error of work that has failed by now, without blocking."""
 
     def parts(self) -> Sequence["Event"]:
-        """The events that this one stands for."""
+        """List the events that this one stands for."""
         return (self,)
 
     def unwatched(self) -> "Event":
-        """Itself, without whoever notes the waits for it."""
+        """Give the event itself, without whoever notes the waits for it."""
         return self
 
 
@@ -93,7 +93,7 @@ class _AllOf(Event):
 
 
 def all_of(events: Iterable[Event]) -> Event:
-    """One event for several. An error of any of them is raised at every wait."""
+    """Make one event of several. An error of any of them is raised at every wait."""
     left = [event for event in events if event is not DONE]
     return _AllOf(left) if len(left) > 1 else left[0] if left else DONE
 
@@ -137,7 +137,7 @@ class FailedEvent(Event):
         raise _again(self._error)
 
     def done(self) -> bool:
-        """It is over."""
+        """Say yes: it is over."""
         return True
 
     def check(self) -> None:
@@ -158,7 +158,7 @@ class HostEvent(Event):
         self.run_from([work])
 
     def run_from(self, box: list[Work]) -> None:
-        """The same of work that is taken out of a box.
+        """Run work that is taken out of a box, and keep its error.
 
         When the event is done nothing here refers to it any more: who counts the references to a buffer that it
         touched counts right.
@@ -198,7 +198,7 @@ class HostEvent(Event):
 
 
 def _again(error: BaseException) -> BaseException:
-    """An error as one who waits raises it: a copy.
+    """Copy an error, for one who waits to raise.
 
     What is raised keeps every frame that it passes. Those of a forward refer to what autograd has recorded, which keeps
     the unit, its event and so the error: where Python's collector does not look, and nothing would ever go.

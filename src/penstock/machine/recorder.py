@@ -75,7 +75,7 @@ class Job:
         return self.pending
 
     def watch(self, event: Event) -> Event:
-        """The work's event, with a note of every wait for it."""
+        """Wrap the work's event, so that every wait for it is noted."""
         self.event = event
         return event if event is DONE else _Watched(event, self, self._recorder)
 
@@ -84,7 +84,7 @@ class Job:
         return self.event is not None and self.event.done()
 
     def settle(self) -> None:
-        """It is done: keep no more than what the trace says."""
+        """Keep no more than what the trace says, once the work is done."""
         if self.pending is not None:
             self.ended, self.pending = self.pending.ended, None
         if self.started is not None:  # else what it follows failed
@@ -115,7 +115,7 @@ class Recorder:
         self._complete = True
 
     def submitted(self, stream: str, work: Work, after: Sequence[Event], nbytes: int, label: Label) -> Job:
-        """Work is submitted."""
+        """Note that work is submitted."""
         job = Job(self, stream, work, after, nbytes, label)
         with self._lock:
             if self._has_room(self._jobs):
@@ -132,7 +132,7 @@ class Recorder:
                 self._turns.append((self._device.mark(), label))
 
     def clock(self, stream: str) -> Clock:
-        """The clock of a stream."""
+        """Choose the clock of a stream."""
         return self._device if stream in ON_DEVICE else self._host
 
     def waiting(self, job: Job, event: Event, block: Callable[[], None], *, by_host: bool) -> None:
@@ -150,7 +150,7 @@ class Recorder:
                     self._waits.append((job, clock, begun, clock.mark()))
 
     def finish(self, *, wait: bool) -> Recording:
-        """All that was seen. Events that were watched go on without notes.
+        """Give all that was seen. Events that were watched go on without notes.
 
         Arguments:
             wait: until what was submitted is done; else only what is done by now is in it.
@@ -177,7 +177,7 @@ class Recorder:
         return recording
 
     def _spans(self, stop: float) -> tuple[list[Span], dict[Job, int]]:
-        """Of the work that is done, and which of them is whose."""
+        """List the spans of the work that is done, and which of them is whose."""
         spans: list[Span] = []
         numbers: dict[Job, int] = {}
         for job in self._jobs:
@@ -202,7 +202,7 @@ class Recorder:
         return [(when, label) for when, label in turns if when is not None and when < stop]
 
     def _has_room(self, notes: Sequence[object]) -> bool:
-        """Whether there may be another note; the first that may not ends the trace."""
+        """Say whether there may be another note; the first that may not ends the trace."""
         if self._ended is None and len(notes) >= self._limit:
             self._ended, self._complete = time.monotonic(), False
         return self._ended is None

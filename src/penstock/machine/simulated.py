@@ -100,17 +100,17 @@ class SimulatedStreams(Streams):
         self.spoil(buffer)
 
     def spoil(self, buffer: Tensor) -> None:
-        """The same."""
+        """Fill the buffer with NaN."""
         self._check_quiet(buffer)
         poison(buffer)
 
     def _check_quiet(self, buffer: Tensor) -> None:
-        """Memory that changes hands while work still writes it would be damaged later, under its next user."""
+        """Refuse memory that changes hands while work still writes it: its next user would find it damaged."""
         storage = buffer.untyped_storage().data_ptr()
         assert all(event.done() for other, event in self._writing if other == storage), "the buffer is being written"
 
     def keeps(self, site: str) -> bool:
-        """Note a wait; whether it is to be done."""
+        """Note a wait, and say whether it is to be done."""
         self.waits_seen.add(site)
         return site != self._dropped_wait
 

@@ -106,14 +106,14 @@ class Job(Protocol):
         """Run the work and note when."""
 
     def watch(self, event: Event) -> Event:
-        """The work's event, with a note of every wait for it."""
+        """Wrap the work's event, so that every wait for it is noted."""
 
 
 class Recorder(Protocol):
     """Takes notes for a trace (`machine/recorder.py`)."""
 
     def submitted(self, stream: str, work: Work, after: Sequence[Event], nbytes: int, label: Label) -> Job:
-        """Work is submitted."""
+        """Note that work is submitted."""
 
     def turn_to(self, label: Label) -> None:
         """Note that compute turns to something; to nothing in particular where the label is empty."""
@@ -166,14 +166,14 @@ class Streams(ABC):
 
     @abstractmethod
     def _submit(self, stream: str, work: Work, after: Sequence[Event], writes: Sequence[Tensor]) -> Event:
-        """`submit`, as the back end does it."""
+        """Do what `submit` does, on this back end."""
 
     def now(self) -> Event:
-        """Everything that compute was given until now, for work that is submitted later or by a thread of ours."""
+        """Mark everything that compute was given until now, for work that is submitted later or by a thread of ours."""
         return DONE
 
     def here(self) -> None:  # noqa: B027 - where streams are the host's, there is nothing to do
-        """Compute goes on in the calling thread: after all that it was given before, on whichever streams both are."""
+        """Let compute go on in the calling thread, after all that it was given before, on whichever stream it is."""
 
     def give_up(self, tensors: Sequence[Tensor], *, until: Event) -> None:
         """Let go of tensors that submitted work may still use: they go once an event is over."""
@@ -199,7 +199,7 @@ class Streams(ABC):
             self.recorder.turn_to(NO_LABEL)
 
     def device_clock(self) -> Clock:
-        """A clock of compute and of the device's streams. Waits for the device."""
+        """Make a clock of compute and of the device's streams. Waits for the device."""
         return HostClock()
 
     def lease(self, buffer: Tensor) -> None:
@@ -216,7 +216,7 @@ class Streams(ABC):
         buffer.untyped_storage().resize_(nbytes)
 
     def make_buffer(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """A flat buffer for `lease` and `retire`, with memory."""
+        """Make a flat buffer for `lease` and `retire`, with memory."""
         return torch.empty(numel, dtype=dtype, device=self.device)
 
     def retire(self, buffer: Tensor) -> None:
@@ -280,13 +280,13 @@ class InlineStreams(Streams):
 
 
 def copy(target: Tensor, source: Tensor) -> None:
-    """Work: copy a tensor, without waiting for it where the host memory is pinned."""
+    """Copy a tensor, as work of a stream: without waiting for it where the host memory is pinned."""
     assert target.device == source.device or target.dtype == source.dtype, CASTS
     target.copy_(source, non_blocking=True)
 
 
 def across(target: Tensor, source: Tensor) -> Work:
-    """The work of a copy between the memory of a device and of the host, pinned or not: of equal dtypes.
+    """Make the work of a copy between the memory of a device and of the host, pinned or not: of equal dtypes.
 
     Else torch casts where the values come from. On a device that takes a temporary there, and what is wider then goes
     over the bus; on the host it is pageable memory, which a device reads only while the host waits. So values are cast

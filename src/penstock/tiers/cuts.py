@@ -36,7 +36,7 @@ LEAST_PINNED = 1 << 20  # less room in the budget of pinned memory is not worth 
 
 
 def step_bytes(present: int, missing: int) -> int:
-    """Bytes of the next slab.
+    """Decide how many bytes the next slab has.
 
     Arguments:
         present: of all that there are.
@@ -87,7 +87,7 @@ class Cuts:
         return sum(space.free for space in self._spaces)
 
     def take(self, nbytes: int) -> Cut:
-        """A home of some bytes.
+        """Cut a home of some bytes.
 
         Raises:
             MemoryBudgetError, NvmeError: there is no room for it.
@@ -108,11 +108,11 @@ class Cuts:
         return Cut(home, extents)
 
     def drop(self, cut: Cut) -> None:
-        """Give one back. On any thread, at any time: no lock is taken."""
+        """Give a home back. On any thread, at any time: no lock is taken."""
         self._dropped.append(cut)
 
     def rest(self) -> None:
-        """Give slabs back of which no home is left. Waits for what is under way on them."""
+        """Give slabs back of which no home is left, once what is under way on them is over."""
         self._sweep()
         idle = {number for space in self._spaces for number in space.idle()}
         for section in {slab.section for slab in self._slabs.values()}:
@@ -146,7 +146,7 @@ class Cuts:
                     self._under_way.note(extent, over)
 
     def _extents(self, wanted: int) -> list[Extent]:
-        """Bytes that are free: of memory whole if possible, of files tile by tile."""
+        """Take bytes that are free: of memory whole if possible, of files tile by tile."""
         extents, left = [], wanted
         while left:
             part = min(left, self.tile_bytes) if self._in_files else left
@@ -159,7 +159,7 @@ class Cuts:
         return extents
 
     def _section(self, extent: Extent, start: int, numel: int) -> Section:
-        """Some bytes of a slab as the bytes of a home from `start` on."""
+        """Make a section of some bytes of a slab, which are a home's bytes from `start` on."""
         slab, record, _ = self._slabs[extent.slab]
         return slab.cut(record, extent.start, self._plan(start, numel, numel))
 
@@ -216,7 +216,7 @@ class _UnderWay:
         self._many = 64
 
     def note(self, extent: Extent, event: Event) -> None:
-        """Something is under way on bytes of which nothing is known."""
+        """Note that something is under way on bytes of which nothing is known."""
         if len(self._extents) >= self._many:
             self._events = {other: event for other, event in self._events.items() if not event.done()}
             self._extents = sorted(self._events)
@@ -225,7 +225,7 @@ class _UnderWay:
         self._events[extent] = event
 
     def take(self, extent: Extent) -> list[Event]:
-        """What is under way on some bytes. From now on nothing is known of them."""
+        """Say what is under way on some bytes, and forget it: they are somebody else's from now on."""
         slab, start, stop = extent
         first = bisect_left(self._extents, (slab, start))
         if first and self._extents[first - 1].slab == slab and self._extents[first - 1].stop > start:

@@ -18,7 +18,7 @@ class DeviceTier(TierMemory):
         self._device = device
 
     def reserve(self, wanted: Mapping[str, Sequence[SectionPlan]], *, pin: bool = True) -> dict[str, Slab]:
-        """Nothing is taken yet: `prepare` moves a model that is on the device unit by unit, and frees what it moved."""
+        """Take nothing yet: `prepare` moves a model that is on the device unit by unit, and frees what it moved."""
         del pin
         return {home: _DeviceSlab(self._device) for home in wanted}
 

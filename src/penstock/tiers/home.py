@@ -58,7 +58,7 @@ class CellPlan:
         return Arena.lease_bytes(self.numel, self.dtype)
 
     def part(self, start: int, stop: int) -> slice:
-        """The values of elements `start` to `stop` of the section; `start` is the first of a grain."""
+        """Place the values of elements `start` to `stop` of the section; `start` is the first of a grain."""
         return slice(start // self.grain, -(-stop // self.grain))
 
 
@@ -90,7 +90,7 @@ class SectionPlan:
         return self.start + self.numel
 
     def on(self, tier: Tier) -> "SectionPlan":
-        """The same on another tier, where it is brought."""
+        """Plan the same on another tier, where it is brought."""
         return replace(self, tier=tier, copied=True, cells=tuple(replace(cell, tier=tier) for cell in self.cells))
 
 
@@ -344,7 +344,7 @@ def buffer_home(values: Tensor, written: Event = DONE) -> Home:
 def visit_together(
     homes: Sequence[Home], start: int, stop: int, *, modify: bool = False
 ) -> Iterator[tuple[int, int, list[Views]]]:
-    """`Home.visit` of several homes at once: each piece lies in one piece of all of them."""
+    """Visit several homes at once, as `Home.visit` does one: each piece lies in one piece of all of them."""
     if not homes:
         yield start, stop, []
         return
@@ -366,7 +366,7 @@ class Shared(NamedTuple):
 
 
 def shared_sections(one: Home, other: Home) -> Iterator[Shared]:
-    """Where the sections of two homes of equal extent overlap, in order."""
+    """Find where the sections of two homes of equal extent overlap, in order."""
     for a in one.sections:
         for b in other.sections:
             start, stop = max(a.plan.start, b.plan.start), min(a.plan.stop, b.plan.stop)

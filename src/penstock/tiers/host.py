@@ -96,11 +96,11 @@ class HostTier(TierMemory):
 
     @property
     def own(self) -> Sequence[tuple[Section, Slab]]:
-        """The buffers that pageable values pass."""
+        """The bounce buffers."""
         return [] if self._bounce is None else [self._bounce[:2]]
 
     def pinnable(self, nbytes: int) -> int:
-        """How many of some bytes the budget has room for. If not all, the rings that others pass are pinned before."""
+        """Say how many of some bytes the budget has room for. If not all, the bounce buffers are pinned before."""
         if self._budget is None:
             return nbytes
         rings = bounce_bytes(self._tile_bytes) if self._bounce is None else 0
@@ -109,7 +109,7 @@ class HostTier(TierMemory):
         return max(0, min(nbytes, self._budget - self.pinned_bytes))
 
     def close(self) -> None:
-        """Give them back."""
+        """Give the bounce buffers back."""
         if self._bounce is not None:
             section, slab, _ = self._bounce
             self._bounce = None

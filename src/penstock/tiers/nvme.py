@@ -78,7 +78,7 @@ class Extents:
         self.used = [0] * files
 
     def place(self, sizes: Sequence[int]) -> list[tuple[int, int, int]]:
-        """The file, offset and bytes of each record, given their bytes."""
+        """Lay records of these bytes out; returns the file, offset and bytes of each."""
         places = []
         for nbytes in sizes:
             file = min(range(len(self.used)), key=self.used.__getitem__)
@@ -209,7 +209,7 @@ class FileSlab(Slab):
         self._owner = os.getpid()
 
     def make(self, plan: SectionPlan) -> Section:
-        """The next of the planned sections."""
+        """Make the next of the planned sections."""
         places = [Place(self._files[file], *place) for file, *place in self._extents.place(record_sizes(plan))]
         return FileRecords(plan, places, checksums=self._checksums)
 

@@ -59,7 +59,7 @@ class LocationReport:
         self.rows: Sequence[Location] = tuple(rows)
 
     def bytes(self, *, kind: str | None = None, tier: str | None = None, unit: str | None = None) -> int:
-        """Bytes of the rows that match."""
+        """Sum the bytes of the rows that match."""
         return sum(row.nbytes for row in self._select(kind, tier, unit))
 
     def assert_on(self, kind: str, tier: str) -> None:
@@ -72,7 +72,7 @@ class LocationReport:
                 )
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON-like: `{"rows": [...], "bytes": {kind: {tier: bytes}}, "totals": {tier: bytes}}`."""
+        """Make it JSON-like: `{"rows": [...], "bytes": {kind: {tier: bytes}}, "totals": {tier: bytes}}`."""
         by_kind: dict[str, dict[str, int]] = {}
         for row in self.rows:
             by_tier = by_kind.setdefault(row.kind, {})
@@ -99,7 +99,7 @@ class LocationReport:
         return "\n".join(lines)
 
     def _totals(self) -> dict[str, int]:
-        """Bytes by tier, the fastest first."""
+        """Sum bytes by tier, the fastest first."""
         tiers = {tier.value: self.bytes(tier=tier) for tier in Tier}
         return {tier: nbytes for tier, nbytes in tiers.items() if nbytes}
 
@@ -119,6 +119,6 @@ def _name(dtype: torch.dtype) -> str:
 
 
 def _bytes(rows: Sequence[Location]) -> str:
-    """The last columns: bytes, and those of them that are in flight."""
+    """Format the last columns: bytes, and those of them that are in flight."""
     flying = sum(row.nbytes for row in rows if row.in_flight)
     return f"{sum(row.nbytes for row in rows):>18,} {f'{flying:,}' if flying else '-':>18}"

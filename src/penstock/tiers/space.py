@@ -56,26 +56,26 @@ class Space:
         return tuple(self._holes)
 
     def room(self, nbytes: int) -> int:
-        """What taking some bytes takes."""
+        """Say how many bytes taking some takes."""
         return round_up(nbytes, self._grain)
 
     def add(self, slab: int, nbytes: int) -> None:
-        """A slab of whole grains, under a number that no other one has."""
+        """Add a slab of whole grains, under a number that no other one has."""
         assert slab not in self._sizes
         assert nbytes % self._grain == 0
         self._sizes[slab] = nbytes
         insort(self._holes, Extent(slab, 0, nbytes))
 
     def remove(self, slab: int) -> None:
-        """A slab of which nothing is taken."""
+        """Remove a slab of which nothing is taken."""
         self._holes.remove(Extent(slab, 0, self._sizes.pop(slab)))
 
     def idle(self) -> list[int]:
-        """The slabs of which nothing is taken."""
+        """Find the slabs of which nothing is taken."""
         return [hole.slab for hole in self._holes if hole.nbytes == self._sizes[hole.slab]]
 
     def take(self, nbytes: int) -> list[Extent]:
-        """Room for some bytes: extents that hold them, one after the other. As many bytes are free."""
+        """Take extents that hold some bytes, one after the other. As many bytes are free."""
         left = self.room(nbytes)
         assert 0 < left <= self.free
         taken: list[Extent] = []

@@ -45,7 +45,7 @@ class SlotPlan:
     host: Mapping[str, SectionPlan]
 
     def sections(self) -> Iterator[SectionPlan]:
-        """Every buffer."""
+        """List every buffer."""
         yield from (*self.near.values(), *self.host.values())
 
 
@@ -74,13 +74,13 @@ class StagingPlan:
         self.transit = transit_slots(plan for unit in units for home in (PARAM, GRAD) for plan in unit.get(home, ()))
 
     def sections(self) -> Iterator[SectionPlan]:
-        """Every buffer."""
+        """List every buffer."""
         for slots in (self.landing, *self.update.values(), self.transit):
             for slot in slots:
                 yield from slot.sections()
 
     def _landing_slots(self, units: Sequence[Sections], reduce_dtype: torch.dtype) -> list[SlotPlan]:
-        """One is filled while the other is added or cast."""
+        """Plan two slots: one is filled while the other is added or cast."""
         if in_reach(Tier.CPU, Tier.DEVICE, self._streams):
             return []
         away = [p for unit in units for p in unit.get(GRAD, ()) if p.cells and p.tier is not Tier.DEVICE]
@@ -93,7 +93,7 @@ class StagingPlan:
         ]
 
     def _slots_beside(self, beside: Tier, units: Sequence[Sections]) -> list[SlotPlan]:
-        """The ring of the updates beside one tier."""
+        """Plan the ring of the updates beside one tier."""
         passing: dict[str, list[SectionPlan]] = {}
         for home, plan in (each for unit in units for each in _updated_beside(beside, unit, self._streamed)):
             if plan.cells and not in_reach(plan.tier, beside, self._streams):
@@ -118,7 +118,7 @@ class StagingPlan:
         ]
 
     def _sizes(self, passing: Mapping[str, Sequence[SectionPlan]], tiles: int) -> dict[str, int]:
-        """Bytes of a slot's buffer for each home."""
+        """Count the bytes of a slot's buffer for each home."""
         numel = self._tile * tiles
         return {
             home: max(RecordLayout(plan.cells).record_bytes(numel) for plan in plans) for home, plans in passing.items()
@@ -126,7 +126,7 @@ class StagingPlan:
 
 
 def transit_slots(plans: Iterable[SectionPlan]) -> list[SlotPlan]:
-    """The ring through which sections in files pass."""
+    """Plan the ring through which records pass."""
     nbytes = max((max(record_sizes(plan)) for plan in plans if not plan.tier.is_memory and plan.cells), default=0)
     count = _slots(nbytes) if nbytes else 0
     return [SlotPlan({PASSING: _buffer(f"transit {n}", Tier.CPU, torch.uint8, nbytes)}, {}) for n in range(count)]
@@ -140,13 +140,13 @@ class Buffers:
         self._sections: list[Section] = []
 
     def make(self, plan: SectionPlan, reserved: Reservation) -> Tensor:
-        """One of them, in memory that was reserved."""
+        """Make one of them, in memory that was reserved."""
         section = reserved.make(plan)
         self._sections.append(section)
         return section.tensors[0]
 
     def make_slots(self, slots: Sequence[SlotPlan], reserved: Reservation | None = None) -> list[Slot]:
-        """Slots, in memory that was reserved with others or now."""
+        """Make slots, in memory that was reserved with others or now."""
         reserved = reserved or self._store.reserve([plan for slot in slots for plan in slot.sections()])
         made = []
         for slot in slots:
@@ -155,7 +155,7 @@ class Buffers:
         return made
 
     def free(self) -> None:
-        """Give all of them back. Nothing works on them."""
+        """Give all buffers back. Nothing works on them."""
         for section in self._sections:
             self._store.leave(section)
             self._store.free(section)
@@ -216,7 +216,7 @@ class Staging:
 
 
 def _updated_beside(beside: Tier, unit: Sections, streamed: bool) -> Iterator[tuple[str, SectionPlan]]:
-    """The sections that the updates beside one tier work on, by home."""
+    """Find the sections that the updates beside one tier work on, by home."""
     for update in unit.get(OPTIMIZER, ()):
         rests_beside = (update.tier is Tier.DEVICE) == (beside is Tier.DEVICE)
         if not (rests_beside or (streamed and beside is Tier.DEVICE)):

@@ -125,13 +125,13 @@ class Store:
                     closing.callback(slab.close)
 
     def cells(self) -> Iterator[Cell]:
-        """Every cell, in the order of allocation, and what the tiers keep for themselves."""
+        """List every cell, in the order of allocation, and what the tiers keep for themselves."""
         yield from self._cells(self._sections)
         for tier in self._tiers.values():
             yield from self._cells(dict(tier.own))
 
     def leaving(self) -> Iterator[Cell]:
-        """Those that have left the table and still have memory."""
+        """List the cells that have left the table and still have memory."""
         yield from self._cells(self._leaving)
 
     def _cells(self, sections: Mapping[Section, Slab | None]) -> Iterator[Cell]:
@@ -167,6 +167,6 @@ def _slab_name(plan: SectionPlan, apart: Collection[SectionPlan]) -> str:
 
 
 def bytes_on(plans: Sequence[SectionPlan], tier: Tier) -> int:
-    """Bytes that planned sections take on a tier."""
+    """Count the bytes that planned sections take on a tier."""
     cells = [cell for plan in plans if plan.tier is tier for cell in plan.cells]
     return sum(cell.lease_bytes if tier is Tier.CPU else cell.nbytes for cell in cells)

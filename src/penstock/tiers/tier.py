@@ -14,11 +14,11 @@ class Slab(ABC):
 
     @abstractmethod
     def make(self, plan: SectionPlan) -> Section:
-        """The next of the sections that the slab was sized for: all zeros (in files: never written)."""
+        """Make the next of the sections that the slab was sized for: all zeros (in files: never written)."""
 
     @abstractmethod
     def close(self) -> None:
-        """Give it back. Its sections have been dropped, or hold nothing of use any more."""
+        """Give the slab back. Its sections have been dropped, or hold nothing of use any more."""
 
 
 class TierMemory(ABC):
@@ -28,7 +28,7 @@ class TierMemory(ABC):
 
     @abstractmethod
     def reserve(self, wanted: Mapping[str, Sequence[SectionPlan]], *, pin: bool = True) -> dict[str, Slab]:
-        """A slab for each home's sections, by the home's name.
+        """Take a slab for each home's sections, by the home's name.
 
         Arguments:
             wanted: the sections that will be made, in order.
@@ -45,7 +45,7 @@ class TierMemory(ABC):
         return ()
 
     def pinnable(self, nbytes: int) -> int:
-        """How many of some bytes can still be pinned, as far as the tier knows."""
+        """Say how many of some bytes can still be pinned, as far as the tier knows."""
         return nbytes
 
     def close(self) -> None:  # noqa: B027 - most tiers have nothing beside their slabs
