@@ -24,29 +24,13 @@ def prepare_model(
         model,
         torch.optim.AdamW(parameter_groups(model, config.weight_decay), lr=config.lr, betas=config.betas),
         stage=cast("Any", config.stage),  # the library checks the values that the types would
-        placement=placement_of(config),
+        placement=config.placement(),
         precision=resolve_precision(config.precision, ranks.device),
         max_grad_norm=config.max_grad_norm,
         overlap=cast("Any", config.overlap),
-        options=options_of(config),
+        options=config.options(),
         weights=weights,
     )
-
-
-def placement_of(config: TrainConfig) -> penstock.Placement:
-    """The homes that the settings ask for. Raises `ConfigError` where there is no such tier."""
-    return penstock.Placement(
-        params=cast("Any", config.params),
-        grads=cast("Any", config.grads),
-        optimizer=cast("Any", config.optimizer),
-        nvme_path=config.nvme_path or None,
-    )
-
-
-def options_of(config: TrainConfig) -> penstock.Options:
-    """The sizes that the settings ask for. Raises `ConfigError` where one is out of range."""
-    sizes: dict[str, Any] = dict(config.options)
-    return penstock.Options(**sizes)
 
 
 def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:

@@ -20,7 +20,7 @@ from penstock.cli.training.evaluate import held_out_loss
 from penstock.cli.training.files import find_files, read_pieces, standard_library_files
 from penstock.cli.training.loop import train_steps
 from penstock.cli.training.metrics import METRICS_NAME, Metrics, check_tensorboard, open_metrics
-from penstock.cli.training.optimizer import options_of, placement_of, prepare_model
+from penstock.cli.training.optimizer import prepare_model
 from penstock.cli.training.precision import resolve_precision
 from penstock.cli.training.progress import format_seconds
 from penstock.cli.training.ranks import Ranks, joined
@@ -76,8 +76,8 @@ def run(config: TrainConfig) -> Result:
     # 1.
     source = find_model(config.model, seq_length=config.seq_length, trust_remote_code=config.trust_remote_code)
     logging.disable_progress_bar()  # type: ignore[no-untyped-call]  # the display of the run is the only one
-    placement_of(config)
-    options_of(config)
+    config.placement()
+    config.options()
     if config.chunked_loss:
         check_chunkable(source.model_class)
     files = find_files(config.data) if config.data else standard_library_files()
