@@ -22,7 +22,7 @@ def train(config: TrainConfig) -> None:
     if find_spec("transformers") is None:
         raise ConfigError("penstock train needs transformers. Install it with: pip install 'penstock[train]'")
     # Here, not at the top: both import torch or transformers, which --help does not wait for.
-    from penstock.cli.training.interruption import EXIT_INTERRUPTED
+    from penstock.cli.training.loop import EXIT_INTERRUPTED
     from penstock.cli.training.run import run
 
     if run(config).interrupted:
