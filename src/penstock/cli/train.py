@@ -25,5 +25,5 @@ def train(config: TrainConfig) -> None:
     from penstock.cli.training.loop import EXIT_INTERRUPTED
     from penstock.cli.training.run import run
 
-    if run(config).interrupted:
+    if not run(config):
         raise typer.Exit(EXIT_INTERRUPTED)

@@ -2,7 +2,6 @@
 
 import tempfile
 import time
-from dataclasses import dataclass
 from importlib.metadata import version
 
 from torch import nn
@@ -32,24 +31,7 @@ PROMPT_TOKENS = 32
 MODEL_FILES = ("config.json", "generation_config.json", "model.safetensors", "model.safetensors.index.json")
 
 
-@dataclass(frozen=True)
-class Result:
-    """What a run came to. Losses are nats per token on held-out text, `None` where they were not measured.
-
-    Attributes:
-        loss_before: before the first step that this run made.
-        loss_after: after the last step.
-        seconds: how long the run took.
-        interrupted: whether it was asked to end, and saved a checkpoint to go on from.
-    """
-
-    loss_before: float | None
-    loss_after: float | None
-    seconds: float
-    interrupted: bool = False
-
-
-def run(config: TrainConfig) -> Result:
+def run(config: TrainConfig) -> bool:
     """Train as the settings say. Every rank of the launcher calls this.
 
     1. Check the request: everything that can be wrong with it, before anything is allocated.
@@ -60,6 +42,9 @@ def run(config: TrainConfig) -> Result:
     6. Measure the held-out loss again.
     7. Save the model.
     8. Write a sample.
+
+    Returns:
+        Whether it came to its end. If not, it was asked to end, and has saved a checkpoint to go on from.
 
     Raises:
         ConfigError: the request cannot be met.
@@ -85,7 +70,7 @@ def run(config: TrainConfig) -> Result:
         pieces = (piece for path in files for piece in read_pieces(path, jsonl_field=config.jsonl_field))
         corpus = encode_corpus(pieces, tokenizer, seq_length=config.seq_length)
         reports.note(_about_text(corpus, config, file_count=len(files)))
-        # 3. The checkpoint is looked up before the ranks meet: one rank's error here leaves none of them waiting.
+        # 3.
         resumed = checkpoint_to_resume(config)
         with joined(ranks), computing(source):
             model, weights = build(source, config)
@@ -105,7 +90,7 @@ def run(config: TrainConfig) -> Result:
             if end.step < config.steps:
                 reports.note(f"asked to end: saved step {end.step}; go on with --resume auto")
                 optimizer.close(keep_params=False)
-                return Result(loss_before, None, time.perf_counter() - began, interrupted=True)
+                return False
             # 6.
             loss_after = _measure(model, corpus, config, ranks, reports, step=config.steps)
             # 7.
@@ -118,13 +103,14 @@ def run(config: TrainConfig) -> Result:
             if sample is not None:
                 reports.note(f"sample:\n{printable(sample)}")
             optimizer.close(keep_params=False)
-            result = Result(loss_before, loss_after, time.perf_counter() - began)
-            reports.end(loss_before=loss_before, loss_after=loss_after, seconds=result.seconds, sample=sample)
-        reports.note(f"done in {format_seconds(result.seconds)}")
-    return result
+            seconds = time.perf_counter() - began
+            reports.end(loss_before=loss_before, loss_after=loss_after, seconds=seconds, sample=sample)
+        reports.note(f"done in {format_seconds(seconds)}")
+    return True
 
 
 def _check_out(config: TrainConfig, source: ModelSource) -> None:
+    """Refuse a folder that cannot be written, before hours of training; nothing that is in it changes."""
     if source.folder is not None and source.folder.resolve() == config.out.resolve():
         raise ConfigError(f"--out {str(config.out)!r} is the folder of --model, which it would overwrite. Use another.")
     if config.tensorboard:
@@ -167,6 +153,7 @@ def _sample(model: nn.Module, tokenizer: Tokenizer, corpus: Corpus, config: Trai
 
 
 def _about_text(corpus: Corpus, config: TrainConfig, *, file_count: int) -> str:
+    """Say in a line what is trained on."""
     count = sequence_count(len(corpus.train), config.seq_length)
     return (
         f"{file_count:,} files, {corpus.document_count:,} documents: {len(corpus.train):,} tokens to train on "
@@ -175,6 +162,7 @@ def _about_text(corpus: Corpus, config: TrainConfig, *, file_count: int) -> str:
 
 
 def _about_run(model: nn.Module, corpus: Corpus, config: TrainConfig, ranks: Ranks) -> dict[str, object]:
+    """List what `metrics.jsonl` says of a run at its start."""
     return {
         "config": config.to_dict(),
         "world_size": ranks.world_size,
