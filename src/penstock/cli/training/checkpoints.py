@@ -84,6 +84,7 @@ class Checkpoints:
         return position
 
     def _check(self, path: Path, extra: dict[str, Any]) -> Position:
+        """Hold what a checkpoint says of its run against this run, and return where that run was."""
         step, sequences, text = extra.get("step"), extra.get("sequences"), extra.get("text")
         if not (_counts(step, _MOST_STEPS) and _counts(sequences, _MOST_SEQUENCES) and isinstance(text, dict)):
             raise CheckpointError(
@@ -137,7 +138,7 @@ def _shown(value: object) -> str:
 
 
 def _counts(value: object, most: int) -> TypeGuard[int]:
-    """Whether a value of a checkpoint is a whole number from 0 to `most`."""
+    """Tell whether a value of a checkpoint is a whole number from 0 to `most`."""
     return isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= most
 
 

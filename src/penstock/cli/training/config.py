@@ -123,6 +123,7 @@ class TrainConfig:
             raise ConfigError("--data, --nvme-path, --model and --resume take a path, which is not empty.")
 
     def _check_learning(self) -> None:
+        """Refuse numbers with which nothing is learned."""
         if not self.lr > 0:
             raise ConfigError(f"--lr {self.lr:g} does not train. Use a number above 0.")
         if not self.weight_decay >= 0:
@@ -140,12 +141,12 @@ class TrainConfig:
 
     @property
     def warmup_steps(self) -> int:
-        """Steps of warm-up: a tenth of all where nothing else was asked for."""
+        """Count the steps of warm-up: a tenth of all where nothing else was asked for."""
         return self.steps // 10 if self.warmup is None else self.warmup
 
     @property
     def sizes(self) -> dict[str, Any]:
-        """What goes to `penstock.Options`, which has fields of the same names: those that were given."""
+        """List the fields that `penstock.Options` has too, those that were given."""
         names = [field.name for field in fields(Options)]
         return {name: value for name in names if (value := getattr(self, name, None)) is not None}
 

@@ -92,6 +92,7 @@ def find_files(patterns: Iterable[str]) -> list[Path]:
 
 
 def _matches(pattern: str) -> list[Path]:
+    """List the files that one pattern names, sorted."""
     path = Path(pattern).expanduser()
     if path.is_file():
         return [path]
@@ -103,6 +104,7 @@ def _matches(pattern: str) -> list[Path]:
 
 
 def _hidden(path: Path) -> bool:
+    """Tell whether a file, or a folder that it lies in, has a name that begins with a dot."""
     return any(part.startswith(".") for part in path.parts)
 
 
@@ -132,6 +134,7 @@ def read_pieces(path: Path, *, jsonl_field: str) -> Iterator[Piece]:
 
 
 def _text_pieces(path: Path) -> Iterator[Piece]:
+    """Read a text file, one piece ahead: only what follows tells whether a piece is the last one."""
     with path.open(encoding="utf-8", errors="replace", newline="") as file:
         text = file.read(PIECE_CHARS)
         while text:
@@ -141,6 +144,7 @@ def _text_pieces(path: Path) -> Iterator[Piece]:
 
 
 def _jsonl_pieces(path: Path, field: str) -> Iterator[Piece]:
+    """Read the field of each line, and refuse a line that has none."""
     with path.open("rb") as file:
         for number, line in enumerate(file, start=1):
             if line.isspace():
@@ -211,6 +215,7 @@ def _map(file: IO[bytes], dtype: type[np.uint16] | type[np.uint32]) -> Tokens:
 
 
 def _split_end(tokens: Tokens, seq_length: int) -> tuple[Tokens, Tokens]:
+    """Divide one stream: what is trained on, and the last part, which is held out."""
     if len(tokens) < 2 * seq_length:
         raise ConfigError(
             f"The text of --data has {len(tokens)} tokens, less than two sequences of --seq-length {seq_length}: one "

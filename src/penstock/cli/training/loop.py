@@ -140,5 +140,5 @@ class Interruption:
         self._asked = True
 
     def is_asked(self) -> bool:
-        """Whether any rank was asked to end. The same answer on every rank; every rank calls it."""
+        """Tell whether any rank was asked to end. The same answer on every rank; every rank calls it."""
         return bool(self._ranks.sum(torch.tensor(float(self._asked))) > 0)

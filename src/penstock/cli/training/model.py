@@ -107,7 +107,7 @@ def computing(source: ModelSource) -> Iterator[None]:
 
 
 def _is_of_model(error: Exception) -> bool:
-    """Whether it was raised in the model's own code, or by what that has called, and not in ours."""
+    """Tell whether an error was raised in the model's own code, or by what that has called, and not in ours."""
     modules = [str(frame.f_globals.get("__name__")) for frame, _ in traceback.walk_tb(error.__traceback__)]
     own = max(number for number, name in enumerate(modules) if name.startswith("penstock"))
     return any(name.startswith("transformers") for name in modules[own + 1 :])

@@ -44,7 +44,7 @@ class Progress:
 
     @property
     def seconds_left(self) -> float:
-        """Seconds to the last step at the pace so far."""
+        """Estimate the seconds to the last step, at the pace so far."""
         return self.seconds / self.step * (self.steps - self.step)
 
     def numbers(self) -> list[tuple[str, str]]:
@@ -137,12 +137,14 @@ class Reports(AbstractContextManager["Reports"]):
         self._line("end", about)
 
     def _line(self, event: str, values: dict[str, Any]) -> None:
+        """Write a line of `metrics.jsonl`."""
         if self._metrics is not None:
             line = {"event": event} | {name: _json_value(value) for name, value in values.items()}
             self._metrics.write(json.dumps(line, allow_nan=False) + "\n")
             self._metrics.flush()  # now, so that others can follow the run
 
     def _scalars(self, values: dict[str, float], step: int) -> None:
+        """Write numbers for TensorBoard."""
         if self._writer is not None:
             for name, value in values.items():
                 self._writer.add_scalar(name, value, step)
