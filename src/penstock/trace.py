@@ -1,4 +1,4 @@
-"""What a trace says: the spans of each resource, who waited for what, which resource binds, and the file for a viewer.
+"""What a trace says: when each resource worked, who waited for what, which resource binds; and the file for a viewer.
 
 A **span** is one piece of work on a row: a stream, or compute. Transfers of one disk are in flight together; a row
 draws each from where the one before it was over, so that busy time is counted once. Compute is busy where the forward
@@ -42,8 +42,12 @@ class Span:
     """A piece of work on a row, in seconds of one clock.
 
     Attributes:
-        what: `verb unit [kind] [tile n]`, such as "read layers.3 optimizer tile 2".
-        inline: the work ran in the thread that otherwise computes.
+        row: the stream that did the work, a key of `RESOURCES`.
+        what: the work, as `verb unit [kind] [tile n]`: "read layers.3 optimizer tile 2".
+        start: when the work began.
+        stop: when the work was over.
+        nbytes: how many bytes were moved; 0 where none were.
+        inline: whether the work ran in the thread that otherwise computes.
         after: indices of the spans that the work had to wait for.
     """
 
@@ -58,7 +62,14 @@ class Span:
 
 @dataclass(frozen=True)
 class Wait:
-    """Compute, or the host, stood still until a span was over. `span` is its index."""
+    """Compute, or the host, stood still until a span was over.
+
+    Attributes:
+        span: the index of that span.
+        start: when it began to wait.
+        stop: when it went on.
+        by_host: whether the host waited, and not compute.
+    """
 
     span: int
     start: float
@@ -71,8 +82,12 @@ class Recording:
     """All that was seen between `start` and `stop`.
 
     Attributes:
+        start: when the trace began.
+        stop: when the trace ended.
+        spans: the work of all streams.
+        waits: what compute or the host waited for.
         compute: what compute turned to, and when; "" is nothing in particular.
-        complete: the limit of spans was not reached.
+        complete: whether the limit of spans was not reached.
     """
 
     start: float
@@ -85,7 +100,14 @@ class Recording:
 
 @dataclass(frozen=True)
 class Use:
-    """How one row was used, and how long compute or the host stood waiting for it."""
+    """How one row was used.
+
+    Attributes:
+        spans: how many pieces of work it did.
+        busy_seconds: how long it worked.
+        waited_seconds: how long compute or the host stood waiting for it.
+        nbytes: how many bytes it moved.
+    """
 
     spans: int
     busy_seconds: float
@@ -94,7 +116,7 @@ class Use:
 
     @property
     def bytes_per_second(self) -> float:
-        """While it was busy."""
+        """Divide the bytes by the time that it was busy."""
         return self.nbytes / self.busy_seconds if self.busy_seconds else 0.0
 
 
@@ -103,11 +125,11 @@ class Summary:
     """What kept a run busy, and what kept it waiting. Print it for a table.
 
     Attributes:
-        seconds: from the start of the trace to its end.
-        rows: use of each row that was used.
+        seconds: how long the trace is, from its start to its end.
+        rows: how each row was used, those that were.
         waits: seconds of exposed wait by cause, such as "gather layers.3 (upload)"; the longest first.
         bound_by: the resource with the most busy time.
-        complete: the limit of spans was not reached; else the trace ends there.
+        complete: whether the limit of spans was not reached; else the trace ends where it was.
     """
 
     seconds: float
@@ -117,7 +139,7 @@ class Summary:
     complete: bool = True
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON-like."""
+        """List the numbers as JSON-like values, as the file of a trace keeps them."""
         rows = {
             row: {
                 **asdict(use),
@@ -135,7 +157,7 @@ class Summary:
         }
 
     def __str__(self) -> str:
-        """The binding resource, a line for each row, and the longest waits."""
+        """Write a table: the binding resource, a line for each row, and the longest waits."""
         cut = "" if self.complete else ", cut where the limit of spans was reached"
         lines = [f"bound by: {self.bound_by}", f"{self.seconds:.3f} s traced{cut}", ""]
         lines += [
@@ -161,6 +183,7 @@ class Timeline:
     """A recording as rows whose spans do not overlap.
 
     Attributes:
+        recording: what it was made of.
         rows: spans by row, in order, compute included.
         waits: exposed waits: `row` is what kept compute or the host waiting, `what` is what was waited for.
     """
@@ -183,7 +206,7 @@ class Timeline:
                 self.waits += blame(spans, before, replace(wait, start=start, stop=stop))
 
     def summary(self) -> Summary:
-        """Busy time, exposed waits, and what binds."""
+        """Sum up busy time and exposed waits, and find what binds."""
         seconds = max(self.recording.stop - self.recording.start, 1e-9)
         waits: defaultdict[str, float] = defaultdict(float)
         waited: defaultdict[str, float] = defaultdict(float)
@@ -198,7 +221,7 @@ class Timeline:
         return Summary(seconds, rows, longest, self._bound_by(seconds), self.recording.complete)
 
     def _bound_by(self, seconds: float) -> str:
-        """The resource with the most busy time. Reads and writes share a disk: they count together."""
+        """Find the resource with the most busy time. Reads and writes share a disk: they count together."""
         disk = ("read", "fetch", "write")
         busy = {RESOURCES[row]: self._busy(row) for row in self.rows if row not in disk}
         reads_most = self._busy("read", "fetch") >= self._busy("write")
@@ -208,11 +231,12 @@ class Timeline:
         return max(busy, key=lambda name: busy[name])
 
     def _busy(self, *rows: str) -> float:
+        """Add up the time in which any of these rows was busy."""
         return _length(merged(_interval(span) for row in rows for span in self.rows.get(row, ())))
 
 
 def to_chrome(timeline: Timeline, rank: int) -> Iterator[str]:
-    """The JSON text that Perfetto and chrome://tracing read, an event a line: a process for the rank, a thread a row.
+    """Write the JSON that Perfetto and chrome://tracing read, an event a line: a process for the rank, a thread a row.
 
     `otherData` holds the summary, as numbers and as text.
     """
@@ -277,7 +301,7 @@ def blame(spans: Sequence[Span], before: Sequence[int | None], wait: Wait) -> li
 
 
 def merged(intervals: Iterable[Interval]) -> list[Interval]:
-    """The union, in order."""
+    """Unite intervals: what is left is in order, and apart."""
     union: list[Interval] = []
     for start, stop in sorted(intervals):
         if union and start <= union[-1][1]:
@@ -288,7 +312,7 @@ def merged(intervals: Iterable[Interval]) -> list[Interval]:
 
 
 def without(interval: Interval, holes: Sequence[Interval]) -> list[Interval]:
-    """What is left of an interval without the holes, which are in order and apart."""
+    """Cut holes, which are in order and apart, out of an interval."""
     start, end = interval
     left = []
     for hole in holes[max(0, bisect(holes, (start, inf)) - 1) :]:
@@ -301,7 +325,7 @@ def without(interval: Interval, holes: Sequence[Interval]) -> list[Interval]:
 
 
 def _pieces(recording: Recording, holes: Sequence[Interval]) -> list[Span]:
-    """What compute did, without the holes."""
+    """List what compute did, without the holes."""
     turns = [*recording.compute, (recording.stop, "")]
     return [
         Span(COMPUTE, what, *left)
@@ -328,7 +352,7 @@ def _metadata(what: str, rank: int, thread: int, **args: object) -> dict[str, An
 
 
 def _arguments(span: Span) -> dict[str, Any]:
-    """What a label says, by name, and the bytes."""
+    """Take a span's label apart for the viewer: unit, kind and tile by name, and the bytes."""
     words, _, tile = span.what.partition(" tile ")
     args: dict[str, Any] = dict(zip(("unit", "kind"), words.split()[1:], strict=False))
     if tile:
