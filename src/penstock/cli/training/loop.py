@@ -77,7 +77,7 @@ def train_steps(
 def _accumulate(
     model: nn.Module, optimizer: penstock.Optimizer, batches: Iterator[Tensor], config: TrainConfig, ranks: Ranks
 ) -> Tensor:
-    """Add up the gradients of a step's micro-batches. Returns this rank's mean loss, on the device."""
+    """Add up the gradients of a step's micro-batches, and return this rank's mean loss, on the device."""
     total = torch.zeros((), device=ranks.device)
     for micro_batch in range(1, config.accumulation + 1):
         ids = next(batches)
@@ -112,12 +112,19 @@ class _Window:
         # After the loss was read, which waits for the device: else the time of the last steps would be missing.
         now = time.perf_counter()
         token_count = len(self.losses) * config.batch_size * config.accumulation * config.seq_length * world_size
-        tokens_per_second = token_count / (now - self.window_began)
-        self.window_began, self.losses = now, []
-        seconds = now - self.began
-        return Progress(
-            step, config.steps, mean_loss, grad_norm, lr, tokens_per_second, seconds, self.skipped_count, sizes
+        progress = Progress(
+            step=step,
+            steps=config.steps,
+            loss=mean_loss,
+            grad_norm=grad_norm,
+            lr=lr,
+            tokens_per_second=token_count / (now - self.window_began),
+            seconds=now - self.began,
+            skipped_count=self.skipped_count,
+            bytes_by_tier=sizes,
         )
+        self.window_began, self.losses = now, []
+        return progress
 
 
 class Interruption:
