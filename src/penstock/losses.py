@@ -1,4 +1,4 @@
-"""Cross-entropy of a linear head, whose logits never exist whole."""
+"""The cross-entropy of a linear head whose logits never exist whole."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def linear_cross_entropy(
     reduction: str = "mean",
     chunk_bytes: int = CHUNK_BYTES,
 ) -> Tensor:
-    """The cross-entropy of `hidden @ weight.T + bias`, without the logits of all tokens for all of the vocabulary.
+    """Compute the cross-entropy of `hidden @ weight.T + bias`, with no logits of all tokens for all of the vocabulary.
 
         loss = sum over tokens of (log sum_v exp(hidden . weight_v + bias_v) - hidden . weight_label - bias_label)
 
@@ -40,22 +40,24 @@ def linear_cross_entropy(
     Call it in the `forward` of the module that owns `weight`, so that Penstock has the parameter gathered.
 
     Arguments:
-        hidden: of shape (..., width), fp32, bf16, fp16 or fp64. Under autocast it is cast to autocast's dtype.
-        weight: of shape (vocabulary, width), in the dtype of `hidden`; under autocast in any, and cast by blocks.
-        labels: of shape (...), int64: classes from 0 to vocabulary - 1, or `ignore_index`.
-        bias: of shape (vocabulary,).
+        hidden: a vector for each token, of shape (..., width), fp32, bf16, fp16 or fp64. Under autocast it is cast to
+            autocast's dtype.
+        weight: the head's weight, of shape (vocabulary, width), in the dtype of `hidden`; under autocast in any dtype,
+            and cast by blocks.
+        labels: the right class of each token, of shape (...), int64: from 0 to vocabulary - 1, or `ignore_index`.
+        bias: the head's bias, of shape (vocabulary,); `None` for a head without.
         ignore_index: the label of tokens that do not count.
         reduction: "sum", or "mean" over the tokens that count.
-        chunk_bytes: of the fp32 logits of a block, about one and a half times of which are in use at once; a block
-            is never narrower than 128 classes.
+        chunk_bytes: how large the fp32 logits of a block may be, about one and a half times of which are in use at
+            once; a block is never narrower than 128 classes.
 
     Returns:
         The loss, a 0-dim tensor in fp32 (fp64 for fp64). As in torch, the mean over no token is NaN, with gradients of
         zero.
 
     Raises:
-        ConfigError: shapes, dtypes or devices that do not fit; a label that is no class, on a cpu. On other devices,
-            which would have to be waited for, such a label makes the loss and the gradients NaN.
+        ConfigError: shapes, dtypes or devices do not fit, or a label is no class, on a cpu. On other devices, which
+            would have to be waited for, such a label makes the loss and the gradients NaN.
 
     Example:
         >>> head = torch.nn.Linear(16, 50_000, bias=False)
@@ -77,7 +79,10 @@ def linear_cross_entropy(
 
 
 class _SumOfLosses(torch.autograd.Function):
-    """Shapes: hidden (T, D), weight (V, D), bias (V,) or None, labels (T,); a block has `width` rows of V."""
+    """The sum of the losses of all tokens, with a backward that makes the logits again.
+
+    Shapes: hidden (T, D), weight (V, D), bias (V,) or None, labels (T,); a block has `width` rows of V.
+    """
 
     @staticmethod
     def forward(
@@ -90,7 +95,8 @@ class _SumOfLosses(torch.autograd.Function):
         for start, stop in _blocks(weight, width):
             logits = _logits(hidden, weight, bias, start, stop)
             place, inside = _places(labels, start, stop)
-            of_label = torch.where(inside, logits.gather(1, place[:, None])[:, 0], of_label)
+            of_label = torch.where(inside, logits.gather(1, place[:, None])[:, 0], of_label)  # before they are changed
+            # What is summed so far is relative to the old largest logit, so it is scaled before the new ones are added.
             before, most = most, torch.maximum(most, logits.amax(1))
             total = total * (before - most).exp() + logits.sub_(most[:, None]).exp_().sum(1)
             del logits  # before the next block has its own
@@ -131,13 +137,13 @@ class _SumOfLosses(torch.autograd.Function):
 
 
 def _blocks(weight: Tensor, width: int) -> Iterator[tuple[int, int]]:
-    """The first row of each block, and one past its last."""
+    """Yield the first row of each block, and one past its last."""
     for start in range(0, len(weight), width):
         yield start, min(start + width, len(weight))
 
 
 def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, start: int, stop: int) -> Tensor:
-    """A block's logits in fp32, (T, stop - start): rounded to the dtype of `hidden` as a head would."""
+    """Make a block's logits in fp32, (T, stop - start), rounded to the dtype of `hidden` as a head would."""
     with torch.autocast(hidden.device.type, enabled=False):
         part = None if bias is None else bias[start:stop].to(hidden.dtype)
         logits = F.linear(hidden, weight[start:stop].to(hidden.dtype), part)
@@ -145,7 +151,7 @@ def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, start: int, sto
 
 
 def _places(labels: Tensor, start: int, stop: int) -> tuple[Tensor, Tensor]:
-    """Where each token's label is in a block, and whether it is there at all: of shape (T,)."""
+    """Find where each token's label is in a block, and whether it is there at all, both of shape (T,)."""
     place = labels - start
     return place.clamp(0, stop - start - 1), (place >= 0) & (place < stop - start)
 
@@ -161,6 +167,7 @@ def _check(
     *,
     any_dtype: bool,
 ) -> None:
+    """Refuse arguments that do not fit each other; of labels on a device nothing is read."""
     if reduction not in REDUCTIONS:
         raise ConfigError(f"reduction={reduction!r}: use one of {', '.join(REDUCTIONS)}.")
     if chunk_bytes <= 0:

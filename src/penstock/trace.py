@@ -1,4 +1,4 @@
-"""What a trace says: the spans of each resource, who waited for what, which resource binds, and the file for a viewer.
+"""What a trace says: when each resource worked, who waited for what, which resource binds; and the file for a viewer.
 
 A **span** is one piece of work on a row: a stream, or compute. Transfers of one disk are in flight together; a row
 draws each from where the one before it was over, so that busy time is counted once. Compute is busy where the forward
@@ -69,8 +69,12 @@ class Span:
     """A piece of work on a row, in seconds of one clock.
 
     Attributes:
-        label: what it is for.
-        inline: the work ran in the thread that otherwise computes.
+        row: the stream that did the work, a key of `RESOURCES`.
+        label: what the work was for.
+        start: when the work began.
+        stop: when the work was over.
+        nbytes: how many bytes were moved; 0 where none were.
+        inline: whether the work ran in the thread that otherwise computes.
         after: indices of the spans that the work had to wait for.
     """
 
@@ -85,7 +89,14 @@ class Span:
 
 @dataclass(frozen=True)
 class Wait:
-    """Compute, or the host, stood still until a span was over. `span` is its index."""
+    """Compute, or the host, stood still until a span was over.
+
+    Attributes:
+        span: the index of that span.
+        start: when it began to wait.
+        stop: when it went on.
+        by_host: whether the host waited, and not compute.
+    """
 
     span: int
     start: float
@@ -98,8 +109,12 @@ class Recording:
     """All that was seen between `start` and `stop`.
 
     Attributes:
+        start: when the trace began.
+        stop: when the trace ended.
+        spans: the work of all streams.
+        waits: what compute or the host waited for.
         compute: what compute turned to, and when; an empty label is nothing in particular.
-        complete: the limit of spans was not reached.
+        complete: whether the limit of spans was not reached.
     """
 
     start: float
@@ -112,7 +127,14 @@ class Recording:
 
 @dataclass(frozen=True)
 class Use:
-    """How one row was used, and how long compute or the host stood waiting for it."""
+    """How one row was used.
+
+    Attributes:
+        spans: how many pieces of work it did.
+        busy_seconds: how long it worked.
+        waited_seconds: how long compute or the host stood waiting for it.
+        nbytes: how many bytes it moved.
+    """
 
     spans: int
     busy_seconds: float
@@ -121,7 +143,7 @@ class Use:
 
     @property
     def bytes_per_second(self) -> float:
-        """While it was busy."""
+        """Divide the bytes by the time that it was busy."""
         return self.nbytes / self.busy_seconds if self.busy_seconds else 0.0
 
 
@@ -130,11 +152,11 @@ class Summary:
     """What kept a run busy, and what kept it waiting. Print it for a table.
 
     Attributes:
-        seconds: from the start of the trace to its end.
-        rows: use of each row that was used.
+        seconds: how long the trace is, from its start to its end.
+        rows: how each row was used, those that were.
         waits: seconds of exposed wait by cause, such as "gather layers.3 (upload)"; the longest first.
         bound_by: the resource with the most busy time.
-        complete: the limit of spans was not reached; else the trace ends there.
+        complete: whether the limit of spans was not reached; else the trace ends where it was.
     """
 
     seconds: float
@@ -144,7 +166,7 @@ class Summary:
     complete: bool = True
 
     def to_dict(self) -> dict[str, Any]:
-        """Make it JSON-like."""
+        """List the numbers as JSON-like values, as the file of a trace keeps them."""
         rows = {
             row: {
                 **asdict(use),
@@ -162,7 +184,7 @@ class Summary:
         }
 
     def __str__(self) -> str:
-        """The binding resource, a line for each row, and the longest waits."""
+        """Write a table: the binding resource, a line for each row, and the longest waits."""
         cut = "" if self.complete else ", cut where the limit of spans was reached"
         lines = [f"bound by: {self.bound_by}", f"{self.seconds:.3f} s traced{cut}", ""]
         lines += [
@@ -188,6 +210,7 @@ class Timeline:
     """A recording as rows whose spans do not overlap.
 
     Attributes:
+        recording: what it was made of.
         rows: spans by row, in order, compute included.
         waits: exposed waits: `row` is what kept compute or the host waiting, `label` is what was waited for.
     """
@@ -210,7 +233,7 @@ class Timeline:
                 self.waits += blame(spans, before, replace(wait, start=start, stop=stop))
 
     def summary(self) -> Summary:
-        """Sum up busy time, exposed waits, and what binds."""
+        """Sum up busy time and exposed waits, and find what binds."""
         seconds = max(self.recording.stop - self.recording.start, 1e-9)
         waits: defaultdict[str, float] = defaultdict(float)
         waited: defaultdict[str, float] = defaultdict(float)
@@ -225,7 +248,7 @@ class Timeline:
         return Summary(seconds, rows, longest, self._bound_by(seconds), self.recording.complete)
 
     def _bound_by(self, seconds: float) -> str:
-        """Name the resource with the most busy time. Reads and writes share a disk: they count together."""
+        """Find the resource with the most busy time. Reads and writes share a disk: they count together."""
         disk = ("read", "fetch", "write")
         busy = {RESOURCES[row]: self._busy(row) for row in self.rows if row not in disk}
         reads_most = self._busy("read", "fetch") >= self._busy("write")
@@ -235,6 +258,7 @@ class Timeline:
         return max(busy, key=lambda name: busy[name])
 
     def _busy(self, *rows: str) -> float:
+        """Add up the time in which any of these rows was busy."""
         return _length(merged(_interval(span) for row in rows for span in self.rows.get(row, ())))
 
 
@@ -304,7 +328,7 @@ def blame(spans: Sequence[Span], before: Sequence[int | None], wait: Wait) -> li
 
 
 def merged(intervals: Iterable[Interval]) -> list[Interval]:
-    """Unite intervals; returns them in order."""
+    """Unite intervals: what is left is in order, and apart."""
     union: list[Interval] = []
     for start, stop in sorted(intervals):
         if union and start <= union[-1][1]:
@@ -315,7 +339,7 @@ def merged(intervals: Iterable[Interval]) -> list[Interval]:
 
 
 def without(interval: Interval, holes: Sequence[Interval]) -> list[Interval]:
-    """Cut holes, which are in order and apart, out of an interval; returns what is left."""
+    """Cut holes, which are in order and apart, out of an interval."""
     start, end = interval
     left = []
     for hole in holes[max(0, bisect(holes, (start, inf)) - 1) :]:
@@ -329,7 +353,7 @@ def without(interval: Interval, holes: Sequence[Interval]) -> list[Interval]:
 
 def _pieces(recording: Recording, holes: Sequence[Interval]) -> list[Span]:
     """List what compute did, without the holes."""
-    turns = [*recording.compute, (recording.stop, NO_LABEL)]
+    turns = [*recording.compute, (recording.stop, "")]
     return [
         Span(COMPUTE, label, *left)
         for (start, label), (end, _) in pairwise(turns)
@@ -355,7 +379,9 @@ def _metadata(what: str, rank: int, thread: int, **args: object) -> dict[str, An
 
 
 def _arguments(span: Span) -> dict[str, Any]:
-    """Say what a label says, by name, and the bytes."""
-    named = span.label._asdict() | {"bytes": span.nbytes}
-    del named["verb"]
-    return {name: value for name, value in named.items() if value not in ("", None) and (name == "tile" or value)}
+    """Take a span's label apart for the viewer: unit, kind and tile by name, and the bytes."""
+    words, _, tile = span.what.partition(" tile ")
+    args: dict[str, Any] = dict(zip(("unit", "kind"), words.split()[1:], strict=False))
+    if tile:
+        args["tile"] = int(tile)
+    return {**args, "bytes": span.nbytes} if span.nbytes else args

@@ -26,6 +26,7 @@ app = typer.Typer(
 
 
 def _print_version(wanted: bool) -> None:
+    """Print the version and exit, as the callback of `--version`."""
     if wanted:
         typer.echo(f"penstock {version('penstock')}")
         raise typer.Exit
@@ -75,6 +76,7 @@ def main() -> None:
 
 
 def _end(text: str, *, code: int = 2) -> NoReturn:
+    """Print one line to stderr and exit."""
     # Ranks mostly fail alike, but a file can be missing on one host only: every rank speaks, with its name.
     rank = os.environ.get("RANK", "0")
     who = "" if rank == "0" else f" [rank {rank}]"

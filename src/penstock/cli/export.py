@@ -25,7 +25,7 @@ def export(
     source, target = parse_path(checkpoint, option="CHECKPOINT"), parse_path(out, option="OUT")
     most_bytes = parse_size_bytes(max_shard_bytes, option="--max-shard-bytes")
     import penstock
-    from penstock.cli.training.ranks import Ranks, joined  # torch, which --help does not wait for
+    from penstock.cli.ranks import Ranks, joined  # torch, which --help does not wait for
 
     ranks = Ranks.from_environment()
     with joined(ranks):

@@ -40,6 +40,7 @@ def inspect(
 
 
 def _show(summary: Mapping[str, Any]) -> None:
+    """Print a summary as tables."""
     from rich.console import Console
 
     console = Console(highlight=False)
@@ -70,6 +71,7 @@ def _show(summary: Mapping[str, Any]) -> None:
 
 
 def _table(titles: Sequence[str], rows: Sequence[Sequence[object]]) -> Any:
+    """Make a table without lines between its cells. Columns of bytes are numbers, and stand to the right."""
     from rich.table import Table
     from rich.text import Text
 
@@ -83,5 +85,6 @@ def _table(titles: Sequence[str], rows: Sequence[Sequence[object]]) -> Any:
 
 
 def _line(value: object) -> str:
+    """Write a value in a line that is not too long."""
     text = value if isinstance(value, str) else json.dumps(value)
     return text if len(text) <= _MOST_CHARS else text[:_MOST_CHARS] + "..."

@@ -1,4 +1,4 @@
-"""What people type, as values: sizes, homes and pairs. Pure; a mistake is a `ConfigError` that names the option."""
+"""What people type, read as values. A mistake is a `ConfigError` that names the option."""
 
 import math
 import re
@@ -7,24 +7,15 @@ from typing import Literal
 
 from penstock.errors import ConfigError
 
-_UNIT_BYTES = {
-    "": 1,
-    "b": 1,
-    "kb": 10**3,
-    "mb": 10**6,
-    "gb": 10**9,
-    "tb": 10**12,
-    "kib": 2**10,
-    "mib": 2**20,
-    "gib": 2**30,
-    "tib": 2**40,
-}
+_UNIT_BYTES = (
+    {"": 1, "b": 1}
+    | {f"{prefix}b": 1000**power for power, prefix in enumerate("kmgt", start=1)}
+    | {f"{prefix}ib": 1024**power for power, prefix in enumerate("kmgt", start=1)}
+)
 _MOST_DIGITS = 40
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([a-z]*)\s*", re.IGNORECASE)
-
-
 #: No file, memory or count of anything is larger, and every reader of a number takes it.
-MOST = 1 << 62
+_MOST = 1 << 62
 
 
 def parse_path(text: str, *, option: str) -> Path:
@@ -57,7 +48,7 @@ def parse_size_bytes(text: str, *, option: str) -> int:
     size = int(match[1]) * unit if match[1].isdigit() else float(match[1]) * unit
     if size != int(size):
         raise ConfigError(f"{option} {text!r} is {size:g} bytes. Write a whole number of bytes.")
-    if size > MOST:
+    if size > _MOST:
         raise ConfigError(f"{option} {text!r} is more than there is. Write a smaller size.")
     return int(size)
 
@@ -108,6 +99,7 @@ def parse_betas(text: str, *, option: str) -> tuple[float, float]:
 
 
 def _number(part: str, *, option: str, text: str, example: str) -> float:
+    """Read a part of a text as a finite number, or refuse it with an example of how to write it."""
     try:
         number = float(part)
     except ValueError:

@@ -39,8 +39,8 @@ def chunk_loss(model: nn.Module, *, chunk_bytes: int = CHUNK_BYTES) -> None:
     tied weights stay tied, and a copy of the model does as it does.
 
     Arguments:
-        model: of a class in `CHUNKABLE`, or a peft model around one; before `prepare` or after it.
-        chunk_bytes: as in `linear_cross_entropy`.
+        model: a model of a class in `CHUNKABLE`, or a peft model around one; before `prepare` or after it.
+        chunk_bytes: how large a block of logits may be, in bytes of fp32, as in `linear_cross_entropy`.
 
     Raises:
         ConfigError: a model of another class, which may do something to its logits or to its loss; one whose head,
@@ -102,14 +102,14 @@ class ChunkedHead(nn.Linear):
     chunk_bytes: int
 
     def forward(self, input: Tensor, labels: Tensor | None = None, **options: Any) -> Tensor:
-        """Logits of shape (..., vocabulary); the loss, 0-dim, where there are labels of shape (...)."""
+        """Make logits of shape (..., vocabulary); the loss, 0-dim, where there are labels of shape (...)."""
         if labels is None:
             return super().forward(input)
         return linear_cross_entropy(input, self.weight, labels, bias=self.bias, chunk_bytes=self.chunk_bytes, **options)
 
 
 def _forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-    """The forward of a model of `CHUNKABLE`."""
+    """Run the forward of a model of `CHUNKABLE`, with the loss of its head where there are labels and gradients."""
     from transformers.modeling_outputs import CausalLMOutputWithCrossAttentions
 
     original = type(self).forward

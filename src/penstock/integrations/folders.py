@@ -1,4 +1,4 @@
-"""The border to model folders: what somebody's files make of transformers, tokenizers and safetensors is one line.
+"""The border to model folders: whatever goes wrong in a library that reads somebody's files is one line.
 
 Nothing in a folder runs unless its reader says so (`trust_remote_code`), and nothing in it is believed before it is
 held against the size of the files: `config.json` is read here first, by `json` alone.
@@ -35,14 +35,15 @@ _BUFFER_BYTES_OF_ANY = 1 << 28
 
 @contextlib.contextmanager
 def reading(what: str, folder: Path) -> Iterator[None]:
-    """Around every call of another library that reads a folder, or computes with what it has read there.
+    """Say in one line what goes wrong inside, around calls that read a folder or compute with what was read there.
 
     Arguments:
-        what: of the folder, for the message: `"tokenizer"`.
-        folder: the model's.
+        what: the part of the folder that is read, for the message: `"tokenizer"`.
+        folder: the model's folder.
 
     Raises:
-        ConfigError: whatever was raised inside, as one line; errors of our own stay as they are.
+        ConfigError: another library has raised something, or what is read is damaged; other errors of our own stay as
+            they are.
     """
     try:
         yield
@@ -57,7 +58,7 @@ def reading(what: str, folder: Path) -> Iterator[None]:
 
 
 def read_config(folder: Path) -> Mapping[str, Any]:
-    """A folder's `config.json`, checked for what would hang or allocate before any other library sees the folder.
+    """Read a folder's `config.json`, and check it before any other library sees what would make it hang or allocate.
 
     Raises:
         ConfigError: it cannot be read, or something in the folder can be no file of a model.
@@ -72,10 +73,10 @@ def read_config(folder: Path) -> Mapping[str, Any]:
 
 
 def read_json(file: Path) -> Mapping[str, Any]:
-    """A small JSON file's object, none of whose counts is beyond any model.
+    """Read a small JSON file's object.
 
     Raises:
-        ConfigError: it is larger, is no JSON, is no object, or has such a count.
+        ConfigError: it is too large, is no JSON, is no object, or has a count that is beyond any model.
     """
     try:
         nbytes = file.stat().st_size
@@ -98,12 +99,12 @@ def check_code(name: str, config: Mapping[str, Any], *, is_native: bool) -> None
     """Refuse a folder whose model is code of its own, or is computed by kernels from elsewhere.
 
     Arguments:
-        name: of the folder, as the user wrote it.
-        config: of its `config.json`.
-        is_native: transformers has a class of its own for it.
+        name: the folder, as the user wrote it.
+        config: what its `config.json` holds.
+        is_native: whether transformers has a class of its own for it.
 
     Raises:
-        ConfigError: names the files and the option that allows it.
+        ConfigError: it is one. The message names the files, and the option that allows it.
     """
     if "auto_map" in config and not is_native:
         raise needs_code(name, CONFIG, _references(config["auto_map"]))
@@ -113,7 +114,7 @@ def check_code(name: str, config: Mapping[str, Any], *, is_native: bool) -> None
 
 
 def needs_code(name: str, file: str, what: str) -> ConfigError:
-    """The error that names the option."""
+    """Make the error of a folder that needs code, with the option that allows it."""
     return ConfigError(
         f"{name!r} runs code that is not part of transformers: its {file} names {what}. Read that code first; then "
         f"allow it with {TRUST_OPTION}."
@@ -122,10 +123,10 @@ def needs_code(name: str, file: str, what: str) -> ConfigError:
 
 @contextlib.contextmanager
 def few_modules(folder: Path, *, tensor_count: int) -> Iterator[None]:
-    """While a model is built from a configuration: stop where it has far more modules than its files have tensors.
+    """Stop the building of a model inside, once it has far more modules than its files have tensors.
 
     Raises:
-        ConfigError: it has.
+        ConfigError: it has that many. Without this, a number in a configuration could fill the host's memory.
     """
     left = _MODULES_OF_ANY + _MODULES_PER_TENSOR * tensor_count
 
@@ -151,7 +152,7 @@ def check_sizes(model: nn.Module, folder: Path, *, held_numel: int) -> None:
     """Refuse a model, on the meta device, that is far larger than the files it is to be filled from.
 
     Raises:
-        ConfigError: says by how much; nothing of that size was allocated.
+        ConfigError: it is. The message says by how much; nothing of that size was allocated.
     """
     numel = sum(parameter.numel() for parameter in model.parameters())
     if numel > _MOST_PACKING * held_numel + _NUMEL_OF_ANY:
@@ -168,7 +169,7 @@ def check_sizes(model: nn.Module, folder: Path, *, held_numel: int) -> None:
 
 
 def _check_entries(folder: Path) -> None:
-    """A pipe or a device would hang whoever reads it."""
+    """Refuse a folder with a pipe or a device in it, which would hang whoever reads it."""
     for inside in (folder, *(entry for entry in folder.iterdir() if entry.is_dir())):
         with contextlib.suppress(PermissionError):
             for entry in os.scandir(inside):
@@ -179,6 +180,7 @@ def _check_entries(folder: Path) -> None:
 
 
 def _check_counts(file: Path, value: object) -> None:
+    """Refuse counts that are beyond any model, at any depth: libraries make lists that long before they look."""
     holders = [value]
     while holders:
         holder = holders.pop()
@@ -195,6 +197,6 @@ def _check_counts(file: Path, value: object) -> None:
 
 
 def _references(auto_map: object) -> str:
-    """The classes that a folder names, without what their values could do to a terminal."""
+    """List the classes that a folder names, without what their values could do to a terminal."""
     named = auto_map.values() if isinstance(auto_map, dict) else [auto_map]
     return one_line(", ".join(sorted({str(item) for item in named})), 120) or "a module"

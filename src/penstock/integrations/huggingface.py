@@ -1,6 +1,6 @@
-"""Hugging Face causal language models: build them, train them, and save their weights from wherever they live."""
+"""Causal language models of Hugging Face, from a folder or a preset's name to the files of a trained one."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -29,21 +29,11 @@ GATHER_BYTES = 1 << 30
 _MOST_NAMED = 8
 
 
-@dataclass(frozen=True)
-class Preset:
-    """The shape of a Llama-type model that starts from random weights and reads bytes."""
-
-    hidden_size: int
-    intermediate_size: int
-    layer_count: int
-    head_count: int
-
-
-# Parameters: 1.4 million, 26 million, 309 million.
-PRESETS = {
-    "tiny": Preset(hidden_size=256, intermediate_size=512, layer_count=2, head_count=4),
-    "small": Preset(hidden_size=512, intermediate_size=1408, layer_count=8, head_count=8),
-    "medium": Preset(hidden_size=1024, intermediate_size=2816, layer_count=24, head_count=16),
+#: Llama-type models that start from random weights and read bytes: 1.4 million parameters, 26 million, 309 million.
+PRESETS: Mapping[str, Mapping[str, Any]] = {
+    "tiny": {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2, "num_attention_heads": 4},
+    "small": {"hidden_size": 512, "intermediate_size": 1408, "num_hidden_layers": 8, "num_attention_heads": 8},
+    "medium": {"hidden_size": 1024, "intermediate_size": 2816, "num_hidden_layers": 24, "num_attention_heads": 16},
 }
 
 
@@ -51,12 +41,12 @@ PRESETS = {
 class ModelSource:
     """Where a model comes from: a preset, or a folder that `from_pretrained` reads. Checked, nothing built yet.
 
-    Arguments:
-        name: as the user wrote it.
+    Attributes:
+        name: what the user wrote.
         folder: the model's folder; `None` for a preset.
         config: the transformers configuration.
-        vocab_size: rows of the model's embedding.
-        max_seq_length: positions that the model knows, where its configuration says.
+        vocab_size: how many rows the model's embedding has.
+        max_seq_length: how many positions the model knows; `None` where its configuration does not say.
         trust_remote_code: whether code of the folder may run.
     """
 
@@ -69,7 +59,7 @@ class ModelSource:
 
     @property
     def model_class(self) -> type:
-        """The class of the model that will be built."""
+        """Find the class of the model that will be built."""
         from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 
         mapping: Any = MODEL_FOR_CAUSAL_LM_MAPPING  # untyped
@@ -84,7 +74,8 @@ def find_model(name: str, *, seq_length: int, trust_remote_code: bool = False) -
 
     Arguments:
         name: a name of `PRESETS`, or a folder with config.json and .safetensors weights.
-        seq_length: tokens per sequence. A preset takes any length, a folder's model those that it has positions for.
+        seq_length: how many tokens a sequence has. A preset takes any length, a folder's model those that it has
+            positions for.
         trust_remote_code: run the code of a folder whose model is none of transformers' own.
 
     Raises:
@@ -96,7 +87,15 @@ def find_model(name: str, *, seq_length: int, trust_remote_code: bool = False) -
         257
     """
     if name in PRESETS:
-        config = _preset_config(PRESETS[name], seq_length)
+        from transformers import LlamaConfig
+
+        config = LlamaConfig(
+            **PRESETS[name],
+            vocab_size=ByteTokenizer.vocab_size,
+            max_position_embeddings=max(2048, seq_length),
+            bos_token_id=None,
+            eos_token_id=ByteTokenizer.end_of_document,
+        )
         return ModelSource(name, None, config, config.vocab_size, config.max_position_embeddings)
     source = _find_folder(name, trust_remote_code)
     if source.max_seq_length is not None and seq_length > source.max_seq_length:
@@ -108,7 +107,7 @@ def find_model(name: str, *, seq_length: int, trust_remote_code: bool = False) -
 
 
 def build_model(source: ModelSource) -> nn.Module:
-    """The model, on the cpu: a preset's random weights in fp32 (from torch's seed), a folder's weights in their dtype.
+    """Build the model on the cpu: a preset with random weights in fp32 (from torch's seed), a folder's in its dtype.
 
     Raises:
         ConfigError: the folder's weights cannot be read, or are of another model than its configuration.
@@ -133,12 +132,17 @@ def build_model(source: ModelSource) -> nn.Module:
                 output_loading_info=True,
             )
             if loading["missing_keys"]:  # transformers would train random weights in their place
-                raise ConfigError(_lack(source.folder, sorted(loading["missing_keys"])))
+                missing = sorted(loading["missing_keys"])
+                more = f" and {len(missing) - _MOST_NAMED} more" if len(missing) > _MOST_NAMED else ""
+                raise ConfigError(
+                    f"The weights in {source.folder} lack {', '.join(missing[:_MOST_NAMED])}{more}. Name a folder that "
+                    "has them."
+                )
     return model.train()
 
 
 def build_empty(source: ModelSource) -> nn.Module | None:
-    """A folder's model without values, for `prepare(weights=source.folder)`: no rank ever holds all of it.
+    """Build a folder's model without values, for `prepare(weights=source.folder)`: no rank ever holds all of it.
 
     Returns:
         A model on the meta device; `None` for a preset, and where transformers reads the folder's weights under other
@@ -163,13 +167,8 @@ def build_empty(source: ModelSource) -> nn.Module | None:
         return model.train()
 
 
-def _lack(folder: Path, names: Sequence[str]) -> str:
-    more = f" and {len(names) - _MOST_NAMED} more" if len(names) > _MOST_NAMED else ""
-    return f"The weights in {folder} lack {', '.join(names[:_MOST_NAMED])}{more}. Name a folder that has them."
-
-
 def _sketch(source: ModelSource, files: WeightFiles) -> nn.Module:
-    """A folder's model on the meta device, of about the size that the folder's weights have."""
+    """Build a folder's model on the meta device, and refuse one that is far larger than the folder's weights."""
     import transformers
 
     assert source.folder is not None
@@ -186,7 +185,7 @@ def _sketch(source: ModelSource, files: WeightFiles) -> nn.Module:
 
 
 def _fits(model: nn.Module, files: WeightFiles) -> bool:
-    """Whether every parameter is in the files under a name of its own, and all that they hold has its shape."""
+    """Tell whether every parameter is in the files under a name of its own, and all that they hold has its shape."""
     aliases: dict[Tensor, list[str]] = {}
     for name, tensor in (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)):
         aliases.setdefault(tensor, []).append(name)
@@ -212,7 +211,7 @@ def enable_activation_checkpointing(model: nn.Module) -> None:
 
 
 def save_pretrained(model: nn.Module, optimizer: Any, out: Path, *, is_first_rank: bool = True) -> None:
-    """Save weights and configuration so that `from_pretrained(out)` reads them. Collective.
+    """Save weights and configuration so that `from_pretrained(out)` reads them. Every rank calls it.
 
     Parameters are gathered `GATHER_BYTES` at a time and collected in the host memory of rank 0, which needs room for
     the whole model in its compute dtype; no device ever does.
@@ -235,6 +234,7 @@ def save_pretrained(model: nn.Module, optimizer: Any, out: Path, *, is_first_ran
 
 
 def _groups(parameters: Iterable[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
+    """Divide parameters into groups of `GATHER_BYTES` at most; one that is larger is a group of its own."""
     group: list[nn.Parameter] = []
     group_bytes = 0
     for parameter in parameters:
@@ -248,23 +248,8 @@ def _groups(parameters: Iterable[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
         yield group
 
 
-def _preset_config(preset: Preset, seq_length: int) -> Any:
-    from transformers import LlamaConfig
-
-    return LlamaConfig(
-        vocab_size=ByteTokenizer.vocab_size,
-        hidden_size=preset.hidden_size,
-        intermediate_size=preset.intermediate_size,
-        num_hidden_layers=preset.layer_count,
-        num_attention_heads=preset.head_count,
-        num_key_value_heads=preset.head_count,
-        max_position_embeddings=max(2048, seq_length),
-        bos_token_id=None,
-        eos_token_id=ByteTokenizer.end_of_document,
-    )
-
-
 def _find_folder(name: str, trust_remote_code: bool) -> ModelSource:
+    """Read what a model folder holds, before anything is built of it."""
     from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig
 
     folder = Path(name).expanduser()
@@ -286,7 +271,7 @@ def _find_folder(name: str, trust_remote_code: bool) -> ModelSource:
             if "AutoModelForCausalLM" in content.get("auto_map", ()):
                 raise needs_code(name, CONFIG, str(content["auto_map"]["AutoModelForCausalLM"]))
             raise ConfigError(f"--model {name!r} is a {config.model_type!r} model, not a causal language model.")
-        text = config.get_text_config()
+        text = config.get_text_config()  # of a model that sees images too, the part that reads text
         vocab_size, positions = text.vocab_size, getattr(text, "max_position_embeddings", None)
         if not isinstance(vocab_size, int) or vocab_size < 1:
             raise ConfigError(f"--model {name!r}: its {CONFIG} has a vocab_size of {vocab_size!r}. Mend it.")

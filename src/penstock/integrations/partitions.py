@@ -35,9 +35,9 @@ class Flat:
     """A flat group: its tensors on each rank, all of the same layout.
 
     Attributes:
-        master: fp32, by rank.
-        states: of the optimizer, by name and rank.
-        step: how often it was updated.
+        master: the fp32 weights, by rank.
+        states: the optimizer's states, by name and rank.
+        step: how often the group was updated.
     """
 
     master: Sequence[Tensor]
@@ -48,7 +48,19 @@ class Flat:
 def concatenated(
     shapes: Sequence[tuple[str, tuple[int, ...]]], flat: Flat, paddings: Sequence[int]
 ) -> Iterator[list[Span]]:
-    """The places of parameters that lie one after the other in all ranks' tensors together."""
+    """Find parameters that lie one after the other in all ranks' tensors together.
+
+    Arguments:
+        shapes: the name and the shape of each parameter, in their order.
+        flat: the tensors that they lie in.
+        paddings: how many elements are left free after each parameter.
+
+    Yields:
+        For each parameter, where its elements are.
+
+    Raises:
+        CheckpointError: the tensors have too few elements for the parameters, or too many.
+    """
     partitions = [(rank, tensor.numel()) for rank, tensor in enumerate(flat.master)]
     offset = 0
     for (name, extents), padding in zip(shapes, paddings, strict=True):
@@ -67,7 +79,11 @@ def concatenated(
 
 
 def partitioned(shapes: Sequence[tuple[str, tuple[int, ...]]], flat: Flat) -> Iterator[list[Span]]:
-    """The places of parameters that are cut into as many parts as there are ranks, the last one shorter."""
+    """Find parameters that are cut into as many parts as there are ranks, the last one shorter.
+
+    Raises:
+        CheckpointError: the tensors have not the size that this makes.
+    """
     ranks = len(flat.master)
     inside = 0
     for _, extents in shapes:
@@ -86,7 +102,7 @@ def partitioned(shapes: Sequence[tuple[str, tuple[int, ...]]], flat: Flat) -> It
 
 
 def chained(partitions: Sequence[tuple[int, int]], first: int, last: int) -> list[Span]:
-    """Where elements `first` to `last` are in tensors that follow each other, given by rank and elements."""
+    """Find elements `first` to `last` in tensors that follow each other, each given by its rank and its elements."""
     spans, begin = [], 0
     for rank, numel in partitions:
         start, stop = max(first, begin), min(last, begin + numel)
@@ -97,7 +113,7 @@ def chained(partitions: Sequence[tuple[int, int]], first: int, last: int) -> lis
 
 
 def reader(tensors: Sequence[Tensor], spans: Sequence[Span]) -> Read:
-    """Gives elements of a parameter from where its spans say that they are."""
+    """Make a function that reads elements of a parameter from where its spans say that they are."""
 
     def read(start: int, stop: int) -> Tensor:
         parts = [

@@ -1,4 +1,4 @@
-"""Files of `torch.save` that somebody else has written: plain values, and tensors where they lie in the file.
+"""Files of `torch.save` that somebody else has written, read as plain values and as tensors where they lie.
 
 They are read by torch's unpickler of tensors and plain values, first without any tensor's memory. What it says of a
 tensor is held against the file before the tensor is made: it lies in the file, and no element of the file is two of it.
@@ -18,7 +18,7 @@ from torch import Tensor
 from penstock.checkpoint.fields import MOST_DIMENSIONS, MOST_NUMEL, Field
 from penstock.errors import CheckpointError, one_line
 
-#: Of what is not tensors: names and numbers.
+#: The most bytes of a file that are not tensors: names and numbers.
 MOST_PICKLE_BYTES = 1 << 26
 _MOST_COUNT = 1 << 53
 
@@ -27,19 +27,18 @@ class PickledFile:
     """One file.
 
     Arguments:
-        path: of the file.
+        path: where the file is.
         stand_ins: classes that its pickle may name, beside those of tensors: what is made of each, and its name.
 
     Attributes:
         content: the whole value; its tensors have no memory, `tensor` gives them.
-        nbytes: of the file.
+        nbytes: the size of the file.
 
     Raises:
         CheckpointError: it holds other objects than these, or is no file of `torch.save`.
     """
 
     def __init__(self, path: Path, stand_ins: Sequence[tuple[Any, str]]) -> None:
-        self.path = path
         try:
             self.nbytes = _check_archive(path)
             with torch.serialization.safe_globals(list(stand_ins)):
@@ -49,21 +48,17 @@ class PickledFile:
         except Exception as error:  # somebody else's file: whatever it makes of the reader
             # What torch met; its own message around that is advice which does not hold here.
             reason = one_line(str(error.__context__ or error).partition(" Please")[0].partition("\n")[0])
-            raise self.fail(
-                f"is not read: {reason.rstrip('. ')}. Of pickles, only tensors and plain values are"
+            raise refused(
+                path, f"{path} is not read: {reason.rstrip('. ')}. Of pickles, only tensors and plain values are."
             ) from error
         self.content = Field(path, "", value)
         self._mapped: Any = torch.UntypedStorage.from_file(str(path), False, self.nbytes)
 
-    def fail(self, why: str) -> CheckpointError:
-        """The error that names the file."""
-        return CheckpointError(f"{self.path} {why}.", file=str(self.path))
-
     def tensor(self, field: Field) -> Tensor:
-        """A tensor of the content, as it lies in the file.
+        """Map a tensor of the content, as it lies in the file.
 
         Raises:
-            CheckpointError: it is none, does not lie there as a whole, or says that some elements are several.
+            CheckpointError: it is no tensor, does not lie there as a whole, or says that some elements are several.
         """
         value = field.value
         if not isinstance(value, Tensor) or value.layout != torch.strided or value.is_quantized:
@@ -85,10 +80,10 @@ class PickledFile:
         return held.view(value.dtype).as_strided(value.shape, value.stride(), held.storage_offset() // size)
 
     def count(self, field: Field) -> int:
-        """A whole number that may be a tensor.
+        """Read a whole number that may be a tensor.
 
         Raises:
-            CheckpointError: it is none, or is negative.
+            CheckpointError: it is no whole number, or is negative.
         """
         value = self.tensor(field).item() if isinstance(field.value, Tensor) else field.value
         if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= _MOST_COUNT:
@@ -98,7 +93,7 @@ class PickledFile:
         return int(value)
 
     def plain(self, field: Field) -> Any:
-        """A value with everything that is in it, tensors as they lie in the file.
+        """Copy a value with everything that is in it, tensors as they lie in the file.
 
         Raises:
             CheckpointError: it has more in it than the file has bytes: a pickle can say the same thing often.
@@ -128,11 +123,16 @@ class PickledFile:
             raise field.fail("is nested too deeply") from None
 
 
+def refused(path: Path, message: str) -> CheckpointError:
+    """Make the error that names a file."""
+    return CheckpointError(message, file=str(path))
+
+
 def shape(field: Field) -> tuple[int, ...]:
-    """The extents of a tensor that lies elsewhere.
+    """Read the extents of a tensor that lies elsewhere.
 
     Raises:
-        CheckpointError: they are none, or larger than any tensor's.
+        CheckpointError: they are no extents, or larger than any tensor's.
     """
     value = field.value
     if not isinstance(value, tuple) or any(type(extent) is not int or extent < 0 for extent in value):
@@ -143,10 +143,10 @@ def shape(field: Field) -> tuple[int, ...]:
 
 
 def mapping(field: Field) -> Mapping[Any, Any]:
-    """A dict.
+    """Read a dict.
 
     Raises:
-        CheckpointError: it is none.
+        CheckpointError: it is no dict.
     """
     if not isinstance(field.value, Mapping):
         raise field.fail("is not a dict")
@@ -154,10 +154,10 @@ def mapping(field: Field) -> Mapping[Any, Any]:
 
 
 def named(field: Field) -> Mapping[str, Field]:
-    """The values of a dict whose keys are names.
+    """Read the values of a dict whose keys are names.
 
     Raises:
-        CheckpointError: it is none, or a key is not a name.
+        CheckpointError: it is no dict, or a key is not a name.
     """
     for key in mapping(field):
         if not isinstance(key, str) or not key.isprintable():
@@ -169,23 +169,24 @@ def _check_archive(path: Path) -> int:
     """Hold what a file says of its parts against its size: nothing is compressed, and no part lies in another."""
     status = path.stat()
     if not stat.S_ISREG(status.st_mode):
-        raise CheckpointError(f"{path} is not a file.", file=str(path))
+        raise refused(path, f"{path} is not a file.")
     if not zipfile.is_zipfile(path):
-        raise CheckpointError(
+        raise refused(
+            path,
             f"{path} is not read: it is not what torch.save has written since 1.6. Of pickles, only tensors and plain "
             "values are.",
-            file=str(path),
         )
     with zipfile.ZipFile(path) as archive:
         parts = archive.infolist()
     if any(part.compress_type != zipfile.ZIP_STORED or part.flag_bits & 1 for part in parts):
-        raise CheckpointError(f"{path} is compressed, which torch.save does not do.", file=str(path))
+        raise refused(path, f"{path} is compressed, which torch.save does not do.")
     if sum(part.file_size for part in parts) > status.st_size:
-        raise CheckpointError(f"{path} says that it holds more than it has bytes.", file=str(path))
+        raise refused(path, f"{path} says that it holds more than it has bytes.")
     if any(part.file_size > MOST_PICKLE_BYTES and part.filename.endswith(".pkl") for part in parts):
-        raise CheckpointError(f"{path} holds more than {MOST_PICKLE_BYTES:,} bytes beside tensors.", file=str(path))
+        raise refused(path, f"{path} holds more than {MOST_PICKLE_BYTES:,} bytes beside tensors.")
     return status.st_size
 
 
 def _shown(extents: Sequence[int]) -> str:
+    """Write a shape for a message, cut where it is long."""
     return one_line(str(tuple(extents)), 80)

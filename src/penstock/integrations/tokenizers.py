@@ -14,21 +14,14 @@ from penstock.integrations.folders import needs_code, read_json, reading
 BYTE_COUNT = 256
 END_OF_DOCUMENT = "<|endoftext|>"
 TOKENIZER_CONFIG = "tokenizer_config.json"
-_TOKENIZER_FILES = (
-    "tokenizer.json",
-    "tokenizer.model",
-    TOKENIZER_CONFIG,
-    "vocab.json",
-    "vocab.txt",
-    "spiece.model",
-)
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", TOKENIZER_CONFIG, "vocab.json", "vocab.txt", "spiece.model")
 
 
 class Tokenizer(Protocol):
     """Text to ids and back.
 
     Attributes:
-        vocab_size: ids are below this.
+        vocab_size: what all ids are below.
         end_of_document: the id that ends a document, where there is one.
         token_name: what a token is, in the singular: `"byte"` or `"token"`.
     """
@@ -41,10 +34,10 @@ class Tokenizer(Protocol):
     def token_name(self) -> str: ...  # noqa: D102
 
     def encode(self, text: str) -> npt.NDArray[Any]:
-        """The ids of a text, without special tokens."""
+        """Make ids of a text, without special tokens."""
 
     def decode(self, ids: Iterable[int]) -> str:
-        """The text of ids, special tokens included."""
+        """Make text of ids, special tokens included."""
 
     def save(self, out: Path) -> None:
         """Write files from which `AutoTokenizer.from_pretrained(out)` builds a tokenizer with the same ids."""
@@ -58,11 +51,11 @@ class ByteTokenizer:
     token_name = "byte"
 
     def encode(self, text: str) -> npt.NDArray[np.uint8]:
-        """The bytes of a text. A lone surrogate, which no UTF-8 can hold, becomes `?`."""
+        """Make ids of a text: its bytes. A lone surrogate, which no UTF-8 can hold, becomes `?`."""
         return np.frombuffer(text.encode(errors="replace"), dtype=np.uint8)
 
     def decode(self, ids: Iterable[int]) -> str:
-        """The text of ids; ids above 256 stand for nothing, and bytes that are not UTF-8 become U+FFFD."""
+        """Make text of ids; ids above 256 stand for nothing, and bytes that are not UTF-8 become U+FFFD."""
         pieces = (bytes([i]) if i < BYTE_COUNT else END_OF_DOCUMENT.encode() * (i == BYTE_COUNT) for i in ids)
         return b"".join(pieces).decode(errors="replace")
 
@@ -86,7 +79,7 @@ class FolderTokenizer:
     """The tokenizer of a model folder, of any kind that transformers reads.
 
     Arguments:
-        folder: the model's.
+        folder: the model's folder.
         trust_remote_code: run the folder's code where the tokenizer is none of transformers' own.
 
     Raises:
@@ -119,7 +112,7 @@ class FolderTokenizer:
                 raise ConfigError(f"The tokenizer in {folder} has ids below 0. Mend it, or name another folder.")
 
     def encode(self, text: str) -> npt.NDArray[np.int64]:
-        """The ids of a text, without special tokens. A lone surrogate, which no UTF-8 can hold, becomes `?`."""
+        """Make ids of a text, without special tokens. A lone surrogate, which no UTF-8 can hold, becomes `?`."""
         with self._border():
             readable = text.encode(errors="replace").decode()
             found = self._tokenizer(readable, add_special_tokens=False, verbose=False)["input_ids"]
@@ -131,7 +124,7 @@ class FolderTokenizer:
             return ids
 
     def decode(self, ids: Iterable[int]) -> str:
-        """The text of ids, special tokens included."""
+        """Make text of ids, special tokens included."""
         with self._border():
             return str(self._tokenizer.decode(list(ids), clean_up_tokenization_spaces=False))
 
@@ -145,12 +138,12 @@ class FolderTokenizer:
 
 
 def tokenizer_for(folder: Path | None, *, vocab_size: int, trust_remote_code: bool = False) -> Tokenizer:
-    """The tokenizer of a model folder; bytes for a preset (`None`) and for a folder without tokenizer files.
+    """Choose the tokenizer of a model folder; bytes for a preset (`None`) and for a folder without tokenizer files.
 
     Arguments:
-        folder: the model's folder.
-        vocab_size: rows of the model's embedding.
-        trust_remote_code: as `FolderTokenizer` takes it.
+        folder: the model's folder; `None` for a preset.
+        vocab_size: how many rows the model's embedding has.
+        trust_remote_code: run the folder's code where the tokenizer is none of transformers' own.
 
     Raises:
         ConfigError: the folder's tokenizer cannot be read, needs code that is not allowed, or makes ids that the model
@@ -173,7 +166,7 @@ def tokenizer_for(folder: Path | None, *, vocab_size: int, trust_remote_code: bo
 
 
 def _byte_characters() -> list[str]:
-    """The printable character that stands for each byte in byte-level vocabularies (GPT-2's table)."""
+    """List the printable character that stands for each byte in byte-level vocabularies (GPT-2's table)."""
     printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
     others = iter(range(BYTE_COUNT, 2 * BYTE_COUNT))
     return [chr(byte) if byte in printable else chr(next(others)) for byte in range(BYTE_COUNT)]

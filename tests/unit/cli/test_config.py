@@ -43,7 +43,7 @@ def test_warmup_is_a_tenth_of_the_steps_unless_given() -> None:
 
 
 def test_settings_as_json() -> None:
-    config = TrainConfig(optimizer={"device": 0.5, "cpu": 0.5}, options=(("tile_bytes", 4096),), data=("a", "b"))
+    config = TrainConfig(optimizer={"device": 0.5, "cpu": 0.5}, tile_bytes=4096, data=("a", "b"))
     values = json.loads(json.dumps(config.to_dict()))
     assert values["optimizer"] == {"device": 0.5, "cpu": 0.5}
     assert values["options"] == {"tile_bytes": 4096}

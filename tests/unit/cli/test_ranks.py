@@ -2,7 +2,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from penstock.cli.training.ranks import Ranks, joined
+from penstock.cli.ranks import Ranks, joined
 
 
 def test_alone_without_a_launcher() -> None:

@@ -10,13 +10,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import penstock
 from penstock.checkpoint.fields import to_bytes
 from penstock.checkpoint.manifest import MARKER, checksum
-from penstock.cli.training.batches import shuffled, train_batches
-from penstock.cli.training.interruption import EXIT_INTERRUPTED, Interruption
-from penstock.cli.training.metrics import Metrics
+from penstock.cli.ranks import Ranks
+from penstock.cli.training.config import TrainConfig
+from penstock.cli.training.data import shuffled, train_batches
+from penstock.cli.training.loop import EXIT_INTERRUPTED, Interruption
+from penstock.cli.training.reports import Reports
 
 RUN = ["--precision", "fp32", "--seq-length", "32", "--batch-size", "4", "--eval-sequences", "8", "--steps", "8"]
 RUN += ["--log-every", "1", "--sample-tokens", "0", "--accumulation", "2", "--lr", "0.01"]
@@ -48,15 +51,15 @@ def test_a_run_that_is_asked_to_end_saves_and_goes_on_with_the_same_losses(
     assert penstock_command(*arguments, "--out", "whole").exit_code == 0
     whole = losses(tmp_path / "whole")
 
-    step = Metrics.step
+    step = Reports.step
     with monkeypatch.context() as asking:
 
-        def ask(self: Metrics, progress: Any) -> None:
+        def ask(self: Reports, progress: Any) -> None:
             step(self, progress)
             if progress.step == 3:
                 os.kill(os.getpid(), number)
 
-        asking.setattr(Metrics, "step", ask)
+        asking.setattr(Reports, "step", ask)
         ended = penstock_command(*arguments, "--out", "parts", "--resume", "auto")
     assert ended.exit_code == EXIT_INTERRUPTED == 75
     assert "asked to end: saved step 3; go on with --resume auto" in ended.out
@@ -252,8 +255,9 @@ def test_sequences_that_were_seen_are_passed_over() -> None:
     import numpy as np
 
     text = np.asarray(tokens, dtype=np.uint16)
-    whole_batches = train_batches(text, seq_length=5, batch_size=2, seed=0, rank=1, world_size=2)
-    rest = train_batches(text, seq_length=5, batch_size=2, seed=0, rank=1, world_size=2, start=12)
+    config, ranks = TrainConfig(seq_length=5, batch_size=2), Ranks(1, 2, torch.device("cpu"))
+    whole_batches = train_batches(text, config, ranks)
+    rest = train_batches(text, config, ranks, start=12)
     for _ in range(3):
         next(whole_batches)
     for _ in range(10):

@@ -1,5 +1,6 @@
 """The command line as its users type it, frozen: an option is added or taken away on purpose only."""
 
+import dataclasses
 import subprocess
 import sys
 from collections.abc import Callable
@@ -10,6 +11,7 @@ import pytest
 import typer.main
 
 from penstock.cli.app import app
+from penstock.cli.options import option_of
 from penstock.cli.training.config import TrainConfig
 
 TRAIN = {
@@ -89,15 +91,22 @@ def test_options(command: str) -> None:
     assert options(group.commands[command]) == COMMANDS[command]
 
 
+def test_the_options_of_train_are_exactly_the_fields_of_its_settings() -> None:
+    """Each once, in the order of the fields, and with the default that the field has."""
+    group: Any = typer.main.get_command(app)
+    parameters = group.commands["train"].params
+    assert [(p.name, p.opts, p.secondary_opts) for p in parameters] == [
+        (field.name, [option_of(field.name)], []) for field in dataclasses.fields(TrainConfig)
+    ]
+
+
 def settings_of_runs(monkeypatch: Any) -> list[TrainConfig]:
     """The settings of runs that end at once."""
-    from penstock.cli.training.run import Result
-
     configs: list[TrainConfig] = []
 
-    def run(config: TrainConfig) -> Result:
+    def run(config: TrainConfig) -> bool:
         configs.append(config)
-        return Result(None, None, 0.0)
+        return True
 
     monkeypatch.setattr("penstock.cli.training.run.run", run)
     return configs

@@ -1,4 +1,4 @@
-"""Checkpoints of a run: where they are, what they say of the run, and how it goes on from one."""
+"""The checkpoints of a run: where they lie, what they say of the run, how it goes on from one."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -8,10 +8,9 @@ from torch.optim.lr_scheduler import LambdaLR
 
 import penstock
 from penstock.checkpoint.folder import LATEST, checkpoints_in
-from penstock.cli.training.batches import sequence_count
 from penstock.cli.training.config import TrainConfig
-from penstock.cli.training.corpus import Tokens
-from penstock.cli.training.schedule import warmup_cosine
+from penstock.cli.training.data import Tokens, sequence_count
+from penstock.cli.training.optimizer import warmup_cosine
 from penstock.errors import CheckpointError, ConfigError, one_line
 
 AUTO = "auto"
@@ -23,7 +22,12 @@ _OPTION_NAMES = {"initial_lr": "--lr", "weight_decay": "--weight-decay", "betas"
 
 @dataclass(frozen=True)
 class Position:
-    """How far a run is: steps made, and sequences that all ranks together have trained on."""
+    """How far a run is.
+
+    Attributes:
+        step: steps made.
+        sequences: sequences that all ranks together have trained on.
+    """
 
     step: int = 0
     sequences: int = 0
@@ -33,11 +37,12 @@ class Checkpoints:
     """Saves a run and takes it up again. Every rank makes every call.
 
     Arguments:
-        optimizer: of the prepared model, with the options that the run was asked for.
+        config: the settings.
+        optimizer: the optimizer of the prepared model, with the options that the run was asked for.
         tokens: the text that is trained on; where a run was in it means nothing for another one.
 
     Attributes:
-        changed: what the run that goes on does otherwise than it did, for people; empty where nothing.
+        changed: what a run that goes on does otherwise than it did before, for people to read; empty where nothing.
     """
 
     def __init__(self, config: TrainConfig, optimizer: penstock.Optimizer, tokens: Tokens) -> None:
@@ -48,11 +53,14 @@ class Checkpoints:
             "seq_length": config.seq_length,
             "sequences": sequence_count(len(tokens), config.seq_length),
         }
-        self._asked = [_options(group) | {"initial_lr": config.lr} for group in optimizer.param_groups]
+        # Copies: loading a checkpoint overwrites the options in the groups.
+        self._asked = [{**group, "initial_lr": config.lr} for group in optimizer.param_groups]
+        for asked in self._asked:
+            del asked["params"]
         self.changed = ""
 
     def resume(self, path: Path | None) -> Position:
-        """Go on from a checkpoint; from the beginning where there is none.
+        """Go on from a checkpoint, or from the beginning where there is none.
 
         Learning rates, weight decay and betas are those that this run was asked for, as everything else is: the
         schedule is a function of the step, and nothing of it is taken from the checkpoint.
@@ -66,6 +74,7 @@ class Checkpoints:
         position = self._check(path, self._optimizer.load(path))
         differing: dict[str, str] = {}
         for group, asked in zip(self._optimizer.param_groups, self._asked, strict=True):
+            # Before the group is overwritten: what the checkpoint had is known only here.
             for name, option in _OPTION_NAMES.items():
                 here, there = _shown(asked[name]), _shown(group.get(name))
                 if here != there:
@@ -75,6 +84,7 @@ class Checkpoints:
         return position
 
     def _check(self, path: Path, extra: dict[str, Any]) -> Position:
+        """Hold what a checkpoint says of its run against this run, and return where that run was."""
         step, sequences, text = extra.get("step"), extra.get("sequences"), extra.get("text")
         if not (_counts(step, _MOST_STEPS) and _counts(sequences, _MOST_SEQUENCES) and isinstance(text, dict)):
             raise CheckpointError(
@@ -97,7 +107,8 @@ class Checkpoints:
         return Position(step, sequences)
 
     def schedule(self, position: Position) -> LambdaLR:
-        """The optimizer's learning rates, for a run that is at a position."""
+        """Make what sets the optimizer's learning rates, for a run that is at a position."""
+        # LambdaLR multiplies initial_lr, and refuses a position after the first step where a group has none.
         for group in self._optimizer.param_groups:
             group["lr"] = group["initial_lr"] = self._config.lr
         factor = warmup_cosine(warmup=self._config.warmup_steps, steps=self._config.steps)
@@ -116,30 +127,28 @@ class Checkpoints:
         return path
 
     def finish(self) -> None:
-        """Wait for the one that is being written."""
+        """Wait for the checkpoint that is being written."""
         self._optimizer.synchronize()
 
 
-def _options(group: dict[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in group.items() if name != "params"}
-
-
 def _shown(value: object) -> str:
+    """Write an option of a group for people, whatever a checkpoint may hold for one."""
     items = value if isinstance(value, list | tuple) else [value]
     return ",".join(repr(float(item)) if isinstance(item, int | float) else one_line(repr(item), 20) for item in items)
 
 
 def _counts(value: object, most: int) -> TypeGuard[int]:
+    """Tell whether a value of a checkpoint is a whole number from 0 to `most`."""
     return isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= most
 
 
 def checkpoints_of(config: TrainConfig) -> Path:
-    """The folder of a run's checkpoints."""
+    """Name the folder of a run's checkpoints."""
     return config.out / "checkpoints"
 
 
 def checkpoint_to_resume(config: TrainConfig) -> Path | None:
-    """What `--resume` names; `None` for a run that begins."""
+    """Find the checkpoint that `--resume` names; `None` for a run that begins."""
     if config.resume != AUTO:
         return Path(config.resume) if config.resume else None
     folder = checkpoints_of(config)

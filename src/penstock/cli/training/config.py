@@ -1,108 +1,129 @@
-"""The settings of one training run, as a value. The command line is a thin layer over this class."""
+"""The settings of one run, which are the options of `penstock train`."""
+
+# ruff: noqa: RUF009 (`option` makes a field, not a default that all settings would share)
 
 import math
 from dataclasses import dataclass, fields
+from functools import partial
 from pathlib import Path
+from typing import Any, Literal, cast
 
+from penstock import Options, Placement
+from penstock.cli.options import check_options, option, option_of
+from penstock.cli.parse import parse_betas, parse_home, parse_path, parse_share, parse_size_bytes
 from penstock.errors import ConfigError
+
+# What every reader of a number takes: tensors' extents, threads, generators of random numbers.
+_MOST_COUNT = (1 << 31) - 1
+_MOST_THREADS = 1 << 16
+_MOST_SEED = (1 << 63) - 1
+
+_STATE = "Where state lives (tiers: device, cpu, nvme) and when it moves"
+_LEARNING = "Learning"
+_REPORTS = "Measures, reports and checkpoints"
+
+_PRECISIONS = ("auto", "fp32", "bf16")
+_OVERLAPS = ("none", "forward", "backward", "auto")
 
 Home = str | dict[str, float]
 
 
+# Options of a kind: a number of things, and a number of bytes, whose limits are the library's.
+_count = partial(option, least=1, most=_MOST_COUNT)
+_size = partial(option, panel=_STATE, parse=parse_size_bytes)
+
+
+def _parse_norm(norm: float, *, option: str) -> float | None:
+    """Read a norm to clip to; 0 is none."""
+    del option
+    return norm or None
+
+
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig:
-    """One training run of a causal language model.
-
-    Arguments:
-        model: a folder that `from_pretrained` reads, or the name of a preset.
-        trust_remote_code: run the code of a folder whose model or tokenizer is none of transformers' own.
-        data: files, folders and globs; empty for the text of Python's own standard library.
-        jsonl_field: the field of a `.jsonl` line that holds the text.
-        out: folder of the trained model and of `metrics.jsonl`; made when missing.
-        tensorboard: write TensorBoard events to `out`/tensorboard too.
-        stage: ZeRO stage, 0 to 3.
-        params: home of the parameters, as in `penstock.Placement`; so are `grads` and `optimizer`.
-        grads: home of the gradients.
-        optimizer: home of the master weights and the optimizer's states.
-        nvme_path: folders of the nvme tier.
-        precision: compute dtype; "auto" is bf16 where the hardware computes in it, fp32 elsewhere.
-        overlap: when updates run, as in `penstock.prepare`.
-        activation_checkpointing: recompute activations in backward instead of keeping them.
-        chunked_loss: compute the loss in training without whole logits.
-        options: `penstock.Options` by name, those that were asked for.
-        lr: peak learning rate.
-        weight_decay: of the parameters with two or more dimensions; the others get none.
-        betas: decay rates of AdamW's two moments.
-        max_grad_norm: clip the gradient's norm over all ranks to this; `None` does not clip.
-        warmup: steps over which the learning rate grows to its peak; `None` for a tenth of the steps.
-        steps: optimizer steps.
-        batch_size: sequences per rank and micro-batch.
-        accumulation: micro-batches per step.
-        seq_length: tokens per sequence.
-        seed: of the initial weights, the order of the data, dropout and the sample.
-        eval_sequences: held-out sequences in all, over every rank; 0 measures nothing.
-        sample_tokens: tokens of the sample at the end; 0 writes none.
-        prompt: what the sample continues; empty for the beginning of the held-out text.
-        log_every: steps between two lines of the display and of `metrics.jsonl`.
-        save_every: steps between two checkpoints in `out`/checkpoints, written beside training; 0 saves none, unless
-            the run is asked to end.
-        keep: checkpoints that stay, the newest.
-        resume: "auto" goes on from the newest checkpoint in `out`/checkpoints, where there is one; or a checkpoint's
-            folder; empty begins anew.
+    """One run of training a causal language model. Every field is an option of the command, in the order of its help.
 
     Raises:
         ConfigError: a value out of its range. The message names the option of the command line.
     """
 
-    model: str = "tiny"
-    trust_remote_code: bool = False
-    data: tuple[str, ...] = ()
-    jsonl_field: str = "text"
-    out: Path = Path("penstock-out")
-    tensorboard: bool = False
+    model: str = option("tiny", "A model folder, or random weights of a preset: tiny, small, medium.")
+    trust_remote_code: bool = option(False, "Run the model folder's own code, which can do anything you can.")
+    data: tuple[str, ...] = option(
+        (), "A file, a folder or a glob of .txt .py .md .jsonl. Repeatable.", default_help="Python's own library"
+    )
+    jsonl_field: str = option("text", "The field of a .jsonl line with the text.")
+    out: Path = option(Path("penstock-out"), "Folder for the trained model and metrics.jsonl.", parse=parse_path)
+    seed: int = option(0, "Of weights, data order, dropout and sample.", least=0, most=_MOST_SEED)
 
-    stage: int = 3
-    params: Home = "device"
-    grads: Home = "device"
-    optimizer: Home = "cpu"
-    nvme_path: tuple[str, ...] = ()
-    precision: str = "auto"
-    overlap: str = "auto"
-    activation_checkpointing: bool = False
-    chunked_loss: bool = False
-    options: tuple[tuple[str, int], ...] = ()
+    stage: int = option(3, "ZeRO stage, 0 to 3.", _STATE)
+    params: Home = option("device", "Home of the parameters: a tier, or device=0.5,cpu=0.5.", _STATE, parse=parse_home)
+    grads: Home = option("device", "Home of the gradients.", _STATE, parse=parse_home)
+    optimizer: Home = option("cpu", "Home of the master weights and optimizer states.", _STATE, parse=parse_home)
+    nvme_path: tuple[str, ...] = option((), "A folder of the nvme tier. Repeatable.", _STATE)
+    precision: str = option(
+        "auto", "fp32, bf16, or auto: bf16 where the hardware computes in it.", _STATE, choices=_PRECISIONS
+    )
+    overlap: str = option("auto", "When updates run: none, forward, backward, auto.", _STATE, choices=_OVERLAPS)
+    activation_checkpointing: bool = option(False, "Recompute activations in backward.", _STATE)
+    chunked_loss: bool = option(
+        False, "Train without whole logits, which take most of the memory of long sequences.", _STATE
+    )
+    # Named as in `penstock.Options`, which checks them, and has a default for each that is left out.
+    tile_bytes: int | None = _size(None, "Grain of updates and movement, such as 4MiB.")
+    live_bytes: int | None = _size(None, "Parameters gathered at once, at most.")
+    prefetch_bytes: int | None = _size(None, "Parameters gathered ahead of use, at most.")
+    persistent_bytes: int | None = _size(None, "Parameters up to this size stay gathered.")
+    pinned_bytes: int | None = _size(None, "Host memory that may be pinned.")
+    update_threads: int | None = option(None, "Threads of the update on the host.", _STATE, most=_MOST_THREADS)
+    streamed_updates: float | Literal["auto"] | None = option(
+        None, "Share of the host's updates that the device does, or auto.", _STATE, parse=parse_share
+    )
 
-    lr: float = 2e-3
-    weight_decay: float = 0.1
-    betas: tuple[float, float] = (0.9, 0.95)
-    max_grad_norm: float | None = 1.0
-    warmup: int | None = None
-    steps: int = 400
+    lr: float = option(2e-3, "Peak learning rate.", _LEARNING)
+    weight_decay: float = option(0.1, "Of parameters with two or more dimensions.", _LEARNING)
+    betas: tuple[float, float] = option(
+        (0.9, 0.95), "Decay rates of AdamW's two moments.", _LEARNING, parse=parse_betas
+    )
+    max_grad_norm: float | None = option(
+        1.0, "Clip the gradient's norm to this; 0 does not clip.", _LEARNING, parse=_parse_norm
+    )
+    warmup: int | None = _count(
+        None, "Steps of growing learning rate.", _LEARNING, least=0, default_help="a tenth of the steps"
+    )
+    steps: int = _count(400, "Optimizer steps.", _LEARNING)
+    batch_size: int = _count(16, "Sequences per rank and micro-batch.", _LEARNING)
+    accumulation: int = _count(1, "Micro-batches per step.", _LEARNING)
+    seq_length: int = _count(128, "Tokens per sequence.", _LEARNING, least=2)
 
-    batch_size: int = 16
-    accumulation: int = 1
-    seq_length: int = 128
-    seed: int = 0
-
-    eval_sequences: int = 256
-    sample_tokens: int = 200
-    prompt: str = ""
-    log_every: int = 20
-    save_every: int = 0
-    keep: int = 2
-    resume: str = ""
+    eval_sequences: int = _count(256, "Held-out sequences in all; 0 measures nothing.", _REPORTS, least=0)
+    sample_tokens: int = _count(200, "Tokens of the sample at the end; 0 writes none.", _REPORTS, least=0)
+    prompt: str = option("", "What the sample continues.", _REPORTS, default_help="held-out text")
+    log_every: int = _count(20, "Steps between two reports.", _REPORTS)
+    save_every: int = _count(0, "Steps between checkpoints, saved beside training; 0 for none.", _REPORTS, least=0)
+    keep: int = _count(2, "Checkpoints that stay.", _REPORTS)
+    resume: str = option(
+        "", "auto: go on from the newest checkpoint in the out folder, if any. Or a checkpoint's folder.", _REPORTS
+    )
+    tensorboard: bool = option(False, "Write TensorBoard events into the out folder.", _REPORTS)
 
     def __post_init__(self) -> None:
         """Refuse values out of range, by the name of their option."""
-        for name, least in _LEAST.items():
-            value = getattr(self, name)
-            if value is not None and value < least:
-                raise ConfigError(f"{option_of(name)} {value} is too small. Use {least} or more.")
-            most = _MOST_SEED if name == "seed" else _MOST_COUNT
-            if value is not None and value > most:
-                raise ConfigError(f"{option_of(name)} is too large. Use {most} or less.")
+        check_options(self)
+        self._check_learning()
         if not 0 <= self.stage <= 3:
             raise ConfigError(f"--stage {self.stage} is not a ZeRO stage. Use 0, 1, 2 or 3.")
+        if self.batch_size * self.seq_length > _MOST_COUNT:
+            raise ConfigError(
+                f"--batch-size {self.batch_size} of --seq-length {self.seq_length} is more than {_MOST_COUNT} tokens. "
+                "Use fewer, and --accumulation for more of them in a step."
+            )
+        paths = (*self.data, *self.nvme_path, self.model)
+        if "" in paths or any("\0" in path for path in (*paths, self.resume)):
+            raise ConfigError("--data, --nvme-path, --model and --resume take a path, which is not empty.")
+
+    def _check_learning(self) -> None:
+        """Refuse numbers with which nothing is learned."""
         if not self.lr > 0:
             raise ConfigError(f"--lr {self.lr:g} does not train. Use a number above 0.")
         if not self.weight_decay >= 0:
@@ -115,54 +136,31 @@ class TrainConfig:
             value = getattr(self, name)
             if value is not None and not math.isfinite(value):
                 raise ConfigError(f"{option_of(name)} {value:g} is not finite. Use a number.")
-        if self.batch_size * self.seq_length > _MOST_COUNT:
-            raise ConfigError(
-                f"--batch-size {self.batch_size} of --seq-length {self.seq_length} is more than {_MOST_COUNT} tokens. "
-                "Use fewer, and --accumulation for more of them in a step."
-            )
-        paths = (*self.data, *self.nvme_path, self.model)
-        if "" in paths or any("\0" in path for path in (*paths, self.resume)):
-            raise ConfigError("--data, --nvme-path, --model and --resume take a path, which is not empty.")
-        threads = dict(self.options).get("update_threads")
-        if threads is not None and threads > _MOST_THREADS:
-            raise ConfigError(f"--update-threads is too large. Use {_MOST_THREADS} or less.")
         if self.warmup_steps > self.steps:
             raise ConfigError(f"--warmup {self.warmup} is longer than the run of --steps {self.steps}. Shorten it.")
-        for name, choices in _CHOICES.items():
-            if getattr(self, name) not in choices:
-                raise ConfigError(f"{option_of(name)} {getattr(self, name)!r}: use one of {', '.join(choices)}.")
 
     @property
     def warmup_steps(self) -> int:
-        """Steps of warm-up, the default worked out."""
+        """Count the steps of warm-up: a tenth of all where nothing else was asked for."""
         return self.steps // 10 if self.warmup is None else self.warmup
 
+    @property
+    def sizes(self) -> dict[str, Any]:
+        """List the fields that `penstock.Options` has too, those that were given."""
+        names = [field.name for field in fields(Options)]
+        return {name: value for name in names if (value := getattr(self, name, None)) is not None}
+
+    def options(self) -> Options:
+        """Make the library's options. Raises `ConfigError` where one is out of range."""
+        return Options(**self.sizes)
+
+    def placement(self) -> Placement:
+        """Make the library's placement. Raises `ConfigError` where there is no such tier."""
+        params, grads, optimizer = (cast("Any", home) for home in (self.params, self.grads, self.optimizer))
+        return Placement(params=params, grads=grads, optimizer=optimizer, nvme_path=self.nvme_path or None)
+
     def to_dict(self) -> dict[str, object]:
-        """The settings as JSON-like values, for the first line of `metrics.jsonl`."""
-        values = {field.name: getattr(self, field.name) for field in fields(self)}
-        return values | {"out": str(self.out), "options": dict(self.options)}
-
-
-def option_of(name: str) -> str:
-    """The command line's name of a setting: `batch_size` is `--batch-size`."""
-    return "--" + name.replace("_", "-")
-
-
-#: What every reader of a number takes: tensors' extents, generators of random numbers.
-_MOST_COUNT = (1 << 31) - 1
-_MOST_THREADS = 1 << 16
-_MOST_SEED = (1 << 63) - 1
-_LEAST = {
-    "warmup": 0,
-    "steps": 1,
-    "batch_size": 1,
-    "accumulation": 1,
-    "seq_length": 2,
-    "seed": 0,
-    "eval_sequences": 0,
-    "sample_tokens": 0,
-    "log_every": 1,
-    "save_every": 0,
-    "keep": 1,
-}
-_CHOICES = {"precision": ("auto", "fp32", "bf16"), "overlap": ("none", "forward", "backward", "auto")}
+        """List the settings as JSON-like values, as `metrics.jsonl` and the checkpoints keep them."""
+        of_library = {field.name for field in fields(Options)}
+        values = {field.name: getattr(self, field.name) for field in fields(self) if field.name not in of_library}
+        return values | {"out": str(self.out), "options": self.sizes}

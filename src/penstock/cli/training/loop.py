@@ -1,24 +1,27 @@
-"""The training loop: batches in, updates and reports out."""
+"""The training loop: batches in, updates and reports out, until the last step or until it is asked to end."""
 
+import signal
 import time
 from collections.abc import Iterator
 from contextlib import closing, nullcontext
 from dataclasses import dataclass, field
+from types import FrameType
+from typing import Self
 
 import torch
 from torch import Tensor, nn
 
 import penstock
-from penstock.cli.training.batches import train_batches
+from penstock.cli.ranks import Ranks
 from penstock.cli.training.checkpoints import Checkpoints, Position
 from penstock.cli.training.config import TrainConfig
-from penstock.cli.training.corpus import Tokens
-from penstock.cli.training.display import Display
-from penstock.cli.training.feeding import on_device
-from penstock.cli.training.interruption import interruptible
-from penstock.cli.training.metrics import Metrics
-from penstock.cli.training.progress import Progress, bytes_by_tier
-from penstock.cli.training.ranks import Ranks
+from penstock.cli.training.data import Tokens, on_device, train_batches
+from penstock.cli.training.reports import Progress, Reports, bytes_by_tier
+
+#: The exit status of a run that was asked to end and can be resumed: `EX_TEMPFAIL` of sysexits(3), "try again".
+EXIT_INTERRUPTED = 75
+#: What asks a run to end: a scheduler of preemptible machines, or a launcher.
+SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 
 
 def train_steps(
@@ -29,8 +32,7 @@ def train_steps(
     tokens: Tokens,
     config: TrainConfig,
     ranks: Ranks,
-    display: Display,
-    metrics: Metrics,
+    reports: Reports,
 ) -> Position:
     """Go on from `start` to `config.steps` steps. Every rank calls this; each reads its own sequences.
 
@@ -44,39 +46,30 @@ def train_steps(
     """
     position = start
     scheduler = checkpoints.schedule(start)
-    read = train_batches(
-        tokens,
-        seq_length=config.seq_length,
-        batch_size=config.batch_size,
-        seed=config.seed,
-        rank=ranks.rank,
-        world_size=ranks.world_size,
-        start=start.sequences,
-    )
+    read = train_batches(tokens, config, ranks, start=start.sequences)
     window = _Window(config, ranks)
-    per_step = config.batch_size * config.accumulation * ranks.world_size
-    with closing(on_device(read, ranks.device)) as batches, interruptible(ranks) as interruption:
+    with closing(on_device(read, ranks.device)) as batches, Interruption(ranks) as interruption:
         for step in range(start.step + 1, config.steps + 1):
             # 1.
             loss = _accumulate(model, optimizer, batches, config, ranks)
-            # 2.
+            # 2. The rate is read before the scheduler changes it, so that the report has the one of this update.
             lr = float(scheduler.get_last_lr()[0])
             outcome = optimizer.step()
             scheduler.step()
             optimizer.zero_grad()
             window.add(loss, skipped=outcome.skipped)
+            per_step = config.batch_size * config.accumulation * ranks.world_size
             position = Position(step, position.sequences + per_step)
             # 3.
             if step % config.log_every == 0 or step == config.steps:
-                progress = window.close(step, outcome.grad_norm, lr, bytes_by_tier(optimizer.locations()))
-                display.show(progress)
-                metrics.step(progress)
-            # 4.
+                reports.step(window.close(step, outcome.grad_norm, lr, bytes_by_tier(optimizer.locations())))
+            # 4. Every rank asks in every step: the answer is a collective, and a signal may reach one rank alone.
             asked = interruption.is_asked() and step < config.steps
             if asked or (config.save_every and (step % config.save_every == 0 or step == config.steps)):
                 checkpoints.save(position, blocking=asked)
             if asked:
                 break
+    # Without this the process could end while the last checkpoint is being written, and leave half of it.
     checkpoints.finish()
     return position
 
@@ -84,10 +77,11 @@ def train_steps(
 def _accumulate(
     model: nn.Module, optimizer: penstock.Optimizer, batches: Iterator[Tensor], config: TrainConfig, ranks: Ranks
 ) -> Tensor:
-    """Add up the gradients of a step's micro-batches. Returns this rank's mean loss, on the device."""
+    """Add up the gradients of a step's micro-batches, and return this rank's mean loss, on the device."""
     total = torch.zeros((), device=ranks.device)
     for micro_batch in range(1, config.accumulation + 1):
         ids = next(batches)
+        # Ranks exchange gradients once a step, with the last micro-batch.
         with nullcontext() if micro_batch == config.accumulation else optimizer.no_sync():
             loss = model(input_ids=ids, labels=ids, use_cache=False).loss / config.accumulation
             optimizer.backward(loss)
@@ -112,11 +106,12 @@ class _Window:
         self.skipped_count += skipped
 
     def close(self, step: int, grad_norm: float, lr: float, sizes: dict[str, int]) -> Progress:
-        """Sum the steps up over all ranks, and begin the next window; collective."""
+        """Sum the steps up over all ranks, and begin the next window. Every rank calls it."""
         config, world_size = self.config, self.ranks.world_size
         mean_loss = self.ranks.sum(torch.stack(self.losses).mean()).item() / world_size
-        token_count = len(self.losses) * config.batch_size * config.accumulation * config.seq_length * world_size
+        # After the loss was read, which waits for the device: else the time of the last steps would be missing.
         now = time.perf_counter()
+        token_count = len(self.losses) * config.batch_size * config.accumulation * config.seq_length * world_size
         progress = Progress(
             step=step,
             steps=config.steps,
@@ -130,3 +125,27 @@ class _Window:
         )
         self.window_began, self.losses = now, []
         return progress
+
+
+class Interruption:
+    """Takes note of the signals that ask to end, as a context in which they do not end the process."""
+
+    def __init__(self, ranks: Ranks) -> None:
+        self._ranks = ranks
+        self._asked = False
+
+    def __enter__(self) -> Self:
+        self._before = {number: signal.signal(number, self._ask) for number in SIGNALS}
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def _ask(self, number: int, frame: FrameType | None) -> None:
+        del number, frame
+        self._asked = True
+
+    def is_asked(self) -> bool:
+        """Tell whether any rank was asked to end. The same answer on every rank; every rank calls it."""
+        return bool(self._ranks.sum(torch.tensor(float(self._asked))) > 0)

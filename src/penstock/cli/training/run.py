@@ -1,61 +1,37 @@
 """One run of `penstock train`, from the request to the saved model."""
 
-import contextlib
 import tempfile
 import time
-from dataclasses import dataclass
 from importlib.metadata import version
 
-import torch
 from torch import nn
 from transformers.utils import logging
 
-from penstock.cli.training.batches import sequence_count
+from penstock.cli.ranks import Ranks, joined
 from penstock.cli.training.checkpoints import Checkpoints, checkpoint_to_resume
-from penstock.cli.training.computing import computing
 from penstock.cli.training.config import TrainConfig
-from penstock.cli.training.corpus import Corpus, encode_corpus
-from penstock.cli.training.display import Display, open_display
-from penstock.cli.training.evaluate import held_out_loss
-from penstock.cli.training.files import find_files, read_pieces, standard_library_files
-from penstock.cli.training.loop import train_steps
-from penstock.cli.training.metrics import METRICS_NAME, Metrics, check_tensorboard, open_metrics
-from penstock.cli.training.optimizer import options_of, placement_of, prepare_model
-from penstock.cli.training.precision import resolve_precision
-from penstock.cli.training.progress import format_seconds
-from penstock.cli.training.ranks import Ranks, joined
-from penstock.cli.training.sample import printable, sample_ids
-from penstock.errors import ConfigError
-from penstock.integrations.chunked import check_chunkable, chunk_loss
-from penstock.integrations.huggingface import (
-    ModelSource,
-    build_empty,
-    build_model,
-    enable_activation_checkpointing,
-    find_model,
-    save_pretrained,
+from penstock.cli.training.data import (
+    Corpus,
+    encode_corpus,
+    find_files,
+    read_pieces,
+    sequence_count,
+    standard_library_files,
 )
+from penstock.cli.training.loop import train_steps
+from penstock.cli.training.model import build, computing, held_out_loss, sample_ids
+from penstock.cli.training.optimizer import prepare_model, resolve_precision
+from penstock.cli.training.reports import METRICS_NAME, Reports, check_tensorboard, format_seconds, printable
+from penstock.errors import ConfigError
+from penstock.integrations.chunked import check_chunkable
+from penstock.integrations.huggingface import ModelSource, find_model, save_pretrained
 from penstock.integrations.tokenizers import Tokenizer, tokenizer_for
 
 PROMPT_TOKENS = 32
 MODEL_FILES = ("config.json", "generation_config.json", "model.safetensors", "model.safetensors.index.json")
 
 
-@dataclass(frozen=True)
-class Result:
-    """What a run came to. Losses are nats per token on held-out text, `None` where they were not measured.
-
-    Attributes:
-        interrupted: it was asked to end, and saved a checkpoint to go on from.
-    """
-
-    loss_before: float | None
-    loss_after: float | None
-    seconds: float
-    interrupted: bool = False
-
-
-def run(config: TrainConfig) -> Result:
+def run(config: TrainConfig) -> bool:
     """Train as the settings say. Every rank of the launcher calls this.
 
     1. Check the request: everything that can be wrong with it, before anything is allocated.
@@ -67,6 +43,9 @@ def run(config: TrainConfig) -> Result:
     7. Save the model.
     8. Write a sample.
 
+    Returns:
+        Whether it came to its end. If not, it was asked to end, and has saved a checkpoint to go on from.
+
     Raises:
         ConfigError: the request cannot be met.
         CheckpointError: the checkpoint to go on from is damaged, or one cannot be written.
@@ -76,71 +55,62 @@ def run(config: TrainConfig) -> Result:
     # 1.
     source = find_model(config.model, seq_length=config.seq_length, trust_remote_code=config.trust_remote_code)
     logging.disable_progress_bar()  # type: ignore[no-untyped-call]  # the display of the run is the only one
-    placement_of(config)
-    options_of(config)
+    config.placement()
+    config.options()
     if config.chunked_loss:
         check_chunkable(source.model_class)
     files = find_files(config.data) if config.data else standard_library_files()
     if ranks.is_first:
         _check_out(config, source)
-    with open_display(is_first_rank=ranks.is_first) as display:
+    with Reports(config, is_first_rank=ranks.is_first) as reports:
         # 2.
         tokenizer = tokenizer_for(
             source.folder, vocab_size=source.vocab_size, trust_remote_code=config.trust_remote_code
         )
         pieces = (piece for path in files for piece in read_pieces(path, jsonl_field=config.jsonl_field))
         corpus = encode_corpus(pieces, tokenizer, seq_length=config.seq_length)
-        display.note(_about_text(corpus, config, file_count=len(files)))
+        reports.note(_about_text(corpus, config, file_count=len(files)))
         # 3.
         resumed = checkpoint_to_resume(config)
-        with joined(ranks), computing(source), contextlib.ExitStack() as reports:
-            torch.manual_seed(config.seed)
-            empty = build_empty(source)
-            model = build_model(source) if empty is None else empty
-            if config.activation_checkpointing:
-                enable_activation_checkpointing(model)
-            if config.chunked_loss:
-                chunk_loss(model)
-            about = _about_run(model, corpus, config, ranks)
-            optimizer = prepare_model(model, config, ranks, weights=source.folder if empty is not None else None)
+        with joined(ranks), computing(source):
+            model, weights = build(source, config)
+            about = _about_run(model, corpus, config, ranks)  # before it is sharded, which changes its parameters
+            optimizer = prepare_model(model, config, ranks, weights=weights)
             # 4.
             checkpoints = Checkpoints(config, optimizer, corpus.train)
             start = checkpoints.resume(resumed)
             if start.step:
                 differing = f", with {checkpoints.changed}" if checkpoints.changed else ""
-                display.note(f"goes on after step {start.step}{differing}")
+                reports.note(f"goes on after step {start.step}{differing}")
             # Nothing can be refused any more: what an earlier run has left may go.
-            metrics = reports.enter_context(
-                open_metrics(config, is_first_rank=ranks.is_first, goes_on=resumed is not None)
-            )
-            metrics.start(**about)
-            measure = _Measure(model, corpus, tokenizer.token_name, config, ranks, display, metrics)
-            loss_before = measure(step=start.step)
+            reports.start(goes_on=resumed is not None, **about)
+            loss_before = _measure(model, corpus, config, ranks, reports, step=start.step)
             # 5.
-            end = train_steps(model, optimizer, checkpoints, start, corpus.train, config, ranks, display, metrics)
+            end = train_steps(model, optimizer, checkpoints, start, corpus.train, config, ranks, reports)
             if end.step < config.steps:
-                display.note(f"asked to end: saved step {end.step}; go on with --resume auto")
+                reports.note(f"asked to end: saved step {end.step}; go on with --resume auto")
                 optimizer.close(keep_params=False)
-                return Result(loss_before, None, time.perf_counter() - began, interrupted=True)
+                return False
             # 6.
-            loss_after = measure(step=config.steps)
+            loss_after = _measure(model, corpus, config, ranks, reports, step=config.steps)
             # 7.
             save_pretrained(model, optimizer, config.out, is_first_rank=ranks.is_first)
             if ranks.is_first:
                 tokenizer.save(config.out)
-            display.note(f"saved the model in {config.out}")
-            # 8.
+            reports.note(f"saved the model in {config.out}")
+            # 8. After the model is saved: what goes wrong here takes nothing of it away.
             sample = _sample(model, tokenizer, corpus, config, ranks) if config.sample_tokens else None
             if sample is not None:
-                display.note(f"sample:\n{printable(sample)}")
+                reports.note(f"sample:\n{printable(sample)}")
             optimizer.close(keep_params=False)
-            result = Result(loss_before, loss_after, time.perf_counter() - began)
-            metrics.end(loss_before=loss_before, loss_after=loss_after, seconds=result.seconds, sample=sample)
-        display.note(f"done in {format_seconds(result.seconds)}")
-    return result
+            seconds = time.perf_counter() - began
+            reports.end(loss_before=loss_before, loss_after=loss_after, seconds=seconds, sample=sample)
+        reports.note(f"done in {format_seconds(seconds)}")
+    return True
 
 
 def _check_out(config: TrainConfig, source: ModelSource) -> None:
+    """Refuse a folder that cannot be written, before hours of training; nothing that is in it changes."""
     if source.folder is not None and source.folder.resolve() == config.out.resolve():
         raise ConfigError(f"--out {str(config.out)!r} is the folder of --model, which it would overwrite. Use another.")
     if config.tensorboard:
@@ -163,45 +133,27 @@ def _check_out(config: TrainConfig, source: ModelSource) -> None:
         ) from error
 
 
-@dataclass(frozen=True)
-class _Measure:
-    """Measures the held-out loss and reports it; collective."""
-
-    model: nn.Module
-    corpus: Corpus
-    token_name: str
-    config: TrainConfig
-    ranks: Ranks
-    display: Display
-    metrics: Metrics
-
-    def __call__(self, *, step: int) -> float | None:
-        if self.config.eval_sequences == 0:
-            return None
-        began = time.perf_counter()
-        loss = held_out_loss(self.model, self.corpus.held_out, self.config, self.ranks)
-        seconds = time.perf_counter() - began
-        self.display.note(f"held-out loss {loss:.4f} nats per {self.token_name} after {step} steps")
-        self.metrics.evaluation(step, loss, seconds)
-        return loss
+def _measure(
+    model: nn.Module, corpus: Corpus, config: TrainConfig, ranks: Ranks, reports: Reports, *, step: int
+) -> float | None:
+    """Measure the held-out loss after some steps, and report it. Every rank calls it."""
+    if config.eval_sequences == 0:
+        return None
+    began = time.perf_counter()
+    loss = held_out_loss(model, corpus.held_out, config, ranks)
+    reports.evaluation(step, loss, time.perf_counter() - began, token_name=corpus.token_name)
+    return loss
 
 
 def _sample(model: nn.Module, tokenizer: Tokenizer, corpus: Corpus, config: TrainConfig, ranks: Ranks) -> str:
-    """The prompt and its continuation; collective."""
+    """Continue the prompt, or the beginning of the held-out text, and return both. Every rank calls it."""
     prompt = tokenizer.encode(config.prompt) if config.prompt else corpus.held_out[:PROMPT_TOKENS]
     prompt_ids = [int(i) for i in prompt]
-    ids = sample_ids(
-        model,
-        prompt_ids,
-        token_count=config.sample_tokens,
-        context_length=config.seq_length,
-        seed=config.seed,
-        ranks=ranks,
-    )
-    return tokenizer.decode(prompt_ids + ids)
+    return tokenizer.decode(prompt_ids + sample_ids(model, prompt_ids, config, ranks))
 
 
 def _about_text(corpus: Corpus, config: TrainConfig, *, file_count: int) -> str:
+    """Say in a line what is trained on."""
     count = sequence_count(len(corpus.train), config.seq_length)
     return (
         f"{file_count:,} files, {corpus.document_count:,} documents: {len(corpus.train):,} tokens to train on "
@@ -210,6 +162,7 @@ def _about_text(corpus: Corpus, config: TrainConfig, *, file_count: int) -> str:
 
 
 def _about_run(model: nn.Module, corpus: Corpus, config: TrainConfig, ranks: Ranks) -> dict[str, object]:
+    """List what `metrics.jsonl` says of a run at its start."""
     return {
         "config": config.to_dict(),
         "world_size": ranks.world_size,

@@ -3,8 +3,8 @@ from pathlib import Path
 
 import pytest
 
-from penstock.cli.training import files
-from penstock.cli.training.files import Piece, find_files, read_pieces, standard_library_files
+from penstock.cli.training import data
+from penstock.cli.training.data import Piece, find_files, read_pieces, standard_library_files
 from penstock.errors import ConfigError
 
 
@@ -60,7 +60,7 @@ def test_the_standard_library_is_text_without_tests_and_packages() -> None:
 
 
 def test_a_text_file_is_one_document_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(files, "PIECE_CHARS", 4)
+    monkeypatch.setattr(data, "PIECE_CHARS", 4)
     path = tmp_path / "a.txt"
     path.write_bytes("abcdéfgh\r\ni".encode())
     assert list(read_pieces(path, jsonl_field="text")) == [
@@ -71,7 +71,7 @@ def test_a_text_file_is_one_document_in_pieces(tmp_path: Path, monkeypatch: pyte
 
 
 def test_a_file_that_ends_with_a_piece_ends_its_document(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(files, "PIECE_CHARS", 4)
+    monkeypatch.setattr(data, "PIECE_CHARS", 4)
     path = tmp_path / "a.txt"
     path.write_text("abcdefgh")
     assert list(read_pieces(path, jsonl_field="text")) == [Piece("abcd", False), Piece("efgh", True)]

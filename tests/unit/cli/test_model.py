@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from penstock.cli.training.computing import computing
+from penstock.cli.training.model import computing
 from penstock.errors import EngineError, MemoryBudgetError
 from penstock.integrations.huggingface import find_model
 

@@ -6,8 +6,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from penstock.cli.training.corpus import encode_corpus
-from penstock.cli.training.files import Piece
+from penstock.cli.training.data import Piece, encode_corpus
 from penstock.errors import ConfigError
 from penstock.integrations.tokenizers import ByteTokenizer
 

@@ -13,9 +13,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from penstock.cli.training import feeding
-from penstock.cli.training.batches import Ids
-from penstock.cli.training.feeding import on_device, to_device
+from penstock.cli.training import data
+from penstock.cli.training.data import Ids, on_device, to_device
 
 DEVICE = torch.device("meta")  # stands for an accelerator
 
@@ -36,7 +35,7 @@ def pinned(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
         return found[-1]
 
     monkeypatch.setattr(Tensor, "pin_memory", pin_memory)
-    monkeypatch.setattr(feeding, "_current", lambda device: nullcontext())
+    monkeypatch.setattr(data, "_current", lambda device: nullcontext())
     return found
 
 
@@ -121,6 +120,6 @@ def test_the_training_loop_reads_the_device_where_it_reports_and_nowhere_else(
         *("--log-every", "3", "--seq-length", "32", "--batch-size", "2", "--accumulation", "2"),
     )
     assert outcome.exit_code == 0, outcome.err
-    found.pop("sample.py sample_ids", None)
+    found.pop("model.py sample_ids", None)
     # A report each third step; before and after the run; a flag of the host's, which is summed there.
-    assert found == {"loop.py close": 2, "evaluate.py held_out_loss": 2, "interruption.py is_asked": 6}
+    assert found == {"loop.py close": 2, "model.py held_out_loss": 2, "loop.py is_asked": 6}

@@ -2,9 +2,13 @@ import itertools
 
 import numpy as np
 import pytest
+import torch
 
-from penstock.cli.training.batches import eval_batches, sequence_count, sequences, shuffled, train_batches
+from penstock.cli.ranks import Ranks
+from penstock.cli.training.config import TrainConfig
+from penstock.cli.training.data import eval_batches, sequence_count, sequences, shuffled, train_batches
 
+CPU = torch.device("cpu")
 TOKENS = np.arange(1000, dtype=np.uint16)
 
 
@@ -32,7 +36,8 @@ def test_every_epoch_has_every_sequence_in_another_order() -> None:
 
 
 def take(count: int, *, batch_size: int, rank: int, world_size: int) -> list[list[list[int]]]:
-    batches = train_batches(TOKENS, seq_length=10, batch_size=batch_size, seed=5, rank=rank, world_size=world_size)
+    config = TrainConfig(seq_length=10, batch_size=batch_size, seed=5)
+    batches = train_batches(TOKENS, config, Ranks(rank, world_size, CPU))
     return [batch.tolist() for batch in itertools.islice(batches, count)]
 
 
@@ -44,15 +49,9 @@ def test_any_world_size_sees_the_same_global_batches(world_size: int) -> None:
 
 
 def evaluate(wanted: int, *, batch_size: int, world_size: int) -> list[list[tuple[list[list[int]], bool]]]:
-    return [
-        [
-            (ids.tolist(), counts)
-            for ids, counts in eval_batches(
-                TOKENS, seq_length=10, batch_size=batch_size, wanted_count=wanted, rank=rank, world_size=world_size
-            )
-        ]
-        for rank in range(world_size)
-    ]
+    config = TrainConfig(seq_length=10, batch_size=batch_size, eval_sequences=wanted)
+    ranks = [Ranks(rank, world_size, CPU) for rank in range(world_size)]
+    return [[(ids.tolist(), counts) for ids, counts in eval_batches(TOKENS, config, each)] for each in ranks]
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])

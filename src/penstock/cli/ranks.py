@@ -1,4 +1,4 @@
-"""The place of this process among the ranks of a run, as a launcher such as torchrun describes it."""
+"""The place of this process among the ranks of a command, as a launcher such as torchrun describes it."""
 
 import os
 from collections.abc import Iterator, Mapping
@@ -21,7 +21,7 @@ class Ranks:
 
     @classmethod
     def from_environment(cls, environ: Mapping[str, str] = os.environ) -> "Ranks":
-        """The place that the launcher describes; alone without one. Joins nothing."""
+        """Read the place that the launcher describes; alone without one. Joins nothing."""
         on_cuda = torch.cuda.is_available()
         world_size = _number(environ, "WORLD_SIZE", "1", least=1)
         return cls(
@@ -32,23 +32,24 @@ class Ranks:
 
     @property
     def is_first(self) -> bool:
-        """Whether this is the rank that prints and saves."""
+        """Tell whether this is the rank that prints and saves."""
         return self.rank == 0
 
     def sum(self, values: torch.Tensor) -> torch.Tensor:
-        """The values added over all ranks. Collective."""
+        """Add the values up over all ranks, in place. Every rank calls it."""
         if self.world_size > 1:
             dist.all_reduce(values)
         return values
 
     def from_first(self, values: torch.Tensor) -> torch.Tensor:
-        """Rank 0's values, on every rank. Collective."""
+        """Overwrite the values with those of rank 0. Every rank calls it."""
         if self.world_size > 1:
             dist.broadcast(values, src=0)
         return values
 
 
 def _number(environ: Mapping[str, str], name: str, default: str, *, least: int = 0, most: int = 1 << 20) -> int:
+    """Read a number that the launcher has set, `default` where it has not."""
     text = environ.get(name, default)
     if not (text.isascii() and text.isdigit() and len(text) < 10 and least <= int(text) <= most):
         raise ConfigError(f"The launcher's {name}={text!r} is no number from {least} to {most}. Unset it, or mend it.")
@@ -62,6 +63,7 @@ def joined(ranks: Ranks) -> Iterator[None]:
     After an error the group is not left: leaving waits for the other ranks, which may wait in a collective for
     this one. The launcher ends them.
     """
+    # First: NCCL takes the current device, which is the first one on every rank until it is set.
     if ranks.device.type == "cuda":
         torch.cuda.set_device(ranks.device)
     if ranks.world_size > 1:
