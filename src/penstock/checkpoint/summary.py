@@ -9,14 +9,14 @@ from torch import Tensor
 from penstock.checkpoint.fields import dtype_name
 from penstock.checkpoint.manifest import MARKER, files_of
 from penstock.checkpoint.opened import Checkpoint
-from penstock.checkpoint.reading import TileReader
+from penstock.checkpoint.tiles import TileReader
 from penstock.errors import CheckpointError
 
 _MOST_CHARS = 120
 
 
 def summarize(checkpoint: Checkpoint) -> dict[str, Any]:
-    """A JSON-like summary; nothing but the marker and the tables is read.
+    """Sum up a checkpoint, JSON-like; nothing but the marker and the tables is read.
 
     Returns:
         `path`, `created`, `versions`, `world_size`, `model`; `steps`: the least and the greatest count of a trained
@@ -81,14 +81,14 @@ def damaged_tiles(checkpoint: Checkpoint) -> Iterator[CheckpointError]:
 
 
 def _kinds(checkpoint: Checkpoint) -> list[dict[str, Any]]:
-    """By kind and dtype, the bytes in the files; padding of parameters and shards counts, that of pages does not."""
+    """Add up bytes in the files by kind and dtype; padding of parameters and shards counts, that of pages does not."""
     nbytes: dict[tuple[str, str], int] = {}
     for unit in (unit for table in checkpoint.tables for unit in table.units if unit.checksums):
         start, stop = unit.tile_range(unit.tiles[-1])
         whole = len(unit.tiles) - 1
         for cell in (cell for home in unit.homes for cell in home.cells):
             kind = cell.kind, dtype_name(cell.dtype)
-            numel = whole * cell.part(0, unit.tile_numel).stop + cell.part(0, stop - start).stop
+            numel = whole * cell.part(0, unit.tiling.tile_numel).stop + cell.part(0, stop - start).stop
             nbytes[kind] = nbytes.get(kind, 0) + numel * cell.dtype.itemsize
     return [{"kind": kind, "dtype": dtype, "bytes": count} for (kind, dtype), count in nbytes.items()]
 
@@ -109,7 +109,7 @@ def _shortened(checkpoint: Checkpoint, field: str, value: Any) -> Any:
 
 
 def _short(value: Any) -> Any:
-    """As JSON: a tensor by its shape, a long text by its beginning."""
+    """Make a value JSON: a tensor by its shape, a long text by its beginning."""
     if isinstance(value, Tensor):
         return f"tensor {dtype_name(value.dtype)} {list(value.shape)}"
     if isinstance(value, bytes):

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 import penstock
-from penstock.checkpoint import folder as folders
-from penstock.checkpoint.folder import read_marker
+from penstock.checkpoint import opened as folders
+from penstock.checkpoint.opened import read_marker
 from penstock.engine import access, loading
 from penstock.engine.unit import Weights
 from tests.parity.resuming import Other, Run, Values, different, go_on, iterate, values

@@ -13,11 +13,11 @@ import torch
 from torch import Tensor, nn
 
 import penstock
-from penstock.checkpoint import writing
-from penstock.checkpoint.folder import read_manifest
+from penstock.checkpoint import tiles as writing
 from penstock.checkpoint.manifest import MARKER
+from penstock.checkpoint.opened import read_manifest
 from penstock.checkpoint.save import Save
-from penstock.checkpoint.writing import TileWriter
+from penstock.checkpoint.tiles import TileWriter
 from penstock.machine import aio
 from penstock.machine.arena import Arena
 from tests.parity.resuming import SMALL, Other, Run, Values, different, go_on, iterate, resumed, saved, values
