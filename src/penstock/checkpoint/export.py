@@ -19,11 +19,12 @@ import torch
 from torch import Tensor
 
 from penstock.checkpoint.beside import PARTS
-from penstock.checkpoint.folder import alone, check_free, make_folder, sync_folder, write_file
+from penstock.checkpoint.fields import dtype_name
+from penstock.checkpoint.folder import Hold, check_free, make_folder, sync_folder, write_file
 from penstock.checkpoint.opened import Checkpoint
 from penstock.checkpoint.pretrained import FileSet, file_sets
 from penstock.checkpoint.tables import Piece
-from penstock.checkpoint.tensorfiles import TensorFile, TensorSpec, divide, failed
+from penstock.checkpoint.tensorfiles import DTYPES, TensorFile, TensorSpec, failed
 from penstock.checkpoint.tiles import Tile, TileReader
 from penstock.errors import CheckpointError, ConfigError
 from penstock.kinds import COMPUTE_DTYPES, MASTER, PARAM, Precision
@@ -44,11 +45,8 @@ class Source(NamedTuple):
     tensor: Tensor | None
 
 
-class OutFile(NamedTuple):
-    """A file of tensors: its path inside the export, and what it holds."""
-
-    path: str
-    sources: Sequence[Source]
+#: What each file of tensors holds, by its path inside the export.
+Files = Mapping[str, Sequence[Source]]
 
 
 @crossing
@@ -95,13 +93,13 @@ def export(
             opened = Checkpoint.open(checkpoint)
             _check_whole(opened)
             sets = file_sets(opened, COMPUTE_DTYPES[dtype], adapters_only=adapters_only)
-            files = [list(_files(opened, file_set, COMPUTE_DTYPES[dtype], max_shard_bytes)) for file_set in sets]
+            files = [_files(opened, file_set, COMPUTE_DTYPES[dtype], max_shard_bytes) for file_set in sets]
             if council.is_first:
                 undo.enter_context(_hidden(folder, [file_set.folder for file_set in sets]))
         # Only now is the hidden folder there, for every rank.
         with _together(council):
-            everything = [file for of_set in files for file in of_set]
-            _write(opened, _hidden_name(folder), everything[council.rank :: council.size])
+            everything = [file for of_set in files for file in of_set.items()]
+            _write(opened, _hidden_name(folder), dict(everything[council.rank :: council.size]))
         # Only now is every file on the disk: an export that had its name earlier could lack some after a power failure.
         with _together(council):
             if council.is_first:
@@ -124,28 +122,46 @@ def _together(council: Council) -> Iterator[None]:
 # What there is to write
 
 
-def _files(checkpoint: Checkpoint, file_set: FileSet, dtype: torch.dtype, most_bytes: int) -> Iterator[OutFile]:
+def _files(checkpoint: Checkpoint, file_set: FileSet, dtype: torch.dtype, most_bytes: int) -> Files:
     """Divide the tensors of a set among files, named as `save_pretrained` names them."""
-    sources = {source.spec: source for source in _sources(checkpoint, file_set, dtype)}
-    groups = [list(sources)] if file_set.one_file else divide(sources, most_bytes)
-    for number, specs in enumerate(groups, start=1):
+    sources = list(_sources(checkpoint, file_set, dtype))
+    groups = [sources] if file_set.one_file else _divide(sources, most_bytes)
+    files = {}
+    for number, of_file in enumerate(groups, start=1):
         of_several = f"-{number:05d}-of-{len(groups):05d}" if len(groups) > 1 else ""
-        name = f"{file_set.stem}{of_several}.safetensors"
-        yield OutFile(os.path.join(file_set.folder, name), [sources[spec] for spec in specs])
+        files[os.path.join(file_set.folder, f"{file_set.stem}{of_several}.safetensors")] = of_file
+    return files
+
+
+def _divide(sources: Sequence[Source], most_bytes: int) -> Sequence[Sequence[Source]]:
+    """Divide tensors among files, in order. A tensor larger than `most_bytes` has a file of its own."""
+    files: list[list[Source]] = []
+    room = 0
+    for source in sources:
+        if not files or source.spec.nbytes > room:
+            files.append([])
+            room = most_bytes
+        files[-1].append(source)
+        room -= source.spec.nbytes
+    return files
 
 
 def _sources(checkpoint: Checkpoint, file_set: FileSet, dtype: torch.dtype) -> Iterator[Source]:
+    """Find what each tensor of a set is made of."""
     for name, out in file_set.names.items():
         saved = checkpoint.manifest.parameters.get(name)
         if saved is not None:
             converts = saved.dtype in COMPUTE_DTYPES.values()
             yield Source(TensorSpec(out, saved.shape, dtype if converts else saved.dtype), name, None)
             continue
-        tensor = checkpoint.tensors.get(checkpoint.manifest.buffers[name])
+        key = checkpoint.manifest.buffers[name]
+        tensor = checkpoint.tensors.get(key)
         if tensor is None:
             raise checkpoint.fail(f"buffers.{name}", "is missing.")
-        if checkpoint.manifest.buffers[name].startswith(PARTS):
+        if key.startswith(PARTS):
             raise checkpoint.fail(f"buffers.{name}", "is of a complex dtype that no safetensors file has.")
+        if tensor.dtype not in DTYPES.values():
+            raise checkpoint.fail(f"buffers.{name}", f"is {dtype_name(tensor.dtype)}, which no export has.")
         yield Source(TensorSpec(out, tuple(tensor.shape), tensor.dtype), name, tensor)
 
 
@@ -166,16 +182,16 @@ def _check_whole(checkpoint: Checkpoint) -> None:
 # Writing
 
 
-def _write(checkpoint: Checkpoint, folder: Path, files: Sequence[OutFile]) -> None:
+def _write(checkpoint: Checkpoint, folder: Path, files: Files) -> None:
     """Write files of tensors, in the order of the checkpoint's tiles."""
     with contextlib.ExitStack() as closing:
         opened = []
         places: dict[str, tuple[TensorFile, TensorSpec]] = {}
-        for out_file in files:
-            file = TensorFile(folder / out_file.path, [source.spec for source in out_file.sources])
+        for path, sources in files.items():
+            file = TensorFile(folder / path, [source.spec for source in sources])
             closing.callback(file.close)
             opened.append(file)
-            for source in out_file.sources:
+            for source in sources:
                 places[source.name] = file, source.spec
                 if source.tensor is not None:
                     file.write(source.spec.name, 0, source.tensor.contiguous())
@@ -209,13 +225,13 @@ def _values(checkpoint: Checkpoint, tile: Tile, piece: Piece, dtype: torch.dtype
     return converted
 
 
-def _finish(folder: Path, file_set: FileSet, files: Sequence[OutFile]) -> None:
+def _finish(folder: Path, file_set: FileSet, files: Files) -> None:
     """Write what is small, after the tensors, and have all names on the disk."""
     inside = folder / file_set.folder
     if len(files) > 1:
         index: Mapping[str, object] = {
-            "metadata": {"total_size": sum(source.spec.nbytes for file in files for source in file.sources)},
-            "weight_map": {source.spec.name: Path(file.path).name for file in files for source in file.sources},
+            "metadata": {"total_size": sum(source.spec.nbytes for sources in files.values() for source in sources)},
+            "weight_map": {source.spec.name: Path(path).name for path, sources in files.items() for source in sources},
         }
         write_file(
             inside / f"{file_set.stem}.safetensors.index.json", _text(json.dumps(index, indent=2, sort_keys=True))
@@ -248,7 +264,7 @@ def _hidden(folder: Path, inside: Sequence[str]) -> Iterator[None]:
     with contextlib.ExitStack() as closing, contextlib.ExitStack() as undo:
         try:
             hidden.mkdir(exist_ok=True)
-            if not closing.enter_context(alone(hidden)):
+            if not closing.enter_context(Hold(hidden)).take_alone():
                 raise CheckpointError(f"Another export to {folder} is running. Wait for it.", file=str(folder))
             undo.callback(shutil.rmtree, hidden, ignore_errors=True)
             for left in hidden.iterdir():

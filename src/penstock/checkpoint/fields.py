@@ -189,8 +189,9 @@ def reader(kind: type[T]) -> Callable[[Field], T]:
         object                    whatever it is, as it was parsed
         Annotated[T, read]        what `read` gives of the field
         T | None                  null, or a `T`
-        tuple[T, ...]             a list of any length; `tuple[A, B]`, and a named tuple: of that length
+        tuple[T, ...]             a list of any length
         Mapping[str, T]           an object with any keys
+        a named tuple             a list of its fields
         a dataclass               an object with its fields as keys; one whose default is `None` may be missing
 
     Arguments:
@@ -207,37 +208,29 @@ def reader(kind: type[T]) -> Callable[[Field], T]:
         read: Callable[[Field], T] = arguments[1]
         return read
     if origin is not None:
-        return _generic_reader(origin, arguments)
+        return _generic_reader(origin, reader(arguments[origin is Mapping]))
     hints = get_type_hints(kind, include_extras=True)
     readers = {name: reader(hint) for name, hint in hints.items()}
     if issubclass(kind, tuple):
-        return lambda field: kind(*_read_items(field, list(readers.values())))
+        return lambda field: kind(
+            *(read(item) for read, item in zip(readers.values(), field.items(len(readers)), strict=True))
+        )
     may_lack = {member.name for member in fields(declared) if member.default is None}
 
     def read_object(field: Field) -> T:
-        named = {name: read for name, read in readers.items() if name not in may_lack or name in field}
-        return kind(**{name: read(field[name]) for name, read in named.items()})
+        there = [name for name in readers if name not in may_lack or name in field]
+        return kind(**{name: readers[name](field[name]) for name in there})
 
     return read_object
 
 
-def _generic_reader(origin: Any, arguments: tuple[Any, ...]) -> Callable[[Field], Any]:
-    """Make the reader of `Mapping[str, T]`, `tuple[T, ...]`, `tuple[A, B]` or `T | None`."""
+def _generic_reader(origin: Any, read: Callable[[Field], Any]) -> Callable[[Field], Any]:
+    """Make the reader of `Mapping[str, T]`, `tuple[T, ...]` or `T | None`, of that of `T`."""
     if origin is Mapping:
-        read_value = reader(arguments[1])
-        return lambda field: {name: read_value(item) for name, item in field.entries()}
-    if origin is not tuple:
-        read_known = reader(arguments[0])
-        return lambda field: None if field.value is None else read_known(field)
-    if arguments[1] is not ...:
-        readers = [reader(argument) for argument in arguments]
-        return lambda field: tuple(_read_items(field, readers))
-    read_item = reader(arguments[0])
-    return lambda field: tuple(read_item(item) for item in field.items())
-
-
-def _read_items(field: Field, readers: Sequence[Callable[[Field], Any]]) -> Iterator[Any]:
-    return (read(item) for read, item in zip(readers, field.items(len(readers)), strict=True))
+        return lambda field: {name: read(item) for name, item in field.entries()}
+    if origin is tuple:
+        return lambda field: tuple(read(item) for item in field.items())
+    return lambda field: None if field.value is None else read(field)
 
 
 def parse(file: Path, text: bytes, *, most_bytes: int) -> Field:

@@ -22,7 +22,7 @@ import fcntl
 import os
 import re
 import stat
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from pathlib import Path
 
 from penstock.checkpoint.manifest import MARKER, FileEntry, Manifest, checksum, files_of
@@ -173,66 +173,51 @@ def commit(folder: Path, manifest: Manifest) -> None:
 
 
 class Hold:
-    """A folder that is held.
+    """A folder that somebody is in: beside others (`share`), or alone. Until its block ends.
 
     Arguments:
-        descriptor: an open descriptor of the folder.
+        folder: the folder.
+
+    Raises:
+        CheckpointError: it is not there.
     """
 
-    def __init__(self, descriptor: int) -> None:
-        self.descriptor = descriptor
+    def __init__(self, folder: Path) -> None:
+        try:
+            self._descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        except OSError as error:
+            raise CheckpointError(f"Writing into {folder} failed: {error.strerror}.", file=str(folder)) from error
+
+    def share(self) -> None:
+        """Hold the folder beside others that save into it."""
+        with contextlib.suppress(OSError):  # there are no locks of folders here
+            # Waits for one who cleans it, which takes a moment: he would remove files that have no marker yet.
+            fcntl.flock(self._descriptor, fcntl.LOCK_SH)
 
     def take_alone(self) -> bool:
         """Take the folder alone; returns whether nobody else holds it.
 
         Then nobody can until this one lets go. Else this one may have lost it: a lock is exchanged, not widened.
         """
-        try:
-            fcntl.flock(self.descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            return error.errno not in _LOCKED  # there are no locks of folders here
-        return True
+        return _lock(self._descriptor)
 
+    def __enter__(self) -> "Hold":
+        return self
 
-@contextlib.contextmanager
-def shared(folder: Path) -> Iterator[Hold]:
-    """Hold a folder beside others that save into it.
-
-    Raises:
-        CheckpointError: it is not there.
-    """
-    with contextlib.ExitStack() as closing:
-        try:
-            hold = closing.enter_context(_opened(folder))
-        except OSError as error:
-            raise CheckpointError(f"Writing into {folder} failed: {error.strerror}.", file=str(folder)) from error
-        with contextlib.suppress(OSError):  # there are no locks of folders here
-            # Waits for one who cleans it, which takes a moment: he would remove files that have no marker yet.
-            fcntl.flock(hold.descriptor, fcntl.LOCK_SH)
-        yield hold
-
-
-@contextlib.contextmanager
-def alone(folder: Path) -> Iterator[bool]:
-    """Hold a folder that nobody else holds; gives whether that is so.
-
-    Raises:
-        OSError: it is not there.
-    """
-    with _opened(folder) as hold:
-        yield hold.take_alone()
-
-
-@contextlib.contextmanager
-def _opened(folder: Path) -> Iterator[Hold]:
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        yield Hold(descriptor)
-    finally:
+    def __exit__(self, *_: object) -> None:
         with contextlib.suppress(OSError):
             # Not by closing alone: a process that was forked meanwhile has the descriptor, too, and would hold it on.
-            fcntl.flock(descriptor, fcntl.LOCK_UN)
-        os.close(descriptor)
+            fcntl.flock(self._descriptor, fcntl.LOCK_UN)
+        os.close(self._descriptor)
+
+
+def _lock(descriptor: int) -> bool:
+    """Lock what is open, without waiting; returns whether nobody else has it, as far as there are locks here."""
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        return error.errno not in _LOCKED
+    return True
 
 
 def _is_being_written(file: Path) -> bool:
@@ -242,12 +227,9 @@ def _is_being_written(file: Path) -> bool:
     except OSError as error:
         return error.errno in _LOCKED
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        return error.errno in _LOCKED
+        return not _lock(descriptor)
     finally:
         os.close(descriptor)
-    return False
 
 
 # What goes
@@ -282,16 +264,16 @@ def prune(folder: Path, keep: int) -> None:
         for other in folder.parent.iterdir():
             is_folder = other.is_dir() and not other.is_symlink()
             if is_folder and _inode(other) != own and not os.path.lexists(other / MARKER):
-                with contextlib.suppress(OSError), alone(other) as is_alone:
-                    if is_alone:
+                with contextlib.suppress(CheckpointError), Hold(other) as hold:
+                    if hold.take_alone():
                         _clean(other)
 
 
 def _remove(folder: Path, manifest: Manifest) -> None:
     """Remove a checkpoint, if it is still the one that was seen: another job may have saved there meanwhile."""
     marker = folder / MARKER
-    with contextlib.suppress(OSError, CheckpointError), alone(folder) as is_alone:
-        if is_alone and not marker.is_symlink() and read_marker(folder).token == manifest.token:
+    with contextlib.suppress(OSError, CheckpointError), Hold(folder) as hold:
+        if hold.take_alone() and not marker.is_symlink() and read_marker(folder).token == manifest.token:
             marker.unlink()  # from here on it is none
             with contextlib.suppress(CheckpointError):
                 # Before its files go: else a power failure can bring the marker back without them.

@@ -32,7 +32,7 @@ def checksum(data: bytes) -> int:
     """Compute the CRC-32C of some bytes."""
     if not data:
         return 0
-    return aio.checksum(torch.frombuffer(bytearray(data), dtype=torch.uint8))
+    return checksum_of(torch.frombuffer(bytearray(data), dtype=torch.uint8))
 
 
 def checksum_of(tensor: Tensor) -> int:
@@ -41,6 +41,7 @@ def checksum_of(tensor: Tensor) -> int:
 
 
 def _read_file_name(field: Field) -> str:
+    """Read the name of a file in the checkpoint's own folder: what a marker names is never elsewhere."""
     name = field.string()
     if Path(name).name != name or name in ("", ".", ".."):
         raise field.fail(f"is {name!r}, not the name of a file beside it")
@@ -96,6 +97,7 @@ class SavedGroup:
 
 
 def _read_state(field: Field) -> StateSpec:
+    """Read a state of the rule, `[name, dtype, signed]`."""
     name, dtype, signed = field.items(3)
     if dtype.dtype() not in (torch.float32, torch.bfloat16, torch.uint8):
         raise dtype.fail(f"is {dtype.value!r}, in which no state is stored")

@@ -149,6 +149,7 @@ def read_file(folder: Path, entry: FileEntry) -> bytes:
 
 
 def _read(file: Path, *, most: int) -> bytes:
+    """Read a file that has at most so many bytes."""
     try:
         if file.stat().st_size > most:
             raise CheckpointError(f"{file} has more than {most:,} bytes: it is damaged.", file=str(file))

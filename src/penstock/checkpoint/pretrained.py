@@ -128,11 +128,13 @@ def file_sets(checkpoint: Checkpoint, dtype: torch.dtype, *, adapters_only: bool
 
 
 def _without(name: str, components: Iterable[str]) -> str:
+    """Leave components out of a dotted name."""
     left_out = set(components)
     return ".".join(component for component in name.split(".") if component not in left_out)
 
 
 def _distinct(checkpoint: Checkpoint, names: Mapping[str, str]) -> Mapping[str, str]:
+    """Refuse names two of which are the same in an export; gives them back."""
     owners: dict[str, str] = {}
     for own, name in names.items():
         if name in owners:
@@ -144,6 +146,7 @@ def _distinct(checkpoint: Checkpoint, names: Mapping[str, str]) -> Mapping[str, 
 
 
 def _check_nothing_else_was_trained(checkpoint: Checkpoint, exported: Mapping[str, str]) -> None:
+    """Refuse a checkpoint in which a parameter was trained that an export of adapters alone would lose."""
     for name, saved in checkpoint.manifest.parameters.items():
         if saved.trained and name not in exported:
             raise checkpoint.fail(
@@ -167,6 +170,7 @@ def _configuration(checkpoint: Checkpoint, dtype: torch.dtype) -> dict[str, str]
 
 
 def _parse(checkpoint: Checkpoint, name: str) -> dict[str, object]:
+    """Read one of the configuration files that the marker keeps."""
     try:
         parsed = json.loads(checkpoint.manifest.model[name])
     except (ValueError, RecursionError) as error:

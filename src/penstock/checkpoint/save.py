@@ -5,10 +5,9 @@ There is no other way in which a checkpoint becomes complete: what is imported i
 
 import contextlib
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import NamedTuple
 
 from torch import Tensor
 
@@ -21,7 +20,6 @@ from penstock.checkpoint.folder import (
     remove_file,
     remove_folders,
     settle,
-    shared,
     sync_folder,
     write_file,
 )
@@ -32,17 +30,6 @@ from penstock.checkpoint.tiles import RingMemory, TileWriter, UnitSource
 from penstock.errors import CheckpointError
 from penstock.machine.council import Council
 from penstock.machine.streams import Streams
-
-
-class Written(NamedTuple):
-    """The files of one rank; of the first one's, `tensors` are those of the whole checkpoint."""
-
-    data: FileEntry | None
-    table: FileEntry
-    tensors: FileEntry | None
-
-
-_read_written: Callable[[Field], Written] = reader(Written)
 
 
 @dataclass(frozen=True)
@@ -60,6 +47,9 @@ class Target:
     made: Sequence[Path]
     token: str
     keep: int | None
+
+
+_read_files = reader(RankFiles)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,7 +93,8 @@ class Save:
             try:
                 if self.manifest is not None:
                     # Before the first file is there: whoever cleans the folder would take it for a dead save's.
-                    hold = closing.enter_context(shared(self.target.folder))
+                    hold = closing.enter_context(Hold(self.target.folder))
+                    hold.share()
                 written = self._write(closing, undo)
             except Exception as error:
                 failure = error
@@ -120,8 +111,8 @@ class Save:
             if unsure is not None:
                 raise CheckpointError(unsure)
 
-    def _write(self, closing: contextlib.ExitStack, undo: contextlib.ExitStack) -> Written:
-        """Write this rank's files.
+    def _write(self, closing: contextlib.ExitStack, undo: contextlib.ExitStack) -> RankFiles:
+        """Write this rank's files; `tensors` of the first rank are those of the whole checkpoint.
 
         Arguments:
             closing: gives up what is held until the marker is there.
@@ -144,7 +135,7 @@ class Save:
             name = file_name(token, ".safetensors", None if self.council.is_first else rank)
             tensors = self._write_file(name, tensors_to_bytes(self.tensors), undo)
         sync_folder(self.target.folder)  # the names; what is in the files is on the disk already
-        return Written(data, table, tensors)
+        return RankFiles(data, table, tensors)
 
     def _write_file(self, name: str, content: bytes, undo: contextlib.ExitStack) -> FileEntry:
         entry = write_file(self.target.folder / name, content)
@@ -161,10 +152,10 @@ class Save:
             return None
         try:
             first, *others = (
-                _read_written(Field(self.target.folder, f"what rank {rank} wrote", said))
+                _read_files(Field(self.target.folder, f"what rank {rank} wrote", said))
                 for rank, said in enumerate(everyone)
             )
-            ranks = (RankFiles(first.data, first.table), *(RankFiles(*written) for written in others))
+            ranks = (replace(first, tensors=None), *others)
             commit(self.target.folder, replace(self.manifest, ranks=ranks, tensors=first.tensors))
         except Exception as error:
             return str(error)

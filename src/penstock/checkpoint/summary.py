@@ -1,5 +1,6 @@
 """What a checkpoint holds, for people and scripts, and whether it still is what was written."""
 
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from math import prod
 from typing import Any
@@ -82,26 +83,27 @@ def damaged_tiles(checkpoint: Checkpoint) -> Iterator[CheckpointError]:
 
 def _kinds(checkpoint: Checkpoint) -> list[dict[str, Any]]:
     """Add up bytes in the files by kind and dtype; padding of parameters and shards counts, that of pages does not."""
-    nbytes: dict[tuple[str, str], int] = {}
+    nbytes: Counter[tuple[str, str]] = Counter()
     for unit in (unit for table in checkpoint.tables for unit in table.units if unit.checksums):
         start, stop = unit.tile_range(unit.tiles[-1])
         whole = len(unit.tiles) - 1
         for cell in (cell for home in unit.homes for cell in home.cells):
-            kind = cell.kind, dtype_name(cell.dtype)
             numel = whole * cell.part(0, unit.tiling.tile_numel).stop + cell.part(0, stop - start).stop
-            nbytes[kind] = nbytes.get(kind, 0) + numel * cell.dtype.itemsize
+            nbytes[cell.kind, dtype_name(cell.dtype)] += numel * cell.dtype.itemsize
     return [{"kind": kind, "dtype": dtype, "bytes": count} for (kind, dtype), count in nbytes.items()]
 
 
 def _tiers(checkpoint: Checkpoint) -> list[dict[str, Any]]:
-    nbytes: dict[tuple[str, str], int] = {}
+    """Add up the bytes of each home by the tier where they rested."""
+    nbytes: Counter[tuple[str, str]] = Counter()
     for home in (home for table in checkpoint.tables for unit in table.units for home in unit.homes):
         for tier, count in home.tiers:
-            nbytes[home.name, tier] = nbytes.get((home.name, tier), 0) + count
+            nbytes[home.name, tier] += count
     return [{"home": home, "tier": tier, "bytes": count} for (home, tier), count in nbytes.items()]
 
 
 def _shortened(checkpoint: Checkpoint, field: str, value: Any) -> Any:
+    """Shorten a value of the marker for people."""
     try:
         return _short(value)
     except RecursionError:

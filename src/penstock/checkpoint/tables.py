@@ -38,6 +38,7 @@ class Extent(NamedTuple):
 
 
 def _read_cells(field: Field) -> tuple[CellPlan, ...]:
+    """Read the kinds of a home, `[kind, dtype, grain]` each."""
     cells = []
     for item in field.items():
         kind, dtype, grain = item.items(3)
@@ -47,6 +48,11 @@ def _read_cells(field: Field) -> tuple[CellPlan, ...]:
     if not cells:
         raise field.fail("is empty")
     return tuple(cells)
+
+
+class _TierBytes(NamedTuple):
+    tier: str
+    nbytes: int
 
 
 @dataclass(frozen=True)
@@ -61,7 +67,7 @@ class HomeTable:
 
     name: str
     cells: Annotated[tuple[CellPlan, ...], _read_cells]
-    tiers: tuple[tuple[str, int], ...]
+    tiers: Annotated[tuple[tuple[str, int], ...], reader(tuple[_TierBytes, ...])]
 
     @cached_property
     def layout(self) -> RecordLayout:
@@ -218,6 +224,7 @@ _read_tiling = reader(Tiling)
 
 
 def _read_slots(field: Field) -> tuple[Slot, ...]:
+    """Read the slots of a unit, `[name, shape, start]` each, one after the other."""
     slots: list[Slot] = []
     for item in field.items():
         name, shape, start = item.items(3)

@@ -8,7 +8,7 @@ import ctypes
 import errno
 import json
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -73,14 +73,19 @@ class WeightFiles:
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self._opened: dict[Path, Any] = {}
         self.entries: dict[str, Entry] = {}
-        for file in _files(Path(path)):
+        path = Path(path)
+        index = path / INDEX if path.is_dir() else path
+        named = _read_index(index) if index.suffix == ".json" and index.is_file() else None
+        for file in _files(path) if named is None else dict.fromkeys(named.values()):
             for name, entry in _headers(file).items():
                 if name in self.entries:
                     raise CheckpointError(f"{file} and {self.entries[name].file} both hold '{name}'. Keep one of them.")
                 self.entries[name] = entry
+        if missing := sorted((named or {}).keys() - self.entries.keys()):
+            raise CheckpointError(f"{index}: 'weight_map' names {missing[0]!r}, which no file holds.")
 
     def read(self, name: str, start: int, stop: int) -> Tensor:
-        """Elements `start` to `stop` of a tensor, counted as if it were flat: 1-D, on the cpu, in its dtype."""
+        """Read elements `start` to `stop` of a tensor, counted as if it were flat: 1-D, on the cpu, in its dtype."""
         entry = self.entries[name]
         from safetensors import safe_open  # not with the package: few need it
 
@@ -103,42 +108,35 @@ class WeightFiles:
 
 
 def _files(path: Path) -> Sequence[Path]:
-    if path.is_dir():
-        if (path / INDEX).is_file():
-            return _indexed(path / INDEX)
-        if (path / SINGLE).is_file():
-            return [path / SINGLE]
-        found = sorted(path.glob("*.safetensors"))
-        if not found:
-            raise CheckpointError(f"{path} holds no .safetensors weights, the only format that is read.")
-        return found
-    if not path.is_file():
+    """Find the files of a folder that has no index, or take the one that is named."""
+    if path.is_file():
+        return [path]
+    if not path.is_dir():
         raise CheckpointError(f"{path} is neither a file nor a folder.")
-    return _indexed(path) if path.name.endswith(".json") else [path]
+    found = [path / SINGLE] if (path / SINGLE).is_file() else sorted(path.glob("*.safetensors"))
+    if not found:
+        raise CheckpointError(f"{path} holds no .safetensors weights, the only format that is read.")
+    return found
 
 
-def _indexed(index: Path) -> Sequence[Path]:
-    """The files that an index names, each beside it and holding what it says."""
+def _read_index(index: Path) -> dict[str, Path]:
+    """Read in which file an index says that each tensor is; the files are there, each beside it."""
     try:
         if index.stat().st_size > _MOST_INDEX_BYTES:
             raise ValueError(f"more than {_MOST_INDEX_BYTES:,} bytes")
-        names = {str(name): str(file) for name, file in json.loads(index.read_text())["weight_map"].items()}
+        named = {str(name): str(file) for name, file in json.loads(index.read_text())["weight_map"].items()}
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointError(f"{index} is no index: its 'weight_map' cannot be read ({one_line(error)}).") from error
-    files = []
-    for file in dict.fromkeys(names.values()):
+    for file in dict.fromkeys(named.values()):
         if Path(file).name != file or "\0" in file:
             raise CheckpointError(f"{index}: 'weight_map' names the file {file!r}, which does not lie beside it.")
         if not (index.parent / file).is_file():
             raise CheckpointError(f"{index}: 'weight_map' names the file {file!r}, which is missing.")
-        files.append(index.parent / file)
-    missing = sorted(names.keys() - {name for file in files for name in _headers(file)})
-    if missing:
-        raise CheckpointError(f"{index}: 'weight_map' names {missing[0]!r}, which no file holds.")
-    return files
+    return {name: index.parent / file for name, file in named.items()}
 
 
 def _headers(file: Path) -> dict[str, Entry]:
+    """Read what a file says of its tensors."""
     from safetensors import safe_open
 
     entries = {}
@@ -198,24 +196,11 @@ class TensorSpec(NamedTuple):
         return prod(self.shape) * self.dtype.itemsize
 
 
-def divide(tensors: Iterable[TensorSpec], most_bytes: int) -> list[list[TensorSpec]]:
-    """Divide tensors among files, in order. A tensor larger than `most_bytes` has a file of its own."""
-    files: list[list[TensorSpec]] = []
-    room = 0
-    for tensor in tensors:
-        if not files or tensor.nbytes > room:
-            files.append([])
-            room = most_bytes
-        files[-1].append(tensor)
-        room -= tensor.nbytes
-    return files
-
-
 class TensorFile:
     """A new safetensors file, allocated in full.
 
     Arguments:
-        path: must not exist.
+        path: where it will be; it must not exist.
         tensors: what it will hold.
 
     Raises:
@@ -255,7 +240,7 @@ class TensorFile:
         """Write elements of a tensor.
 
         Arguments:
-            name: of the tensor.
+            name: the tensor's.
             start: the first element, counted as if it were flat.
             values: contiguous, on the cpu, in the tensor's dtype.
 
@@ -284,7 +269,7 @@ class TensorFile:
             CheckpointError: some of it is not.
         """
         try:
-            os.fsync(self._descriptor)
+            os.fsync(self._descriptor)  # an export has its name once all of its files are on the disk
         except OSError as error:
             raise failed(self._path, error) from error
 
@@ -295,7 +280,7 @@ class TensorFile:
 
 
 def failed(path: Path, error: OSError) -> CheckpointError:
-    """The error that names the file."""
+    """Make the error of an export's write, which names the file; the caller raises it."""
     full = error.errno in (errno.ENOSPC, errno.EDQUOT)
     advice = "Free space there, or export elsewhere." if full else "Export elsewhere."
     return CheckpointError(f"Writing {path} failed: {error.strerror or error}. {advice}", file=str(path))

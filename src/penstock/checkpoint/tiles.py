@@ -88,7 +88,7 @@ class TileWriter:
     """A data file that is being written.
 
     Arguments:
-        path: must not exist.
+        path: where the file will be; it must not exist.
         sources: the units, at the offsets of their tables; there is at least one tile.
         ring: the buffers of a `RingMemory`.
         streams: those that copy what is on the device.
@@ -221,6 +221,7 @@ class TileWriter:
 
 
 def _check_copy(copied: _Copied, transfer: Transfer, path: Path) -> None:
+    """Wait until a copy was read back; one that is not what its record was when it was written is an error."""
     try:
         transfer.wait()
     except NvmeError as error:
@@ -243,6 +244,7 @@ def _set(event: HostEvent) -> None:
 
 
 def _wait(transfers: list[Transfer]) -> None:
+    """Wait for transfers, and forget them."""
     for transfer in transfers:
         transfer.wait()
     transfers.clear()
@@ -360,6 +362,7 @@ class TileReader:
 
 
 def _finish(key: TileKey, extent: Extent, transfer: Transfer) -> None:
+    """Wait until an extent was read and verified; name what is damaged."""
     try:
         transfer.wait()
     except NvmeError as error:

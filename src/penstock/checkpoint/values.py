@@ -74,6 +74,7 @@ class _Encoder:
         return encoded
 
     def _several(self, value: object, what: str) -> object:
+        """Make a list, tuple or dict JSON."""
         if isinstance(value, list | tuple):
             items = [self.encode(item, f"{what}[{number}]") for number, item in enumerate(value)]
             return items if isinstance(value, list) else {TAG: "tuple", "items": items}
@@ -91,6 +92,7 @@ class _Encoder:
         )
 
     def _tensor(self, value: Tensor, what: str) -> object:
+        """Keep a tensor, and say under which key."""
         if value.layout != torch.strided or value.is_complex() or value.is_quantized or value.is_meta:
             raise ConfigError(f"{what} is a tensor that is sparse, complex, quantised or meta. Save a dense, real one.")
         key = f"{self._name}.{len(self._tensors)}"
@@ -115,6 +117,7 @@ def decode(field: Field, tensors: Mapping[str, Tensor]) -> Any:
 
 
 def _decode(field: Field, tensors: Mapping[str, Tensor]) -> Any:
+    """Decode a value and everything that is in it."""
     value = field.value
     if isinstance(value, list):
         return [_decode(item, tensors) for item in field.items()]
@@ -142,6 +145,7 @@ def _decode(field: Field, tensors: Mapping[str, Tensor]) -> Any:
 
 
 def _decode_dict(field: Field, tensors: Mapping[str, Tensor]) -> dict[Any, Any]:
+    """Decode the items of a dict whose keys are no strings."""
     decoded: dict[Any, Any] = {}
     alike: Counter[int] = Counter()  # keys of one hash: who chooses them can make a dict take quadratic time
     for item in field.items():

@@ -335,6 +335,18 @@ def test_values_too_large_for_fp16(tmp_path: Path) -> None:
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.parametrize("dtype", [torch.complex64, torch.complex128, torch.uint16])
+def test_buffers_that_no_export_has_are_named(dtype: torch.dtype, tmp_path: Path) -> None:
+    model = nn.Linear(4, 4)
+    model.register_buffer("odd", torch.ones(3, dtype=dtype))
+    optimizer = penstock.prepare(model, torch.optim.AdamW(model.parameters()))
+    optimizer.save(tmp_path / "step")
+    optimizer.close()
+    with pytest.raises(penstock.CheckpointError, match=r"'buffers\.odd' is "):
+        penstock.export(tmp_path / "step", tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
 def test_what_is_there_stays(tmp_path: Path) -> None:
     saved(llama(), tmp_path / "step", steps=0)
     (tmp_path / "out").mkdir()
