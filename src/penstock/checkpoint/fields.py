@@ -208,7 +208,7 @@ def reader(kind: type[T]) -> Callable[[Field], T]:
         read: Callable[[Field], T] = arguments[1]
         return read
     if origin is not None:
-        return _generic_reader(origin, reader(arguments[origin is Mapping]))
+        return _generic_reader(origin, reader(arguments[1] if origin is Mapping else arguments[0]))
     hints = get_type_hints(kind, include_extras=True)
     readers = {name: reader(hint) for name, hint in hints.items()}
     if issubclass(kind, tuple):

@@ -1,8 +1,8 @@
 """What one rank's data file holds: for each unit, tile after tile, the bits of every kind as they rested.
 
     data file     | unit 0: tile 0 | tile 1 | ... | unit 1: tile 0 | ...
-    tile          | param | master | optimizer |        an extent for each home, whole pages, with a checksum
-    extent        as a record of the nvme tier (`tiers/records.py`)
+    tile          | param | master | optimizer |        a record for each home, with a checksum
+    record        as on the nvme tier (`tiers/records.py`): one kind after the other, whole pages
 
 A table says which elements of which parameters a tile has, so that they are found by parameter name and element,
 whatever unit, shard or tile they are to go to. A **piece** is what one tile has of one parameter.
@@ -26,15 +26,6 @@ from penstock.tiers.records import RecordLayout
 #: A tile of a checkpoint is in memory as a whole when it is read.
 MOST_TILE_BYTES = 1 << 30
 _TABLE_BYTES_OF_ANY = 1 << 28
-
-
-class Extent(NamedTuple):
-    """Where a tile's bytes of one home are in the data file."""
-
-    home: str
-    offset: int
-    nbytes: int
-    checksum: int
 
 
 def _read_cells(field: Field) -> tuple[CellPlan, ...]:
@@ -71,7 +62,7 @@ class HomeTable:
 
     @cached_property
     def layout(self) -> RecordLayout:
-        """How an extent is divided into kinds."""
+        """How a record of it is divided into kinds."""
         return RecordLayout(self.cells)
 
     def to_json(self) -> dict[str, object]:
@@ -104,9 +95,9 @@ class UnitTable:
         name: the unit's, for people.
         slots: the unit's parameters in its flat buffer.
         tiling: how the shard is cut, and which tile is the first one here.
-        homes: the unit's homes, in the order of a tile's extents.
+        homes: the unit's homes, in the order of a tile's records.
         offset: where the first tile begins in the file, in bytes.
-        checksums: the CRC-32C of every extent, by tile; zeros until the tile is written.
+        checksums: the CRC-32C of every record, by tile; zeros until the tile is written.
     """
 
     name: str
@@ -126,16 +117,16 @@ class UnitTable:
         first = number * self.tiling.tile_numel
         return first, min(first + self.tiling.tile_numel, self.tiling.shard_numel)
 
-    def extents(self, number: int) -> list[Extent]:
-        """List a tile's extents, one after the other."""
+    def records(self, number: int) -> list["Record"]:
+        """List a tile's records, one after the other."""
         start, stop = self.tile_range(number)
         offset = self.offset + (number - self.tiling.first_tile) * sum(self._whole_tile_bytes)
-        extents = []
+        records = []
         checksums = self.checksums[number - self.tiling.first_tile]
         for home, nbytes, checksum in zip(self.homes, self._home_bytes(stop - start), checksums, strict=True):
-            extents.append(Extent(home.name, offset, nbytes, checksum))
+            records.append(Record(home, offset, nbytes, checksum))
             offset += nbytes
-        return extents
+        return records
 
     @cached_property
     def _whole_tile_bytes(self) -> tuple[int, ...]:
@@ -196,7 +187,7 @@ class UnitTable:
 
         Arguments:
             field: the unit's object.
-            file_bytes: the size of the data file, which every extent lies in.
+            file_bytes: the size of the data file, which every record lies in.
 
         Raises:
             CheckpointError: it cannot be; nothing of that size was allocated.
@@ -271,6 +262,15 @@ class TileKey(NamedTuple):
     file: Path
     unit: UnitTable
     number: int
+
+
+class Record(NamedTuple):
+    """A tile's bytes of one home: where they are in the data file."""
+
+    home: HomeTable
+    offset: int
+    nbytes: int
+    checksum: int
 
 
 class Piece(NamedTuple):

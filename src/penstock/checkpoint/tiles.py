@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from penstock.checkpoint.manifest import FileEntry
-from penstock.checkpoint.tables import Extent, HomeTable, TileKey, UnitTable
+from penstock.checkpoint.tables import HomeTable, Record, TileKey, UnitTable
 from penstock.checkpoint.tensorfiles import FILE_MODE
 from penstock.errors import CheckpointError, NvmeError
 from penstock.machine.aio import File, Queue, Transfer
@@ -54,9 +54,9 @@ class UnitSource:
 
 @dataclass(frozen=True)
 class _Copied:
-    """An extent that the kernel copied from a record with this checksum."""
+    """A record that the kernel copied from a swap file, where it has this checksum."""
 
-    extent: Extent
+    record: Record
     source: Place
     what: str
     checksum: int
@@ -160,29 +160,29 @@ class TileWriter:
         _wait(transfers)  # else the buffer is filled anew while it is still being written
         checked: list[Transfer | _Copied] = []
         used = 0
-        for extent, home, table in zip(source.table.extents(number), source.homes, source.table.homes, strict=True):
+        for record, home in zip(source.table.records(number), source.homes, strict=True):
             section, index = tile_of(home, number)
-            what = f"{extent.home} of unit '{source.table.name}', tile {number}"
-            copied = self._copy_in_kernel(section, index, extent, what)
+            what = f"{record.home.name} of unit '{source.table.name}', tile {number}"
+            copied = self._copy_in_kernel(section, index, record, what)
             if copied is not None:
                 checked.append(copied)
                 continue
-            part = buffer[used : used + extent.nbytes]
-            used += extent.nbytes
-            self._fill(part, section, index, table, what)
-            transfers.append(self._file.write(extent.offset, part, checksum=True, what=what))
+            part = buffer[used : used + record.nbytes]
+            used += record.nbytes
+            self._fill(part, section, index, record.home, what)
+            transfers.append(self._file.write(record.offset, part, checksum=True, what=what))
             checked.append(transfers[-1])
         return checked
 
     def _verify_copies(self) -> None:
-        """Read back what the kernel copied, a few extents at a time. It is on the disk, and the ring is free."""
+        """Read back what the kernel copied, a few records at a time. It is on the disk, and the ring is free."""
         reading: deque[tuple[_Copied, Transfer]] = deque()
         try:
             for turn, copied in enumerate(self._unseen):
                 if len(reading) == len(self._ring):
                     _check_copy(*reading.popleft(), self._path)
-                buffer = self._ring[turn % len(self._ring)][: copied.extent.nbytes]
-                reading.append((copied, self._file.read(copied.extent.offset, buffer, checksum=copied.checksum)))
+                buffer = self._ring[turn % len(self._ring)][: copied.record.nbytes]
+                reading.append((copied, self._file.read(copied.record.offset, buffer, checksum=copied.checksum)))
             while reading:
                 _check_copy(*reading.popleft(), self._path)
         finally:
@@ -192,15 +192,15 @@ class TileWriter:
 
     # What a tile's section is made of matters in these two, and nowhere else.
 
-    def _copy_in_kernel(self, section: Section, index: int, extent: Extent, what: str) -> _Copied | None:
+    def _copy_in_kernel(self, section: Section, index: int, record: Record, what: str) -> _Copied | None:
         """Copy a record from its file; `None` where that is not possible, or the section has no records."""
         stored = section.stored(index) if isinstance(section, Records) else None
         if stored is None or not stored.place.file.is_on_disk_of(self._path):
             return None
         place = stored.place
-        if not self._file.copy_from(place.file, place.offset, extent.offset, extent.nbytes):
+        if not self._file.copy_from(place.file, place.offset, record.offset, record.nbytes):
             return None
-        self._unseen.append(_Copied(extent, place, what, stored.checksum))
+        self._unseen.append(_Copied(record, place, what, stored.checksum))
         return self._unseen[-1]
 
     def _fill(self, buffer: Tensor, section: Section, index: int, table: HomeTable, what: str) -> None:
@@ -229,7 +229,7 @@ def _check_copy(copied: _Copied, transfer: Transfer, path: Path) -> None:
             raise
         file, offset = copied.source.file.path, copied.source.offset
         raise CheckpointError(
-            f"{copied.what}, {copied.extent.nbytes:,} bytes at offset {offset:,} of {file}, is not what was written "
+            f"{copied.what}, {copied.record.nbytes:,} bytes at offset {offset:,} of {file}, is not what was written "
             f"there when it was copied to {path}: the disk has damaged it, or another program. Nothing was saved, and "
             "checkpoints that were whole before still are. Go on from the newest of them.",
             file=file,
@@ -295,13 +295,13 @@ class TileReader:
             CheckpointError: a file cannot be read, or a tile is not what was written.
         """
         ring: deque[Tensor] = deque(page_aligned(0) for _ in range(RING_TILES))
-        ahead: deque[tuple[Tile, Tensor, list[tuple[Extent, Transfer]]]] = deque()
+        ahead: deque[tuple[Tile, Tensor, list[tuple[Record, Transfer]]]] = deque()
         waiting = iter(keys)
         try:
             while True:
                 while ring and (key := next(waiting, None)) is not None:
                     buffer = ring.popleft()
-                    nbytes = sum(extent.nbytes for extent in key.unit.extents(key.number))
+                    nbytes = sum(record.nbytes for record in key.unit.records(key.number))
                     if buffer.numel() < nbytes:  # not what the table says of other tiles: these are in the file
                         buffer = page_aligned(nbytes)
                     tile, transfers = self._start(key, buffer, homes)
@@ -309,8 +309,8 @@ class TileReader:
                 if not ahead:
                     return
                 tile, buffer, transfers = ahead.popleft()
-                for extent, transfer in transfers:
-                    _finish(tile.key, extent, transfer)
+                for record, transfer in transfers:
+                    _finish(tile.key, record, transfer)
                 yield tile
                 ring.append(buffer)  # after the caller is done with the tile: it is filled with another one next
         finally:
@@ -321,18 +321,19 @@ class TileReader:
 
     def _start(
         self, key: TileKey, buffer: Tensor, homes: Container[str] | None
-    ) -> tuple[Tile, list[tuple[Extent, Transfer]]]:
+    ) -> tuple[Tile, list[tuple[Record, Transfer]]]:
         """Begin to read a tile into a buffer; what the tile says is there once the transfers are over."""
         file = self._open(key.file)
         start, stop = key.unit.tile_range(key.number)
         values: dict[str, dict[str, Tensor]] = {}
         transfers, used = [], 0
-        for home, extent in zip(key.unit.homes, key.unit.extents(key.number), strict=True):
+        for record in key.unit.records(key.number):
+            home = record.home
             if homes is not None and home.name not in homes:
                 continue
-            part = buffer[used : used + extent.nbytes]
-            used += extent.nbytes
-            transfers.append((extent, file.read(extent.offset, part, checksum=extent.checksum)))
+            part = buffer[used : used + record.nbytes]
+            used += record.nbytes
+            transfers.append((record, file.read(record.offset, part, checksum=record.checksum)))
             views = home.layout.views(part, stop - start)
             values[home.name] = {cell.kind: view for cell, view in zip(home.cells, views, strict=True)}
         return Tile(key, values), transfers
@@ -361,15 +362,15 @@ class TileReader:
         self.close()
 
 
-def _finish(key: TileKey, extent: Extent, transfer: Transfer) -> None:
-    """Wait until an extent was read and verified; name what is damaged."""
+def _finish(key: TileKey, record: Record, transfer: Transfer) -> None:
+    """Wait until a record was read and verified; name what is damaged."""
     try:
         transfer.wait()
     except NvmeError as error:
-        what = f"{extent.home} of unit '{key.unit.name}', tile {key.number}"
+        what = f"{record.home.name} of unit '{key.unit.name}', tile {key.number}"
         reason = os.strerror(error.errno) if error.errno else "the file ends there"
         raise CheckpointError(
-            f"{key.file}: {what}, {extent.nbytes:,} bytes at offset {extent.offset:,}, is damaged ({reason}). Load "
+            f"{key.file}: {what}, {record.nbytes:,} bytes at offset {record.offset:,}, is damaged ({reason}). Load "
             "another checkpoint.",
             file=str(key.file),
             field=what,

@@ -304,9 +304,9 @@ def damage(folder: Path, home: str) -> None:
     from penstock.checkpoint.opened import Checkpoint
 
     key = next(Checkpoint.open(folder).tiles())
-    extent = next(extent for extent in key.unit.extents(key.number) if extent.home == home)
+    record = next(record for record in key.unit.records(key.number) if record.home.name == home)
     data = bytearray(key.file.read_bytes())
-    data[extent.offset + 5] ^= 1
+    data[record.offset + 5] ^= 1
     key.file.write_bytes(data)
 
 
