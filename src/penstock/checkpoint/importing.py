@@ -89,8 +89,7 @@ def write_checkpoint(
         ConfigError: the folder has something in it, or `extra` holds what no checkpoint does.
         CheckpointError: it cannot be written, or is larger than `most_bytes`; the folder is as it was then.
     """
-    sources = list(_sources(parameters))
-    needed = sum(source.table.nbytes for source in sources)
+    needed = sum(source.table.nbytes for source in _sources(parameters))  # none is kept: there may be far too many
     if needed > most_bytes:
         raise CheckpointError(
             f"The checkpoint to import would take {needed:,} bytes, far more than its files have: it is not what was "
@@ -118,6 +117,7 @@ def write_checkpoint(
         model={},
         extra=encoded,
     )
+    sources = list(_sources(parameters))
     with contextlib.closing(RingMemory(sources, _CPU)) as ring, contextlib.closing(InlineStreams(_CPU)) as streams:
         Save(
             council=Council(),
@@ -157,6 +157,7 @@ class _ReadSection(MemorySection):
 def _sources(parameters: Sequence[Incoming]) -> Iterator[UnitSource]:
     """Lay parameters out one after the other in a data file, each as a unit."""
     offset = 0
+    copied = HostEvent()  # one for all: nobody waits for it
     for parameter in parameters:
         name = parameter.name
         numel = round_up(max(parameter.numel, 1), ALIGNMENT_NUMEL)
@@ -180,4 +181,4 @@ def _sources(parameters: Sequence[Incoming]) -> Iterator[UnitSource]:
             checksums=((0,) * len(homes),) * -(-numel // tile_numel),
         )
         offset += table.nbytes
-        yield UnitSource(table, tuple(homes), DONE, HostEvent())
+        yield UnitSource(table, tuple(homes), DONE, copied)
