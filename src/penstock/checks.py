@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from penstock.checkpoint.buffers import persistent_buffers, why_not
+from penstock.checkpoint.beside import persistent_buffers, why_not
 from penstock.config import DEFAULT_LIVE_BYTES, Options, Placement
 from penstock.engine.passes.anchor import Anchor
 from penstock.engine.passes.idioms import is_owned

@@ -353,7 +353,7 @@ def without(interval: Interval, holes: Sequence[Interval]) -> list[Interval]:
 
 def _pieces(recording: Recording, holes: Sequence[Interval]) -> list[Span]:
     """List what compute did, without the holes."""
-    turns = [*recording.compute, (recording.stop, "")]
+    turns = [*recording.compute, (recording.stop, NO_LABEL)]
     return [
         Span(COMPUTE, label, *left)
         for (start, label), (end, _) in pairwise(turns)
@@ -380,8 +380,6 @@ def _metadata(what: str, rank: int, thread: int, **args: object) -> dict[str, An
 
 def _arguments(span: Span) -> dict[str, Any]:
     """Take a span's label apart for the viewer: unit, kind and tile by name, and the bytes."""
-    words, _, tile = span.what.partition(" tile ")
-    args: dict[str, Any] = dict(zip(("unit", "kind"), words.split()[1:], strict=False))
-    if tile:
-        args["tile"] = int(tile)
-    return {**args, "bytes": span.nbytes} if span.nbytes else args
+    named = span.label._asdict() | {"bytes": span.nbytes}
+    del named["verb"]
+    return {name: value for name, value in named.items() if value not in ("", None) and (name == "tile" or value)}

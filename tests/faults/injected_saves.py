@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 
 import penstock
-from penstock.checkpoint.folder import checkpoints_in
 from penstock.checkpoint.manifest import MARKER, files_of
+from penstock.checkpoint.opened import checkpoints_in
 from penstock.machine import arena, lifetime
 from tests.support import disks, inline, prepare_on
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from penstock.checkpoint.folder import resolve
+from penstock.checkpoint.opened import resolve
 
 # Imports once; then a child for each ending goes through the whole exit of an interpreter.
 PROGRAM = """

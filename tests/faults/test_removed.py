@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import penstock
-from penstock.checkpoint.folder import resolve
+from penstock.checkpoint.opened import resolve
 from penstock.machine import aio
 
 X = torch.ones(4, 32)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 import penstock
-from penstock.checkpoint.writing import RingMemory, TileWriter
+from penstock.checkpoint.tiles import RingMemory, TileWriter
 from penstock.engine.state import saving
 from penstock.machine import pinning
 from penstock.machine.arena import Arena

@@ -1,37 +1,194 @@
-"""What a checkpoint keeps of a model beside its parameters and buffers: what it is."""
+"""State that is in no tile, on its way to a checkpoint and back: a model's buffers, and random number generators.
 
-import json
+Persistent buffers are kept as tensors:
+
+    dense, of a dtype of safetensors files     as it is
+    complex128, complex32                      its real and imaginary parts, one dimension more
+    anything else                              refused when the model is prepared
+
+A buffer is written in place, whatever it is: other modules may hold the same tensor.
+
+The generators that a training loop draws from are torch's, Python's and numpy's; their states are kept as JSON.
+"""
+
+import random
+import sys
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
-from torch import nn
+import torch
+from torch import Tensor, nn
+
+from penstock.checkpoint.fields import Field, dtype_name
+from penstock.checkpoint.manifest import checksum_of
+from penstock.checkpoint.tensorfiles import DTYPES, read_tensors, tensors_to_bytes
+from penstock.checkpoint.values import decode, encode
+from penstock.errors import CheckpointError
+
+WHOLE, PARTS = "buffer.", "parts."  # what keys of tensors begin with
+_IN_PARTS = (torch.complex128, torch.complex32)
 
 
-def describe(model: nn.Module) -> dict[str, str]:
-    """What `export` needs of a model beside its values: its class, and its configuration files if it has some.
+# Buffers
 
-    Of a model with adapters (peft): those of the model that they adapt, the adapters' own, and their name.
+
+def persistent_buffers(model: nn.Module) -> dict[str, Tensor]:
+    """List the buffers that belong to the model's state, by name."""
+    return {
+        f"{prefix}.{name}" if prefix else name: buffer
+        for prefix, module in model.named_modules()
+        for name, buffer in module._buffers.items()
+        if buffer is not None and name not in module._non_persistent_buffers_set
+    }
+
+
+def why_not(buffer: Tensor) -> str | None:
+    """Say what about a buffer no checkpoint can hold; `None` where one can."""
+    if type(buffer).__torch_dispatch__ is not Tensor.__torch_dispatch__:
+        return f"is a {type(buffer).__name__}, a tensor subclass with bytes of its own inside"
+    if buffer.is_nested:
+        return "is a nested tensor"
+    if buffer.layout != torch.strided:
+        return f"is sparse ({str(buffer.layout).removeprefix('torch.')})"
+    if buffer.is_quantized:
+        return f"is quantised ({dtype_name(buffer.dtype)})"
+    if buffer.dtype not in (*DTYPES.values(), *_IN_PARTS) and not _in_safetensors(buffer.dtype):
+        return f"has the dtype {dtype_name(buffer.dtype)}, which no safetensors file has"
+    return None
+
+
+def _in_safetensors(dtype: torch.dtype) -> bool:
+    """Try whether the library that is installed writes a dtype that we have not listed, and reads it again."""
+    try:
+        empty = torch.empty(0, dtype=dtype, device="cpu")
+        return read_tensors("", tensors_to_bytes({"it": empty}))["it"].dtype == dtype
+    except (CheckpointError, KeyError, ValueError, RuntimeError):
+        return False
+
+
+def to_tensors(buffers: Mapping[str, Tensor]) -> tuple[dict[str, str], dict[str, Tensor]]:
+    """Copy buffers as a checkpoint keeps them; returns keys by name, and tensors by key."""
+    keys: dict[str, str] = {}
+    tensors: dict[str, Tensor] = {}
+    for name, buffer in buffers.items():
+        plain = buffer.detach().as_subclass(Tensor).resolve_conj().resolve_neg().to("cpu", copy=True).contiguous()
+        keys[name] = (PARTS if buffer.dtype in _IN_PARTS else WHOLE) + name
+        tensors[keys[name]] = torch.view_as_real(plain) if buffer.dtype in _IN_PARTS else plain
+    return keys, tensors
+
+
+def from_tensor(key: str, tensor: Tensor) -> Tensor:
+    """Make one tensor of a checkpoint the buffer's value again; one that cannot be has a shape that no buffer fits."""
+    in_parts = key.startswith(PARTS) and tensor.dtype in (torch.float64, torch.float16) and tensor.shape[-1:] == (2,)
+    return torch.view_as_complex(tensor.contiguous()) if in_parts else tensor
+
+
+def other_than(ours: Mapping[str, Tensor], checksums: Mapping[str, int]) -> dict[str, Tensor]:
+    """Pick the tensors that differ from those with these checksums."""
+    return {key: tensor for key, tensor in ours.items() if checksums.get(key) != checksum_of(tensor)}
+
+
+def why_no_fit(buffer: Tensor, value: Tensor) -> str | None:
+    """Say what about a value does not fit the buffer that is to take it; `None` where it fits. Nothing changes."""
+    if value.shape != buffer.shape:
+        return f"has shape {tuple(value.shape)}, not {tuple(buffer.shape)}"
+    if _number_kind(value) != _number_kind(buffer):
+        return f"is {value.dtype}, and the buffer is {buffer.dtype}"
+    few = _distinct(buffer, value)
+    if few.shape != value.shape and not _alike(few.expand_as(value), value):
+        return "has elements that differ, and the buffer is expanded: they are one element of its memory"
+    return None
+
+
+def write_buffer(buffer: Tensor, value: Tensor) -> None:
+    """Overwrite a buffer that a value fits, in place: also one that is expanded or of inference mode."""
+    with torch.inference_mode(buffer.is_inference()), torch.no_grad():
+        _distinct(buffer, buffer).copy_(_distinct(buffer, value))
+
+
+def _distinct(buffer: Tensor, of: Tensor) -> Tensor:
+    """Narrow a tensor of the buffer's shape to the elements that do not share the buffer's memory with one before."""
+    for dim, (stride, size) in enumerate(zip(buffer.stride(), buffer.shape, strict=True)):
+        if stride == 0 and size > 1:
+            of = of.narrow(dim, 0, 1)
+    return of
+
+
+def _alike(one: Tensor, other: Tensor) -> bool:
+    """Compare bits: not every dtype can be compared otherwise."""
+    return torch.equal(one.contiguous().view(torch.uint8), other.contiguous().view(torch.uint8))
+
+
+def _number_kind(tensor: Tensor) -> tuple[bool, bool]:
+    return tensor.is_floating_point(), tensor.is_complex()
+
+
+# Random number generators
+
+
+class RandomStates(NamedTuple):
+    """States that generators take; `None` for one that was not saved, or is not here."""
+
+    torch: Tensor
+    python: Any
+    device: Tensor | None
+    numpy: Any
+
+
+def read_random(device: torch.device) -> object:
+    """Read the states of this process, as JSON. `device` has a generator of its own, unless it is a cpu."""
+    states: dict[str, object] = {
+        "torch": torch.get_rng_state().numpy().tobytes(),
+        "python": random.getstate(),
+    }
+    if device.type != "cpu":
+        states[device.type] = torch.get_device_module(device).get_rng_state(device).cpu().numpy().tobytes()
+    if "numpy" in sys.modules:
+        name, keys, *rest = sys.modules["numpy"].random.get_state()
+        states["numpy"] = (name, [int(key) for key in keys], *rest)
+    return encode(states, {}, what="random")
+
+
+def decode_random(field: Field, device: torch.device) -> RandomStates:
+    """Check and take the states of a process. None of its generators changes.
+
+    Raises:
+        CheckpointError: these are no states.
     """
-    model = getattr(model, "_orig_mod", model)  # that torch.compile has wrapped
-    files: dict[str, str] = {}
-    adapters = getattr(model, "peft_config", None)
-    if isinstance(adapters, Mapping) and adapters:
-        name = "default" if "default" in adapters else next(iter(adapters))
-        files |= {"adapter": name, "adapter_config.json": _adapter_config(adapters[name])}
-        model = getattr(model, "get_base_model", lambda: model)()
-    files["class"] = type(model).__name__
-    for attribute, name in (("config", "config.json"), ("generation_config", "generation_config.json")):
-        text = getattr(getattr(model, attribute, None), "to_json_string", None)
-        if callable(text):
-            files[name] = str(text())
-    return files
+    found: Any = decode(field, {})
+    try:
+        own = found.get(device.type) if device.type != "cpu" else None
+        states = RandomStates(
+            _state(found["torch"]),
+            found["python"],
+            None if own is None else _state(own),
+            found.get("numpy") if "numpy" in sys.modules else None,
+        )
+        # Tried on generators that nobody draws from: what is wrong is found before one of the process has changed.
+        torch.Generator().set_state(states.torch)
+        random.Random().setstate(states.python)
+        if states.device is not None:
+            torch.Generator(device).set_state(states.device)
+        if states.numpy is not None:
+            sys.modules["numpy"].random.RandomState().set_state(states.numpy)
+            if not 0 <= states.numpy[2] <= len(states.numpy[1]):  # numpy would read there
+                raise ValueError(f"position {states.numpy[2]}")
+    except (AttributeError, KeyError, IndexError, TypeError, ValueError, RuntimeError, OverflowError) as error:
+        raise field.fail(f"is no state of a random number generator ({error})") from error
+    return states
 
 
-def _adapter_config(config: Any) -> str:
-    """As peft saves it: its sets are lists."""
-    return json.dumps(
-        config.to_dict(),
-        indent=2,
-        sort_keys=True,
-        default=lambda value: sorted(value) if isinstance(value, set) else str(value),
-    )
+def write_random(states: RandomStates, device: torch.device) -> None:
+    """Set the generators of this process."""
+    torch.set_rng_state(states.torch)
+    random.setstate(states.python)
+    if states.device is not None:
+        torch.get_device_module(device).set_rng_state(states.device, device)
+    if states.numpy is not None:
+        sys.modules["numpy"].random.set_state(states.numpy)
+
+
+def _state(state: object) -> Tensor:
+    if not isinstance(state, bytes):  # of a number, `bytearray` would make as many zeros
+        raise TypeError(f"{type(state).__name__} in place of bytes")
+    return torch.frombuffer(bytearray(state), dtype=torch.uint8)

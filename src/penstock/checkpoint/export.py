@@ -7,8 +7,6 @@
 """
 
 import contextlib
-import errno
-import fcntl
 import json
 import os
 import shutil
@@ -20,13 +18,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from penstock.checkpoint.buffers import PARTS
-from penstock.checkpoint.folder import check_free, make_folder, sync_folder, write_file
+from penstock.checkpoint.beside import PARTS
+from penstock.checkpoint.fields import dtype_name
+from penstock.checkpoint.folder import Hold, check_free, make_folder, sync_folder, write_file
 from penstock.checkpoint.opened import Checkpoint
-from penstock.checkpoint.pretrained import Part, parts_of
-from penstock.checkpoint.reading import Tile, TileReader
-from penstock.checkpoint.tables import Piece, pieces
-from penstock.checkpoint.tensorfile import TensorFile, TensorSpec, divide, failed
+from penstock.checkpoint.pretrained import FileSet, file_sets
+from penstock.checkpoint.tables import Piece
+from penstock.checkpoint.tensorfiles import DTYPES, TensorFile, TensorSpec, failed
+from penstock.checkpoint.tiles import Tile, TileReader
 from penstock.errors import CheckpointError, ConfigError
 from penstock.kinds import COMPUTE_DTYPES, MASTER, PARAM, Precision
 from penstock.machine.border import crossing
@@ -46,11 +45,8 @@ class Source(NamedTuple):
     tensor: Tensor | None
 
 
-class OutFile(NamedTuple):
-    """A file of tensors: its path inside the export, and what it holds."""
-
-    path: str
-    sources: Sequence[Source]
+#: What each file of tensors holds, by its path inside the export.
+Files = Mapping[str, Sequence[Source]]
 
 
 @crossing
@@ -69,14 +65,14 @@ def export(
     The folder appears whole or not at all. Ranks of the default process group, where there is one, divide the files.
 
     Arguments:
-        checkpoint: as `Optimizer.load` takes it.
-        out: the folder; it must not exist, or be empty. On a file system that all ranks share.
-        dtype: of the floating-point parameters. In the dtype of training they are bit for bit what the model computed
-            with, in `"fp32"` they are the master weights. Other dtypes stay, and buffers keep theirs.
-        adapters_only: of a model with LoRA adapters (peft), write the adapters alone, for `PeftModel.from_pretrained`.
+        checkpoint: what `Optimizer.load` takes.
+        out: the folder to write; it must not exist, or be empty. On a file system that all ranks share.
+        dtype: the dtype of the floating-point parameters. In the dtype of training they are bit for bit what the model
+            computed with, in `"fp32"` they are the master weights. Other dtypes stay, and buffers keep theirs.
+        adapters_only: write of a model with LoRA adapters (peft) the adapters alone, for `PeftModel.from_pretrained`.
             `False` writes the model that they adapt, as it is without them, and them into its subfolder `adapter`.
             Says nothing of other models.
-        max_shard_bytes: of a file of tensors; a larger tensor has one of its own.
+        max_shard_bytes: the most bytes of a file of tensors; a larger tensor has one of its own.
 
     Raises:
         ConfigError: `out` has something in it, or an argument is not as above.
@@ -96,23 +92,25 @@ def export(
         with _together(council):
             opened = Checkpoint.open(checkpoint)
             _check_whole(opened)
-            parts = parts_of(opened, COMPUTE_DTYPES[dtype], adapters_only=adapters_only)
-            files = [list(_files(opened, part, COMPUTE_DTYPES[dtype], max_shard_bytes)) for part in parts]
+            sets = file_sets(opened, COMPUTE_DTYPES[dtype], adapters_only=adapters_only)
+            files = [_files(opened, file_set, COMPUTE_DTYPES[dtype], max_shard_bytes) for file_set in sets]
             if council.is_first:
-                undo.enter_context(_hidden(folder, [part.folder for part in parts]))
+                undo.enter_context(_hidden(folder, [file_set.folder for file_set in sets]))
+        # Only now is the hidden folder there, for every rank.
         with _together(council):
-            everything = [file for of_part in files for file in of_part]
-            _write(opened, _hidden_name(folder), everything[council.rank :: council.size])
+            everything = [file for of_set in files for file in of_set.items()]
+            _write(opened, _hidden_name(folder), dict(everything[council.rank :: council.size]))
+        # Only now is every file on the disk: an export that had its name earlier could lack some after a power failure.
         with _together(council):
             if council.is_first:
-                for part, of_part in zip(parts, files, strict=True):
-                    _finish(_hidden_name(folder), part, of_part)
+                for file_set, of_set in zip(sets, files, strict=True):
+                    _finish(_hidden_name(folder), file_set, of_set)
                 _appear(folder)
 
 
 @contextlib.contextmanager
 def _together(council: Council) -> Iterator[None]:
-    """All ranks come to its end, and where one fails all do."""
+    """Wait until all ranks come to the end of a block; where one fails in it, all do."""
     failure: Exception | None = None
     try:
         yield
@@ -124,39 +122,57 @@ def _together(council: Council) -> Iterator[None]:
 # What there is to write
 
 
-def _files(checkpoint: Checkpoint, part: Part, dtype: torch.dtype, most_bytes: int) -> Iterator[OutFile]:
-    """The tensor files of a part, as `save_pretrained` names them."""
-    sources = {source.spec: source for source in _sources(checkpoint, part, dtype)}
-    groups = [list(sources)] if part.one_file else divide(sources, most_bytes)
-    for number, specs in enumerate(groups, start=1):
+def _files(checkpoint: Checkpoint, file_set: FileSet, dtype: torch.dtype, most_bytes: int) -> Files:
+    """Divide the tensors of a set among files, named as `save_pretrained` names them."""
+    sources = list(_sources(checkpoint, file_set, dtype))
+    groups = [sources] if file_set.one_file else _divide(sources, most_bytes)
+    files = {}
+    for number, of_file in enumerate(groups, start=1):
         of_several = f"-{number:05d}-of-{len(groups):05d}" if len(groups) > 1 else ""
-        name = f"{part.stem}{of_several}.safetensors"
-        yield OutFile(os.path.join(part.folder, name), [sources[spec] for spec in specs])
+        files[os.path.join(file_set.folder, f"{file_set.stem}{of_several}.safetensors")] = of_file
+    return files
 
 
-def _sources(checkpoint: Checkpoint, part: Part, dtype: torch.dtype) -> Iterator[Source]:
-    for name, out in part.names.items():
+def _divide(sources: Sequence[Source], most_bytes: int) -> Sequence[Sequence[Source]]:
+    """Divide tensors among files, in order. A tensor larger than `most_bytes` has a file of its own."""
+    files: list[list[Source]] = []
+    room = 0
+    for source in sources:
+        if not files or source.spec.nbytes > room:
+            files.append([])
+            room = most_bytes
+        files[-1].append(source)
+        room -= source.spec.nbytes
+    return files
+
+
+def _sources(checkpoint: Checkpoint, file_set: FileSet, dtype: torch.dtype) -> Iterator[Source]:
+    """Find what each tensor of a set is made of."""
+    for name, out in file_set.names.items():
         saved = checkpoint.manifest.parameters.get(name)
         if saved is not None:
             converts = saved.dtype in COMPUTE_DTYPES.values()
             yield Source(TensorSpec(out, saved.shape, dtype if converts else saved.dtype), name, None)
             continue
-        tensor = checkpoint.tensors.get(checkpoint.manifest.buffers[name])
+        key = checkpoint.manifest.buffers[name]
+        tensor = checkpoint.tensors.get(key)
         if tensor is None:
             raise checkpoint.fail(f"buffers.{name}", "is missing.")
-        if checkpoint.manifest.buffers[name].startswith(PARTS):
+        if key.startswith(PARTS):
             raise checkpoint.fail(f"buffers.{name}", "is of a complex dtype that no safetensors file has.")
+        if tensor.dtype not in DTYPES.values():
+            raise checkpoint.fail(f"buffers.{name}", f"is {dtype_name(tensor.dtype)}, which no export has.")
         yield Source(TensorSpec(out, tuple(tensor.shape), tensor.dtype), name, tensor)
 
 
 def _check_whole(checkpoint: Checkpoint) -> None:
-    """Every element of every parameter is in one tile, in a form that there is."""
+    """Refuse a checkpoint in which an element of a parameter is not in one tile, in a form that there is."""
     covered: dict[str, list[tuple[int, int]]] = {name: [] for name in checkpoint.manifest.parameters}
     for table in checkpoint.tables:
         for unit in table.units:
             checkpoint.check_kinds(unit)
     for key in checkpoint.tiles():
-        for piece in pieces(key.unit, key.number):
+        for piece in key.unit.pieces(key.number):
             if piece.name in covered:
                 covered[piece.name].append((piece.start, piece.stop))
     for name, saved in checkpoint.manifest.parameters.items():
@@ -166,32 +182,32 @@ def _check_whole(checkpoint: Checkpoint) -> None:
 # Writing
 
 
-def _write(checkpoint: Checkpoint, folder: Path, files: Sequence[OutFile]) -> None:
+def _write(checkpoint: Checkpoint, folder: Path, files: Files) -> None:
     """Write files of tensors, in the order of the checkpoint's tiles."""
     with contextlib.ExitStack() as closing:
         opened = []
         places: dict[str, tuple[TensorFile, TensorSpec]] = {}
-        for out_file in files:
-            file = TensorFile(folder / out_file.path, [source.spec for source in out_file.sources])
+        for path, sources in files.items():
+            file = TensorFile(folder / path, [source.spec for source in sources])
             closing.callback(file.close)
             opened.append(file)
-            for source in out_file.sources:
+            for source in sources:
                 places[source.name] = file, source.spec
                 if source.tensor is not None:
                     file.write(source.spec.name, 0, source.tensor.contiguous())
-        keys = [key for key in checkpoint.tiles() if any(p.name in places for p in pieces(key.unit, key.number))]
+        keys = [key for key in checkpoint.tiles() if any(p.name in places for p in key.unit.pieces(key.number))]
         reader = closing.enter_context(TileReader())
         for tile in reader.read(keys, homes=(PARAM, MASTER)):
-            for piece in pieces(tile.key.unit, tile.key.number):
+            for piece in tile.key.unit.pieces(tile.key.number):
                 if piece.name in places:
                     file, spec = places[piece.name]
                     file.write(spec.name, piece.start, _values(checkpoint, tile, piece, spec.dtype))
         for file in opened:
-            file.sync()
+            file.sync()  # before the other ranks hear that this one has written
 
 
 def _values(checkpoint: Checkpoint, tile: Tile, piece: Piece, dtype: torch.dtype) -> Tensor:
-    """Elements of a parameter, as trained where that is in `dtype`, else from the master."""
+    """Make what is written of a piece: as trained where that is in `dtype`, else from the master."""
     inside = slice(piece.inside, piece.inside + piece.stop - piece.start)
     param, master = (tile.homes.get(kind, {}).get(kind) for kind in (PARAM, MASTER))
     if param is not None and param.dtype == dtype:
@@ -209,16 +225,18 @@ def _values(checkpoint: Checkpoint, tile: Tile, piece: Piece, dtype: torch.dtype
     return converted
 
 
-def _finish(folder: Path, part: Part, files: Sequence[OutFile]) -> None:
+def _finish(folder: Path, file_set: FileSet, files: Files) -> None:
     """Write what is small, after the tensors, and have all names on the disk."""
-    inside = folder / part.folder
+    inside = folder / file_set.folder
     if len(files) > 1:
         index: Mapping[str, object] = {
-            "metadata": {"total_size": sum(source.spec.nbytes for file in files for source in file.sources)},
-            "weight_map": {source.spec.name: Path(file.path).name for file in files for source in file.sources},
+            "metadata": {"total_size": sum(source.spec.nbytes for sources in files.values() for source in sources)},
+            "weight_map": {source.spec.name: Path(path).name for path, sources in files.items() for source in sources},
         }
-        write_file(inside / f"{part.stem}.safetensors.index.json", _text(json.dumps(index, indent=2, sort_keys=True)))
-    for name, text in part.beside.items():
+        write_file(
+            inside / f"{file_set.stem}.safetensors.index.json", _text(json.dumps(index, indent=2, sort_keys=True))
+        )
+    for name, text in file_set.beside.items():
         write_file(inside / name, _text(text))
     sync_folder(inside)
 
@@ -236,53 +254,33 @@ def _hidden_name(folder: Path) -> Path:
 
 @contextlib.contextmanager
 def _hidden(folder: Path, inside: Sequence[str]) -> Iterator[None]:
-    """A hidden, empty folder beside `folder`, with some inside of it. It goes where the export fails.
+    """Make a hidden, empty folder beside `folder`, with some inside of it. It goes where the export fails.
 
     It is locked: one that is there already and is not was left by an export that was killed.
     """
     check_free(folder, "Export to")
     make_folder(folder.parent)
     hidden = _hidden_name(folder)
-    try:
-        hidden.mkdir(exist_ok=True)
-        descriptor = os.open(hidden, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    except OSError as error:
-        raise failed(hidden, error) from error
-    try:
-        _lock(descriptor, folder)
+    with contextlib.ExitStack() as closing, contextlib.ExitStack() as undo:
         try:
-            _empty(hidden, inside)
-            yield
-        except BaseException:
-            shutil.rmtree(hidden, ignore_errors=True)
-            raise
-    finally:
-        os.close(descriptor)
-
-
-def _empty(hidden: Path, inside: Sequence[str]) -> None:
-    try:
-        for left in hidden.iterdir():
-            shutil.rmtree(left) if left.is_dir() else left.unlink()
-        for name in inside:
-            (hidden / name).mkdir(exist_ok=True)
-    except OSError as error:
-        raise failed(hidden, error) from error
-
-
-def _lock(descriptor: int, folder: Path) -> None:
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        if error.errno in (errno.EWOULDBLOCK, errno.EACCES):
-            raise CheckpointError(f"Another export to {folder} is running. Wait for it.", file=str(folder)) from error
-        # A file system without locks.
+            hidden.mkdir(exist_ok=True)
+            if not closing.enter_context(Hold(hidden)).take_alone():
+                raise CheckpointError(f"Another export to {folder} is running. Wait for it.", file=str(folder))
+            undo.callback(shutil.rmtree, hidden, ignore_errors=True)
+            for left in hidden.iterdir():
+                shutil.rmtree(left) if left.is_dir() else left.unlink()
+            for name in inside:
+                (hidden / name).mkdir(exist_ok=True)
+        except OSError as error:
+            raise failed(hidden, error) from error
+        yield
+        undo.pop_all()
 
 
 def _appear(folder: Path) -> None:
     """Give the folder its name, which an empty folder may have had."""
     try:
-        os.rename(_hidden_name(folder), folder)
-        sync_folder(folder.parent)
+        os.rename(_hidden_name(folder), folder)  # at once: nobody sees a part of an export
+        sync_folder(folder.parent)  # without it a power failure can take the name back
     except OSError as error:
         raise failed(folder, error) from error

@@ -1,13 +1,18 @@
 """`checkpoint.json`: what a checkpoint is. A folder without it is none; it appears whole, after everything it names."""
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+import secrets
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from functools import partial
+from importlib.metadata import version
 from pathlib import Path
+from typing import Annotated, NamedTuple
 
 import torch
 from torch import Tensor
 
-from penstock.checkpoint.fields import Field, dtype_name, memory_bytes, parse, to_bytes
+from penstock.checkpoint.fields import MOST_CHECKSUM, Field, dtype_name, members, memory_bytes, parse, reader, to_bytes
 from penstock.errors import CheckpointError, one_line
 from penstock.machine import aio
 from penstock.rules.rule import StateSpec
@@ -24,36 +29,33 @@ _MOST_VALUE_BYTES = 1 << 32
 
 
 def checksum(data: bytes) -> int:
-    """CRC-32C."""
+    """Compute the CRC-32C of some bytes."""
     if not data:
         return 0
-    return aio.checksum(torch.frombuffer(bytearray(data), dtype=torch.uint8))
+    return checksum_of(torch.frombuffer(bytearray(data), dtype=torch.uint8))
 
 
 def checksum_of(tensor: Tensor) -> int:
-    """CRC-32C of the bytes of a contiguous tensor on the cpu."""
+    """Compute the CRC-32C of the bytes of a contiguous tensor on the cpu."""
     return aio.checksum(tensor) if tensor.numel() else 0
 
 
-@dataclass(frozen=True)
-class FileEntry:
+def _read_file_name(field: Field) -> str:
+    """Read the name of a file in the checkpoint's own folder: what a marker names is never elsewhere."""
+    name = field.string()
+    if Path(name).name != name or name in ("", ".", ".."):
+        raise field.fail(f"is {name!r}, not the name of a file beside it")
+    return name
+
+
+class FileEntry(NamedTuple):
     """A file of the checkpoint, beside the marker."""
 
-    name: str
+    name: Annotated[str, _read_file_name]
     nbytes: int
-    checksum: int  # of files that are read as a whole; tiles have their own
-
-    def to_json(self) -> list[object]:
-        """For `read`."""
-        return [self.name, self.nbytes, self.checksum]
-
-    @classmethod
-    def read(cls, field: Field) -> "FileEntry":
-        """Check and take one."""
-        name, nbytes, crc = field.items(3)
-        if Path(name.string()).name != name.string() or name.string() in ("", ".", ".."):
-            raise name.fail(f"is {name.value!r}, not the name of a file beside it")
-        return cls(name.string(), nbytes.integer(), crc.integer(most=0xFFFFFFFF))
+    checksum: Annotated[
+        int, partial(Field.integer, most=MOST_CHECKSUM)
+    ]  # of files read as a whole; tiles have their own
 
 
 @dataclass(frozen=True)
@@ -64,63 +66,26 @@ class RankFiles:
     table: FileEntry
     tensors: FileEntry | None = None
 
-    def to_json(self) -> dict[str, object]:
-        """For `read`."""
-        content: dict[str, object] = {
-            "data": self.data.to_json() if self.data else None,
-            "table": self.table.to_json(),
-        }
-        return content | ({"tensors": self.tensors.to_json()} if self.tensors else {})
-
-    @classmethod
-    def read(cls, field: Field) -> "RankFiles":
-        """Check and take one."""
-        tensors = FileEntry.read(field["tensors"]) if "tensors" in dict(field.entries()) else None
-        return cls(field["data"].optional(FileEntry.read), FileEntry.read(field["table"]), tensors)
-
 
 @dataclass(frozen=True)
 class SavedParameter:
     """What is known of a parameter beside its elements.
 
     Attributes:
-        shape: whole.
-        dtype: while computing.
-        trained: there are states of the rule, and the master's other part.
+        shape: the shape of the whole parameter.
+        dtype: the dtype that it has while the model computes.
+        trained: whether there are states of the rule, and the master's other part.
         step: how often it was updated.
         scalars: its own scalars, where the rule has some.
-        has_state: the optimizer has state of it.
+        has_state: whether the optimizer has state of it.
     """
 
-    shape: tuple[int, ...]
+    shape: Annotated[tuple[int, ...], Field.shape]
     dtype: torch.dtype
     trained: bool
     step: int
     scalars: Mapping[str, float]
     has_state: bool
-
-    def to_json(self) -> dict[str, object]:
-        """For `read`."""
-        return {
-            "shape": list(self.shape),
-            "dtype": dtype_name(self.dtype),
-            "trained": self.trained,
-            "step": self.step,
-            "scalars": dict(self.scalars),
-            "has_state": self.has_state,
-        }
-
-    @classmethod
-    def read(cls, field: Field) -> "SavedParameter":
-        """Check and take one."""
-        return cls(
-            shape=field["shape"].shape(),
-            dtype=field["dtype"].dtype(),
-            trained=field["trained"].boolean(),
-            step=field["step"].integer(),
-            scalars={name: item.number() for name, item in field["scalars"].entries()},
-            has_state=field["has_state"].boolean(),
-        )
 
 
 @dataclass(frozen=True)
@@ -131,33 +96,43 @@ class SavedGroup:
     options: object
 
 
-@dataclass(frozen=True)
+def _read_state(field: Field) -> StateSpec:
+    """Read a state of the rule, `[name, dtype, signed]`."""
+    name, dtype, signed = field.items(3)
+    if dtype.dtype() not in (torch.float32, torch.bfloat16, torch.uint8):
+        raise dtype.fail(f"is {dtype.value!r}, in which no state is stored")
+    return StateSpec(name.string(), dtype.dtype(), signed.boolean())
+
+
+@dataclass(frozen=True, kw_only=True)
 class Manifest:
-    """A checkpoint's marker.
+    """A checkpoint's marker: one attribute for each thing that the file says, so they are more than elsewhere.
 
     Attributes:
-        serial: greater than that of every checkpoint that was beside it.
+        serial: a number that is greater than that of every checkpoint that was beside it.
         token: what the names of its files begin with.
-        created: when, in ISO 8601.
-        versions: of penstock and torch.
-        ranks: by rank.
-        tensors: those of `extra`, buffers and options; `None` where there are none.
-        rule, states: of the optimizer.
-        parameters: by name.
+        created: when it was made, in ISO 8601.
+        versions: the versions of penstock and torch that made it.
+        ranks: the files of each rank, by rank.
+        tensors: the file of the tensors of `extra`, buffers and options; `None` where there are none.
+        rule: the name of the optimizer's rule.
+        states: the states that the rule keeps of each element.
+        parameters: what is known of each parameter, by name.
+        groups: the param groups.
         buffers: keys of the model's persistent buffers among the tensors, by name.
-        loss_scale: as `engine.scale.LossScale` keeps it.
-        model: its class, and its configuration where it has one.
-        extra: as `checkpoint.values` encodes it.
+        loss_scale: the loss scale of fp16 as `engine.scale.LossScale` keeps it.
+        model: the model's class, and its configuration where it has one.
+        extra: what the user adds, as `checkpoint.values` encodes it.
     """
 
-    serial: int
-    token: str
-    created: str
-    versions: Mapping[str, str]
+    serial: Annotated[int, partial(Field.integer, most=MOST_SERIAL)]
+    token: str = field(default_factory=lambda: secrets.token_hex(4))
+    created: str = field(default_factory=lambda: datetime.now(UTC).isoformat(timespec="seconds"))
+    versions: Mapping[str, str] = field(default_factory=lambda: {name: version(name) for name in ("penstock", "torch")})
     ranks: tuple[RankFiles, ...]
     tensors: FileEntry | None
     rule: str
-    states: tuple[StateSpec, ...]
+    states: Annotated[tuple[StateSpec, ...], lambda field: tuple(map(_read_state, field.items()))]
     parameters: Mapping[str, SavedParameter]
     groups: tuple[SavedGroup, ...]
     buffers: Mapping[str, str]
@@ -166,27 +141,13 @@ class Manifest:
     extra: object
 
     def to_bytes(self) -> bytes:
-        """The file: the content, and its checksum.
+        """Write the file: the content, and its checksum.
 
         Raises:
             CheckpointError: it would be larger than what is read again.
         """
-        content = {
-            "serial": self.serial,
-            "token": self.token,
-            "created": self.created,
-            "versions": dict(self.versions),
-            "ranks": [files.to_json() for files in self.ranks],
-            "tensors": self.tensors.to_json() if self.tensors else None,
-            "rule": self.rule,
-            "states": [[state.name, dtype_name(state.dtype), state.signed] for state in self.states],
-            "parameters": {name: parameter.to_json() for name, parameter in self.parameters.items()},
-            "groups": [{"parameters": list(group.parameters), "options": group.options} for group in self.groups],
-            "buffers": dict(self.buffers),
-            "loss_scale": dict(self.loss_scale) if self.loss_scale is not None else None,
-            "model": dict(self.model),
-            "extra": self.extra,
-        }
+        states = [[state.name, dtype_name(state.dtype), state.signed] for state in self.states]
+        content = members(self) | {"states": states}
         crc = checksum(to_bytes(content))
         text = to_bytes({"format": FORMAT, "version": VERSION, "content": content, "checksum": crc}) + b"\n"
         if len(text) > MOST_MARKER_BYTES or memory_bytes(text) > _MOST_VALUE_BYTES:
@@ -201,7 +162,7 @@ class Manifest:
         """Check and take a marker's bytes.
 
         Arguments:
-            file: for messages.
+            file: the marker, for messages.
             text: its bytes.
 
         Raises:
@@ -214,74 +175,26 @@ class Manifest:
             raise whole["version"].fail(f"is {whole['version'].value}; this version of Penstock reads {VERSION}")
         if whole["checksum"].integer() != checksum(_again(whole["content"])):
             raise whole["checksum"].fail("is not that of the content: the file is damaged. Load another checkpoint")
-        return cls._read(Field(file, "", whole["content"].value))
-
-    @classmethod
-    def _read(cls, field: Field) -> "Manifest":
-        manifest = cls(
-            serial=field["serial"].integer(most=MOST_SERIAL),
-            token=field["token"].string(),
-            created=field["created"].string(),
-            versions={name: item.string() for name, item in field["versions"].entries()},
-            ranks=tuple(RankFiles.read(item) for item in field["ranks"].items()),
-            tensors=field["tensors"].optional(FileEntry.read),
-            rule=field["rule"].string(),
-            states=tuple(_read_state(item) for item in field["states"].items()),
-            parameters={name: SavedParameter.read(item) for name, item in field["parameters"].entries()},
-            groups=tuple(
-                SavedGroup(item["parameters"].strings(), item["options"].value) for item in field["groups"].items()
-            ),
-            buffers={name: item.string() for name, item in field["buffers"].entries()},
-            loss_scale=field["loss_scale"].optional(_read_numbers),
-            model={name: item.string() for name, item in field["model"].entries()},
-            extra=field["extra"].value,
-        )
+        content = Field(file, "", whole["content"].value)
+        manifest = _read_manifest(content)
         names = [entry.name for entry in files_of(manifest)]
         if len(set(names)) < len(names):  # each would be read once for every time that it is named
-            raise field["ranks"].fail("names a file twice")
+            raise content["ranks"].fail("names a file twice")
         return manifest
 
 
+_read_manifest: Callable[[Field], Manifest] = reader(Manifest)
+
+
 def _again(content: Field) -> bytes:
+    """Write what was read, as it was written: the checksum is that of these bytes."""
     try:
         return to_bytes(content.value)
     except (ValueError, RecursionError, TypeError, MemoryError) as error:
         raise content.fail(f"cannot be read ({one_line(error)})") from error
 
 
-def _read_state(field: Field) -> StateSpec:
-    name, dtype, signed = field.items(3)
-    if dtype.dtype() not in (torch.float32, torch.bfloat16, torch.uint8):
-        raise dtype.fail(f"is {dtype.value!r}, in which no state is stored")
-    return StateSpec(name.string(), dtype.dtype(), signed.boolean())
-
-
-def _read_numbers(field: Field) -> Mapping[str, float]:
-    return {name: item.number() for name, item in field.entries()}
-
-
-def read_tensors(file: Path | str, text: bytes) -> dict[str, Tensor]:
-    """The tensors of a safetensors file's bytes.
-
-    Raises:
-        CheckpointError: it is none.
-    """
-    import safetensors.torch
-
-    try:
-        return dict(safetensors.torch.load(text))
-    except Exception as error:  # whatever the file makes of the library
-        raise CheckpointError(f"{file} is damaged: {one_line(error)}.", file=str(file)) from error
-
-
-def tensors_to_bytes(tensors: Mapping[str, Tensor]) -> bytes:
-    """A safetensors file of them."""
-    import safetensors.torch
-
-    return bytes(safetensors.torch.save(dict(tensors)))
-
-
 def files_of(manifest: Manifest) -> Sequence[FileEntry]:
-    """Every file that the marker names."""
+    """List every file that the marker names."""
     entries = [entry for files in manifest.ranks for entry in (files.data, files.table, files.tensors)]
     return [entry for entry in (*entries, manifest.tensors) if entry is not None]

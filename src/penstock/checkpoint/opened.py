@@ -1,5 +1,12 @@
-"""A checkpoint that is being read: everything but the tiles, verified."""
+"""A checkpoint that is being read: found, and everything but its tiles verified.
 
+    checkpoints/step-200/   checkpoint.json   5e1c09aa-00000.tiles   5e1c09aa-00000.json   5e1c09aa.safetensors
+
+A folder is a checkpoint if it has the marker, `checkpoint.json`, and every file that the marker names, in its size.
+"""
+
+import contextlib
+import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from os import PathLike
@@ -10,19 +17,169 @@ import torch
 from torch import Tensor
 
 from penstock.checkpoint.fields import Field
-from penstock.checkpoint.folder import read_file, read_manifest, resolve
-from penstock.checkpoint.manifest import MARKER, Manifest, read_tensors
-from penstock.checkpoint.reading import TileKey
-from penstock.checkpoint.tables import RankTable, UnitTable
+from penstock.checkpoint.manifest import (
+    MARKER,
+    MOST_MARKER_BYTES,
+    MOST_SERIAL,
+    FileEntry,
+    Manifest,
+    checksum,
+    files_of,
+)
+from penstock.checkpoint.tables import RankTable, TileKey, UnitTable
+from penstock.checkpoint.tensorfiles import read_tensors
 from penstock.checkpoint.values import decode
 from penstock.errors import CheckpointError
 from penstock.kinds import MASTER, OPTIMIZER, PARAM
 from penstock.rules.rule import BLOCK_NUMEL
 
+LATEST = "latest"
+
+logger = logging.getLogger("penstock")
+
+
+# Found
+
+
+def resolve(path: str | PathLike[str]) -> Path:
+    """Find the checkpoint that a path stands for: itself, or the newest whole one in the folder or beside its `latest`.
+
+    Raises:
+        CheckpointError: there is none.
+    """
+    parent, found = stands_for(Path(path))
+    return parent / found[0][0]
+
+
+def stands_for(path: Path) -> tuple[Path, list[tuple[str, str]]]:
+    """Find everything that a path stands for.
+
+    Returns:
+        A folder, and names and tokens of checkpoints in it, the newest first: the path with an empty name, or all
+        that are whole in it or beside its `latest`.
+
+    Raises:
+        CheckpointError: there is none.
+    """
+    if (path / MARKER).is_file():
+        return path, [("", read_marker(path).token)]
+    parent = path.parent if path.name == LATEST and not path.is_dir() else path
+    found = checkpoints_in(parent)
+    if found:
+        return parent, [(folder.name, manifest.token) for folder, manifest in reversed(found)]
+    if not path.exists():
+        raise CheckpointError(f"{path} does not exist.", file=str(path))
+    raise CheckpointError(
+        f"{path} is no whole checkpoint: it has no {MARKER}, which is written last. Load another one.",
+        file=str(path / MARKER),
+    )
+
+
+def checkpoints_in(parent: Path) -> list[tuple[Path, Manifest]]:
+    """Find the whole checkpoints in a folder, the newest last. Damaged ones are passed over, with a warning."""
+    found = []
+    with contextlib.suppress(OSError):
+        for folder in parent.iterdir():
+            try:
+                if (folder / MARKER).is_file():
+                    found.append((folder, read_manifest(folder)))
+            except CheckpointError as error:
+                logger.warning("%s is passed over. %s", folder, error)
+    return sorted(found, key=lambda pair: (pair[1].serial, pair[0].name))
+
+
+def next_serial(folder: Path) -> int:
+    """Count on: a number greater than that of every checkpoint here and beside it."""
+    beside = checkpoints_in(folder.parent)
+    serial = 1 + max((manifest.serial for _, manifest in beside), default=0)
+    if serial > MOST_SERIAL:
+        raise CheckpointError(
+            f"{beside[-1][0]} says that it is the last that can be counted. Remove it, or save elsewhere.",
+            file=str(beside[-1][0] / MARKER),
+            field="serial",
+        )
+    return serial
+
+
+# Its files
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """Read a checkpoint's marker, and see that every file that it names is there, in its size.
+
+    Raises:
+        CheckpointError: names the file and the field.
+    """
+    manifest = read_marker(folder)
+    for entry in files_of(manifest):
+        file = folder / entry.name
+        try:
+            nbytes = file.stat().st_size if file.is_file() else -1
+        except OSError as error:
+            raise _not_read(file, error) from error
+        if nbytes != entry.nbytes:
+            why = f"has {nbytes:,} bytes, not {entry.nbytes:,}" if nbytes >= 0 else "is missing"
+            raise CheckpointError(f"{file} {why}: the checkpoint is damaged. Load another one.", file=str(file))
+    return manifest
+
+
+def read_marker(folder: Path) -> Manifest:
+    """Read a checkpoint's marker, whatever became of the files that it names.
+
+    Raises:
+        CheckpointError: names the file and the field.
+    """
+    marker = folder / MARKER
+    return Manifest.read(marker, _read(marker, most=MOST_MARKER_BYTES))
+
+
+def read_file(folder: Path, entry: FileEntry) -> bytes:
+    """Read a file as a whole, and verify it.
+
+    Raises:
+        CheckpointError: it cannot be read, or is not what was written.
+    """
+    file = folder / entry.name
+    data = _read(file, most=entry.nbytes)
+    if len(data) != entry.nbytes or checksum(data) != entry.checksum:
+        raise CheckpointError(
+            f"{file} is damaged: its checksum is not the one in {MARKER}. Load another checkpoint.", file=str(file)
+        )
+    return data
+
+
+def _read(file: Path, *, most: int) -> bytes:
+    """Read a file that has at most so many bytes."""
+    try:
+        if file.stat().st_size > most:
+            raise CheckpointError(f"{file} has more than {most:,} bytes: it is damaged.", file=str(file))
+        return file.read_bytes()
+    except OSError as error:
+        raise _not_read(file, error) from error
+
+
+def _not_read(file: Path, error: OSError) -> CheckpointError:
+    return CheckpointError(f"Reading {file} failed: {error.strerror or error}.", file=str(file))
+
+
+def _read_tensors(folder: Path, entry: FileEntry | None) -> Mapping[str, Tensor]:
+    """Read a file of tensors as a whole; none where there is no such file."""
+    return {} if entry is None else read_tensors(folder / entry.name, read_file(folder, entry))
+
+
+# The whole
+
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A checkpoint whose marker and tables were read."""
+    """A checkpoint whose marker and tables were read.
+
+    Attributes:
+        folder: the checkpoint's own folder.
+        manifest: what its marker says.
+        tables: what each rank has written, by rank.
+        tensors: the tensors of `extra`, options and buffers, by key.
+    """
 
     folder: Path
     manifest: Manifest
@@ -31,7 +188,7 @@ class Checkpoint:
 
     @classmethod
     def open(cls, path: str | PathLike[str]) -> "Checkpoint":
-        """Read everything but the tiles.
+        """Find the checkpoint that a path stands for, and read everything but the tiles.
 
         Raises:
             CheckpointError: there is none, or it is damaged.
@@ -40,7 +197,7 @@ class Checkpoint:
 
     @classmethod
     def read(cls, folder: Path) -> "Checkpoint":
-        """The same of the checkpoint's own folder.
+        """Read everything but the tiles of the checkpoint whose own folder this is.
 
         Raises:
             CheckpointError: it is damaged.
@@ -56,21 +213,18 @@ class Checkpoint:
             )
             for files, nbytes in zip(manifest.ranks, sizes, strict=True)
         ]
-        entry = manifest.tensors
-        tensors = read_tensors(folder / entry.name, read_file(folder, entry)) if entry is not None else {}
-        return cls(folder, manifest, tables, tensors)
+        return cls(folder, manifest, tables, _read_tensors(folder, manifest.tensors))
 
     def own_tensors(self, rank: int) -> Mapping[str, Tensor]:
-        """The buffers of a rank that are not the first one's, by key.
+        """Read the buffers of a rank that are not the first one's, by key.
 
         Raises:
             CheckpointError: they are damaged.
         """
-        entry = self.manifest.ranks[rank].tensors
-        return read_tensors(self.folder / entry.name, read_file(self.folder, entry)) if entry is not None else {}
+        return _read_tensors(self.folder, self.manifest.ranks[rank].tensors)
 
     def tiles(self) -> Iterator[TileKey]:
-        """Every tile, in the order of the files."""
+        """Go through every tile, in the order of the files."""
         for files, table in zip(self.manifest.ranks, self.tables, strict=True):
             if files.data is not None:
                 for unit in table.units:
@@ -92,7 +246,7 @@ class Checkpoint:
 
         Arguments:
             name: the parameter's.
-            ranges: of its elements, one for each tile that has some.
+            ranges: ranges of its elements, one for each tile that has some.
             first: the first element that is needed.
             last: one past the last.
 
@@ -110,17 +264,17 @@ class Checkpoint:
             )
 
     def value(self, name: str, value: object) -> Any:
-        """A part of the marker that is kept encoded."""
+        """Decode a part of the marker that is kept encoded; `name` is where it is in the marker."""
         return decode(Field(self.folder / MARKER, name, value), self.tensors)
 
     def fail(self, field: str, why: str) -> CheckpointError:
-        """The error that names the marker and the field."""
+        """Make the error that names the marker and the field; the caller raises it."""
         file = str(self.folder / MARKER)
         return CheckpointError(f"{file}: '{field}' {why}", file=file, field=field)
 
 
 def _wrong_kinds(manifest: Manifest, unit: UnitTable) -> str | None:
-    """What a unit's homes have that cannot be, or lack."""
+    """Say what a unit's homes have that cannot be, or lack; `None` where nothing is wrong."""
     strangers = [slot.name for slot in unit.slots if slot.name not in manifest.parameters]
     if strangers:
         return f"has '{strangers[0]}', which is no parameter"

@@ -1,4 +1,4 @@
-"""What a checkpoint's tensors are called in the files of other libraries, and the configuration beside them.
+"""What a model is called in the files of transformers and peft: its tensors, and the configuration beside them.
 
 A model that transformers loads has `model*.safetensors`, `config.json` and `generation_config.json`. Adapters that peft
 loads have `adapter_model.safetensors` and `adapter_config.json`; in the model, the name of each of its parameters has
@@ -11,8 +11,10 @@ the adapter's name in it:
 import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
+from torch import nn
 
 from penstock.checkpoint.fields import dtype_name
 from penstock.checkpoint.opened import Checkpoint
@@ -29,15 +31,51 @@ _OF_BASE = ("base_layer", "original_module")  # peft's, around what it adapts
 _OF_ADAPTER = "modules_to_save"
 
 
+# What a checkpoint keeps
+
+
+def describe(model: nn.Module) -> dict[str, str]:
+    """Read what `export` needs of a model beside its values: its class, and its configuration files if it has some.
+
+    Of a model with adapters (peft): those of the model that they adapt, the adapters' own, and their name.
+    """
+    model = getattr(model, "_orig_mod", model)  # that torch.compile has wrapped
+    files: dict[str, str] = {}
+    adapters = getattr(model, "peft_config", None)
+    if isinstance(adapters, Mapping) and adapters:
+        name = "default" if "default" in adapters else next(iter(adapters))
+        files |= {ADAPTER: name, ADAPTER_CONFIG: _adapter_config(adapters[name])}
+        model = getattr(model, "get_base_model", lambda: model)()
+    files[CLASS] = type(model).__name__
+    for attribute, name in (("config", CONFIG), ("generation_config", GENERATION_CONFIG)):
+        text = getattr(getattr(model, attribute, None), "to_json_string", None)
+        if callable(text):
+            files[name] = str(text())
+    return files
+
+
+def _adapter_config(config: Any) -> str:
+    """Write adapters' configuration as peft saves it: its sets are lists."""
+    return json.dumps(
+        config.to_dict(),
+        indent=2,
+        sort_keys=True,
+        default=lambda value: sorted(value) if isinstance(value, set) else str(value),
+    )
+
+
+# What an export is made of
+
+
 @dataclass(frozen=True)
-class Part:
-    """Files of one kind of an export.
+class FileSet:
+    """Files of an export that are read together: those of a model, or those of its adapters.
 
     Attributes:
-        folder: inside the export; empty for the export itself.
+        folder: the folder inside the export; empty for the export itself.
         stem: what names of tensor files begin with.
-        one_file: whether there can be several.
-        names: of the tensors, by name in the checkpoint.
+        one_file: whether all tensors must be in one file.
+        names: what the tensors are called, by name in the checkpoint.
         beside: further files: text by name.
     """
 
@@ -48,8 +86,13 @@ class Part:
     beside: Mapping[str, str]
 
 
-def parts_of(checkpoint: Checkpoint, dtype: torch.dtype, *, adapters_only: bool) -> list[Part]:
-    """What an export of a checkpoint consists of.
+def file_sets(checkpoint: Checkpoint, dtype: torch.dtype, *, adapters_only: bool) -> list[FileSet]:
+    """Decide what an export of a checkpoint consists of.
+
+    Arguments:
+        checkpoint: the checkpoint.
+        dtype: the dtype of the weights, which the configuration names.
+        adapters_only: of a model with adapters, write those alone.
 
     Raises:
         CheckpointError: names collide, or adapters are of a kind that is not known.
@@ -58,7 +101,7 @@ def parts_of(checkpoint: Checkpoint, dtype: torch.dtype, *, adapters_only: bool)
     names = [*checkpoint.manifest.parameters, *checkpoint.manifest.buffers]
     plain = {name: _without(name, (_COMPILED,)) for name in names}
     if ADAPTER_CONFIG not in model:
-        return [Part("", "model", False, _distinct(checkpoint, plain), _configuration(checkpoint, dtype))]
+        return [FileSet("", "model", False, _distinct(checkpoint, plain), _configuration(checkpoint, dtype))]
 
     kind = _parse(checkpoint, ADAPTER_CONFIG).get("peft_type")
     if kind != "LORA":
@@ -72,24 +115,26 @@ def parts_of(checkpoint: Checkpoint, dtype: torch.dtype, *, adapters_only: bool)
     beside = {ADAPTER_CONFIG: model[ADAPTER_CONFIG]}
     if adapters_only:
         _check_nothing_else_was_trained(checkpoint, of_adapter)
-        return [Part("", "adapter_model", True, _distinct(checkpoint, of_adapter), beside)]
+        return [FileSet("", "adapter_model", True, _distinct(checkpoint, of_adapter), beside)]
     base = {
         name: _without(own.removeprefix(_PEFT_PREFIX), _OF_BASE)
         for name, own in plain.items()
         if name not in of_adapter
     }
     return [
-        Part("", "model", False, _distinct(checkpoint, base), _configuration(checkpoint, dtype)),
-        Part(ADAPTER, "adapter_model", True, _distinct(checkpoint, of_adapter), beside),
+        FileSet("", "model", False, _distinct(checkpoint, base), _configuration(checkpoint, dtype)),
+        FileSet(ADAPTER, "adapter_model", True, _distinct(checkpoint, of_adapter), beside),
     ]
 
 
 def _without(name: str, components: Iterable[str]) -> str:
+    """Leave components out of a dotted name."""
     left_out = set(components)
     return ".".join(component for component in name.split(".") if component not in left_out)
 
 
 def _distinct(checkpoint: Checkpoint, names: Mapping[str, str]) -> Mapping[str, str]:
+    """Refuse names two of which are the same in an export; gives them back."""
     owners: dict[str, str] = {}
     for own, name in names.items():
         if name in owners:
@@ -101,6 +146,7 @@ def _distinct(checkpoint: Checkpoint, names: Mapping[str, str]) -> Mapping[str, 
 
 
 def _check_nothing_else_was_trained(checkpoint: Checkpoint, exported: Mapping[str, str]) -> None:
+    """Refuse a checkpoint in which a parameter was trained that an export of adapters alone would lose."""
     for name, saved in checkpoint.manifest.parameters.items():
         if saved.trained and name not in exported:
             raise checkpoint.fail(
@@ -110,7 +156,7 @@ def _check_nothing_else_was_trained(checkpoint: Checkpoint, exported: Mapping[st
 
 
 def _configuration(checkpoint: Checkpoint, dtype: torch.dtype) -> dict[str, str]:
-    """`config.json` as `save_pretrained` writes it, and what else there is."""
+    """Write `config.json` as `save_pretrained` does, and what else there is; text by name."""
     model = checkpoint.manifest.model
     files = {}
     if CONFIG in model:
@@ -124,6 +170,7 @@ def _configuration(checkpoint: Checkpoint, dtype: torch.dtype) -> dict[str, str]
 
 
 def _parse(checkpoint: Checkpoint, name: str) -> dict[str, object]:
+    """Read one of the configuration files that the marker keeps."""
     try:
         parsed = json.loads(checkpoint.manifest.model[name])
     except (ValueError, RecursionError) as error:

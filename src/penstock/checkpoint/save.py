@@ -1,50 +1,55 @@
-"""One save: every rank writes its files, all agree that they are on the disk, the first one writes the marker."""
+"""One save: every rank writes its files, all agree that they are on the disk, the first one writes the marker.
+
+There is no other way in which a checkpoint becomes complete: what is imported is saved as well.
+"""
 
 import contextlib
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from torch import Tensor
 
-from penstock.checkpoint import held
-from penstock.checkpoint.cleaning import prune, settle
-from penstock.checkpoint.fields import Field, to_bytes
+from penstock.checkpoint.fields import Field, reader, to_bytes
 from penstock.checkpoint.folder import (
+    Hold,
     commit,
-    data_name,
-    own_tensors_name,
+    file_name,
+    prune,
     remove_file,
     remove_folders,
+    settle,
     sync_folder,
-    table_name,
-    tensors_name,
     write_file,
 )
-from penstock.checkpoint.manifest import FileEntry, Manifest, RankFiles, tensors_to_bytes
+from penstock.checkpoint.manifest import FileEntry, Manifest, RankFiles
 from penstock.checkpoint.tables import RankTable, UnitTable
-from penstock.checkpoint.writing import RingMemory, TileWriter, UnitSource
+from penstock.checkpoint.tensorfiles import tensors_to_bytes
+from penstock.checkpoint.tiles import RingMemory, TileWriter, UnitSource
 from penstock.errors import CheckpointError
 from penstock.machine.council import Council
 from penstock.machine.streams import Streams
 
 
 @dataclass(frozen=True)
-class Written:
-    """The files of one rank; `tensors` are the first one's."""
+class Target:
+    """Where a save goes.
 
-    files: RankFiles
-    tensors: FileEntry | None
+    Attributes:
+        folder: the checkpoint's folder; it is there already.
+        made: the folder and those above it, as far as they were made for this save.
+        token: what file names begin with.
+        keep: how many checkpoints stay, with this one; `None` for all.
+    """
 
-    def to_json(self) -> list[object]:
-        """For the other ranks to `read`."""
-        return [self.files.to_json(), None if self.tensors is None else self.tensors.to_json()]
+    folder: Path
+    made: Sequence[Path]
+    token: str
+    keep: int | None
 
-    @classmethod
-    def read(cls, field: Field) -> "Written":
-        """Check and take what another rank said."""
-        files, tensors = field.items(2)
-        return cls(RankFiles.read(files), tensors.optional(FileEntry.read))
+
+_read_files = reader(RankFiles)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,54 +57,53 @@ class Save:
     """A save that ranks have agreed on. Runs on any thread.
 
     Attributes:
-        folder: there already.
-        made: it and those above it, as far as they were made for this save.
-        token: what file names begin with.
+        council: the ranks.
+        target: where it goes.
         sources: this rank's tiles.
         ring: the buffers that they pass.
+        streams: those that copy what is on the device.
         random: states of this rank's generators.
-        manifest: on the first rank; files are filled in.
-        tensors: beside it; on another rank, those of its buffers that are not the first one's.
-        keep: how many checkpoints stay, with this one; `None` for all.
+        manifest: on the first rank, the marker; its files are filled in.
+        tensors: those beside the marker; on another rank, those of its buffers that are not the first one's.
     """
 
     council: Council
-    folder: Path
-    made: Sequence[Path]
-    token: str
+    target: Target
     sources: Sequence[UnitSource]
     ring: RingMemory
-    random: object
     streams: Streams
+    random: object
     manifest: Manifest | None
     tensors: Mapping[str, Tensor]
-    keep: int | None
 
     def run(self) -> None:
         """Write everything. Collective.
+
+        1. Every rank writes its files and waits until the disk has them.
+        2. All ranks agree that they are there. From here on nothing is taken back unless the marker cannot be written.
+        3. The first rank writes the marker.
+        4. It waits until the disk has the marker's name, and removes what is not kept.
 
         Raises:
             CheckpointError: this checkpoint does not exist, and those before it are whole.
         """
         with contextlib.ExitStack() as closing, contextlib.ExitStack() as undo:
-            undo.callback(remove_folders, self.made)  # by every rank: the last one finds them empty
+            undo.callback(remove_folders, self.target.made)  # by every rank: the last one finds them empty
             written, failure, hold = None, None, None
             try:
                 if self.manifest is not None:
-                    hold = closing.enter_context(held.shared(self.folder))
+                    # Before the first file is there: whoever cleans the folder would take it for a dead save's.
+                    hold = closing.enter_context(Hold(self.target.folder))
+                    hold.share()
                 written = self._write(closing, undo)
             except Exception as error:
                 failure = error
+            # The barrier between data and marker: without it the marker could name what another rank has not written.
             self.council.agree(failure)
-            everyone = self.council.collect(None if written is None else written.to_json())
+            everyone = self.council.collect(json.loads(to_bytes(written)))
             done = undo.pop_all()  # the marker may name the files from now on
-            manifest = self._filled(
-                [
-                    Written.read(Field(self.folder, f"what rank {rank} wrote", said))
-                    for rank, said in enumerate(everyone)
-                ]
-            )
-            refused = self.council.share(self._commit(manifest))
+            # The others wait to hear what became of the marker: else they would say that there is a checkpoint.
+            refused = self.council.share(self._commit(everyone))
             if refused is not None:
                 done.close()
                 raise CheckpointError(refused)
@@ -107,54 +111,63 @@ class Save:
             if unsure is not None:
                 raise CheckpointError(unsure)
 
-    def _write(self, closing: contextlib.ExitStack, undo: contextlib.ExitStack) -> Written:
-        rank = self.council.rank
+    def _write(self, closing: contextlib.ExitStack, undo: contextlib.ExitStack) -> RankFiles:
+        """Write this rank's files; `tensors` of the first rank are those of the whole checkpoint.
+
+        Arguments:
+            closing: gives up what is held until the marker is there.
+            undo: removes the files again.
+        """
+        rank, token = self.council.rank, self.target.token
         tables: Sequence[UnitTable] = []
         data: FileEntry | None = None
         if self.sources:
-            file = self.folder / data_name(self.token, rank)
+            file = self.target.folder / file_name(token, ".tiles", rank)
             writer = TileWriter(file, self.sources, self.ring.buffers, self.streams)
+            # Closed after the marker is there: until then the lock of the open file keeps others from cleaning it away.
             closing.callback(writer.close)
             undo.callback(remove_file, file)
             data, tables = writer.write()
-        content = to_bytes(RankTable(tuple(tables), self.random).to_json())
-        table = self._write_file(table_name(self.token, rank), content, undo)
+        content = to_bytes(RankTable(tuple(tables), self.random))
+        table = self._write_file(file_name(token, ".json", rank), content, undo)
         tensors = None
         if self.tensors:
-            name = tensors_name(self.token) if self.council.is_first else own_tensors_name(self.token, rank)
+            name = file_name(token, ".safetensors", None if self.council.is_first else rank)
             tensors = self._write_file(name, tensors_to_bytes(self.tensors), undo)
-        sync_folder(self.folder)
-        if self.council.is_first:
-            return Written(RankFiles(data, table), tensors)
-        return Written(RankFiles(data, table, tensors), None)
+        sync_folder(self.target.folder)  # the names; what is in the files is on the disk already
+        return RankFiles(data, table, tensors)
 
     def _write_file(self, name: str, content: bytes, undo: contextlib.ExitStack) -> FileEntry:
-        entry = write_file(self.folder / name, content)
-        undo.callback(remove_file, self.folder / name)
+        entry = write_file(self.target.folder / name, content)
+        undo.callback(remove_file, self.target.folder / name)
         return entry
 
-    def _filled(self, everyone: Sequence[Written]) -> Manifest | None:
-        """The manifest with every file; on the first rank."""
+    def _commit(self, everyone: Sequence[object]) -> str | None:
+        """Write the marker; returns why that was not possible, for ranks that wait to hear.
+
+        Arguments:
+            everyone: what each rank has written, as it said.
+        """
         if self.manifest is None:
             return None
-        return replace(self.manifest, ranks=tuple(rank.files for rank in everyone), tensors=everyone[0].tensors)
-
-    def _commit(self, manifest: Manifest | None) -> str | None:
-        """Write the marker; returns why that was not possible, for ranks that wait to hear."""
         try:
-            if manifest is not None:
-                commit(self.folder, manifest)
+            first, *others = (
+                _read_files(Field(self.target.folder, f"what rank {rank} wrote", said))
+                for rank, said in enumerate(everyone)
+            )
+            ranks = (replace(first, tensors=None), *others)
+            commit(self.target.folder, replace(self.manifest, ranks=ranks, tensors=first.tensors))
         except Exception as error:
             return str(error)
         return None
 
-    def _settle(self, hold: held.Hold | None) -> str | None:
+    def _settle(self, hold: Hold | None) -> str | None:
         """Have the marker on the disk and remove what is not kept; returns what is unsure."""
         try:
             if hold is not None:
-                settle(self.folder, hold)
-                if self.keep is not None:
-                    prune(self.folder, self.keep)
+                settle(self.target.folder, hold)
+                if self.target.keep is not None:
+                    prune(self.target.folder, self.target.keep)
         except CheckpointError as error:
             return f"{error} The checkpoint is whole, but may be gone after a power failure. Save again."
         return None

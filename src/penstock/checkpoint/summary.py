@@ -1,5 +1,6 @@
 """What a checkpoint holds, for people and scripts, and whether it still is what was written."""
 
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from math import prod
 from typing import Any
@@ -9,14 +10,14 @@ from torch import Tensor
 from penstock.checkpoint.fields import dtype_name
 from penstock.checkpoint.manifest import MARKER, files_of
 from penstock.checkpoint.opened import Checkpoint
-from penstock.checkpoint.reading import TileReader
+from penstock.checkpoint.tiles import TileReader
 from penstock.errors import CheckpointError
 
 _MOST_CHARS = 120
 
 
 def summarize(checkpoint: Checkpoint) -> dict[str, Any]:
-    """A JSON-like summary; nothing but the marker and the tables is read.
+    """Sum up a checkpoint, JSON-like; nothing but the marker and the tables is read.
 
     Returns:
         `path`, `created`, `versions`, `world_size`, `model`; `steps`: the least and the greatest count of a trained
@@ -81,27 +82,28 @@ def damaged_tiles(checkpoint: Checkpoint) -> Iterator[CheckpointError]:
 
 
 def _kinds(checkpoint: Checkpoint) -> list[dict[str, Any]]:
-    """By kind and dtype, the bytes in the files; padding of parameters and shards counts, that of pages does not."""
-    nbytes: dict[tuple[str, str], int] = {}
+    """Add up bytes in the files by kind and dtype; padding of parameters and shards counts, that of pages does not."""
+    nbytes: Counter[tuple[str, str]] = Counter()
     for unit in (unit for table in checkpoint.tables for unit in table.units if unit.checksums):
         start, stop = unit.tile_range(unit.tiles[-1])
         whole = len(unit.tiles) - 1
         for cell in (cell for home in unit.homes for cell in home.cells):
-            kind = cell.kind, dtype_name(cell.dtype)
-            numel = whole * cell.part(0, unit.tile_numel).stop + cell.part(0, stop - start).stop
-            nbytes[kind] = nbytes.get(kind, 0) + numel * cell.dtype.itemsize
+            numel = whole * cell.part(0, unit.tiling.tile_numel).stop + cell.part(0, stop - start).stop
+            nbytes[cell.kind, dtype_name(cell.dtype)] += numel * cell.dtype.itemsize
     return [{"kind": kind, "dtype": dtype, "bytes": count} for (kind, dtype), count in nbytes.items()]
 
 
 def _tiers(checkpoint: Checkpoint) -> list[dict[str, Any]]:
-    nbytes: dict[tuple[str, str], int] = {}
+    """Add up the bytes of each home by the tier where they rested."""
+    nbytes: Counter[tuple[str, str]] = Counter()
     for home in (home for table in checkpoint.tables for unit in table.units for home in unit.homes):
         for tier, count in home.tiers:
-            nbytes[home.name, tier] = nbytes.get((home.name, tier), 0) + count
+            nbytes[home.name, tier] += count
     return [{"home": home, "tier": tier, "bytes": count} for (home, tier), count in nbytes.items()]
 
 
 def _shortened(checkpoint: Checkpoint, field: str, value: Any) -> Any:
+    """Shorten a value of the marker for people."""
     try:
         return _short(value)
     except RecursionError:
@@ -109,7 +111,7 @@ def _shortened(checkpoint: Checkpoint, field: str, value: Any) -> Any:
 
 
 def _short(value: Any) -> Any:
-    """As JSON: a tensor by its shape, a long text by its beginning."""
+    """Make a value JSON: a tensor by its shape, a long text by its beginning."""
     if isinstance(value, Tensor):
         return f"tensor {dtype_name(value.dtype)} {list(value.shape)}"
     if isinstance(value, bytes):

@@ -1,22 +1,22 @@
 """What one rank's data file holds: for each unit, tile after tile, the bits of every kind as they rested.
 
     data file     | unit 0: tile 0 | tile 1 | ... | unit 1: tile 0 | ...
-    tile          | param | master | optimizer |        an extent for each home, whole pages, with a checksum
-    extent        as a record of the nvme tier (`tiers/records.py`)
+    tile          | param | master | optimizer |        a record for each home, with a checksum
+    record        as on the nvme tier (`tiers/records.py`): one kind after the other, whole pages
 
 A table says which elements of which parameters a tile has, so that they are found by parameter name and element,
-whatever unit, shard or tile they are to go to.
+whatever unit, shard or tile they are to go to. A **piece** is what one tile has of one parameter.
 """
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from math import prod
 from pathlib import Path
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
-from penstock.checkpoint.fields import Field, dtype_name, parse
+from penstock.checkpoint.fields import MOST_CHECKSUM, Field, dtype_name, members, parse, reader
 from penstock.kinds import Tier
 from penstock.layout import ALIGNMENT_NUMEL, Slot
 from penstock.machine.arena import PAGE_BYTES
@@ -28,13 +28,22 @@ MOST_TILE_BYTES = 1 << 30
 _TABLE_BYTES_OF_ANY = 1 << 28
 
 
-class Extent(NamedTuple):
-    """Where a tile's bytes of one home are in the data file."""
+def _read_cells(field: Field) -> tuple[CellPlan, ...]:
+    """Read the kinds of a home, `[kind, dtype, grain]` each."""
+    cells = []
+    for item in field.items():
+        kind, dtype, grain = item.items(3)
+        if grain.integer(least=1) not in (1, ALIGNMENT_NUMEL):
+            raise grain.fail(f"is {grain.value}, neither 1 nor {ALIGNMENT_NUMEL}")
+        cells.append(CellPlan("", kind.string(), Tier.NVME, dtype.dtype(), 0, grain.integer()))
+    if not cells:
+        raise field.fail("is empty")
+    return tuple(cells)
 
-    home: str
-    offset: int
+
+class _TierBytes(NamedTuple):
+    tier: str
     nbytes: int
-    checksum: int
 
 
 @dataclass(frozen=True)
@@ -42,18 +51,40 @@ class HomeTable:
     """A home of a unit, as it rested when it was saved.
 
     Attributes:
-        cells: its kinds; their tier and numel say nothing.
-        tiers: bytes by tier, for people.
+        name: the home's.
+        cells: its kinds; their unit, tier and numel say nothing.
+        tiers: how many of its bytes were on each tier, for people.
     """
 
     name: str
-    cells: tuple[CellPlan, ...]
-    tiers: tuple[tuple[str, int], ...]
+    cells: Annotated[tuple[CellPlan, ...], _read_cells]
+    tiers: Annotated[tuple[tuple[str, int], ...], reader(tuple[_TierBytes, ...])]
 
     @cached_property
     def layout(self) -> RecordLayout:
-        """How an extent is divided into kinds."""
+        """How a record of it is divided into kinds."""
         return RecordLayout(self.cells)
+
+    def to_json(self) -> dict[str, object]:
+        """Give what the table file says of it."""
+        return members(self) | {"cells": [[cell.kind, dtype_name(cell.dtype), cell.grain] for cell in self.cells]}
+
+
+@dataclass(frozen=True)
+class Tiling:
+    """How a shard is cut into tiles.
+
+    Attributes:
+        shard_start: the first element of the unit's flat buffer that the shard has.
+        shard_numel: how many elements it has.
+        tile_numel: elements of a tile; the shard's last may be shorter.
+        first_tile: the number of the first of the shard's tiles that is in the file.
+    """
+
+    shard_start: Annotated[int, partial(Field.multiple, of=ALIGNMENT_NUMEL)]
+    shard_numel: Annotated[int, partial(Field.multiple, of=ALIGNMENT_NUMEL, least=ALIGNMENT_NUMEL)]
+    tile_numel: Annotated[int, partial(Field.multiple, of=ALIGNMENT_NUMEL, least=ALIGNMENT_NUMEL)]
+    first_tile: int
 
 
 @dataclass(frozen=True)
@@ -61,22 +92,17 @@ class UnitTable:
     """Some tiles of a shard of a unit.
 
     Attributes:
-        name: of the unit, for people.
+        name: the unit's, for people.
         slots: the unit's parameters in its flat buffer.
-        shard_start, shard_numel: the part of the flat buffer that is the shard.
-        tile_numel: elements of a tile; the shard's last may be shorter.
-        first_tile: the first of the shard's tiles that is here.
-        homes: in the order of a tile's extents.
-        offset: of the first tile in the file, bytes.
-        checksums: CRC-32C of every extent, by tile.
+        tiling: how the shard is cut, and which tile is the first one here.
+        homes: the unit's homes, in the order of a tile's records.
+        offset: where the first tile begins in the file, in bytes.
+        checksums: the CRC-32C of every record, by tile; zeros until the tile is written.
     """
 
     name: str
     slots: tuple[Slot, ...]
-    shard_start: int
-    shard_numel: int
-    tile_numel: int
-    first_tile: int
+    tiling: Tiling
     homes: tuple[HomeTable, ...]
     offset: int
     checksums: tuple[tuple[int, ...], ...]
@@ -84,34 +110,33 @@ class UnitTable:
     @property
     def tiles(self) -> range:
         """The numbers of its tiles."""
-        return range(self.first_tile, self.first_tile + len(self.checksums))
+        return range(self.tiling.first_tile, self.tiling.first_tile + len(self.checksums))
 
     def tile_range(self, number: int) -> tuple[int, int]:
-        """The first element of a tile and one past its last, counted from the start of the shard."""
-        first = number * self.tile_numel
-        return first, min(first + self.tile_numel, self.shard_numel)
+        """Give the first element of a tile and one past its last, counted from the start of the shard."""
+        first = number * self.tiling.tile_numel
+        return first, min(first + self.tiling.tile_numel, self.tiling.shard_numel)
 
-    def extents(self, number: int) -> list[Extent]:
-        """A tile's extents, one after the other."""
+    def records(self, number: int) -> list["Record"]:
+        """List a tile's records, one after the other."""
         start, stop = self.tile_range(number)
-        offset = self.offset + (number - self.first_tile) * sum(self._home_bytes)
-        extents = []
-        sizes = self._home_bytes if stop - start == self.tile_numel else self._record_bytes(stop - start)
-        for home, nbytes, checksum in zip(self.homes, sizes, self.checksums[number - self.first_tile], strict=True):
-            extents.append(Extent(home.name, offset, nbytes, checksum))
+        offset = self.offset + (number - self.tiling.first_tile) * sum(self._whole_tile_bytes)
+        records = []
+        checksums = self.checksums[number - self.tiling.first_tile]
+        for home, nbytes, checksum in zip(self.homes, self._home_bytes(stop - start), checksums, strict=True):
+            records.append(Record(home, offset, nbytes, checksum))
             offset += nbytes
-        return extents
-
-    def tile_bytes(self, numel: int) -> int:
-        """Bytes of a tile of so many elements."""
-        return sum(self._record_bytes(numel))
+        return records
 
     @cached_property
-    def _home_bytes(self) -> tuple[int, ...]:
+    def _whole_tile_bytes(self) -> tuple[int, ...]:
         """Bytes of a whole tile, by home: the same for every tile but a shard's last one."""
-        return self._record_bytes(self.tile_numel)
+        return tuple(home.layout.record_bytes(self.tiling.tile_numel) for home in self.homes)
 
-    def _record_bytes(self, numel: int) -> tuple[int, ...]:
+    def _home_bytes(self, numel: int) -> tuple[int, ...]:
+        """Compute the bytes of a tile of so many elements, by home."""
+        if numel == self.tiling.tile_numel:
+            return self._whole_tile_bytes
         return tuple(home.layout.record_bytes(numel) for home in self.homes)
 
     @cached_property
@@ -119,15 +144,19 @@ class UnitTable:
         """Where slots begin, and where they stop: in order, so that a tile's are found without a look at all."""
         return [slot.start for slot in self.slots], [slot.stop for slot in self.slots]
 
-    def slots_in(self, start: int, stop: int) -> Sequence[Slot]:
-        """The slots that have elements `start` to `stop` of the flat buffer, or some of them."""
+    def pieces(self, number: int) -> Iterator["Piece"]:
+        """Go through what a tile holds of each parameter, in order."""
+        start, stop = (self.tiling.shard_start + element for element in self.tile_range(number))
         starts, stops = self._slot_ends
-        return self.slots[bisect_right(stops, start) : bisect_left(starts, stop)]
+        for slot in self.slots[bisect_right(stops, start) : bisect_left(starts, stop)]:
+            first, last = max(slot.start, start), min(slot.stop, stop)
+            if first < last:
+                yield Piece(slot.name, first - slot.start, last - slot.start, first - start)
 
     @property
     def largest_tile_bytes(self) -> int:
         """Bytes of its largest tile."""
-        return self.tile_bytes(min(self.tile_numel, self.shard_numel))
+        return sum(self._home_bytes(min(self.tiling.tile_numel, self.tiling.shard_numel)))
 
     @property
     def nbytes(self) -> int:
@@ -135,31 +164,21 @@ class UnitTable:
         if not self.checksums:
             return 0
         start, stop = self.tile_range(self.tiles[-1])
-        return (len(self.checksums) - 1) * sum(self._home_bytes) + self.tile_bytes(stop - start)
+        return (len(self.checksums) - 1) * sum(self._whole_tile_bytes) + sum(self._home_bytes(stop - start))
 
     def with_checksums(self, checksums: Sequence[Sequence[int]]) -> "UnitTable":
-        """The same, once its tiles are written."""
+        """Copy it with the checksums that its tiles have once they are written."""
         return replace(self, checksums=tuple(map(tuple, checksums)))
 
     def to_json(self) -> dict[str, object]:
-        """For `read`."""
+        """Give what the table file says of it, for `read`."""
         return {
             "name": self.name,
-            "slots": [[slot.name, list(slot.shape), slot.start] for slot in self.slots],
-            "shard_start": self.shard_start,
-            "shard_numel": self.shard_numel,
-            "tile_numel": self.tile_numel,
-            "first_tile": self.first_tile,
-            "homes": [
-                {
-                    "name": home.name,
-                    "cells": [[cell.kind, dtype_name(cell.dtype), cell.grain] for cell in home.cells],
-                    "tiers": [list(pair) for pair in home.tiers],
-                }
-                for home in self.homes
-            ],
+            "slots": [[slot.name, slot.shape, slot.start] for slot in self.slots],
+            **members(self.tiling),
+            "homes": self.homes,
             "offset": self.offset,
-            "checksums": [list(of_tile) for of_tile in self.checksums],
+            "checksums": self.checksums,
         }
 
     @classmethod
@@ -168,24 +187,21 @@ class UnitTable:
 
         Arguments:
             field: the unit's object.
-            file_bytes: of the data file; every extent lies in it.
+            file_bytes: the size of the data file, which every record lies in.
 
         Raises:
             CheckpointError: it cannot be; nothing of that size was allocated.
         """
-        homes = tuple(_read_home(home, field["name"].string()) for home in field["homes"].items())
+        homes = _read_homes(field["homes"])
         table = cls(
             name=field["name"].string(),
             slots=_read_slots(field["slots"]),
-            shard_start=field["shard_start"].multiple(ALIGNMENT_NUMEL),
-            shard_numel=field["shard_numel"].multiple(ALIGNMENT_NUMEL, least=ALIGNMENT_NUMEL),
-            tile_numel=field["tile_numel"].multiple(ALIGNMENT_NUMEL, least=ALIGNMENT_NUMEL),
-            first_tile=field["first_tile"].integer(),
+            tiling=_read_tiling(field),
             homes=homes,
             offset=field["offset"].multiple(PAGE_BYTES),
-            checksums=tuple(of_tile.integers(len(homes), most=0xFFFFFFFF) for of_tile in field["checksums"].items()),
+            checksums=tuple(of_tile.integers(len(homes), most=MOST_CHECKSUM) for of_tile in field["checksums"].items()),
         )
-        if table.checksums and table.tile_range(table.tiles[-1])[0] >= table.shard_numel:
+        if table.checksums and table.tile_range(table.tiles[-1])[0] >= table.tiling.shard_numel:
             raise field["checksums"].fail("has more tiles than the shard")
         if table.largest_tile_bytes > MOST_TILE_BYTES:
             raise field["tile_numel"].fail(f"gives tiles of more than {MOST_TILE_BYTES:,} bytes")
@@ -194,32 +210,19 @@ class UnitTable:
         return table
 
 
-def _read_home(field: Field, unit: str) -> HomeTable:
-    cells = []
-    for item in field["cells"].items():
-        kind, dtype, grain = item.items(3)
-        if grain.integer(least=1) not in (1, ALIGNMENT_NUMEL):
-            raise grain.fail(f"is {grain.value}, neither 1 nor {ALIGNMENT_NUMEL}")
-        cells.append(CellPlan(unit, kind.string(), Tier.NVME, dtype.dtype(), 0, grain.integer()))
-    tiers = []
-    for item in field["tiers"].items():
-        tier, nbytes = item.items(2)
-        tiers.append((tier.string(), nbytes.integer()))
-    if not cells:
-        raise field["cells"].fail("is empty")
-    return HomeTable(field["name"].string(), tuple(cells), tuple(tiers))
+_read_homes = reader(tuple[HomeTable, ...])
+_read_tiling = reader(Tiling)
 
 
 def _read_slots(field: Field) -> tuple[Slot, ...]:
+    """Read the slots of a unit, `[name, shape, start]` each, one after the other."""
     slots: list[Slot] = []
-    cursor = 0
     for item in field.items():
         name, shape, start = item.items(3)
-        if start.multiple(ALIGNMENT_NUMEL) < cursor:
+        if start.multiple(ALIGNMENT_NUMEL) < (slots[-1].stop if slots else 0):
             raise start.fail("lies in the slot before it")
-        extents = shape.shape()
-        slots.append(Slot(name.string(), extents, prod(extents), start.integer()))
-        cursor = slots[-1].stop
+        sizes = shape.shape()
+        slots.append(Slot(name.string(), sizes, prod(sizes), start.integer()))
     return tuple(slots)
 
 
@@ -235,19 +238,15 @@ class RankTable:
     units: tuple[UnitTable, ...]
     random: object
 
-    def to_json(self) -> dict[str, object]:
-        """For `read`."""
-        return {"units": [unit.to_json() for unit in self.units], "random": self.random}
-
     @classmethod
     def read(cls, file: Path, text: bytes, *, file_bytes: int, all_bytes: int) -> "RankTable":
         """Check and take a table file.
 
         Arguments:
-            file: for messages.
+            file: the table file, for messages.
             text: its bytes.
-            file_bytes: of the data file.
-            all_bytes: of every rank's data file: what a table says of them takes less memory than they do.
+            file_bytes: the size of the data file.
+            all_bytes: that of every rank's data file: what a table says of them takes less memory than they do.
 
         Raises:
             CheckpointError: names the field that cannot be.
@@ -257,6 +256,23 @@ class RankTable:
         return cls(units, field["random"].value)
 
 
+class TileKey(NamedTuple):
+    """A tile of a checkpoint: in which data file, in which unit, its number."""
+
+    file: Path
+    unit: UnitTable
+    number: int
+
+
+class Record(NamedTuple):
+    """A tile's bytes of one home: where they are in the data file."""
+
+    home: HomeTable
+    offset: int
+    nbytes: int
+    checksum: int
+
+
 class Piece(NamedTuple):
     """Elements `start` to `stop` of a parameter that one tile holds, the first of them at element `inside` of it."""
 
@@ -264,12 +280,3 @@ class Piece(NamedTuple):
     start: int
     stop: int
     inside: int
-
-
-def pieces(unit: UnitTable, number: int) -> Iterator[Piece]:
-    """What a tile holds, in order."""
-    start, stop = (unit.shard_start + element for element in unit.tile_range(number))
-    for slot in unit.slots_in(start, stop):
-        first, last = max(slot.start, start), min(slot.stop, stop)
-        if first < last:
-            yield Piece(slot.name, first - slot.start, last - slot.start, first - start)

@@ -9,6 +9,7 @@ beside it, by key, in a safetensors file.
     tensor                      {"!": "tensor", "key": "extra.3"}
 """
 
+from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
@@ -16,7 +17,7 @@ import torch
 from torch import Tensor
 
 from penstock.checkpoint.fields import Field
-from penstock.errors import CheckpointError, ConfigError
+from penstock.errors import ConfigError
 
 TAG = "!"
 _MOST_ALIKE = 64
@@ -28,7 +29,7 @@ def encode(value: object, tensors: dict[str, Tensor], *, what: str) -> object:
 
     Arguments:
         value: numbers, strings, booleans, `None`, bytes, tensors, and lists, tuples and dicts of them.
-        tensors: those found are put here, copied to the cpu.
+        tensors: where the tensors that are found go, copied to the cpu.
         what: the value's name in errors, and in the keys of tensors.
 
     Raises:
@@ -41,12 +42,20 @@ def encode(value: object, tensors: dict[str, Tensor], *, what: str) -> object:
 
 
 class _Encoder:
+    """Makes one value JSON, and everything that is in it.
+
+    Arguments:
+        tensors: where the tensors that are found go.
+        name: what their keys begin with.
+    """
+
     def __init__(self, tensors: dict[str, Tensor], name: str) -> None:
         self._tensors = tensors
         self._name = name
         self._holders: list[object] = []  # that the value is inside of
 
     def encode(self, value: object, what: str) -> object:
+        """Make a value JSON; `what` it is called in errors."""
         if isinstance(value, bool) or value is None:
             return value
         if isinstance(value, int) and value.bit_length() > _MOST_BITS:
@@ -65,6 +74,7 @@ class _Encoder:
         return encoded
 
     def _several(self, value: object, what: str) -> object:
+        """Make a list, tuple or dict JSON."""
         if isinstance(value, list | tuple):
             items = [self.encode(item, f"{what}[{number}]") for number, item in enumerate(value)]
             return items if isinstance(value, list) else {TAG: "tuple", "items": items}
@@ -82,6 +92,7 @@ class _Encoder:
         )
 
     def _tensor(self, value: Tensor, what: str) -> object:
+        """Keep a tensor, and say under which key."""
         if value.layout != torch.strided or value.is_complex() or value.is_quantized or value.is_meta:
             raise ConfigError(f"{what} is a tensor that is sparse, complex, quantised or meta. Save a dense, real one.")
         key = f"{self._name}.{len(self._tensors)}"
@@ -90,7 +101,11 @@ class _Encoder:
 
 
 def decode(field: Field, tensors: Mapping[str, Tensor]) -> Any:
-    """The reverse of `encode`.
+    """Give back the value that `encode` made JSON of.
+
+    Arguments:
+        field: the JSON.
+        tensors: those that were kept beside it, by key.
 
     Raises:
         CheckpointError: it is not what `encode` makes.
@@ -102,6 +117,7 @@ def decode(field: Field, tensors: Mapping[str, Tensor]) -> Any:
 
 
 def _decode(field: Field, tensors: Mapping[str, Tensor]) -> Any:
+    """Decode a value and everything that is in it."""
     value = field.value
     if isinstance(value, list):
         return [_decode(item, tensors) for item in field.items()]
@@ -124,21 +140,22 @@ def _decode(field: Field, tensors: Mapping[str, Tensor]) -> Any:
     if tag == "tuple":
         return tuple(_decode(item, tensors) for item in items)
     if tag == "dict":
-        decoded: dict[Any, Any] = {}
-        alike: dict[int, int] = {}  # keys of one hash: who chooses them can make a dict take quadratic time
-        for item in items:
-            key_field, value_field = item.items(2)
-            try:
-                key = _decode(key_field, tensors)
-                alike[hash(key)] = count = alike.get(hash(key), 0) + 1
-            except TypeError as error:
-                raise key_field.fail("is no key") from error
-            if count > _MOST_ALIKE:
-                raise field["items"].fail(f"has more than {_MOST_ALIKE} keys of one hash, which nobody saves")
-            decoded[key] = _decode(value_field, tensors)
-        return decoded
-    raise CheckpointError(
-        f"{field.file}: '{field.path}' is tagged {tag!r}, which this version does not know.",
-        file=str(field.file),
-        field=field.path,
-    )
+        return _decode_dict(field["items"], tensors)
+    raise field.fail(f"is tagged {tag!r}, which this version does not know")
+
+
+def _decode_dict(field: Field, tensors: Mapping[str, Tensor]) -> dict[Any, Any]:
+    """Decode the items of a dict whose keys are no strings."""
+    decoded: dict[Any, Any] = {}
+    alike: Counter[int] = Counter()  # keys of one hash: who chooses them can make a dict take quadratic time
+    for item in field.items():
+        key_field, value_field = item.items(2)
+        key = _decode(key_field, tensors)
+        try:
+            alike[hash(key)] += 1
+        except TypeError as error:
+            raise key_field.fail("is no key") from error
+        if alike[hash(key)] > _MOST_ALIKE:
+            raise field.fail(f"has more than {_MOST_ALIKE} keys of one hash, which nobody saves")
+        decoded[key] = _decode(value_field, tensors)
+    return decoded

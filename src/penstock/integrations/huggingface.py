@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from penstock.checkpoint.weights import WeightFiles
+from penstock.checkpoint.tensorfiles import WeightFiles
 from penstock.errors import ConfigError, one_line
 from penstock.integrations.chunked import chunk_loss as chunk_loss
 from penstock.integrations.folders import (

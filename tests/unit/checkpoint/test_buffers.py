@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.testing._internal.two_tensor import TwoTensor
 
 import penstock
-from penstock.checkpoint.buffers import WHOLE, from_tensor, to_tensors
+from penstock.checkpoint.beside import WHOLE, from_tensor, to_tensors
 
 
 def nested(layout: torch.layout) -> Tensor:

@@ -8,10 +8,10 @@ import pytest
 import torch
 
 import penstock
-from penstock.checkpoint import cleaning, held
+from penstock.checkpoint import folder as folders
 from penstock.checkpoint import save as saves
-from penstock.checkpoint.folder import read_manifest
 from penstock.checkpoint.manifest import MARKER, FileEntry
+from penstock.checkpoint.opened import read_manifest
 from tests.parity.resuming import Run, different, iterate, values
 
 RUN = Run()
@@ -126,7 +126,7 @@ def interrupted(patch: pytest.MonkeyPatch, module: Any, name: str, meanwhile: An
 def test_two_jobs_that_save_into_one_folder(locks: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The other one saves, as a whole, between the marker of the first and what that cleans."""
     if not locks:  # of folders
-        monkeypatch.setattr(held.Hold, "take_alone", lambda _: True)
+        monkeypatch.setattr(folders.Hold, "take_alone", lambda _: True)
     folder = tmp_path / "a"
     (_, one, _), (model, other, scheduler) = RUN.prepare(), RUN.prepare(seed=6)
     iterate(RUN, model, other, scheduler, 0, 0, 1)
@@ -153,7 +153,7 @@ def test_a_checkpoint_that_another_job_has_just_replaced_is_not_pruned(
 ) -> None:
     (_, one, _), (_, other, _) = RUN.prepare(), RUN.prepare(seed=6)
     one.save(tmp_path / "old")
-    interrupted(monkeypatch, cleaning, "checkpoints_in", lambda: other.save(tmp_path / "old"), before=False)
+    interrupted(monkeypatch, folders, "checkpoints_in", lambda: other.save(tmp_path / "old"), before=False)
     one.save(tmp_path / "new", keep=1)
     for name in ("old", "new"):
         read_manifest(tmp_path / name)

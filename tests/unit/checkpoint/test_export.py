@@ -304,9 +304,9 @@ def damage(folder: Path, home: str) -> None:
     from penstock.checkpoint.opened import Checkpoint
 
     key = next(Checkpoint.open(folder).tiles())
-    extent = next(extent for extent in key.unit.extents(key.number) if extent.home == home)
+    record = next(record for record in key.unit.records(key.number) if record.home.name == home)
     data = bytearray(key.file.read_bytes())
-    data[extent.offset + 5] ^= 1
+    data[record.offset + 5] ^= 1
     key.file.write_bytes(data)
 
 
@@ -332,6 +332,18 @@ def test_values_too_large_for_fp16(tmp_path: Path) -> None:
     optimizer.save(tmp_path / "step")
     with pytest.raises(penstock.CheckpointError, match=r"'parameters\.weight' has values that are too large for fp16"):
         penstock.export(tmp_path / "step", tmp_path / "out", dtype="fp16")
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("dtype", [torch.complex64, torch.complex128, torch.uint16])
+def test_buffers_that_no_export_has_are_named(dtype: torch.dtype, tmp_path: Path) -> None:
+    model = nn.Linear(4, 4)
+    model.register_buffer("odd", torch.ones(3, dtype=dtype))
+    optimizer = penstock.prepare(model, torch.optim.AdamW(model.parameters()))
+    optimizer.save(tmp_path / "step")
+    optimizer.close()
+    with pytest.raises(penstock.CheckpointError, match=r"'buffers\.odd' is "):
+        penstock.export(tmp_path / "step", tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
 

@@ -12,11 +12,11 @@ import torch
 
 import penstock
 from penstock.checkpoint.fields import Field, memory_bytes, parse
-from penstock.checkpoint.folder import read_manifest
 from penstock.checkpoint.manifest import MARKER, MOST_SERIAL
-from penstock.checkpoint.opened import Checkpoint
-from penstock.checkpoint.reading import Tile, TileKey
+from penstock.checkpoint.opened import Checkpoint, read_manifest
 from penstock.checkpoint.summary import damaged_tiles, summarize
+from penstock.checkpoint.tables import TileKey
+from penstock.checkpoint.tiles import Tile
 from penstock.checkpoint.values import decode
 from tests import hostile_checkpoints
 from tests.hostile_checkpoints import GROWERS, Content, Grow, grown

@@ -9,12 +9,11 @@ import torch
 from torch import Tensor, nn
 
 import penstock
-from penstock.checkpoint import cleaning, importing
 from penstock.checkpoint import folder as folders
+from penstock.checkpoint import importing
 from penstock.checkpoint.importing import Incoming, Read, write_checkpoint
 from penstock.checkpoint.opened import Checkpoint
-from penstock.checkpoint.reading import TileReader
-from penstock.checkpoint.tables import pieces
+from penstock.checkpoint.tiles import TileReader
 
 
 def reader(values: Tensor) -> Read:
@@ -73,7 +72,7 @@ def test_what_is_beyond_a_parameter_is_zero(tmp_path: Path, monkeypatch: pytest.
     seen = 0
     with TileReader() as tiles:
         for tile in tiles.read(Checkpoint.open(tmp_path / "out").tiles()):
-            used = sum(piece.stop - piece.start for piece in pieces(tile.key.unit, tile.key.number))
+            used = sum(piece.stop - piece.start for piece in tile.key.unit.pieces(tile.key.number))
             for kinds in tile.homes.values():
                 for values in kinds.values():
                     assert not values[used:].any()
@@ -83,13 +82,13 @@ def test_what_is_beyond_a_parameter_is_zero(tmp_path: Path, monkeypatch: pytest.
 
 def test_the_name_of_the_marker_is_on_the_disk_at_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     synced: list[bool] = []
-    sync = cleaning.sync_folder
+    sync = folders.sync_folder
 
     def note(path: Path) -> None:
         sync(path)
         synced.append((path / folders.MARKER).exists())
 
-    monkeypatch.setattr(cleaning, "sync_folder", note)
+    monkeypatch.setattr(folders, "sync_folder", note)
     write(tmp_path / "a", *build())
     assert synced[-1], "a power failure would take the marker back"
 

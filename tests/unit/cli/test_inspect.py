@@ -45,9 +45,9 @@ def damage(folder: Path, numbers: list[int]) -> list[str]:
     data = bytearray(keys[0].file.read_bytes())
     for number in numbers:
         key = keys[number]
-        extent = key.unit.extents(key.number)[-1]
-        data[extent.offset] ^= 16
-        names.append(f"{extent.home} of unit '{key.unit.name}', tile {key.number}")
+        record = key.unit.records(key.number)[-1]
+        data[record.offset] ^= 16
+        names.append(f"{record.home.name} of unit '{key.unit.name}', tile {key.number}")
     keys[0].file.write_bytes(data)
     return names
 

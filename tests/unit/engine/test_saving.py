@@ -13,11 +13,11 @@ import torch
 from torch import Tensor, nn
 
 import penstock
-from penstock.checkpoint import writing
-from penstock.checkpoint.folder import read_manifest
+from penstock.checkpoint import tiles
 from penstock.checkpoint.manifest import MARKER
+from penstock.checkpoint.opened import read_manifest
 from penstock.checkpoint.save import Save
-from penstock.checkpoint.writing import TileWriter
+from penstock.checkpoint.tiles import TileWriter
 from penstock.machine import aio
 from penstock.machine.arena import Arena
 from tests.parity.resuming import SMALL, Other, Run, Values, different, go_on, iterate, resumed, saved, values
@@ -253,7 +253,7 @@ def test_what_it_takes_is_a_ring_and_is_given_back(
             taken.append(capacity)
             super().__init__(capacity, device, **rest)
 
-    monkeypatch.setattr(writing, "Arena", Counted)
+    monkeypatch.setattr(tiles, "Arena", Counted)
     run = Run(BF16, how, separate)
     model, optimizer, scheduler = after_steps(run)
     optimizer.save(tmp_path / "a")
@@ -267,7 +267,7 @@ def test_what_it_takes_is_a_ring_and_is_given_back(
     (entry,) = (rank.data for rank in read_manifest(tmp_path / "b").ranks)
     tile_numel = 2 * KIB
     record = sum(-(-tile_numel * width // 4096) * 4096 for width in (2, 2, 8))
-    assert taken == [record * writing.RING_TILES]
+    assert taken == [record * tiles.RING_TILES]
     assert entry.nbytes > 2 * sum(taken)
     optimizer.load(tmp_path / "a")
     assert threads_and_files() == before

@@ -7,7 +7,7 @@ from typing import Any, TypeGuard
 from torch.optim.lr_scheduler import LambdaLR
 
 import penstock
-from penstock.checkpoint.folder import LATEST, checkpoints_in
+from penstock.checkpoint.opened import LATEST, checkpoints_in
 from penstock.cli.training.config import TrainConfig
 from penstock.cli.training.data import Tokens, sequence_count
 from penstock.cli.training.optimizer import warmup_cosine

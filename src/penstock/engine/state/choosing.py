@@ -7,7 +7,7 @@ show new files late.
 from dataclasses import dataclass
 from pathlib import Path
 
-from penstock.checkpoint.folder import stands_for
+from penstock.checkpoint.opened import stands_for
 from penstock.errors import CheckpointError
 from penstock.machine.collectives import Ranks
 

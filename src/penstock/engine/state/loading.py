@@ -18,11 +18,10 @@ from typing import Any
 
 from torch import nn
 
-from penstock.checkpoint.buffers import persistent_buffers, write_buffer
+from penstock.checkpoint.beside import persistent_buffers, write_buffer, write_random
 from penstock.checkpoint.manifest import Manifest, SavedParameter
 from penstock.checkpoint.opened import Checkpoint
-from penstock.checkpoint.randomness import write_random
-from penstock.checkpoint.reading import TileReader
+from penstock.checkpoint.tiles import TileReader
 from penstock.engine.passes.gather import Gatherer
 from penstock.engine.passes.reduce import Reducer
 from penstock.engine.state.access import Access

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from penstock.checkpoint.reading import Tile
+from penstock.checkpoint.tiles import Tile
 from penstock.engine.state.taking import Run
 from penstock.engine.units.unit import Weights
 from penstock.kinds import MASTER, OPTIMIZER, PARAM

@@ -9,11 +9,8 @@ Steps 3 and 4 run on a thread of their own unless the caller waits for them.
 """
 
 import contextlib
-import secrets
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from datetime import UTC, datetime
-from importlib.metadata import version
 from os import PathLike
 from pathlib import Path
 from typing import Any, Literal
@@ -22,14 +19,14 @@ import torch
 from torch import Tensor, nn
 
 from penstock.checkpoint import folder as folders
-from penstock.checkpoint.beside import describe
-from penstock.checkpoint.buffers import other_than, persistent_buffers, to_tensors
+from penstock.checkpoint.beside import other_than, persistent_buffers, read_random, to_tensors
 from penstock.checkpoint.manifest import Manifest, SavedGroup, SavedParameter, checksum_of
-from penstock.checkpoint.randomness import read_random
-from penstock.checkpoint.save import Save
-from penstock.checkpoint.tables import HomeTable, UnitTable
+from penstock.checkpoint.opened import LATEST, next_serial
+from penstock.checkpoint.pretrained import describe
+from penstock.checkpoint.save import Save, Target
+from penstock.checkpoint.tables import HomeTable, Tiling, UnitTable
+from penstock.checkpoint.tiles import RingMemory, UnitSource
 from penstock.checkpoint.values import encode
-from penstock.checkpoint.writing import RingMemory, UnitSource
 from penstock.engine.state.access import Access
 from penstock.engine.units.unit import Unit
 from penstock.engine.updates.scale import GradientScale
@@ -108,7 +105,7 @@ class Saver:
             raise ConfigError(f"save(keep={keep!r}): use a whole number of checkpoints, 1 or more, or None for all.")
         if if_busy not in ("wait", "raise"):
             raise ConfigError(f"save(if_busy={if_busy!r}): use 'wait' or 'raise'.")
-        if Path(path).name in ("", folders.LATEST):
+        if Path(path).name in ("", LATEST):
             raise ConfigError(f"save({str(path)!r}): name the checkpoint; 'latest' stands for the newest one.")
         if if_busy == "raise" and self._runs_anywhere():
             raise EngineError("A checkpoint is still being saved. Wait with synchronize(), or use if_busy='wait'.")
@@ -145,16 +142,13 @@ class Saver:
                 tensors = other_than(tensors, sums)
             save = Save(
                 council=council,
-                folder=folder,
-                made=[Path(path) for path in made_by_first],
-                token=token,
+                target=Target(folder, [Path(path) for path in made_by_first], token, keep),
                 sources=[source for source, _ in sources],
                 ring=ring,
-                random=random,
                 streams=self._streams,
+                random=random,
                 manifest=manifest,
                 tensors=tensors,
-                keep=keep,
             )
             if blocking:
                 save.run()
@@ -219,10 +213,7 @@ class Saver:
             table = UnitTable(
                 name=unit.name,
                 slots=unit.layout.slots,
-                shard_start=unit.own_range[0],
-                shard_numel=unit.layout.shard_numel,
-                tile_numel=tile_numel,
-                first_tile=first,
+                tiling=Tiling(unit.own_range[0], unit.layout.shard_numel, tile_numel, first),
                 homes=tuple(_home_table(name, home) for name, home in homes.items()),
                 offset=offset,
                 checksums=((0,) * len(homes),) * (last - first),
@@ -245,10 +236,7 @@ class Saver:
         """
         loss = self._gradient_scale.loss
         return Manifest(
-            serial=folders.next_serial(folder),
-            token=secrets.token_hex(4),
-            created=datetime.now(UTC).isoformat(timespec="seconds"),
-            versions={name: version(name) for name in ("penstock", "torch")},
+            serial=next_serial(folder),
             ranks=(),
             tensors=None,
             rule=self._rule.name,

@@ -7,12 +7,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from penstock.checkpoint.buffers import from_tensor, persistent_buffers, why_no_fit
+from penstock.checkpoint.beside import RandomStates, decode_random, from_tensor, persistent_buffers, why_no_fit
 from penstock.checkpoint.fields import Field
 from penstock.checkpoint.opened import Checkpoint
-from penstock.checkpoint.randomness import RandomStates, decode_random
-from penstock.checkpoint.reading import TileKey
-from penstock.checkpoint.tables import pieces
+from penstock.checkpoint.tables import TileKey
 from penstock.engine.units.unit import Unit
 from penstock.engine.updates.scale import GradientScale
 from penstock.engine.updates.update import Updater
@@ -198,7 +196,7 @@ class Taker:
         covered: dict[str, list[tuple[int, int]]] = {name: [] for name in places}
         for key in checkpoint.tiles():
             runs: list[Run] = []
-            for piece in pieces(key.unit, key.number):
+            for piece in key.unit.pieces(key.number):
                 if piece.name not in places:
                     continue
                 unit, first, last, base = places[piece.name]

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from penstock.checkpoint.weights import WeightFiles
+from penstock.checkpoint.tensorfiles import WeightFiles
 from penstock.engine.units.discover import UnitSpec
 from penstock.engine.units.initialisation import containers, initialise, initialiser, initialisers, settled, visits
 from penstock.engine.units.originals import keep_values

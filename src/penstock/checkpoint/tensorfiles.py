@@ -1,0 +1,286 @@
+"""Safetensors files, read and written in parts: no tensor is larger in memory than what is asked for.
+
+file    | bytes of the header, 8 | header: JSON, spaces to a multiple of 8 | tensor 0 | tensor 1 | ...
+"""
+
+import contextlib
+import ctypes
+import errno
+import json
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from penstock.errors import CheckpointError, one_line
+
+INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
+_MOST_INDEX_BYTES = 1 << 28
+_HEADER_GRAIN_BYTES = 8
+
+#: Of every file of a checkpoint, less what umask takes away, as torch.save has it: who may read it is for its owner.
+FILE_MODE = 0o666
+
+#: Every dtype that files of tensors hold, by its name in them.
+DTYPES: Mapping[str, torch.dtype] = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "BOOL": torch.bool,
+}
+
+
+_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+
+
+# Read
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One tensor of the files: where it is, and what."""
+
+    file: Path
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+class WeightFiles:
+    """The tensors of a safetensors file, or of a folder of them as `save_pretrained` writes it.
+
+    Arguments:
+        path: a file, an index file (*.index.json), or a folder with an index, with model.safetensors, or with any
+            .safetensors files.
+
+    Raises:
+        CheckpointError: a file is missing, is not safetensors, or does not hold what the index says.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self._opened: dict[Path, Any] = {}
+        self.entries: dict[str, Entry] = {}
+        path = Path(path)
+        index = path / INDEX if path.is_dir() else path
+        named = _read_index(index) if index.suffix == ".json" and index.is_file() else None
+        for file in _files(path) if named is None else dict.fromkeys(named.values()):
+            for name, entry in _headers(file).items():
+                if name in self.entries:
+                    raise CheckpointError(f"{file} and {self.entries[name].file} both hold '{name}'. Keep one of them.")
+                self.entries[name] = entry
+        if missing := sorted((named or {}).keys() - self.entries.keys()):
+            raise CheckpointError(f"{index}: 'weight_map' names {missing[0]!r}, which no file holds.")
+
+    def read(self, name: str, start: int, stop: int) -> Tensor:
+        """Read elements `start` to `stop` of a tensor, counted as if it were flat: 1-D, on the cpu, in its dtype."""
+        entry = self.entries[name]
+        from safetensors import safe_open  # not with the package: few need it
+
+        if entry.file not in self._opened:
+            self._opened[entry.file] = safe_open(entry.file, framework="pt").__enter__()  # type: ignore[no-untyped-call]
+        opened = self._opened[entry.file]
+        if not entry.shape:
+            scalar: Tensor = opened.get_tensor(name)
+            return scalar.reshape(1)[start:stop]
+        row = max(1, prod(entry.shape[1:]))
+        first = start // row
+        rows: Tensor = opened.get_slice(name)[first : -(-stop // row)]
+        return rows.reshape(-1)[start - first * row : stop - first * row]
+
+    def close(self) -> None:
+        """Close the files."""
+        for opened in self._opened.values():
+            opened.__exit__(None, None, None)
+        self._opened.clear()
+
+
+def _files(path: Path) -> Sequence[Path]:
+    """Find the files of a folder that has no index, or take the one that is named."""
+    if path.is_file():
+        return [path]
+    if not path.is_dir():
+        raise CheckpointError(f"{path} is neither a file nor a folder.")
+    found = [path / SINGLE] if (path / SINGLE).is_file() else sorted(path.glob("*.safetensors"))
+    if not found:
+        raise CheckpointError(f"{path} holds no .safetensors weights, the only format that is read.")
+    return found
+
+
+def _read_index(index: Path) -> dict[str, Path]:
+    """Read in which file an index says that each tensor is; the files are there, each beside it."""
+    try:
+        if index.stat().st_size > _MOST_INDEX_BYTES:
+            raise ValueError(f"more than {_MOST_INDEX_BYTES:,} bytes")
+        named = {str(name): str(file) for name, file in json.loads(index.read_text())["weight_map"].items()}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise CheckpointError(f"{index} is no index: its 'weight_map' cannot be read ({one_line(error)}).") from error
+    for file in dict.fromkeys(named.values()):
+        if Path(file).name != file or "\0" in file:
+            raise CheckpointError(f"{index}: 'weight_map' names the file {file!r}, which does not lie beside it.")
+        if not (index.parent / file).is_file():
+            raise CheckpointError(f"{index}: 'weight_map' names the file {file!r}, which is missing.")
+    return {name: index.parent / file for name, file in named.items()}
+
+
+def _headers(file: Path) -> dict[str, Entry]:
+    """Read what a file says of its tensors."""
+    from safetensors import safe_open
+
+    entries = {}
+    try:
+        with safe_open(file, framework="pt") as opened:
+            for name in opened.keys():  # noqa: SIM118 - not a dict
+                found = opened.get_slice(name)
+                dtype = DTYPES.get(found.get_dtype())
+                if dtype is None:
+                    raise CheckpointError(f"{file}: '{name}' is {found.get_dtype()}, which is not read.")
+                entries[name] = Entry(file, tuple(found.get_shape()), dtype)
+    except CheckpointError:
+        raise
+    except Exception as error:  # somebody else's file: whatever it makes of the reader
+        raise CheckpointError(f"{file} is no safetensors file: {one_line(error)}.", file=str(file)) from error
+    return entries
+
+
+def read_tensors(file: Path | str, text: bytes) -> dict[str, Tensor]:
+    """Read the tensors of a small file from its bytes.
+
+    Arguments:
+        file: the file, for messages.
+        text: its bytes.
+
+    Raises:
+        CheckpointError: they are no safetensors file.
+    """
+    import safetensors.torch
+
+    try:
+        return dict(safetensors.torch.load(text))
+    except Exception as error:  # whatever the file makes of the library
+        raise CheckpointError(f"{file} is damaged: {one_line(error)}.", file=str(file)) from error
+
+
+# Written
+
+
+def tensors_to_bytes(tensors: Mapping[str, Tensor]) -> bytes:
+    """Make the bytes of a small file of tensors."""
+    import safetensors.torch
+
+    return bytes(safetensors.torch.save(dict(tensors)))
+
+
+class TensorSpec(NamedTuple):
+    """A tensor of a file."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its elements."""
+        return prod(self.shape) * self.dtype.itemsize
+
+
+class TensorFile:
+    """A new safetensors file, allocated in full.
+
+    Arguments:
+        path: where it will be; it must not exist.
+        tensors: what it will hold.
+
+    Raises:
+        CheckpointError: it cannot be made, or there is no room for it.
+    """
+
+    def __init__(self, path: Path, tensors: Sequence[TensorSpec]) -> None:
+        self._path = path
+        self._offsets: dict[str, int] = {}
+        self._dtypes = {tensor.name: tensor.dtype for tensor in tensors}
+        header: dict[str, object] = {"__metadata__": {"format": "pt"}}
+        cursor = 0
+        # Wide elements first: each tensor then begins at a multiple of its element's size.
+        for tensor in sorted(tensors, key=lambda tensor: -tensor.dtype.itemsize):
+            self._offsets[tensor.name] = cursor
+            header[tensor.name] = {
+                "dtype": _NAMES[tensor.dtype],
+                "shape": list(tensor.shape),
+                "data_offsets": [cursor, cursor + tensor.nbytes],
+            }
+            cursor += tensor.nbytes
+        text = json.dumps(header, separators=(",", ":")).encode()
+        text += b" " * (-len(text) % _HEADER_GRAIN_BYTES)
+        self._start = 8 + len(text)
+        try:
+            self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, FILE_MODE)
+            try:
+                os.posix_fallocate(self._descriptor, 0, self._start + cursor)  # no room is known before the work
+                self._write(0, memoryview(len(text).to_bytes(8, "little") + text))
+            except OSError:
+                os.close(self._descriptor)
+                raise
+        except OSError as error:
+            raise failed(path, error) from error
+
+    def write(self, name: str, start: int, values: Tensor) -> None:
+        """Write elements of a tensor.
+
+        Arguments:
+            name: the tensor's.
+            start: the first element, counted as if it were flat.
+            values: contiguous, on the cpu, in the tensor's dtype.
+
+        Raises:
+            CheckpointError: they cannot be written.
+        """
+        assert values.dtype == self._dtypes[name]
+        assert values.is_contiguous()
+        nbytes = values.numel() * values.element_size()
+        memory = (ctypes.c_char * nbytes).from_address(values.data_ptr()) if nbytes else b""
+        try:
+            offset = self._start + self._offsets[name] + start * values.element_size()
+            self._write(offset, memoryview(memory).cast("B"))
+        except OSError as error:
+            raise failed(self._path, error) from error
+
+    def _write(self, offset: int, data: memoryview) -> None:
+        while data:
+            written = os.pwrite(self._descriptor, data, offset)
+            data, offset = data[written:], offset + written
+
+    def sync(self) -> None:
+        """Have everything that was written on the disk.
+
+        Raises:
+            CheckpointError: some of it is not.
+        """
+        try:
+            os.fsync(self._descriptor)  # an export has its name once all of its files are on the disk
+        except OSError as error:
+            raise failed(self._path, error) from error
+
+    def close(self) -> None:
+        """Close the file. It stays."""
+        with contextlib.suppress(OSError):  # `sync` has said it
+            os.close(self._descriptor)
+
+
+def failed(path: Path, error: OSError) -> CheckpointError:
+    """Make the error of an export's write, which names the file; the caller raises it."""
+    full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+    advice = "Free space there, or export elsewhere." if full else "Export elsewhere."
+    return CheckpointError(f"Writing {path} failed: {error.strerror or error}. {advice}", file=str(path))

@@ -1,0 +1,359 @@
+"""Tiles of one rank on their way to a data file and back, through a ring of buffers, past the page cache.
+
+What lies in a file on the same disk does not pass through memory on its way to a checkpoint: the kernel copies it, or
+lets both files share the blocks. Nobody has seen those bytes then, so they are read back and verified at the end: a
+checkpoint must not take the place of another one with a record that was damaged on the disk.
+"""
+
+import contextlib
+import errno
+import os
+from collections import deque
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from penstock.checkpoint.manifest import FileEntry
+from penstock.checkpoint.tables import Record, TileKey, UnitTable
+from penstock.checkpoint.tensorfiles import FILE_MODE
+from penstock.errors import CheckpointError, NvmeError
+from penstock.machine.aio import File, Queue, Transfer
+from penstock.machine.arena import Arena, page_aligned
+from penstock.machine.streams import Event, HostEvent, Streams
+from penstock.tiers.home import Home, Place, Section
+from penstock.tiers.movement import take_tile
+from penstock.trace import Label
+
+#: Tiles in memory at once: one is being used while the others are being written or read.
+RING_TILES = 3
+
+
+# Written
+
+
+@dataclass(frozen=True)
+class UnitSource:
+    """Some tiles of a unit, where they rest.
+
+    Attributes:
+        table: what they are and where in the file they go; its checksums are yet to come.
+        homes: where they rest, in the order of the table's homes.
+        ready: their values are there, in files too. What is written later waits for `copied`, never the reverse.
+        copied: is set once nothing reads them any more; updates wait for it.
+    """
+
+    table: UnitTable
+    homes: tuple[Home, ...]
+    ready: Event
+    copied: HostEvent
+
+
+@dataclass(frozen=True)
+class _Copied:
+    """A record that the kernel copied from a swap file, where it has this checksum."""
+
+    record: Record
+    source: Place
+    what: str
+    checksum: int
+
+
+class RingMemory:
+    """The buffers through which one save's tiles pass, pinned where a device copies to them.
+
+    Not to be taken or given back beside training: a device is asked for both, and may have to finish its work first.
+
+    Arguments:
+        sources: what will be written; none takes nothing.
+        device: the device that copies to them.
+    """
+
+    def __init__(self, sources: Sequence[UnitSource], device: torch.device) -> None:
+        largest = max((source.table.largest_tile_bytes for source in sources), default=0)
+        self._arena = Arena(RING_TILES * Arena.lease_bytes(largest, torch.uint8), device, ring=True)
+        count = RING_TILES if largest else 0
+        self.buffers: Sequence[Tensor] = [self._arena.lease(largest, torch.uint8) for _ in range(count)]
+
+    def close(self) -> None:
+        """Give them back."""
+        self.buffers = ()
+        self._arena.close()
+
+
+class TileWriter:
+    """A data file that is being written.
+
+    Arguments:
+        path: where the file will be; it must not exist.
+        sources: the units, at the offsets of their tables; there is at least one tile.
+        ring: the buffers of a `RingMemory`.
+        streams: those that copy what is on the device.
+
+    Raises:
+        CheckpointError: the file cannot be made, or there is no room for it; nothing is left behind.
+    """
+
+    def __init__(self, path: Path, sources: Sequence[UnitSource], ring: Sequence[Tensor], streams: Streams) -> None:
+        self._path = path
+        self._sources = sources
+        self._streams = streams
+        self._nbytes = sum(source.table.nbytes for source in sources)
+        self._queue = Queue()
+        try:
+            self._file = File(self._queue, path, self._nbytes, FILE_MODE)
+        except NvmeError as error:
+            self._queue.close()
+            raise _write_failed(path, error) from error
+        self._file.lock()  # whoever cleans the folder on a file system without locks of folders leaves it alone
+        self._ring = ring
+        self._in_flight: list[list[Transfer]] = [[] for _ in self._ring]
+        self._turn = 0
+        self._unseen: list[_Copied] = []
+
+    def write(self) -> tuple[FileEntry, list[UnitTable]]:
+        """Write every tile, and have them on the disk.
+
+        Returns:
+            The file, and the tables with their checksums.
+
+        Raises:
+            CheckpointError: a tile could not be written, or a record that the kernel copied is damaged.
+            Exception: what was to give a tile its values has failed.
+        """
+        written: list[list[list[Transfer | _Copied]]] = []  # what has a checksum, once it is written
+        try:
+            for source in self._sources:
+                source.ready.synchronize()  # else a tile is copied while its update still writes it
+                written.append([self._write_tile(source, number) for number in source.table.tiles])
+                _set(source.copied)  # after the last copy: the unit's next update begins now
+            for transfers in self._in_flight:
+                _wait(transfers)
+            self._file.sync()  # after the last write; whoever hears that this rank has written may write the marker
+            self._verify_copies()  # after the sync: before it, the page cache would say what the disk has not
+        except OSError as error:
+            raise _write_failed(self._path, error) from error
+        finally:
+            for source in self._sources:
+                _set(source.copied)  # updates wait for it, of a save that has failed too
+        tables = [
+            source.table.with_checksums([[checked.checksum for checked in of_tile] for of_tile in of_unit])
+            for source, of_unit in zip(self._sources, written, strict=True)
+        ]
+        return FileEntry(self._path.name, self._nbytes, 0), tables
+
+    def close(self) -> None:
+        """Close the file, which others may remove from then on."""
+        with contextlib.suppress(NvmeError):  # it was said, or the save is given up
+            self._queue.close()
+        with contextlib.suppress(NvmeError):
+            self._file.close()
+        self._ring = ()
+
+    def _write_tile(self, source: UnitSource, number: int) -> list[Transfer | _Copied]:
+        """Copy a tile into the next buffer of the ring and start to write it: nothing reads it afterwards."""
+        buffer, transfers = self._ring[self._turn], self._in_flight[self._turn]
+        self._turn = (self._turn + 1) % len(self._ring)
+        _wait(transfers)  # else the buffer is filled anew while it is still being written
+        checked: list[Transfer | _Copied] = []
+        used = 0
+        for record, home in zip(source.table.records(number), source.homes, strict=True):
+            section, index = home.tile(number)
+            what = f"{record.home.name} of unit '{source.table.name}', tile {number}"
+            copied = self._copy_in_kernel(section, index, record, what)
+            if copied is not None:
+                checked.append(copied)
+                continue
+            part = buffer[used : used + record.nbytes]
+            used += record.nbytes
+            take_tile(section, index, part, self._streams, Label("save", source.table.name, record.home.name, number))
+            transfers.append(self._file.write(record.offset, part, checksum=True, what=what))
+            checked.append(transfers[-1])
+        return checked
+
+    def _verify_copies(self) -> None:
+        """Read back what the kernel copied, a few records at a time. It is on the disk, and the ring is free."""
+        reading: deque[tuple[_Copied, Transfer]] = deque()
+        try:
+            for turn, copied in enumerate(self._unseen):
+                if len(reading) == len(self._ring):
+                    _check_copy(*reading.popleft(), self._path)
+                buffer = self._ring[turn % len(self._ring)][: copied.record.nbytes]
+                reading.append((copied, self._file.read(copied.record.offset, buffer, checksum=copied.checksum)))
+            while reading:
+                _check_copy(*reading.popleft(), self._path)
+        finally:
+            for _, transfer in reading:
+                with contextlib.suppress(NvmeError):
+                    transfer.wait()
+
+    def _copy_in_kernel(self, section: Section, index: int, record: Record, what: str) -> _Copied | None:
+        """Copy a record from its file; `None` where that is not possible, or the section has no records."""
+        stored = section.stored(index)
+        if stored is None or not stored.place.file.is_on_disk_of(self._path):
+            return None
+        place = stored.place
+        if not self._file.copy_from(place.file, place.offset, record.offset, record.nbytes):
+            return None
+        self._unseen.append(_Copied(record, place, what, stored.checksum))
+        return self._unseen[-1]
+
+
+def _check_copy(copied: _Copied, transfer: Transfer, path: Path) -> None:
+    """Wait until a copy was read back; one that is not what its record was when it was written is an error."""
+    try:
+        transfer.wait()
+    except NvmeError as error:
+        if error.errno != errno.EBADMSG:
+            raise
+        file, offset = copied.source.file.path, copied.source.offset
+        raise CheckpointError(
+            f"{copied.what}, {copied.record.nbytes:,} bytes at offset {offset:,} of {file}, is not what was written "
+            f"there when it was copied to {path}: the disk has damaged it, or another program. Nothing was saved, and "
+            "checkpoints that were whole before still are. Go on from the newest of them.",
+            file=file,
+            field=copied.what,
+        ) from error
+
+
+def _set(event: HostEvent) -> None:
+    """Let those go on who wait for an event. It may be set already."""
+    if not event.ran():
+        event.run(lambda: None)
+
+
+def _wait(transfers: list[Transfer]) -> None:
+    """Wait for transfers, and forget them."""
+    for transfer in transfers:
+        transfer.wait()
+    transfers.clear()
+
+
+def _write_failed(path: Path, error: OSError) -> CheckpointError:
+    """Make the error of a write, without a file's advice that is about the nvme tier; the caller raises it.
+
+    Unless the file that failed is one of the nvme tier, which was read: it keeps its own advice.
+    """
+    if isinstance(error, NvmeError) and error.file not in (None, os.fspath(path)):
+        return CheckpointError(f"{path} was not written. {error}", file=error.file)
+    reason = os.strerror(error.errno) if error.errno else str(error)
+    where = f" at offset {error.offset:,}" if isinstance(error, NvmeError) and error.offset is not None else ""
+    is_full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+    advice = "Free space there, or save elsewhere." if is_full else "See the kernel's log (dmesg)."
+    return CheckpointError(
+        f"Writing {path} failed{where}: {reason}. {advice} Checkpoints that were whole before still are.",
+        file=str(path),
+    )
+
+
+# Read
+
+
+class Tile(NamedTuple):
+    """A tile that was read: by home, the values of its kinds, until the next one is asked for."""
+
+    key: TileKey
+    homes: Mapping[str, Mapping[str, Tensor]]
+
+
+class TileReader:
+    """Open data files of a checkpoint, from which tiles are read."""
+
+    def __init__(self) -> None:
+        self._queue = Queue()
+        self._files: dict[Path, File] = {}
+
+    def read(self, keys: Iterable[TileKey], *, homes: Container[str] | None = None) -> Iterator[Tile]:
+        """Read tiles, a few ahead of what is used, each verified.
+
+        Arguments:
+            keys: which tiles, best in the order of the files.
+            homes: the homes that are read of each; `None` for everything.
+
+        Raises:
+            CheckpointError: a file cannot be read, or a tile is not what was written.
+        """
+        ring: deque[Tensor] = deque(page_aligned(0) for _ in range(RING_TILES))
+        ahead: deque[tuple[Tile, Tensor, list[tuple[Record, Transfer]]]] = deque()
+        waiting = iter(keys)
+        try:
+            while True:
+                while ring and (key := next(waiting, None)) is not None:
+                    buffer = ring.popleft()
+                    nbytes = sum(record.nbytes for record in key.unit.records(key.number))
+                    if buffer.numel() < nbytes:  # not what the table says of other tiles: these are in the file
+                        buffer = page_aligned(nbytes)
+                    tile, transfers = self._start(key, buffer, homes)
+                    ahead.append((tile, buffer, transfers))
+                if not ahead:
+                    return
+                tile, buffer, transfers = ahead.popleft()
+                for record, transfer in transfers:
+                    _finish(tile.key, record, transfer)
+                yield tile
+                ring.append(buffer)  # after the caller is done with the tile: it is filled with another one next
+        finally:
+            for _, _, transfers in ahead:  # of a caller who stopped early: they write into buffers that go now
+                for _, transfer in transfers:
+                    with contextlib.suppress(NvmeError):
+                        transfer.wait()
+
+    def _start(
+        self, key: TileKey, buffer: Tensor, homes: Container[str] | None
+    ) -> tuple[Tile, list[tuple[Record, Transfer]]]:
+        """Begin to read a tile into a buffer; what the tile says is there once the transfers are over."""
+        file = self._open(key.file)
+        start, stop = key.unit.tile_range(key.number)
+        values: dict[str, dict[str, Tensor]] = {}
+        transfers, used = [], 0
+        for record in key.unit.records(key.number):
+            home = record.home
+            if homes is not None and home.name not in homes:
+                continue
+            part = buffer[used : used + record.nbytes]
+            used += record.nbytes
+            transfers.append((record, file.read(record.offset, part, checksum=record.checksum)))
+            views = home.layout.views(part, stop - start)
+            values[home.name] = {cell.kind: view for cell, view in zip(home.cells, views, strict=True)}
+        return Tile(key, values), transfers
+
+    def _open(self, path: Path) -> File:
+        if path not in self._files:
+            try:
+                self._files[path] = File.existing(self._queue, path)
+            except OSError as error:
+                raise CheckpointError(f"Reading {path} failed: {error.strerror}.", file=str(path)) from error
+        return self._files[path]
+
+    def close(self) -> None:
+        """Close the files."""
+        with contextlib.suppress(NvmeError):  # of what nobody waited for
+            self._queue.close()
+        for file in self._files.values():
+            with contextlib.suppress(NvmeError):
+                file.close()
+        self._files.clear()
+
+    def __enter__(self) -> "TileReader":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def _finish(key: TileKey, record: Record, transfer: Transfer) -> None:
+    """Wait until a record was read and verified; name what is damaged."""
+    try:
+        transfer.wait()
+    except NvmeError as error:
+        what = f"{record.home.name} of unit '{key.unit.name}', tile {key.number}"
+        reason = os.strerror(error.errno) if error.errno else "the file ends there"
+        raise CheckpointError(
+            f"{key.file}: {what}, {record.nbytes:,} bytes at offset {record.offset:,}, is damaged ({reason}). Load "
+            "another checkpoint.",
+            file=str(key.file),
+            field=what,
+        ) from error
