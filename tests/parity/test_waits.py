@@ -34,26 +34,37 @@ FILES = "the rows of saves are in memory; test_saving.py saves what is in files"
 AT_ONCE = "transfers are not late here"
 MOVES = "only where homes move"
 COMPUTE = "compute is never late here: tests/device/test_streams.py"
+KEPT = "submitted work keeps its tensors here: tests/device"
 SAVES = "of the thread that saves, whose events no site drops: tests/unit/engine/test_saving.py"
 UNWANTED = "what is under way on bytes that were dropped is wanted by nobody: test_cuts.py, test_activations.py"
 REDUNDANT = {
-    "importing.py _write_tile: transfer.wait()": AT_ONCE,
     "checkpoints.py finish: self._optimizer.synchronize()": "the tests of the command see to it",
     "saving.py finish: job.over.synchronize()": SAVES,
     "saving.py wait_copied: event.synchronize()": SAVES,
     "saving.py _sources: all of begun": COMPUTE,
-    "reading.py _finish: transfer.wait()": AT_ONCE,
-    "reading.py read: transfer.wait()": AT_ONCE,
-    "writing.py _wait: transfer.wait()": AT_ONCE,
-    "writing.py _check_copy: transfer.wait()": AT_ONCE,
-    "writing.py _verify_copies: transfer.wait()": AT_ONCE,
+    "tiles.py _finish: transfer.wait()": AT_ONCE,
+    "tiles.py read: transfer.wait()": AT_ONCE,
+    "tiles.py _wait: transfer.wait()": AT_ONCE,
+    "tiles.py _check_copy: transfer.wait()": AT_ONCE,
+    "tiles.py _verify_copies: transfer.wait()": AT_ONCE,
     "movement.py take_tile: loading.wait()": AT_ONCE,
+    "activations.py _let_go: saved.arrived.wait()": KEPT,
+    "activations.py _give_back: all of cut.home.memory.written": UNWANTED,
+    "activations.py _give_back: all of cut.home.read": UNWANTED,
+    "reduce.py flush: COLLECTIVE after route.free": MOVES,
+    "reduce.py add: gradient.home.memory.written.wait()": MOVES,
+    "reduce.py tell_host: DOWNLOAD after home.memory.written": "the gradient went home on that stream, or in place",
+    "routes.py _add: all of self._home.memory.free": MOVES,
+    "step.py _rest: all of begun.complete": MEASURED,
+    "step.py _rest: all of *(home.read for home in unit.updated_homes)": SAVES,
     "moving.py _exchange: used.synchronize()": COMPUTE,
     "moving.py wait: self._event.wait()": "it is for a stream of the host, which synchronizes",
     "ring.py free: all of (slot.free for slot in self._slots)": "the clean-up waits for each slot of the ring",
     "ring.py drop: slot.free.synchronize()": MOVES,
     "gather.py _retire: part.synchronize()": "only where a gather has failed in part: test_failing_work.py",
     "cuts.py rest: event.synchronize()": UNWANTED,
+    "cuts.py _sweep: all of cut.home.written": UNWANTED,
+    "cuts.py take: home.note_read(under_way)": UNWANTED,
     "cuts.py take: all of (event for extent in extents for event in self._under_way.take(extent))": UNWANTED,
     "records.py visit: self.settled[number].synchronize()": "who visits waits for every home first",
     "records.py visit: written.synchronize()": AT_ONCE,
@@ -407,10 +418,10 @@ class OfTwoRanks:
 
 OF_TWO_RANKS = {
     "gather.py _all_gather: COLLECTIVE after unit.event": OfTwoRanks(EVERYTHING_ON_CPU, UPLOAD),
-    "gather.py _all_gather: all of event": OfTwoRanks(EVERYTHING_ON_CPU.but(stage=1), COLLECTIVE),
-    "gather.py _all_gather: copy of home after after": OfTwoRanks(EVERYTHING_ON_CPU.but(stage=1), COLLECTIVE),
-    "reduce.py _add_on_host: DOWNLOAD after after of (after, slot.free)": OfTwoRanks(EVERYTHING_ON_CPU, COLLECTIVE),
-    "reduce.py _add_on_device: DEVICE_UPDATE after after of (after, brought)": OfTwoRanks(IN_FILES, COLLECTIVE),
+    "gather.py _all_gather: buffer_home(full, written=event)": OfTwoRanks(EVERYTHING_ON_CPU.but(stage=1), COLLECTIVE),
+    "routes.py _add: all of received": OfTwoRanks(EVERYTHING_ON_CPU, COLLECTIVE),
+    "routes.py _add: DEVICE_UPDATE after received of (received, brought)": OfTwoRanks(IN_FILES, COLLECTIVE),
+    "routes.py settle: self._home.note_write(received)": OfTwoRanks(EVERYTHING_ON_DEVICE, COLLECTIVE),
 }
 
 

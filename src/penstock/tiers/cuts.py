@@ -104,7 +104,8 @@ class Cuts:
             start += numel
         home = Home(sections)
         # Copies from and to whoever had these bytes before may be under way: nothing is written over them.
-        home.note_read(all_of(event for extent in extents for event in self._under_way.take(extent)))
+        under_way = all_of(event for extent in extents for event in self._under_way.take(extent))
+        home.note_read(under_way)
         return Cut(home, extents)
 
     def drop(self, cut: Cut) -> None:
