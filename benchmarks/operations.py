@@ -163,7 +163,7 @@ def ours(*, compiled: bool) -> dict[str, Any]:
     calls.clear()
     copies.clear()
     optimizer.step()
-    units, parameters = len(engine.units), len(list(model.parameters()))
+    units, parameters = len(engine.rig.units), len(list(model.parameters()))
     optimizer.close()
     return {
         "units": units,

@@ -44,6 +44,7 @@ from penstock.engine.units.membership import Membership
 from penstock.engine.units.originals import replace_meta
 from penstock.engine.units.source import INIT, Weights, agreeing, open_source
 from penstock.engine.units.unit import Unit
+from penstock.engine.updates.rig import Rig
 from penstock.engine.updates.scale import GradientScale, LossScale
 from penstock.engine.updates.sharing import Sharing
 from penstock.engine.updates.skips import Skips
@@ -378,40 +379,33 @@ def build(
     loss_scale = LossScale(options.initial_loss_scale, dynamic=options.dynamic_loss_scale) if scales_loss else None
     gradient_scale = GradientScale(1 / ranks.world_size if options.reduce_op == "mean" else 1.0, loss_scale)
     trained = {p: groups[p] for unit in units if unit.trained for p in unit.spec.parameters}
+    rig = Rig(model, units, ranks, streams, pool, rule, gradient_scale, optimizer.param_groups)
     transit = Transit(streams, staging.transit, staging.landing)
-    gatherer = Gatherer(ranks, streams, transit, live_bytes=layout.live_bytes, prefetch_bytes=options.prefetch_bytes)
+    gatherer = Gatherer(rig, transit, live_bytes=layout.live_bytes, prefetch_bytes=options.prefetch_bytes)
     for unit in units:
         if unit.resident:
             gatherer.acquire(unit)
     begins = request.overlap == "backward"
     reducer = Reducer(
-        ranks,
-        streams,
+        rig,
         transit,
-        pool,
+        staging.landing,
         reduce_dtype=request.reduce_dtype,
         accumulation_dtype=request.accumulation_dtype,
-        landing=staging.landing,
         collects_fp32=request.unit_micro_batches > 1,
         agrees=begins,
         may_hold_back=request.stage <= 1 and ranks.world_size > 1,
     )
     updater = Updater(
-        rule,
-        streams,
-        pool,
+        rig,
         groups=trained,
         firsts=number_elements(p for p in model.parameters() if p in trained),
         pipelines={beside: Pipeline(streams, ring, beside=beside) for beside, ring in staging.update.items()},
         transit=transit,
     )
     stepper = Stepper(
-        units,
-        ranks,
-        streams,
+        rig,
         updater,
-        param_groups=optimizer.param_groups,
-        gradient_scale=gradient_scale,
         sharing=Sharing(options.streamed_updates, streams, updater.taken_at_once) if layout.streamed else None,
         overlaps=request.overlap != "none",
         begins=begins,
@@ -419,74 +413,17 @@ def build(
     computing = {spec.anchors[0] for spec in specs if spec.dtype == request.compute_dtype}
     casts = InputCasts(request.compute_dtype, options.cast_inputs, computing, streams.device)
     membership = Membership(model, units)
-    hooks = Hooks(
-        model,
-        units,
-        gatherer,
-        reducer,
-        casts,
-        membership,
-        streams,
-        stepper if begins else None,
-        gradient_scale=gradient_scale,
-        activations=activations_for(request, streams, store, units),
-    )
+    activations = activations_for(request, streams, store, units)
+    hooks = Hooks(rig, gatherer, reducer, casts, membership, stepper if begins else None, activations)
     mixing = casts.where_products_mix(model)
     sliced = sliced_blocks(layout.blocks, request.unit_micro_batches, request.batch_dim)
-    mover = Mover(
-        units,
-        plans,
-        store,
-        ranks,
-        streams,
-        gatherer,
-        reducer,
-        staging,
-        in_use=hooks.in_use,
-        plan_staging=layout.plan_staging,
-    )
-    access = Access(
-        units,
-        ranks,
-        gatherer,
-        reducer,
-        rule=rule,
-        steps=updater.steps,
-        scalars=updater.scalars,
-        gradient_scale=gradient_scale,
-        watch_saved=hooks.watch_saved,
-        device=streams.device,
-    )
-    saver = Saver(
-        model,
-        units,
-        ranks,
-        streams,
-        access,
-        council=of_saves,
-        rule=rule,
-        gradient_scale=gradient_scale,
-        param_groups=optimizer.param_groups,
-    )
-    loader = Loader(
-        model,
-        units,
-        ranks,
-        streams,
-        access,
-        gatherer,
-        reducer,
-        updater,
-        rule=rule,
-        gradient_scale=gradient_scale,
-        param_groups=optimizer.param_groups,
-    )
+    mover = Mover(rig, plans, store, gatherer, reducer, staging, in_use=hooks.in_use, plan_staging=layout.plan_staging)
+    access = Access(rig, gatherer, reducer, updater, hooks.watch_saved)
+    saver = Saver(rig, access, of_saves)
+    loader = Loader(rig, access, gatherer, reducer, updater)
     engine = Engine(
-        units=units,
+        rig=rig,
         store=store,
-        ranks=ranks,
-        streams=streams,
-        pool=pool,
         gatherer=gatherer,
         reducer=reducer,
         stepper=stepper,
@@ -494,7 +431,6 @@ def build(
         hooks=hooks,
         membership=membership,
         access=access,
-        gradient_scale=gradient_scale,
         skips=Skips(options.max_skipped_steps, at_once=options.on_nonfinite == "raise", loss_scale=loss_scale),
         mover=mover,
         saver=saver,

@@ -79,8 +79,8 @@ class Optimizer(torch.optim.Optimizer):
             >>> optimizer.backward(model(**batch).loss)  # doctest: +SKIP
         """
         engine = self._open("backward")
-        engine.gradient_scale.check_not_clipped()  # before anything is dropped, as for a backward that fails
-        scale = engine.gradient_scale.loss_scale
+        engine.rig.gradient_scale.check_not_clipped()  # before anything is dropped, as for a backward that fails
+        scale = engine.rig.gradient_scale.loss_scale
         engine.hooks.loss_is_scaled = True
         try:
             if scale != 1.0:
@@ -113,11 +113,11 @@ class Optimizer(torch.optim.Optimizer):
         with self._together("step") as (engine, facts):
             self._open("step")
             check_step(engine)
-            if engine.ranks.world_size > 1:
+            if engine.rig.ranks.world_size > 1:
                 facts.update(scalars_of(self.param_groups, list(self._given.defaults)))
-                facts["the scale of gradients"] = engine.gradient_scale.value
+                facts["the scale of gradients"] = engine.rig.gradient_scale.value
         self._given._opt_called = True  # type: ignore[attr-defined] # its schedulers look here for a step before theirs
-        measure, scale = engine.stepper.measure(), engine.gradient_scale
+        measure, scale = engine.stepper.measure(), engine.rig.gradient_scale
         if not math.isfinite(measure.grad_norm):
             engine.stepper.skip()
             engine.skips.step_skipped(measure.flawed)
@@ -128,7 +128,7 @@ class Optimizer(torch.optim.Optimizer):
         for unit, slots in updated.items():
             unit.count_writes(slots)
         engine.stepper.update(measure, self._max_grad_norm)
-        engine.gatherer.show_resident(engine.units, wait=engine.overlap not in ("forward", "backward"))
+        engine.gatherer.show_resident(engine.rig.units, wait=engine.overlap not in ("forward", "backward"))
         engine.skips.step_made()
         return StepResult(measure.grad_norm, skipped=False, loss_scale=scale.loss_scale)
 
@@ -141,9 +141,9 @@ class Optimizer(torch.optim.Optimizer):
             engine.hooks.abandon_backward()
         self._open("zero_grad", whole=True)
         engine.hooks.backward_failed = False
-        engine.reducer.zero(engine.units)
-        drop_own_gradients(engine.units)
-        engine.gradient_scale.renew()
+        engine.reducer.zero(engine.rig.units)
+        drop_own_gradients(engine.rig.units)
+        engine.rig.gradient_scale.renew()
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Micro-batches whose backward is inside are summed on this rank, and reduced with the next one outside.
@@ -185,7 +185,7 @@ class Optimizer(torch.optim.Optimizer):
             facts.update({"max_norm": limit, "norm_type": norm_type})
         norm = engine.stepper.measure().grad_norm if norm_type == 2 else engine.access.grad_norm(norm_type)
         if math.isfinite(norm):
-            engine.gradient_scale.clip *= min(1.0, limit / (norm + 1e-6))
+            engine.rig.gradient_scale.clip *= min(1.0, limit / (norm + 1e-6))
         return torch.tensor(norm, dtype=torch.float32, device="cpu")
 
     @_public
@@ -217,7 +217,7 @@ class Optimizer(torch.optim.Optimizer):
             rows.append(
                 Location(plan.unit, kind, plan.tier.value, plan.dtype, plan.numel, plan.nbytes, cell.pinned, flies)
             )
-        for unit in engine.units:
+        for unit in engine.rig.units:
             if unit.leased:
                 flies, numel = not unit.event.done(), unit.layout.numel
                 rows.append(Location(unit.name, GATHERED, "device", unit.spec.dtype, numel, unit.nbytes, False, flies))
@@ -346,7 +346,7 @@ class Optimizer(torch.optim.Optimizer):
                 for name, value in values.items():
                     engine.access.check_state(parameter, name, value)
 
-        with torn_on_failure(engine.units, "load_state_dict()"):
+        with torn_on_failure(engine.rig.units, "load_state_dict()"):
             for group, new in zip(groups, loaded, strict=True):
                 group.clear()
                 group.update(new)
@@ -560,7 +560,7 @@ class Optimizer(torch.optim.Optimizer):
         assert self._engine is not None
         engine = self._engine
         self._check_here(verb, engine)
-        with engine.ranks.council.together(f"{verb}()") as facts:
+        with engine.rig.ranks.council.together(f"{verb}()") as facts:
             yield engine, facts
 
     @contextmanager
@@ -609,7 +609,7 @@ class ModelZeroGrad:
         if optimizer is not None:
             optimizer.zero_grad(set_to_none)
         else:
-            self._engine.reducer.zero(self._engine.units)
+            self._engine.reducer.zero(self._engine.rig.units)
 
 
 def _above_zero(name: str, value: Any) -> float:

@@ -2,13 +2,12 @@
 
 import contextlib
 import sys
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
-from penstock._native import Pool
 from penstock.config import Options
 from penstock.engine.passes.gather import Gatherer
 from penstock.engine.passes.hooks import Hooks
@@ -19,15 +18,12 @@ from penstock.engine.state.moving import Mover
 from penstock.engine.state.saving import Saver
 from penstock.engine.state.torn import is_torn
 from penstock.engine.units.membership import Membership
-from penstock.engine.units.unit import Unit
-from penstock.engine.updates.scale import GradientScale
+from penstock.engine.updates.rig import Rig
 from penstock.engine.updates.skips import Skips
 from penstock.engine.updates.step import Stepper
 from penstock.engine.updates.update import Updater
 from penstock.errors import CheckpointError, EngineError, NvmeError
 from penstock.kinds import GRAD, PARAM, Overlap
-from penstock.machine.collectives import Ranks
-from penstock.machine.streams import Streams
 from penstock.tiers.store import Store
 
 
@@ -54,11 +50,8 @@ class Engine:
         elsewhere: this process is a child of the one that has the engine: the error of every use here.
     """
 
-    units: Sequence[Unit]
+    rig: Rig
     store: Store
-    ranks: Ranks
-    streams: Streams
-    pool: Pool
     gatherer: Gatherer
     reducer: Reducer
     stepper: Stepper
@@ -66,7 +59,6 @@ class Engine:
     hooks: Hooks
     membership: Membership
     access: Access
-    gradient_scale: GradientScale
     skips: Skips
     mover: Mover
     saver: Saver
@@ -85,9 +77,9 @@ class Engine:
 
     def at_rest(self, unit_name: str, kind: str) -> bool:
         """Whether a cell has no movement or update under way."""
-        unit = next((unit for unit in self.units if unit.name == unit_name), None)
+        unit = next((unit for unit in self.rig.units if unit.name == unit_name), None)
         if unit is None:  # staging
-            return all(u.trained is None or u.trained.updated.done() for u in self.units)
+            return all(u.trained is None or u.trained.updated.done() for u in self.rig.units)
         trained = unit.trained
         if kind == GRAD:
             assert trained is not None
@@ -100,7 +92,7 @@ class Engine:
 
     def check_frozen(self) -> None:
         """Refuse parameters that were unfrozen after `prepare`: they have no optimizer state."""
-        for unit in self.units:
+        for unit in self.rig.units:
             if unit.trained is None:
                 for name, parameter in zip(unit.spec.names, unit.spec.parameters, strict=True):
                     if parameter.requires_grad and parameter in self.frozen:
@@ -130,11 +122,12 @@ class Engine:
             if keep_params and self.stepper.is_open:
                 self.stepper.abandon()
                 self.access.finish()
-            if keep_params and self.ranks.shards > 1:  # a rank that fails before does not wait; the others hear of it
-                with self.ranks.council.together("close()"):
+            # A rank whose update failed does not come to gather the parameters: the others hear of it here.
+            if keep_params and self.rig.ranks.shards > 1:
+                with self.rig.ranks.council.together("close()"):
                     pass
         except Exception as error:
-            heard = is_torn(self.units) or _is_among(error, raised)
+            heard = is_torn(self.rig.units) or _is_among(error, raised)
             self.abandon()
             if keep_params or not heard:
                 raise
@@ -164,17 +157,17 @@ class Engine:
         for parameter, origin in self.origins.items():
             whole = values.get(parameter)
             parameter.data = origin.empty() if whole is None else whole
-        self.streams.close()  # what is under way, gathers too, ends before its memory goes
+        self.rig.streams.close()  # what is under way, gathers too, ends before its memory goes
         self.reducer.close()
         self.hooks.close()
         try:
             self.store.close()
         finally:
-            for unit in self.units:
+            for unit in self.rig.units:
                 unit.count_writes(range(len(unit.layout.slots)))
                 unit.drop()
-            self.pool.close()
-            self.ranks.close()
+            self.rig.pool.close()
+            self.rig.ranks.close()
 
 
 def _is_among(error: BaseException, raised: BaseException | None) -> bool:

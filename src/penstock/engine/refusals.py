@@ -18,11 +18,11 @@ def check_step(engine: Engine) -> None:
         EngineError: says what.
     """
     check_backward_over("step", engine)
-    if any(unit.holding.blocks for unit in engine.units):
+    if any(unit.holding.blocks for unit in engine.rig.units):
         raise EngineError("step() was called inside gathered(). Leave the block first: step changes what it shows.")
     engine.check_frozen()
     engine.membership.check()
-    for unit in engine.units:
+    for unit in engine.rig.units:
         unit.check_written()
 
 
@@ -34,18 +34,18 @@ def check_backward_over(verb: str, engine: Engine) -> None:
         raise EngineError(
             "The last backward did not finish, so its gradients are not whole. Drop them with zero_grad()."
         )
-    if engine.reducer.holds_back(engine.units):
+    if engine.reducer.holds_back(engine.rig.units):
         raise EngineError(
             f"Gradients of no_sync micro-batches are not reduced yet. Run the last backward before {verb}() "
             "outside no_sync(), or drop them with zero_grad()."
         )
-    _check_own_gradients(engine.units)
+    _check_own_gradients(engine.rig.units)
 
 
 def check_at_rest(verb: str, engine: Engine) -> None:
     """Refuse in the middle of things."""
     check_outside(verb, engine)
-    if any(unit.holding.blocks for unit in engine.units):
+    if any(unit.holding.blocks for unit in engine.rig.units):
         raise EngineError(f"{verb}() was called inside gathered(). Leave the block first.")
 
 

@@ -24,9 +24,9 @@ from torch import Tensor, nn
 from penstock.engine.units.holding import Residency
 from penstock.engine.units.recorded import views_elsewhere
 from penstock.engine.units.unit import Unit
+from penstock.engine.updates.rig import Rig
 from penstock.kinds import Tier
-from penstock.machine.collectives import Ranks
-from penstock.machine.streams import COLLECTIVE, DONE, Event, Streams, all_of
+from penstock.machine.streams import COLLECTIVE, DONE, Event, all_of
 from penstock.tiers.transit import Transit, buffer_home
 
 _EMPTY = (Residency.RELEASED, Residency.OUTDATED)  # of values that count
@@ -80,16 +80,15 @@ class Gatherer:
     """Gathers and releases units.
 
     Arguments:
+        transit: brings what this rank has to full buffers.
         live_bytes: full buffers at once, at most, for gathers ahead of use. A unit that is needed is always gathered.
             Memory of released units that others have views of does not count.
         prefetch_bytes: full buffers being filled ahead of use, at most.
     """
 
-    def __init__(
-        self, ranks: Ranks, streams: Streams, transit: Transit, *, live_bytes: int, prefetch_bytes: int
-    ) -> None:
-        self._ranks = ranks
-        self._streams = streams
+    def __init__(self, rig: Rig, transit: Transit, *, live_bytes: int, prefetch_bytes: int) -> None:
+        self._ranks = rig.ranks
+        self._streams = rig.streams
         self._transit = transit
         self._live_budget = live_bytes
         self._prefetch_budget = prefetch_bytes

@@ -31,10 +31,9 @@ from penstock.engine.units.membership import Membership
 from penstock.engine.units.reads import watch_reads
 from penstock.engine.units.unit import Unit
 from penstock.engine.units.weakly import weakly
-from penstock.engine.updates.scale import GradientScale
+from penstock.engine.updates.rig import Rig
 from penstock.errors import EngineError
 from penstock.machine.border import crossing, theirs, user_records
-from penstock.machine.streams import Streams
 
 
 class BackwardUpdates(Protocol):
@@ -54,37 +53,34 @@ class Hooks:
     """Connects a model to a gatherer and a reducer.
 
     Arguments:
+        gatherer: makes units usable, and gives their memory back.
+        reducer: takes their gradients.
         casts: of floating-point inputs.
         membership: the modules of the parameters, looked at when a forward of the model begins.
-        streams: told what compute is doing, for traces.
         updates: what begins in backward; `None` for nothing.
-        gradient_scale: says whether the loss has to be scaled before its backward, and whether another one may follow.
         activations: takes what forward saves; `None` leaves it.
     """
 
     def __init__(
         self,
-        model: nn.Module,
-        units: Sequence[Unit],
+        rig: Rig,
         gatherer: Gatherer,
         reducer: Reducer,
         casts: InputCasts,
         membership: Membership,
-        streams: Streams,
-        updates: BackwardUpdates | None = None,
-        *,
-        gradient_scale: GradientScale,
-        activations: Activations | None = None,
+        updates: BackwardUpdates | None,
+        activations: Activations | None,
     ) -> None:
-        self._model = model
+        units = rig.units
+        self._model = rig.model
         self._units = units
         self._gatherer = gatherer
         self._reducer = reducer
         self._casts = casts
         self._membership = membership
-        self._streams = streams
+        self._streams = rig.streams
         self._updates = updates
-        self._gradient_scale = gradient_scale
+        self._gradient_scale = rig.gradient_scale
         self._activations = activations
         if activations is not None:
             activations.interrupted = self._clean_up

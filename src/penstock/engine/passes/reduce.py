@@ -15,13 +15,12 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from penstock._native import Pool
 from penstock.engine.passes.buffers import BufferRing
 from penstock.engine.units.norms import measure_late
 from penstock.engine.units.unit import Gradient, Part, Unit, reached
+from penstock.engine.updates.rig import Rig
 from penstock.machine.arena import Words
-from penstock.machine.collectives import Ranks
-from penstock.machine.streams import COLLECTIVE, DEVICE_UPDATE, DONE, DOWNLOAD, UPDATE, Event, Streams, across, all_of
+from penstock.machine.streams import COLLECTIVE, DEVICE_UPDATE, DONE, DOWNLOAD, UPDATE, Event, across, all_of
 from penstock.rules.deposit import Ranges, deposit, deposit_parts, squared_norm, squared_norms
 from penstock.tiers.home import MemorySection
 from penstock.tiers.ring import Ring
@@ -32,10 +31,11 @@ class Reducer:
     """Takes every gradient of the engine's units.
 
     Arguments:
-        reduce_dtype: dtype in which gradients are summed over ranks.
-        accumulation_dtype: dtype in which micro-batches are summed, the homes' own.
+        transit: brings reduced gradients to their homes, where compute does not reach those.
         landing: host buffers of a tile, through which later micro-batches reach homes on the cpu tier where compute
             does not.
+        reduce_dtype: dtype in which gradients are summed over ranks.
+        accumulation_dtype: dtype in which micro-batches are summed, the homes' own.
         collects_fp32: gradients are summed in fp32 until they are reduced, because a parameter gets several in one
             backward.
         agrees: ranks tell each other whether a gradient is finite, as soon as it is reduced.
@@ -44,29 +44,28 @@ class Reducer:
 
     def __init__(
         self,
-        ranks: Ranks,
-        streams: Streams,
+        rig: Rig,
         transit: Transit,
-        pool: Pool,
+        landing: Ring,
         *,
         reduce_dtype: torch.dtype,
         accumulation_dtype: torch.dtype,
-        landing: Ring,
         collects_fp32: bool,
         agrees: bool,
         may_hold_back: bool,
     ) -> None:
+        ranks, streams = rig.ranks, rig.streams
         self._ranks = ranks
         self._streams = streams
         self._transit = transit
-        self._pool = pool
+        self._landing = landing
+        self._pool = rig.pool
         self._reduce_dtype = reduce_dtype
         self._accumulation_dtype = accumulation_dtype
         # On the host the pass that writes measures for nothing; on a device the norm would be kernels of its own.
         self._measures_late = streams.device.type != "cpu"
         self._straight = ranks.world_size == 1 and not collects_fp32
         self._collects_fp32 = collects_fp32
-        self._landing = landing
         self.buffers = BufferRing(streams.device, streams)
         self._told = Words(streams.device)
         if agrees and not streams.aliases_host:

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from penstock.checkpoint import folder as folders
 from penstock.checkpoint.beside import describe
@@ -32,13 +32,11 @@ from penstock.checkpoint.values import encode
 from penstock.checkpoint.writing import RingMemory, UnitSource
 from penstock.engine.state.access import Access
 from penstock.engine.units.unit import Unit
-from penstock.engine.updates.scale import GradientScale
+from penstock.engine.updates.rig import Rig
 from penstock.errors import ConfigError, EngineError
 from penstock.kinds import MASTER, OPTIMIZER, PARAM
-from penstock.machine.collectives import Ranks
 from penstock.machine.council import Council
-from penstock.machine.streams import DONE, HostEvent, HostWorker, Streams, all_of
-from penstock.rules.rule import Rule
+from penstock.machine.streams import DONE, HostEvent, HostWorker, all_of
 from penstock.tiers.home import Home
 
 #: What becomes of a save while another one is running.
@@ -59,32 +57,19 @@ class Saver:
     """Saves one engine's state. One save at a time.
 
     Arguments:
-        model: whose buffers and configuration are kept too.
+        access: knows step counts and which parameters have state.
         council: of saves alone: they go on beside what the user's thread does.
-        param_groups: of the optimizer, as the user changes them.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        units: Sequence[Unit],
-        ranks: Ranks,
-        streams: Streams,
-        access: Access,
-        *,
-        council: Council,
-        rule: Rule,
-        gradient_scale: GradientScale,
-        param_groups: Sequence[Mapping[str, Any]],
-    ) -> None:
-        self._model = model
-        self._units = units
-        self._ranks = ranks
-        self._streams = streams
+    def __init__(self, rig: Rig, access: Access, council: Council) -> None:
+        self._model = rig.model
+        self._units = rig.units
+        self._ranks = rig.ranks
+        self._streams = rig.streams
         self._access = access
-        self._rule = rule
-        self._gradient_scale = gradient_scale
-        self._param_groups = param_groups
+        self._rule = rig.rule
+        self._gradient_scale = rig.gradient_scale
+        self._param_groups = rig.param_groups
         self._council = council
         self._job: _Job | None = None
 

@@ -4,8 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from penstock.checkpoint.buffers import from_tensor, persistent_buffers, why_no_fit
 from penstock.checkpoint.fields import Field
@@ -14,12 +13,10 @@ from penstock.checkpoint.randomness import RandomStates, decode_random
 from penstock.checkpoint.reading import TileKey
 from penstock.checkpoint.tables import pieces
 from penstock.engine.units.unit import Unit
-from penstock.engine.updates.scale import GradientScale
+from penstock.engine.updates.rig import Rig
 from penstock.engine.updates.update import Updater
 from penstock.errors import ConfigError
 from penstock.layout import ALIGNMENT_NUMEL
-from penstock.machine.collectives import Ranks
-from penstock.rules.rule import Rule
 
 _MOST_NAMED = 8
 
@@ -60,26 +57,15 @@ class Taken:
 class Taker:
     """Holds checkpoints against one engine."""
 
-    def __init__(
-        self,
-        model: nn.Module,
-        units: Sequence[Unit],
-        ranks: Ranks,
-        updater: Updater,
-        *,
-        device: torch.device,
-        rule: Rule,
-        gradient_scale: GradientScale,
-        param_groups: Sequence[dict[str, Any]],
-    ) -> None:
-        self._model = model
-        self._units = units
-        self._ranks = ranks
+    def __init__(self, rig: Rig, updater: Updater) -> None:
+        self._model = rig.model
+        self._units = rig.units
+        self._ranks = rig.ranks
         self._updater = updater
-        self._device = device
-        self._rule = rule
-        self._gradient_scale = gradient_scale
-        self._param_groups = param_groups
+        self._device = rig.streams.device
+        self._rule = rig.rule
+        self._gradient_scale = rig.gradient_scale
+        self._param_groups = rig.param_groups
 
     def take(self, checkpoint: Checkpoint, own: Mapping[str, Tensor]) -> Taken:
         """What this rank takes.
