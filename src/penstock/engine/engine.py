@@ -39,6 +39,35 @@ class Origin:
         return torch.empty(0, dtype=self.dtype, device=self.device)
 
 
+@dataclass(frozen=True)
+class Passes:
+    """What happens in forward and backward."""
+
+    gatherer: Gatherer
+    reducer: Reducer
+    hooks: Hooks
+    membership: Membership
+
+
+@dataclass(frozen=True)
+class Updates:
+    """What a step does."""
+
+    updater: Updater
+    stepper: Stepper
+    skips: Skips
+
+
+@dataclass(frozen=True)
+class State:
+    """What looks at the state of training, changes it, moves it, and keeps it in files."""
+
+    access: Access
+    mover: Mover
+    saver: Saver
+    loader: Loader
+
+
 @dataclass
 class Engine:
     """Everything that `prepare` built. Parts know each other only as far as their constructors say.
@@ -52,20 +81,12 @@ class Engine:
 
     rig: Rig
     store: Store
-    gatherer: Gatherer
-    reducer: Reducer
-    stepper: Stepper
-    updater: Updater
-    hooks: Hooks
-    membership: Membership
-    access: Access
-    skips: Skips
-    mover: Mover
-    saver: Saver
-    loader: Loader
+    passes: Passes
+    updates: Updates
+    state: State
     overlap: Overlap
     options: Options
-    origins: dict[nn.Parameter, Origin]
+    origins: Mapping[nn.Parameter, Origin]
     frozen: Set[nn.Parameter]
     restore_model: Callable[[], None]
     closed: bool = False
@@ -73,7 +94,7 @@ class Engine:
 
     def turn(self, method: str) -> contextlib.AbstractContextManager[None]:
         """While a method of the optimizer runs, no other thread runs the model."""
-        return self.hooks.under_way.turn(method)
+        return self.passes.hooks.under_way.turn(method)
 
     def at_rest(self, unit_name: str, kind: str) -> bool:
         """Whether a cell has no movement or update under way."""
@@ -114,14 +135,14 @@ class Engine:
         raised = sys.exception()
         unsaved: CheckpointError | None = None
         try:
-            self.saver.close()
+            self.state.saver.close()
         except CheckpointError as error:
             unsaved = error  # of a checkpoint, not of what is in memory
         try:
-            self.access.finish()
-            if keep_params and self.stepper.is_open:
-                self.stepper.abandon()
-                self.access.finish()
+            self.state.access.finish()
+            if keep_params and self.updates.stepper.is_open:
+                self.updates.stepper.abandon()
+                self.state.access.finish()
             # A rank whose update failed does not come to gather the parameters: the others hear of it here.
             if keep_params and self.rig.ranks.shards > 1:
                 with self.rig.ranks.council.together("close()"):
@@ -147,19 +168,19 @@ class Engine:
             self._give_back({})
 
     def _restored(self, parameter: nn.Parameter, origin: Origin) -> Tensor:
-        return self.access.exact_param(parameter).to(device=origin.device, dtype=origin.dtype)
+        return self.state.access.exact_param(parameter).to(device=origin.device, dtype=origin.dtype)
 
     def _give_back(self, values: Mapping[nn.Parameter, Tensor]) -> None:
         """Leave the model with these values of its parameters, or none, and without hooks; free all memory."""
         self.closed = True
-        self.hooks.remove()
+        self.passes.hooks.remove()
         self.restore_model()
         for parameter, origin in self.origins.items():
             whole = values.get(parameter)
             parameter.data = origin.empty() if whole is None else whole
         self.rig.streams.close()  # what is under way, gathers too, ends before its memory goes
-        self.reducer.close()
-        self.hooks.close()
+        self.passes.reducer.close()
+        self.passes.hooks.close()
         try:
             self.store.close()
         finally:

@@ -21,20 +21,20 @@ def check_step(engine: Engine) -> None:
     if any(unit.holding.blocks for unit in engine.rig.units):
         raise EngineError("step() was called inside gathered(). Leave the block first: step changes what it shows.")
     engine.check_frozen()
-    engine.membership.check()
+    engine.passes.membership.check()
     for unit in engine.rig.units:
         unit.check_written()
 
 
 def check_backward_over(verb: str, engine: Engine) -> None:
     """Refuse to work on gradients that are not whole, or not all there."""
-    if in_backward() or engine.hooks.in_forward:
+    if in_backward() or engine.passes.hooks.in_forward:
         raise EngineError(f"{verb}() was called inside a forward or a backward. Call it after backward has returned.")
-    if engine.hooks.backward_open or engine.hooks.backward_failed:
+    if engine.passes.hooks.backward_open or engine.passes.hooks.backward_failed:
         raise EngineError(
             "The last backward did not finish, so its gradients are not whole. Drop them with zero_grad()."
         )
-    if engine.reducer.holds_back(engine.rig.units):
+    if engine.passes.reducer.holds_back(engine.rig.units):
         raise EngineError(
             f"Gradients of no_sync micro-batches are not reduced yet. Run the last backward before {verb}() "
             "outside no_sync(), or drop them with zero_grad()."
@@ -51,7 +51,7 @@ def check_at_rest(verb: str, engine: Engine) -> None:
 
 def check_outside(verb: str, engine: Engine) -> None:
     """Refuse in the middle of a pass."""
-    if in_backward() or engine.hooks.in_forward:
+    if in_backward() or engine.passes.hooks.in_forward:
         raise EngineError(f"{verb}() was called inside a forward or a backward. Call it between steps.")
 
 

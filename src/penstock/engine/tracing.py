@@ -44,7 +44,7 @@ def take_trace(path: str | PathLike[str], engine: Engine) -> Iterator[TraceRepor
             except OSError as error:
                 failure = _refused(name, error)
         engine.rig.ranks.council.agree(failure)  # the other ranks would go on alone
-        engine.access.finish()  # nobody would know what a wait for it were for
+        engine.state.access.finish()  # nobody would know what a wait for it were for
         report = TraceReport()
         recorder = streams.recorder = Recorder(streams)
         ended = False

@@ -34,7 +34,7 @@ class Calls:
 
     def __init__(self, patch: pytest.MonkeyPatch, optimizer: penstock.Optimizer) -> None:
         self.numels: list[list[int]] = []
-        rule = optimizer._engine.updater._rule
+        rule = optimizer._engine.updates.updater._rule
         update_many = rule.update_many
 
         def note(segments: Any, *rest: Any) -> None:

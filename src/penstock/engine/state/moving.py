@@ -15,8 +15,8 @@ from dataclasses import dataclass, field, replace
 
 from penstock.engine.passes.gather import Gatherer
 from penstock.engine.passes.reduce import Reducer
-from penstock.engine.units.assemble import UnitPlan
 from penstock.engine.units.holding import Residency
+from penstock.engine.units.plan import UnitPlan
 from penstock.engine.units.unit import Unit
 from penstock.engine.updates.rig import Rig
 from penstock.kinds import GRAD, MASTER, OPTIMIZER, PARAM, SHADOW, Tier

@@ -168,7 +168,6 @@ class Unit:
         replica: Home | None,
         full: Tensor,
         resident: bool,
-        device: torch.device,
     ) -> None:
         self.spec = spec
         self.name = spec.name
@@ -188,7 +187,7 @@ class Unit:
         self.saved: Event = DONE  # a save that goes on beside training has copied what it is to write
         self.stale = False  # replicated: the other ranks' parts are from before the last update
         self._versions: list[int] = []  # of the parameters: torch counts every write of theirs, and none of ours
-        self.placeholder = torch.full((), float("nan"), dtype=torch.float32, device=device).to(spec.dtype)
+        self.placeholder = torch.full((), float("nan"), dtype=torch.float32, device=full.device).to(spec.dtype)
         self._nothing = self.placeholder.clone()
         if not resident:
             self.holding.become(Residency.RELEASED)
