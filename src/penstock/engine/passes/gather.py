@@ -295,7 +295,7 @@ class Gatherer:
             for part in unit.event.parts():
                 with contextlib.suppress(Exception):
                     part.synchronize()
-            holding.saved_raw = True  # nothing reads it: its memory goes
+            holding.note_failed_fill()
         if recorded.is_alive:
             if recorded.is_new and holding.residency is Residency.GATHERED:
                 recorded.keep(unit.full)
@@ -307,8 +307,8 @@ class Gatherer:
             unit.hide()
         if views_elsewhere(unit.full) and (holding.shown or not unit.full.untyped_storage().resizable()):
             self._replace_full(unit)
-        holding.shown = False
-        if views_elsewhere(unit.full) and not holding.saved_raw:
+        holding.note_emptied()
+        if views_elsewhere(unit.full) and not holding.empties_views:
             self._streams.spoil(unit.full)
             holding.become(Residency.OUTDATED)
             self._lingering[unit] = None

@@ -223,7 +223,7 @@ class Hooks:
             call.saved_hooks.__enter__()
         else:
             for unit in units:
-                unit.holding.saved_raw = True
+                unit.holding.note_unseen_saves()
 
     def _gather_for_read(self, unit: Unit, module: nn.Module) -> None:
         """A forward reads a parameter whose own module does not run: gather it until that forward is over."""
@@ -277,7 +277,7 @@ class Hooks:
             if unit in returned and self._calls:
                 self._hold_for(self._calls[-1], unit)
             elif unit in returned:
-                unit.holding.shown = True  # its memory is the caller's
+                unit.holding.hand_to_caller()
                 if user_records():
                     unit.holding.take(Holder.UNANNOUNCED)
 
@@ -354,8 +354,7 @@ class Hooks:
             anchor.entered = 0
         self._gatherer.drop_unused()
         for unit in self._units:
-            unit.holding.drop_all(Holder.FORWARD)
-            unit.holding.drop_all(Holder.UNANNOUNCED)
+            unit.holding.lose_forwards()
             self._gatherer.release(unit)
 
     # Backward
@@ -483,8 +482,7 @@ class Hooks:
     def _end_backward(self) -> None:
         self._pass_by(self._uses.end())
         for unit in self._units:
-            unit.holding.drop_all(Holder.BACKWARD)
-            unit.holding.drop_all(Holder.UNANNOUNCED)
+            unit.holding.end_backward()
             self._settle(unit)
         self._backward_order.finish()
         if not user_records():
@@ -499,10 +497,9 @@ class Hooks:
         self._arrived.clear()
         self._uses.clear()
         for unit in self._units:
-            unit.holding.drop_all(Holder.BACKWARD)
-            unit.holding.drop_all(Holder.UNANNOUNCED)
+            unit.holding.end_backward()
             self._gatherer.release(unit)
-            unit.holding.saved_raw = False
+            unit.holding.forget_unseen_saves()
         self._gatherer.drop_unused()
         self._note_turn()
         self.under_way.leave_backward()  # last: another thread's forward begins now

@@ -123,7 +123,7 @@ class Access:
     def _let_go(self, blocks: Mapping[Unit, int]) -> None:
         """So many blocks hold these units from now on."""
         for unit, count in blocks.items():
-            unit.holding.blocks = count
+            unit.holding.leave_blocks(count)
             if not self._closed:
                 self._gatherer.release(unit)
 
