@@ -6,7 +6,7 @@
 """
 
 import contextlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import NamedTuple
 
@@ -15,7 +15,7 @@ from torch import nn
 
 from penstock._native import Pool
 from penstock.blueprint import Blueprint
-from penstock.engine.engine import Engine, Origin, Passes, State, Updates
+from penstock.engine.engine import Engine, Passes, State, Updates
 from penstock.engine.forked import leave_to_parent
 from penstock.engine.passes.activations import Activations
 from penstock.engine.passes.gather import Gatherer
@@ -33,6 +33,7 @@ from penstock.engine.units.alike import settle_buffers
 from penstock.engine.units.assemble import fill_unit, make_unit
 from penstock.engine.units.membership import Membership
 from penstock.engine.units.originals import replace_meta
+from penstock.engine.units.parameter import make_parameters
 from penstock.engine.units.source import agreeing, open_source
 from penstock.engine.units.unit import Unit
 from penstock.engine.updates.rig import Rig
@@ -100,7 +101,6 @@ class _Memory(NamedTuple):
     store: Store
     staging: Staging
     units: Sequence[Unit]
-    origins: Mapping[nn.Parameter, Origin]
 
 
 def _take_memory(blueprint: Blueprint, model: nn.Module, ranks: Ranks, streams: Streams) -> _Memory:
@@ -124,14 +124,15 @@ def _take_memory(blueprint: Blueprint, model: nn.Module, ranks: Ranks, streams: 
         with agreeing(request.weights, ranks):
             undo.callback(replace_meta(model))
         specs, plans = blueprint.specs, blueprint.units
-        origins = {p: Origin(p.dtype, p.device) for spec in specs for p in spec.parameters}
+        parameters = [make_parameters(plan.spec.parameters, plan.layout) for plan in plans]
         units: list[Unit] = []
         filled: list[Unit] = []  # whose parameters have given up their own memory
-        undo.callback(empty_parameters, filled, origins)
+        undo.callback(empty_parameters, filled)
         with agreeing(request.weights, ranks):
             for number, flats in source.units(specs):
                 while len(units) <= number:
-                    units.append(make_unit(plans[len(units)], len(units), ranks.shard_rank, streams, reserved))
+                    index = len(units)
+                    units.append(make_unit(plans[index], index, parameters[index], ranks.shard_rank, streams, reserved))
                 fill_unit(units[number], blueprint.homes, flats)
                 filled.append(units[number])
                 del flats  # before the next unit's come
@@ -139,7 +140,7 @@ def _take_memory(blueprint: Blueprint, model: nn.Module, ranks: Ranks, streams: 
         staging.replan(blueprint.staging)
         staging.take(reserved)
         undo.pop_all()
-    return _Memory(store, staging, units, origins)
+    return _Memory(store, staging, units)
 
 
 def _make_rig(
@@ -212,8 +213,6 @@ def _connect(blueprint: Blueprint, rig: Rig, memory: _Memory, council: Council) 
         state=state,
         overlap=request.overlap,
         options=options,
-        origins=memory.origins,
-        frozen={p for p in memory.origins if not p.requires_grad},
         restore_model=partial(restore, model, [*sliced, *mixing, Idioms(model, rig.units)]),
     )
 
@@ -267,11 +266,11 @@ def restore(model: nn.Module, attached: Iterable[SlicedBlock | MixedProducts | I
         part.remove()
 
 
-def empty_parameters(units: Iterable[Unit], origins: Mapping[nn.Parameter, Origin]) -> None:
+def empty_parameters(units: Iterable[Unit]) -> None:
     """What was moved into cells that are given up is gone. Empty parameters say so, where placeholders would be NaN."""
     for unit in units:
-        for parameter in unit.spec.parameters:
-            parameter.data = origins[parameter].empty()
+        for parameter in unit.parameters:
+            parameter.leave(None)
 
 
 def number_elements(parameters: Iterable[nn.Parameter]) -> dict[nn.Parameter, int]:

@@ -8,6 +8,7 @@ import pytest
 from tests.meta.source import modules
 
 HOLDING = "engine.units.holding"
+PARAMETER = "engine.units.parameter"
 
 
 def written(tree: ast.Module) -> Iterator[ast.expr]:
@@ -29,3 +30,10 @@ def test_nobody_else_writes_who_holds_a_unit(module: str) -> None:
     for target in written(modules()[module]):
         if isinstance(target, ast.Attribute):
             assert not is_called(target.value, "holding"), f"penstock.{module}, line {target.lineno}"
+
+
+@pytest.mark.parametrize("module", [m for m in modules() if m.startswith(("engine", "construct")) and m != PARAMETER])
+def test_nobody_else_gives_a_parameter_other_memory(module: str) -> None:
+    for target in written(modules()[module]):
+        if isinstance(target, ast.Attribute) and target.attr == "data":
+            assert is_called(target.value, "_counter"), f"penstock.{module}, line {target.lineno}"

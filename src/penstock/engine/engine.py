@@ -2,11 +2,10 @@
 
 import contextlib
 import sys
-from collections.abc import Callable, Mapping, Set
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
-import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from penstock.config import Options
 from penstock.engine.passes.gather import Gatherer
@@ -18,6 +17,7 @@ from penstock.engine.state.moving import Mover
 from penstock.engine.state.saving import Saver
 from penstock.engine.state.torn import is_torn
 from penstock.engine.units.membership import Membership
+from penstock.engine.units.parameter import UnitParameter
 from penstock.engine.updates.rig import Rig
 from penstock.engine.updates.skips import Skips
 from penstock.engine.updates.step import Stepper
@@ -25,18 +25,6 @@ from penstock.engine.updates.update import Updater
 from penstock.errors import CheckpointError, EngineError, NvmeError
 from penstock.kinds import GRAD, PARAM, Overlap
 from penstock.tiers.store import Store
-
-
-@dataclass(frozen=True)
-class Origin:
-    """What a parameter was before `prepare`."""
-
-    dtype: torch.dtype
-    device: torch.device
-
-    def empty(self) -> Tensor:
-        """What is left of a parameter whose values are gone."""
-        return torch.empty(0, dtype=self.dtype, device=self.device)
 
 
 @dataclass(frozen=True)
@@ -73,7 +61,6 @@ class Engine:
     """Everything that `prepare` built. Parts know each other only as far as their constructors say.
 
     Attributes:
-        frozen: parameters that did not require gradients when the model was prepared.
         restore_model: undoes what `prepare` set on the model beside its parameters and hooks.
         closed: everything was given back.
         elsewhere: this process is a child of the one that has the engine: the error of every use here.
@@ -86,8 +73,6 @@ class Engine:
     state: State
     overlap: Overlap
     options: Options
-    origins: Mapping[nn.Parameter, Origin]
-    frozen: Set[nn.Parameter]
     restore_model: Callable[[], None]
     closed: bool = False
     elsewhere: EngineError | None = None
@@ -110,19 +95,6 @@ class Engine:
             return updated and unit.published.done() and unit.params.at_rest()
         assert trained is not None
         return updated and all(home.at_rest() for home in (trained.master, trained.shadow, trained.optimizer))
-
-    def check_frozen(self) -> None:
-        """Refuse parameters that were unfrozen after `prepare`: they have no optimizer state."""
-        for unit in self.rig.units:
-            if unit.trained is None:
-                for name, parameter in zip(unit.spec.names, unit.spec.parameters, strict=True):
-                    if parameter.requires_grad and parameter in self.frozen:
-                        raise EngineError(
-                            f"Parameter '{name}' was frozen when the model was prepared, so it has no optimizer state, "
-                            "and requires a gradient now. Close the optimizer and prepare again with it unfrozen and in"
-                            " a param group. What is to be frozen for a while only is frozen after prepare(), which "
-                            "keeps its state."
-                        )
 
     def close(self, *, keep_params: bool) -> None:
         """Finish work, restore the parameters, give everything back.
@@ -154,7 +126,7 @@ class Engine:
                 raise
             return
         try:
-            values = {p: self._restored(p, origin) for p, origin in self.origins.items()} if keep_params else {}
+            values = {p: self._restored(p) for p in self._parameters()} if keep_params else {}
         except (NvmeError, EngineError):  # of this rank, or of another
             self.abandon()
             raise
@@ -167,17 +139,19 @@ class Engine:
         with contextlib.suppress(NvmeError):  # of transfers that nobody waited for
             self._give_back({})
 
-    def _restored(self, parameter: nn.Parameter, origin: Origin) -> Tensor:
-        return self.state.access.exact_param(parameter).to(device=origin.device, dtype=origin.dtype)
+    def _parameters(self) -> Iterator[UnitParameter]:
+        return (parameter for unit in self.rig.units for parameter in unit.parameters)
 
-    def _give_back(self, values: Mapping[nn.Parameter, Tensor]) -> None:
+    def _restored(self, parameter: UnitParameter) -> Tensor:
+        return parameter.as_before(self.state.access.exact_param(parameter.tensor))
+
+    def _give_back(self, values: Mapping[UnitParameter, Tensor]) -> None:
         """Leave the model with these values of its parameters, or none, and without hooks; free all memory."""
         self.closed = True
         self.passes.hooks.remove()
         self.restore_model()
-        for parameter, origin in self.origins.items():
-            whole = values.get(parameter)
-            parameter.data = origin.empty() if whole is None else whole
+        for parameter in self._parameters():
+            parameter.leave(values.get(parameter))
         self.rig.streams.close()  # what is under way, gathers too, ends before its memory goes
         self.passes.reducer.close()
         self.passes.hooks.close()
@@ -185,7 +159,7 @@ class Engine:
             self.store.close()
         finally:
             for unit in self.rig.units:
-                unit.count_writes(range(len(unit.layout.slots)))
+                unit.count_writes()
                 unit.drop()
             self.rig.pool.close()
             self.rig.ranks.close()

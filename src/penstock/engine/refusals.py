@@ -20,7 +20,10 @@ def check_step(engine: Engine) -> None:
     check_backward_over("step", engine)
     if any(unit.holding.blocks for unit in engine.rig.units):
         raise EngineError("step() was called inside gathered(). Leave the block first: step changes what it shows.")
-    engine.check_frozen()
+    for unit in engine.rig.units:
+        if unit.trained is None:
+            for parameter in unit.parameters:
+                parameter.check_frozen()
     engine.passes.membership.check()
     for unit in engine.rig.units:
         unit.check_written()
@@ -59,12 +62,8 @@ def _check_own_gradients(units: Sequence[Unit]) -> None:
     """Refuse a `.grad` that somebody has set: backward takes what it leaves there, so it is not one of ours."""
     for unit in units:
         if unit.trained is not None:
-            for name, parameter in zip(unit.spec.names, unit.spec.parameters, strict=True):
-                if parameter.grad is not None:
-                    raise EngineError(
-                        f"Parameter '{name}' has a .grad that was set by hand, which no update would see. Give it to "
-                        "optimizer.set_full_grad(parameter, value), and drop it with parameter.grad = None."
-                    )
+            for parameter in unit.parameters:
+                parameter.check_own_gradient()
 
 
 def drop_own_gradients(units: Sequence[Unit]) -> None:

@@ -457,14 +457,8 @@ class Hooks:
             if unit.resident or unit.spec.persistent:  # else it is released anyway
                 self._gatherer.outdate(unit)
 
-    def _take_gradient(self, unit: Unit, index: int, parameter: nn.Parameter) -> None:
-        grad = parameter.grad
-        assert grad is not None
-        parameter.grad = None
-        if grad.is_sparse:
-            raise EngineError(
-                f"Parameter '{unit.spec.names[index]}' got a sparse gradient. Build its embedding with sparse=False."
-            )
+    def _take_gradient(self, unit: Unit, index: int, _: nn.Parameter) -> None:
+        grad = unit.parameters[index].take_gradient()
         if not (unit.resident or unit.holding.used):
             raise EngineError(
                 f"Parameter '{unit.spec.names[index]}' got a gradient, and no forward of {unit.label} ever ran: its "

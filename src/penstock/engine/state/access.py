@@ -98,7 +98,8 @@ class Access:
                 self.finish()  # homes may have moved
             for unit in units:
                 if modify:
-                    unit.take_in()
+                    for parameter in unit.parameters:
+                        parameter.take_in(unit.full)
                     self._take_over(unit, before[unit])
                     unit.count_writes(_changed(unit, before[unit]))
                     unit.note_versions()

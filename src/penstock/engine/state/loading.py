@@ -234,12 +234,12 @@ class Loader:
         """What is in the homes is whole: the rest of the engine takes note."""
         for unit in self._units:
             unit.published = DONE
-            unit.count_writes(range(len(unit.layout.slots)))
+            unit.count_writes()
             unit.stale = unit.replica is not None and unit.layout.shards > 1
             if unit.trained is not None:
                 unit.trained.updated = DONE
-                for parameter, name in zip(unit.spec.parameters, unit.spec.names, strict=True):
-                    self._restore_counts(parameter, manifest.parameters[name])
+                for parameter in unit.parameters:
+                    self._restore_counts(parameter.tensor, manifest.parameters[parameter.name])
             self._gatherer.outdate(unit)
             if unit.resident:
                 self._gatherer.acquire(unit)

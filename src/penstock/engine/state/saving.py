@@ -251,22 +251,21 @@ class Saver:
     def _parameters(self) -> Iterator[tuple[str, SavedParameter]]:
         for unit in self._units:
             trained = unit.trained is not None
-            for slot, parameter in zip(unit.layout.slots, unit.spec.parameters, strict=True):
+            for parameter in unit.parameters:
                 yield (
-                    slot.name,
+                    parameter.name,
                     SavedParameter(
-                        shape=slot.shape,
+                        shape=parameter.slot.shape,
                         dtype=unit.spec.dtype,
                         trained=trained,
-                        step=self._access.steps()[parameter] if trained else 0,
-                        scalars={name: float(value) for name, value in self._access.scalars(parameter).items()},
-                        has_state=trained and self._access.has_state(parameter),
+                        step=self._access.steps()[parameter.tensor] if trained else 0,
+                        scalars={name: float(value) for name, value in self._access.scalars(parameter.tensor).items()},
+                        has_state=trained and self._access.has_state(parameter.tensor),
                     ),
                 )
 
     def _groups(self, tensors: dict[str, Tensor]) -> Iterator[SavedGroup]:
-        pairs = [pair for unit in self._units for pair in zip(unit.spec.parameters, unit.spec.names, strict=True)]
-        names = dict(pairs)
+        names = {parameter.tensor: parameter.name for unit in self._units for parameter in unit.parameters}
         for number, group in enumerate(self._param_groups):
             options = {name: value for name, value in group.items() if name != "params"}
             encoded = encode(options, tensors, what=f"param_groups[{number}]")

@@ -131,8 +131,7 @@ class Taker:
 
     def _read_groups(self, checkpoint: Checkpoint) -> list[dict[str, Any]]:
         """The options of each param group."""
-        pairs = [pair for unit in self._units for pair in zip(unit.spec.parameters, unit.spec.names, strict=True)]
-        names = dict(pairs)
+        names = {parameter.tensor: parameter.name for unit in self._units for parameter in unit.parameters}
         here = [{names[p] for p in group["params"]} for group in self._param_groups]
         if here != [set(group.parameters) for group in checkpoint.manifest.groups]:
             raise checkpoint.fail("groups", "divides the parameters otherwise. Build the param groups alike.")

@@ -4,46 +4,42 @@ from collections.abc import Sequence
 
 import torch
 
+from penstock.engine.units.parameter import UnitParameter
 from penstock.engine.units.plan import Homes, UnitPlan
 from penstock.engine.units.source import Flat
 from penstock.engine.units.unit import Gradient, Trained, Unit
 from penstock.kinds import GRAD, MASTER, OPTIMIZER, PARAM, SHADOW
 from penstock.machine.streams import Streams
 from penstock.rules.master import split_master, write_master
-from penstock.tiers.home import Home, MemorySection
+from penstock.tiers.home import Home
 from penstock.tiers.store import Reservation
 
 
-def make_unit(plan: UnitPlan, index: int, rank: int, streams: Streams, reserved: Reservation) -> Unit:
+def make_unit(
+    plan: UnitPlan,
+    index: int,
+    parameters: Sequence[UnitParameter],
+    rank: int,
+    streams: Streams,
+    reserved: Reservation,
+) -> Unit:
     """Make a unit with its homes, which are empty.
 
     Arguments:
         plan: where each home is.
         index: of the unit among all.
+        parameters: of the unit, as they were before any of them gave up its memory.
         rank: of this process among those that have a shard each.
         streams: of the device that computes.
         reserved: the memory and files that were taken for it.
     """
     spec, layout = plan.spec, plan.layout
     homes = {name: Home([reserved.make(section) for section in sections]) for name, sections in plan.sections.items()}
-    whole = homes[PARAM]
-    if plan.resident:
-        (section,) = whole.sections
-        assert isinstance(section, MemorySection)
-        (full,) = section.tensors
-    else:
+    full = None
+    if not plan.resident:
         full = streams.make_buffer(layout.numel, spec.dtype)
         streams.retire(full)
-    unit = Unit(
-        spec,
-        index,
-        layout,
-        rank=rank,
-        params=whole.part(*layout.shard_range(rank)) if plan.replicated else whole,
-        replica=whole if plan.replicated else None,
-        full=full,
-        resident=plan.resident,
-    )
+    unit = Unit(spec, index, layout, parameters, rank=rank, home=homes[PARAM], replicated=plan.replicated, full=full)
     if spec.trainable:
         unit.trained = Trained(
             gradient=Gradient(homes[GRAD]),
