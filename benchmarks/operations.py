@@ -134,9 +134,11 @@ def ours(*, compiled: bool) -> dict[str, Any]:
         options=penstock.Options(tile_bytes=TILE_BYTES),
     )
     engine: Any = optimizer._engine
-    engine.reducer._measures_late = True
+    engine.passes.reducer._measures_late = True
     if compiled:
-        engine.updater._rule = replace(engine.updater._rule, on_device=DeviceUpdate(lambda *_: calls.append(1)))
+        engine.updates.updater._rule = replace(
+            engine.updates.updater._rule, on_device=DeviceUpdate(lambda *_: calls.append(1))
+        )
 
     def counted(owner: Any, name: str, counting: Counting) -> None:
         """Inside: the engine's own side of a hook or a method leaves the modes of its callers."""
@@ -155,15 +157,15 @@ def ours(*, compiled: bool) -> dict[str, Any]:
     optimizer.step()
     optimizer.zero_grad()
     of_backward, of_measure, of_update = Counting(), Counting(), Counting()
-    counted(engine.reducer, "add", of_backward)
-    counted(engine.reducer, "flush", of_backward)
-    counted(engine.stepper, "measure", of_measure)
-    counted(engine.stepper, "update", of_update)
+    counted(engine.passes.reducer, "add", of_backward)
+    counted(engine.passes.reducer, "flush", of_backward)
+    counted(engine.updates.stepper, "measure", of_measure)
+    counted(engine.updates.stepper, "update", of_update)
     backward()
     calls.clear()
     copies.clear()
     optimizer.step()
-    units, parameters = len(engine.units), len(list(model.parameters()))
+    units, parameters = len(engine.rig.units), len(list(model.parameters()))
     optimizer.close()
     return {
         "units": units,

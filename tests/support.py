@@ -19,7 +19,8 @@ import torch.multiprocessing as mp
 from torch import Tensor
 
 import penstock
-from penstock.build import Request, build
+from penstock.blueprint import Request
+from penstock.build import build
 from penstock.kinds import COMPUTE_DTYPES
 from penstock.machine import pinning
 from penstock.machine.arena import Arena

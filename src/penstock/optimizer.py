@@ -79,19 +79,19 @@ class Optimizer(torch.optim.Optimizer):
             >>> optimizer.backward(model(**batch).loss)  # doctest: +SKIP
         """
         engine = self._open("backward")
-        engine.gradient_scale.check_not_clipped()  # before anything is dropped, as for a backward that fails
-        scale = engine.gradient_scale.loss_scale
-        engine.hooks.loss_is_scaled = True
+        engine.rig.gradient_scale.check_not_clipped()  # before anything is dropped, as for a backward that fails
+        scale = engine.rig.gradient_scale.loss_scale
+        engine.passes.hooks.loss_is_scaled = True
         try:
             if scale != 1.0:
                 with torch.enable_grad():
                     loss = loss.float() * scale  # in fp32: a loss in fp16 would overflow
             loss.backward(retain_graph=retain_graph)  # type: ignore[no-untyped-call]
         except BaseException:
-            engine.hooks.abandon_backward()
+            engine.passes.hooks.abandon_backward()
             raise
         finally:
-            engine.hooks.loss_is_scaled = False
+            engine.passes.hooks.loss_is_scaled = False
 
     @_public
     def step(self, closure: None = None) -> StepResult:  # type: ignore[override]
@@ -113,23 +113,23 @@ class Optimizer(torch.optim.Optimizer):
         with self._together("step") as (engine, facts):
             self._open("step")
             check_step(engine)
-            if engine.ranks.world_size > 1:
+            if engine.rig.ranks.world_size > 1:
                 facts.update(scalars_of(self.param_groups, list(self._given.defaults)))
-                facts["the scale of gradients"] = engine.gradient_scale.value
+                facts["the scale of gradients"] = engine.rig.gradient_scale.value
         self._given._opt_called = True  # type: ignore[attr-defined] # its schedulers look here for a step before theirs
-        measure, scale = engine.stepper.measure(), engine.gradient_scale
+        measure, scale = engine.updates.stepper.measure(), engine.rig.gradient_scale
         if not math.isfinite(measure.grad_norm):
-            engine.stepper.skip()
-            engine.skips.step_skipped(measure.flawed)
+            engine.updates.stepper.skip()
+            engine.updates.skips.step_skipped(measure.flawed)
             return StepResult(float("nan"), skipped=True, loss_scale=scale.loss_scale)
         updated = {unit: slots for unit, slots in measure.present.items() if slots}
         for unit in updated:  # of the others graphs may still go backward
-            engine.gatherer.outdate(unit)
+            engine.passes.gatherer.outdate(unit)
         for unit, slots in updated.items():
             unit.count_writes(slots)
-        engine.stepper.update(measure, self._max_grad_norm)
-        engine.gatherer.show_resident(engine.units, wait=engine.overlap not in ("forward", "backward"))
-        engine.skips.step_made()
+        engine.updates.stepper.update(measure, self._max_grad_norm)
+        engine.passes.gatherer.show_resident(engine.rig.units, wait=engine.overlap not in ("forward", "backward"))
+        engine.updates.skips.step_made()
         return StepResult(measure.grad_norm, skipped=False, loss_scale=scale.loss_scale)
 
     @_public
@@ -137,13 +137,13 @@ class Optimizer(torch.optim.Optimizer):
         """Forget the accumulated gradients. They count as absent afterwards, whatever `set_to_none` says."""
         del set_to_none
         engine = self._open("zero_grad")
-        if engine.hooks.backward_open and not in_backward():
-            engine.hooks.abandon_backward()
+        if engine.passes.hooks.backward_open and not in_backward():
+            engine.passes.hooks.abandon_backward()
         self._open("zero_grad", whole=True)
-        engine.hooks.backward_failed = False
-        engine.reducer.zero(engine.units)
-        drop_own_gradients(engine.units)
-        engine.gradient_scale.renew()
+        engine.passes.hooks.backward_failed = False
+        engine.passes.reducer.zero(engine.rig.units)
+        drop_own_gradients(engine.rig.units)
+        engine.rig.gradient_scale.renew()
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Micro-batches whose backward is inside are summed on this rank, and reduced with the next one outside.
@@ -151,7 +151,7 @@ class Optimizer(torch.optim.Optimizer):
         Saves communication at stages 0 and 1, for the memory of whole gradients. Stages 2 and 3 shard gradients, so
         they reduce every micro-batch all the same.
         """
-        return self._open("no_sync").reducer.held_back()
+        return self._open("no_sync").passes.reducer.held_back()
 
     @_public
     def clip_grad_norm_(self, max_norm: float, norm_type: float | str = 2.0) -> Tensor:
@@ -183,9 +183,11 @@ class Optimizer(torch.optim.Optimizer):
             self._open("clip_grad_norm_", whole=True)
             check_backward_over("clip_grad_norm_", engine)
             facts.update({"max_norm": limit, "norm_type": norm_type})
-        norm = engine.stepper.measure().grad_norm if norm_type == 2 else engine.access.grad_norm(norm_type)
+        norm = (
+            engine.updates.stepper.measure().grad_norm if norm_type == 2 else engine.state.access.grad_norm(norm_type)
+        )
         if math.isfinite(norm):
-            engine.gradient_scale.clip *= min(1.0, limit / (norm + 1e-6))
+            engine.rig.gradient_scale.clip *= min(1.0, limit / (norm + 1e-6))
         return torch.tensor(norm, dtype=torch.float32, device="cpu")
 
     @_public
@@ -217,7 +219,7 @@ class Optimizer(torch.optim.Optimizer):
             rows.append(
                 Location(plan.unit, kind, plan.tier.value, plan.dtype, plan.numel, plan.nbytes, cell.pinned, flies)
             )
-        for unit in engine.units:
+        for unit in engine.rig.units:
             if unit.leased:
                 flies, numel = not unit.event.done(), unit.layout.numel
                 rows.append(Location(unit.name, GATHERED, "device", unit.spec.dtype, numel, unit.nbytes, False, flies))
@@ -239,33 +241,33 @@ class Optimizer(torch.optim.Optimizer):
         wanted = None if parameters is None else list(parameters)
         with ours(), self._together("gathered") as (engine, facts):
             self._open("gathered", whole=modify, writes=modify)
-            facts["parameters"] = "all" if wanted is None else [engine.access.name(p) for p in wanted]
+            facts["parameters"] = "all" if wanted is None else [engine.state.access.name(p) for p in wanted]
             facts["modify"] = modify
-            engine.access.finish()
-        return Around(engine.access.gathered(wanted, modify=modify), partial(engine.turn, "gathered"))
+            engine.state.access.finish()
+        return Around(engine.state.access.gathered(wanted, modify=modify), partial(engine.turn, "gathered"))
 
     @_public
     def full_param(self, parameter: nn.Parameter) -> Tensor:
         """The parameter at master precision: fp32, its shape, on the cpu. Collective."""
         with self._one("full_param", parameter) as engine:
             self._open("full_param")
-        return engine.access.param(parameter)
+        return engine.state.access.param(parameter)
 
     @_public
     def full_grad(self, parameter: nn.Parameter) -> Tensor:
         """The gradient accumulated so far, over all ranks: fp32, on the cpu; zeros where there is none. Collective."""
         with self._one("full_grad", parameter) as engine:
             self._open("full_grad")
-            engine.access.check_grad(parameter)
-        return engine.access.grad(parameter)
+            engine.state.access.check_grad(parameter)
+        return engine.state.access.grad(parameter)
 
     @_public
     def full_state(self, parameter: nn.Parameter, name: str) -> Tensor:
         """An optimizer state such as `"exp_avg"`: fp32, on the cpu; `"step"` is 0-dim. Collective."""
         with self._one("full_state", parameter, name) as engine:
             self._open("full_state")
-            engine.access.check_name(parameter, name)
-        return engine.access.state(parameter, name)
+            engine.state.access.check_name(parameter, name)
+        return engine.state.access.state(parameter, name)
 
     @_public
     def set_full_param(self, parameter: nn.Parameter, value: Tensor) -> None:
@@ -273,31 +275,31 @@ class Optimizer(torch.optim.Optimizer):
         with self._one("set_full_param", parameter) as engine:
             self._open("set_full_param", whole=True, writes=True)
             check_outside("set_full_param", engine)
-            engine.access.check_param(parameter, value)
-        engine.access.set_param(parameter, value)
+            engine.state.access.check_param(parameter, value)
+        engine.state.access.set_param(parameter, value)
 
     @_public
     def set_full_grad(self, parameter: nn.Parameter, value: Tensor) -> None:
         """Overwrite the accumulated gradient with a whole value, the same on every rank. Collective."""
         with self._one("set_full_grad", parameter) as engine:
             self._open("set_full_grad", whole=True)
-            engine.access.check_grad(parameter, value)
-        engine.access.set_grad(parameter, value)
+            engine.state.access.check_grad(parameter, value)
+        engine.state.access.set_grad(parameter, value)
 
     @_public
     def set_full_state(self, parameter: nn.Parameter, name: str, value: Tensor) -> None:
         """Overwrite an optimizer state with a whole value, the same on every rank. Collective."""
         with self._one("set_full_state", parameter, name) as engine:
             self._open("set_full_state", whole=True, writes=True)
-            engine.access.check_state(parameter, name, value)
-        engine.access.set_state(parameter, name, value)
+            engine.state.access.check_state(parameter, name, value)
+        engine.state.access.set_state(parameter, name, value)
 
     @_public
     def synchronize(self) -> None:
         """Finish pending updates and movements; raises the error of one that failed."""
         engine = self._open("synchronize")
-        engine.access.finish()
-        engine.saver.finish()
+        engine.state.access.finish()
+        engine.state.saver.finish()
 
     @_public
     def state_dict(self) -> dict[str, Any]:
@@ -307,8 +309,8 @@ class Optimizer(torch.optim.Optimizer):
         """
         with self._together("state_dict") as (engine, _):
             self._open("state_dict", whole=True)
-            engine.access.finish()
-        access = engine.access
+            engine.state.access.finish()
+        access = engine.state.access
         packed = super().state_dict()
         numbers = {p: index for index, p in enumerate(p for group in self.param_groups for p in group["params"])}
         names = access.state_names
@@ -335,7 +337,7 @@ class Optimizer(torch.optim.Optimizer):
             super().load_state_dict({"state": {}, "param_groups": state_dict["param_groups"]})
             # The groups stay the same objects: schedulers may hold the optimizer that was given to prepare.
             loaded, self.param_groups = self.param_groups, groups
-            engine.updater.check_groups(loaded)
+            engine.updates.updater.check_groups(loaded)
             numbers = (number for group in state_dict["param_groups"] for number in group["params"])
             parameters = dict(zip(numbers, (p for group in groups for p in group["params"]), strict=True))
             states = {
@@ -344,16 +346,16 @@ class Optimizer(torch.optim.Optimizer):
             }
             for parameter, values in states.items():
                 for name, value in values.items():
-                    engine.access.check_state(parameter, name, value)
+                    engine.state.access.check_state(parameter, name, value)
 
-        with torn_on_failure(engine.units, "load_state_dict()"):
+        with torn_on_failure(engine.rig.units, "load_state_dict()"):
             for group, new in zip(groups, loaded, strict=True):
                 group.clear()
                 group.update(new)
-            for parameter in engine.access.steps():
-                engine.access.reset_state(parameter)
+            for parameter in engine.state.access.steps():
+                engine.state.access.reset_state(parameter)
                 for name, value in states.get(parameter, {}).items():
-                    engine.access.set_state(parameter, name, value)
+                    engine.state.access.set_state(parameter, name, value)
 
     @_public
     def offload_states(
@@ -392,9 +394,9 @@ class Optimizer(torch.optim.Optimizer):
         with self._together("offload_states") as (engine, facts):
             self._open("offload_states", writes=True)
             facts.update({"include": kinds, "to": tier.value, "non_blocking": non_blocking})
-            engine.access.finish()
-            engine.hooks.rest()
-        engine.mover.offload(kinds, tier, pin=pin_memory, wait=not non_blocking)
+            engine.state.access.finish()
+            engine.passes.hooks.rest()
+        engine.state.mover.offload(kinds, tier, pin=pin_memory, wait=not non_blocking)
 
     @_public
     def reload_states(self, *, non_blocking: bool = False) -> None:
@@ -406,8 +408,8 @@ class Optimizer(torch.optim.Optimizer):
         with self._together("reload_states") as (engine, facts):
             self._open("reload_states", writes=True)
             facts["non_blocking"] = non_blocking
-            engine.access.finish()
-        engine.mover.reload(wait=not non_blocking)
+            engine.state.access.finish()
+        engine.state.mover.reload(wait=not non_blocking)
 
     @_public
     def save(
@@ -450,7 +452,7 @@ class Optimizer(torch.optim.Optimizer):
             self._open("save", whole=True)
             check_at_rest("save", engine)
             facts.update({"blocking": blocking, "keep": keep, "if_busy": if_busy})
-        engine.saver.save(path, extra=extra, blocking=blocking, keep=keep, if_busy=if_busy)
+        engine.state.saver.save(path, extra=extra, blocking=blocking, keep=keep, if_busy=if_busy)
 
     @_public
     def load(self, path: str | PathLike[str], *, verify: bool | None = None) -> dict[str, Any]:
@@ -483,9 +485,9 @@ class Optimizer(torch.optim.Optimizer):
             self._open("load", whole=True, writes=True)
             check_at_rest("load", engine)
             facts["verify"] = verify
-        engine.saver.finish()
-        extra = engine.loader.load(path, verify=verify)
-        engine.hooks.backward_failed = False
+        engine.state.saver.finish()
+        extra = engine.state.loader.load(path, verify=verify)
+        engine.passes.hooks.backward_failed = False
         return extra
 
     def trace(self, path: str | PathLike[str]) -> AbstractContextManager[TraceReport]:
@@ -530,7 +532,7 @@ class Optimizer(torch.optim.Optimizer):
                 `keep_params=False` not once more, where it is on its way (`close` in a `finally`) or a `load` said it.
         """
         engine = self._engine
-        if engine is not None and engine.access.modifying:
+        if engine is not None and engine.state.access.modifying:
             raise EngineError(
                 "close() was called inside gathered(modify=True). Leave the block first: what was written there would "
                 "be lost."
@@ -560,17 +562,17 @@ class Optimizer(torch.optim.Optimizer):
         assert self._engine is not None
         engine = self._engine
         self._check_here(verb, engine)
-        with engine.ranks.council.together(f"{verb}()") as facts:
+        with engine.rig.ranks.council.together(f"{verb}()") as facts:
             yield engine, facts
 
     @contextmanager
     def _one(self, verb: str, parameter: nn.Parameter, state: str = "") -> Iterator[Engine]:
         """The same for a method of one parameter."""
         with self._together(verb) as (engine, facts):
-            facts["parameter"] = engine.access.name(parameter)
+            facts["parameter"] = engine.state.access.name(parameter)
             facts["state"] = state
             yield engine
-            engine.access.finish()
+            engine.state.access.finish()
 
     def _open(self, verb: str, *, whole: bool = False, writes: bool = False) -> Engine:
         """The engine.
@@ -583,16 +585,16 @@ class Optimizer(torch.optim.Optimizer):
         if self._engine is None:
             raise EngineError(f"{verb}() was called after close(). Prepare the model again to go on.")
         self._check_here(verb, self._engine)
-        hooks = self._engine.hooks
+        hooks = self._engine.passes.hooks
         if (whole or writes) and hooks.backward_open and not in_backward():
             hooks.abandon_backward()  # it ended with an exception: what it has gathered must not outlive a change
-        if whole and self._engine.stepper.is_open:
+        if whole and self._engine.updates.stepper.is_open:
             raise EngineError(
                 f"{verb}() was called between backward and step, and updates have begun in that backward. Call step() "
                 "first, or use overlap='forward'."
             )
         if writes:
-            self._engine.saver.wait_copied()
+            self._engine.state.saver.wait_copied()
         return self._engine
 
 
@@ -609,7 +611,7 @@ class ModelZeroGrad:
         if optimizer is not None:
             optimizer.zero_grad(set_to_none)
         else:
-            self._engine.reducer.zero(self._engine.units)
+            self._engine.passes.reducer.zero(self._engine.rig.units)
 
 
 def _above_zero(name: str, value: Any) -> float:

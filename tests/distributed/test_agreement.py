@@ -88,10 +88,10 @@ def refusals(rank: int, folder: str) -> dict[str, str]:
         weight.grad = value
 
     def fail(value: bool) -> None:
-        optimizer._engine.hooks.backward_failed = value
+        optimizer._engine.passes.hooks.backward_failed = value
 
     def hold(count: int) -> None:
-        for unit in optimizer._engine.units:
+        for unit in optimizer._engine.rig.units:
             unit.holding.blocks += count
 
     step, clip = optimizer.step, lambda: optimizer.clip_grad_norm_(1.0)
@@ -130,7 +130,7 @@ def refusals(rank: int, folder: str) -> dict[str, str]:
     found["unchanged"] = str(all(torch.equal(a, b) for a, b in zip(before, after, strict=True)))
     found["goes on"] = str(not optimizer.step().skipped)
     if rank == 1:
-        optimizer._engine.units[0].params.note_write(FailedEvent(EngineError("an update failed")))
+        optimizer._engine.rig.units[0].params.note_write(FailedEvent(EngineError("an update failed")))
     found["close"] = said_by(optimizer.close)
     found["empty"] = str(all(p.numel() == 0 for p in model.parameters()))
     return found

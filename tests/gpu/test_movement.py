@@ -28,13 +28,13 @@ def test_gathered_parameters_follow_the_formula(make_streams, device):
         placement=EVERYTHING_ON_CPU,
         options=penstock.Options(prefetch_bytes=int(block_bytes * 1.5)),
     )
-    units = {unit.name: unit for unit in optimizer._engine.units}
+    units = {unit.name: unit for unit in optimizer._engine.rig.units}
     root, block = units["root"].nbytes, units["blocks.0"].nbytes
     for x in batches(3, device):
         optimizer.backward(loss_of(model, x))
         optimizer.step()
         optimizer.zero_grad()
-    gatherer = optimizer._engine.gatherer
+    gatherer = optimizer._engine.passes.gatherer
     assert gatherer.peak_live_bytes == root + 2 * block
     assert gatherer.live_bytes == 0
     optimizer.close()
@@ -77,12 +77,14 @@ def test_peak_device_memory_is_the_formula(device):
     optimizer.synchronize()
     torch.accelerator.synchronize(device)
     peak = memory.max_memory_allocated(device) - empty
-    block = next(unit for unit in engine.units if unit.name == "blocks.0")
-    root = next(unit for unit in engine.units if unit.name == "root")
+    block = next(unit for unit in engine.rig.units if unit.name == "blocks.0")
+    root = next(unit for unit in engine.rig.units if unit.name == "root")
     largest_gradient = 4 * width * width * 2  # autograd's own, before it is collected
-    formula = engine.gatherer.peak_live_bytes + engine.reducer.buffers.nbytes + activations + largest_gradient
+    formula = (
+        engine.passes.gatherer.peak_live_bytes + engine.passes.reducer.buffers.nbytes + activations + largest_gradient
+    )
     assert peak <= formula * 1.03 + (1 << 20), f"{peak:,} bytes instead of {formula:,}"
-    assert engine.reducer.buffers.nbytes <= 2 * block.nbytes + 2 * root.nbytes
+    assert engine.passes.reducer.buffers.nbytes <= 2 * block.nbytes + 2 * root.nbytes
     optimizer.close()
     memory.empty_cache()
     assert memory.memory_allocated(device) <= empty + (1 << 20)
@@ -281,7 +283,7 @@ def test_device_memory_does_not_creep(make_streams, device, uncompiled, streamed
     def taken() -> tuple[int, int, int]:
         optimizer.synchronize()
         allocated = 0 if device.type == "cpu" else torch.get_device_module(device).memory_allocated(device)
-        return allocated, engine.reducer.buffers.nbytes, engine.gatherer.peak_live_bytes
+        return allocated, engine.passes.reducer.buffers.nbytes, engine.passes.gatherer.peak_live_bytes
 
     inputs = batches(4, device)
     early = (0, 0, 0)
@@ -294,7 +296,7 @@ def test_device_memory_does_not_creep(make_streams, device, uncompiled, streamed
     late = taken()
     # A second buffer of a size is made when the first one is still in use: that may happen late. A leak of 2 KiB a step
     # would be more.
-    slack = 0 if device.type == "cpu" else 2 * max(unit.nbytes for unit in engine.units)
+    slack = 0 if device.type == "cpu" else 2 * max(unit.nbytes for unit in engine.rig.units)
     for before, after, what in zip(early, late, ("allocated", "buffers of gradients", "gathered at most"), strict=True):
         assert after <= before + slack, f"{what}: {before:,} bytes after half of the steps, {after:,} after all"
     optimizer.close()

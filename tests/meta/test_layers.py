@@ -24,6 +24,8 @@ LAYERS = (
     ("checkpoint",),
     ("engine",),
     ("accord", "checks", "optimizer"),
+    ("blueprint",),
+    ("construct",),
     ("build",),
     ("",),  # the public names
     ("integrations",),  # these three over the public names and the errors only

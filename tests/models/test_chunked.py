@@ -38,7 +38,7 @@ def run(
         chunk_loss(model, chunk_bytes=1)
     stock = torch.optim.AdamW(model.parameters(), foreach=False, **HYPER)
     optimizer = prepare_on(make_streams(), model, stock, stage=3, precision=precision, **rest)
-    counts = optimizer._engine.ranks.counts
+    counts = optimizer._engine.rig.ranks.counts
     losses, gradients = [], []
     for step in range(2):
         counts.clear()
@@ -95,14 +95,14 @@ def test_the_head_is_gathered_once_in_forward_and_once_in_backward() -> None:
     chunk_loss(model, chunk_bytes=1)
     stock = torch.optim.AdamW(model.parameters(), **HYPER)
     optimizer = prepare_on(separate(), model, stock, placement=ON_CPU, units=[type(model.lm_head)])
-    gatherer = optimizer._engine.gatherer
+    gatherer = optimizer._engine.passes.gatherer
     acquired: list[str] = []
     acquire = gatherer.acquire
     gatherer.acquire = lambda unit: (acquired.append(unit.name), acquire(unit))[1]  # type: ignore[method-assign]
     ids = batch(0, 0)
     loss = model(input_ids=ids, labels=ids).loss
     assert acquired.count("lm_head") == 1
-    head = next(unit for unit in optimizer._engine.units if unit.name == "lm_head")
+    head = next(unit for unit in optimizer._engine.rig.units if unit.name == "lm_head")
     released = head.holding.residency
     optimizer.backward(loss)
     assert acquired.count("lm_head") == 2

@@ -44,7 +44,7 @@ def generate_and_train(rank: int, name: str) -> None:
                 )
                 m.train()
             assert torch.equal(*outputs)
-            assert optimizer._engine.gatherer.live_bytes == 0
+            assert optimizer._engine.passes.gatherer.live_bytes == 0
         for m, o in ((model, optimizer), (other, undisturbed)):
             torch.manual_seed(step)
             o.backward(loss_of(m, Batch(step, rank)))
@@ -91,8 +91,10 @@ def generate_gathered(rank: int, name: str, stage: int) -> None:
     ids = Batch(5, rank).ids(30, 2, 4) + 2
     for step in range(3):
         with torch.no_grad(), optimizer.gathered():
-            assert engine.gatherer.live_bytes == sum(unit.nbytes for unit in engine.units if not unit.resident)
-            before = dict(engine.ranks.counts)
+            assert engine.passes.gatherer.live_bytes == sum(
+                unit.nbytes for unit in engine.rig.units if not unit.resident
+            )
+            before = dict(engine.rig.ranks.counts)
             plain.load_state_dict(model.state_dict())
             assert model.training
             for options in SAMPLING.values():
@@ -105,8 +107,8 @@ def generate_gathered(rank: int, name: str, stage: int) -> None:
                 assert outputs[0].shape[1] >= 2 + 5 * rank
             model.train()
             plain.train()
-            assert dict(engine.ranks.counts) == before
-        assert engine.gatherer.live_bytes == 0
+            assert dict(engine.rig.ranks.counts) == before
+        assert engine.passes.gatherer.live_bytes == 0
         for m, o in ((model, optimizer), (other, undisturbed)):
             torch.manual_seed(step)
             o.backward(loss_of(m, Batch(step, rank)))
@@ -134,7 +136,7 @@ def gathers_once(rank: int) -> None:
     optimizer = prepare_on(
         separate(), model, torch.optim.AdamW(model.parameters(), **HYPER), placement=ON_CPU, precision="fp32"
     )
-    counts, units = optimizer._engine.ranks.counts, len(optimizer._engine.units)
+    counts, units = optimizer._engine.rig.ranks.counts, len(optimizer._engine.rig.units)
     generate = partial(model.generate, Batch(5).ids(30, 2, 4), max_new_tokens=4, min_new_tokens=4, do_sample=False)
     counts.clear()
     with optimizer.gathered():

@@ -43,8 +43,8 @@ def least_live_bytes(family: Family) -> int:
 
 def assert_released(optimizer: penstock.Optimizer) -> None:
     engine = optimizer._engine
-    assert [unit.name for unit in engine.units if unit.holding.residency is not Residency.RELEASED] == []
-    assert engine.gatherer.live_bytes == 0
+    assert [unit.name for unit in engine.rig.units if unit.holding.residency is not Residency.RELEASED] == []
+    assert engine.passes.gatherer.live_bytes == 0
     assert optimizer.locations().bytes(kind="gathered") == 0
 
 
@@ -65,7 +65,7 @@ def test_nothing_stays_gathered_and_the_least_budget_is_enough(family):
             family.work(model, Batch(step), lambda loss, **_: None)
         assert_released(optimizer)
     if family.name not in UNBOUNDED:
-        assert optimizer._engine.gatherer.peak_live_bytes <= least
+        assert optimizer._engine.passes.gatherer.peak_live_bytes <= least
     optimizer.close()
 
 
@@ -82,9 +82,9 @@ def test_small_parameters_stay_gathered_and_nothing_else():
     engine = optimizer._engine
     for step in range(STEPS):
         optimizer.backward(squared(model(Batch(step).floats(4, 8))))
-        kept = [unit for unit in engine.units if unit.holding.residency is Residency.GATHERED]
+        kept = [unit for unit in engine.rig.units if unit.holding.residency is Residency.GATHERED]
         assert [unit.name for unit in kept] == ["root.small"]
-        assert engine.gatherer.live_bytes == kept[0].nbytes
+        assert engine.passes.gatherer.live_bytes == kept[0].nbytes
         optimizer.step()
         optimizer.zero_grad()
     optimizer.close()

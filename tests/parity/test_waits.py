@@ -207,7 +207,7 @@ def updated_when_step_returns(streams: Streams) -> Values:
     model, optimizer = prepared(Arithmetic(), how, streams)
     optimizer.backward(loss_of(model, batches(1, 1)[0][0][0]))
     optimizer.step()
-    homes = [unit.trained.optimizer for unit in optimizer._engine.units]
+    homes = [unit.trained.optimizer for unit in optimizer._engine.rig.units]
     seen = [tensor.clone() for home in homes for section in home.sections for tensor in section.tensors]
     optimizer.close()
     return seen
@@ -294,7 +294,7 @@ def nothing_in_flight_after_a_move(streams: Streams) -> Values:
 def nothing_in_flight_once_the_old_memory_went(streams: Streams) -> Values:
     _, optimizer = prepared(Arithmetic(), EVERYTHING_ON_DEVICE, streams)
     optimizer.offload_states(non_blocking=True)
-    optimizer._engine.mover._cleaned.synchronize()
+    optimizer._engine.state.mover._cleaned.synchronize()
     seen = in_flight(optimizer)
     optimizer.close()
     return seen

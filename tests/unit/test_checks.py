@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 import penstock
 import penstock.build
+import penstock.construct
 from penstock import ConfigError, EngineError, MemoryBudgetError, Options, Placement, checks
 from penstock.machine.arena import HostMemory
 from penstock.tiers.device import DeviceTier
@@ -169,7 +170,7 @@ def nothing_allocated(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     def forbidden(*args: Any, **kwargs: Any) -> None:
         raise AssertionError("something was allocated before the error")
 
-    monkeypatch.setattr(penstock.build, "Pool", forbidden)
+    monkeypatch.setattr(penstock.construct, "Pool", forbidden)
     for tier in (DeviceTier, HostTier):
         monkeypatch.setattr(tier, "reserve", forbidden)
     # What an accelerator has: streams with threads of their own.

@@ -2,13 +2,11 @@
 
 import contextlib
 import sys
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
-import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from penstock._native import Pool
 from penstock.config import Options
 from penstock.engine.passes.gather import Gatherer
 from penstock.engine.passes.hooks import Hooks
@@ -19,28 +17,43 @@ from penstock.engine.state.moving import Mover
 from penstock.engine.state.saving import Saver
 from penstock.engine.state.torn import is_torn
 from penstock.engine.units.membership import Membership
-from penstock.engine.units.unit import Unit
-from penstock.engine.updates.scale import GradientScale
+from penstock.engine.units.parameter import UnitParameter
+from penstock.engine.updates.rig import Rig
 from penstock.engine.updates.skips import Skips
 from penstock.engine.updates.step import Stepper
 from penstock.engine.updates.update import Updater
 from penstock.errors import CheckpointError, EngineError, NvmeError
 from penstock.kinds import Overlap
-from penstock.machine.collectives import Ranks
-from penstock.machine.streams import Streams
 from penstock.tiers.store import Store
 
 
 @dataclass(frozen=True)
-class Origin:
-    """What a parameter was before `prepare`."""
+class Passes:
+    """What happens in forward and backward."""
 
-    dtype: torch.dtype
-    device: torch.device
+    gatherer: Gatherer
+    reducer: Reducer
+    hooks: Hooks
+    membership: Membership
 
-    def empty(self) -> Tensor:
-        """What is left of a parameter whose values are gone."""
-        return torch.empty(0, dtype=self.dtype, device=self.device)
+
+@dataclass(frozen=True)
+class Updates:
+    """What a step does."""
+
+    updater: Updater
+    stepper: Stepper
+    skips: Skips
+
+
+@dataclass(frozen=True)
+class State:
+    """What looks at the state of training, changes it, moves it, and keeps it in files."""
+
+    access: Access
+    mover: Mover
+    saver: Saver
+    loader: Loader
 
 
 @dataclass
@@ -48,61 +61,33 @@ class Engine:
     """Everything that `prepare` built. Parts know each other only as far as their constructors say.
 
     Attributes:
-        frozen: parameters that did not require gradients when the model was prepared.
         restore_model: undoes what `prepare` set on the model beside its parameters and hooks.
         closed: everything was given back.
         elsewhere: this process is a child of the one that has the engine: the error of every use here.
     """
 
-    units: Sequence[Unit]
+    rig: Rig
     store: Store
-    ranks: Ranks
-    streams: Streams
-    pool: Pool
-    gatherer: Gatherer
-    reducer: Reducer
-    stepper: Stepper
-    updater: Updater
-    hooks: Hooks
-    membership: Membership
-    access: Access
-    gradient_scale: GradientScale
-    skips: Skips
-    mover: Mover
-    saver: Saver
-    loader: Loader
+    passes: Passes
+    updates: Updates
+    state: State
     overlap: Overlap
     options: Options
-    origins: dict[nn.Parameter, Origin]
-    frozen: Set[nn.Parameter]
     restore_model: Callable[[], None]
     closed: bool = False
     elsewhere: EngineError | None = None
 
     def turn(self, method: str) -> contextlib.AbstractContextManager[None]:
         """While a method of the optimizer runs, no other thread runs the model."""
-        return self.hooks.under_way.turn(method)
+        return self.passes.hooks.under_way.turn(method)
 
     def at_rest(self, unit_name: str, kind: str) -> bool:
         """Whether a cell has no movement or update under way."""
-        unit = next((unit for unit in self.units if unit.name == unit_name), None)
+        unit = next((unit for unit in self.rig.units if unit.name == unit_name), None)
         if unit is None:  # staging
-            return all(home.memory.written.done() for unit in self.units for home in unit.updated_homes)
+            return all(home.memory.written.done() for unit in self.rig.units for home in unit.updated_homes)
         homes = [home for home in unit.homes.values() if any(c.kind == kind for plan in home.plans for c in plan.cells)]
         return all(home.written.done() for home in homes)
-
-    def check_frozen(self) -> None:
-        """Refuse parameters that were unfrozen after `prepare`: they have no optimizer state."""
-        for unit in self.units:
-            if unit.trained is None:
-                for name, parameter in zip(unit.spec.names, unit.spec.parameters, strict=True):
-                    if parameter.requires_grad and parameter in self.frozen:
-                        raise EngineError(
-                            f"Parameter '{name}' was frozen when the model was prepared, so it has no optimizer state, "
-                            "and requires a gradient now. Close the optimizer and prepare again with it unfrozen and in"
-                            " a param group. What is to be frozen for a while only is frozen after prepare(), which "
-                            "keeps its state."
-                        )
 
     def close(self, *, keep_params: bool) -> None:
         """Finish work, restore the parameters, give everything back.
@@ -115,25 +100,26 @@ class Engine:
         raised = sys.exception()
         unsaved: CheckpointError | None = None
         try:
-            self.saver.close()
+            self.state.saver.close()
         except CheckpointError as error:
             unsaved = error  # of a checkpoint, not of what is in memory
         try:
-            self.access.finish()
-            if keep_params and self.stepper.is_open:
-                self.stepper.abandon()
-                self.access.finish()
-            if keep_params and self.ranks.shards > 1:  # a rank that fails before does not wait; the others hear of it
-                with self.ranks.council.together("close()"):
+            self.state.access.finish()
+            if keep_params and self.updates.stepper.is_open:
+                self.updates.stepper.abandon()
+                self.state.access.finish()
+            # A rank whose update failed does not come to gather the parameters: the others hear of it here.
+            if keep_params and self.rig.ranks.shards > 1:
+                with self.rig.ranks.council.together("close()"):
                     pass
         except Exception as error:
-            heard = is_torn(self.units) or _is_among(error, raised)
+            heard = is_torn(self.rig.units) or _is_among(error, raised)
             self.abandon()
             if keep_params or not heard:
                 raise
             return
         try:
-            values = {p: self._restored(p, origin) for p, origin in self.origins.items()} if keep_params else {}
+            values = {p: self._restored(p) for p in self._parameters()} if keep_params else {}
         except (NvmeError, EngineError):  # of this rank, or of another
             self.abandon()
             raise
@@ -146,28 +132,30 @@ class Engine:
         with contextlib.suppress(NvmeError):  # of transfers that nobody waited for
             self._give_back({})
 
-    def _restored(self, parameter: nn.Parameter, origin: Origin) -> Tensor:
-        return self.access.exact_param(parameter).to(device=origin.device, dtype=origin.dtype)
+    def _parameters(self) -> Iterator[UnitParameter]:
+        return (parameter for unit in self.rig.units for parameter in unit.parameters)
 
-    def _give_back(self, values: Mapping[nn.Parameter, Tensor]) -> None:
+    def _restored(self, parameter: UnitParameter) -> Tensor:
+        return parameter.as_before(self.state.access.exact_param(parameter.tensor))
+
+    def _give_back(self, values: Mapping[UnitParameter, Tensor]) -> None:
         """Leave the model with these values of its parameters, or none, and without hooks; free all memory."""
         self.closed = True
-        self.hooks.remove()
+        self.passes.hooks.remove()
         self.restore_model()
-        for parameter, origin in self.origins.items():
-            whole = values.get(parameter)
-            parameter.data = origin.empty() if whole is None else whole
-        self.streams.close()  # what is under way, gathers too, ends before its memory goes
-        self.reducer.close()
-        self.hooks.close()
+        for parameter in self._parameters():
+            parameter.leave(values.get(parameter))
+        self.rig.streams.close()  # what is under way, gathers too, ends before its memory goes
+        self.passes.reducer.close()
+        self.passes.hooks.close()
         try:
             self.store.close()
         finally:
-            for unit in self.units:
-                unit.count_writes(range(len(unit.layout.slots)))
+            for unit in self.rig.units:
+                unit.count_writes()
                 unit.drop()
-            self.pool.close()
-            self.ranks.close()
+            self.rig.pool.close()
+            self.rig.ranks.close()
 
 
 def _is_among(error: BaseException, raised: BaseException | None) -> bool:

@@ -20,7 +20,7 @@ def leave_to_parent(engine: Engine) -> None:
         "there and load() here."
     )
     engine.elsewhere = error
-    for unit in engine.units:
+    for unit in engine.rig.units:
         unit.hide()
         unit.event = FailedEvent(error)
         for home in unit.homes.values():

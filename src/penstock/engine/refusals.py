@@ -18,40 +18,43 @@ def check_step(engine: Engine) -> None:
         EngineError: says what.
     """
     check_backward_over("step", engine)
-    if any(unit.holding.blocks for unit in engine.units):
+    if any(unit.holding.blocks for unit in engine.rig.units):
         raise EngineError("step() was called inside gathered(). Leave the block first: step changes what it shows.")
-    engine.check_frozen()
-    engine.membership.check()
-    for unit in engine.units:
+    for unit in engine.rig.units:
+        if unit.trained is None:
+            for parameter in unit.parameters:
+                parameter.check_frozen()
+    engine.passes.membership.check()
+    for unit in engine.rig.units:
         unit.check_written()
 
 
 def check_backward_over(verb: str, engine: Engine) -> None:
     """Refuse to work on gradients that are not whole, or not all there."""
-    if in_backward() or engine.hooks.in_forward:
+    if in_backward() or engine.passes.hooks.in_forward:
         raise EngineError(f"{verb}() was called inside a forward or a backward. Call it after backward has returned.")
-    if engine.hooks.backward_open or engine.hooks.backward_failed:
+    if engine.passes.hooks.backward_open or engine.passes.hooks.backward_failed:
         raise EngineError(
             "The last backward did not finish, so its gradients are not whole. Drop them with zero_grad()."
         )
-    if engine.reducer.holds_back(engine.units):
+    if engine.passes.reducer.holds_back(engine.rig.units):
         raise EngineError(
             f"Gradients of no_sync micro-batches are not reduced yet. Run the last backward before {verb}() "
             "outside no_sync(), or drop them with zero_grad()."
         )
-    _check_own_gradients(engine.units)
+    _check_own_gradients(engine.rig.units)
 
 
 def check_at_rest(verb: str, engine: Engine) -> None:
     """Refuse in the middle of things."""
     check_outside(verb, engine)
-    if any(unit.holding.blocks for unit in engine.units):
+    if any(unit.holding.blocks for unit in engine.rig.units):
         raise EngineError(f"{verb}() was called inside gathered(). Leave the block first.")
 
 
 def check_outside(verb: str, engine: Engine) -> None:
     """Refuse in the middle of a pass."""
-    if in_backward() or engine.hooks.in_forward:
+    if in_backward() or engine.passes.hooks.in_forward:
         raise EngineError(f"{verb}() was called inside a forward or a backward. Call it between steps.")
 
 
@@ -59,12 +62,8 @@ def _check_own_gradients(units: Sequence[Unit]) -> None:
     """Refuse a `.grad` that somebody has set: backward takes what it leaves there, so it is not one of ours."""
     for unit in units:
         if unit.trained is not None:
-            for name, parameter in zip(unit.spec.names, unit.spec.parameters, strict=True):
-                if parameter.grad is not None:
-                    raise EngineError(
-                        f"Parameter '{name}' has a .grad that was set by hand, which no update would see. Give it to "
-                        "optimizer.set_full_grad(parameter, value), and drop it with parameter.grad = None."
-                    )
+            for parameter in unit.parameters:
+                parameter.check_own_gradient()
 
 
 def drop_own_gradients(units: Sequence[Unit]) -> None:

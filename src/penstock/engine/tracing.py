@@ -31,7 +31,7 @@ class TraceReport:
 @contextmanager
 def take_trace(path: str | PathLike[str], engine: Engine) -> Iterator[TraceReport]:
     """See `penstock.Optimizer.trace`."""
-    streams, rank = engine.streams, engine.ranks.rank
+    streams, rank = engine.rig.streams, engine.rig.ranks.rank
     name = os.fspath(path)
     with ExitStack() as opened:
         file: TextIO | None = None
@@ -43,8 +43,8 @@ def take_trace(path: str | PathLike[str], engine: Engine) -> Iterator[TraceRepor
                 file = opened.enter_context(open(name.replace(RANK, str(rank)), "w", encoding="utf-8"))
             except OSError as error:
                 failure = _refused(name, error)
-        engine.ranks.council.agree(failure)  # the other ranks would go on alone
-        engine.access.finish()  # nobody would know what a wait for it were for
+        engine.rig.ranks.council.agree(failure)  # the other ranks would go on alone
+        engine.state.access.finish()  # nobody would know what a wait for it were for
         report = TraceReport()
         recorder = streams.recorder = Recorder(streams)
         ended = False

@@ -280,7 +280,7 @@ def bytes_of_lengths(streams: Streams, tier: str, disk: Path, lengths: list[int]
     held = saved_bytes(optimizer, tier)
     optimizer.synchronize()
     assert_table_agrees(optimizer, disk)
-    assert held == optimizer._engine.hooks._activations._cuts.capacity
+    assert held == optimizer._engine.passes.hooks._activations._cuts.capacity
     optimizer.close()
     return held
 
@@ -403,7 +403,7 @@ def test_a_home_is_written_again_only_when_what_reads_it_is_over() -> None:
     stock = torch.optim.SGD(model.parameters(), lr=0.1)
     placement = penstock.Placement(activations="cpu")  # nothing else goes up, which would be waited for
     optimizer = prepare_on(Noting(), model, stock, precision="fp32", placement=placement)
-    streams = optimizer._engine.streams
+    streams = optimizer._engine.rig.streams
 
     def fail(grad: Tensor) -> None:
         raise KeyError("no")

@@ -51,11 +51,11 @@ def chain(**options: Any) -> tuple[Chain, penstock.Optimizer]:
 
 
 def gatherer_of(optimizer: penstock.Optimizer) -> Gatherer:
-    return optimizer._engine.gatherer
+    return optimizer._engine.passes.gatherer
 
 
 def unit(optimizer: penstock.Optimizer, name: str) -> Unit:
-    return next(unit for unit in optimizer._engine.units if unit.name == name)
+    return next(unit for unit in optimizer._engine.rig.units if unit.name == name)
 
 
 def train(model: Chain, optimizer: penstock.Optimizer, steps: int = 2) -> None:
@@ -67,7 +67,7 @@ def train(model: Chain, optimizer: penstock.Optimizer, steps: int = 2) -> None:
 
 def test_sizes_are_what_this_file_says() -> None:
     _, optimizer = chain()
-    assert {u.name: u.nbytes for u in optimizer._engine.units} == {
+    assert {u.name: u.nbytes for u in optimizer._engine.rig.units} == {
         "root": ROOT_BYTES,
         **{f"blocks.{n}": BLOCK_BYTES for n in range(BLOCKS)},
     }
@@ -136,7 +136,7 @@ def test_the_order_of_the_last_forward_and_backward_is_expected_next() -> None:
     expected.clear()
     train(model, optimizer, steps=1)
     assert expected == [(2, True), (0, True), (3, True), (1, True)]
-    hooks = optimizer._engine.hooks
+    hooks = optimizer._engine.passes.hooks
     assert [u.name for u in hooks._forward_order.learned] == ["root", "blocks.2", "blocks.0", "blocks.3", "blocks.1"]
     assert [u.name for u in hooks._backward_order.learned] == ["root", "blocks.1", "blocks.3", "blocks.0", "blocks.2"]
     optimizer.close()
@@ -149,7 +149,7 @@ def test_what_is_gathered_ahead_and_not_used_is_taken_back() -> None:
     with torch.no_grad():
         model(torch.ones(1, WIDTH))
     assert gatherer_of(optimizer).live_bytes == 0
-    assert all(u.holding.residency is Residency.RELEASED for u in optimizer._engine.units)
+    assert all(u.holding.residency is Residency.RELEASED for u in optimizer._engine.rig.units)
     assert model.blocks[3].weight.isnan().all()
     assert model.blocks[3].weight.shape == (WIDTH, WIDTH)
     optimizer.close()
@@ -224,7 +224,7 @@ def test_a_unit_that_is_read_in_place_takes_nothing_of_what_may_be_gathered_ahea
         placement=penstock.Placement(params={"device": 0.5, "cpu": 0.5}, optimizer="cpu"),
         options=penstock.Options(prefetch_bytes=2 * BLOCK_BYTES),
     )
-    gatherer, units = gatherer_of(optimizer), optimizer._engine.units
+    gatherer, units = gatherer_of(optimizer), optimizer._engine.rig.units
     in_place = next(u for u in units if u.resident)
     others = [u for u in units if not u.resident]
     in_place.holding.become(Residency.OUTDATED)

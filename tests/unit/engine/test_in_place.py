@@ -34,7 +34,7 @@ class Calls:
 
     def __init__(self, patch: pytest.MonkeyPatch, optimizer: penstock.Optimizer) -> None:
         self.numels: list[list[int]] = []
-        rule = optimizer._engine.updater._rule
+        rule = optimizer._engine.updates.updater._rule
         update_many = rule.update_many
 
         def note(segments: Any, *rest: Any) -> None:
@@ -62,7 +62,7 @@ def test_whole_units_are_one_segment_each_and_all_of_them_one_call(
     calls = Calls(monkeypatch, optimizer)
     step(model, optimizer)
     (numels,) = calls.numels
-    assert len(numels) == len(optimizer._engine.units)
+    assert len(numels) == len(optimizer._engine.rig.units)
     assert sum(numels) >= BLOCKS * (NUMEL + WIDTH), "with the gaps between parameters"
     optimizer.close()
 
@@ -99,7 +99,7 @@ def test_beyond_a_cut_tiles_are_updated_one_by_one(monkeypatch: pytest.MonkeyPat
     (together,) = (numels for numels in calls.numels if sum(numels) > tile)
     assert len(alone) > 4
     assert sum(together) == pytest.approx(sum(sum(numels) for numels in alone), abs=2 * tile)
-    assert len(together) <= len(optimizer._engine.units)
+    assert len(together) <= len(optimizer._engine.rig.units)
     optimizer.close()
 
 

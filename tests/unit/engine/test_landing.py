@@ -77,7 +77,7 @@ def test_the_next_tile_comes_down_while_one_is_added() -> None:
         backward(model, optimizer, 0)
         optimizer.synchronize()
         if isinstance(streams, InTurn):
-            homes = [unit.trained.gradient.home for unit in optimizer._engine.units]
+            homes = [unit.trained.gradient.home for unit in optimizer._engine.rig.units]
             streams.begin(sum(section.tiles for home in homes for section in home.sections))
         backward(model, optimizer, 1)
         found.append([optimizer.full_grad(p) for p in model.parameters()])
@@ -131,7 +131,7 @@ def test_gradients_summed_in_fp32_come_down_in_the_reduce_dtype(
             backward(model, optimizer, 0)
             optimizer.synchronize()
             if isinstance(streams, Counting):
-                homes = [unit.trained.gradient.home for unit in optimizer._engine.units]
+                homes = [unit.trained.gradient.home for unit in optimizer._engine.rig.units]
                 away = sum(s.numel for home in homes for s in home.sections if s.tier != "device")
                 assert streams.moved[DOWNLOAD] == 2 * away
             seen = [optimizer.full_grad(p) for p in model.parameters()]

@@ -42,7 +42,7 @@ def backward(model: Net, optimizer: penstock.Optimizer) -> None:
 
 def updated(optimizer: penstock.Optimizer) -> list[bool]:
     """Of each unit in order, whether its update is over."""
-    return [unit.trained.optimizer.memory.written.done() for unit in optimizer._engine.units]
+    return [unit.trained.optimizer.memory.written.done() for unit in optimizer._engine.rig.units]
 
 
 class GatedStreams(SimulatedStreams):
@@ -110,7 +110,7 @@ def test_resident_parameters_show_their_update_as_the_mode_says(streams: Callabl
         for value, now in zip(shown, whole, strict=True):
             hidden = bool(value.isnan().all())
             assert hidden or torch.equal(value, now), overlap
-        if overlap == "forward" and isinstance(optimizer._engine.streams, SimulatedStreams):
+        if overlap == "forward" and isinstance(optimizer._engine.rig.streams, SimulatedStreams):
             assert all(value.isnan().all() for value in shown)
         optimizer.close()
 
@@ -235,7 +235,7 @@ def test_the_error_of_an_update_has_the_trace_of_its_thread(
         threads.append(threading.current_thread())
         raise BrokenRuleError
 
-    monkeypatch.setattr(type(optimizer._engine.updater._rule), "update_many", update_that_breaks)
+    monkeypatch.setattr(type(optimizer._engine.updates.updater._rule), "update_many", update_that_breaks)
     with pytest.raises(BrokenRuleError) as raised:
         again(model, optimizer)
     assert "update_that_breaks" in [frame.name for frame in raised.traceback]

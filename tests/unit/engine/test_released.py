@@ -45,8 +45,8 @@ def assert_gradients(optimizer: penstock.Optimizer, model: nn.Module, plain: nn.
 
 def assert_released(optimizer: penstock.Optimizer) -> None:
     engine = optimizer._engine
-    assert engine.gatherer.live_bytes == 0
-    assert {unit.holding.residency for unit in engine.units if not unit.resident} <= {Residency.RELEASED}
+    assert engine.passes.gatherer.live_bytes == 0
+    assert {unit.holding.residency for unit in engine.rig.units if not unit.resident} <= {Residency.RELEASED}
 
 
 # Backwards of backwards
@@ -140,14 +140,14 @@ def test_what_a_recorded_graph_needs_goes_with_the_graph() -> None:
     optimizer = prepared(model)
     x = torch.randn(4, WIDTH).requires_grad_()
     (of_input,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
-    first, *_ = optimizer._engine.units
+    first, *_ = optimizer._engine.rig.units
     with torch.no_grad():
         model(x)
-    assert all(unit.recorded.shown is not None for unit in optimizer._engine.units)
+    assert all(unit.recorded.shown is not None for unit in optimizer._engine.rig.units)
     del of_input
     with torch.no_grad():
         model(x)
-    assert all(unit.recorded.shown is None for unit in optimizer._engine.units)
+    assert all(unit.recorded.shown is None for unit in optimizer._engine.rig.units)
     assert next(model.parameters()).isnan().all()
     assert first.holding.residency is Residency.RELEASED
     optimizer.close()

@@ -155,7 +155,7 @@ def test_every_kind_goes_there_and_back(
         assert_equal(state(model, optimizer), before)
         optimizer.reload_states(non_blocking=not blocking)
         assert_equal(state(model, optimizer), before)
-        optimizer._engine.mover._cleaned.synchronize()
+        optimizer._engine.state.mover._cleaned.synchronize()
         assert_table_agrees(optimizer, tmp_path)
         again = optimizer.locations().to_dict()["bytes"]
         assert {k: v for k, v in again.items() if k in rows and k not in ("staging", "gathered")} == {
@@ -194,9 +194,9 @@ def test_what_autograd_saved_holds_no_copy(blocking: bool, tmp_path: Path) -> No
     train(model, optimizer)
     train(*expected)
     loss = loss_of(model, 1)
-    seen = [unit.full.untyped_storage() for unit in optimizer._engine.units]
+    seen = [unit.full.untyped_storage() for unit in optimizer._engine.rig.units]
     optimizer.offload_states(non_blocking=not blocking)
-    assert not any(unit.leased for unit in optimizer._engine.units)
+    assert not any(unit.leased for unit in optimizer._engine.rig.units)
     if blocking:
         assert [storage.nbytes() for storage in seen] == [0] * len(seen)
     optimizer.backward(loss)
@@ -331,7 +331,7 @@ def test_what_is_on_its_way_out_is_in_the_table_until_it_is_gone(tmp_path: Path)
     assert any(row.in_flight for row in report.rows if row.kind == "exp_avg")
     assert not any(row.in_flight for row in report.rows if row.kind == "grad")
     optimizer.synchronize()
-    optimizer._engine.mover._cleaned.synchronize()
+    optimizer._engine.state.mover._cleaned.synchronize()
     assert optimizer.locations().bytes(kind="leaving") == 0
     assert_table_agrees(optimizer)
     optimizer.close()
@@ -568,7 +568,7 @@ def test_a_device_that_is_full_changes_nothing(monkeypatch: pytest.MonkeyPatch) 
     for kind in KINDS:
         optimizer.locations().assert_on(kind, "cpu")
     assert_table_agrees(optimizer)
-    units = optimizer._engine.units
+    units = optimizer._engine.rig.units
     assert not any(unit.resident or unit.full.untyped_storage().nbytes() for unit in units)
     assert_equal(state(model, optimizer), before)
     optimizer.reload_states()

@@ -108,7 +108,7 @@ def test_an_update_waits_until_its_tiles_are_copied(gate: Gate, tmp_path: Path) 
     optimizer.save(tmp_path / "a", blocking=False)
     iterate(run, model, optimizer, scheduler, 1, 0, 1)
     assert gate.reached.wait(60)
-    assert not any(unit.trained.optimizer.memory.written.done() for unit in optimizer._engine.units)
+    assert not any(unit.trained.optimizer.memory.written.done() for unit in optimizer._engine.rig.units)
     gate.opened.set()
     optimizer.synchronize()
     assert different(loaded(tmp_path / "a", run), before) == []
@@ -193,7 +193,7 @@ def busy_on_two_ranks(rank: int, parent: Path) -> str:
         patch.setattr(Save, "run", last)
         optimizer.save(parent / "a", blocking=False)
         if rank == 1:
-            optimizer._engine.saver._job.over.synchronize()
+            optimizer._engine.state.saver._job.over.synchronize()
         with pytest.raises(penstock.EngineError) as caught:
             optimizer.save(parent / "b", if_busy="raise")
         opened.set()
@@ -316,7 +316,7 @@ def test_a_damaged_record_that_the_kernel_copies_is_no_checkpoint(
     good = values(model, optimizer)
     record = next(
         stored
-        for unit in optimizer._engine.units
+        for unit in optimizer._engine.rig.units
         if unit.trained and (stored := unit.trained.optimizer.sections[0].stored(0)) is not None
     )
     with open(record.place.file.path, "r+b") as opened:

@@ -205,7 +205,7 @@ class TestFile:
     def test_bytes_of_a_step_are_its_traffic(self, path: Path) -> None:
         model, optimizer = prepared(simulated())
         train(model, optimizer)
-        sizes = {unit.name: unit.nbytes for unit in optimizer._engine.units}
+        sizes = {unit.name: unit.nbytes for unit in optimizer._engine.rig.units}
         with optimizer.trace(path):
             train(model, optimizer)
         optimizer.close()
@@ -369,7 +369,7 @@ class TestEnd:
         model, optimizer = prepared(simulated())
         with optimizer.trace(path):
             train(model, optimizer)
-        assert optimizer._engine.streams.recorder is None
+        assert optimizer._engine.rig.streams.recorder is None
         size = path.stat().st_size
         train(model, optimizer)
         optimizer.close()
@@ -405,7 +405,7 @@ class TestErrors:
         with pytest.raises(ConfigError, match="Is a directory"), optimizer.trace(tmp_path):
             ran.append(1)
         assert ran == []
-        assert optimizer._engine.streams.recorder is None
+        assert optimizer._engine.rig.streams.recorder is None
         optimizer.close()
 
     def test_a_disk_that_is_full_at_the_end(self) -> None:

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import penstock
-from penstock import build
+from penstock import construct
 from penstock.machine.threads import UpdateCores, share_of_cores, update_cores
 from penstock.rules import Pool
 
@@ -110,8 +110,8 @@ def test_prepare_starts_as_many_there(
         started.append((threads, cores))
         return Pool(threads)
 
-    monkeypatch.setattr(build, "Pool", pool)
-    monkeypatch.setattr(build, "update_cores", lambda device: UpdateCores(2, frozenset({5, 4})))
+    monkeypatch.setattr(construct, "Pool", pool)
+    monkeypatch.setattr(construct, "update_cores", lambda device: UpdateCores(2, frozenset({5, 4})))
     model = torch.nn.Linear(4, 4)
     options = penstock.Options(update_threads=asked)
     penstock.prepare(model, torch.optim.AdamW(model.parameters()), precision="fp32", options=options).close()

@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from penstock.build import number_elements
+from penstock.construct import number_elements
 from penstock.engine.updates.update import Run, merge
 from penstock.layout import FlatLayout, Piece
 from penstock.rules import Pool, Segment, StateFormat, deposit, squared_norm

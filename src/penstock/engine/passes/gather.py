@@ -24,9 +24,9 @@ from torch import Tensor, nn
 from penstock.engine.units.holding import Residency
 from penstock.engine.units.recorded import views_elsewhere
 from penstock.engine.units.unit import Unit
+from penstock.engine.updates.rig import Rig
 from penstock.kinds import PARAM, Tier
-from penstock.machine.collectives import Ranks
-from penstock.machine.streams import COLLECTIVE, DONE, Event, Streams
+from penstock.machine.streams import COLLECTIVE, DONE, Event
 from penstock.tiers.home import buffer_home
 from penstock.tiers.movement import Movement
 from penstock.trace import Label
@@ -82,16 +82,15 @@ class Gatherer:
     """Gathers and releases units.
 
     Arguments:
+        transit: brings what this rank has to full buffers.
         live_bytes: full buffers at once, at most, for gathers ahead of use. A unit that is needed is always gathered.
             Memory of released units that others have views of does not count.
         prefetch_bytes: full buffers being filled ahead of use, at most.
     """
 
-    def __init__(
-        self, ranks: Ranks, streams: Streams, movement: Movement, *, live_bytes: int, prefetch_bytes: int
-    ) -> None:
-        self._ranks = ranks
-        self._streams = streams
+    def __init__(self, rig: Rig, movement: Movement, *, live_bytes: int, prefetch_bytes: int) -> None:
+        self._ranks = rig.ranks
+        self._streams = rig.streams
         self._movement = movement
         self._live_budget = live_bytes
         self._prefetch_budget = prefetch_bytes
@@ -298,7 +297,7 @@ class Gatherer:
             for part in unit.event.parts():
                 with contextlib.suppress(Exception):
                     part.synchronize()
-            holding.saved_raw = True  # nothing reads it: its memory goes
+            holding.note_failed_fill()
         if recorded.is_alive:
             if recorded.is_new and holding.residency is Residency.GATHERED:
                 recorded.keep(unit.full)
@@ -310,8 +309,8 @@ class Gatherer:
             unit.hide()
         if views_elsewhere(unit.full) and (holding.shown or not unit.full.untyped_storage().resizable()):
             self._replace_full(unit)
-        holding.shown = False
-        if views_elsewhere(unit.full) and not holding.saved_raw:
+        holding.note_emptied()
+        if views_elsewhere(unit.full) and not holding.empties_views:
             self._streams.spoil(unit.full)
             holding.become(Residency.OUTDATED)
             self._lingering[unit] = None

@@ -31,10 +31,9 @@ from penstock.engine.units.membership import Membership
 from penstock.engine.units.reads import watch_reads
 from penstock.engine.units.unit import Unit
 from penstock.engine.units.weakly import weakly
-from penstock.engine.updates.scale import GradientScale
+from penstock.engine.updates.rig import Rig
 from penstock.errors import EngineError
 from penstock.machine.border import crossing, theirs, user_records
-from penstock.machine.streams import Streams
 from penstock.trace import NO_LABEL, Label
 
 
@@ -55,37 +54,34 @@ class Hooks:
     """Connects a model to a gatherer and a reducer.
 
     Arguments:
+        gatherer: makes units usable, and gives their memory back.
+        reducer: takes their gradients.
         casts: of floating-point inputs.
         membership: the modules of the parameters, looked at when a forward of the model begins.
-        streams: told what compute is doing, for traces.
         updates: what begins in backward; `None` for nothing.
-        gradient_scale: says whether the loss has to be scaled before its backward, and whether another one may follow.
         activations: takes what forward saves; `None` leaves it.
     """
 
     def __init__(
         self,
-        model: nn.Module,
-        units: Sequence[Unit],
+        rig: Rig,
         gatherer: Gatherer,
         reducer: Reducer,
         casts: InputCasts,
         membership: Membership,
-        streams: Streams,
-        updates: BackwardUpdates | None = None,
-        *,
-        gradient_scale: GradientScale,
-        activations: Activations | None = None,
+        updates: BackwardUpdates | None,
+        activations: Activations | None,
     ) -> None:
-        self._model = model
+        units = rig.units
+        self._model = rig.model
         self._units = units
         self._gatherer = gatherer
         self._reducer = reducer
         self._casts = casts
         self._membership = membership
-        self._streams = streams
+        self._streams = rig.streams
         self._updates = updates
-        self._gradient_scale = gradient_scale
+        self._gradient_scale = rig.gradient_scale
         self._activations = activations
         if activations is not None:
             activations.interrupted = self._clean_up
@@ -228,7 +224,7 @@ class Hooks:
             call.saved_hooks.__enter__()
         else:
             for unit in units:
-                unit.holding.saved_raw = True
+                unit.holding.note_unseen_saves()
 
     def _gather_for_read(self, unit: Unit, module: nn.Module) -> None:
         """A forward reads a parameter whose own module does not run: gather it until that forward is over."""
@@ -282,7 +278,7 @@ class Hooks:
             if unit in returned and self._calls:
                 self._hold_for(self._calls[-1], unit)
             elif unit in returned:
-                unit.holding.shown = True  # its memory is the caller's
+                unit.holding.hand_to_caller()
                 if user_records():
                     unit.holding.take(Holder.UNANNOUNCED)
 
@@ -359,8 +355,7 @@ class Hooks:
             anchor.entered = 0
         self._gatherer.drop_unused()
         for unit in self._units:
-            unit.holding.drop_all(Holder.FORWARD)
-            unit.holding.drop_all(Holder.UNANNOUNCED)
+            unit.holding.lose_forwards()
             self._gatherer.release(unit)
 
     # Backward
@@ -463,14 +458,8 @@ class Hooks:
             if unit.resident or unit.spec.persistent:  # else it is released anyway
                 self._gatherer.outdate(unit)
 
-    def _take_gradient(self, unit: Unit, index: int, parameter: nn.Parameter) -> None:
-        grad = parameter.grad
-        assert grad is not None
-        parameter.grad = None
-        if grad.is_sparse:
-            raise EngineError(
-                f"Parameter '{unit.spec.names[index]}' got a sparse gradient. Build its embedding with sparse=False."
-            )
+    def _take_gradient(self, unit: Unit, index: int, _: nn.Parameter) -> None:
+        grad = unit.parameters[index].take_gradient()
         if not (unit.resident or unit.holding.used):
             raise EngineError(
                 f"Parameter '{unit.spec.names[index]}' got a gradient, and no forward of {unit.label} ever ran: its "
@@ -488,8 +477,7 @@ class Hooks:
     def _end_backward(self) -> None:
         self._pass_by(self._uses.end())
         for unit in self._units:
-            unit.holding.drop_all(Holder.BACKWARD)
-            unit.holding.drop_all(Holder.UNANNOUNCED)
+            unit.holding.end_backward()
             self._settle(unit)
         self._backward_order.finish()
         if not user_records():
@@ -504,10 +492,9 @@ class Hooks:
         self._arrived.clear()
         self._uses.clear()
         for unit in self._units:
-            unit.holding.drop_all(Holder.BACKWARD)
-            unit.holding.drop_all(Holder.UNANNOUNCED)
+            unit.holding.end_backward()
             self._gatherer.release(unit)
-            unit.holding.saved_raw = False
+            unit.holding.forget_unseen_saves()
         self._gatherer.drop_unused()
         self._note_turn()
         self.under_way.leave_backward()  # last: another thread's forward begins now

@@ -53,7 +53,7 @@ class Idioms:
     def __init__(self, model: nn.Module, units: Sequence[Unit]) -> None:
         self._model = model
         self._units = units
-        self._places = {p: (unit, unit.spec.names[i]) for unit in units for i, p in enumerate(unit.spec.parameters)}
+        self._places = {p.tensor: (unit, p) for unit in units for p in unit.parameters}
         self._handles: list[RemovableHandle] = []
         for module in model.modules():
             if next(module.parameters(recurse=False), None) is not None:
@@ -76,11 +76,12 @@ class Idioms:
     def _before_state_dict(self, module: nn.Module, prefix: str, keep_vars: bool) -> None:
         del prefix, keep_vars
         for parameter in module.parameters(recurse=False):
-            unit, name = self._places.get(parameter, (None, ""))
-            if unit is not None and unit.is_hidden(parameter):
+            unit, own = self._places.get(parameter, (None, None))
+            if unit is not None and own is not None and own.is_hidden(unit.placeholder):
                 raise EngineError(
-                    f"state_dict(): parameter '{name}' {tuple(parameter.shape)} is not gathered and would read as NaN. "
-                    "Call it inside optimizer.gathered(), on every rank, or use optimizer.save() and penstock.export()."
+                    f"state_dict(): parameter '{own.name}' {tuple(parameter.shape)} is not gathered and would read as "
+                    "NaN. Call it inside optimizer.gathered(), on every rank, or use optimizer.save() and "
+                    "penstock.export()."
                 )
 
     def _before_load(self, module: nn.Module, state_dict: Any, prefix: str, metadata: Any, *_: Any) -> None:
@@ -88,16 +89,18 @@ class Idioms:
         for own_name, parameter in module._parameters.items():
             if parameter is None or parameter not in self._places or prefix + own_name not in state_dict:
                 continue
-            unit, name = self._places[parameter]
+            unit, own = self._places[parameter]
             if assign:
                 raise EngineError(
-                    f"load_state_dict(assign=True) would put another parameter in place of '{name}', which nothing "
+                    f"load_state_dict(assign=True) would put another parameter in place of '{own.name}', which nothing "
                     "would train. Call it without assign, inside optimizer.gathered(modify=True)."
                 )
-            if not unit.holding.blocks and (unit.is_hidden(parameter) or not (unit.resident and unit.is_whole)):
+            is_there = unit.resident and unit.is_whole and not own.is_hidden(unit.placeholder)
+            if not (unit.holding.blocks or is_there):
                 raise EngineError(
-                    f"load_state_dict(): parameter '{name}' {tuple(parameter.shape)} is not there as a whole. Call it "
-                    "inside optimizer.gathered(modify=True), on every rank; a checkpoint is read by optimizer.load()."
+                    f"load_state_dict(): parameter '{own.name}' {tuple(parameter.shape)} is not there as a whole. "
+                    "Call it inside optimizer.gathered(modify=True), on every rank; a checkpoint is read by "
+                    "optimizer.load()."
                 )
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:

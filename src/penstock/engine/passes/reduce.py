@@ -13,14 +13,13 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from penstock._native import Pool
 from penstock.engine.passes.buffers import BufferRing
 from penstock.engine.passes.routes import Means, Reduced, Route, route_to
 from penstock.engine.units.norms import measure_late
 from penstock.engine.units.unit import Gradient, Unit
+from penstock.engine.updates.rig import Rig
 from penstock.machine.arena import Words
-from penstock.machine.collectives import Ranks
-from penstock.machine.streams import COLLECTIVE, DONE, DOWNLOAD, Streams, across
+from penstock.machine.streams import COLLECTIVE, DONE, DOWNLOAD, across
 from penstock.rules.deposit import deposit, squared_norm
 from penstock.tiers.home import Home
 from penstock.tiers.movement import Movement
@@ -31,6 +30,7 @@ class Reducer:
     """Takes every gradient of the engine's units.
 
     Arguments:
+        movement: brings reduced gradients to their homes, where compute does not reach those.
         reduce_dtype: dtype in which gradients are summed over ranks.
         accumulation_dtype: dtype in which micro-batches are summed, the homes' own.
         collects_fp32: gradients are summed in fp32 until they are reduced, because a parameter gets several in one
@@ -41,10 +41,8 @@ class Reducer:
 
     def __init__(
         self,
-        ranks: Ranks,
-        streams: Streams,
+        rig: Rig,
         movement: Movement,
-        pool: Pool,
         *,
         reduce_dtype: torch.dtype,
         accumulation_dtype: torch.dtype,
@@ -52,9 +50,10 @@ class Reducer:
         agrees: bool,
         may_hold_back: bool,
     ) -> None:
+        ranks, streams = rig.ranks, rig.streams
         self._ranks = ranks
         self._streams = streams
-        self._pool = pool
+        self._pool = rig.pool
         self._reduce_dtype = reduce_dtype
         self._accumulation_dtype = accumulation_dtype
         # On the host the pass that writes measures for nothing; on a device the norm would be kernels of its own.
@@ -67,7 +66,7 @@ class Reducer:
             self._told.place(0)  # not later, within a backward: to pin memory there may block what it waits for
         self._agrees = agrees and ranks.world_size > 1
         self._may_hold_back = may_hold_back
-        self._means = Means(streams, movement, pool, self.buffers, accumulation_dtype, self._agrees)
+        self._means = Means(streams, movement, rig.pool, self.buffers, accumulation_dtype, self._agrees)
         self._routes: dict[Unit, tuple[Home, Route]] = {}
         self.accumulates = False  # inside `held_back`: another micro-batch follows
 

@@ -123,17 +123,18 @@ class SavedTensors:
             return None
         start = int(tensor.storage_offset() - unit.full.storage_offset())
         index = unit.layout.slot_at(start)
-        version = unit.spec.parameters[index]._version
+        version = unit.parameters[index].tensor._version
         same = version == tensor._version  # else it is of `.data`, which has a count of its own
         return SavedView(unit, index, start, tensor.shape, tensor.stride(), version if same else None)
 
     def _rebuilt(self, saved: SavedView) -> Tensor:
+        parameter = saved.unit.parameters[saved.index]
         if not saved.unit.full.numel():
             raise EngineError(
-                f"A backward needs parameter '{saved.unit.spec.names[saved.index]}', and its optimizer was closed "
+                f"A backward needs parameter '{parameter.name}', and its optimizer was closed "
                 "since the forward. Call backward before close()."
             )
         if saved.version is not None:
-            check_version(saved.unit.spec.parameters[saved.index], saved.version, saved.unit.spec.names[saved.index])
+            check_version(parameter.tensor, saved.version, parameter.name)
         self._bring(saved.unit)
         return saved.rebuilt()

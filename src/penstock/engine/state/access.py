@@ -4,7 +4,7 @@ Every call is collective: all ranks make it, in the same order. Values are fp32 
 """
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
@@ -16,12 +16,13 @@ from penstock.engine.passes.reduce import Reducer
 from penstock.engine.state.torn import torn_on_failure
 from penstock.engine.units.holding import Holder
 from penstock.engine.units.unit import Trained, Unit
-from penstock.engine.updates.scale import GradientScale
+from penstock.engine.updates.rig import Rig
+from penstock.engine.updates.update import Updater
 from penstock.errors import ConfigError, EngineError, NvmeError
 from penstock.kinds import PARAM
 from penstock.layout import Slot
-from penstock.machine.collectives import Ranks, as_bytes
-from penstock.rules.rule import Rule, Scalars
+from penstock.machine.collectives import as_bytes
+from penstock.rules.rule import Scalars
 from penstock.rules.storage import read_state, write_state
 
 #: Values of a range of this rank's shard, piece by piece: first element, one past the last, values.
@@ -32,40 +33,33 @@ class Access:
     """Reads and writes the cells of single parameters.
 
     Arguments:
-        rule: whose states there are.
-        steps: how often each trained parameter was updated.
-        scalars: the parameters' own scalars, where the rule has some.
-        gradient_scale: what a gradient in its home is multiplied with.
-        watch_saved: sees what autograd saves of the parameters meanwhile.
+        gatherer: makes parameters usable for `gathered` blocks, and hears of those that were written.
+        reducer: measures gradients that are set.
+        updater: knows how often each parameter was updated.
+        watch_saved: sees what autograd saves of the parameters in a `gathered` block.
     """
 
     def __init__(
         self,
-        units: Sequence[Unit],
-        ranks: Ranks,
+        rig: Rig,
         gatherer: Gatherer,
         reducer: Reducer,
-        *,
-        rule: Rule,
-        steps: dict[nn.Parameter, int],
-        scalars: dict[nn.Parameter, Scalars],
-        gradient_scale: GradientScale,
+        updater: Updater,
         watch_saved: Callable[[], AbstractContextManager[Any]],
-        device: torch.device,
     ) -> None:
-        self._units = units
-        self._ranks = ranks
+        self._units = rig.units
+        self._ranks = rig.ranks
         self._gatherer = gatherer
         self._reducer = reducer
-        self._states = rule.states
-        self._scalar_names = rule.scalar_names
-        self._steps = steps
-        self._scalars = scalars
-        self._gradient_scale = gradient_scale
+        self._states = rig.rule.states
+        self._scalar_names = rig.rule.scalar_names
+        self._steps = updater.steps
+        self._scalars = updater.scalars
+        self._gradient_scale = rig.gradient_scale
         self._watch_saved = watch_saved
         self.modifying = 0  # blocks that may write parameters
-        self._device = device
-        self._places = {p: (unit, index) for unit in units for index, p in enumerate(unit.spec.parameters)}
+        self._device = rig.streams.device
+        self._places = {p: (unit, index) for unit in rig.units for index, p in enumerate(unit.spec.parameters)}
         self._given_state: set[nn.Parameter] = set()  # by `set_state`: they have state before their first update
 
     def finish(self) -> None:
@@ -99,7 +93,8 @@ class Access:
                 self.finish()  # homes may have moved
             for unit in units:
                 if modify:
-                    unit.take_in()
+                    for parameter in unit.parameters:
+                        parameter.take_in(unit.full)
                     self._take_over(unit, before[unit])
                     unit.count_writes(_changed(unit, before[unit]))
                     unit.note_versions()
@@ -124,7 +119,7 @@ class Access:
     def _let_go(self, blocks: Mapping[Unit, int]) -> None:
         """So many blocks hold these units from now on."""
         for unit, count in blocks.items():
-            unit.holding.blocks = count
+            unit.holding.leave_blocks(count)
             if not self._closed:
                 self._gatherer.release(unit)
 

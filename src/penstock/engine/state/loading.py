@@ -11,7 +11,6 @@ checkpoint has been loaded.
 """
 
 import logging
-from collections.abc import Sequence
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -29,13 +28,10 @@ from penstock.engine.state.choosing import Candidate, choose
 from penstock.engine.state.placing import write_states, write_weights
 from penstock.engine.state.taking import Taken, Taker
 from penstock.engine.state.torn import is_torn, tear
-from penstock.engine.units.unit import Unit
-from penstock.engine.updates.scale import GradientScale
+from penstock.engine.updates.rig import Rig
 from penstock.engine.updates.update import Updater
 from penstock.errors import CheckpointError, EngineError, PenstockError
-from penstock.machine.collectives import Ranks
-from penstock.machine.streams import DONE, Streams
-from penstock.rules.rule import Rule
+from penstock.machine.streams import DONE
 
 logger = logging.getLogger("penstock")
 
@@ -43,41 +39,18 @@ logger = logging.getLogger("penstock")
 class Loader:
     """Puts checkpoints into one engine."""
 
-    def __init__(
-        self,
-        model: nn.Module,
-        units: Sequence[Unit],
-        ranks: Ranks,
-        streams: Streams,
-        access: Access,
-        gatherer: Gatherer,
-        reducer: Reducer,
-        updater: Updater,
-        *,
-        rule: Rule,
-        gradient_scale: GradientScale,
-        param_groups: Sequence[dict[str, Any]],
-    ) -> None:
-        self._model = model
-        self._units = units
-        self._ranks = ranks
-        self._streams = streams
+    def __init__(self, rig: Rig, access: Access, gatherer: Gatherer, reducer: Reducer, updater: Updater) -> None:
+        self._model = rig.model
+        self._units = rig.units
+        self._ranks = rig.ranks
+        self._streams = rig.streams
         self._access = access
         self._gatherer = gatherer
         self._reducer = reducer
-        self._rule = rule
-        self._gradient_scale = gradient_scale
-        self._param_groups = param_groups
-        self._taker = Taker(
-            model,
-            units,
-            ranks,
-            updater,
-            device=streams.device,
-            rule=rule,
-            gradient_scale=gradient_scale,
-            param_groups=param_groups,
-        )
+        self._rule = rig.rule
+        self._gradient_scale = rig.gradient_scale
+        self._param_groups = rig.param_groups
+        self._taker = Taker(rig, updater)
 
     def load(self, path: str | PathLike[str], *, verify: bool | None) -> dict[str, Any]:
         """Load a checkpoint; returns its `extra`. Collective.
@@ -261,11 +234,11 @@ class Loader:
         for unit in self._units:
             for home in unit.updated_homes:
                 home.note_write(DONE)
-            unit.count_writes(range(len(unit.layout.slots)))
+            unit.count_writes()
             unit.stale = unit.replica is not None and unit.layout.shards > 1
             if unit.trained is not None:
-                for parameter, name in zip(unit.spec.parameters, unit.spec.names, strict=True):
-                    self._restore_counts(parameter, manifest.parameters[name])
+                for parameter in unit.parameters:
+                    self._restore_counts(parameter.tensor, manifest.parameters[parameter.name])
             self._gatherer.outdate(unit)
             if unit.resident:
                 self._gatherer.acquire(unit)

@@ -15,12 +15,12 @@ from dataclasses import dataclass, replace
 
 from penstock.engine.passes.gather import Gatherer
 from penstock.engine.passes.reduce import Reducer
-from penstock.engine.units.assemble import UnitPlan
 from penstock.engine.units.holding import Residency
+from penstock.engine.units.plan import UnitPlan
 from penstock.engine.units.unit import Unit
+from penstock.engine.updates.rig import Rig
 from penstock.kinds import GRAD, MASTER, OPTIMIZER, PARAM, SHADOW, Tier
-from penstock.machine.collectives import Ranks
-from penstock.machine.streams import DONE, UPDATE, Event, FailedEvent, Streams, all_of
+from penstock.machine.streams import DONE, UPDATE, Event, FailedEvent, all_of
 from penstock.tiers.home import Home, MemorySection, Section, SectionPlan
 from penstock.tiers.movement import Movement
 from penstock.tiers.ring import Ring
@@ -67,17 +67,19 @@ class Mover:
 
     Arguments:
         plans: what the placement asks for, of each unit.
+        store: where new homes get their memory, and old ones give it back.
+        gatherer: keeps the parameters of units that are in use.
+        reducer: keeps gradients that are not reduced yet.
+        staging: the buffers of updates and gathers, which follow the homes.
         in_use: whether compute may read a unit's parameters now.
         plan_staging: the buffers that given homes need.
     """
 
     def __init__(
         self,
-        units: Sequence[Unit],
+        rig: Rig,
         plans: Sequence[UnitPlan],
         store: Store,
-        ranks: Ranks,
-        streams: Streams,
         gatherer: Gatherer,
         reducer: Reducer,
         staging: Staging,
@@ -85,11 +87,11 @@ class Mover:
         in_use: Callable[[Unit], bool],
         plan_staging: Callable[[Sequence[Sections]], StagingPlan],
     ) -> None:
-        self._units = units
-        self._plans = dict(zip(units, plans, strict=True))
+        self._units = rig.units
+        self._plans = dict(zip(rig.units, plans, strict=True))
         self._store = store
-        self._ranks = ranks
-        self._streams = streams
+        self._ranks = rig.ranks
+        self._streams = rig.streams
         self._gatherer = gatherer
         self._reducer = reducer
         self._staging = staging

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from penstock.checkpoint import folder as folders
 from penstock.checkpoint.beside import other_than, persistent_buffers, read_random, to_tensors
@@ -29,13 +29,11 @@ from penstock.checkpoint.tiles import RingMemory, UnitSource
 from penstock.checkpoint.values import encode
 from penstock.engine.state.access import Access
 from penstock.engine.units.unit import Unit
-from penstock.engine.updates.scale import GradientScale
+from penstock.engine.updates.rig import Rig
 from penstock.errors import ConfigError, EngineError
 from penstock.kinds import MASTER, OPTIMIZER, PARAM
-from penstock.machine.collectives import Ranks
 from penstock.machine.council import Council
-from penstock.machine.streams import HostEvent, HostWorker, Streams, all_of
-from penstock.rules.rule import Rule
+from penstock.machine.streams import HostEvent, HostWorker, all_of
 from penstock.tiers.home import Home
 
 #: What becomes of a save while another one is running.
@@ -56,32 +54,19 @@ class Saver:
     """Saves one engine's state. One save at a time.
 
     Arguments:
-        model: whose buffers and configuration are kept too.
+        access: knows step counts and which parameters have state.
         council: of saves alone: they go on beside what the user's thread does.
-        param_groups: of the optimizer, as the user changes them.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        units: Sequence[Unit],
-        ranks: Ranks,
-        streams: Streams,
-        access: Access,
-        *,
-        council: Council,
-        rule: Rule,
-        gradient_scale: GradientScale,
-        param_groups: Sequence[Mapping[str, Any]],
-    ) -> None:
-        self._model = model
-        self._units = units
-        self._ranks = ranks
-        self._streams = streams
+    def __init__(self, rig: Rig, access: Access, council: Council) -> None:
+        self._model = rig.model
+        self._units = rig.units
+        self._ranks = rig.ranks
+        self._streams = rig.streams
         self._access = access
-        self._rule = rule
-        self._gradient_scale = gradient_scale
-        self._param_groups = param_groups
+        self._rule = rig.rule
+        self._gradient_scale = rig.gradient_scale
+        self._param_groups = rig.param_groups
         self._council = council
         self._job: _Job | None = None
 
@@ -252,22 +237,21 @@ class Saver:
     def _parameters(self) -> Iterator[tuple[str, SavedParameter]]:
         for unit in self._units:
             trained = unit.trained is not None
-            for slot, parameter in zip(unit.layout.slots, unit.spec.parameters, strict=True):
+            for parameter in unit.parameters:
                 yield (
-                    slot.name,
+                    parameter.name,
                     SavedParameter(
-                        shape=slot.shape,
+                        shape=parameter.slot.shape,
                         dtype=unit.spec.dtype,
                         trained=trained,
-                        step=self._access.steps()[parameter] if trained else 0,
-                        scalars={name: float(value) for name, value in self._access.scalars(parameter).items()},
-                        has_state=trained and self._access.has_state(parameter),
+                        step=self._access.steps()[parameter.tensor] if trained else 0,
+                        scalars={name: float(value) for name, value in self._access.scalars(parameter.tensor).items()},
+                        has_state=trained and self._access.has_state(parameter.tensor),
                     ),
                 )
 
     def _groups(self, tensors: dict[str, Tensor]) -> Iterator[SavedGroup]:
-        pairs = [pair for unit in self._units for pair in zip(unit.spec.parameters, unit.spec.names, strict=True)]
-        names = dict(pairs)
+        names = {parameter.tensor: parameter.name for unit in self._units for parameter in unit.parameters}
         for number, group in enumerate(self._param_groups):
             options = {name: value for name, value in group.items() if name != "params"}
             encoded = encode(options, tensors, what=f"param_groups[{number}]")

@@ -4,20 +4,17 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from penstock.checkpoint.beside import RandomStates, decode_random, from_tensor, persistent_buffers, why_no_fit
 from penstock.checkpoint.fields import Field
 from penstock.checkpoint.opened import Checkpoint
 from penstock.checkpoint.tables import TileKey
 from penstock.engine.units.unit import Unit
-from penstock.engine.updates.scale import GradientScale
+from penstock.engine.updates.rig import Rig
 from penstock.engine.updates.update import Updater
 from penstock.errors import ConfigError
 from penstock.layout import ALIGNMENT_NUMEL
-from penstock.machine.collectives import Ranks
-from penstock.rules.rule import Rule
 
 _MOST_NAMED = 8
 
@@ -58,26 +55,15 @@ class Taken:
 class Taker:
     """Holds checkpoints against one engine."""
 
-    def __init__(
-        self,
-        model: nn.Module,
-        units: Sequence[Unit],
-        ranks: Ranks,
-        updater: Updater,
-        *,
-        device: torch.device,
-        rule: Rule,
-        gradient_scale: GradientScale,
-        param_groups: Sequence[dict[str, Any]],
-    ) -> None:
-        self._model = model
-        self._units = units
-        self._ranks = ranks
+    def __init__(self, rig: Rig, updater: Updater) -> None:
+        self._model = rig.model
+        self._units = rig.units
+        self._ranks = rig.ranks
         self._updater = updater
-        self._device = device
-        self._rule = rule
-        self._gradient_scale = gradient_scale
-        self._param_groups = param_groups
+        self._device = rig.streams.device
+        self._rule = rig.rule
+        self._gradient_scale = rig.gradient_scale
+        self._param_groups = rig.param_groups
 
     def take(self, checkpoint: Checkpoint, own: Mapping[str, Tensor]) -> Taken:
         """What this rank takes.
@@ -143,8 +129,7 @@ class Taker:
 
     def _read_groups(self, checkpoint: Checkpoint) -> list[dict[str, Any]]:
         """The options of each param group."""
-        pairs = [pair for unit in self._units for pair in zip(unit.spec.parameters, unit.spec.names, strict=True)]
-        names = dict(pairs)
+        names = {parameter.tensor: parameter.name for unit in self._units for parameter in unit.parameters}
         here = [{names[p] for p in group["params"]} for group in self._param_groups]
         if here != [set(group.parameters) for group in checkpoint.manifest.groups]:
             raise checkpoint.fail("groups", "divides the parameters otherwise. Build the param groups alike.")

@@ -3,7 +3,8 @@ r"""The state of a gathered unit, and the one count of who holds it.
     RELEASED --> GATHERING --> GATHERED --> RELEASED
     OUTDATED --^      \____________________> OUTDATED --> RELEASED
 
-A unit is released when the last holder lets go of it, and by nobody else.
+A unit is released when the last holder lets go of it, and by nobody else. Whoever uses a unit says here what happened;
+nobody else writes these fields.
 """
 
 from enum import Enum
@@ -54,16 +55,16 @@ class Holding:
     Attributes:
         forwards, backwards, unannounced, blocks: how many of each hold it.
         used: its parameters were there for somebody to compute with, at some time.
-        saved_raw: since the last backward a forward was recorded where nobody saw what autograd saved: graphs may have
-            views of the buffer.
-        shown: a `gathered` block has shown the buffer since it was filled: people may have kept views of it.
+        empties_views: the buffer's memory goes when the unit is released, whoever has views of it. Autograd may have
+            saved some where nobody saw that, or what filled the buffer has failed.
+        shown: people have seen the buffer since it was filled, and may have kept views of it that are to stay good.
     """
 
     def __init__(self) -> None:
         self.residency = Residency.OUTDATED
         self.forwards = self.backwards = self.unannounced = self.blocks = 0
         self.used = False
-        self.saved_raw = False
+        self.empties_views = False
         self.shown = False
 
     def become(self, residency: Residency) -> None:
@@ -86,6 +87,40 @@ class Holding:
     def drop_all(self, holder: Holder) -> None:
         """None of them needs it any longer."""
         setattr(self, holder.value, 0)
+
+    def lose_forwards(self) -> None:
+        """Forwards have ended without a word, and so has what they kept for a backward that would not be announced."""
+        self.drop_all(Holder.FORWARD)
+        self.drop_all(Holder.UNANNOUNCED)
+
+    def end_backward(self) -> None:
+        """The backward that was under way needs it no longer, announced or not."""
+        self.drop_all(Holder.BACKWARD)
+        self.drop_all(Holder.UNANNOUNCED)
+
+    def leave_blocks(self, count: int) -> None:
+        """So many `gathered` blocks hold it from now on. A count, so that it can be said again after an interrupt."""
+        self.blocks = count
+
+    def note_unseen_saves(self) -> None:
+        """A forward is recorded where nobody sees what autograd saves: graphs may have views of the buffer."""
+        self.empties_views = True
+
+    def forget_unseen_saves(self) -> None:
+        """Backward is over, and with it the graphs that may have had views."""
+        self.empties_views = False
+
+    def note_failed_fill(self) -> None:
+        """What filled the buffer has failed: nothing reads it."""
+        self.empties_views = True
+
+    def hand_to_caller(self) -> None:
+        """A module has returned parameters: the memory is the caller's too."""
+        self.shown = True
+
+    def note_emptied(self) -> None:
+        """What people may have kept of the buffer is theirs; the values that come next they have not seen."""
+        self.shown = False
 
     @property
     def is_held(self) -> bool:

@@ -12,6 +12,7 @@ from types import FrameType
 import torch
 from torch import nn
 
+from penstock.engine.units.parameter import UnitParameter
 from penstock.engine.units.unit import Unit
 from penstock.errors import EngineError
 
@@ -85,27 +86,28 @@ class Membership:
     @torch.no_grad()
     def _take_in(self, unit: Unit, index: int) -> None:
         """The parameter was given other memory: take its values over where that loses nothing, else refuse."""
-        slot, parameter = unit.layout.slots[index], unit.spec.parameters[index]
-        if parameter.shape != slot.shape or parameter.device != unit.full.device or not unit.resident:
-            raise _lost(unit, index)
-        own = unit.full[slot.start : slot.stop].view(slot.shape)
-        values = parameter.detach().to(own.dtype)
+        parameter = unit.parameters[index]
+        given = parameter.tensor
+        if given.shape != parameter.slot.shape or given.device != unit.full.device or not unit.resident:
+            raise _lost(parameter)
+        own = parameter.view_in(unit.full)
+        values = given.detach().to(own.dtype)
         if not torch.equal(values, own):  # else a module has converted it for its own forward
-            if not unit.is_whole or parameter.dtype != own.dtype:
-                raise _lost(unit, index)
+            if not unit.is_whole or given.dtype != own.dtype:
+                raise _lost(parameter)
             own.copy_(values)
-        parameter.data = own
+        parameter.expose(unit.full)
 
 
 def _ids_in(dicts: Iterable[Mapping[str, object]]) -> list[int]:
     return [identity for held in dicts for identity in map(id, held.values())]
 
 
-def _lost(unit: Unit, index: int) -> EngineError:
-    parameter, slot = unit.spec.parameters[index], unit.layout.slots[index]
+def _lost(parameter: UnitParameter) -> EngineError:
+    given = parameter.tensor
     return EngineError(
-        f"Parameter '{unit.spec.names[index]}' {tuple(slot.shape)} was given other memory ({parameter.dtype} "
-        f"{tuple(parameter.shape)} on {parameter.device}) after prepare(), by 'parameter.data = ...' or by to() of a "
+        f"Parameter '{parameter.name}' {tuple(parameter.slot.shape)} was given other memory ({given.dtype} "
+        f"{tuple(given.shape)} on {given.device}) after prepare(), by 'parameter.data = ...' or by to() of a "
         "part of the model: its next gather would drop that. Set values with optimizer.set_full_param(), or inside "
         "optimizer.gathered(modify=True); dtype and device are those of prepare() until close()."
     )

@@ -6,6 +6,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
+from penstock.engine.units.parameter import give_values
 from penstock.errors import ConfigError
 
 
@@ -19,7 +20,7 @@ def keep_values(model: nn.Module) -> Callable[[], None]:
 
     def undo() -> None:
         for parameter, value in values.items():
-            parameter.data = value
+            give_values(parameter, value)
         for module, own in buffers:
             module._buffers.update(own)
 

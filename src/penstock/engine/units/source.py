@@ -18,6 +18,7 @@ from penstock.checkpoint.tensorfiles import WeightFiles
 from penstock.engine.units.discover import UnitSpec
 from penstock.engine.units.initialisation import containers, initialise, initialiser, initialisers, settled, visits
 from penstock.engine.units.originals import keep_values
+from penstock.engine.units.parameter import give_values
 from penstock.errors import ConfigError
 from penstock.machine.collectives import Ranks
 
@@ -259,7 +260,7 @@ class Initialised(Source):
             for parameter in fresh:
                 shape, dtype = self._shapes[parameter]
                 nothing = float("nan") if dtype.is_floating_point else 0
-                parameter.data = torch.full(shape, nothing, dtype=dtype, device="cpu")
+                give_values(parameter, torch.full(shape, nothing, dtype=dtype, device="cpu"))
             done.update(fresh)
             # A tied parameter as often as modules own it: as apply() does.
             initialise(self._model, module, self._owners, gone[module])

@@ -14,14 +14,13 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from penstock.engine.units.discover import UnitSpec
 from penstock.engine.units.holding import Holding, Residency
+from penstock.engine.units.parameter import UnitParameter, count_writes
 from penstock.engine.units.reads import ReadWatch
 from penstock.engine.units.recorded import Recorded
-from penstock.engine.units.versions import count_write
-from penstock.errors import EngineError
 from penstock.kinds import GRAD, MASTER, OPTIMIZER, PARAM, SHADOW, Tier
 from penstock.layout import FlatLayout, Piece
 from penstock.machine.streams import DONE, Event, Streams
@@ -149,40 +148,52 @@ class Trained:
 
 
 class Unit:
-    """Parameters that are gathered, computed, reduced, updated and moved together."""
+    """Parameters that are gathered, computed, reduced, updated and moved together.
+
+    Arguments:
+        spec: what belongs to it.
+        index: its number among all units.
+        layout: where each parameter is in the flat buffer.
+        parameters: each of them, in the order of their slots.
+        rank: whose shard this process has.
+        home: where the parameters rest: the whole unit if it is replicated over ranks, else this rank's shard.
+        replicated: every rank has all of it.
+        full: what compute reads; `None` where it reads the home itself.
+    """
 
     def __init__(
         self,
         spec: UnitSpec,
         index: int,
         layout: FlatLayout,
+        parameters: Sequence[UnitParameter],
         *,
         rank: int,
-        params: Home,
-        replica: Home | None,
-        full: Tensor,
-        resident: bool,
-        device: torch.device,
+        home: Home,
+        replicated: bool,
+        full: Tensor | None,
     ) -> None:
         self.spec = spec
         self.name = spec.name
         self.index = index
         self.layout = layout
+        self.parameters = parameters
         self.rank = rank
-        self.params = params
-        self.replica = replica
+        self.params = home.part(*layout.shard_range(rank)) if replicated else home
+        self.replica = home if replicated else None
+        self.resident = full is None  # compute reads the replica: nothing to gather, nothing to release
+        if full is None:
+            (full,) = home.sections[0].tensors
         self.full = full
-        self.resident = resident  # compute reads the replica: nothing to gather, nothing to release
         self.trained: Trained | None = None
         self.holding = Holding()
         self.recorded = Recorded()
         self.reads: Sequence[ReadWatch[Unit]] = ()  # told when the parameters are hidden and shown
         self.event: Event = DONE  # what fills the full buffer, or copies from it, is over
         self.stale = False  # replicated: the other ranks' parts are from before the last update
-        self._versions: list[int] = []  # of the parameters: torch counts every write of theirs, and none of ours
-        self.placeholder = torch.full((), float("nan"), dtype=torch.float32, device=device).to(spec.dtype)
+        self.placeholder = torch.full((), float("nan"), dtype=torch.float32, device=full.device).to(spec.dtype)
         self._nothing = self.placeholder.clone()
-        if not resident:
+        if not self.resident:
             self.holding.become(Residency.RELEASED)
 
     @property
@@ -265,38 +276,18 @@ class Unit:
     def expose(self, buffer: Tensor | None = None) -> None:
         """Make the parameters views of the full buffer, or of another one like it."""
         buffer = self.full if buffer is None else buffer
-        for slot, parameter in zip(self.layout.slots, self.spec.parameters, strict=True):
-            parameter.data = buffer[slot.start : slot.stop].view(slot.shape)
+        for parameter in self.parameters:
+            parameter.expose(buffer)
         for watch in self.reads:
             watch.show(self)
 
-    def take_in(self) -> None:
-        """Put the values of parameters that were given other memory (`parameter.data = ...`) into the full buffer.
-
-        Raises:
-            EngineError: a parameter has another shape; names it.
-        """
-        for slot, parameter in zip(self.layout.slots, self.spec.parameters, strict=True):
-            own = self.full[slot.start : slot.stop].view(slot.shape)
-            if parameter.shape != own.shape:
-                raise EngineError(
-                    f"Parameter '{slot.name}' was given values of shape {tuple(parameter.shape)}; it has {slot.shape}."
-                )
-            if parameter.data_ptr() != own.data_ptr():
-                own.copy_(parameter.detach())
-                parameter.data = own
-
     def hide(self) -> None:
         """Make the parameters placeholders: their real shape, NaN when read, one element of memory, no writes."""
-        for slot, parameter in zip(self.layout.slots, self.spec.parameters, strict=True):
-            parameter.data = self.placeholder.expand(slot.shape)
+        for parameter in self.parameters:
+            parameter.hide(self.placeholder)
         self.placeholder.copy_(self._nothing)  # torch lets people write all elements of it at once
         for watch in self.reads:
             watch.hide(self)
-
-    def is_hidden(self, parameter: nn.Parameter) -> bool:
-        """Whether one of its parameters is a placeholder now."""
-        return parameter.data_ptr() == self.placeholder.data_ptr()
 
     def watch_reads(self, watches: Sequence[ReadWatch["Unit"]]) -> None:
         """Tell these when the parameters are hidden and shown."""
@@ -311,34 +302,25 @@ class Unit:
         return not any(plan.cells for home in copies for plan in home.plans)
 
     def note_versions(self) -> None:
-        """What the parameters show is what the home and the master say."""
-        self._versions = [parameter._version for parameter in self.spec.parameters]
+        """Take what the parameters show for what the home and the master say."""
+        for parameter in self.parameters:
+            parameter.note_version()
 
-    def note_version(self, index: int) -> None:
-        """The same for one parameter."""
-        self._versions[index] = self.spec.parameters[index]._version
-
-    def count_writes(self, slots: Iterable[int]) -> None:
-        """The values of these parameters change: a graph from before cannot be used any more."""
-        slots = list(slots)
-        count_write(self.spec.parameters[index] for index in slots)
-        for index in slots:
-            self.note_version(index)
+    def count_writes(self, slots: Iterable[int] | None = None) -> None:
+        """The values of these parameters change, or of all: a graph from before cannot be used any more."""
+        indices = range(len(self.parameters)) if slots is None else slots
+        count_writes([self.parameters[index] for index in indices])
 
     def check_written(self) -> None:
-        """Refuse a parameter that somebody wrote where no update starts from: in a gathered copy, or half its master.
+        """Refuse a parameter that somebody wrote where no update starts from.
 
         Raises:
             EngineError: names the parameter.
         """
         if self.resident and self.is_whole:
             return  # what was written is all there is
-        for name, parameter, version in zip(self.spec.names, self.spec.parameters, self._versions, strict=True):
-            if parameter._version != version:
-                raise EngineError(
-                    f"Parameter '{name}' was written outside gathered(modify=True), and its master weights were not. "
-                    "Set it again with set_full_param(), or write it inside."
-                )
+        for parameter in self.parameters:
+            parameter.check_written()
 
     @property
     def is_dropped(self) -> bool:

@@ -13,20 +13,18 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from penstock.engine.units.norms import measure_late
 from penstock.engine.units.unit import Unit
-from penstock.engine.updates.scale import GradientScale
+from penstock.engine.updates.rig import Rig
 from penstock.engine.updates.sharing import Sharing
 from penstock.engine.updates.update import Plan, TileUpdate, Updater
 from penstock.errors import EngineError
 from penstock.kinds import Tier
-from penstock.machine.collectives import Ranks
-from penstock.machine.streams import Event, FailedEvent, Streams, all_of
+from penstock.machine.streams import Event, FailedEvent, all_of
 from penstock.rules.exact import fp32
 
 
@@ -93,8 +91,7 @@ class Stepper:
     """Decides on steps, and has every tile updated.
 
     Arguments:
-        param_groups: of the optimizer, as the user changes them.
-        gradient_scale: what a gradient in its home is multiplied with.
+        updater: plans and submits the updates of tiles.
         sharing: which of the host's tiles the device updates; `None` for none of them.
         overlaps: `update` returns before the last update has run: whoever needs a unit waits for it.
         begins: updates begin in backward.
@@ -102,23 +99,19 @@ class Stepper:
 
     def __init__(
         self,
-        units: Sequence[Unit],
-        ranks: Ranks,
-        streams: Streams,
+        rig: Rig,
         updater: Updater,
         *,
-        param_groups: Sequence[Mapping[str, Any]],
-        gradient_scale: GradientScale,
         sharing: Sharing | None,
         overlaps: bool,
         begins: bool,
     ) -> None:
-        self._units = [unit for unit in units if unit.trained]
-        self._ranks = ranks
-        self._streams = streams
+        self._units = [unit for unit in rig.units if unit.trained]
+        self._ranks = rig.ranks
+        self._streams = rig.streams
         self._updater = updater
-        self._param_groups = param_groups
-        self._gradient_scale = gradient_scale
+        self._param_groups = rig.param_groups
+        self._gradient_scale = rig.gradient_scale
         self._sharing = sharing
         self._overlaps = overlaps
         self._begins = begins

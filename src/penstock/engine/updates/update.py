@@ -8,12 +8,12 @@ from typing import Any
 
 from torch import nn
 
-from penstock._native import Pool
 from penstock.engine.units.unit import Fields, Unit
+from penstock.engine.updates.rig import Rig
 from penstock.kinds import GRAD, MASTER, OPTIMIZER, PARAM, SHADOW, Tier
 from penstock.layout import Piece
-from penstock.machine.streams import DEVICE_UPDATE, DONE, UPDATE, Event, Streams, all_of
-from penstock.rules.rule import BLOCK_NUMEL, Hyper, Rule, Scalars, Segment
+from penstock.machine.streams import DEVICE_UPDATE, DONE, UPDATE, Event, all_of
+from penstock.rules.rule import BLOCK_NUMEL, Hyper, Scalars, Segment
 from penstock.tiers.home import Home, Views
 from penstock.tiers.movement import Movement, Pipeline, Stretch
 from penstock.trace import NO_LABEL, Label
@@ -81,18 +81,16 @@ class Updater:
 
     def __init__(
         self,
-        rule: Rule,
-        streams: Streams,
-        pool: Pool,
+        rig: Rig,
         *,
         groups: Mapping[nn.Parameter, int],
         firsts: Mapping[nn.Parameter, int],
         pipelines: Mapping[Tier, Pipeline],
         movement: Movement,
     ) -> None:
-        self._rule = rule
-        self._streams = streams
-        self._pool = pool
+        self._rule = rig.rule
+        self._streams = rig.streams
+        self._pool = rig.pool
         self._groups = groups
         self._firsts = firsts
         self._pipelines = pipelines

@@ -1,0 +1,211 @@
+"""What `prepare` will allocate, and where: a value, drawn before any memory is taken.
+
+1. Look at the optimizer, the model and what was asked for; refuse what cannot be.
+2. Find units and lay them out; plan the homes of each, and the buffers between them.
+3. Hold that against the budgets, and against the memory there is.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Literal
+
+import torch
+from torch import nn
+
+from penstock import checks
+from penstock.accord import facts_of
+from penstock.config import Options, Placement
+from penstock.engine.passes.samples import BatchDim, check_blocks
+from penstock.engine.units.discover import UnitPolicy, UnitSpec, find_units
+from penstock.engine.units.plan import Homes, UnitPlan, plan_units
+from penstock.engine.units.source import INIT, Weights
+from penstock.kinds import Overlap, Tier
+from penstock.layout import ALIGNMENT_NUMEL
+from penstock.machine.collectives import Ranks
+from penstock.machine.council import Facts
+from penstock.machine.streams import Streams
+from penstock.rules.rule import Rule
+from penstock.rules.select import rule_for
+from penstock.rules.storage import StateFormat
+from penstock.tiers.home import SectionPlan
+from penstock.tiers.staging import Sections, StagingPlan
+from penstock.tiers.store import bytes_on
+
+MASTER_DTYPES = {"remainder": torch.int16, "fp32": torch.float32, "none": None}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """A checked request."""
+
+    stage: int
+    placement: Placement
+    compute_dtype: torch.dtype
+    reduce_dtype: torch.dtype
+    accumulation_dtype: torch.dtype
+    master: Literal["remainder", "fp32", "none"]
+    units: UnitPolicy
+    max_grad_norm: float | None
+    overlap: Overlap
+    options: Options
+    weights: Weights | None = None
+    unit_micro_batches: int = 1
+    batch_dim: BatchDim = 0
+
+    def homes(self, rule: Rule, streams: Streams) -> Homes:
+        """Where each kind lives."""
+        low_precision = self.compute_dtype != torch.float32
+        master: Literal["remainder", "fp32", "none"] = "fp32" if self.compute_dtype == torch.float16 else self.master
+        return Homes(
+            params=self.placement.home("params"),
+            grads=self.placement.home("grads"),
+            optimizer=self.placement.home("optimizer"),
+            sharded_params=self.stage == 3,
+            grad_dtype=self.accumulation_dtype,
+            master_dtype=MASTER_DTYPES[master] if low_precision else None,
+            states=rule.states,
+            tile_numel=self.options.tile_bytes // self.compute_dtype.itemsize // ALIGNMENT_NUMEL * ALIGNMENT_NUMEL,
+            streamed=self.options.streamed_updates != 0 and not streams.aliases_host,
+        )
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Blueprint:
+    """What an engine has on this rank: which sections on which tiers, of units and of the buffers between them.
+
+    Nothing of it is taken yet. It knows the model's parameters, and not their values.
+
+    Attributes:
+        request: what was asked for.
+        rule: the arithmetic of the optimizer.
+        groups: the number of each parameter's param group.
+        homes: where each kind is to be, of every unit.
+        units: the plan of each unit, in order.
+        live_bytes: full buffers of gathered units at once, at most, where the order of use allows that.
+        plan_staging: the buffers that given homes need; homes may move later.
+        staging: those that these homes need.
+    """
+
+    request: Request
+    rule: Rule
+    groups: Mapping[nn.Parameter, int]
+    homes: Homes
+    units: Sequence[UnitPlan]
+    live_bytes: int
+    plan_staging: Callable[[Sequence[Sections]], StagingPlan]
+    staging: StagingPlan
+
+    @property
+    def specs(self) -> list[UnitSpec]:
+        """The parameters of each unit."""
+        return [plan.spec for plan in self.units]
+
+    @property
+    def sections(self) -> list[SectionPlan]:
+        """Every section, in the order in which they are made."""
+        return [*(section for plan in self.units for section in plan.all_sections()), *self.staging.sections()]
+
+    def bytes_on(self, tier: Tier, home: str | None = None) -> int:
+        """Bytes that sections take on a tier: state, and the buffers between tiers.
+
+        Arguments:
+            tier: where they are.
+            home: of this one alone (param, grad, master, optimizer, shadow, staging); `None` for all.
+        """
+        return bytes_on([section for section in self.sections if home in (None, section.home)], tier)
+
+    @property
+    def staging_bytes(self) -> int:
+        """Host bytes of the buffers between tiers."""
+        return bytes_on(list(self.staging.sections()), Tier.CPU)
+
+    @property
+    def copied_bytes(self) -> int:
+        """Host bytes that a device copies from or to, which are pinned first."""
+        return bytes_on([section for section in self.sections if section.copied], Tier.CPU)
+
+    @property
+    def gathered_bytes(self) -> int:
+        """Device bytes of gathered units at once, at most: beside what rests there."""
+        return min(self.live_bytes, sum(plan.full_bytes for plan in self.units if not plan.resident))
+
+    def blocks(self, model: nn.Module) -> dict[nn.Module, str]:
+        """The modules that are units, but for the model itself, by name."""
+        return _blocks(self.specs, model)
+
+    def facts(self, model: nn.Module, ranks: Ranks) -> Facts:
+        """What has to be the same on every rank."""
+        request = self.request
+        weights = request.weights if request.weights is None or request.weights == INIT else "given"
+        return facts_of(
+            model,
+            self.specs,
+            self.groups,
+            placement=request.placement,
+            options=request.options,
+            mesh=f"{ranks.shards} shards, {ranks.replicas} copies",
+            stage=request.stage,
+            compute_dtype=request.compute_dtype,
+            reduce_dtype=request.reduce_dtype,
+            grad_accumulation_dtype=request.accumulation_dtype,
+            master=request.master,
+            max_grad_norm=request.max_grad_norm,
+            overlap=request.overlap,
+            unit_micro_batches=request.unit_micro_batches,
+            batch_dim=str(request.batch_dim),
+            weights=weights,
+            optimizer=self.rule.name,
+        )
+
+
+def draw_blueprint(
+    model: nn.Module, optimizer: torch.optim.Optimizer, request: Request, ranks: Ranks, streams: Streams
+) -> Blueprint:
+    """Plan everything that an engine has on this rank. Takes no memory and talks to no other rank.
+
+    Arguments:
+        model: whose parameters are placed; they may be on the meta device.
+        optimizer: whose states come with them.
+        request: what was asked for, checked by itself.
+        ranks: how many shards there are, and which one is this rank's.
+        streams: of the device that computes: they say what it reads where it rests.
+
+    Raises:
+        ConfigError: model, optimizer and request do not go together.
+        MemoryBudgetError: a budget, or the host, is too small.
+    """
+    options = request.options
+    rule = rule_for(optimizer, StateFormat(options.state_dtype, options.rounding, options.rounding_seed))
+    groups = {p: number for number, group in enumerate(optimizer.param_groups) for p in group["params"]}
+    checks.check_ownership(model, groups)
+    checks.check_no_gradients(model)
+    specs = find_units(
+        model,
+        request.units,
+        owned=groups.keys(),
+        compute_dtype=request.compute_dtype,
+        persistent_bytes=options.persistent_bytes,
+    )
+    if request.unit_micro_batches > 1:
+        check_blocks(_blocks(specs, model), request.batch_dim)
+    homes = request.homes(rule, streams)
+    units = plan_units(specs, homes, ranks, streams)
+    plan_staging = partial(StagingPlan, reduce_dtype=request.reduce_dtype, streams=streams, streamed=homes.streamed)
+    blueprint = Blueprint(
+        request=request,
+        rule=rule,
+        groups=groups,
+        homes=homes,
+        units=units,
+        live_bytes=checks.check_live_bytes([(plan.spec, plan.full_bytes) for plan in units], options),
+        plan_staging=plan_staging,
+        staging=plan_staging([plan.shard_sections for plan in units]),
+    )
+    on_host, copied, staging = blueprint.bytes_on(Tier.CPU), blueprint.copied_bytes, blueprint.staging_bytes
+    checks.check_host_memory(on_host, copied, staging, streams.device, options)
+    return blueprint
+
+
+def _blocks(specs: Sequence[UnitSpec], model: nn.Module) -> dict[nn.Module, str]:
+    return {spec.anchors[0]: spec.name for spec in specs if spec.anchors[0] is not model}

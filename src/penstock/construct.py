@@ -1,0 +1,288 @@
+"""A blueprint becomes an engine: memory is taken and filled, parts are made and connected, the model is hooked.
+
+1. Take the memory and files of every section, and move the model's parameters into them, unit by unit.
+2. Make the parts of the engine, and connect them.
+3. Hook the model, and hand over what the training loop holds.
+"""
+
+import contextlib
+from collections.abc import Iterable, Sequence
+from functools import partial
+from typing import NamedTuple
+
+import torch
+from torch import nn
+
+from penstock._native import Pool
+from penstock.blueprint import Blueprint
+from penstock.engine.engine import Engine, Passes, State, Updates
+from penstock.engine.forked import leave_to_parent
+from penstock.engine.passes.activations import Activations
+from penstock.engine.passes.gather import Gatherer
+from penstock.engine.passes.hooks import Hooks
+from penstock.engine.passes.idioms import Idioms
+from penstock.engine.passes.mixing import MixedProducts
+from penstock.engine.passes.precision import InputCasts
+from penstock.engine.passes.reduce import Reducer
+from penstock.engine.passes.slices import SlicedBlock, sliced_blocks
+from penstock.engine.state.access import Access, as_state
+from penstock.engine.state.loading import Loader
+from penstock.engine.state.moving import Mover
+from penstock.engine.state.saving import Saver
+from penstock.engine.units.alike import settle_buffers
+from penstock.engine.units.assemble import fill_unit, make_unit
+from penstock.engine.units.membership import Membership
+from penstock.engine.units.originals import replace_meta
+from penstock.engine.units.parameter import make_parameters
+from penstock.engine.units.source import agreeing, open_source
+from penstock.engine.units.unit import Unit
+from penstock.engine.updates.rig import Rig
+from penstock.engine.updates.scale import GradientScale, LossScale
+from penstock.engine.updates.sharing import Sharing
+from penstock.engine.updates.skips import Skips
+from penstock.engine.updates.step import Stepper
+from penstock.engine.updates.update import Updater
+from penstock.kinds import Tier, parse_tier
+from penstock.layout import ALIGNMENT_NUMEL, round_up
+from penstock.machine.arena import return_free_memory
+from penstock.machine.collectives import Ranks
+from penstock.machine.council import Council
+from penstock.machine.lifetime import in_child
+from penstock.machine.streams import Streams
+from penstock.machine.threads import update_cores
+from penstock.optimizer import ModelZeroGrad, Optimizer
+from penstock.tiers.device import DeviceTier
+from penstock.tiers.host import HostTier
+from penstock.tiers.movement import Movement, Pipeline
+from penstock.tiers.nvme import NvmeTier
+from penstock.tiers.staging import Staging
+from penstock.tiers.store import Store
+
+
+def construct(
+    blueprint: Blueprint,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    ranks: Ranks,
+    streams: Streams,
+    council: Council,
+) -> Optimizer:
+    """Build what a blueprint says, and return the optimizer that trains the model. Collective.
+
+    Arguments:
+        blueprint: drawn for this model and optimizer, on these ranks and streams.
+        model: gives its parameters up to the engine.
+        optimizer: gives its options and its state.
+        ranks: that train the model together. What fails leaves them to the caller, as it does the streams.
+        streams: of the device that computes.
+        council: of saves alone.
+    """
+    memory = _take_memory(blueprint, model, ranks, streams)
+    settle_buffers(model, ranks, streams.device)
+    return_free_memory()  # the parameters' own memory, which the cells have replaced
+    rig = _make_rig(blueprint, model, optimizer, memory.units, ranks, streams)
+    engine = _connect(blueprint, rig, memory, council)
+    in_child(engine, leave_to_parent)
+    prepared = Optimizer(optimizer, engine, blueprint.request.max_grad_norm)
+    # Loops that clear gradients through the model mean ours: parameters have none of their own.
+    model.zero_grad = ModelZeroGrad(prepared, engine)  # type: ignore[method-assign]
+    try:
+        take_over_state(optimizer, engine.state.access)
+    except BaseException:
+        engine.abandon()
+        raise
+    return prepared
+
+
+class _Memory(NamedTuple):
+    """Everything that was taken, with the parameters in it."""
+
+    store: Store
+    staging: Staging
+    units: Sequence[Unit]
+
+
+def _take_memory(blueprint: Blueprint, model: nn.Module, ranks: Ranks, streams: Streams) -> _Memory:
+    """Take the memory and files of every section, and move the parameters there. What fails gives all of it back."""
+    request, options = blueprint.request, blueprint.request.options
+    with (
+        contextlib.ExitStack() as undo,
+        contextlib.closing(open_source(model, request.weights, ranks, streams.device, undo)) as source,
+    ):
+        folders = request.placement.nvme_folders()
+        store = Store(
+            [
+                DeviceTier(streams.device),
+                HostTier(streams.device, options.pinned_bytes, tile_bytes=options.tile_bytes),
+                NvmeTier(folders, queue_depth=options.io_queue_depth, checksums=options.checksums),
+            ]
+        )
+        undo.callback(store.close)
+        with ranks.council.together("prepare()"):  # the other ranks would wait for this one's parameters
+            reserved = store.reserve(blueprint.sections)
+        with agreeing(request.weights, ranks):
+            undo.callback(replace_meta(model))
+        specs, plans = blueprint.specs, blueprint.units
+        parameters = [make_parameters(plan.spec.parameters, plan.layout) for plan in plans]
+        units: list[Unit] = []
+        filled: list[Unit] = []  # whose parameters have given up their own memory
+        undo.callback(empty_parameters, filled)
+        with agreeing(request.weights, ranks):
+            for number, flats in source.units(specs):
+                while len(units) <= number:
+                    index = len(units)
+                    units.append(make_unit(plans[index], index, parameters[index], ranks.shard_rank, streams, reserved))
+                fill_unit(units[number], blueprint.homes, flats)
+                filled.append(units[number])
+                del flats  # before the next unit's come
+        staging = Staging(store)
+        staging.replan(blueprint.staging)
+        staging.take(reserved)
+        undo.pop_all()
+    return _Memory(store, staging, units)
+
+
+def _make_rig(
+    blueprint: Blueprint,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    units: Sequence[Unit],
+    ranks: Ranks,
+    streams: Streams,
+) -> Rig:
+    """What every part of the engine works with. Starts the threads of the host's updates."""
+    request, options = blueprint.request, blueprint.request.options
+    cores = update_cores(streams.device).with_threads(options.update_threads)
+    pool = Pool(cores.count, sorted(cores.cores or ()))
+    scales_loss = request.compute_dtype == torch.float16
+    loss_scale = LossScale(options.initial_loss_scale, dynamic=options.dynamic_loss_scale) if scales_loss else None
+    gradient_scale = GradientScale(1 / ranks.world_size if options.reduce_op == "mean" else 1.0, loss_scale)
+    return Rig(model, units, ranks, streams, pool, blueprint.rule, gradient_scale, optimizer.param_groups)
+
+
+def _connect(blueprint: Blueprint, rig: Rig, memory: _Memory, council: Council) -> Engine:
+    """Make the parts of the engine, each of those that it needs, and hook the model."""
+    request, options, model = blueprint.request, blueprint.request.options, rig.model
+    store, staging = memory.store, memory.staging
+    movement = Movement(rig.streams, staging.transit, staging.landing)
+    gatherer = Gatherer(rig, movement, live_bytes=blueprint.live_bytes, prefetch_bytes=options.prefetch_bytes)
+    for unit in rig.units:
+        if unit.resident:
+            gatherer.acquire(unit)
+    begins = request.overlap == "backward"
+    reducer = Reducer(
+        rig,
+        movement,
+        reduce_dtype=request.reduce_dtype,
+        accumulation_dtype=request.accumulation_dtype,
+        collects_fp32=request.unit_micro_batches > 1,
+        agrees=begins,
+        may_hold_back=request.stage <= 1 and rig.ranks.world_size > 1,
+    )
+    updates = _make_updates(blueprint, rig, staging, movement)
+    computing = {spec.anchors[0] for spec in blueprint.specs if spec.dtype == request.compute_dtype}
+    casts = InputCasts(request.compute_dtype, options.cast_inputs, computing, rig.streams.device)
+    membership = Membership(model, rig.units)
+    activations = activations_for(blueprint, rig, store)
+    hooks = Hooks(rig, gatherer, reducer, casts, membership, updates.stepper if begins else None, activations)
+    mixing = casts.where_products_mix(model)
+    sliced = sliced_blocks(blueprint.blocks(model), request.unit_micro_batches, request.batch_dim)
+    access = Access(rig, gatherer, reducer, updates.updater, hooks.watch_saved)
+    state = State(
+        access=access,
+        mover=Mover(
+            rig,
+            blueprint.units,
+            store,
+            gatherer,
+            reducer,
+            staging,
+            in_use=hooks.in_use,
+            plan_staging=blueprint.plan_staging,
+        ),
+        saver=Saver(rig, access, council),
+        loader=Loader(rig, access, gatherer, reducer, updates.updater),
+    )
+    return Engine(
+        rig=rig,
+        store=store,
+        passes=Passes(gatherer, reducer, hooks, membership),
+        updates=updates,
+        state=state,
+        overlap=request.overlap,
+        options=options,
+        restore_model=partial(restore, model, [*sliced, *mixing, Idioms(model, rig.units)]),
+    )
+
+
+def _make_updates(blueprint: Blueprint, rig: Rig, staging: Staging, movement: Movement) -> Updates:
+    """What decides on steps, and updates tiles."""
+    request, options, streams = blueprint.request, blueprint.request.options, rig.streams
+    trained = {p: blueprint.groups[p] for unit in rig.units if unit.trained for p in unit.spec.parameters}
+    updater = Updater(
+        rig,
+        groups=trained,
+        firsts=number_elements(p for p in rig.model.parameters() if p in trained),
+        pipelines={beside: Pipeline(streams, ring, beside=beside) for beside, ring in staging.update.items()},
+        movement=movement,
+    )
+    streamed = blueprint.homes.streamed
+    stepper = Stepper(
+        rig,
+        updater,
+        sharing=Sharing(options.streamed_updates, streams, updater.taken_at_once) if streamed else None,
+        overlaps=request.overlap != "none",
+        begins=request.overlap == "backward",
+    )
+    at_once = options.on_nonfinite == "raise"
+    skips = Skips(options.max_skipped_steps, at_once=at_once, loss_scale=rig.gradient_scale.loss)
+    return Updates(updater, stepper, skips)
+
+
+def activations_for(blueprint: Blueprint, rig: Rig, store: Store) -> Activations | None:
+    """Make what takes saved tensors off the device, where the request asks for it."""
+    request = blueprint.request
+    if request.placement.activations is None:
+        return None
+    tier = parse_tier(request.placement.activations, what="activations")
+    if tier is Tier.DEVICE:
+        return None
+    return Activations(
+        rig.streams,
+        store,
+        tier,
+        tile_bytes=request.options.tile_bytes,
+        folders=len(request.placement.nvme_folders()),
+        kept=lambda: [unit.full for unit in rig.units],
+    )
+
+
+def restore(model: nn.Module, attached: Iterable[SlicedBlock | MixedProducts | Idioms]) -> None:
+    """Undo what was set on the model beside its parameters and hooks."""
+    model.__dict__.pop("zero_grad", None)
+    for part in attached:
+        part.remove()
+
+
+def empty_parameters(units: Iterable[Unit]) -> None:
+    """What was moved into cells that are given up is gone. Empty parameters say so, where placeholders would be NaN."""
+    for unit in units:
+        for parameter in unit.parameters:
+            parameter.leave(None)
+
+
+def number_elements(parameters: Iterable[nn.Parameter]) -> dict[nn.Parameter, int]:
+    """The number of each parameter's first element among all of them, whatever unit, shard or tile it is in."""
+    firsts, cursor = {}, 0
+    for parameter in parameters:
+        firsts[parameter] = cursor
+        cursor += round_up(parameter.numel(), ALIGNMENT_NUMEL)
+    return firsts
+
+
+def take_over_state(optimizer: torch.optim.Optimizer, access: Access) -> None:
+    """Continue where an optimizer that has made steps left off; its own copy of the state is dropped."""
+    for parameter in access.steps():
+        for name, value in optimizer.state.pop(parameter, {}).items():
+            if value is not None:  # SGD's momentum before the first update
+                access.set_state(parameter, name, as_state(value))

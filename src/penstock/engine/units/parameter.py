@@ -1,0 +1,155 @@
+"""One parameter of a unit: its place in the full buffer, what it shows now, and what it was before `prepare`.
+
+    shown     a view of its slot in a buffer of the unit
+    hidden    a placeholder: its real shape, NaN when read, one element of memory, no writes
+    left      the values that the engine leaves it with, or none
+
+Only this module writes `parameter.data`. These methods run for every parameter in every forward.
+"""
+
+import torch
+from torch import Tensor, nn
+
+from penstock.engine.units.versions import count_write
+from penstock.errors import EngineError
+from penstock.layout import FlatLayout, Slot
+
+
+class UnitParameter:
+    """One parameter of a unit.
+
+    Arguments:
+        tensor: the user's own parameter, whose memory is its own still.
+        index: number of its slot.
+        slot: where its elements are in the unit's flat buffer.
+
+    Attributes:
+        name: in the model.
+        required_grad: it was not frozen when it was prepared.
+    """
+
+    __slots__ = ("_device", "_dtype", "_version", "index", "name", "required_grad", "slot", "tensor")
+
+    def __init__(self, tensor: nn.Parameter, index: int, slot: Slot) -> None:
+        self.tensor = tensor
+        self.index = index
+        self.slot = slot
+        self.name = slot.name
+        self.required_grad = tensor.requires_grad
+        self._dtype = tensor.dtype
+        self._device = tensor.device
+        self._version = tensor._version
+
+    def view_in(self, buffer: Tensor) -> Tensor:
+        """Its elements in the unit's full buffer, or in another one like it, in its shape."""
+        slot = self.slot
+        return buffer[slot.start : slot.stop].view(slot.shape)
+
+    def expose(self, buffer: Tensor) -> None:
+        """Make it a view of its slot in a buffer of the unit."""
+        self.tensor.data = self.view_in(buffer)
+
+    def hide(self, placeholder: Tensor) -> None:
+        """Make it a placeholder: one element that stands for all of them."""
+        self.tensor.data = placeholder.expand(self.slot.shape)
+
+    def is_hidden(self, placeholder: Tensor) -> bool:
+        """Whether it is a placeholder now."""
+        return self.tensor.data_ptr() == placeholder.data_ptr()
+
+    def take_in(self, full: Tensor) -> None:
+        """Put values that were given to it with other memory (`parameter.data = ...`) into the full buffer.
+
+        Raises:
+            EngineError: they have another shape.
+        """
+        own = self.view_in(full)
+        if self.tensor.shape != own.shape:
+            raise EngineError(
+                f"Parameter '{self.name}' was given values of shape {tuple(self.tensor.shape)}; it has "
+                f"{self.slot.shape}."
+            )
+        if self.tensor.data_ptr() != own.data_ptr():
+            own.copy_(self.tensor.detach())
+            self.tensor.data = own
+
+    def leave(self, value: Tensor | None) -> None:
+        """Leave it to the user: with a value that is `as_before`, or without elements."""
+        self.tensor.data = torch.empty(0, dtype=self._dtype, device=self._device) if value is None else value
+
+    def as_before(self, value: Tensor) -> Tensor:
+        """A value in the dtype and on the device that the parameter had before `prepare`."""
+        return value.to(device=self._device, dtype=self._dtype)
+
+    def note_version(self) -> None:
+        """Take what it shows for what its home and its master say: writes are counted from here on."""
+        self._version = self.tensor._version
+
+    def check_written(self) -> None:
+        """Refuse values that somebody wrote where no update starts from: in a gathered copy, or half its master.
+
+        Raises:
+            EngineError: torch has counted a write since `note_version`.
+        """
+        if self.tensor._version != self._version:
+            raise EngineError(
+                f"Parameter '{self.name}' was written outside gathered(modify=True), and its master weights were not. "
+                "Set it again with set_full_param(), or write it inside."
+            )
+
+    def check_frozen(self) -> None:
+        """Refuse a parameter that was unfrozen after `prepare`: it has no optimizer state.
+
+        Raises:
+            EngineError: it requires a gradient now.
+        """
+        if self.tensor.requires_grad and not self.required_grad:
+            raise EngineError(
+                f"Parameter '{self.name}' was frozen when the model was prepared, so it has no optimizer state, "
+                "and requires a gradient now. Close the optimizer and prepare again with it unfrozen and in"
+                " a param group. What is to be frozen for a while only is frozen after prepare(), which "
+                "keeps its state."
+            )
+
+    def take_gradient(self) -> Tensor:
+        """Take the gradient that autograd has just left in `.grad`, which is empty afterwards.
+
+        Raises:
+            EngineError: it is sparse.
+        """
+        grad = self.tensor.grad
+        assert grad is not None
+        self.tensor.grad = None
+        if grad.is_sparse:
+            raise EngineError(f"Parameter '{self.name}' got a sparse gradient. Build its embedding with sparse=False.")
+        return grad
+
+    def check_own_gradient(self) -> None:
+        """Refuse a `.grad` that somebody has set: backward takes what it leaves there, so it is not one of ours.
+
+        Raises:
+            EngineError: there is one.
+        """
+        if self.tensor.grad is not None:
+            raise EngineError(
+                f"Parameter '{self.name}' has a .grad that was set by hand, which no update would see. Give it to "
+                "optimizer.set_full_grad(parameter, value), and drop it with parameter.grad = None."
+            )
+
+
+def make_parameters(tensors: tuple[nn.Parameter, ...], layout: FlatLayout) -> tuple[UnitParameter, ...]:
+    """Note what the parameters of a unit are, before they give up their own memory."""
+    pairs = zip(tensors, layout.slots, strict=True)
+    return tuple(UnitParameter(tensor, index, slot) for index, (tensor, slot) in enumerate(pairs))
+
+
+def count_writes(parameters: list[UnitParameter]) -> None:
+    """Have torch count a write of these parameters: a graph from before it cannot be used any more."""
+    count_write(parameter.tensor for parameter in parameters)  # one call for all of them
+    for parameter in parameters:
+        parameter.note_version()
+
+
+def give_values(parameter: nn.Parameter, values: Tensor) -> None:
+    """Give a parameter that no unit has yet other values, of any shape and on any device."""
+    parameter.data = values

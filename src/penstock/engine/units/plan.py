@@ -1,0 +1,231 @@
+"""A unit's homes, planned from the request: which sections there will be, on which tiers. No memory is taken."""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+from penstock.engine.units.discover import UnitSpec
+from penstock.engine.units.unit import Fields
+from penstock.kinds import GRAD, MASTER, OPTIMIZER, PARAM, SHADOW, Tier
+from penstock.layout import FlatLayout
+from penstock.machine.collectives import Ranks
+from penstock.machine.streams import Streams
+from penstock.rules.rule import BLOCK_NUMEL, StateSpec
+from penstock.split import Span, part, split
+from penstock.tiers.home import CellPlan, SectionPlan
+from penstock.tiers.movement import in_reach
+
+
+@dataclass(frozen=True, kw_only=True)
+class Homes:
+    """Where the kinds of every unit live, and in what dtype.
+
+    Attributes:
+        params, grads, optimizer: fractions of their bytes, by tier.
+        sharded_params: parameters are sharded over ranks (stage 3), not replicated.
+        master_dtype: int16 (remainder), float32 (full), or `None` where the parameter is its own master.
+        states: the rule's states.
+        tile_numel: elements of a tile.
+        streamed: the device updates tiles whose state rests elsewhere.
+    """
+
+    params: Mapping[Tier, float]
+    grads: Mapping[Tier, float]
+    optimizer: Mapping[Tier, float]
+    sharded_params: bool
+    grad_dtype: torch.dtype
+    master_dtype: torch.dtype | None
+    states: tuple[StateSpec, ...]
+    tile_numel: int
+    streamed: bool
+
+    def keeps_master(self, spec: UnitSpec) -> bool:
+        """Whether a unit has master weights beside its parameters."""
+        return self.master_dtype is not None and spec.trainable and spec.dtype != torch.float32
+
+    def optimizer_bytes(self, spec: UnitSpec) -> float:
+        """Bytes of master weights and states of one element, or of the parameter where there are none."""
+        nbytes = sum(state.dtype.itemsize + (4 / BLOCK_NUMEL if state.scale_name else 0) for state in self.states)
+        if self.master_dtype is not None and self.keeps_master(spec):
+            nbytes += self.master_dtype.itemsize
+        return nbytes or spec.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class Kind:
+    """One kind of a home: its name, dtype, and elements of the shard that one value belongs to."""
+
+    name: str
+    dtype: torch.dtype
+    grain: int = 1
+
+
+class Spans(NamedTuple):
+    """Which tiles of a unit are on which tiers. Gradients and optimizer states are those of this rank."""
+
+    params: Sequence[Span]
+    grads: Sequence[Span] = ()
+    optimizer: Sequence[Span] = ()
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class UnitPlan:
+    """The homes of one unit on this rank, before any memory is taken.
+
+    Attributes:
+        spec: the parameters.
+        layout: where each of them is in the unit's flat buffer.
+        homes: what was asked for, of every unit.
+        replicated: every rank holds all parameters, not its shard alone.
+        resident: compute reads the parameters where they rest.
+        sections: by home. Those of the parameters are of the whole unit where it is replicated.
+        own_params: the sections of this rank's shard of the parameters.
+        fields: which kind of the optimizer's home is what.
+    """
+
+    spec: UnitSpec
+    layout: FlatLayout
+    homes: Homes
+    replicated: bool
+    resident: bool
+    sections: Mapping[str, Sequence[SectionPlan]]
+    own_params: Sequence[SectionPlan]
+    fields: Fields
+
+    @property
+    def full_bytes(self) -> int:
+        """Bytes of the unit when it is gathered."""
+        return self.layout.numel * self.spec.dtype.itemsize
+
+    @property
+    def shard_sections(self) -> dict[str, Sequence[SectionPlan]]:
+        """The sections of this rank's shard."""
+        return {**self.sections, PARAM: self.own_params}
+
+    def all_sections(self) -> Iterator[SectionPlan]:
+        """Every section, in the order in which `make_unit` makes them."""
+        for sections in self.sections.values():
+            yield from sections
+
+
+def plan_units(specs: Sequence[UnitSpec], homes: Homes, ranks: Ranks, streams: Streams) -> list[UnitPlan]:
+    """Plan the homes of every unit on this rank. Kinds that are split between tiers are cut over all units together.
+
+    Arguments:
+        specs: the units, in order.
+        homes: where their kinds are to be.
+        ranks: how many shards there are, and which one is this rank's.
+        streams: of the device that computes: they say what it reads where it rests.
+    """
+    layouts = [FlatLayout.build(s.names, [tuple(p.shape) for p in s.parameters], ranks.shards) for s in specs]
+    # A file holds every byte once, whatever the stage: what is replicated elsewhere is gathered from shards there.
+    replicated = all(tier.is_memory for tier in homes.params) and (not homes.sharded_params or ranks.shards == 1)
+    tiles = [_tiles(layout.shard_numel, homes.tile_numel) for layout in layouts]
+    trained = [index for index, spec in enumerate(specs) if spec.trainable]
+
+    def cut(
+        chosen: Sequence[int], fractions: Mapping[Tier, float], bytes_of: Callable[[UnitSpec], float], copies: int = 1
+    ) -> dict[int, tuple[Span, ...]]:
+        bytes_of_units = [bytes_of(specs[index]) for index in chosen]
+        return dict(zip(chosen, split([tiles[i] * copies for i in chosen], fractions, bytes_of_units), strict=True))
+
+    params = cut(range(len(specs)), homes.params, lambda spec: spec.dtype.itemsize, ranks.shards if replicated else 1)
+    grads = cut(trained, homes.grads, lambda spec: homes.grad_dtype.itemsize)
+    optimizer = cut(trained, homes.optimizer, homes.optimizer_bytes)
+    plans = []
+    for i, (spec, layout) in enumerate(zip(specs, layouts, strict=True)):
+        spans = Spans(params[i], grads.get(i, ()), optimizer.get(i, ()))
+        own = part(params[i], *layout.shard_range(ranks.shard_rank)) if replicated else tuple(params[i])
+        in_place = len(params[i]) == 1 and in_reach(params[i][0].tier, Tier.DEVICE, streams) and streams.reads_in_place
+        sections, fields = _plan_sections(spec, homes, spans, own, streams)
+        plans.append(
+            UnitPlan(
+                spec=spec,
+                layout=layout,
+                homes=homes,
+                replicated=replicated,
+                resident=replicated and in_place,
+                sections=sections,
+                own_params=_sections(PARAM, [Kind(PARAM, spec.dtype)], own, spec, homes),
+                fields=fields,
+            )
+        )
+    return plans
+
+
+def _plan_sections(
+    spec: UnitSpec, homes: Homes, spans: Spans, own_params: Sequence[Span], streams: Streams
+) -> tuple[dict[str, Sequence[SectionPlan]], Fields]:
+    """The sections of a unit by home, in the order in which they will be made, and the optimizer's kinds."""
+    sections: dict[str, Sequence[SectionPlan]] = {
+        PARAM: _sections(PARAM, [Kind(PARAM, spec.dtype)], spans.params, spec, homes)
+    }
+    if not spec.trainable:
+        return sections, Fields((), ())
+    master = [Kind(MASTER, homes.master_dtype)] if homes.master_dtype and homes.keeps_master(spec) else []
+    kinds, fields = _optimizer_kinds(homes.states)
+    sections[GRAD] = _sections(GRAD, [Kind(GRAD, homes.grad_dtype)], spans.grads, spec, homes)
+    sections[MASTER] = _sections(MASTER, master, spans.optimizer, spec, homes)
+    sections[OPTIMIZER] = _sections(OPTIMIZER, kinds, spans.optimizer, spec, homes)
+    sections[SHADOW] = [
+        section
+        for update in spans.optimizer
+        for param in own_params
+        if max(update.start, param.start) < min(update.stop, param.stop)
+        for section in _sections(
+            SHADOW,
+            [Kind(MASTER, spec.dtype)] if _needs_shadow(param.tier, update.tier, streams) else [],
+            [Span(update.tier, max(update.start, param.start), min(update.stop, param.stop))],
+            spec,
+            homes,
+        )
+    ]
+    return sections, fields
+
+
+def _optimizer_kinds(specs: Iterable[StateSpec]) -> tuple[list[Kind], Fields]:
+    """The kinds of the optimizer's home: each state, followed by its scales where it has some."""
+    kinds: list[Kind] = []
+    states: list[int] = []
+    scales: list[int | None] = []
+    for state in specs:
+        states.append(len(kinds))
+        kinds.append(Kind(state.name, state.dtype))
+        scales.append(len(kinds) if state.scale_name else None)
+        kinds += [Kind(state.scale_name, torch.float32, BLOCK_NUMEL)] if state.scale_name else []
+    return kinds, Fields(tuple(states), tuple(scales))
+
+
+def _needs_shadow(params: Tier, optimizer: Tier, streams: Streams) -> bool:
+    """Where the update cannot reach the parameters, it writes a copy beside its state, the master's other part.
+
+    Tiles that come from or go to a file are brought to the update anyway, and the parameters with them.
+    """
+    return params.is_memory and optimizer.is_memory and not in_reach(params, optimizer, streams)
+
+
+def _sections(
+    home: str, kinds: Iterable[Kind], spans: Iterable[Span], spec: UnitSpec, homes: Homes
+) -> list[SectionPlan]:
+    """The sections of one home: one for each stretch of tiles that is on one tier."""
+    kinds = list(kinds)
+    return [
+        SectionPlan(
+            home,
+            tier,
+            tuple(CellPlan(spec.name, k.name, tier, k.dtype, (stop - start) // k.grain, k.grain) for k in kinds),
+            start,
+            stop - start,
+            homes.tile_numel,
+            # The host updates what rests there, and the device gets the parameters or their shadow alone.
+            copied=homes.streamed or home not in (MASTER, OPTIMIZER),
+        )
+        for tier, start, stop in spans
+    ]
+
+
+def _tiles(numel: int, tile_numel: int) -> list[int]:
+    whole, rest = divmod(numel, tile_numel)
+    return [tile_numel] * whole + ([rest] if rest else [])

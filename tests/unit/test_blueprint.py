@@ -1,0 +1,88 @@
+"""The blueprint: what an engine will have on each tier, told before anything is taken."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import penstock
+from penstock.blueprint import Blueprint, Request, draw_blueprint
+from penstock.kinds import Tier
+from penstock.machine.arena import Arena
+from penstock.machine.collectives import Ranks
+from penstock.machine.streams import Streams
+from penstock.tiers.device import DeviceTier
+from penstock.tiers.host import HostTier
+from penstock.tiers.nvme import NvmeTier
+from tests.support import inline, prepare_on, separate
+
+WIDTH = 64
+EVERYWHERE = penstock.Placement(
+    params="cpu", grads={"device": 0.5, "cpu": 0.5}, optimizer={"device": 0.25, "cpu": 0.5, "nvme": 0.25}
+)
+
+
+def net(device: str = "cpu") -> nn.Sequential:
+    return nn.Sequential(*(nn.Linear(WIDTH, WIDTH, device=device) for _ in range(4)))
+
+
+def drawn(model: nn.Module, placement: penstock.Placement, streams: Streams) -> Blueprint:
+    request = Request(
+        stage=3,
+        placement=placement,
+        compute_dtype=torch.bfloat16,
+        reduce_dtype=torch.bfloat16,
+        accumulation_dtype=torch.bfloat16,
+        master="remainder",
+        units=None,
+        max_grad_norm=None,
+        overlap="none",
+        options=penstock.Options(tile_bytes=4 << 10),
+    )
+    ranks = Ranks.from_mesh(None, sharded=True, timeout_s=60.0)
+    return draw_blueprint(model, torch.optim.AdamW(model.parameters()), request, ranks, streams)
+
+
+@pytest.fixture
+def nothing_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    def forbidden(*args: object, **kwargs: object) -> None:
+        raise AssertionError("a blueprint takes no memory")
+
+    for tier in (DeviceTier, HostTier, NvmeTier):
+        monkeypatch.setattr(tier, "reserve", forbidden)
+    monkeypatch.setattr(Arena, "__init__", forbidden)
+
+
+@pytest.mark.usefixtures("nothing_taken")
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_it_is_drawn_without_memory_and_without_values(device: str, tmp_path: Path) -> None:
+    placement = penstock.Placement(**{**vars(EVERYWHERE), "nvme_path": tmp_path})
+    blueprint = drawn(net(device), placement, separate())
+    numel = 4 * WIDTH * (WIDTH + 1)
+    assert all(blueprint.bytes_on(tier) > 0 for tier in Tier)
+    homes = ("param", "grad", "master", "optimizer")
+    at_rest = sum(blueprint.bytes_on(tier, home) for tier in Tier for home in homes)
+    assert 14 * numel <= at_rest < 1.5 * 14 * numel, "what a shard is padded to, and whole pages"
+    assert blueprint.gathered_bytes >= 2 * numel
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("streams", [inline, separate])
+def test_its_totals_are_those_of_what_is_built(streams: type[Streams], tmp_path: Path) -> None:
+    placement = penstock.Placement(**{**vars(EVERYWHERE), "nvme_path": tmp_path})
+    blueprint = drawn(net(), placement, streams())
+    model = net()
+    optimizer = prepare_on(
+        streams(),
+        model,
+        torch.optim.AdamW(model.parameters()),
+        placement=placement,
+        options=penstock.Options(tile_bytes=4 << 10),
+    )
+    table = optimizer.locations()
+    for tier in Tier:
+        cells = [cell for section in blueprint.sections for cell in section.cells if section.tier is tier]
+        assert sum(cell.nbytes for cell in cells) == table.bytes(tier=tier.value)
+        assert blueprint.bytes_on(tier) >= table.bytes(tier=tier.value), "pages are whole"
+    optimizer.close()
