@@ -234,6 +234,7 @@ class Reducer:
         Homes may move from here on, so what was not measured is.
         """
         measure_late(units, self._streams)
+        self._routes.clear()  # they would keep the memory of homes that are left
         for gradient in _gradients(units):
             if not (gradient.pending is None or gradient.rests or self._streams.aliases_host):
                 self.buffers.forget(gradient.pending)
