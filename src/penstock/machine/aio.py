@@ -90,7 +90,7 @@ class Queue:
             NvmeError: a transfer that nobody waited for has failed; the first one. The threads have ended all the same.
         """
         try:
-            self._wait_for(list(self._pending))
+            self._wait_for(list(self._pending))  # before the threads end, so that each failure is somebody's
         finally:
             self._end_threads()
 
@@ -198,8 +198,7 @@ class File:
             RuntimeError: file or queue are closed (as the interpreter's exit does), or belong to the process that this
                 one was forked from.
         """
-        native = self._submit(offset, into, write=False, checksum=checksum is not None)
-        return self._queue._hold(Transfer(native, self, offset, into, what, write=False, expected=checksum))
+        return self._start(offset, into, what, write=False, checksum=checksum is not None, expected=checksum)
 
     def write(self, offset: int, source: Tensor, *, checksum: bool = True, what: str = "") -> Transfer:
         """Start to write `source` at `offset`. It must not change until the transfer was waited for.
@@ -213,8 +212,7 @@ class File:
         Raises:
             ValueError, RuntimeError: as `read`.
         """
-        native = self._submit(offset, source, write=True, checksum=checksum)
-        return self._queue._hold(Transfer(native, self, offset, source, what, write=True, expected=None))
+        return self._start(offset, source, what, write=True, checksum=checksum)
 
     def copy_from(self, source: File, source_offset: int, offset: int, nbytes: int) -> bool:
         """Copy bytes of another file inside the kernel, which shares the blocks where the file system can.
@@ -309,7 +307,9 @@ class File:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _submit(self, offset: int, memory: Tensor, *, write: bool, checksum: bool) -> _native.Transfer:
+    def _start(
+        self, offset: int, memory: Tensor, what: str, *, write: bool, checksum: bool, expected: int | None = None
+    ) -> Transfer:
         """Check a transfer, since native code trusts the address and the length it is given, and start it."""
         if self._native is None:
             raise RuntimeError(f"{self.path} is closed")
@@ -326,11 +326,12 @@ class File:
         if offset < 0 or offset + nbytes > self.size:
             raise ValueError(f"{nbytes:,} bytes at offset {offset:,} are outside {self.path} of {self.size:,} bytes")
         try:
-            return self._queue._native.submit(
+            native = self._queue._native.submit(
                 self._native, write=write, offset=offset, memory=address, nbytes=nbytes, checksum=checksum
             )
         except RuntimeError as error:
             raise EngineError(f"{self.path} takes no transfer: {error}.") from error
+        return self._queue._hold(Transfer(native, self, offset, memory, what, write=write, expected=expected))
 
 
 class Transfer:
@@ -376,6 +377,7 @@ class Transfer:
         """
         while not self._native.wait(SLICE_MS):
             pass
+        # Not before: a thread of the queue reads or writes this memory until here.
         self._memory = None
         self.file._queue._pending.discard(self)
         failure = self._failure()
@@ -429,9 +431,10 @@ def _create(path: str, size: int, mode: int) -> int:
     descriptor = None
     try:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode)
+        # All blocks now: a disk that is full is found here, and not by a write in the middle of a step.
         os.posix_fallocate(descriptor, 0, size)
     except OSError as error:
-        if descriptor is not None:
+        if descriptor is not None:  # made, but without room: it must not be found by the next run
             os.close(descriptor)
             os.unlink(path)
         raise NvmeError(

@@ -85,7 +85,7 @@ class Arena:
         assert self._slab is not None
         if not pinning.can_register(self._device):
             return False
-        self.fault_in()
+        self.fault_in()  # first: the driver would fault the pages in on one thread, one by one
         if not pinning.register(self._slab, self._device):
             return False
         # The lock belongs to the memory, which outlives the arena as long as a lease is in use.
@@ -135,7 +135,7 @@ class Arena:
     def close(self) -> None:
         """End the page lock and drop the slab: its memory goes once no lease is referenced any more."""
         if self._slab is not None:
-            self._memory.unregister()
+            self._memory.unregister()  # waits for the device, which may still copy from the slab
             del self._memory
         self._slab = None
         self.pinned = False

@@ -63,7 +63,7 @@ class _UnderWay:
             except RuntimeError as error:
                 self._error = self._error or failed(error)
                 self._error.__cause__ = error
-            self._left = None
+            self._left = None  # torch's handle, and with it the buffers: whoever counts their users counts right
         if self._error is not None:
             raise self._error
 
@@ -194,6 +194,8 @@ class Ranks:
             EngineError: another rank does not take part.
         """
         every, own = as_bytes(full), as_bytes(shard)
+        # On the host the group's own threads do the work beside compute. On a device the call only enqueues it, and the
+        # stream that it is called on waits for the group's own stream.
         goes_on = full.device.type == "cpu"
         gather = partial(_all_gather_flat, every, own, group=self._shard_group, async_op=goes_on)
         work = self._issue("all_gather", f"the gather of {what}", self._shard_group, gather)
@@ -288,6 +290,7 @@ class Ranks:
         for rank in range(dist.get_world_size()):
             if rank != self.rank:
                 try:
+                    # A rank that is stuck in another collective finds out later than this one: give it some seconds.
                     store.wait([f"penstock stopped {rank}"], _HEARING)
                     said.append(f"rank {rank} could not finish {store.get(f'penstock stopped {rank}').decode()}")
                 except RuntimeError:

@@ -128,6 +128,7 @@ class Council:
             yield facts
         except Exception as refusal:
             failure = refusal  # not raised yet: the others are about to wait for this rank in the meeting
+        # Outside of the `try`: what the meeting raises is no refusal of this rank's.
         self._meet(verb, facts, failure, error)
 
     def _meet(self, verb: str, facts: Facts, failure: Exception | None, error: type[PenstockError]) -> None:
@@ -152,6 +153,7 @@ class Council:
 
     def _name_difference(self, verb: str, facts: Facts, error: type[PenstockError]) -> None:
         """Raise an error that says in what the ranks differ: the method, or the first fact."""
+        # First the methods: ranks in different ones compare different facts, whose first difference would mislead.
         verbs = self.collect(verb)
         if len(set(verbs)) > 1:
             called = "; ".join(f"rank {rank}: {other}" for rank, other in zip(self.members, verbs, strict=True))
@@ -179,6 +181,7 @@ class Council:
             BaseException: `failure` itself, on the ranks that have one.
             PenstockError: on the others, with the class's name and the text of the first rank's failure.
         """
+        # First tell the others, then raise: they wait here for this rank's word.
         said = self.collect(None if failure is None else f"{type(failure).__name__}: {failure}")
         if failure is not None:
             raise failure

@@ -58,7 +58,7 @@ class Ending:
 
     def __call__(self) -> None:
         """Do it now, if it was not done."""
-        if self.cancel() and os.getpid() == self._process:
+        if self.cancel() and os.getpid() == self._process:  # in the child of a fork it is the parent's to end
             self._end(*self._args)
 
     def cancel(self) -> bool:
@@ -106,7 +106,9 @@ def exiting(phase: Phase = Phase.THREADS) -> bool:
 def _at_exit() -> None:
     """End everything that is left, phase by phase."""
     for phase in Phase:
+        # Before anything of the phase ends: from here on nothing that it would have to wait for begins.
         _alive.phase = phase
+        # A list of its own: other threads register and end things meanwhile.
         endings = [ending for ending in list(_alive.endings.values()) if ending.phase is phase]
         for ending in endings[::-1]:
             try:

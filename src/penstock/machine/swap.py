@@ -113,7 +113,7 @@ class SwapFolder:
     def __init__(self, parent: str | os.PathLike[str], nbytes: int) -> None:
         folder = _existing(parent)
         own = Identity.own()
-        _remove_leftovers(folder, own)
+        _remove_leftovers(folder, own)  # first: the room that they take is counted as free below
         _check_space(folder, nbytes)
         self.path = _create(folder, own)
         self._end = at_end(self, _release, self.path)
@@ -209,6 +209,7 @@ def _create(parent: Path, own: Identity) -> Path:
     try:
         unfinished.mkdir(mode=0o700)
         lock = os.open(unfinished / LOCK, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
+        # Locked before there is an identity: a folder with an identity and without a lock is a dead run's.
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         (unfinished / IDENTITY).write_text(json.dumps(asdict(own), indent=2) + "\n")
         made = unfinished.lstat()
@@ -264,6 +265,7 @@ def _remove_leftover(path: Path, identity: Identity, own: Identity) -> None:
     """
     lock = os.open(path / LOCK, os.O_RDWR | os.O_NOFOLLOW)
     try:
+        # Not waited for: a live run holds it as long as it lives.
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         if not identity.same_machine(own):
             _logger.warning("%s is of %s: another machine. Remove it if that run has ended.", path, identity)
@@ -302,6 +304,7 @@ def _release(path: Path) -> None:
         pass
     except OSError as error:
         _logger.warning("The swap folder %s cannot be removed (%s). Remove it by hand.", path, error)
+    # Unlocked after the folder is gone: whoever got the lock of one that is still there would remove it as well.
     lock = _held.locks.pop(path, None)
     if lock is not None:
         os.close(lock.descriptor)

@@ -124,6 +124,7 @@ class HostWorker:
         if self._closed or exiting():
             raise EngineError("The threads of this engine have ended: it is closed, or the interpreter exits.")
         event = event or HostEvent()
+        # Before the work is queued: a thread that asks `idle` from then on must not hear that all of it has run.
         self._last = event
         self._inbox.last = event if self._inbox.promised else None
         self._inbox.queue.put((event, [work]))
@@ -141,7 +142,7 @@ class HostWorker:
     def close(self) -> None:
         """Run what is queued, then end the thread."""
         if not self._closed and os.getpid() == self._process:
-            self._closed = True
+            self._closed = True  # first: what was submitted behind the end of the queue would never run
             self._end.cancel()
             self._inbox.finish(self._thread)
 
