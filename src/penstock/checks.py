@@ -143,7 +143,7 @@ def check_model(model: nn.Module, *, has_values: bool) -> None:
     if next(model.parameters(), None) is None:
         raise ConfigError(f"{type(model).__name__} has no parameters.")
     owned = next((name for name, parameter in model.named_parameters() if is_owned(parameter)), None)
-    if owned is not None:
+    if owned is not None:  # two engines would both gather and release it
         raise ConfigError(
             f"This {type(model).__name__} is prepared already ({_prepared_part(model, owned)} has Penstock's hooks): "
             f"parameter '{owned}' {tuple(model.get_parameter(owned).shape)} has an optimizer. Parts of a model may "
@@ -230,6 +230,7 @@ def check_live_bytes(units: Sequence[tuple[UnitSpec, int]], options: Options) ->
     Raises:
         MemoryBudgetError: it names the unit, and says how much is missing.
     """
+    # A unit that is needed is gathered whatever the budget: one that is too small would be exceeded in silence.
     needs = []
     for spec, nbytes in units:
         around = [n for other, n in units if other is not spec and other.spans(spec)]

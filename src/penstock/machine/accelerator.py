@@ -47,6 +47,7 @@ class AcceleratorStreams(Streams):
         self._hardware = Hardware(device)
         self._sides = {name: self._hardware.make_stream() for name in ON_DEVICE}
         self._workers = {name: HostWorker(name) for name in STREAMS}
+        # The workers' endings, not the workers: what is called at the end must not keep them, or this object, alive.
         endings = [worker.ending for worker in self._workers.values()]
         self._end = at_end(self, _finish, self._hardware, endings, phase=Phase.THREADS)
 
@@ -65,6 +66,7 @@ class AcceleratorStreams(Streams):
         at_once = worker.idle() and not any(map(_waits_for_host, events))
         if at_once or stream == COLLECTIVE:
             return enqueue()
+        # The caller goes on, and whoever waits for the event waits for the thread first, then for the device.
         deferred = _DeferredEvent()
         worker.submit(lambda: deferred.enqueued(enqueue()), deferred)
         return deferred
@@ -73,7 +75,7 @@ class AcceleratorStreams(Streams):
         """Give a stream of the device its waits, then the work, then an event; block for what the host does first."""
         side = self._sides[stream]
         with self._hardware.on(side):
-            for event in events:
+            for event in events:  # waits of the stream, which the device keeps: the host goes on where it can
                 _follow(side, event)
             work()
         return _DeviceEvent(self._hardware, self._hardware.recorded(side))

@@ -96,7 +96,7 @@ class ours:  # noqa: N801 - used as torch's own context managers are
             self._guards[-1].__exit__(None, None, None)
             del self._guards[-1]
         torch._C._set_grad_enabled(self._grad)
-        self._functions.__exit__(None, None, None)  # last: function modes see grad modes change
+        self._functions.__exit__(None, None, None)  # after the grad mode: function modes would see that change
         _thread.stay = self._outer
 
 
@@ -142,6 +142,8 @@ def crossing(function: Callable[P, R]) -> Callable[P, R]:
     def crossed(*args: P.args, **kwargs: P.kwargs) -> R:
         before = innermost()
         try:
+            # An interrupt may come between entering the block and its first line, or before its `__exit__` has begun:
+            # then the thread would stay on our side, and the user's next forward would record nothing for backward.
             with ours():
                 return function(*args, **kwargs)
         except BaseException:

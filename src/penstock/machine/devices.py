@@ -116,6 +116,7 @@ def device_for(
     """
     if mesh is not None and mesh.device_type == "cpu":
         return Choice(CPU)
+    # Parameters on several devices, or on none that is an accelerator's, say nothing of the rank's device.
     lies_on = {parameter.device for parameter in parameters}
     return choose_device(
         visible_devices(),
@@ -209,6 +210,7 @@ def check_apart(places: Sequence[Sequence[str] | None], members: Sequence[int]) 
     Raises:
         ConfigError: two ranks or more have one device; the message names all of them.
     """
+    # Compared pair by pair: whether two places are one device is no matter of equal values.
     taken: list[list[tuple[int, Place]]] = []  # for each device, the ranks that have it
     for rank, said in zip(members, places, strict=True):
         if said is not None:

@@ -287,7 +287,7 @@ def _update_together(rule: Fused, segments: Sequence[Segment], hyper: FusedHyper
     update_reference(rule, batch, hyper, grad_scale)
     sizes = [param.numel() for param in params]
     for targets, source in zip([params, masters, *states], [batch.param, batch.master, *batch.states], strict=True):
-        if source is not None:
+        if source is not None:  # without masters there is nothing to copy back
             torch._foreach_copy_(targets, torch.split(source, sizes))
 
 

@@ -36,7 +36,7 @@ class LionScalars(NamedTuple):
 
 
 class LionFlags(NamedTuple):
-    """Nothing is fixed."""
+    """No flags: the same operations at every step."""
 
 
 @dataclass(frozen=True)
