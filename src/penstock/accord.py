@@ -1,4 +1,4 @@
-"""What ranks compare before `prepare` moves a byte: whoever has another model or other settings would wait for ever."""
+"""What ranks compare before `prepare` moves a byte: one with another model or other settings would wait for ever."""
 
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
@@ -11,7 +11,7 @@ from penstock.config import Options, Placement
 from penstock.engine.units.discover import UnitSpec
 from penstock.machine.council import Facts
 
-#: Options that say how one rank does its part, and change nothing that ranks do together.
+#: Options that say how a rank does its own part, and change nothing that ranks do together.
 _OWN = {"pinned_bytes", "update_threads", "streamed_updates", "io_queue_depth", "checksums", "timeout_s"}
 
 
@@ -24,15 +24,19 @@ def facts_of(
     options: Options,
     **settings: object,
 ) -> Facts:
-    """What has to be the same on every rank, by name: settings first, then parameters and buffers in the model's order.
+    """Collect what has to be the same on every rank.
 
     Arguments:
-        model: with its own values or none.
+        model: the model, with its values or without.
         specs: its units.
-        groups: the number of each parameter's param group.
-        placement: homes are compared, folders are each rank's own.
-        options: those that ranks do together are.
-        settings: everything else.
+        groups: the number of the param group of each parameter that is in one.
+        placement: the homes of the state; its folders are each rank's own and are not compared.
+        options: the options; those that change only what a rank does by itself are not compared.
+        settings: all other arguments of `prepare`, by name.
+
+    Returns:
+        The settings first, then the parameters and buffers in the model's order, then the units: each by a name that a
+        message can show.
     """
     facts: Facts = {name: _plain(value) for name, value in settings.items()}
     for what in ("params", "grads", "optimizer", "activations"):
@@ -47,6 +51,7 @@ def facts_of(
 
 
 def _tensors(model: nn.Module, groups: Mapping[nn.Parameter, int]) -> Iterator[tuple[str, str]]:
+    """Describe each parameter and each buffer of a model."""
     for name, parameter in model.named_parameters():
         group = groups.get(parameter)
         trained = f"in param group {group}" if group is not None else "in no param group"
@@ -57,11 +62,12 @@ def _tensors(model: nn.Module, groups: Mapping[nn.Parameter, int]) -> Iterator[t
 
 
 def _shape(tensor: torch.Tensor) -> str:
+    """Describe the dtype and the shape of a tensor."""
     return f"{tensor.dtype} {tuple(tensor.shape)}"
 
 
 def _plain(value: Any) -> Any:
-    """A setting as JSON has it; the order in which tiers are named says nothing."""
+    """Turn a setting into what JSON has. Mappings are sorted: the order in which tiers are named says nothing."""
     if isinstance(value, Mapping):
         return {str(key): _plain(value[key]) for key in sorted(value, key=str)}
     return value if isinstance(value, str | int | float | bool | None) else str(value)

@@ -17,7 +17,7 @@ from penstock.engine.passes.idioms import is_owned
 from penstock.engine.units.aliases import check_aliases
 from penstock.engine.units.discover import UnitSpec
 from penstock.errors import ConfigError, MemoryBudgetError
-from penstock.kinds import COMPUTE_DTYPES, Tier, parse_tier
+from penstock.kinds import COMPUTE_DTYPES, Tier, parse_home
 from penstock.machine.arena import available_host_memory
 from penstock.tiers.host import bounce_bytes
 
@@ -33,7 +33,14 @@ def check_features(
     unit_micro_batches: object,
     options: object,
 ) -> Placement:
-    """Refuse values that do not exist, and those that this version does not have. Returns the placement."""
+    """Refuse values that do not exist, and those that this version does not have.
+
+    Returns:
+        The placement, by default one with everything on the device.
+
+    Raises:
+        ConfigError: it names the argument and the values that may be used.
+    """
     if stage not in (0, 1, 2, 3) or isinstance(stage, bool):
         raise ConfigError(f"stage={stage!r}: use 0 (nothing sharded), 1, 2 or 3.")
     _one_of("precision", precision, tuple(COMPUTE_DTYPES))
@@ -44,21 +51,15 @@ def check_features(
     if placement is None:
         placement = Placement()
     if placement == "auto":
-        raise _not_yet("placement='auto'", "Give a penstock.Placement.")
+        raise ConfigError("placement='auto' is not available in this version. Give a penstock.Placement.")
     if not isinstance(placement, Placement):
         raise ConfigError(f"placement={placement!r}: give a penstock.Placement, 'auto' or None.")
-    for what in ("params", "grads", "optimizer"):
-        home = placement.home(what)
-        if Tier.NVME in home and not placement.nvme_folders():
+    for what in ("params", "grads", "optimizer", "activations"):
+        home = getattr(placement, what)
+        if home is not None and Tier.NVME in parse_home(home, what=what) and not placement.nvme_folders():
             raise ConfigError(
-                f"{what}={getattr(placement, what)!r} needs a folder for its files. "
-                "Name one on a fast disk: Placement(nvme_path=...)."
+                f"{what}={home!r} needs a folder for its files. Name one on a fast disk: Placement(nvme_path=...)."
             )
-    activations = placement.activations and parse_tier(placement.activations, what="activations")
-    if activations is Tier.NVME and not placement.nvme_folders():
-        raise ConfigError(
-            "activations='nvme' needs a folder for its files. Name one on a fast disk: Placement(nvme_path=...)."
-        )
     if master == "none" and precision == "fp16":
         raise ConfigError(
             "master='none' with fp16 loses small updates for good. Use master='fp32' or precision='bf16'."
@@ -142,7 +143,7 @@ def check_model(model: nn.Module, *, has_values: bool) -> None:
     if next(model.parameters(), None) is None:
         raise ConfigError(f"{type(model).__name__} has no parameters.")
     owned = next((name for name, parameter in model.named_parameters() if is_owned(parameter)), None)
-    if owned is not None:
+    if owned is not None:  # two engines would both gather and release it
         raise ConfigError(
             f"This {type(model).__name__} is prepared already ({_prepared_part(model, owned)} has Penstock's hooks): "
             f"parameter '{owned}' {tuple(model.get_parameter(owned).shape)} has an optimizer. Parts of a model may "
@@ -153,6 +154,7 @@ def check_model(model: nn.Module, *, has_values: bool) -> None:
 
 
 def _prepared_part(model: nn.Module, owned: str) -> str:
+    """Name the part of a model that has an optimizer already, for a message."""
     for name, module in model.named_modules():
         if any(isinstance(getattr(hook, "__self__", None), Anchor) for hook in module._forward_pre_hooks.values()):
             return f"its module '{name}'" if name else "it"
@@ -179,7 +181,15 @@ def check_ranks(mesh: DeviceMesh | None) -> None:
 
 
 def check_ownership(model: nn.Module, owned: Mapping[nn.Parameter, int]) -> None:
-    """Refuse optimizer parameters that are not the model's."""
+    """Refuse an optimizer with parameters that are not the model's.
+
+    Arguments:
+        model: the model.
+        owned: the parameters of the optimizer, each with the number of its group.
+
+    Raises:
+        ConfigError: it says how many there are, and shows the first.
+    """
     of_model = set(model.parameters())
     strangers = [p for p in owned if p not in of_model]
     if strangers:
@@ -191,13 +201,13 @@ def check_ownership(model: nn.Module, owned: Mapping[nn.Parameter, int]) -> None
 
 
 def unowned(model: nn.Module, owned: Iterable[nn.Parameter]) -> list[str]:
-    """Names of trainable parameters that the optimizer does not own."""
+    """Return the names of trainable parameters that the optimizer does not own."""
     known = set(owned)
     return [name for name, p in model.named_parameters() if p.requires_grad and p not in known]
 
 
 def check_no_gradients(model: nn.Module) -> None:
-    """Refuse gradients that nobody would take into account."""
+    """Refuse a model with gradients from before: no step would take them into account."""
     for name, parameter in model.named_parameters():
         if parameter.grad is not None:
             raise ConfigError(
@@ -206,10 +216,21 @@ def check_no_gradients(model: nn.Module) -> None:
 
 
 def check_live_bytes(units: Sequence[tuple[UnitSpec, int]], options: Options) -> int:
-    """Hold the budget of gathered parameters against what the largest unit needs. Returns the budget.
+    """Refuse a budget of gathered parameters that is smaller than what the largest unit needs.
 
     A unit is gathered together with those whose forward it is part of, and with those of the same forward.
+
+    Arguments:
+        units: the units, each with the bytes that it takes when gathered.
+        options: the options, with the budget.
+
+    Returns:
+        The budget in bytes: the default one grows to what is needed.
+
+    Raises:
+        MemoryBudgetError: it names the unit, and says how much is missing.
     """
+    # A unit that is needed is gathered whatever the budget: one that is too small would be exceeded in silence.
     needs = []
     for spec, nbytes in units:
         around = [n for other, n in units if other is not spec and other.spans(spec)]
@@ -226,14 +247,17 @@ def check_live_bytes(units: Sequence[tuple[UnitSpec, int]], options: Options) ->
 
 
 def check_host_memory(nbytes: int, copied: int, rings: int, device: torch.device, options: Options) -> None:
-    """Hold the cells of the cpu tier against the host, and what has to be pinned of them against its budget.
+    """Refuse a cpu tier that is larger than what the host has left, or a budget of pinned memory below its buffers.
 
     Arguments:
-        nbytes: all of them.
-        copied: those that a device copies.
-        rings: those of buffers.
-        device: that copies from them.
-        options: with the budget.
+        nbytes: the bytes of all cells of the cpu tier on this rank.
+        copied: how many of them a device copies, so that they had better be pinned.
+        rings: the bytes of the buffers through which cells pass.
+        device: the device that copies.
+        options: the options, with the budget of pinned memory.
+
+    Raises:
+        MemoryBudgetError: it says how much is missing.
     """
     least, budget = rings + bounce_bytes(options.tile_bytes), options.pinned_bytes
     if device.type != "cpu" and budget is not None and budget < min(copied, least):
@@ -251,9 +275,6 @@ def check_host_memory(nbytes: int, copied: int, rings: int, device: torch.device
 
 
 def _one_of(what: str, value: object, choices: tuple[Any, ...]) -> None:
+    """Refuse a value that is none of the choices; `what` names the argument."""
     if value not in choices:
         raise ConfigError(f"{what}={value!r}: use one of {', '.join(map(repr, choices))}.")
-
-
-def _not_yet(what: str, instead: str) -> ConfigError:
-    return ConfigError(f"{what} is not available in this version. {instead}")

@@ -3,9 +3,9 @@
 import math
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from penstock.errors import ConfigError
 from penstock.kinds import Home, Tier, TierName, parse_home, parse_tier
@@ -25,11 +25,11 @@ class Placement:
             are read too), or fractions of their bytes such as `{"device": 0.5, "cpu": 0.5}`.
         grads: home of the reduced gradients.
         optimizer: home of the master weights and of every optimizer state.
-        activations: tier of checkpointed activations; `None` leaves them to the model.
-        nvme_path: folder or folders of the nvme tier.
+        activations: tier of what forward saves for backward; `None` leaves it to the model and torch.
+        nvme_path: the folder or folders in which the nvme tier keeps its files.
 
     Raises:
-        ConfigError: an unknown tier, or fractions that do not sum to 1.
+        ConfigError: a tier is unknown, or fractions do not sum to 1.
 
     Example:
         >>> Placement(params="cpu", optimizer="cpu").optimizer
@@ -51,7 +51,18 @@ class Placement:
 
     @classmethod
     def twin_flow(cls, ratio: float, **kwargs: Any) -> "Placement":
-        """Split the optimizer between cpu (`ratio` of its bytes) and device (the rest).
+        """Split the optimizer's state between cpu and device, which then update their parts at the same time.
+
+        Arguments:
+            ratio: the share of the bytes that is on the cpu, from 0 to 1; the rest is on the device.
+            kwargs: the other arguments of `Placement`.
+
+        Raises:
+            ConfigError: `ratio` is no such share.
+
+        Example:
+            >>> Placement.twin_flow(0.25).optimizer
+            {'cpu': 0.25, 'device': 0.75}
 
         Source: Twin-Flow of ZeRO-Offload++ (DeepSpeed, 2023).
         """
@@ -60,14 +71,18 @@ class Placement:
         return cls(optimizer={"cpu": ratio, "device": 1 - ratio}, **kwargs)
 
     def nvme_folders(self) -> list[Path]:
-        """The folders of the nvme tier."""
+        """Return the folders of the nvme tier; empty where none was named."""
         given = self.nvme_path
         if given is None:
             return []
         return [Path(path) for path in ([given] if isinstance(given, str | os.PathLike) else given)]
 
     def home(self, what: str) -> dict[Tier, float]:
-        """The parsed home of `"params"`, `"grads"` or `"optimizer"`: tiers and their fractions."""
+        """Return the parsed home of a kind of state: its tiers, each with its fraction.
+
+        Arguments:
+            what: "params", "grads" or "optimizer".
+        """
         return parse_home(getattr(self, what), what=what)
 
 
@@ -76,33 +91,38 @@ class Options:
     """Sizes (always in bytes) and policies. Every default works for every model.
 
     Arguments:
-        prefetch_bytes: parameters gathered ahead of their use, at most. 0 gathers each unit when it is needed.
-        live_bytes: gathered parameters at once, at most. The default grows to what the largest unit needs.
-        persistent_bytes: parameters up to this size stay gathered between uses.
-        tile_bytes: compute-dtype bytes of one tile, the grain of updates and of movement between tiers.
-        pinned_bytes: host memory that may be pinned; `None` for all that a device copies. What goes beyond it is
+        prefetch_bytes: the most bytes of parameters that are gathered ahead of their use. With 0 each unit is gathered
+            when it is needed.
+        live_bytes: the most bytes of parameters that are gathered at once. The default grows to what the largest unit
+            needs.
+        persistent_bytes: the size up to which a parameter stays gathered between uses.
+        tile_bytes: the size of a tile of parameters in the compute dtype: the grain of updates and of movement between
+            tiers.
+        pinned_bytes: the host memory that may be pinned; `None` for all that a device copies. What goes beyond it is
             pageable, and passes a few pinned buffers on its way to the device and back, which is slower.
-        update_threads: threads of the update on the host; `None` shares the cores among the ranks of this host, and
-            takes no more than the container's quota of time. Where there are several NUMA nodes and the launcher has
-            not bound the process to one, they run on the cores of the device's node.
-        streamed_updates: share of the updates of tiles whose optimizer state rests on the cpu or on nvme that the
+        update_threads: the number of threads of the update on the host; `None` shares the cores among the ranks of this
+            host, and takes no more than the container's quota of time. Where there are several NUMA nodes and the
+            launcher has not bound the process to one, they run on the cores of the device's node.
+        streamed_updates: the share of the updates of tiles whose optimizer state rests on the cpu or on nvme that the
             device does, from 0 to 1: their state comes up and goes down again, through a ring of three slots (768 MiB
             at most), while the host updates the others. `"auto"` measures both sides in the first steps and keeps what
             it finds. A device may round otherwise than the host in the last place, so state a number where a run has to
             be repeated bit by bit. No effect where the device is a cpu.
-        io_queue_depth: requests in flight per nvme path.
-        checksums: checksum stored tiles.
-        on_nonfinite: a step whose gradient norm is not finite is skipped, or raises `EngineError`.
-        max_skipped_steps: so many steps that were skipped in a row raise `EngineError`; `None` for never. In fp16 those
-            count in which the loss scale could not fall any more.
-        reduce_op: gradients are averaged or summed over ranks.
+        io_queue_depth: how many requests may be in flight for each folder of the nvme tier.
+        checksums: whether stored tiles have a checksum, which is compared when they are read.
+        on_nonfinite: whether a step whose gradient norm is not finite is skipped, or raises `EngineError`.
+        max_skipped_steps: how many steps may be skipped in a row before `EngineError` is raised; `None` for any number.
+            In fp16 only those count in which the loss scale could not fall any more.
+        reduce_op: whether gradients are averaged or summed over ranks.
         state_dtype: how the optimizer's states are stored: `"int8"` is a dynamic 8-bit map with one fp32 scale for
             each block of 256 (Dettmers et al., "8-bit Optimizers via Block-wise Quantization", 2022).
-        rounding: of states in bf16, and of bf16 parameters with `master="none"`: to nearest, or stochastic, which
-            lets updates smaller than half a bf16 step count on average.
-        rounding_seed: of stochastic rounding; the same seed gives the same bits in every placement and world size.
-        initial_loss_scale: first loss scale of fp16.
-        dynamic_loss_scale: adapt the loss scale of fp16. It does not fall below 1.
+        rounding: how states in bf16, and bf16 parameters with `master="none"`, are rounded: to nearest, or
+            stochastically, which lets updates smaller than half a bf16 step count on average.
+        rounding_seed: the seed of stochastic rounding; the same seed gives the same bits in every placement and world
+            size.
+        initial_loss_scale: the first loss scale of fp16.
+        dynamic_loss_scale: whether the loss scale of fp16 is adapted. It does not fall below 1.
+        timeout_s: how long a rank waits for the others before it raises, in seconds.
         debug_release: for tests of models and loops: release every unit after each use and fill its memory with NaN,
             also where compute could read it in place, and on a cpu run all movement late, on threads. What reads
             parameters where it must not gets a wrong number then, on one rank and any machine. Slow; the results are
@@ -114,7 +134,11 @@ class Options:
             purpose. `"none"`: nothing is cast.
 
     Raises:
-        ConfigError: a value out of its range; the message names it.
+        ConfigError: a value is out of its range; the message names it.
+
+    Example:
+        >>> Options(tile_bytes=1 << 20, state_dtype="bf16").checksums
+        True
     """
 
     prefetch_bytes: int = field(default=1 * GIB)
@@ -140,17 +164,18 @@ class Options:
 
     def __post_init__(self) -> None:
         """Refuse values out of range, by name."""
-        for f in fields(self):
-            value = getattr(self, f.name)
-            if f.name in _WHOLE_NUMBERS:
-                least, optional = _WHOLE_NUMBERS[f.name]
-                if not (value is None and optional) and (
-                    isinstance(value, bool) or not isinstance(value, int) or value < least
-                ):
-                    unit = " of bytes" if f.name.endswith("_bytes") else ""
-                    raise ConfigError(f"Options({f.name}={value!r}): use a whole number{unit}, {least} or more.")
-            elif f.name in _CHOICES and value not in _CHOICES[f.name]:
-                raise ConfigError(f"Options({f.name}={value!r}): use one of {', '.join(map(repr, _CHOICES[f.name]))}.")
+        for name, (least, optional) in _WHOLE_NUMBERS.items():
+            value = getattr(self, name)
+            is_number = isinstance(value, int) and not isinstance(value, bool) and value >= least
+            if not (is_number or (value is None and optional)):
+                unit = " of bytes" if name.endswith("_bytes") else ""
+                raise ConfigError(f"Options({name}={value!r}): use a whole number{unit}, {least} or more.")
+        for name, hint in get_type_hints(Options).items():
+            choices = (True, False) if hint is bool else get_args(hint) if get_origin(hint) is Literal else ()
+            if choices and getattr(self, name) not in choices:
+                raise ConfigError(
+                    f"Options({name}={getattr(self, name)!r}): use one of {', '.join(map(repr, choices))}."
+                )
         share: Any = self.streamed_updates
         if share != "auto" and (isinstance(share, bool) or not isinstance(share, int | float) or not 0 <= share <= 1):
             raise ConfigError(f"Options(streamed_updates={share!r}): use a number from 0 to 1, or 'auto'.")
@@ -170,14 +195,4 @@ _WHOLE_NUMBERS = {  # name -> (least value, None allowed)
     "io_queue_depth": (1, False),
     "rounding_seed": (0, False),
     "max_skipped_steps": (1, True),
-}
-_CHOICES: dict[str, tuple[Any, ...]] = {
-    "on_nonfinite": ("skip", "raise"),
-    "reduce_op": ("mean", "sum"),
-    "state_dtype": ("fp32", "bf16", "int8"),
-    "rounding": ("stochastic", "nearest"),
-    "checksums": (True, False),
-    "dynamic_loss_scale": (True, False),
-    "debug_release": (True, False),
-    "cast_inputs": ("units", "model", "none"),
 }

@@ -27,9 +27,10 @@ class NvmeError(PenstockError, OSError):
     """A file of the nvme tier failed. The message names file, offset, unit, kind and the action to take.
 
     Attributes:
-        file: its path.
-        offset: where in the file, in bytes; `None` where the file could not be made.
-        errno: as the kernel gave it; `EBADMSG` where the data is not what was written; `None` where the file ended.
+        file: the path of the file.
+        offset: where in the file it failed, in bytes; `None` where the file could not be made.
+        errno: the error number that the kernel gave; `EBADMSG` where the data is not what was written; `None` where the
+            file ended.
     """
 
     def __init__(
@@ -45,8 +46,8 @@ class CheckpointError(PenstockError):
     """A checkpoint cannot be written or read. The message names the file and the field.
 
     Attributes:
-        file: its path; `None` where no single file is at fault.
-        field: what of it, such as `"units[3].slots"`; empty for the file as a whole.
+        file: the path of the file; `None` where no single file is at fault.
+        field: what in it is wrong, such as `"units[3].slots"`; empty for the file as a whole.
     """
 
     def __init__(self, message: str, *, file: str | None = None, field: str = "") -> None:
@@ -63,9 +64,17 @@ _MOST_CHARS = 300
 
 
 def one_line(error: BaseException | str, most_chars: int = _MOST_CHARS) -> str:
-    """What an exception of another library says, or a text of somebody's file: one line that steers no terminal.
+    """Put an exception of another library, or a text from somebody's file, into one line that steers no terminal.
 
-    Lines of an exception follow each other; in a text they are shown as what they are.
+    Line breaks of an exception become spaces. In a text they are escaped, like all other characters that a terminal
+    would not print.
+
+    Arguments:
+        error: the exception or the text.
+        most_chars: how much of it to keep, in characters.
+
+    Returns:
+        The line. That of an exception ends with the name of its class.
 
     Example:
         >>> one_line(KeyError("nope"))

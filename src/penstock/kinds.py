@@ -1,4 +1,4 @@
-"""Columns and tiers of the table of training state, and the dtypes that a precision stands for."""
+"""The columns and the tiers of the table of training state, and the dtypes that a precision stands for."""
 
 from collections.abc import Mapping
 from enum import StrEnum
@@ -51,7 +51,15 @@ COMPUTE_DTYPES: Mapping[str, torch.dtype] = {"fp32": torch.float32, "bf16": torc
 
 
 def parse_tier(name: object, *, what: str) -> Tier:
-    """Read a tier's name, `gpu` and `cuda` as device and `disk` as nvme. `what` names the setting in the error."""
+    """Read the name of a tier. `gpu` and `cuda` stand for device too, and `disk` for nvme.
+
+    Arguments:
+        name: what the user gave.
+        what: the name of the setting, for the message.
+
+    Raises:
+        ConfigError: it is no tier's name.
+    """
     tier = _TIER_SPELLINGS.get(name) if isinstance(name, str) else None
     if tier is None:
         raise ConfigError(f"{what}={name!r} is not a tier. Use one of 'device', 'cpu', 'nvme'.")
@@ -61,8 +69,16 @@ def parse_tier(name: object, *, what: str) -> Tier:
 def parse_home(home: object, *, what: str) -> dict[Tier, float]:
     """Read a home: a tier's name, or a mapping of tiers to fractions that sum to 1.
 
-    Returns the tiers with a share above zero. Raises `ConfigError` for an unknown tier, a tier named twice, a
-    negative or non-finite fraction, or a sum that is not 1 (within 1e-6).
+    Arguments:
+        home: what the user gave.
+        what: the name of the setting, for the message.
+
+    Returns:
+        The tiers with a fraction above zero, each with its fraction.
+
+    Raises:
+        ConfigError: a tier is unknown or named twice, a fraction is negative or not finite, or the sum is not 1 (within
+            1e-6).
     """
     if not isinstance(home, Mapping):
         return {parse_tier(home, what=what): 1.0}

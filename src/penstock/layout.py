@@ -1,11 +1,12 @@
 """Where each parameter lies in its unit's flat buffer, and how that buffer is cut. Pure arithmetic.
 
 flat buffer   | slot 0 | gap | slot 1 | ... | slot k | tail gap |         layout.numel elements
-shards        |   rank 0    |   rank 1    |  ...  |   rank N-1    |         layout.shard_numel each
+shards        |   rank 0    |   rank 1    |  ...  |   rank N-1  |         layout.shard_numel elements each
 tiles         | tile 0 | tile 1 | ... |  of one shard, tile_numel elements each, the last one shorter
 pieces        the part of a slot that lies in one tile of one shard: one param group, one step count
 """
 
+import math
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -17,7 +18,14 @@ ALIGNMENT_NUMEL = 256
 
 @dataclass(frozen=True)
 class Slot:
-    """One parameter's place in the flat buffer, in elements."""
+    """The place of one parameter in the flat buffer.
+
+    Attributes:
+        name: the parameter's name.
+        shape: its shape.
+        numel: how many elements it has.
+        start: its first element's index in the flat buffer.
+    """
 
     name: str
     shape: tuple[int, ...]
@@ -26,13 +34,19 @@ class Slot:
 
     @property
     def stop(self) -> int:
-        """One past the last element."""
+        """The element after the last one."""
         return self.start + self.numel
 
 
 @dataclass(frozen=True)
 class Piece:
-    """The part of slot `slot` in one tile: elements `start` to `stop`, counted from the start of the shard."""
+    """The part of a slot that lies in one tile of one shard.
+
+    Attributes:
+        slot: the index of the slot in its layout.
+        start: the first element, counted from the start of the shard.
+        stop: the element after the last one.
+    """
 
     slot: int
     start: int
@@ -41,7 +55,13 @@ class Piece:
 
 @dataclass(frozen=True)
 class FlatLayout:
-    """A unit's flat buffer: its slots, padded so that it divides evenly into `shards` aligned shards."""
+    """The plan of a unit's flat buffer, which is padded so that it divides evenly into aligned shards.
+
+    Attributes:
+        slots: the places of the parameters, in order.
+        numel: how many elements the buffer has, with padding.
+        shards: into how many shards it is cut.
+    """
 
     slots: tuple[Slot, ...]
     numel: int
@@ -49,32 +69,36 @@ class FlatLayout:
 
     @classmethod
     def build(cls, names: Sequence[str], shapes: Sequence[tuple[int, ...]], shards: int) -> "FlatLayout":
-        """Lay the parameters out one after the other, each aligned, in the order given."""
+        """Lay parameters out one after the other, each aligned.
+
+        Arguments:
+            names: the parameters' names, in the order in which they are to lie.
+            shapes: their shapes.
+            shards: into how many shards the buffer is cut.
+        """
         slots = []
         cursor = 0
         for name, shape in zip(names, shapes, strict=True):
-            numel = 1
-            for extent in shape:
-                numel *= extent
+            numel = math.prod(shape)
             slots.append(Slot(name, tuple(shape), numel, cursor))
             cursor = round_up(cursor + numel, ALIGNMENT_NUMEL)
         return cls(tuple(slots), round_up(max(cursor, 1), ALIGNMENT_NUMEL * shards), shards)
 
     @property
     def shard_numel(self) -> int:
-        """Elements of one shard."""
+        """How many elements a shard has."""
         return self.numel // self.shards
 
     def shard_range(self, rank: int) -> tuple[int, int]:
-        """First element of the rank's shard in the flat buffer, and one past its last."""
+        """Return the first element of a rank's shard in the flat buffer, and the one after its last."""
         return rank * self.shard_numel, (rank + 1) * self.shard_numel
 
     def slot_at(self, element: int) -> int:
-        """The slot that an element of the flat buffer is in, or in the gap behind."""
+        """Return the index of the slot that an element of the flat buffer is in, or in the gap behind it."""
         return bisect_right(self.slots, element, key=lambda slot: slot.start) - 1
 
     def gaps(self) -> Iterator[tuple[int, int]]:
-        """Ranges of the flat buffer that no parameter uses."""
+        """Give the ranges of the flat buffer that no parameter uses: first element, and the one after the last."""
         cursor = 0
         for slot in self.slots:
             if slot.start > cursor:
@@ -84,13 +108,25 @@ class FlatLayout:
             yield cursor, self.numel
 
     def overlap(self, slot: Slot, rank: int) -> tuple[int, int] | None:
-        """The part of the slot in the rank's shard, in elements of the flat buffer; `None` where there is none."""
+        """Return the part of a slot that lies in a rank's shard, or `None`.
+
+        Returns:
+            Its first element in the flat buffer, and the one after its last.
+        """
         first, last = self.shard_range(rank)
         start, stop = max(slot.start, first), min(slot.stop, last)
         return (start, stop) if start < stop else None
 
     def tiles(self, rank: int, tile_numel: int) -> list[tuple[Piece, ...]]:
-        """The pieces of each tile of the rank's shard, in order. Gaps belong to no piece."""
+        """Cut a rank's shard into tiles.
+
+        Arguments:
+            rank: the rank's number among the shards.
+            tile_numel: how many elements a tile has; the last one may have less.
+
+        Returns:
+            For each tile its pieces, in order. Gaps belong to no piece.
+        """
         first, last = self.shard_range(rank)
         tiles: list[list[Piece]] = [[] for _ in range(0, last - first, tile_numel)]
         for index, slot in enumerate(self.slots):
@@ -107,5 +143,5 @@ class FlatLayout:
 
 
 def round_up(value: int, multiple: int) -> int:
-    """The least multiple that is not below the value."""
+    """Return the least multiple of a number that is not below the value."""
     return -(-value // multiple) * multiple

@@ -1,6 +1,4 @@
-"""The cross-entropy of a linear head whose logits never exist whole."""
-
-from __future__ import annotations
+"""The cross-entropy of a linear head, without ever having all of its logits in memory."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -27,7 +25,7 @@ def linear_cross_entropy(
     reduction: str = "mean",
     chunk_bytes: int = CHUNK_BYTES,
 ) -> Tensor:
-    """Compute the cross-entropy of `hidden @ weight.T + bias`, with no logits of all tokens for all of the vocabulary.
+    """Return the cross-entropy of `hidden @ weight.T + bias`, without ever having all of these logits in memory.
 
         loss = sum over tokens of (log sum_v exp(hidden . weight_v + bias_v) - hidden . weight_label - bias_label)
 
@@ -40,15 +38,15 @@ def linear_cross_entropy(
     Call it in the `forward` of the module that owns `weight`, so that Penstock has the parameter gathered.
 
     Arguments:
-        hidden: a vector for each token, of shape (..., width), fp32, bf16, fp16 or fp64. Under autocast it is cast to
-            autocast's dtype.
-        weight: the head's weight, of shape (vocabulary, width), in the dtype of `hidden`; under autocast in any dtype,
-            and cast by blocks.
-        labels: the right class of each token, of shape (...), int64: from 0 to vocabulary - 1, or `ignore_index`.
-        bias: the head's bias, of shape (vocabulary,); `None` for a head without.
+        hidden: what the head is applied to, of shape (..., width), in fp32, bf16, fp16 or fp64. Under autocast it is
+            cast to autocast's dtype.
+        weight: the head's weight, of shape (vocabulary, width), in the dtype of `hidden`; under autocast in any
+            floating dtype, and cast by blocks.
+        labels: the class of each token, of shape (...), int64: from 0 to vocabulary - 1, or `ignore_index`.
+        bias: the head's bias, of shape (vocabulary,), in the dtype of the weight; `None` without one.
         ignore_index: the label of tokens that do not count.
         reduction: "sum", or "mean" over the tokens that count.
-        chunk_bytes: how large the fp32 logits of a block may be, about one and a half times of which are in use at
+        chunk_bytes: the size of the fp32 logits of a block, in bytes. About one and a half times as much is in use at
             once; a block is never narrower than 128 classes.
 
     Returns:
@@ -56,7 +54,7 @@ def linear_cross_entropy(
         zero.
 
     Raises:
-        ConfigError: shapes, dtypes or devices do not fit, or a label is no class, on a cpu. On other devices, which
+        ConfigError: shapes, dtypes or devices do not fit, or, on a cpu, a label is no class. On other devices, which
             would have to be waited for, such a label makes the loss and the gradients NaN.
 
     Example:
@@ -79,9 +77,9 @@ def linear_cross_entropy(
 
 
 class _SumOfLosses(torch.autograd.Function):
-    """The sum of the losses of all tokens, with a backward that makes the logits again.
+    """The sum of the losses of all tokens, block by block of the vocabulary.
 
-    Shapes: hidden (T, D), weight (V, D), bias (V,) or None, labels (T,); a block has `width` rows of V.
+    Shapes: hidden (T, D), weight (V, D), bias (V,) or None, labels (T,); a block has `width` of the V rows.
     """
 
     @staticmethod
@@ -95,11 +93,11 @@ class _SumOfLosses(torch.autograd.Function):
         for start, stop in _blocks(weight, width):
             logits = _logits(hidden, weight, bias, start, stop)
             place, inside = _places(labels, start, stop)
-            of_label = torch.where(inside, logits.gather(1, place[:, None])[:, 0], of_label)  # before they are changed
-            # What is summed so far is relative to the old largest logit, so it is scaled before the new ones are added.
+            of_label = torch.where(inside, logits.gather(1, place[:, None])[:, 0], of_label)
+            # The running log-sum-exp: when a larger logit comes, the sum so far is brought to it, so nothing overflows.
             before, most = most, torch.maximum(most, logits.amax(1))
             total = total * (before - most).exp() + logits.sub_(most[:, None]).exp_().sum(1)
-            del logits  # before the next block has its own
+            del logits  # before the next block takes memory for its own: one block's logits at a time
         counts = labels != ignore_index
         total.masked_fill_(counts & ((labels < 0) | (labels >= len(weight))), torch.nan)
         # The weight goes through save_for_backward: its memory may be released and filled again until backward.
@@ -115,10 +113,11 @@ class _SumOfLosses(torch.autograd.Function):
         grad_hidden = torch.zeros(hidden.shape, dtype=most.dtype, device=hidden.device) if of_hidden else None
         grad_weight = weight.new_empty(weight.shape) if of_weight else None
         grad_bias = bias.new_empty(bias.shape) if of_bias else None
-        # It carries the loss scale, so it is multiplied in before anything is rounded to fp16.
+        # `grad` carries the loss scale, so it is multiplied in before anything is rounded to fp16.
         of_token = torch.where(labels != ctx.ignore_index, grad, 0)
         factor = (of_token / total)[:, None]
         for start, stop in _blocks(weight, ctx.width):
+            # d loss / d logits = (softmax(logits) - one_hot(label)) * d loss, of this block.
             grad_logits = _logits(hidden, weight, bias, start, stop)
             grad_logits.sub_(most[:, None]).exp_().mul_(factor)
             place, inside = _places(labels, start, stop)
@@ -137,13 +136,13 @@ class _SumOfLosses(torch.autograd.Function):
 
 
 def _blocks(weight: Tensor, width: int) -> Iterator[tuple[int, int]]:
-    """Yield the first row of each block, and one past its last."""
+    """Give the first row of each block of the weight, and the one after its last."""
     for start in range(0, len(weight), width):
         yield start, min(start + width, len(weight))
 
 
 def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, start: int, stop: int) -> Tensor:
-    """Make a block's logits in fp32, (T, stop - start), rounded to the dtype of `hidden` as a head would."""
+    """Return a block's logits in fp32, (T, stop - start), rounded to the dtype of `hidden` before as a head would."""
     with torch.autocast(hidden.device.type, enabled=False):
         part = None if bias is None else bias[start:stop].to(hidden.dtype)
         logits = F.linear(hidden, weight[start:stop].to(hidden.dtype), part)
@@ -151,7 +150,7 @@ def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, start: int, sto
 
 
 def _places(labels: Tensor, start: int, stop: int) -> tuple[Tensor, Tensor]:
-    """Find where each token's label is in a block, and whether it is there at all, both of shape (T,)."""
+    """Return the column of each token's label in a block, and whether it is in that block at all, (T,) each."""
     place = labels - start
     return place.clamp(0, stop - start - 1), (place >= 0) & (place < stop - start)
 
@@ -167,7 +166,7 @@ def _check(
     *,
     any_dtype: bool,
 ) -> None:
-    """Refuse arguments that do not fit each other; of labels on a device nothing is read."""
+    """Refuse arguments of `linear_cross_entropy` that do not fit; with `any_dtype` they need not have one dtype."""
     if reduction not in REDUCTIONS:
         raise ConfigError(f"reduction={reduction!r}: use one of {', '.join(REDUCTIONS)}.")
     if chunk_bytes <= 0:

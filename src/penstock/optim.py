@@ -1,7 +1,5 @@
 """Optimizers that torch does not have, as stock classes to hand to `prepare` or to use alone."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -17,14 +15,14 @@ class Lion(torch.optim.Optimizer):
         p = p * (1 - lr * weight_decay) - lr * u
 
     Arguments:
-        params: parameters, or groups of them.
-        lr: learning rate, typically a tenth to a third of AdamW's; a float or a 0-dim tensor.
-        betas: decays of the interpolation and of the momentum.
-        weight_decay: decoupled, typically three to ten times AdamW's.
-        maximize: ascend instead.
+        params: the parameters, or groups of them.
+        lr: the learning rate, typically a tenth to a third of AdamW's; a float or a 0-dim tensor.
+        betas: the decays of the interpolation and of the momentum.
+        weight_decay: the decoupled weight decay, typically three to ten times AdamW's.
+        maximize: whether to ascend instead of descend.
 
     Raises:
-        ValueError: a value out of its range.
+        ValueError: a value is out of its range.
 
     Example:
         >>> optimizer = Lion([torch.nn.Parameter(torch.ones(2))], lr=1e-4, weight_decay=0.1)
@@ -49,7 +47,14 @@ class Lion(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Update every parameter that has a gradient."""
+        """Update every parameter that has a gradient.
+
+        Arguments:
+            closure: computes the loss and its gradients again; called first, if given.
+
+        Returns:
+            What the closure returned, or `None`.
+        """
         loss = None
         if closure is not None:
             with torch.enable_grad():

@@ -30,9 +30,9 @@ def split(
     """Give each tier its fraction of all bytes, to within one tile.
 
     Arguments:
-        units: the elements of each tile of each unit, in forward order.
-        fractions: of the tiers; they sum to 1.
-        bytes_of: of one element of each unit; `None` where units are alike.
+        units: how many elements each tile of each unit has, the units in forward order.
+        fractions: each tier's fraction of the bytes; they sum to 1.
+        bytes_of: how many bytes an element of each unit takes; `None` where that is the same for all.
 
     Returns:
         For each unit its spans, in order, each of whole tiles.
@@ -54,7 +54,8 @@ def split(
         unit: list[Span] = []
         cursor = 0
         for numel in tiles:
-            while current < len(ends) and passed + weight * numel / 2 >= ends[current]:  # half of it or more is beyond
+            # The cut is rounded to whole tiles: one goes to the next tier where half of it or more is behind the cut.
+            while current < len(ends) and passed + weight * numel / 2 >= ends[current]:
                 current += 1
             if unit and unit[-1].tier is tiers[current]:
                 unit[-1] = unit[-1]._replace(stop=cursor + numel)
@@ -67,6 +68,15 @@ def split(
 
 
 def part(spans: Sequence[Span], start: int, stop: int) -> tuple[Span, ...]:
-    """What of the spans lies in a range, counted from its start."""
+    """Cut a range out of spans.
+
+    Arguments:
+        spans: the spans, in order.
+        start: the first element of the range.
+        stop: the element after its last one.
+
+    Returns:
+        What lies in the range, counted from its start.
+    """
     inside = (Span(tier, max(first, start) - start, min(last, stop) - start) for tier, first, last in spans)
     return tuple(span for span in inside if span.start < span.stop)

@@ -1,4 +1,4 @@
-"""The streams of an accelerator."""
+"""The streams of an accelerator, and which back end of streams a device has."""
 
 import random
 from collections.abc import Sequence
@@ -28,15 +28,16 @@ from penstock.machine.streams import (
     on_worker,
 )
 
-_LATE_SECONDS = 0.002  # of simulated streams, at most
+_LATE_SECONDS = 0.002  # that simulated streams wait before a piece of work, at most
 
 
 class AcceleratorStreams(Streams):
     """A stream of the accelerator for each kind of movement, and a thread for each kind of work on the host.
 
-    The device's work is enqueued where it is submitted. Where it follows work on the host that is not over, such as the
-    read of a file, a thread waits for that and enqueues it then, and what follows on the same stream too. Collectives
-    never are: the caller waits for the host's work instead.
+    Work of the device is enqueued by whoever submits it. Where it follows work on the host that is not over yet, such
+    as the read of a file, the thread of its stream waits for that and enqueues it then; what is submitted to the same
+    stream meanwhile queues up behind it. A collective is always enqueued by its caller, who waits for the host's work
+    instead: threads would get to it in another order on each rank.
     """
 
     aliases_host = False
@@ -46,83 +47,88 @@ class AcceleratorStreams(Streams):
         self._hardware = Hardware(device)
         self._sides = {name: self._hardware.make_stream() for name in ON_DEVICE}
         self._workers = {name: HostWorker(name) for name in STREAMS}
+        # The workers' endings, not the workers: what is called at the end must not keep them, or this object, alive.
         endings = [worker.ending for worker in self._workers.values()]
         self._end = at_end(self, _finish, self._hardware, endings, phase=Phase.THREADS)
 
     def _submit(self, stream: str, work: Work, after: Sequence[Event], writes: Sequence[Tensor]) -> Event:
-        """Enqueue `work` on the device's stream, or on a host thread."""
+        """Enqueue work on the device's stream, or queue it for a thread of the host."""
         del writes
         worker = self._workers[stream]
         events = [part.unwatched() for event in after for part in event.parts()]
         if stream not in self._sides:
             return worker.submit(partial(after_all, events, work))
         if not on_worker():
+            # The work reads what compute has written until now, and overwrites what compute has read: it follows both.
             events.insert(0, self.now())
         enqueue = partial(self._enqueue, stream, work, events)
+        # Only where the thread has nothing of this stream left to enqueue: else this work would overtake it.
         at_once = worker.idle() and not any(map(_waits_for_host, events))
-        if at_once or stream == COLLECTIVE:  # then the caller waits for what the host does first
+        if at_once or stream == COLLECTIVE:
             return enqueue()
+        # The caller goes on, and whoever waits for the event waits for the thread first, then for the device.
         deferred = _DeferredEvent()
         worker.submit(lambda: deferred.enqueued(enqueue()), deferred)
         return deferred
 
     def _enqueue(self, stream: str, work: Work, events: Sequence[Event]) -> "_DeviceEvent":
+        """Give a stream of the device its waits, then the work, then an event; block for what the host does first."""
         side = self._sides[stream]
         with self._hardware.on(side):
-            for event in events:
+            for event in events:  # waits of the stream, which the device keeps: the host goes on where it can
                 _follow(side, event)
             work()
         return _DeviceEvent(self._hardware, self._hardware.recorded(side))
 
     def now(self) -> Event:
-        """An event of the calling thread's current stream."""
+        """Return an event that is over once all is that compute was given until now."""
         assert not on_worker(), "a thread of ours has no compute"
         return _DeviceEvent(self._hardware, self._hardware.recorded(self._hardware.compute()))
 
     def here(self) -> None:
-        """The calling thread's current stream follows the one that compute was on."""
+        """Have the calling thread's current stream follow the one that compute was on."""
         self._hardware.compute()
 
     def _resize(self, buffer: Tensor, nbytes: int) -> None:
-        """Of the memory that torch keeps for the stream of uploads, which activations do not split.
-
-        What is released goes back there, for whatever is allocated on that stream next. So that stream follows compute,
-        which has read the buffer and has waited for all that filled it; and whoever fills one was submitted after its
-        lease, on whichever stream.
-        """
+        """Give or take memory out of what torch keeps for the stream of uploads, which activations do not split."""
         uploads = self._sides[UPLOAD]
         if nbytes == 0:
+            # The memory goes back to that stream, and to whatever is allocated on it next, at once. Compute may not
+            # have read the buffer yet: without this wait the next upload would overwrite what compute is about to read.
+            # What filled the buffer is over then too, since compute has waited for it.
             self._hardware.recorded(self._hardware.compute()).wait(uploads)
         with self._hardware.on(uploads):
             super()._resize(buffer, nbytes)
 
     def hand_over(self, buffer: Tensor) -> None:
-        """Have torch keep the memory, when it is let go of, until compute's stream of now is past that."""
+        """Have torch keep a buffer's memory, once it is dropped, until compute's stream has come to that point."""
         buffer.record_stream(self._hardware.compute())
 
     def make_buffer(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """Of the same memory."""
+        """Make a flat buffer of the memory that torch keeps for the stream of uploads."""
         with self._hardware.on(self._sides[UPLOAD]):
             return super().make_buffer(numel, dtype)
 
     def device_clock(self) -> Clock:
-        """The device's own."""
+        """Make a clock of the device's own events. Waits for the device."""
         return DeviceClock(self._hardware)
 
     def return_free_memory(self) -> None:
-        """Empty the cache of the device's allocator as well."""
+        """Give memory that was freed back to the system, and that of the device back to the device."""
         super().return_free_memory()
         self._hardware.empty_cache()
 
     def close(self) -> None:
-        """Finish host work and device work."""
-        close_workers(self._workers)
-        self._hardware.synchronize()
+        """Finish the work of the host and of the device, and end the threads."""
+        close_workers(self._workers)  # first: the threads enqueue work on the device
+        self._hardware.synchronize()  # before anything is let go of: work of the device may still use it
         self._end.cancel()
         self._let_go()
 
 
 class _DeviceEvent(Event):
+    """The completion of work on a stream of the device."""
+
     def __init__(self, hardware: Hardware, event: Any) -> None:
         self._hardware, self._event = hardware, event
 
@@ -131,7 +137,7 @@ class _DeviceEvent(Event):
         self.hold_up(self._hardware.compute())
 
     def hold_up(self, stream: Any) -> None:
-        """What a stream is given from here on runs after the work."""
+        """Have a stream of the device do what it is given from here on after the work. The host goes on."""
         self._event.wait(stream)
 
     def synchronize(self) -> None:
@@ -141,21 +147,22 @@ class _DeviceEvent(Event):
         return bool(self._event.query())
 
     def check(self) -> None:
-        """A device that failed says so at the next call."""
+        """Do nothing: a device that has failed says so at the next call."""
 
 
 class _DeferredEvent(HostEvent):
-    """Device work that a host thread enqueues."""
+    """The completion of work of the device that a thread of the host enqueues. The thread's part comes first."""
 
     def __init__(self) -> None:
         super().__init__()
         self._enqueued: _DeviceEvent | None = None
 
     def enqueued(self, event: _DeviceEvent) -> None:
+        """Take the device's event, on the thread that has enqueued the work."""
         self._enqueued = event
 
     def in_queue(self) -> _DeviceEvent:
-        """The device's event, once it has one: blocks until then."""
+        """Block until the work is enqueued, and return the device's event."""
         super().synchronize()
         assert self._enqueued is not None
         return self._enqueued
@@ -171,10 +178,11 @@ class _DeferredEvent(HostEvent):
 
 
 def _finish(hardware: Hardware, threads: Sequence[Ending]) -> None:
-    """What nobody closed was dropped: memory goes, and work of the device may still use it."""
-    for end in threads:  # which enqueue
+    """End the threads of streams that nobody has closed, and wait for the device: their memory is about to go."""
+    for end in threads:  # first: they enqueue work on the device
         end()
-    if not exiting():  # then the process ends, and what waits for a rank that is gone would never be over
+    # At the exit the process ends anyway, and a collective that waits for a rank which is gone would never be over.
+    if not exiting():
         hardware.synchronize()
 
 
@@ -186,7 +194,7 @@ def _waits_for_host(event: Event) -> bool:
 
 
 def _follow(side: Any, event: Event) -> None:
-    """Have a stream follow an event; block until the host's part of it is over."""
+    """Have a stream of the device follow an event; block until the host's part of it is over."""
     if isinstance(event, _DeferredEvent):
         event = event.in_queue()
     if isinstance(event, _DeviceEvent):
@@ -196,11 +204,11 @@ def _follow(side: Any, event: Event) -> None:
 
 
 def streams_for(device: torch.device, *, debug_release: bool = False) -> Streams:
-    """The back end of a device: inline for a cpu, the accelerator's own streams otherwise.
+    """Make the streams of a device: work runs inline on a cpu, and on an accelerator's own streams otherwise.
 
     Arguments:
-        device: of compute.
-        debug_release: what compute could read in place is released too; on a cpu everything runs late.
+        device: the device that compute runs on.
+        debug_release: release also what compute could read in place, and on a cpu run all movement late.
     """
     if device.type != "cpu":
         streams: Streams = AcceleratorStreams(device)

@@ -1,10 +1,11 @@
 """Files of the nvme tier: preallocated, read and written past the page cache, asynchronously.
 
-A `Queue` is the threads of one disk, a `File` a file on it, a `Transfer` one read or write in flight. Transfers that
-overlap, in a file or in memory, are for the caller to keep in order: wait for the first before the second.
+A `Queue` is the threads of one disk, a `File` a file on it, a `Transfer` one read or write in flight. Transfers run in
+no particular order: of two that overlap, in a file or in memory, the caller waits for the first before he starts the
+second.
 
-A process that forks while a read is in flight needs memory that is kept from the child (open(2), O_DIRECT), as that of
-`machine.arena` is.
+A process that forks while a read is in flight needs memory that is kept from the child (open(2), O_DIRECT), as the
+memory of `machine.arena` is. Else what the disk writes may end up in the child's copy of a page.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from penstock.machine.lifetime import at_end
 # Transfers are cut into requests of this size.
 CHUNK_BYTES = 1 << 20
 
-# How long a wait stays away from the interpreter, which handles signals in between.
+# How long a wait stays in native code at a time: in between the interpreter handles signals, such as Ctrl-C.
 SLICE_MS = 100
 
 ADVICE = {
@@ -42,7 +43,7 @@ ADVICE = {
     errno.EROFS: "Mount it writable, or give another nvme_path.",
     errno.EEXIST: "Give another nvme_path; remove the file if no other run uses it.",
 }
-# copy_file_range: other file systems, or one that has no such thing.
+# What copy_file_range says between file systems, and on those that cannot do it.
 _NO_COPY = (errno.EXDEV, errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS, errno.EBADF, errno.EPERM)
 
 DISK_FAILED = "The disk or its driver failed: see the kernel's log (dmesg), and give an nvme_path on another disk."
@@ -53,10 +54,16 @@ logger = logging.getLogger("penstock")
 
 
 class Queue:
-    """The threads that serve the files of one disk, with up to `depth` requests in flight.
+    """The threads that serve the files of one disk.
 
-    What was submitted is finished before the interpreter exits. A forked child can submit nothing and waits for
-    nothing.
+    What was submitted is finished before the interpreter exits. In the child of a fork nothing can be submitted and
+    nothing is waited for.
+
+    Arguments:
+        depth: how many requests may be in flight at once, 1 or more.
+
+    Raises:
+        ValueError: `depth` is below 1.
     """
 
     def __init__(self, depth: int = 8) -> None:
@@ -65,24 +72,25 @@ class Queue:
         self._native = _native.Queue(depth, CHUNK_BYTES)
         self._owner = os.getpid()
         self._said_buffered = False
-        # Nothing frees a tensor that a thread still writes to: transfers stay here until they are seen done, and the
-        # threads end before this set does, also when the interpreter exits.
+        # Transfers stay here, and with them their tensors, until they are seen done: memory that went earlier would be
+        # handed out again while a thread still reads a file into it. The threads end before this set does, also when
+        # the interpreter exits.
         self._pending: set[Transfer] = set()
         self._end_threads = at_end(self, self._native.close)
 
     @property
     def depth(self) -> int:
-        """Requests in flight at most."""
+        """How many requests may be in flight at once."""
         return self._native.depth
 
     def close(self) -> None:
         """Finish all transfers and end the threads. May be called again.
 
         Raises:
-            NvmeError: the first failure of a transfer that nobody waited for. The threads have ended all the same.
+            NvmeError: a transfer that nobody waited for has failed; the first one. The threads have ended all the same.
         """
         try:
-            self._wait_for(list(self._pending))
+            self._wait_for(list(self._pending))  # before the threads end, so that each failure is somebody's
         finally:
             self._end_threads()
 
@@ -93,14 +101,16 @@ class Queue:
         self.close()
 
     def _hold(self, transfer: Transfer) -> Transfer:
+        """Keep a transfer until it is seen done; drop those that are. Failed ones stay, for `close` to raise."""
         for ended in [other for other in list(self._pending) if other.done() and other._failure() is None]:
             self._pending.discard(ended)
         self._pending.add(transfer)
         return transfer
 
     def _wait_for(self, transfers: Iterable[Transfer]) -> None:
+        """Wait for all of the transfers, then raise the error of the first one that has failed."""
         if os.getpid() != self._owner:
-            return
+            return  # the threads that would finish them are the parent's
         first: NvmeError | None = None
         for transfer in transfers:
             try:
@@ -112,16 +122,16 @@ class Queue:
 
 
 class File:
-    """A new file of `size` bytes, allocated in full, that only this user may read unless `mode` says more.
+    """A new file, allocated in full, that only this user may read unless `mode` says more.
 
-    Direct I/O where the file system takes it. Where it does not, the page cache is used, and the log says so once per
-    queue.
+    It is read and written by direct I/O where the file system takes it. Where it does not, the page cache is used, and
+    the log says so once per queue.
 
-    Args:
-        queue: of the disk that the file is on.
-        path: must not exist; its folder must.
-        size: bytes, a multiple of 4096.
-        mode: of the file, as `os.open` takes it.
+    Arguments:
+        queue: the queue of the disk that the file is on.
+        path: where to make it. The path must not exist; its folder must.
+        size: its size in bytes, a multiple of 4096.
+        mode: its permissions, as `os.open` takes them.
 
     Raises:
         NvmeError: the file cannot be made, or there is no room for it; nothing is left behind.
@@ -135,7 +145,11 @@ class File:
 
     @classmethod
     def existing(cls, queue: Queue, path: str | PathLike[str]) -> File:
-        """A file that is there already, to be read.
+        """Open a file that is there already, to be read.
+
+        Arguments:
+            queue: the queue of the disk that the file is on.
+            path: the path of the file.
 
         Raises:
             OSError: it cannot be opened.
@@ -146,6 +160,7 @@ class File:
         return file
 
     def _adopt(self, queue: Queue, path: str, size: int, descriptor: int, *, writable: bool) -> None:
+        """Set up the object for an open file; the descriptor is its own from here on."""
         self.path = path
         self.size = size
         self._queue = queue
@@ -153,7 +168,7 @@ class File:
         self._descriptor = descriptor
         self._plain: int | None = None
         self._native: _native.File | None = _native.File(descriptor)
-        self._moved_bytes = (0, 0)  # once closed
+        self._moved_bytes = (0, 0)  # read and written, of a closed file
         self.direct = _set_direct(descriptor)
         if not self.direct and not queue._said_buffered:
             queue._said_buffered = True
@@ -161,51 +176,59 @@ class File:
 
     @property
     def bytes_read(self) -> int:
-        """Bytes that reads have moved, failed ones included."""
+        """How many bytes reads have moved, failed ones included."""
         return self._native.bytes_read if self._native is not None else self._moved_bytes[0]
 
     @property
     def bytes_written(self) -> int:
-        """Bytes that writes have moved, failed ones included."""
+        """How many bytes writes have moved, failed ones included."""
         return self._native.bytes_written if self._native is not None else self._moved_bytes[1]
 
     def read(self, offset: int, into: Tensor, *, checksum: int | None = None, what: str = "") -> Transfer:
         """Start to read `into.nbytes` bytes at `offset`. They are in `into` once the transfer was waited for.
 
-        Args:
-            offset: bytes, a multiple of 4096.
-            into: contiguous, on the cpu, page-aligned, of whole pages.
-            checksum: as the write of these bytes gave it; `None` checks nothing.
-            what: the bytes' name in messages: "exp_avg of unit 'layers.3', tile 4".
+        Arguments:
+            offset: where they begin in the file, in bytes: a multiple of 4096.
+            into: the tensor to fill: contiguous, on the cpu, page-aligned, of whole pages, of any dtype.
+            checksum: the checksum that the write of these bytes gave; `None` checks nothing.
+            what: the name of the bytes in messages: "exp_avg of unit 'layers.3', tile 4".
 
         Raises:
             ValueError: offset or tensor are not as above, or reach past the end of the file.
             RuntimeError: file or queue are closed (as the interpreter's exit does), or belong to the process that this
                 one was forked from.
         """
-        native = self._submit(offset, into, write=False, checksum=checksum is not None)
-        return self._queue._hold(Transfer(native, self, offset, into, what, write=False, expected=checksum))
+        return self._start(offset, into, what, write=False, checksum=checksum is not None, expected=checksum)
 
     def write(self, offset: int, source: Tensor, *, checksum: bool = True, what: str = "") -> Transfer:
         """Start to write `source` at `offset`. It must not change until the transfer was waited for.
 
-        Args:
-            offset: bytes, a multiple of 4096.
-            source: contiguous, on the cpu, page-aligned, of whole pages.
-            checksum: compute one, which `Transfer.checksum` returns.
-            what: the bytes' name in messages.
+        Arguments:
+            offset: where they go in the file, in bytes: a multiple of 4096.
+            source: the tensor to write: contiguous, on the cpu, page-aligned, of whole pages, of any dtype.
+            checksum: whether to compute one, which `Transfer.checksum` then returns.
+            what: the name of the bytes in messages.
 
         Raises:
             ValueError, RuntimeError: as `read`.
         """
-        native = self._submit(offset, source, write=True, checksum=checksum)
-        return self._queue._hold(Transfer(native, self, offset, source, what, write=True, expected=None))
+        return self._start(offset, source, what, write=True, checksum=checksum)
 
     def copy_from(self, source: File, source_offset: int, offset: int, nbytes: int) -> bool:
         """Copy bytes of another file inside the kernel, which shares the blocks where the file system can.
 
+        Arguments:
+            source: the file to copy from.
+            source_offset: where the bytes begin there.
+            offset: where they go here.
+            nbytes: how many.
+
         Returns:
-            Whether it was done. `False`: these files cannot be copied so, and nothing says what is there now.
+            Whether it was done. Where not, the kernel cannot copy between these files, and what is in that range of
+            this file now is not defined.
+
+        Raises:
+            OSError: the copy has failed, as on a full disk.
         """
         try:
             while nbytes:
@@ -221,7 +244,7 @@ class File:
         return True
 
     def _plain_descriptor(self) -> int:
-        """One through which the kernel copies: direct I/O would refuse it."""
+        """Open the file once more, without direct I/O, which would refuse a copy inside the kernel."""
         if self._plain is None:
             flags = (os.O_RDWR if self._writable else os.O_RDONLY) | os.O_CLOEXEC
             try:
@@ -231,33 +254,33 @@ class File:
         return self._plain
 
     def is_on_disk_of(self, path: str | PathLike[str]) -> bool:
-        """Whether it is on the file system that a path is on. Its own path may be gone."""
+        """Whether the file is on the file system that a path is on. Its own path may be gone."""
         assert self._native is not None
         return os.fstat(self._descriptor).st_dev == os.stat(path).st_dev
 
     def remove(self) -> None:
-        """Take its name away, if that is still its own; it goes when it is closed."""
+        """Take the file's name away, if that is still its own. The bytes go when the file is closed."""
         assert self._native is not None
         with contextlib.suppress(OSError):
             if os.path.samestat(os.fstat(self._descriptor), os.lstat(self.path)):
                 os.unlink(self.path)
 
     def sync(self) -> None:
-        """Have everything that was written on the disk.
+        """Block until everything that was written is on the disk.
 
         Raises:
-            OSError: some of it is not.
+            OSError: some of it could not be written.
         """
         assert self._native is not None
         os.fsync(self._descriptor)
 
     @property
     def closed(self) -> bool:
-        """Whether it was closed."""
+        """Whether the file was closed."""
         return self._native is None
 
     def lock(self) -> None:
-        """Hold the file, as long as it is open, against others that ask for its lock, where there are locks."""
+        """Lock the file against others that ask for its lock, as long as it is open. Go on where there are no locks."""
         with contextlib.suppress(OSError):
             fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
@@ -265,9 +288,11 @@ class File:
         """Finish the file's transfers and close its descriptor. The file stays. May be called again.
 
         Raises:
-            NvmeError: the first failure of a transfer that nobody waited for. The file is closed all the same.
+            NvmeError: a transfer that nobody waited for has failed; the first one. The file is closed all the same.
         """
         try:
+            # Transfers keep the descriptor open by themselves. But without this wait nobody would get their errors, and
+            # the bytes that they still move would not be counted.
             self._queue._wait_for([transfer for transfer in list(self._queue._pending) if transfer.file is self])
         finally:
             self._moved_bytes = (self.bytes_read, self.bytes_written)
@@ -282,7 +307,10 @@ class File:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _submit(self, offset: int, memory: Tensor, *, write: bool, checksum: bool) -> _native.Transfer:
+    def _start(
+        self, offset: int, memory: Tensor, what: str, *, write: bool, checksum: bool, expected: int | None = None
+    ) -> Transfer:
+        """Check a transfer, since native code trusts the address and the length it is given, and start it."""
         if self._native is None:
             raise RuntimeError(f"{self.path} is closed")
         if memory.device.type != "cpu" or not memory.is_contiguous():
@@ -298,17 +326,27 @@ class File:
         if offset < 0 or offset + nbytes > self.size:
             raise ValueError(f"{nbytes:,} bytes at offset {offset:,} are outside {self.path} of {self.size:,} bytes")
         try:
-            return self._queue._native.submit(
+            native = self._queue._native.submit(
                 self._native, write=write, offset=offset, memory=address, nbytes=nbytes, checksum=checksum
             )
         except RuntimeError as error:
             raise EngineError(f"{self.path} takes no transfer: {error}.") from error
+        return self._queue._hold(Transfer(native, self, offset, memory, what, write=write, expected=expected))
 
 
 class Transfer:
-    """A read or a write in flight. Its tensor lives until it is done.
+    """A read or a write in flight. It keeps its tensor alive until it is done.
 
-    One that nobody waits for is finished all the same, and if it failed, closing its file or queue says so.
+    A transfer that nobody waits for is finished all the same. If it has failed, closing its file or queue raises that.
+
+    Arguments:
+        native: the transfer of native code.
+        file: the file that it reads or writes.
+        offset: where in the file, in bytes.
+        memory: the tensor that it fills or writes.
+        what: the name of the bytes in messages.
+        write: whether it writes.
+        expected: the checksum that a read must find; `None` for any.
     """
 
     def __init__(
@@ -327,11 +365,11 @@ class Transfer:
         self._memory: Tensor | None = memory
 
     def done(self) -> bool:
-        """Whether it ended, well or not: `wait` returns or raises at once."""
+        """Whether the transfer has ended, well or not: then `wait` returns or raises at once."""
         return self._native.done
 
     def wait(self) -> None:
-        """Block until done; other Python threads run, and signals are handled. May be called again.
+        """Block until the transfer is done. Other threads run, and signals are handled. May be called again.
 
         Raises:
             NvmeError: the transfer failed, or the bytes are not those that were written.
@@ -339,6 +377,7 @@ class Transfer:
         """
         while not self._native.wait(SLICE_MS):
             pass
+        # Not before: a thread of the queue reads or writes this memory until here.
         self._memory = None
         self.file._queue._pending.discard(self)
         failure = self._failure()
@@ -347,16 +386,16 @@ class Transfer:
 
     @property
     def checksum(self) -> int:
-        """CRC-32C of all bytes, once waited for; 0 where none was asked for."""
+        """The CRC-32C of all bytes, once waited for; 0 where none was asked for."""
         return self._native.checksum
 
     @property
     def ended(self) -> float:
-        """When it ended, in seconds of `time.monotonic`, once done."""
+        """When the transfer ended, in seconds of `time.monotonic`, once done."""
         return self._native.ended
 
     def _failure(self) -> NvmeError | None:
-        """Of a transfer that is done."""
+        """Make the error of a transfer that is done; `None` where it went well."""
         error = self._native.error
         offset = self._native.error_offset
         if error == 0:
@@ -381,20 +420,21 @@ class Transfer:
 
 
 def checksum(memory: Tensor) -> int:
-    """CRC-32C of a contiguous tensor's bytes, as a write of it returns."""
+    """Return the CRC-32C of the bytes of a tensor on the cpu, contiguous, of any dtype: as a write of it does."""
     assert memory.device.type == "cpu"
     assert memory.is_contiguous()
     return _native.crc32c(memory.data_ptr(), memory.nbytes)
 
 
 def _create(path: str, size: int, mode: int) -> int:
-    """Descriptor of a new file with all its blocks allocated."""
+    """Make a file with all its blocks allocated, and return its descriptor. Leave nothing behind where that fails."""
     descriptor = None
     try:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode)
+        # All blocks now: a disk that is full is found here, and not by a write in the middle of a step.
         os.posix_fallocate(descriptor, 0, size)
     except OSError as error:
-        if descriptor is not None:
+        if descriptor is not None:  # made, but without room: it must not be found by the next run
             os.close(descriptor)
             os.unlink(path)
         raise NvmeError(
@@ -407,7 +447,10 @@ def _create(path: str, size: int, mode: int) -> int:
 
 
 def _set_direct(descriptor: int) -> bool:
-    """Switch to direct I/O; whether the file system takes it. Asked for at creation, a refusal would leave the file."""
+    """Switch an open file to direct I/O. Return whether the file system takes it.
+
+    Where direct I/O is asked for when a file is made, a file system that refuses it leaves the file behind.
+    """
     try:
         fcntl.fcntl(descriptor, fcntl.F_SETFL, os.O_DIRECT)
     except OSError:

@@ -2,11 +2,11 @@
 
 `tensor.pin_memory()` rounds up to a power of two and needs a second copy while it pins. An arena maps its slab
 anonymously and asks for huge pages (fewer page faults, fewer TLB misses in the update). Where there is an accelerator,
-it lies on the device's NUMA node; what the device copies from is faulted in by several threads, and registered once.
-Leases are cut from it. Pages that are never touched cost nothing.
+the slab lies on the device's NUMA node; what the device copies from is faulted in by several threads, and page-locked
+once. Leases are cut from the slab. Pages that are never touched cost nothing.
 
-The child of a fork finds zeros in a slab, and what it writes there is its own: neither sees what the other writes. No
-page is copied when the parent writes it while children live.
+The child of a fork finds zeros in a slab. Parent and child do not see what the other writes there, and no page is
+copied when the parent writes to it while children live.
 """
 
 import contextlib
@@ -36,14 +36,20 @@ TOUCH_BYTES = 64 << 20  # what one thread faults in at a time
 
 
 class Arena:
-    """A slab of `capacity` bytes of host memory.
+    """A slab of host memory, and the leases that are cut from it.
 
     Arguments:
-        pin: page-lock it for `device`, unless that is a cpu. A slab that cannot be stays pageable.
-        ring: it is for a few buffers: torch's own pinned memory will do where what is mapped cannot be page-locked.
+        capacity: the size of the slab, in bytes.
+        device: the device that computes.
+        pin: whether to page-lock the slab for `device`, unless that is a cpu. A slab that cannot be page-locked stays
+            pageable.
+        ring: whether the slab is for a few buffers. Then torch's own pinned memory, which may be larger than asked for,
+            will do where mapped memory cannot be page-locked.
 
     Attributes:
-        pinned: it is page-locked.
+        capacity: the size of the slab, in bytes.
+        used: how much of it is leased, in bytes.
+        pinned: whether the slab is page-locked.
 
     Raises:
         MemoryBudgetError: the slab cannot be mapped.
@@ -67,22 +73,27 @@ class Arena:
         self._memory = memory
         self._slab = torch.frombuffer(memory, dtype=torch.uint8)
         if pinning.needs_pinning(device):
+            # Before the first touch, which decides where a page lies. Not for page-locked slabs alone: the threads of
+            # the updates are on that node too.
             node = device_node(device)
-            if node is not None:  # whether it is page-locked or not: updates run on that node
+            if node is not None:
                 prefer_node(self._slab.data_ptr(), capacity, node)
             self.pinned = pin and (self._register() or (ring and self._take_torchs()))
 
     def _register(self) -> bool:
+        """Page-lock the slab for the device. Return whether that was possible."""
         assert self._slab is not None
         if not pinning.can_register(self._device):
             return False
-        self.fault_in()
+        self.fault_in()  # first: the driver would fault the pages in on one thread, one by one
         if not pinning.register(self._slab, self._device):
             return False
+        # The lock belongs to the memory, which outlives the arena as long as a lease is in use.
         self._memory.give_up_lock = partial(pinning.unregister, self._slab.data_ptr(), self._device)
         return True
 
     def _take_torchs(self) -> bool:
+        """Take torch's own pinned memory for the slab. Return whether torch has some."""
         buffer = pinning.pinned_buffer(self.capacity, self._device, PAGE_BYTES)
         if buffer is None:
             return False
@@ -90,22 +101,30 @@ class Arena:
         return True
 
     def fault_in(self) -> None:
-        """Have every page there now, from where it is to come, by several threads."""
+        """Have the system give every page of the slab its memory now, by several threads."""
         if self._slab is not None:
             touch(self._slab, update_cores(self._device).count)
 
     @property
     def pageable(self) -> bool:
-        """Whether the device has to copy from it and it is not page-locked."""
+        """Whether the device copies from the slab and it is not page-locked."""
         return pinning.needs_pinning(self._device) and not self.pinned
 
     @staticmethod
     def lease_bytes(numel: int, dtype: torch.dtype) -> int:
-        """Bytes that a lease of this shape takes from an arena: its own, rounded up to whole pages."""
+        """Return how many bytes a lease takes from an arena: its own, rounded up to whole pages."""
         return -(-numel * dtype.itemsize // PAGE_BYTES) * PAGE_BYTES
 
     def lease(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """A 1-D tensor of `numel` zeros, page-aligned. It lives until the arena is closed."""
+        """Cut a tensor from the slab.
+
+        Arguments:
+            numel: its number of elements.
+            dtype: its dtype.
+
+        Returns:
+            Zeros, [numel], at the start of a page. The tensor may be used until the arena is closed.
+        """
         nbytes = self.lease_bytes(numel, dtype)
         assert self._slab is not None, "the arena is closed, or was planned empty"
         assert self.used + nbytes <= self.capacity, "the arena was planned too small"
@@ -114,9 +133,9 @@ class Arena:
         return lease
 
     def close(self) -> None:
-        """Unregister the slab and drop it: the memory goes once no lease is referenced any more."""
+        """End the page lock and drop the slab: its memory goes once no lease is referenced any more."""
         if self._slab is not None:
-            self._memory.unregister()
+            self._memory.unregister()  # waits for the device, which may still copy from the slab
             del self._memory
         self._slab = None
         self.pinned = False
@@ -127,7 +146,7 @@ class Words:
     """Single fp32 values that a device tells the host, each in a place of its own that is page-locked if possible.
 
     Arguments:
-        device: that tells them.
+        device: the device that tells them.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -135,7 +154,7 @@ class Words:
         self._pages: list[tuple[Arena, Tensor]] = []
 
     def place(self, number: int) -> Tensor:
-        """Where one of them is. Its pages are taken when the first of them is asked for, and kept."""
+        """Return the place of one value, fp32, [1]. Pages are allocated when they are first asked for, and kept."""
         page, offset = divmod(number, PAGE_BYTES // torch.float32.itemsize)
         while len(self._pages) <= page:
             arena = Arena(PAGE_BYTES, self._device, ring=True)
@@ -143,19 +162,19 @@ class Words:
         return self._pages[page][1][offset : offset + 1]
 
     def close(self) -> None:
-        """Give them back. Nothing is on its way to them."""
+        """Give the pages back. No value may be on its way to them any more."""
         for arena, _ in self._pages:
             arena.close()
         self._pages.clear()
 
 
 def page_aligned(nbytes: int) -> Tensor:
-    """A buffer of `nbytes` zero bytes that begins on a page, outside any slab."""
+    """Allocate a buffer of `nbytes` zero bytes, uint8, [nbytes], that begins on a page and belongs to no arena."""
     return torch.frombuffer(_Memory(max(nbytes, 1)), dtype=torch.uint8)[:nbytes]
 
 
 class HostMemory(NamedTuple):
-    """What is left of host memory, and who limits it: for messages."""
+    """What is left of host memory, in bytes, and who limits it: the beginning of a sentence, for messages."""
 
     nbytes: int
     whose: str
@@ -164,13 +183,20 @@ class HostMemory(NamedTuple):
 def available_host_memory(
     meminfo: Path = MEMINFO, cgroups: Path = CGROUPS, own_cgroups: Path = OWN
 ) -> HostMemory | None:
-    """What the host can still give this process, and its container or job with it; `None` where nothing says so."""
+    """Return how much memory the host, and the container or job of this process, can still give it.
+
+    Arguments:
+        meminfo: the kernel's account of the host's memory.
+        cgroups: where control groups are mounted.
+        own_cgroups: the file in which the kernel lists the groups of the process.
+
+    Returns:
+        The least of them; `None` where nothing says how much there is.
+    """
     left = []
-    try:
+    with contextlib.suppress(OSError, ValueError):  # another kernel
         words = [line.split() for line in meminfo.read_text().splitlines() if line.startswith("MemAvailable:")]
         left += [HostMemory(int(kib) * 1024, "the host has") for _, kib, *_ in words]
-    except (OSError, ValueError):
-        pass  # another kernel
     limit = memory_left(cgroups, own_cgroups)
     if limit is not None:
         left.append(HostMemory(limit.nbytes, f"the container or job of this process ({limit.name}) has"))
@@ -178,21 +204,18 @@ def available_host_memory(
 
 
 def return_free_memory() -> None:
-    """Ask the C library to give freed memory back to the system; glibc keeps it otherwise. No effect elsewhere."""
+    """Ask the C library to give freed memory back to the system. glibc keeps it otherwise; others need not be asked."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(0)
 
 
 class _Memory(mmap.mmap):
-    """Anonymous memory of this process alone, in huge pages where the kernel has some; few do for what is shared.
-
-    A child gets zeros, or where the kernel cannot do that, nothing. Without either, a fork would have the next write of
-    each page take a copy, and a device go on with the page that was registered.
+    """Anonymous memory of this process alone, in huge pages where the kernel has some. Few have them for shared memory.
 
     Attributes:
-        give_up_lock: ends its page lock, if it has one. It lives as long as a tensor in it does, and the driver would
-            keep the pages beyond that.
+        give_up_lock: ends the page lock, if there is one. Called at the latest when the last tensor in the memory is
+            gone: the driver would keep the pages beyond that.
     """
 
     give_up_lock: Callable[[], None] | None = None
@@ -202,6 +225,9 @@ class _Memory(mmap.mmap):
         memory = super().__new__(cls, -1, capacity, flags=mmap.MAP_ANONYMOUS | mmap.MAP_PRIVATE)
         with contextlib.suppress(OSError, AttributeError):  # of another kernel: slower, not wrong
             memory.madvise(mmap.MADV_HUGEPAGE)
+        # A child gets zeros, or where the kernel cannot do that, nothing. Otherwise, after a fork, the parent's next
+        # write to a page would go to a copy of it, while the device goes on with the page that was registered: host and
+        # device would no longer see the same values.
         try:
             memory.madvise(MADV_WIPEONFORK)
         except OSError:
@@ -213,7 +239,7 @@ class _Memory(mmap.mmap):
         self._process = os.getpid()
 
     def unregister(self) -> None:
-        """Give the page lock back, if there is one."""
+        """End the page lock, if there is one."""
         give_up, self.give_up_lock = self.give_up_lock, None
         if give_up is not None:
             give_up()
@@ -225,9 +251,10 @@ class _Memory(mmap.mmap):
 
 
 def touch(slab: Tensor, threads: int) -> None:
-    """Fault every page in, by several threads: registering untouched huge pages does so one by one."""
+    """Write zeros to every page of a slab, by several threads. To page-lock untouched pages would do it by one."""
 
-    def clear(start: int) -> None:  # a call through ctypes gives up Python's lock
+    def clear(start: int) -> None:
+        # Through ctypes, which lets go of Python's lock, so that the threads do run at once.
         ctypes.memset(slab.data_ptr() + start, 0, min(TOUCH_BYTES, slab.numel() - start))
 
     with ThreadPoolExecutor(threads) as pool:

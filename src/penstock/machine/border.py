@@ -1,18 +1,18 @@
-"""The border between people's code and ours: what torch keeps per thread is one fixed state on our side.
+"""The border between people's code and ours. What torch keeps for each thread has one fixed state on our side.
 
     ours       gradients, inference mode, autocast, functorch levels, dispatch and function modes (a default device is
                one) are off, whatever they are on the user's side
-    theirs     inside of `ours`: as it was on the user's side, for what we run for the user
+    theirs     inside of `ours`: all of these are as on the user's side, for what is run on behalf of the user
 
-Whatever torch or the user calls crosses it: public methods, hooks, threads. The state is the thread's, so other threads
-do not notice. The default dtype is the process's and cannot be changed for one side: allocations name theirs.
+Whatever torch or the user calls crosses the border: public methods, hooks, threads. The state is the thread's own, so
+other threads do not notice. The default dtype is the process's, and cannot be changed for one side: on our side every
+allocation names its dtype.
 """
 
 import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import wraps
-from types import TracebackType
 from typing import Any, ParamSpec, TypeVar
 
 import torch
@@ -24,7 +24,7 @@ T = TypeVar("T")
 
 
 class _Thread(threading.local):
-    """What a thread knows: its innermost stay on our side; none on the user's."""
+    """What is known of the calling thread: its innermost stay on our side; `None` on the user's."""
 
     stay: "ours | None" = None
 
@@ -33,7 +33,7 @@ _thread = _Thread()
 
 
 class ours:  # noqa: N801 - used as torch's own context managers are
-    """Our side, inside of a `with` block.
+    """A stay on our side, as long as a `with` block. Stays may lie inside one another.
 
     Attributes:
         records: whether operations are recorded for backward on the user's side.
@@ -51,7 +51,7 @@ class ours:  # noqa: N801 - used as torch's own context managers are
         self._guards: list[Any] = []
         self._functions = torch._C.DisableTorchFunction()
         try:
-            _thread.stay = self
+            _thread.stay = self  # before anything is changed: an interrupt from here on is undone by `go_back_to`
             self._functions.__enter__()
             if torch._C.is_inference_mode_enabled():
                 self._guard(torch._C._InferenceMode(False))
@@ -61,31 +61,26 @@ class ours:  # noqa: N801 - used as torch's own context managers are
                 self._guard(torch._C._DisableFuncTorch())
             if torch._C._len_torch_dispatch_stack():
                 self._take_modes()
-            torch._C._set_grad_enabled(False)  # last: to leave inference mode turns it on
+            torch._C._set_grad_enabled(False)  # last: leaving inference mode turns gradients on
             return self
         except BaseException:
-            self._go_back()
+            self.end()
             raise
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         try:
-            self._go_back()
-        except BaseException:  # an interrupt: what was put back already is not done again
-            self._go_back()
+            self.end()
+        except BaseException:  # an interrupt: what was put back already is not put back again
+            self.end()
             raise
-
-    def end(self) -> None:
-        """What leaving the block does."""
-        self._go_back()
 
     def _guard(self, guard: Any) -> None:
+        """Enter one of torch's guards, and note it first, so that an interrupt in between leaves it to `end`."""
         self._guards.append(guard)
         guard.__enter__()
 
     def _take_modes(self) -> None:
-        """Take the dispatch modes off the stack but torch's own, which are below all others: fake tensors stay fake."""
+        """Take all dispatch modes off the stack but torch's own, which are below the others: fake tensors stay fake."""
         while count := torch._C._len_torch_dispatch_stack():
             mode = torch._C._get_dispatch_stack_at(count - 1)
             if getattr(mode, "_mode_key", None) is not None:
@@ -93,19 +88,20 @@ class ours:  # noqa: N801 - used as torch's own context managers are
             self._modes.append(mode)
             torch._C._pop_torch_dispatch_stack(None)
 
-    def _go_back(self) -> None:
+    def end(self) -> None:
+        """Put everything back as it was, in the reverse order. What is put back is forgotten: it is done once."""
         while self._modes:
             torch._C._push_on_torch_dispatch_stack(self._modes.pop())
         while self._guards:
             self._guards[-1].__exit__(None, None, None)
             del self._guards[-1]
         torch._C._set_grad_enabled(self._grad)
-        self._functions.__exit__(None, None, None)  # last: function modes see grad modes change
+        self._functions.__exit__(None, None, None)  # after the grad mode: function modes would see that change
         _thread.stay = self._outer
 
 
 class theirs:  # noqa: N801
-    """The user's side again, inside of `ours`: for code of the user's, and for what is recorded for backward."""
+    """The user's side again, inside of `ours`: for the user's own code, and for what is recorded for backward."""
 
     __slots__ = ("_stays",)
 
@@ -115,9 +111,7 @@ class theirs:  # noqa: N801
             self._stays.append(_thread.stay)
             _thread.stay.__exit__(None, None, None)
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         while self._stays:
             self._stays.pop().__enter__()
 
@@ -128,23 +122,28 @@ def user_records() -> bool:
 
 
 def innermost() -> ours | None:
-    """The innermost stay on our side of the calling thread."""
+    """Return the calling thread's innermost stay on our side, if it is there."""
     return _thread.stay
 
 
 def go_back_to(stay: ours | None) -> None:
-    """End the stays since, which an interrupt kept from ending: it came before the first line that ends one."""
+    """End the stays that were begun after another one, and which an interrupt kept from ending.
+
+    It may come after a `with` block was entered and before the first line of `__exit__`.
+    """
     while _thread.stay is not stay and _thread.stay is not None:
         _thread.stay.end()
 
 
 def crossing(function: Callable[P, R]) -> Callable[P, R]:
-    """The function, run on our side: a public method, or what torch calls."""
+    """Make a function run on our side: a public method, or one that torch calls."""
 
     @wraps(function)
     def crossed(*args: P.args, **kwargs: P.kwargs) -> R:
         before = innermost()
         try:
+            # An interrupt may come between entering the block and its first line, or before its `__exit__` has begun:
+            # then the thread would stay on our side, and the user's next forward would record nothing for backward.
             with ours():
                 return function(*args, **kwargs)
         except BaseException:
@@ -158,8 +157,8 @@ class Around(AbstractContextManager[T]):
     """A context manager of ours whose block is the user's.
 
     Arguments:
-        inside: it is entered and left on our side.
-        turn: what else is around that.
+        inside: the context manager, which is entered and left on our side.
+        turn: makes what is entered around each of these two steps.
     """
 
     def __init__(
@@ -168,20 +167,12 @@ class Around(AbstractContextManager[T]):
         self._inside = inside
         self._turn = turn
 
+    @crossing
     def __enter__(self) -> T:
-        return crossing(self._enter)()
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> bool | None:
-        return crossing(self._leave)(kind, error, trace)
-
-    def _enter(self) -> T:
         with self._turn():
             return self._inside.__enter__()
 
-    def _leave(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> bool | None:
+    @crossing
+    def __exit__(self, *raised: Any) -> bool | None:
         with self._turn():
-            return self._inside.__exit__(kind, error, trace)
+            return self._inside.__exit__(*raised)

@@ -1,4 +1,4 @@
-"""What the control groups of a process leave it: a container or a job has less memory and fewer cores than its machine.
+"""What the control groups of a process leave it. A container or a job has less memory and fewer cores than its machine.
 
 A process is in a group of each hierarchy (`/proc/self/cgroup`), and what is set for a group holds for all below it. In
 version 2 one hierarchy has every controller, in version 1 each controller has a folder; a hybrid machine has both, and
@@ -21,10 +21,10 @@ Value = TypeVar("Value")
 
 @dataclass(frozen=True)
 class MemoryLimit:
-    """What a group leaves.
+    """The memory that a control group still gives.
 
     Attributes:
-        nbytes: that it still gives.
+        nbytes: how many bytes.
         name: the file that says so.
     """
 
@@ -33,11 +33,14 @@ class MemoryLimit:
 
 
 def memory_left(folder: Path = CGROUPS, own: Path = OWN) -> MemoryLimit | None:
-    """Memory that the groups of this process still give, by the tightest of them; `None` where none limits it.
+    """Return the memory that the groups of this process still give, by the tightest of them.
 
     Arguments:
         folder: where the groups are mounted.
-        own: the groups of the process, as the kernel lists them.
+        own: the file in which the kernel lists the groups of the process.
+
+    Returns:
+        `None` where no group limits it.
     """
     found = []
     for group in _groups("memory", folder, own):
@@ -49,13 +52,22 @@ def memory_left(folder: Path = CGROUPS, own: Path = OWN) -> MemoryLimit | None:
         ):
             limit, usage = _read(group / name, int), _read(group / used, int)
             if limit is not None and limit >= 0 and usage is not None:
+                # The usage counts the page cache too, which the kernel would give up first: it is not taken.
                 taken = max(0, usage - _page_cache(group / "memory.stat", prefix))
                 found.append(MemoryLimit(max(0, limit - taken), str(group / name)))
     return min(found, key=lambda limit: limit.nbytes, default=None)
 
 
 def core_quota(folder: Path = CGROUPS, own: Path = OWN) -> float | None:
-    """Cores' worth of time that the groups of this process give; `None` where none limits it. As `memory_left`."""
+    """Return how many cores' worth of time the groups of this process give.
+
+    Arguments:
+        folder: where the groups are mounted.
+        own: the file in which the kernel lists the groups of the process.
+
+    Returns:
+        `None` where no group limits it.
+    """
     found = []
     for group in _groups("cpu", folder, own):
         quota, period = _read(group / "cpu.cfs_quota_us", int), _read(group / "cpu.cfs_period_us", int)
@@ -68,31 +80,28 @@ def core_quota(folder: Path = CGROUPS, own: Path = OWN) -> float | None:
 
 
 def _groups(controller: str, folder: Path, own: Path) -> Iterator[Path]:
-    """The folders of the groups that this process is in, as far as they can be seen, the innermost first."""
+    """Find the folders of the groups that this process is in, the innermost first, as far as they can be seen."""
     for line in (_read(own, str) or "").splitlines():
         number, _, rest = line.partition(":")
         controllers, _, path = rest.partition(":")
-        if controllers == "" and number == "0":
+        if controllers == "" and number == "0":  # version 2
             roots = [folder, folder / "unified"]
         elif controller in controllers.split(","):
             roots = [folder / controllers, folder / controller]
         else:
             continue
-        root = next((root for root in roots if _is_hierarchy(root)), None)
+        root = next((root for root in roots if (root / "cgroup.procs").exists()), None)
         if root is None:
             continue
         parts = [part for part in path.split("/") if part not in ("", ".", "..")]
         while parts and not root.joinpath(*parts).is_dir():
-            del parts[0]
+            del parts[0]  # a container sees the last part of the path alone
         for count in range(len(parts), -1, -1):
             yield root.joinpath(*parts[:count])
 
 
-def _is_hierarchy(root: Path) -> bool:
-    return (root / "cgroup.procs").exists()
-
-
 def _page_cache(file: Path, prefix: str) -> int:
+    """Return the bytes of page cache that a group's statistics count; 0 where they do not say."""
     try:
         values = dict(line.split(maxsplit=1) for line in (_read(file, str) or "").splitlines())
         return sum(max(0, int(values.get(prefix + name, values.get(name, "0")))) for name in _PAGE_CACHE)
@@ -101,7 +110,7 @@ def _page_cache(file: Path, prefix: str) -> int:
 
 
 def _read(file: Path, parse: Callable[[str], Value]) -> Value | None:
-    """What a file says; `None` where it is not there, or says "max" or what nobody understands."""
+    """Read a file; `None` where it is not there, or says "max" or what nobody understands."""
     try:
         return parse(file.read_text().strip())
     except (OSError, ValueError):

@@ -2,7 +2,9 @@
 
 import time
 from abc import ABC, abstractmethod
-from typing import Any, Protocol
+from typing import Any
+
+from penstock.machine.hardware import Hardware
 
 
 class Clock(ABC):
@@ -10,11 +12,11 @@ class Clock(ABC):
 
     @abstractmethod
     def mark(self) -> Any:
-        """The point where all that the calling thread has issued so far is over. Never blocks."""
+        """Mark the point where all that the calling thread has issued so far is over. Never blocks."""
 
     @abstractmethod
     def seconds(self, mark: Any) -> float | None:
-        """When a mark was reached, as `time.monotonic` counts; `None` where it was not yet."""
+        """Return when a mark was reached, in seconds of `time.monotonic`; `None` where it was not yet."""
 
     @abstractmethod
     def synchronize(self) -> None:
@@ -22,59 +24,48 @@ class Clock(ABC):
 
 
 class HostClock(Clock):
-    """What the host does is over when the call returns: a mark is the time."""
+    """The clock of work that is over when its call returns: a mark is the time."""
 
     def mark(self) -> float:
-        """Now."""
+        """Return the time of now."""
         return time.monotonic()
 
     def seconds(self, mark: float) -> float:
-        """The mark itself."""
+        """Return the mark itself."""
         return mark
 
     def synchronize(self) -> None:
-        """Every mark is reached."""
-
-
-class Timing(Protocol):
-    """What a clock asks of a device (`machine/hardware.py`)."""
-
-    def current(self) -> Any:
-        """The stream that the calling thread is on."""
-
-    def make_event(self, *, timing: bool = False) -> Any:
-        """A new event."""
-
-    def synchronize(self) -> None:
-        """Wait for the device."""
+        """Do nothing: every mark is reached."""
 
 
 class DeviceClock(Clock):
-    """A mark is an event of the current stream, timed against one that the host has waited for.
+    """The clock of a device's streams: a mark is an event, timed against one that the host has waited for.
 
     Arguments:
-        hardware: the device. It is waited for, once.
+        hardware: the device. The constructor waits until it is idle.
     """
 
-    def __init__(self, hardware: Timing) -> None:
+    def __init__(self, hardware: Hardware) -> None:
         self._hardware = hardware
         hardware.synchronize()
         self._origin = self.mark()
+        # The device is idle, so it comes to this event at once and the host returns with it: both times are of one
+        # moment. With work before it, what the host reads afterwards would be late by as much as it takes to wake up.
         self._origin.synchronize()
         self._origin_seconds = time.monotonic()
 
     def mark(self) -> Any:
-        """An event on the current stream."""
+        """Record an event on the calling thread's current stream."""
         event = self._hardware.make_event(timing=True)
         event.record(self._hardware.current())
         return event
 
     def seconds(self, mark: Any) -> float | None:
-        """By the device's own timing."""
+        """Return when the device came to a mark, by its own timing; `None` where it has not."""
         if not mark.query():
             return None
         return self._origin_seconds + float(self._origin.elapsed_time(mark)) / 1e3
 
     def synchronize(self) -> None:
-        """Wait for the device."""
+        """Block until all that the device was given is over."""
         self._hardware.synchronize()

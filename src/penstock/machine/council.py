@@ -1,8 +1,11 @@
-"""Ranks that agree: over a group of their own, on the host, on any thread, while other collectives run.
+"""The council of the ranks: a process group of our own, on the host, in which they compare what they are about to do.
 
-Every collective method begins with a meeting: each rank says what it is about to do, and whether it refuses. Only when
-all are about to do the same, and none refuses, does anything begin that would leave a rank waiting. What ranks say goes
-as numbers first, and as JSON only where those differ: nothing that another rank sends is ever run.
+Every collective method begins with a meeting. Each rank says what it is about to do, and whether it refuses. Only when
+all are about to do the same, and none refuses, does anything begin in which one rank waits for another: a rank that
+refused on its own would leave the others waiting until their timeout.
+
+A rank says it in 16 bytes, a digest and a flag. Only where those differ do the ranks exchange texts, as JSON whose
+length is checked before it is believed. Nothing that another rank sends is ever run.
 """
 
 import hashlib
@@ -18,25 +21,30 @@ from torch import Tensor
 
 from penstock.errors import EngineError, PenstockError
 
-#: What is compared: names, and values that JSON has.
+#: What ranks compare: values that JSON has, by a name that a message can show.
 Facts = dict[str, Any]
 
-_MOST_BYTES = 1 << 28  # of what one rank says
+_MOST_BYTES = 1 << 28  # that one rank may say at once
 DEFAULT_TIMEOUT_S = 600.0
 
 
 class Council:
-    """Ranks that agree.
+    """A group of ranks that can agree, from any thread of theirs, while other collectives run.
 
-    The group is none of `torch.distributed`'s: those of the same ranks get the same name again once one was destroyed,
-    and would look for each other where the ranks of that one were.
+    The group is made by gloo itself and is unknown to `torch.distributed`. That one names a group by its ranks: a group
+    made after another of the same ranks was destroyed would get the old name, and look for its members where the
+    members of the old group were.
 
     Arguments:
-        members: ranks of the job, in the order of their numbers here. All of them make it at once.
-        rank: this one's number among them.
-        timeout_s: how long the others are waited for.
-        error: raised where one of them says nothing.
-        advice: added to its message.
+        members: the ranks of the job that belong to the council. All of them construct it at the same time.
+        rank: this process's index in `members`.
+        timeout_s: how long to wait for the other members, in seconds.
+        error: the class of the error that is raised when another member does not answer.
+        advice: a sentence that is added to the message of that error.
+        name: a name that all members know and that no council had before; empty to have one chosen.
+
+    Raises:
+        PenstockError: of class `error`, when a member does not join in time.
     """
 
     def __init__(
@@ -54,23 +62,26 @@ class Council:
         self._timeout_s = timeout_s
         self._error = error
         self._advice = advice
-        self._others: list[Council] = []  # of the same ranks
+        self._others: list[Council] = []  # councils of the same ranks, which end with this one
         self._name = name
         self._group: Any = None  # torch does not type what a backend does
         if self.size > 1:
             self._join()
 
     def _join(self) -> None:
+        """Meet the other members at the job's store, and make the group."""
         store = dist.distributed_c10d._get_default_store()
         if not self._name:
             who = ",".join(map(str, self.members))
-            # Each rank counts its own: all make as many.
+            # Every rank counts the councils of these members that it has joined. All have joined as many, so all get
+            # the same number, and no earlier council has it.
             number = store.add(f"penstock councils of {who} joined by {self.members[self.rank]}", 1)
             self._name = f"penstock council {number} of {hashlib.sha256(who.encode()).hexdigest()[:16]}"
         prefixed = dist.distributed_c10d.PrefixStore(self._name, store)
         limit = timedelta(seconds=min(self._timeout_s, 1e8))  # a timedelta's own limit is not far beyond
         try:
-            prefixed.set(f"here {self.rank}", "")  # gloo waits for who is not, for as long as the store likes
+            # Wait here until all are present: inside gloo's constructor the store's own timeout would count, not ours.
+            prefixed.set(f"here {self.rank}", "")
             prefixed.wait([f"here {rank}" for rank in range(self.size)], limit)
             self._group = dist.ProcessGroupGloo(prefixed, self.rank, self.size, limit)
         except RuntimeError as error:
@@ -78,16 +89,19 @@ class Council:
 
     @property
     def size(self) -> int:
-        """How many ranks it has."""
+        """How many members the council has."""
         return len(self.members)
 
     @property
     def is_first(self) -> bool:
-        """Whether this rank speaks for all."""
+        """Whether this rank is the one that speaks for all."""
         return self.rank == 0
 
     def another(self, *, error: type[PenstockError], advice: str = "") -> "Council":
-        """One more of the same ranks, for another thread. Collective."""
+        """Make a second council of the same ranks, for use by another thread. Collective.
+
+        Two threads must not share a council: their messages would meet in an order of their own on each rank.
+        """
         name = f"{self._name}, {len(self._others) + 1}"
         council = Council(self.members, self.rank, timeout_s=self._timeout_s, error=error, advice=advice, name=name)
         self._others.append(council)
@@ -95,28 +109,30 @@ class Council:
 
     @contextmanager
     def together(self, verb: str, error: type[PenstockError] = EngineError) -> Iterator[Facts]:
-        """What a method checks before it begins: what one rank refuses in the block, all refuse. Collective.
+        """Run the checks of a method in a `with` block; what one rank refuses in it, all refuse. Collective.
 
         Arguments:
-            verb: the method, in messages.
-            error: what is raised where ranks differ.
+            verb: the name of the method, for messages.
+            error: the class of the error that is raised where the ranks' facts differ.
 
-        Returns:
-            A context manager that gives a dict, for what has to be the same on all ranks.
+        Yields:
+            An empty dict, to be filled with what has to be the same on all ranks.
 
         Raises:
-            Exception: what was raised in the block, on the rank where it was.
-            EngineError: on the others, which quotes it; and on all, where they are at different methods.
+            Exception: on the rank where the block raised it.
+            EngineError: on the other ranks, with its text; and on all, where they have called different methods.
         """
         facts: Facts = {}
         failure: Exception | None = None
         try:
             yield facts
         except Exception as refusal:
-            failure = refusal
+            failure = refusal  # not raised yet: the others are about to wait for this rank in the meeting
+        # Outside of the `try`: what the meeting raises is no refusal of this rank's.
         self._meet(verb, facts, failure, error)
 
     def _meet(self, verb: str, facts: Facts, failure: Exception | None, error: type[PenstockError]) -> None:
+        """Compare the digests of what the ranks are about to do; exchange texts where they differ, and raise."""
         if self._group is None:
             if failure is not None:
                 raise failure
@@ -129,12 +145,15 @@ class Council:
             if failure is not None:
                 raise failure from None  # the others are elsewhere; this rank would not have gone on
             raise
+        # From here on every rank has the same numbers, so all take the same branches and meet again in them.
         if any(refused for _, refused in numbers):
             self.agree(failure, verb)
         if len(set(numbers)) > 1:
             self._name_difference(verb, facts, error)
 
     def _name_difference(self, verb: str, facts: Facts, error: type[PenstockError]) -> None:
+        """Raise an error that says in what the ranks differ: the method, or the first fact."""
+        # First the methods: ranks in different ones compare different facts, whose first difference would mislead.
         verbs = self.collect(verb)
         if len(set(verbs)) > 1:
             called = "; ".join(f"rank {rank}: {other}" for rank, other in zip(self.members, verbs, strict=True))
@@ -152,10 +171,17 @@ class Council:
                 )
 
     def agree(self, failure: BaseException | None, verb: str = "") -> None:
-        """Raise where any rank has failed: its own error there, and on the others an error that quotes the first.
+        """Stop every rank where one has failed. Collective.
 
-        Collective.
+        Arguments:
+            failure: what this rank has failed with, or `None`.
+            verb: the name of the method, for the message.
+
+        Raises:
+            BaseException: `failure` itself, on the ranks that have one.
+            PenstockError: on the others, with the class's name and the text of the first rank's failure.
         """
+        # First tell the others, then raise: they wait here for this rank's word.
         said = self.collect(None if failure is None else f"{type(failure).__name__}: {failure}")
         if failure is not None:
             raise failure
@@ -165,11 +191,11 @@ class Council:
                 raise self._error(f"Rank {rank} of {self.size} failed{where}, and this one stops with it. {message}")
 
     def share(self, value: Any) -> Any:
-        """What the first rank has: anything that JSON has."""
+        """Return the first rank's value on every rank. Collective. It is anything that JSON has."""
         return self.collect(value)[0]
 
     def collect(self, value: Any) -> list[Any]:
-        """What each rank has, by number: anything that JSON has.
+        """Return the value of every rank, in the order of `members`. Collective. It is anything that JSON has.
 
         Raises:
             PenstockError: a rank has ended, or does something else.
@@ -178,9 +204,10 @@ class Council:
             return [value]
         own = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
         lengths = [int(length) for length in self._all_gather(torch.tensor([own.numel()], device="cpu"))]
+        # Before anything of these lengths is allocated: a rank that sends something else may have sent any number.
         if not 0 < min(lengths) <= max(lengths) <= _MOST_BYTES:
             raise self._error(f"A rank is about to say {max(lengths):,} bytes: it is not what it should be.")
-        padded = torch.zeros(max(lengths), dtype=torch.uint8, device="cpu")
+        padded = torch.zeros(max(lengths), dtype=torch.uint8, device="cpu")  # gloo gathers parts of one length
         padded[: own.numel()] = own
         parts = self._all_gather(padded)
         try:
@@ -189,6 +216,7 @@ class Council:
             raise self._error(f"A rank says what cannot be read: it is not what it should be. ({error})") from error
 
     def _all_gather(self, own: Tensor, verb: str = "") -> list[Tensor]:
+        """Exchange tensors of one shape; wait for every other rank, at most as long as the timeout."""
         parts = [torch.empty_like(own) for _ in self.members]
         try:
             self._group.allgather(parts, own).wait()
@@ -197,6 +225,7 @@ class Council:
         return parts
 
     def _silence(self, verb: str, error: RuntimeError) -> PenstockError:
+        """Make the error of a rank that waited in vain."""
         where = f" in {verb}" if verb else ""
         return self._error(
             f"Rank {self.members[self.rank]} of {self.size} hears nothing from another one{where}, which has ended or "
@@ -205,21 +234,17 @@ class Council:
         )
 
     def close(self) -> None:
-        """Give the groups back."""
+        """Give back the group, and those of the councils that `another` made."""
         for council in self._others:
             council.close()
         self._group = None
 
 
 def _first_difference(first: Mapping[str, Any], own: Facts) -> tuple[str, str, str] | None:
-    """Where what this rank says is not what the first one says: the name, and both values."""
-    own = json.loads(json.dumps(own))  # as the first one's came
+    """Find the first fact that is not the same here as on the first rank: its name, the value there, the value here."""
+    own = json.loads(json.dumps(own))  # as the first rank's have come: tuples are lists, keys are strings
     for name in (*first, *own):
-        there, here = (_shown(facts, name) for facts in (first, own))
+        there, here = (json.dumps(facts[name]) if name in facts else "none" for facts in (first, own))
         if there != here:
             return name, there, here
     return None
-
-
-def _shown(facts: Mapping[str, Any], name: str) -> str:
-    return json.dumps(facts[name]) if name in facts else "none"

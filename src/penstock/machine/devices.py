@@ -1,17 +1,16 @@
-"""Which device a rank computes on, who else does, and its events that let a host sleep: for every accelerator of torch.
+"""Which device a rank computes on, and whether another rank has taken the same one: for every accelerator of torch.
 
 A launcher starts a process for each device and says its number in `LOCAL_RANK`; torch's current device is the first one
 until somebody says otherwise. What was said comes before that number.
 """
 
 import contextlib
-import inspect
 import os
 import platform
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -29,9 +28,9 @@ class Visible:
     """The accelerator's devices that this process sees.
 
     Attributes:
-        type: as in `torch.device`.
-        count: of them.
-        current: index of torch's current one.
+        type: their type, as in `torch.device`.
+        count: how many there are.
+        current: the index of torch's current one.
     """
 
     type: str
@@ -47,13 +46,13 @@ class Choice(NamedTuple):
 
 
 def default_device() -> torch.device:
-    """The accelerator's current device where there is one, else the cpu."""
+    """Return the accelerator's current device where there is one, else the cpu."""
     visible = visible_devices()
     return CPU if visible is None else torch.device(visible.type, visible.current)
 
 
 def visible_devices() -> Visible | None:
-    """What torch sees of accelerators; `None` where there is none."""
+    """Ask torch which accelerator it sees; `None` where there is none."""
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     if accelerator is None:
         return None
@@ -67,12 +66,15 @@ def choose_device(
     bound: torch.device | None = None,
     local_rank: str | None = None,
 ) -> Choice:
-    """The device of this rank.
+    """Choose the device of this rank, of what is known about it.
+
+    What the user has said comes first: where the model lies, what the process group is bound to, a current device that
+    is not the first one. Then comes the launcher's number.
 
     Arguments:
-        visible: the accelerator's devices; `None` takes the cpu.
-        model: the device that all parameters lie on, if it is one.
-        bound: the device that the process group is bound to, if it is.
+        visible: the accelerator's devices; without any the cpu is chosen.
+        model: the device that all parameters lie on, if they lie on one.
+        bound: the device that the process group is bound to, if it is bound.
         local_rank: `LOCAL_RANK` as a launcher sets it.
 
     Raises:
@@ -102,18 +104,19 @@ def choose_device(
 def device_for(
     parameters: Iterable[Tensor], mesh: DeviceMesh | None, environment: Mapping[str, str] = os.environ
 ) -> Choice:
-    """The device of this rank, as model, mesh, process group, torch and the launcher say.
+    """Choose the device of this rank, by what model, mesh, process group, torch and the launcher say.
 
     Arguments:
-        parameters: of the model.
-        mesh: its type of device is taken.
-        environment: with `LOCAL_RANK`.
+        parameters: the parameters of the model.
+        mesh: the user's mesh; one of cpus takes the cpu.
+        environment: the variables that may hold `LOCAL_RANK`.
 
     Raises:
-        ConfigError: as `choose_device`.
+        ConfigError: model and process group contradict each other; see `choose_device`.
     """
     if mesh is not None and mesh.device_type == "cpu":
         return Choice(CPU)
+    # Parameters on several devices, or on none that is an accelerator's, say nothing of the rank's device.
     lies_on = {parameter.device for parameter in parameters}
     return choose_device(
         visible_devices(),
@@ -130,6 +133,7 @@ def make_current(device: torch.device) -> None:
 
 
 def _bound_device(mesh: DeviceMesh | None) -> torch.device | None:
+    """Return the device that the process groups of a mesh, or the default one, are bound to, if it is one."""
     if mesh is not None:
         groups = list(mesh.get_all_groups())
     elif dist.is_available() and dist.is_initialized():
@@ -141,22 +145,22 @@ def _bound_device(mesh: DeviceMesh | None) -> torch.device | None:
 
 
 def _indexed(device: torch.device | None, visible: Visible) -> torch.device | None:
-    """A device of the accelerator, with its index; `None` for any other."""
+    """Return a device of the accelerator with its index; `None` for any other."""
     if device is None or device.type != visible.type:
         return None
     return torch.device(device.type, visible.current) if device == torch.device(device.type) else device
 
 
 class Place(NamedTuple):
-    """What tells one device from those of other ranks, as JSON has it. Equal devices of equal views are one device.
+    """What tells one device from those of other ranks, in strings that JSON can carry.
 
     Attributes:
-        name: of the device, as its rank calls it.
-        host: name of the host or container.
+        name: the device, as its rank calls it: "cuda:0".
+        host: the name of the host or container.
         machine: what containers of one machine have in common.
-        unique: the device's own identity, or nothing.
+        unique: the device's own identity (its UUID), or nothing where it has none.
         view: the variables that say which devices the process sees.
-        why: it was taken.
+        why: why the rank has taken it, for messages.
     """
 
     name: str
@@ -167,10 +171,11 @@ class Place(NamedTuple):
     why: str
 
     def is_that_of(self, other: "Place") -> bool:
-        """Whether two ranks have one device."""
+        """Whether two ranks have taken one device."""
         seen_alike = (self.host, self.machine, self.view) == (other.host, other.machine, other.view)
+        # First by name: parts of one piece of hardware that are counted as devices have one identity.
         if seen_alike and self.name != other.name:
-            return False  # parts of one piece of hardware that it counts as devices, which have one identity
+            return False
         if self.unique and other.unique:
             return (self.machine, self.unique) == (other.machine, other.unique)
         return seen_alike
@@ -179,7 +184,7 @@ class Place(NamedTuple):
 def place_of(
     choice: Choice, environment: Mapping[str, str] = os.environ, boot_id: Path = BOOT_ID
 ) -> tuple[str, ...] | None:
-    """The place of a device, for other ranks; `None` for a cpu, which ranks share."""
+    """Describe a device to the other ranks, as the values of a `Place`; `None` for a cpu, which ranks share."""
     device = choice.device
     if device.type == "cpu":
         return None
@@ -199,24 +204,23 @@ def check_apart(places: Sequence[Sequence[str] | None], members: Sequence[int]) 
     """Refuse devices that several ranks have taken.
 
     Arguments:
-        places: of each rank, as `place_of` made them and JSON carried them.
-        members: the ranks' numbers.
+        places: what `place_of` returned on each rank.
+        members: the ranks' numbers, in the same order.
 
     Raises:
-        ConfigError: some have; it names all of them.
+        ConfigError: two ranks or more have one device; the message names all of them.
     """
-    shared: list[list[tuple[int, Place]]] = []
+    # Compared pair by pair: whether two places are one device is no matter of equal values.
+    taken: list[list[tuple[int, Place]]] = []  # for each device, the ranks that have it
     for rank, said in zip(members, places, strict=True):
-        if said is None:
-            continue
-        place = Place(*said)
-        for others in shared:
-            if others[0][1].is_that_of(place):
-                others.append((rank, place))
-                break
-        else:
-            shared.append([(rank, place)])
-    sharing = [others for others in shared if len(others) > 1]
+        if said is not None:
+            place = Place(*said)
+            found = next((others for others in taken if others[0][1].is_that_of(place)), None)
+            if found is None:
+                taken.append([(rank, place)])
+            else:
+                found.append((rank, place))
+    sharing = [others for others in taken if len(others) > 1]
     if sharing:
         raise ConfigError(
             f"Ranks share a device: {'; '.join(map(_describe, sharing))}. Each needs one of its own: start as many "
@@ -226,23 +230,7 @@ def check_apart(places: Sequence[Sequence[str] | None], members: Sequence[int]) 
 
 
 def _describe(sharing: Sequence[tuple[int, Place]]) -> str:
+    """Put into words which ranks have one device, and which device that is."""
     first = sharing[0][1]
     ranks = ", ".join(f"{rank} ({place.name}: {place.why})" for rank, place in sharing)
     return f"ranks {ranks} on {first.host}{f', {first.unique}' if first.unique else ''}"
-
-
-def sleeping_event(device: torch.device) -> Any:
-    """The class of a device's own events, where they let a host that waits sleep; else `None`.
-
-    A thread that spins takes a core from the updates; torch's own event takes the word and does nothing with it. They
-    go with streams of the device's own module: torch takes one kind for the other unseen.
-    """
-    own = getattr(torch.get_device_module(device), "Event", None)
-    return own if own is not None and own is not torch.Event and _takes(own, "blocking") else None
-
-
-def _takes(make: Any, name: str) -> bool:
-    try:
-        return name in inspect.signature(make).parameters
-    except (TypeError, ValueError):
-        return False

@@ -1,11 +1,12 @@
 """Process groups of our own, of the same ranks as those that people gave us.
 
 Ranks match the collectives of a group by their order on it. On a group of our own nobody else's stand between ours:
-those of a user's forward, or of another engine.
+neither those of a user's forward, nor those of another engine.
 
 `torch.distributed.new_group` would not do. It names a group by its ranks and by how many groups the process has. Ranks
-of one group may have different numbers of others, and would look for each other under different names; and a group made
-where another one was destroyed gets that one's name, and would look for its ranks where those of the other one were.
+of one group may have different numbers of others, and would look for each other under different names; and a group that
+is made after another one was destroyed gets that one's name, and would look for its ranks where the ranks of that one
+were.
 """
 
 from collections.abc import Iterable
@@ -18,22 +19,27 @@ from penstock.machine.lifetime import Phase, exiting
 
 
 def own_group(given: dist.ProcessGroup, name: str) -> dist.ProcessGroup:
-    """A group like another one: the same ranks, backends, timeout and device. Collective over those ranks alone.
+    """Make a group like another one: the same ranks, backends, timeout and device. Collective over those ranks alone.
 
     Options of a backend (`pg_options`, such as NCCL's priority of streams) are not taken over: torch gives them to
     nobody.
 
     Arguments:
         given: the group to be like.
-        name: that no group ever had. Groups of other ranks may have it as well.
+        name: a name that no group of these ranks ever had. Groups of other ranks may have it as well.
+
+    Raises:
+        RuntimeError: torch's, where another rank does not take part.
     """
     c10d: Any = dist.distributed_c10d  # torch does not type what it does not show
     members = dist.get_process_group_ranks(given)
     default = c10d._get_default_group()
     backend, _ = c10d._world.pg_map[given]
     bound = given.bound_device_id
+    # Where the default group is bound to a device, NCCL makes a new group by splitting its communicator. In a split
+    # every rank of the job takes part, and ranks that are no members are not here: the members would wait for ever.
     before, default.bound_device_id = default.bound_device_id, None
-    try:  # of a bound group NCCL would split the communicator, and ranks that are no members would have to take part
+    try:
         group, _ = c10d._new_process_group_helper(
             len(members),
             dist.get_rank(given),
@@ -59,9 +65,10 @@ def is_alive(group: dist.ProcessGroup) -> bool:
 
 
 def give_back(groups: Iterable[dist.ProcessGroup]) -> None:
-    """Destroy groups that are still there.
+    """Destroy those of the groups that are still there.
 
-    Not at the exit of the interpreter: nobody may be left to end a communicator with, and nobody needs its memory.
+    Do nothing at the exit of the interpreter: to end a communicator a rank waits for the others, which may be gone, and
+    nobody needs its memory any more.
     """
     if not exiting(Phase.PROMISED):
         for group in groups:
@@ -70,7 +77,7 @@ def give_back(groups: Iterable[dist.ProcessGroup]) -> None:
 
 
 def _timeout_of(group: Any) -> timedelta:
-    """Of its collectives. Wrapped backends do not tell: torch's default then."""
+    """Return the timeout of a group's collectives; torch's default where a wrapped backend does not tell its own."""
     told = [getattr(group._get_backend(device), "options", None) for device in group._device_types]
     timeouts = [options._timeout for options in told if options is not None]
     return max(timeouts, default=dist.distributed_c10d.default_pg_timeout)

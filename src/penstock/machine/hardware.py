@@ -1,25 +1,32 @@
 """What streams and clocks ask of an accelerator: streams, events, and which of its streams a thread is on.
 
-torch's own classes do, whichever device it is; where a device's module has events for which the host waits without
-spinning, that module's. Its streams and events go together then: torch takes the one's for the other's unseen. A
-thread's current device and current stream are its own: a new thread is on the first device, on its default stream.
+torch's own classes do it, whichever device it is. A device's module may have events of its own which let the host sleep
+while it waits; then that module's events and streams are used, both of them, since torch takes the one module's for the
+other's without a word. A thread's current device and current stream are its own: a new thread is on the first device,
+on its default stream.
 """
 
+import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 
-from penstock.machine.devices import sleeping_event
-
 
 class Hardware:
-    """One device, as streams use it. Of its streams and events: `event.record(stream)`, `event.wait(stream)`."""
+    """One device, as streams use it.
+
+    Of the streams and events that it makes, these methods are used: `event.record(stream)`, `event.wait(stream)`,
+    `event.query()`, `event.synchronize()`, `event.elapsed_time(event)`.
+
+    Arguments:
+        device: an accelerator; without an index it is torch's current one.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._module: Any = torch.get_device_module(device)
-        self._own = sleeping_event(device) is not None
+        self._own = _has_sleeping_events(self._module)
         index: int | None = device.index
         if index is None and not self._own:
             device = torch.device(device.type, torch.accelerator.current_device_index())
@@ -27,53 +34,57 @@ class Hardware:
         self._compute: Any = None  # the stream that compute was on last
 
     def make_stream(self) -> Any:
-        """A new stream."""
+        """Make a stream."""
         if self._own:
             with self._module.device(self.device):
                 return self._module.Stream()
         return torch.Stream(self.device)
 
     def make_event(self, *, timing: bool = False) -> Any:
-        """A new event, which is over while nothing was recorded."""
+        """Make an event. It is over as long as nothing was recorded.
+
+        Arguments:
+            timing: whether the event notes when the device came to it.
+        """
         if self._own:
-            return self._module.Event(enable_timing=timing, blocking=True)
+            return self._module.Event(enable_timing=timing, blocking=True)  # the host sleeps: a core stays free
         return torch.Event(self.device, enable_timing=timing)  # said: what it is by default has changed
 
     def current(self) -> Any:
-        """The stream of the device that the calling thread is on."""
+        """Return the stream of the device that the calling thread is on."""
         if self._own:
             return self._module.current_stream(self.device)
         return torch.accelerator.current_stream(self.device)
 
     def compute(self) -> Any:
-        """The stream that compute is on, in the calling thread, which is one of the user's or of autograd.
-
-        Compute is one sequence: where it has turned to another stream since the last call, that one follows the one
-        before.
-        """
+        """Return the stream that compute is on. The calling thread is one of the user's, or of autograd."""
         stream, before = self.current(), self._compute
         if before is None or stream != before:
             self._compute = stream
             if before is not None:
+                # Compute is one sequence, but a device runs two streams side by side. Where a user has turned to
+                # another stream, what it computes there could read a buffer before the stream that fills it is done.
                 self.recorded(before).wait(stream)
         return stream
 
     def recorded(self, stream: Any) -> Any:
-        """An event: all that a stream was given until now is over."""
+        """Return an event that is over once all that a stream was given until now is over."""
         event = self.make_event()
         event.record(stream)
         return event
 
     @contextmanager
     def on(self, stream: Any) -> Iterator[None]:
-        """Have the calling thread on the device, and on one of its streams."""
+        """Have the calling thread on the device and on one of its streams, inside of a `with` block."""
         if self._own:
             with self._module.device(self.device), self._module.stream(stream):
                 yield
             return
         with torch.accelerator.device_index(self.device.index):
             before = self.current()
-            torch.accelerator.set_stream(stream)  # torch.Stream's own block keeps what was before in the stream itself
+            # Not torch.Stream's own block: it keeps what was before in the stream itself, and two threads that are on
+            # one stream at a time would each leave it for where the other one came from.
+            torch.accelerator.set_stream(stream)
             try:
                 yield
             finally:
@@ -93,3 +104,18 @@ class Hardware:
         elif hasattr(self._module, "empty_cache"):
             with self._module.device(self.device):
                 self._module.empty_cache()
+
+
+def _has_sleeping_events(module: Any) -> bool:
+    """Whether a device's module has an event of its own for which the host can sleep while it waits.
+
+    A thread that spins instead takes a core from the updates. torch's own event takes the word (`blocking`) and does
+    nothing with it.
+    """
+    own = getattr(module, "Event", None)
+    if own is None or own is torch.Event:
+        return False
+    try:
+        return "blocking" in inspect.signature(own).parameters
+    except (TypeError, ValueError):  # of native code that does not tell
+        return False

@@ -1,9 +1,11 @@
-"""What becomes of threads, files and folders that nobody closed: dropped, at the exit of the interpreter, in a fork.
+"""How threads, files and folders end that nobody closed: when they are dropped, at the interpreter's exit, in a fork.
 
-`at_end`    runs once: when its owner is collected, or before the interpreter ends, while threads can still be joined
-`in_child`  runs in the child of a fork, which has a copy of its parent's objects and none of its threads
+    at_end      registers what is called once: when its owner is collected, or before the interpreter ends, while
+                threads can still be joined
+    in_child    registers what is called in the child of a fork, which has a copy of its parent's objects and none of
+                its threads
 
-In a child nothing runs that the parent registered with `at_end`: threads, files and folders are the parent's.
+In a child nothing is called that the parent registered with `at_end`: threads, files and folders are the parent's.
 """
 
 import atexit
@@ -21,12 +23,12 @@ Owner = TypeVar("Owner")
 
 
 class Phase(IntEnum):
-    """What ends before what at the exit of the interpreter; in one phase the youngest goes first.
+    """The order in which things end at the exit of the interpreter; in one phase the youngest ends first.
 
-    PROMISED: work that somebody counts on, a checkpoint that is being written: it is finished.
-    THREADS: they run Python. One that still does when the interpreter is gone is unwound by force, through native code
-        that allows no unwinding: the process would abort.
-    REST: what they used.
+    PROMISED: work that somebody counts on, such as a checkpoint that is being written. It is finished.
+    THREADS: threads that run Python. One that still does when the interpreter is gone is unwound by force, through
+        native code that allows no unwinding: the process would abort.
+    REST: what those threads used.
     """
 
     PROMISED = 0
@@ -35,9 +37,15 @@ class Phase(IntEnum):
 
 
 class Ending:
-    """What is to be done at the end of an object, once. Call it to do it now.
+    """What is to be done once, at the end of an object. Call it to have it done now.
 
-    Not a `weakref.finalize`: those do nothing any more once their own turn at the exit is over, which may be the first.
+    It is no `weakref.finalize`: once the turn of those at the exit is over, which may come first, they do nothing more.
+
+    Arguments:
+        owner: the object. Nothing here keeps it alive.
+        phase: when its turn is at the exit.
+        end: what to call; it must not refer to the owner.
+        args: the arguments of the call; neither must they.
     """
 
     def __init__(self, owner: object, phase: Phase, end: Callable[..., object], args: tuple[Any, ...]) -> None:
@@ -45,24 +53,28 @@ class Ending:
         self._end, self._args = end, args
         self._process = os.getpid()
         self._number = next(_alive.numbers)
-        self._owner = weakref.ref(owner, lambda _: self())
+        self._owner = weakref.ref(owner, lambda _: self())  # called when the owner is collected, on whichever thread
         _alive.endings[self._number] = self
 
     def __call__(self) -> None:
         """Do it now, if it was not done."""
-        if self.cancel() and os.getpid() == self._process:
+        if self.cancel() and os.getpid() == self._process:  # in the child of a fork it is the parent's to end
             self._end(*self._args)
 
     def cancel(self) -> bool:
-        """It was done otherwise; whether it was still to be done."""
+        """Take it off the list. Return whether it was still to be done."""
+        # One step that threads cannot come between: of two that get here at once, one alone ends the object.
         return _alive.endings.pop(self._number, None) is not None
 
 
 class _Alive:
-    """What has not ended. The one state of the module: a process has one exit, and forks with all it has.
+    """What has not ended yet. The one state of the module: a process has one exit, and forks with all it has.
 
     Attributes:
-        phase: what is being ended, once the interpreter exits.
+        numbers: gives each thing a number, in the order of their making.
+        endings: what is to be done at the end, by number.
+        in_children: what is to be done in the child of a fork, and for whom, by number.
+        phase: the phase that the exit has come to; `None` before it.
     """
 
     def __init__(self) -> None:
@@ -92,19 +104,23 @@ def exiting(phase: Phase = Phase.THREADS) -> bool:
 
 
 def _at_exit() -> None:
+    """End everything that is left, phase by phase."""
     for phase in Phase:
+        # Before anything of the phase ends: from here on nothing that it would have to wait for begins.
         _alive.phase = phase
+        # A list of its own: other threads register and end things meanwhile.
         endings = [ending for ending in list(_alive.endings.values()) if ending.phase is phase]
         for ending in endings[::-1]:
             try:
                 ending()
-            except KeyboardInterrupt:  # whoever waits for the end wants it now: the others are still to be ended
-                continue
+            except KeyboardInterrupt:
+                continue  # whoever waits for this end wants it now; the others are still to be ended
             except Exception:
                 _logger.exception("Something was not given back at the exit.")
 
 
 def _after_fork_in_child() -> None:
+    """Call what was registered for the child of a fork; an error in one must not keep the others from it."""
     for reference, do in list(_alive.in_children.values()):
         owner = reference()
         if owner is not None:

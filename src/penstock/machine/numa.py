@@ -15,19 +15,18 @@ _WORD_BITS = 8 * ctypes.sizeof(ctypes.c_ulong)
 
 
 def numbered_nodes(folder: Path = NODES) -> dict[int, set[int]]:
-    """The cores of each node that has some, by its number and in that order; empty where nothing is said."""
+    """Return the cores of each node that has some, by its number and in that order; empty where nothing is said."""
     numbered = {}
     for node in _folders(folder):
         try:
-            cores = parse_cores((node / "cpulist").read_text())
-            numbered[int(node.name.removeprefix("node"))] = cores
+            numbered[int(node.name.removeprefix("node"))] = parse_cores((node / "cpulist").read_text())
         except (OSError, ValueError):
             continue
     return {number: numbered[number] for number in sorted(numbered) if numbered[number]}
 
 
 def parse_cores(text: str) -> set[int]:
-    """Read the kernel's list of cores: `0-3,8,10-11`."""
+    """Read the kernel's list of cores, such as `0-3,8,10-11`."""
     cores: set[int] = set()
     for part in filter(None, text.strip().split(",")):
         first, _, last = part.partition("-")
@@ -36,7 +35,16 @@ def parse_cores(text: str) -> set[int]:
 
 
 def device_node(device: torch.device, nodes: Path = NODES, pci_devices: Path = PCI_DEVICES) -> int | None:
-    """The number of the node that a device is attached to; `None` where there is one node only, or nothing is said."""
+    """Return the number of the node that a device is attached to.
+
+    Arguments:
+        device: any device.
+        nodes: the folder with one folder for each node.
+        pci_devices: the folder with one folder for each device on the bus.
+
+    Returns:
+        `None` for a cpu, where there is one node only, and where nothing is said.
+    """
     if device.type == "cpu" or len(_folders(nodes)) < 2:
         return None
     properties = torch.get_device_module(device).get_device_properties(device)
@@ -49,7 +57,7 @@ def device_node(device: torch.device, nodes: Path = NODES, pci_devices: Path = P
 
 
 def device_nodes(device: torch.device, nodes: Path = NODES, pci_devices: Path = PCI_DEVICES) -> list[int | None]:
-    """The same of all devices of its type that the process sees."""
+    """Return `device_node` of all devices of this type that the process sees; empty where there is one node only."""
     if device.type == "cpu" or len(_folders(nodes)) < 2:
         return []
     count = torch.get_device_module(device).device_count()
@@ -57,15 +65,15 @@ def device_nodes(device: torch.device, nodes: Path = NODES, pci_devices: Path = 
 
 
 def prefer_node(address: int, nbytes: int, node: int) -> bool:
-    """Have the pages of a mapping come from a node, as long as that has some. Pages that were touched stay.
+    """Have the pages of a mapping come from a node, as long as it has some. Pages that were touched already stay.
 
     Arguments:
-        address: where the mapping begins, on a page.
-        nbytes: of the mapping.
-        node: its number.
+        address: the address of the mapping, at the start of a page.
+        nbytes: the length of the mapping.
+        node: the number of the node.
 
     Returns:
-        Whether the kernel allows it: many containers do not.
+        Whether the kernel allows it: in many containers it does not.
     """
     number = _MBIND.get(platform.machine())
     if number is None:

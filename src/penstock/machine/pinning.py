@@ -1,4 +1,4 @@
-"""Host memory that a device copies while nobody waits: page-locked, in the ways that devices have for it.
+"""Host memory that a device can copy while nobody waits: page-locked, in the ways that devices have for it.
 
     register        memory that is there, in exact size and on the device's node: by cuda's runtime (ROCm's in its
                     place), or by `host_register(address, nbytes)` and `host_unregister(address)` of another
@@ -26,7 +26,7 @@ def can_register(device: torch.device) -> bool:
 
 
 def register(slab: Tensor, device: torch.device) -> bool:
-    """Page-lock a slab for a device; whether that was possible."""
+    """Page-lock a slab for a device. Return whether that was possible."""
     if device.type == "cuda":
         return _register_for_cuda(slab, device)
     module = _module(device)
@@ -39,8 +39,14 @@ def register(slab: Tensor, device: torch.device) -> bool:
 
 
 def unregister(address: int, device: torch.device) -> None:
-    """Undo `register`, by the address of the slab. Nothing on the device copies from it or to it any more."""
+    """Undo `register`.
+
+    Arguments:
+        address: the address of the slab.
+        device: the device that it was registered for.
+    """
     module: Any = torch.get_device_module(device)
+    # A copy that is still under way would go on with pages that the system may move or give to others.
     module.synchronize(device)
     if device.type == "cuda":
         module.cudart().cudaHostUnregister(address)
@@ -49,10 +55,19 @@ def unregister(address: int, device: torch.device) -> None:
 
 
 def pinned_buffer(nbytes: int, device: torch.device, alignment: int) -> Tensor | None:
-    """Zero bytes of torch's own pinned memory at a multiple of `alignment`; `None` where torch has none."""
+    """Allocate zero bytes of torch's own pinned memory.
+
+    Arguments:
+        nbytes: how many.
+        device: the device that copies from it.
+        alignment: the address is a multiple of it.
+
+    Returns:
+        uint8, [nbytes]; `None` where torch has no such memory, and for a cpu.
+    """
     if not needs_pinning(device):
         return None
-    for spare in (0, alignment):  # mostly it begins on a page
+    for spare in (0, alignment):  # mostly it begins on a page, and nothing has to be spared to align it
         try:
             buffer = torch.zeros(nbytes + spare, dtype=torch.uint8, device="cpu", pin_memory=True)
         except (RuntimeError, NotImplementedError):
@@ -64,16 +79,19 @@ def pinned_buffer(nbytes: int, device: torch.device, alignment: int) -> Tensor |
 
 
 def _register_for_cuda(slab: Tensor, device: torch.device) -> bool:
+    """Page-lock a slab with cuda's runtime. Return whether that was possible."""
     with torch.cuda.device(device):
         if int(torch.cuda.cudart().cudaHostRegister(slab.data_ptr(), slab.numel(), 0)) == 0:  # type: ignore[no-untyped-call]
             return True
-        with contextlib.suppress(RuntimeError):  # the error is kept for the next launch to find: not for one of compute
+        # The runtime keeps its last error, and torch raises it at the next launch. Have a launch of our own find it:
+        # else it would be raised in the middle of the user's forward.
+        with contextlib.suppress(RuntimeError):
             torch.ones(1, dtype=torch.uint8, device=device)
     return False
 
 
 def _module(device: torch.device) -> Any:
-    """The module of torch that registers memory for a device; `None` where it does not."""
+    """Return the module of torch that registers memory for a device; `None` where it cannot."""
     if device.type == "cpu":
         return None
     module = torch.get_device_module(device)

@@ -2,11 +2,11 @@
 
 `parent/penstock-<host>-<pid>-<random>/` holds, beside the files of the tier,
 
-lock            held by `flock` as long as the run lives; the kernel lets go of it however the process ends
-identity.json   which run that is, for people and for the next run
+    lock            a file that is locked by `flock` as long as the run lives; the kernel unlocks it however that ends
+    identity.json   which run that is, for people and for the next run
 
-Both are written under the name `.penstock-...`, then the folder is renamed. So whoever sees `penstock-*` with an
-identity and gets its lock sees what a dead run left behind, never what another rank is about to make.
+Both are written while the folder is named `.penstock-...`; then it is renamed. So whoever finds a `penstock-*` with an
+identity, and gets its lock, has found what a dead run left behind, never what another rank is about to make.
 """
 
 import contextlib
@@ -34,7 +34,7 @@ from penstock.machine.lifetime import at_end
 
 LOCK = "lock"
 IDENTITY = "identity.json"
-_MOST_IDENTITY_BYTES = 1 << 22  # of a command line, as long as the kernel takes one
+_MOST_IDENTITY_BYTES = 1 << 22  # a command line is as long as the kernel takes one
 UNFINISHED = re.compile(r"\.penstock-.+-\d+-[0-9a-f]{8}")
 UNFINISHED_SECONDS = 3600.0
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")  # tells two machines of one name apart; Linux only
@@ -59,14 +59,14 @@ class Identity:
 
     @classmethod
     def own(cls) -> "Identity":
-        """That of this process, now."""
+        """Describe this process, as of now."""
         boot = BOOT_ID.read_text().strip() if BOOT_ID.exists() else ""
         started = datetime.now().astimezone().isoformat(timespec="seconds")
         return cls(os.getpid(), os.uname().nodename, boot, started, sys.argv, version("penstock"))
 
     @classmethod
     def read(cls, folder: Path) -> "Identity | None":
-        """That of a folder, or `None` where it is no swap folder, or is one no longer."""
+        """Read the identity of a folder; `None` where it is no swap folder, or is one no longer."""
         try:
             identity = cls(**json.loads(_read_small(folder / IDENTITY)))
         except (OSError, ValueError, TypeError, RecursionError):
@@ -75,12 +75,12 @@ class Identity:
         return identity if all(isinstance(text, str) for text in said) else None
 
     def same_machine(self, other: "Identity") -> bool:
-        """Whether both see each other's locks for sure; over a network file system not everyone does."""
+        """Whether two runs see each other's locks for sure. On a network file system those of two machines may not."""
         return self.host == other.host or (self.boot == other.boot != "")
 
 
 def _read_small(path: Path) -> bytes:
-    """The bytes of a file that somebody else may have put there: no pipe is waited for, and no link followed."""
+    """Read a file that somebody else may have put there: wait for no pipe, follow no link, read no more than fits."""
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC)
     with open(descriptor, "rb") as file:
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
@@ -92,15 +92,18 @@ def _read_small(path: Path) -> bytes:
 
 
 class SwapFolder:
-    """A new folder in `parent` for files of `nbytes` in all. Removes what dead runs left there.
+    """A new folder for the files of one engine. What dead runs have left beside it is removed first.
 
-    It goes on `close`, when the object is collected, when the interpreter exits, and on SIGTERM where its action is the
-    default one and the folder is made on the main thread (Python lets no other set a handler). What SIGKILL leaves, the
-    next run removes. A forked child has no part in it.
+    The folder goes on `close`, when the object is collected, when the interpreter exits, and on SIGTERM where its
+    action is the default one and the folder is made on the main thread (Python lets no other set a handler). What
+    SIGKILL leaves, the next run removes. The child of a fork has no part in the folder.
 
     Arguments:
         parent: an existing folder that can be written, on the file system to use.
-        nbytes: bytes that must be free there, once leftovers are gone.
+        nbytes: how many bytes must be free there, once leftovers are gone.
+
+    Attributes:
+        path: the path of the new folder.
 
     Raises:
         NvmeError: `parent` is missing, no folder, cannot be written, lies in a swap folder, or has too little free
@@ -110,7 +113,7 @@ class SwapFolder:
     def __init__(self, parent: str | os.PathLike[str], nbytes: int) -> None:
         folder = _existing(parent)
         own = Identity.own()
-        _remove_leftovers(folder, own)
+        _remove_leftovers(folder, own)  # first: the room that they take is counted as free below
         _check_space(folder, nbytes)
         self.path = _create(folder, own)
         self._end = at_end(self, _release, self.path)
@@ -118,10 +121,10 @@ class SwapFolder:
             signal.signal(signal.SIGTERM, _on_sigterm)
 
     def check(self) -> None:
-        """Refuse new files in a folder that somebody has removed. Those that are open go on.
+        """Refuse to make new files in a folder that somebody has removed. Files that are open stay usable.
 
         Raises:
-            NvmeError: it is gone, or another one has its name.
+            NvmeError: the folder is gone, or another one has its name.
         """
         if not _held.holds(self.path):
             text = (
@@ -132,21 +135,24 @@ class SwapFolder:
             raise NvmeError(text, file=str(self.path), errno=errno.ENOENT)
 
     def close(self) -> None:
-        """Remove the folder with everything in it. Once is enough; what cannot be removed is logged, not raised."""
+        """Remove the folder with everything in it. What cannot be removed is logged. May be called again."""
         self._end()
 
 
 class _Lock(NamedTuple):
-    """A lock that this process holds: its descriptor, and what the folder is, whatever has its name later."""
+    """A lock that this process holds: its descriptor, and which folder it is of, whatever has that name later."""
 
     descriptor: int
     folder: os.stat_result
 
 
 class _Held:
-    """The locks that this process holds, by folder, and which of its threads are in a fork.
+    """What this process holds. The one state of the module: a process has one action per signal, and forks with all.
 
-    The one state of the module: a process has one exit, one action per signal, and forks with all it has open.
+    Attributes:
+        pid: the process that this is the state of.
+        locks: the locks, by the path of the folder.
+        forking: the threads that are about to fork, or have just done so.
     """
 
     def __init__(self) -> None:
@@ -155,7 +161,7 @@ class _Held:
         self.forking: set[int] = set()
 
     def holds(self, path: Path) -> bool:
-        """Whether what is there is still the folder that was made: not gone, no other one, and no link to one."""
+        """Whether a path still is the folder that was made there, and not another one or a link to one."""
         try:
             return path in self.locks and os.path.samestat(path.lstat(), self.locks[path].folder)
         except OSError:
@@ -166,7 +172,7 @@ _held = _Held()
 
 
 def _existing(parent: str | os.PathLike[str]) -> Path:
-    """`parent` without symlinks, where a swap folder may be made."""
+    """Return the path of `parent` without symlinks. Refuse one where no swap folder may be made."""
     try:
         folder = Path(os.path.realpath(parent, strict=True))
     except OSError as error:
@@ -184,6 +190,7 @@ def _existing(parent: str | os.PathLike[str]) -> Path:
 
 
 def _check_space(folder: Path, nbytes: int) -> None:
+    """Refuse a folder on a file system that has too little free space."""
     system = os.statvfs(folder)
     free_bytes = system.f_bavail * system.f_frsize
     if nbytes > free_bytes:
@@ -195,17 +202,18 @@ def _check_space(folder: Path, nbytes: int) -> None:
 
 
 def _create(parent: Path, own: Identity) -> Path:
-    """Make a swap folder and hold its lock."""
+    """Make a swap folder and lock it."""
     path = parent / f"penstock-{own.host}-{own.pid}-{secrets.token_hex(4)}"
     unfinished = path.with_name(f".{path.name}")
     lock = None
     try:
         unfinished.mkdir(mode=0o700)
         lock = os.open(unfinished / LOCK, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
+        # Locked before there is an identity: a folder with an identity and without a lock is a dead run's.
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         (unfinished / IDENTITY).write_text(json.dumps(asdict(own), indent=2) + "\n")
         made = unfinished.lstat()
-        unfinished.rename(path)
+        unfinished.rename(path)  # last: under this name the next run takes it for a leftover unless it is locked
     except BaseException as error:
         shutil.rmtree(unfinished, ignore_errors=True)
         if lock is not None:
@@ -222,14 +230,15 @@ def _create(parent: Path, own: Identity) -> Path:
 
 
 def _remove_leftovers(parent: Path, own: Identity) -> None:
-    """Remove the folders of runs that ended without removing them. Other ranks may be doing the same."""
+    """Remove the folders of runs that have ended without doing so. Other ranks may be at it at the same time."""
     for path in [*parent.glob("penstock-*"), *parent.glob(".penstock-*")]:
         with contextlib.suppress(OSError):  # gone meanwhile, or not this user's to change
             found = path.lstat()
             if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid():
                 continue
             if path.name.startswith("."):
-                # Renamed at once by who makes it, removed at once by who ends it; either was killed in between.
+                # Who makes such a folder renames it at once, who ends one removes it at once. A run may be in between
+                # just now; after an hour it was killed there.
                 if UNFINISHED.fullmatch(path.name) and time.time() - found.st_mtime > UNFINISHED_SECONDS:
                     _remove_unfinished(path)
             elif identity := Identity.read(path):
@@ -237,7 +246,10 @@ def _remove_leftovers(parent: Path, own: Identity) -> None:
 
 
 def _remove_unfinished(path: Path) -> None:
-    """It has nothing but our two files, if it is ours: what is in another one of such a name is somebody's."""
+    """Remove a folder that has no identity yet, or no more: only if it holds nothing but our two files.
+
+    What else is in a folder of such a name is somebody's.
+    """
     files = list(path.iterdir())
     if {file.name for file in files} <= {LOCK, IDENTITY} and all(stat.S_ISREG(f.lstat().st_mode) for f in files):
         for file in files:
@@ -246,8 +258,14 @@ def _remove_unfinished(path: Path) -> None:
 
 
 def _remove_leftover(path: Path, identity: Identity, own: Identity) -> None:
+    """Remove the folder of another run, if that run is dead.
+
+    Raises:
+        OSError: the run lives and holds its lock, or the folder cannot be removed.
+    """
     lock = os.open(path / LOCK, os.O_RDWR | os.O_NOFOLLOW)
     try:
+        # Not waited for: a live run holds it as long as it lives.
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         if not identity.same_machine(own):
             _logger.warning("%s is of %s: another machine. Remove it if that run has ended.", path, identity)
@@ -260,26 +278,24 @@ def _remove_leftover(path: Path, identity: Identity, own: Identity) -> None:
 
 
 def _remove(path: Path) -> None:
-    """Remove a swap folder whose lock is held.
-
-    Data first: what a kill leaves in the middle still has lock and identity, by which the next run knows it. Then the
-    folder loses its name, which only one of several can bring about.
-    """
+    """Remove a swap folder whose lock is held."""
+    # 1. The data. What a kill leaves in the middle still has lock and identity, by which the next run knows it.
     for entry in path.iterdir():
         if entry.is_dir() and not entry.is_symlink():
             shutil.rmtree(entry, ignore_errors=True)
         elif entry.name not in (LOCK, IDENTITY):
             entry.unlink(missing_ok=True)
+    # 2. The name. Of several that remove the folder at once, one alone can rename it.
     nameless = path.rename(path.with_name(f".{path.name}"))
     shutil.rmtree(nameless)
 
 
 def _release(path: Path) -> None:
-    """Remove a folder that this process holds, and let go of its lock.
+    """Remove a folder that this process holds, and unlock it.
 
-    SIGTERM may come in the middle of it and do all of it again before the process ends.
+    SIGTERM may come in the middle of it, and do all of it again before the process ends.
     """
-    if os.getpid() != _held.pid or path not in _held.locks:
+    if os.getpid() != _held.pid or path not in _held.locks:  # in a child of a fork: it is the parent's
         return
     try:
         if _held.holds(path):
@@ -288,6 +304,7 @@ def _release(path: Path) -> None:
         pass
     except OSError as error:
         _logger.warning("The swap folder %s cannot be removed (%s). Remove it by hand.", path, error)
+    # Unlocked after the folder is gone: whoever got the lock of one that is still there would remove it as well.
     lock = _held.locks.pop(path, None)
     if lock is not None:
         os.close(lock.descriptor)
@@ -296,13 +313,14 @@ def _release(path: Path) -> None:
 
 
 def _restore_sigterm() -> None:
+    """Give SIGTERM its default action back, if it still has ours."""
     main = threading.current_thread() is threading.main_thread()  # elsewhere Python changes no handler
     if main and signal.getsignal(signal.SIGTERM) is _on_sigterm:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
 def _on_sigterm(signum: int, frame: object) -> None:
-    """What the default action does, after the folders are removed."""
+    """Remove the folders, then do what the default action does."""
     try:
         for path in list(_held.locks):
             _release(path)
@@ -312,7 +330,9 @@ def _on_sigterm(signum: int, frame: object) -> None:
 
 
 def _before_fork() -> None:
-    """Keep SIGTERM for later: Python forgets what comes to a child before the child is set up."""
+    """Hold SIGTERM back while this thread forks."""
+    # Python's handler only notes a signal, and the child begins with that note wiped: a SIGTERM that comes to the child
+    # before its own state is set up would be lost, and the child would never end.
     ours = signal.getsignal(signal.SIGTERM) is _on_sigterm
     if ours and signal.SIGTERM not in signal.pthread_sigmask(signal.SIG_BLOCK, ()):
         _held.forking.add(threading.get_ident())
@@ -320,23 +340,22 @@ def _before_fork() -> None:
 
 
 def _after_fork() -> None:
+    """Let SIGTERM come again, if it was held back here."""
     if threading.get_ident() in _held.forking:
         _held.forking.remove(threading.get_ident())
         signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGTERM,))
 
 
 def _after_fork_in_child() -> None:
-    """Leave folders and locks to the parent.
-
-    A lock lasts until every copy of its descriptor is closed: without this, a child that outlives its parent would keep
-    the leftovers. Unlocking would unlock it for the parent as well.
-    """
+    """Leave folders and locks to the parent."""
     locks = list(_held.locks.values())
     _held.locks.clear()
     _held.pid = os.getpid()
+    # A lock lasts until every copy of its descriptor is closed: a child that outlived its parent would keep it, and the
+    # parent's leftovers with it. Closed, not unlocked: that would unlock the parent's copy as well.
     for lock in locks:
         os.close(lock.descriptor)
-    _restore_sigterm()
+    _restore_sigterm()  # first: a SIGTERM that was held back is to find the default action
     _after_fork()
     _held.forking.clear()  # the parent's other threads
 

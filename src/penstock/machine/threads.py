@@ -1,4 +1,4 @@
-"""The threads of a rank's updates: how many, and on which cores. Its share of those that are near its memory."""
+"""How many threads a rank's updates get, and on which cores: its share of the cores that are near its memory."""
 
 from __future__ import annotations
 
@@ -15,25 +15,28 @@ from penstock.machine.numa import NODES, device_node, device_nodes, numbered_nod
 
 @dataclass(frozen=True)
 class UpdateCores:
-    """Where updates run.
+    """Where the updates of a rank run.
 
     Attributes:
-        count: threads.
-        cores: that they are bound to; `None` leaves them to the system.
+        count: how many threads.
+        cores: the numbers of the cores that they are bound to; `None` leaves that to the system.
     """
 
     count: int
     cores: frozenset[int] | None = None
 
     def with_threads(self, count: int | None) -> UpdateCores:
-        """The same for a number of threads that somebody has asked for: more than the cores are not crowded there."""
+        """Take another number of threads, if somebody has asked for one.
+
+        More threads than there are cores to be bound to are not bound: crowded there they would be slower.
+        """
         if count is None:
             return self
         return UpdateCores(count, self.cores if self.cores and count <= len(self.cores) else None)
 
 
 def update_cores(device: torch.device) -> UpdateCores:
-    """Those of this rank, on the machine and in the container that it runs in, with host memory near a device."""
+    """Choose the cores of this rank, on the machine and in the container that it runs in, near a device's memory."""
     return share_of_cores(quota=core_quota(), near=device_node(device), devices=device_nodes(device))
 
 
@@ -46,22 +49,27 @@ def share_of_cores(
     near: int | None = None,
     devices: Sequence[int | None] = (),
 ) -> UpdateCores:
-    """The cores of this rank's NUMA node that the process may use, shared among the ranks on that node; 1 or more.
+    """Share the cores of this rank's NUMA node that the process may use among the ranks on that node.
 
     The device's node is the rank's, where it has one: its host memory lies there, and threads elsewhere would read it
     over the link between nodes. They are bound to it, unless the process was bound to a node by its launcher.
 
-    Where nothing says the device's: if the process may use cores of one node alone, that is its node, and the ranks of
-    this host are spread evenly over all nodes. Unbound, local rank i takes node i * nodes / ranks, as launchers number
-    devices; with fewer ranks than nodes it takes several. A host without `/sys/devices/system/node` counts as one node.
+    Where nothing says which node is the device's: if the process may use cores of one node alone, that is its node, and
+    the ranks of this host are taken to be spread evenly over all nodes. Else local rank i takes node i * nodes / ranks,
+    as launchers number devices; with fewer ranks than nodes it takes several. A host without
+    `/sys/devices/system/node` counts as one node.
 
     Arguments:
-        environment: `LOCAL_RANK` and `LOCAL_WORLD_SIZE`, as a launcher sets them; one rank without them.
-        allowed: cores that this process may use; `None` asks the system.
-        nodes: folder with one folder for each node.
-        quota: cores' worth of time that the container gives all ranks of this host.
-        near: number of the device's node.
-        devices: those of all devices that the process sees.
+        environment: the variables that may hold `LOCAL_RANK` and `LOCAL_WORLD_SIZE`, as a launcher sets them; without
+            them there is one rank.
+        allowed: the cores that this process may use; `None` asks the system.
+        nodes: the folder with one folder for each node.
+        quota: how many cores' worth of time the container gives all ranks of this host; `None` for no limit.
+        near: the number of the device's node; `None` where nothing says it.
+        devices: the nodes of all devices that the process sees, by their index.
+
+    Returns:
+        One thread or more.
     """
     cores = set(os.sched_getaffinity(0) if allowed is None else allowed)
     ranks = max(1, _number(environment.get("LOCAL_WORLD_SIZE"), 1))
@@ -69,22 +77,33 @@ def share_of_cores(
     found = numbered_nodes(nodes)
     usable = {number: node & cores for number, node in found.items() if node & cores}
     if near in usable and len(usable) > 1:
-        # A rank that sees its own device alone knows nothing of the others': they are spread evenly.
+        # A rank that sees its own device alone knows nothing of the others': they are taken to be spread evenly.
         ranks_here = devices[:ranks].count(near) if len(devices) >= ranks else -(-ranks // len(usable))
         count, bound = len(usable[near]) // max(1, ranks_here), frozenset(usable[near])
     else:
         count, bound = _unbound(rank, ranks, cores, list(found.values()) or [cores], list(usable.values())), None
     if quota is not None:
-        count = min(count, int(quota / ranks))  # past it all threads are stopped until the period is over
+        # Threads that use up the quota are all stopped until its period is over, those that feed the device too.
+        count = min(count, int(quota / ranks))
     return UpdateCores(max(1, count), bound)
 
 
 def _unbound(rank: int, ranks: int, cores: set[int], found: Sequence[set[int]], usable: Sequence[set[int]]) -> int:
+    """Count the cores of this rank where nothing says which node its device is on.
+
+    Arguments:
+        rank: the local rank.
+        ranks: how many there are on this host.
+        cores: all that the process may use.
+        found: the cores of each node.
+        usable: those of them that the process may use, of each node that has some.
+    """
     if not usable:  # nothing is said of nodes, or what is said does not fit the cores that the process may use
         return len(cores) // ranks
     if len(usable) == 1:
         ranks_here = -(-ranks // len(found))
-        # Bound to cores of its own, a rank shares them with nobody.
+        # A launcher may have given each rank cores of its own: then there are fewer than a node's share, and a rank
+        # shares them with nobody.
         shared = len(usable[0]) > max(map(len, found)) // ranks_here
         return len(usable[0]) // (ranks_here if shared else 1)
     mine = rank * len(usable) // ranks

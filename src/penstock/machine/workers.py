@@ -10,14 +10,15 @@ from penstock.machine.border import ours
 from penstock.machine.events import HostEvent, Work
 from penstock.machine.lifetime import Ending, Phase, at_end, exiting
 
-# That a thread nobody closed is waited for, at most: it may wait for a rank that is gone, or for what collection holds.
+# How long to wait, at most, for the end of a thread that nobody has closed. It may itself wait for a rank that is gone,
+# or for a lock that is held by whoever runs the collection which ends the thread.
 DROP_SECONDS = 10.0
 
 _logger = logging.getLogger("penstock")
 
 
 class WorkerThread(threading.Thread):
-    """The thread of a `HostWorker`: neither compute nor the caller's."""
+    """The thread of a `HostWorker`: it is neither the user's nor autograd's, so it has no compute."""
 
 
 def on_worker() -> bool:
@@ -26,13 +27,14 @@ def on_worker() -> bool:
 
 
 class _Inbox:
-    """What a worker's thread knows of it: the thread must not keep the worker alive.
+    """What a worker shares with its thread. The thread does not know the worker: else it would keep it alive.
 
     Attributes:
-        queue: work, and `None` after the last of it.
-        dropped: nobody wants what is queued.
-        promised: what its work is, where that is finished at the end; else it is given up.
-        last: the event of the last of it. Of no other work: an error that failed it holds all that it was about.
+        queue: the work, each piece with its event; `None` after the last one.
+        dropped: whether nobody wants what is queued any more.
+        promised: what the work is, in a word, where it is finished at the end; empty where it is given up.
+        last: the event of the last piece of promised work. Of other work none is kept: if it has failed, its error
+            holds all that it was about.
     """
 
     def __init__(self, promised: str) -> None:
@@ -42,31 +44,32 @@ class _Inbox:
         self.last: HostEvent | None = None
 
     def serve(self) -> None:
-        """Run what comes, in order."""
+        """Run the work as it comes, in order, until the end; on the thread."""
         with ours():
             while (item := self.queue.get()) is not None:
                 event, box = item
                 if self.dropped or exiting():
-                    box[:] = [_given_up]
+                    box[:] = [_given_up]  # run all the same: somebody may wait for the event
                 event.run_from(box)
-                del item, event, box  # a waiting worker must not keep the last event alive
+                # The next `get` may block for long. These names would keep the last event alive meanwhile, and with it
+                # the buffers of its work.
+                del item, event, box
 
     def finish(self, thread: threading.Thread, seconds: float | None = None) -> None:
-        """End the thread after the work that is queued.
-
-        A thread of this kind does not wait for it: it may be what that work waits for, and collection runs on any.
-        """
+        """End the thread after the work that is queued, and wait for that, at most so many seconds."""
         self.queue.put(None)
+        # The collection that ends a worker runs on any thread. One of ours must not wait here: the work in the queue
+        # may itself wait for what this thread does next.
         if not on_worker():
             thread.join(seconds)
 
     def drop(self, thread: threading.Thread) -> None:
-        """End the thread after the work that it is in."""
+        """End the thread after the piece of work that it is in; give up the rest."""
         self.dropped = True
         self.finish(thread, DROP_SECONDS)
 
     def keep(self, thread: threading.Thread) -> None:
-        """Finish the work, which nobody asked for the end of, and say if it failed."""
+        """Finish promised work that nobody waits for, and log its error if it fails."""
         self.finish(thread, None if exiting(Phase.PROMISED) else DROP_SECONDS)
         if self.last is not None:
             try:
@@ -76,17 +79,17 @@ class _Inbox:
 
 
 class HostWorker:
-    """One persistent thread that runs submitted work in order.
+    """A thread of the host that runs submitted work in order.
 
     It ends with `close`, when the worker is collected, and when the interpreter exits.
 
     Arguments:
-        name: of the thread.
-        promised: what its work is, where that is finished also if nobody closes the worker; else what is queued then is
-            given up.
+        name: the name of the thread, behind "penstock-".
+        promised: what the work is ("the save"), if it has to be finished also where nobody closes the worker; empty:
+            what is queued then is given up.
 
     Raises:
-        EngineError: the interpreter exits.
+        EngineError: the interpreter is exiting.
     """
 
     def __init__(self, name: str, *, promised: str = "") -> None:
@@ -102,7 +105,14 @@ class HostWorker:
         self._end = at_end(self, end, self._thread, phase=phase)
 
     def submit(self, work: Work, event: HostEvent | None = None) -> HostEvent:
-        """Queue the work; returns its event (the one given, if any).
+        """Queue a piece of work.
+
+        Arguments:
+            work: what to run. It may return a transfer that goes on afterwards.
+            event: the event that is to stand for it; `None` makes one.
+
+        Returns:
+            The event.
 
         Raises:
             EngineError: the thread has ended, or is one of the process that this one was forked from.
@@ -114,6 +124,7 @@ class HostWorker:
         if self._closed or exiting():
             raise EngineError("The threads of this engine have ended: it is closed, or the interpreter exits.")
         event = event or HostEvent()
+        # Before the work is queued: a thread that asks `idle` from then on must not hear that all of it has run.
         self._last = event
         self._inbox.last = event if self._inbox.promised else None
         self._inbox.queue.put((event, [work]))
@@ -121,7 +132,7 @@ class HostWorker:
 
     @property
     def ending(self) -> Ending:
-        """Ends the thread where nobody closed it. Does not refer to the worker."""
+        """What ends the thread where nobody has closed the worker. It does not refer to the worker."""
         return self._end
 
     def idle(self) -> bool:
@@ -131,10 +142,11 @@ class HostWorker:
     def close(self) -> None:
         """Run what is queued, then end the thread."""
         if not self._closed and os.getpid() == self._process:
-            self._closed = True
+            self._closed = True  # first: what was submitted behind the end of the queue would never run
             self._end.cancel()
             self._inbox.finish(self._thread)
 
 
 def _given_up() -> None:
+    """Raise the error of work that is not run any more, in its place."""
     raise EngineError("This work was given up: nobody waits for it any more, or the interpreter exits.")

@@ -8,8 +8,6 @@
 torch makes the state, with its initial value, when the optimizer is made; `prepare` takes it over from there.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
@@ -20,7 +18,7 @@ from penstock import _native
 from penstock.rules.device import Operations, Traced
 from penstock.rules.exact import fp32
 from penstock.rules.fused import Fused, FusedHyper
-from penstock.rules.rule import Scalars, StateSpec
+from penstock.rules.rule import StateSpec
 
 
 class AdagradScalars(NamedTuple):
@@ -49,23 +47,16 @@ class Adagrad(Fused):
         """The sum of squares."""
         return (self.format.spec("sum", signed=False),)
 
-    def hyper(self, group: Mapping[str, Any], step: int, scalars: Scalars = {}) -> FusedHyper:  # noqa: B006
-        """Read a parameter group; see `Rule.hyper`."""
-        self.check(group)
+    def read_group(self, group: Mapping[str, Any], step: int) -> tuple[_native.Rule, AdagradScalars, AdagradFlags]:
+        """Read the kernel, the scalars and the flags of an update; see `Fused.read_group`."""
         l2 = fp32(group["weight_decay"])
         neg_lr = fp32(-(group["lr"] / (1 + (step - 1) * group["lr_decay"])))
-        return FusedHyper(
-            _native.Rule.ADAGRAD,
-            -1.0 if group["maximize"] else 1.0,
-            AdagradScalars(l2, fp32(group["eps"]), neg_lr),
-            AdagradFlags(l2 != 0),
-            step if self.format.stochastic else 0,
-        )
+        return _native.Rule.ADAGRAD, AdagradScalars(l2, fp32(group["eps"]), neg_lr), AdagradFlags(l2 != 0)
 
     def arithmetic(
         self, p: Tensor, g: Tensor, states: list[Tensor], hyper: FusedHyper | Traced, ops: Operations
     ) -> Tensor:
-        """One update; see `Fused.arithmetic`."""
+        """Compute one update; see `Fused.arithmetic`."""
         c = hyper.scalars
         if hyper.flags.l2:
             g = ops.fma(c.l2, p, g)

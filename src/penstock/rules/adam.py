@@ -21,8 +21,6 @@ Where the moments are not kept in fp32, nobody can tell that last bit: there one
     p = p - lr * sqrt(1 - beta2^t) / (1 - beta1^t) * m / (sqrt(u) + eps * sqrt(1 - beta2^t))
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
@@ -35,16 +33,16 @@ from penstock.errors import ConfigError
 from penstock.rules.device import Operations, Traced
 from penstock.rules.exact import fp32
 from penstock.rules.fused import Fused, FusedHyper
-from penstock.rules.rule import Scalars, StateSpec
+from penstock.rules.rule import StateSpec
 
 
 class AdamScalars(NamedTuple):
     """The scalars of one update.
 
-    Args:
+    Arguments:
         l2: weight decay that is added to the gradient (Adam), or 0.
         decay: factor on the parameter (AdamW), or 1.
-        lerp_weight: 1 - beta1; when `lerp_from_grad`, -beta1.
+        lerp_weight: 1 - beta1; with `lerp_from_grad`, -beta1.
         beta2: decay of exp_avg_sq.
         grad_sq_weight: 1 - beta2.
         bias2_sqrt: sqrt(1 - beta2^t), or 1 where the other scalars contain it.
@@ -65,10 +63,10 @@ class AdamScalars(NamedTuple):
 class AdamFlags(NamedTuple):
     """What is fixed for a run.
 
-    Args:
+    Arguments:
         l2: whether weight decay is added to the gradient.
-        lerp_from_grad: start the interpolation of exp_avg at the gradient, which is the more exact end, and torch's
-            choice, for 1 - beta1 >= 0.5.
+        lerp_from_grad: whether the interpolation of exp_avg starts at the gradient. That end is the more exact one for
+            1 - beta1 >= 0.5, and then torch's choice.
     """
 
     l2: bool
@@ -79,8 +77,8 @@ class AdamFlags(NamedTuple):
 class Adam(Fused):
     """The rule of `torch.optim.Adam` and `torch.optim.AdamW`; a group's `decoupled_weight_decay` tells them apart.
 
-    Args:
-        amsgrad: whether some group keeps the largest exp_avg_sq.
+    Arguments:
+        amsgrad: whether some parameter group keeps the largest exp_avg_sq, and so the rule has a third state.
 
     Example:
         >>> rule = rule_for(optimizer)
@@ -94,13 +92,12 @@ class Adam(Fused):
 
     @property
     def states(self) -> tuple[StateSpec, ...]:
-        """Both moments, and with amsgrad the largest second one."""
+        """Both moments, and with amsgrad the largest second moment so far."""
         squares = ("exp_avg_sq", "max_exp_avg_sq") if self.amsgrad else ("exp_avg_sq",)
         return (self.format.spec("exp_avg", signed=True), *(self.format.spec(name, signed=False) for name in squares))
 
-    def hyper(self, group: Mapping[str, Any], step: int, scalars: Scalars = {}) -> FusedHyper:  # noqa: B006
-        """Read a parameter group. `step` is 1 at the first update. Raises `ConfigError` for what is not honoured."""
-        self.check(group)
+    def read_group(self, group: Mapping[str, Any], step: int) -> tuple[_native.Rule, AdamScalars, AdamFlags]:
+        """Read the kernel, the scalars and the flags of an update; see `Fused.read_group`."""
         if group["amsgrad"] and not self.amsgrad:
             raise ConfigError("amsgrad was turned on after prepare(), which made no memory for it. Prepare again.")
         beta1, beta2 = group["betas"]
@@ -111,36 +108,32 @@ class Adam(Fused):
         bias1 = 1 - beta1 ** float(step)
         bias2_sqrt = (1 - beta2 ** float(step)) ** 0.5
         eps, step_size = group["eps"], lr / bias1
-        if self.format.dtype != "fp32":
+        if self.format.dtype != "fp32":  # the equation with one division less
             eps, step_size, bias2_sqrt = eps * bias2_sqrt, step_size * bias2_sqrt, 1.0
         lerp_weight = fp32(1 - beta1)
         lerp_from_grad = abs(lerp_weight) >= 0.5
         l2 = 0.0 if decoupled else fp32(weight_decay)
-        return FusedHyper(
-            kernel=_native.Rule.AMSGRAD if group["amsgrad"] else _native.Rule.ADAM,
-            sign=-1.0 if group["maximize"] else 1.0,
-            scalars=AdamScalars(
-                l2=l2,
-                decay=fp32(1 - lr * weight_decay) if decoupled else 1.0,
-                lerp_weight=fp32(lerp_weight - 1) if lerp_from_grad else lerp_weight,
-                beta2=fp32(beta2),
-                grad_sq_weight=fp32(1 - beta2),
-                bias2_sqrt=fp32(bias2_sqrt),
-                eps=fp32(eps),
-                neg_step_size=fp32(-step_size),
-            ),
-            flags=AdamFlags(l2=l2 != 0, lerp_from_grad=lerp_from_grad),
-            step=step if self.format.stochastic else 0,
+        scalars = AdamScalars(
+            l2=l2,
+            decay=fp32(1 - lr * weight_decay) if decoupled else 1.0,
+            lerp_weight=fp32(lerp_weight - 1) if lerp_from_grad else lerp_weight,
+            beta2=fp32(beta2),
+            grad_sq_weight=fp32(1 - beta2),
+            bias2_sqrt=fp32(bias2_sqrt),
+            eps=fp32(eps),
+            neg_step_size=fp32(-step_size),
         )
+        kernel = _native.Rule.AMSGRAD if group["amsgrad"] else _native.Rule.ADAM
+        return kernel, scalars, AdamFlags(l2=l2 != 0, lerp_from_grad=lerp_from_grad)
 
     def used(self, hyper: FusedHyper) -> int:
-        """Three with amsgrad."""
+        """Return how many states this update uses: two, three with amsgrad."""
         return 3 if hyper.kernel == _native.Rule.AMSGRAD else 2
 
     def arithmetic(
         self, p: Tensor, g: Tensor, states: list[Tensor], hyper: FusedHyper | Traced, ops: Operations
     ) -> Tensor:
-        """One update; see `Fused.arithmetic`."""
+        """Compute one update; see `Fused.arithmetic`."""
         c, flags = hyper.scalars, hyper.flags
         exp_avg, exp_avg_sq = states[:2]
         if flags.l2:

@@ -1,4 +1,4 @@
-"""States of 8 bits: codes of a dynamic map, and one fp32 scale for each block of 256 elements.
+"""How states are stored in 8 bits: as codes of a dynamic map, with one fp32 scale for each block of 256 elements.
 
 The bits of a positive fp32 number, read as an integer, are 2^23 times its logarithm to base 2, up to a constant and
 taken as linear between powers of two; call them L(x). A code of magnitude m > 0 stands for the value whose logarithm is
@@ -19,8 +19,6 @@ Source: T. Dettmers, M. Lewis, S. Shleifer and L. Zettlemoyer, "8-bit Optimizers
 integer operations.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 
@@ -39,12 +37,13 @@ _MAGNITUDE_BITS = 0x7FFFFFFF
 def encode_blocks(value: Tensor, *, signed: bool) -> tuple[Tensor, Tensor]:
     """Quantise fp32 values.
 
-    Args:
-        value: fp32, [n], not negative unless `signed`; a block with a value that is not finite is NaN afterwards.
-        signed: which map.
+    Arguments:
+        value: the values, fp32, [n], not negative unless `signed`. A block with a value that is not finite is NaN
+            afterwards.
+        signed: whether to use the map with a sign.
 
     Returns:
-        uint8 codes, [n], and fp32 scales, [ceil(n / 256)].
+        The codes, uint8, [n], and the scales, fp32, [ceil(n / 256)].
     """
     numel = value.numel()
     padded = torch.nn.functional.pad(value, (0, -numel % BLOCK_NUMEL)).view(-1, BLOCK_NUMEL)
@@ -70,10 +69,13 @@ def encode_blocks(value: Tensor, *, signed: bool) -> tuple[Tensor, Tensor]:
 def decode_blocks(codes: Tensor, scale: Tensor, *, signed: bool) -> Tensor:
     """Return the fp32 values of codes; the reverse of `encode_blocks`.
 
-    Args:
-        codes: uint8, [n].
-        scale: fp32, [ceil(n / 256)].
-        signed: which map.
+    Arguments:
+        codes: the codes, uint8, [n].
+        scale: the scales, fp32, [ceil(n / 256)].
+        signed: whether the codes are of the map with a sign.
+
+    Returns:
+        fp32, [n].
     """
     numel = codes.numel()
     padded = torch.nn.functional.pad(codes, (0, -numel % BLOCK_NUMEL)).view(-1, BLOCK_NUMEL).int()

@@ -1,16 +1,15 @@
 """Whether torch compiles kernels for a device."""
 
-from __future__ import annotations
-
 from importlib.util import find_spec
 
 import torch
 
 
 def has_compiler(device: torch.device) -> bool:
-    """Whether inductor makes kernels for a device: it has a way for that type, and the compiler behind it is there.
+    """Whether inductor makes kernels for a device: it knows the type of device, and the compiler behind it is there.
 
-    The host has kernels of its own. What this does not see makes the first compilation fail, which is said once.
+    The answer for a cpu is no: our native kernels are for the host. What is not seen here makes the first compilation
+    fail, of which the user is warned once.
     """
     if device.type == "cpu":
         return False

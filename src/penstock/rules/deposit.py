@@ -1,6 +1,4 @@
-"""Gradients into their home: one pass that writes or accumulates them and measures what is there afterwards."""
-
-from __future__ import annotations
+"""How gradients get into their home: one pass writes or accumulates them, and measures what is there afterwards."""
 
 from collections.abc import Sequence
 
@@ -20,11 +18,11 @@ def deposit(dst: Tensor, src: Tensor, *, add: bool, pool: Pool | None) -> float 
     Sums are rounded once, to the dtype of `dst`: `dst = round(float(dst) + float(src))`, as torch's `dst.add_(src)`
     does for every mix of dtypes.
 
-    Args:
-        dst: fp32, bf16 or fp16, contiguous, [n].
-        src: fp32, bf16 or fp16, contiguous, [n], on the device of `dst`.
-        add: accumulate instead of overwriting.
-        pool: the threads to use on host memory; None is the calling thread alone.
+    Arguments:
+        dst: the gradient's home: fp32, bf16 or fp16, contiguous, [n].
+        src: the new gradient: fp32, bf16 or fp16, contiguous, [n], on the device of `dst`.
+        add: whether to accumulate instead of overwriting.
+        pool: the threads to use on host memory; `None` for the calling thread alone.
 
     Returns:
         The sum of squares. On the cpu a float, accumulated in fp64, not finite if and only if an element is not, whose
@@ -51,15 +49,18 @@ def deposit(dst: Tensor, src: Tensor, *, add: bool, pool: Pool | None) -> float 
 def deposit_parts(dst: Tensor, src: Tensor, parts: Ranges, *, add: bool, pool: Pool | None) -> Sequence[float | Tensor]:
     """Write or add the whole of `src` into `dst`, and return the squared norm of each part of `dst` afterwards.
 
-    As `deposit` of each part; what lies between them is zero in both. On a device that is one pass that writes and one
-    that measures, however many parts there are.
+    It does what `deposit` does with each part; what lies between the parts is zero in both tensors. On a device it is
+    one pass that writes and one that measures, however many parts there are.
 
-    Args:
-        dst: as in `deposit`: fp32, bf16 or fp16, contiguous, [n].
-        src: the same, on the device of `dst`.
-        parts: first element and the one after the last, of each.
-        add: accumulate instead of overwriting.
-        pool: the threads to use on host memory.
+    Arguments:
+        dst: the gradient's home: fp32, bf16 or fp16, contiguous, [n].
+        src: the new gradient: fp32, bf16 or fp16, contiguous, [n], on the device of `dst`.
+        parts: the first element of each part, and the one after its last.
+        add: whether to accumulate instead of overwriting.
+        pool: the threads to use on host memory; `None` for the calling thread alone.
+
+    Returns:
+        The sums of squares, one for each part, as `deposit` returns them.
     """
     if dst.device.type != "cpu":
         return _deposit_in_torch(dst, src, parts, add=add)
@@ -83,9 +84,9 @@ def squared_norms_of(tensors: Sequence[Tensor]) -> Sequence[float | Tensor]:
 def squared_norm(src: Tensor, *, pool: Pool | None) -> float | Tensor:
     """Return the sum of squares of `src`, as `deposit` does for what it wrote.
 
-    Args:
-        src: fp32, bf16 or fp16, contiguous, [n].
-        pool: the threads to use on host memory; None is the calling thread alone.
+    Arguments:
+        src: any gradient: fp32, bf16 or fp16, contiguous, [n].
+        pool: the threads to use on host memory; `None` for the calling thread alone.
 
     Raises:
         ValueError: `src` is not contiguous.
@@ -98,11 +99,13 @@ def squared_norm(src: Tensor, *, pool: Pool | None) -> float | Tensor:
 
 
 def _require_flat(tensor: Tensor, what: str) -> None:
+    """Refuse a tensor that is not contiguous: native code gets its address alone. `what` names it."""
     if not tensor.is_contiguous():
         raise ValueError(f"{what} must be contiguous; its shape is {tuple(tensor.shape)}, strides {tensor.stride()}")
 
 
 def _deposit_in_torch(dst: Tensor, src: Tensor, parts: Ranges, *, add: bool) -> Sequence[Tensor]:
+    """Do in torch operations, on any device, what `deposit_parts` does on the host."""
     if add:
         dst.add_(src)
     else:
@@ -111,11 +114,9 @@ def _deposit_in_torch(dst: Tensor, src: Tensor, parts: Ranges, *, add: bool) -> 
 
 
 def _squared_norms_in_torch(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
-    """One reduction of all of them together, which reads low precision as it is.
-
-    Summed in fp64, as on the host: what is left of the order of summation is far below the fp32 that a norm is rounded
-    to, so that clipping is the same wherever a gradient was measured.
-    """
+    """Return the sums of squares of several tensors, by one reduction that reads low precision as it is."""
     if not tensors:
         return ()
+    # In fp64, as on the host: what is left of the order of summation is far below the fp32 that a norm is rounded to,
+    # so that clipping is the same wherever a gradient was measured.
     return torch.stack(torch._foreach_norm(list(tensors), 2, dtype=torch.float64)).square().unbind()

@@ -5,8 +5,6 @@ the compiler decides which products it fuses into sums, and its division and squ
 Not compiled, the reference runs: the host's bits, for many passes over memory.
 """
 
-from __future__ import annotations
-
 import contextlib
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -17,11 +15,11 @@ import torch
 from torch import Tensor
 
 from penstock.rules.compiler import has_compiler
-from penstock.rules.dither import PARAM, random_words, round_up_by, step_key
+from penstock.rules.dither import step_key
 from penstock.rules.exact import fp32
-from penstock.rules.master import read_master, write_master
+from penstock.rules.master import read_master
 from penstock.rules.rule import Segment, StateSpec
-from penstock.rules.storage import read_state, write_state
+from penstock.rules.storage import Rounding, read_state, write_param, write_state
 
 Pass = Callable[..., None]
 
@@ -34,7 +32,7 @@ class Operations(NamedTuple):
 
 
 class Traced(NamedTuple):
-    """The scalars of an update as 0-dim tensors, so that a new learning rate compiles nothing, and its flags."""
+    """A hyper inside of a compiled update: scalars are 0-dim tensors, so that a new learning rate compiles nothing."""
 
     scalars: Any
     flags: Any
@@ -50,17 +48,17 @@ def one_pass(
     numbers: Tensor,
     key_and_first: Tensor,
 ) -> None:
-    """Update in place; everything before `tensors` is fixed for a compilation.
+    """Update one segment in place. Everything before `tensors` is fixed for a compilation.
 
-    Args:
-        arithmetic: of the rule.
+    Arguments:
+        arithmetic: the rule's `Fused.arithmetic`.
         specs: the states that the update uses.
         make_scalars: the rule's NamedTuple of scalars.
-        flags: the rule's NamedTuple of flags.
-        stochastic: bf16 is rounded by random bits.
-        tensors: param, grad, master, states and their scales.
-        numbers: fp32: the factor on the gradient, and the scalars.
-        key_and_first: int64: the key of the step's random bits, and the number of the first element.
+        flags: the rule's flags, a NamedTuple.
+        stochastic: whether bf16 is rounded by random bits.
+        tensors: param, grad, master, states and their scales, as a `Segment` has them.
+        numbers: the factor on the gradient, then the scalars: fp32, [1 + scalars].
+        key_and_first: the key of the step's random bits, and the number of the first element: int64, [2].
     """
     param, grad, master, states, scales = tensors
     scale, *scalars = numbers.unbind()
@@ -69,34 +67,30 @@ def one_pass(
     p = read_master(param, master)
     hyper = Traced(make_scalars(*scalars), flags)
     p = arithmetic(p, grad.float() * scale, values, hyper, Operations(_plain_fma, torch.sqrt))
+    rounding = Rounding(key, first, param.numel(), param.device) if stochastic else None
     for k, spec in enumerate(specs):
-        if stochastic and spec.dtype == torch.bfloat16:
-            words = random_words(key, first, param.numel(), k // 2, param.device)
-            states[k].copy_(round_up_by(values[k], words, k))
-        else:
-            write_state(spec, states[k], scales[k], values[k])
-    if stochastic and master is None and param.dtype == torch.bfloat16:
-        param.copy_(round_up_by(p, random_words(key, first, param.numel(), PARAM // 2, param.device), PARAM))
-    else:
-        write_master(param, master, p)
+        write_state(spec, states[k], scales[k], values[k], rounding, k)
+    write_param(param, master, p, rounding)
 
 
 def compile_pass(backend: Any = "inductor") -> Pass:
     """Return `one_pass` compiled, for one rule.
 
-    It is compiled anew for each combination of flags and dtypes, and the compiler gives up after a few of one piece of
-    code. So every rule has a copy of its own.
+    Arguments:
+        backend: the compiler's back end, as `torch.compile` takes it.
     """
+    # The function is compiled anew for each combination of flags and dtypes, and after a few of one piece of code the
+    # compiler gives up. So every rule has a copy of its own.
     copy = FunctionType(one_pass.__code__.replace(), one_pass.__globals__, one_pass.__name__)
     compiled: Pass = torch.compile(copy, fullgraph=True, dynamic=True, backend=backend)
     return compiled
 
 
 class DeviceUpdate:
-    """Runs `one_pass` compiled where the device's compiler is there, else what it is given instead.
+    """Runs updates by `one_pass`, compiled, where torch has a compiler for the device, and else in another way.
 
-    Args:
-        compiled: `None` decides by the device; tests choose.
+    Arguments:
+        compiled: a compiled `one_pass`; `None` has it compiled at the first update, if the device has a compiler.
     """
 
     def __init__(self, compiled: Pass | None = None) -> None:
@@ -106,13 +100,13 @@ class DeviceUpdate:
     def __call__(
         self, rule: Any, segments: Sequence[tuple[Segment, Any]], grad_scale: float, otherwise: Callable[..., None]
     ) -> None:
-        """Update segments of a rule, each with its hyper.
+        """Update segments.
 
-        Args:
-            rule: theirs.
-            segments: of one device, one or more.
-            grad_scale: factor on the gradient.
-            otherwise: `otherwise(rule, segments, grad_scale)` is the way without a compiler.
+        Arguments:
+            rule: the rule, a `Fused`.
+            segments: the segments, one or more, all on one device, each with its scalars.
+            grad_scale: the factor on the gradient.
+            otherwise: `otherwise(rule, segments, grad_scale)` updates them without a compiler.
         """
         device = segments[0][0].param.device
         if not self._decided:
@@ -121,6 +115,7 @@ class DeviceUpdate:
                 self._compiled = compile_pass()
         if self._compiled is None:
             return otherwise(rule, segments, grad_scale)
+        # For a tensor without elements the compiler would make another kernel.
         segments = [(segment, hyper) for segment, hyper in segments if segment.param.numel()]
         if not segments:
             return None
@@ -145,7 +140,9 @@ class DeviceUpdate:
             )
             try:
                 self._compiled(*arguments)
-            except Exception as error:  # compilation fails before anything has run
+            except Exception as error:
+                # Compilation fails before anything of this segment has run, so it is updated in the other way, and so
+                # are those behind it. Those before it are done: a second update would be one too many.
                 warnings.warn(
                     f"torch.compile failed for the update on {device} ({type(error).__name__}: {error}). Updates there "
                     "run in plain torch operations: the same result in more passes over memory.",
@@ -159,10 +156,9 @@ class DeviceUpdate:
 def _numbers_of(
     rule: Any, segments: Sequence[tuple[Segment, Any]], grad_scale: float, device: torch.device
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """What `one_pass` calls `numbers` and `key_and_first`, for each segment.
+    """Give what `one_pass` calls `numbers` and `key_and_first`, for each segment, on the device.
 
-    All of them are written in host memory that the device copies from without the host waiting for it, and copied at
-    once. What is equal is there once.
+    The numbers of all segments are copied together, equal ones once: a copy costs the host as much as a kernel does.
     """
     rows: dict[tuple[float, ...], int] = {}
     places: dict[tuple[int, int], int] = {}
@@ -175,7 +171,8 @@ def _numbers_of(
             place = key - (1 << 64) if key >> 63 else key, segment.first
         found.append((rows.setdefault(row, len(rows)), len(row), places.setdefault(place, len(places))))
     width = max(length for _, length, _ in found)
-    width += -width % 4  # every row on 16 bytes, as a compiled kernel wants its inputs
+    # Every row begins on 16 bytes: before a compiled kernel runs, torch copies inputs that do not.
+    width += -width % 4
     scalars = _on_device([[*row, *[0.0] * (width - len(row))] for row in rows], torch.float32, device)
     keys_and_firsts = _on_device([list(place) for place in places], torch.int64, device)
     for number, length, at in found:
@@ -183,20 +180,25 @@ def _numbers_of(
 
 
 def _on_device(rows: list[list[Any]], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Make a tensor of rows of numbers on a device, [rows, columns]."""
     values = torch.tensor(rows, dtype=dtype, device="cpu")
-    if device.type != "cpu":  # from pageable memory the host would wait for what the device was given before
-        with contextlib.suppress(RuntimeError):  # where memory may not be locked, it does
+    if device.type != "cpu":
+        # A copy from pageable memory has the host wait for all that the device was given before. Where memory may not
+        # be page-locked, it does wait, and the values are the same.
+        with contextlib.suppress(RuntimeError):
             values = values.pin_memory()
+    # The pinned values go out of use before the copy is over. torch keeps such memory until then.
     return values.to(device, non_blocking=True)
 
 
 def rounds_by_its_place(rule: Any, segment: Segment, hyper: Any) -> bool:
-    """Whether some of a segment is rounded by random bits, which its elements' numbers choose."""
+    """Whether some of a segment is rounded by random bits, which depend on the number of each element."""
     rounded = [spec.dtype for spec in rule.states[: rule.used(hyper)]]
     rounded += [segment.param.dtype] if segment.master is None else []
     return rule.format.stochastic and torch.bfloat16 in rounded
 
 
 def _plain_fma(a: Any, b: Tensor, c: Tensor) -> Tensor:
+    """Return a * b + c, rounded once or twice as the compiler likes."""
     product: Tensor = a * b
     return product + c

@@ -16,8 +16,6 @@ Source: G. Steele, D. Lea and C. Flood, "Fast splittable pseudorandom number gen
 C. Wellons, "Prospecting for hash functions", 2018, for the 32-bit constants.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 
@@ -32,19 +30,19 @@ PARAM = 3
 
 
 def step_key(seed: int, step: int) -> int:
-    """Return the 64-bit key of one step."""
+    """Return the 64-bit key of a step's random bits."""
     return _mix(_mix(seed & _MASK64) ^ step)
 
 
 def random_words(key: int | Tensor, first: int | Tensor, numel: int, draw: int, device: torch.device) -> Tensor:
     """Return the 32-bit words of elements `first` to `first + numel`, as int64.
 
-    Args:
-        key: from `step_key`; as a tensor int64, with the same bits.
-        first: a multiple of 256.
-        numel: how many.
-        draw: 0 or 1.
-        device: where.
+    Arguments:
+        key: the step's key (`step_key`); as a tensor int64, 0-dim, with the same bits.
+        first: the number of the first element, a multiple of 256; as a tensor int64, 0-dim.
+        numel: how many words.
+        draw: 0 for the states 0 and 1, 1 for state 2 and the parameter.
+        device: where to compute them.
     """
     blocks = torch.arange(-(-numel // BLOCK_NUMEL), dtype=torch.int64, device=device) + first // BLOCK_NUMEL
     key = _signed(key) if isinstance(key, int) else key
@@ -61,10 +59,13 @@ def round_up_by(value: Tensor, words: Tensor, what: int) -> Tensor:
 
     What bf16 holds exactly stays as it is, and so do infinities; a NaN stays one.
 
-    Args:
-        value: fp32, [n].
-        words: from `random_words`, [n].
-        what: number of the state, or `PARAM`: odd ones take the high 16 bits of a word.
+    Arguments:
+        value: the values, fp32, [n].
+        words: a word for each (`random_words`), int64, [n].
+        what: the number of the state, or `PARAM`: odd ones take the high 16 bits of a word, even ones the low.
+
+    Returns:
+        bf16, [n].
     """
     added = (words >> 16 if what % 2 else words & 0xFFFF).to(torch.int32)
     bits = value.contiguous().view(torch.int32)
@@ -73,21 +74,24 @@ def round_up_by(value: Tensor, words: Tensor, what: int) -> Tensor:
 
 
 def _mix(x: int) -> int:
+    """Mix 64 bits, so that every bit of the result depends on every bit of `x`."""
     x = (x ^ (x >> 30)) * _FIRST & _MASK64
     x = (x ^ (x >> 27)) * _SECOND & _MASK64
     return x ^ (x >> 31)
 
 
 def _mix_tensor(x: Tensor) -> Tensor:
-    """`_mix` in int64, whose products wrap around; the shifts bring in zeros."""
+    """Mix the bits of int64 values as `_mix` does: their products wrap around at 2^64."""
     x = (x ^ _shifted(x, 30)) * _signed(_FIRST)
     x = (x ^ _shifted(x, 27)) * _signed(_SECOND)
     return x ^ _shifted(x, 31)
 
 
 def _shifted(x: Tensor, by: int) -> Tensor:
+    """Shift the bits of int64 values to the right and bring in zeros, where `>>` would bring in the sign."""
     return (x >> by) & ((1 << (64 - by)) - 1)
 
 
 def _signed(x: int) -> int:
+    """Return the int64 that has the bits of a 64-bit number without sign."""
     return x - (1 << 64) if x >> 63 else x

@@ -1,7 +1,5 @@
 """Arithmetic that plain torch does not offer with a known rounding."""
 
-from __future__ import annotations
-
 import ctypes
 
 import torch
@@ -28,13 +26,13 @@ def fma(a: float | Tensor, b: Tensor, c: Tensor) -> Tensor:
     The product of two fp32 values is exact in fp64. The sum is rounded to odd there (the last bit tells whether
     anything was lost), after which rounding to fp32 gives what one rounding of the exact sum gives.
 
-    Args:
-        a: fp32 tensor, or a Python number that fp32 can hold.
-        b: fp32 tensor.
-        c: fp32 tensor.
+    Arguments:
+        a: the first factor, fp32, of the shape of `b` or 0-dim; or a Python number that fp32 can hold.
+        b: the second factor, fp32, of any shape.
+        c: the summand, fp32, of the same shape.
 
     Returns:
-        fp32 tensor.
+        fp32, of the same shape.
 
     Source:
         S. Boldo and G. Melquiond, "Emulation of FMA and correctly rounded sums: proved algorithms using rounding to

@@ -1,7 +1,5 @@
 """What rules with kernels of their own share: one native pass on the host, and a reference in plain torch."""
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -20,19 +18,19 @@ from penstock.rules.exact import fp32
 from penstock.rules.master import read_master
 from penstock.rules.native import dtype_of, master_kind_of, storage_of
 from penstock.rules.rule import BLOCK_NUMEL, PIECE_NUMEL, Hyper, Scalars, Segment, StateSpec
-from penstock.rules.storage import Rounding, StateFormat, read_state, write_param, write_state
+from penstock.rules.storage import StateFormat, read_state, rounding_of, write_param, write_state
 
 
 @dataclass(frozen=True)
 class FusedHyper(Hyper):
     """The scalars of one update, each a value that fp32 holds.
 
-    Args:
-        kernel: the native kernel.
+    Arguments:
+        kernel: the native kernel that computes the update.
         sign: -1 to maximize, else 1.
         scalars: a NamedTuple of floats, in the order of the native kernel.
         flags: a NamedTuple of what is fixed for a run, in the order of the native kernel.
-        step: which step's random bits; 0 where there are none.
+        step: the step whose random bits round the values; 0 where no random bits do.
     """
 
     kernel: _native.Rule
@@ -43,7 +41,7 @@ class FusedHyper(Hyper):
 
     @property
     def keeps_zeros(self) -> bool:
-        """Zero over zero is a NaN: a divisor needs eps."""
+        """Whether zeros stay zero: they do unless a divisor without `eps` makes 0 / 0 of them, a NaN."""
         return bool(getattr(self.scalars, "eps", 1.0) > 0)
 
 
@@ -55,11 +53,12 @@ EXACT = Operations(exact.fma, exact.sqrt)
 class Fused(ABC):
     """A rule with native kernels.
 
-    Args:
-        name: as in reports.
+    Arguments:
+        name: the rule's name in reports and checkpoints.
         format: how the states are stored.
-        on_device: how segments on an accelerator are updated.
-        unknown: options of the user's class that this rule does not know, and the value at which each asks for nothing.
+        on_device: updates the segments that are on an accelerator.
+        unknown: options of the user's class that this rule does not know, each with the value at which it asks for
+            nothing.
     """
 
     name: str
@@ -84,8 +83,12 @@ class Fused(ABC):
         """None beside the step count."""
         return ()
 
-    def check(self, group: Mapping[str, Any]) -> None:
-        """Raise `ConfigError` for the first option of a parameter group that the update would not obey, by name."""
+    def _check(self, group: Mapping[str, Any]) -> None:
+        """Refuse a parameter group with an option that the update would not obey.
+
+        Raises:
+            ConfigError: it names the first such option.
+        """
         for option in self.refused:
             if group.get(option):
                 raise ConfigError(
@@ -109,36 +112,58 @@ class Fused(ABC):
                     f"not know. Set {option}={nothing!r} in every parameter group."
                 )
 
-    @abstractmethod
     def hyper(self, group: Mapping[str, Any], step: int, scalars: Scalars = {}) -> FusedHyper:  # noqa: B006
         """Read a parameter group; see `Rule.hyper`."""
+        del scalars
+        self._check(group)
+        kernel, values, flags = self.read_group(group, step)
+        sign = -1.0 if group.get("maximize") else 1.0
+        return FusedHyper(kernel, sign, values, flags, step if self.format.stochastic else 0)
+
+    @abstractmethod
+    def read_group(self, group: Mapping[str, Any], step: int) -> tuple[_native.Rule, Any, Any]:
+        """Read the native kernel of an update, its scalars and its flags from a parameter group.
+
+        Arguments:
+            group: the group, which was checked.
+            step: how many updates there will have been with this one.
+
+        Raises:
+            ConfigError: the group asks for state that `prepare` has made no memory for.
+        """
 
     @abstractmethod
     def arithmetic(
         self, p: Tensor, g: Tensor, states: list[Tensor], hyper: FusedHyper | Traced, ops: Operations
     ) -> Tensor:
-        """Return the updated parameter, and put the updated states in the list; every operation rounds on its own.
+        """Return the updated parameter, and put the updated states in the list.
 
-        Args:
-            p: fp32, [n].
+        Each operation rounds on its own, so the order and the grouping of operations decide the bits.
+
+        Arguments:
+            p: the parameter, fp32, [n].
             g: the gradient, scaled and negated as it has to be, fp32, [n].
-            states: fp32, [n] each.
-            hyper: flags, and scalars that are Python numbers or 0-dim tensors.
-            ops: the operations of the back end.
+            states: the states that the update uses, fp32, [n] each.
+            hyper: the flags, and scalars that are Python numbers or 0-dim tensors.
+            ops: the two operations that each back end rounds in its own way.
         """
 
     def used(self, hyper: FusedHyper) -> int:
-        """How many of the states, from the first, this update uses."""
+        """Return how many of the states, from the first, this update uses."""
         del hyper
         return len(self.states)
 
     def advance(self, hyper: Hyper) -> Scalars:
-        """No scalars beside the step count."""
+        """Return nothing: there are no scalars beside the step count."""
         del hyper
         return {}
 
     def update(self, segment: Segment, hyper: Hyper, grad_scale: float, pool: Pool | None) -> None:
-        """Apply the rule to one segment, in one pass, in place. Raises `TypeError` for dtypes without a kernel."""
+        """Apply the rule to one segment, in one pass, in place; see `Rule.update`.
+
+        Raises:
+            TypeError: there is no kernel for a dtype of the segment.
+        """
         self.update_many([(segment, hyper)], grad_scale, pool)
 
     def update_many(self, segments: Iterable[tuple[Segment, Hyper]], grad_scale: float, pool: Pool | None) -> None:
@@ -154,6 +179,7 @@ class Fused(ABC):
             self.on_device(self, elsewhere, grad_scale, update_in_torch)
 
     def _update_native(self, segment: Segment, hyper: FusedHyper, grad_scale: float, pool: Pool | None) -> None:
+        """Update a segment of host memory by the native kernel."""
         param, stochastic = segment.param, self.format.stochastic
         states = [
             (
@@ -163,6 +189,7 @@ class Fused(ABC):
             )
             for k, spec in enumerate(self.states[: self.used(hyper)])
         ]
+        # Addresses alone: a `Segment` has checked lengths and devices, and the functions around them the dtypes.
         _native.update(
             pool,
             hyper.kernel,
@@ -186,6 +213,7 @@ def update_reference(rule: Fused, segment: Segment, hyper: FusedHyper, grad_scal
     specs = rule.states[: rule.used(hyper)]
     factor = fp32(grad_scale * hyper.sign)
     for piece in segment.pieces():
+        # May be the very memory of the parameter: no rule writes into what it is given, each operation makes a tensor.
         p = _fp32_of(piece.param, piece.master)
         g = piece.grad.float() if factor == 1 else piece.grad.float() * factor
         states = [
@@ -193,19 +221,25 @@ def update_reference(rule: Fused, segment: Segment, hyper: FusedHyper, grad_scal
             for k, spec in enumerate(specs)
         ]
         p = rule.arithmetic(p, g, states, hyper, EXACT)
-        rounding = Rounding(piece, rule.format, hyper.step)
+        rounding = rounding_of(piece, rule.format, hyper.step)
         for k, spec in enumerate(specs):
             write_state(spec, piece.states[k], piece.scale(k), states[k], rounding, k)
-        write_param(piece, p, rounding)
+        write_param(piece.param, piece.master, p, rounding)
 
 
 def update_in_torch(rule: Fused, segments: Sequence[tuple[Segment, FusedHyper]], grad_scale: float) -> None:
     """Update segments of one device as `update_reference` does, the small ones of equal scalars together.
 
-    An operation of a device costs its host the same for few elements as for many.
+    An operation of a device costs the host the same for few elements as for many.
+
+    Arguments:
+        rule: the rule.
+        segments: the segments, each with its scalars.
+        grad_scale: the factor on the gradient.
     """
     alike: dict[tuple[Any, ...], list[Segment]] = {}
     for segment, hyper in segments:
+        # Alone: in a batch an element has another number, and other neighbours in its block of 256.
         if segment.param.numel() >= PIECE_NUMEL or _minds_its_place(rule, segment, hyper):
             update_reference(rule, segment, hyper, grad_scale)
         elif segment.param.numel():
@@ -226,7 +260,7 @@ def _minds_its_place(rule: Fused, segment: Segment, hyper: FusedHyper) -> bool:
 
 
 def _batches(segments: Iterable[Segment]) -> Iterator[list[Segment]]:
-    """Neighbours of at most `PIECE_NUMEL` elements together."""
+    """Divide segments among batches of at most `PIECE_NUMEL` elements, in order."""
     batch: list[Segment] = []
     numel = 0
     for segment in segments:
@@ -240,7 +274,7 @@ def _batches(segments: Iterable[Segment]) -> Iterator[list[Segment]]:
 
 
 def _update_together(rule: Fused, segments: Sequence[Segment], hyper: FusedHyper, grad_scale: float) -> None:
-    """Update a batch as one segment: a copy of all of them, one after the other, and back what was written."""
+    """Update a batch as one segment: copy its segments one after the other, update, and copy back what was written."""
     masters = [segment.master for segment in segments if segment.master is not None]
     states = [[segment.states[k] for segment in segments] for k in range(rule.used(hyper))]
     params = [segment.param for segment in segments]
@@ -253,15 +287,16 @@ def _update_together(rule: Fused, segments: Sequence[Segment], hyper: FusedHyper
     update_reference(rule, batch, hyper, grad_scale)
     sizes = [param.numel() for param in params]
     for targets, source in zip([params, masters, *states], [batch.param, batch.master, *batch.states], strict=True):
-        if source is not None:
+        if source is not None:  # without masters there is nothing to copy back
             torch._foreach_copy_(targets, torch.split(source, sizes))
 
 
 def _fp32_of(param: Tensor, master: Tensor | None) -> Tensor:
-    """The values behind a parameter: where they lie as fp32, not a copy."""
+    """Return the fp32 values behind a parameter, [n]: the very memory where it is fp32, else a copy."""
     values = param if master is None else master
     return values if values.dtype == torch.float32 else read_master(param, master)
 
 
 def _address(tensor: Tensor | None) -> int:
+    """Return where a tensor begins; 0 for none."""
     return 0 if tensor is None else tensor.data_ptr()

@@ -13,12 +13,11 @@ own classes are known; of another class its author says so with `elementwise`, a
 believed.
 """
 
-from __future__ import annotations
-
 import inspect
 from collections import OrderedDict, defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -29,7 +28,7 @@ from penstock.errors import ConfigError
 from penstock.rules.exact import fp32
 from penstock.rules.master import read_master
 from penstock.rules.rule import BLOCK_NUMEL, Hyper, Scalars, Segment
-from penstock.rules.storage import Rounding, StateFormat, read_state, write_param, write_state
+from penstock.rules.storage import StateFormat, read_state, rounding_of, write_param, write_state
 
 #: torch shares an operation on up to 32,768 elements with no other thread.
 _ALONE_NUMEL = 1 << 14
@@ -49,7 +48,7 @@ def elementwise(cls: C) -> C:
     A subclass has to be declared itself.
 
     Arguments:
-        cls: a `torch.optim.Optimizer` class.
+        cls: a class of `torch.optim.Optimizer`.
 
     Returns:
         The same class.
@@ -78,37 +77,27 @@ def is_declared(cls: type) -> bool:
 class GenericHyper(Hyper):
     """A group's options at one step, and the scalars of the parameters that share them.
 
-    Args:
-        group: the options, without parameters.
-        step: 1 at the first update.
-        scalars: before the update.
-        names: the states that this group's options call for.
+    Arguments:
+        group: the group's options, without its parameters.
+        step: the number of the update, 1 at the first.
+        scalars: the parameters' own scalars, as they are before the update.
     """
 
     group: Mapping[str, Any]
     step: int
     scalars: Scalars
-    names: tuple[str, ...]
 
     @property
     def keeps_zeros(self) -> bool:
-        """Nothing is known of what the class makes of zeros."""
+        """Whether zeros stay zero: nothing is known of what the class makes of them."""
         return False
-
-
-@dataclass(frozen=True)
-class _Found:
-    """What a class keeps of one parameter: per-element states by name, and scalars with how to make one of a number."""
-
-    states: tuple[str, ...]
-    scalars: Mapping[str, Any]
 
 
 class Generic:
     """The rule that is the user's own class.
 
-    Args:
-        optimizer: of that class; its options are tried out.
+    Arguments:
+        optimizer: an optimizer of that class; the options of its groups are tried out.
         format_: how the states are stored: fp32 or bf16.
 
     Raises:
@@ -124,15 +113,18 @@ class Generic:
                 f"Options(state_dtype='int8') is not for {self.name}, whose states may have any range. Use 'fp32' or "
                 "'bf16', or one of AdamW, Adam, SGD, Adagrad, Lion."
             )
+        # What the class's constructor has set beside state and groups. LR schedulers replace `step` on the object; the
+        # class's own is wanted here.
         hidden = ("state", "param_groups", "step")
         self._attributes = {name: value for name, value in vars(optimizer).items() if name not in hidden}
-        # Hooks of the user's optimizer are for whole steps.
+        # Hooks of the user's optimizer are for whole steps: they would run for every piece.
         self._attributes |= {name: OrderedDict() for name in self._attributes if name.endswith("_hooks")}
-        found = [self._try_out(_options(group)) for group in optimizer.param_groups]
-        self._scalars: dict[str, Any] = {}
-        for each in found:
-            self._scalars |= each.scalars
-        names = dict.fromkeys(name for each in found for name in each.states)
+        names: dict[str, None] = {}
+        self._scalars: dict[str, Any] = {}  # how each scalar is made of a number
+        for group in optimizer.param_groups:
+            states, scalars = self._try_out(_options(group))
+            names |= dict.fromkeys(states)
+            self._scalars |= scalars
         self.states = tuple(format_.spec(name, signed=True, begins_with_update=True) for name in names)
         self.scalar_names = tuple(self._scalars)
 
@@ -140,12 +132,12 @@ class Generic:
         """Read a parameter group; see `Rule.hyper`."""
         options = _options(group)
         scalars = {name: value for name, value in scalars.items() if name in self._scalars}
-        if step > 1 and "step" in self._scalars:
+        if step > 1 and "step" in self._scalars:  # which is not kept twice
             scalars.setdefault("step", step - 1)
-        return GenericHyper(options, step, scalars, tuple(spec.name for spec in self.states))
+        return GenericHyper(options, step, scalars)
 
     def advance(self, hyper: Hyper) -> Scalars:
-        """Return the scalars after the update: of one element that is zero."""
+        """Return the parameters' own scalars after an update, as one on a single zero leaves them."""
         assert isinstance(hyper, GenericHyper)
         if not self._scalars:
             return {}
@@ -153,11 +145,11 @@ class Generic:
         def zero() -> Tensor:
             return torch.zeros(1, dtype=torch.float32, device="cpu")
 
-        _, state = self._run(hyper, zero(), zero(), {name: zero() for name in hyper.names})
+        _, state = self._run(hyper, zero(), zero(), {spec.name: zero() for spec in self.states})
         return {name: _number(state[name]) for name in self._scalars if state.get(name) is not None}
 
     def update(self, segment: Segment, hyper: Hyper, grad_scale: float, pool: Pool | None) -> None:
-        """Run the class on a segment, piece by piece; see `Rule.update`. A pool stands for torch's own threads."""
+        """Run the class on a segment, piece by piece; see `Rule.update`. With a pool torch uses its own threads."""
         assert isinstance(hyper, GenericHyper)
         for piece in _pieces(segment, pool):
             numel = piece.param.numel()
@@ -167,18 +159,21 @@ class Generic:
                 spec.name: _padded(read_state(spec, values, None))
                 for spec, values in zip(self.states, piece.states, strict=True)
             }
+            # 1. The class's own step, on tensors that nobody else has.
             value, after = self._run(hyper, value, grad, states)
+            # 2. Refuse what it has begun to keep since it was tried out: dropped, the next step would be another one.
             unknown = [name for name, v in after.items() if v is not None and name not in (*states, *self._scalars)]
             if unknown:
                 raise ConfigError(
                     f"{self._class.__qualname__} began to keep {unknown[0]!r} after prepare(), which made no memory "
                     "for it. Prepare again with the options that call for it."
                 )
-            rounding = Rounding(piece, self._format, hyper.step)
+            # 3. Write back, without the zeros that filled the piece up.
+            rounding = rounding_of(piece, self._format, hyper.step)
             for k, spec in enumerate(self.states):
                 if after.get(spec.name) is not None:
                     write_state(spec, piece.states[k], None, after[spec.name][:numel], rounding, k % 3)
-            write_param(piece, value[:numel], rounding)
+            write_param(piece.param, piece.master, value[:numel], rounding)
 
     def update_many(self, segments: Iterable[tuple[Segment, Hyper]], grad_scale: float, pool: Pool | None) -> None:
         """Run the class on segments; see `Rule.update_many`."""
@@ -188,34 +183,62 @@ class Generic:
     def _run(
         self, hyper: GenericHyper, value: Tensor, grad: Tensor, states: Mapping[str, Tensor]
     ) -> tuple[Tensor, dict[str, Any]]:
-        """One step of the class on fp32 tensors of its own. Returns the value and the state afterwards."""
-        parameter = nn.Parameter(value)
-        parameter.grad = grad
+        """Run one step of the class on fp32 tensors of its own, [n] each. Return the value and the state afterwards."""
+        if hyper.step == 1:  # the class makes its state itself
+            return self._steps(hyper.group, value, [grad], {})
+        made = {name: self._scalars[name](number) for name, number in hyper.scalars.items()}
+        return self._steps(hyper.group, value, [grad], {**made, **states})
+
+    def _steps(
+        self, group: Mapping[str, Any], value: Tensor, grads: Iterable[Tensor], state: dict[str, Any]
+    ) -> tuple[Tensor, dict[str, Any]]:
+        """Run the class on one parameter, a step for each gradient. Return the value and the state afterwards.
+
+        Arguments:
+            group: the group's options.
+            value: the parameter before; changed in place.
+            grads: the gradients; the class may change them in place.
+            state: what the class keeps of the parameter before; empty at the first update.
+        """
+        # Without the constructor, whose arguments nobody knows: what it has set on the user's optimizer is copied.
         optimizer: torch.optim.Optimizer = object.__new__(self._class)
         vars(optimizer).update(self._attributes)
-        optimizer.param_groups = [{**hyper.group, "params": [parameter]}]
+        parameter = nn.Parameter(value)
+        optimizer.param_groups = [{**group, "params": [parameter]}]
         optimizer.state = defaultdict(dict)
-        if hyper.step > 1:
-            made = {name: self._scalars[name](number) for name, number in hyper.scalars.items()}
-            optimizer.state[parameter] = {**made, **states}
+        if state:
+            optimizer.state[parameter] = state
         with torch.no_grad():
-            optimizer.step()
+            for grad in grads:
+                parameter.grad = grad
+                optimizer.step()
         return parameter.detach(), dict(optimizer.state[parameter])
 
-    def _try_out(self, group: Mapping[str, Any]) -> _Found:
-        """Two steps on a small parameter, whole and in flat halves, which must agree. Returns what state there is."""
+    def _try_out(self, group: Mapping[str, Any]) -> tuple[tuple[str, ...], dict[str, Any]]:
+        """Take two steps on a small parameter, whole and in flat halves, and refuse a class for which they differ.
+
+        Arguments:
+            group: the options of a parameter group.
+
+        Returns:
+            The names of the per-element states; and the scalars by name, each with how to make one of a number.
+
+        Raises:
+            ConfigError: the class is not element-wise, or keeps state of another form.
+        """
         generator = torch.Generator("cpu").manual_seed(0)
         value, *grads = (
             torch.randn(_TRIAL_SHAPE, generator=generator, dtype=torch.float32, device="cpu") for _ in range(3)
         )
-        whole_value, whole = self._steps(group, value, grads)
+        # 1. On the whole parameter: what state there is, and of which form.
+        whole_value, whole = self._steps(group, value.clone(), [grad.clone() for grad in grads], {})
         states = tuple(n for n, v in whole.items() if isinstance(v, Tensor) and v.shape == value.shape)
         scalars: dict[str, Any] = {}
         for name, kept in whole.items():
             if name in states or kept is None:
                 continue
             if isinstance(kept, Tensor) and kept.dim() == 0:
-                scalars[name] = _Maker(kept.dtype)
+                scalars[name] = partial(torch.tensor, dtype=kept.dtype, device="cpu")
             elif isinstance(kept, bool | int | float):
                 scalars[name] = type(kept)
             else:
@@ -224,9 +247,11 @@ class Generic:
                     f"{self._class.__qualname__} keeps {name!r}, {form}, for a parameter of shape {_TRIAL_SHAPE}. "
                     "Penstock can carry state of the parameter's shape, and 0-dim state."
                 )
+        # 2. On flat halves, which have another shape: a class that looks at neighbours or at the shape ends elsewhere.
         half = value.numel() // 2
         for part in (slice(0, half), slice(half, None)):
-            part_value, state = self._steps(group, value.flatten()[part], [g.flatten()[part] for g in grads])
+            part_grads = [grad.flatten()[part].clone() for grad in grads]
+            part_value, state = self._steps(group, value.flatten()[part].clone(), part_grads, {})
             pairs = [(whole_value, part_value), *((whole[name], state.get(name)) for name in states)]
             alike = all(
                 b is not None and torch.allclose(a.flatten()[part], b, rtol=1e-4, atol=1e-7, equal_nan=True)
@@ -237,32 +262,15 @@ class Generic:
                     f"{self._class.__qualname__} is not element-wise: on a part of a parameter it computes something "
                     "else than on the whole. Penstock cuts parameters into flat parts."
                 )
-        return _Found(states, scalars)
-
-    def _steps(self, group: Mapping[str, Any], value: Tensor, grads: list[Tensor]) -> tuple[Tensor, dict[str, Any]]:
-        optimizer: torch.optim.Optimizer = object.__new__(self._class)
-        vars(optimizer).update(self._attributes)
-        parameter = nn.Parameter(value.clone())
-        optimizer.param_groups = [{**group, "params": [parameter]}]
-        optimizer.state = defaultdict(dict)
-        for grad in grads:
-            parameter.grad = grad.clone()
-            with torch.no_grad():
-                optimizer.step()
-        return parameter.detach(), dict(optimizer.state[parameter])
-
-
-@dataclass(frozen=True)
-class _Maker:
-    """Makes the 0-dim tensor of a number."""
-
-    dtype: torch.dtype
-
-    def __call__(self, number: float) -> Tensor:
-        return torch.tensor(number, dtype=self.dtype, device="cpu")
+        return states, scalars
 
 
 def _pieces(segment: Segment, pool: Pool | None) -> Iterator[Segment]:
+    """Cut a segment so that torch takes each piece with one thread, or shares it among all of them in whole blocks.
+
+    Elsewhere a thread's part could begin in the middle of a vector, where other instructions compute the element, and
+    its last bit would depend on the partition.
+    """
     if segment.param.device.type != "cpu":
         yield from segment.pieces()
         return
@@ -276,7 +284,7 @@ def _pieces(segment: Segment, pool: Pool | None) -> Iterator[Segment]:
 
 
 def _options(group: Mapping[str, Any]) -> dict[str, Any]:
-    """The group without its parameters. Refuses what changes how the class runs, not what it computes."""
+    """Return a group without its parameters; refuse options that change how the class runs, not what it computes."""
     for option in ("capturable", "differentiable"):
         if group.get(option):
             raise ConfigError(f"{option}=True is not supported. Set {option}=False in every parameter group.")
@@ -284,8 +292,10 @@ def _options(group: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _number(value: Any) -> Any:
+    """Return a scalar as a Python number."""
     return value.item() if isinstance(value, Tensor) else value
 
 
 def _padded(value: Tensor) -> Tensor:
+    """Fill a flat tensor up with zeros to whole blocks."""
     return torch.nn.functional.pad(value, (0, -value.numel() % BLOCK_NUMEL))

@@ -9,8 +9,6 @@ Both sums take the gradient's product in without rounding it first. The equation
 `penstock.optim.Lion` and of `lion_pytorch.Lion` in torch operations, bit for bit.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
@@ -23,7 +21,7 @@ from penstock.errors import ConfigError
 from penstock.rules.device import Operations, Traced
 from penstock.rules.exact import fp32
 from penstock.rules.fused import Fused, FusedHyper
-from penstock.rules.rule import Scalars, StateSpec
+from penstock.rules.rule import StateSpec
 
 
 class LionScalars(NamedTuple):
@@ -38,7 +36,7 @@ class LionScalars(NamedTuple):
 
 
 class LionFlags(NamedTuple):
-    """Nothing is fixed."""
+    """No flags: the same operations at every step."""
 
 
 @dataclass(frozen=True)
@@ -53,32 +51,27 @@ class Lion(Fused):
         """The moving average."""
         return (self.format.spec("exp_avg", signed=True),)
 
-    def hyper(self, group: Mapping[str, Any], step: int, scalars: Scalars = {}) -> FusedHyper:  # noqa: B006
-        """Read a parameter group; see `Rule.hyper`."""
-        self.check(group)
+    def read_group(self, group: Mapping[str, Any], step: int) -> tuple[_native.Rule, LionScalars, LionFlags]:
+        """Read the kernel, the scalars and the flags of an update; see `Fused.read_group`."""
+        del step
         if group.get("cautious_factor", 1) != 1:
             raise ConfigError(f"cautious_factor={group['cautious_factor']!r} is not supported by Penstock's Lion.")
         beta1, beta2 = group["betas"]
         lr = group["lr"]
-        return FusedHyper(
-            _native.Rule.LION,
-            -1.0 if group.get("maximize") else 1.0,
-            LionScalars(
-                decay=fp32(1 - lr * group["weight_decay"]),
-                beta1=fp32(beta1),
-                grad_weight1=fp32(1 - beta1),
-                beta2=fp32(beta2),
-                grad_weight2=fp32(1 - beta2),
-                neg_lr=fp32(-lr),
-            ),
-            LionFlags(),
-            step if self.format.stochastic else 0,
+        scalars = LionScalars(
+            decay=fp32(1 - lr * group["weight_decay"]),
+            beta1=fp32(beta1),
+            grad_weight1=fp32(1 - beta1),
+            beta2=fp32(beta2),
+            grad_weight2=fp32(1 - beta2),
+            neg_lr=fp32(-lr),
         )
+        return _native.Rule.LION, scalars, LionFlags()
 
     def arithmetic(
         self, p: Tensor, g: Tensor, states: list[Tensor], hyper: FusedHyper | Traced, ops: Operations
     ) -> Tensor:
-        """One update; see `Fused.arithmetic`."""
+        """Compute one update; see `Fused.arithmetic`."""
         c = hyper.scalars
         u = ops.fma(c.grad_weight1, g, states[0] * c.beta1)
         states[0] = ops.fma(c.grad_weight2, g, states[0] * c.beta2)

@@ -10,8 +10,6 @@ the nearest even bf16 on half of the ties alone, one value in 131,072, and there
 quiet NaN with remainder 0: rounding 0x7FFFFFFF up would make it -0.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 
@@ -19,18 +17,19 @@ from torch import Tensor
 def split_master(value: Tensor) -> tuple[Tensor, Tensor]:
     """Split fp32 values into bf16 parameters and int16 remainders, on any device.
 
-    Args:
-        value: fp32, any shape.
+    Arguments:
+        value: the values, fp32, of any shape.
 
     Returns:
-        bf16 and int16, each of the same shape; `join_master` gives back the bits of every value but a NaN's.
+        The parameters, bf16, and the remainders, int16, each of the same shape. `join_master` gives back the bits of
+        every value but a NaN's.
     """
     high, low = _halves(value)
     return high.to(torch.int16).view(torch.bfloat16), low.to(torch.int16)
 
 
 def _halves(value: Tensor) -> tuple[Tensor, Tensor]:
-    """The bits of the parameter, and of the remainder in the low 16 of each, as int32."""
+    """Return the bits of the parameters, and those of the remainders in the low 16 of each element, both as int32."""
     bits = value.contiguous().view(torch.int32)
     # Without its low bits a NaN stays one: it is not rounded up, and its remainder is 0.
     bits = torch.where(torch.isnan(value), (bits | 0x400000) & -0x10000, bits)
@@ -40,19 +39,24 @@ def _halves(value: Tensor) -> tuple[Tensor, Tensor]:
 def join_master(param: Tensor, remainder: Tensor) -> Tensor:
     """Put bf16 parameters and int16 remainders together to the fp32 values they came from, on any device.
 
-    Args:
-        param: bf16, any shape.
-        remainder: int16, the same shape.
+    Arguments:
+        param: the parameters, bf16, of any shape.
+        remainder: the remainders, int16, of the same shape.
 
     Returns:
-        fp32, the same shape.
+        The values, fp32, of the same shape.
     """
     high = param.contiguous().view(torch.int16).to(torch.int32) << 16
     return (high + remainder).view(torch.float32)
 
 
 def read_master(param: Tensor, master: Tensor | None) -> Tensor:
-    """Return a fresh fp32 copy of the values behind `param`, whatever form `master` has."""
+    """Return the fp32 values behind a parameter, in memory of their own.
+
+    Arguments:
+        param: where compute reads the parameter, of any shape.
+        master: what `param` lacks to the fp32 value: int16 remainders, an fp32 copy, or `None` where it lacks nothing.
+    """
     if master is None:
         return param.to(torch.float32, copy=True)
     if master.dtype == torch.int16:
@@ -61,11 +65,17 @@ def read_master(param: Tensor, master: Tensor | None) -> Tensor:
 
 
 def write_master(param: Tensor, master: Tensor | None, value: Tensor) -> None:
-    """Write fp32 values into `param` and `master`, whatever form `master` has; the reverse of `read_master`."""
+    """Write fp32 values into a parameter and its master; the reverse of `read_master`.
+
+    Arguments:
+        param: where compute reads the parameter, of any shape.
+        master: int16 remainders, an fp32 copy, or `None`.
+        value: the values, fp32, of the same shape.
+    """
     if master is None:
         param.copy_(value)
     elif master.dtype == torch.int16:
-        high, low = _halves(value)  # copying keeps the low 16 bits of each
+        high, low = _halves(value)  # the copies below keep the low 16 bits of each element
         param.view(torch.int16).copy_(high)
         master.copy_(low)
     else:

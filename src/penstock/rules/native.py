@@ -1,6 +1,4 @@
-"""The border to the native module: tensors become addresses here, after everything that could break was checked."""
-
-from __future__ import annotations
+"""How tensors are described to the native module, which gets their addresses and trusts what it is told of them."""
 
 import torch
 from torch import Tensor
@@ -14,8 +12,12 @@ DTYPES = {torch.float32: DType.FP32, torch.bfloat16: DType.BF16, torch.float16: 
 def dtype_of(tensor: Tensor, what: str) -> DType:
     """Return the native name of a tensor's dtype.
 
+    Arguments:
+        tensor: any tensor.
+        what: its name, for the message.
+
     Raises:
-        TypeError: the native kernels know no such dtype; `what` names the tensor.
+        TypeError: the native kernels know no such dtype.
     """
     dtype = DTYPES.get(tensor.dtype)
     if dtype is None:
@@ -24,10 +26,10 @@ def dtype_of(tensor: Tensor, what: str) -> DType:
 
 
 def master_kind_of(master: Tensor | None) -> Master:
-    """Return how `master` keeps the fp32 value behind a parameter.
+    """Return in which form a master keeps the fp32 value behind a parameter.
 
     Raises:
-        TypeError: `master` is neither None, int16 nor fp32.
+        TypeError: `master` is neither `None`, int16 nor fp32.
     """
     if master is None:
         return Master.NONE
@@ -41,8 +43,14 @@ def master_kind_of(master: Tensor | None) -> Master:
 def storage_of(spec: StateSpec, values: Tensor, scale: Tensor | None, *, stochastic: bool) -> Storage:
     """Return how a state is stored.
 
+    Arguments:
+        spec: how the rule says that it is stored.
+        values: what is stored.
+        scale: the scales of an 8-bit state; else `None`.
+        stochastic: whether bf16 is rounded by random bits.
+
     Raises:
-        TypeError: its tensors are not those of `spec`.
+        TypeError: the tensors are not what `spec` says.
     """
     scaled = spec.dtype == torch.uint8
     if (

@@ -11,9 +11,7 @@ from torch import Tensor
 
 from penstock._native import Pool
 
-__all__ = ["BLOCK_NUMEL", "PIECE_NUMEL", "Hyper", "Pool", "Rule", "Scalars", "Segment", "StateSpec"]
-
-#: Elements that a back end in plain torch takes at once: its temporaries stay small beside the tiles.
+#: How many elements a back end in plain torch takes at once, so that its temporaries stay small beside the tiles.
 PIECE_NUMEL = 1 << 22
 
 #: Random bits, and the scales of 8-bit states, belong to blocks of this many elements. Parameters, tiles and shards
@@ -28,12 +26,13 @@ Scalars = Mapping[str, Any]
 class StateSpec:
     """One per-element state of a rule, and how it is stored.
 
-    Args:
-        name: as torch names it.
-        dtype: float32, bfloat16, or uint8: a code of the dynamic 8-bit map, with one fp32 scale per block.
-        signed: whether the values may be negative; chooses the 8-bit map.
-        begins_with_update: torch has no such state before the first update, which initialises it: whoever sets it says
-            that there was one.
+    Arguments:
+        name: its name in torch, such as "exp_avg".
+        dtype: the dtype that it is stored in: float32, bfloat16, or uint8 for codes of the dynamic 8-bit map, with one
+            fp32 scale per block.
+        signed: whether the values may be negative; this chooses the 8-bit map.
+        begins_with_update: whether torch has no such state before the first update, which initialises it. Whoever sets
+            the state says by it that there was an update.
     """
 
     name: str
@@ -43,25 +42,26 @@ class StateSpec:
 
     @property
     def scale_name(self) -> str | None:
-        """The kind that holds the scales, one fp32 per block; `None` without scales."""
+        """The name of the kind that holds the scales, one fp32 per block; `None` without scales."""
         return f"{self.name}_scale" if self.dtype == torch.uint8 else None
 
 
 @dataclass(frozen=True)
 class Segment:
-    """A piece of a tile whose elements share a parameter group and a step count. Updated in place.
+    """A piece of a tile whose elements share a parameter group and a step count. It is updated in place.
 
-    All tensors are one-dimensional, contiguous, on one device and, the scales apart, of equal numel, [n].
+    All tensors are one-dimensional, contiguous, on one device and, the scales apart, of one length, [n].
 
-    Args:
-        param: compute dtype, fp32, bf16 or fp16; written by the update.
-        grad: fp32, bf16 or fp16; read only.
-        master: what `param` lacks to the fp32 value: int16 remainder (bf16 parameters), full fp32 copy, or None where
-            the parameter is the only copy (fp32, or bf16 rounded at every step).
-        states: in the order and the dtypes of the rule's `states`.
-        scales: for each 8-bit state fp32, [ceil(n / 256)], and None for the others; may be left out where all are None.
-        first: index of the first element among all elements of the optimizer: a multiple of 256, the same in every
-            partition. It numbers random bits.
+    Arguments:
+        param: the parameter in the compute dtype, fp32, bf16 or fp16; the update writes it.
+        grad: the gradient, fp32, bf16 or fp16; the update reads it.
+        master: what `param` lacks to the fp32 value: int16 remainders (of bf16 parameters), a full fp32 copy, or `None`
+            where the parameter is the only copy (fp32, or bf16 that is rounded at every step).
+        states: the states, in the order and the dtypes of the rule's `states`.
+        scales: the scales of each 8-bit state, fp32, [ceil(n / 256)], and `None` for the other states; it may be left
+            out where all are `None`.
+        first: the number of the first element among all elements of the optimizer: a multiple of 256, the same in every
+            partition. It chooses the random bits.
 
     Raises:
         ValueError: a tensor is not contiguous, or the tensors differ in numel or device.
@@ -86,7 +86,7 @@ class Segment:
             raise ValueError(f"a segment begins on a block of {BLOCK_NUMEL} elements, not at element {self.first}")
 
     def scale(self, index: int) -> Tensor | None:
-        """The scales of one state."""
+        """Return the scales of a state by its index; `None` where it has none."""
         return self.scales[index] if self.scales else None
 
     def pieces(self, numel: int = PIECE_NUMEL) -> Iterator[Segment]:
@@ -105,6 +105,7 @@ class Segment:
 
 
 def _require_alike(tensor: Tensor, wanted: int, numel: int, device: torch.device) -> None:
+    """Refuse a tensor of a segment that is not contiguous, not on its device, or not of the wanted length."""
     if tensor.numel() != wanted or tensor.device != device or not tensor.is_contiguous():
         raise ValueError(
             f"a segment takes contiguous tensors that are alike: param has {numel} elements on {device}, "
@@ -114,7 +115,7 @@ def _require_alike(tensor: Tensor, wanted: int, numel: int, device: torch.device
 
 @dataclass(frozen=True)
 class Hyper:
-    """The scalars of one update, ready for use: read from a parameter group once, then a value."""
+    """The scalars of one update, ready for use: they are read from a parameter group once and do not change."""
 
     @property
     def keeps_zeros(self) -> bool:
@@ -127,23 +128,23 @@ class Rule(Protocol):
 
     @property
     def name(self) -> str:
-        """As in reports and checkpoints: "adamw"."""
+        """The name in reports and checkpoints, such as "adamw"."""
 
     @property
     def states(self) -> tuple[StateSpec, ...]:
-        """The per-element states, under the names that torch gives them, and how they are stored."""
+        """The per-element states that some parameter group needs, and how they are stored."""
 
     @property
     def scalar_names(self) -> tuple[str, ...]:
-        """A parameter's own scalars, beside its step count."""
+        """The names of a parameter's own scalars, beside its step count."""
 
     def hyper(self, group: Mapping[str, Any], step: int, scalars: Scalars = {}) -> Hyper:  # noqa: B006 - never changed
-        """Read a parameter group.
+        """Read the scalars of an update from a parameter group.
 
-        Args:
+        Arguments:
             group: one of the optimizer's `param_groups`, as it is now.
             step: how many updates these parameters will have had with this one; 1 at the first.
-            scalars: the parameter's own, as `advance` returned them at its last update.
+            scalars: the parameters' own scalars, as `advance` returned them at their last update.
 
         Raises:
             ConfigError: the group asks for an option that this rule does not honour.
@@ -155,11 +156,11 @@ class Rule(Protocol):
     def update(self, segment: Segment, hyper: Hyper, grad_scale: float, pool: Pool | None) -> None:
         """Apply the rule to one segment, in one pass, in place.
 
-        Args:
+        Arguments:
             segment: what to update.
-            hyper: from `hyper` of the same rule.
-            grad_scale: the gradient is `float(grad) * grad_scale`: unscaling, averaging and clipping in one factor.
-            pool: the threads to use on host memory; None is the calling thread alone.
+            hyper: the scalars, as `hyper` of the same rule returned them.
+            grad_scale: the factor on the gradient: unscaling, averaging and clipping in one.
+            pool: the threads to use on host memory; `None` for the calling thread alone.
         """
 
     def update_many(self, segments: Iterable[tuple[Segment, Hyper]], grad_scale: float, pool: Pool | None) -> None:

@@ -1,6 +1,4 @@
-"""Which rule stands behind a user's optimizer."""
-
-from __future__ import annotations
+"""The choice of the rule that computes what a user's optimizer would."""
 
 import inspect
 from collections.abc import Callable, Mapping
@@ -23,17 +21,23 @@ Make = Callable[[torch.optim.Optimizer, StateFormat], Fused]
 
 
 def _uses(optimizer: torch.optim.Optimizer, option: str) -> bool:
+    """Whether some parameter group has an option on."""
     return any(group[option] for group in optimizer.param_groups)
 
 
 def _lion_of_lion_pytorch(optimizer: torch.optim.Optimizer, format_: StateFormat) -> Fused:
+    """Make the rule of `lion_pytorch.Lion`; refuse an option of the class that no parameter group shows."""
     if getattr(optimizer, "decoupled_wd", False):
         raise ConfigError("lion_pytorch.Lion(decoupled_weight_decay=True) is not supported. Use penstock.optim.Lion.")
     return Lion("lion", format_)
 
 
 def _unknown_options(optimizer: torch.optim.Optimizer, rule: Fused) -> dict[str, Any]:
-    """Options of the user's class beyond the rule's, such as those of a newer torch, and the constructor's defaults."""
+    """Find options of the user's class that the rule does not know, such as those of a newer torch.
+
+    Returns:
+        The default of the class's constructor for each, at which the option asks for nothing.
+    """
     constructor = inspect.signature(type(optimizer)).parameters
     known = {*rule.honoured, *rule.refused, *rule.without_effect}
     return {
@@ -43,7 +47,8 @@ def _unknown_options(optimizer: torch.optim.Optimizer, rule: Fused) -> dict[str,
     }
 
 
-#: By the exact class's full name, since a subclass may compute anything, and a package need not be imported.
+#: How a rule with native kernels is made, by the full name of the exact class: a subclass may compute anything, and the
+#: package of the class need not be imported.
 FUSED: Mapping[str, Make] = {
     "torch.optim.adamw.AdamW": lambda o, f: Adam("adamw", f, amsgrad=_uses(o, "amsgrad")),
     "torch.optim.adam.Adam": lambda o, f: Adam("adam", f, amsgrad=_uses(o, "amsgrad")),
@@ -71,10 +76,10 @@ NOT_ELEMENTWISE: Mapping[str, str] = {
 def rule_for(optimizer: torch.optim.Optimizer, format_: StateFormat = StateFormat()) -> Rule:  # noqa: B008
     """Return the rule that computes what `optimizer` would.
 
-    Args:
-        optimizer: exactly one of the classes in docs/rules.md, not a subclass. `foreach` and `fused` only choose among
-            torch's back ends and have no effect here.
-        format_: how its states are stored.
+    Arguments:
+        optimizer: an optimizer of exactly one of the classes in docs/rules.md, not of a subclass. `foreach` and `fused`
+            only choose among torch's back ends and have no effect here.
+        format_: how its states are to be stored.
 
     Raises:
         ConfigError: the class is not supported, or a parameter group sets an option that the rule does not honour; the

@@ -10,8 +10,6 @@ Without momentum there is no b. Every sum takes its product in without rounding 
 parameters and momentum are those of `torch.optim.SGD(foreach=False)`, bit for bit.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
@@ -23,7 +21,7 @@ from penstock.errors import ConfigError
 from penstock.rules.device import Operations, Traced
 from penstock.rules.exact import fp32
 from penstock.rules.fused import Fused, FusedHyper
-from penstock.rules.rule import Scalars, StateSpec
+from penstock.rules.rule import StateSpec
 
 
 class PlainScalars(NamedTuple):
@@ -60,8 +58,8 @@ class MomentumFlags(NamedTuple):
 class Sgd(Fused):
     """The rule of `torch.optim.SGD`.
 
-    Args:
-        momentum: whether some group has momentum.
+    Arguments:
+        momentum: whether some parameter group has momentum, and so the rule has a state.
     """
 
     momentum: bool = False
@@ -70,39 +68,33 @@ class Sgd(Fused):
 
     @property
     def states(self) -> tuple[StateSpec, ...]:
-        """The momentum, if any."""
+        """The momentum buffer, where some group has momentum."""
         return (self.format.spec("momentum_buffer", signed=True, begins_with_update=True),) if self.momentum else ()
 
-    def hyper(self, group: Mapping[str, Any], step: int, scalars: Scalars = {}) -> FusedHyper:  # noqa: B006
-        """Read a parameter group; see `Rule.hyper`."""
-        self.check(group)
+    def read_group(self, group: Mapping[str, Any], step: int) -> tuple[_native.Rule, Any, Any]:
+        """Read the kernel, the scalars and the flags of an update; see `Fused.read_group`."""
         l2, neg_lr = fp32(group["weight_decay"]), fp32(-group["lr"])
-        sign = -1.0 if group["maximize"] else 1.0
-        counted = step if self.format.stochastic else 0
         if group["momentum"] == 0:
-            return FusedHyper(_native.Rule.SGD, sign, PlainScalars(l2, neg_lr), PlainFlags(l2 != 0), counted)
+            return _native.Rule.SGD, PlainScalars(l2, neg_lr), PlainFlags(l2 != 0)
         if not self.momentum:
             raise ConfigError("momentum was turned on after prepare(), which made no memory for it. Prepare again.")
-        return FusedHyper(
-            _native.Rule.SGD_MOMENTUM,
-            sign,
-            MomentumScalars(l2, neg_lr, fp32(group["momentum"]), fp32(1 - group["dampening"])),
-            MomentumFlags(l2 != 0, first=step == 1, nesterov=bool(group["nesterov"])),
-            counted,
-        )
+        scalars = MomentumScalars(l2, neg_lr, fp32(group["momentum"]), fp32(1 - group["dampening"]))
+        flags = MomentumFlags(l2 != 0, first=step == 1, nesterov=bool(group["nesterov"]))
+        return _native.Rule.SGD_MOMENTUM, scalars, flags
 
     def used(self, hyper: FusedHyper) -> int:
-        """None without momentum."""
+        """Return how many states this update uses: none without momentum."""
         return int(hyper.kernel == _native.Rule.SGD_MOMENTUM)
 
     def arithmetic(
         self, p: Tensor, g: Tensor, states: list[Tensor], hyper: FusedHyper | Traced, ops: Operations
     ) -> Tensor:
-        """One update; see `Fused.arithmetic`."""
+        """Compute one update; see `Fused.arithmetic`."""
         c, flags = hyper.scalars, hyper.flags
         if flags.l2:
             g = ops.fma(c.l2, p, g)
         if states:
+            # torch's first momentum is the gradient itself, whatever the dampening.
             states[0] = g if flags.first else ops.fma(c.grad_weight, g, states[0] * c.momentum)
             g = ops.fma(c.momentum, states[0], g) if flags.nesterov else states[0]
         return ops.fma(c.neg_lr, g, p)
