@@ -15,8 +15,9 @@ from torch import nn
 
 from penstock._native import Pool
 from penstock.blueprint import Blueprint
-from penstock.engine.engine import Engine, Passes, State, Updates
+from penstock.engine.engine import Engine
 from penstock.engine.forked import leave_to_parent
+from penstock.engine.parts import Passes, State, Updates
 from penstock.engine.passes.activations import Activations
 from penstock.engine.passes.gather import Gatherer
 from penstock.engine.passes.hooks import Hooks
@@ -25,13 +26,14 @@ from penstock.engine.passes.mixing import MixedProducts
 from penstock.engine.passes.precision import InputCasts
 from penstock.engine.passes.reduce import Reducer
 from penstock.engine.passes.slices import SlicedBlock, sliced_blocks
+from penstock.engine.policy import StepPolicy
 from penstock.engine.state.access import Access, as_state
+from penstock.engine.state.gathered import Blocks
 from penstock.engine.state.loading import Loader
 from penstock.engine.state.moving import Mover
 from penstock.engine.state.saving import Saver
 from penstock.engine.units.alike import settle_buffers
 from penstock.engine.units.assemble import fill_unit, make_unit
-from penstock.engine.units.membership import Membership
 from penstock.engine.units.originals import replace_meta
 from penstock.engine.units.parameter import make_parameters
 from penstock.engine.units.source import agreeing, open_source
@@ -83,7 +85,7 @@ def construct(
     rig = _make_rig(blueprint, model, optimizer, memory.units, ranks, streams)
     engine = _connect(blueprint, rig, memory, council)
     in_child(engine, leave_to_parent)
-    prepared = Optimizer(optimizer, engine, blueprint.request.max_grad_norm)
+    prepared = Optimizer(optimizer, engine)
     # Loops that clear gradients through the model mean ours: parameters have none of their own.
     model.zero_grad = ModelZeroGrad(prepared, engine)  # type: ignore[method-assign]
     try:
@@ -182,14 +184,15 @@ def _connect(blueprint: Blueprint, rig: Rig, memory: _Memory, council: Council) 
     updates = _make_updates(blueprint, rig, staging, movement)
     computing = {spec.anchors[0] for spec in blueprint.specs if spec.dtype == request.compute_dtype}
     casts = InputCasts(request.compute_dtype, options.cast_inputs, computing, rig.streams.device)
-    membership = Membership(model, rig.units)
     activations = activations_for(blueprint, rig, store)
-    hooks = Hooks(rig, gatherer, reducer, casts, membership, updates.stepper if begins else None, activations)
+    hooks = Hooks(rig, gatherer, reducer, casts, updates.stepper if begins else None, activations)
+    passes = Passes(gatherer, reducer, hooks)
     mixing = casts.where_products_mix(model)
     sliced = sliced_blocks(blueprint.blocks(model), request.unit_micro_batches, request.batch_dim)
-    access = Access(rig, gatherer, reducer, updates.updater, hooks.watch_saved)
+    access = Access(rig, gatherer, reducer, updates.updater)
     state = State(
         access=access,
+        blocks=Blocks(rig, gatherer, access, hooks.forward.watch_saved),
         mover=Mover(
             rig,
             blueprint.units,
@@ -206,11 +209,17 @@ def _connect(blueprint: Blueprint, rig: Rig, memory: _Memory, council: Council) 
     return Engine(
         rig=rig,
         store=store,
-        passes=Passes(gatherer, reducer, hooks, membership),
+        passes=passes,
         updates=updates,
         state=state,
-        overlap=request.overlap,
-        options=options,
+        policy=StepPolicy(
+            rig,
+            passes,
+            updates,
+            access,
+            max_grad_norm=request.max_grad_norm,
+            waits=request.overlap not in ("forward", "backward"),
+        ),
         restore_model=partial(restore, model, [*sliced, *mixing, Idioms(model, rig.units)]),
     )
 

@@ -19,7 +19,6 @@ from penstock.engine.refusals import (
     check_backward_over,
     check_outside,
     check_step,
-    drop_own_gradients,
     scalars_of,
 )
 from penstock.engine.state.access import as_state
@@ -56,12 +55,11 @@ class Optimizer(torch.optim.Optimizer):
     program ends. In the child of a fork, every method raises `EngineError`.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer, engine: Engine, max_grad_norm: float | None) -> None:
+    def __init__(self, optimizer: torch.optim.Optimizer, engine: Engine) -> None:
         self._engine: Engine | None = None
         super().__init__(optimizer.param_groups, optimizer.defaults)
         self._given = optimizer
         self._engine = engine
-        self._max_grad_norm = max_grad_norm
 
     # Training
 
@@ -78,20 +76,7 @@ class Optimizer(torch.optim.Optimizer):
         Example:
             >>> optimizer.backward(model(**batch).loss)  # doctest: +SKIP
         """
-        engine = self._open("backward")
-        engine.rig.gradient_scale.check_not_clipped()  # before anything is dropped, as for a backward that fails
-        scale = engine.rig.gradient_scale.loss_scale
-        engine.passes.hooks.loss_is_scaled = True
-        try:
-            if scale != 1.0:
-                with torch.enable_grad():
-                    loss = loss.float() * scale  # in fp32: a loss in fp16 would overflow
-            loss.backward(retain_graph=retain_graph)  # type: ignore[no-untyped-call]
-        except BaseException:
-            engine.passes.hooks.abandon_backward()
-            raise
-        finally:
-            engine.passes.hooks.loss_is_scaled = False
+        self._open("backward").policy.backward(loss, retain_graph=retain_graph)
 
     @_public
     def step(self, closure: None = None) -> StepResult:  # type: ignore[override]
@@ -117,33 +102,13 @@ class Optimizer(torch.optim.Optimizer):
                 facts.update(scalars_of(self.param_groups, list(self._given.defaults)))
                 facts["the scale of gradients"] = engine.rig.gradient_scale.value
         self._given._opt_called = True  # type: ignore[attr-defined] # its schedulers look here for a step before theirs
-        measure, scale = engine.updates.stepper.measure(), engine.rig.gradient_scale
-        if not math.isfinite(measure.grad_norm):
-            engine.updates.stepper.skip()
-            engine.updates.skips.step_skipped(measure.flawed)
-            return StepResult(float("nan"), skipped=True, loss_scale=scale.loss_scale)
-        updated = {unit: slots for unit, slots in measure.present.items() if slots}
-        for unit in updated:  # of the others graphs may still go backward
-            engine.passes.gatherer.outdate(unit)
-        for unit, slots in updated.items():
-            unit.count_writes(slots)
-        engine.updates.stepper.update(measure, self._max_grad_norm)
-        engine.passes.gatherer.show_resident(engine.rig.units, wait=engine.overlap not in ("forward", "backward"))
-        engine.updates.skips.step_made()
-        return StepResult(measure.grad_norm, skipped=False, loss_scale=scale.loss_scale)
+        return engine.policy.step()
 
     @_public
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the accumulated gradients. They count as absent afterwards, whatever `set_to_none` says."""
         del set_to_none
-        engine = self._open("zero_grad")
-        if engine.passes.hooks.backward_open and not in_backward():
-            engine.passes.hooks.abandon_backward()
-        self._open("zero_grad", whole=True)
-        engine.passes.hooks.backward_failed = False
-        engine.passes.reducer.zero(engine.rig.units)
-        drop_own_gradients(engine.rig.units)
-        engine.rig.gradient_scale.renew()
+        self._open("zero_grad", whole=True).policy.zero_grad()
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Micro-batches whose backward is inside are summed on this rank, and reduced with the next one outside.
@@ -183,11 +148,7 @@ class Optimizer(torch.optim.Optimizer):
             self._open("clip_grad_norm_", whole=True)
             check_backward_over("clip_grad_norm_", engine)
             facts.update({"max_norm": limit, "norm_type": norm_type})
-        norm = (
-            engine.updates.stepper.measure().grad_norm if norm_type == 2 else engine.state.access.grad_norm(norm_type)
-        )
-        if math.isfinite(norm):
-            engine.rig.gradient_scale.clip *= min(1.0, limit / (norm + 1e-6))
+        norm = engine.policy.clip(limit, norm_type)
         return torch.tensor(norm, dtype=torch.float32, device="cpu")
 
     @_public
@@ -244,7 +205,7 @@ class Optimizer(torch.optim.Optimizer):
             facts["parameters"] = "all" if wanted is None else [engine.state.access.name(p) for p in wanted]
             facts["modify"] = modify
             engine.state.access.finish()
-        return Around(engine.state.access.gathered(wanted, modify=modify), partial(engine.turn, "gathered"))
+        return Around(engine.state.blocks.gathered(wanted, modify=modify), partial(engine.turn, "gathered"))
 
     @_public
     def full_param(self, parameter: nn.Parameter) -> Tensor:
@@ -487,7 +448,7 @@ class Optimizer(torch.optim.Optimizer):
             facts["verify"] = verify
         engine.state.saver.finish()
         extra = engine.state.loader.load(path, verify=verify)
-        engine.passes.hooks.backward_failed = False
+        engine.passes.hooks.backward.forget_failure()
         return extra
 
     def trace(self, path: str | PathLike[str]) -> AbstractContextManager[TraceReport]:
@@ -532,7 +493,7 @@ class Optimizer(torch.optim.Optimizer):
                 `keep_params=False` not once more, where it is on its way (`close` in a `finally`) or a `load` said it.
         """
         engine = self._engine
-        if engine is not None and engine.state.access.modifying:
+        if engine is not None and engine.state.blocks.modifying:
             raise EngineError(
                 "close() was called inside gathered(modify=True). Leave the block first: what was written there would "
                 "be lost."
@@ -585,9 +546,9 @@ class Optimizer(torch.optim.Optimizer):
         if self._engine is None:
             raise EngineError(f"{verb}() was called after close(). Prepare the model again to go on.")
         self._check_here(verb, self._engine)
-        hooks = self._engine.passes.hooks
-        if (whole or writes) and hooks.backward_open and not in_backward():
-            hooks.abandon_backward()  # it ended with an exception: what it has gathered must not outlive a change
+        backward = self._engine.passes.hooks.backward
+        if (whole or writes) and backward.is_open and not in_backward():
+            backward.abandon()  # it ended with an exception: what it has gathered must not outlive a change
         if whole and self._engine.updates.stepper.is_open:
             raise EngineError(
                 f"{verb}() was called between backward and step, and updates have begun in that backward. Call step() "

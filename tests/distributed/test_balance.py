@@ -35,17 +35,17 @@ def windows(rank: int, world_size: int) -> list[list[tuple[str, int, int]]]:
     streams = Counting()
     how = Movement(2, grads="cpu", optimizer="cpu").but(tile_bytes=4 * KIB)
     model, optimizer = prepared(Arithmetic(precision="bf16"), how, streams)
-    hooks = optimizer._engine.passes.hooks
-    settle = hooks._settle
+    backward = optimizer._engine.passes.hooks.backward
+    settle = backward._settle
     found: list[tuple[str, int, int]] = []
     before_the_end: list[int] = []  # windows that backward had left when it ended, by backward
-    end_backward = hooks._end_backward
+    end_backward = backward._end
 
     def end() -> None:
         before_the_end.append(len(found))
         end_backward()
 
-    hooks._end_backward = end
+    backward._end = end
 
     def note(unit: Unit) -> None:
         arrived = unit.trained.gradient.pending is not None
@@ -54,7 +54,7 @@ def windows(rank: int, world_size: int) -> list[list[tuple[str, int, int]]]:
             found.append((unit.name, unit.nbytes, streams.downloaded))
             streams.downloaded = 0
 
-    hooks._settle = note
+    backward._settle = note
     backwards = []
     for micro_batches in batches(world_size, 1)[:2]:
         streams.downloaded = 0

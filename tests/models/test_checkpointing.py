@@ -121,9 +121,9 @@ def train(
     for step in range(3):
         torch.manual_seed(step)
         loss = loss_of(model, Batch(step))
-        orders.append([unit.name for unit in engine.passes.hooks._forward_order.learned])
+        orders.append([unit.name for unit in engine.passes.hooks.orders.forward.learned])
         optimizer.backward(loss)
-        assert [unit.name for unit in engine.passes.hooks._forward_order.learned] == orders[0]
+        assert [unit.name for unit in engine.passes.hooks.orders.forward.learned] == orders[0]
         assert engine.passes.gatherer.live_bytes == 0
         trace.observed.append([loss.detach()])
         if step == 0:

@@ -7,53 +7,13 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from penstock.config import Options
-from penstock.engine.passes.gather import Gatherer
-from penstock.engine.passes.hooks import Hooks
-from penstock.engine.passes.reduce import Reducer
-from penstock.engine.state.access import Access
-from penstock.engine.state.loading import Loader
-from penstock.engine.state.moving import Mover
-from penstock.engine.state.saving import Saver
+from penstock.engine.parts import Passes, State, Updates
+from penstock.engine.policy import StepPolicy
 from penstock.engine.state.torn import is_torn
-from penstock.engine.units.membership import Membership
 from penstock.engine.units.parameter import UnitParameter
 from penstock.engine.updates.rig import Rig
-from penstock.engine.updates.skips import Skips
-from penstock.engine.updates.step import Stepper
-from penstock.engine.updates.update import Updater
 from penstock.errors import CheckpointError, EngineError, NvmeError
-from penstock.kinds import Overlap
 from penstock.tiers.store import Store
-
-
-@dataclass(frozen=True)
-class Passes:
-    """What happens in forward and backward."""
-
-    gatherer: Gatherer
-    reducer: Reducer
-    hooks: Hooks
-    membership: Membership
-
-
-@dataclass(frozen=True)
-class Updates:
-    """What a step does."""
-
-    updater: Updater
-    stepper: Stepper
-    skips: Skips
-
-
-@dataclass(frozen=True)
-class State:
-    """What looks at the state of training, changes it, moves it, and keeps it in files."""
-
-    access: Access
-    mover: Mover
-    saver: Saver
-    loader: Loader
 
 
 @dataclass
@@ -61,6 +21,8 @@ class Engine:
     """Everything that `prepare` built. Parts know each other only as far as their constructors say.
 
     Attributes:
+        store: the memory and files of every section.
+        policy: what a step does with the gradient of its loss.
         restore_model: undoes what `prepare` set on the model beside its parameters and hooks.
         closed: everything was given back.
         elsewhere: this process is a child of the one that has the engine: the error of every use here.
@@ -71,8 +33,7 @@ class Engine:
     passes: Passes
     updates: Updates
     state: State
-    overlap: Overlap
-    options: Options
+    policy: StepPolicy
     restore_model: Callable[[], None]
     closed: bool = False
     elsewhere: EngineError | None = None

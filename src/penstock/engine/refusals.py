@@ -24,7 +24,7 @@ def check_step(engine: Engine) -> None:
         if unit.trained is None:
             for parameter in unit.parameters:
                 parameter.check_frozen()
-    engine.passes.membership.check()
+    engine.passes.hooks.forward.membership.check()
     for unit in engine.rig.units:
         unit.check_written()
 
@@ -33,7 +33,8 @@ def check_backward_over(verb: str, engine: Engine) -> None:
     """Refuse to work on gradients that are not whole, or not all there."""
     if in_backward() or engine.passes.hooks.in_forward:
         raise EngineError(f"{verb}() was called inside a forward or a backward. Call it after backward has returned.")
-    if engine.passes.hooks.backward_open or engine.passes.hooks.backward_failed:
+    backward = engine.passes.hooks.backward
+    if backward.is_open or backward.has_failed:
         raise EngineError(
             "The last backward did not finish, so its gradients are not whole. Drop them with zero_grad()."
         )
@@ -64,13 +65,6 @@ def _check_own_gradients(units: Sequence[Unit]) -> None:
         if unit.trained is not None:
             for parameter in unit.parameters:
                 parameter.check_own_gradient()
-
-
-def drop_own_gradients(units: Sequence[Unit]) -> None:
-    """Forget every `.grad` that somebody has set, of frozen parameters too."""
-    for unit in units:
-        for parameter in unit.spec.parameters:
-            parameter.grad = None
 
 
 def scalars_of(param_groups: Sequence[Mapping[str, Any]], names: Sequence[str]) -> Iterator[tuple[str, object]]:

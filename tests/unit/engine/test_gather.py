@@ -137,8 +137,8 @@ def test_the_order_of_the_last_forward_and_backward_is_expected_next() -> None:
     train(model, optimizer, steps=1)
     assert expected == [(2, True), (0, True), (3, True), (1, True)]
     hooks = optimizer._engine.passes.hooks
-    assert [u.name for u in hooks._forward_order.learned] == ["root", "blocks.2", "blocks.0", "blocks.3", "blocks.1"]
-    assert [u.name for u in hooks._backward_order.learned] == ["root", "blocks.1", "blocks.3", "blocks.0", "blocks.2"]
+    assert [u.name for u in hooks.orders.forward.learned] == ["root", "blocks.2", "blocks.0", "blocks.3", "blocks.1"]
+    assert [u.name for u in hooks.orders.backward.learned] == ["root", "blocks.1", "blocks.3", "blocks.0", "blocks.2"]
     optimizer.close()
 
 

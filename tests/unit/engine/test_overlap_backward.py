@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import penstock
-from penstock.engine.passes.hooks import in_backward
+from penstock.engine.passes.under_way import in_backward
 from penstock.errors import ConfigError, EngineError
 from penstock.machine.streams import UPDATE, Event, InlineStreams, Streams, Work
 from tests.support import BreakingStreams, BrokenError, inline, prepare_on, run_ranks, separate, simulated

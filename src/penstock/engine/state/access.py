@@ -4,8 +4,7 @@ Every call is collective: all ranks make it, in the same order. Values are fp32 
 """
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -14,14 +13,11 @@ from torch import Tensor, nn
 from penstock.engine.passes.gather import Gatherer
 from penstock.engine.passes.reduce import Reducer
 from penstock.engine.state.torn import torn_on_failure
-from penstock.engine.units.holding import Holder
 from penstock.engine.units.unit import Trained, Unit
 from penstock.engine.updates.rig import Rig
 from penstock.engine.updates.update import Updater
 from penstock.errors import ConfigError, EngineError, NvmeError
-from penstock.kinds import PARAM
 from penstock.layout import Slot
-from penstock.machine.collectives import as_bytes
 from penstock.rules.rule import Scalars
 from penstock.rules.storage import read_state, write_state
 
@@ -33,10 +29,9 @@ class Access:
     """Reads and writes the cells of single parameters.
 
     Arguments:
-        gatherer: makes parameters usable for `gathered` blocks, and hears of those that were written.
+        gatherer: hears of parameters that were written.
         reducer: measures gradients that are set.
         updater: knows how often each parameter was updated.
-        watch_saved: sees what autograd saves of the parameters in a `gathered` block.
     """
 
     def __init__(
@@ -45,7 +40,6 @@ class Access:
         gatherer: Gatherer,
         reducer: Reducer,
         updater: Updater,
-        watch_saved: Callable[[], AbstractContextManager[Any]],
     ) -> None:
         self._units = rig.units
         self._ranks = rig.ranks
@@ -56,8 +50,6 @@ class Access:
         self._steps = updater.steps
         self._scalars = updater.scalars
         self._gradient_scale = rig.gradient_scale
-        self._watch_saved = watch_saved
-        self.modifying = 0  # blocks that may write parameters
         self._device = rig.streams.device
         self._places = {p: (unit, index) for unit in rig.units for index, p in enumerate(unit.spec.parameters)}
         self._given_state: set[nn.Parameter] = set()  # by `set_state`: they have state before their first update
@@ -67,65 +59,6 @@ class Access:
         for unit in self._units:
             for home in unit.homes.values():
                 home.written.synchronize()
-
-    @contextmanager
-    def gathered(self, parameters: Iterable[nn.Parameter] | None, *, modify: bool) -> Iterator[None]:
-        """Whole parameters for the time of a `with` block."""
-        self.finish()
-        wanted = [self._place(p)[0] for p in parameters] if parameters is not None else self._units
-        units = sorted(dict.fromkeys(wanted), key=lambda unit: unit.index)
-        outer = {unit: unit.holding.blocks for unit in units}
-        try:
-            for unit in units:
-                unit.holding.take(Holder.BLOCK)
-                self._gatherer.acquire(unit)
-            before = {unit: unit.full.clone() for unit in units} if modify else {}
-        except BaseException:
-            self._let_go(outer)
-            raise
-        self.modifying += modify
-        try:
-            with self._watch_saved():  # what autograd saves inside is there when its backward comes
-                yield
-            if self._closed:
-                return  # inside: the parameters have their values
-            if modify:
-                self.finish()  # homes may have moved
-            for unit in units:
-                if modify:
-                    for parameter in unit.parameters:
-                        parameter.take_in(unit.full)
-                    self._take_over(unit, before[unit])
-                    unit.count_writes(_changed(unit, before[unit]))
-                    unit.note_versions()
-                elif unit.holding.blocks == 1:
-                    unit.check_written()
-        except BaseException:
-            if not self._closed:
-                self.finish()
-                for unit, values in before.items():
-                    _restore(unit, values)
-                    unit.note_versions()
-            raise
-        finally:
-            self.modifying -= modify
-            left = {unit: unit.holding.blocks - 1 for unit in units}
-            try:
-                self._let_go(left)
-            except BaseException:  # an interrupt
-                self._let_go(left)
-                raise
-
-    def _let_go(self, blocks: Mapping[Unit, int]) -> None:
-        """So many blocks hold these units from now on."""
-        for unit, count in blocks.items():
-            unit.holding.leave_blocks(count)
-            if not self._closed:
-                self._gatherer.release(unit)
-
-    @property
-    def _closed(self) -> bool:
-        return any(unit.is_dropped for unit in self._units)
 
     def param(self, parameter: nn.Parameter) -> Tensor:
         """The parameter at master precision."""
@@ -341,6 +274,10 @@ class Access:
         """How often each trained parameter was updated."""
         return self._steps
 
+    def unit_of(self, parameter: nn.Parameter) -> Unit:
+        """The unit that a parameter is in."""
+        return self._place(parameter)[0]
+
     # Helpers
 
     def _place(self, parameter: nn.Parameter) -> tuple[Unit, int]:
@@ -411,29 +348,6 @@ class Access:
         values = value.detach().reshape(-1)[start - slot.start : stop - slot.start]
         return start - first, stop - first, values.float() if unit.trained else values
 
-    def _take_over(self, unit: Unit, before: Tensor) -> None:
-        """The full buffer was modified: every rank takes the first rank's, masters keep what did not change."""
-        self._ranks.broadcast(unit.full)
-        start, stop = unit.own_range
-        now, before = unit.full[start:stop], before[start:stop]
-        for first, last, weights in unit.visit(0, stop - start, modify=True):
-            new, old = now[first:last], before[first:last]
-            if unit.trained is None:
-                weights.param.copy_(new)
-                continue
-            kept = weights.read()
-            changed = (new != old).to(kept.device)
-            weights.write(torch.where(changed, new.to(kept.device).float(), kept))
-        if unit.replica is not None and not unit.resident:
-            for first, last, (values,) in unit.replica.visit(0, unit.replica.stop, modify=True):
-                values.copy_(unit.full[first:last])
-
-
-def _changed(unit: Unit, before: Tensor) -> list[int]:
-    """The slots whose values in the full buffer are others than before, bit for bit."""
-    pairs = [(unit.full[slot.start : slot.stop], before[slot.start : slot.stop]) for slot in unit.layout.slots]
-    return [index for index, (new, old) in enumerate(pairs) if not torch.equal(as_bytes(new), as_bytes(old))]
-
 
 def as_state(value: Any) -> Tensor:
     """A value of a `state_dict`, which may be a number, as a tensor."""
@@ -443,16 +357,6 @@ def as_state(value: Any) -> Tensor:
 def _greater(one: float, other: float) -> float:
     """The greater of two; NaN where one of them is, which `max` would drop."""
     return math.nan if math.isnan(one) or math.isnan(other) else max(one, other)
-
-
-def _restore(unit: Unit, values: Tensor) -> None:
-    """Undo what was written into the parameters: into the home, too, if they rested where compute reads them."""
-    unit.full.copy_(values)
-    home = unit.homes[PARAM]
-    start, stop = (0, unit.layout.numel) if unit.replica is not None else unit.own_range
-    if not unit.resident:
-        for first, last, (kept,) in home.visit(0, stop - start, modify=True):
-            kept.copy_(values[start + first : start + last])
 
 
 def _check_value(name: str, slot: Slot, value: Tensor) -> None:

@@ -124,6 +124,10 @@ class UnitParameter:
             raise EngineError(f"Parameter '{self.name}' got a sparse gradient. Build its embedding with sparse=False.")
         return grad
 
+    def drop_gradient(self) -> None:
+        """Forget a `.grad` that autograd has left, or somebody has set."""
+        self.tensor.grad = None
+
     def check_own_gradient(self) -> None:
         """Refuse a `.grad` that somebody has set: backward takes what it leaves there, so it is not one of ours.
 

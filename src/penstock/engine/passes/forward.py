@@ -1,0 +1,241 @@
+"""Forward: the units of a module are gathered before it runs, and released after it.
+
+Forward of an anchor: gather its units -> compute -> release them. A forward that runs again in backward (activation
+checkpointing) leaves its units to the backward that follows.
+"""
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from typing import Any
+
+from torch import nn
+
+from penstock.engine.passes.activations import Activations
+from penstock.engine.passes.anchor import Anchor, run_last
+from penstock.engine.passes.backward import Backward, inside_a_node
+from penstock.engine.passes.gather import Gatherer
+from penstock.engine.passes.outputs import Call, tensors_of, watch_first
+from penstock.engine.passes.precision import InputCasts
+from penstock.engine.passes.saved import SavedTensors
+from penstock.engine.passes.transforms import check_transform
+from penstock.engine.passes.turns import Orders, Turns
+from penstock.engine.passes.under_way import UnderWay, in_backward
+from penstock.engine.passes.uses import Use
+from penstock.engine.units.holding import Holder
+from penstock.engine.units.membership import Membership
+from penstock.engine.units.unit import Unit
+from penstock.engine.updates.rig import Rig
+from penstock.machine.border import crossing, theirs, user_records
+
+
+class Forward:
+    """The forwards of a model's modules.
+
+    Arguments:
+        gatherer: makes units usable, and gives their memory back.
+        backward: takes over units whose forward runs again in it.
+        orders: gathers units, and those that are expected next.
+        turns: what compute is doing.
+        under_way: has other threads wait.
+        casts: of floating-point inputs.
+        activations: takes what forward saves; `None` leaves it.
+
+    Attributes:
+        membership: the modules of the parameters, looked at when a forward of the model begins.
+        anchors: the hooks that tell of modules.
+    """
+
+    def __init__(
+        self,
+        rig: Rig,
+        gatherer: Gatherer,
+        backward: Backward,
+        orders: Orders,
+        turns: Turns,
+        under_way: UnderWay,
+        casts: InputCasts,
+        activations: Activations | None,
+    ) -> None:
+        self._model = rig.model
+        self._units = rig.units
+        self._gatherer = gatherer
+        self._backward = backward
+        self._orders = orders
+        self._turns = turns
+        self._calls = turns.calls
+        self._under_way = under_way
+        self._casts = casts
+        self._activations = activations
+        self.membership = Membership(rig.model, rig.units)
+        self.anchors: list[Anchor] = []
+        owners = {parameter.tensor: unit for unit in rig.units for parameter in unit.parameters}
+        self._saved = SavedTensors(gatherer.owner_of, owners, backward.bring, activations)
+
+    def watch_saved(self) -> AbstractContextManager[Any]:
+        """See what autograd saves of parameters that are shown outside of a forward."""
+        return (self._saved.hooks() if user_records() else None) or nullcontext()
+
+    def before(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        """Gather what a module needs before it runs. Returns its inputs where they were cast."""
+        units = self._turns.anchors.get(module, ())
+        recomputing = in_backward()
+        if not recomputing and self._under_way.enter_forward(module) and self._calls:
+            self.lose()
+        if self._calls and all(unit.holding.forwards for unit in units) and module is not self._model:
+            self._enter(Call(module), units)  # a layer of a block that is under way: nothing to do
+            return None
+        outermost = not recomputing and (not self._calls or module is self._model)
+        if outermost:
+            self._begin()
+        cast = None
+        if self._casts.concern(module, outermost=outermost):
+            with theirs():  # gradients pass it
+                cast = self._casts.of(args, kwargs, outermost=outermost)
+        call = Call(module)
+        call.note_inputs(*(cast or (args, kwargs)))
+        self._enter(call, units)
+        run_last(module)
+        for unit in units:
+            if unit.holding.forwards > 1:
+                continue
+            check_transform(unit, module)
+            if recomputing:
+                self._backward.enter(unit, runs_again=True)
+            else:
+                self._orders.use(unit, self._orders.forward)
+        if user_records() and not recomputing:
+            self._watch_saved(call, units)
+        self._turns.note()
+        return cast
+
+    def after(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        """Release what a module needed after it has run, or has raised an error; `output` is `None` then."""
+        if not self._calls or self._calls[-1].module is not module:
+            return  # another hook failed before ours had its turn
+        call = self._calls.pop()
+        if call.saved_hooks is not None:
+            call.saved_hooks.__exit__()
+        finished = []
+        for unit in call.reads:
+            unit.holding.drop(Holder.FORWARD)
+            self._gatherer.release(unit)
+        for unit in self._turns.anchors.get(module, ()):
+            unit.holding.drop(Holder.FORWARD)
+            if not unit.holding.forwards:
+                finished.append(unit)
+        if self._calls and not finished:
+            return
+        recomputing = in_backward()
+        if finished:
+            keep = self._watch_outputs(call, finished, output, args, kwargs)
+            self._hand_on(finished, output)
+            if not (keep or recomputing):  # else its backward comes next, and releases it
+                for unit in finished:
+                    self._gatherer.release(unit)
+        if not (self._calls or recomputing):
+            self._end(complete=output is not None)
+            self._under_way.leave_forward()
+        self._turns.note()
+
+    def gather_for_read(self, unit: Unit, module: nn.Module) -> None:
+        """Gather a unit that a forward reads though its own module does not run, until that forward is over."""
+        if not self._calls or unit.holding.is_held:
+            return
+        check_transform(unit, module)
+        if in_backward():
+            self._backward.bring(unit)
+            return
+        self._hold_for(self._calls[-1], unit)
+
+    def lose(self) -> None:
+        """Let go of forwards that have ended without a word, by an interrupt."""
+        for call in self._calls[::-1]:
+            if call.saved_hooks is not None and self._saved.are_innermost():
+                call.saved_hooks.__exit__()
+        self._calls.clear()
+        if self._activations is not None:
+            self._activations.end()
+        for anchor in self.anchors:
+            anchor.entered = 0  # they were told of the beginning alone
+        self._gatherer.drop_unused()
+        for unit in self._units:
+            unit.holding.lose_forwards()
+            self._gatherer.release(unit)
+
+    def _begin(self) -> None:
+        """The outermost forward begins."""
+        self.membership.check()
+        if self._backward.is_open:
+            self._backward.abandon()
+        self._orders.begin_forward()
+        if self._activations is not None and user_records():
+            self._activations.begin()
+
+    def _end(self, *, complete: bool) -> None:
+        if self._activations is not None:
+            self._activations.end()
+        if complete:
+            self._orders.end_forward()
+        self._gatherer.drop_unused()
+
+    def _enter(self, call: Call, units: Sequence[Unit]) -> None:
+        self._calls.append(call)
+        for unit in units:
+            unit.holding.take(Holder.FORWARD)
+
+    def _watch_saved(self, call: Call, units: Sequence[Unit]) -> None:
+        """Have what autograd saves of the parameters in this forward not keep their memory."""
+        if any(other.saved_hooks for other in self._calls):
+            return
+        if self._activations is not None or any(unit.is_released_after_use for unit in self._units):
+            call.saved_hooks = self._saved.hooks()
+        if call.saved_hooks is not None:
+            call.saved_hooks.__enter__()
+        else:
+            for unit in units:
+                unit.holding.note_unseen_saves()
+
+    def _watch_outputs(
+        self, call: Call, units: list[Unit], output: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> bool:
+        """Gather the units again when a gradient reaches what their forward made. Returns: keep them instead."""
+        if not user_records():
+            return False
+        made, complete = call.made(output, args, kwargs)
+        for_saved = in_backward() and inside_a_node()  # its first run was noted
+        if made:
+            use = Use(units) if for_saved else self._backward.uses.note(units)
+            for tensor in made:
+                watch_first(tensor, crossing(partial(self._backward.reach, use)))
+        elif complete and output is not None and not for_saved:
+            self._backward.note_silent(units)
+        if not complete:
+            for unit in units:
+                unit.holding.take(Holder.UNANNOUNCED)
+            return True  # its backward may come unannounced
+        return bool(made) and call.module is self._model and not in_backward()  # backward starts with it
+
+    def _hand_on(self, units: Sequence[Unit], output: Any) -> None:
+        """Leave parameters that a module returns to its caller, who goes on to use them."""
+        releasable = [unit for unit in units if unit.is_released_after_use]
+        if not releasable:
+            return
+        returned = {self._gatherer.owner_of(tensor) for tensor in tensors_of(output)}
+        for unit in releasable:
+            if unit in returned and self._calls:
+                self._hold_for(self._calls[-1], unit)
+            elif unit in returned:
+                unit.holding.hand_to_caller()
+                if user_records():
+                    unit.holding.take(Holder.UNANNOUNCED)
+
+    def _hold_for(self, call: Call, unit: Unit) -> None:
+        """Keep a unit gathered until a forward is over that is not one of its own."""
+        call.reads.append(unit)
+        unit.holding.take(Holder.FORWARD)
+        self._gatherer.acquire(unit)
+        if user_records() and not any(call.saved_hooks for call in self._calls):
+            unit.holding.take(Holder.UNANNOUNCED)  # nobody sees what autograd saves of it

@@ -1,0 +1,72 @@
+"""What compute is doing: which forwards and backwards are under way, and which units come next."""
+
+from collections.abc import Mapping, Sequence
+
+from torch import nn
+
+from penstock.engine.passes.gather import Gatherer, Order
+from penstock.engine.passes.outputs import Call
+from penstock.engine.units.unit import Unit
+from penstock.machine.streams import Streams
+from penstock.trace import NO_LABEL, Label
+
+
+class Turns:
+    """The forwards and backwards that are under way, for whoever has to know the innermost one.
+
+    Arguments:
+        anchors: the units that each module's forward needs.
+        streams: have a recorder while a trace is taken.
+
+    Attributes:
+        calls: forwards of anchors under way, outer ones first.
+        active: units whose backward is under way.
+    """
+
+    def __init__(self, anchors: Mapping[nn.Module, Sequence[Unit]], streams: Streams) -> None:
+        self.anchors = anchors
+        self._streams = streams
+        self.calls: list[Call] = []
+        self.active: list[Unit] = []
+
+    def note(self) -> None:
+        """Tell a trace what compute turns to: the innermost unit's backward or forward."""
+        if self._streams.recorder is None:
+            return
+        units = self.active[-1:] or [u for call in self.calls[::-1] for u in self.anchors.get(call.module, ())][:1]
+        verb = "backward" if self.active else "forward"
+        self._streams.recorder.turn_to(Label(verb, units[0].name) if units else NO_LABEL)
+
+
+class Orders:
+    """Gathers each unit when it is used, and those that are expected after it.
+
+    Attributes:
+        forward, backward: the order of units in each, learned from the last one.
+    """
+
+    def __init__(self, units: Sequence[Unit], gatherer: Gatherer) -> None:
+        self._units = units
+        self._gatherer = gatherer
+        outermost = [unit for unit in units if not any(unit.contains(other) for other in units)] or list(units)
+        self.forward = Order(outermost)
+        self.backward = Order(outermost[::-1])
+        self._gathers = True  # some units are not resident, or are on other ranks too
+
+    def begin_forward(self) -> None:
+        """A forward of the model begins. Homes may have moved since the last one."""
+        self._gathers = any(not unit.resident or unit.layout.shards > 1 for unit in self._units)
+        self.forward.start()
+
+    def end_forward(self) -> None:
+        """It is complete: expect the same order next time, and until a backward was seen its reverse there."""
+        self.forward.finish()
+        if not self.backward.was_observed:
+            self.backward.replace(self.forward.learned[::-1])
+
+    def use(self, unit: Unit, order: Order) -> None:
+        """Make a unit usable now, and start to gather those that come next in this order."""
+        order.note(unit)
+        self._gatherer.acquire(unit)
+        if self._gathers:
+            self._gatherer.prefetch(order.upcoming())

@@ -1,0 +1,96 @@
+"""The policy of a step: how the loss is scaled, when a step is skipped, how gradients are clipped and forgotten."""
+
+import math
+
+import torch
+from torch import Tensor
+
+from penstock.engine.parts import Passes, Updates
+from penstock.engine.state.access import Access
+from penstock.engine.updates.rig import Rig
+from penstock.engine.updates.step import StepResult
+
+
+class StepPolicy:
+    """What `backward`, `clip_grad_norm_`, `step` and `zero_grad` of the optimizer do, once nothing stands against it.
+
+    Arguments:
+        access: takes norms other than the Euclidean one.
+        max_grad_norm: every step clips to it; `None` for none.
+        waits: resident parameters are up to date when a step returns.
+    """
+
+    def __init__(
+        self,
+        rig: Rig,
+        passes: Passes,
+        updates: Updates,
+        access: Access,
+        *,
+        max_grad_norm: float | None,
+        waits: bool,
+    ) -> None:
+        self._units = rig.units
+        self._scale = rig.gradient_scale
+        self._gatherer = passes.gatherer
+        self._reducer = passes.reducer
+        self._backward = passes.hooks.backward
+        self._stepper = updates.stepper
+        self._skips = updates.skips
+        self._access = access
+        self._max_grad_norm = max_grad_norm
+        self._waits = waits
+
+    def backward(self, loss: Tensor, *, retain_graph: bool) -> None:
+        """Run the backward of a loss, scaled where that is fp16's."""
+        self._scale.check_not_clipped()  # before anything is dropped, as for a backward that fails
+        scale = self._scale.loss_scale
+        self._backward.loss_is_scaled = True
+        try:
+            if scale != 1.0:
+                with torch.enable_grad():
+                    loss = loss.float() * scale  # in fp32: a loss in fp16 would overflow
+            loss.backward(retain_graph=retain_graph)  # type: ignore[no-untyped-call]
+        except BaseException:
+            self._backward.abandon()
+            raise
+        finally:
+            self._backward.loss_is_scaled = False
+
+    def step(self) -> StepResult:
+        """Update every parameter that has a gradient on any rank, or nothing where the norm is not finite. Collective.
+
+        1. Measure the gradient over ranks, and decide.
+        2. What is gathered is from before the step, and so are graphs: take note, before the first value changes.
+        3. Update, and show what compute reads where it rests.
+        """
+        measure = self._stepper.measure()
+        if not math.isfinite(measure.grad_norm):
+            self._stepper.skip()
+            self._skips.step_skipped(measure.flawed)
+            return StepResult(float("nan"), skipped=True, loss_scale=self._scale.loss_scale)
+        updated = {unit: slots for unit, slots in measure.present.items() if slots}
+        for unit in updated:  # of the others graphs may still go backward
+            self._gatherer.outdate(unit)
+        for unit, slots in updated.items():
+            unit.count_writes(slots)
+        self._stepper.update(measure, self._max_grad_norm)
+        self._gatherer.show_resident(self._units, wait=self._waits)
+        self._skips.step_made()
+        return StepResult(measure.grad_norm, skipped=False, loss_scale=self._scale.loss_scale)
+
+    def clip(self, max_norm: float, norm_type: float) -> float:
+        """Have the next step clip the gradient's norm. Returns the norm before. Collective."""
+        norm = self._stepper.measure().grad_norm if norm_type == 2 else self._access.grad_norm(norm_type)
+        if math.isfinite(norm):
+            self._scale.clip *= min(1.0, max_norm / (norm + 1e-6))
+        return norm
+
+    def zero_grad(self) -> None:
+        """Forget all gradients, those that somebody has set too. A new loss scale counts from here on."""
+        self._backward.forget_failure()
+        self._reducer.zero(self._units)
+        for unit in self._units:
+            for parameter in unit.parameters:
+                parameter.drop_gradient()
+        self._scale.renew()

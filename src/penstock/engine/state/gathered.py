@@ -1,0 +1,131 @@
+"""`gathered` blocks: whole parameters for people to read, and to write with `modify`."""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from penstock.engine.passes.gather import Gatherer
+from penstock.engine.state.access import Access
+from penstock.engine.units.holding import Holder
+from penstock.engine.units.unit import Unit
+from penstock.engine.updates.rig import Rig
+from penstock.kinds import PARAM
+from penstock.machine.collectives import as_bytes
+
+
+class Blocks:
+    """Gathers units for `with` blocks, and takes over what was written inside.
+
+    Arguments:
+        gatherer: makes parameters usable.
+        access: knows parameters, and when updates have reached their homes.
+        watch_saved: sees what autograd saves of the parameters inside.
+
+    Attributes:
+        modifying: blocks that may write parameters.
+    """
+
+    def __init__(
+        self, rig: Rig, gatherer: Gatherer, access: Access, watch_saved: Callable[[], AbstractContextManager[Any]]
+    ) -> None:
+        self._units = rig.units
+        self._ranks = rig.ranks
+        self._gatherer = gatherer
+        self._access = access
+        self._watch_saved = watch_saved
+        self.modifying = 0
+
+    @contextmanager
+    def gathered(self, parameters: Iterable[nn.Parameter] | None, *, modify: bool) -> Iterator[None]:
+        """Whole parameters for the time of a `with` block."""
+        self._access.finish()
+        wanted = [self._access.unit_of(p) for p in parameters] if parameters is not None else self._units
+        units = sorted(dict.fromkeys(wanted), key=lambda unit: unit.index)
+        outer = {unit: unit.holding.blocks for unit in units}
+        try:
+            for unit in units:
+                unit.holding.take(Holder.BLOCK)
+                self._gatherer.acquire(unit)
+            before = {unit: unit.full.clone() for unit in units} if modify else {}
+        except BaseException:
+            self._let_go(outer)
+            raise
+        self.modifying += modify
+        try:
+            with self._watch_saved():  # what autograd saves inside is there when its backward comes
+                yield
+            if self._closed:
+                return  # inside: the parameters have their values
+            if modify:
+                self._access.finish()  # homes may have moved
+            for unit in units:
+                if modify:
+                    for parameter in unit.parameters:
+                        parameter.take_in(unit.full)
+                    self._take_over(unit, before[unit])
+                    unit.count_writes(_changed(unit, before[unit]))
+                    unit.note_versions()
+                elif unit.holding.blocks == 1:
+                    unit.check_written()
+        except BaseException:
+            if not self._closed:
+                self._access.finish()
+                for unit, values in before.items():
+                    _restore(unit, values)
+                    unit.note_versions()
+            raise
+        finally:
+            self.modifying -= modify
+            left = {unit: unit.holding.blocks - 1 for unit in units}
+            try:
+                self._let_go(left)
+            except BaseException:  # an interrupt
+                self._let_go(left)
+                raise
+
+    def _let_go(self, blocks: Mapping[Unit, int]) -> None:
+        """So many blocks hold these units from now on."""
+        for unit, count in blocks.items():
+            unit.holding.leave_blocks(count)
+            if not self._closed:
+                self._gatherer.release(unit)
+
+    @property
+    def _closed(self) -> bool:
+        return any(unit.is_dropped for unit in self._units)
+
+    def _take_over(self, unit: Unit, before: Tensor) -> None:
+        """The full buffer was modified: every rank takes the first rank's, masters keep what did not change."""
+        self._ranks.broadcast(unit.full)
+        start, stop = unit.own_range
+        now, before = unit.full[start:stop], before[start:stop]
+        for first, last, weights in unit.visit(0, stop - start, modify=True):
+            new, old = now[first:last], before[first:last]
+            if unit.trained is None:
+                weights.param.copy_(new)
+                continue
+            kept = weights.read()
+            changed = (new != old).to(kept.device)
+            weights.write(torch.where(changed, new.to(kept.device).float(), kept))
+        if unit.replica is not None and not unit.resident:
+            for first, last, (values,) in unit.replica.visit(0, unit.replica.stop, modify=True):
+                values.copy_(unit.full[first:last])
+
+
+def _changed(unit: Unit, before: Tensor) -> list[int]:
+    """The slots whose values in the full buffer are others than before, bit for bit."""
+    pairs = [(unit.full[slot.start : slot.stop], before[slot.start : slot.stop]) for slot in unit.layout.slots]
+    return [index for index, (new, old) in enumerate(pairs) if not torch.equal(as_bytes(new), as_bytes(old))]
+
+
+def _restore(unit: Unit, values: Tensor) -> None:
+    """Undo what was written into the parameters: into the home, too, if they rested where compute reads them."""
+    unit.full.copy_(values)
+    home = unit.homes[PARAM]
+    start, stop = (0, unit.layout.numel) if unit.replica is not None else unit.own_range
+    if not unit.resident:
+        for first, last, (kept,) in home.visit(0, stop - start, modify=True):
+            kept.copy_(values[start + first : start + last])
