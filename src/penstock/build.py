@@ -184,11 +184,11 @@ def build(
 
 
 def warn_of_unowned(model: nn.Module, owned: Mapping[nn.Parameter, int]) -> None:
-    """One warning that names the trainable parameters which the optimizer does not own."""
+    """Warn once, and name the trainable parameters which the optimizer does not own."""
     names = checks.unowned(model, owned)
     if names:
         warnings.warn(
             f"The optimizer does not own {len(names)} trainable parameters: {', '.join(names)}. They are kept, never "
             "updated, and their gradients are dropped.",
-            stacklevel=7,
+            stacklevel=7,  # the call of prepare()
         )

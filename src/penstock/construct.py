@@ -152,7 +152,7 @@ def _make_rig(
     ranks: Ranks,
     streams: Streams,
 ) -> Rig:
-    """What every part of the engine works with. Starts the threads of the host's updates."""
+    """Put together what every part of the engine works with. Starts the threads of the host's updates."""
     request, options = blueprint.request, blueprint.request.options
     cores = update_cores(streams.device).with_threads(options.update_threads)
     pool = Pool(cores.count, sorted(cores.cores or ()))
@@ -170,7 +170,7 @@ def _connect(blueprint: Blueprint, rig: Rig, memory: _Memory, council: Council) 
     gatherer = Gatherer(rig, movement, live_bytes=blueprint.live_bytes, prefetch_bytes=options.prefetch_bytes)
     for unit in rig.units:
         if unit.resident:
-            gatherer.acquire(unit)
+            gatherer.acquire(unit)  # on every rank, in this order: it may gather what other ranks have
     begins = request.overlap == "backward"
     reducer = Reducer(
         rig,
@@ -225,7 +225,7 @@ def _connect(blueprint: Blueprint, rig: Rig, memory: _Memory, council: Council) 
 
 
 def _make_updates(blueprint: Blueprint, rig: Rig, staging: Staging, movement: Movement) -> Updates:
-    """What decides on steps, and updates tiles."""
+    """Make what decides on steps, and updates tiles."""
     request, options, streams = blueprint.request, blueprint.request.options, rig.streams
     trained = {p: blueprint.groups[p] for unit in rig.units if unit.trained for p in unit.spec.parameters}
     updater = Updater(
@@ -274,14 +274,14 @@ def restore(model: nn.Module, attached: Iterable[SlicedBlock | MixedProducts | I
 
 
 def empty_parameters(units: Iterable[Unit]) -> None:
-    """What was moved into cells that are given up is gone. Empty parameters say so, where placeholders would be NaN."""
+    """Leave parameters empty whose values were in cells that are given up: placeholders would read as NaN for ever."""
     for unit in units:
         for parameter in unit.parameters:
             parameter.leave(None)
 
 
 def number_elements(parameters: Iterable[nn.Parameter]) -> dict[nn.Parameter, int]:
-    """The number of each parameter's first element among all of them, whatever unit, shard or tile it is in."""
+    """Number each parameter's first element among all of them, whatever unit, shard or tile it is in."""
     firsts, cursor = {}, 0
     for parameter in parameters:
         firsts[parameter] = cursor

@@ -55,12 +55,12 @@ class Blocks:
             raise
         self.modifying += modify
         try:
-            with self._watch_saved():  # what autograd saves inside is there when its backward comes
+            with self._watch_saved():  # else a backward would read what autograd saved inside after its release
                 yield
             if self._closed:
                 return  # inside: the parameters have their values
             if modify:
-                self._access.finish()  # homes may have moved
+                self._access.finish()  # homes may have moved inside, and are written here
             for unit in units:
                 if modify:
                     for parameter in unit.parameters:
@@ -87,7 +87,7 @@ class Blocks:
                 raise
 
     def _let_go(self, blocks: Mapping[Unit, int]) -> None:
-        """So many blocks hold these units from now on."""
+        """Release units that no block holds any longer; so many hold each from now on."""
         for unit, count in blocks.items():
             unit.holding.leave_blocks(count)
             if not self._closed:

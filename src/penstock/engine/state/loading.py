@@ -37,7 +37,14 @@ logger = logging.getLogger("penstock")
 
 
 class Loader:
-    """Puts checkpoints into one engine."""
+    """Puts checkpoints into one engine.
+
+    Arguments:
+        access: sets step counts, and waits for what is under way.
+        gatherer: hears that parameters have other values.
+        reducer: drops the gradients of before.
+        updater: says which options of a param group the rule has.
+    """
 
     def __init__(self, rig: Rig, access: Access, gatherer: Gatherer, reducer: Reducer, updater: Updater) -> None:
         self._model = rig.model

@@ -53,7 +53,11 @@ class Taken:
 
 
 class Taker:
-    """Holds checkpoints against one engine."""
+    """Holds checkpoints against one engine.
+
+    Arguments:
+        updater: says which options of a param group the rule has.
+    """
 
     def __init__(self, rig: Rig, updater: Updater) -> None:
         self._model = rig.model

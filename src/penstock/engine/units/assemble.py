@@ -84,5 +84,5 @@ def fill_unit(unit: Unit, homes: Homes, flats: Sequence[Flat]) -> None:
             write_master(written, rest, value.float().to(written.device))
             if weights.shadow is not None:
                 weights.param[inside].copy_(written)
-    unit.hide()
+    unit.hide()  # their own memory goes here, before the values of the next unit come
     unit.note_versions()
