@@ -56,7 +56,7 @@ def run_ranks(
     """
     with tempfile.TemporaryDirectory() as folder:
         context = mp.get_context("forkserver")  # imports torch once for all ranks of all tests of this process
-        context.set_forkserver_preload(["torch", "torch.distributed", "penstock"])
+        context.set_forkserver_preload(["tests.preloaded"])
         processes = [
             context.Process(target=_rank, args=(work, rank, world_size, folder, args, timeout, backend, start))
             for rank in range(world_size)

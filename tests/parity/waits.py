@@ -4,7 +4,7 @@ import ast
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 
 import penstock
@@ -14,6 +14,7 @@ from penstock.tiers.transit import Transit
 
 PACKAGE = Path(penstock.__file__).parent
 HELPERS = ("_copy", "_copy_all")  # pass on what they wait for, their fourth argument
+VERBS = ("wait", "synchronize", "submit", "copy", "all_of", *HELPERS)
 ALL = "#all"  # of `all_of(events)`
 REST = "+"  # `all_of([event, event, *rest])`: its entries are #0, #1 and #2+, as the last of any list is
 AFTER = "#after"  # of `Transit.copy`
@@ -32,7 +33,8 @@ class Wait:
     site: str
 
 
-def waits() -> list[Wait]:
+@cache
+def waits() -> tuple[Wait, ...]:
     """`event.wait()`, `event.synchronize()`, and what `submit` and `all_of` wait for, below penstock/ but machine/."""
     found = []
     for path in sorted(PACKAGE.rglob("*.py")):
@@ -40,14 +42,14 @@ def waits() -> list[Wait]:
             found += _waits_of(path)
     names = [wait.name for wait in found]
     assert len(set(names)) == len(names), "two waits of one function look alike: name their events apart"
-    return found
+    return tuple(found)
 
 
 def _waits_of(path: Path) -> Iterator[Wait]:
-    tree = ast.parse(path.read_text())
-    functions = [n for n in ast.walk(tree) if isinstance(n, ast.FunctionDef)]
-    for node in ast.walk(tree):
-        if not isinstance(node, ast.Call):
+    nodes = list(ast.walk(ast.parse(path.read_text())))
+    functions = [n for n in nodes if isinstance(n, ast.FunctionDef)]
+    for node in nodes:
+        if not isinstance(node, ast.Call) or _verb(node) not in VERBS:
             continue
         inside = [f for f in functions if f.lineno <= node.lineno <= f.end_lineno]
         function = max(inside, key=lambda f: f.lineno).name if inside else ""
@@ -56,9 +58,13 @@ def _waits_of(path: Path) -> Iterator[Wait]:
             yield Wait(f"{path.name} {function}: {what}", f"{site}{entry}")
 
 
+def _verb(call: ast.Call) -> str:
+    return call.func.attr if isinstance(call.func, ast.Attribute) else getattr(call.func, "id", "")
+
+
 def _entries(call: ast.Call, function: str) -> Iterator[tuple[str, str]]:
     """What a call waits for, and what that adds to the call's site."""
-    verb = call.func.attr if isinstance(call.func, ast.Attribute) else getattr(call.func, "id", "")
+    verb = _verb(call)
     if verb in ("wait", "synchronize") and not call.args and not call.keywords:
         if isinstance(call.func, ast.Attribute) and not isinstance(
             call.func.value, ast.Call
