@@ -41,6 +41,8 @@ def train(model, optimizer, steps=2):
 model, optimizer = prepare(None)
 train(model, optimizer)  # what torch imports late
 optimizer.close()
+gc.collect()
+gc.freeze()  # what the children share, or the last collection of each would walk through it and copy it
 running, rows = {}, json.loads(sys.argv[1])
 while rows or running:
     if rows and len(running) < 3:
