@@ -1,10 +1,13 @@
 """Settings of the whole suite."""
 
 import gc
+import os
 import signal
 from collections.abc import Generator
 
 import pytest
+
+from tests.costs import MEASURED, Meter
 
 try:
     from hypothesis import settings
@@ -16,10 +19,17 @@ else:
     settings.load_profile("suite")
 
 
-def pytest_configure() -> None:
-    """Let an interrupt be one for the children of tests, also where a shell started the suite in the background."""
+def pytest_configure(config: pytest.Config) -> None:
+    """Measure what files cost, and let interrupts reach the children of tests.
+
+    A shell that starts the suite in the background has it ignore SIGINT, and children inherit that.
+    """
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+    # What a test runs in another pytest is part of what that test costs.
+    if hasattr(config, "workerinput") or MEASURED not in os.environ:
+        os.environ[MEASURED] = "1"
+        config.pluginmanager.register(Meter(config))
 
 
 @pytest.hookimpl(wrapper=True)

@@ -41,6 +41,11 @@ def sampled(values: Iterable[Any], every: int) -> list[Any]:
     return [value if number % every == 0 else thorough(value) for number, value in enumerate(values)]
 
 
+def sampled_rows(rows: Iterable[tuple[Any, ...]], every: int) -> list[Any]:
+    """The same of rows of several values."""
+    return [row if number % every == 0 else thorough(*row) for number, row in enumerate(rows)]
+
+
 def run_ranks(
     work: Callable[..., Any],
     world_size: int,

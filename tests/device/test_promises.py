@@ -1,5 +1,6 @@
 """The promises of the engine, on the strict device: wherever state rests and whenever it moves, the cpu's own bits."""
 
+from functools import cache
 from itertools import product
 from pathlib import Path
 
@@ -51,6 +52,7 @@ def rows():
     yield pytest.param(UNCLIPPED, begins, id="backward")
 
 
+@cache
 def as_on_the_cpu(what: Arithmetic, steps: int = STEPS) -> list[object]:
     return everything(train(what, Movement(3), streams=inline(), steps=steps))
 

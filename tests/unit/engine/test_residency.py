@@ -135,7 +135,7 @@ def assert_equal(ours: list[Tensor], theirs: list[Tensor]) -> None:
 # Values, the table, memory
 
 
-@pytest.mark.parametrize("blocking", [True, False], ids=["blocking", "in flight"])
+@pytest.mark.parametrize("blocking", [thorough(True, id="blocking"), pytest.param(False, id="in flight")])
 @pytest.mark.parametrize(("home", "to"), PAIRS)
 @pytest.mark.parametrize("make", [thorough(inline), thorough(separate), simulated])
 def test_every_kind_goes_there_and_back(
@@ -390,7 +390,7 @@ def opaque(model: Net) -> None:
 
 
 @pytest.mark.parametrize("variant", sampled([plain, checkpointed, opaque], every=3))
-@pytest.mark.parametrize("place", [forward_pre_hook, forward_hook, backward_hook, gradient_hook])
+@pytest.mark.parametrize("place", [thorough(forward_pre_hook), forward_hook, thorough(backward_hook), gradient_hook])
 @pytest.mark.parametrize("make", [thorough(inline), thorough(separate), simulated])
 def test_moves_inside_forward_and_backward(
     make: Callable[[], Streams], place: Place, variant: Callable[[Net], None], tmp_path: Path
