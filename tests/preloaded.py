@@ -4,6 +4,7 @@ Each costs a rank that imports it by itself more than most of its work: dynamo, 
 than a second.
 """
 
+import contextlib
 import gc
 
 import torch
@@ -14,6 +15,9 @@ import torch.distributed.device_mesh  # noqa: F401
 import penstock  # noqa: F401
 import tests.parity.rows
 import tests.support  # noqa: F401
+
+with contextlib.suppress(ImportError):  # a machine with a device may lack it
+    import transformers.models.llama.modeling_llama  # noqa: F401
 
 gc.collect()
 gc.freeze()  # else the first collection of each rank would write to, and so copy, every page with an object

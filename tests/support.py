@@ -99,6 +99,10 @@ def _rank(
     dist.init_process_group(
         backend, init_method=f"file://{folder}/store", rank=rank, world_size=world_size, timeout=timeout
     )
+    # A rank may be done before another has made its end of the connections, which then fails.
+    joined = dist.FileStore(f"{folder}/joined", world_size)
+    joined.set(str(rank), "")
+    joined.wait([str(each) for each in range(world_size)], timeout)
     try:
         outcome = (True, work(rank, *args))
     except BaseException:

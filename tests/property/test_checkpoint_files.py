@@ -114,7 +114,15 @@ def limited_memory() -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_AS, kept)
 
 
-@pytest.fixture(scope="module", params=[pytest.param(FP16, id="fp16"), thorough(INT8, id="int8")])
+@pytest.fixture(
+    scope="module",
+    params=[
+        pytest.param(FP16, id="fp16"),
+        thorough(FP16, id="fp16, more"),
+        thorough(INT8, id="int8"),
+        thorough(INT8, id="int8, more"),
+    ],
+)
 def subject(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Subject]:
     subject = Subject(request.param, tmp_path_factory.mktemp("checkpoint"))
     yield subject
@@ -123,7 +131,7 @@ def subject(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 
 
 many = settings(
-    max_examples=350,
+    max_examples=175,
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow, HealthCheck.data_too_large],
 )
 SUFFIXES = st.sampled_from([MARKER, "-00000.json", ".tiles", ".safetensors"])
