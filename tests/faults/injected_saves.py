@@ -175,7 +175,10 @@ def test_a_process_killed_at_any_call(training: Training, name: str, keep: int |
     assert outcomes[-1]
 
 
-@SAVES
+@pytest.mark.parametrize(
+    ("name", "keep"),
+    [pytest.param("b", None, id="beside"), thorough("a", None, id="over"), thorough("b", 1, id="keep one")],
+)
 def test_any_call_that_fails(training: Training, name: str, keep: int | None, tmp_path: Path) -> None:
     refused = []
     for number in range(1, 1000):

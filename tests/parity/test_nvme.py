@@ -208,7 +208,7 @@ def test_lives_are_the_same(precision: str) -> None:
         assert same(life(streams(), how, precision), expected), (streams.__name__, changed(how))
 
 
-@pytest.mark.parametrize("how", LATE, ids=changed)
+@pytest.mark.parametrize("how", sampled(LATE, every=3), ids=changed)
 def test_lives_on_late_streams_are_the_same(how: Movement) -> None:
     assert same(life(late(), how), life(inline(), Movement()))
 

@@ -201,6 +201,6 @@ def on_rank(rank: int, stages: tuple[int, ...]) -> list[str]:
     return failures
 
 
-@pytest.mark.parametrize("stages", [(1, 3)])
+@pytest.mark.parametrize("stages", [(3,), thorough((1, 3))], ids=str)
 def test_pageable_memory_changes_no_bit_on_two_ranks(stages: tuple[int, ...]) -> None:
     assert run_ranks(on_rank, 2, stages) == [[], []]

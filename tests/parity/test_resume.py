@@ -25,7 +25,7 @@ from tests.parity.resuming import (
     values,
 )
 from tests.parity.rows import CORE, EXTRA, Arithmetic, Movement, shares
-from tests.support import inline, run_ranks, sampled, separate, simulated, thorough
+from tests.support import inline, run_ranks, sampled, sampled_rows, separate, simulated, thorough
 
 KIB = 1 << 10
 NVME = "nvme"
@@ -80,7 +80,7 @@ SPECIAL = [
 ]
 
 
-@pytest.mark.parametrize("run", [*sampled(PLACED, every=4), *sampled(RULES, every=4), *SPECIAL], ids=str)
+@pytest.mark.parametrize("run", [*sampled(PLACED, every=8), *sampled(RULES, every=8), *SPECIAL], ids=str)
 def test_a_resumed_run_is_the_run(run: Run, tmp_path: Path) -> None:
     goes_on = saved(run, tmp_path / "a")
     assert resumed(run, tmp_path / "a").otherwise(goes_on) == []
@@ -162,7 +162,7 @@ FORMS = [
 ]
 
 
-@pytest.mark.parametrize(("before", "after", "relative", "of_largest"), FORMS, ids=str)
+@pytest.mark.parametrize(("before", "after", "relative", "of_largest"), sampled_rows(FORMS, every=2), ids=str)
 def test_other_forms_take_over_what_they_can_hold(
     before: Run, after: Run, relative: float, of_largest: float, tmp_path: Path
 ) -> None:

@@ -131,7 +131,7 @@ def subject(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 
 
 many = settings(
-    max_examples=175,
+    max_examples=100,
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow, HealthCheck.data_too_large],
 )
 SUFFIXES = st.sampled_from([MARKER, "-00000.json", ".tiles", ".safetensors"])

@@ -163,7 +163,9 @@ def test_tiles_of_the_device_wait_for_the_step() -> None:
     optimizer.close()
 
 
-@pytest.mark.parametrize("tiers", [ON_CPU, OPTIMIZER, SPLIT], ids=["cpu", "optimizer", "split"])
+@pytest.mark.parametrize(
+    "tiers", [thorough(ON_CPU, id="cpu"), thorough(OPTIMIZER, id="optimizer"), pytest.param(SPLIT, id="split")]
+)
 @pytest.mark.parametrize("streams", KIND_OF_STREAMS)
 @pytest.mark.parametrize("run", [straight, without_the_second, first_twice, reentrant, not_reentrant])
 def test_whatever_the_graph_is_the_result_is_that_of_none(
