@@ -4,11 +4,16 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.penstock-setup
 NATIVE := CMakeLists.txt $(wildcard csrc/*)
+STRICT := build/.strict-built
+PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal
 ARGS   ?=
 
-.PHONY: setup train test test-thorough check gpu-check gpu-bench clean
+.PHONY: setup setup-tests train test test-thorough check gpu-check gpu-bench clean
 
 setup: $(STAMP)
+
+# And the device of tests/device, a minute of compiling. Where it fails, the tests that need it say so.
+setup-tests: $(STRICT)
 
 # The build tools are installed first and used without isolation: pinned like everything else, and the next build
 # compiles only what changed.
@@ -18,17 +23,20 @@ $(STAMP): pyproject.toml constraints.txt $(NATIVE)
 	$(BIN)/python -m pip install -q -c constraints.txt --no-build-isolation -e '.[train,tensorboard,dev]'
 	touch $@
 
+$(STRICT): $(STAMP) $(wildcard tests/device/csrc/*)
+	-$(BIN)/python -m tests.device.building && touch $@
+
 train: setup
 	$(BIN)/penstock train $(ARGS)
 
 # Two workers, one torch thread each: the suite is made for two cores. Its many processes share the bytecode that the
 # first one writes.
-test: setup
-	PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal $(ARGS)
+test: setup-tests
+	$(PYTEST) $(ARGS)
 
 # The rows of the tables that are left out there, because others are much like them.
-test-thorough: setup
-	PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal -m thorough $(ARGS)
+test-thorough: setup-tests
+	$(PYTEST) -m thorough $(ARGS)
 
 check: setup
 	$(BIN)/ruff check .

@@ -1,5 +1,14 @@
 """Settings of the whole suite."""
 
+import gc
+import os
+import signal
+from collections.abc import Generator
+
+import pytest
+
+from tests.costs import MEASURED, Meter
+
 try:
     from hypothesis import settings
 except ImportError:  # a machine with a device may lack it, and the tests for it do not need it
@@ -8,3 +17,28 @@ else:
     # The suite runs on shared machines: how long one example takes says nothing.
     settings.register_profile("suite", deadline=None)
     settings.load_profile("suite")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Measure what files cost, and let interrupts reach the children of tests.
+
+    A shell that starts the suite in the background has it ignore SIGINT, and children inherit that.
+    """
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+    # What a test runs in another pytest is part of what that test costs.
+    if hasattr(config, "workerinput") or MEASURED not in os.environ:
+        os.environ[MEASURED] = "1"
+        config.pluginmanager.register(Meter(config))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Set aside what the collection made: it lives to the end, and each `gc.collect()` would walk through all of it."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.enable()
+        gc.collect()
+        gc.freeze()

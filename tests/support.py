@@ -42,6 +42,11 @@ def sampled(values: Iterable[Any], every: int) -> list[Any]:
     return [value if number % every == 0 else thorough(value) for number, value in enumerate(values)]
 
 
+def sampled_rows(rows: Iterable[tuple[Any, ...]], every: int) -> list[Any]:
+    """The same of rows of several values."""
+    return [row if number % every == 0 else thorough(*row) for number, row in enumerate(rows)]
+
+
 def run_ranks(
     work: Callable[..., Any],
     world_size: int,
@@ -57,7 +62,7 @@ def run_ranks(
     """
     with tempfile.TemporaryDirectory() as folder:
         context = mp.get_context("forkserver")  # imports torch once for all ranks of all tests of this process
-        context.set_forkserver_preload(["torch", "torch.distributed", "penstock"])
+        context.set_forkserver_preload(["tests.preloaded"])
         processes = [
             context.Process(target=_rank, args=(work, rank, world_size, folder, args, timeout, backend, start))
             for rank in range(world_size)
@@ -95,6 +100,10 @@ def _rank(
     dist.init_process_group(
         backend, init_method=f"file://{folder}/store", rank=rank, world_size=world_size, timeout=timeout
     )
+    # A rank may be done before another has made its end of the connections, which then fails.
+    joined = dist.FileStore(f"{folder}/joined", world_size)
+    joined.set(str(rank), "")
+    joined.wait([str(each) for each in range(world_size)], timeout)
     try:
         outcome = (True, work(rank, *args))
     except BaseException:

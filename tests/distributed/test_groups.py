@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 import penstock
 from penstock.errors import ConfigError, EngineError
 from penstock.machine.groups import own_group
-from tests.support import RANK_TIMEOUT, run_ranks
+from tests.support import RANK_TIMEOUT, run_ranks, thorough
 
 ROOT = Path(__file__).parents[2]
 
@@ -184,7 +184,7 @@ if way != "nothing":
 """
 
 
-@pytest.mark.parametrize("way", ["nothing", "destroyed", "closed and destroyed"])
+@pytest.mark.parametrize("way", ["nothing", thorough("destroyed"), thorough("closed and destroyed")])
 def test_a_program_of_two_ranks_exits_in_silence(way: str, tmp_path: Path) -> None:
     processes = [
         subprocess.Popen(

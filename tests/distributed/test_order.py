@@ -19,7 +19,7 @@ from penstock.machine import collectives
 from penstock.machine.streams import Streams
 from penstock.tiers.nvme import FileRecords
 from tests.parity.rows import Movement
-from tests.support import disks, inline, prepare_on, run_ranks, separate, shorten_rings, simulated
+from tests.support import disks, inline, prepare_on, run_ranks, separate, shorten_rings, simulated, thorough
 
 WIDTH, BLOCKS, STEPS = 32, 5, 3
 MOST_SECONDS = 0.02
@@ -144,7 +144,7 @@ def beside_a_users_own(rank: int, how: Movement, of: str) -> list[int]:
         return differences(train(rank, make(), how), expected)
 
 
-@pytest.mark.parametrize("of", ["inline", "separate", "simulated"])
+@pytest.mark.parametrize("of", [thorough("inline"), thorough("separate"), "simulated"])
 @pytest.mark.parametrize(
     "how", [IN_FILES, ON_CPU, UPDATED_FROM_FILES], ids=["in files", "on cpu", "updated from files"]
 )

@@ -17,7 +17,7 @@ import penstock
 from penstock.checkpoint.manifest import MARKER, files_of
 from penstock.checkpoint.opened import checkpoints_in
 from penstock.machine import arena, lifetime
-from tests.support import disks, inline, prepare_on
+from tests.support import disks, inline, prepare_on, thorough
 
 # The child of a fork stands for the process here, which is made thousands of times: it has what a child has not else.
 PROCESS = os.getpid()
@@ -100,7 +100,7 @@ def same(ours: Values, theirs: Values) -> bool:
     return all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
 
 
-@pytest.fixture(scope="module", params=["cpu", "nvme"])
+@pytest.fixture(scope="module", params=["cpu", thorough("nvme")])
 def training(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Training]:
     training = Training(tmp_path_factory.mktemp(request.param), request.param)
     yield training
@@ -175,7 +175,10 @@ def test_a_process_killed_at_any_call(training: Training, name: str, keep: int |
     assert outcomes[-1]
 
 
-@SAVES
+@pytest.mark.parametrize(
+    ("name", "keep"),
+    [pytest.param("b", None, id="beside"), thorough("a", None, id="over"), thorough("b", 1, id="keep one")],
+)
 def test_any_call_that_fails(training: Training, name: str, keep: int | None, tmp_path: Path) -> None:
     refused = []
     for number in range(1, 1000):

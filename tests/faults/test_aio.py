@@ -16,7 +16,7 @@ from penstock.errors import NvmeError
 from penstock.machine.aio import CHUNK_BYTES, File, Queue
 from penstock.machine.arena import PAGE_BYTES
 from tests.faults.preload import run_preloaded
-from tests.support import memory
+from tests.support import memory, thorough
 
 MIB = 1 << 20
 
@@ -231,7 +231,9 @@ def test_the_limit_of_file_sizes(tmp_path: Path) -> None:
     assert (done.returncode, done.stdout.split()) == (0, ["limited", "refused"]), done.stderr
 
 
-@pytest.mark.parametrize("ending", ["", "raise SystemExit(0)", "import os; os.fork()", "del queue, file, transfer"])
+@pytest.mark.parametrize(
+    "ending", ["", *map(thorough, ("raise SystemExit(0)", "import os; os.fork()", "del queue, file, transfer"))]
+)
 def test_a_process_that_ends_without_closing_finishes_its_writes(tmp_path: Path, ending: str) -> None:
     done = run(LEFT_OPEN + ending, tmp_path / "file")
     assert (done.returncode, done.stderr) == (0, "")

@@ -3,7 +3,9 @@
 import errno
 import os
 import signal
+from collections.abc import Iterator
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
@@ -15,14 +17,26 @@ from penstock.checkpoint.manifest import FileEntry
 from tests.faults.preload import run_preloaded
 from tests.parity.resuming import SMALL, Run, different, iterate, values
 from tests.parity.rows import Movement
-from tests.support import run_ranks
+from tests.support import run_ranks, thorough
 
 RUN = Run(how=Movement(3, "cpu", "cpu", "cpu").but(**SMALL))
 
 
-def test_saves_that_are_killed_or_fail_at_any_call(tmp_path: Path) -> None:
+@pytest.fixture
+def quick_disk(tmp_path: Path) -> Iterator[Path]:
+    """Memory as a file system, where there is one: thousands of files are synced."""
+    shared = Path("/dev/shm")
+    if os.access(shared, os.W_OK):
+        with TemporaryDirectory(dir=shared) as folder:
+            yield Path(folder)
+    else:
+        yield tmp_path
+
+
+@pytest.mark.parametrize("marked", ["not thorough", thorough("thorough")])
+def test_saves_that_are_killed_or_fail_at_any_call(marked: str, quick_disk: Path) -> None:
     """The tests of injected_saves.py."""
-    run_preloaded("crashes.c", "injected_saves.py", tmp_path)
+    run_preloaded("crashes.c", "injected_saves.py", quick_disk, marked)
 
 
 def failing(name: str) -> Any:

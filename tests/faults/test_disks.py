@@ -20,7 +20,7 @@ import penstock
 from tests.faults.failing_files import Faults, small_rings
 from tests.faults.test_training import BATCHES, KIND_NAMES, ROWS, Row, check_error, equal, name, nothing_stays, trained
 from tests.parity.rows import Net, make_model
-from tests.support import inline, prepare_on
+from tests.support import inline, prepare_on, thorough
 
 ROOT = Path(__file__).parents[2]
 EVERYTHING = Row(**dict.fromkeys(KIND_NAMES, "nvme"))
@@ -255,7 +255,7 @@ def training(folder: Path, before: str = "") -> "subprocess.Popen[str]":
     )
 
 
-@pytest.mark.parametrize("sent", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL])
+@pytest.mark.parametrize("sent", [thorough(signal.SIGTERM), signal.SIGINT, thorough(signal.SIGKILL)])
 def test_a_training_process_that_is_ended(tmp_path: Path, sent: signal.Signals) -> None:
     process = training(tmp_path)
     try:

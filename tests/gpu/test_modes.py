@@ -5,7 +5,7 @@ import torch
 
 import penstock
 from tests.gpu.models import EVERYTHING_ON_CPU, HYPER, assert_same, batches, build, loss_of
-from tests.support import prepare_on
+from tests.support import prepare_on, thorough
 
 STEPS = 3
 OPTIMIZER_ON_CPU = penstock.Placement(grads="cpu", optimizer="cpu")
@@ -32,7 +32,7 @@ def allocated(device: torch.device) -> int:
     return 0 if device.type == "cpu" else torch.get_device_module(device).memory_allocated(device)
 
 
-@pytest.mark.parametrize("overlap", ["forward", "backward", "auto"])
+@pytest.mark.parametrize("overlap", [thorough("forward"), "backward", "auto"])
 @pytest.mark.parametrize("placement", [EVERYTHING_ON_CPU, OPTIMIZER_ON_CPU], ids=["cpu", "optimizer"])
 def test_when_updates_run_changes_nothing(make_streams, device, placement, overlap):
     expected = train(make_streams(), device, placement=placement, overlap="none")

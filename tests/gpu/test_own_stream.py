@@ -8,7 +8,7 @@ import torch
 
 import penstock
 from tests.gpu.models import EVERYTHING_ON_CPU, HYPER, assert_same, batches, build, loss_of, slow_down
-from tests.support import prepare_on
+from tests.support import prepare_on, thorough
 
 PLACEMENTS = {
     "cpu": EVERYTHING_ON_CPU,
@@ -50,7 +50,7 @@ def take_step(model, optimizer, x):
     return loss.detach()
 
 
-@pytest.mark.parametrize("inside", ["all of it", "the steps alone"])
+@pytest.mark.parametrize("inside", ["all of it", thorough("the steps alone")])
 @pytest.mark.parametrize("placement", list(PLACEMENTS))
 def test_the_users_own_stream_trains_the_same(make_streams, device, uncompiled, placement, inside):
     """Nothing is read on the host before the end, so nothing but the right waits makes this right."""

@@ -80,7 +80,7 @@ _exact: dict[object, Outcome] = {}
 
 
 @pytest.mark.parametrize("home", list(HOMES))
-@pytest.mark.parametrize("row", [*EXACT_ROWS[:2], *(thorough(row) for row in EXACT_ROWS[2:])], ids=str)
+@pytest.mark.parametrize("row", [EXACT_ROWS[0], *(thorough(row) for row in EXACT_ROWS[1:])], ids=str)
 def test_no_placement_changes_a_bit(make_streams, device, uncompiled, row, home):
     """The device's reference update rounds as the host's does; so all placements have to be equal, bit by bit."""
     if row not in _exact:

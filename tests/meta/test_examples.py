@@ -6,10 +6,12 @@ from pathlib import Path
 
 import pytest
 
+from tests.support import thorough
+
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
-@pytest.mark.parametrize("away", ["cpu", "nvme"])
+@pytest.mark.parametrize("away", [thorough("cpu"), "nvme"])
 def test_an_actor_and_a_critic_take_turns(away: str, tmp_path: Path) -> None:
     command = [sys.executable, str(EXAMPLES / "actor_critic.py"), "--iterations", "2", "--away", away]
     done = subprocess.run([*command, "--folder", str(tmp_path)], capture_output=True, text=True, timeout=300)

@@ -113,6 +113,7 @@ def test_an_error_of_an_item_is_its_row(parts: ModuleType, tmp_path: Path) -> No
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_the_check_runs_on_a_cpu_within_a_small_budget(tmp_path: Path) -> None:
     chosen = ["--parts", "pinning,movement", "--pytest=-k", "--pytest=waits_for_nothing or forgets_it"]
     command = [*CHECK, "--out", str(tmp_path), "--budget-seconds", "100", *chosen]

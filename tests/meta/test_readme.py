@@ -18,7 +18,7 @@ def snippets(text):
     return re.findall(r"```python\n(.*?)```", text, re.S)
 
 
-@pytest.mark.parametrize("snippet", [*snippets(README), *sampled(snippets(PAGES), every=2)])
+@pytest.mark.parametrize("snippet", [*snippets(README), *sampled(snippets(PAGES), every=6)])
 def test_snippet_runs(snippet, tmp_path):
     for optional in ("peft", "transformers"):
         if f"from {optional}" in snippet:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from functools import partial
+from itertools import product
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from tests.models.contract import HYPER, ON_CPU, Trace, assert_equal
 from tests.models.family import Batch
 from tests.models.modules_rows import Block, Stack, squared
 from tests.models.transformers_rows import bert, gpt2, image_loss, language_loss, llama, mixtral, t5, t5_loss, vit
-from tests.support import prepare_on, sampled, separate, simulated
+from tests.support import prepare_on, sampled, sampled_rows, separate, simulated
 
 Checkpoint = Callable[..., Any]  # (function, *args)
 Run = Callable[[nn.Module, Tensor, Checkpoint], Tensor]
@@ -207,8 +208,7 @@ NOT_THE_SAME = {("t5", True), ("mixtral", True)}
 
 
 @pytest.mark.filterwarnings("ignore:`gradient_checkpointing_enable` is deprecated")
-@pytest.mark.parametrize("reentrant", [True, False], ids=["reentrant", "not_reentrant"])
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(("name", "reentrant"), sampled_rows(product(MODELS, (True, False)), every=3))
 def test_gradient_checkpointing_enable(name, reentrant):
     build, loss_of = MODELS[name]
 

@@ -38,7 +38,7 @@ RUNS = {
 }
 
 
-@pytest.mark.parametrize("family", [*sampled(FAMILIES, every=3), *map(thorough, MIXING)], ids=str)
+@pytest.mark.parametrize("family", [*sampled(FAMILIES, every=8), *map(thorough, MIXING)], ids=str)
 def test_fp32_equals_plain_torch(family):
     plain = plain_run(family, "fp32")
     first, *others = (penstock_run(family, make(), *how, "fp32") for make, *how in RUNS.values())
@@ -51,7 +51,7 @@ def test_fp32_equals_plain_torch(family):
     assert_equal(replace(unseen, gradients=first.gradients), first)
 
 
-@pytest.mark.parametrize("family", [*sampled(FAMILIES, every=4), *IN_MIXED_DTYPES], ids=str)
+@pytest.mark.parametrize("family", [*sampled(FAMILIES, every=8), *IN_MIXED_DTYPES], ids=str)
 def test_bf16_equals_plain_torch(family):
     plain = plain_run(family, "bf16")
     first = penstock_run(family, inline(), ON_DEVICE, 3, "bf16")

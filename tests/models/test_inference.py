@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from tests.models.contract import HYPER, ON_CPU, ON_DEVICE
 from tests.models.family import Batch
 from tests.models.transformers_rows import language_loss, llama, t5, t5_loss
-from tests.support import prepare_on, run_ranks, separate, simulated
+from tests.support import prepare_on, run_ranks, sampled_rows, separate, simulated
 
 MODELS = {"llama": (llama, language_loss), "t5": (t5, t5_loss)}
 SAMPLING = {
@@ -120,13 +120,9 @@ def generate_gathered(rank: int, name: str, stage: int) -> None:
     undisturbed.close()
 
 
-def generate_all_gathered(rank: int) -> None:
-    for name, stage in product(MODELS, (1, 3)):
-        generate_gathered(rank, name, stage)
-
-
-def test_ranks_generate_other_lengths_inside_gathered():
-    run_ranks(generate_all_gathered, 2)
+@pytest.mark.parametrize(("name", "stage"), sampled_rows(product(MODELS, (3, 1)), every=10))
+def test_ranks_generate_other_lengths_inside_gathered(name, stage):
+    run_ranks(generate_gathered, 2, name, stage)
 
 
 def gathers_once(rank: int) -> None:

@@ -48,7 +48,7 @@ def assert_released(optimizer: penstock.Optimizer) -> None:
     assert optimizer.locations().bytes(kind="gathered") == 0
 
 
-@pytest.mark.parametrize("family", sampled(FAMILIES, every=4), ids=str)
+@pytest.mark.parametrize("family", sampled(FAMILIES, every=8), ids=str)
 def test_nothing_stays_gathered_and_the_least_budget_is_enough(family):
     least = least_live_bytes(family)
     model, optimizer = with_live_bytes(family, least)

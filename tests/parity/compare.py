@@ -1,6 +1,7 @@
 """How runs are compared: with plain torch step by step, and with each other bit by bit."""
 
 from collections.abc import Callable, Iterable, Iterator
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -114,17 +115,19 @@ def otherwise(
     **common: Any,
 ) -> list[str]:
     """The rows that give other bits than the reference, at their stage, gives at once. `common`: see `train`."""
-    references: dict[Movement, list[object]] = {}
     failures = []
     for streams, how in rows:
         at_once = reference.but(stage=how.stage)
         if "persistent_bytes" in dict(how.options):  # other units, whose norm adds up in another order
             at_once = at_once.but(persistent_bytes=dict(how.options)["persistent_bytes"])
-        if at_once not in references:
-            references[at_once] = bits(train(what, at_once, **common))
-        if bits(train(what, how, streams=streams(), **common)) != references[at_once]:
+        if bits(train(what, how, streams=streams(), **common)) != _bits_at_once(what, at_once, tuple(common.items())):
             failures.append(f"{changed(what)} | {streams.__name__} {changed(how)}")
     return failures
+
+
+@lru_cache(maxsize=32)  # tables have one arithmetic in several rows
+def _bits_at_once(what: Arithmetic, how: Movement, common: tuple[tuple[str, Any], ...]) -> list[object]:
+    return bits(train(what, how, **dict(common)))
 
 
 def _snapshots(ours: Snapshot, theirs: Snapshot, tolerances: dict[str, dict[str, float]]) -> Iterator[str]:

@@ -146,10 +146,12 @@ def otherwise(stage: int, precision: str, rank: int = 0, every: int = 1) -> list
     return failures
 
 
-@pytest.mark.parametrize("stage", [thorough(0), thorough(1), thorough(2), 3])
+@pytest.mark.parametrize(
+    ("stage", "every"), [thorough(0, 4), thorough(1, 4), thorough(2, 4), (3, 4), thorough(3, 1)], ids=str
+)
 @pytest.mark.parametrize("precision", [thorough("fp32"), "bf16"])
-def test_what_is_seen_and_set_is_the_same_everywhere(stage: int, precision: str) -> None:
-    assert otherwise(stage, precision, every=1 if stage == 3 else 4) == []
+def test_what_is_seen_and_set_is_the_same_everywhere(stage: int, every: int, precision: str) -> None:
+    assert otherwise(stage, precision, every=every) == []
 
 
 def of_rank(rank: int, stage: int, precision: str) -> list[str]:

@@ -47,13 +47,13 @@ def movements(*overlaps: str, stage: int = 3, first: int = 0) -> Iterator[tuple[
             yield streams[(first + turn + number) % 3], how
 
 
-@pytest.mark.parametrize("what", ROWS, ids=changed)
+@pytest.mark.parametrize("what", [*map(thorough, ROWS[:2]), ROWS[2]], ids=changed)
 def test_no_mode_changes_a_bit(what: Arithmetic) -> None:
     rows = movements("forward", "backward", "auto", first=ROWS.index(what))
     assert otherwise(what, rows, AT_ONCE, steps=STEPS) == []
 
 
-@pytest.mark.parametrize("what", CLIPPED, ids=changed)
+@pytest.mark.parametrize("what", [thorough(CLIPPED[0]), CLIPPED[1]], ids=changed)
 def test_no_mode_that_clips_changes_a_bit(what: Arithmetic) -> None:
     assert otherwise(what, movements("none", "forward"), AT_ONCE, steps=STEPS) == []
 
@@ -67,6 +67,6 @@ def otherwise_on_rank(rank: int, stages: tuple[int, ...]) -> list[str]:
     return failures
 
 
-@pytest.mark.parametrize("stages", [(3, 0), thorough((2, 1))], ids=str)
+@pytest.mark.parametrize("stages", [(3,), thorough((2, 1, 0))], ids=str)
 def test_no_mode_changes_a_bit_on_two_ranks(stages: tuple[int, ...]) -> None:
     assert run_ranks(otherwise_on_rank, 2, stages) == [[], []]

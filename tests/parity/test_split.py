@@ -63,7 +63,7 @@ def late() -> Streams:
 LATE = [how for streams, how in MOVEMENTS if streams is separate]
 
 
-@pytest.mark.parametrize("what", [BUSY[0], Arithmetic(precision="bf16", groups=True)], ids=changed)
+@pytest.mark.parametrize("what", [thorough(BUSY[0]), Arithmetic(precision="bf16", groups=True)], ids=changed)
 def test_splits_on_late_streams_change_no_bit(what: Arithmetic) -> None:
     assert otherwise(what, [(late, how) for how in LATE], ON_DEVICE, steps=STEPS) == []
 

@@ -47,6 +47,7 @@ MOVEMENTS = (
     streamed(Movement(0, "cpu", "nvme", HALF), "auto", live_bytes=32 * KIB),
 )
 ALL_ARITHMETIC = (*CORE, *EXTRA)
+GROUPED = Arithmetic(precision="bf16", groups=True)
 BUSY = [what for what in CORE if what.accumulation > 1 and what.clip is not None]
 
 
@@ -57,13 +58,13 @@ def test_streaming_changes_no_bit(what: Arithmetic) -> None:
     assert otherwise(what, [(separate, how) for how in rows], ON_DEVICE, steps=STEPS) == []
 
 
-@pytest.mark.parametrize("what", [BUSY[0], Arithmetic(precision="bf16", groups=True)], ids=changed)
+@pytest.mark.parametrize("what", [thorough(BUSY[0]), GROUPED], ids=changed)
 def test_streaming_on_late_streams_changes_no_bit(what: Arithmetic) -> None:
     assert otherwise(what, [(late, how) for how in MOVEMENTS], ON_DEVICE, steps=3) == []
 
 
-@pytest.mark.parametrize("streams", [separate, late])
-@pytest.mark.parametrize("what", [*BUSY, Arithmetic(precision="bf16", groups=True)], ids=changed)
+@pytest.mark.parametrize("streams", [separate, thorough(late)])
+@pytest.mark.parametrize("what", [*map(thorough, BUSY[:-1]), BUSY[-1], thorough(GROUPED)], ids=changed)
 def test_stretches_of_tiles_change_no_bit(
     what: Arithmetic, streams: Callable[[], Streams], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -88,7 +89,7 @@ def test_what_backward_leaves_for_the_step_is_streamed_without_a_change(streams:
     """Tiles whose unit has a parameter without gradient, and those of the device, wait for the step."""
     how = Movement(3, "cpu", "device", shares(device=0.3, cpu=0.7), "backward")
     rows = [(streams, streamed(how, 0.5)), (streams, streamed(IN_FILES, 0.5, tile_bytes=8 * KIB))]
-    assert otherwise(Arithmetic(precision="bf16", groups=True), rows, ON_DEVICE, steps=3) == []
+    assert otherwise(GROUPED, rows, ON_DEVICE, steps=3) == []
 
 
 def otherwise_on_rank(rank: int, stage: int) -> list[str]:

@@ -5,7 +5,6 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import cache
-from itertools import product
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -480,16 +479,20 @@ def reached_by(row: str) -> frozenset[str]:
 @pytest.mark.filterwarnings("ignore:module forward hook with")  # what goes wrong may do so in a hook
 @pytest.mark.parametrize(
     "wait",
-    sampled((w for w in waits() if w.name not in (*REDUNDANT, *OF_TWO_RANKS)), every=9),
+    sampled((w for w in waits() if w.name not in (*REDUNDANT, *OF_TWO_RANKS)), every=18),
     ids=lambda wait: wait.name,
 )
 def test_without_the_wait_a_row_goes_wrong(wait: Wait) -> None:
-    rows = [row for row in ROWS if wait.site in reached_by(row)]
+    rows = []
+    for row in ROWS:  # each is run once, with all waits, when the first wait asks for it
+        if wait.site not in reached_by(row):
+            continue
+        rows.append(row)
+        for slow in STREAMS:
+            if not attempt(ROWS[row], expected_of(row), slow, wait.site).same:
+                assert attempt(ROWS[row], expected_of(row), slow, None).same, "the row goes wrong with the wait too"
+                return
     assert rows, f"no row waits at {wait.site}: write one"
-    for row, slow in product(rows, STREAMS):
-        if not attempt(ROWS[row], expected_of(row), slow, wait.site).same:
-            assert attempt(ROWS[row], expected_of(row), slow, None).same, "the row goes wrong with the wait too"
-            return
     pytest.fail(f"{wait.site} can be dropped: {', '.join(rows)} stay right. Write the row that needs it, or drop it.")
 
 

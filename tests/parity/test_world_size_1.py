@@ -30,7 +30,7 @@ def movements() -> Iterator[tuple[Callable[[], Streams], Movement]]:
     yield separate, everything_on_cpu.but(live_bytes=32 * KIB)
 
 
-@pytest.mark.parametrize("what", sampled([*CORE, *EXTRA], every=3), ids=changed)
+@pytest.mark.parametrize("what", sampled([*CORE, *EXTRA], every=6), ids=changed)
 def test_steps_are_plain_torchs_and_movement_changes_no_bit(what: Arithmetic) -> None:
     reference = train(what, Movement(), look=True)
     failures = list(against_plain_by_step(what, reference))

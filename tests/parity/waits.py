@@ -4,6 +4,7 @@ import ast
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from penstock.machine.streams import DONE, Event, all_of
 from penstock.tiers.home import MemoryEvents
 
 PACKAGE = Path(penstock.__file__).parent
+VERBS = ("wait", "synchronize", "submit", "all_of", "note_write", "note_read", "buffer_home")
 ALL = "#all"  # of `all_of(events)`
 REST = "+"  # `all_of([event, event, *rest])`: its entries are #0, #1 and #2+, as the last of any list is
 NOTE = "#note"  # of what a home is told
@@ -33,7 +35,8 @@ class Wait:
     site: str
 
 
-def waits() -> list[Wait]:
+@cache
+def waits() -> tuple[Wait, ...]:
     """`event.wait()`, `event.synchronize()`, what `submit` and `all_of` wait for, and what homes are told to keep."""
     found = []
     for path in sorted(PACKAGE.rglob("*.py")):
@@ -41,14 +44,14 @@ def waits() -> list[Wait]:
             found += _waits_of(path)
     names = [wait.name for wait in found]
     assert len(set(names)) == len(names), "two waits of one function look alike: name their events apart"
-    return found
+    return tuple(found)
 
 
 def _waits_of(path: Path) -> Iterator[Wait]:
-    tree = ast.parse(path.read_text())
-    functions = [n for n in ast.walk(tree) if isinstance(n, ast.FunctionDef)]
-    for node in ast.walk(tree):
-        if not isinstance(node, ast.Call):
+    nodes = list(ast.walk(ast.parse(path.read_text())))
+    functions = [n for n in nodes if isinstance(n, ast.FunctionDef)]
+    for node in nodes:
+        if not isinstance(node, ast.Call) or _verb(node) not in VERBS:
             continue
         inside = [f for f in functions if f.lineno <= node.lineno <= f.end_lineno]
         function = max(inside, key=lambda f: f.lineno).name if inside else ""
@@ -57,9 +60,13 @@ def _waits_of(path: Path) -> Iterator[Wait]:
             yield Wait(f"{path.name} {function}: {what}", f"{site}{entry}")
 
 
+def _verb(call: ast.Call) -> str:
+    return call.func.attr if isinstance(call.func, ast.Attribute) else getattr(call.func, "id", "")
+
+
 def _entries(call: ast.Call, function: str) -> Iterator[tuple[str, str]]:
     """What a call waits for, and what that adds to the call's site."""
-    verb = call.func.attr if isinstance(call.func, ast.Attribute) else getattr(call.func, "id", "")
+    verb = _verb(call)
     if verb in ("wait", "synchronize") and not call.args and not call.keywords:
         if isinstance(call.func, ast.Attribute) and not isinstance(
             call.func.value, ast.Call

@@ -24,6 +24,7 @@ from penstock.checkpoint.fields import to_bytes
 from penstock.checkpoint.manifest import MARKER, checksum
 from tests.parity.resuming import Other, Run, Values, different, iterate, values
 from tests.parity.rows import Arithmetic, Movement
+from tests.support import thorough
 
 HEADROOM_BYTES = 1 << 30  # of addresses: a thread takes up to 72 MiB of them
 FP16 = Run(Arithmetic(precision="fp16", master="fp32", schedule=True), Movement().but(tile_bytes=4096), model=Other)
@@ -113,7 +114,15 @@ def limited_memory() -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_AS, kept)
 
 
-@pytest.fixture(scope="module", params=[FP16, INT8], ids=["fp16", "int8"])
+@pytest.fixture(
+    scope="module",
+    params=[
+        pytest.param(FP16, id="fp16"),
+        thorough(FP16, id="fp16, more"),
+        thorough(INT8, id="int8"),
+        thorough(INT8, id="int8, more"),
+    ],
+)
 def subject(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Subject]:
     subject = Subject(request.param, tmp_path_factory.mktemp("checkpoint"))
     yield subject
@@ -122,7 +131,7 @@ def subject(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 
 
 many = settings(
-    max_examples=350,
+    max_examples=100,
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow, HealthCheck.data_too_large],
 )
 SUFFIXES = st.sampled_from([MARKER, "-00000.json", ".tiles", ".safetensors"])

@@ -111,7 +111,12 @@ def run(streams: Streams, sequence: list[Operation], *arguments: Any) -> Log:
 
 
 @pytest.mark.parametrize(
-    "make", [inline, separate, lambda: simulated(most_seconds=0.0005)], ids=["inline", "separate", "simulated"]
+    "make",
+    [
+        thorough(inline, id="inline"),
+        thorough(separate, id="separate"),
+        pytest.param(lambda: simulated(most_seconds=0.0005), id="simulated"),
+    ],
 )
 @settings(max_examples=20, deadline=None, derandomize=True)
 @given(

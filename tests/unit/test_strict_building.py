@@ -75,6 +75,7 @@ def test_no_sources(tmp_path: Path) -> None:
         build(tmp_path, tmp_path / "build")
 
 
+@pytest.mark.thorough
 def test_two_processes_build_once(sources: Path, tmp_path: Path) -> None:
     compiler = tmp_path / "compiler"
     compiler.write_text(f'#!/bin/sh\necho made >> {tmp_path}/calls\nexec c++ "$@"\n')

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import penstock
 from penstock.checkpoint import export as module
-from tests.support import disks, run_ranks
+from tests.support import disks, run_ranks, thorough
 
 transformers = pytest.importorskip("transformers")
 
@@ -437,7 +437,7 @@ print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024)
 """
 
 
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("dtype", [thorough("fp32"), "bf16"])
 def test_memory_does_not_grow_with_the_model(dtype: str, tmp_path: Path) -> None:
     """One tensor of 128 MiB in fp32; tiles of 1 MiB of parameters."""
     model = nn.Sequential(nn.Linear(4096, 8192, bias=False))

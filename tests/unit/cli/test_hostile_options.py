@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.support import sampled_rows
 from tests.unit.cli.test_surface import COMMANDS, EXPORT, IMPORT, INSPECT, TRAIN
 
 HUGE = str(10**30)
@@ -141,7 +142,9 @@ def test_the_row_without_its_value_runs(penstock_command: Callable[..., Any], su
     assert outcome.exit_code == 0, outcome.err
 
 
-@pytest.mark.parametrize(("command", "option", "value"), ROWS, ids=lambda value: value[:20].encode("unicode_escape"))
+@pytest.mark.parametrize(
+    ("command", "option", "value"), sampled_rows(ROWS, every=4), ids=lambda value: value[:20].encode("unicode_escape")
+)
 def test_one_line_and_no_traceback(
     penstock_command: Callable[..., Any], surroundings: Path, command: str, option: str, value: str
 ) -> None:

@@ -21,7 +21,7 @@ from penstock.machine.streams import DOWNLOAD, UPLOAD, Event, Streams, Work
 from penstock.tiers import cuts
 from penstock.trace import NO_LABEL, Label
 from tests.accounts import assert_table_agrees
-from tests.support import inline, pinning_on_cpu, prepare_on, separate, simulated
+from tests.support import inline, pinning_on_cpu, prepare_on, separate, simulated, thorough
 
 WIDTH, ROWS, BLOCKS = 64, 32, 4
 
@@ -285,7 +285,7 @@ def bytes_of_lengths(streams: Streams, tier: str, disk: Path, lengths: list[int]
     return held
 
 
-@pytest.mark.parametrize("tier", ["cpu", "nvme"])
+@pytest.mark.parametrize("tier", ["cpu", thorough("nvme")])
 def test_after_lengths_that_change_there_is_what_the_longest_needs(
     tier: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -38,8 +38,11 @@ WIDTH = 96
 KINDS = ("param", "grad", "master", "optimizer")
 BACK_ENDS = [inline, separate, simulated]
 TIERS = ("device", "cpu", "nvme")
-#: Where state is, and where it is sent; nothing goes anywhere in those that only `make test-thorough` has.
-PAIRS = [pair if pair[0] != pair[1] else thorough(*pair) for pair in product(TIERS, ("cpu", "nvme"))]
+#: Where state is, and where it is sent.
+PAIRS = [
+    pair if pair in (("device", "cpu"), ("cpu", "nvme")) else thorough(*pair)
+    for pair in product(TIERS, ("cpu", "nvme"))
+]
 
 
 class Block(nn.Module):
@@ -135,7 +138,7 @@ def assert_equal(ours: list[Tensor], theirs: list[Tensor]) -> None:
 # Values, the table, memory
 
 
-@pytest.mark.parametrize("blocking", [True, False], ids=["blocking", "in flight"])
+@pytest.mark.parametrize("blocking", [thorough(True, id="blocking"), pytest.param(False, id="in flight")])
 @pytest.mark.parametrize(("home", "to"), PAIRS)
 @pytest.mark.parametrize("make", [thorough(inline), thorough(separate), simulated])
 def test_every_kind_goes_there_and_back(
@@ -390,7 +393,7 @@ def opaque(model: Net) -> None:
 
 
 @pytest.mark.parametrize("variant", sampled([plain, checkpointed, opaque], every=3))
-@pytest.mark.parametrize("place", [forward_pre_hook, forward_hook, backward_hook, gradient_hook])
+@pytest.mark.parametrize("place", [thorough(forward_pre_hook), forward_hook, thorough(backward_hook), gradient_hook])
 @pytest.mark.parametrize("make", [thorough(inline), thorough(separate), simulated])
 def test_moves_inside_forward_and_backward(
     make: Callable[[], Streams], place: Place, variant: Callable[[Net], None], tmp_path: Path
@@ -577,7 +580,7 @@ def test_a_device_that_is_full_changes_nothing(monkeypatch: pytest.MonkeyPatch) 
 
 
 @pytest.mark.parametrize("when", ["submission", "completion"])
-@pytest.mark.parametrize("offloads", [True, False])
+@pytest.mark.parametrize("offloads", [True, thorough(False)])
 @pytest.mark.parametrize("make", [thorough(inline), thorough(separate), simulated])
 def test_a_transfer_that_fails_leaves_everything_where_it_was(
     make: Callable[[], Streams], offloads: bool, when: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -650,10 +653,10 @@ def test_copies_that_fail_leave_everything_where_it_was() -> None:
 # Ranks
 
 
-def check_rank(rank: int, stage: int, folder: str) -> list[str]:
+def check_rank(rank: int, stage: int, back_ends: list[Callable[[], Streams]], folder: str) -> list[str]:
     """At one stage: micro-batches held back, a replica that becomes shards and a replica again, failures."""
     failures = []
-    for make in BACK_ENDS:
+    for make in back_ends:
         expected = prepared(inline(), Path(folder), stage=stage)
         model, optimizer = prepared(make(), Path(folder), stage=stage)
         moves = (
@@ -687,9 +690,13 @@ def check_rank(rank: int, stage: int, folder: str) -> list[str]:
     return failures
 
 
-@pytest.mark.parametrize("stage", [thorough(1), 3])
-def test_moves_on_two_ranks(stage: int, tmp_path: Path) -> None:
-    assert run_ranks(check_rank, 2, stage, str(tmp_path)) == [[], []]
+@pytest.mark.parametrize(
+    ("stage", "back_ends"),
+    [(3, BACK_ENDS[2:]), thorough(3, BACK_ENDS[:2]), thorough(1, BACK_ENDS)],
+    ids=["late, stage 3", "at once, stage 3", "stage 1"],
+)
+def test_moves_on_two_ranks(stage: int, back_ends: list[Callable[[], Streams]], tmp_path: Path) -> None:
+    assert run_ranks(check_rank, 2, stage, back_ends, str(tmp_path)) == [[], []]
 
 
 def test_engines_take_turns_on_one_device(tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """The function that accelerators run, here on the cpu: near the native update, and one graph for the compiler."""
 
 from collections.abc import Callable
+from itertools import product
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ from torch import Tensor
 from penstock.rules import StateFormat
 from penstock.rules.device import DeviceUpdate, compile_pass, one_pass
 from penstock.rules.fused import update_in_torch, update_reference
+from tests.support import sampled_rows
 from tests.unit.rules.segments import (
     FORMATS,
     RULES,
@@ -23,6 +25,8 @@ from tests.unit.rules.segments import (
 )
 
 Check = Callable[[Tensor, Tensor], None]
+GRAPH_RULES = ("adamw", "sgd-nesterov", "adagrad", "lion")
+GRAPH_FORMATS = (FORMATS[0], FORMATS[3], FORMATS[4])
 formats = pytest.mark.parametrize("format_", FORMATS, ids=lambda f: f"{f.dtype}-{f.rounding}")
 
 
@@ -41,8 +45,11 @@ def test_one_pass_is_near_the_native_update(name: str, storage: tuple[Any, Any],
     assert_near(device, native, rule, hyper)
 
 
-@pytest.mark.parametrize("format_", [FORMATS[0], FORMATS[3], FORMATS[4]], ids=lambda f: f.dtype)
-@pytest.mark.parametrize("name", ["adamw", "sgd-nesterov", "adagrad", "lion"])
+@pytest.mark.parametrize(
+    ("name", "format_"),
+    sampled_rows(product(GRAPH_RULES, GRAPH_FORMATS), every=4),
+    ids=lambda value: getattr(value, "dtype", value),
+)
 def test_one_graph_serves_every_step(name: str, format_: StateFormat, assert_same_bits: Check) -> None:
     graphs = []
 

@@ -23,6 +23,7 @@ from penstock.rules import Pool, Segment, StateFormat, deposit, squared_norm
 from penstock.rules.dither import random_words, step_key
 from penstock.rules.fused import update_reference
 from penstock.rules.rule import BLOCK_NUMEL, Hyper
+from tests.support import thorough
 from tests.unit.rules.segments import FORMATS, copy_of, make, parts, random_inputs, rule_and_hyper
 
 Check = Callable[[Tensor, Tensor], None]
@@ -100,8 +101,11 @@ def test_a_gradient_of_more_than_two_to_the_31_is_deposited(mappings: Mappings, 
 
 @pytest.mark.parametrize(
     ("format_", "master"),
-    [(FORMATS[0], torch.int16), (FORMATS[3], None), (FORMATS[4], torch.int16)],
-    ids=["fp32 states", "bf16 states without master", "int8 states"],
+    [
+        pytest.param(FORMATS[0], torch.int16, id="fp32 states"),
+        thorough(FORMATS[3], None, id="bf16 states without master"),
+        thorough(FORMATS[4], torch.int16, id="int8 states"),
+    ],
 )
 def test_an_update_of_more_than_two_to_the_31(
     mappings: Mappings, format_: StateFormat, master: Any, assert_same_bits: Check

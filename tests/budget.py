@@ -1,0 +1,163 @@
+"""What each file of tests may cost, in CPU seconds: in `make test`, and in `make test-thorough`.
+
+Two cores do 720 of them in the 6 minutes that `make test` is to take, and 960 in the 8 of `make test-thorough`: the
+budgets, which are of a busy machine and in part of estimates, are to come down to that. A file that has grown gets
+cheaper rows, or marks some `thorough`, before it gets a larger budget.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+QUICK_SECONDS, THOROUGH_SECONDS = 960, 1600  # of all files together
+CLEARLY = 2.0  # times a budget fail the run; less is reported
+LEAST_SECONDS = 3.0  # more than the budget, that is: what small files take is chance
+
+#: Of files that are not in `BUDGETS`: of each, and of all of them together.
+SMALL_SECONDS = 3.0
+REST = (80.0, 20.0)
+
+
+@dataclass
+class Costs:
+    """CPU seconds of the rows that are not marked `thorough`, and of those that are."""
+
+    quick: float = 0.0
+    thorough: float = 0.0
+
+    def add(self, seconds: float, thorough: bool) -> None:
+        if thorough:
+            self.thorough += seconds
+        else:
+            self.quick += seconds
+
+
+#: By file, below `tests/`: of `make test`, and of `make test-thorough`.
+BUDGETS: dict[str, tuple[float, float]] = {
+    "device/test_gpu_suite.py": (30, 35),
+    "device/test_promises.py": (13, 28),
+    "device/test_ranks.py": (12, 10),
+    "device/test_schedule.py": (14, 0),
+    "device/test_streams.py": (10, 3),
+    "device/test_strictness.py": (5, 0),
+    "device/test_waits.py": (4, 23),
+    "distributed/test_agreement.py": (9, 0),
+    "distributed/test_counts.py": (5, 0),
+    "distributed/test_dynamic.py": (6, 95),
+    "distributed/test_engines.py": (12, 4),
+    "distributed/test_groups.py": (14, 21),
+    "distributed/test_looking.py": (5, 0),
+    "distributed/test_order.py": (10, 5),
+    "faults/test_aio.py": (10, 8),
+    "faults/test_checkpoint_crash.py": (15, 22),
+    "faults/test_disks.py": (12, 8),
+    "faults/test_exits.py": (15, 17),
+    "faults/test_ranks.py": (1, 10),
+    "faults/test_swap.py": (4, 0),
+    "faults/test_training.py": (8, 40),
+    "gpu/test_parity.py": (2, 9),
+    "meta/test_examples.py": (7, 7),
+    "meta/test_gpu_check.py": (10, 13),
+    "meta/test_layers.py": (58, 0),
+    "models/test_adapters.py": (10, 6),
+    "models/test_checkpointing.py": (9, 9),
+    "models/test_chunked.py": (13, 0),
+    "models/test_compile.py": (13, 52),
+    "models/test_failures.py": (4, 0),
+    "models/test_families.py": (10, 67),
+    "models/test_inference.py": (6, 12),
+    "models/test_memory.py": (6, 30),
+    "models/test_two_ranks.py": (5, 84),
+    "parity/test_access.py": (3, 87),
+    "parity/test_accumulation.py": (11, 15),
+    "parity/test_combinations.py": (5, 22),
+    "parity/test_nvme.py": (19, 16),
+    "parity/test_overlap_modes.py": (8, 11),
+    "parity/test_pageable.py": (7, 12),
+    "parity/test_resume.py": (13, 45),
+    "parity/test_rules_parity.py": (14, 10),
+    "parity/test_simulated.py": (9, 15),
+    "parity/test_split.py": (17, 22),
+    "parity/test_streamed.py": (15, 35),
+    "parity/test_waits.py": (14, 90),
+    "parity/test_world_size_1.py": (14, 40),
+    "parity/test_world_size_2.py": (14, 40),
+    "property/test_checkpoint_files.py": (13, 34),
+    "property/test_foreign_files.py": (7, 1),
+    "property/test_moves.py": (4, 17),
+    "property/test_programmes.py": (8, 90),
+    "unit/checkpoint/test_export.py": (13, 5),
+    "unit/checkpoint/test_hostile.py": (4, 0),
+    "unit/cli/test_hostile_options.py": (4, 10),
+    "unit/cli/test_resume.py": (6, 17),
+    "unit/cli/test_train.py": (6, 16),
+    "unit/engine/test_access.py": (6, 0),
+    "unit/engine/test_activations.py": (12, 8),
+    "unit/engine/test_border.py": (8, 51),
+    "unit/engine/test_clip.py": (7, 0),
+    "unit/engine/test_dynamic.py": (8, 4),
+    "unit/engine/test_engines.py": (6, 2),
+    "unit/engine/test_fractions.py": (5, 0),
+    "unit/engine/test_hiding.py": (2, 5),
+    "unit/engine/test_loading.py": (6, 0),
+    "unit/engine/test_memory.py": (11, 9),
+    "unit/engine/test_nvme.py": (7, 0),
+    "unit/engine/test_overlap.py": (5, 2),
+    "unit/engine/test_overlap_backward.py": (13, 19),
+    "unit/engine/test_released.py": (9, 0),
+    "unit/engine/test_residency.py": (22, 99),
+    "unit/engine/test_saving.py": (11, 0),
+    "unit/engine/test_several.py": (4, 0),
+    "unit/engine/test_sliced_calls.py": (4, 0),
+    "unit/engine/test_tracing.py": (12, 0),
+    "unit/engine/test_under_way.py": (5, 6),
+    "unit/engine/test_versions.py": (4, 0),
+    "unit/engine/test_weights.py": (5, 0),
+    "unit/rules/test_against_torch.py": (5, 0),
+    "unit/rules/test_back_ends.py": (9, 0),
+    "unit/rules/test_device.py": (9, 12),
+    "unit/rules/test_generic.py": (4, 0),
+    "unit/rules/test_hard_inputs.py": (7, 4),
+    "unit/rules/test_large.py": (5, 6),
+    "unit/rules/test_many.py": (5, 0),
+    "unit/rules/test_on_device.py": (3, 25),
+    "unit/rules/test_pool.py": (7, 0),
+    "unit/test_layout.py": (4, 0),
+    "unit/test_optimizer_handle.py": (19, 0),
+    "unit/test_strict_building.py": (10, 0),
+    "unit/test_strict_harness.py": (14, 0),
+    "unit/test_trace.py": (4, 0),
+    "unit/tiers/test_bounce.py": (4, 0),
+}
+
+
+def findings(costs: Mapping[str, Costs]) -> tuple[list[str], bool]:
+    """Compare what files have cost, by their names below `tests/`, with their budgets.
+
+    Returns:
+        A line for each file that is above, and whether one is by far.
+    """
+    lines, fails = [], False
+    small = Costs()
+    for name, spent in sorted(costs.items()):
+        if name not in BUDGETS:
+            small.add(spent.quick, False)
+            small.add(spent.thorough, True)
+        budget = BUDGETS.get(name, (SMALL_SECONDS, SMALL_SECONDS))
+        found = _above(f"tests/{name}", spent, budget)
+        lines += [line for line, _ in found]
+        fails |= any(by_far for _, by_far in found)
+    found = _above("all files without a line", small, REST)
+    lines += [line for line, _ in found]
+    return lines, fails or any(by_far for _, by_far in found)
+
+
+def _above(name: str, spent: Costs, budget: tuple[float, float]) -> list[tuple[str, bool]]:
+    found = []
+    for kind, seconds, most in (
+        ("make test", spent.quick, budget[0]),
+        ("make test-thorough", spent.thorough, budget[1]),
+    ):
+        if seconds > most:
+            by_far = seconds > max(CLEARLY * most, most + LEAST_SECONDS)
+            found.append((f"{name}: {seconds:.1f} of {most:g} in {kind}" + (", by far" if by_far else ""), by_far))
+    return found
