@@ -12,23 +12,17 @@ from tests.meta.source import PACKAGE, modules
 MOST_OF_A_FUNCTION, MOST_OF_A_CLASS, MOST_ARGUMENTS, MOST_OF_A_FILE = 60, 300, 8, 400
 
 # What is larger, and why.
-FUNCTIONS = {
-    "cli.train.train": "to be shortened",
-    "engine.passes.reduce.flush": "to be shortened",
-    "engine.state.saving.save": "to be shortened",
-}
+FUNCTIONS: dict[str, str] = {}
 CONSTRUCTORS = {
     "blueprint.Request": "what the user asked for, as it is named there",
     "engine.units.plan.Homes": "what the user asked for, of every unit",
     "engine.units.discover.UnitSpec": "what belongs to a unit, told in one place",
     "checkpoint.manifest.Manifest": "the fields of the file",
-    "checkpoint.save.Save": "to be shortened",
-    "checkpoint.tables.UnitTable": "the fields of the file",
-    "cli.training.progress.Progress": "the fields of the file",
+    "cli.training.reports.Progress": "the fields of the file",
 }
 FILES = {
     "optimizer": "one class that people read: two lines of every three are its reference",
-    "machine.aio": "to be shortened",
+    "machine.aio": "errors of files in words, beside the calls that they are about",
 }
 UNCOUNTED = (tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER)
 

@@ -15,18 +15,14 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
 from penstock.kinds import OPTIMIZER, Tier
 from penstock.machine.arena import PAGE_BYTES
 from penstock.machine.streams import (
-    DOWNLOAD,
     FETCH,
     READ,
     SAVE,
-    UPDATE,
-    UPLOAD,
     WRITE,
     Event,
     Streams,
@@ -34,137 +30,14 @@ from penstock.machine.streams import (
     all_of,
     copy,
 )
+from penstock.tiers.copies import Copies, Use, Way, in_reach
 from penstock.tiers.home import Home, Section, Views, shared_sections
 from penstock.tiers.records import RecordLayout, Records
 from penstock.tiers.ring import PASSING, Ring, Slot
 from penstock.trace import Label
 
-#: What is done with the values of a buffer: the number of the first one among all that pass, and the values.
-Use = Callable[[int, Tensor], None]
 #: Puts values back after an event, and says when they are there.
 Back = Callable[[Event], Event]
-
-
-def in_reach(tier: Tier, of: Tier, streams: Streams) -> bool:
-    """Whether arithmetic beside one tier reads and writes the other directly."""
-    return tier.is_memory and (tier is of or streams.aliases_host)
-
-
-class _Way(NamedTuple):
-    """Where values in memory go.
-
-    Attributes:
-        to: the tier.
-        crosses: they go between the device and the host.
-        bounce: the rings of bounce buffers that they pass, by the stream that reads; `None` for a copy.
-    """
-
-    to: Tier
-    crosses: bool
-    bounce: Mapping[str, Ring] | None = None
-
-
-class _Copies:
-    """Copies of flat values within memory.
-
-    Arguments:
-        streams: of the device.
-        landing: host buffers in which values from the device land in their own dtype, where they are cast or added on
-            the host: a device that casts would take a temporary, and send what is wider over the bus.
-        reader: the stream on which the host reads its own memory, where values pass bounce buffers.
-    """
-
-    def __init__(self, streams: Streams, landing: Ring, reader: str) -> None:
-        self._streams = streams
-        self._landing = landing
-        self._reader = reader
-
-    def copy(self, way: _Way, target: Tensor, source: Tensor, after: Event, label: Label) -> Event:
-        """Copy values; those that go between the device and the host are cast on the host."""
-        up = way.to is Tier.DEVICE
-        put = partial(_put, target)
-        if way.bounce is not None:
-            ring = way.bounce[self._reader]
-            fill, drain = (self._reader, UPLOAD) if up else (DOWNLOAD, WRITE)
-            dtype = (target if up else source).dtype
-            return self.through(ring, source, put, after, label, fill=fill, drain=drain, dtype=dtype, over=target)
-        crosses = way.crosses and not self._streams.aliases_host
-        if crosses and not up and target.dtype != source.dtype:
-            return self.land(source, put, after, label, over=target)
-        return self._streams.submit(
-            UPLOAD if up else DOWNLOAD,
-            across(target, source) if crosses else partial(copy, target, source),
-            after=(after,),
-            writes=(target,),
-            nbytes=source.numel() * source.element_size(),
-            label=label,
-        )
-
-    def land(self, source: Tensor, use: Use, after: Event, label: Label, over: Tensor | None = None) -> Event:
-        """Bring values of the device down as they are, and use them on the host: the first ones first."""
-        return self.through(
-            self._landing, source, use, after, label, fill=DOWNLOAD, drain=UPDATE, dtype=source.dtype, over=over
-        )
-
-    def through(
-        self,
-        ring: Ring,
-        source: Tensor,
-        use: Use,
-        after: Event,
-        label: Label,
-        *,
-        fill: str,
-        drain: str,
-        dtype: torch.dtype,
-        over: Tensor | None,
-    ) -> Event:
-        """Pass flat values through the buffers of a ring: one is filled while the one before it is used.
-
-            fill     | 0 | 1 | 2 |
-            drain        | 0 | 1 | 2 |
-
-        Arguments:
-            ring: whose slots have one buffer each.
-            source: the values.
-            use: what is done with those of a buffer.
-            after: the source is complete.
-            label: what for, in traces.
-            fill: the stream that copies to the buffers.
-            drain: the stream on which they are used.
-            dtype: of the values in the buffers.
-            over: what is overwritten, whole.
-        """
-        drained: list[Event] = []
-        start = 0
-        with ring.lock:  # autograd's thread takes slots, too
-            while start < source.numel():
-                slot = ring.take()
-                buffer = slot.near[PASSING]
-                here = source[start : start + buffer.numel() // dtype.itemsize]
-                nbytes = here.numel() * dtype.itemsize
-                held = buffer[:nbytes].view(dtype)
-                # Not before the values that the slot had last were used.
-                filled = self._streams.submit(
-                    fill,
-                    partial(copy, held, here),
-                    after=(after, slot.free),
-                    writes=(held,),
-                    nbytes=nbytes,
-                    label=label,
-                )
-                overwritten = () if over is None else (over[start : start + here.numel()],)
-                slot.free = self._streams.submit(
-                    drain,
-                    partial(use, start, held),
-                    after=(filled,),
-                    writes=overwritten,
-                    nbytes=nbytes,
-                    label=label,
-                )
-                drained.append(slot.free)
-                start += here.numel()
-        return all_of(drained)
 
 
 class Movement:
@@ -182,7 +55,7 @@ class Movement:
     def __init__(self, streams: Streams, ring: Ring, landing: Ring | None = None) -> None:
         self._streams = streams
         self._ring = ring
-        self._copies = _Copies(streams, landing or Ring(), READ)
+        self._copies = Copies(streams, landing or Ring(), READ)
 
     def copy(self, source: Home, target: Home, label: Label) -> Event:
         """Copy all values of a home to another one of the same extent, kinds and tiles.
@@ -202,7 +75,7 @@ class Movement:
             else:
                 crosses = here.tier is not there.tier
                 bounce = (here.bounce or there.bounce) if crosses else None
-                way = _Way(there.tier, crosses, None if bounce is None else bounce())
+                way = Way(there.tier, crosses, None if bounce is None else bounce())
                 copied += self._copy_all(way, _at(there, start, stop), _at(here, start, stop), after, label)
         event = all_of(copied)
         source.note_read(event)
@@ -215,7 +88,7 @@ class Movement:
 
     def _load(self, here: Records, there: Section, tiles: range, after: Event, label: Label) -> list[Event]:
         """Bring records to memory."""
-        way = _Way(there.tier, there.tier is Tier.DEVICE)
+        way = Way(there.tier, there.tier is Tier.DEVICE)
         copied = []
         for number in tiles:
             first, last = (element + here.plan.start for element in here.tile_range(number))
@@ -245,7 +118,7 @@ class Movement:
 
     def _store(self, here: Section, there: Records, tiles: range, after: Event, label: Label) -> list[Event]:
         """Put values in memory into records."""
-        way = _Way(Tier.CPU, here.tier is Tier.DEVICE)
+        way = Way(Tier.CPU, here.tier is Tier.DEVICE)
         taken = []
         for number in tiles:
             slot = self._ring.take()
@@ -267,7 +140,7 @@ class Movement:
         return taken
 
     def _copy_all(
-        self, way: _Way, targets: Sequence[Tensor], sources: Sequence[Tensor], after: Event, label: Label
+        self, way: Way, targets: Sequence[Tensor], sources: Sequence[Tensor], after: Event, label: Label
     ) -> list[Event]:
         """Copy the values of each kind."""
         return [self._copies.copy(way, t, s, after, label) for t, s in zip(targets, sources, strict=True)]
@@ -278,30 +151,36 @@ class Tile:
     """A tile, or a stretch, that is brought to where it is used, and put back.
 
     Attributes:
+        after: what is in the homes' memory is complete, and may be overwritten.
+        slot: the buffers that it passes; `None` where all of it is used where it rests.
+        label: what for, in traces.
         views: its values, by home, once `ready`.
+        arrivals: the events of what has to be brought.
+        to_memory: what puts values back to memory.
+        to_records: what stores values in records.
     """
 
     after: Event
     slot: Slot | None
     label: Label
     views: dict[str, Views] = field(default_factory=dict)
-    _arrived: list[Event] = field(default_factory=list)
-    _to_memory: list[Back] = field(default_factory=list)
-    _to_records: list[Back] = field(default_factory=list)
+    arrivals: list[Event] = field(default_factory=list)
+    to_memory: list[Back] = field(default_factory=list)
+    to_records: list[Back] = field(default_factory=list)
 
     @property
     def ready(self) -> Event:
         """Everything of it is there."""
-        return all_of([self.after, *self._arrived])
+        return all_of([self.after, *self.arrivals])
 
     def put_back(self, used: Event) -> Event:
         """Put what was written where it rests, after its use.
 
         Returns the event after which it is in the homes that are memory; records know of theirs.
         """
-        home_again = all_of([used, *(back(used) for back in self._to_memory)])
+        home_again = all_of([used, *(back(used) for back in self.to_memory)])
         if self.slot is not None:
-            self.slot.free = all_of([home_again, *(back(used) for back in self._to_records)])
+            self.slot.free = all_of([home_again, *(back(used) for back in self.to_records)])
         return home_again
 
 
@@ -334,7 +213,7 @@ class Pipeline:
         self._streams = streams
         self._ring = ring
         self._beside = beside
-        self._copies = _Copies(streams, Ring(), FETCH)
+        self._copies = Copies(streams, Ring(), FETCH)
 
     def stretch(self, number: int, homes: Mapping[str, Home]) -> Stretch:
         """Find out how many tiles from this one on are brought, or used where they rest, at once."""
@@ -395,14 +274,14 @@ class Pipeline:
         """Copy values between host and device memory, each way."""
         assert tile.slot is not None
         bounce = None if section.bounce is None else section.bounce()
-        there, back_again = _Way(self._beside, True, bounce), _Way(section.tier, True, bounce)
+        there, back_again = Way(self._beside, True, bounce), Way(section.tier, True, bounce)
         sources = section.views(*extent)
         tile.views[name] = _views_like(sources, tile.slot.near[name])
         free = all_of([tile.after, tile.slot.free])
         for source, target in zip(sources, tile.views[name], strict=True):
-            tile._arrived.append(self._copies.copy(there, target, source, free, tile.label))
+            tile.arrivals.append(self._copies.copy(there, target, source, free, tile.label))
             if back:
-                tile._to_memory.append(partial(self._copies.copy, back_again, source, target, label=tile.label))
+                tile.to_memory.append(partial(self._copies.copy, back_again, source, target, label=tile.label))
 
     def _bring_record(self, tile: Tile, name: str, section: Records, number: int, *, back: bool) -> None:
         """Load a record, by way of the host where the tile is used on a device."""
@@ -411,14 +290,14 @@ class Pipeline:
         nbytes, kept = section.record_bytes(number), section.kept.get(number)
         near, host = slot.near[name][:nbytes], slot.host[name][:nbytes]
         passes = slot.near[name] is not slot.host[name]
-        up, down = _Way(self._beside, True), _Way(Tier.CPU, True)
+        up, down = Way(self._beside, True), Way(Tier.CPU, True)
         if kept is not None and kept.slot is slot:
             event = slot.free
         else:
             event = self._fetch(section, number, host, tile)
             if passes:
                 event = self._copies.copy(up, near, host, event, tile.label)
-        tile._arrived.append(event)
+        tile.arrivals.append(event)
         tile.views[name] = section.views_of(number, near)
 
         def store(used: Event) -> Event:
@@ -431,7 +310,7 @@ class Pipeline:
             return written
 
         if back:
-            tile._to_records.append(store)
+            tile.to_records.append(store)
 
     def _fetch(self, section: Records, number: int, buffer: Tensor, tile: Tile) -> Event:
         """Bring a record to a buffer: from the slot that still holds it, or from where it rests."""
@@ -489,11 +368,6 @@ def _at(section: Section, start: int, stop: int) -> Views:
 def _stretch_range(section: Section, number: int, count: int) -> tuple[int, int]:
     """Give the first element of some neighbouring tiles of a section, and one past their last."""
     return section.tile_range(number)[0], section.tile_range(number + count - 1)[1]
-
-
-def _put(target: Tensor, start: int, values: Tensor) -> None:
-    """Copy the values of a buffer to their place."""
-    copy(target[start : start + values.numel()], values)
 
 
 def _views_like(sources: Views, buffer: Tensor) -> Views:

@@ -17,8 +17,8 @@ from torch import Tensor
 
 from penstock.kinds import GRAD, MASTER, OPTIMIZER, PARAM, SHADOW, STAGING, Tier
 from penstock.machine.streams import Streams
+from penstock.tiers.copies import in_reach
 from penstock.tiers.home import CellPlan, Section, SectionPlan
-from penstock.tiers.movement import in_reach
 from penstock.tiers.records import RecordLayout, record_sizes
 from penstock.tiers.ring import PASSING, Ring, Slot
 from penstock.tiers.store import Reservation, Store

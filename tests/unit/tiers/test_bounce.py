@@ -11,9 +11,9 @@ from torch import Tensor
 from penstock.kinds import Tier
 from penstock.machine.accelerator import AcceleratorStreams
 from penstock.machine.streams import DONE, FETCH, READ, UPDATE, UPLOAD, Event, HostEvent, Streams
-from penstock.tiers import movement as module
+from penstock.tiers import copies as module
+from penstock.tiers.copies import Copies, Way
 from penstock.tiers.host import BOUNCE_READERS, BOUNCE_SLOTS
-from penstock.tiers.movement import _Copies, _Way
 from penstock.tiers.ring import PASSING, Ring, Slot
 from penstock.trace import NO_LABEL
 from tests.support import BreakingStreams, BrokenError, separate, simulated
@@ -32,12 +32,12 @@ class Bounce:
             ring.fill([Slot(buffer, buffer) for buffer in buffers])
 
     def upload(self, streams: Streams, target: Tensor, source: Tensor, after: Event, *, reader: str) -> Event:
-        way = _Way(Tier.DEVICE, True, self.rings)
-        return _Copies(streams, Ring(), reader).copy(way, target, source, after, NO_LABEL)
+        way = Way(Tier.DEVICE, True, self.rings)
+        return Copies(streams, Ring(), reader).copy(way, target, source, after, NO_LABEL)
 
     def download(self, streams: Streams, target: Tensor, source: Tensor, after: Event, *, reader: str) -> Event:
-        way = _Way(Tier.CPU, True, self.rings)
-        return _Copies(streams, Ring(), reader).copy(way, target, source, after, NO_LABEL)
+        way = Way(Tier.CPU, True, self.rings)
+        return Copies(streams, Ring(), reader).copy(way, target, source, after, NO_LABEL)
 
 
 def numbers(numel: int, dtype: torch.dtype) -> Tensor:

@@ -50,6 +50,29 @@ class _Job:
     ring: RingMemory
 
 
+@dataclass(frozen=True)
+class _Own:
+    """What a rank gives to a save, as it was when the save was asked for.
+
+    Attributes:
+        random: states of its generators.
+        tensors: buffers of the model, and on the first rank what options and `extra` hold.
+        sums: checksums of the buffers, for the others to leave out what the first one has.
+        sources: its tiles.
+        ring: the memory that they pass.
+        manifest: on the first rank, the marker.
+        made: on the first rank, the folders that were made.
+    """
+
+    random: object
+    tensors: dict[str, Tensor]
+    sums: dict[str, int]
+    sources: Sequence[UnitSource]
+    ring: RingMemory
+    manifest: Manifest | None = None
+    made: Sequence[Path] = ()
+
+
 class Saver:
     """Saves one engine's state. One save at a time.
 
@@ -86,64 +109,63 @@ class Saver:
             CheckpointError: something could not be written. What was there before is whole.
             EngineError: another save is running, and `if_busy="raise"`.
         """
-        if keep is not None and keep < 1:
-            raise ConfigError(f"save(keep={keep!r}): use a whole number of checkpoints, 1 or more, or None for all.")
-        if if_busy not in ("wait", "raise"):
-            raise ConfigError(f"save(if_busy={if_busy!r}): use 'wait' or 'raise'.")
-        if Path(path).name in ("", LATEST):
-            raise ConfigError(f"save({str(path)!r}): name the checkpoint; 'latest' stands for the newest one.")
+        _check_request(path, keep, if_busy)
         if if_busy == "raise" and self._runs_anywhere():
             raise EngineError("A checkpoint is still being saved. Wait with synchronize(), or use if_busy='wait'.")
         self.finish()
-        council = self._council
-
-        folder, tensors, failure = Path(path), dict[str, Tensor](), None
-        manifest: Manifest | None = None
-        random: object = None
-        sums: dict[str, int] = {}
-        sources: list[tuple[UnitSource, Unit]] = []
-        made: list[Path] = []
-        undo = contextlib.ExitStack()
-        try:
-            random = read_random(self._streams.device)
-            buffers, tensors = to_tensors(persistent_buffers(self._model))
-            sums = {key: checksum_of(tensor) for key, tensor in tensors.items()} if council.size > 1 else {}
-            sources = self._sources()
-            ring = undo.enter_context(
-                contextlib.closing(RingMemory([source for source, _ in sources], self._streams.device))
-            )
-            if council.is_first:
-                manifest = self._manifest(folder, buffers, tensors, extra or {})
-                made = folders.make_folder(folder)
-                undo.callback(folders.remove_folders, made)
-        except Exception as error:
-            failure = error
-        with undo:
-            council.agree(failure)
-            token, made_by_first, sums = council.share(
-                (manifest.token if manifest is not None else "", [str(path) for path in made], sums)
-            )
-            if not council.is_first:
-                tensors = other_than(tensors, sums)
-            save = Save(
-                council=council,
-                target=Target(folder, [Path(path) for path in made_by_first], token, keep),
-                sources=[source for source, _ in sources],
-                ring=ring,
-                streams=self._streams,
-                random=random,
-                manifest=manifest,
-                tensors=tensors,
-            )
+        folder, own, failure = Path(path), None, None
+        with contextlib.ExitStack() as undo:
+            try:
+                own = self._take(folder, extra or {}, undo)
+            except Exception as error:
+                failure = error
+            self._council.agree(failure)  # a rank that goes on alone would wait for the others for ever
+            assert own is not None
+            save = self._agree(folder, own, keep)
             if blocking:
                 save.run()
-                return
-            for source, _ in sources:
-                for home in source.homes:
-                    home.note_read(source.copied)  # an update would write what is still being copied
-            worker = HostWorker("save", promised=f"Saving {folder}")
-            self._job = _Job(worker, worker.submit(save.run), [source.copied for source, _ in sources], ring)
-            undo.pop_all()
+            else:
+                self._run_beside_training(save)
+                undo.pop_all()
+
+    def _take(self, folder: Path, extra: Mapping[str, Any], undo: contextlib.ExitStack) -> _Own:
+        """Copy everything small as it is now, draw up the table of tiles, and make the folder on the first rank."""
+        random = read_random(self._streams.device)
+        buffers, tensors = to_tensors(persistent_buffers(self._model))
+        sums = {key: checksum_of(tensor) for key, tensor in tensors.items()} if self._council.size > 1 else {}
+        sources = self._sources()
+        ring = undo.enter_context(contextlib.closing(RingMemory(sources, self._streams.device)))
+        if not self._council.is_first:
+            return _Own(random, tensors, sums, sources, ring)
+        manifest = self._manifest(folder, buffers, tensors, extra)
+        made = folders.make_folder(folder)
+        undo.callback(folders.remove_folders, made)
+        return _Own(random, tensors, sums, sources, ring, manifest, made)
+
+    def _agree(self, folder: Path, own: _Own, keep: int | None) -> Save:
+        """Hear from the first rank what the checkpoint is called, and which buffers it has already. Collective."""
+        token, made, sums = self._council.share(
+            (own.manifest.token if own.manifest is not None else "", [str(path) for path in own.made], own.sums)
+        )
+        return Save(
+            council=self._council,
+            target=Target(folder, [Path(path) for path in made], token, keep),
+            sources=own.sources,
+            ring=own.ring,
+            streams=self._streams,
+            random=own.random,
+            manifest=own.manifest,
+            tensors=own.tensors if self._council.is_first else other_than(own.tensors, sums),
+        )
+
+    def _run_beside_training(self, save: Save) -> None:
+        """Write on a thread of its own, and have what comes next wait for what has to be copied first."""
+        for source in save.sources:
+            for home in source.homes:
+                home.note_read(source.copied)  # an update would write what is still being copied
+        worker = HostWorker("save", promised=f"Saving {save.target.folder}")
+        copied = [source.copied for source in save.sources]
+        self._job = _Job(worker, worker.submit(save.run), copied, save.ring)
 
     def _runs_anywhere(self) -> bool:
         """Whether a save is under way on any rank. Not over the council, which that one uses on its thread."""
@@ -182,9 +204,9 @@ class Saver:
 
     # What is saved
 
-    def _sources(self) -> list[tuple[UnitSource, Unit]]:
-        """The tiles of this rank. Copies of a shard are divided among the ranks that have them."""
-        sources: list[tuple[UnitSource, Unit]] = []
+    def _sources(self) -> list[UnitSource]:
+        """Draw up the tiles of this rank. Copies of a shard are divided among the ranks that have them."""
+        sources: list[UnitSource] = []
         offset = 0
         begun = self._streams.now()  # here, where compute is: it writes homes on the device too
         for unit in self._units:
@@ -205,7 +227,7 @@ class Saver:
             )
             offset += table.nbytes
             ready = all_of([begun, *(home.written for home in homes.values())])
-            sources.append((UnitSource(table, tuple(homes.values()), ready, HostEvent()), unit))
+            sources.append(UnitSource(table, tuple(homes.values()), ready, HostEvent()))
         return sources
 
     def _manifest(
@@ -256,6 +278,16 @@ class Saver:
             options = {name: value for name, value in group.items() if name != "params"}
             encoded = encode(options, tensors, what=f"param_groups[{number}]")
             yield SavedGroup(tuple(names[p] for p in group["params"]), encoded)
+
+
+def _check_request(path: str | PathLike[str], keep: int | None, if_busy: str) -> None:
+    """Refuse what cannot be, before any rank does anything."""
+    if keep is not None and keep < 1:
+        raise ConfigError(f"save(keep={keep!r}): use a whole number of checkpoints, 1 or more, or None for all.")
+    if if_busy not in ("wait", "raise"):
+        raise ConfigError(f"save(if_busy={if_busy!r}): use 'wait' or 'raise'.")
+    if Path(path).name in ("", LATEST):
+        raise ConfigError(f"save({str(path)!r}): name the checkpoint; 'latest' stands for the newest one.")
 
 
 def _homes(unit: Unit) -> dict[str, Home]:

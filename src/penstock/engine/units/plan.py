@@ -14,8 +14,8 @@ from penstock.machine.collectives import Ranks
 from penstock.machine.streams import Streams
 from penstock.rules.rule import BLOCK_NUMEL, StateSpec
 from penstock.split import Span, part, split
+from penstock.tiers.copies import in_reach
 from penstock.tiers.home import CellPlan, SectionPlan
-from penstock.tiers.movement import in_reach
 
 
 @dataclass(frozen=True, kw_only=True)

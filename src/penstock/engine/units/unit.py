@@ -25,8 +25,8 @@ from penstock.kinds import GRAD, MASTER, OPTIMIZER, PARAM, SHADOW, Tier
 from penstock.layout import FlatLayout, Piece
 from penstock.machine.streams import DONE, Event, Streams
 from penstock.rules.master import read_master, write_master
+from penstock.tiers.copies import in_reach
 from penstock.tiers.home import Home, Views, visit_together
-from penstock.tiers.movement import in_reach
 
 
 class Part(NamedTuple):
