@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from penstock.errors import ConfigError
-from penstock.kinds import Home, Tier, TierName, parse_home, parse_tier
+from penstock.kinds import HomeChoice, Tier, TierName, parse_home, parse_tier
 
 MIB = 1 << 20
 GIB = 1 << 30
@@ -36,9 +36,9 @@ class Placement:
         'cpu'
     """
 
-    params: Home = "device"
-    grads: Home = "device"
-    optimizer: Home = "device"
+    params: HomeChoice = "device"
+    grads: HomeChoice = "device"
+    optimizer: HomeChoice = "device"
     activations: TierName | None = None
     nvme_path: str | os.PathLike[str] | Sequence[str | os.PathLike[str]] | None = None
 

@@ -32,7 +32,7 @@ from penstock.engine.state.gathered import Blocks
 from penstock.engine.state.loading import Loader
 from penstock.engine.state.moving import Mover
 from penstock.engine.state.saving import Saver
-from penstock.engine.units.alike import settle_buffers
+from penstock.engine.units.alike import align_buffers
 from penstock.engine.units.assemble import fill_unit, make_unit
 from penstock.engine.units.originals import replace_meta
 from penstock.engine.units.parameter import make_parameters
@@ -80,7 +80,7 @@ def construct(
         council: of saves alone.
     """
     memory = _take_memory(blueprint, model, ranks, streams)
-    settle_buffers(model, ranks, streams.device)
+    align_buffers(model, ranks, streams.device)
     return_free_memory()  # the parameters' own memory, which the cells have replaced
     rig = _make_rig(blueprint, model, optimizer, memory.units, ranks, streams)
     engine = _connect(blueprint, rig, memory, council)

@@ -9,7 +9,7 @@ import torch
 from penstock.errors import ConfigError
 
 TierName = Literal["device", "cpu", "nvme"]
-Home = TierName | Mapping[TierName, float]
+HomeChoice = TierName | Mapping[TierName, float]
 KindName = Literal["param", "grad", "master", "optimizer"]
 Precision = Literal["fp32", "bf16", "fp16"]
 Overlap = Literal["none", "forward", "backward", "auto"]

@@ -10,6 +10,7 @@ import math
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 # Parameters, shards and tiles start at multiples of this many elements: the blocks of 8-bit states and of random bits
 # (rules.rule.BLOCK_NUMEL) never lie in two of them, and vector loads are aligned on every tier.
@@ -38,9 +39,8 @@ class Slot:
         return self.start + self.numel
 
 
-@dataclass(frozen=True)
-class Piece:
-    """The part of a slot that lies in one tile of one shard.
+class Piece(NamedTuple):
+    """The part of a slot that lies in one shard, or in one tile of it.
 
     Attributes:
         slot: the index of the slot in its layout.

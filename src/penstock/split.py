@@ -16,7 +16,7 @@ from penstock.kinds import Tier
 FASTEST_FIRST = (Tier.DEVICE, Tier.CPU, Tier.NVME)
 
 
-class Span(NamedTuple):
+class TierRange(NamedTuple):
     """Elements `start` to `stop`, on one tier."""
 
     tier: Tier
@@ -26,7 +26,7 @@ class Span(NamedTuple):
 
 def split(
     units: Sequence[Sequence[int]], fractions: Mapping[Tier, float], bytes_of: Sequence[float] | None = None
-) -> list[tuple[Span, ...]]:
+) -> list[tuple[TierRange, ...]]:
     """Give each tier its fraction of all bytes, to within one tile.
 
     Arguments:
@@ -39,7 +39,7 @@ def split(
 
     Example:
         >>> split([[4, 4], [4, 2]], {Tier.DEVICE: 0.25, Tier.CPU: 0.75})[0]
-        (Span(tier=<Tier.DEVICE: 'device'>, start=0, stop=4), Span(tier=<Tier.CPU: 'cpu'>, start=4, stop=8))
+        (TierRange(tier=<Tier.DEVICE: 'device'>, start=0, stop=4), TierRange(tier=<Tier.CPU: 'cpu'>, start=4, stop=8))
     """
     tiers = [tier for tier in FASTEST_FIRST if fractions.get(tier)]
     weights = bytes_of or [1.0] * len(units)
@@ -48,10 +48,10 @@ def split(
     for tier in tiers[:-1]:
         share += fractions[tier]
         ends.append(share * total)
-    spans: list[tuple[Span, ...]] = []
+    spans: list[tuple[TierRange, ...]] = []
     passed, current = 0.0, 0
     for tiles, weight in zip(units, weights, strict=True):
-        unit: list[Span] = []
+        unit: list[TierRange] = []
         cursor = 0
         for numel in tiles:
             # The cut is rounded to whole tiles: one goes to the next tier where half of it or more is behind the cut.
@@ -60,14 +60,14 @@ def split(
             if unit and unit[-1].tier is tiers[current]:
                 unit[-1] = unit[-1]._replace(stop=cursor + numel)
             else:
-                unit.append(Span(tiers[current], cursor, cursor + numel))
+                unit.append(TierRange(tiers[current], cursor, cursor + numel))
             cursor += numel
             passed += weight * numel
         spans.append(tuple(unit))
     return spans
 
 
-def part(spans: Sequence[Span], start: int, stop: int) -> tuple[Span, ...]:
+def part(spans: Sequence[TierRange], start: int, stop: int) -> tuple[TierRange, ...]:
     """Cut a range out of spans.
 
     Arguments:
@@ -78,5 +78,5 @@ def part(spans: Sequence[Span], start: int, stop: int) -> tuple[Span, ...]:
     Returns:
         What lies in the range, counted from its start.
     """
-    inside = (Span(tier, max(first, start) - start, min(last, stop) - start) for tier, first, last in spans)
+    inside = (TierRange(tier, max(first, start) - start, min(last, stop) - start) for tier, first, last in spans)
     return tuple(span for span in inside if span.start < span.stop)

@@ -39,7 +39,7 @@ ELSEWHERE = {
     "update.py publish: all of published",
     "update.py _update_in_place: brought.ready.wait()",
     "records.py settle: event.synchronize()",
-    "transit.py _read: READ after here.settled[number] of (after, here.settled[number], slot.free)",
+    "transit.py _read: READ after here.last_stores[number] of (after, here.last_stores[number], slot.free)",
 }
 WAITS = [wait for wait in waits() if wait.name not in REDUNDANT and wait.name not in ELSEWHERE]
 

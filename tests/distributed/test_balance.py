@@ -36,7 +36,7 @@ def windows(rank: int, world_size: int) -> list[list[tuple[str, int, int]]]:
     how = Movement(2, grads="cpu", optimizer="cpu").but(tile_bytes=4 * KIB)
     model, optimizer = prepared(Arithmetic(precision="bf16"), how, streams)
     backward = optimizer._engine.passes.hooks.backward
-    settle = backward._settle
+    settle = backward._end_unit
     found: list[tuple[str, int, int]] = []
     before_the_end: list[int] = []  # windows that backward had left when it ended, by backward
     end_backward = backward._end
@@ -54,7 +54,7 @@ def windows(rank: int, world_size: int) -> list[list[tuple[str, int, int]]]:
             found.append((unit.name, unit.nbytes, streams.downloaded))
             streams.downloaded = 0
 
-    backward._settle = note
+    backward._end_unit = note
     backwards = []
     for micro_batches in batches(world_size, 1)[:2]:
         streams.downloaded = 0

@@ -65,7 +65,7 @@ REDUNDANT = {
     "cuts.py _sweep: all of cut.home.written": UNWANTED,
     "cuts.py take: home.note_read(under_way)": UNWANTED,
     "cuts.py take: all of (event for extent in extents for event in self._under_way.take(extent))": UNWANTED,
-    "records.py visit: self.settled[number].synchronize()": "who visits waits for every home first",
+    "records.py visit: self.last_stores[number].synchronize()": "who visits waits for every home first",
     "records.py visit: written.synchronize()": AT_ONCE,
     "records.py visit: loading.wait()": "a transfer and not an event: the tests of records see to it",
 }
@@ -420,7 +420,7 @@ OF_TWO_RANKS = {
     "gather.py _all_gather: buffer_home(full, written=event)": OfTwoRanks(EVERYTHING_ON_CPU.but(stage=1), COLLECTIVE),
     "routes.py _add: all of received": OfTwoRanks(EVERYTHING_ON_CPU, COLLECTIVE),
     "routes.py _add: DEVICE_UPDATE after received of (received, brought)": OfTwoRanks(IN_FILES, COLLECTIVE),
-    "routes.py settle: self._home.note_write(received)": OfTwoRanks(EVERYTHING_ON_DEVICE, COLLECTIVE),
+    "routes.py send_home: self._home.note_write(received)": OfTwoRanks(EVERYTHING_ON_DEVICE, COLLECTIVE),
 }
 
 

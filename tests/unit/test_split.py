@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.kinds import Tier
-from penstock.split import FASTEST_FIRST, Span, part, split
+from penstock.split import FASTEST_FIRST, TierRange, part, split
 
 DEVICE, CPU, NVME = Tier.DEVICE, Tier.CPU, Tier.NVME
 
@@ -23,7 +23,7 @@ def fractions(draw: st.DrawFn) -> dict[Tier, float]:
     return {tier: stop - start for tier, (start, stop) in zip(tiers, pairwise([0.0, *cuts, 1.0]), strict=True)}
 
 
-def on(tier: Tier, units: list[tuple[Span, ...]]) -> int:
+def on(tier: Tier, units: list[tuple[TierRange, ...]]) -> int:
     return sum(span.stop - span.start for spans in units for span in spans if span.tier is tier)
 
 
@@ -90,34 +90,34 @@ def test_a_larger_share_of_the_device_takes_no_tile_from_it(
 def test_a_cut_in_the_middle_of_a_unit() -> None:
     tenths = {DEVICE: 0.5, CPU: 0.3, NVME: 0.2}
     assert split([[4, 4, 2], [4, 4, 2]], tenths) == [
-        (Span(DEVICE, 0, 10),),
-        (Span(CPU, 0, 4), Span(NVME, 4, 10)),
+        (TierRange(DEVICE, 0, 10),),
+        (TierRange(CPU, 0, 4), TierRange(NVME, 4, 10)),
     ]
-    assert split([[4] * 10], tenths) == [(Span(DEVICE, 0, 20), Span(CPU, 20, 32), Span(NVME, 32, 40))]
+    assert split([[4] * 10], tenths) == [(TierRange(DEVICE, 0, 20), TierRange(CPU, 20, 32), TierRange(NVME, 32, 40))]
 
 
 def test_a_tile_goes_where_more_than_half_of_it_belongs_and_where_none_has_more_to_the_slower_tier() -> None:
-    assert split([[10, 10]], {DEVICE: 0.75, CPU: 0.25}) == [(Span(DEVICE, 0, 10), Span(CPU, 10, 20))]
-    assert split([[10, 10]], {DEVICE: 0.8, CPU: 0.2}) == [(Span(DEVICE, 0, 20),)]
-    assert split([[10, 10]], {DEVICE: 0.74, CPU: 0.26}) == [(Span(DEVICE, 0, 10), Span(CPU, 10, 20))]
+    assert split([[10, 10]], {DEVICE: 0.75, CPU: 0.25}) == [(TierRange(DEVICE, 0, 10), TierRange(CPU, 10, 20))]
+    assert split([[10, 10]], {DEVICE: 0.8, CPU: 0.2}) == [(TierRange(DEVICE, 0, 20),)]
+    assert split([[10, 10]], {DEVICE: 0.74, CPU: 0.26}) == [(TierRange(DEVICE, 0, 10), TierRange(CPU, 10, 20))]
 
 
 def test_fractions_whose_sum_is_rounded_lose_no_tile() -> None:
     thirds = {DEVICE: 0.3333333, CPU: 0.3333333, NVME: 0.3333333}
-    assert split([[1] * 9], thirds) == [(Span(DEVICE, 0, 3), Span(CPU, 3, 6), Span(NVME, 6, 9))]
+    assert split([[1] * 9], thirds) == [(TierRange(DEVICE, 0, 3), TierRange(CPU, 3, 6), TierRange(NVME, 6, 9))]
 
 
 @pytest.mark.parametrize(
     ("start", "stop", "expected"),
     [
-        (0, 10, (Span(DEVICE, 0, 4), Span(CPU, 4, 8), Span(NVME, 8, 10))),
-        (2, 6, (Span(DEVICE, 0, 2), Span(CPU, 2, 4))),
-        (4, 8, (Span(CPU, 0, 4),)),
-        (5, 7, (Span(CPU, 0, 2),)),
-        (8, 10, (Span(NVME, 0, 2),)),
+        (0, 10, (TierRange(DEVICE, 0, 4), TierRange(CPU, 4, 8), TierRange(NVME, 8, 10))),
+        (2, 6, (TierRange(DEVICE, 0, 2), TierRange(CPU, 2, 4))),
+        (4, 8, (TierRange(CPU, 0, 4),)),
+        (5, 7, (TierRange(CPU, 0, 2),)),
+        (8, 10, (TierRange(NVME, 0, 2),)),
         (3, 3, ()),
     ],
 )
-def test_a_part_is_counted_from_its_start(start: int, stop: int, expected: tuple[Span, ...]) -> None:
-    spans = (Span(DEVICE, 0, 4), Span(CPU, 4, 8), Span(NVME, 8, 10))
+def test_a_part_is_counted_from_its_start(start: int, stop: int, expected: tuple[TierRange, ...]) -> None:
+    spans = (TierRange(DEVICE, 0, 4), TierRange(CPU, 4, 8), TierRange(NVME, 8, 10))
     assert part(spans, start, stop) == expected

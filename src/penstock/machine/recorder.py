@@ -83,7 +83,7 @@ class Job:
         """Whether it ran, or will not because what it follows failed."""
         return self.event is not None and self.event.done()
 
-    def settle(self) -> None:
+    def condense(self) -> None:
         """Keep no more than what the trace says, once the work is done."""
         if self.pending is not None:
             self.ended, self.pending = self.pending.ended, None
@@ -107,7 +107,7 @@ class Recorder:
         self._device = streams.device_clock()
         self._lock = threading.Lock()  # autograd and the update's thread submit too
         self._jobs: list[Job] = []
-        self._unsettled: deque[Job] = deque()
+        self._open: deque[Job] = deque()
         self._waits: list[tuple[Job, Clock, Any, Any]] = []
         self._turns: list[tuple[Any, Label]] = []
         self._began = time.monotonic()
@@ -120,9 +120,9 @@ class Recorder:
         with self._lock:
             if self._has_room(self._jobs):
                 self._jobs.append(job)
-                self._unsettled.append(job)
-            while self._unsettled and self._unsettled[0].is_over():
-                self._unsettled.popleft().settle()
+                self._open.append(job)
+            while self._open and self._open[0].is_over():
+                self._open.popleft().condense()
         return job
 
     def turn_to(self, label: Label) -> None:
@@ -156,23 +156,23 @@ class Recorder:
             wait: until what was submitted is done; else only what is done by now is in it.
         """
         if wait:
-            for job in list(self._unsettled):
+            for job in list(self._open):
                 event = job.event or DONE
                 with contextlib.suppress(Exception):  # whoever needs the work gets its error
                     self.waiting(job, event, event.synchronize, by_host=True)
             self._device.synchronize()
         with self._lock:
             stop = self._ended = self._ended or time.monotonic()
-            for job in self._unsettled:
+            for job in self._open:
                 if job.is_over():
-                    job.settle()
+                    job.condense()
             spans, numbers = self._spans(stop)
             recording = Recording(
                 self._began, stop, spans, self._waits_for(numbers, stop), self._compute(stop), self._complete
             )
             for job in self._jobs:  # an event may outlive the trace
                 job.before = []
-            for notes in (self._jobs, self._unsettled, self._waits, self._turns):
+            for notes in (self._jobs, self._open, self._waits, self._turns):
                 notes.clear()
         return recording
 

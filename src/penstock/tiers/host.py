@@ -16,7 +16,7 @@ from penstock.machine import pinning
 from penstock.machine.arena import Arena, available_host_memory
 from penstock.machine.streams import FETCH, READ
 from penstock.tiers.home import CellPlan, MemorySection, Section, SectionPlan
-from penstock.tiers.ring import PASSING, Ring, Slot
+from penstock.tiers.ring import PASSING, Ring, RingSlot
 from penstock.tiers.tier import Slab, TierMemory
 
 # What is pinned first where not everything can be: what a device copies in every step, the rings first of all.
@@ -90,7 +90,7 @@ class HostTier(TierMemory):
             rings = {reader: Ring() for reader in BOUNCE_READERS}
             for number, buffer in enumerate(section.tensors):
                 near = {PASSING: buffer}
-                rings[BOUNCE_READERS[number // BOUNCE_SLOTS]].fill([Slot(near, near)])
+                rings[BOUNCE_READERS[number // BOUNCE_SLOTS]].fill([RingSlot(near, near)])
             self._bounce = section, slab, rings
         return self._bounce[2]
 

@@ -33,7 +33,7 @@ from penstock.machine.streams import (
 from penstock.tiers.copies import Copies, Use, Way, in_reach
 from penstock.tiers.home import Home, Section, Views, shared_sections
 from penstock.tiers.records import RecordLayout, Records
-from penstock.tiers.ring import PASSING, Ring, Slot
+from penstock.tiers.ring import PASSING, Ring, RingSlot
 from penstock.trace import Label
 
 #: Puts values back after an event, and says when they are there.
@@ -103,7 +103,7 @@ class Movement:
                 ready = self._streams.submit(
                     READ,
                     partial(here.load, number, buffer),
-                    after=(after, here.settled[number], slot.free),
+                    after=(after, here.last_stores[number], slot.free),
                     writes=(buffer,),
                     nbytes=here.record_bytes(number),
                     label=label.of_tile(number),
@@ -128,10 +128,10 @@ class Movement:
             values, free = there.views_of(number, buffer), all_of([after, slot.free])
             landed = all_of(self._copy_all(way, values, _at(here, first, last), free, label))
             # Two stores of one record may overtake each other on the disk.
-            slot.free = there.settled[number] = self._streams.submit(
+            slot.free = there.last_stores[number] = self._streams.submit(
                 WRITE,
                 partial(there.store, number, buffer),
-                after=(landed, there.settled[number]),
+                after=(landed, there.last_stores[number]),
                 nbytes=there.record_bytes(number),
                 label=label.of_tile(number),
             )
@@ -161,7 +161,7 @@ class Tile:
     """
 
     after: Event
-    slot: Slot | None
+    slot: RingSlot | None
     label: Label
     views: dict[str, Views] = field(default_factory=dict)
     arrivals: list[Event] = field(default_factory=list)
@@ -258,7 +258,7 @@ class Pipeline:
                 self._bring_memory(tile, name, section, extent, back=name in written)
         return tile
 
-    def _slot_for(self, places: Mapping[str, tuple[Section, int]]) -> Slot:
+    def _slot_for(self, places: Mapping[str, tuple[Section, int]]) -> RingSlot:
         """Take the next slot, or the one that still holds the tile's optimizer state."""
         section, number = places.get(OPTIMIZER, (None, 0))
         kept = section.kept.get(number) if isinstance(section, Records) else None
@@ -306,7 +306,7 @@ class Pipeline:
             written = self._streams.submit(
                 WRITE, partial(section.store, number, host), after=(landed,), nbytes=nbytes, label=tile.label
             )
-            section.settled[number] = written
+            section.last_stores[number] = written
             return written
 
         if back:
@@ -321,7 +321,7 @@ class Pipeline:
             return self._streams.submit(
                 FETCH,
                 partial(section.load, number, buffer),
-                after=(tile.after, section.settled[number], tile.slot.free),
+                after=(tile.after, section.last_stores[number], tile.slot.free),
                 writes=(buffer,),
                 nbytes=buffer.numel(),
                 label=tile.label,

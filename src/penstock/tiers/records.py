@@ -65,7 +65,7 @@ class Records(Section):
         sizes: bytes of each tile's record.
 
     Attributes:
-        settled: for each tile, the event of the last work that stored its record.
+        last_stores: for each tile, the event of the last work that stored its record.
         kept: by tile, a buffer from which its record can be had without loading.
     """
 
@@ -73,7 +73,7 @@ class Records(Section):
         super().__init__(plan)
         self._layout = RecordLayout(plan.cells)
         self._sizes = sizes
-        self.settled: list[Event] = [DONE] * len(sizes)
+        self.last_stores: list[Event] = [DONE] * len(sizes)
         self.kept: dict[int, Kept] = {}
 
     @abstractmethod
@@ -103,7 +103,7 @@ class Records(Section):
     @property
     def written(self) -> Event:
         """The last store of every tile."""
-        return all_of(self.settled)
+        return all_of(self.last_stores)
 
     def visit(self, start: int, stop: int, *, modify: bool = False) -> Iterator[tuple[int, int, Views]]:
         """Look at a piece for each tile, through a buffer of one record."""
@@ -111,7 +111,7 @@ class Records(Section):
         for number in range(start // self.tile_numel, -(-stop // self.tile_numel)):
             if buffer is None:
                 buffer = page_aligned(max(self._sizes))
-            self.settled[number].synchronize()  # what is still being stored would be loaded half
+            self.last_stores[number].synchronize()  # what is still being stored would be loaded half
             loading = self.load(number, buffer)
             if loading is not None:
                 loading.wait()
@@ -129,7 +129,7 @@ class Records(Section):
                 self.kept.pop(number, None)  # it says what was before
                 storing = self.store(number, buffer)
                 if storing is not None:
-                    self.settled[number] = written = PendingEvent(storing)
+                    self.last_stores[number] = written = PendingEvent(storing)
                     written.synchronize()  # the next tile is loaded into the same buffer
 
     def drop(self) -> None:

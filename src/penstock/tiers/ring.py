@@ -20,7 +20,7 @@ class Kept(NamedTuple):
 
     buffer: Tensor
     ready: Event
-    slot: "Slot"
+    slot: "RingSlot"
 
 
 class Keeper(Protocol):
@@ -34,7 +34,7 @@ class Keeper(Protocol):
 
 
 @dataclass(eq=False)
-class Slot:
+class RingSlot:
     """Buffers of bytes for one tile, or for a stretch.
 
     Attributes:
@@ -83,13 +83,13 @@ class Ring:
         self._before_use = before_use
         self.tiles = 1
         self.lock = threading.Lock()
-        self._slots: deque[Slot] = deque()
+        self._slots: deque[RingSlot] = deque()
 
-    def fill(self, slots: Sequence[Slot]) -> None:
+    def fill(self, slots: Sequence[RingSlot]) -> None:
         """Use these slots."""
         self._slots.extend(slots)
 
-    def take(self, wanted: Slot | None = None) -> Slot:
+    def take(self, wanted: RingSlot | None = None) -> RingSlot:
         """Take the slot that was used least recently, or the one that is wanted."""
         if not self._slots:
             self._before_use()

@@ -20,7 +20,7 @@ from penstock.machine.streams import Streams
 from penstock.tiers.copies import in_reach
 from penstock.tiers.home import CellPlan, Section, SectionPlan
 from penstock.tiers.records import RecordLayout, record_sizes
-from penstock.tiers.ring import PASSING, Ring, Slot
+from penstock.tiers.ring import PASSING, Ring, RingSlot
 from penstock.tiers.store import Reservation, Store
 
 # Of two slots, one is filled while the other is used; of three, one goes back as well. Files come and go at a pace of
@@ -145,13 +145,13 @@ class Buffers:
         self._sections.append(section)
         return section.tensors[0]
 
-    def make_slots(self, slots: Sequence[SlotPlan], reserved: Reservation | None = None) -> list[Slot]:
+    def make_slots(self, slots: Sequence[SlotPlan], reserved: Reservation | None = None) -> list[RingSlot]:
         """Make slots, in memory that was reserved with others or now."""
         reserved = reserved or self._store.reserve([plan for slot in slots for plan in slot.sections()])
         made = []
         for slot in slots:
             near = {home: self.make(plan, reserved) for home, plan in slot.near.items()}
-            made.append(Slot(near, near | {home: self.make(plan, reserved) for home, plan in slot.host.items()}))
+            made.append(RingSlot(near, near | {home: self.make(plan, reserved) for home, plan in slot.host.items()}))
         return made
 
     def free(self) -> None:

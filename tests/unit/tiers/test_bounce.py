@@ -14,7 +14,7 @@ from penstock.machine.streams import DONE, FETCH, READ, UPDATE, UPLOAD, Event, H
 from penstock.tiers import copies as module
 from penstock.tiers.copies import Copies, Way
 from penstock.tiers.host import BOUNCE_READERS, BOUNCE_SLOTS
-from penstock.tiers.ring import PASSING, Ring, Slot
+from penstock.tiers.ring import PASSING, Ring, RingSlot
 from penstock.trace import NO_LABEL
 from tests.support import BreakingStreams, BrokenError, separate, simulated
 from tests.unit.machine.test_streams import FakeAccelerator
@@ -29,7 +29,7 @@ class Bounce:
         self.rings = {reader: Ring() for reader in BOUNCE_READERS}
         for ring in self.rings.values():
             buffers = [{PASSING: torch.full((TILE,), 0xFF, dtype=torch.uint8)} for _ in range(BOUNCE_SLOTS)]
-            ring.fill([Slot(buffer, buffer) for buffer in buffers])
+            ring.fill([RingSlot(buffer, buffer) for buffer in buffers])
 
     def upload(self, streams: Streams, target: Tensor, source: Tensor, after: Event, *, reader: str) -> Event:
         way = Way(Tier.DEVICE, True, self.rings)

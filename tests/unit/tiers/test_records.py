@@ -185,12 +185,12 @@ def test_a_home_is_at_rest_when_its_writes_are_over(file: File) -> None:
 
     home = records(file)
     assert home.written is DONE
-    home.settled[1] = event = Open()  # type: ignore[assignment] # as much of an event as is asked for
+    home.last_stores[1] = event = Open()  # type: ignore[assignment] # as much of an event as is asked for
     assert not home.written.done()
     home.written.synchronize()
     assert event.waited
     assert home.written.done()
-    home.settled[2] = later = Open()  # type: ignore[assignment]
+    home.last_stores[2] = later = Open()  # type: ignore[assignment]
     list(home.visit(0, TILE))
     assert not later.waited, "of another tile"
     list(home.visit(2 * TILE, NUMEL))

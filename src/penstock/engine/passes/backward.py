@@ -198,10 +198,10 @@ class Backward:
         self._turns.active.remove(unit)
         unit.holding.drop(Holder.BACKWARD)
         self._run_again.discard(unit)
-        self._settle(unit)
+        self._end_unit(unit)
         self._gatherer.release(unit)
 
-    def _settle(self, unit: Unit) -> None:
+    def _end_unit(self, unit: Unit) -> None:
         """Send the gradient home, and begin the unit's update if no other gradient will come."""
         self._reducer.flush(unit)
         if self._updates is None or self._reducer.accumulates or unit.holding.is_held:
@@ -218,7 +218,7 @@ class Backward:
         self._pass_by(self.uses.end())
         for unit in self._units:
             unit.holding.end_backward()  # before it is settled: no update begins for a unit that is held
-            self._settle(unit)
+            self._end_unit(unit)
         self._orders.backward.finish()
         if not user_records():
             for unit in self._units:

@@ -203,14 +203,14 @@ class Gatherer:
         if unit.is_released_after_use and unit.holding.residency is Residency.OUTDATED:
             self._retire(unit)
 
-    def settle(self, unit: Unit) -> None:
+    def become_home(self, unit: Unit) -> None:
         """The full buffer is the home of the parameters from now on."""
         assert unit.holding.residency is not Residency.GATHERING
         assert unit.leased, f"unit '{unit.name}' has no memory to become a home"
         self.live_bytes -= unit.nbytes
         unit.resident = True
 
-    def unsettle(self, unit: Unit, *, in_use: bool, moved: Event) -> None:
+    def leave_home(self, unit: Unit, *, in_use: bool, moved: Event) -> None:
         """The parameters do not rest any longer where compute reads them: the unit is gathered for each use.
 
         Arguments:

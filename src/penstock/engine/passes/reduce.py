@@ -164,7 +164,7 @@ class Reducer:
             label=Label("reduce", unit.name),
         )
         self._ranks.submitted(received)
-        sent = route.settle(gradient, reduced, received)
+        sent = route.send_home(gradient, reduced, received)
         self.buffers.give_back(full, received if sharded else sent)
         if sharded:
             self.buffers.give_back(reduced.values, sent)

@@ -18,8 +18,9 @@ from torch import Tensor
 
 from penstock._native import Pool
 from penstock.engine.passes.buffers import BufferRing
-from penstock.engine.units.unit import Gradient, Part, reached
+from penstock.engine.units.unit import Gradient, reached
 from penstock.kinds import GRAD
+from penstock.layout import Piece
 from penstock.machine.streams import DEVICE_UPDATE, DONE, Event, Streams, all_of
 from penstock.rules.deposit import Ranges, deposit, deposit_parts, squared_norms
 from penstock.tiers.home import Home, buffer_home
@@ -41,7 +42,7 @@ class Reduced:
 
     unit: str
     values: Tensor
-    parts: Sequence[Part]
+    parts: Sequence[Piece]
     adds: bool
     stale: Ranges
 
@@ -93,7 +94,7 @@ class Route(ABC):
         """Do what belongs to the reduction itself, on its stream: write what is in reach, and measure."""
 
     @abstractmethod
-    def settle(self, gradient: Gradient, reduced: Reduced, received: Event) -> Event:
+    def send_home(self, gradient: Gradient, reduced: Reduced, received: Event) -> Event:
         """Bring what was received home; returns the event after which the reduced values are not needed any more."""
 
 
@@ -117,7 +118,7 @@ class InPlace(Route):
         norms = deposit_parts(self.values, reduced.values, reduced.ranges, add=reduced.adds, pool=self._means.pool)
         gradient.measure(reduced.parts, norms)
 
-    def settle(self, gradient: Gradient, reduced: Reduced, received: Event) -> Event:
+    def send_home(self, gradient: Gradient, reduced: Reduced, received: Event) -> Event:
         """Note the write: it is home already."""
         self._home.note_write(received)
         return received
@@ -134,7 +135,7 @@ class Away(Route):
         if self._means.agrees:
             gradient.flawed = _flaw(reduced.values, gradient.flawed if reduced.adds else None)
 
-    def settle(self, gradient: Gradient, reduced: Reduced, received: Event) -> Event:
+    def send_home(self, gradient: Gradient, reduced: Reduced, received: Event) -> Event:
         """Copy the first micro-batch, or add a later one."""
         if reduced.adds:
             return self._add(gradient, reduced, received)

@@ -186,7 +186,7 @@ class Loader:
         try:
             flaw = self._agree(failure, damage)
             if flaw is None:
-                self._settle(taken.checkpoint.manifest)
+                self._count_as_written(taken.checkpoint.manifest)
                 self._replace(taken)
                 return None
         except BaseException as error:
@@ -236,7 +236,7 @@ class Loader:
         if taken.random is not None:
             write_random(taken.random, self._streams.device)
 
-    def _settle(self, manifest: Manifest) -> None:
+    def _count_as_written(self, manifest: Manifest) -> None:
         """What is in the homes is whole: the rest of the engine takes note."""
         for unit in self._units:
             for home in unit.updated_homes:

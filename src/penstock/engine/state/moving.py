@@ -290,10 +290,10 @@ class Mover:
         if PARAM in move.homes:
             params = move.homes[PARAM]
             if self._becomes_resident(unit, params.plans):
-                self._gatherer.settle(unit)
+                self._gatherer.become_home(unit)
                 self._store.enter(params.sections[0], None)
             elif unit.resident:
-                self._gatherer.unsettle(unit, in_use=self._in_use(unit), moved=params.memory.written)
+                self._gatherer.leave_home(unit, in_use=self._in_use(unit), moved=params.memory.written)
             unit.replica = params if self._becomes_replica(unit, params) else None
             unit.params = self._own_part(unit, params)
             unit.stale = unit.stale or move.stale

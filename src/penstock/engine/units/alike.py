@@ -10,7 +10,7 @@ from penstock.machine.collectives import Ranks, as_bytes
 _MOST_BYTES = 1 << 26  # that travel at once
 
 
-def settle_buffers(model: nn.Module, ranks: Ranks, device: torch.device) -> None:
+def align_buffers(model: nn.Module, ranks: Ranks, device: torch.device) -> None:
     """Put the buffers on the device; every rank takes those of the first one, as it does with parameters. Collective.
 
     Sparse and quantised buffers, and tensor subclasses, have no plain memory: they stay as each rank has them.

@@ -6,14 +6,15 @@ one kernel, and its norm is taken when somebody asks: of the last micro-batch al
 
 from collections.abc import Iterable
 
-from penstock.engine.units.unit import Part, Unit, reached
+from penstock.engine.units.unit import Unit, reached
+from penstock.layout import Piece
 from penstock.machine.streams import Streams
 from penstock.rules.deposit import squared_norms_of
 
 
 def measure_late(units: Iterable[Unit], streams: Streams) -> None:
     """Take the norms of the parts that were not measured. What is in their homes is complete."""
-    late: list[tuple[Unit, Part]] = []
+    late: list[tuple[Unit, Piece]] = []
     values = []
     for unit in units:
         if unit.trained is None or not unit.trained.gradient.unmeasured:

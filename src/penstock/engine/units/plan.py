@@ -13,7 +13,7 @@ from penstock.layout import FlatLayout
 from penstock.machine.collectives import Ranks
 from penstock.machine.streams import Streams
 from penstock.rules.rule import BLOCK_NUMEL, StateSpec
-from penstock.split import Span, part, split
+from penstock.split import TierRange, part, split
 from penstock.tiers.copies import in_reach
 from penstock.tiers.home import CellPlan, SectionPlan
 
@@ -65,9 +65,9 @@ class Kind:
 class Spans(NamedTuple):
     """Which tiles of a unit are on which tiers. Gradients and optimizer states are those of this rank."""
 
-    params: Sequence[Span]
-    grads: Sequence[Span] = ()
-    optimizer: Sequence[Span] = ()
+    params: Sequence[TierRange]
+    grads: Sequence[TierRange] = ()
+    optimizer: Sequence[TierRange] = ()
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -127,7 +127,7 @@ def plan_units(specs: Sequence[UnitSpec], homes: Homes, ranks: Ranks, streams: S
 
     def cut(
         chosen: Sequence[int], fractions: Mapping[Tier, float], bytes_of: Callable[[UnitSpec], float], copies: int = 1
-    ) -> dict[int, tuple[Span, ...]]:
+    ) -> dict[int, tuple[TierRange, ...]]:
         bytes_of_units = [bytes_of(specs[index]) for index in chosen]
         return dict(zip(chosen, split([tiles[i] * copies for i in chosen], fractions, bytes_of_units), strict=True))
 
@@ -156,7 +156,7 @@ def plan_units(specs: Sequence[UnitSpec], homes: Homes, ranks: Ranks, streams: S
 
 
 def _plan_sections(
-    spec: UnitSpec, homes: Homes, spans: Spans, own_params: Sequence[Span], streams: Streams
+    spec: UnitSpec, homes: Homes, spans: Spans, own_params: Sequence[TierRange], streams: Streams
 ) -> tuple[dict[str, Sequence[SectionPlan]], Fields]:
     """The sections of a unit by home, in the order in which they will be made, and the optimizer's kinds."""
     sections: dict[str, Sequence[SectionPlan]] = {
@@ -177,7 +177,7 @@ def _plan_sections(
         for section in _sections(
             SHADOW,
             [Kind(MASTER, spec.dtype)] if _needs_shadow(param.tier, update.tier, streams) else [],
-            [Span(update.tier, max(update.start, param.start), min(update.stop, param.stop))],
+            [TierRange(update.tier, max(update.start, param.start), min(update.stop, param.stop))],
             spec,
             homes,
         )
@@ -207,7 +207,7 @@ def _needs_shadow(params: Tier, optimizer: Tier, streams: Streams) -> bool:
 
 
 def _sections(
-    home: str, kinds: Iterable[Kind], spans: Iterable[Span], spec: UnitSpec, homes: Homes
+    home: str, kinds: Iterable[Kind], spans: Iterable[TierRange], spec: UnitSpec, homes: Homes
 ) -> list[SectionPlan]:
     """The sections of one home: one for each stretch of tiles that is on one tier."""
     kinds = list(kinds)

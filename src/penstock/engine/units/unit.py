@@ -29,14 +29,6 @@ from penstock.tiers.copies import in_reach
 from penstock.tiers.home import Home, Views, visit_together
 
 
-class Part(NamedTuple):
-    """A rank's part of a slot: elements `start` to `stop`, counted from the start of the shard."""
-
-    slot: int
-    start: int
-    stop: int
-
-
 @dataclass
 class Gradient:
     """The gradient of a unit since the last `zero_grad`.
@@ -70,7 +62,7 @@ class Gradient:
     flaws: Tensor | None = None
     flawed: Tensor | None = None
 
-    def measure(self, parts: Sequence[Part], squared_norms: Sequence[float | Tensor]) -> None:
+    def measure(self, parts: Sequence[Piece], squared_norms: Sequence[float | Tensor]) -> None:
         """Note the squared norms of these parts."""
         for (index, _, _), norm in zip(parts, squared_norms, strict=True):
             self.squared_norms[index] = norm
@@ -341,11 +333,11 @@ class Unit:
         """Whether a forward of one runs inside one of the other, or is the same (frozen and trained parameters)."""
         return self.spec.spans(other.spec) or other.contains(self)
 
-    def parts(self) -> list[Part]:
+    def parts(self) -> list[Piece]:
         """The parts of slots that this rank has."""
         first = self.own_range[0]
         overlaps = ((index, self.layout.overlap(slot, self.rank)) for index, slot in enumerate(self.layout.slots))
-        return [Part(index, found[0] - first, found[1] - first) for index, found in overlaps if found]
+        return [Piece(index, found[0] - first, found[1] - first) for index, found in overlaps if found]
 
     def pieces(self, number: int, count: int) -> Iterator[Piece]:
         """The pieces of a stretch of tiles, each parameter's in one."""
