@@ -60,6 +60,13 @@ def test_files_of_the_tree_exist():
             folder = ROOT / "src" / "penstock"
 
 
+def test_the_tree_has_every_file_and_folder_of_the_package():
+    tree = README.split("## Where things are")[1].split("```")[1]
+    for path in (ROOT / "src" / "penstock").iterdir():
+        if not path.name.startswith("_") and path.suffix in ("", ".py"):
+            assert path.name in tree, path.name
+
+
 def test_links_lead_somewhere():
     for target in re.findall(r"\]\((?!http)([^)#]+)", README):
         assert (ROOT / target).exists(), target
