@@ -25,21 +25,16 @@ from tests.support import inline, sampled, shorten_rings
 
 # Needed by rows that look, clear, save or move, which are not here but in the table of simulated streams.
 ELSEWHERE = {
-    "access.py finish: unit.published.synchronize()",
-    "access.py finish: unit.trained.gradient.ready.synchronize()",
+    "access.py finish: home.written.synchronize()",
     "buffers.py lease: event.wait()",
     "gather.py _retire: unit.event.wait()",
-    "reduce.py _add_on_host: all of added",
-    "reduce.py _add_on_device: copy of gradient.home after gradient.ready",
-    "reduce.py _add_on_device: DEVICE_UPDATE after after of (after, brought)",
-    "reduce.py _add_on_host: DOWNLOAD after after of (after, slot.free)",
-    "reduce.py zero: gradient.ready.synchronize()",
-    "update.py tiles: all of unit.saved",
-    "update.py publish: all of *(tile.updated for tile in tiles)",
-    "update.py publish: all of published",
+    "routes.py _add: all of received",
+    "routes.py _add: DEVICE_UPDATE after received of (received, brought)",
+    "routes.py _add: DEVICE_UPDATE after brought of (received, brought)",
+    "reduce.py zero: gradient.home.memory.written.synchronize()",
+    "update.py publish: all of home.memory.written",
     "update.py _update_in_place: brought.ready.wait()",
-    "records.py settle: event.synchronize()",
-    "transit.py _read: READ after here.last_stores[number] of (after, here.last_stores[number], slot.free)",
+    "movement.py _load: READ after here.last_stores[number] of (after, here.last_stores[number], slot.free)",
 }
 WAITS = [wait for wait in waits() if wait.name not in REDUNDANT and wait.name not in ELSEWHERE]
 

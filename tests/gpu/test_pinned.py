@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 import penstock
-from penstock.checkpoint.tiles import RingMemory, TileWriter
+from penstock.checkpoint import tiles
+from penstock.checkpoint.tiles import RingMemory
 from penstock.engine.state import saving
 from penstock.machine import pinning
 from penstock.machine.arena import Arena
@@ -159,19 +160,19 @@ def test_a_save_of_device_state_passes_pinned_memory(make_streams, device, uncom
         pinning_on_cpu(monkeypatch)
     taken: list[RingMemory] = []
     pinned: list[bool] = []
-    fill = TileWriter._fill
+    fill = tiles.take_tile
 
     class Noted(RingMemory):
         def __init__(self, *arguments):
             super().__init__(*arguments)
             taken.append(self)
 
-    def watched(writer, buffer, *arguments):
+    def watched(section, number, buffer, *arguments):
         pinned.append(taken[-1]._arena.pinned and (device.type != "cuda" or buffer.is_pinned()))
-        fill(writer, buffer, *arguments)
+        fill(section, number, buffer, *arguments)
 
     monkeypatch.setattr(saving, "RingMemory", Noted)
-    monkeypatch.setattr(TileWriter, "_fill", watched)
+    monkeypatch.setattr(tiles, "take_tile", watched)
     model = build()
     optimizer = prepare_on(make_streams(), model, torch.optim.AdamW(model.parameters(), **HYPER))
     for x in batches(2, device):

@@ -56,6 +56,7 @@ REDUNDANT = {
     "routes.py _add: all of self._home.memory.free": MOVES,
     "step.py _rest: all of begun.complete": MEASURED,
     "step.py _rest: all of *(home.read for home in unit.updated_homes)": SAVES,
+    "movement.py _fetch: FETCH after kept.ready of (tile.after, kept.ready, tile.slot.free)": ONCE,
     "moving.py _exchange: used.synchronize()": COMPUTE,
     "moving.py wait: self._event.wait()": "it is for a stream of the host, which synchronizes",
     "ring.py free: all of (slot.free for slot in self._slots)": "the clean-up waits for each slot of the ring",

@@ -59,7 +59,7 @@ class RingSlot:
         for section, number in self.holds:
             kept = section.kept.get(number)
             if kept is not None and kept.slot is self:
-                del section.kept[number]
+                section.kept.pop(number, None)  # whoever frees what a move has left drops it on another thread
         self.holds.clear()
 
     def add_use(self, event: Event) -> None:

@@ -170,7 +170,7 @@ def test_no_grad_saves_nothing_and_nvme_needs_a_folder(tmp_path: Path) -> None:
         model(torch.ones(ROWS, WIDTH))
     assert saved_bytes(optimizer, "cpu") == 0
     optimizer.close()
-    with pytest.raises(ConfigError, match="activations='nvme' needs a folder"):
+    with pytest.raises(ConfigError, match="activations='disk' needs a folder"):
         penstock.prepare(
             Net(None), torch.optim.SGD(Net(None).parameters()), placement=penstock.Placement(activations="disk")
         )

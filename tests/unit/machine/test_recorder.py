@@ -240,7 +240,7 @@ class TestTurns:
             assert inline.recorder is not None
             inline.recorder.turn_to(Label("forward", "a"))
             inline.compute(sleep, label=Label("update", "a", tile=0))
-        assert [what for _, what in found[0].compute] == ["forward a", "update a tile 0", ""]
+        assert [str(what) for _, what in found[0].compute] == ["forward a", "update a tile 0", ""]
         (update,) = [s for s in Timeline(found[0]).rows["compute"] if str(s.label) == "update a tile 0"]
         assert seconds(update) >= TICK
 
@@ -275,7 +275,7 @@ class TestEnd:
         assert not found[0].complete
         assert found[0].stop <= ended
         assert [str(span.label) for span in found[0].spans] == (["0", "1", "2"] if notes == "spans" else [])
-        assert [what for _, what in found[0].compute] == ([] if notes == "spans" else ["0", "1", "2"])
+        assert [str(what) for _, what in found[0].compute] == ([] if notes == "spans" else ["0", "1", "2"])
 
 
 class FakeTime:
