@@ -4,6 +4,7 @@ Costs are CPU seconds of the process that runs the tests and of all below it: on
 of the clock say little. They are divided by how slow the host is at a fixed piece of work, done again at each file.
 """
 
+import json
 import os
 import statistics
 import time
@@ -17,6 +18,7 @@ import pytest
 from tests.budget import Costs, findings
 
 MEASURED = "PENSTOCK_TESTS_MEASURED"  # in the environment of all that a measured session starts
+COSTS_FILE = "PENSTOCK_TESTS_COSTS"  # in the environment: a file for the numbers, to set budgets by
 TESTS = Path(__file__).parent
 WORK_SECONDS = 0.001  # of `fixed_work`, on the quiet machine that the budgets are of
 TICKS_PER_SECOND = os.sysconf("SC_CLK_TCK")
@@ -105,6 +107,9 @@ class Meter:
             self.config.workeroutput["costs"] = {name: (c.quick, c.thorough) for name, c in self.costs.items()}
         else:
             self.over, self.fails = findings(self.costs)
+            if COSTS_FILE in os.environ:
+                numbers = {name: (round(c.quick, 1), round(c.thorough, 1)) for name, c in sorted(self.costs.items())}
+                Path(os.environ[COSTS_FILE]).write_text(json.dumps(numbers, indent=0))
             if self.fails and session.exitstatus == pytest.ExitCode.OK:
                 session.exitstatus = pytest.ExitCode.TESTS_FAILED
 

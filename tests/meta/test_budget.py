@@ -4,7 +4,17 @@ from pathlib import Path
 
 import pytest
 
-from tests.budget import BUDGETS, QUICK_SECONDS, REST, SMALL_SECONDS, THOROUGH_SECONDS, Costs, findings
+from tests.budget import (
+    BUDGETS,
+    CLEARLY,
+    LEAST_SECONDS,
+    QUICK_SECONDS,
+    REST,
+    SMALL_SECONDS,
+    THOROUGH_SECONDS,
+    Costs,
+    findings,
+)
 from tests.costs import cpu_seconds, work_seconds
 
 TESTS = Path(__file__).parents[1]
@@ -26,8 +36,8 @@ def test_a_file_with_a_budget_is_there(name: str) -> None:
     [
         (LARGE, Costs(*BUDGETS[LARGE]), False, False),
         (LARGE, Costs(quick=1.2 * BUDGETS[LARGE][0]), True, False),
-        (LARGE, Costs(quick=10 + 2.1 * BUDGETS[LARGE][0]), True, True),
-        (LARGE, Costs(thorough=10 + 2.1 * BUDGETS[LARGE][1]), True, True),
+        (LARGE, Costs(quick=1.1 * (LEAST_SECONDS + CLEARLY * BUDGETS[LARGE][0])), True, True),
+        (LARGE, Costs(thorough=1.1 * (LEAST_SECONDS + CLEARLY * BUDGETS[LARGE][1])), True, True),
         ("unit/test_small.py", Costs(quick=0.9 * SMALL_SECONDS), False, False),
         ("unit/test_small.py", Costs(quick=1.5 * SMALL_SECONDS), True, False),
         ("unit/test_small.py", Costs(quick=10 * SMALL_SECONDS), True, True),
