@@ -328,7 +328,7 @@ def blame(spans: Sequence[Span], before: Sequence[int | None], wait: Wait) -> li
 
 
 def merged(intervals: Iterable[Interval]) -> list[Interval]:
-    """Unite intervals: what is left is in order, and apart."""
+    """Merge intervals that overlap: what is left is in order, and apart."""
     union: list[Interval] = []
     for start, stop in sorted(intervals):
         if union and start <= union[-1][1]:

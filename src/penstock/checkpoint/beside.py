@@ -107,7 +107,7 @@ def write_buffer(buffer: Tensor, value: Tensor) -> None:
 
 
 def _distinct(buffer: Tensor, of: Tensor) -> Tensor:
-    """Narrow a tensor of the buffer's shape to the elements that do not share the buffer's memory with one before."""
+    """Cut a tensor of the buffer's shape down to the elements that do not share the buffer's memory with one before."""
     for dim, (stride, size) in enumerate(zip(buffer.stride(), buffer.shape, strict=True)):
         if stride == 0 and size > 1:
             of = of.narrow(dim, 0, 1)

@@ -103,7 +103,7 @@ def _tiers(checkpoint: Checkpoint) -> list[dict[str, Any]]:
 
 
 def _shortened(checkpoint: Checkpoint, field: str, value: Any) -> Any:
-    """Shorten a value of the marker for people."""
+    """Cut a value of the marker short, for people."""
     try:
         return _short(value)
     except RecursionError:

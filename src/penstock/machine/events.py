@@ -168,7 +168,7 @@ class HostEvent(Event):
             self._pending = work()
         except BaseException as error:
             self._error = error
-        del work
+        del work  # before the event: who has waited may count the references to a buffer at once
         self._finished.set()
 
     def wait(self) -> None:
@@ -181,7 +181,7 @@ class HostEvent(Event):
         if self._error is not None:
             raise _again(self._error)
         if self._pending is not None:
-            self._pending.wait()
+            self._pending.wait()  # the work has only started it
 
     def ran(self) -> bool:
         """Whether the work ran; what it started may go on."""
@@ -193,6 +193,7 @@ class HostEvent(Event):
 
     def check(self) -> None:
         """Raise the error of work that is over."""
+        # By the base class: a subclass may note its waits, and this is none, since it never blocks.
         if HostEvent.done(self):
             HostEvent.synchronize(self)
 

@@ -79,14 +79,14 @@ class SimulatedStreams(Streams):
 
     def _submit(self, stream: str, work: Work, after: Sequence[Event], writes: Sequence[Tensor]) -> Event:
         def in_order() -> Pending | None:
-            for event in after:
+            for event in after:  # by the base class: what the program waits for itself is noted, and may be left out
                 HostEvent.synchronize(event) if isinstance(event, HostEvent) else event.synchronize()
             return work()
 
         event = _SimulatedEvent(self)
         self._writing = [(storage, other) for storage, other in self._writing if not other.done()]
         self._writing += [(tensor.untyped_storage().data_ptr(), event) for tensor in writes]
-        self._workers[stream].submit(in_order, event)
+        self._workers[stream].submit(in_order, event)  # after the note: it may run at once
         return event
 
     def lease(self, buffer: Tensor) -> None:

@@ -158,7 +158,7 @@ class Streams(ABC):
             nbytes: bytes moved, for bandwidth models and traces.
             label: what it is for, in traces.
         """
-        self._let_go()
+        self._let_go()  # nothing else comes by as often: memory that was given up would stay for long
         if self.recorder is None:
             return self._submit(stream, work, after, writes)
         job = self.recorder.submitted(stream, work, after, nbytes, label)
@@ -187,7 +187,7 @@ class Streams(ABC):
         gone: list[Sequence[Tensor]] = []
         with self._giving_up:
             while self._given_up and self._given_up[0][0].done():
-                gone.append(self._given_up.popleft()[1])
+                gone.append(self._given_up.popleft()[1])  # dropped after the lock: a tensor may take others with it
 
     def compute(self, work: Callable[[], None], *, label: Label) -> None:
         """Run what compute itself does: now, in the caller's thread."""
@@ -264,6 +264,8 @@ class InlineStreams(Streams):
         """Run `work` now if everything before it is done or waited for here, else queue it."""
         del writes
         worker = self._workers.get(stream)
+        # A collective is issued here, whatever it waits for: threads would come to it in another order on each rank.
+        # Other work runs here only where nothing of its stream is queued, which it would overtake.
         if stream == COLLECTIVE or ((worker is None or worker.idle()) and all(event.done() for event in after)):
             for event in after:
                 event.synchronize()  # also raises the error of work that failed

@@ -30,7 +30,7 @@ class Way(NamedTuple):
 
     Attributes:
         to: the tier.
-        crosses: they go between the device and the host.
+        crosses: whether they go between the device and the host.
         bounce: the rings of bounce buffers that they pass, by the stream that reads; `None` for a copy.
     """
 
@@ -43,7 +43,7 @@ class Copies:
     """Copies of flat values within memory.
 
     Arguments:
-        streams: of the device.
+        streams: where copies run beside compute.
         landing: host buffers in which values from the device land in their own dtype, where they are cast or added on
             the host: a device that casts would take a temporary, and send what is wider over the bus.
         reader: the stream on which the host reads its own memory, where values pass bounce buffers.
@@ -60,16 +60,18 @@ class Copies:
         put = partial(_put, target)
         if way.bounce is not None:
             ring = way.bounce[self._reader]
+            # Two streams: the device fills or empties one buffer while a thread of the host is at another.
             fill, drain = (self._reader, UPLOAD) if up else (DOWNLOAD, WRITE)
             dtype = (target if up else source).dtype
             return self.through(ring, source, put, after, label, fill=fill, drain=drain, dtype=dtype, over=target)
         crosses = way.crosses and not self._streams.aliases_host
+        # Cast where it lands: a device would need memory for the cast, and may send more bytes.
         if crosses and not up and target.dtype != source.dtype:
             return self.land(source, put, after, label, over=target)
         return self._streams.submit(
             UPLOAD if up else DOWNLOAD,
             across(target, source) if crosses else partial(copy, target, source),
-            after=(after,),
+            after=(after,),  # the source is complete, and nobody reads the target any more
             writes=(target,),
             nbytes=source.numel() * source.element_size(),
             label=label,
@@ -100,26 +102,28 @@ class Copies:
             drain        | 0 | 1 | 2 |
 
         Arguments:
-            ring: whose slots have one buffer each.
+            ring: one whose slots have one buffer each.
             source: the values.
             use: what is done with those of a buffer.
-            after: the source is complete.
-            label: what for, in traces.
+            after: the event after which the source is complete, and what `use` writes may be overwritten.
+            label: what it is for, in traces.
             fill: the stream that copies to the buffers.
             drain: the stream on which they are used.
-            dtype: of the values in the buffers.
-            over: what is overwritten, whole.
+            dtype: what the values in the buffers have.
+            over: what `use` overwrites as a whole; `None` where it adds.
         """
         drained: list[Event] = []
         start = 0
-        with ring.lock:  # autograd's thread takes slots, too
+        # Autograd's thread takes slots as well: one that came round to a slot before its new event is noted would not
+        # wait for this use of it.
+        with ring.lock:
             while start < source.numel():
                 slot = ring.take()
                 buffer = slot.near[PASSING]
                 here = source[start : start + buffer.numel() // dtype.itemsize]
                 nbytes = here.numel() * dtype.itemsize
                 held = buffer[:nbytes].view(dtype)
-                # Not before the values that the slot had last were used.
+                # Not before the values that the slot had last were used: they would be overwritten in the buffer.
                 filled = self._streams.submit(
                     fill,
                     partial(copy, held, here),
@@ -132,14 +136,14 @@ class Copies:
                 slot.free = self._streams.submit(
                     drain,
                     partial(use, start, held),
-                    after=(filled,),
+                    after=(filled,),  # on another stream: it would use what the buffer held before
                     writes=overwritten,
                     nbytes=nbytes,
                     label=label,
                 )
                 drained.append(slot.free)
                 start += here.numel()
-        return all_of(drained)
+        return all_of(drained)  # any of them may fail, and whoever waits is to hear of it
 
 
 def _put(target: Tensor, start: int, values: Tensor) -> None:

@@ -36,8 +36,8 @@ class CellPlan:
     """A cell before its memory: what will be allocated, where.
 
     Attributes:
-        numel: values.
-        grain: elements of the shard that one value belongs to: 1, or the block of a scale.
+        numel: how many values it has.
+        grain: how many elements of the shard one value belongs to: 1, or the block of a scale.
     """
 
     unit: str
@@ -73,7 +73,7 @@ class SectionPlan:
         start: its first element.
         numel: its elements.
         tile_numel: elements of a tile; the last one may be shorter.
-        copied: a device copies it from the cpu tier or to it, where it is there; else the host alone works on it.
+        copied: whether a device copies it from or to the cpu tier, where it is there; else the host alone works on it.
     """
 
     home: str
@@ -226,12 +226,12 @@ class MemoryEvents:
 
     def write(self, event: Event) -> None:
         """Note the last write. It follows all before it, so nobody has to wait for those any longer."""
-        self.written, self._read = event, DONE
+        self.written, self._read = event, DONE  # a list of all reads would grow for as long as training goes on
 
     @property
     def read(self) -> Event:
         """The reads since then that are not over yet: memory is written again after them."""
-        if self._read is not DONE:
+        if self._read is not DONE:  # those that are over hold work and its error, and nobody has to wait for them
             self._read = all_of(part for part in self._read.parts() if not part.done())
         return self._read
 
@@ -331,6 +331,7 @@ class Home:
                 cells = tuple(replace(c, numel=v.numel()) for c, v in zip(section.plan.cells, views, strict=True))
                 plan = replace(section.plan, cells=cells, start=first - start, numel=last - first)
                 sections.append(MemorySection(plan, views, section.bounce))
+        # With its events: who writes through one home would not be seen by who reads through the other.
         return Home(sections, self.memory)
 
 

@@ -47,7 +47,7 @@ class Movement:
     know them. They know of the copy from then on.
 
     Arguments:
-        streams: of the device.
+        streams: where copies run beside compute.
         ring: host buffers of one record, into which records are loaded and from which they are stored.
         landing: host buffers of a tile, for values that are cast or added on the host; none where no home needs one.
     """
@@ -63,6 +63,7 @@ class Movement:
         What one of them does not keep, and what they share, stays as it is. Returns the event after which the source is
         free, and the memory of the target holds the values.
         """
+        # Not before the source is complete, nor while anybody still writes the target or reads what is in it.
         after = all_of([source.memory.written, target.memory.free])
         copied: list[Event] = [after]
         for start, stop, here, there in shared_sections(source, target):
@@ -78,6 +79,7 @@ class Movement:
                 way = Way(there.tier, crosses, None if bounce is None else bounce())
                 copied += self._copy_all(way, _at(there, start, stop), _at(here, start, stop), after, label)
         event = all_of(copied)
+        # Both hear of it: else an update would write the source under the copy, or a gather read the target before it.
         source.note_read(event)
         target.note_write(event)
         return event
@@ -97,7 +99,7 @@ class Movement:
             if kept is not None:
                 buffer, ready = kept.buffer, kept.ready
             else:
-                slot.forget()
+                slot.forget()  # before it is filled anew: whoever looked for the old record would be given this one
                 buffer = slot.near[PASSING]
                 # The record may still be on its way to where it rests, and the slot in use for another one.
                 ready = self._streams.submit(
@@ -112,7 +114,7 @@ class Movement:
                 slot.keep(here, number, buffer, ready)
             values = here.views_of(number, buffer)
             arrived = all_of(self._copy_all(way, _at(there, first, last), values, all_of([after, ready]), label))
-            slot.add_use(arrived)
+            slot.add_use(arrived)  # filled anew before, the buffer would give these copies another tile
             copied.append(arrived)
         return copied
 
@@ -125,18 +127,19 @@ class Movement:
             slot.forget()
             buffer = slot.near[PASSING]
             first, last = (element + there.plan.start for element in there.tile_range(number))
+            # The slot may still be read by the store of the tile that it had last.
             values, free = there.views_of(number, buffer), all_of([after, slot.free])
             landed = all_of(self._copy_all(way, values, _at(here, first, last), free, label))
             # Two stores of one record may overtake each other on the disk.
             slot.free = there.last_stores[number] = self._streams.submit(
                 WRITE,
                 partial(there.store, number, buffer),
-                after=(landed, there.last_stores[number]),
+                after=(landed, there.last_stores[number]),  # before `landed` the buffer holds another tile
                 nbytes=there.record_bytes(number),
                 label=label.of_tile(number),
             )
             slot.keep(there, number, buffer, landed)
-            taken.append(landed)
+            taken.append(landed)  # the source is free then: the store reads the buffer alone
         return taken
 
     def _copy_all(
@@ -151,9 +154,9 @@ class Tile:
     """A tile, or a stretch, that is brought to where it is used, and put back.
 
     Attributes:
-        after: what is in the homes' memory is complete, and may be overwritten.
+        after: the event after which what is in the homes' memory is complete, and may be overwritten.
         slot: the buffers that it passes; `None` where all of it is used where it rests.
-        label: what for, in traces.
+        label: what it is for, in traces.
         views: its values, by home, once `ready`.
         arrivals: the events of what has to be brought.
         to_memory: what puts values back to memory.
@@ -178,8 +181,10 @@ class Tile:
 
         Returns the event after which it is in the homes that are memory; records know of theirs.
         """
+        # The way back follows the use: else it would take values that the use has not written yet.
         home_again = all_of([used, *(back(used) for back in self.to_memory)])
         if self.slot is not None:
+            # The next tile of the slot overwrites what copies and stores still take from its buffers.
             self.slot.free = all_of([home_again, *(back(used) for back in self.to_records)])
         return home_again
 
@@ -188,8 +193,8 @@ class Stretch(NamedTuple):
     """Neighbouring tiles, each home's in one piece.
 
     Attributes:
-        tiles: how many.
-        in_place: nothing of them has to be brought.
+        tiles: how many tiles it has.
+        in_place: whether nothing of them has to be brought.
     """
 
     tiles: int
@@ -204,8 +209,8 @@ class Pipeline:
         WRITE            | 0 | 1 | ...
 
     Arguments:
-        streams: of the device.
-        ring: of slots with a buffer for each home that may be out of reach.
+        streams: where copies run beside compute.
+        ring: slots with a buffer for each home that may be out of reach.
         beside: the tier whose memory the update works in.
     """
 
@@ -238,9 +243,9 @@ class Pipeline:
 
         Arguments:
             number: the tile's number in the shard.
-            homes: by name.
-            after: what is in the homes' memory is complete, and may be overwritten.
-            label: what for, in traces.
+            homes: the homes that it has values in, by name.
+            after: the event after which what is in the homes' memory is complete, and may be overwritten.
+            label: what it is for, in traces.
             written: names of the homes that the use writes, and that have to be put back.
             count: how many tiles are brought at once: no more than `stretch` says.
         """
@@ -264,7 +269,7 @@ class Pipeline:
         kept = section.kept.get(number) if isinstance(section, Records) else None
         slot = self._ring.take(kept.slot if kept else None)
         if kept is None or kept.slot is not slot:
-            slot.forget()
+            slot.forget()  # its records would be taken from buffers that this tile fills
         return slot
 
     def _reaches(self, section: Section) -> bool:
@@ -277,7 +282,7 @@ class Pipeline:
         there, back_again = Way(self._beside, True, bounce), Way(section.tier, True, bounce)
         sources = section.views(*extent)
         tile.views[name] = _views_like(sources, tile.slot.near[name])
-        free = all_of([tile.after, tile.slot.free])
+        free = all_of([tile.after, tile.slot.free])  # the tile that the slot had last may still be on its way back
         for source, target in zip(sources, tile.views[name], strict=True):
             tile.arrivals.append(self._copies.copy(there, target, source, free, tile.label))
             if back:
@@ -292,7 +297,7 @@ class Pipeline:
         passes = slot.near[name] is not slot.host[name]
         up, down = Way(self._beside, True), Way(Tier.CPU, True)
         if kept is not None and kept.slot is slot:
-            event = slot.free
+            event = slot.free  # the record is here: complete once its last use is over
         else:
             event = self._fetch(section, number, host, tile)
             if passes:
@@ -302,11 +307,11 @@ class Pipeline:
 
         def store(used: Event) -> Event:
             landed = self._copies.copy(down, host, near, used, tile.label) if passes else used
-            slot.keep(section, number, host, landed)
+            slot.keep(section, number, host, landed)  # who wants the record next need not wait for the file
             written = self._streams.submit(
                 WRITE, partial(section.store, number, host), after=(landed,), nbytes=nbytes, label=tile.label
             )
-            section.last_stores[number] = written
+            section.last_stores[number] = written  # a load from the file before would bring the old values
             return written
 
         if back:
@@ -326,6 +331,7 @@ class Pipeline:
                 nbytes=buffer.numel(),
                 label=tile.label,
             )
+        # Once it is there, and nobody needs what this slot had last.
         event = self._streams.submit(
             FETCH,
             partial(copy, buffer, kept.buffer[: buffer.numel()]),
@@ -334,7 +340,7 @@ class Pipeline:
             nbytes=buffer.numel(),
             label=tile.label,
         )
-        kept.slot.add_use(event)
+        kept.slot.add_use(event)  # that slot's next tile would be copied in place of this record
         return event
 
 
@@ -351,6 +357,7 @@ def take_tile(section: Section, number: int, buffer: Tensor, streams: Streams, l
         RecordLayout(section.plan.cells).views(buffer, stop - start), section.views(start, stop), strict=True
     ):
         nbytes = target.numel() * target.element_size()
+        # On the host, at once: the caller writes the buffer to a file next.
         streams.submit(SAVE, across(target, values), writes=(target,), nbytes=nbytes, label=label).synchronize()
 
 

@@ -97,7 +97,7 @@ class Records(Section):
         return self._layout.views(buffer, stop - start)
 
     def views(self, start: int, stop: int) -> Views:
-        """Nothing: there are no values in place."""
+        """Refuse to view records: they have no values in place."""
         raise AssertionError("records are loaded to be looked at")
 
     @property
@@ -114,7 +114,7 @@ class Records(Section):
             self.last_stores[number].synchronize()  # what is still being stored would be loaded half
             loading = self.load(number, buffer)
             if loading is not None:
-                loading.wait()
+                loading.wait()  # a transfer has started, and the buffer holds another tile until it is over
             first, last = self.tile_range(number)
             inside = max(start, first), min(stop, last)
             views = self.views_of(number, buffer)

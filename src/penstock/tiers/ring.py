@@ -38,9 +38,9 @@ class RingSlot:
     """Buffers of bytes for one tile, or for a stretch.
 
     Attributes:
-        near: by home, where the tile is used.
-        host: by home, where records are loaded and stored: the same buffer, unless it is used on a device.
-        free: work on the slot is over.
+        near: by home, the buffer where the tile is used.
+        host: by home, the buffer where records are loaded and stored: the same one, unless a device uses the tile.
+        free: the event after which work on the slot is over.
         holds: the records that its buffers still hold.
     """
 
@@ -58,6 +58,7 @@ class RingSlot:
         """Let nobody take a record from the slot any more: it is used for something else."""
         for section, number in self.holds:
             kept = section.kept.get(number)
+            # Another slot may have come to hold the record since: that one's note stays.
             if kept is not None and kept.slot is self:
                 section.kept.pop(number, None)  # whoever frees what a move has left drops it on another thread
         self.holds.clear()
@@ -76,7 +77,7 @@ class Ring:
 
     Attributes:
         tiles: how many tiles a slot holds.
-        lock: held by whoever takes slots one after the other where another thread may do so, too.
+        lock: is held by whoever takes slots one after the other where another thread may do so, too.
     """
 
     def __init__(self, before_use: Callable[[], None] = lambda: None) -> None:

@@ -195,7 +195,7 @@ class Staging:
     def replan(self, plan: StagingPlan) -> None:
         """Give back what there is. The buffers of the new plan are taken when one is needed."""
         for ring in (self._landing, *self._update.values(), self._transit):
-            ring.drop()
+            ring.drop()  # waits for what is under way: its memory goes below
         if self._buffers is not None:
             self._buffers.free()
             self._buffers = None

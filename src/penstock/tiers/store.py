@@ -96,7 +96,7 @@ class Store:
     def leave(self, section: Section) -> None:
         """Take a section out of the table, whose values go elsewhere. `free` gives its memory back."""
         with self._lock:
-            if section in self._sections:
+            if section in self._sections:  # one step: a report in between would miss its bytes, or count them twice
                 self._leaving[section] = self._sections.pop(section)
 
     def free(self, section: Section) -> None:

@@ -46,7 +46,7 @@ def prepare_model(
 
 
 def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
-    """Group trainable parameters: those with weight decay (matrices, embeddings), those without (norms, biases)."""
+    """Divide trainable parameters: those with weight decay (matrices, embeddings), those without (norms, biases)."""
     trainable = [p for p in model.parameters() if p.requires_grad]
     decayed = {"params": [p for p in trainable if p.dim() >= 2], "weight_decay": weight_decay}
     others = {"params": [p for p in trainable if p.dim() < 2], "weight_decay": 0.0}

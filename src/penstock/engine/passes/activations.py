@@ -48,10 +48,10 @@ class Saved:
     Attributes:
         cut: its home, until it is gone.
         before: the one that was saved before it: backward wants it after this one.
-        shape, stride, dtype, version: of the tensor.
+        shape, stride, dtype, version: what the tensor had when it was saved.
         on_device: its bytes there, while they leave or once they are coming back.
-        arrived: its home holds them, or `here` does.
-        key: what tells it apart while they leave.
+        arrived: the event after which its home holds its bytes, or `here` does.
+        key: what tells it apart from other tensors while its bytes leave.
     """
 
     cut: Cut
@@ -84,7 +84,7 @@ class Saved:
         return self.home.stop
 
     def saved_before(self) -> "Saved | None":
-        """The one that was saved before it, if it is still wanted."""
+        """Give the tensor that was saved before it, if that is still wanted."""
         return None if self.before is None else self.before()
 
 
@@ -92,13 +92,15 @@ class Activations:
     """Takes saved tensors to a tier and brings them back.
 
     Arguments:
-        tier: cpu or nvme.
-        tile_bytes: of what goes to files.
-        folders: for files.
-        kept: tensors whose memory somebody else keeps: those of parameters.
+        streams: where copies run beside compute.
+        store: the table, from which memory and files are taken.
+        tier: where saved tensors go: cpu or nvme.
+        tile_bytes: how large a tile of what goes to files is.
+        folders: how many folders the files are in.
+        kept: lists the tensors whose memory somebody else keeps: those of parameters.
 
     Attributes:
-        interrupted: called where a forward has ended without a word.
+        interrupted: is called where a forward has ended without a word.
     """
 
     def __init__(
@@ -126,13 +128,13 @@ class Activations:
         self.interrupted: Callable[[], None] = self.end
 
     def begin(self) -> None:
-        """The outermost forward begins on this thread."""
+        """Begin to take what autograd saves: the outermost forward begins on this thread."""
         self.end()
         self._kept_storages = {tensor.untyped_storage()._cdata for tensor in self._kept()}
         self._forward = _call_of_module()
 
     def end(self) -> None:
-        """It is over."""
+        """End the forward that is under way: nothing more is taken, and what has left gives its memory back."""
         if self._forward is not None:
             self._forward = None
             self._let_go(AHEAD_BYTES)
@@ -150,7 +152,7 @@ class Activations:
         self._cuts.close()
 
     def take(self, tensor: Tensor) -> Saved | None:
-        """Autograd saves a tensor; `None` for one that stays."""
+        """Take a tensor that autograd saves to the tier; return `None` for one that stays where it is."""
         if self._forward is None:
             return None
         if not _is_running(self._forward):
@@ -164,12 +166,13 @@ class Activations:
         key = (tensor.data_ptr(), tensor._version, tensor.shape, tensor.stride(), tensor.dtype)
         if key in self._known:
             return self._known[key]
-        self._let_go(AHEAD_BYTES - nbytes)
+        self._let_go(AHEAD_BYTES - nbytes)  # else the device would hold all that was saved while the copies lag behind
         cut = self._cuts.take(nbytes)
         here = tensor.detach().as_strided((tensor.numel(),), (1,)).view(torch.uint8)
         held = _Bytes(here)
         saved = Saved(cut, self._last, tensor.shape, tensor.stride(), tensor.dtype, Version(tensor), held, key)
         weakref.finalize(saved, _give_back, self._cuts, cut, held, weakref.ref(self._streams))
+        # Follows the copies of whoever had these bytes of the tier before: the home knows them.
         saved.arrived = self._movement.copy(buffer_home(here), cut.home, Label("save", "activation"))
         self._known[key] = saved
         self._leaving.append(saved)
@@ -177,10 +180,10 @@ class Activations:
         return saved
 
     def bring(self, packed: Saved) -> Tensor:
-        """Autograd wants it."""
+        """Give a tensor that autograd wants back, and start to bring those that it will want next."""
         packed.version.check()
         self._bring(packed)
-        packed.arrived.wait()
+        packed.arrived.wait()  # else compute reads what the copy has not brought yet
         assert packed.here is not None
         values, packed.here = packed.here, None
         self._forget(packed)
@@ -201,13 +204,13 @@ class Activations:
         left = sum(saved.nbytes for saved in self._leaving)
         while self._leaving and (left > most_bytes or self._leaving[0].arrived.done()):
             saved = self._leaving.popleft()
-            saved.arrived.wait()
+            saved.arrived.wait()  # its device memory goes: compute would fill it anew while the copy still reads it
             if self._forget(saved):
                 saved.here = None
             left -= saved.nbytes
 
     def _forget(self, saved: Saved) -> bool:
-        """Its device memory may be another tensor's from now on. Whether that was not known yet."""
+        """Forget a tensor whose device memory may become another one's; return whether it was known until now."""
         return self._known.get(saved.key) is saved and self._known.pop(saved.key) is saved
 
     def _fill_ring(self) -> None:
@@ -218,10 +221,11 @@ class Activations:
 
 
 def _give_back(cuts: Cuts, cut: Cut, held: _Bytes, streams: "weakref.ref[Streams]") -> None:
-    """A tensor is gone. It may have been coming back, ahead of a backward that never came to it."""
+    """Give back what a tensor had that is gone. It may have been coming back for a backward that never wanted it."""
     values, held.values = held.values, None
     back_end = streams()
     if values is not None and back_end is not None:
+        # A copy may still read or write the device memory: freed now, it would be somebody else's under that copy.
         back_end.give_up((values,), until=all_of([cut.home.memory.written, cut.home.read]))
     cuts.drop(cut)
 
@@ -236,7 +240,7 @@ def _is_plain(tensor: Tensor) -> bool:
 
 
 def _call_of_module() -> FrameType | None:
-    """The frame that runs a module's forward and its hooks, of which the caller is one."""
+    """Find the frame that runs a module's forward and its hooks, of which the caller is one."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and frame.f_code.co_filename != nn.modules.module.__file__:
         frame = frame.f_back

@@ -28,13 +28,13 @@ class Anchor:
     """The forward hooks of one module.
 
     Arguments:
-        units: whose parameters its forward needs.
-        always: it begins a forward of the model, also inside of another one.
-        before, after: what the engine does. They are not to be traced.
-        cast: of inputs that the module would refuse; may be traced.
+        units: the units whose parameters its forward needs.
+        always: whether it begins a forward of the model, also inside of another one.
+        before, after: what the engine does then. They are not to be traced.
+        cast: casts inputs that the module would refuse; it may be traced.
 
     Attributes:
-        entered: its forwards under way that the engine was told of; those of `always` are not counted.
+        entered: how many of its forwards are under way that the engine was told of; those of `always` are not counted.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class Anchor:
         )
 
     def before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Inputs | None:
-        """Its forward begins."""
+        """Tell the engine that the module's forward begins; return its inputs where they were cast."""
         cast = None if self._cast is None else self._cast(module, args, kwargs)
         if cast is not None:
             args, kwargs = cast
@@ -86,7 +86,7 @@ class Anchor:
         return self._before(module, args, kwargs) or cast
 
     def after(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-        """It is over."""
+        """Tell the engine that the module's forward is over, if it was told of the beginning."""
         if not self._always:
             if not self.entered:
                 return

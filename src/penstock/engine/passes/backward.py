@@ -28,13 +28,13 @@ class BackwardUpdates(Protocol):
     """Updates that begin in backward."""
 
     def begin(self, unit: Unit) -> None:
-        """All gradients of the unit have come."""
+        """Begin the update of a unit all of whose gradients have come."""
 
     def check(self, unit: Unit) -> None:
         """Raise an error where backward comes back to a unit whose update has begun."""
 
     def abandon(self) -> None:
-        """Backward has failed."""
+        """Give up what was begun: backward has failed."""
 
 
 class Backward:
@@ -44,16 +44,16 @@ class Backward:
         gatherer: makes units usable, and gives their memory back.
         reducer: takes their gradients.
         orders: gathers units, and those that are expected next.
-        turns: what compute is doing.
+        turns: knows what compute is doing.
         under_way: has other threads wait.
-        updates: what begins in backward; `None` for nothing.
+        updates: the updates that begin in backward; `None` where none do.
 
     Attributes:
         uses: the forwards that it comes back to.
-        is_open: it has begun, and has not ended.
-        has_failed: one has, since the last `zero_grad`.
-        loss_is_scaled: it was called with a scaled loss.
-        closed: the optimizer was closed; graphs may be left.
+        is_open: whether a backward has begun and has not ended.
+        has_failed: whether one has failed since the last `zero_grad`.
+        loss_is_scaled: whether it was called with a scaled loss.
+        closed: whether the optimizer was closed; graphs may be left.
     """
 
     def __init__(
@@ -80,12 +80,13 @@ class Backward:
         self._run_again: set[Unit] = set()  # active units that no gradient has reached: their forward ran again
 
     def reach(self, use: Use, grad: Tensor) -> Tensor:
-        """A gradient reaches what a forward made: backward comes to its units. Returns what it is to go on with."""
+        """Enter the units of a forward whose output a gradient has reached; return the gradient to go on with."""
         if self.closed:
             raise EngineError(
                 f"backward() through a graph from before close(): the parameters of unit '{use.units[0].name}' that it "
                 "reads are gone. Call backward before close(), or run the forward again."
             )
+        # First those that only other ranks announce: all ranks issue gathers and reductions in one order.
         self._pass_by(self.uses.reach(use))
         for unit in use.units:
             self.enter(unit)
@@ -105,9 +106,10 @@ class Backward:
         self._gatherer.acquire(unit)
 
     def note_silent(self, units: Sequence[Unit]) -> None:
-        """A forward made nothing with a backward on this rank. On another rank it may have."""
+        """Note that a forward made nothing with a backward on this rank: on another rank it may have."""
         if not self._reducer.has_peers:
             return
+        # Another rank reduces these units where its backward comes to them, and waits there for this one to take part.
         if in_backward():  # of a reentrant checkpoint: its turn is now
             for unit in units:
                 self._reducer.expect(unit)
@@ -115,7 +117,7 @@ class Backward:
             self.uses.note_silent([unit for unit in units if unit.wants_gradient])
 
     def enter(self, unit: Unit, *, runs_again: bool = False) -> None:
-        """Backward goes on in this unit, or its forward runs again because backward will."""
+        """Let backward go on in this unit, or its forward run again because backward will; end units that are over."""
         if self._updates is not None:
             self._updates.check(unit)
         self._open()
@@ -123,6 +125,7 @@ class Backward:
         over = [other for other in active if not other.shares_forward(unit)]
         if runs_again and inside_a_node():  # which computes with what is active, and goes on afterwards
             over = [other for other in over if other in self._run_again]
+        # Before this unit is gathered: what is over gives its memory back, and its reduction runs beside what follows.
         for other in over:
             self._leave(other)
         if not runs_again:
@@ -137,7 +140,7 @@ class Backward:
         self._turns.note()
 
     def take_gradient(self, unit: Unit, index: int, _: nn.Parameter) -> None:
-        """Autograd has finished the gradient of a parameter: it leaves `.grad`, and goes to the reducer."""
+        """Take the gradient that autograd has finished for a parameter from `.grad`, and hand it to the reducer."""
         parameter = unit.parameters[index]
         grad = parameter.take_gradient()
         if not (unit.resident or unit.holding.used):
@@ -163,13 +166,13 @@ class Backward:
         self._close()
 
     def forget_failure(self) -> None:
-        """The gradients that a failed backward has left were dropped."""
+        """Accept backwards again: the gradients that a failed one has left were dropped."""
         self.has_failed = False
 
     def _open(self) -> None:
-        """A backward has begun: its end is to be seen."""
+        """Begin a backward, if none is open, and have autograd tell its end."""
         if self.is_open:
-            self._under_way.join_backward()  # else it would take units from the backward of another thread
+            self._under_way.join_backward()  # else it would release units that another thread's backward computes with
             return
         self._gradient_scale.check_not_clipped()
         if self._gradient_scale.loss is not None and not self.loss_is_scaled:
@@ -177,13 +180,14 @@ class Backward:
                 "loss.backward() was called, and fp16 needs a scaled loss. Use optimizer.backward(loss), without "
                 "a GradScaler."
             )
-        self._under_way.enter_backward()  # waits for other threads: before anything is gathered
+        self._under_way.enter_backward()  # waits: another thread's forward would release what this backward gathers
         self.is_open = True
         self._orders.backward.start()
+        # Runs once every node of this backward has: what no later unit ends is reduced and released there.
         Variable._execution_engine.queue_callback(crossing(self._end))
 
     def _pass_by(self, silent: Sequence[Sequence[Unit]]) -> None:
-        """Backward comes to these units on other ranks, now: gather and reduce with them."""
+        """Gather and reduce units that backward comes to now on other ranks: their collectives need every rank."""
         for units in silent:
             for unit in units:
                 self.enter(unit)
@@ -196,14 +200,14 @@ class Backward:
 
     def _leave(self, unit: Unit) -> None:
         self._turns.active.remove(unit)
-        unit.holding.drop(Holder.BACKWARD)
+        unit.holding.drop(Holder.BACKWARD)  # before its end: no update begins for a unit that is held
         self._run_again.discard(unit)
         self._end_unit(unit)
         self._gatherer.release(unit)
 
     def _end_unit(self, unit: Unit) -> None:
         """Send the gradient home, and begin the unit's update if no other gradient will come."""
-        self._reducer.flush(unit)
+        self._reducer.flush(unit)  # the update follows the event that this leaves in the gradient's home
         if self._updates is None or self._reducer.accumulates or unit.holding.is_held:
             return
         if len(self._arrived.get(unit, ())) == len(unit.parameters):
@@ -215,7 +219,7 @@ class Backward:
 
     def _end(self) -> None:
         """Finish what is left when autograd has come through."""
-        self._pass_by(self.uses.end())
+        self._pass_by(self.uses.end())  # silent here, announced elsewhere: other ranks wait in their collectives
         for unit in self._units:
             unit.holding.end_backward()  # before it is settled: no update begins for a unit that is held
             self._end_unit(unit)

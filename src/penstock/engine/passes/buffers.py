@@ -24,27 +24,27 @@ class BufferRing:
         self._leased: dict[tuple[int, torch.dtype], int] = {}
 
     def lease(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """A 1-D buffer with undefined contents."""
+        """Lease a 1-D buffer with undefined contents."""
         key = (numel, dtype)
         free = self._free.setdefault(key, deque())
         self._leased[key] = self._leased.get(key, 0) + 1
         # Prefer one that is idle; make another only while the ring is not full.
         if free and (free[0][1].done() or len(free) + self._leased[key] > BUFFERS_OF_A_SIZE):
             buffer, event = free.popleft()
-            event.wait()
+            event.wait()  # else compute overwrites what a collective or a copy of the last gradient still reads
         else:
             buffer = torch.empty(numel, dtype=dtype, device=self._device)
         self._streams.lease(buffer)
         return buffer
 
     def give_back(self, buffer: Tensor, event: Event) -> None:
-        """Return a buffer; work on it is over at `event`."""
+        """Return a buffer, which is used again after `event`: work on it is over then."""
         key = (buffer.numel(), buffer.dtype)
         self._leased[key] -= 1
         self._free.setdefault(key, deque()).append((buffer, event))
 
     def forget(self, buffer: Tensor) -> None:
-        """A leased buffer does not come back."""
+        """Count a leased buffer as gone: it does not come back, and another may be made in its place."""
         self._leased[buffer.numel(), buffer.dtype] -= 1
 
     @property

@@ -72,7 +72,7 @@ class _Replacement:
         return _copied(value, lambda: build(value, items))
 
     def _with(self, value: Any, held: Iterable[tuple[Any, Any]], put: Callable[[Any, Any, Any], None]) -> Any:
-        """The same object with what changed of it put into a copy."""
+        """Return the object itself where nothing of it changes, else a copy with the changed values put in."""
         held = list(held)
         changed = [(key, new) for key, old in held if (new := self.of(old)) is not old]
         if not changed:

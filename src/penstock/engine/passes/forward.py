@@ -36,10 +36,10 @@ class Forward:
         gatherer: makes units usable, and gives their memory back.
         backward: takes over units whose forward runs again in it.
         orders: gathers units, and those that are expected next.
-        turns: what compute is doing.
+        turns: knows what compute is doing.
         under_way: has other threads wait.
-        casts: of floating-point inputs.
-        activations: takes what forward saves; `None` leaves it.
+        casts: knows which floating-point inputs are cast.
+        activations: takes what forward saves; `None` leaves it where it is.
 
     Attributes:
         membership: the modules of the parameters, looked at when a forward of the model begins.
@@ -79,11 +79,12 @@ class Forward:
     def before(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        """Gather what a module needs before it runs. Returns its inputs where they were cast."""
+        """Gather what a module needs before it runs; return its inputs where they were cast."""
         units = self._turns.anchors.get(module, ())
         recomputing = in_backward()
+        # May block: a forward of another thread would release what this one computes with.
         if not recomputing and self._under_way.enter_forward(module) and self._calls:
-            self.lose()
+            self.lose()  # a new forward, and calls are left: the last one has ended without a word
         if self._calls and all(unit.holding.forwards for unit in units) and module is not self._model:
             self._enter(Call(module), units)  # a layer of a block that is under way: nothing to do
             return None
@@ -97,12 +98,12 @@ class Forward:
         call = Call(module)
         call.note_inputs(*(cast or (args, kwargs)))
         self._enter(call, units)
-        run_last(module)
+        run_last(module)  # hooks that were registered meanwhile read parameters, which ours releases
         for unit in units:
             if unit.holding.forwards > 1:
-                continue
+                continue  # an outer call has gathered it, and holds it longer
             check_transform(unit, module)
-            if recomputing:
+            if recomputing:  # held by the backward that follows: released in between, it would be gathered twice
                 self._backward.enter(unit, runs_again=True)
             else:
                 self._orders.use(unit, self._orders.forward)
@@ -117,7 +118,7 @@ class Forward:
             return  # another hook failed before ours had its turn
         call = self._calls.pop()
         if call.saved_hooks is not None:
-            call.saved_hooks.__exit__()
+            call.saved_hooks.__exit__()  # before anything below can fail: they would stay on the thread
         finished = []
         for unit in call.reads:
             unit.holding.drop(Holder.FORWARD)
@@ -130,6 +131,7 @@ class Forward:
             return
         recomputing = in_backward()
         if finished:
+            # Before the release: what announces their backward, or holds them for one that nothing announces.
             keep = self._watch_outputs(call, finished, output, args, kwargs)
             self._hand_on(finished, output)
             if not (keep or recomputing):  # else its backward comes next, and releases it
@@ -137,7 +139,7 @@ class Forward:
                     self._gatherer.release(unit)
         if not (self._calls or recomputing):
             self._end(complete=output is not None)
-            self._under_way.leave_forward()
+            self._under_way.leave_forward()  # after the releases: another thread's forward may begin now
         self._turns.note()
 
     def gather_for_read(self, unit: Unit, module: nn.Module) -> None:
@@ -153,6 +155,7 @@ class Forward:
     def lose(self) -> None:
         """Let go of forwards that have ended without a word, by an interrupt."""
         for call in self._calls[::-1]:
+            # Others that were entered since are on top of them: to exit ours would take theirs off.
             if call.saved_hooks is not None and self._saved.are_innermost():
                 call.saved_hooks.__exit__()
         self._calls.clear()
@@ -162,14 +165,14 @@ class Forward:
             anchor.entered = 0  # they were told of the beginning alone
         self._gatherer.drop_unused()
         for unit in self._units:
-            unit.holding.lose_forwards()
+            unit.holding.lose_forwards()  # else their counts would keep the units gathered for ever
             self._gatherer.release(unit)
 
     def _begin(self) -> None:
-        """The outermost forward begins."""
+        """Begin the outermost forward, after whatever a backward that never ended has left."""
         self.membership.check()
         if self._backward.is_open:
-            self._backward.abandon()
+            self._backward.abandon()  # it failed, and autograd tells nobody: its units are held still
         self._orders.begin_forward()
         if self._activations is not None and user_records():
             self._activations.begin()
@@ -179,7 +182,7 @@ class Forward:
             self._activations.end()
         if complete:
             self._orders.end_forward()
-        self._gatherer.drop_unused()
+        self._gatherer.drop_unused()  # gathered ahead for a unit that did not come
 
     def _enter(self, call: Call, units: Sequence[Unit]) -> None:
         self._calls.append(call)
@@ -201,7 +204,7 @@ class Forward:
     def _watch_outputs(
         self, call: Call, units: list[Unit], output: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> bool:
-        """Gather the units again when a gradient reaches what their forward made. Returns: keep them instead."""
+        """Have units gathered again when a gradient reaches what their forward made; return whether to keep them."""
         if not user_records():
             return False
         made, complete = call.made(output, args, kwargs)
@@ -209,6 +212,7 @@ class Forward:
         if made:
             use = Use(units) if for_saved else self._backward.uses.note(units)
             for tensor in made:
+                # Runs before the node that made the tensor, whose backward reads the weights: later, they would be NaN.
                 watch_first(tensor, crossing(partial(self._backward.reach, use)))
         elif complete and output is not None and not for_saved:
             self._backward.note_silent(units)

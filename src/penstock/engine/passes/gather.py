@@ -54,7 +54,7 @@ class Order:
         self._position = 0
 
     def note(self, unit: Unit) -> None:
-        """The unit is used now."""
+        """Note that a unit is used now: what is expected next is what came after it last time."""
         self._current.append(unit)
         for ahead in range(self._position, len(self._learned)):
             if self._learned[ahead] is unit:
@@ -62,11 +62,11 @@ class Order:
                 return
 
     def upcoming(self) -> Iterator[Unit]:
-        """The units expected next, soonest first."""
+        """Yield the units expected next, soonest first."""
         yield from self._learned[self._position :]
 
     def finish(self) -> None:
-        """The pass is complete: expect the same next time."""
+        """End a pass that is complete: expect the same order next time."""
         if self._current:
             self._learned = self._current
             self.was_observed = True
@@ -82,10 +82,10 @@ class Gatherer:
     """Gathers and releases units.
 
     Arguments:
-        transit: brings what this rank has to full buffers.
-        live_bytes: full buffers at once, at most, for gathers ahead of use. A unit that is needed is always gathered.
-            Memory of released units that others have views of does not count.
-        prefetch_bytes: full buffers being filled ahead of use, at most.
+        movement: brings what this rank has of a unit to its full buffer.
+        live_bytes: how much full buffers may take at once for gathers ahead of use. A unit that is needed is always
+            gathered. Memory of released units that others have views of does not count.
+        prefetch_bytes: how much full buffers that are being filled ahead of use may take.
     """
 
     def __init__(self, rig: Rig, movement: Movement, *, live_bytes: int, prefetch_bytes: int) -> None:
@@ -103,7 +103,7 @@ class Gatherer:
         self._lingering: dict[Unit, None] = {}  # released, and others have views of the buffer
 
     def owner_of(self, tensor: Tensor) -> Unit | None:
-        """The unit, of those that are released after use, whose full buffer a tensor is a view of."""
+        """Find the unit whose full buffer a tensor is a view of, among those that are released after use."""
         if type(tensor) not in (Tensor, nn.Parameter) or tensor.layout is not torch.strided:
             return None
         storage = tensor.untyped_storage()._cdata
@@ -119,8 +119,8 @@ class Gatherer:
             self._start(unit)
         if unit.holding.residency is Residency.GATHERING:
             if unit in self._in_part:
-                self._all_gather(unit)
-            unit.event.wait()
+                self._all_gather(unit)  # at the latest here: every rank comes to its units in this order
+            unit.event.wait()  # else compute reads what an upload or a collective has not filled yet
             unit.expose()
             unit.holding.become(Residency.GATHERED)
             self._ahead.pop(unit, None)
@@ -139,6 +139,7 @@ class Gatherer:
                 break
             self._start(unit)
             self._ahead[unit] = None
+            # A collective that follows a read or an update of the host would block its caller here: it comes later.
             if unit in self._in_part and not self._follows_host(unit):
                 self._all_gather(unit)
         if soonest in self._in_part:  # an earlier call has started it
@@ -159,12 +160,12 @@ class Gatherer:
         self._sweep()
 
     def outdate(self, unit: Unit) -> None:
-        """An update wrote the unit: what is gathered is from before it."""
+        """Have a unit that an update has written gathered anew: what its buffer holds is from before."""
         assert not unit.holding.is_held, f"unit '{unit.name}' is updated while it is in use"
         assert unit not in self._ahead, f"unit '{unit.name}' is updated while it is gathered"
         unit.recorded.outdate()
         if unit.trained and any(section.tier is not Tier.DEVICE for section in unit.trained.optimizer.sections):
-            self._updated.add(unit)
+            self._updated.add(unit)  # the host may still be at it when the unit is gathered ahead
         if unit.resident or unit.spec.persistent:
             if unit.holding.residency is Residency.GATHERED:
                 unit.holding.become(Residency.OUTDATED)
@@ -172,11 +173,11 @@ class Gatherer:
             self._retire(unit)
 
     def show_resident(self, units: Iterable[Unit], *, wait: bool) -> None:
-        """After updates: resident parameters show their new values, or read NaN until their unit is used.
+        """Let resident parameters show their new values after updates, or read NaN until their unit is used.
 
         Arguments:
-            units: all; the resident ones are shown.
-            wait: wait for all of them; else those are hidden that are not up to date yet.
+            units: all units; those that are resident are shown.
+            wait: whether to wait for the updates of all of them; else those that are not up to date yet are hidden.
         """
         for unit in units:
             if unit.resident:
@@ -192,31 +193,31 @@ class Gatherer:
             self._retire(unit)
 
     def lend(self, unit: Unit) -> Tensor:
-        """The full buffer with memory, to become the home of the parameters."""
+        """Give the full buffer, with memory, to become the home of the parameters."""
         if not (unit.resident or unit.leased):
             self._lease(unit)
             unit.holding.become(Residency.OUTDATED)
         return unit.full
 
     def take_back(self, unit: Unit) -> None:
-        """What was lent did not become a home."""
+        """Take back the memory of a full buffer that was lent and did not become a home."""
         if unit.is_released_after_use and unit.holding.residency is Residency.OUTDATED:
             self._retire(unit)
 
     def become_home(self, unit: Unit) -> None:
-        """The full buffer is the home of the parameters from now on."""
+        """Make the full buffer, which now holds the parameters, their home: the unit is resident."""
         assert unit.holding.residency is not Residency.GATHERING
         assert unit.leased, f"unit '{unit.name}' has no memory to become a home"
         self.live_bytes -= unit.nbytes
         unit.resident = True
 
     def leave_home(self, unit: Unit, *, in_use: bool, moved: Event) -> None:
-        """The parameters do not rest any longer where compute reads them: the unit is gathered for each use.
+        """Gather the unit for each use from now on: its parameters no longer rest where compute reads them.
 
         Arguments:
             unit: a resident one.
-            in_use: compute may read the parameters now; they stay gathered until they are released.
-            moved: they have been copied from the full buffer.
+            in_use: whether compute may read the parameters now; they stay gathered then until they are released.
+            moved: the event after which they have been copied from the full buffer.
         """
         if unit.is_whole:
             unit.note_versions()  # what was written was written to the home
@@ -228,7 +229,9 @@ class Gatherer:
         unit.resident = False
         self.live_bytes += unit.nbytes
         if resizable and not recorded and (in_use or moved.done()):
-            unit.event = moved  # the same storage: what autograd saved sees the next gather
+            # The same storage, so that what autograd saved sees the next gather. The copies to the new home still read
+            # it: `_retire` has compute wait for them before the memory goes.
+            unit.event = moved
         else:  # a part of a slab, or still being copied: its memory goes with the home
             unit.event = DONE
             unit.full = self._streams.make_buffer(before.numel(), before.dtype)
@@ -248,7 +251,7 @@ class Gatherer:
             self._drop(other)
 
     def _live_bytes_with(self, unit: Unit) -> int:
-        """Bytes of full buffers once a unit is gathered as well.
+        """Count the bytes of full buffers once a unit is gathered as well.
 
         Buffers that are kept for views of others alone are left out. Who still has some may differ between ranks, and
         so would what they gather ahead, and the order of that among their reductions.
@@ -269,7 +272,7 @@ class Gatherer:
         return unit.params.in_files or unit in self._updated
 
     def _drop(self, unit: Unit) -> None:
-        """A gather ahead of use that is not needed; a resident or persistent unit is gathered all the same."""
+        """Take back a gather ahead of use; that of a resident or persistent unit, whose memory stays, is finished."""
         if unit.resident or unit.spec.persistent:
             self.acquire(unit)
         else:
@@ -292,7 +295,7 @@ class Gatherer:
                 unit.hide()
             return
         try:
-            unit.event.wait()  # it is being filled, or copied
+            unit.event.wait()  # a copy that still fills or reads the memory would meet whoever has it next
         except Exception:  # of a gather that failed: whoever needed it was told; other parts of it may go on
             for part in unit.event.parts():
                 with contextlib.suppress(Exception):
@@ -345,7 +348,8 @@ class Gatherer:
         unit.full = buffer
 
     def _start(self, unit: Unit) -> None:
-        """Bring what this rank has."""
+        """Start to bring what this rank has of a unit; what other ranks have may still have to come."""
+        # A resident unit is read where it rests: compute has to follow the last write of that memory alone.
         unit.event = unit.params.written if unit.resident else self._fill(unit)
         unit.holding.become(Residency.GATHERING)
         if unit.stale if unit.replica is not None else self._ranks.shards > 1:
@@ -359,6 +363,7 @@ class Gatherer:
         replica = unit.replica
         if replica is not None and not unit.stale:
             return self._movement.copy(replica, buffer_home(unit.full), Label("gather", unit.name))
+        # The copy follows the last update of the home, and the home has the next one wait until this has read it.
         start, stop = unit.own_range
         return self._movement.copy(unit.params, buffer_home(unit.full[start:stop]), Label("gather", unit.name))
 
@@ -366,6 +371,7 @@ class Gatherer:
         """Gather what other ranks have. Where this rank's part still comes from the host, the caller waits for it."""
         start, stop = unit.own_range
         full, own, what = unit.full, unit.full[start:stop], unit.label
+        # After the upload of this rank's part: else every other rank is sent what the memory held before.
         event = unit.event = self._streams.submit(
             COLLECTIVE,
             lambda: self._ranks.all_gather(full, own, what),
@@ -374,9 +380,10 @@ class Gatherer:
             label=Label("gather", unit.name),
         )
         self._in_part.remove(unit)
-        self._ranks.submitted(event)
+        self._ranks.submitted(event)  # what the program issues next comes after it, on every rank
         if unit.replica is not None:  # it must hold every rank's part again
             unit.stale = False
             if not unit.resident:
                 home, label = buffer_home(full, written=event), Label("save", unit.name, PARAM)
+                # The buffer is released after this copy: else the replica would get what the memory holds next.
                 unit.event = self._movement.copy(home, unit.replica, label)

@@ -29,13 +29,13 @@ class Hooks:
     Arguments:
         gatherer: makes units usable, and gives their memory back.
         reducer: takes their gradients.
-        casts: of floating-point inputs.
-        updates: what begins in backward; `None` for nothing.
-        activations: takes what forward saves; `None` leaves it.
+        casts: knows which floating-point inputs are cast.
+        updates: the updates that begin in backward; `None` where none do.
+        activations: takes what forward saves; `None` leaves it where it is.
 
     Attributes:
-        under_way: whose turn it is, of threads that run the model.
-        orders: of units in forward and backward.
+        under_way: knows whose turn it is, of the threads that run the model.
+        orders: the orders in which units are used in forward and in backward.
     """
 
     def __init__(
@@ -104,12 +104,12 @@ class Hooks:
         self.backward.closed = True
 
     def rest(self) -> None:
-        """Between steps: give memory back that the next forward can take again."""
+        """Give memory back, between steps, that the next forward can take again."""
         if self._activations is not None:
             self._activations.rest()
 
     def close(self) -> None:
-        """Let go of memory that is given back now. Nothing is under way."""
+        """Let go of the memory of what forward saved, which goes with the store. Nothing is under way."""
         if self._activations is not None:
             self._activations.close()
 

@@ -46,8 +46,8 @@ class Idioms:
     """The hooks and the method of a model that stand before torch's own.
 
     Arguments:
-        model: the prepared one.
-        units: all of its parameters.
+        model: the prepared model.
+        units: the units of all its parameters.
     """
 
     def __init__(self, model: nn.Module, units: Sequence[Unit]) -> None:
@@ -65,7 +65,7 @@ class Idioms:
         model._apply = self._apply  # type: ignore[method-assign]
 
     def remove(self) -> None:
-        """Leave torch's own."""
+        """Remove them, so that torch's own are left."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
@@ -104,9 +104,9 @@ class Idioms:
                 )
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
-        """`Module._apply`, which `to`, `half`, `cuda`, `to_empty`, `share_memory` and others go through.
+        """Replace `Module._apply`, which `to`, `half`, `cuda`, `to_empty`, `share_memory` and others go through.
 
-        What leaves parameters where and as they are is done to buffers.
+        What would leave parameters where and as they are is done to buffers; all else is refused.
         """
         for dtype, device in {(unit.spec.dtype, unit.full.device) for unit in self._units}:
             probe = torch.empty(1, dtype=dtype, device=device)

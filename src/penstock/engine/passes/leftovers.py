@@ -30,7 +30,8 @@ class Leftovers:
     """Looks after one block.
 
     Arguments:
-        block: it, and its name in messages.
+        block: the block, a module.
+        name: what messages call it.
     """
 
     def __init__(self, block: nn.Module, name: str) -> None:
@@ -51,7 +52,7 @@ class Leftovers:
                 )
 
     def buffers(self, *, with_values: bool) -> "Buffers":
-        """The block's buffers as they are; with their values they can be put back."""
+        """Note the block's buffers as they are; with their values they can be put back."""
         return Buffers(self._modules, with_values=with_values)
 
     def check_buffers(self, before: "Buffers") -> None:
@@ -66,7 +67,7 @@ class Leftovers:
     # Tensors
 
     def kept(self) -> dict[int, tuple[str, Tensor, int]]:
-        """The tensors in attributes of the block's modules: where, and their versions."""
+        """Note the tensors in attributes of the block's modules, by identity: where each is, and its version."""
         return {id(t): (where, t, _version(t)) for where, t in self._attributes()}
 
     def check_kept(self, before: Mapping[int, tuple[str, Tensor, int]]) -> None:
@@ -87,7 +88,7 @@ class Leftovers:
                         yield f"{name}.{key}" if name else key, tensor
 
     def hooks(self) -> list[str]:
-        """Names of hooks of others on modules inside the block, which see its slices, and where they are."""
+        """List the hooks of others on modules inside the block, which see its slices, with where they are."""
         found = [f"{_name_of(hook)} on all modules" for hook in _global_hooks()]
         for name, module in self._modules[1:]:  # those of the block itself see the whole batch
             for hooks in (module._forward_pre_hooks, module._forward_hooks):
@@ -129,8 +130,8 @@ class Buffers:
     """Buffers as they were.
 
     Arguments:
-        modules: whose, by name.
-        with_values: keep a copy of them.
+        modules: the modules whose buffers they are, by name.
+        with_values: whether to keep a copy of their values.
     """
 
     def __init__(self, modules: tuple[tuple[str, nn.Module], ...], *, with_values: bool) -> None:
@@ -149,7 +150,7 @@ class Buffers:
         ]
 
     def restore(self) -> list[str]:
-        """Names of those that have changed; they are put back where their values are known."""
+        """Put back the buffers that have changed, where their values are known; return the names of all that have."""
         changed = []
         with torch.no_grad():
             for name, module, key, buffer, version, value in self._held:
@@ -177,13 +178,13 @@ class Made(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return result
 
     def alive(self, expected: list[Tensor]) -> list[tuple[Tensor, str]]:
-        """Those that are still there, and none of these nor what one of these is a view of; and what made them."""
+        """List the tensors that are left, but for expected ones and what those are views of, each with what made it."""
         known = {id(t) for tensor in expected for t in (tensor, tensor._base)}
         return [(t, by) for noted, by in self._noted if (t := noted()) is not None and id(t) not in known]
 
 
 def _inside(value: Any) -> Iterator[Tensor]:
-    """The tensors in an attribute, and in containers there."""
+    """Yield the tensors in an attribute, and in containers there."""
     rest, seen = [value], set()
     while rest:
         item = rest.pop()
@@ -195,7 +196,7 @@ def _inside(value: Any) -> Iterator[Tensor]:
 
 
 def _written_by_hooks(module: nn.Module) -> set[str]:
-    """Attributes that hooks of torch fill before each forward: weights that are computed (weight_norm, pruning)."""
+    """Name attributes that hooks of torch fill before each forward: computed weights (weight_norm, pruning)."""
     hooks = module._forward_pre_hooks.values()
     return {
         name

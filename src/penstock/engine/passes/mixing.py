@@ -33,7 +33,7 @@ PRODUCTS: dict[Callable[..., Any], int] = {
 
 
 def mixes(module: nn.Module, dtype: torch.dtype) -> bool:
-    """Whether a module may: it has buffers of floating-point values in another dtype, and they are no statistics."""
+    """Whether a module may mix dtypes: it has floating-point buffers in another one, and they are no statistics."""
     if getattr(module, "running_mean", None) is not None:
         return False
     own = [buffer for buffer in module.buffers(recurse=False) if buffer.is_floating_point() and buffer.ndim > 0]
@@ -44,8 +44,8 @@ class MixedProducts:
     """The forward of such a module. One that mixes nothing the first time runs as it is from then on.
 
     Arguments:
-        module: it gets this forward until `remove`.
-        dtype: compute dtype.
+        module: the module, which has this forward until `remove`.
+        dtype: the compute dtype.
         device: where it computes.
     """
 
@@ -98,7 +98,7 @@ class _Products(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
     def _agreed(self, args: tuple[Any, ...], count: int) -> tuple[Any, ...]:
-        """The arguments, the first of which are of one dtype where they were of the compute dtype and others."""
+        """Cast the first arguments of a product to the compute dtype where they are of that dtype and others."""
         dtypes = {value.dtype for value in args[:count] if isinstance(value, Tensor) and value.is_floating_point()}
         if len(dtypes) < 2 or self._dtype not in dtypes or any(dtype.itemsize == 1 for dtype in dtypes):
             return args

@@ -25,8 +25,8 @@ class Call:
     """A forward that is under way: its module, and its inputs as they came.
 
     Attributes:
-        reads: units that were gathered because it read parameters of theirs.
-        saved_hooks: those that were entered for it, for what autograd saves.
+        reads: the units that were gathered because it read parameters of theirs.
+        saved_hooks: the hooks that were entered for it, for what autograd saves.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -41,7 +41,7 @@ class Call:
             self._versions = {id(t): _version(t) for t in _with_bases(tensors_of((args, kwargs)))}
 
     def made(self, output: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Tensor], bool]:
-        """The tensors with a backward that this forward made, and whether that is all of them.
+        """Find the tensors with a backward that this forward made, and say whether that is all of them.
 
         An input that was modified in place counts. So does the tensor that an output is a view of: a change of the view
         in place takes the view's own node out of the graph.
@@ -58,7 +58,7 @@ class Call:
 
 
 def watch_first(tensor: Tensor, hook: Callable[[Tensor], Tensor]) -> None:
-    """Hook a tensor before those hooks that it has: a module that returns what one inside it made is announced first.
+    """Register a hook of a tensor before those it has: a module is announced before one inside it that made the tensor.
 
     Else the order would depend on which of them made it, and with that on the way that a rank took inside of them.
     """
@@ -69,7 +69,7 @@ def watch_first(tensor: Tensor, hook: Callable[[Tensor], Tensor]) -> None:
 
 
 def tensors_of(value: Any) -> Iterator[Tensor]:
-    """Every tensor in nested tuples, lists, sets and mappings."""
+    """Yield every tensor in nested tuples, lists, sets and mappings."""
     if isinstance(value, Tensor):
         yield value
     elif (items := _items(value)) is not None:
@@ -78,11 +78,11 @@ def tensors_of(value: Any) -> Iterator[Tensor]:
 
 
 def look_into(value: Any, known: Set[int] = frozenset()) -> tuple[list[Tensor], bool]:
-    """The tensors in nested containers and in the attributes of objects, and whether everything could be looked into.
+    """Find the tensors in nested containers and attributes of objects, and say whether everything could be looked into.
 
     Arguments:
-        value: the output of a module.
-        known: identities of objects to leave out.
+        value: what a module has returned.
+        known: the identities of objects to leave out.
     """
     tensors: list[Tensor] = []
     complete = True
@@ -115,7 +115,7 @@ def _items(value: Any) -> list[Any] | None:
 
 
 def _attributes(value: Any) -> list[Any] | None:
-    """What an object's attributes hold, without running its code; `None` where that cannot be known."""
+    """List what an object's attributes hold, without running its code; `None` where that cannot be known."""
     if isinstance(value, _CLOSED):
         return None
     slots = [name for cls in type(value).__mro__ for name in cls.__dict__.get("__slots__", ())]
@@ -125,7 +125,7 @@ def _attributes(value: Any) -> list[Any] | None:
 
 
 def _objects_in(value: Any) -> set[int]:
-    """Identities of what is neither tensor nor container in nested containers."""
+    """Collect the identities of what is neither tensor nor container in nested containers."""
     items = _items(value)
     if items is None:
         return set() if isinstance(value, Tensor) else {id(value)}

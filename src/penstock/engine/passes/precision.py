@@ -44,7 +44,7 @@ STRICT_LAYERS: tuple[type[nn.Module], ...] = (
 
 
 def cast_floating(value: Any, dtype: torch.dtype) -> Any:
-    """Floating-point tensors in nested containers as `dtype`; everything else as it is."""
+    """Cast floating-point tensors in nested containers to `dtype`; everything else stays as it is."""
     return replace_tensors(value, lambda tensor: tensor if _is_fit(tensor, dtype) else tensor.to(dtype))
 
 
@@ -59,8 +59,8 @@ class InputCasts:
     Under autocast only those of the outermost call are: there torch casts, operation by operation.
 
     Arguments:
-        dtype: compute dtype.
-        mode: the outermost call and blocks, and layers that would fail; the outermost call; or nothing.
+        dtype: the compute dtype.
+        mode: "units" for the outermost call, blocks, and layers that would fail; "model" for the outermost call alone.
         blocks: the modules of units.
         device: where they compute.
     """
@@ -77,7 +77,7 @@ class InputCasts:
         return module in self._blocks or (outermost and self._of_calls)
 
     def of(self, args: tuple[Any, ...], kwargs: dict[str, Any], *, outermost: bool) -> Inputs | None:
-        """What inputs that are concerned are cast to, or `None` where they stay as they are."""
+        """Cast the inputs of a call that is concerned; return `None` where they stay as they are."""
         if not any(self._may_change(value) for value in (*args, *kwargs.values())):
             return None
         if not outermost and torch.is_autocast_enabled(self._device.type):
@@ -86,7 +86,7 @@ class InputCasts:
         return None if cast[0] is args and cast[1] is kwargs else cast
 
     def where_products_mix(self, model: nn.Module) -> list[MixedProducts]:
-        """What lets modules below the model multiply buffers in fp32 with values in the compute dtype."""
+        """Let modules below the model multiply buffers in fp32 with values in the compute dtype."""
         if not self._of_layers:
             return []
         inner = [module for module in model.modules() if module is not model and mixes(module, self._dtype)]
@@ -99,7 +99,7 @@ class InputCasts:
         return not (value is None or isinstance(value, bool | int | float | str))
 
     def of_layer(self, module: nn.Module) -> "LayerCast | None":
-        """What casts the inputs of a layer that refuses those of another dtype than its weights."""
+        """Make the cast for a layer that refuses inputs of another dtype than its weights; `None` for other layers."""
         forward = type(module).forward
         if not self._of_layers or not any(forward is layer.forward for layer in STRICT_LAYERS):
             return None
@@ -113,7 +113,7 @@ class LayerCast:
         dtype: compute dtype. A layer whose weights have another one, for good or because its parent makes them fp32 for
             each forward (routers do), gets its inputs as they are.
         device_type: where it computes.
-        masks: it is attention, whose masks may be in another dtype where it returns no weights.
+        masks: whether it is attention, whose masks may be in another dtype where it returns no weights.
     """
 
     def __init__(self, dtype: torch.dtype, device_type: str, *, masks: bool) -> None:

@@ -31,12 +31,13 @@ class Reducer:
 
     Arguments:
         movement: brings reduced gradients to their homes, where compute does not reach those.
-        reduce_dtype: dtype in which gradients are summed over ranks.
-        accumulation_dtype: dtype in which micro-batches are summed, the homes' own.
-        collects_fp32: gradients are summed in fp32 until they are reduced, because a parameter gets several in one
-            backward.
-        agrees: ranks tell each other whether a gradient is finite, as soon as it is reduced.
-        may_hold_back: whole gradients may stay on this rank until a later micro-batch is reduced (stages 0 and 1).
+        reduce_dtype: the dtype in which gradients are summed over ranks.
+        accumulation_dtype: the dtype in which micro-batches are summed, the homes' own.
+        collects_fp32: whether gradients are summed in fp32 until they are reduced, because a parameter gets several in
+            one backward.
+        agrees: whether ranks tell each other if a gradient is finite, as soon as it is reduced.
+        may_hold_back: whether whole gradients may stay on this rank until a later micro-batch is reduced (stages 0
+            and 1).
     """
 
     def __init__(
@@ -76,7 +77,7 @@ class Reducer:
 
     @contextmanager
     def held_back(self) -> Iterator[None]:
-        """Micro-batches inside are summed on this rank and reduced with the next one outside, where that is allowed."""
+        """Sum micro-batches inside on this rank, and reduce them with the next one outside, where that is allowed."""
         before = self.accumulates
         self.accumulates = True
         try:
@@ -94,12 +95,12 @@ class Reducer:
         return self._ranks.world_size > 1
 
     def expect(self, unit: Unit) -> None:
-        """Backward has come to the unit on every rank: it will be reduced, also where this rank has no gradient."""
+        """Have a unit reduced that backward has come to on every rank, also where this rank has no gradient."""
         if self.has_peers and unit.trained is not None and unit.wants_gradient:
-            unit.trained.gradient.due = True
+            unit.trained.gradient.due = True  # a rank that stayed out would leave the others in their collective
 
     def add(self, unit: Unit, slot_index: int, grad: Tensor) -> None:
-        """Autograd finished one gradient of the unit."""
+        """Add a gradient that autograd has finished: to its home where that is in reach, else to the flat gradient."""
         assert unit.trained is not None
         self._streams.here()  # autograd hands over each gradient on the stream that its parameter was used on
         gradient = unit.trained.gradient
@@ -107,7 +108,8 @@ class Reducer:
         flat = grad.reshape(-1)
         values = self._route(unit, gradient.home).values if self._straight else None
         if values is not None and self._reduce_dtype in (flat.dtype, torch.float32):  # else reducing would round
-            gradient.home.memory.written.wait()  # the home may have moved
+            # Where the home has just moved, copies may still write it: they would undo what is written here.
+            gradient.home.memory.written.wait()
             target, held = values[slot.start : slot.stop], slot_index in gradient.present
             if not self._measures_late:
                 gradient.squared_norms[slot_index] = deposit(target, flat, add=held, pool=self._pool)
@@ -129,6 +131,7 @@ class Reducer:
         gradient = unit.trained.gradient if unit.trained else None
         if gradient is None or not (gradient.due or gradient.pending is not None) or not self._synchronizing:
             return
+        # Autograd may have left gradients on another stream of compute: this one follows that, and the reduction this.
         self._streams.here()
         pending = self._collected(unit, gradient)
         self._clear_the_rest(unit, gradient)
@@ -140,13 +143,14 @@ class Reducer:
         if pending.dtype != self._reduce_dtype:
             full = self.buffers.lease(unit.layout.numel, self._reduce_dtype)
             full.copy_(pending)
-            self.buffers.give_back(pending, DONE)
+            self.buffers.give_back(pending, DONE)  # compute alone has read it, and compute fills it next
         sharded = self._ranks.shards > 1
         reduced = self._begin(unit, gradient, self._shard_of(unit) if sharded else full)
         route = self._route(unit, gradient.home)
         flaws = gradient.flaws = self._no_flaws() if self._agrees and not self.accumulates else None
 
         def communicate() -> None:
+            # On one stream, and issued before `submit` returns: every rank issues its collectives in this order.
             if sharded:
                 self._ranks.reduce_scatter(reduced.values, full, unit.label)
             self._ranks.all_reduce_replicas(reduced.values, unit.label)
@@ -158,13 +162,14 @@ class Reducer:
         received = self._streams.submit(
             COLLECTIVE,
             communicate,
-            after=(route.free,),
+            after=(route.free,),  # an update may still read the home that this writes
             writes=(reduced.values,) if sharded else (),
             nbytes=full.numel() * full.element_size(),
             label=Label("reduce", unit.name),
         )
-        self._ranks.submitted(received)
+        self._ranks.submitted(received)  # what the program issues next comes after it
         sent = route.send_home(gradient, reduced, received)
+        # Each buffer after its last reader: the whole gradient after the collective, the shard after the way home.
         self.buffers.give_back(full, received if sharded else sent)
         if sharded:
             self.buffers.give_back(reduced.values, sent)
@@ -198,6 +203,7 @@ class Reducer:
         told = self._told.place(unit.index)  # free: what was told last was asked before this gradient took its home
 
         def tell() -> None:
+            # A word of pinned memory: into any other, the device would copy only while the host waits for it.
             across(told, self._flaws(gradient) if agreed is None else agreed)()
 
         gradient.flaws = told
@@ -205,13 +211,13 @@ class Reducer:
         heard = self._streams.submit(
             DOWNLOAD,
             tell,
-            after=(home.memory.written,),
+            after=(home.memory.written,),  # the norms are taken of what the home holds then
             writes=(told,),
             nbytes=told.element_size(),
             label=Label("tell", unit.name),
         )
-        home.note_write(heard)  # whoever waits for the gradient may ask for it
-        if agreed is not None:  # ranks may not have agreed yet
+        home.note_write(heard)  # whoever waits for the gradient may ask the host, which knows only after the copy
+        if agreed is not None:  # ranks may not have agreed yet: the copy reads its memory later
             self._streams.give_up((agreed,), until=heard)
 
     def close(self) -> None:
@@ -224,7 +230,7 @@ class Reducer:
         """Forget what a backward that failed has collected."""
         for gradient in _gradients(units):
             if gradient.pending is not None and not gradient.rests:
-                self.buffers.give_back(gradient.pending, DONE)
+                self.buffers.give_back(gradient.pending, DONE)  # no collective was begun on it
             gradient.pending, gradient.rests, gradient.due = None, False, False
             gradient.arrived = set()
 
@@ -233,7 +239,7 @@ class Reducer:
 
         Homes may move from here on, so what was not measured is.
         """
-        measure_late(units, self._streams)
+        measure_late(units, self._streams)  # the next home may be out of reach of the pass that measures
         self._routes.clear()  # they would keep the memory of homes that are left
         for gradient in _gradients(units):
             if not (gradient.pending is None or gradient.rests or self._streams.aliases_host):
@@ -242,7 +248,7 @@ class Reducer:
         self.buffers.clear()
 
     def _collected(self, unit: Unit, gradient: Gradient) -> Tensor:
-        """The flat gradient that is being collected, on the device: a new one, or what rested."""
+        """Give the flat gradient that is being collected, on the device: a new one, or what rested in host memory."""
         if gradient.pending is None:
             dtype = self._reduce_dtype if self._synchronizing else self._accumulation_dtype
             if self._collects_fp32:
@@ -266,11 +272,11 @@ class Reducer:
                 gradient.flaws = gradient.flawed = None
 
     def squared_norm(self, values: Tensor) -> float | Tensor:
-        """The squared norm as every gradient's is taken."""
+        """Take the squared norm of values, in the way that every gradient's is taken."""
         return squared_norm(values, pool=self._pool)
 
     def _flaws(self, gradient: Gradient) -> Tensor:
-        """Whether this rank's part of the gradient is not finite: 0 or 1."""
+        """Tell whether this rank's part of the gradient is not finite: 0 or 1, on the device."""
         device = self._streams.device
         norms = [torch.as_tensor(norm, dtype=torch.float64, device=device) for norm in gradient.squared_norms.values()]
         if not norms:

@@ -34,10 +34,10 @@ class Reduced:
 
     Attributes:
         unit: the unit's name.
-        values: in the reduce dtype.
+        values: the shard, in the reduce dtype.
         parts: what each slot has of it.
-        adds: the home holds earlier micro-batches.
-        stale: what of the home a step before has left, where some slots hold a gradient of this one already.
+        adds: whether the home holds earlier micro-batches, to which it is added.
+        stale: the ranges of the home that a step before has left, where other slots hold a gradient of this one.
     """
 
     unit: str
@@ -62,8 +62,8 @@ class Means:
     """What routes are made of.
 
     Attributes:
-        dtype: of the homes, in which micro-batches are summed.
-        agrees: somebody asks on which ranks a gradient is not finite, as soon as it is reduced.
+        dtype: the homes' own, in which micro-batches are summed.
+        agrees: whether ranks tell each other if a gradient is finite, as soon as it is reduced.
     """
 
     streams: Streams
@@ -78,7 +78,7 @@ class Route(ABC):
     """How gradients get to one home.
 
     Attributes:
-        values: of the home, where compute reaches them.
+        values: the home's values, where compute reaches them.
         free: the event that a reduction follows, where it writes the home.
     """
 
@@ -95,7 +95,7 @@ class Route(ABC):
 
     @abstractmethod
     def send_home(self, gradient: Gradient, reduced: Reduced, received: Event) -> Event:
-        """Bring what was received home; returns the event after which the reduced values are not needed any more."""
+        """Bring what was received home; return the event after which the reduced values are not needed any more."""
 
 
 class InPlace(Route):
@@ -114,12 +114,13 @@ class InPlace(Route):
         """Write or add the gradient, and measure the sum in the same pass."""
         assert self.values is not None
         _clear(self.values, reduced.stale)
-        gradient.flawed = None  # of a home that was elsewhere
+        gradient.flawed = None  # from when the home was elsewhere: the norms measured here say it from now on
         norms = deposit_parts(self.values, reduced.values, reduced.ranges, add=reduced.adds, pool=self._means.pool)
         gradient.measure(reduced.parts, norms)
 
     def send_home(self, gradient: Gradient, reduced: Reduced, received: Event) -> Event:
         """Note the write: it is home already."""
+        # The step, updates and the next micro-batch ask the home. None of them knows of the collective that wrote it.
         self._home.note_write(received)
         return received
 
@@ -139,6 +140,7 @@ class Away(Route):
         """Copy the first micro-batch, or add a later one."""
         if reduced.adds:
             return self._add(gradient, reduced, received)
+        # After the collective: else what the buffer held before would go home in place of the sum.
         return self._means.movement.copy(buffer_home(reduced.values, written=received), self._home, reduced.label)
 
     @abstractmethod
@@ -155,15 +157,17 @@ class AddedOnHost(Away):
         pool = self._means.pool
 
         def add(start: int, landed: Tensor) -> None:
-            if start == 0:
+            if start == 0:  # tiles run in order: zeroed later, the stale ranges would lose what was added to them
                 _clear(home, reduced.stale)
             deposit(home[start : start + landed.numel()], landed, add=True, pool=pool)
             if start + landed.numel() == home.numel():  # the last: they run in order
                 gradient.measure(reduced.parts, squared_norms(home, reduced.ranges, pool=pool))
 
+        # Not before the collective has made the values, nor while an earlier micro-batch still lands in the home or an
+        # update or a save still reads it.
         after = all_of([received, self._home.memory.free])
         added = self._means.movement.land(reduced.values[: home.numel()], add, after=after, label=reduced.label)
-        self._home.note_write(added)
+        self._home.note_write(added)  # the next micro-batch and the update come after the sum
         return added
 
 
@@ -177,14 +181,15 @@ class AddedOnDevice(Away):
         brought = means.movement.copy(self._home, buffer_home(total), reduced.label)
 
         def add() -> None:
-            _clear(total, reduced.stale)
+            _clear(total, reduced.stale)  # else the sum would hold what a step before has left
             norms = deposit_parts(total, reduced.values, reduced.ranges, add=True, pool=means.pool)
             gradient.measure(reduced.parts, norms)
 
-        # Beside collectives: the thread that issues one waits for what it follows, here a file perhaps.
+        # On a stream beside that of collectives: whoever issues one waits on the host for what it follows, and this
+        # follows a read of a file. Not before both are there: else half of the sum is missing.
         added = means.streams.submit(DEVICE_UPDATE, add, after=(received, brought), label=reduced.label)
         saved = means.movement.copy(buffer_home(total, written=added), self._home, reduced.label)
-        means.buffers.give_back(total, saved)
+        means.buffers.give_back(total, saved)  # the copy home reads it last
         return saved
 
 

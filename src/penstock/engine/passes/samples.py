@@ -28,9 +28,9 @@ class Samples:
     """The samples of one call.
 
     Attributes:
-        count: how many.
-        dim: the first argument's dimension of them, and that of every output.
-        dims: of each tensor among the arguments; `None` for those that have none.
+        count: how many there are.
+        dim: the first argument's dimension of samples, and that of every output.
+        dims: the dimension of each tensor among the arguments; `None` for those that have no samples.
     """
 
     count: int
@@ -39,10 +39,10 @@ class Samples:
 
 
 class Signature:
-    """Names of a block's arguments.
+    """The names of a block's arguments.
 
     Arguments:
-        forward: the block's.
+        forward: the block's forward.
     """
 
     def __init__(self, forward: Callable[..., Any]) -> None:
@@ -58,11 +58,11 @@ class Signature:
         self.is_open = not parameters or any(p.kind is kinds.VAR_KEYWORD for p in parameters)
 
     def of_args(self, args: Sequence[Any]) -> list[str]:
-        """Names of positional arguments."""
+        """Name positional arguments, those that have no name by their number."""
         return [self._positional[i] if i < len(self._positional) else f"argument {i}" for i in range(len(args))]
 
     def place(self, name: str) -> int:
-        """Where an argument stands: what is called by a name of its own choice comes last."""
+        """Find where an argument stands among the names; one that the caller names freely comes last."""
         return self.names.index(name) if name in self.names else len(self.names)
 
 
@@ -94,11 +94,11 @@ class Arguments:
         return str(self._specs), tuple(settings), tuple((t.ndim, t.requires_grad) for t in tensors), self._keys
 
     def places(self) -> list[int]:
-        """For each tensor, where its argument stands in the block's `forward`."""
+        """Find for each tensor where its argument stands in the block's `forward`."""
         return [self._signature.place(name) for name in self.names]
 
     def build(self, tensors: Sequence[Tensor]) -> tuple[list[Any], dict[str, Any]]:
-        """The arguments with other tensors, in containers of their own."""
+        """Build the arguments with other tensors in their place, in containers of their own."""
         leaves = list(self.leaves)
         for index, tensor in zip(self.positions, tensors, strict=True):
             leaves[index] = tensor
@@ -110,7 +110,7 @@ class Arguments:
         return values[:count], dict(zip(self._keys, values[count:], strict=True))
 
     def changed(self, tensors: Sequence[Tensor], args: Sequence[Any], kwargs: Mapping[str, Any]) -> str | None:
-        """The first argument whose containers hold something else than they were built of."""
+        """Find the first argument whose containers hold something else than they were built of, by name."""
         leaves = list(self.leaves)
         for index, tensor in zip(self.positions, tensors, strict=True):
             leaves[index] = tensor
@@ -130,17 +130,17 @@ class Arguments:
 
 
 def find_samples(block: str, arguments: Arguments, said: BatchDim, *, sequences: bool) -> Samples | None:
-    """The samples of a call; `None` where it has none.
+    """Find the samples of a call; return `None` where it has none.
 
     Arguments:
-        block: in messages.
-        arguments: of the call.
-        said: what the user says.
-        sequences: the block has attention or recurrence whose layout torch knows: two dimensions are no batch of
-            sequences.
+        block: what messages call the block.
+        arguments: those of the call.
+        said: what the user says of the batch's dimension.
+        sequences: whether the block has attention or recurrence whose layout torch knows: two dimensions are no batch
+            of sequences then.
 
     Raises:
-        EngineError: it cannot be told, or is not as the user says.
+        EngineError: what has samples cannot be told, or is not as the user says.
     """
     named = said if isinstance(said, Mapping) else {}
     names, tensors = arguments.names, [arguments.leaves[index] for index in arguments.positions]
@@ -248,7 +248,7 @@ def check_blocks(blocks: Mapping[nn.Module, str], said: BatchDim) -> None:
 
 
 def batch_first(module: nn.Module) -> bool | None:
-    """Whether torch's attention or recurrence has samples first; `None` for modules that do not say."""
+    """Say whether torch's attention or recurrence has samples first; `None` for modules that do not."""
     first = getattr(module, "batch_first", None)
     return first if isinstance(first, bool) else None
 
@@ -259,7 +259,7 @@ def has_sequences(block: nn.Module) -> bool:
 
 
 def part_of(tensors: Sequence[Tensor], samples: Samples, start: int, stop: int) -> list[Tensor]:
-    """The arguments of samples `start` to `stop`."""
+    """Cut the samples `start` to `stop` out of the arguments of a call."""
     return [
         tensor if dim is None else torch.narrow(tensor, dim, start, stop - start)
         for tensor, dim in zip(tensors, samples.dims, strict=True)

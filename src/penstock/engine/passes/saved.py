@@ -26,9 +26,9 @@ class SavedView:
     """A view of a unit's full buffer.
 
     Attributes:
-        index: the slot that it begins in.
+        index: the number of the slot that it begins in.
         start: its first element, counted from the beginning of the buffer.
-        version: of the slot's parameter when it was saved; `None` where it counts its own.
+        version: what the slot's parameter had when it was saved; `None` where the view counts writes of its own.
     """
 
     unit: Unit
@@ -39,7 +39,7 @@ class SavedView:
     version: int | None
 
     def rebuilt(self) -> Tensor:
-        """The same view of the buffer as it is now."""
+        """Make the same view of the buffer that the unit has now."""
         full = self.unit.full
         return full.as_strided(self.shape, self.stride, full.storage_offset() + self.start)
 
@@ -48,8 +48,8 @@ class SavedTensors:
     """The hooks for what autograd saves in a forward whose units are released after it.
 
     Arguments:
-        owner_of: the unit, of those that are released after use, whose full buffer a tensor is a view of.
-        owners: the unit of each parameter.
+        owner_of: finds the unit whose full buffer a tensor is a view of, among those that are released after use.
+        owners: which unit each parameter is in.
         bring: makes a unit's parameters usable until the backward that is under way is over.
         activations: takes other tensors; `None` leaves them where they are.
     """
@@ -67,7 +67,7 @@ class SavedTensors:
         self._owners = owners
 
     def hooks(self) -> torch.autograd.graph.saved_tensors_hooks | None:
-        """To be entered and left on the thread that computes; `None` where they would be in the way.
+        """Make the hooks, to be entered and left on the thread that computes; `None` where they would be in the way.
 
         Where a user has hooks of his own they stay alone: activation checkpointing counts what it sees. Views that they
         keep keep memory. Transforms of torch.func take none, and the unit that is called says so.
@@ -112,7 +112,7 @@ class SavedTensors:
 
     @crossing
     def _shown(self, parameter: Tensor, unit: Unit) -> Tensor:
-        """A parameter that rested where compute reads it when it was saved, and may have been moved since."""
+        """Show a parameter that rested where compute reads it when it was saved, and may have been moved since."""
         if not unit.resident:
             self._bring(unit)
         return parameter

@@ -39,10 +39,10 @@ class SlicedBlock:
 
     Arguments:
         module: the block. Its `forward` is wrapped until `remove`.
-        name: in messages.
-        slices: how many; a batch of fewer samples has as many slices as samples.
+        name: what messages call it.
+        slices: how many there are; a batch of fewer samples has as many slices as samples.
         batch_dim: what the user says of the arguments' samples.
-        has_units: other units lie inside of the block. Their gathers are collectives, in which ranks must agree, so
+        has_units: whether other units lie inside of the block. Their gathers are collectives, in which ranks agree, so
             what runs does not depend on what this rank has seen.
     """
 
@@ -90,7 +90,7 @@ class SlicedBlock:
         return tree_unflatten(call.place(outputs), call.output_spec)
 
     def bounds(self, batch: int) -> list[tuple[int, int]]:
-        """The first sample of each slice, and one past its last."""
+        """Divide a batch: give the first sample of each slice, and one past its last."""
         count = min(batch, self._slices)
         edges = [batch * index // count for index in range(count + 1)]
         return list(pairwise(edges))
@@ -125,7 +125,7 @@ class _Call:
         self.versions = [Version(parameter, keeps=True) for parameter in block._module.parameters()]
 
     def part(self, tensors: Sequence[Tensor], start: int, stop: int) -> list[Tensor]:
-        """The arguments of samples `start` to `stop`."""
+        """Cut the samples `start` to `stop` out of the arguments."""
         return part_of(tensors, self.samples, start, stop)
 
     def forward(self, tensors: Sequence[Tensor]) -> list[Tensor]:
@@ -152,7 +152,7 @@ class _Call:
         return [outputs[index] for index in self._output_positions]
 
     def _cut_as(self, tensors: Sequence[Tensor]) -> str:
-        """For an error that a wrong cut may have made."""
+        """Say how the arguments were cut, for a note on an error that a wrong cut may have made."""
         dims = self.samples.dims
         cut = [f"'{name}'" for name, dim in zip(self._arguments.names, dims, strict=True) if dim is not None]
         size = next(tensor.shape[dim] for tensor, dim in zip(tensors, dims, strict=True) if dim is not None)
@@ -183,20 +183,20 @@ class _Call:
                 )
 
     def join(self, slices: Sequence[Sequence[Tensor]]) -> tuple[Tensor, ...]:
-        """The outputs of the whole batch."""
+        """Join the outputs of all slices to those of the whole batch."""
         for outputs, (start, stop) in zip(slices, self.bounds, strict=True):
             self.check_outputs(outputs, stop - start)
         return tuple(torch.cat(parts, self.samples.dim) for parts in zip(*slices, strict=True))
 
     def place(self, tensors: Sequence[Tensor]) -> list[Any]:
-        """The leaves of the output."""
+        """Place tensors among the other leaves of the output."""
         leaves = list(self._output_leaves)
         for index, tensor in zip(self._output_positions, tensors, strict=True):
             leaves[index] = tensor
         return leaves
 
     def run(self, tensors: Sequence[Tensor]) -> list[list[Tensor]]:
-        """All slices, without a graph.
+        """Run all slices, without a graph.
 
         1. The first, after which no buffer may have changed.
         2. In the first call of a kind, one sample more than in each slice, where all are of one size: an output that
@@ -309,12 +309,12 @@ def _check_backward(name: str) -> None:
 
 
 def _joined(parts: Sequence[Tensor], dim: int | None) -> Tensor:
-    """The gradient of an argument from those of its slices, or of its uses."""
+    """Make the gradient of an argument from those of its slices; of one that all slices share, their sum."""
     return torch.stack(list(parts)).sum(0) if dim is None else torch.cat(list(parts), dim)
 
 
 def _autocast_states(tensors: Sequence[Tensor]) -> list[dict[str, Any]]:
-    """Autocast as it is, for the device and for the cpu.
+    """Record the state of autocast, for the device and for the cpu.
 
     Its cache holds casts of weights that were made without a graph: who reads them in backward gives the weight no
     gradient. It is left out.
@@ -334,7 +334,7 @@ def _autocast_states(tensors: Sequence[Tensor]) -> list[dict[str, Any]]:
 
 @contextlib.contextmanager
 def _as_before(tensors: Sequence[Tensor], state: tuple[Tensor, Tensor | None]) -> Iterator[None]:
-    """Random numbers as they were, and afterwards as they are."""
+    """Give random numbers inside as they were in that state; afterwards they go on as if nothing had been drawn."""
     devices = [tensor.device for tensor in tensors if tensor.device.type != "cpu"][:1]
     kind = devices[0].type if devices else "cuda"
     with torch.random.fork_rng(devices=[device.index for device in devices], device_type=kind):

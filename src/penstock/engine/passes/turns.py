@@ -15,8 +15,8 @@ class Turns:
     """The forwards and backwards that are under way, for whoever has to know the innermost one.
 
     Arguments:
-        anchors: the units that each module's forward needs.
-        streams: have a recorder while a trace is taken.
+        anchors: which units each module's forward needs.
+        streams: where the recorder is while a trace is taken.
 
     Attributes:
         calls: forwards of anchors under way, outer ones first.
@@ -54,12 +54,12 @@ class Orders:
         self._gathers = True  # some units are not resident, or are on other ranks too
 
     def begin_forward(self) -> None:
-        """A forward of the model begins. Homes may have moved since the last one."""
+        """Begin a forward of the model, and look again whether units are gathered: homes may have moved."""
         self._gathers = any(not unit.resident or unit.layout.shards > 1 for unit in self._units)
         self.forward.start()
 
     def end_forward(self) -> None:
-        """It is complete: expect the same order next time, and until a backward was seen its reverse there."""
+        """End a complete forward: expect its order next time, and its reverse in backward until one was seen."""
         self.forward.finish()
         if not self.backward.was_observed:
             self.backward.replace(self.forward.learned[::-1])

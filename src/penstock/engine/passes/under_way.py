@@ -31,7 +31,7 @@ class UnderWay:
     """Whose turn it is.
 
     Arguments:
-        lost: called when what was under way has ended without a word.
+        lost: is called when what was under way has ended without a word.
     """
 
     def __init__(self, lost: Callable[[], None]) -> None:
@@ -43,13 +43,13 @@ class UnderWay:
         self._module: nn.Module | None = None  # of the forward
 
     def enter_forward(self, module: nn.Module) -> bool:
-        """A module is called outside of backward: in what is under way in this thread, or as a new forward.
+        """Enter a module's forward, outside of backward: in what is under way in this thread, or as a new one.
 
         Returns:
-            Whether it is a new one.
+            Whether it is a new forward.
 
         Raises:
-            EngineError: it is a part of the forward that another thread runs; or that goes on for ever.
+            EngineError: the module is a part of the one whose forward another thread runs; or that goes on for ever.
         """
         if self._thread == threading.get_ident() and not self._is_over():
             return False
@@ -64,12 +64,12 @@ class UnderWay:
         return True
 
     def leave_forward(self) -> None:
-        """The outermost forward is over."""
+        """End the outermost forward, and let other threads go on."""
         if self._what == "forward" and self._thread == threading.get_ident():
             self._leave()
 
     def enter_backward(self) -> None:
-        """Backward has come to the first unit."""
+        """Begin a backward, which has come to its first unit: wait until what other threads do is over."""
         if self._thread == threading.get_ident() and not self._is_over():
             return  # inside of a forward, or of a method
         if self._what and _caller() is None and _runs_a_backward(self._thread):
@@ -77,19 +77,19 @@ class UnderWay:
         self._take("backward", None)
 
     def join_backward(self) -> None:
-        """A backward has come to another unit: that of another thread is waited for first."""
+        """Wait for the backward of another thread, before one in this thread goes on to another unit."""
         if self._what == "backward" and self._frame is not None and self._thread != threading.get_ident():
             with self._changed:
                 self._wait("backward")
 
     def leave_backward(self) -> None:
-        """It is over, or has failed."""
+        """End the backward that is over, or has failed, and let other threads go on."""
         if self._what == "backward":
             self._leave()
 
     @contextmanager
     def turn(self, method: str) -> Iterator[None]:
-        """A method of the optimizer runs: inside of what is under way in this thread, or by itself."""
+        """Run a method of the optimizer inside: within what is under way in this thread, or as a turn of its own."""
         if self._is_inside() and not self._is_over():
             yield
             return
@@ -98,7 +98,7 @@ class UnderWay:
             yield
         except Exception:
             raise
-        except BaseException:
+        except BaseException:  # an interrupt: the forward or backward inside that it ended has let go of nothing
             self._lost()
             raise
         finally:
@@ -110,6 +110,7 @@ class UnderWay:
         return self._thread == threading.get_ident()
 
     def _take(self, what: str, module: nn.Module | None) -> None:
+        # Wait and take in one: between the two another thread would take its turn as well.
         with self._changed:
             self._wait(what)
             self._what, self._thread, self._module = what, threading.get_ident(), module
@@ -118,7 +119,7 @@ class UnderWay:
     def _leave(self) -> None:
         with self._changed:
             self._what, self._thread, self._frame, self._module = "", 0, None, None
-            self._changed.notify_all()
+            self._changed.notify_all()  # threads that wait look now, and not only when they poll
 
     def _wait(self, what: str) -> None:
         until = time.monotonic() + PATIENCE_SECONDS
@@ -147,7 +148,7 @@ class UnderWay:
 
 
 def _caller() -> FrameType | None:
-    """The frame that called us; of a module the one that ends after its last hook, also where forward raises."""
+    """Find the frame that called us; of a module the one that ends after its last hook, also where forward raises."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and (
         frame.f_globals.get("__name__", "").startswith(_BETWEEN)

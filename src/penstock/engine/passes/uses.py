@@ -17,8 +17,8 @@ class Use:
     """A forward whose backward will be announced.
 
     Attributes:
-        units: those of its anchor.
-        silent: of the forwards between this one and the next: those whose backward will not be announced.
+        units: the units of its anchor.
+        silent: the units of each forward between this one and the next whose backward will not be announced.
     """
 
     units: Sequence[Unit]
@@ -34,18 +34,18 @@ class Uses:
         self._open: Counter[Unit] = Counter()  # forwards since the last backward that it has not come back to
 
     def note(self, units: Sequence[Unit]) -> Use:
-        """A forward has ended that backward will announce."""
+        """Note that a forward has ended whose backward will be announced, and give it a name."""
         self._last = Use(units)
         self._open.update(units)
         return self._last
 
     def note_silent(self, units: Sequence[Unit]) -> None:
-        """A forward has ended that made nothing with a backward."""
+        """Note that a forward has ended that made nothing with a backward."""
         self._last.silent.append(units)
         self._open.update(units)
 
     def reach(self, use: Use) -> list[Sequence[Unit]]:
-        """Backward is announced: the units of the silent forwards whose turn is before it, in the order of backward."""
+        """Note that a backward is announced; return the units of silent forwards whose turn is before it, in order."""
         if use in self._reached:
             return []
         self._reached.add(use)
@@ -53,7 +53,7 @@ class Uses:
         return self._take_turns(use)
 
     def end(self) -> list[Sequence[Unit]]:
-        """Backward has come through: the units of the silent forwards that ran before all others."""
+        """Return, at the end of backward, the units of the silent forwards that ran before all others."""
         return self._take_turns(self._first)
 
     def is_last(self, unit: Unit) -> bool:
@@ -61,7 +61,7 @@ class Uses:
         return self._open[unit] <= 0
 
     def clear(self) -> None:
-        """Backward is over."""
+        """Forget every forward: backward is over."""
         self._first = self._last = Use(())
         self._reached.clear()
         self._open.clear()

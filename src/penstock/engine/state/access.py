@@ -61,12 +61,12 @@ class Access:
                 home.written.synchronize()
 
     def param(self, parameter: nn.Parameter) -> Tensor:
-        """The parameter at master precision."""
+        """Return the parameter at master precision, in fp32."""
         return self.exact_param(parameter).float()
 
     def exact_param(self, parameter: nn.Parameter) -> Tensor:
-        """The parameter at master precision; a frozen one in its own dtype."""
-        self.finish()
+        """Return the parameter at master precision; a frozen one in its own dtype."""
+        self.finish()  # an update that is under way writes what is read here
         unit, index = self._place(parameter)
         dtype = torch.float32 if unit.trained else unit.spec.dtype
 
@@ -77,7 +77,7 @@ class Access:
         return self._whole(unit, index, read, dtype)
 
     def grad(self, parameter: nn.Parameter) -> Tensor:
-        """The gradient accumulated so far, over ranks and micro-batches; zeros where there is none."""
+        """Return the gradient accumulated so far, over ranks and micro-batches; zeros where there is none."""
         self.finish()
         self.check_grad(parameter)
         unit, index, trained = self._trained_place(parameter)
@@ -92,7 +92,7 @@ class Access:
         return self._whole(unit, index, read)
 
     def grad_norm(self, norm_type: float) -> float:
-        """The norm of all gradients accumulated so far, over ranks; `norm_type` as in `torch.linalg.vector_norm`."""
+        """Take the norm of all gradients so far, over ranks; `norm_type` as in `torch.linalg.vector_norm`."""
         self.finish()
         greatest = math.isinf(norm_type)
         total = 0.0
@@ -117,7 +117,7 @@ class Access:
         return (total if greatest else total ** (1 / norm_type)) * self._gradient_scale.value
 
     def state(self, parameter: nn.Parameter, name: str) -> Tensor:
-        """An optimizer state; `"step"` is the count of updates."""
+        """Return an optimizer state by its name; `"step"` is the count of updates."""
         self.finish()
         unit, index, trained = self._trained_place(parameter)
         if name == "step":
@@ -207,7 +207,7 @@ class Access:
             raise ConfigError(f"'{name}' of '{unit.spec.names[index]}' is {value}: give one finite number.")
 
     def check_name(self, parameter: nn.Parameter, name: str) -> bool:
-        """Refuse a state that there is not. Returns whether it has the parameter's shape."""
+        """Refuse a state that there is not; return whether it has the parameter's shape."""
         self._trained_place(parameter)
         is_whole = name != "step" and name not in self._scalar_names
         if is_whole:
@@ -233,12 +233,12 @@ class Access:
             _check_value(unit.spec.names[index], unit.layout.slots[index], value)
 
     def name(self, parameter: nn.Parameter) -> str:
-        """A parameter's name in the model."""
+        """Return a parameter's name in the model."""
         unit, index = self._place(parameter)
         return unit.spec.names[index]
 
     def reset_state(self, parameter: nn.Parameter) -> None:
-        """As before the first update."""
+        """Reset every state of a parameter to what it was before the first update."""
         unit, index, _ = self._trained_place(parameter)
         zeros = torch.zeros(unit.layout.slots[index].shape, dtype=torch.float32, device="cpu")
         for spec in self._states:
@@ -248,7 +248,7 @@ class Access:
         self._given_state.discard(parameter)
 
     def restore_counts(self, parameter: nn.Parameter, *, step: int, scalars: Scalars, has_state: bool) -> None:
-        """What is known of a parameter beside its elements; those were restored otherwise."""
+        """Restore what is known of a parameter beside the elements of its states, which are written elsewhere."""
         self._steps[parameter] = step
         self._scalars.pop(parameter, None)
         if scalars:
@@ -258,7 +258,7 @@ class Access:
             self._given_state.add(parameter)
 
     def scalars(self, parameter: nn.Parameter) -> Scalars:
-        """The parameter's own scalars, where the rule has some."""
+        """Return the parameter's own scalars, where the rule has some."""
         return self._scalars.get(parameter, {})
 
     def has_state(self, parameter: nn.Parameter) -> bool:
@@ -271,11 +271,11 @@ class Access:
         return (*(spec.name for spec in self._states), *(name for name in self._scalar_names if name != "step"))
 
     def steps(self) -> Mapping[nn.Parameter, int]:
-        """How often each trained parameter was updated."""
+        """Count the updates of each trained parameter."""
         return self._steps
 
     def unit_of(self, parameter: nn.Parameter) -> Unit:
-        """The unit that a parameter is in."""
+        """Find the unit that a parameter is in."""
         return self._place(parameter)[0]
 
     # Helpers
@@ -308,7 +308,7 @@ class Access:
     def _whole(
         self, unit: Unit, index: int, read: Callable[[int, int], Pieces], dtype: torch.dtype = torch.float32
     ) -> Tensor:
-        """Put the parts of all shards together. `read` gives the values of a range of this rank's shard."""
+        """Put the parts of all shards together. `read` gives the values of a range of this rank's shard. Collective."""
         slot = unit.layout.slots[index]
         whole = torch.empty(slot.numel, dtype=dtype, device="cpu")
         failure: NvmeError | None = None
@@ -324,9 +324,10 @@ class Access:
                     for begin, end, values in read(start - first, stop - first):
                         part[begin + first - start : end + first - start] = values
                 except NvmeError as error:
-                    failure = error  # the other ranks wait for this part
+                    failure = error  # raised below: the other ranks wait for this part, whatever it holds
             self._ranks.broadcast_part(part, rank)
             whole[start - slot.start : stop - slot.start] = part.cpu()
+        # Only a read of a file fails on one rank alone: the others would go on with a part that is not there.
         if unit.layout.shards > 1 and any(home.in_files for home in unit.homes.values()):
             self._ranks.council.agree(failure)
         elif failure is not None:
@@ -334,7 +335,7 @@ class Access:
         return whole.view(slot.shape)
 
     def _own_part(self, unit: Unit, index: int, value: Tensor) -> tuple[int, int, Tensor] | None:
-        """The range of this rank's shard that holds a part of the slot, and that part of `value`.
+        """Find the range of this rank's shard that holds a part of the slot, and that part of `value`.
 
         In fp32 for a trained unit, in the dtype that it came in for a frozen one.
         """
@@ -350,12 +351,12 @@ class Access:
 
 
 def as_state(value: Any) -> Tensor:
-    """A value of a `state_dict`, which may be a number, as a tensor."""
+    """Make a value of a `state_dict`, which may be a number, a tensor."""
     return value if isinstance(value, Tensor) else torch.as_tensor(value, dtype=torch.float64, device="cpu")
 
 
 def _greater(one: float, other: float) -> float:
-    """The greater of two; NaN where one of them is, which `max` would drop."""
+    """Choose the greater of two numbers; NaN where one of them is, which `max` would drop."""
     return math.nan if math.isnan(one) or math.isnan(other) else max(one, other)
 
 

@@ -17,8 +17,8 @@ class Candidate:
     """A checkpoint as this rank sees it.
 
     Attributes:
-        folder: its own.
-        token: that it had for the first rank.
+        folder: the checkpoint's own.
+        token: what the first rank has read in it.
     """
 
     folder: Path
@@ -36,12 +36,12 @@ class Candidate:
 
 
 def choose(path: Path, ranks: Ranks, failure: Exception | None) -> list[Candidate]:
-    """The checkpoints that a path stands for, the newest first; at least one. Collective.
+    """Choose the checkpoints that a path stands for, the newest first; at least one. Collective.
 
     Arguments:
         path: itself a checkpoint, or a folder of some, or `latest` in one.
-        ranks: all of them.
-        failure: of this rank, before.
+        ranks: all ranks, which go by what the first one says.
+        failure: what this rank has failed with before, for all to hear of.
 
     Raises:
         CheckpointError: there is none.
@@ -56,7 +56,7 @@ def choose(path: Path, ranks: Ranks, failure: Exception | None) -> list[Candidat
             names = [[name, token] for name, token in found]
         except Exception as error:
             failure = error
-    ranks.council.agree(failure)
+    ranks.council.agree(failure)  # before the names: a rank that raised alone would leave the others waiting for them
     beside, names = ranks.council.share([beside, names])
     base = path.parent if beside else path
     return [Candidate(base / name, token) for name, token in names]

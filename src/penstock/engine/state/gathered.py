@@ -25,7 +25,7 @@ class Blocks:
         watch_saved: sees what autograd saves of the parameters inside.
 
     Attributes:
-        modifying: blocks that may write parameters.
+        modifying: how many blocks are open that may write parameters.
     """
 
     def __init__(
@@ -40,8 +40,8 @@ class Blocks:
 
     @contextmanager
     def gathered(self, parameters: Iterable[nn.Parameter] | None, *, modify: bool) -> Iterator[None]:
-        """Whole parameters for the time of a `with` block."""
-        self._access.finish()
+        """Gather whole parameters for the time of a `with` block, and take over what was written. Collective."""
+        self._access.finish()  # updates are over then: what `modify` writes to homes by hand follows no event
         wanted = [self._access.unit_of(p) for p in parameters] if parameters is not None else self._units
         units = sorted(dict.fromkeys(wanted), key=lambda unit: unit.index)
         outer = {unit: unit.holding.blocks for unit in units}
@@ -87,7 +87,7 @@ class Blocks:
                 raise
 
     def _let_go(self, blocks: Mapping[Unit, int]) -> None:
-        """Release units that no block holds any longer; so many hold each from now on."""
+        """Set how many blocks hold each unit from now on, and release those that none holds."""
         for unit, count in blocks.items():
             unit.holding.leave_blocks(count)
             if not self._closed:
@@ -98,8 +98,8 @@ class Blocks:
         return any(unit.is_dropped for unit in self._units)
 
     def _take_over(self, unit: Unit, before: Tensor) -> None:
-        """The full buffer was modified: every rank takes the first rank's, masters keep what did not change."""
-        self._ranks.broadcast(unit.full)
+        """Take over a modified full buffer, the first rank's on every rank; masters keep what did not change."""
+        self._ranks.broadcast(unit.full)  # else each rank would go on with what was written on it
         start, stop = unit.own_range
         now, before = unit.full[start:stop], before[start:stop]
         for first, last, weights in unit.visit(0, stop - start, modify=True):
@@ -116,7 +116,7 @@ class Blocks:
 
 
 def _changed(unit: Unit, before: Tensor) -> list[int]:
-    """The slots whose values in the full buffer are others than before, bit for bit."""
+    """Find the slots whose values in the full buffer are others than before, bit for bit."""
     pairs = [(unit.full[slot.start : slot.stop], before[slot.start : slot.stop]) for slot in unit.layout.slots]
     return [index for index, (new, old) in enumerate(pairs) if not torch.equal(as_bytes(new), as_bytes(old))]
 

@@ -60,11 +60,11 @@ class Loader:
         self._taker = Taker(rig, updater)
 
     def load(self, path: str | PathLike[str], *, verify: bool | None) -> dict[str, Any]:
-        """Load a checkpoint; returns its `extra`. Collective.
+        """Load a checkpoint, and return its `extra`. Collective.
 
         Arguments:
             path: a checkpoint, or what stands for the newest one.
-            verify: read everything before the first write; `None`: where the state in memory is worth that.
+            verify: whether to read everything before the first write; `None`: where the state in memory is worth it.
 
         Raises:
             CheckpointError: there is none, it is damaged or does not fit.
@@ -72,9 +72,9 @@ class Loader:
         failure: Exception | None = None
         try:
             if not is_torn(self._units):
-                self._access.finish()
+                self._access.finish()  # an update that is under way would write over what is loaded
         except Exception as error:
-            failure = error
+            failure = error  # told to all in `choose`: raised here, it would leave the other ranks waiting there
         candidates = choose(Path(path), self._ranks, failure)
         verify = self._was_trained() if verify is None else verify
         for candidate in candidates:
@@ -96,7 +96,7 @@ class Loader:
     # Nothing has changed yet
 
     def _examine(self, candidate: Candidate, *, verify: bool) -> tuple[PenstockError | None, Taken | None]:
-        """What is to be written, or why the checkpoint is damaged, on this rank or another one.
+        """Find out what is to be written, or why the checkpoint is damaged, on this rank or another one.
 
         Raises:
             CheckpointError: it is whole, as far as is known, and does not fit.
@@ -124,6 +124,7 @@ class Loader:
                 damage = error
             except Exception as error:
                 failure = error
+        # No rank writes before all have found theirs good: else some would hold this checkpoint, and others would not.
         flaw = self._agree(failure, damage)
         if flaw is not None:
             return flaw, None
@@ -133,6 +134,7 @@ class Loader:
 
     def _agree(self, failure: Exception | None, damage: Exception | None) -> PenstockError | None:
         """Raise where any rank has failed; return what any rank has found damaged. Collective."""
+        # Both on every rank, whatever each has found: one that left after the first would be waited for at the second.
         self._ranks.council.agree(failure)
         try:
             self._ranks.council.agree(damage)
@@ -167,10 +169,10 @@ class Loader:
     # Changes
 
     def _write(self, taken: Taken) -> PenstockError | None:
-        """Write everything; returns why the checkpoint is damaged after all. The state is in parts then.
+        """Write everything; return why the checkpoint is damaged after all. The state is in parts then.
 
         Raises:
-            Exception: something else failed. So it is then.
+            Exception: something else failed. The state is in parts then, too.
         """
         failure: Exception | None = None
         damage: Exception | None = None
@@ -184,6 +186,7 @@ class Loader:
             failure = EngineError(f"Loading was interrupted ({type(interrupt).__name__}).")
             failure.__cause__ = interrupt
         try:
+            # Before anything counts as written: a rank whose tiles failed would train on beside ranks that have theirs.
             flaw = self._agree(failure, damage)
             if flaw is None:
                 self._count_as_written(taken.checkpoint.manifest)
@@ -197,11 +200,11 @@ class Loader:
             if torn is error or not isinstance(error, Exception):
                 raise
             raise torn from error
-        self._tear(flaw, taken.checkpoint)
+        self._tear(flaw, taken.checkpoint)  # on every rank: those that found no damage have tiles of it too
         return flaw
 
     def _tear(self, error: BaseException, checkpoint: Checkpoint) -> BaseException:
-        """Something failed in the middle: whoever needs a unit is told what. Returns what he is told."""
+        """Have whoever needs a unit get an error: writing has failed in the middle. Returns that error."""
         if not isinstance(error, CheckpointError):
             torn = CheckpointError(
                 f"The state is in parts: loading {checkpoint.folder} failed in the middle. Load a checkpoint, or close "
@@ -223,7 +226,7 @@ class Loader:
                         write_states(tile, run, states, self._rule.states)
 
     def _replace(self, taken: Taken) -> None:
-        """What is no tile."""
+        """Replace what is no tile: options, buffers, loss scale, random states."""
         for group, options in zip(self._param_groups, taken.groups, strict=True):
             parameters = group["params"]
             group.clear()
@@ -237,19 +240,20 @@ class Loader:
             write_random(taken.random, self._streams.device)
 
     def _count_as_written(self, manifest: Manifest) -> None:
-        """What is in the homes is whole: the rest of the engine takes note."""
+        """Let what is in the homes count: the rest of the engine takes note of it."""
         for unit in self._units:
             for home in unit.updated_homes:
-                home.note_write(DONE)
-            unit.count_writes()
+                home.note_write(DONE)  # in place of the error of a torn state, which everybody would meet
+            unit.count_writes()  # a graph from before reads other weights: its backward is refused
+            # Each rank has written its own part of a replica: those of the others are old until they are gathered.
             unit.stale = unit.replica is not None and unit.layout.shards > 1
             if unit.trained is not None:
                 for parameter in unit.parameters:
                     self._restore_counts(parameter.tensor, manifest.parameters[parameter.name])
             self._gatherer.outdate(unit)
-            if unit.resident:
+            if unit.resident:  # on every rank in this order: it may be a collective
                 self._gatherer.acquire(unit)
-        self._reducer.zero(self._units)
+        self._reducer.zero(self._units)  # gradients of other weights; waits for work that still writes them
         self._gradient_scale.renew()
 
     def _restore_counts(self, parameter: nn.Parameter, saved: SavedParameter) -> None:

@@ -37,7 +37,7 @@ class _Move:
     """One unit's way to its new homes.
 
     Attributes:
-        stale: the parameters of other ranks have to come from them.
+        stale: whether the other ranks' parts of the parameters have yet to come from those ranks.
     """
 
     unit: Unit
@@ -45,18 +45,18 @@ class _Move:
     stale: bool = False
 
     def finish(self) -> Exception | None:
-        """Wait until everything has arrived or failed; returns the first error."""
+        """Wait until everything has arrived or failed; return the first error."""
         failure: Exception | None = None
         for home in self.homes.values():
             try:
-                # Else what the copies write is given back under them.
+                # Each, also behind one that failed: else what the copies still write is given back under them.
                 home.written.synchronize()
             except Exception as error:
                 failure = failure or error
         return failure
 
     def left(self) -> list[Section]:
-        """The sections that it leaves."""
+        """List the sections that the unit leaves behind."""
         return [
             s for name, home in self.homes.items() for s in self.unit.homes[name].sections if s not in home.sections
         ]
@@ -66,13 +66,13 @@ class Mover:
     """Moves the homes of all units between tiers.
 
     Arguments:
-        plans: what the placement asks for, of each unit.
+        plans: what the placement asks for, for each unit.
         store: where new homes get their memory, and old ones give it back.
         gatherer: keeps the parameters of units that are in use.
         reducer: keeps gradients that are not reduced yet.
         staging: the buffers of updates and gathers, which follow the homes.
-        in_use: whether compute may read a unit's parameters now.
-        plan_staging: the buffers that given homes need.
+        in_use: says whether compute may read a unit's parameters now.
+        plan_staging: plans the buffers that given homes need.
     """
 
     def __init__(
@@ -97,7 +97,7 @@ class Mover:
         self._staging = staging
         self._in_use = in_use
         self._plan_staging = plan_staging
-        self._cleaned: Event = DONE  # what the last move left is given back
+        self._cleaned: Event = DONE  # after it, what the last move left behind has been given back
 
     def offload(self, homes: Collection[str], to: Tier, *, pin: bool, wait: bool) -> None:
         """Move homes to the cpu or the nvme tier. What is there already stays as it is. Collective.
@@ -105,10 +105,11 @@ class Mover:
         Updates are over, and gradients are there.
 
         Arguments:
-            homes: by name: param, grad, master, optimizer.
-            to: the tier.
-            pin: page-lock the host memory.
-            wait: return when it is done; else the state is in flight, and its old memory goes once it has arrived.
+            homes: which homes, by name: param, grad, master, optimizer.
+            to: the tier that they move to.
+            pin: whether to page-lock the host memory.
+            wait: whether to return when it is done; else the state is in flight, and its old memory goes once it has
+                arrived.
 
         Raises:
             MemoryBudgetError, NvmeError: there is no room for it, or a transfer failed that was waited for. Nothing has
@@ -137,7 +138,7 @@ class Mover:
         self._staging.take()  # not later, within a backward: to pin memory there may block what it waits for
 
     def _move(self, wanted: Mapping[Unit, Wanted], *, pin: bool, wait: bool) -> None:
-        self._cleaned.synchronize()
+        self._cleaned.synchronize()  # else the memory of two moves would be taken at once
         changes = {
             unit: {name: plans for name, plans in homes.items() if tuple(plans) != unit.homes[name].plans}
             for unit, homes in wanted.items()
@@ -155,7 +156,7 @@ class Mover:
         ring, buffers, moves = Ring(), Buffers(self._store), list[_Move]()
         failure: Exception | None = None
         with contextlib.ExitStack() as undo:
-            undo.callback(self._take_back_lent, changes)
+            undo.callback(self._take_back_lent, changes)  # undone in reverse: after whatever still copies to it
             try:  # 1.
                 buffered = [plan for slot in slots for plan in slot.sections()]
                 reserved = self._store.reserve([*new, *buffered], pin=pin, apart=self._away(new))
@@ -164,13 +165,14 @@ class Mover:
                 ring.fill(buffers.make_slots(slots, reserved))
             except Exception as error:  # ours, or torch's where the device has no room
                 failure = error
+            # No rank copies before all have room: else some would move, and the others would not.
             self._ranks.council.agree(failure)
-            undo.callback(_wait, moves, ring)
+            undo.callback(_wait, moves, ring)  # before memory goes, should the rest fail: copies may be under way
             movement = Movement(self._streams, ring)  # 2.
             for move in moves:
                 self._copy_unit(move, movement)
             if wait:
-                self._ranks.council.agree(_wait(moves, ring))
+                self._ranks.council.agree(_wait(moves, ring))  # all exchange the homes, or none does
             undo.pop_all()
         ring.forget()  # else later reads would take from it, and updates behind the clean-up wait for those
         left = [section for move in moves for section in self._commit(move)]  # 3.
@@ -184,21 +186,22 @@ class Mover:
             self._streams.return_free_memory()
 
         if wait:
-            used.synchronize()
+            used.synchronize()  # compute may still read what is left, on another stream than its memory belongs to
             clean_up()
             self._gatherer.drop_unused()  # the sections that were left had views of full buffers
         else:
             written = [home.memory.written for move in moves for home in move.homes.values()]
             over = [_Over(event) for event in (used, ring.free, *written)]
+            # A thread of the host waits for all that still uses what is left; updates on the host queue up behind it.
             self._cleaned = self._streams.submit(UPDATE, clean_up, after=(all_of(over),))
 
     def _replan(self) -> None:
-        """The buffers through which tiles pass depend on where the homes are."""
+        """Plan the buffers through which tiles pass anew: they depend on where the homes are."""
         units = [{name: home.plans for name, home in unit.shard_homes.items()} for unit in self._units]
         self._staging.replan(self._plan_staging(units))
 
     def _offloaded(self, unit: Unit, homes: Collection[str], to: Tier) -> dict[str, Sequence[SectionPlan]]:
-        """Where the homes of a unit, but its shadow, are once some of them are on a tier."""
+        """Plan where the named homes of a unit will be once they are on a tier."""
         wanted: dict[str, Sequence[SectionPlan]] = {}
         for name in set(homes) & unit.homes.keys():
             plans: Sequence[SectionPlan] = unit.homes[name].plans
@@ -210,20 +213,20 @@ class Mover:
         return wanted
 
     def _new_sections(self, unit: Unit, homes: Wanted) -> Iterator[SectionPlan]:
-        """The sections that need memory or space of their own."""
+        """Yield the sections that need memory or space of their own."""
         for name, plans in homes.items():
             if not (name == PARAM and self._becomes_resident(unit, plans)):
                 yield from (plan for plan in plans if plan.cells and plan not in unit.homes[name].plans)
 
     def _away(self, sections: Collection[SectionPlan]) -> Collection[SectionPlan]:
-        """Those of the new sections that the next reload leaves."""
+        """Find those of the new sections that the next reload leaves."""
         return set(sections).difference(*(plans for plan in self._plans.values() for plans in plan.sections.values()))
 
     def _becomes_resident(self, unit: Unit, params: Sequence[SectionPlan]) -> bool:
         return self._plans[unit].resident and list(params) == list(self._plans[unit].sections[PARAM])
 
     def _make(self, unit: Unit, homes: Wanted, reserved: Reservation) -> dict[str, Home]:
-        """The new homes of a unit, with the sections of the old ones that stay."""
+        """Make the new homes of a unit, with the sections of the old ones that stay."""
         made = {}
         for name, plans in homes.items():
             here = {section.plan: section for section in unit.homes[name].sections}
@@ -257,7 +260,7 @@ class Mover:
                 movement.copy(unit.trained.gradient.home, new, label)
         elif name == SHADOW:
             params = self._own_part(unit, move.homes[PARAM]) if PARAM in move.homes else unit.params
-            movement.copy(params, new, label)
+            movement.copy(params, new, label)  # follows the copy of the parameters, which their home knows
         else:
             movement.copy(unit.homes[name], new, label)
 
@@ -276,11 +279,11 @@ class Mover:
         return self._plans[unit].replicated and not params.in_files
 
     def _own_part(self, unit: Unit, params: Home) -> Home:
-        """The shard of this rank, of the new home of the parameters."""
+        """Make a home of this rank's shard of the new home of the parameters."""
         return params.part(*unit.own_range) if self._becomes_replica(unit, params) else params
 
     def _commit(self, move: _Move) -> list[Section]:
-        """Let the new homes count; returns what is left behind."""
+        """Let the new homes count; return the sections that are left behind."""
         unit, left = move.unit, move.left()
         for section in left:
             self._store.leave(section)
@@ -330,7 +333,7 @@ class _Over(Event):
 
 
 def _wait(moves: Sequence[_Move], ring: Ring) -> Exception | None:
-    """Wait until nothing is under way; returns the first error."""
+    """Wait until nothing is under way; return the first error."""
     failures = [move.finish() for move in moves]
     ring.drop()
     return next(filter(None, failures), None)

@@ -15,7 +15,7 @@ from penstock.rules.storage import read_state, write_state
 
 
 def write_weights(tile: Tile, run: Run) -> None:
-    """Parameters and master, whatever form they had."""
+    """Write the parameters and master of a run, whatever form they were saved in."""
     param, master = tile.homes.get(PARAM, {}).get(PARAM), tile.homes.get(MASTER, {}).get(MASTER)
     for first, last, weights in run.unit.visit(run.start, run.stop, modify=True):
         inside = slice(run.inside + first - run.start, run.inside + last - run.start)
@@ -48,7 +48,7 @@ def _some(param: Tensor | None) -> Tensor:
 
 
 def write_states(tile: Tile, run: Run, saved: Mapping[str, StateSpec], own: Sequence[StateSpec]) -> None:
-    """States of the optimizer; `saved` are the checkpoint's, `own` this engine's. What was frozen has zeros."""
+    """Write the optimizer states of a run from `saved` forms to `own` ones. What was frozen gets zeros."""
     trained = run.unit.trained
     assert trained is not None
     there = tile.homes.get(OPTIMIZER, {})

@@ -55,10 +55,10 @@ class _Own:
     """What a rank gives to a save, as it was when the save was asked for.
 
     Attributes:
-        random: states of its generators.
-        tensors: buffers of the model, and on the first rank what options and `extra` hold.
+        random: the states of its generators.
+        tensors: the buffers of the model, and on the first rank what options and `extra` hold.
         sums: checksums of the buffers, for the others to leave out what the first one has.
-        sources: its tiles.
+        sources: its tiles, where they rest.
         ring: the memory that they pass.
         manifest: on the first rank, the marker.
         made: on the first rank, the folders that were made.
@@ -78,7 +78,7 @@ class Saver:
 
     Arguments:
         access: knows step counts and which parameters have state.
-        council: of saves alone: they go on beside what the user's thread does.
+        council: one of saves alone: they go on beside what the user's thread does.
     """
 
     def __init__(self, rig: Rig, access: Access, council: Council) -> None:
@@ -102,7 +102,7 @@ class Saver:
         keep: int | None,
         if_busy: IfBusy,
     ) -> None:
-        """Save. Collective.
+        """Save a checkpoint; return once it is written, or once everything small is copied. Collective.
 
         Raises:
             ConfigError: the request cannot be met; nothing was written.
@@ -112,7 +112,7 @@ class Saver:
         _check_request(path, keep, if_busy)
         if if_busy == "raise" and self._runs_anywhere():
             raise EngineError("A checkpoint is still being saved. Wait with synchronize(), or use if_busy='wait'.")
-        self.finish()
+        self.finish()  # two saves at once would answer each other on the council
         folder, own, failure = Path(path), None, None
         with contextlib.ExitStack() as undo:
             try:
@@ -126,7 +126,7 @@ class Saver:
                 save.run()
             else:
                 self._run_beside_training(save)
-                undo.pop_all()
+                undo.pop_all()  # the folder and the ring are the save's now: given back here, they would go under it
 
     def _take(self, folder: Path, extra: Mapping[str, Any], undo: contextlib.ExitStack) -> _Own:
         """Copy everything small as it is now, draw up the table of tiles, and make the folder on the first rank."""
@@ -144,6 +144,7 @@ class Saver:
 
     def _agree(self, folder: Path, own: _Own, keep: int | None) -> Save:
         """Hear from the first rank what the checkpoint is called, and which buffers it has already. Collective."""
+        # One token on every rank: names of this save's files begin with it, beside files that the folder has already.
         token, made, sums = self._council.share(
             (own.manifest.token if own.manifest is not None else "", [str(path) for path in own.made], own.sums)
         )
@@ -162,7 +163,9 @@ class Saver:
         """Write on a thread of its own, and have what comes next wait for what has to be copied first."""
         for source in save.sources:
             for home in source.homes:
-                home.note_read(source.copied)  # an update would write what is still being copied
+                # Else an update would write what is still being copied, and the tile would be of two steps.
+                home.note_read(source.copied)
+        # A thread of its own: one that also served a stream would hold training up behind a disk.
         worker = HostWorker("save", promised=f"Saving {save.target.folder}")
         copied = [source.copied for source in save.sources]
         self._job = _Job(worker, worker.submit(save.run), copied, save.ring)
@@ -175,18 +178,18 @@ class Saver:
         return bool(found)
 
     def wait_copied(self) -> None:
-        """Until nothing reads the homes any more."""
+        """Wait on the host until nothing reads the homes any more."""
         if self._job is not None:
             for event in self._job.copied:
-                event.synchronize()
+                event.synchronize()  # else the save would keep some values from before a change, and some from after
 
     def finish(self) -> None:
-        """Until the save that is under way is over; raise its error. Collective where there is one."""
+        """Wait until the save that is under way is over; raise its error. Collective where there is one."""
         job, self._job = self._job, None
         if job is None:
             return
         try:
-            job.over.synchronize()
+            job.over.synchronize()  # before the ring goes: a tile may still be on its way through it to the disk
         finally:
             job.worker.close()
             job.ring.close()
@@ -198,7 +201,7 @@ class Saver:
             CheckpointError: of the save that was under way.
         """
         try:
-            self.finish()
+            self.finish()  # the save speaks on the council until then
         finally:
             self._council.close()
 
@@ -214,6 +217,7 @@ class Saver:
             tile_numel = unit.params.sections[0].tile_numel
             count = -(-unit.layout.shard_numel // tile_numel)
             copy, copies = self._ranks.replica_rank, self._ranks.replicas
+            # By numbers alone, which every replica knows: no tile is left out or written twice.
             first, last = count * copy // copies, count * (copy + 1) // copies
             if first == last:
                 continue
@@ -226,6 +230,7 @@ class Saver:
                 checksums=((0,) * len(homes),) * (last - first),
             )
             offset += table.nbytes
+            # Else a tile would be saved before the update of this step has written it, or in the middle of that.
             ready = all_of([begun, *(home.written for home in homes.values())])
             sources.append(UnitSource(table, tuple(homes.values()), ready, HostEvent()))
         return sources
@@ -233,12 +238,12 @@ class Saver:
     def _manifest(
         self, folder: Path, buffers: Mapping[str, str], tensors: dict[str, Tensor], extra: Mapping[str, Any]
     ) -> Manifest:
-        """Everything but the files, as it is now.
+        """Describe everything but the files, as it is now.
 
         Arguments:
-            folder: of the checkpoint.
-            buffers: their keys among the tensors, by name.
-            tensors: those of `extra` and options are put there.
+            folder: the checkpoint's own.
+            buffers: the keys of buffers among the tensors, by name.
+            tensors: takes the tensors that `extra` and options hold.
             extra: what the user adds.
         """
         loss = self._gradient_scale.loss
@@ -291,7 +296,7 @@ def _check_request(path: str | PathLike[str], keep: int | None, if_busy: str) ->
 
 
 def _homes(unit: Unit) -> dict[str, Home]:
-    """What a checkpoint keeps of a unit. A full master says all of the parameters."""
+    """Choose the homes that a checkpoint keeps of a unit: a full master says all of its parameters."""
     homes = {PARAM: unit.params}
     if unit.trained is None:
         return homes

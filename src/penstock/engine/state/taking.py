@@ -37,10 +37,10 @@ class Taken:
     """What is to be written into an engine, all of it checked but for the tiles themselves.
 
     Attributes:
-        plan: tiles, and where they go.
-        groups: options of the param groups.
-        buffers: values by name.
-        random: states of this rank's generators; `None` where there are none for it.
+        plan: which tiles are read, and where they go.
+        groups: the options of each param group.
+        buffers: the values of buffers, by name.
+        random: the states of this rank's generators; `None` where there are none for it.
         extra: what the user has added.
     """
 
@@ -70,15 +70,15 @@ class Taker:
         self._param_groups = rig.param_groups
 
     def take(self, checkpoint: Checkpoint, own: Mapping[str, Tensor]) -> Taken:
-        """What this rank takes.
+        """Find out what this rank takes from a checkpoint, and check it.
 
         Arguments:
-            checkpoint: opened.
-            own: buffers of this rank that are not the first one's, by key.
+            checkpoint: one that was opened.
+            own: the buffers of this rank that differ from the first one's, by key.
 
         Raises:
             CheckpointError: it does not fit; names the field.
-            ConfigError: an option that the rule does not have.
+            ConfigError: there is an option that the rule does not have.
         """
         self._check_parameters(checkpoint)
         self._check_states(checkpoint)
@@ -91,7 +91,7 @@ class Taker:
         return Taken(checkpoint, plan, groups, buffers, self._read_random(checkpoint), extra)
 
     def _check_parameters(self, checkpoint: Checkpoint) -> None:
-        """Names, shapes and kinds of dtypes."""
+        """Check that the parameters have the model's names, shapes and kinds of dtypes."""
         saved = checkpoint.manifest.parameters
         own = {
             slot.name: (slot.shape, unit.spec.dtype.is_floating_point)
@@ -112,7 +112,7 @@ class Taker:
             )
 
     def _check_states(self, checkpoint: Checkpoint) -> None:
-        """Those of the rule, where there are any, and the loss scale."""
+        """Check that the states are those of the rule, where there are any, and that the loss scale is one."""
         manifest = checkpoint.manifest
         here, there = ({state.name for state in states} for states in (self._rule.states, manifest.states))
         if here != there and any(saved.has_state for saved in manifest.parameters.values()):
@@ -132,7 +132,7 @@ class Taker:
                 raise checkpoint.fail("loss_scale", "is not above 0.")
 
     def _read_groups(self, checkpoint: Checkpoint) -> list[dict[str, Any]]:
-        """The options of each param group."""
+        """Read the options of each param group."""
         names = {parameter.tensor: parameter.name for unit in self._units for parameter in unit.parameters}
         here = [{names[p] for p in group["params"]} for group in self._param_groups]
         if here != [set(group.parameters) for group in checkpoint.manifest.groups]:
@@ -152,7 +152,7 @@ class Taker:
         return options
 
     def _read_buffers(self, checkpoint: Checkpoint, own: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The values of every buffer of the model's state."""
+        """Read the values of every buffer of the model's state."""
         values = {}
         for name, buffer in persistent_buffers(self._model).items():
             key = checkpoint.manifest.buffers.get(name, "")
@@ -166,7 +166,7 @@ class Taker:
         return values
 
     def _read_random(self, checkpoint: Checkpoint) -> RandomStates | None:
-        """Those of the same rank; one that was not there, or has saved none, goes on with what it has."""
+        """Read the random states of the same rank; one that was not there, or has saved none, goes on with its own."""
         rank = self._ranks.number
         if rank >= len(checkpoint.tables) or checkpoint.tables[rank].random is None:
             return None
@@ -174,7 +174,7 @@ class Taker:
         return decode_random(Field(file, "random", checkpoint.tables[rank].random), self._device)
 
     def _plan(self, checkpoint: Checkpoint) -> Plan:
-        """What of each tile goes where. Every element of this rank's shards comes from one place."""
+        """Plan what of each tile goes where. Every element of this rank's shards comes from one place."""
         places: dict[str, tuple[Unit, int, int, int]] = {}  # by name: unit, own elements, and where the slot begins
         for unit in self._units:
             for index, start, stop in unit.parts():
@@ -201,7 +201,7 @@ class Taker:
         return plan
 
     def _check_kinds(self, checkpoint: Checkpoint, plan: Plan) -> None:
-        """Each tile has the kinds that its parameters need, in the dtypes that they can have."""
+        """Check that each tile has the kinds that its parameters need, in the dtypes that they can have."""
         for unit in {id(key.unit): key.unit for key, _ in plan}.values():
             checkpoint.check_kinds(unit)
 

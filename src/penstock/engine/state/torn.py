@@ -13,10 +13,10 @@ class TornEvent(FailedEvent):
 
 
 def tear(units: Iterable[Unit], error: BaseException) -> None:
-    """The state of these units is in parts."""
+    """Note that the state of these units is in parts: whoever waits for one of their homes gets the error."""
     for unit in units:
         for home in unit.updated_homes:
-            home.note_write(TornEvent(error))
+            home.note_write(TornEvent(error))  # the last write: gathers, updates, saves and looks all wait for it
 
 
 def is_torn(units: Iterable[Unit]) -> bool:
@@ -26,10 +26,10 @@ def is_torn(units: Iterable[Unit]) -> bool:
 
 @contextmanager
 def torn_on_failure(units: Sequence[Unit], verb: str) -> Iterator[None]:
-    """What fails inside, in the middle of writing to these units, leaves their state in parts.
+    """Mark the state of these units as in parts where something fails inside, in the middle of writing to them.
 
     Raises:
-        EngineError: says so, and of what.
+        EngineError: says that it is in parts, and of which units.
     """
     try:
         yield
