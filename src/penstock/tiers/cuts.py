@@ -39,8 +39,8 @@ def step_bytes(present: int, missing: int) -> int:
     """Decide how many bytes the next slab has.
 
     Arguments:
-        present: of all that there are.
-        missing: of what is wanted, beyond what is free.
+        present: how many all slabs have together.
+        missing: how many are wanted beyond those that are free.
     """
     return max(missing, min(max(present, FIRST_BYTES), STEP_BYTES), present // 8)
 
@@ -57,9 +57,9 @@ class Cuts:
 
     Arguments:
         unit: what the table calls whom they belong to.
-        kind: of all their values, which are bytes.
-        tile_bytes: of a tile in files.
-        folders: of the nvme tier, if it is that.
+        kind: what the table calls their values, which are bytes.
+        tile_bytes: how large a tile in files is.
+        folders: how many the nvme tier has, if it is that.
     """
 
     def __init__(self, store: Store, tier: Tier, *, unit: str, kind: str, tile_bytes: int, folders: int) -> None:
@@ -198,8 +198,8 @@ class _Slab(NamedTuple):
     """What a number stands for: a slab of memory, or what one has in a folder.
 
     Attributes:
-        section: all of it.
-        record: that the folder's part is in files.
+        section: all of it, as one section.
+        record: the number of the folder's record in files.
         space: where its bytes are counted.
     """
 

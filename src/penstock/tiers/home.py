@@ -226,12 +226,12 @@ class MemoryEvents:
 
     def write(self, event: Event) -> None:
         """Note the last write. It follows all before it, so nobody has to wait for those any longer."""
-        self.written, self._read = event, DONE  # a list of all reads would grow for as long as training goes on
+        self.written, self._read = event, DONE  # else the reads would add up for as long as training goes on
 
     @property
     def read(self) -> Event:
         """The reads since then that are not over yet: memory is written again after them."""
-        if self._read is not DONE:  # those that are over hold work and its error, and nobody has to wait for them
+        if self._read is not DONE:  # not those that are over: events keep their errors, and what those refer to
             self._read = all_of(part for part in self._read.parts() if not part.done())
         return self._read
 

@@ -35,12 +35,12 @@ class HostTier(TierMemory):
     """Sections in arenas, one for each home.
 
     Arguments:
-        device: that copies from it.
-        pinned_bytes: page-locked memory at most; `None` sets no limit.
-        tile_bytes: what pageable memory and the device exchange at a time.
+        device: the device that copies from it.
+        pinned_bytes: how much memory may be page-locked; `None` sets no limit.
+        tile_bytes: how much pageable memory and the device exchange at a time.
 
     Attributes:
-        pinned_bytes: page-locked memory now.
+        pinned_bytes: how much memory is page-locked now.
     """
 
     name = Tier.CPU

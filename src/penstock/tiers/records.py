@@ -65,8 +65,8 @@ class Records(Section):
         sizes: bytes of each tile's record.
 
     Attributes:
-        last_stores: for each tile, the event of the last work that stored its record.
-        kept: by tile, a buffer from which its record can be had without loading.
+        last_stores: the event of the last work that stored each tile's record.
+        kept: the buffers from which records can be had without loading, by tile.
     """
 
     def __init__(self, plan: SectionPlan, sizes: Sequence[int]) -> None:

@@ -27,7 +27,7 @@ class Keeper(Protocol):
     """Whoever has records.
 
     Attributes:
-        kept: by tile, a buffer from which its record can be had without loading.
+        kept: the buffers from which records can be had without loading, by tile.
     """
 
     kept: dict[int, Kept]
@@ -38,8 +38,8 @@ class RingSlot:
     """Buffers of bytes for one tile, or for a stretch.
 
     Attributes:
-        near: by home, the buffer where the tile is used.
-        host: by home, the buffer where records are loaded and stored: the same one, unless a device uses the tile.
+        near: the buffers where the tile is used, by home.
+        host: the buffers where records are loaded and stored, by home: the same ones, unless a device uses the tile.
         free: the event after which work on the slot is over.
         holds: the records that its buffers still hold.
     """

@@ -54,11 +54,11 @@ class StagingPlan:
 
     Arguments:
         units: where the homes are.
-        reduce_dtype: of gradients on their way.
-        streamed: the device updates tiles whose state rests elsewhere.
+        reduce_dtype: what gradients on their way have.
+        streamed: whether the device updates tiles whose state rests elsewhere.
 
     Attributes:
-        stretch: tiles that a slot of the ring of updates on the device holds.
+        stretch: how many tiles a slot of the ring of updates on the device holds.
     """
 
     def __init__(

@@ -27,7 +27,7 @@ class Reservation:
 
     Arguments:
         store: enters what is made in the table.
-        slabs: by tier and home, and by home for those that are `apart`.
+        slabs: what was taken, by tier and home; sections that are `apart` have slabs of their own.
     """
 
     def __init__(self, store: "Store", slabs: Mapping[tuple[Tier, str], Slab], apart: Collection[SectionPlan]) -> None:

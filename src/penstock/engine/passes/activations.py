@@ -141,7 +141,7 @@ class Activations:
 
     def rest(self) -> None:
         """Give memory and files back that hold nothing. The next forward takes some again."""
-        self._let_go(0)
+        self._let_go(0)  # tensors on their way hold cuts, and those their slabs
         self._cuts.rest()
 
     def close(self) -> None:
@@ -182,7 +182,7 @@ class Activations:
     def bring(self, packed: Saved) -> Tensor:
         """Give a tensor that autograd wants back, and start to bring those that it will want next."""
         packed.version.check()
-        self._bring(packed)
+        self._bring(packed)  # now, where it was not brought ahead: backward may want tensors in another order
         packed.arrived.wait()  # else compute reads what the copy has not brought yet
         assert packed.here is not None
         values, packed.here = packed.here, None
@@ -196,6 +196,7 @@ class Activations:
     def _bring(self, saved: Saved) -> None:
         """Start to bring a tensor back, if it is not on the device."""
         if saved.here is None:
+            # The copy starts after compute so far, which may have used this memory last.
             saved.here = torch.empty(saved.nbytes, dtype=torch.uint8, device=self._streams.device)
             saved.arrived = self._movement.copy(saved.home, buffer_home(saved.here), Label("bring", "activation"))
 

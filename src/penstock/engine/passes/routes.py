@@ -164,7 +164,7 @@ class AddedOnHost(Away):
                 gradient.measure(reduced.parts, squared_norms(home, reduced.ranges, pool=pool))
 
         # Not before the collective has made the values, nor while an earlier micro-batch still lands in the home or an
-        # update or a save still reads it.
+        # update or a move still reads it.
         after = all_of([received, self._home.memory.free])
         added = self._means.movement.land(reduced.values[: home.numel()], add, after=after, label=reduced.label)
         self._home.note_write(added)  # the next micro-batch and the update come after the sum

@@ -72,7 +72,7 @@ class Arguments:
     Attributes:
         leaves: what they hold, in containers too.
         positions: which of the leaves are tensors.
-        names: for each tensor, the argument that it is in.
+        names: the name of the argument that each tensor is in.
     """
 
     def __init__(self, signature: Signature, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:

@@ -34,7 +34,7 @@ class Uses:
         self._open: Counter[Unit] = Counter()  # forwards since the last backward that it has not come back to
 
     def note(self, units: Sequence[Unit]) -> Use:
-        """Note that a forward has ended whose backward will be announced, and give it a name."""
+        """Note that a forward has ended whose backward will be announced; return what it is announced by."""
         self._last = Use(units)
         self._open.update(units)
         return self._last

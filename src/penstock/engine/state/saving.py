@@ -123,17 +123,19 @@ class Saver:
             assert own is not None
             save = self._agree(folder, own, keep)
             if blocking:
-                save.run()
+                save.run()  # nothing is noted in the homes: the caller writes none of them before it returns
             else:
                 self._run_beside_training(save)
                 undo.pop_all()  # the folder and the ring are the save's now: given back here, they would go under it
 
     def _take(self, folder: Path, extra: Mapping[str, Any], undo: contextlib.ExitStack) -> _Own:
         """Copy everything small as it is now, draw up the table of tiles, and make the folder on the first rank."""
+        # Copies: the user's thread goes on to change what they are of while tiles are written.
         random = read_random(self._streams.device)
         buffers, tensors = to_tensors(persistent_buffers(self._model))
         sums = {key: checksum_of(tensor) for key, tensor in tensors.items()} if self._council.size > 1 else {}
         sources = self._sources()
+        # Here, before training goes on: to pin memory may have the device finish its work first.
         ring = undo.enter_context(contextlib.closing(RingMemory(sources, self._streams.device)))
         if not self._council.is_first:
             return _Own(random, tensors, sums, sources, ring)
