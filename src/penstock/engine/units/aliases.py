@@ -34,7 +34,7 @@ def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def _check_apart(held: list[tuple[str, Tensor]]) -> None:
-    """None of the tensors of a storage shares an element with a trained one."""
+    """Refuse a tensor of a storage that shares an element with a trained one there."""
     held.sort(key=lambda item: item[1].data_ptr())
     if all(one.data_ptr() + _extent_bytes(one) <= other.data_ptr() for (_, one), (_, other) in pairwise(held)):
         return
@@ -62,7 +62,7 @@ def _overlap(one: Tensor, other: Tensor) -> bool:
 
 
 def _extent(tensor: Tensor) -> int:
-    """Elements from the first to the last of a tensor, with what lies between them."""
+    """Count the elements from the first to the last of a tensor, with those that lie between and are not its own."""
     return 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
 
 

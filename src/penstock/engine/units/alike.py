@@ -22,6 +22,8 @@ def align_buffers(model: nn.Module, ranks: Ranks, device: torch.device) -> None:
     if ranks.world_size == 1:
         return
     buffers = [buffer for buffer in model.buffers() if _is_plain(buffer)]
+    # One broadcast for many: a model has hundreds of small buffers. Every rank divides them alike, by their sizes: one
+    # that sent another size than is expected would end the process group.
     for batch in _batches(buffers):
         packed = torch.cat([_packed(buffer) for buffer in batch])
         ranks.broadcast(packed)
@@ -39,7 +41,7 @@ def _is_plain(buffer: Tensor) -> bool:
 
 
 def _batches(buffers: Sequence[Tensor]) -> Iterator[list[Tensor]]:
-    """Some at a time; a larger one is alone."""
+    """Divide buffers into those that travel in one broadcast; one that is larger than the limit travels alone."""
     batch: list[Tensor] = []
     nbytes = 0
     for buffer in buffers:
@@ -54,7 +56,7 @@ def _batches(buffers: Sequence[Tensor]) -> Iterator[list[Tensor]]:
 
 
 def _packed(buffer: Tensor) -> Tensor:
-    """Its values as bytes, whatever its strides are, and whether it is a conjugate or negative view or not."""
+    """Give a buffer's values as bytes, whatever its strides are, and where it is a conjugate or negative view, too."""
     values = buffer.detach().resolve_conj().resolve_neg().contiguous()
     return as_bytes(values.view(-1))
 

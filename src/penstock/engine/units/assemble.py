@@ -27,17 +27,20 @@ def make_unit(
 
     Arguments:
         plan: where each home is.
-        index: of the unit among all.
-        parameters: of the unit, as they were before any of them gave up its memory.
-        rank: of this process among those that have a shard each.
-        streams: of the device that computes.
+        index: the unit's number among all.
+        parameters: the unit's own, noted before any of them gave up its memory.
+        rank: the number of this process among those that have a shard each.
+        streams: where work runs beside compute, on the device that computes.
         reserved: the memory and files that were taken for it.
     """
     spec, layout = plan.spec, plan.layout
+    # In the order of the plan, in which they were reserved: a slab hands out its memory one section after the other,
+    # and one that is made out of turn would get another one's.
     homes = {name: Home([reserved.make(section) for section in sections]) for name, sections in plan.sections.items()}
     full = None
     if not plan.resident:
         full = streams.make_buffer(layout.numel, spec.dtype)
+        # One object for good, and memory while the unit is gathered: views that autograd saves see the next gather.
         streams.retire(full)
     unit = Unit(spec, index, layout, parameters, rank=rank, home=homes[PARAM], replicated=plan.replicated, full=full)
     if spec.trainable:
@@ -55,16 +58,21 @@ def make_unit(
 def fill_unit(unit: Unit, homes: Homes, flats: Sequence[Flat]) -> None:
     """Put parameters into their home, and this rank's part of them into the master; their own memory goes.
 
+    Nothing is waited for and no event is noted: nobody else knows the homes yet, and whatever is submitted later
+    follows compute, which writes here.
+
     Arguments:
         unit: one whose homes are empty.
-        homes: what the master consists of.
-        flats: the values of its parameters.
+        homes: what was asked for of all units, which says what the master consists of.
+        flats: the values of its parameters, in the order of its slots.
     """
     remainder = homes.master_dtype == torch.int16 and homes.keeps_master(unit.spec)
     if unit.replica is not None:
         for slot, flat in zip(unit.layout.slots, flats, strict=True):
             for start, stop, (values,) in unit.replica.visit(slot.start, slot.stop, modify=True):
                 value = flat.read(start - slot.start, stop - slot.start)
+                # As the master splits it: copied as it is, a tie would be rounded otherwise than in the rank's own
+                # part.
                 values.copy_(split_master(value.float())[0] if remainder else value)
     parts = unit.parts()
     first = unit.own_range[0]
@@ -79,10 +87,11 @@ def fill_unit(unit: Unit, homes: Homes, flats: Sequence[Flat]) -> None:
             if unit.trained is None:
                 weights.param[inside].copy_(value)
                 continue
+            # The update starts from the shadow where there is one, and the gather from the parameter: the same bits.
             written = (weights.param if weights.shadow is None else weights.shadow)[inside]
             rest = None if weights.master is None else weights.master[inside]
             write_master(written, rest, value.float().to(written.device))
             if weights.shadow is not None:
                 weights.param[inside].copy_(written)
     unit.hide()  # their own memory goes here, before the values of the next unit come
-    unit.note_versions()
+    unit.note_versions()  # after the last write here: only writes by others are to be refused

@@ -24,11 +24,11 @@ class UnitSpec:
 
     Attributes:
         name: the block's name, or `root`; with a suffix where the block gives several units.
-        anchors: modules whose forward needs the unit's parameters.
+        anchors: modules whose forward needs the unit's parameters, the block first.
         inside: every module below the anchors.
         run_by: class of the module that runs the block; empty for what is no block.
-        names, parameters: the parameters, in the model's order.
-        dtype: dtype while computing.
+        names, parameters: what belongs to it, in the model's order.
+        dtype: the dtype that the parameters have while computing.
         trainable: whether the unit has gradients and optimizer state.
         persistent: whether the unit stays gathered between uses.
     """
@@ -59,10 +59,10 @@ class UnitSpec:
 def find_units(
     model: nn.Module, policy: UnitPolicy, *, owned: Set[nn.Parameter], compute_dtype: torch.dtype, persistent_bytes: int
 ) -> list[UnitSpec]:
-    """Group the parameters of a model into units, the rest of the model first, then the blocks in the model's order.
+    """Divide the parameters of a model into units: the rest of the model first, then the blocks in the model's order.
 
     Arguments:
-        model: the model.
+        model: the one whose parameters are grouped.
         policy: classes of the blocks, or a predicate on (name, module); `None` finds the repeated blocks.
         owned: parameters that the optimizer updates.
         compute_dtype: dtype of floating-point parameters while computing; those of batch norms stay in fp32, and
@@ -101,12 +101,13 @@ def find_units(
         inside = frozenset(module for anchor in unique for module in anchor.modules()) - set(unique)
         run_by = _run_by(model, block)
         specs.append(UnitSpec(name, unique, inside, run_by, names, parameters, dtype, trainable, small))
+    # The same order on every rank: what goes over all units, such as their first values, issues collectives in it.
     order = {block: index for index, block in enumerate(blocks)}
     return sorted(specs, key=lambda spec: min(order.get(_block_of(spec, blocks), 0), len(order)))
 
 
 def _dtype_in_use(parameter: nn.Parameter, modules: Sequence[nn.Module], compute_dtype: torch.dtype) -> torch.dtype:
-    """The dtype while computing of a parameter that these modules hold."""
+    """Choose the dtype that a parameter which these modules hold has while computing."""
     if _is_code(parameter):
         return parameter.dtype
     # Beside statistics in fp32 (batch norms) torch wants weights in fp32; it takes inputs in any dtype there.
@@ -127,7 +128,7 @@ def _block_of(spec: UnitSpec, blocks: dict[str, nn.Module]) -> str:
 
 
 def _run_by(model: nn.Module, block: str) -> str:
-    """Class of the module that a block is called from: its parent, or above, since lists of modules are not called."""
+    """Name the class of the module that calls a block: its parent, or above, since lists of modules are not called."""
     while block and block != ROOT:
         block = block.rpartition(".")[0]
         parent = model.get_submodule(block)
@@ -137,7 +138,7 @@ def _run_by(model: nn.Module, block: str) -> str:
 
 
 def _blocks(model: nn.Module, policy: UnitPolicy) -> dict[str, nn.Module]:
-    """The model itself as `root`, then the blocks by name."""
+    """Find the blocks that a policy selects, by name: the model itself as `root`, then the others."""
     if policy is None:
         return {ROOT: model, **_repeated_blocks(model)}
     if isinstance(policy, type):
@@ -161,7 +162,7 @@ def _blocks(model: nn.Module, policy: UnitPolicy) -> dict[str, nn.Module]:
 
 
 def _repeated_blocks(model: nn.Module) -> dict[str, nn.Module]:
-    """The outermost modules with parameters that stand in a list of at least two of them."""
+    """Find the outermost modules with parameters that stand in a list of at least two of them."""
     found: dict[str, nn.Module] = {}
 
     def visit(name: str, module: nn.Module) -> None:
@@ -180,7 +181,7 @@ def _repeated_blocks(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def _owners(model: nn.Module, blocks: dict[str, nn.Module]) -> dict[nn.Parameter, set[tuple[str, nn.Module]]]:
-    """For each parameter, the modules that hold it, each with the innermost block that it is in, on every path."""
+    """Find the modules that hold each parameter, each with the innermost block that it is in, on every path."""
     block_names = {module: name for name, module in blocks.items()}
     owners: dict[nn.Parameter, set[tuple[str, nn.Module]]] = {}
     seen: set[tuple[nn.Module, str]] = set()

@@ -54,10 +54,10 @@ class Holding:
 
     Attributes:
         forwards, backwards, unannounced, blocks: how many of each hold it.
-        used: its parameters were there for somebody to compute with, at some time.
-        empties_views: the buffer's memory goes when the unit is released, whoever has views of it. Autograd may have
-            saved some where nobody saw that, or what filled the buffer has failed.
-        shown: people have seen the buffer since it was filled, and may have kept views of it that are to stay good.
+        used: whether its parameters were ever there for somebody to compute with.
+        empties_views: whether the buffer's memory goes when the unit is released, whoever has views of it. Autograd may
+            have saved some where nobody saw that, or what filled the buffer has failed.
+        shown: whether people have seen the buffer since it was filled: views that they may have kept are to stay good.
     """
 
     def __init__(self) -> None:
@@ -69,57 +69,59 @@ class Holding:
 
     def become(self, residency: Residency) -> None:
         """Go on to another state, one that may follow."""
+        # A step that may not follow means that a unit is released under a reader, or gathered twice into one buffer.
         assert residency in _FOLLOWS[self.residency], f"{self.residency.name} -> {residency.name}"
         self.residency = residency
 
     def take(self, holder: Holder) -> None:
-        """One more of these needs the unit."""
+        """Count one more holder of this kind: the unit stays gathered until it lets go."""
         setattr(self, holder.value, getattr(self, holder.value) + 1)
         self.used = True
         self.shown = self.shown or holder is Holder.BLOCK
 
     def drop(self, holder: Holder) -> None:
-        """One of them needs it no longer."""
+        """Count one holder of this kind less. Whoever was the last of all has the unit released after this."""
         left = getattr(self, holder.value) - 1
         assert left >= 0, f"{holder.name} does not hold the unit"
         setattr(self, holder.value, left)
 
     def drop_all(self, holder: Holder) -> None:
-        """None of them needs it any longer."""
+        """Forget every holder of this kind: none of them needs the unit any longer."""
         setattr(self, holder.value, 0)
 
     def lose_forwards(self) -> None:
-        """Forwards have ended without a word, and so has what they kept for a backward that would not be announced."""
+        """Forget the forwards, which ended without a word, and what they kept for a backward that nothing announces."""
         self.drop_all(Holder.FORWARD)
         self.drop_all(Holder.UNANNOUNCED)
 
     def end_backward(self) -> None:
-        """The backward that was under way needs it no longer, announced or not."""
+        """Forget the backward that was under way, whether it was announced or not: it needs the unit no longer."""
         self.drop_all(Holder.BACKWARD)
         self.drop_all(Holder.UNANNOUNCED)
 
     def leave_blocks(self, count: int) -> None:
-        """So many `gathered` blocks hold it from now on. A count, so that it can be said again after an interrupt."""
+        """Set how many `gathered` blocks hold the unit from now on."""
+        # The number that is left, and not one less: a block that an interrupt stopped in here may say it again.
         self.blocks = count
 
     def note_unseen_saves(self) -> None:
-        """A forward is recorded where nobody sees what autograd saves: graphs may have views of the buffer."""
+        """Note that graphs may have views of the buffer: a forward was recorded where nobody sees what is saved."""
         self.empties_views = True
 
     def forget_unseen_saves(self) -> None:
-        """Backward is over, and with it the graphs that may have had views."""
+        """Note that backward is over, and with it the graphs that may have had views of the buffer."""
         self.empties_views = False
 
     def note_failed_fill(self) -> None:
-        """What filled the buffer has failed: nothing reads it."""
+        """Note that what filled the buffer has failed, so that its memory goes: nothing reads it."""
         self.empties_views = True
 
     def hand_to_caller(self) -> None:
-        """A module has returned parameters: the memory is the caller's too."""
+        """Note that a module has returned parameters: views of the buffer are the caller's, and have to stay good."""
         self.shown = True
 
     def note_emptied(self) -> None:
-        """What people may have kept of the buffer is theirs; the values that come next they have not seen."""
+        """Note that the buffer was emptied: nobody has seen the values that come next."""
         self.shown = False
 
     @property

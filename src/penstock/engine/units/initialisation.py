@@ -11,7 +11,7 @@ from penstock.errors import ConfigError
 
 
 def initialisers(model: nn.Module) -> dict[nn.Module, Any]:
-    """For each module that lies in a transformers model: the innermost one, which initialises it."""
+    """Find the model of transformers that initialises each module which lies in one: the innermost."""
     owners: dict[nn.Module, Any] = {}
     for outer in model.modules():  # from the outside in
         if hasattr(outer, "_init_weights"):
@@ -20,7 +20,7 @@ def initialisers(model: nn.Module) -> dict[nn.Module, Any]:
 
 
 def initialiser(module: nn.Module, owners: Mapping[nn.Module, Any]) -> Callable[[], object] | None:
-    """What gives a module's own parameters and buffers their first values, and for a container those inside."""
+    """Find what gives a module's own parameters and buffers their first values, and for a container those inside."""
     if module in owners:
         return partial(owners[module]._init_weights, module)
     own = getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)
@@ -33,9 +33,9 @@ def initialise(
     """Give a module's own parameters and buffers their first values, and see that each got one.
 
     Arguments:
-        model: that it is part of.
-        module: it.
-        owners: of `initialisers`.
+        model: the one that the module is part of, for names in messages.
+        module: the one that is initialised.
+        owners: what `initialisers` has found.
         gone: a parameter of each unit inside that is in its home already: NaN, which nothing may write to.
 
     Raises:
@@ -70,7 +70,7 @@ def initialise(
 
 
 def visits(model: nn.Module, owners: Mapping[nn.Module, Any]) -> list[nn.Module]:
-    """Modules in the order of `model.apply`: those inside others first, and one in two places twice.
+    """List modules in the order of `model.apply`: those inside others first, and one in two places twice.
 
     In a transformers model each comes once: it notes which are initialised.
     """
@@ -87,11 +87,12 @@ def visits(model: nn.Module, owners: Mapping[nn.Module, Any]) -> list[nn.Module]
 
 
 def settled(order: list[nn.Module], owners: Mapping[nn.Module, Any]) -> dict[nn.Module, int]:
-    """For each module, after which of these visits nothing writes to what is inside of it.
+    """Find for each module after which of these visits nothing writes to what is inside of it.
 
     What a container initialises by itself is not known before, so what lies inside waits for it. Models of transformers
     initialise module by module.
     """
+    # A unit's values may go home after that: written later, they would be written to placeholders.
     last = {module: number for number, module in enumerate(order)}
     for module in list(last):
         if module not in owners and initialiser(module, owners) is not None:
@@ -101,7 +102,7 @@ def settled(order: list[nn.Module], owners: Mapping[nn.Module, Any]) -> dict[nn.
 
 
 def containers(order: list[nn.Module]) -> dict[nn.Module, list[nn.Module]]:
-    """For each of these modules, those that it is inside of."""
+    """List for each of these modules those that it is inside of."""
     found: dict[nn.Module, list[nn.Module]] = {module: [] for module in order}
     for outer in found:
         for inner in outer.modules():

@@ -22,7 +22,7 @@ class Membership:
 
     Arguments:
         model: the prepared one.
-        units: all of its parameters.
+        units: all units, which hold all of its parameters.
     """
 
     def __init__(self, model: nn.Module, units: Sequence[Unit]) -> None:
@@ -62,7 +62,7 @@ class Membership:
                     self._look_at_memory(unit, addresses)
 
     def _look_for_strangers(self) -> None:
-        """Modules may change places, be wrapped, and go; parameters may not come."""
+        """Refuse parameters that have come since `prepare`. Modules may change places, be wrapped, and go."""
         if _in_functional_call():  # which puts others in their place, for this call
             return
         for name, module in self._model.named_modules():
@@ -85,7 +85,7 @@ class Membership:
 
     @torch.no_grad()
     def _take_in(self, unit: Unit, index: int) -> None:
-        """The parameter was given other memory: take its values over where that loses nothing, else refuse."""
+        """Take over the values of a parameter that was given other memory, where that loses nothing; else refuse."""
         parameter = unit.parameters[index]
         given = parameter.tensor
         if given.shape != parameter.slot.shape or given.device != unit.full.device or not unit.resident:

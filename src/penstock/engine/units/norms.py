@@ -13,7 +13,10 @@ from penstock.rules.deposit import squared_norms_of
 
 
 def measure_late(units: Iterable[Unit], streams: Streams) -> None:
-    """Take the norms of the parts that were not measured. What is in their homes is complete."""
+    """Take the norms of the parts of gradients that were not measured on their way. Waits for nothing.
+
+    Compute has written these homes itself, and takes the norms after that.
+    """
     late: list[tuple[Unit, Piece]] = []
     values = []
     for unit in units:
@@ -21,6 +24,7 @@ def measure_late(units: Iterable[Unit], streams: Streams) -> None:
             continue
         gradient = unit.trained.gradient
         home = reached(gradient.home, streams)
+        # A home that has moved away would be read before its copy is there: who moves one has it measured first.
         assert home is not None, "gradients are measured before their home moves"
         for part in unit.parts():
             if part.slot in gradient.unmeasured:

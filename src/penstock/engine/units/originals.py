@@ -11,9 +11,10 @@ from penstock.errors import ConfigError
 
 
 def keep_values(model: nn.Module) -> Callable[[], None]:
-    """Keep a model's parameters that have values, and its buffers. Returns what puts them back.
+    """Keep the values of a model's parameters, and its buffers. Return what puts them back.
 
-    Their memory is there until that is dropped: values that come from elsewhere may not fit, or not come.
+    Their memory is there until that is dropped: values that come from elsewhere may not fit, or not come. Parameters on
+    the meta device have none.
     """
     values = {p: p.detach() for p in model.parameters() if not p.is_meta}
     buffers = [(module, dict(module._buffers)) for module in model.modules() if module._buffers]
@@ -28,9 +29,10 @@ def keep_values(model: nn.Module) -> Callable[[], None]:
 
 
 def replace_meta(model: nn.Module) -> Callable[[], None]:
-    """Parameters on the meta device become empty ones on the cpu, the same objects: optimizers keep them.
+    """Make empty parameters on the cpu of those on the meta device, the same objects: optimizers keep them.
 
-    Returns what makes them as they were.
+    Returns:
+        What makes them as they were.
 
     Raises:
         ConfigError: one is held by what would not see that; nothing has changed.
@@ -43,7 +45,7 @@ def replace_meta(model: nn.Module) -> Callable[[], None]:
             _exchange(parameter, value)
         renew_references(model)
 
-    release_references(model)
+    release_references(model)  # before the first exchange, which they would stop
     try:
         for name, parameter in model.named_parameters():
             if parameter.is_meta:
@@ -64,14 +66,14 @@ def replace_meta(model: nn.Module) -> Callable[[], None]:
 
 
 def release_references(model: nn.Module) -> None:
-    """Recurrent modules of torch note their parameters by weak references, which exchanges refuse."""
+    """Drop the weak references by which torch's recurrent modules note their parameters: exchanges refuse those."""
     for module in model.modules():
         if isinstance(module, nn.RNNBase):
             module._flat_weight_refs = []
 
 
 def renew_references(model: nn.Module) -> None:
-    """Note them again."""
+    """Have torch's recurrent modules note their parameters again, after `release_references`."""
     for module in model.modules():
         if isinstance(module, nn.RNNBase):
             weights = module._flat_weights
@@ -81,5 +83,5 @@ def renew_references(model: nn.Module) -> None:
 def _exchange(parameter: nn.Parameter, value: Tensor) -> None:
     """Give a parameter a value on another device."""
     other = nn.Parameter(value, requires_grad=parameter.requires_grad)
-    other.__dict__.update(parameter.__dict__)
+    other.__dict__.update(parameter.__dict__)  # else what people set on it would go with the exchange
     torch.utils.swap_tensors(parameter, other)  # type: ignore[no-untyped-call]

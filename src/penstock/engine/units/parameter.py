@@ -19,13 +19,13 @@ class UnitParameter:
     """One parameter of a unit.
 
     Arguments:
-        tensor: the user's own parameter, whose memory is its own still.
-        index: number of its slot.
+        tensor: the user's own parameter, which still has memory of its own.
+        index: the number of its slot.
         slot: where its elements are in the unit's flat buffer.
 
     Attributes:
-        name: in the model.
-        required_grad: it was not frozen when it was prepared.
+        name: its name in the model.
+        required_grad: whether it was trained, and not frozen, when it was prepared.
     """
 
     __slots__ = ("_device", "_dtype", "_version", "index", "name", "required_grad", "slot", "tensor")
@@ -38,10 +38,11 @@ class UnitParameter:
         self.required_grad = tensor.requires_grad
         self._dtype = tensor.dtype
         self._device = tensor.device
+        # Torch counts every write but those through `.data`, which are ours: another number tells that people wrote.
         self._version = tensor._version
 
     def view_in(self, buffer: Tensor) -> Tensor:
-        """Its elements in the unit's full buffer, or in another one like it, in its shape."""
+        """View its elements in the unit's full buffer, or in another one like it, in its shape."""
         slot = self.slot
         return buffer[slot.start : slot.stop].view(slot.shape)
 
@@ -78,11 +79,11 @@ class UnitParameter:
         self.tensor.data = torch.empty(0, dtype=self._dtype, device=self._device) if value is None else value
 
     def as_before(self, value: Tensor) -> Tensor:
-        """A value in the dtype and on the device that the parameter had before `prepare`."""
+        """Bring a value to the dtype and to the device that the parameter had before `prepare`."""
         return value.to(device=self._device, dtype=self._dtype)
 
     def note_version(self) -> None:
-        """Take what it shows for what its home and its master say: writes are counted from here on."""
+        """Take what it shows for what its home and its master say: only writes after this are refused."""
         self._version = self.tensor._version
 
     def check_written(self) -> None:
@@ -119,6 +120,7 @@ class UnitParameter:
         """
         grad = self.tensor.grad
         assert grad is not None
+        # Now, not after the step: gradients of all units would be on the device at once, in memory that no tier counts.
         self.tensor.grad = None
         if grad.is_sparse:
             raise EngineError(f"Parameter '{self.name}' got a sparse gradient. Build its embedding with sparse=False.")
@@ -150,7 +152,7 @@ def make_parameters(tensors: tuple[nn.Parameter, ...], layout: FlatLayout) -> tu
 def count_writes(parameters: list[UnitParameter]) -> None:
     """Have torch count a write of these parameters: a graph from before it cannot be used any more."""
     count_write(parameter.tensor for parameter in parameters)  # one call for all of them
-    for parameter in parameters:
+    for parameter in parameters:  # else the next step would take this count for a write by people, and refuse it
         parameter.note_version()
 
 

@@ -24,11 +24,12 @@ class Homes:
 
     Attributes:
         params, grads, optimizer: fractions of their bytes, by tier.
-        sharded_params: parameters are sharded over ranks (stage 3), not replicated.
+        sharded_params: whether parameters are sharded over ranks (stage 3), not replicated.
+        grad_dtype: the dtype in which micro-batches are summed.
         master_dtype: int16 (remainder), float32 (full), or `None` where the parameter is its own master.
         states: the rule's states.
         tile_numel: elements of a tile.
-        streamed: the device updates tiles whose state rests elsewhere.
+        streamed: whether the device may update tiles whose state rests elsewhere.
     """
 
     params: Mapping[Tier, float]
@@ -46,7 +47,7 @@ class Homes:
         return self.master_dtype is not None and spec.trainable and spec.dtype != torch.float32
 
     def optimizer_bytes(self, spec: UnitSpec) -> float:
-        """Bytes of master weights and states of one element, or of the parameter where there are none."""
+        """Count the bytes of master weights and states of one element, or of the parameter where there are none."""
         nbytes = sum(state.dtype.itemsize + (4 / BLOCK_NUMEL if state.scale_name else 0) for state in self.states)
         if self.master_dtype is not None and self.keeps_master(spec):
             nbytes += self.master_dtype.itemsize
@@ -78,9 +79,9 @@ class UnitPlan:
         spec: the parameters.
         layout: where each of them is in the unit's flat buffer.
         homes: what was asked for, of every unit.
-        replicated: every rank holds all parameters, not its shard alone.
-        resident: compute reads the parameters where they rest.
-        sections: by home. Those of the parameters are of the whole unit where it is replicated.
+        replicated: whether every rank holds all parameters, not its shard alone.
+        resident: whether compute reads the parameters where they rest.
+        sections: what will be made, by home. Those of the parameters are of the whole unit where it is replicated.
         own_params: the sections of this rank's shard of the parameters.
         fields: which kind of the optimizer's home is what.
     """
@@ -105,7 +106,7 @@ class UnitPlan:
         return {**self.sections, PARAM: self.own_params}
 
     def all_sections(self) -> Iterator[SectionPlan]:
-        """Every section, in the order in which `make_unit` makes them."""
+        """Yield every section, in the order in which `make_unit` makes them."""
         for sections in self.sections.values():
             yield from sections
 
@@ -114,10 +115,10 @@ def plan_units(specs: Sequence[UnitSpec], homes: Homes, ranks: Ranks, streams: S
     """Plan the homes of every unit on this rank. Kinds that are split between tiers are cut over all units together.
 
     Arguments:
-        specs: the units, in order.
+        specs: what belongs to each unit, in order.
         homes: where their kinds are to be.
         ranks: how many shards there are, and which one is this rank's.
-        streams: of the device that computes: they say what it reads where it rests.
+        streams: those of the device that computes, which say what it reads where it rests.
     """
     layouts = [FlatLayout.build(s.names, [tuple(p.shape) for p in s.parameters], ranks.shards) for s in specs]
     # A file holds every byte once, whatever the stage: what is replicated elsewhere is gathered from shards there.
@@ -158,7 +159,7 @@ def plan_units(specs: Sequence[UnitSpec], homes: Homes, ranks: Ranks, streams: S
 def _plan_sections(
     spec: UnitSpec, homes: Homes, spans: Spans, own_params: Sequence[TierRange], streams: Streams
 ) -> tuple[dict[str, Sequence[SectionPlan]], Fields]:
-    """The sections of a unit by home, in the order in which they will be made, and the optimizer's kinds."""
+    """Plan the sections of a unit by home, in the order in which they will be made, and the optimizer's kinds."""
     sections: dict[str, Sequence[SectionPlan]] = {
         PARAM: _sections(PARAM, [Kind(PARAM, spec.dtype)], spans.params, spec, homes)
     }
@@ -186,7 +187,7 @@ def _plan_sections(
 
 
 def _optimizer_kinds(specs: Iterable[StateSpec]) -> tuple[list[Kind], Fields]:
-    """The kinds of the optimizer's home: each state, followed by its scales where it has some."""
+    """List the kinds of the optimizer's home: each state, followed by its scales where it has some."""
     kinds: list[Kind] = []
     states: list[int] = []
     scales: list[int | None] = []
@@ -199,7 +200,7 @@ def _optimizer_kinds(specs: Iterable[StateSpec]) -> tuple[list[Kind], Fields]:
 
 
 def _needs_shadow(params: Tier, optimizer: Tier, streams: Streams) -> bool:
-    """Where the update cannot reach the parameters, it writes a copy beside its state, the master's other part.
+    """Whether the update cannot reach the parameters, and writes a copy beside its state, the master's other part.
 
     Tiles that come from or go to a file are brought to the update anyway, and the parameters with them.
     """
@@ -209,7 +210,7 @@ def _needs_shadow(params: Tier, optimizer: Tier, streams: Streams) -> bool:
 def _sections(
     home: str, kinds: Iterable[Kind], spans: Iterable[TierRange], spec: UnitSpec, homes: Homes
 ) -> list[SectionPlan]:
-    """The sections of one home: one for each stretch of tiles that is on one tier."""
+    """Plan the sections of one home: one for each span of tiles that are on one tier."""
     kinds = list(kinds)
     return [
         SectionPlan(

@@ -20,7 +20,8 @@ class ReadWatch(Generic[Owner]):
     """The parameters of one module, and which of their owners (units) have theirs hidden.
 
     Arguments:
-        owners: of its parameters.
+        module: the one whose parameters are watched.
+        owners: the owner (unit) of each parameter of the model.
         notice: called with the owner when a hidden parameter is looked up, before the parameter is handed out.
     """
 
@@ -35,13 +36,13 @@ class ReadWatch(Generic[Owner]):
         self._hidden: set[Owner] = set()
 
     def hide(self, owner: Owner) -> None:
-        """The owner's parameters are placeholders from now on."""
+        """Watch for reads of the owner's parameters from now on: they are placeholders."""
         if not self._hidden:
             self._exchange(self._watched)
         self._hidden.add(owner)
 
     def show(self, owner: Owner) -> None:
-        """They are there."""
+        """Stop watching for reads of the owner's parameters: they are there."""
         self._hidden.discard(owner)
         if not self._hidden:
             self._exchange(self._plain)
@@ -52,14 +53,15 @@ class ReadWatch(Generic[Owner]):
         self._exchange(self._plain)
 
     def looked_up(self, parameter: nn.Parameter | None) -> None:
-        """Somebody reads a parameter."""
+        """Tell that a parameter is read, if it is hidden: its owner is gathered before the parameter is handed out."""
         owner = self._owners.get(parameter) if parameter is not None else None
+        # Before the look-up returns: who asked gets the same object, and would compute with NaN.
         if owner is not None and owner in self._hidden:
             self._notice(owner, self._module)
 
     def _exchange(self, new: Named) -> None:
         old = self._module._parameters
-        if old is not new:
+        if old is not new:  # else it would be cleared, and be empty
             new.clear()
             new.update(old)  # with what was registered or deleted since
             self._module.__dict__["_parameters"] = new  # Module.__setattr__ looks for modules and buffers first
@@ -87,7 +89,7 @@ class _Watched(Named):
 def watch_reads(
     model: nn.Module, owners: Mapping[nn.Parameter, Owner], notice: Callable[[Owner, nn.Module], None]
 ) -> Mapping[Owner, list[ReadWatch[Owner]]]:
-    """A watch for each module that owns parameters, by the owners (units) of those."""
+    """Make a watch for each module that owns parameters, and list them by the owners (units) of those."""
     by_owner: dict[Owner, list[ReadWatch[Owner]]] = {}
     for module in model.modules():
         found = {owners[p] for p in module.parameters(recurse=False) if p in owners}

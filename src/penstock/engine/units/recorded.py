@@ -35,11 +35,12 @@ class Recorded:
         self._unmarked: list[_Graph] = []
 
     def mark(self, grad: Tensor) -> Tensor:
-        """A backward is being recorded, and comes to the unit with this gradient. Returns what it is to go on with.
+        """Note that a backward which is being recorded comes to the unit. Return the gradient it is to go on with.
 
         All that is recorded of the unit follows from the gradient, so a node there lives as long as the graph does.
         """
         graph = _Graph()
+        # Weakly: kept here, the token would stay, and the graph seem to live for ever.
         self._graphs.append(weakref.ref(graph))
         self.is_new = True
         if is_functorch_wrapped_tensor(grad):  # nobody can tell when its graph is gone
@@ -60,20 +61,20 @@ class Recorded:
         return bool(self._graphs)
 
     def keep(self, buffer: Tensor) -> None:
-        """Leave a buffer to the graphs."""
+        """Leave a buffer to the graphs: released parameters show it from now on."""
         self.shown, self.is_new = buffer, False
 
     def end_unmarked(self) -> None:
-        """A backward was not recorded: what cannot be told to live is taken for gone."""
+        """Take graphs of which nobody can tell whether they live for gone: a backward came that was not recorded."""
         self._unmarked.clear()
 
     def outdate(self) -> None:
-        """The values have changed: torch refuses the backward of these graphs."""
+        """Forget every graph, because the values have changed: torch refuses the backward of these graphs."""
         self._graphs.clear()
         self._unmarked.clear()
 
     def forget(self) -> None:
-        """No graph is left: parameters show nothing of theirs any longer."""
+        """Let go of the buffer that was left to graphs: none of them lives, and parameters show it no longer."""
         self.shown, self.is_new = None, False
 
 

@@ -34,7 +34,7 @@ class Flat(ABC):
 
     @abstractmethod
     def read(self, start: int, stop: int) -> Tensor:
-        """Elements `start` to `stop`, 1-D."""
+        """Return elements `start` to `stop`, 1-D."""
 
 
 class Whole(Flat):
@@ -44,7 +44,7 @@ class Whole(Flat):
         self._values = values.detach().reshape(-1)
 
     def read(self, start: int, stop: int) -> Tensor:
-        """A view."""
+        """View them in place."""
         return self._values[start:stop]
 
 
@@ -53,27 +53,38 @@ class Source(ABC):
 
     @abstractmethod
     def units(self, specs: Sequence[UnitSpec]) -> Iterator[tuple[int, list[Flat]]]:
-        """The values of each unit's parameters, and the unit's number, as they become available. Collective."""
+        """Yield each unit's number and the values of its parameters, as they become available. Collective.
+
+        Whoever takes them has put a unit's values into its homes before he asks for the next one's.
+        """
 
     def close(self) -> None:  # noqa: B027 - most have nothing open
         """Close what is open."""
 
 
 class FirstRank(Source):
-    """The model's own values, those of the first rank."""
+    """The model's own values, those of the first rank.
+
+    Arguments:
+        ranks: all that get the values.
+        device: where they are sent from and received.
+    """
 
     def __init__(self, ranks: Ranks, device: torch.device) -> None:
         self._ranks = ranks
         self._device = device
 
     def units(self, specs: Sequence[UnitSpec]) -> Iterator[tuple[int, list[Flat]]]:
-        """In order."""
+        """Yield the units in order: each rank has what the first one has of them."""
+        # Ranks have compared their units before: broadcasts of equal size match whatever they are of, and a rank with
+        # another order would take one parameter's values for another's.
         for number, spec in enumerate(specs):
             yield number, [Whole(self._broadcast(parameter.detach())) for parameter in spec.parameters]
 
     def _broadcast(self, value: Tensor) -> Tensor:
         flat = value.reshape(-1)
         if self._ranks.world_size > 1:
+            # A copy: the broadcast overwrites it, and the model keeps its own values until they are in their homes.
             flat = flat.to(self._device, copy=True)
             self._ranks.broadcast(flat)
         return flat
@@ -83,8 +94,8 @@ class Given(Source):
     """Values by name: from files, from a mapping, or from a function.
 
     Arguments:
-        model: whose parameters and buffers are looked up under each of their names.
-        weights: where the values are.
+        model: the one whose parameters and buffers are looked up, under each of their names.
+        weights: where the values are: what `prepare` was given.
 
     Raises:
         ConfigError: names what is missing, unexpected, or of another shape or dtype, all at once.
@@ -102,11 +113,12 @@ class Given(Source):
             names.setdefault(buffer, []).append(name)
         self._names = {tensor: self._known(aliases) for tensor, aliases in names.items()}
         self._shapes = {tensor: tuple(tensor.shape) for tensor in names}
+        # Refused here, the model is as it was: no value was moved. What a function gives is looked at as it comes.
         self._check(names)
         self._fill_buffers()
 
     def units(self, specs: Sequence[UnitSpec]) -> Iterator[tuple[int, list[Flat]]]:
-        """In order; of files each rank reads what it keeps."""
+        """Yield the units in order; of files each rank reads what it keeps, and ranks need not meet for it."""
         for number, spec in enumerate(specs):
             yield number, [self._flat(parameter) for parameter in spec.parameters]
 
@@ -116,7 +128,7 @@ class Given(Source):
             self._weights.close()
 
     def _list(self) -> Mapping[str, tuple[tuple[int, ...], torch.dtype]] | None:
-        """Shape and dtype of what there is, by name; `None` where that is not known beforehand."""
+        """List the shape and dtype of what there is, by name; `None` where that is not known beforehand."""
         if isinstance(self._weights, WeightFiles):
             return {name: (entry.shape, entry.dtype) for name, entry in self._weights.entries.items()}
         if isinstance(self._weights, Mapping):
@@ -127,7 +139,7 @@ class Given(Source):
         return None
 
     def _known(self, aliases: Sequence[str]) -> list[str]:
-        """The names under which a tensor is there; a function is asked for all of them."""
+        """Pick the names under which a tensor's values are there; a function is asked for all of them."""
         held = self._held
         return list(aliases) if held is None else [name for name in aliases if name in held]
 
@@ -150,7 +162,7 @@ class Given(Source):
         return ConfigError(f"weights do not fit {type(self._model).__name__}: {'; '.join(faults)}.")
 
     def _differences(self, tensor: Tensor) -> list[str]:
-        """Other names of a tensor under which there are other values."""
+        """Find the names of a tied tensor under which there are other values than under its first one."""
         if len(self._names[tensor]) < 2:
             return []
         first, *others = self._names[tensor]
@@ -175,7 +187,7 @@ class Given(Source):
         return first
 
     def _ask(self, name: str, parameter: Tensor) -> Flat:
-        """What the function gives for a name."""
+        """Call the function for a name, and refuse what does not fit the parameter."""
         assert callable(self._weights)
         try:
             value = self._weights(name)
@@ -193,15 +205,20 @@ class Given(Source):
             for key, buffer in module._buffers.items():
                 if buffer is not None and self._held is not None and self._names[buffer]:
                     flat = self._flat(buffer).read(0, buffer.numel())
+                    # A copy: forward writes to buffers (statistics), and what was given stays the caller's.
                     module._buffers[key] = flat.to(buffer.dtype).view(buffer.shape).clone()
         owners = initialisers(self._model)
         for module in self._model.modules():
             if any(buffer is not None and buffer.is_meta for buffer in module._buffers.values()):
+                # As if no number was drawn: a model whose buffers are not on the meta device draws none here, and
+                # training is to go on with the same numbers.
                 with torch.random.fork_rng(devices=[]):
                     initialise(self._model, module, owners)
 
 
 class _InFile(Flat):
+    """Values in a file, of which only what is asked for is read."""
+
     def __init__(self, files: WeightFiles, name: str) -> None:
         self._files = files
         self._name = name
@@ -216,14 +233,16 @@ class Initialised(Source):
     They are those of initialising the whole model on one cpu, in the order of `model.apply`.
 
     Arguments:
-        model: each module with parameters has a `reset_parameters`, or lies in a transformers model.
+        model: one in which each module with parameters has a `reset_parameters`, or lies in a transformers model.
+        ranks: all that initialise it.
+        device: where the state of the random numbers is sent from and received.
     """
 
     def __init__(self, model: nn.Module, ranks: Ranks, device: torch.device) -> None:
         self._model = model
         self._ranks = ranks
         self._device = device
-        self._shapes = {p: (tuple(p.shape), p.dtype) for p in model.parameters()}
+        self._shapes = {p: (tuple(p.shape), p.dtype) for p in model.parameters()}  # now: they go to homes one by one
         self._owners = initialisers(model)
         without = [
             name or type(module).__name__
@@ -237,8 +256,9 @@ class Initialised(Source):
             )
 
     def units(self, specs: Sequence[UnitSpec]) -> Iterator[tuple[int, list[Flat]]]:
-        """Each once nothing more initialises what is inside of its outermost module."""
+        """Yield each unit once nothing more initialises what is inside of its outermost module."""
         own_state = torch.get_rng_state()
+        # Every rank initialises everything by itself, from one state: the values are the same and none has to be sent.
         if self._ranks.world_size > 1:
             state = own_state.to(self._device)
             self._ranks.broadcast(state)
@@ -246,6 +266,8 @@ class Initialised(Source):
         try:
             yield from self._initialised(specs)
         finally:
+            # The first rank has drawn numbers, as it would have without us. The others go on with their own state: that
+            # of the first rank would give all of them the same dropout.
             if self._ranks.rank != 0:
                 torch.set_rng_state(own_state)
 
@@ -259,6 +281,7 @@ class Initialised(Source):
             fresh = [p for p in _own(module) if p not in done]
             for parameter in fresh:
                 shape, dtype = self._shapes[parameter]
+                # NaN, by which `initialise` finds what a module leaves out.
                 nothing = float("nan") if dtype.is_floating_point else 0
                 give_values(parameter, torch.full(shape, nothing, dtype=dtype, device="cpu"))
             done.update(fresh)
@@ -267,6 +290,8 @@ class Initialised(Source):
             for index, spec in enumerate(specs):
                 if last[spec.anchors[0]] == number:
                     yield index, [Whole(parameter) for parameter in spec.parameters]
+                    # Its parameters are placeholders from here on, and read as NaN. What a module around them writes
+                    # there later would be lost in silence: `initialise` looks whether one of each unit still does.
                     if spec.dtype.is_floating_point:
                         for outer in around[spec.anchors[0]]:
                             gone[outer].append(spec.parameters[0])
@@ -275,18 +300,20 @@ class Initialised(Source):
 def open_source(
     model: nn.Module, weights: Weights | None, ranks: Ranks, device: torch.device, undo: contextlib.ExitStack
 ) -> Source:
-    """Where first values come from. Where that is not the model, it keeps what it has until they are all there.
+    """Choose where first values come from. Where that is not the model, it keeps its own until all of them are there.
+
+    Collective.
 
     Arguments:
-        model: that gets them.
-        weights: what `prepare` was given.
-        ranks: all of them open one at once.
-        device: of their collectives.
-        undo: closed where the values do not come.
+        model: the one that gets the values.
+        weights: what `prepare` was given; `None` for the model's own values.
+        ranks: all that train the model; each opens a source at the same time.
+        device: where the tensors of their collectives are.
+        undo: what is closed where the values do not come: it puts the model's own back.
     """
     if weights is None:
         return FirstRank(ranks, device)
-    undo.callback(keep_values(model))
+    undo.callback(keep_values(model))  # first: to open a source fills buffers
     source: Source | None = None
     with agreeing(weights, ranks):
         source = Initialised(model, ranks, device) if weights == INIT else Given(model, weights)
@@ -296,7 +323,11 @@ def open_source(
 
 @contextlib.contextmanager
 def agreeing(weights: Weights | None, ranks: Ranks) -> Iterator[None]:
-    """Where this fails on one rank, it fails on all: values that are given may be others on each. Collective."""
+    """Stop every rank where what is inside fails on one: values that are given may be others on each. Collective.
+
+    Ranks meet at its end. Inside there must be no collective that a rank which failed before it does not come to.
+    """
+    # The model's own values are the first rank's on every rank: they fit, or were refused before.
     if weights is None or ranks.world_size == 1:
         yield
         return
@@ -304,12 +335,12 @@ def agreeing(weights: Weights | None, ranks: Ranks) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        failure = error
+        failure = error  # not raised yet: the others wait for this rank in the meeting
     ranks.council.agree(failure)
 
 
 def _oddity(name: str, value: object) -> list[str]:
-    """What is no plain tensor with values."""
+    """Say why a value is no plain tensor with values; an empty list where it is one."""
     if not isinstance(value, Tensor):
         return [f"'{name}' is a {type(value).__module__}.{type(value).__qualname__}".replace(" builtins.", " ")]
     if value.is_meta:
@@ -321,7 +352,7 @@ def _oddity(name: str, value: object) -> list[str]:
 
 
 def _same(one: Flat, other: Flat, shape: tuple[int, ...], dtype: torch.dtype) -> bool:
-    """Whether two values are the same in a dtype, block by block."""
+    """Whether two values are the same once they are in a dtype. Compares block by block; NaN is the same as NaN."""
     numel = math.prod(shape)
     for start in range(0, numel, _COMPARED_NUMEL):
         a, b = (flat.read(start, min(start + _COMPARED_NUMEL, numel)).to(dtype) for flat in (one, other))

@@ -41,9 +41,9 @@ class Gradient:
         held: slots whose values `home` holds, which the next micro-batch is added to. Elsewhere in it is what a step
             before has left.
         pending: the flat gradient of the backward under way, not reduced yet (reduce dtype, whole unit).
-        rests: `pending` is in host memory, beside the tiers.
+        rests: whether `pending` waits in host memory, which no tier counts, for the next micro-batch.
         arrived: slots that `pending` holds.
-        due: other ranks may have one to be reduced: this rank takes part, with zeros where it has none.
+        due: whether other ranks may have one to be reduced: this rank takes part, with zeros where it has none.
         flaws: once `home` is written, on how many ranks it is not finite; `None` where the norms on the host say it,
             and where nobody asks.
         flawed: whether a micro-batch was not finite in this rank's shard, where the home measures their sum too late
@@ -63,13 +63,14 @@ class Gradient:
     flawed: Tensor | None = None
 
     def measure(self, parts: Sequence[Piece], squared_norms: Sequence[float | Tensor]) -> None:
-        """Note the squared norms of these parts."""
+        """Note the squared norms of these parts, which are then no longer to be taken."""
         for (index, _, _), norm in zip(parts, squared_norms, strict=True):
             self.squared_norms[index] = norm
             self.unmeasured.discard(index)
 
     def is_finite(self) -> bool:
         """Whether its norm is, over all ranks. The home is written, and the host was told."""
+        # Read without a wait: the copy that told the host is the home's last write, which the caller has waited for.
         if self.flaws is not None:
             return float(self.flaws) == 0
         return all(math.isfinite(float(norm)) for norm in self.squared_norms.values())
@@ -83,18 +84,19 @@ class Weights(NamedTuple):
     master: Tensor | None
 
     def read(self) -> Tensor:
-        """The fp32 values, where the master is."""
+        """Compute the fp32 values, in the memory that the master is in."""
         return read_master(self._beside_master(), self.master)
 
     def write(self, values: Tensor) -> None:
         """Write fp32 values, from anywhere, into the parameter and its master."""
         written = self._beside_master()
         write_master(written, self.master, values.to(written.device))
+        # Else forward would read another value than the one that the next update starts from.
         if written is not self.param:
             self.param.copy_(written)
 
     def _beside_master(self) -> Tensor:
-        """What the master completes: a shadow, the parameter, or a copy of it where a move has parted the two."""
+        """Give what the master completes: a shadow, the parameter, or a copy of it where a move has parted the two."""
         if self.shadow is not None:
             return self.shadow
         return self.param if self.master is None else self.param.to(self.master.device)
@@ -102,13 +104,18 @@ class Weights(NamedTuple):
 
 @dataclass(frozen=True)
 class Fields:
-    """Which of the optimizer home's kinds is what."""
+    """Which of the optimizer home's kinds is what.
+
+    Attributes:
+        states: the number of each state's kind.
+        scales: the number of the kind that has a state's scales, where it is stored in 8 bits with one for each block.
+    """
 
     states: tuple[int, ...]
-    scales: tuple[int | None, ...]  # of 8-bit states, one value per block
+    scales: tuple[int | None, ...]
 
     def name(self, views: Views) -> tuple[tuple[Tensor, ...], tuple[Tensor | None, ...]]:
-        """The states of a range of elements, and their scales."""
+        """Pick the states of a range of elements out of all values of the home there, and their scales."""
         states = tuple(views[index] for index in self.states)
         return states, tuple(None if index is None else views[index] for index in self.scales)
 
@@ -129,7 +136,7 @@ class Trained:
     tiles: Sequence[tuple[Piece, ...]]
 
     def update_tier(self, number: int) -> Tier:
-        """Where a tile is updated: on the device if its states live there, else on the host."""
+        """Say where a tile is updated: on the device if its states live there, else on the host."""
         section, _ = self.optimizer.tile(number)
         return Tier.DEVICE if section.tier is Tier.DEVICE else Tier.CPU
 
@@ -146,10 +153,10 @@ class Unit:
         spec: what belongs to it.
         index: its number among all units.
         layout: where each parameter is in the flat buffer.
-        parameters: each of them, in the order of their slots.
-        rank: whose shard this process has.
+        parameters: the seam for each of them, in the order of their slots.
+        rank: the one whose shard this process has.
         home: where the parameters rest: the whole unit if it is replicated over ranks, else this rank's shard.
-        replicated: every rank has all of it.
+        replicated: whether every rank has all of it.
         full: what compute reads; `None` where it reads the home itself.
     """
 
@@ -171,18 +178,24 @@ class Unit:
         self.layout = layout
         self.parameters = parameters
         self.rank = rank
+        # The part shares the events of the whole: a gather that copies the replica waits for an update of the shard.
         self.params = home.part(*layout.shard_range(rank)) if replicated else home
         self.replica = home if replicated else None
         self.resident = full is None  # compute reads the replica: nothing to gather, nothing to release
-        if full is None:
+        if full is None:  # the home's own memory, in one section: parameters are views of it
             (full,) = home.sections[0].tensors
         self.full = full
         self.trained: Trained | None = None
         self.holding = Holding()
         self.recorded = Recorded()
         self.reads: Sequence[ReadWatch[Unit]] = ()  # told when the parameters are hidden and shown
-        self.event: Event = DONE  # what fills the full buffer, or copies from it, is over
-        self.stale = False  # replicated: the other ranks' parts are from before the last update
+        # What fills the full buffer, or copies from it, is over. Whoever shows the buffer or takes its memory waits for
+        # this first: else compute reads half a gather, or a copy under way writes into memory that is somebody else's.
+        self.event: Event = DONE
+        # Replicated: the other ranks' parts are from before the last update. The same on every rank, because it decides
+        # whether an all-gather is issued: a rank that issued one alone would wait for ever.
+        self.stale = False
+        # NaN: what reads a parameter that is not there shows it, instead of computing with values of another unit.
         self.placeholder = torch.full((), float("nan"), dtype=torch.float32, device=full.device).to(spec.dtype)
         self._nothing = self.placeholder.clone()
         if not self.resident:
@@ -234,7 +247,11 @@ class Unit:
         return self.homes | {PARAM: self.params}
 
     def exchange(self, name: str, home: Home) -> None:
-        """What the home of a name is from now on; not of the parameters."""
+        """Put another home in the place of one, by its name: of any but the parameters.
+
+        The new one has events of its own, and nobody asks for those of the old one from here on. So the copy between
+        the two has to follow those, and to be noted in the new one, before this.
+        """
         trained = self.trained
         assert trained is not None
         if name == GRAD:
@@ -248,9 +265,13 @@ class Unit:
             trained.shadow = home
 
     def visit(self, start: int, stop: int, *, modify: bool = False) -> Iterator[tuple[int, int, Weights]]:
-        """Look at the parameters of a range of this rank's shard, piece by piece. See `Home.visit`."""
+        """Look at the parameters of a range of this rank's shard, piece by piece. See `Home.visit`.
+
+        It reads and writes on the caller's time and waits for nothing: updates and copies of these homes are over.
+        """
         others = [] if self.trained is None else [self.trained.shadow, self.trained.master]
         for first, last, ((param,), *rest) in visit_together([self.params, *others], start, stop, modify=modify):
+            # A home that keeps nothing of these elements has no views of them.
             shadow, master = (views[0] if views else None for views in rest) if rest else (None, None)
             yield first, last, Weights(param, shadow, master)
 
@@ -262,7 +283,7 @@ class Unit:
     @property
     def shown(self) -> Tensor:
         """What the parameters are views of where they are no placeholders."""
-        kept = self.recorded.shown
+        kept = self.recorded.shown  # for graphs, whose backward nothing announces
         return kept if kept is not None and self.holding.residency is not Residency.GATHERED else self.full
 
     def expose(self, buffer: Tensor | None = None) -> None:
@@ -270,20 +291,22 @@ class Unit:
         buffer = self.full if buffer is None else buffer
         for parameter in self.parameters:
             parameter.expose(buffer)
-        for watch in self.reads:
+        for watch in self.reads:  # last: a module tells of reads as long as any of its parameters is a placeholder
             watch.show(self)
 
     def hide(self) -> None:
         """Make the parameters placeholders: their real shape, NaN when read, one element of memory, no writes."""
         for parameter in self.parameters:
             parameter.hide(self.placeholder)
-        self.placeholder.copy_(self._nothing)  # torch lets people write all elements of it at once
+        # Torch lets people write all elements of a placeholder at once. What they wrote would be read for values.
+        self.placeholder.copy_(self._nothing)
         for watch in self.reads:
             watch.hide(self)
 
     def watch_reads(self, watches: Sequence[ReadWatch["Unit"]]) -> None:
         """Tell these when the parameters are hidden and shown."""
         self.reads = watches
+        # Parameters were hidden before there was a watch: it would take them for shown, and their first read be NaN.
         if self.holding.residency is not Residency.GATHERED:
             self.hide()
 
@@ -294,12 +317,16 @@ class Unit:
         return not any(plan.cells for home in copies for plan in home.plans)
 
     def note_versions(self) -> None:
-        """Take what the parameters show for what the home and the master say."""
+        """Take what the parameters show for what the home and the master say: only later writes are refused."""
         for parameter in self.parameters:
             parameter.note_version()
 
     def count_writes(self, slots: Iterable[int] | None = None) -> None:
-        """The values of these parameters change, or of all: a graph from before cannot be used any more."""
+        """Have torch count a write of the parameters in these slots, or of all, so that it refuses graphs from before.
+
+        Updates write the homes, where torch sees nothing. Without the count, a backward through a graph from before a
+        step would give gradients of values that are gone, and no error.
+        """
         indices = range(len(self.parameters)) if slots is None else slots
         count_writes([self.parameters[index] for index in indices])
 
@@ -310,7 +337,9 @@ class Unit:
             EngineError: names the parameter.
         """
         if self.resident and self.is_whole:
-            return  # what was written is all there is
+            return  # what was written is all there is: the update starts from it
+        # Else a gathered copy was written, or a parameter and not its master: the update starts from home and master,
+        # and would undo it in silence.
         for parameter in self.parameters:
             parameter.check_written()
 
@@ -320,7 +349,7 @@ class Unit:
         return self.params is None
 
     def drop(self) -> None:
-        """Let go of every tensor."""
+        """Let go of every tensor. Work on them is over: nothing here waits for it."""
         self.trained = None
         self.full = torch.empty(0, dtype=self.spec.dtype, device="cpu")
         self.params = self.replica = None  # type: ignore[assignment]
@@ -334,13 +363,13 @@ class Unit:
         return self.spec.spans(other.spec) or other.contains(self)
 
     def parts(self) -> list[Piece]:
-        """The parts of slots that this rank has."""
+        """List the parts of slots that are in this rank's shard, counted from its start."""
         first = self.own_range[0]
         overlaps = ((index, self.layout.overlap(slot, self.rank)) for index, slot in enumerate(self.layout.slots))
         return [Piece(index, found[0] - first, found[1] - first) for index, found in overlaps if found]
 
     def pieces(self, number: int, count: int) -> Iterator[Piece]:
-        """The pieces of a stretch of tiles, each parameter's in one."""
+        """Yield the pieces of slots that lie in `count` tiles from tile `number` on, each parameter's in one piece."""
         first = number * self.params.sections[0].tile_numel
         last = first + count * self.params.sections[0].tile_numel
         for slot, start, stop in self.parts():
@@ -349,7 +378,7 @@ class Unit:
 
 
 def reached(home: Home, streams: Streams) -> Tensor | None:
-    """The values of a home of one kind, where compute reaches all of them in one piece."""
+    """Return the values of a home of one kind, if compute reaches all of them in one piece, else `None`."""
     section, *others = home.sections
     if others or not in_reach(section.tier, Tier.DEVICE, streams):
         return None

@@ -13,7 +13,7 @@ from penstock.errors import EngineError
 
 
 def count_write(tensors: Iterable[Tensor]) -> None:
-    """Their values change, where torch does not see it."""
+    """Have torch count a write of tensors whose values change where it does not see that."""
     torch.autograd.graph.increment_version(list(tensors))
 
 
@@ -35,7 +35,8 @@ class Version:
     """The version that a tensor has now.
 
     Arguments:
-        tensor: not kept, unless `keeps`: of another one there is the counter alone, without memory.
+        tensor: the one that is looked at.
+        keeps: keep the tensor itself; else its counter alone is kept, without memory.
     """
 
     __slots__ = ("_counter", "_expected")
@@ -64,6 +65,6 @@ class Kept:
         self._version = 0 if tensor.is_inference() else tensor._version
 
     def take(self) -> Tensor:
-        """The tensor; an error if it was written since."""
+        """Give the tensor back; refuse if it was written since. Raises what `check_version` does."""
         check_version(self._tensor, self._version)
         return self._tensor

@@ -17,6 +17,7 @@ def weakly(method: Callable[..., Any], owner: Owner, *values: int) -> Callable[.
     reference = weakref.ref(owner)
 
     def hook(*arguments: Any) -> None:
+        # Both held for the length of the call: collection may come between the question and the use.
         called, first = call(), reference()
         if called is not None and first is not None:
             called(first, *values, *arguments)
