@@ -332,6 +332,7 @@ class Stepper:
         return early
 
     def _check_groups_kept(self, begun: Mapping[Unit, _Begun], plans: Mapping[Unit, Plan]) -> None:
+        """Refuse options that changed since backward: some tiles of a unit were updated with those of before."""
         for unit, as_begun in begun.items():
             if plans.get(unit) != as_begun.plan:
                 raise EngineError(

@@ -263,6 +263,7 @@ class Updater:
         unit.stale = unit.replica is not None and unit.layout.shards > 1
 
     def _base(self, unit: Unit, index: int) -> int:
+        """Compute what, added to an index in the shard, numbers a slot's elements among all of the optimizer."""
         return self._firsts[unit.spec.parameters[index]] + unit.own_range[0] - unit.layout.slots[index].start
 
     def _apply(
