@@ -399,12 +399,12 @@ class Optimizer(torch.optim.Optimizer):
 
         Arguments:
             path: the checkpoint's folder, on a file system that all ranks share. Made where it is missing.
-            extra: of the first rank: numbers, strings, tensors, and lists, tuples and dicts of them, such as the
-                `state_dict()` of a scheduler.
+            extra: what else is saved, of the first rank: numbers, strings, tensors, and lists, tuples and dicts of
+                them, such as the `state_dict()` of a scheduler.
             blocking: return when the checkpoint is whole. Else training goes on while it is written: an update waits
                 until the tiles of its unit were copied, and `synchronize`, the next `save` and `close` wait for the
                 rest and raise its error.
-            keep: of the checkpoints in the same parent folder only the newest so many stay, once this one is whole.
+            keep: how many checkpoints stay in the parent folder, the newest, once this one is whole; `None` for all.
             if_busy: what happens while another one is being saved: `"wait"` for it, or `"raise"`.
 
         Raises:
