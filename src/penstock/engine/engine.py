@@ -113,17 +113,18 @@ class Engine:
         2. End what is under way: from here on nobody works on memory of ours.
         3. Give the memory back.
         """
-        self.closed = True  # first: what fails below is not tried again on half an engine
+        # 1. The mark first: what fails below is not tried again on half an engine.
+        self.closed = True
         self.passes.hooks.remove()
         self.restore_model()
         for parameter in self._parameters():
             parameter.leave(values.get(parameter))
-        # What is under way, gathers too, ends before its memory goes: files are still being written from it, and others
-        # are handed it at once.
+        # 2. What is under way, gathers too, ends before its memory goes: files are still being written from it, and
+        # others are handed it at once.
         self.rig.streams.close()
         self.passes.reducer.close()
         self.passes.hooks.close()
-        try:
+        try:  # 3.
             self.store.close()
         finally:
             for unit in self.rig.units:

@@ -196,8 +196,8 @@ class Updater:
             brought = self._pipelines[tile.beside].bring(
                 tile.number, homes, after=tile.complete, label=NO_LABEL, count=tile.count
             )
-            # Nothing has to be brought, and yet it may not be there: a gradient is still being reduced on the stream of
-            # collectives, or a save still reads what is about to be written.
+            # Nothing has to be brought, but a save or a gather may still read what compute is about to write, and a
+            # move still be bringing it: streams of their own, which compute does not follow by itself.
             brought.ready.wait()
             segments += self._segments(tile, tile.unit.trained.fields, brought.views)
         (scale,) = {tile.scale for tile in tiles}
