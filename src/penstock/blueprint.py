@@ -37,7 +37,12 @@ MASTER_DTYPES = {"remainder": torch.int16, "fp32": torch.float32, "none": None}
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """A checked request."""
+    """What `prepare` was asked for, checked by itself. The arguments of `prepare` say what the other fields mean.
+
+    Attributes:
+        reduce_dtype: dtype in which gradients are summed over ranks.
+        accumulation_dtype: dtype in which micro-batches are summed, and gradients rest.
+    """
 
     stage: int
     placement: Placement
@@ -54,7 +59,12 @@ class Request:
     batch_dim: BatchDim = 0
 
     def homes(self, rule: Rule, streams: Streams) -> Homes:
-        """Where each kind lives."""
+        """Say where each kind of every unit rests, and in what dtype.
+
+        Arguments:
+            rule: the arithmetic of the optimizer, which says what states there are.
+            streams: those of the device that computes, which say whether it shares the host's memory.
+        """
         low_precision = self.compute_dtype != torch.float32
         master: Literal["remainder", "fp32", "none"] = "fp32" if self.compute_dtype == torch.float16 else self.master
         return Homes(
@@ -82,9 +92,9 @@ class Blueprint:
         groups: the number of each parameter's param group.
         homes: where each kind is to be, of every unit.
         units: the plan of each unit, in order.
-        live_bytes: full buffers of gathered units at once, at most, where the order of use allows that.
-        plan_staging: the buffers that given homes need; homes may move later.
-        staging: those that these homes need.
+        live_bytes: bytes of full buffers of gathered units at once, at most, where the order of use allows that.
+        plan_staging: plans the buffers that given homes need; homes may move later.
+        staging: the buffers that these homes need.
     """
 
     request: Request
@@ -107,11 +117,11 @@ class Blueprint:
         return [*(section for plan in self.units for section in plan.all_sections()), *self.staging.sections()]
 
     def bytes_on(self, tier: Tier, home: str | None = None) -> int:
-        """Bytes that sections take on a tier: state, and the buffers between tiers.
+        """Count the bytes that sections take on a tier: state, and the buffers between tiers.
 
         Arguments:
-            tier: where they are.
-            home: of this one alone (param, grad, master, optimizer, shadow, staging); `None` for all.
+            tier: where the sections are.
+            home: whose sections alone are counted (param, grad, master, optimizer, shadow, staging); `None` for all.
         """
         return bytes_on([section for section in self.sections if home in (None, section.home)], tier)
 
@@ -131,12 +141,13 @@ class Blueprint:
         return min(self.live_bytes, sum(plan.full_bytes for plan in self.units if not plan.resident))
 
     def blocks(self, model: nn.Module) -> dict[nn.Module, str]:
-        """The modules that are units, but for the model itself, by name."""
+        """List the modules that are units, with their names; the model itself is not among them."""
         return _blocks(self.specs, model)
 
     def facts(self, model: nn.Module, ranks: Ranks) -> Facts:
-        """What has to be the same on every rank."""
+        """List what has to be the same on every rank, for ranks to compare before any of them takes memory."""
         request = self.request
+        # What is given may differ, such as a path; that something is given decides which collectives are issued.
         weights = request.weights if request.weights is None or request.weights == INIT else "given"
         return facts_of(
             model,
@@ -162,14 +173,14 @@ class Blueprint:
 def draw_blueprint(
     model: nn.Module, optimizer: torch.optim.Optimizer, request: Request, ranks: Ranks, streams: Streams
 ) -> Blueprint:
-    """Plan everything that an engine has on this rank. Takes no memory and talks to no other rank.
+    """Plan everything that an engine has on this rank. Takes no memory, and issues no collective.
 
     Arguments:
-        model: whose parameters are placed; they may be on the meta device.
-        optimizer: whose states come with them.
+        model: the one whose parameters are placed; they may be on the meta device.
+        optimizer: the one whose rule updates them, and whose states come with them.
         request: what was asked for, checked by itself.
         ranks: how many shards there are, and which one is this rank's.
-        streams: of the device that computes: they say what it reads where it rests.
+        streams: those of the device that computes, which say what it reads where it rests.
 
     Raises:
         ConfigError: model, optimizer and request do not go together.
@@ -202,6 +213,7 @@ def draw_blueprint(
         plan_staging=plan_staging,
         staging=plan_staging([plan.shard_sections for plan in units]),
     )
+    # Last, when all of it is known: a host that has too little is found before anything is taken, not halfway.
     on_host, copied, staging = blueprint.bytes_on(Tier.CPU), blueprint.copied_bytes, blueprint.staging_bytes
     checks.check_host_memory(on_host, copied, staging, streams.device, options)
     return blueprint

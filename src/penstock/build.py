@@ -116,10 +116,12 @@ def prepare(
         >>> optimizer.step().skipped
         False
     """
-    checks.check_ranks(mesh)
+    checks.check_ranks(mesh)  # raised without a meeting: the council is made of these ranks
     timeout_s = getattr(options, "timeout_s", DEFAULT_TIMEOUT_S)  # they are not checked yet
     ranks = Ranks.from_mesh(mesh, sharded=stage != 0, timeout_s=timeout_s)
     try:
+        # Ranks meet before each step that may fail on one of them alone: else the others would wait for it in the next
+        # collective, until their timeout.
         with ranks.council.together("prepare()", ConfigError) as facts:
             placement = checks.check_features(stage, placement, precision, overlap, master, unit_micro_batches, options)
             check_batch_dim(batch_dim)
@@ -131,7 +133,7 @@ def prepare(
             place = place_of(choice)
             facts["device"] = choice.device.type
         check_apart(ranks.council.collect(place), ranks.council.members)
-        make_current(choice.device)
+        make_current(choice.device)  # once all ranks agree: what was refused leaves it as it was
     except BaseException:
         ranks.close()
         raise
@@ -157,7 +159,7 @@ def prepare(
 def _build_on(
     device: torch.device, model: nn.Module, optimizer: torch.optim.Optimizer, request: Request, ranks: Ranks
 ) -> Optimizer:
-    """Build on streams of a device. Ranks and streams are closed where that fails: both have threads of their own."""
+    """Build on streams of a device. What fails closes ranks and streams: both have threads of their own."""
     debug_release = request.options.debug_release or bool(os.environ.get(DEBUG_RELEASE))
     streams = streams_for(device, debug_release=debug_release)
     try:
@@ -172,7 +174,7 @@ def _build_on(
 def build(
     model: nn.Module, optimizer: torch.optim.Optimizer, request: Request, ranks: Ranks, streams: Streams
 ) -> Optimizer:
-    """Draw the blueprint and build it, for given ranks and streams."""
+    """Draw the blueprint and build it, for given ranks and streams. Collective."""
     with ranks.council.together("prepare()", ConfigError) as facts:  # before any other collective
         blueprint = draw_blueprint(model, optimizer, request, ranks, streams)
         if ranks.world_size > 1:

@@ -75,11 +75,12 @@ def construct(
         blueprint: drawn for this model and optimizer, on these ranks and streams.
         model: gives its parameters up to the engine.
         optimizer: gives its options and its state.
-        ranks: that train the model together. What fails leaves them to the caller, as it does the streams.
-        streams: of the device that computes.
-        council: of saves alone.
+        ranks: all that train the model together. What fails leaves them to the caller, as it does the streams.
+        streams: where work runs beside compute.
+        council: the ranks as they agree on saves, and on nothing else: a thread of its own talks there.
     """
     memory = _take_memory(blueprint, model, ranks, streams)
+    # Collective, as what follows: ranks have met over what may fail on one of them alone, such as taking memory.
     align_buffers(model, ranks, streams.device)
     return_free_memory()  # the parameters' own memory, which the cells have replaced
     rig = _make_rig(blueprint, model, optimizer, memory.units, ranks, streams)
@@ -88,6 +89,7 @@ def construct(
     prepared = Optimizer(optimizer, engine)
     # Loops that clear gradients through the model mean ours: parameters have none of their own.
     model.zero_grad = ModelZeroGrad(prepared, engine)  # type: ignore[method-assign]
+    # The parameters are in their homes, so what fails now cannot leave the model as it was: it is left empty.
     try:
         take_over_state(optimizer, engine.state.access)
     except BaseException:
@@ -119,28 +121,30 @@ def _take_memory(blueprint: Blueprint, model: nn.Module, ranks: Ranks, streams: 
                 NvmeTier(folders, queue_depth=options.io_queue_depth, checksums=options.checksums),
             ]
         )
-        undo.callback(store.close)
+        undo.callback(store.close)  # what is noted later is undone first: parameters let go of its memory before
         with ranks.council.together("prepare()"):  # the other ranks would wait for this one's parameters
             reserved = store.reserve(blueprint.sections)
         with agreeing(request.weights, ranks):
             undo.callback(replace_meta(model))
         specs, plans = blueprint.specs, blueprint.units
+        # Noted before the first of them gives up its memory: what dtype and device each of them had.
         parameters = [make_parameters(plan.spec.parameters, plan.layout) for plan in plans]
         units: list[Unit] = []
         filled: list[Unit] = []  # whose parameters have given up their own memory
         undo.callback(empty_parameters, filled)
         with agreeing(request.weights, ranks):
             for number, flats in source.units(specs):
+                # Units come as their values do, and are made in their own order: slabs hand out their memory in it.
                 while len(units) <= number:
                     index = len(units)
                     units.append(make_unit(plans[index], index, parameters[index], ranks.shard_rank, streams, reserved))
                 fill_unit(units[number], blueprint.homes, flats)
-                filled.append(units[number])
+                filled.append(units[number])  # from here on what fails leaves its parameters empty
                 del flats  # before the next unit's come
         staging = Staging(store)
         staging.replan(blueprint.staging)
         staging.take(reserved)
-        undo.pop_all()
+        undo.pop_all()  # all of it is there, and stays
     return _Memory(store, staging, units)
 
 
@@ -166,6 +170,7 @@ def _connect(blueprint: Blueprint, rig: Rig, memory: _Memory, council: Council) 
     """Make the parts of the engine, each of those that it needs, and hook the model."""
     request, options, model = blueprint.request, blueprint.request.options, rig.model
     store, staging = memory.store, memory.staging
+    # Parts are made from the bottom up: each gets those that it uses in its constructor.
     movement = Movement(rig.streams, staging.transit, staging.landing)
     gatherer = Gatherer(rig, movement, live_bytes=blueprint.live_bytes, prefetch_bytes=options.prefetch_bytes)
     for unit in rig.units:
@@ -225,7 +230,7 @@ def _connect(blueprint: Blueprint, rig: Rig, memory: _Memory, council: Council) 
 
 
 def _make_updates(blueprint: Blueprint, rig: Rig, staging: Staging, movement: Movement) -> Updates:
-    """Make what decides on steps, and updates tiles."""
+    """Make what decides on steps, what updates tiles, and what counts the steps that were skipped."""
     request, options, streams = blueprint.request, blueprint.request.options, rig.streams
     trained = {p: blueprint.groups[p] for unit in rig.units if unit.trained for p in unit.spec.parameters}
     updater = Updater(
@@ -292,6 +297,6 @@ def number_elements(parameters: Iterable[nn.Parameter]) -> dict[nn.Parameter, in
 def take_over_state(optimizer: torch.optim.Optimizer, access: Access) -> None:
     """Continue where an optimizer that has made steps left off; its own copy of the state is dropped."""
     for parameter in access.steps():
-        for name, value in optimizer.state.pop(parameter, {}).items():
+        for name, value in optimizer.state.pop(parameter, {}).items():  # one at a time: no second copy of all of it
             if value is not None:  # SGD's momentum before the first update
                 access.set_state(parameter, name, as_state(value))

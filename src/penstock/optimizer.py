@@ -36,11 +36,12 @@ R = TypeVar("R")
 
 
 def _public(method: Callable[Concatenate["Optimizer", P], R]) -> Callable[Concatenate["Optimizer", P], R]:
-    """A method that runs on our side, and not while another thread runs the model."""
+    """Have a method run on our side of the border, and not while another thread runs the model."""
 
     @wraps(method)
     @crossing
     def called(self: "Optimizer", *args: P.args, **kwargs: P.kwargs) -> R:
+        # A forward in another thread gathers what this method may move, write or give back: one waits for the other.
         with contextlib.nullcontext() if self._engine is None else self._engine.turn(method.__name__):
             return method(self, *args, **kwargs)
 
@@ -56,7 +57,7 @@ class Optimizer(torch.optim.Optimizer):
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, engine: Engine) -> None:
-        self._engine: Engine | None = None
+        self._engine: Engine | None = None  # torch's constructor adds the groups, which is refused once there is one
         super().__init__(optimizer.param_groups, optimizer.defaults)
         self._given = optimizer
         self._engine = engine
@@ -99,6 +100,7 @@ class Optimizer(torch.optim.Optimizer):
             self._open("step")
             check_step(engine)
             if engine.rig.ranks.world_size > 1:
+                # Each rank updates its own shard with these: where they differ, ranks would part in silence.
                 facts.update(scalars_of(self.param_groups, list(self._given.defaults)))
                 facts["the scale of gradients"] = engine.rig.gradient_scale.value
         self._given._opt_called = True  # type: ignore[attr-defined] # its schedulers look here for a step before theirs
@@ -111,7 +113,7 @@ class Optimizer(torch.optim.Optimizer):
         self._open("zero_grad", whole=True).policy.zero_grad()
 
     def no_sync(self) -> AbstractContextManager[None]:
-        """Micro-batches whose backward is inside are summed on this rank, and reduced with the next one outside.
+        """Sum the micro-batches whose backward is inside a `with` block on this rank; reduce with the next one outside.
 
         Saves communication at stages 0 and 1, for the memory of whole gradients. Stages 2 and 3 shard gradients, so
         they reduce every micro-batch all the same.
@@ -153,7 +155,7 @@ class Optimizer(torch.optim.Optimizer):
 
     @_public
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Only before `prepare`.
+        """Refuse another group: they are added before `prepare`, which lays out the parameters of all of them.
 
         Raises:
             ConfigError: always, on a prepared optimizer.
@@ -166,7 +168,10 @@ class Optimizer(torch.optim.Optimizer):
 
     @_public
     def locations(self) -> LocationReport:
-        """Where every byte of this rank's training state is.
+        """List where every byte of this rank's training state is.
+
+        Returns:
+            A row for each cell, with what it is, its tier and its bytes. Print it for a table.
 
         Example:
             >>> print(optimizer.locations())  # doctest: +SKIP
@@ -189,12 +194,12 @@ class Optimizer(torch.optim.Optimizer):
     def gathered(
         self, parameters: Iterable[nn.Parameter] | None = None, *, modify: bool = False
     ) -> AbstractContextManager[None]:
-        """Whole parameters inside a `with` block, on every rank. Collective.
+        """Show whole parameters inside a `with` block, on every rank. Collective.
 
         Arguments:
-            parameters: which; `None` for all. Their whole units are gathered.
-            modify: take over what the first rank wrote into them. Elements that it did not change keep their master
-                precision.
+            parameters: those that are shown; `None` for all. Their whole units are gathered.
+            modify: whether to take over what the first rank wrote into them. Elements that it did not change keep their
+                master precision.
 
         Raises:
             ConfigError: a tensor that is no parameter of the model.
@@ -204,19 +209,19 @@ class Optimizer(torch.optim.Optimizer):
             self._open("gathered", whole=modify, writes=modify)
             facts["parameters"] = "all" if wanted is None else [engine.state.access.name(p) for p in wanted]
             facts["modify"] = modify
-            engine.state.access.finish()
+            engine.state.access.finish()  # inside the meeting: an update that has failed here stops every rank
         return Around(engine.state.blocks.gathered(wanted, modify=modify), partial(engine.turn, "gathered"))
 
     @_public
     def full_param(self, parameter: nn.Parameter) -> Tensor:
-        """The parameter at master precision: fp32, its shape, on the cpu. Collective."""
+        """Return a parameter at master precision: fp32, in its shape, on the cpu. Collective."""
         with self._one("full_param", parameter) as engine:
             self._open("full_param")
         return engine.state.access.param(parameter)
 
     @_public
     def full_grad(self, parameter: nn.Parameter) -> Tensor:
-        """The gradient accumulated so far, over all ranks: fp32, on the cpu; zeros where there is none. Collective."""
+        """Return the gradient accumulated so far over all ranks: fp32, on the cpu; zeros without one. Collective."""
         with self._one("full_grad", parameter) as engine:
             self._open("full_grad")
             engine.state.access.check_grad(parameter)
@@ -224,7 +229,7 @@ class Optimizer(torch.optim.Optimizer):
 
     @_public
     def full_state(self, parameter: nn.Parameter, name: str) -> Tensor:
-        """An optimizer state such as `"exp_avg"`: fp32, on the cpu; `"step"` is 0-dim. Collective."""
+        """Return an optimizer state such as `"exp_avg"`: fp32, on the cpu; `"step"` is 0-dim. Collective."""
         with self._one("full_state", parameter, name) as engine:
             self._open("full_state")
             engine.state.access.check_name(parameter, name)
@@ -257,14 +262,14 @@ class Optimizer(torch.optim.Optimizer):
 
     @_public
     def synchronize(self) -> None:
-        """Finish pending updates and movements; raises the error of one that failed."""
+        """Wait for pending updates, movements and saves; raise the error of one that failed."""
         engine = self._open("synchronize")
         engine.state.access.finish()
         engine.state.saver.finish()
 
     @_public
     def state_dict(self) -> dict[str, Any]:
-        """The state in `torch.optim`'s format, whole, on the cpu of every rank. Collective.
+        """Return the state in `torch.optim`'s format, whole, on the cpu of every rank. Collective.
 
         Meant for small models and for tools that expect it: it needs the memory of the whole optimizer state.
         """
@@ -309,6 +314,7 @@ class Optimizer(torch.optim.Optimizer):
                 for name, value in values.items():
                     engine.state.access.check_state(parameter, name, value)
 
+        # All that may be refused was, on every rank. What fails from here on leaves a part of each state.
         with torn_on_failure(engine.rig.units, "load_state_dict()"):
             for group, new in zip(groups, loaded, strict=True):
                 group.clear()
@@ -355,7 +361,7 @@ class Optimizer(torch.optim.Optimizer):
         with self._together("offload_states") as (engine, facts):
             self._open("offload_states", writes=True)
             facts.update({"include": kinds, "to": tier.value, "non_blocking": non_blocking})
-            engine.state.access.finish()
+            engine.state.access.finish()  # inside the meeting: what has failed here stops every rank before it moves
             engine.passes.hooks.rest()
         engine.state.mover.offload(kinds, tier, pin=pin_memory, wait=not non_blocking)
 
@@ -393,12 +399,12 @@ class Optimizer(torch.optim.Optimizer):
 
         Arguments:
             path: the checkpoint's folder, on a file system that all ranks share. Made where it is missing.
-            extra: of the first rank: numbers, strings, tensors, and lists, tuples and dicts of them, such as the
-                `state_dict()` of a scheduler.
+            extra: what else is saved, of the first rank: numbers, strings, tensors, and lists, tuples and dicts of
+                them, such as the `state_dict()` of a scheduler.
             blocking: return when the checkpoint is whole. Else training goes on while it is written: an update waits
                 until the tiles of its unit were copied, and `synchronize`, the next `save` and `close` wait for the
                 rest and raise its error.
-            keep: of the checkpoints in the same parent folder only the newest so many stay, once this one is whole.
+            keep: how many checkpoints stay in the parent folder, the newest, once this one is whole; `None` for all.
             if_busy: what happens while another one is being saved: `"wait"` for it, or `"raise"`.
 
         Raises:
@@ -446,7 +452,7 @@ class Optimizer(torch.optim.Optimizer):
             self._open("load", whole=True, writes=True)
             check_at_rest("load", engine)
             facts["verify"] = verify
-        engine.state.saver.finish()
+        engine.state.saver.finish()  # it may be writing the checkpoint that is read next
         extra = engine.state.loader.load(path, verify=verify)
         engine.passes.hooks.backward.forget_failure()
         return extra
@@ -503,7 +509,7 @@ class Optimizer(torch.optim.Optimizer):
             check_outside("close", engine)
             try:
                 engine.close(keep_params=keep_params)
-            finally:
+            finally:  # also of a close that raises: most have given everything back, and some nothing
                 self._engine = None if engine.closed else engine
 
     def _check_here(self, verb: str, engine: Engine) -> None:
@@ -513,7 +519,10 @@ class Optimizer(torch.optim.Optimizer):
 
     @contextmanager
     def _together(self, verb: str) -> Iterator[tuple[Engine, Facts]]:
-        """What a collective method checks before it begins: where one rank refuses, or calls another, all stop.
+        """Run the checks of a collective method in a `with` block. Collective.
+
+        Ranks meet at its end: where one has refused, or has called another method, all stop and nothing has changed.
+        Without the meeting, the others would wait in a collective for a rank that does not come.
 
         Returns:
             A context manager that gives the engine, and a dict for what has to be the same on all ranks.
@@ -528,20 +537,20 @@ class Optimizer(torch.optim.Optimizer):
 
     @contextmanager
     def _one(self, verb: str, parameter: nn.Parameter, state: str = "") -> Iterator[Engine]:
-        """The same for a method of one parameter."""
+        """Run the checks of a collective method that works on one parameter, as `_together` does. Collective."""
         with self._together(verb) as (engine, facts):
             facts["parameter"] = engine.state.access.name(parameter)
             facts["state"] = state
             yield engine
-            engine.state.access.finish()
+            engine.state.access.finish()  # inside the meeting: an update that has failed here stops every rank
 
     def _open(self, verb: str, *, whole: bool = False, writes: bool = False) -> Engine:
-        """The engine.
+        """Return the engine, once nothing stands against a method.
 
         Arguments:
-            verb: what for, in messages.
-            whole: it needs the state of one step, or changes what updates read in it.
-            writes: it changes state, or where that is: what is being saved has to be copied first.
+            verb: the method that was called, for messages.
+            whole: whether it needs the state of one step, or changes what updates read in it.
+            writes: whether it changes state, or where that is: what is being saved has to be copied first.
         """
         if self._engine is None:
             raise EngineError(f"{verb}() was called after close(). Prepare the model again to go on.")
@@ -555,12 +564,14 @@ class Optimizer(torch.optim.Optimizer):
                 "first, or use overlap='forward'."
             )
         if writes:
+            # A save reads homes beside training. Updates follow those reads by their events; what writes on the host's
+            # time waits here, or the checkpoint would hold half of the one state and half of the other.
             self._engine.state.saver.wait_copied()
         return self._engine
 
 
 class ModelZeroGrad:
-    """What `model.zero_grad` is meanwhile. The model keeps the engine that holds its parameters, and not the handle."""
+    """What `model.zero_grad` is until `close`. The model keeps the engine that holds its parameters, not the handle."""
 
     def __init__(self, optimizer: Optimizer, engine: Engine) -> None:
         self._optimizer = weakref.ref(optimizer)
@@ -576,7 +587,7 @@ class ModelZeroGrad:
 
 
 def _above_zero(name: str, value: Any) -> float:
-    """An argument of `clip_grad_norm_`: a number, or what torch reads as one, such as "inf"."""
+    """Read an argument of `clip_grad_norm_`: a number above 0, or what torch reads as one, such as "inf"."""
     try:
         number = float(value)
     except (TypeError, ValueError):
@@ -587,7 +598,7 @@ def _above_zero(name: str, value: Any) -> float:
 
 
 def _movable(include: Container[KindName] | None) -> list[str]:
-    """The kinds that `include` names."""
+    """List the kinds that `include` names; all of them for `None`."""
     kinds: tuple[KindName, ...] = get_args(KindName)
     if include is None:
         return list(kinds)

@@ -21,11 +21,15 @@ class Engine:
     """Everything that `prepare` built. Parts know each other only as far as their constructors say.
 
     Attributes:
-        store: the memory and files of every section.
+        rig: units, ranks, streams, rule and scale: what every part is given.
+        store: the table of every section, with its memory and files.
+        passes: what happens in forward and backward.
+        updates: what a step decides and does.
+        state: what looks at the state of training, moves it and keeps it.
         policy: what a step does with the gradient of its loss.
         restore_model: undoes what `prepare` set on the model beside its parameters and hooks.
-        closed: everything was given back.
-        elsewhere: this process is a child of the one that has the engine: the error of every use here.
+        closed: whether everything was given back.
+        elsewhere: the error of every use in a child of the process that has the engine; `None` in that process.
     """
 
     rig: Rig
@@ -39,7 +43,7 @@ class Engine:
     elsewhere: EngineError | None = None
 
     def turn(self, method: str) -> contextlib.AbstractContextManager[None]:
-        """While a method of the optimizer runs, no other thread runs the model."""
+        """Keep other threads from running the model while a method of the optimizer runs."""
         return self.passes.hooks.under_way.turn(method)
 
     def at_rest(self, unit_name: str, kind: str) -> bool:
@@ -58,13 +62,15 @@ class Engine:
         heard of it yet: `close` stands in a `finally`. Where whole parameters do not fit into memory, that is raised
         and nothing has changed.
         """
-        raised = sys.exception()
+        raised = sys.exception()  # asked first: inside an `except` below it is another one
+        # A save reads homes from a thread of its own, and ends before their memory goes.
         unsaved: CheckpointError | None = None
         try:
             self.state.saver.close()
         except CheckpointError as error:
             unsaved = error  # of a checkpoint, not of what is in memory
         try:
+            # Values are read below on the host's time: what an update under way has left so far is of two steps.
             self.state.access.finish()
             if keep_params and self.updates.stepper.is_open:
                 self.updates.stepper.abandon()
@@ -74,6 +80,7 @@ class Engine:
                 with self.rig.ranks.council.together("close()"):
                     pass
         except Exception as error:
+            # Nothing collective from here on: other ranks are past their meeting, or find this one's council closed.
             heard = is_torn(self.rig.units) or _is_among(error, raised)
             self.abandon()
             if keep_params or not heard:
@@ -100,23 +107,31 @@ class Engine:
         return parameter.as_before(self.state.access.exact_param(parameter.tensor))
 
     def _give_back(self, values: Mapping[UnitParameter, Tensor]) -> None:
-        """Leave the model with these values of its parameters, or none, and without hooks; free all memory."""
+        """Leave the model with these values of its parameters, or none, and without hooks; free all memory.
+
+        1. Take the engine off the model: nothing new begins.
+        2. End what is under way: from here on nobody works on memory of ours.
+        3. Give the memory back.
+        """
+        # 1. The mark first: what fails below is not tried again on half an engine.
         self.closed = True
         self.passes.hooks.remove()
         self.restore_model()
         for parameter in self._parameters():
             parameter.leave(values.get(parameter))
-        self.rig.streams.close()  # what is under way, gathers too, ends before its memory goes
+        # 2. What is under way, gathers too, ends before its memory goes: files are still being written from it, and
+        # others are handed it at once.
+        self.rig.streams.close()
         self.passes.reducer.close()
         self.passes.hooks.close()
-        try:
+        try:  # 3.
             self.store.close()
         finally:
             for unit in self.rig.units:
-                unit.count_writes()
+                unit.count_writes()  # torch refuses graphs that are left: what they have saved is gone
                 unit.drop()
-            self.rig.pool.close()
-            self.rig.ranks.close()
+            self.rig.pool.close()  # after the streams, whose threads call it
+            self.rig.ranks.close()  # after the streams: a collective that is under way ends before its group
 
 
 def _is_among(error: BaseException, raised: BaseException | None) -> bool:

@@ -8,7 +8,7 @@ from penstock.machine.streams import FailedEvent
 
 
 def leave_to_parent(engine: Engine) -> None:
-    """In a child: make the parameters placeholders, and have every use of the engine raise an error.
+    """Make the parameters placeholders in a child of a fork, and have every use of the engine raise an error.
 
     Nothing waits for work that was under way: it goes on in the parent, and no thread of this process would end it.
     """
@@ -20,8 +20,10 @@ def leave_to_parent(engine: Engine) -> None:
         "there and load() here."
     )
     engine.elsewhere = error
+    # The memory of homes reads as zeros here, which would be computed with in silence. NaN shows itself.
     for unit in engine.rig.units:
         unit.hide()
         unit.event = FailedEvent(error)
         for home in unit.homes.values():
+            # In place of the events of before: those are of the parent's threads, and would be waited for for ever.
             home.note_write(FailedEvent(error))

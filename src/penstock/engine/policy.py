@@ -15,9 +15,12 @@ class StepPolicy:
     """What `backward`, `clip_grad_norm_`, `step` and `zero_grad` of the optimizer do, once nothing stands against it.
 
     Arguments:
+        rig: what every part of the engine works with.
+        passes: what gathers, reduces and runs backward.
+        updates: what decides on steps and makes them.
         access: takes norms other than the Euclidean one.
-        max_grad_norm: every step clips to it; `None` for none.
-        waits: resident parameters are up to date when a step returns.
+        max_grad_norm: the norm that every step clips to; `None` for none.
+        waits: whether resident parameters are up to date when a step returns.
     """
 
     def __init__(
@@ -42,7 +45,7 @@ class StepPolicy:
         self._waits = waits
 
     def backward(self, loss: Tensor, *, retain_graph: bool) -> None:
-        """Run the backward of a loss, scaled where that is fp16's."""
+        """Run the backward of a loss, which is scaled first where there is a loss scale (fp16)."""
         self._scale.check_not_clipped()  # before anything is dropped, as for a backward that fails
         scale = self._scale.loss_scale
         self._backward.loss_is_scaled = True
@@ -70,27 +73,31 @@ class StepPolicy:
             self._skips.step_skipped(measure.flawed)
             return StepResult(float("nan"), skipped=True, loss_scale=self._scale.loss_scale)
         updated = {unit: slots for unit, slots in measure.present.items() if slots}
+        # Before the first write: what is gathered has the values of before, and whoever uses a unit from here on has to
+        # gather it again, after its update.
         for unit in updated:  # of the others graphs may still go backward
             self._gatherer.outdate(unit)
         for unit, slots in updated.items():
             unit.count_writes(slots)
         self._stepper.update(measure, self._max_grad_norm)
+        # After the homes know of the updates: what is shown waits for them, or stays hidden until they are over.
         self._gatherer.show_resident(self._units, wait=self._waits)
         self._skips.step_made()
         return StepResult(measure.grad_norm, skipped=False, loss_scale=self._scale.loss_scale)
 
     def clip(self, max_norm: float, norm_type: float) -> float:
-        """Have the next step clip the gradient's norm. Returns the norm before. Collective."""
+        """Have the next step clip the gradient's norm. Return the norm before clipping. Collective."""
         norm = self._stepper.measure().grad_norm if norm_type == 2 else self._access.grad_norm(norm_type)
+        # The same norm on every rank, and so the same scale: else each would update its shard with another.
         if math.isfinite(norm):
             self._scale.clip *= min(1.0, max_norm / (norm + 1e-6))
         return norm
 
     def zero_grad(self) -> None:
-        """Forget all gradients, those that somebody has set too. A new loss scale counts from here on."""
+        """Forget all gradients, also those that somebody has set. A new loss scale counts from here on."""
         self._backward.forget_failure()
         self._reducer.zero(self._units)
         for unit in self._units:
             for parameter in unit.parameters:
                 parameter.drop_gradient()
-        self._scale.renew()
+        self._scale.renew()  # last: gradients that were summed before had the scale of before

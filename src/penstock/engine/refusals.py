@@ -12,7 +12,7 @@ from penstock.errors import EngineError
 
 
 def check_step(engine: Engine) -> None:
-    """Refuse a step that would lose something.
+    """Refuse a step that would lose something: gradients, or values that somebody wrote.
 
     Raises:
         EngineError: says what.
@@ -30,7 +30,15 @@ def check_step(engine: Engine) -> None:
 
 
 def check_backward_over(verb: str, engine: Engine) -> None:
-    """Refuse to work on gradients that are not whole, or not all there."""
+    """Refuse to work on gradients that are not whole, or not all there.
+
+    Arguments:
+        verb: the method that was called, for messages.
+        engine: the one whose gradients it needs.
+
+    Raises:
+        EngineError: says what is missing.
+    """
     if in_backward() or engine.passes.hooks.in_forward:
         raise EngineError(f"{verb}() was called inside a forward or a backward. Call it after backward has returned.")
     backward = engine.passes.hooks.backward
@@ -47,14 +55,14 @@ def check_backward_over(verb: str, engine: Engine) -> None:
 
 
 def check_at_rest(verb: str, engine: Engine) -> None:
-    """Refuse in the middle of things."""
+    """Refuse a method inside a forward, a backward or a `gathered` block: the state is in use there."""
     check_outside(verb, engine)
     if any(unit.holding.blocks for unit in engine.rig.units):
         raise EngineError(f"{verb}() was called inside gathered(). Leave the block first.")
 
 
 def check_outside(verb: str, engine: Engine) -> None:
-    """Refuse in the middle of a pass."""
+    """Refuse a method inside a forward or a backward: it would write, move or gather what the pass reads."""
     if in_backward() or engine.passes.hooks.in_forward:
         raise EngineError(f"{verb}() was called inside a forward or a backward. Call it between steps.")
 
@@ -68,7 +76,7 @@ def _check_own_gradients(units: Sequence[Unit]) -> None:
 
 
 def scalars_of(param_groups: Sequence[Mapping[str, Any]], names: Sequence[str]) -> Iterator[tuple[str, object]]:
-    """What an update reads of param groups, for ranks to compare: each updates its own shard with its own."""
+    """List what an update reads of param groups, for ranks to compare: each updates its own shard with its own."""
     for number, group in enumerate(param_groups):
         for name in names:
             value = group.get(name)

@@ -18,7 +18,7 @@ class TraceReport:
     """What a trace found, once its block has ended. Print it for a table.
 
     Attributes:
-        summary: `None` until then.
+        summary: what the notes say; `None` until the block has ended.
     """
 
     def __init__(self) -> None:
@@ -30,7 +30,7 @@ class TraceReport:
 
 @contextmanager
 def take_trace(path: str | PathLike[str], engine: Engine) -> Iterator[TraceReport]:
-    """See `penstock.Optimizer.trace`."""
+    """Take a trace of a `with` block, as `penstock.Optimizer.trace` says. Collective."""
     streams, rank = engine.rig.streams, engine.rig.ranks.rank
     name = os.fspath(path)
     with ExitStack() as opened:
@@ -43,8 +43,10 @@ def take_trace(path: str | PathLike[str], engine: Engine) -> Iterator[TraceRepor
                 file = opened.enter_context(open(name.replace(RANK, str(rank)), "w", encoding="utf-8"))
             except OSError as error:
                 failure = _refused(name, error)
-        engine.rig.ranks.council.agree(failure)  # the other ranks would go on alone
-        engine.state.access.finish()  # nobody would know what a wait for it were for
+        # Before anything is recorded: where this rank alone raised, the others would go on into collectives without it.
+        engine.rig.ranks.council.agree(failure)
+        # What is under way was submitted without notes: nobody would know what a wait for it inside the block were for.
+        engine.state.access.finish()
         report = TraceReport()
         recorder = streams.recorder = Recorder(streams)
         ended = False

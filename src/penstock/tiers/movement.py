@@ -150,7 +150,7 @@ class Movement:
 
 
 @dataclass
-class Tile:
+class BroughtTile:
     """A tile, or a stretch, that is brought to where it is used, and put back.
 
     Attributes:
@@ -238,7 +238,7 @@ class Pipeline:
         label: Label,
         written: Sequence[str] = (),
         count: int = 1,
-    ) -> Tile:
+    ) -> BroughtTile:
         """Make a tile's values available where the update runs.
 
         Arguments:
@@ -251,7 +251,7 @@ class Pipeline:
         """
         places = {name: home.tile(number) for name, home in homes.items()}
         far = any(not self._reaches(section) for section, _ in places.values())
-        tile = Tile(after, self._slot_for(places) if far else None, label)
+        tile = BroughtTile(after, self._slot_for(places) if far else None, label)
         for name, (section, local) in places.items():
             if self._reaches(section):
                 tile.views[name] = section.views(*_stretch_range(section, local, count))
@@ -275,7 +275,9 @@ class Pipeline:
     def _reaches(self, section: Section) -> bool:
         return not section.plan.cells or in_reach(section.tier, self._beside, self._streams)
 
-    def _bring_memory(self, tile: Tile, name: str, section: Section, extent: tuple[int, int], *, back: bool) -> None:
+    def _bring_memory(
+        self, tile: BroughtTile, name: str, section: Section, extent: tuple[int, int], *, back: bool
+    ) -> None:
         """Copy values between host and device memory, each way."""
         assert tile.slot is not None
         bounce = None if section.bounce is None else section.bounce()
@@ -288,7 +290,7 @@ class Pipeline:
             if back:
                 tile.to_memory.append(partial(self._copies.copy, back_again, source, target, label=tile.label))
 
-    def _bring_record(self, tile: Tile, name: str, section: Records, number: int, *, back: bool) -> None:
+    def _bring_record(self, tile: BroughtTile, name: str, section: Records, number: int, *, back: bool) -> None:
         """Load a record, by way of the host where the tile is used on a device."""
         slot = tile.slot
         assert slot is not None
@@ -317,7 +319,7 @@ class Pipeline:
         if back:
             tile.to_records.append(store)
 
-    def _fetch(self, section: Records, number: int, buffer: Tensor, tile: Tile) -> Event:
+    def _fetch(self, section: Records, number: int, buffer: Tensor, tile: BroughtTile) -> Event:
         """Bring a record to a buffer: from the slot that still holds it, or from where it rests."""
         assert tile.slot is not None
         kept = section.kept.get(number)

@@ -64,7 +64,7 @@ class FileRecords(Records):
         return FileRecords(plan, places, checksums=self._checksums)
 
 
-class Extents:
+class Striping:
     """Lays records out over the files: each goes to the one that is filled least.
 
     Arguments:
@@ -119,15 +119,15 @@ class NvmeTier(TierMemory):
                 "The nvme tier has no folder for its files. Name one on a fast disk: Placement(nvme_path=...)."
             )
         slabs: dict[str, Slab] = {}
-        planned = {home: Extents(len(self._parents)) for home in wanted}
+        planned = {home: Striping(len(self._parents)) for home in wanted}
         for home, plans in wanted.items():
             for plan in plans:
                 planned[home].place(record_sizes(plan))
-        needed = [sum(extents.used[number] for extents in planned.values()) for number in range(len(self._parents))]
+        needed = [sum(striping.used[number] for striping in planned.values()) for number in range(len(self._parents))]
         try:
             self._open_folders(needed)
-            for home, extents in planned.items():
-                slabs[home] = self._make_slab(home, extents.used)
+            for home, striping in planned.items():
+                slabs[home] = self._make_slab(home, striping.used)
         except BaseException:
             for slab in slabs.values():
                 slab.close()
@@ -203,14 +203,14 @@ class FileSlab(Slab):
 
     def __init__(self, files: Sequence[File], *, checksums: bool, closed: Callable[["FileSlab"], None]) -> None:
         self._files = files
-        self._extents = Extents(len(files))
+        self._striping = Striping(len(files))
         self._checksums = checksums
         self._report_closed = closed
         self._owner = os.getpid()
 
     def make(self, plan: SectionPlan) -> Section:
         """Make the next of the planned sections."""
-        places = [Place(self._files[file], *place) for file, *place in self._extents.place(record_sizes(plan))]
+        places = [Place(self._files[file], *place) for file, *place in self._striping.place(record_sizes(plan))]
         return FileRecords(plan, places, checksums=self._checksums)
 
     @property

@@ -9,7 +9,7 @@ import torch
 from penstock.errors import NvmeError
 from penstock.kinds import Tier
 from penstock.tiers.home import CellPlan, SectionPlan
-from penstock.tiers.nvme import Extents, NvmeTier
+from penstock.tiers.nvme import NvmeTier, Striping
 from penstock.tiers.records import record_sizes
 from penstock.tiers.tier import Slab
 
@@ -31,7 +31,7 @@ def sizes(tiles: int, record_pages: int = 1, last_pages: int | None = None) -> l
 
 class TestExtents:
     def test_records_of_one_file_lie_one_after_the_other(self) -> None:
-        extents = Extents(1)
+        extents = Striping(1)
         assert extents.place(sizes(3, 2, last_pages=1)) == [
             (0, 0, 2 * PAGE),
             (0, 2 * PAGE, 2 * PAGE),
@@ -41,7 +41,7 @@ class TestExtents:
         assert extents.used == [6 * PAGE]
 
     def test_each_record_goes_to_the_file_that_is_filled_least(self) -> None:
-        extents = Extents(3)
+        extents = Striping(3)
         first = extents.place(sizes(4, 3, last_pages=1))
         assert [file for file, _, _ in first] == [0, 1, 2, 0]
         assert extents.used == [4 * PAGE, 3 * PAGE, 3 * PAGE]
@@ -50,7 +50,7 @@ class TestExtents:
 
     @pytest.mark.parametrize("files", [1, 2, 5])
     def test_files_differ_by_a_record_at_most_and_nothing_overlaps(self, files: int) -> None:
-        extents = Extents(files)
+        extents = Striping(files)
         taken: list[list[tuple[int, int]]] = [[] for _ in range(files)]
         for tiles, pages, last in ((7, 5, 1), (1, 1, 1), (3, 2, 2), (11, 3, 2)):
             for file, offset, nbytes in extents.place(sizes(tiles, pages, last)):

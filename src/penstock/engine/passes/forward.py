@@ -139,8 +139,10 @@ class Forward:
                     self._gatherer.release(unit)
         if not (self._calls or recomputing):
             self._end(complete=output is not None)
+            self._turns.note()  # before another thread's forward may change what there is to note
             self._under_way.leave_forward()  # after the releases: another thread's forward may begin now
-        self._turns.note()
+        else:
+            self._turns.note()
 
     def gather_for_read(self, unit: Unit, module: nn.Module) -> None:
         """Gather a unit that a forward reads though its own module does not run, until that forward is over."""

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from penstock.checkpoint.tiles import Tile
-from penstock.engine.state.taking import Run
+from penstock.engine.state.taking import Destination
 from penstock.engine.units.unit import Weights
 from penstock.kinds import MASTER, OPTIMIZER, PARAM
 from penstock.rules.master import read_master
@@ -14,7 +14,7 @@ from penstock.rules.rule import BLOCK_NUMEL, StateSpec
 from penstock.rules.storage import read_state, write_state
 
 
-def write_weights(tile: Tile, run: Run) -> None:
+def write_weights(tile: Tile, run: Destination) -> None:
     """Write the parameters and master of a run, whatever form they were saved in."""
     param, master = tile.homes.get(PARAM, {}).get(PARAM), tile.homes.get(MASTER, {}).get(MASTER)
     for first, last, weights in run.unit.visit(run.start, run.stop, modify=True):
@@ -47,7 +47,7 @@ def _some(param: Tensor | None) -> Tensor:
     return param
 
 
-def write_states(tile: Tile, run: Run, saved: Mapping[str, StateSpec], own: Sequence[StateSpec]) -> None:
+def write_states(tile: Tile, run: Destination, saved: Mapping[str, StateSpec], own: Sequence[StateSpec]) -> None:
     """Write the optimizer states of a run from `saved` forms to `own` ones. What was frozen gets zeros."""
     trained = run.unit.trained
     assert trained is not None

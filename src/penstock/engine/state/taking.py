@@ -19,7 +19,7 @@ from penstock.layout import ALIGNMENT_NUMEL
 _MOST_NAMED = 8
 
 
-class Run(NamedTuple):
+class Destination(NamedTuple):
     """Elements `start` to `stop` of a unit's shard, which a tile holds from its element `inside` on."""
 
     unit: Unit
@@ -29,7 +29,7 @@ class Run(NamedTuple):
 
 
 #: What is read, in order, and where it goes.
-Plan = list[tuple[TileKey, list[Run]]]
+Plan = list[tuple[TileKey, list[Destination]]]
 
 
 @dataclass(frozen=True)
@@ -184,7 +184,7 @@ class Taker:
         plan: Plan = []
         covered: dict[str, list[tuple[int, int]]] = {name: [] for name in places}
         for key in checkpoint.tiles():
-            runs: list[Run] = []
+            runs: list[Destination] = []
             for piece in key.unit.pieces(key.number):
                 if piece.name not in places:
                     continue
@@ -192,7 +192,7 @@ class Taker:
                 start, stop = max(piece.start, first), min(piece.stop, last)
                 if start < stop:
                     covered[piece.name].append((start, stop))
-                    _append(runs, Run(unit, start + base, stop + base, piece.inside + start - piece.start))
+                    _append(runs, Destination(unit, start + base, stop + base, piece.inside + start - piece.start))
             if runs:
                 plan.append((key, runs))
         for name, (_, first, last, _) in places.items():
@@ -206,7 +206,7 @@ class Taker:
             checkpoint.check_kinds(unit)
 
 
-def _append(runs: list[Run], run: Run) -> None:
+def _append(runs: list[Destination], run: Destination) -> None:
     """Add a run, or make the last one longer: between neighbouring slots is a gap that holds zeros in every layout."""
     if runs:
         last = runs[-1]

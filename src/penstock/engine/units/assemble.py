@@ -71,7 +71,8 @@ def fill_unit(unit: Unit, homes: Homes, flats: Sequence[Flat]) -> None:
         for slot, flat in zip(unit.layout.slots, flats, strict=True):
             for start, stop, (values,) in unit.replica.visit(slot.start, slot.stop, modify=True):
                 value = flat.read(start - slot.start, stop - slot.start)
-                # As the master splits it: copied as it is, a tie would be rounded otherwise than in the rank's own part.
+                # As the master splits it: copied as it is, a tie would be rounded otherwise than in the rank's own
+                # part.
                 values.copy_(split_master(value.float())[0] if remainder else value)
     parts = unit.parts()
     first = unit.own_range[0]

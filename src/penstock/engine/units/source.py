@@ -82,6 +82,7 @@ class FirstRank(Source):
             yield number, [Whole(self._broadcast(parameter.detach())) for parameter in spec.parameters]
 
     def _broadcast(self, value: Tensor) -> Tensor:
+        """Give the first rank's value on every rank, flat."""
         flat = value.reshape(-1)
         if self._ranks.world_size > 1:
             # A copy: the broadcast overwrites it, and the model keeps its own values until they are in their homes.
@@ -144,6 +145,7 @@ class Given(Source):
         return list(aliases) if held is None else [name for name in aliases if name in held]
 
     def _check(self, names: Mapping[Tensor, Sequence[str]]) -> None:
+        """Refuse values that do not fit the model, where they are known by name: all faults in one error."""
         held = self._held
         if held is None:
             return
@@ -177,6 +179,7 @@ class Given(Source):
         return _InFile(self._weights, name) if isinstance(self._weights, WeightFiles) else Whole(self._weights[name])
 
     def _flat(self, parameter: Tensor) -> Flat:
+        """Give the values of a parameter; refuse one that is tied and has others under another of its names."""
         names = self._names[parameter]
         if self._held is not None:
             return self._values(names[0])
@@ -201,6 +204,7 @@ class Given(Source):
         return Whole(value)
 
     def _fill_buffers(self) -> None:
+        """Give buffers the values that are there for them, and initialise those that are still on the meta device."""
         for module in self._model.modules():
             for key, buffer in module._buffers.items():
                 if buffer is not None and self._held is not None and self._names[buffer]:
@@ -272,6 +276,7 @@ class Initialised(Source):
                 torch.set_rng_state(own_state)
 
     def _initialised(self, specs: Sequence[UnitSpec]) -> Iterator[tuple[int, list[Flat]]]:
+        """Initialise module after module, and yield each unit whose values nothing writes any more."""
         order = visits(self._model, self._owners)
         last = settled(order, self._owners)
         done: set[nn.Parameter] = set()
@@ -367,6 +372,7 @@ def _same(one: Flat, other: Flat, shape: tuple[int, ...], dtype: torch.dtype) ->
 def _misfit(
     name: str, shape: tuple[int, ...], dtype: torch.dtype, wanted: tuple[int, ...], wanted_dtype: torch.dtype
 ) -> list[str]:
+    """Say why a value of a shape and dtype does not fit where others are wanted; an empty list where it does."""
     if shape != wanted:
         return [f"'{name}' has shape {shape}, not {wanted}"]
     if dtype != wanted_dtype and not (dtype.is_floating_point and wanted_dtype.is_floating_point):

@@ -137,6 +137,7 @@ class Trained:
 
     def update_tier(self, number: int) -> Tier:
         """Say where a tile is updated: on the device if its states live there, else on the host."""
+        # By where the states are now: they are most of the bytes of an update, and homes may have moved since the last.
         section, _ = self.optimizer.tile(number)
         return Tier.DEVICE if section.tier is Tier.DEVICE else Tier.CPU
 
@@ -289,6 +290,7 @@ class Unit:
     def expose(self, buffer: Tensor | None = None) -> None:
         """Make the parameters views of the full buffer, or of another one like it."""
         buffer = self.full if buffer is None else buffer
+        # What fills the buffer is over, or compute has waited for it: from here on anybody's kernel may read it.
         for parameter in self.parameters:
             parameter.expose(buffer)
         for watch in self.reads:  # last: a module tells of reads as long as any of its parameters is a placeholder
@@ -296,6 +298,7 @@ class Unit:
 
     def hide(self) -> None:
         """Make the parameters placeholders: their real shape, NaN when read, one element of memory, no writes."""
+        # Before the buffer's memory goes: a parameter that were still a view of it would show what others write there.
         for parameter in self.parameters:
             parameter.hide(self.placeholder)
         # Torch lets people write all elements of a placeholder at once. What they wrote would be read for values.
@@ -372,6 +375,7 @@ class Unit:
         """Yield the pieces of slots that lie in `count` tiles from tile `number` on, each parameter's in one piece."""
         first = number * self.params.sections[0].tile_numel
         last = first + count * self.params.sections[0].tile_numel
+        # Not those of each tile in turn: a parameter that lies in several tiles would be cut into as many runs.
         for slot, start, stop in self.parts():
             if max(start, first) < min(stop, last):
                 yield Piece(slot, max(start, first), min(stop, last))

@@ -21,9 +21,9 @@ class Rig:
     Attributes:
         model: the prepared one.
         units: all of its parameters, in the order of their index.
-        ranks: that train it together.
+        ranks: all that train it together.
         streams: where work runs beside compute.
-        pool: the threads of the host's arithmetic.
+        pool: the threads that do the host's arithmetic.
         rule: the arithmetic of the optimizer.
         gradient_scale: what a gradient in its home is multiplied with.
         param_groups: the optimizer's own, which users and schedulers change between steps.

@@ -30,11 +30,11 @@ class LossScale:
         self._finite_steps = 0
 
     def state(self) -> dict[str, float]:
-        """What `restore` takes."""
+        """Return the factor and what it will be, as numbers that `restore` takes."""
         return {"value": self.value, "next": self._next, "finite_steps": self._finite_steps}
 
     def restore(self, state: Mapping[str, float]) -> None:
-        """Go on from where another one was."""
+        """Go on from where another loss scale was when it returned this state."""
         self.value, self._next = state["value"], state["next"]
         self._finite_steps = int(state["finite_steps"])
 
@@ -44,7 +44,7 @@ class LossScale:
         return self.dynamic and self.value > self.LEAST
 
     def update(self, *, finite: bool) -> None:
-        """A step was made, or skipped."""
+        """Choose the next factor, after a step that was made (`finite`) or skipped. It counts from `renew` on."""
         if not self.dynamic:
             return
         if not finite:
@@ -58,7 +58,7 @@ class LossScale:
             self._next = grown if math.isfinite(grown) else self.value
 
     def renew(self) -> None:
-        """The summed gradients were dropped."""
+        """Take up the next factor: the gradients that were summed with this one are dropped."""
         self.value = self._next
 
 
@@ -68,6 +68,9 @@ class GradientScale:
     Arguments:
         mean: 1 / world size for the mean over ranks, 1 for the sum.
         loss: the loss scale; `None` without one.
+
+    Attributes:
+        clip: the factor of the clips that were asked for since the last `zero_grad`.
     """
 
     def __init__(self, mean: float, loss: LossScale | None = None) -> None:
@@ -98,7 +101,7 @@ class GradientScale:
             )
 
     def renew(self) -> None:
-        """The summed gradients were dropped."""
+        """Begin anew, without a clip and with the next loss scale: the summed gradients are dropped."""
         self.clip = 1.0
         if self.loss is not None:
             self.loss.renew()

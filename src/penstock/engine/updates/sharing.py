@@ -30,11 +30,12 @@ class Sharing:
     """Divides the tiles whose state rests off the device between the host and the device.
 
     Arguments:
-        share: the device's part of them, or "auto".
-        at_once: how many tiles from one on the device takes at once.
+        share: the device's part of them, or "auto" to measure which is best.
+        streams: those of the device, whose clock is asked.
+        at_once: tells how many tiles from a given one on the device takes at once.
 
     Attributes:
-        share: as it is now.
+        share: the device's part of them as it is now.
     """
 
     def __init__(
@@ -51,7 +52,12 @@ class Sharing:
         self._race: _Race | None = None
 
     def divide(self, tiles: Sequence[TileUpdate]) -> list[TileUpdate]:
-        """The tiles of a step, those that are to be streamed through the device marked and joined to stretches."""
+        """Mark those tiles of a step that are to be streamed through the device, and join them to stretches.
+
+        Returns:
+            All tiles, in the same order.
+        """
+        # The race of the step before is asked, and not waited for: the host would stand still for a measurement.
         if self._race is not None:
             self._learn(self._race.fair_share())
         divided: list[TileUpdate] = []
@@ -72,7 +78,7 @@ class Sharing:
         return divided
 
     def _groups(self, tiles: Sequence[TileUpdate]) -> Iterator[list[TileUpdate]]:
-        """Neighbours that the device takes at once, in order."""
+        """Yield groups of neighbouring tiles that the device takes at once, in order."""
         group: list[TileUpdate] = []
         most = 0
         for tile in tiles:
@@ -86,6 +92,7 @@ class Sharing:
             yield group
 
     def _learn(self, share: float | None) -> None:
+        """Take up the share at which both sides would have ended together, unless that is not known yet."""
         self._race = None
         if share is None:
             return
@@ -108,13 +115,13 @@ class _Race:
             own = [tile for tile in tiles if tile.streamed is streamed]
             self._numels[streamed] = sum(run.stop - run.start for tile in own for run in tile.runs)
             if own:
-                own[-1].then = partial(self._end, streamed)
+                own[-1].then = partial(self._end, streamed)  # the last: tiles of one side are updated in order
 
     def _end(self, streamed: bool) -> None:
         self._ends[streamed] = self._clocks[streamed].mark()
 
     def fair_share(self) -> float | None:
-        """At which both sides would have ended together; `None` where one had nothing to do or is not over."""
+        """Compute the share at which both sides would have ended together; `None` if one did nothing or is not over."""
         speeds = {}
         for streamed, mark in self._ends.items():
             end = self._clocks[streamed].seconds(mark)

@@ -21,12 +21,12 @@ class Skips:
     """Counts the steps that were skipped in a row, and has the loss scale follow.
 
     Arguments:
-        most: after so many an error is raised; `None` for never.
-        at_once: the first one raises.
-        loss_scale: of fp16; `None` without one.
+        most: how many in a row raise an error; `None` for never.
+        at_once: whether the first one raises.
+        loss_scale: the one that follows in fp16; `None` without one.
 
     Attributes:
-        in_a_row: those that count.
+        in_a_row: how many that count were skipped since the last step that was made.
     """
 
     def __init__(self, most: int | None, *, at_once: bool, loss_scale: LossScale | None) -> None:
@@ -37,13 +37,13 @@ class Skips:
         self.in_a_row = 0
 
     def step_made(self) -> None:
-        """A step was not skipped."""
+        """Count a step that was made: those that were skipped in a row begin anew."""
         self.in_a_row = 0
         if self._loss_scale is not None:
             self._loss_scale.update(finite=True)
 
     def step_skipped(self, flawed: Sequence[str]) -> None:
-        """A step was skipped, and nothing has changed.
+        """Count a step that was skipped, in which nothing has changed.
 
         Arguments:
             flawed: names of the parameters whose gradient is not finite on any rank.
@@ -51,7 +51,7 @@ class Skips:
         Raises:
             EngineError: the last of too many in a row, or of one where one is too many.
         """
-        may_fall = self._loss_scale is not None and self._loss_scale.may_fall
+        may_fall = self._loss_scale is not None and self._loss_scale.may_fall  # asked first: the update lowers it
         if self._loss_scale is not None:
             self._loss_scale.update(finite=False)
         if may_fall:
@@ -84,7 +84,7 @@ class Skips:
 
 
 def name_flawed(flawed: Sequence[str]) -> str:
-    """A sentence that names parameters whose gradient is not finite."""
+    """Make the sentence that names parameters whose gradient is not finite."""
     if not flawed:  # each square is finite, and their sum is not
         return "No single parameter's is: all together are too large."
     names = ", ".join(f"'{name}'" for name in flawed[:_MOST_NAMED])

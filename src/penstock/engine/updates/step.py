@@ -45,9 +45,11 @@ class StepResult:
 
 @dataclass(frozen=True)
 class Measure:
-    """The gradient of a step over all ranks: its norm, and for each unit the slots that have one.
+    """The gradient of a step over all ranks: the same values on every rank.
 
     Attributes:
+        grad_norm: its norm before clipping, as fp32; NaN where a part of it is not finite.
+        present: for each unit the slots that got a gradient on any rank.
         flawed: names of the parameters whose gradient is not finite.
     """
 
@@ -58,7 +60,13 @@ class Measure:
 
 @dataclass(frozen=True)
 class _Begun:
-    """A unit whose update began in backward: as what, the tiles that the host updates, what all tiles follow."""
+    """A unit whose update began in backward.
+
+    Attributes:
+        plan: what was done to each slot, which the step must not find changed.
+        tiles: those that the host updates, which were submitted.
+        complete: the event that they followed, and that the others follow as well.
+    """
 
     plan: Plan
     tiles: Sequence[TileUpdate]
@@ -70,9 +78,9 @@ class _Early:
     """What began in one backward.
 
     Attributes:
-        units: in the order in which their updates began.
-        flawed: a gradient was not finite; from then on nothing is updated.
-        applied: a tile was updated.
+        units: what began, in the order in which it did.
+        flawed: whether a gradient was not finite; from then on nothing is updated.
+        applied: whether a tile was updated.
     """
 
     units: dict[Unit, _Begun] = field(default_factory=dict)
@@ -80,8 +88,10 @@ class _Early:
     applied: bool = False
 
     def may_update(self, unit: Unit) -> bool:
-        """On the thread of updates, once the unit's gradient is there: whether all so far are finite."""
+        """Whether all gradients so far are finite. Asked on the stream of updates, once the unit's is there."""
         assert unit.trained is not None
+        # Without a lock: tiles ask one after the other, in the order of their stream, and whoever reads these flags has
+        # waited for the last of them. A flaw that was found stays: nothing after it is updated, on any rank.
         self.flawed = self.flawed or not unit.trained.gradient.is_finite()
         self.applied = self.applied or not self.flawed
         return not self.flawed
@@ -93,8 +103,9 @@ class Stepper:
     Arguments:
         updater: plans and submits the updates of tiles.
         sharing: which of the host's tiles the device updates; `None` for none of them.
-        overlaps: `update` returns before the last update has run: whoever needs a unit waits for it.
-        begins: updates begin in backward.
+        rig: what every part of the engine works with.
+        overlaps: whether `update` returns before the last update has run: then whoever needs a unit waits for it.
+        begins: whether updates begin in backward.
     """
 
     def __init__(
@@ -115,11 +126,11 @@ class Stepper:
         self._sharing = sharing
         self._overlaps = overlaps
         self._begins = begins
-        self._forwards = False  # of the last update
+        self._forwards = False  # whether the last update went through the units in their order
         self._early = _Early()
 
     def measure(self) -> Measure:
-        """Phase 1. The same values on every rank.
+        """Wait for the gradients, and sum their norms and which parameters got one over ranks (phase 1). Collective.
 
         Raises:
             Exception: what has failed by now, on the rank where it did.
@@ -130,14 +141,17 @@ class Stepper:
             assert unit.trained is not None
             try:
                 _check(unit)
-                # Its norm is what the host decides on.
+                # The host decides on its norm, which the same work has measured: before that it is the norm of another
+                # gradient, or of half of this one.
                 unit.trained.gradient.home.memory.written.synchronize()
             except Exception as error:
                 failure = failure or error
-        try:
+        try:  # after the waits: these read the homes themselves
             measure_late(self._units if failure is None else [], self._streams)
         except Exception as error:
             failure = error
+        # What has failed is not raised yet: the other ranks are about to wait for this one in the all-reduce, and would
+        # stay there until their timeout.
         squares: list[float | Tensor] = []  # of every slot
         flags: list[float] = []
         for unit in self._units:
@@ -148,17 +162,21 @@ class Stepper:
         norms = _on_host(squares)
         if self._ranks.world_size > 1:
             report = self._ranks.report(failure)
+            # One message for all of it: each all-reduce is a wait for the slowest rank.
             numbers = [*norms, *flags, *report, *self._ranks.digest()]
             message = torch.tensor(numbers, dtype=torch.float64, device="cpu").to(self._streams.device)
             self._ranks.all_reduce(message)
-            *summed, digest, digest_squared = message.tolist()
+            *summed, digest, digest_squared = message.tolist()  # waits for the device: the host decides on it
+            # Replicas have the same gradient, and each has added its norm.
             norms = [norm / self._ranks.replicas for norm in summed[: len(norms)]]
             flags = summed[len(norms) :]
+            # From here on every rank has the same numbers, so all of them raise, or none does.
             try:
                 self._ranks.check_reports(flags[-len(report) :], failure)
             except Exception as error:
                 self._fail(error)  # on every rank: a close that gathers parameters would wait for the others
                 raise
+            # Before anything is updated: ranks that ran different units have gathered and reduced each other's.
             self._ranks.check_digests([digest, digest_squared])
         elif failure is not None:
             raise failure
@@ -175,7 +193,7 @@ class Stepper:
         return Measure(_as_fp32(math.sqrt(total) * self._gradient_scale.value), present, flawed)
 
     def update(self, measure: Measure, max_grad_norm: float | None) -> None:
-        """Phases 3 and 4.
+        """Have every tile updated, and publish what was written beside its home (phases 3 and 4).
 
         Units are updated in order, which forward waits for them in. Where it does not wait, every other step goes
         backwards: it begins with the tiles that the rings still hold.
@@ -192,6 +210,7 @@ class Stepper:
             if slots
         }
         self._forwards = self._overlaps or not self._forwards
+        # After the plans, which may refuse a group: what began is then still there to be given up.
         begun = self._take_early().units
         try:  # from here on nothing is refused
             self._check_groups_kept(begun, plans)
@@ -201,22 +220,25 @@ class Stepper:
                 left = self._sharing.divide(left)
                 tiles = {unit: [tile for tile in left if tile.unit is unit] for unit in plans}
             self._updater.submit(left if self._forwards else left[::-1])
+            # Once all are submitted, which gives them their events, and before any forward: it would find homes whose
+            # last write is that of the step before, and gather parameters that are half updated.
             for unit, plan in plans.items():
                 self._updater.publish(unit, tiles[unit], goes_on=unit in begun)
                 self._updater.count(unit, plan)
             if not self._overlaps:
                 for unit in self._units:
                     assert unit.trained is not None
-                    # Files may still be written: nobody is kept from them.
+                    # As promised: nothing of this step goes on beside what the user's thread does next. Files may still
+                    # be written: nobody is kept from them, and records know their own events.
                     unit.trained.optimizer.memory.written.synchronize()
-        except BaseException as error:
+        except BaseException as error:  # an interrupt too: some tiles are of this step and others of the last
             self._fail(error)
             raise
 
     # Updates that begin in backward
 
     def begin(self, unit: Unit) -> None:
-        """Every gradient of the unit is on its way home, and no other will come before the step: update it.
+        """Update a unit, all of whose gradients are on their way home: no other will come before the step.
 
         The device's own tiles wait for the step: they would take time from backward. Parameters that rest elsewhere get
         their new values now, which the unit's backward needs no longer.
@@ -224,21 +246,29 @@ class Stepper:
         trained = unit.trained
         assert trained is not None
         plan = self._updater.plan(unit, frozenset(range(len(unit.layout.slots))), self._param_groups)
+        # Taken now, before the homes hear of these updates: the tiles that are left for the step follow the same, and
+        # would else wait for tiles that have nothing to do with theirs.
         complete = self._updater.complete(unit)
         tiles = self._updater.tiles(unit, plan, self._gradient_scale.value, complete)
         begun = _Begun(plan, [tile for tile in tiles if tile.beside is not Tier.DEVICE], complete)
-        self._early.units[unit] = begun
+        self._early.units[unit] = begun  # before anything is submitted: what fails in between has begun
         if not begun.tiles:
             return
         try:
+            # `may_update` of this backward's own notes: the next one has others, while tiles of this one still ask.
             self._updater.submit(begun.tiles, allowed=partial(self._early.may_update, unit))
+            # At once: the unit is released next, and its next gather has to follow these writes.
             self._updater.publish(unit, begun.tiles)
         except BaseException as error:
             self._fail(error)
             raise
 
     def check(self, unit: Unit) -> None:
-        """Refuse that backward comes back to a unit whose update has begun: its values are those of after the step."""
+        """Refuse that backward comes back to a unit whose update has begun: its values are those of after the step.
+
+        Raises:
+            EngineError: names the unit. The state is that of no step from here on.
+        """
         if unit in self._early.units:
             error = EngineError(
                 f"Backward came back to unit '{unit.name}' after its update began: in a second backward before step(), "
@@ -249,7 +279,7 @@ class Stepper:
             raise error
 
     def abandon(self) -> None:
-        """Backward has failed, or no step will follow: what began cannot be taken back."""
+        """Give up what began in a backward that has failed, or that no step follows: it cannot be taken back."""
         if self._early.units:
             self._fail(
                 EngineError(
@@ -265,7 +295,7 @@ class Stepper:
         return bool(self._early.units)
 
     def skip(self) -> None:
-        """The norm is not finite: nothing is to change. Collective.
+        """Leave everything as it is, because the norm is not finite. Collective.
 
         Raises:
             EngineError: some units were updated before the first gradient that is not finite.
@@ -275,7 +305,7 @@ class Stepper:
         try:
             for unit in early.units:
                 assert unit.trained is not None
-                # Until then it is open whether any of its tiles was updated.
+                # Until then it is open whether any of its tiles was updated: `may_update` says so in `applied`.
                 unit.trained.optimizer.memory.written.synchronize()
         except Exception as error:
             failure = error
@@ -285,6 +315,8 @@ class Stepper:
                 "the state is that of no step. Close the optimizer and go back to a checkpoint; overlap='forward' skips"
                 " such steps whole."
             )
+        # A rank whose shards had no tile to update could go on; where another one's had, none can. They meet only where
+        # updates begin in backward, which is the same on every rank: a rank that met alone would wait for its timeout.
         try:
             if self._begins and self._ranks.world_size > 1:
                 self._ranks.council.agree(failure)
@@ -295,11 +327,12 @@ class Stepper:
             raise
 
     def _take_early(self) -> _Early:
-        """What began in the last backward; the next one begins anew, while tiles of this one may still be updated."""
+        """Take what began in the last backward. The next one begins anew, also while tiles of this one are updated."""
         early, self._early = self._early, _Early()
         return early
 
     def _check_groups_kept(self, begun: Mapping[Unit, _Begun], plans: Mapping[Unit, Plan]) -> None:
+        """Refuse options that changed since backward: some tiles of a unit were updated with those of before."""
         for unit, as_begun in begun.items():
             if plans.get(unit) != as_begun.plan:
                 raise EngineError(
@@ -309,39 +342,42 @@ class Stepper:
                 )
 
     def _rest(self, unit: Unit, plan: Plan, scale: float, begun: _Begun | None) -> list[TileUpdate]:
-        """What is left to be updated of a unit."""
+        """List the tiles of a unit that are left to be updated, those that did not begin in backward."""
         if begun is None:
             return self._updater.tiles(unit, plan, scale, self._updater.complete(unit))
-        # As the homes were before the tiles that are done, for which the others need not wait; and a save since then.
+        # As the homes were before the tiles that are done, for which the others need not wait. A save that began since
+        # then still reads the values that the others are about to overwrite: its reads, too.
         complete = all_of([begun.complete, *(home.read for home in unit.updated_homes)])
         tiles = self._updater.tiles(unit, plan, scale, complete)
         done = {tile.number for tile in begun.tiles}
         return [tile for tile in tiles if tile.number not in done]
 
     def _fail(self, error: BaseException) -> None:
-        """The units are not whole, here or on another rank: whoever asks for any of them gets the error."""
-        self._early = _Early()
+        """Have whoever asks for any unit get an error: they are not whole, here or on another rank."""
+        self._early = _Early()  # nothing of it is finished by a step any more
         if not isinstance(error, Exception):  # an interrupt is over once it was raised
             error = EngineError("An update was interrupted: its values are not whole. Close the optimizer.")
+        # All units, not those alone that this rank knows to be torn: which those are differs between ranks, and one
+        # that gathered another unit would wait there for ranks that raise.
         for unit in self._units:
             for home in unit.updated_homes:
                 home.note_write(FailedEvent(error))
 
 
 def _check(unit: Unit) -> None:
-    """Raise the error of an earlier update or movement that has failed by now."""
+    """Raise the error of an earlier update or movement that has failed by now. Waits for none that is under way."""
     for home in unit.homes.values():
         home.written.check()
 
 
 def _as_fp32(value: float) -> float:
-    """The value rounded to fp32, where that has room for it."""
+    """Round a value to fp32, where that has room for it."""
     rounded = fp32(value)
     return rounded if math.isfinite(rounded) else value
 
 
 def _on_host(numbers: Sequence[float | Tensor]) -> list[float]:
-    """The numbers, in order; those of the device are read together, once."""
+    """Bring numbers to the host, in order: those of the device together, with one wait for it."""
     on_device = [number for number in numbers if isinstance(number, Tensor)]
     read = iter(torch.stack(on_device).tolist() if on_device else [])
     return [next(read) if isinstance(number, Tensor) else float(number) for number in numbers]

@@ -37,14 +37,18 @@ class TileUpdate:
     """One tile's update, or a stretch's: where it runs, what of it in which passes, and once submitted, its event.
 
     Attributes:
-        number: of the tile, or of the first.
+        unit: the one that it belongs to.
+        number: the tile's number in the shard, or that of the stretch's first.
         beside: the tier where its state rests, as far as updates care: the device, or the host.
-        complete: gradient, parameters and state are, and may be overwritten.
-        streamed: the device updates it all the same: its state comes up for that and goes down again.
-        then: called where the update runs, after it.
-        written: it is over, and what it wrote is in those homes that are memory.
-        count: tiles of the stretch.
-        in_place: compute itself updates it, and reaches all of it where it rests.
+        runs: what is updated in one pass each, in order.
+        scale: what the gradient is multiplied with.
+        complete: the event after which gradient, parameters and state are there, and may be overwritten.
+        streamed: whether the device updates it though its state rests on the host: it comes up for that and goes down.
+        then: what is called where the update runs, after it.
+        written: the event after which what it wrote is in those homes that are memory. `DONE` where compute itself has
+            written it: whatever is submitted later follows compute.
+        count: how many tiles the stretch has.
+        in_place: whether compute itself updates it, and reaches all of it where it rests.
     """
 
     unit: Unit
@@ -69,10 +73,11 @@ class Updater:
     """Plans the updates of tiles, and submits them.
 
     Arguments:
+        rig: what every part of the engine works with.
         groups: index of the optimizer's param group of each trained parameter.
         firsts: number of each trained parameter's first element among all elements of the optimizer.
-        pipelines: bring what the updates on the host and on the device cannot reach where it rests.
-        movement: publishes shadows.
+        pipelines: for each side, what brings the tiles that its updates cannot reach where they rest.
+        movement: what publishes shadows.
 
     Attributes:
         steps: how often each trained parameter was updated.
@@ -99,7 +104,7 @@ class Updater:
         self.scalars: dict[nn.Parameter, Scalars] = {}
 
     def plan(self, unit: Unit, slots: frozenset[int], param_groups: Sequence[Mapping[str, Any]]) -> Plan:
-        """What the next step does to each slot, with its group as it is now: a scheduler may change it later."""
+        """Say what the next step does to each slot, with its group as it is now: a scheduler may change it later."""
         plan: Plan = {}
         known: dict[Hashable, tuple[Hyper, Scalars]] = {}
         for index in sorted(slots):
@@ -121,7 +126,8 @@ class Updater:
     def complete(self, unit: Unit) -> Event:
         """Give the event after which a unit may be updated, as far as memory goes: records know their own."""
         assert unit.trained is not None
-        # A gradient that is not there yet would be half an old one; and what a save still copies, half a new state.
+        # A gradient that is not there yet would be half an old one. What a save or a gather still copies would be half
+        # a new state: every home that is written has to be free of reads, too.
         return all_of([unit.trained.gradient.home.memory.written, *(home.memory.free for home in unit.updated_homes)])
 
     def tiles(self, unit: Unit, plan: Plan, scale: float, complete: Event) -> list[TileUpdate]:
@@ -147,20 +153,24 @@ class Updater:
         return updates
 
     def taken_at_once(self, tile: TileUpdate) -> int:
-        """How many tiles from this one on the device takes at once, if it is to update what the host would."""
+        """Count the tiles from this one on that the device takes at once, if it is to update what the host would."""
         return self._pipelines[Tier.DEVICE].stretch(tile.number, _homes(tile.unit, tile.number)).tiles
 
     def submit(self, tiles: Iterable[TileUpdate], allowed: Callable[[], bool] | None = None) -> None:
-        """Update tiles: in order on the host, in order on the device, both at the same time.
+        """Submit the updates of tiles: in order on the host, in order on the device, both at the same time.
+
+        Afterwards each has the event of its writes. The homes do not know them until `publish`.
 
         Arguments:
-            tiles: of any units.
+            tiles: what is updated, of any units.
             allowed: asked on the host before each tile, once its gradient is there; a tile that is not stays as it is.
+                `None` lets all be updated.
         """
         on_host: list[Callable[[], None]] = []
         on_device: list[Callable[[], None]] = []
         in_place: list[TileUpdate] = []
         for tile in tiles:
+            # These go in one call of the rule, before which nobody could be asked for each tile.
             if tile.in_place and allowed is None:
                 in_place.append(tile)
             else:
@@ -178,7 +188,7 @@ class Updater:
             submit()
 
     def _update_in_place(self, tiles: Sequence[TileUpdate], label: Label) -> None:
-        """Compute itself updates what is in its reach: in one call of the rule, whatever units it is of."""
+        """Have compute itself update what is in its reach: in one call of the rule, whatever units it is of."""
         segments: list[tuple[Segment, Hyper]] = []
         for tile in tiles:
             assert tile.unit.trained is not None
@@ -186,6 +196,8 @@ class Updater:
             brought = self._pipelines[tile.beside].bring(
                 tile.number, homes, after=tile.complete, label=NO_LABEL, count=tile.count
             )
+            # Nothing has to be brought, but a save or a gather may still read what compute is about to write, and a
+            # move still be bringing it: streams of their own, which compute does not follow by itself.
             brought.ready.wait()
             segments += self._segments(tile, tile.unit.trained.fields, brought.views)
         (scale,) = {tile.scale for tile in tiles}
@@ -193,6 +205,11 @@ class Updater:
         self._streams.compute(work, label=label)
 
     def _submit(self, tile: TileUpdate, allowed: Callable[[], bool] | None) -> None:
+        """Bring one tile to where it is updated, update it, and put it back: each follows the one before by its event.
+
+        What brings it follows `complete`, and the last use of the slot that it passes; the update follows that; what
+        puts it back follows the update.
+        """
         unit, trained = tile.unit, tile.unit.trained
         assert trained is not None
         homes = _homes(unit, tile.number)
@@ -202,31 +219,38 @@ class Updater:
         )
         work = partial(self._apply, tile, trained.fields, brought.views, allowed)
         if tile.beside is Tier.DEVICE:  # compute itself updates what is on the device
-            brought.ready.wait()
+            brought.ready.wait()  # else it computes with what the slot held before
             self._streams.compute(work, label=label)
-            updated = DONE
+            updated = DONE  # what puts it back follows all that compute was given
         else:
             nbytes = _bytes_of(brought.views.values()) + _bytes_of(
                 brought.views[home] for home in homes if home != GRAD
             )
+            # Two streams: the device's own updates run beside those of the host, and beside compute.
             stream = DEVICE_UPDATE if tile.streamed else UPDATE
             updated = self._streams.submit(stream, work, after=(brought.ready,), nbytes=nbytes, label=label)
+        # After the update, or it would put back what was brought. The slot is free once it has arrived: another tile's
+        # values would else be written over it on its way.
         tile.written = brought.put_back(updated)
 
     def publish(self, unit: Unit, tiles: Sequence[TileUpdate], *, goes_on: bool = False) -> None:
         """Have a unit's homes wait for tiles that were submitted, and take their shadows to where parameters rest.
 
         Arguments:
-            unit: theirs.
-            tiles: as submitted.
-            goes_on: other tiles of the same step were published before, and the homes wait for those as well.
+            unit: the one that the tiles belong to.
+            tiles: all that were submitted together.
+            goes_on: whether other tiles of the same step were published before: the homes wait for those as well.
         """
         trained = unit.trained
         assert trained is not None
         written = all_of(tile.written for tile in tiles)
-        trained.gradient.home.note_read(written)
+        trained.gradient.home.note_read(written)  # the next micro-batch's would else be written over what updates read
         for home in unit.updated_homes:
+            # Whoever needs the new values asks the home. A write that is noted stands for all before it, which these
+            # tiles have followed; the other tiles of the same step they have not.
             home.note_write(all_of([home.memory.written, written]) if goes_on else written)
+        # After the notes: the copy follows the shadow's last write, which must be these tiles. It notes in the home of
+        # the parameters what it writes there.
         if any(trained.is_shadowed(tile.number) for tile in tiles):
             self._movement.copy(trained.shadow, unit.params, Label("publish", unit.name))
 
@@ -235,15 +259,17 @@ class Updater:
         for index, (_, scalars) in plan.items():
             self.steps[unit.spec.parameters[index]] += 1
             self.scalars[unit.spec.parameters[index]] = scalars
+        # Each rank has updated its own shard of a replicated unit: the next gather fetches the others, on every rank.
         unit.stale = unit.replica is not None and unit.layout.shards > 1
 
     def _base(self, unit: Unit, index: int) -> int:
+        """Compute what, added to an index in the shard, numbers a slot's elements among all of the optimizer."""
         return self._firsts[unit.spec.parameters[index]] + unit.own_range[0] - unit.layout.slots[index].start
 
     def _apply(
         self, tile: TileUpdate, fields: Fields, views: Mapping[str, Views], allowed: Callable[[], bool] | None
     ) -> None:
-        """Update every run of a tile."""
+        """Update every run of a tile, as the work of a stream, once all of it is there."""
         if allowed is not None and not allowed():
             return
         self._rule.update_many(self._segments(tile, fields, views), tile.scale, self._pool)
@@ -253,9 +279,10 @@ class Updater:
     def _segments(
         self, tile: TileUpdate, fields: Fields, views: Mapping[str, Views]
     ) -> Iterator[tuple[Segment, Hyper]]:
-        """The runs of a tile in its values."""
+        """Yield what the rule works on in each run of a tile: views of its values, as they were brought."""
         first = tile.number * tile.unit.params.sections[0].tile_numel  # where the values begin in the shard
         (grad,) = views[GRAD]
+        # The shadow where there is one: the parameter is out of reach, and gets the same bits when it is published.
         (param,) = views[SHADOW] if SHADOW in views else views[PARAM]
         master = views[MASTER][0] if views[MASTER] else None
         states, scales = fields.name(views[OPTIMIZER])
@@ -274,7 +301,7 @@ class Updater:
 
 
 def join(tiles: Sequence[TileUpdate]) -> TileUpdate:
-    """Neighbouring tiles of a unit as one stretch."""
+    """Make one stretch of neighbouring tiles of a unit."""
     runs: list[Run] = []
     for run in (run for tile in tiles for run in tile.runs):
         if runs and (runs[-1].stop, runs[-1].hyper, runs[-1].base) == (run.start, run.hyper, run.base):
@@ -284,7 +311,7 @@ def join(tiles: Sequence[TileUpdate]) -> TileUpdate:
 
 
 def _homes(unit: Unit, number: int) -> dict[str, Home]:
-    """What the update of a tile works on, by name."""
+    """List the homes that the update of a tile works on, by name."""
     trained = unit.trained
     assert trained is not None
     homes = {GRAD: trained.gradient.home, MASTER: trained.master, OPTIMIZER: trained.optimizer}
@@ -296,16 +323,16 @@ def _bytes_of(views: Iterable[Views]) -> int:
 
 
 def merge(pieces: Iterable[Piece], hypers: Mapping[int, Hyper], bases: Mapping[int, int]) -> list[Run]:
-    """The runs of pieces of slots in `hypers`; neighbours with equal scalars become one, with the gap between.
+    """Make the runs of those pieces whose slots are in `hypers`; neighbours with equal scalars become one.
 
-    Gaps hold zeros in every kind. Where the update would not keep them, and where neighbours are not numbered one after
-    the other (`bases`, see `Run`), they stay apart.
+    A run takes in the gap between two pieces, which holds zeros in every kind. Where the update would not keep them,
+    and where neighbours are not numbered one after the other (`bases`, see `Run`), they stay apart.
     """
     runs: list[Run] = []
     extends = False
     for piece in pieces:
         hyper = hypers.get(piece.slot)
-        if hyper is None:
+        if hyper is None:  # a parameter without a gradient, which no run may reach across: it is not touched
             extends = False
             continue
         base = bases[piece.slot]
