@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from penstock.checkpoint.beside import persistent_buffers
 from penstock.checkpoint.tensorfiles import WeightFiles
 from penstock.errors import ConfigError, one_line
 from penstock.integrations.chunked import chunk_loss as chunk_loss
@@ -222,7 +223,9 @@ def save_pretrained(model: nn.Module, optimizer: Any, out: Path, *, is_first_ran
         out: the folder, made when missing.
         is_first_rank: whether this rank writes.
     """
-    named = model.state_dict(keep_vars=True)  # tied weights are one tensor under several names
+    # By the names of a state_dict, which cannot be asked for: the parameters are not there yet. Tied weights are one
+    # tensor under several names.
+    named: dict[str, Tensor] = dict(model.named_parameters(remove_duplicate=False)) | persistent_buffers(model)
     host: dict[int, Tensor] = {}
     for group in _groups({id(p): p for p in named.values() if isinstance(p, nn.Parameter)}.values()):
         with optimizer.gathered(group):
