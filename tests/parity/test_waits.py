@@ -34,6 +34,7 @@ AT_ONCE = "transfers are not late here"
 MOVES = "only where homes move"
 COMPUTE = "compute is never late here: tests/device/test_streams.py"
 KEPT = "submitted work keeps its tensors here: tests/device"
+FORWARD = "the unit's forward, which waits for its update, comes before its backward"
 SAVES = "of the thread that saves, whose events no site drops: tests/unit/engine/test_saving.py"
 UNWANTED = "what is under way on bytes that were dropped is wanted by nobody: test_cuts.py, test_activations.py"
 REDUNDANT = {
@@ -56,7 +57,24 @@ REDUNDANT = {
     "routes.py _add: all of self._home.memory.free": MOVES,
     "step.py _rest: all of begun.complete": MEASURED,
     "step.py _rest: all of *(home.read for home in unit.updated_homes)": SAVES,
+    "cuts.py _sweep: all of cut.home.read": UNWANTED,
+    "home.py add_read: all of *self.read.parts()": "of two reads that are under way here the later one ends last",
+    "home.py written: all of *(section.written for section in self.sections)": FILES,
+    "records.py written: all of self.last_stores": FILES,
+    "movement.py ready: all of self.after": MEASURED,
+    "movement.py _bring_memory: all of tile.after": MEASURED,
+    "movement.py _fetch: FETCH after tile.after of (tile.after, kept.ready, tile.slot.free)": MEASURED,
     "movement.py _fetch: FETCH after kept.ready of (tile.after, kept.ready, tile.slot.free)": ONCE,
+    "movement.py _fetch: FETCH after tile.after of (tile.after, section.last_stores[number], tile.slot.free)": MEASURED,
+    "movement.py _fetch: FETCH after section.last_stores[number] of (tile.after, section.last_stores[number], "
+    "tile.slot.free)": IN_TURN,
+    "movement.py _load: READ after after of (after, here.last_stores[number], slot.free)": "the record is stored later",
+    "movement.py _load: all of after": ONCE,
+    "movement.py _store: WRITE after there.last_stores[number] of (landed, there.last_stores[number])": AT_ONCE,
+    "ring.py add_use: all of self.free": "only where a slot is stored from and copied from, both late",
+    "ring.py add_use: all of event": "only where a slot is stored from and copied from, both late",
+    "update.py publish: trained.gradient.home.note_read(written)": FORWARD,
+    "update.py publish: all of written": "the tiles that are left to the step are compute's own",
     "moving.py _exchange: used.synchronize()": COMPUTE,
     "moving.py wait: self._event.wait()": "it is for a stream of the host, which synchronizes",
     "ring.py free: all of (slot.free for slot in self._slots)": "the clean-up waits for each slot of the ring",
