@@ -18,6 +18,7 @@ from penstock.engine.passes import activations
 from penstock.errors import EngineError
 from penstock.machine.simulated import SimulatedStreams
 from penstock.machine.streams import COLLECTIVE, STREAMS, UPLOAD, Streams
+from tests.parity.needed import NEEDED_BY
 from tests.parity.rows import Arithmetic, Movement, batches, loss_of, make_model, prepared, shares, train
 from tests.parity.waits import Wait, listen, waits
 from tests.support import inline, pinning_on_cpu, prepare_on, run_ranks, sampled, shorten_rings
@@ -34,6 +35,7 @@ AT_ONCE = "transfers are not late here"
 MOVES = "only where homes move"
 COMPUTE = "compute is never late here: tests/device/test_streams.py"
 KEPT = "submitted work keeps its tensors here: tests/device"
+COPIES = "tests/unit/tiers/test_movement.py; here updates wait for saves, and forwards for updates, before"
 FORWARD = "the unit's forward, which waits for its update, comes before its backward"
 SAVES = "of the thread that saves, whose events no site drops: tests/unit/engine/test_saving.py"
 UNWANTED = "what is under way on bytes that were dropped is wanted by nobody: test_cuts.py, test_activations.py"
@@ -61,6 +63,8 @@ REDUNDANT = {
     "home.py add_read: all of *self.read.parts()": "of two reads that are under way here the later one ends last",
     "home.py written: all of *(section.written for section in self.sections)": FILES,
     "records.py written: all of self.last_stores": FILES,
+    "movement.py copy: all of target.memory.free": COPIES,
+    "movement.py copy: source.note_read(event)": COPIES,
     "movement.py ready: all of self.after": MEASURED,
     "movement.py _bring_memory: all of tile.after": MEASURED,
     "movement.py _fetch: FETCH after tile.after of (tile.after, kept.ready, tile.slot.free)": MEASURED,
@@ -503,16 +507,18 @@ def reached_by(row: str) -> frozenset[str]:
 )
 def test_without_the_wait_a_row_goes_wrong(wait: Wait) -> None:
     rows = []
-    for row in ROWS:  # each is run once, with all waits, when the first wait asks for it
-        if wait.site not in reached_by(row):
+    known = NEEDED_BY.get(wait.name)
+    first = [known] if known else []
+    for row, slow in [*first, *(each for each in product(ROWS, STREAMS) if each != known)]:
+        if wait.site not in reached_by(row):  # each row is run once, with all waits, when the first wait asks for it
             continue
         rows.append(row)
-        for slow in STREAMS:
-            if not attempt(ROWS[row], expected_of(row), slow, wait.site).same:
-                assert attempt(ROWS[row], expected_of(row), slow, None).same, "the row goes wrong with the wait too"
-                return
+        if not attempt(ROWS[row], expected_of(row), slow, wait.site).same:
+            assert attempt(ROWS[row], expected_of(row), slow, None).same, "the row goes wrong with the wait too"
+            return
     assert rows, f"no row waits at {wait.site}: write one"
-    pytest.fail(f"{wait.site} can be dropped: {', '.join(rows)} stay right. Write the row that needs it, or drop it.")
+    right = ", ".join(dict.fromkeys(rows))
+    pytest.fail(f"{wait.site} can be dropped: {right} stay right. Write the row that needs it, or drop it.")
 
 
 def outcome_on_two_ranks(rank: int, name: str, dropped: str | None) -> Outcome:
@@ -539,4 +545,4 @@ def test_without_the_wait_two_ranks_go_wrong(wait: Wait) -> None:
 
 
 def test_the_lists_of_waits_are_up_to_date() -> None:
-    assert {*REDUNDANT, *OF_TWO_RANKS} <= {wait.name for wait in waits()}
+    assert {*REDUNDANT, *OF_TWO_RANKS, *NEEDED_BY} <= {wait.name for wait in waits()}

@@ -1,0 +1,68 @@
+"""Copies of homes follow the events that the homes know, without being told."""
+
+import pytest
+import torch
+
+from penstock.machine.simulated import SimulatedStreams
+from penstock.machine.streams import HostEvent
+from penstock.tiers.home import Home, buffer_home
+from penstock.tiers.movement import Movement
+from penstock.tiers.ring import Ring
+from penstock.trace import NO_LABEL
+
+
+def home(value: float) -> Home:
+    return buffer_home(torch.full((256,), value))
+
+
+def values(of: Home) -> list[float]:
+    return of.sections[0].tensors[0].unique().tolist()
+
+
+@pytest.fixture
+def movement() -> Movement:
+    return Movement(SimulatedStreams(lambda stream, nbytes: 0.0), Ring())
+
+
+@pytest.mark.parametrize("what", ["the last write of the source", "the last write of the target", "its reads"])
+def test_a_copy_waits_for(what: str, movement: Movement) -> None:
+    source, target, over = home(1.0), home(2.0), HostEvent()
+    if what == "its reads":
+        target.note_read(HostEvent())
+        target.memory.read.parts()[0].run(lambda: None)  # one that is over does not count
+        target.note_read(over)
+    else:
+        (source if what == "the last write of the source" else target).note_write(over)
+    copied = movement.copy(source, target, NO_LABEL)
+    assert not copied.done()
+    assert values(target) == [2.0]
+    over.run(lambda: None)
+    copied.synchronize()
+    assert values(target) == [1.0]
+
+
+def test_both_homes_know_of_a_copy(movement: Movement) -> None:
+    source, target, begin = home(1.0), home(2.0), HostEvent()
+    source.note_write(begin)
+    copied = movement.copy(source, target, NO_LABEL)
+    assert target.written is copied
+    assert list(source.read.parts()) == list(copied.parts())
+    begin.run(lambda: None)
+    copied.synchronize()
+    assert source.read.done()
+    assert target.written.done()
+
+
+def test_a_write_is_after_all_reads_before_it(movement: Movement) -> None:
+    """Nobody waits for those again: a device that is always behind would make a chain of them."""
+    one, read = home(1.0), HostEvent()
+    one.note_read(read)
+    one.note_write(HostEvent())
+    assert one.read.done()
+
+
+def test_parts_of_a_home_and_the_whole_know_the_same(movement: Movement) -> None:
+    whole = home(1.0)
+    part, written = whole.part(0, 128), HostEvent()
+    part.note_write(written)
+    assert whole.written is written
