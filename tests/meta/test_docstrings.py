@@ -7,9 +7,6 @@ import pytest
 
 from tests.meta.source import modules
 
-#: Modules, and folders of modules, whose docstrings are still to be rewritten.
-YET_TO_DO: tuple[str, ...] = ()
-
 #: The verbs that a docstring may begin with, in the imperative. Add yours; a word that is no verb does not belong here.
 _VERBS = """
 abort accept accumulate acquire adapt add adjust admit adopt advance agree align all-gather all-reduce allocate
@@ -60,11 +57,7 @@ def begins_with_a_verb(node: ast.FunctionDef | ast.AsyncFunctionDef, text: str) 
     return first.rstrip(".,;").lower() in VERBS and first[:1].isupper() and second != "of"
 
 
-def is_yet_to_do(module: str) -> bool:
-    return any(module == name or module.startswith(f"{name}.") for name in YET_TO_DO)
-
-
-@pytest.mark.parametrize("module", [module for module in modules() if not is_yet_to_do(module)])
+@pytest.mark.parametrize("module", modules())
 def test_docstrings_of_functions_begin_with_a_verb(module: str) -> None:
     wrong = [
         f"{where}: {text.splitlines()[0]}"
@@ -72,11 +65,6 @@ def test_docstrings_of_functions_begin_with_a_verb(module: str) -> None:
         if not begins_with_a_verb(node, text)
     ]
     assert not wrong, "\n".join(wrong)
-
-
-@pytest.mark.parametrize("name", YET_TO_DO)
-def test_what_is_yet_to_do_is_there(name: str) -> None:
-    assert any(is_yet_to_do(module) and (module == name or module.startswith(f"{name}.")) for module in modules())
 
 
 @pytest.mark.parametrize(
