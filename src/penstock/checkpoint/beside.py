@@ -13,8 +13,8 @@ The generators that a training loop draws from are torch's, Python's and numpy's
 
 import random
 import sys
-from collections.abc import Mapping
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -26,6 +26,7 @@ from penstock.checkpoint.values import decode, encode
 from penstock.errors import CheckpointError
 
 WHOLE, PARTS = "buffer.", "parts."  # what keys of tensors begin with
+_AnyTensor = TypeVar("_AnyTensor", bound=Tensor)  # tensors, or parameters alone
 _IN_PARTS = (torch.complex128, torch.complex32)
 
 
@@ -40,6 +41,21 @@ def persistent_buffers(model: nn.Module) -> dict[str, Tensor]:
         for name, buffer in module._buffers.items()
         if buffer is not None and name not in module._non_persistent_buffers_set
     }
+
+
+def batches(tensors: Iterable[_AnyTensor], most_bytes: int) -> Iterator[list[_AnyTensor]]:
+    """Divide tensors into batches of some bytes at most, in order; one that is larger is a batch of its own."""
+    batch: list[_AnyTensor] = []
+    batch_bytes = 0
+    for tensor in tensors:
+        tensor_bytes = tensor.numel() * tensor.element_size()
+        if batch and batch_bytes + tensor_bytes > most_bytes:
+            yield batch
+            batch, batch_bytes = [], 0
+        batch.append(tensor)
+        batch_bytes += tensor_bytes
+    if batch:
+        yield batch
 
 
 def why_not(buffer: Tensor) -> str | None:

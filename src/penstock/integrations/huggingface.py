@@ -1,6 +1,6 @@
 """Causal language models of Hugging Face, from a folder or a preset's name to the files of a trained one."""
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from penstock.checkpoint.beside import persistent_buffers
+from penstock.checkpoint.beside import batches, persistent_buffers
 from penstock.checkpoint.tensorfiles import WeightFiles
 from penstock.errors import ConfigError, one_line
 from penstock.integrations.chunked import chunk_loss as chunk_loss
@@ -227,28 +227,13 @@ def save_pretrained(model: nn.Module, optimizer: Any, out: Path, *, is_first_ran
     # tensor under several names.
     named: dict[str, Tensor] = dict(model.named_parameters(remove_duplicate=False)) | persistent_buffers(model)
     host: dict[int, Tensor] = {}
-    for group in _groups({id(p): p for p in named.values() if isinstance(p, nn.Parameter)}.values()):
+    for group in batches({id(p): p for p in named.values() if isinstance(p, nn.Parameter)}.values(), GATHER_BYTES):
         with optimizer.gathered(group):
             if is_first_rank:
                 host |= {id(p): p.detach().to("cpu", copy=True) for p in group}
     if is_first_rank:
         state = {name: host[id(t)] if id(t) in host else t.detach().to("cpu", copy=True) for name, t in named.items()}
         model.save_pretrained(out, state_dict=state)  # type: ignore[operator]
-
-
-def _groups(parameters: Iterable[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
-    """Divide parameters into groups of `GATHER_BYTES` at most; one that is larger is a group of its own."""
-    group: list[nn.Parameter] = []
-    group_bytes = 0
-    for parameter in parameters:
-        parameter_bytes = parameter.numel() * parameter.element_size()
-        if group and group_bytes + parameter_bytes > GATHER_BYTES:
-            yield group
-            group, group_bytes = [], 0
-        group.append(parameter)
-        group_bytes += parameter_bytes
-    if group:
-        yield group
 
 
 def _find_folder(name: str, trust_remote_code: bool) -> ModelSource:

@@ -70,9 +70,9 @@ class Movement:
             if here is there or not here.plan.cells or not there.plan.cells:
                 continue
             if isinstance(here, Records):
-                copied += self._load(here, there, range_of(here, start, stop), after, label)
+                copied += self._load(here, there, _range_of(here, start, stop), after, label)
             elif isinstance(there, Records):
-                copied += self._store(here, there, range_of(there, start, stop), after, label)
+                copied += self._store(here, there, _range_of(there, start, stop), after, label)
             else:
                 crosses = here.tier is not there.tier
                 bounce = (here.bounce or there.bounce) if crosses else None
@@ -363,7 +363,7 @@ def take_tile(section: Section, number: int, buffer: Tensor, streams: Streams, l
         streams.submit(SAVE, across(target, values), writes=(target,), nbytes=nbytes, label=label).synchronize()
 
 
-def range_of(section: Section, start: int, stop: int) -> range:
+def _range_of(section: Section, start: int, stop: int) -> range:
     """Number a section's tiles in a range of its home."""
     first, last = start - section.plan.start, stop - section.plan.start
     return range(first // section.tile_numel, -(-last // section.tile_numel))

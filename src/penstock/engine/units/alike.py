@@ -1,10 +1,9 @@
 """Buffers of the model at `prepare`: on the device, in their own dtype, the same on every rank."""
 
-from collections.abc import Iterator, Sequence
-
 import torch
 from torch import Tensor, nn
 
+from penstock.checkpoint.beside import batches
 from penstock.machine.collectives import Ranks, as_bytes
 
 _MOST_BYTES = 1 << 26  # that travel at once
@@ -24,7 +23,7 @@ def align_buffers(model: nn.Module, ranks: Ranks, device: torch.device) -> None:
     buffers = [buffer for buffer in model.buffers() if _is_plain(buffer)]
     # One broadcast for many: a model has hundreds of small buffers. Every rank divides them alike, by their sizes: one
     # that sent another size than is expected would end the process group.
-    for batch in _batches(buffers):
+    for batch in batches(buffers, _MOST_BYTES):
         packed = torch.cat([_packed(buffer) for buffer in batch])
         ranks.broadcast(packed)
         cursor = 0
@@ -38,21 +37,6 @@ def align_buffers(model: nn.Module, ranks: Ranks, device: torch.device) -> None:
 def _is_plain(buffer: Tensor) -> bool:
     plain = type(buffer).__torch_dispatch__ is Tensor.__torch_dispatch__ and buffer.layout is torch.strided
     return plain and not buffer.is_quantized and buffer.numel() > 0
-
-
-def _batches(buffers: Sequence[Tensor]) -> Iterator[list[Tensor]]:
-    """Divide buffers into those that travel in one broadcast; one that is larger than the limit travels alone."""
-    batch: list[Tensor] = []
-    nbytes = 0
-    for buffer in buffers:
-        size = buffer.numel() * buffer.element_size()
-        if batch and nbytes + size > _MOST_BYTES:
-            yield batch
-            batch, nbytes = [], 0
-        batch.append(buffer)
-        nbytes += size
-    if batch:
-        yield batch
 
 
 def _packed(buffer: Tensor) -> Tensor:
