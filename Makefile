@@ -5,10 +5,12 @@ BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.penstock-setup
 NATIVE := CMakeLists.txt $(wildcard csrc/*)
 STRICT := build/.strict-built
+OTHERS := $(VENV)/.penstock-integrations
+BEFORE := build/previous
 PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal
 ARGS   ?=
 
-.PHONY: setup setup-tests train test test-thorough check gpu-check gpu-bench clean
+.PHONY: setup setup-tests setup-integrations train test test-thorough test-integrations check gpu-check gpu-bench clean
 
 setup: $(STAMP)
 
@@ -26,6 +28,16 @@ $(STAMP): pyproject.toml constraints.txt $(NATIVE)
 $(STRICT): $(STAMP) $(wildcard tests/device/csrc/*)
 	-$(BIN)/python -m tests.device.building && touch $@
 
+# The libraries whose loops penstock.integrations takes part in; and their releases before, in a folder that a run puts
+# before the others.
+setup-integrations: $(OTHERS)
+
+$(OTHERS): $(STAMP) constraints-previous.txt
+	$(BIN)/python -m pip install -q -c constraints.txt --no-build-isolation -e '.[integrations]'
+	rm -rf $(BEFORE)
+	$(BIN)/python -m pip install -q --no-deps --target $(BEFORE) -r constraints-previous.txt
+	touch $@
+
 train: setup
 	$(BIN)/penstock train $(ARGS)
 
@@ -37,6 +49,11 @@ test: setup-tests
 # The rows of the tables that are left out there, because others are much like them.
 test-thorough: setup-tests
 	$(PYTEST) -m thorough $(ARGS)
+
+# Beside the plain libraries, in their pinned releases and in the ones before.
+test-integrations: setup-integrations
+	$(PYTEST) -m integrations tests/integrations $(ARGS)
+	PYTHONPATH=$(BEFORE) $(PYTEST) -m integrations tests/integrations $(ARGS)
 
 check: setup
 	$(BIN)/ruff check .
@@ -59,4 +76,4 @@ gpu-bench:
 	$(PYTHON) benchmarks/gpu/run.py --out $(OUT) --budget-seconds $(BUDGET) $(ARGS)
 
 clean:
-	rm -rf build $(STAMP) .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf build $(STAMP) $(OTHERS) .pytest_cache .mypy_cache .ruff_cache .hypothesis

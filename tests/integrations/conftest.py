@@ -1,0 +1,18 @@
+"""Everything in this folder is run by `make test-integrations`: it needs libraries that the other tests do not."""
+
+from pathlib import Path
+
+import pytest
+
+HERE = Path(__file__).parent
+
+
+def pytest_ignore_collect(config: pytest.Config) -> bool | None:
+    """Leave the files alone where they are not asked for: importing those libraries takes longer than many tests."""
+    return True if "not integrations" in config.option.markexpr else None
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if HERE in item.path.parents:
+            item.add_marker(pytest.mark.integrations)
