@@ -54,7 +54,7 @@ def run(config: TrainConfig) -> bool:
     ranks = Ranks.from_environment()
     # 1.
     source = find_model(config.model, seq_length=config.seq_length, trust_remote_code=config.trust_remote_code)
-    logging.disable_progress_bar()  # type: ignore[no-untyped-call]  # the display of the run is the only one
+    logging.disable_progress_bar()  # the display of the run is the only one
     config.placement()
     config.options()
     if config.chunked_loss:
