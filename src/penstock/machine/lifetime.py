@@ -12,6 +12,7 @@ import atexit
 import itertools
 import logging
 import os
+import sys
 import weakref
 from collections.abc import Callable
 from enum import IntEnum
@@ -53,7 +54,14 @@ class Ending:
         self._end, self._args = end, args
         self._process = os.getpid()
         self._number = next(_alive.numbers)
-        self._owner = weakref.ref(owner, lambda _: self())  # called when the owner is collected, on whichever thread
+
+        def collected(_: object, is_late: Callable[[], bool] = sys.is_finalizing) -> None:
+            # On whichever thread. Not while modules are taken apart, when nothing here is what it was: what a thread
+            # has made after the exit's turn is left to the system then.
+            if not is_late():
+                self()
+
+        self._owner = weakref.ref(owner, collected)
         _alive.endings[self._number] = self
 
     def __call__(self) -> None:
@@ -95,7 +103,8 @@ def at_end(owner: object, end: Callable[..., object], *args: Any, phase: Phase =
 def in_child(owner: Owner, do: Callable[[Owner], object]) -> None:
     """Call `do(owner)` in the child of every fork, as long as there is an owner. `do` must not refer to it."""
     number = next(_alive.numbers)
-    _alive.in_children[number] = weakref.ref(owner, lambda _: _alive.in_children.pop(number, None)), do
+    children = _alive.in_children  # it is there as long as this callback, which modules taken apart may not be
+    children[number] = weakref.ref(owner, lambda _: children.pop(number, None)), do
 
 
 def exiting(phase: Phase = Phase.THREADS) -> bool:
