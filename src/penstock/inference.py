@@ -18,11 +18,9 @@ class Inference(Optimizer):
     """
 
     def __init__(self, engine: Engine) -> None:
-        self._engine: Engine | None = None
-        # Torch refuses an optimizer of nothing: it is given one empty group, which goes again.
-        torch.optim.Optimizer.__init__(self, [{"params": []}], {})
+        # Torch refuses an optimizer of nothing: this one stands for it with an empty group, which goes again.
+        super().__init__(torch.optim.Optimizer([{"params": []}], {}), engine)
         self.param_groups.clear()
-        self._engine = engine
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Refuse a learning-rate scheduler, which puts a `step` of its own here: it would do nothing."""
