@@ -29,7 +29,7 @@ class Inference(Optimizer):
         super().__setattr__(name, value)
 
     def backward(self, loss: Tensor, *, retain_graph: bool = False) -> NoReturn:
-        """Refuse: `loss.backward()`, or `backward` of the optimizer that trains, goes through the model to its inputs.
+        """Refuse a backward of its own: `loss.backward()`, or `backward` of whoever trains, goes through to the inputs.
 
         Raises:
             EngineError: always.
@@ -38,7 +38,7 @@ class Inference(Optimizer):
         _refuse("backward()", " A gradient for its inputs is loss.backward(), or backward() of whatever is trained.")
 
     def step(self, closure: Any = None) -> NoReturn:
-        """Refuse: nothing trains the model.
+        """Refuse a step: nothing trains the model.
 
         Raises:
             EngineError: always.
@@ -47,7 +47,7 @@ class Inference(Optimizer):
         _refuse("step()")
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float | str = 2.0) -> NoReturn:
-        """Refuse: there is no gradient.
+        """Refuse to clip: there is no gradient.
 
         Raises:
             EngineError: always.
@@ -56,7 +56,7 @@ class Inference(Optimizer):
         _refuse("clip_grad_norm_()")
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Refuse: parameters have no optimizer state here.
+        """Refuse a group: parameters have no optimizer state here.
 
         Raises:
             EngineError: always, on a prepared model.
