@@ -1,6 +1,7 @@
 """Lightning's names of precisions, in Penstock's: the engine casts and scales, so there is no autocast and no scaler."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, Literal
 
 import torch
@@ -41,7 +42,7 @@ class PenstockPrecision(Precision):
 
     Attributes:
         compute: the compute dtype, as `penstock.prepare` takes it.
-        step_result: what the last optimizer step returned; `None` before the first.
+        step_result: what the last optimizer step returned, with the norm before clipping; `None` before the first.
 
     Example:
         >>> Trainer(strategy="penstock", plugins=[PenstockPrecision("bf16")])  # doctest: +SKIP
@@ -51,6 +52,7 @@ class PenstockPrecision(Precision):
         self.compute = checked(precision)
         self.precision = name_of(precision)
         self.step_result: penstock.StepResult | None = None
+        self._unclipped: float | None = None
 
     def backward(self, tensor: Tensor, model: LightningModule, optimizer: Any, *args: Any, **kwargs: Any) -> None:
         """Run a backward; in fp16 that of the optimizer, which scales the loss.
@@ -83,12 +85,15 @@ class PenstockPrecision(Precision):
             raise ConfigError(f"optimizer.step({', '.join(kwargs)}=): Penstock's takes a closure alone. Leave them out.")
         with torch.enable_grad():
             returned = self._wrap_closure(model, optimizer, closure)
-        self.step_result = bare(optimizer).step()
+        result: penstock.StepResult = bare(optimizer).step()
+        if self._unclipped is not None and not result.skipped:  # a step after `clip_grad_norm_` sees the clipped norm
+            result = replace(result, grad_norm=self._unclipped)
+        self.step_result, self._unclipped = result, None
         return returned
 
     def clip_grad_by_norm(self, optimizer: Any, clip_val: float) -> None:
         """Clip the norm of the gradient over all parameters and ranks, as a factor of the update."""
-        bare(optimizer).clip_grad_norm_(clip_val)
+        self._unclipped = float(bare(optimizer).clip_grad_norm_(clip_val))
 
     def clip_grad_by_value(self, optimizer: Any, clip_val: float) -> None:
         """Refuse: gradients are sharded, and are not changed one by one.

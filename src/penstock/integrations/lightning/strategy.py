@@ -126,6 +126,7 @@ class PenstockStrategy(DDPStrategy):
     def _prepare(self, optimizers: list[Any]) -> Prepared:
         """Prepare the module, for training by these optimizers, or for inference."""
         assert self.model is not None
+        self.model.zero_grad()  # as Lightning does before a run, a moment later
         self._prepared = Prepared(
             self.model,
             optimizers,
@@ -156,7 +157,11 @@ class PenstockStrategy(DDPStrategy):
                 prepared.close(keep_params=self._keep_params)
             except Exception as error:  # the one that ended the run is the one to be read
                 rank_zero_warn(f"The module's parameters could not be given back: {error}")
+        module = self._lightning_module
+        if module is not None and any(p.is_meta for p in module.parameters()):
+            self._lightning_module = None  # Lightning would move it to the cpu, and there is nothing to move
         super().teardown()
+        self._lightning_module = module
 
     # Forward, backward, step
 
