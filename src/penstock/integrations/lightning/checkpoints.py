@@ -1,7 +1,7 @@
 """Checkpoints of Lightning as folders: Penstock's own, and in their `extra` what Lightning keeps beside weights.
 
-    epoch=0-step=4.ckpt/             one optimizer: a checkpoint of Penstock
-    epoch=0-step=4.ckpt/optimizer-0  several: one for each, the first is written last
+    epoch=0-step=4.ckpt/         one optimizer: a checkpoint of Penstock
+    epoch=0-step=4.ckpt/part-0   several: one for each part of the module, the first is written last
 
 Nothing is pickled: what Lightning keeps is JSON-like values and tensors. Files that other strategies wrote are read, by
 the unpickler that makes tensors and plain values only.
@@ -33,7 +33,7 @@ _WEIGHTS = ("state_dict", "optimizer_states", "hparams_type")  # in the tiles; t
 
 def is_folder(path: Path) -> bool:
     """Whether a path is a checkpoint that `save` has written."""
-    return any((folder / MARKER).is_file() for folder in (path, path / "optimizer-0"))
+    return any((folder / MARKER).is_file() for folder in (path, path / "part-0"))
 
 
 def save(path: Path, prepared: Prepared, kept: Mapping[str, Any], *, is_first_rank: bool) -> None:
@@ -108,7 +108,7 @@ def take_away(path: Path, io: Any) -> None:
     if path.is_symlink() or not path.is_dir():
         io.remove_checkpoint(path)
         return
-    folders = sorted(path.glob("optimizer-*"), reverse=True)
+    folders = sorted(path.glob("part-*"), reverse=True)
     for folder in folders or [path]:
         remove(folder)
     if folders and not any(path.iterdir()):
@@ -162,7 +162,7 @@ def _read_weights(folder: str, prefix: str) -> dict[str, Tensor]:
 
 def _folder(path: Path, number: int, count: int) -> Path:
     """Name the folder of a part."""
-    return path if count == 1 else path / f"optimizer-{number}"
+    return path if count == 1 else path / f"part-{number}"
 
 
 def _names_in(path: Path) -> list[str]:
@@ -171,7 +171,7 @@ def _names_in(path: Path) -> list[str]:
     Raises:
         CheckpointError: it is none, or no Trainer wrote it.
     """
-    first = path if (path / MARKER).is_file() else path / "optimizer-0"
+    first = path if (path / MARKER).is_file() else path / "part-0"
     opened = Checkpoint.read(first)
     extra = opened.value("extra", opened.manifest.extra)
     if not isinstance(extra, dict) or KEPT not in extra:

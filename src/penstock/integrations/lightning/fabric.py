@@ -126,7 +126,7 @@ class PenstockFabricStrategy(DDPStrategy):
         Raises:
             ConfigError: as `penstock.prepare` does, or several optimizers share a submodule.
         """
-        return module, self._prepare(module, optimizers).handles, scheduler
+        return module, self._prepare(module, optimizers).optimizers, scheduler
 
     def setup_module(self, module: nn.Module) -> nn.Module:
         """Prepare a module for inference. Collective."""
@@ -334,7 +334,7 @@ class PenstockFabricStrategy(DDPStrategy):
         found = []
         for number, prepared in enumerate(self._prepared):
             if any(value is prepared.module or value in prepared.handles for value in state.values()):
-                names = [f"model-{number}-optimizer-{n}" for n in range(len(prepared.handles))]
+                names = [f"model-{number}-part-{n}" for n in range(len(prepared.handles))]
                 found += [(n, h, prepared.module) for n, h in zip(names, prepared.handles, strict=True)]
         return found
 

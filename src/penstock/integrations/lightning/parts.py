@@ -1,6 +1,6 @@
 """Which optimizer trains which part of a module: the whole for one, submodules that are apart for several."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +13,7 @@ from penstock.errors import ConfigError
 
 @dataclass(frozen=True)
 class Part:
-    """A module, or a submodule, that one optimizer trains.
+    """A module, or a submodule, that one optimizer trains, or none.
 
     Attributes:
         name: the submodule's name; empty for the whole.
@@ -34,7 +34,8 @@ def divide(module: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> li
         optimizers: over its parameters, each in one of them at most.
 
     Returns:
-        A part for each optimizer. With several, that is the largest submodule in which no other has a parameter.
+        A part for each optimizer, in their order. With several, that is the largest submodule in which no other has a
+        parameter; and parts without optimizer for the submodules that nothing trains.
 
     Raises:
         ConfigError: an optimizer has no parameter of the module, or they share a submodule.
@@ -55,7 +56,18 @@ def divide(module: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> li
                 "one optimizer into one submodule, or use one optimizer with param groups."
             )
         parts.append(Part(outermost[0], module.get_submodule(outermost[0]), optimizer))
-    return parts
+    return [*parts, *_untrained("", module, {part.name for part in parts})]
+
+
+def _untrained(name: str, module: nn.Module, trained: Set[str]) -> Iterator[Part]:
+    """Find the largest submodules with parameters that are in no trained part, and have none inside."""
+    if name in trained or next(module.parameters(), None) is None:
+        return
+    if any(other.startswith(f"{name}." if name else "") for other in trained):
+        for own, child in module.named_children():
+            yield from _untrained(f"{name}.{own}" if name else own, child, trained)
+    else:
+        yield Part(name, module, None)
 
 
 def _has_all(module: nn.Module, optimizer: torch.optim.Optimizer) -> bool:
@@ -65,7 +77,7 @@ def _has_all(module: nn.Module, optimizer: torch.optim.Optimizer) -> bool:
 
 
 class Rest:
-    """What is in no part, and no optimizer has: it lies on the device as a whole, in the compute dtype, until `restore`.
+    """What modules around parts have of their own: it lies on the device, in the compute dtype, until `restore`.
 
     Arguments:
         module: the user's.

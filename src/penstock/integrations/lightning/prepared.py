@@ -45,7 +45,7 @@ class Prepared:
     Attributes:
         module: the user's.
         parts: what was prepared; one with an empty name is the whole.
-        handles: what `penstock.prepare` returned, for each part.
+        handles: what `penstock.prepare` returned, for each part; those that train are the first, as the optimizers were.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class Prepared:
                 f"{len(optimizers)} optimizers in fp16: each has a loss scale of its own, and a loss is scaled by one. "
                 "Use precision='bf16-mixed', or one optimizer with param groups."
             )
-        chosen = dict(arguments) if optimizers else {k: v for k, v in arguments.items() if k in _OF_INFERENCE}
+        chosen = dict(arguments)
         if "weights" not in chosen and all(p.is_meta for p in module.parameters()):
             chosen["weights"] = "init"
         if device.type == "cpu" and "mesh" not in chosen and torch.distributed.is_initialized():
@@ -73,7 +73,8 @@ class Prepared:
         self.handles: list[Any] = []
         with contextlib.ExitStack() as undo:
             for part in self.parts:
-                handle = penstock.prepare(part.module, part.optimizer, precision=precision, **chosen)
+                fit = {k: v for k, v in chosen.items() if part.optimizer is not None or k in _OF_INFERENCE}
+                handle = penstock.prepare(part.module, part.optimizer, precision=precision, **fit)
                 undo.callback(handle.close)
                 self.handles.append(handle)
             undo.pop_all()
@@ -83,6 +84,11 @@ class Prepared:
     def is_whole(self) -> bool:
         """Whether the module itself was prepared, not submodules of it."""
         return not self.parts[0].name
+
+    @property
+    def optimizers(self) -> list[Any]:
+        """The handles that train."""
+        return [handle for part, handle in zip(self.parts, self.handles, strict=True) if part.optimizer is not None]
 
     def owners(self) -> list[tuple[nn.Module, Any]]:
         """List the modules that were prepared, each with its handle."""
@@ -100,7 +106,7 @@ class Prepared:
     def no_sync(self) -> Iterator[None]:
         """Sum micro-batches on this rank inside a `with` block, as `Optimizer.no_sync` does."""
         with contextlib.ExitStack() as stack:
-            for handle in self.handles:
+            for handle in self.optimizers:
                 stack.enter_context(handle.no_sync())
             yield
 

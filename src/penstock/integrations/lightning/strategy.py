@@ -121,7 +121,7 @@ class PenstockStrategy(DDPStrategy):
         super().setup_optimizers(trainer)
         if any(isinstance(optimizer, _MockOptimizer) for optimizer in self.optimizers):
             raise ConfigError("configure_optimizers() returned no optimizer, and the strategy 'penstock' trains by one.")
-        self.optimizers = self._prepare(self.optimizers).handles
+        self.optimizers = self._prepare(self.optimizers).optimizers
 
     def _prepare(self, optimizers: list[Any]) -> Prepared:
         """Prepare the module, for training by these optimizers, or for inference."""
