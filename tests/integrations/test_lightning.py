@@ -50,7 +50,8 @@ def test_a_fit_is_that_of_ddp(placement: str) -> None:
 def test_a_fit_at_other_stages_that_accumulates_and_clips(stage: int) -> None:
     settings: dict[str, Any] = {"accumulate_grad_batches": 3, "gradient_clip_val": 0.3}
     ours, plain = made(), made()
-    assert_same_run(fit(ours, PenstockStrategy(stage=stage, options=RELEASED), **settings), fit(plain, "ddp", **settings))
+    seen = fit(ours, PenstockStrategy(stage=stage, options=RELEASED), **settings)
+    assert_same_run(seen, fit(plain, "ddp", **settings))
     assert_same_weights(weights(ours), weights(plain))
 
 
@@ -100,17 +101,17 @@ def test_a_step_that_is_not_finite_is_skipped() -> None:
             loss = super().training_step(batch, batch_idx)
             return loss * float("nan") if batch_idx == 1 else loss
 
-    class Results(lightning.Callback):
-        skipped: list[bool] = []
+    skipped: list[bool] = []
 
+    class Results(lightning.Callback):
         def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
-            self.skipped.append(trainer.strategy.step_result.skipped)
+            skipped.append(trainer.strategy.step_result.skipped)
 
     module = made(Bad)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         trainer("penstock", max_epochs=1, callbacks=[Results()]).fit(module, data())
-    assert Results.skipped == [number == 1 for number in range(8)]
+    assert skipped == [number == 1 for number in range(8)]
     assert all(value.isfinite().all() for value in module.state_dict().values())
 
 
@@ -167,7 +168,8 @@ def test_configure_model_on_the_meta_device() -> None:
     seen = fit(ours, strategy)
     torch.manual_seed(3)
     expected = fit(plain, "ddp")
-    assert ours.was_meta and not plain.was_meta
+    assert ours.was_meta
+    assert not plain.was_meta
     assert_same_run(seen, expected)
     assert_same_weights(weights(ours), weights(plain))
 
@@ -252,7 +254,8 @@ def test_precision_is_the_trainers_or_the_strategys(given: str | None, named: An
             trainer(PenstockStrategy(**arguments), precision=named)
         return
     run = trainer(PenstockStrategy(**arguments), precision=named)
-    assert isinstance(run.precision_plugin, PenstockPrecision) and run.precision_plugin.compute == expected
+    assert isinstance(run.precision_plugin, PenstockPrecision)
+    assert run.precision_plugin.compute == expected
 
 
 def test_a_plugin_of_the_users_own() -> None:

@@ -1,4 +1,4 @@
-"""Manual optimisation: `automatic_optimization = False`, one optimizer or several, beside Lightning without Penstock."""
+"""Manual optimisation: `automatic_optimization = False`, one optimizer or several, beside Lightning alone."""
 
 from pathlib import Path
 from typing import Any

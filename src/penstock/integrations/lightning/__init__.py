@@ -5,8 +5,8 @@ clips; parts.py says which optimizer trains which part of a module; prepared.py 
 for them; refusals.py names what cannot be had; checkpoints.py writes and reads folders, and whole weights.
 """
 
-from lightning.fabric.strategies import STRATEGY_REGISTRY as _OF_FABRIC
-from lightning.pytorch.strategies import StrategyRegistry as _OF_TRAINER
+from lightning.fabric.strategies import STRATEGY_REGISTRY
+from lightning.pytorch.strategies import StrategyRegistry
 
 from penstock.integrations.lightning.checkpoints import consolidate
 from penstock.integrations.lightning.fabric import PenstockFabricPrecision, PenstockFabricStrategy
@@ -22,5 +22,5 @@ __all__ = [
 ]
 
 _ABOUT = "Trains models larger than the memory of the device, exactly: sharded, each byte on the cheapest tier."
-_OF_TRAINER.register("penstock", PenstockStrategy, description=_ABOUT, override=True)
-_OF_FABRIC.register("penstock", PenstockFabricStrategy, description=_ABOUT, override=True)
+StrategyRegistry.register("penstock", PenstockStrategy, description=_ABOUT, override=True)
+STRATEGY_REGISTRY.register("penstock", PenstockFabricStrategy, description=_ABOUT, override=True)

@@ -186,7 +186,4 @@ def _names_in(path: Path) -> list[str]:
 def _tied(module: nn.Module) -> dict[str, str]:
     """List the further names of tensors that have several, each with the first."""
     first: dict[Tensor, str] = {}
-    return {
-        name: first[tensor] for name, tensor in names_of(module).items() if first.setdefault(tensor, name) != name
-    }
-
+    return {name: first[tensor] for name, tensor in names_of(module).items() if first.setdefault(tensor, name) != name}

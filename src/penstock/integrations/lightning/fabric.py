@@ -23,6 +23,7 @@ from penstock.integrations.lightning.precision import (
     checked,
     compute_of,
     name_of,
+    of_step,
     scaled_backward,
 )
 from penstock.integrations.lightning.prepared import Prepared, divide_arguments, meta_where
@@ -31,7 +32,7 @@ _KEPT = "fabric"
 
 
 class PenstockFabricPrecision(Precision):
-    """The precision of `PenstockFabricStrategy`: the engine casts what goes in, and what comes out is as torch's default.
+    """The precision of `PenstockFabricStrategy`: the engine casts what goes in; what comes out is in torch's default.
 
     Arguments:
         precision: the compute dtype: `"fp32"`, `"bf16"` or `"fp16"`.
@@ -46,9 +47,7 @@ class PenstockFabricPrecision(Precision):
 
     def convert_output(self, data: Any) -> Any:
         """Cast floating-point outputs to torch's default dtype, as Lightning's mixed precisions do."""
-        return apply_to_collection(
-            data, function=_convert_fp_tensor, dtype=Tensor, dst_type=torch.get_default_dtype()
-        )
+        return apply_to_collection(data, function=_convert_fp_tensor, dtype=Tensor, dst_type=torch.get_default_dtype())
 
     def optimizer_step(self, optimizer: Any, **kwargs: Any) -> Any:
         """Run the closure where there is one, then the step.
@@ -58,7 +57,7 @@ class PenstockFabricPrecision(Precision):
         """
         closure = kwargs.pop("closure", None)
         if kwargs:
-            raise ConfigError(f"optimizer.step({', '.join(kwargs)}=): Penstock's takes a closure alone. Leave them out.")
+            raise of_step(kwargs)
         if closure is None:
             return optimizer.step()
         with torch.enable_grad():
@@ -134,7 +133,7 @@ class PenstockFabricStrategy(DDPStrategy):
         return module
 
     def setup_optimizer(self, optimizer: Any) -> Any:
-        """Refuse: an optimizer is prepared with its model.
+        """Refuse it: an optimizer is prepared with its model.
 
         Raises:
             ConfigError: always.
@@ -207,7 +206,7 @@ class PenstockFabricStrategy(DDPStrategy):
         return norm
 
     def clip_gradients_value(self, module: nn.Module, optimizer: Any, clip_val: float) -> None:
-        """Refuse: gradients are sharded, and are not changed one by one.
+        """Refuse it: gradients are sharded, and are not changed one by one.
 
         Raises:
             ConfigError: always.
@@ -315,7 +314,7 @@ class PenstockFabricStrategy(DDPStrategy):
             return {}
         for key in [key for key in state if key in read or strict]:
             if key not in read:
-                raise CheckpointError(f"{path} has no {key!r}. Leave it out, or load with strict=False.", file=str(path))
+                raise CheckpointError(f"{path} has no {key!r}. Leave it out, or load with strict=False.")
             value = read.pop(key)
             if isinstance(state[key], nn.Module):
                 self.load_module_state_dict(state[key], value, strict)

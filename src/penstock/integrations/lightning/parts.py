@@ -18,15 +18,15 @@ class Part:
     Attributes:
         name: the submodule's name; empty for the whole.
         module: the submodule.
-        optimizer: the user's optimizer; `None` where nothing trains it.
+        optimizer: the user's; `None` where nothing trains it.
     """
 
     name: str
     module: nn.Module
-    optimizer: torch.optim.Optimizer | None
+    optimizer: Any
 
 
-def divide(module: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> list[Part]:
+def divide(module: nn.Module, optimizers: Sequence[Any]) -> list[Part]:
     """Find what each optimizer trains.
 
     Arguments:
@@ -42,8 +42,12 @@ def divide(module: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> li
     """
     if len(optimizers) <= 1:
         return [Part("", module, optimizer) for optimizer in optimizers or [None]]
-    numbers = {p: n for n, optimizer in enumerate(optimizers) for group in optimizer.param_groups for p in group["params"]}
-    trained_by = {name: {numbers[p] for p in inner.parameters() if p in numbers} for name, inner in module.named_modules()}
+    numbers = {
+        p: n for n, optimizer in enumerate(optimizers) for group in optimizer.param_groups for p in group["params"]
+    }
+    trained_by = {
+        name: {numbers[p] for p in inner.parameters() if p in numbers} for name, inner in module.named_modules()
+    }
     parts = []
     for number, optimizer in enumerate(optimizers):
         own = [name for name, found in trained_by.items() if found == {number}]

@@ -1,6 +1,6 @@
-"""Lightning's names of precisions, in Penstock's: the engine casts and scales, so there is no autocast and no scaler."""
+"""Lightning's names of precisions, in Penstock's: the engine casts and scales, so no autocast and no scaler runs."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -32,7 +32,7 @@ _PLUGINS = (Precision, HalfPrecision, MixedPrecision, FabricPrecision, FabricHal
 
 
 class PenstockPrecision(Precision):
-    """The precision plugin of `PenstockStrategy`. A Trainer makes it of its `precision=`; it can be passed in `plugins`.
+    """The precision plugin of `PenstockStrategy`. A Trainer makes it of its `precision=`, or gets it in `plugins`.
 
     Arguments:
         precision: the compute dtype: `"fp32"`, `"bf16"` or `"fp16"`.
@@ -70,9 +70,7 @@ class PenstockPrecision(Precision):
             )
         scaled_backward(bare(optimizer), tensor, *args, **kwargs)
 
-    def optimizer_step(
-        self, optimizer: Any, model: LightningModule, closure: Callable[[], Any], **kwargs: Any
-    ) -> Any:
+    def optimizer_step(self, optimizer: Any, model: LightningModule, closure: Callable[[], Any], **kwargs: Any) -> Any:
         """Run the closure (forward and backward) and the hooks before the step, then the step.
 
         Returns:
@@ -82,7 +80,7 @@ class PenstockPrecision(Precision):
             ConfigError: arguments that `step` does not have.
         """
         if kwargs:
-            raise ConfigError(f"optimizer.step({', '.join(kwargs)}=): Penstock's takes a closure alone. Leave them out.")
+            raise of_step(kwargs)
         with torch.enable_grad():
             returned = self._wrap_closure(model, optimizer, closure)
         result: penstock.StepResult = bare(optimizer).step()
@@ -96,7 +94,7 @@ class PenstockPrecision(Precision):
         self._unclipped = float(bare(optimizer).clip_grad_norm_(clip_val))
 
     def clip_grad_by_value(self, optimizer: Any, clip_val: float) -> None:
-        """Refuse: gradients are sharded, and are not changed one by one.
+        """Refuse it: gradients are sharded, and are not changed one by one.
 
         Raises:
             ConfigError: always.
@@ -115,6 +113,11 @@ def by_value() -> ConfigError:
         "Clipping by value is not supported: gradients are not changed element by element before the update. Use "
         "gradient_clip_algorithm='norm'."
     )
+
+
+def of_step(arguments: Iterable[str]) -> ConfigError:
+    """Make the error of arguments that `step` does not have; the caller raises it."""
+    return ConfigError(f"optimizer.step({', '.join(arguments)}=): Penstock's takes a closure alone. Leave them out.")
 
 
 def bare(optimizer: Any) -> Any:

@@ -40,18 +40,18 @@ class Prepared:
             is initialised by its modules (`weights="init"`).
 
     Raises:
-        ConfigError: several optimizers share a submodule, or are in fp16; or an error of `prepare`. Nothing has changed.
+        ConfigError: several optimizers share a submodule, or are in fp16; or `prepare` refuses. Nothing has changed.
 
     Attributes:
         module: the user's.
         parts: what was prepared; one with an empty name is the whole.
-        handles: what `penstock.prepare` returned, for each part; those that train are the first, as the optimizers were.
+        handles: what `penstock.prepare` returned, for each part; those that train first, as the optimizers were.
     """
 
     def __init__(
         self,
         module: nn.Module,
-        optimizers: Sequence[torch.optim.Optimizer],
+        optimizers: Sequence[Any],
         *,
         device: torch.device,
         precision: ComputePrecision,

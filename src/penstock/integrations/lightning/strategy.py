@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from lightning.fabric.utilities.rank_zero import rank_zero_warn
-from lightning.pytorch.core.optimizer import _MockOptimizer
+from lightning.pytorch.core.optimizer import _init_optimizers_and_lr_schedulers, _MockOptimizer
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
@@ -99,13 +99,13 @@ class PenstockStrategy(DDPStrategy):
         Raises:
             ConfigError: the Trainer asks for what cannot be had; names it. Nothing has changed.
         """
-        assert self.accelerator is not None and self.model is not None
+        assert self.accelerator is not None
         self._failed = False
         check_trainer(trainer, self._arguments, sharded=self._sharded)
         self.accelerator.setup(trainer)
         if trainer.state.fn == TrainerFn.FITTING:
             if self._layer_sync:
-                self.model = self._layer_sync.apply(self.model)
+                self.model = self._layer_sync.apply(self.lightning_module)
             self.setup_optimizers(trainer)
         else:
             self._reset_optimizers_and_schedulers()
@@ -118,17 +118,17 @@ class PenstockStrategy(DDPStrategy):
             ConfigError: there is none, or several share a submodule.
         """
         self._reset_optimizers_and_schedulers()
-        super().setup_optimizers(trainer)
-        if any(isinstance(optimizer, _MockOptimizer) for optimizer in self.optimizers):
-            raise ConfigError("configure_optimizers() returned no optimizer, and the strategy 'penstock' trains by one.")
-        self.optimizers = self._prepare(self.optimizers).optimizers
+        optimizers, self.lr_scheduler_configs = _init_optimizers_and_lr_schedulers(self.lightning_module)
+        if any(isinstance(optimizer, _MockOptimizer) for optimizer in optimizers):
+            raise ConfigError("configure_optimizers() returned no optimizer: the strategy 'penstock' trains by one.")
+        self.optimizers = self._prepare(optimizers).optimizers
 
     def _prepare(self, optimizers: list[Any]) -> Prepared:
         """Prepare the module, for training by these optimizers, or for inference."""
-        assert self.model is not None
-        self.model.zero_grad()  # as Lightning does before a run, a moment later
+        assert self.lightning_module is not None
+        self.lightning_module.zero_grad()  # as Lightning does before a run, a moment later
         self._prepared = Prepared(
-            self.model,
+            self.lightning_module,
             optimizers,
             device=self.root_device,
             precision=self.precision_plugin.compute,
@@ -157,7 +157,7 @@ class PenstockStrategy(DDPStrategy):
                 prepared.close(keep_params=self._keep_params)
             except Exception as error:  # the one that ended the run is the one to be read
                 rank_zero_warn(f"The module's parameters could not be given back: {error}")
-        module = self._lightning_module
+        module = self.lightning_module
         if module is not None and any(p.is_meta for p in module.parameters()):
             self._lightning_module = None  # Lightning would move it to the cpu, and there is nothing to move
         super().teardown()
@@ -223,7 +223,7 @@ class PenstockStrategy(DDPStrategy):
 
     @contextlib.contextmanager
     def gathered(self, *, modify: bool = False) -> Iterator[None]:
-        """Show the module's whole parameters inside a `with` block, on every rank: for generation, and for `state_dict`.
+        """Show the module's whole parameters inside a `with` block, on every rank: to generate, or for `state_dict`.
 
         Arguments:
             modify: whether to take over what the first rank wrote into them.
@@ -268,7 +268,7 @@ class PenstockStrategy(DDPStrategy):
         """Save a checkpoint as a folder; one of weights alone as Lightning's file. Collective.
 
         Raises:
-            ConfigError: `storage_options`; or the checkpoint holds what nothing but a pickle could. Nothing was written.
+            ConfigError: `storage_options`; or the checkpoint holds what only a pickle could. Nothing was written.
             CheckpointError: something could not be written.
         """
         if storage_options is not None:
@@ -282,8 +282,8 @@ class PenstockStrategy(DDPStrategy):
             raise weights_alone()
         if trains and self.optimizers:
             rank_zero_warn(
-                f"{path} gets weights alone: the state of the optimizer went with the end of fit(). Save inside of fit, "
-                "such as by ModelCheckpoint(save_last=True), to resume from it."
+                f"{path} gets weights alone: the state of the optimizer went with the end of fit(). To resume, save "
+                "inside of it, such as by ModelCheckpoint(save_last=True)."
             )
             checkpoint = {k: v for k, v in checkpoint.items() if k not in ("optimizer_states", "lr_schedulers")}
         if self.is_global_zero:
@@ -324,4 +324,3 @@ class PenstockStrategy(DDPStrategy):
     @classmethod
     def register_strategies(cls, strategy_registry: Any) -> None:
         """Register nothing by itself: the package does."""
-
