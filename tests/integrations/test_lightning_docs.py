@@ -16,5 +16,5 @@ def test_the_page_runs_as_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert len(blocks) == 4
     for block in blocks:
         exec(block, names)
-    assert names["strategy"].keep_params is False
+    assert isinstance(names["strategy"], names["PenstockStrategy"])
     assert (tmp_path / "step-1" / "checkpoint.json").is_file()

@@ -13,8 +13,6 @@ from penstock.errors import ConfigError
 from penstock.integrations.lightning.parts import Part, Rest, divide, gather_state, put_state
 from penstock.integrations.lightning.precision import ComputePrecision
 
-#: The arguments of `prepare` that a model without optimizer has a use for.
-_OF_INFERENCE = ("stage", "placement", "units", "mesh", "options", "weights")
 #: Keywords of a strategy that are Lightning's: how processes start, and talk.
 _OF_LIGHTNING = (
     "accelerator",
@@ -73,8 +71,7 @@ class Prepared:
         self.handles: list[Any] = []
         with contextlib.ExitStack() as undo:
             for part in self.parts:
-                fit = {k: v for k, v in chosen.items() if part.optimizer is not None or k in _OF_INFERENCE}
-                handle = penstock.prepare(part.module, part.optimizer, precision=precision, **fit)
+                handle = penstock.prepare(part.module, part.optimizer, precision=precision, **chosen)
                 undo.callback(handle.close)
                 self.handles.append(handle)
             undo.pop_all()
