@@ -107,6 +107,7 @@ def test_checkpoints_of_two_ranks_go_on_with_one_and_the_other_way(tmp_path: Pat
     settings: dict[str, Any] = {"use_distributed_sampler": False, "callbacks": [keeper], "enable_checkpointing": True}
     fit(made(), PenstockStrategy(options=RELEASED), max_epochs=1, **settings)
     one = Net()
+    chosen = PenstockStrategy(options=RELEASED)
     fit(one, chosen, ckpt_path=tmp_path / "one" / "last.ckpt", max_epochs=2, use_distributed_sampler=False)
     for state in run_two(goes_on, tmp_path / "one"):
         assert_same_weights(state, weights(one))
