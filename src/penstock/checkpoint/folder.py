@@ -269,6 +269,12 @@ def prune(folder: Path, keep: int) -> None:
                         _clean(other)
 
 
+def remove(folder: Path) -> None:
+    """Remove the checkpoint in a folder, and the folder if nothing else is in it; nothing where it has no marker."""
+    with contextlib.suppress(CheckpointError):
+        _remove(folder, read_marker(folder))
+
+
 def _remove(folder: Path, manifest: Manifest) -> None:
     """Remove a checkpoint, if it is still the one that was seen: another job may have saved there meanwhile."""
     marker = folder / MARKER
