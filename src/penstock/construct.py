@@ -17,6 +17,7 @@ from penstock._native import Pool
 from penstock.blueprint import Blueprint
 from penstock.engine.engine import Engine
 from penstock.engine.forked import leave_to_parent
+from penstock.engine.gradients import Gradients
 from penstock.engine.parts import Passes, State, Updates
 from penstock.engine.passes.activations import Activations
 from penstock.engine.passes.gather import Gatherer
@@ -217,11 +218,11 @@ def _connect(blueprint: Blueprint, rig: Rig, memory: _Memory, council: Council) 
         passes=passes,
         updates=updates,
         state=state,
+        gradients=Gradients(rig, passes, updates, access),
         policy=StepPolicy(
             rig,
             passes,
             updates,
-            access,
             max_grad_norm=request.max_grad_norm,
             waits=request.overlap not in ("forward", "backward"),
         ),
