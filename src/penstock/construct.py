@@ -21,9 +21,11 @@ from penstock.engine.gradients import Gradients
 from penstock.engine.parts import Passes, State, Updates
 from penstock.engine.passes.activations import Activations
 from penstock.engine.passes.gather import Gatherer
+from penstock.engine.passes.given import retire
 from penstock.engine.passes.hooks import Hooks
 from penstock.engine.passes.idioms import Idioms
 from penstock.engine.passes.mixing import MixedProducts
+from penstock.engine.passes.planted import Planted
 from penstock.engine.passes.precision import InputCasts
 from penstock.engine.passes.reduce import Reducer
 from penstock.engine.passes.slices import SlicedBlock, sliced_blocks
@@ -85,17 +87,19 @@ def construct(
     align_buffers(model, ranks, streams.device)
     return_free_memory()  # the parameters' own memory, which the cells have replaced
     rig = _make_rig(blueprint, model, optimizer, memory.units, ranks, streams)
-    engine = _connect(blueprint, rig, memory, council)
+    planted = Planted()
+    engine = _connect(blueprint, rig, memory, council, planted)
     in_child(engine, leave_to_parent)
     prepared = Optimizer(optimizer, engine)
-    # Loops that clear gradients through the model mean ours: parameters have none of their own.
-    model.zero_grad = ModelZeroGrad(prepared, engine)  # type: ignore[method-assign]
+    # Loops that clear gradients through the model mean ours, and do it at once.
+    planted.plant(model, "zero_grad", ModelZeroGrad(prepared, engine))
     # The parameters are in their homes, so what fails now cannot leave the model as it was: it is left empty.
     try:
         take_over_state(optimizer, engine.state.access)
     except BaseException:
         engine.abandon()
         raise
+    retire(optimizer, planted)
     return prepared
 
 
@@ -167,7 +171,7 @@ def _make_rig(
     return Rig(model, units, ranks, streams, pool, blueprint.rule, gradient_scale, optimizer.param_groups)
 
 
-def _connect(blueprint: Blueprint, rig: Rig, memory: _Memory, council: Council) -> Engine:
+def _connect(blueprint: Blueprint, rig: Rig, memory: _Memory, council: Council, planted: Planted) -> Engine:
     """Make the parts of the engine, each of those that it needs, and hook the model."""
     request, options, model = blueprint.request, blueprint.request.options, rig.model
     store, staging = memory.store, memory.staging
@@ -195,6 +199,8 @@ def _connect(blueprint: Blueprint, rig: Rig, memory: _Memory, council: Council) 
     passes = Passes(gatherer, reducer, hooks)
     mixing = casts.where_products_mix(model)
     sliced = sliced_blocks(blueprint.blocks(model), request.unit_micro_batches, request.batch_dim)
+    replaced = [*sliced, *mixing]
+    idioms = Idioms(model, rig.units, hooks, planted, replaced)
     access = Access(rig, gatherer, reducer, updates.updater)
     state = State(
         access=access,
@@ -226,7 +232,7 @@ def _connect(blueprint: Blueprint, rig: Rig, memory: _Memory, council: Council) 
             max_grad_norm=request.max_grad_norm,
             waits=request.overlap not in ("forward", "backward"),
         ),
-        restore_model=partial(restore, model, [*sliced, *mixing, Idioms(model, rig.units)]),
+        restore_model=partial(restore, [*replaced, idioms, planted]),
     )
 
 
@@ -272,9 +278,8 @@ def activations_for(blueprint: Blueprint, rig: Rig, store: Store) -> Activations
     )
 
 
-def restore(model: nn.Module, attached: Iterable[SlicedBlock | MixedProducts | Idioms]) -> None:
-    """Undo what was set on the model beside its parameters and hooks."""
-    model.__dict__.pop("zero_grad", None)
+def restore(attached: Iterable[SlicedBlock | MixedProducts | Idioms | Planted]) -> None:
+    """Undo what was set on the model beside its parameters and hooks, and on the optimizer that was given."""
     for part in attached:
         part.remove()
 

@@ -90,8 +90,8 @@ class Optimizer(torch.optim.Optimizer):
             ConfigError: a closure was given.
             EngineError: closed; called inside forward, backward or `gathered`; the last backward did not finish, or was
                 under `no_sync`; a frozen parameter was unfrozen, one was written outside `gathered`, or a `.grad` was
-                set to something else on another rank; the norm is not finite and `Options(on_nonfinite="raise")`, or was not for
-                `Options(max_skipped_steps=)` steps in a row. Raised on every rank, and nothing has changed.
+                set to something else on another rank; the norm is not finite and `Options(on_nonfinite="raise")`, or
+                was not for `Options(max_skipped_steps=)` steps in a row. Raised on every rank, and nothing has changed.
         """
         if closure is not None:
             raise ConfigError("step(closure) is not supported: call backward first, then step().")

@@ -17,7 +17,6 @@ from penstock.engine.passes.handles import is_handle_of
 from penstock.engine.passes.under_way import in_backward
 from penstock.engine.state.access import Access
 from penstock.engine.units.parameter import UnitParameter
-from penstock.engine.units.unit import Unit
 from penstock.engine.updates.rig import Rig
 from penstock.errors import EngineError
 
@@ -152,7 +151,9 @@ class Gradients:
     def norms(self, parameters: Sequence[UnitParameter], norm_type: float) -> list[float]:
         """Tell the norms of gradients, over all ranks, as they are scaled by now. Collective, unless they are known."""
         if not norm_type > 0:
-            raise EngineError(f"A norm of order {norm_type} of a gradient: use an order above 0, or optimizer.full_grad.")
+            raise EngineError(
+                f"A norm of order {norm_type} of a gradient: use an order above 0, or optimizer.full_grad."
+            )
         with self._hooks.under_way.turn("norm"):
             known = self._known(norm_type)
         scale = abs(self._scale.clip)
@@ -191,7 +192,8 @@ class Gradients:
             clip = abs(self._scale.clip)
             whole = [norm / clip for norm in found]
             self._norms[norm_type] = dict(zip(self._parameters, whole, strict=True))
-            self._finite = all(map(math.isfinite, (n for p, n in self._norms[norm_type].items() if p.gradient_is_as_left)))
+            known = self._norms[norm_type].items()
+            self._finite = all(math.isfinite(norm) for p, norm in known if p.gradient_is_as_left)
             self._known_changes = self._reducer.changes
         return self._norms[norm_type]
 

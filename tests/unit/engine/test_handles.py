@@ -466,13 +466,14 @@ OPERATIONS: dict[str, tuple[Callable[[nn.Parameter], Any], str]] = {
     "an address": (lambda p: p.grad.data_ptr(), "data_ptr"),
     "an element": (lambda p: p.grad[0], "full_grad"),
     "another's": (lambda p: torch.ones_like(p).copy_(p.grad), "full_grad"),
-    "GradScaler": (lambda p: torch.amp.GradScaler("cpu")._unscale_grads_(Groups(p), *2 * [torch.ones(1)], True), "_amp_"),
+    "GradScaler": (lambda p: unscale(p), "GradScaler was given"),
 }
 
 
-class Groups:
-    def __init__(self, p: nn.Parameter) -> None:
-        self.param_groups = [{"params": [p]}]
+def unscale(p: nn.Parameter) -> None:
+    scaler = torch.amp.GradScaler("cpu")
+    scaler.scale(torch.ones(()))
+    scaler.unscale_(torch.optim.SGD([p], lr=0.1))
 
 
 @pytest.mark.parametrize("name", OPERATIONS)

@@ -150,8 +150,8 @@ def _refuse(what: str, args: Iterable[Any]) -> NoReturn:
 
 #: What people mean by operations that only certain idioms call.
 _CAUSES = {
-    "_amp_": "A torch.amp.GradScaler was given this optimizer: in bf16 and fp32 none is needed, and fp16 has a loss scale "
-    "of its own (prepare(precision='fp16'), optimizer.backward(loss)); GradScaler(enabled=False) may stay. ",
+    "_amp_": "A torch.amp.GradScaler was given this optimizer: bf16 and fp32 need none, and fp16 has a loss scale of "
+    "its own (prepare(precision='fp16'), optimizer.backward(loss)); GradScaler(enabled=False) may stay. ",
     "c10d": "It is reduced over ranks already: leave that out. ",
     "clamp": "clip_grad_value_ is not supported; clip the norm. ",
     "addcmul": "Another optimizer was given these parameters; theirs is the one that prepare() returned. ",
@@ -306,7 +306,9 @@ class Handles:
 
     def show(self, parameter: UnitParameter) -> None:
         """Put a handle on a parameter that has a gradient. There is one, which is used again."""
-        if parameter.handle is None:
+        handle = parameter.handle
+        # A module that has converted itself for its forward, as routers do, leaves its parameters in another dtype.
+        if handle is None or handle.dtype != parameter.tensor.dtype:
             assert self.answers is not None
             parameter.handle = Handle(parameter, weakref.ref(self.answers))
         parameter.show_gradient()

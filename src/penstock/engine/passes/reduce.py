@@ -281,7 +281,7 @@ class Reducer:
                 gradient.flaws = gradient.flawed = None
 
     def forget(self, unit: Unit, index: int) -> None:
-        """Forget the gradient of one slot: it counts as absent, and what its home holds there as left by a step before."""
+        """Forget the gradient of one slot: it counts as absent, whatever its home holds there."""
         assert unit.trained is not None
         self.changes += 1
         gradient = unit.trained.gradient
