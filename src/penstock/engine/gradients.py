@@ -19,6 +19,7 @@ from penstock.engine.state.access import Access
 from penstock.engine.units.parameter import UnitParameter
 from penstock.engine.updates.rig import Rig
 from penstock.errors import EngineError
+from penstock.machine.border import crossing
 
 TOTAL_NORM = "the norm of gradients (torch.nn.utils.clip_grad_norm_, get_total_norm, parameter.grad.norm)"
 
@@ -125,6 +126,7 @@ class Gradients:
             self._note(f"the gradient that was set for '{self._access.name(parameter)}'", _digest(value))
         self._hooks.handles.show(self._by_tensor[parameter])
 
+    @crossing
     def drop(self, parameters: Sequence[UnitParameter]) -> None:
         """Forget the gradients of some parameters, as `zero_grad` does those of all."""
         self._check_not_begun("A gradient was dropped")
@@ -154,16 +156,19 @@ class Gradients:
             raise EngineError(
                 f"A norm of order {norm_type} of a gradient: use an order above 0, or optimizer.full_grad."
             )
-        with self._hooks.under_way.turn("norm"):
-            known = self._known(norm_type)
+        known = self._norms.get(norm_type)
+        if known is None or self._known_changes != self._reducer.changes:
+            known = self._taken(norm_type)
         scale = abs(self._scale.clip)
         return [known[p] * scale * abs(self._factors.get(p, 1.0)) for p in parameters]
 
     def scale(self, parameters: Sequence[UnitParameter], factor: float) -> None:
         """Take note that gradients are multiplied: for all of them it is a factor of the update, as of `clip`."""
         self._check_not_begun("Gradients were clipped or multiplied")
-        self._check_complete("clip_grad_norm_")
-        if self._known_changes == self._reducer.changes and not self._finite:
+        known = self._known_changes == self._reducer.changes
+        if not known:  # else it was checked when norms were taken: torch's clipping comes here for each parameter
+            self._check_complete("clip_grad_norm_")
+        elif not self._finite:
             return  # the step is skipped, whatever a gradient that is not finite is multiplied with
         if factor == 0:
             raise EngineError(
@@ -173,11 +178,12 @@ class Gradients:
         for parameter in parameters:
             self._factors[parameter] = self._factors.get(parameter, 1.0) * factor
 
-    def _known(self, norm_type: float) -> Mapping[UnitParameter, float]:
-        """Give the norms of all gradients without the clip: one collective for all, until a gradient changes."""
+    @crossing
+    def _taken(self, norm_type: float) -> Mapping[UnitParameter, float]:
+        """Take the norms of all gradients, without the clip: one collective for all of them. They are kept."""
         if self._known_changes != self._reducer.changes:
             self._norms.clear()
-        if norm_type not in self._norms:
+        with self._hooks.under_way.turn("clip_grad_norm_"):
             with self._ranks.council.together(TOTAL_NORM) as facts:
                 self._check_not_begun("The norm of gradients was asked for")
                 # Without a look: a tensor that was set is clipped by torch, beside handles, and taken over afterwards.

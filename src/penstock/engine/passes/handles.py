@@ -24,7 +24,6 @@ from penstock.engine.passes.under_way import in_backward
 from penstock.engine.units.parameter import UnitParameter
 from penstock.engine.updates.rig import Rig
 from penstock.errors import EngineError
-from penstock.machine.border import crossing
 
 aten = torch.ops.aten
 
@@ -192,12 +191,12 @@ def _foreach_norm(func: Any, tensors: Sequence[Tensor], norm_type: float = 2, dt
     return [next(ours if isinstance(t, Handle) else others) for t in tensors]
 
 
-@crossing
 def _norms(handles: Sequence[Handle], norm_type: float, dtype: torch.dtype | None) -> list[Tensor]:
     first = handles[0]
     values = first.answers.norms([handle.parameter for handle in handles], float(norm_type))
-    # In fp32, as a norm of fp32 gradients: one of bf16 would have 8 bits.
-    return list(torch.tensor(values, dtype=dtype or torch.float32, device=first.device).unbind())
+    # In fp32, as a norm of fp32 gradients: one of bf16 would have 8 bits. All in one copy to a device.
+    made = torch.tensor(values, dtype=dtype or torch.float32, device=first.device)
+    return [made[0]] if len(values) == 1 else list(made.unbind())
 
 
 def _multiply(func: Any, handle: Handle, factor: Any) -> Handle:
@@ -221,7 +220,6 @@ def _foreach_divide(func: Any, tensors: Sequence[Tensor], divisor: Any) -> None:
     _foreach_multiply(func, tensors, divisor, inverse=True)
 
 
-@crossing
 def _scale(func: Any, handles: Sequence[Handle], factor: Any, *, inverse: bool = False) -> None:
     is_number = isinstance(factor, int | float) or (
         isinstance(factor, Tensor) and not isinstance(factor, Handle) and factor.numel() == 1
@@ -246,7 +244,6 @@ def _foreach_zero(func: Any, tensors: Sequence[Tensor]) -> None:
         func(plain)
 
 
-@crossing
 def _drop(handles: Sequence[Handle]) -> None:
     handles[0].answers.drop([handle.parameter for handle in handles])
 
