@@ -115,10 +115,10 @@ def check_model(model: nn.Module, *, has_values: bool) -> None:
     for name, module in model.named_modules():
         wrapper = next((kind.__name__ for kind in type(module).__mro__ if kind.__name__ in WRAPPERS), None)
         if wrapper is not None:
-            which = f"Its module '{name}'" if name else "model"
+            which = f"The model's '{name}'" if name else "model"
+            inner = "model.module" if isinstance(getattr(module, "module", None), nn.Module) else "before it is sharded"
             raise ConfigError(
-                f"{which} is a {wrapper}, which combines gradients itself. Give the module that it wraps "
-                "(model.module), before anything else shards it."
+                f"{which} is a {wrapper}, which combines gradients itself. Give the module that it wraps ({inner})."
             )
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
         if nn.parameter.is_lazy(tensor):

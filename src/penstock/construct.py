@@ -199,32 +199,16 @@ def _connect(blueprint: Blueprint, rig: Rig, memory: _Memory, council: Council, 
     passes = Passes(gatherer, reducer, hooks)
     mixing = casts.where_products_mix(model)
     sliced = sliced_blocks(blueprint.blocks(model), request.unit_micro_batches, request.batch_dim)
-    replaced = [*sliced, *mixing]
+    replaced: list[SlicedBlock | MixedProducts] = [*sliced, *mixing]
     idioms = Idioms(model, rig.units, hooks, planted, replaced)
-    access = Access(rig, gatherer, reducer, updates.updater)
-    state = State(
-        access=access,
-        blocks=Blocks(rig, gatherer, access, hooks.forward.watch_saved),
-        mover=Mover(
-            rig,
-            blueprint.units,
-            store,
-            gatherer,
-            reducer,
-            staging,
-            in_use=hooks.in_use,
-            plan_staging=blueprint.plan_staging,
-        ),
-        saver=Saver(rig, access, council),
-        loader=Loader(rig, access, gatherer, reducer, updates.updater),
-    )
+    state = _make_state(blueprint, rig, memory, passes, updates, council)
     return Engine(
         rig=rig,
         store=store,
         passes=passes,
         updates=updates,
         state=state,
-        gradients=Gradients(rig, passes, updates, access),
+        gradients=Gradients(rig, passes, updates, state.access),
         policy=StepPolicy(
             rig,
             passes,
@@ -233,6 +217,30 @@ def _connect(blueprint: Blueprint, rig: Rig, memory: _Memory, council: Council, 
             waits=request.overlap not in ("forward", "backward"),
         ),
         restore_model=partial(restore, [*replaced, idioms, planted]),
+    )
+
+
+def _make_state(
+    blueprint: Blueprint, rig: Rig, memory: _Memory, passes: Passes, updates: Updates, council: Council
+) -> State:
+    """Make what looks at state, moves it and keeps it."""
+    gatherer, reducer, hooks = passes.gatherer, passes.reducer, passes.hooks
+    access = Access(rig, gatherer, reducer, updates.updater)
+    return State(
+        access=access,
+        blocks=Blocks(rig, gatherer, access, hooks.forward.watch_saved),
+        mover=Mover(
+            rig,
+            blueprint.units,
+            memory.store,
+            gatherer,
+            reducer,
+            memory.staging,
+            in_use=hooks.in_use,
+            plan_staging=blueprint.plan_staging,
+        ),
+        saver=Saver(rig, access, council),
+        loader=Loader(rig, access, gatherer, reducer, updates.updater),
     )
 
 

@@ -233,7 +233,7 @@ def total(norms: Sequence[float], norm_type: float) -> float:
         return math.nan
     if math.isinf(norm_type):
         return max(norms, default=0.0)
-    return sum(norm**norm_type for norm in norms) ** (1 / norm_type)
+    return float(sum(norm**norm_type for norm in norms) ** (1 / norm_type))
 
 
 def _digest(value: Tensor) -> str:

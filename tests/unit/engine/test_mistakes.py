@@ -23,6 +23,8 @@ METHODS: dict[str, Callable[[torch.optim.Optimizer], Any]] = {
     "add_param_group": lambda o: o.add_param_group({"params": [nn.Parameter(torch.ones(1))]}),
     "state_dict": lambda o: o.state_dict(),
     "load_state_dict": lambda o: o.load_state_dict({"state": {}, "param_groups": []}),
+    "register_step_pre_hook": lambda o: o.register_step_pre_hook(print),
+    "register_step_post_hook": lambda o: o.register_step_post_hook(print),
 }
 
 
@@ -149,7 +151,7 @@ def test_a_wrapped_model_is_not_prepared(group: None) -> None:
     wrapped = [nn.DataParallel(Stack()), nn.parallel.DistributedDataParallel(Stack()), fully_shard(Stack())]
     for model in [*wrapped, nn.Sequential(wrapped[1])]:
         kind = "FSDPModule" if model is wrapped[2] else "DataParallel"
-        with pytest.raises(ConfigError, match=rf"is a \w*{kind}.*model\.module"):
+        with pytest.raises(ConfigError, match=rf"is a \w*{kind}.*(model\.module|before it is sharded)"):
             penstock.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
 
 
@@ -256,4 +258,78 @@ def test_save_pretrained_is_refused_while_the_model_is_released(tmp_path: Path) 
     loaded = LlamaForCausalLM.from_pretrained(tmp_path / "b", dtype=torch.bfloat16)
     for p, q in zip(model.parameters(), loaded.parameters(), strict=True):
         assert torch.equal(optimizer.full_param(p).bfloat16(), q)
+    optimizer.close()
+
+
+# Loops
+
+
+def by_hand(model: nn.Module) -> None:
+    with torch.no_grad():
+        for p in model.parameters():
+            p -= 0.1 * p.grad
+
+
+def by_hand_in_data(model: nn.Module) -> None:
+    for p in model.parameters():
+        p.data.add_(p.grad, alpha=-0.1)
+
+
+def clip_adaptively(model: nn.Module) -> None:
+    for p in model.parameters():
+        p.grad.detach().norm(p=2, dim=0, keepdim=True)
+
+
+LOOPS: dict[str, Callable[[nn.Module], object]] = {
+    "SGD by hand": by_hand,
+    "SGD by hand, in .data": by_hand_in_data,
+    "adaptive clipping": clip_adaptively,
+    "clip_grad_value_": lambda model: torch.nn.utils.clip_grad_value_(model.parameters(), 1.0),
+    "a second optimizer": lambda model: torch.optim.Adam(model.parameters(), lr=0.1).step(),
+    "a flat gradient": lambda model: nn.utils.parameters_to_vector(p.grad for p in model.parameters()),
+    "gradients kept for later": lambda model: [p.grad.clone() for p in model.parameters()],
+}
+
+
+@pytest.mark.parametrize("name", LOOPS)
+def test_a_loop_that_reads_gradients_is_refused_by_name(name: str) -> None:
+    for streams in (inline, separate):
+        model, _, optimizer = prepared(streams)
+        loss_of(model).backward()
+        before = [optimizer.full_param(p) for p in model.parameters()]
+        with pytest.raises(EngineError, match=r"optimizer\.full_grad"):
+            LOOPS[name](model)
+        assert all(torch.equal(optimizer.full_param(p), q) for p, q in zip(model.parameters(), before, strict=True))
+        assert not optimizer.step().skipped
+        optimizer.close()
+
+
+def test_gradients_scaled_by_the_number_of_tokens() -> None:
+    results = []
+    for scale in ("loss", "gradients"):
+        model, _, optimizer = prepared()
+        for _ in range(2):
+            (loss_of(model) / (8 if scale == "loss" else 1)).backward()
+        if scale == "gradients":
+            for p in model.parameters():
+                p.grad *= torch.tensor(1 / 8)
+        norm = clip_grad_norm_(model.parameters(), 0.1)
+        optimizer.step()
+        results.append([norm, *(optimizer.full_param(p) for p in model.parameters())])
+        optimizer.close()
+    for first, second in zip(*results, strict=True):
+        torch.testing.assert_close(first, second, rtol=1e-5, atol=1e-7)
+
+
+def test_hooks_of_gradients_see_them_or_are_refused() -> None:
+    model, _, optimizer = prepared()
+    seen = []
+    model.last.bias.register_hook(lambda grad: seen.append(grad.norm()))
+    loss_of(model).backward()
+    torch.testing.assert_close(model.last.bias.grad.norm(), seen[0])
+    handle = model.last.bias.register_post_accumulate_grad_hook(lambda p: torch.optim.SGD([p], lr=0.1).step())
+    with pytest.raises(EngineError, match=r"'last.bias' has a hook of register_post_accumulate_grad_hook.*overlap="):
+        loss_of(model)
+    handle.remove()
+    assert not optimizer.step().skipped
     optimizer.close()

@@ -39,7 +39,7 @@ class Attached(Protocol):
     """What was set on modules."""
 
     def clean(self, module: nn.Module, state: dict[str, Any]) -> None:
-        """Make of a copy of a module's attributes what they would be without it."""
+        """Take what is ours out of a copy of a module's attributes."""
 
 
 class Copies:
@@ -122,13 +122,13 @@ class CopiedParameter:
     def deepcopy(self, memo: dict[int, Any]) -> Any:
         """Copy the parameter, as its class does."""
         parameter = self._checked()
-        return type(parameter).__deepcopy__(parameter, memo)
+        return type(parameter).__deepcopy__(parameter, memo)  # type: ignore[no-untyped-call]
 
     def reduce(self, protocol: Any) -> Any:
         """Take a copy of the parameter apart: its own memory is the whole unit's, which would be saved with it."""
         parameter = self._checked()
         with torch.no_grad():
-            plain = type(parameter).__deepcopy__(parameter, {})
+            plain = type(parameter).__deepcopy__(parameter, {})  # type: ignore[no-untyped-call]
         vars(plain).update({name: value for name, value in vars(parameter).items() if not _is_ours(value)})
         return plain.__reduce_ex__(protocol)
 

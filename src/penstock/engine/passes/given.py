@@ -12,7 +12,10 @@ import torch
 from penstock.engine.passes.planted import Planted
 from penstock.errors import EngineError
 
-METHODS = ("step", "zero_grad", "add_param_group", "state_dict", "load_state_dict")
+METHODS = (
+    *("step", "zero_grad", "add_param_group", "state_dict", "load_state_dict"),
+    *("register_step_pre_hook", "register_step_post_hook"),  # they would never be called
+)
 
 
 def retire(optimizer: torch.optim.Optimizer, planted: Planted) -> None:

@@ -58,7 +58,7 @@ class Handle(Tensor):
     def __new__(cls, parameter: UnitParameter, answers: "weakref.ref[Answers]") -> "Handle":
         """Make one of the parameter's shape, dtype and device."""
         tensor = parameter.tensor
-        made: Handle = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+        made: Handle = torch.Tensor._make_wrapper_subclass(
             cls, parameter.slot.shape, dtype=tensor.dtype, device=tensor.device
         )
         made._name = parameter.name
@@ -97,7 +97,7 @@ class Handle(Tensor):
         return self._of() is parameter
 
     @classmethod
-    def __torch_dispatch__(
+    def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Answer an operation of torch's, or refuse it."""
@@ -106,7 +106,7 @@ class Handle(Tensor):
             _refuse(str(func), (*args, *(kwargs or {}).values()))
         return answer(func, *args, **(kwargs or {}))
 
-    def __repr__(self, **_: Any) -> str:
+    def __repr__(self, **_: Any) -> str:  # type: ignore[override]
         """Say what it is. Printing is no use of it."""
         return (
             f"<gradient of '{self._name}' {tuple(self.shape)}, {self.dtype}, {self.device}: sharded; "

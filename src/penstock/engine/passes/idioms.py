@@ -109,7 +109,7 @@ class Idioms:
             with_gradient = [own for own in self._parameters_of(module, recurse=False) if own.shows_gradient]
             for own in with_gradient:  # torch would convert them as well
                 own.hide_gradient()
-            type(module)._apply(module, fn, recurse)
+            type(module)._apply(module, fn, recurse)  # type: ignore[no-untyped-call]
             for own in with_gradient:
                 self._hooks.handles.show(own)
             return module

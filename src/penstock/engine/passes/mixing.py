@@ -70,7 +70,7 @@ class MixedProducts:
         self._planted.remove()
 
     def clean(self, module: nn.Module, state: dict[str, Any]) -> None:
-        """Make of a copy of a module's attributes what they would be without it."""
+        """Take what is ours out of a copy of a module's attributes."""
         self._planted.clean(module, state)
 
     def _run(self, *args: Any, **kwargs: Any) -> Any:

@@ -45,6 +45,6 @@ class Planted:
         self._placed.clear()
 
     def clean(self, owner: object, state: dict[str, Any]) -> None:
-        """Make of a copy of an object's attributes what they would be without ours."""
+        """Take what is ours out of a copy of an object's attributes."""
         for placed in reversed(self._placed.get(id(owner), [])):
             placed.withdraw(state)
