@@ -102,15 +102,24 @@ def check_loss_scale(precision: str, overlap: str, options: Options) -> None:
         )
 
 
+#: What trains a module by itself, by name: most of them are not loaded where they are not used.
+WRAPPERS = frozenset(
+    ("DataParallel", "DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule", "DeepSpeedEngine")
+)
+
+
 def check_model(model: nn.Module, *, has_values: bool) -> None:
     """Refuse what is no model, has no values where it should have, or is prepared already."""
     if not isinstance(model, nn.Module):
         raise ConfigError(f"model={type(model).__name__}: give a torch.nn.Module.")
-    if isinstance(model, nn.DataParallel | nn.parallel.DistributedDataParallel):
-        raise ConfigError(
-            f"model is a {type(model).__name__}, which combines gradients itself. Give the module that it wraps "
-            "(model.module)."
-        )
+    for name, module in model.named_modules():
+        wrapper = next((kind.__name__ for kind in type(module).__mro__ if kind.__name__ in WRAPPERS), None)
+        if wrapper is not None:
+            which = f"The model's '{name}'" if name else "model"
+            inner = "model.module" if isinstance(getattr(module, "module", None), nn.Module) else "before it is sharded"
+            raise ConfigError(
+                f"{which} is a {wrapper}, which combines gradients itself. Give the module that it wraps ({inner})."
+            )
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
         if nn.parameter.is_lazy(tensor):
             raise ConfigError(

@@ -17,12 +17,15 @@ from penstock._native import Pool
 from penstock.blueprint import Blueprint
 from penstock.engine.engine import Engine
 from penstock.engine.forked import leave_to_parent
+from penstock.engine.gradients import Gradients
 from penstock.engine.parts import Passes, State, Updates
 from penstock.engine.passes.activations import Activations
 from penstock.engine.passes.gather import Gatherer
+from penstock.engine.passes.given import retire
 from penstock.engine.passes.hooks import Hooks
 from penstock.engine.passes.idioms import Idioms
 from penstock.engine.passes.mixing import MixedProducts
+from penstock.engine.passes.planted import Planted
 from penstock.engine.passes.precision import InputCasts
 from penstock.engine.passes.reduce import Reducer
 from penstock.engine.passes.slices import SlicedBlock, sliced_blocks
@@ -87,17 +90,20 @@ def construct(
     return_free_memory()  # the parameters' own memory, which the cells have replaced
     param_groups = [] if optimizer is None else optimizer.param_groups
     rig = _make_rig(blueprint, model, param_groups, memory.units, ranks, streams)
-    engine = _connect(blueprint, rig, memory, council)
+    planted = Planted()
+    engine = _connect(blueprint, rig, memory, council, planted)
     in_child(engine, leave_to_parent)
     prepared = Inference(engine) if optimizer is None else Optimizer(optimizer, engine)
-    # Loops that clear gradients through the model mean ours: parameters have none of their own.
-    model.zero_grad = ModelZeroGrad(prepared, engine)  # type: ignore[method-assign]
+    # Loops that clear gradients through the model mean ours, and do it at once.
+    planted.plant(model, "zero_grad", ModelZeroGrad(prepared, engine))
     # The parameters are in their homes, so what fails now cannot leave the model as it was: it is left empty.
     try:
         take_over_state({} if optimizer is None else optimizer.state, engine.state.access)
     except BaseException:
         engine.abandon()
         raise
+    if optimizer is not None:
+        retire(optimizer, planted)
     return prepared
 
 
@@ -169,7 +175,7 @@ def _make_rig(
     return Rig(model, units, ranks, streams, pool, blueprint.rule, gradient_scale, param_groups)
 
 
-def _connect(blueprint: Blueprint, rig: Rig, memory: _Memory, council: Council) -> Engine:
+def _connect(blueprint: Blueprint, rig: Rig, memory: _Memory, council: Council, planted: Planted) -> Engine:
     """Make the parts of the engine, each of those that it needs, and hook the model."""
     request, options, model = blueprint.request, blueprint.request.options, rig.model
     store, staging = memory.store, memory.staging
@@ -198,38 +204,48 @@ def _connect(blueprint: Blueprint, rig: Rig, memory: _Memory, council: Council) 
     passes = Passes(gatherer, reducer, hooks)
     mixing = casts.where_products_mix(model)
     sliced = sliced_blocks(blueprint.blocks(model), request.unit_micro_batches, request.batch_dim)
-    access = Access(rig, gatherer, reducer, updates.updater)
-    state = State(
-        access=access,
-        blocks=Blocks(rig, gatherer, access, hooks.forward.watch_saved),
-        mover=Mover(
-            rig,
-            blueprint.units,
-            store,
-            gatherer,
-            reducer,
-            staging,
-            in_use=hooks.in_use,
-            plan_staging=blueprint.plan_staging,
-        ),
-        saver=Saver(rig, access, council),
-        loader=Loader(rig, access, gatherer, reducer, updates.updater),
-    )
+    replaced: list[SlicedBlock | MixedProducts] = [*sliced, *mixing]
+    idioms = Idioms(model, rig.units, hooks, planted, replaced)
+    state = _make_state(blueprint, rig, memory, passes, updates, council)
     return Engine(
         rig=rig,
         store=store,
         passes=passes,
         updates=updates,
         state=state,
+        gradients=Gradients(rig, passes, updates, state.access),
         policy=StepPolicy(
             rig,
             passes,
             updates,
-            access,
             max_grad_norm=request.max_grad_norm,
             waits=request.overlap not in ("forward", "backward"),
         ),
-        restore_model=partial(restore, model, [*sliced, *mixing, Idioms(model, rig.units), *frozen]),
+        restore_model=partial(restore, [*replaced, idioms, planted, *frozen]),
+    )
+
+
+def _make_state(
+    blueprint: Blueprint, rig: Rig, memory: _Memory, passes: Passes, updates: Updates, council: Council
+) -> State:
+    """Make what looks at state, moves it and keeps it."""
+    gatherer, reducer, hooks = passes.gatherer, passes.reducer, passes.hooks
+    access = Access(rig, gatherer, reducer, updates.updater)
+    return State(
+        access=access,
+        blocks=Blocks(rig, gatherer, access, hooks.forward.watch_saved),
+        mover=Mover(
+            rig,
+            blueprint.units,
+            memory.store,
+            gatherer,
+            reducer,
+            memory.staging,
+            in_use=hooks.in_use,
+            plan_staging=blueprint.plan_staging,
+        ),
+        saver=Saver(rig, access, council),
+        loader=Loader(rig, access, gatherer, reducer, updates.updater),
     )
 
 
@@ -275,9 +291,8 @@ def activations_for(blueprint: Blueprint, rig: Rig, store: Store) -> Activations
     )
 
 
-def restore(model: nn.Module, attached: Iterable[SlicedBlock | MixedProducts | Idioms | Freeze]) -> None:
-    """Undo what was set on the model beside its parameters and hooks."""
-    model.__dict__.pop("zero_grad", None)
+def restore(attached: Iterable[SlicedBlock | MixedProducts | Idioms | Planted | Freeze]) -> None:
+    """Undo what was set on the model beside its parameters and hooks, and on the optimizer that was given."""
     for part in attached:
         part.remove()
 

@@ -17,7 +17,6 @@ from penstock.engine.engine import Engine
 from penstock.engine.passes.under_way import in_backward
 from penstock.engine.refusals import (
     check_at_rest,
-    check_backward_over,
     check_outside,
     check_step,
     scalars_of,
@@ -95,9 +94,9 @@ class Optimizer(torch.optim.Optimizer):
         Raises:
             ConfigError: the closure is no function.
             EngineError: closed; called inside forward, backward or `gathered`; the last backward did not finish, or was
-                under `no_sync`; a frozen parameter was unfrozen, one was written outside `gathered`, or one has a
-                `.grad` that was set by hand; the norm is not finite and `Options(on_nonfinite="raise")`, or was not for
-                `Options(max_skipped_steps=)` steps in a row. Raised on every rank, and nothing has changed.
+                under `no_sync`; a frozen parameter was unfrozen, one was written outside `gathered`, or a `.grad` was
+                set to something else on another rank; the norm is not finite and `Options(on_nonfinite="raise")`, or
+                was not for `Options(max_skipped_steps=)` steps in a row. Raised on every rank, and nothing has changed.
         """
         if closure is None:
             return self._update()
@@ -122,6 +121,7 @@ class Optimizer(torch.optim.Optimizer):
                 # Each rank updates its own shard with these: where they differ, ranks would part in silence.
                 facts.update(scalars_of(self.param_groups, list(self._given.defaults)))
                 facts["the scale of gradients"] = engine.rig.gradient_scale.value
+                facts.update(engine.gradients.by_hand)
         self._given._opt_called = True  # type: ignore[attr-defined] # its schedulers look here for a step before theirs
         return engine.policy.step()
 
@@ -129,7 +129,7 @@ class Optimizer(torch.optim.Optimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the accumulated gradients. They count as absent afterwards, whatever `set_to_none` says."""
         del set_to_none
-        self._open("zero_grad", whole=True).policy.zero_grad()
+        self._open("zero_grad", whole=True).gradients.zero()
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Sum the micro-batches whose backward is inside a `with` block on this rank; reduce with the next one outside.
@@ -167,9 +167,9 @@ class Optimizer(torch.optim.Optimizer):
         limit, norm_type = _above_zero("max_norm", max_norm), _above_zero("norm_type", norm_type)
         with self._together("clip_grad_norm_") as (engine, facts):
             self._open("clip_grad_norm_", whole=True)
-            check_backward_over("clip_grad_norm_", engine)
-            facts.update({"max_norm": limit, "norm_type": norm_type})
-        norm = engine.policy.clip(limit, norm_type)
+            engine.gradients.check_whole("clip_grad_norm_")
+            facts.update({"max_norm": limit, "norm_type": norm_type, **engine.gradients.by_hand})
+        norm = engine.gradients.clip(limit, norm_type)
         return torch.tensor(norm, dtype=torch.float32, device="cpu")
 
     @_public
@@ -243,6 +243,7 @@ class Optimizer(torch.optim.Optimizer):
         """Return the gradient accumulated so far over all ranks: fp32, on the cpu; zeros without one. Collective."""
         with self._one("full_grad", parameter) as engine:
             self._open("full_grad")
+            engine.gradients.look()
             engine.state.access.check_grad(parameter)
         return engine.state.access.grad(parameter)
 
@@ -268,8 +269,9 @@ class Optimizer(torch.optim.Optimizer):
         """Overwrite the accumulated gradient with a whole value, the same on every rank. Collective."""
         with self._one("set_full_grad", parameter) as engine:
             self._open("set_full_grad", whole=True)
+            engine.gradients.look()
             engine.state.access.check_grad(parameter, value)
-        engine.state.access.set_grad(parameter, value)
+        engine.gradients.set(parameter, value)
 
     @_public
     def set_full_state(self, parameter: nn.Parameter, name: str, value: Tensor) -> None:
@@ -473,6 +475,7 @@ class Optimizer(torch.optim.Optimizer):
             facts["verify"] = verify
         engine.state.saver.finish()  # it may be writing the checkpoint that is read next
         extra = engine.state.loader.load(path, verify=verify)
+        engine.gradients.forget()
         engine.passes.hooks.backward.forget_failure()
         return extra
 
@@ -602,7 +605,7 @@ class ModelZeroGrad:
         if optimizer is not None:
             optimizer.zero_grad(set_to_none)
         else:
-            self._engine.passes.reducer.zero(self._engine.rig.units)
+            self._engine.gradients.zero()
 
 
 def _above_zero(name: str, value: Any) -> float:

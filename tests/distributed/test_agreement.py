@@ -96,8 +96,9 @@ def refusals(rank: int, folder: str) -> dict[str, str]:
 
     step, clip = optimizer.step, lambda: optimizer.clip_grad_norm_(1.0)
     only_second("a frozen parameter", lambda: unfreeze(True), lambda: unfreeze(False), step)
-    only_second("a gradient by hand", lambda: set_grad(torch.ones(WIDTH, WIDTH)), lambda: set_grad(None), step)
-    only_second("a clip", lambda: set_grad(torch.ones(WIDTH, WIDTH)), lambda: set_grad(None), clip)
+    kept, sparse = weight.grad, torch.eye(WIDTH).to_sparse()
+    only_second("a gradient by hand", lambda: set_grad(sparse), lambda: set_grad(kept), step)
+    only_second("a clip", lambda: set_grad(sparse), lambda: set_grad(kept), clip)
     only_second("a backward that failed", lambda: fail(True), lambda: fail(False), step)
     for name in ("step", "save", "load", "set_full_param"):
         verb = {
@@ -144,8 +145,8 @@ def test_a_refusal_on_one_rank_is_a_refusal_on_all_and_training_goes_on(tmp_path
     assert first.pop("close").startswith("EngineError: Rank 0 of 2 hears nothing from another one in close()")
     expected = {
         "a frozen parameter": "EngineError: Parameter 'frozen.weight' was frozen when",
-        "a gradient by hand": "EngineError: Parameter 'blocks.0.weight' has a .grad that was set by hand",
-        "a clip": "EngineError: Parameter 'blocks.0.weight' has a .grad that was set by hand",
+        "a gradient by hand": "ConfigError: The value for 'blocks.0.weight' is sparse",
+        "a clip": "ConfigError: The value for 'blocks.0.weight' is sparse",
         "a backward that failed": "EngineError: The last backward did not finish",
         "step inside gathered": "EngineError: step() was called inside gathered()",
         "save inside gathered": "EngineError: save() was called inside gathered()",

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from penstock.engine.gradients import Gradients
 from penstock.engine.parts import Passes, State, Updates
 from penstock.engine.policy import StepPolicy
 from penstock.engine.state.torn import is_torn
@@ -26,6 +27,7 @@ class Engine:
         passes: what happens in forward and backward.
         updates: what a step decides and does.
         state: what looks at the state of training, moves it and keeps it.
+        gradients: what is done to gradients between backward and step.
         policy: what a step does with the gradient of its loss.
         restore_model: undoes what `prepare` set on the model beside its parameters and hooks.
         closed: whether everything was given back.
@@ -37,6 +39,7 @@ class Engine:
     passes: Passes
     updates: Updates
     state: State
+    gradients: Gradients
     policy: StepPolicy
     restore_model: Callable[[], None]
     closed: bool = False

@@ -1,4 +1,4 @@
-"""The policy of a step: how the loss is scaled, when a step is skipped, how gradients are clipped and forgotten."""
+"""The policy of a step: how the loss is scaled, when a step is skipped, what an update clips to."""
 
 import math
 
@@ -6,19 +6,17 @@ import torch
 from torch import Tensor
 
 from penstock.engine.parts import Passes, Updates
-from penstock.engine.state.access import Access
 from penstock.engine.updates.rig import Rig
 from penstock.engine.updates.step import StepResult
 
 
 class StepPolicy:
-    """What `backward`, `clip_grad_norm_`, `step` and `zero_grad` of the optimizer do, once nothing stands against it.
+    """What `backward` and `step` of the optimizer do, once nothing stands against it.
 
     Arguments:
         rig: what every part of the engine works with.
         passes: what gathers, reduces and runs backward.
         updates: what decides on steps and makes them.
-        access: takes norms other than the Euclidean one.
         max_grad_norm: the norm that every step clips to; `None` for none.
         waits: whether resident parameters are up to date when a step returns.
     """
@@ -28,7 +26,6 @@ class StepPolicy:
         rig: Rig,
         passes: Passes,
         updates: Updates,
-        access: Access,
         *,
         max_grad_norm: float | None,
         waits: bool,
@@ -36,16 +33,15 @@ class StepPolicy:
         self._units = rig.units
         self._scale = rig.gradient_scale
         self._gatherer = passes.gatherer
-        self._reducer = passes.reducer
         self._backward = passes.hooks.backward
         self._stepper = updates.stepper
         self._skips = updates.skips
-        self._access = access
         self._max_grad_norm = max_grad_norm
         self._waits = waits
 
     def backward(self, loss: Tensor, *, retain_graph: bool) -> None:
         """Run the backward of a loss, which is scaled first where there is a loss scale (fp16)."""
+        self._backward.handles.look()
         self._scale.check_not_clipped()  # before anything is dropped, as for a backward that fails
         scale = self._scale.loss_scale
         self._backward.loss_is_scaled = True
@@ -84,20 +80,3 @@ class StepPolicy:
         self._gatherer.show_resident(self._units, wait=self._waits)
         self._skips.step_made()
         return StepResult(measure.grad_norm, skipped=False, loss_scale=self._scale.loss_scale)
-
-    def clip(self, max_norm: float, norm_type: float) -> float:
-        """Have the next step clip the gradient's norm. Return the norm before clipping. Collective."""
-        norm = self._stepper.measure().grad_norm if norm_type == 2 else self._access.grad_norm(norm_type)
-        # The same norm on every rank, and so the same scale: else each would update its shard with another.
-        if math.isfinite(norm):
-            self._scale.clip *= min(1.0, max_norm / (norm + 1e-6))
-        return norm
-
-    def zero_grad(self) -> None:
-        """Forget all gradients, also those that somebody has set. A new loss scale counts from here on."""
-        self._backward.forget_failure()
-        self._reducer.zero(self._units)
-        for unit in self._units:
-            for parameter in unit.parameters:
-                parameter.drop_gradient()
-        self._scale.renew()  # last: gradients that were summed before had the scale of before

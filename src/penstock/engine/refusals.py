@@ -7,7 +7,6 @@ import torch
 
 from penstock.engine.engine import Engine
 from penstock.engine.passes.under_way import in_backward
-from penstock.engine.units.unit import Unit
 from penstock.errors import EngineError
 
 
@@ -17,7 +16,7 @@ def check_step(engine: Engine) -> None:
     Raises:
         EngineError: says what.
     """
-    check_backward_over("step", engine)
+    engine.gradients.check_whole("step")
     if any(unit.holding.blocks for unit in engine.rig.units):
         raise EngineError("step() was called inside gathered(). Leave the block first: step changes what it shows.")
     for unit in engine.rig.units:
@@ -27,31 +26,6 @@ def check_step(engine: Engine) -> None:
     engine.passes.hooks.forward.membership.check()
     for unit in engine.rig.units:
         unit.check_written()
-
-
-def check_backward_over(verb: str, engine: Engine) -> None:
-    """Refuse to work on gradients that are not whole, or not all there.
-
-    Arguments:
-        verb: the method that was called, for messages.
-        engine: the one whose gradients it needs.
-
-    Raises:
-        EngineError: says what is missing.
-    """
-    if in_backward() or engine.passes.hooks.in_forward:
-        raise EngineError(f"{verb}() was called inside a forward or a backward. Call it after backward has returned.")
-    backward = engine.passes.hooks.backward
-    if backward.is_open or backward.has_failed:
-        raise EngineError(
-            "The last backward did not finish, so its gradients are not whole. Drop them with zero_grad()."
-        )
-    if engine.passes.reducer.holds_back(engine.rig.units):
-        raise EngineError(
-            f"Gradients of no_sync micro-batches are not reduced yet. Run the last backward before {verb}() "
-            "outside no_sync(), or drop them with zero_grad()."
-        )
-    _check_own_gradients(engine.rig.units)
 
 
 def check_at_rest(verb: str, engine: Engine) -> None:
@@ -65,14 +39,6 @@ def check_outside(verb: str, engine: Engine) -> None:
     """Refuse a method inside a forward or a backward: it would write, move or gather what the pass reads."""
     if in_backward() or engine.passes.hooks.in_forward:
         raise EngineError(f"{verb}() was called inside a forward or a backward. Call it between steps.")
-
-
-def _check_own_gradients(units: Sequence[Unit]) -> None:
-    """Refuse a `.grad` that somebody has set: backward takes what it leaves there, so it is not one of ours."""
-    for unit in units:
-        if unit.trained is not None:
-            for parameter in unit.parameters:
-                parameter.check_own_gradient()
 
 
 def scalars_of(param_groups: Sequence[Mapping[str, Any]], names: Sequence[str]) -> Iterator[tuple[str, object]]:

@@ -63,11 +63,13 @@ class Anchor:
         return [before, after]
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Neither pickled nor copied: the copy of a model would gather and release the parameters of this one."""
+        """Neither pickled nor copied: a copy of hooks would gather and release the parameters of this model.
+
+        Modules are copied without them (`engine/passes/copying.py`), unless their class copies itself.
+        """
         raise EngineError(
-            "A prepared model cannot be copied or pickled (copy.deepcopy, torch.save(model)): its parameters and hooks "
-            "are the engine's. Copy it before prepare(), or fill a second model from state_dict() inside "
-            "optimizer.gathered(); to keep it, use optimizer.save()."
+            "The hooks of a prepared model cannot be copied or pickled. Copy the model before prepare(), or fill a "
+            "second one from state_dict() inside optimizer.gathered(); to keep it, use optimizer.save()."
         )
 
     def before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Inputs | None:

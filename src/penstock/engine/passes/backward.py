@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.autograd import Variable
 
 from penstock.engine.passes.gather import Gatherer
+from penstock.engine.passes.handles import Handles
 from penstock.engine.passes.reduce import Reducer
 from penstock.engine.passes.turns import Orders, Turns
 from penstock.engine.passes.under_way import UnderWay, in_backward
@@ -46,6 +47,7 @@ class Backward:
         orders: gathers units, and those that are expected next.
         turns: knows what compute is doing.
         under_way: has other threads wait.
+        handles: stand for gradients between backwards.
         updates: the updates that begin in backward; `None` where none do.
 
     Attributes:
@@ -64,6 +66,7 @@ class Backward:
         orders: Orders,
         turns: Turns,
         under_way: UnderWay,
+        handles: Handles,
         updates: BackwardUpdates | None,
     ) -> None:
         self._units = rig.units
@@ -73,6 +76,7 @@ class Backward:
         self._orders = orders
         self._turns = turns
         self._under_way = under_way
+        self.handles = handles
         self._updates = updates
         self.uses = Uses()
         self.is_open = self.has_failed = self.loss_is_scaled = self.closed = False
@@ -174,12 +178,14 @@ class Backward:
         if self.is_open:
             self._under_way.join_backward()  # else it would release units that another thread's backward computes with
             return
+        self.handles.look()  # what was set is there before the first gradient is added to it
         self._gradient_scale.check_not_clipped()
         if self._gradient_scale.loss is not None and not self.loss_is_scaled:
             raise EngineError(
                 "loss.backward() was called, and fp16 needs a scaled loss. Use optimizer.backward(loss), without "
                 "a GradScaler."
             )
+        self.handles.take_off()  # else autograd would add to them
         self._under_way.enter_backward()  # waits: another thread's forward would release what this backward gathers
         self.is_open = True
         self._orders.backward.start()
@@ -227,6 +233,7 @@ class Backward:
         if not user_records():
             for unit in self._units:
                 unit.recorded.end_unmarked()
+        self.handles.put_on()
         self._close()
 
     def _close(self) -> None:

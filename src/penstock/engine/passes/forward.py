@@ -175,6 +175,7 @@ class Forward:
         self.membership.check()
         if self._backward.is_open:
             self._backward.abandon()  # it failed, and autograd tells nobody: its units are held still
+        self._backward.handles.look()
         self._orders.begin_forward()
         if self._activations is not None and user_records():
             self._activations.begin()

@@ -12,6 +12,7 @@ from penstock.engine.passes.anchor import Anchor
 from penstock.engine.passes.backward import Backward, BackwardUpdates
 from penstock.engine.passes.forward import Forward
 from penstock.engine.passes.gather import Gatherer
+from penstock.engine.passes.handles import Handles
 from penstock.engine.passes.precision import InputCasts
 from penstock.engine.passes.reduce import Reducer
 from penstock.engine.passes.turns import Orders, Turns
@@ -36,6 +37,7 @@ class Hooks:
     Attributes:
         under_way: knows whose turn it is, of the threads that run the model.
         orders: the orders in which units are used in forward and in backward.
+        handles: what stands for gradients between backwards.
     """
 
     def __init__(
@@ -60,7 +62,8 @@ class Hooks:
         self._turns = Turns(anchors, rig.streams)
         self.orders = Orders(rig.units, gatherer)
         shared = self.orders, self._turns, self.under_way
-        self.backward = Backward(rig, gatherer, reducer, *shared, updates)
+        self.handles = Handles(rig)
+        self.backward = Backward(rig, gatherer, reducer, *shared, self.handles, updates)
         self.forward = Forward(rig, gatherer, self.backward, *shared, casts, activations)
         self._handles: list[RemovableHandle] = []
         self._attach_to_modules(casts)

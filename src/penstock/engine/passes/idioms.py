@@ -3,17 +3,21 @@
 state_dict        of parameters that are not gathered would be NaN.
 load_state_dict   into what no update starts from would be lost; with `assign=True` it replaces parameters.
 to, half, cuda    and whatever else gives parameters other memory would be undone by the next gather.
-deepcopy, pickle  would copy hooks of this engine (`Anchor`).
+deepcopy, pickle  are plain copies, where there is something to copy (`copying`).
+DDP, DataParallel would combine gradients, and give parameters other memory, beside the engine.
 """
 
-from collections.abc import Callable, Sequence
-from typing import Any
-from weakref import ref
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from penstock.engine.passes.copying import Attached, Copies, Owner
+from penstock.engine.passes.hooks import Hooks
+from penstock.engine.passes.planted import Planted
 from penstock.engine.units.unit import Unit
 from penstock.errors import EngineError
 
@@ -27,51 +31,43 @@ def is_owned(parameter: nn.Parameter) -> bool:
     return owner is not None and owner.is_alive()
 
 
-class Owner:
-    """Whose a parameter is, without keeping it alive. Pickled with a parameter, it comes back as nobody's."""
-
-    def __init__(self, idioms: "Idioms | None" = None) -> None:
-        self._of = None if idioms is None else ref(idioms)
-
-    def __reduce__(self) -> tuple[type["Owner"], tuple[()]]:
-        """The engine stays in this process."""
-        return Owner, ()
-
-    def is_alive(self) -> bool:
-        """Whether the owner is there still."""
-        return self._of is not None and self._of() is not None
-
-
 class Idioms:
-    """The hooks and the method of a model that stand before torch's own.
+    """The hooks and the methods of a model that stand before torch's own.
 
     Arguments:
         model: the prepared model.
         units: the units of all its parameters.
+        hooks: knows whether a forward is under way, and what stands for gradients.
+        planted: takes the methods, and removes them.
+        replaced: what else is set on its modules, to be left out of copies.
     """
 
-    def __init__(self, model: nn.Module, units: Sequence[Unit]) -> None:
-        self._model = model
-        self._units = units
+    def __init__(
+        self, model: nn.Module, units: Sequence[Unit], hooks: Hooks, planted: Planted, replaced: Sequence[Attached]
+    ) -> None:
+        self._hooks = hooks
         self._places = {p.tensor: (unit, p) for unit in units for p in unit.parameters}
         self._handles: list[RemovableHandle] = []
-        for module in model.modules():
+        self._copies = Copies(self._places, [*replaced, planted])
+        modules = list(model.modules())
+        for module in modules:
             if next(module.parameters(recurse=False), None) is not None:
                 saves = module.register_state_dict_pre_hook(self._before_state_dict)  # type: ignore[no-untyped-call]
                 loads = module.register_load_state_dict_pre_hook(self._before_load)  # type: ignore[no-untyped-call]
                 self._handles += [saves, loads]
+            planted.plant(module, "_apply", partial(self._apply, module))
+            planted.plant(module, "_ddp_params_and_buffers_to_ignore", Unwrappable(module))
+            planted.plant(module, "_replicate_for_data_parallel", partial(refuse_wrapper, module, "DataParallel"))
+        self._copies.state_hooks = {handle.id for handle in self._handles}
+        self._copies.plant(planted, modules)
         for parameter in self._places:
-            setattr(parameter, OWNER, Owner(self))
-        model._apply = self._apply  # type: ignore[method-assign]
+            planted.plant(parameter, OWNER, Owner(self))
 
     def remove(self) -> None:
-        """Remove them, so that torch's own are left."""
+        """Remove the hooks, so that torch's own are left."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
-        self._model.__dict__.pop("_apply", None)
-        for parameter in self._places:
-            parameter.__dict__.pop(OWNER, None)
 
     def _before_state_dict(self, module: nn.Module, prefix: str, keep_vars: bool) -> None:
         del prefix, keep_vars
@@ -103,12 +99,22 @@ class Idioms:
                     "optimizer.load()."
                 )
 
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
+    def _apply(self, module: nn.Module, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
         """Replace `Module._apply`, which `to`, `half`, `cuda`, `to_empty`, `share_memory` and others go through.
 
-        What would leave parameters where and as they are is done to buffers; all else is refused.
+        What would leave parameters where and as they are is done to buffers; all else is refused. A module that
+        converts itself for the time of its forward, as routers do, is let.
         """
-        for dtype, device in {(unit.spec.dtype, unit.full.device) for unit in self._units}:
+        if self._hooks.in_forward:
+            with_gradient = [own for own in self._parameters_of(module, recurse=False) if own.shows_gradient]
+            for own in with_gradient:  # torch would convert them as well
+                own.hide_gradient()
+            type(module)._apply(module, fn, recurse)  # type: ignore[no-untyped-call]
+            for own in with_gradient:
+                self._hooks.handles.show(own)
+            return module
+        kinds = {(own.tensor.dtype, own.tensor.device) for own in self._parameters_of(module, recurse=recurse)}
+        for dtype, device in kinds:
             probe = torch.empty(1, dtype=dtype, device=device)
             address = probe.data_ptr()
             made = fn(probe)
@@ -118,8 +124,36 @@ class Idioms:
                     f"parameters are {dtype} on {device} until close(), and their memory is the engine's. The compute "
                     "dtype is prepare(precision=)."
                 )
-        for module in self._model.modules() if recurse else [self._model]:
-            for name, buffer in module._buffers.items():
+        for part in module.modules() if recurse else [module]:
+            for name, buffer in part._buffers.items():
                 if buffer is not None:
-                    module._buffers[name] = fn(buffer)
-        return self._model
+                    part._buffers[name] = fn(buffer)
+        return module
+
+    def _parameters_of(self, module: nn.Module, *, recurse: bool) -> Iterator[Any]:
+        places = (self._places.get(parameter) for parameter in module.parameters(recurse))
+        return (place[1] for place in places if place is not None)
+
+
+class Unwrappable:
+    """What `DistributedDataParallel` asks a module for, first of all: which of its parameters it is to leave alone.
+
+    Arguments:
+        module: the prepared one.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._kind = type(module).__name__
+
+    def __iter__(self) -> Iterator[str]:
+        """Refuse."""
+        refuse_wrapper(self._kind, "DistributedDataParallel")
+
+
+def refuse_wrapper(module: nn.Module | str, wrapper: str) -> NoReturn:
+    """Refuse what would train a prepared model beside its engine."""
+    kind = module if isinstance(module, str) else type(module).__name__
+    raise EngineError(
+        f"{wrapper} was put around a prepared {kind}. The optimizer that prepare() returned averages its gradients "
+        "over ranks, and keeps its parameters the same on all of them: use the model as it is."
+    )

@@ -13,6 +13,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
+from penstock.engine.passes.planted import Planted
+
 #: Products, and how many of their first arguments have to agree in dtype; torch refuses all mixtures of these.
 PRODUCTS: dict[Callable[..., Any], int] = {
     torch.matmul: 2,
@@ -51,24 +53,25 @@ class MixedProducts:
 
     def __init__(self, module: nn.Module, dtype: torch.dtype, device: torch.device) -> None:
         self._module = module
+        self._planted = Planted()
         self._dtype = dtype
         self._device_type = device.type
         self._forward = module.forward
-        self._before = module.__dict__.get("forward")
         self._mixes: bool | None = None  # not known before it has run
 
         @functools.wraps(self._forward)
         def forward(*args: Any, **kwargs: Any) -> Any:
             return self._run(*args, **kwargs)
 
-        module.forward = forward
+        self._planted.plant(module, "forward", forward)
 
     def remove(self) -> None:
         """Give the module its own forward back."""
-        if self._before is None:
-            self._module.__dict__.pop("forward", None)
-        else:
-            self._module.forward = self._before
+        self._planted.remove()
+
+    def clean(self, module: nn.Module, state: dict[str, Any]) -> None:
+        """Take what is ours out of a copy of a module's attributes."""
+        self._planted.clean(module, state)
 
     def _run(self, *args: Any, **kwargs: Any) -> Any:
         if self._mixes is False or torch.compiler.is_compiling() or torch.is_autocast_enabled(self._device_type):

@@ -38,6 +38,9 @@ class Reducer:
         agrees: whether ranks tell each other if a gradient is finite, as soon as it is reduced.
         may_hold_back: whether whole gradients may stay on this rank until a later micro-batch is reduced (stages 0
             and 1).
+
+    Attributes:
+        changes: counts what has changed gradients: whoever keeps something about them asks whether it has.
     """
 
     def __init__(
@@ -69,6 +72,7 @@ class Reducer:
         self._may_hold_back = may_hold_back
         self._means = Means(streams, movement, rig.pool, self.buffers, accumulation_dtype, self._agrees)
         self._routes: dict[Unit, tuple[Home, Route]] = {}
+        self.changes = 0
         self.accumulates = False  # inside `held_back`: another micro-batch follows
 
     @property
@@ -102,6 +106,7 @@ class Reducer:
     def add(self, unit: Unit, slot_index: int, grad: Tensor) -> None:
         """Add a gradient that autograd has finished: to its home where that is in reach, else to the flat gradient."""
         assert unit.trained is not None
+        self.changes += 1
         self._streams.here()  # autograd hands over each gradient on the stream that its parameter was used on
         gradient = unit.trained.gradient
         slot = unit.layout.slots[slot_index]
@@ -131,6 +136,7 @@ class Reducer:
         gradient = unit.trained.gradient if unit.trained else None
         if gradient is None or not (gradient.due or gradient.pending is not None) or not self._synchronizing:
             return
+        self.changes += 1
         # Autograd may have left gradients on another stream of compute: this one follows that, and the reduction this.
         self._streams.here()
         pending = self._collected(unit, gradient)
@@ -260,9 +266,12 @@ class Reducer:
         return gradient.pending
 
     def zero(self, units: Sequence[Unit]) -> None:
-        """Forget every gradient. Homes keep their memory and are overwritten by the next one."""
+        """Forget every gradient, and each `.grad`. Homes keep their memory and are overwritten by the next one."""
+        self.changes += 1
         self.drop_pending(units)
         for unit in units:
+            for parameter in unit.parameters:
+                parameter.drop_gradient()
             if unit.trained:
                 gradient = unit.trained.gradient
                 gradient.home.memory.written.synchronize()  # work under way must not write into what comes next
@@ -270,6 +279,15 @@ class Reducer:
                 gradient.squared_norms, gradient.unmeasured = {}, set()
                 gradient.held = set()
                 gradient.flaws = gradient.flawed = None
+
+    def forget(self, unit: Unit, index: int) -> None:
+        """Forget the gradient of one slot: it counts as absent, whatever its home holds there."""
+        assert unit.trained is not None
+        self.changes += 1
+        gradient = unit.trained.gradient
+        for slots in (gradient.present, gradient.held, gradient.arrived, gradient.unmeasured):
+            slots.discard(index)
+        gradient.squared_norms.pop(index, None)
 
     def squared_norm(self, values: Tensor) -> float | Tensor:
         """Take the squared norm of values, in the way that every gradient's is taken."""

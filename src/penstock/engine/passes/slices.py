@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from penstock.engine.passes.leftovers import Leftovers, Made
+from penstock.engine.passes.planted import Planted
 from penstock.engine.passes.samples import (
     Arguments,
     BatchDim,
@@ -59,11 +60,16 @@ class SlicedBlock:
         self.leftovers = Leftovers(module, name)
         self._seen: set[Any] = set()  # kinds of calls that were looked at
         self.run_whole: Callable[..., Any] = module.forward
-        module.forward = self._run
+        self._planted = Planted()
+        self._planted.plant(module, "forward", self._run)
 
     def remove(self) -> None:
         """Let the block run whole batches again."""
-        del self._module.forward
+        self._planted.remove()
+
+    def clean(self, module: nn.Module, state: dict[str, Any]) -> None:
+        """Take what is ours out of a copy of a module's attributes."""
+        self._planted.clean(module, state)
 
     def _run(self, *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():

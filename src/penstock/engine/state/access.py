@@ -13,11 +13,11 @@ from torch import Tensor, nn
 from penstock.engine.passes.gather import Gatherer
 from penstock.engine.passes.reduce import Reducer
 from penstock.engine.state.torn import torn_on_failure
-from penstock.engine.units.unit import Trained, Unit
+from penstock.engine.units.unit import Gradient, Trained, Unit
 from penstock.engine.updates.rig import Rig
 from penstock.engine.updates.update import Updater
 from penstock.errors import ConfigError, EngineError, NvmeError
-from penstock.layout import Slot
+from penstock.layout import Piece, Slot
 from penstock.rules.rule import Scalars
 from penstock.rules.storage import read_state, write_state
 
@@ -91,30 +91,39 @@ class Access:
 
         return self._whole(unit, index, read)
 
-    def grad_norm(self, norm_type: float) -> float:
-        """Take the norm of all gradients so far, over ranks; `norm_type` as in `torch.linalg.vector_norm`."""
+    def grad_norms(self, norm_type: float) -> list[float]:
+        """Take the norm of each trained parameter's gradient so far, over ranks. Collective.
+
+        Arguments:
+            norm_type: above 0, infinity too, as in `torch.linalg.vector_norm`.
+
+        Returns:
+            A norm for each slot of each trained unit, in their order; 0 where there is no gradient.
+        """
         self.finish()
         greatest = math.isinf(norm_type)
-        total = 0.0
+        totals: list[float] = []
         for unit in self._units:
             gradient = unit.trained.gradient if unit.trained else None
             if gradient is None:
                 continue
+            of_unit = [0.0] * len(unit.layout.slots)
             for index, start, stop in unit.parts():
                 if index not in gradient.held:
                     continue
                 for _, _, (values,) in gradient.home.visit(start, stop):
                     norm = float(torch.linalg.vector_norm(values, norm_type, dtype=torch.float64))
-                    total = _greater(total, norm) if greatest else total + norm**norm_type
+                    of_unit[index] = _greater(of_unit[index], norm) if greatest else of_unit[index] + norm**norm_type
+            totals += of_unit
         if self._ranks.world_size > 1:
-            summed = torch.tensor([total], dtype=torch.float64, device=self._device)
+            summed = torch.tensor(totals, dtype=torch.float64, device=self._device)
             if greatest:
                 self._ranks.all_reduce_max(summed)
             else:
                 self._ranks.all_reduce(summed)
                 summed /= self._ranks.replicas
-            total = float(summed)
-        return (total if greatest else total ** (1 / norm_type)) * self._gradient_scale.value
+            totals = summed.tolist()
+        return [(total if greatest else total ** (1 / norm_type)) * self._gradient_scale.size for total in totals]
 
     def state(self, parameter: nn.Parameter, name: str) -> Tensor:
         """Return an optimizer state by its name; `"step"` is the count of updates."""
@@ -160,17 +169,34 @@ class Access:
         self.finish()
         unit, index, trained = self._trained_place(parameter)
         self.check_grad(parameter, value)
-        gradient = trained.gradient
         found = self._own_part(unit, index, value)
         if found is not None:
             start, stop, values = found
-            rounded = (values / self._gradient_scale.value).to(gradient.home.plans[0].cells[0].dtype)
-            for first, last, (kept,) in gradient.home.visit(start, stop, modify=True):
-                kept.copy_(rounded[first - start : last - start])
-            gradient.squared_norms[index] = self._reducer.squared_norm(rounded)
-            gradient.unmeasured.discard(index)
-        gradient.present.add(index)
-        gradient.held.add(index)
+            self._write_grad(trained.gradient, Piece(index, start, stop), values / self._gradient_scale.value)
+        self._reducer.changes += 1
+        trained.gradient.present.add(index)
+        trained.gradient.held.add(index)
+
+    def scale_grad(self, parameter: nn.Parameter, factor: float) -> None:
+        """Multiply the accumulated gradient, in its home and in its dtype. Not collective: each rank does its shard."""
+        self.finish()
+        unit, index, trained = self._trained_place(parameter)
+        gradient = trained.gradient
+        for part in unit.parts():
+            if part.slot == index and index in gradient.held:
+                values = torch.empty(part.stop - part.start, dtype=torch.float32, device="cpu")
+                for first, last, (kept,) in gradient.home.visit(part.start, part.stop):
+                    values[first - part.start : last - part.start] = kept
+                self._write_grad(gradient, part, values * factor)
+        self._reducer.changes += 1
+
+    def _write_grad(self, gradient: Gradient, part: Piece, values: Tensor) -> None:
+        """Write a part of a gradient as its home keeps it, and measure it."""
+        rounded = values.to(gradient.home.plans[0].cells[0].dtype)
+        for first, last, (kept,) in gradient.home.visit(part.start, part.stop, modify=True):
+            kept.copy_(rounded[first - part.start : last - part.start])
+        gradient.squared_norms[part.slot] = self._reducer.squared_norm(rounded)
+        gradient.unmeasured.discard(part.slot)
 
     def set_state(self, parameter: nn.Parameter, name: str, value: Tensor) -> None:
         """Overwrite an optimizer state; `"step"` takes a whole number."""

@@ -4,7 +4,8 @@
     hidden    a placeholder: its real shape, NaN when read, one element of memory, no writes
     left      the values that the engine leaves it with, or none
 
-Only this module writes `parameter.data`. These methods run for every parameter in every forward.
+Its `.grad` is empty, or a handle of ours that stands for the gradient (`engine/passes/handles.py`), or a tensor that
+somebody has set. Only this module writes `parameter.data`. These methods run for every parameter in every forward.
 """
 
 import torch
@@ -26,9 +27,25 @@ class UnitParameter:
     Attributes:
         name: its name in the model.
         required_grad: whether it was trained, and not frozen, when it was prepared.
+        handle: what stands for its gradient in `.grad`, once one was made.
+        shows_gradient: whether the handle was put there, and not taken away by us.
+        arrived: the gradient that autograd has added to the handle, until it is taken.
     """
 
-    __slots__ = ("_device", "_dtype", "_version", "index", "name", "required_grad", "slot", "tensor")
+    __slots__ = (
+        "__weakref__",
+        "_device",
+        "_dtype",
+        "_version",
+        "arrived",
+        "handle",
+        "index",
+        "name",
+        "required_grad",
+        "shows_gradient",
+        "slot",
+        "tensor",
+    )
 
     def __init__(self, tensor: nn.Parameter, index: int, slot: Slot) -> None:
         self.tensor = tensor
@@ -36,6 +53,9 @@ class UnitParameter:
         self.slot = slot
         self.name = slot.name
         self.required_grad = tensor.requires_grad
+        self.handle: Tensor | None = None
+        self.shows_gradient = False
+        self.arrived: Tensor | None = None
         self._dtype = tensor.dtype
         self._device = tensor.device
         # Torch counts every write but those through `.data`, which are ours: another number tells that people wrote.
@@ -76,6 +96,8 @@ class UnitParameter:
 
     def leave(self, value: Tensor | None) -> None:
         """Leave it to the user: with a value that is `as_before`, or without elements."""
+        self.hide_gradient()
+        self.handle = None
         self.tensor.data = torch.empty(0, dtype=self._dtype, device=self._device) if value is None else value
 
     def as_before(self, value: Tensor) -> Tensor:
@@ -118,29 +140,35 @@ class UnitParameter:
         Raises:
             EngineError: it is sparse.
         """
-        grad = self.tensor.grad
+        grad, self.arrived = self.tensor.grad if self.arrived is None else self.arrived, None
         assert grad is not None
         # Now, not after the step: gradients of all units would be on the device at once, in memory that no tier counts.
         self.tensor.grad = None
+        self.shows_gradient = False
         if grad.is_sparse:
             raise EngineError(f"Parameter '{self.name}' got a sparse gradient. Build its embedding with sparse=False.")
         return grad
 
     def drop_gradient(self) -> None:
-        """Forget a `.grad` that autograd has left, or somebody has set."""
+        """Forget a `.grad` that autograd has left, or somebody has set, or that stands for ours."""
         self.tensor.grad = None
+        self.shows_gradient = False
 
-    def check_own_gradient(self) -> None:
-        """Refuse a `.grad` that somebody has set: backward takes what it leaves there, so it is not one of ours.
+    def show_gradient(self) -> None:
+        """Put the handle into `.grad`."""
+        self.tensor.grad = self.handle
+        self.shows_gradient = True
 
-        Raises:
-            EngineError: there is one.
-        """
-        if self.tensor.grad is not None:
-            raise EngineError(
-                f"Parameter '{self.name}' has a .grad that was set by hand, which no update would see. Give it to "
-                "optimizer.set_full_grad(parameter, value), and drop it with parameter.grad = None."
-            )
+    def hide_gradient(self) -> None:
+        """Take the handle out of `.grad`; what somebody has set stays."""
+        if self.shows_gradient and self.tensor.grad is self.handle:
+            self.tensor.grad = None
+        self.shows_gradient = False
+
+    @property
+    def gradient_is_as_left(self) -> bool:
+        """Whether `.grad` is what we have left there: the handle, or nothing."""
+        return self.tensor.grad is (self.handle if self.shows_gradient else None)
 
 
 def make_parameters(tensors: tuple[nn.Parameter, ...], layout: FlatLayout) -> tuple[UnitParameter, ...]:

@@ -84,6 +84,11 @@ class GradientScale:
         return self._mean * self.clip / self.loss_scale
 
     @property
+    def size(self) -> float:
+        """What the norm of a gradient in its home is multiplied with."""
+        return abs(self.value)
+
+    @property
     def loss_scale(self) -> float:
         """What the loss was multiplied with."""
         return 1.0 if self.loss is None else self.loss.value

@@ -53,11 +53,13 @@ class Measure:
     Attributes:
         grad_norm: its norm before clipping, as fp32; NaN where a part of it is not finite.
         present: for each unit the slots that got a gradient on any rank.
+        squared_norms: for each slot of each trained unit, in their order, what its home holds over all ranks.
         flawed: names of the parameters whose gradient is not finite.
     """
 
     grad_norm: float
     present: Mapping[Unit, frozenset[int]]
+    squared_norms: Sequence[float] = ()
     flawed: Sequence[str] = ()
 
 
@@ -193,7 +195,7 @@ class Stepper:
         # The exact sum, rounded once: the same for every order, in whatever units the parameters are. As fp32 it is the
         # same, too, for devices that sum the squares of a part in an order of their own.
         total = math.nan if flawed else math.fsum(norms)
-        return Measure(_as_fp32(math.sqrt(total) * self._gradient_scale.value), present, flawed)
+        return Measure(_as_fp32(math.sqrt(total) * self._gradient_scale.size), present, norms, flawed)
 
     def update(self, measure: Measure, max_grad_norm: float | None) -> None:
         """Have every tile updated, and publish what was written beside its home (phases 3 and 4).

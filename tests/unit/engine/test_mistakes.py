@@ -1,0 +1,335 @@
+"""Stock idioms of training loops around a prepared model: each works, or raises an error that says what to call."""
+
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.utils import clip_grad_norm_
+
+import penstock
+from penstock.errors import ConfigError, EngineError
+from tests.models.modules_rows import Stack
+from tests.support import inline, prepare_on, separate
+
+ON_CPU = penstock.Placement(params="cpu", grads="cpu", optimizer="cpu")
+METHODS: dict[str, Callable[[torch.optim.Optimizer], Any]] = {
+    "step": lambda o: o.step(),
+    "zero_grad": lambda o: o.zero_grad(),
+    "add_param_group": lambda o: o.add_param_group({"params": [nn.Parameter(torch.ones(1))]}),
+    "state_dict": lambda o: o.state_dict(),
+    "load_state_dict": lambda o: o.load_state_dict({"state": {}, "param_groups": []}),
+    "register_step_pre_hook": lambda o: o.register_step_pre_hook(print),
+    "register_step_post_hook": lambda o: o.register_step_post_hook(print),
+}
+
+
+def prepared(
+    streams: Callable[[], Any] = separate, precision: str = "fp32", **rest: Any
+) -> tuple[Stack, torch.optim.Optimizer, penstock.Optimizer]:
+    torch.manual_seed(0)
+    model = Stack()
+    given = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    return model, given, prepare_on(streams(), model, given, placement=ON_CPU, precision=precision, **rest)
+
+
+def loss_of(model: nn.Module) -> Tensor:
+    return model(torch.linspace(-1, 1, 32).reshape(4, 8)).float().square().sum()
+
+
+def step(model: nn.Module, optimizer: penstock.Optimizer) -> float:
+    loss = loss_of(model)
+    optimizer.backward(loss)
+    assert not optimizer.step().skipped
+    optimizer.zero_grad()
+    return loss.item()
+
+
+@pytest.fixture
+def group(tmp_path: Path) -> Any:
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+# The optimizer that was given
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_the_given_optimizer_refuses_until_close(name: str) -> None:
+    model, given, optimizer = prepared()
+    loss_of(model).backward()
+    with pytest.raises(
+        EngineError, match=rf"{name}\(\) of the AdamW that was given to prepare\(\).*prepare\(\) returned"
+    ):
+        METHODS[name](given)
+    assert not optimizer.step().skipped
+    optimizer.close()
+    assert not vars(given).keys() & METHODS.keys()
+    for p in model.parameters():
+        p.grad = torch.ones_like(p)
+    given.step()
+    given.zero_grad()
+    given.load_state_dict(given.state_dict())
+
+
+@pytest.mark.parametrize("made", ["before prepare", "after prepare", "over ours"])
+def test_schedulers_over_the_given_optimizer_work(made: str) -> None:
+    def run(plain: bool) -> tuple[list[float], list[float]]:
+        torch.manual_seed(0)
+        model = Stack()
+        given = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        make = torch.optim.lr_scheduler.CosineAnnealingLR
+        scheduler = make(given, 4) if made == "before prepare" else None
+        optimizer: Any = given
+        if not plain:
+            optimizer = prepare_on(separate(), model, given, placement=ON_CPU, precision="fp32")
+        scheduler = scheduler or make(optimizer if made == "over ours" else given, 4)
+        rates, losses = [], []
+        for _ in range(4):
+            loss = loss_of(model)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            scheduler.step()
+            losses.append(loss.item())
+            rates.append(optimizer.param_groups[0]["lr"])
+        if not plain:
+            optimizer.close()
+        loss_of(model).backward()
+        given.step()  # its own again, as the scheduler has wrapped it
+        return rates, losses
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # "lr_scheduler.step() before optimizer.step()", "has been overridden"
+        rates, losses = run(plain=False)
+        expected_rates, expected = run(plain=True)
+    assert rates == expected_rates
+    assert losses == pytest.approx(expected, rel=1e-5)
+
+
+# Wrappers
+
+
+def test_distributed_data_parallel_around_a_prepared_model_or_a_part(group: None) -> None:
+    for streams in (inline, separate):
+        model, _, optimizer = prepared(streams)
+        for part in (model, model.blocks[0]):
+            with pytest.raises(EngineError, match=r"DistributedDataParallel was put around a prepared \w+.*as it is"):
+                nn.parallel.DistributedDataParallel(part)
+        step(model, optimizer)
+        optimizer.close()
+        nn.parallel.DistributedDataParallel(model)
+
+
+def test_data_parallel_around_a_prepared_model() -> None:
+    model, _, optimizer = prepared()
+    with pytest.raises(EngineError, match=r"DataParallel was put around a prepared Stack"):
+        model._replicate_for_data_parallel()  # which it calls where it has several devices
+    step(nn.DataParallel(model), optimizer)  # on one, it is nothing
+    optimizer.close()
+    model._replicate_for_data_parallel()
+
+
+def test_fully_shard_around_a_prepared_model(group: None) -> None:
+    from torch.distributed.fsdp import fully_shard
+
+    model, _, optimizer = prepared()
+    with pytest.raises((EngineError, RuntimeError)):  # noqa: PT012 - at the call, or at the next forward
+        fully_shard(model)
+        loss_of(model)
+    optimizer.close(keep_params=False)
+
+
+def test_a_wrapped_model_is_not_prepared(group: None) -> None:
+    from torch.distributed.fsdp import fully_shard
+
+    wrapped = [nn.DataParallel(Stack()), nn.parallel.DistributedDataParallel(Stack()), fully_shard(Stack())]
+    for model in [*wrapped, nn.Sequential(wrapped[1])]:
+        kind = "FSDPModule" if model is wrapped[2] else "DataParallel"
+        with pytest.raises(ConfigError, match=rf"is a \w*{kind}.*(model\.module|before it is sharded)"):
+            penstock.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+
+
+def test_a_compiled_model_is_prepared() -> None:
+    torch.manual_seed(0)
+    model = torch.compile(Stack(), backend="eager")
+    optimizer = prepare_on(separate(), model, torch.optim.AdamW(model.parameters(), lr=1e-2), precision="fp32")
+    plain, _, other = prepared()
+    assert step(model, optimizer) == pytest.approx(step(plain, other), rel=1e-5)
+    clip_grad_norm_(model.parameters(), 1.0)
+    optimizer.close()
+    other.close()
+
+
+# Loss scaling by people
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+@pytest.mark.parametrize("unscales", [False, True])
+def test_a_grad_scaler_is_named(precision: str, unscales: bool) -> None:
+    model, _, optimizer = prepared(precision=precision)
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    with pytest.raises(EngineError, match="GradScaler"):  # noqa: PT012 - fp16 at backward, else where it is unscaled
+        scaler.scale(loss_of(model)).backward()
+        if unscales:
+            scaler.unscale_(optimizer)
+        scaler.step(optimizer)
+    optimizer.zero_grad()
+    step(model, optimizer)
+    optimizer.close()
+
+
+def test_a_disabled_grad_scaler_passes_through() -> None:
+    model, _, optimizer = prepared(precision="bf16")
+    reference, _, other = prepared(precision="bf16")
+    scaler = torch.amp.GradScaler("cpu", enabled=False)
+    for _ in range(2):
+        scaler.scale(loss_of(model)).backward()
+        scaler.unscale_(optimizer)
+        clip_grad_norm_(model.parameters(), 1e6)
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad(set_to_none=True)
+        step(reference, other)
+    for p, q in zip(model.parameters(), reference.parameters(), strict=True):
+        assert torch.equal(optimizer.full_param(p), other.full_param(q))
+    optimizer.close()
+    other.close()
+
+
+# Saving a model that is not there
+
+
+def through_dcp(model: nn.Module, folder: Path) -> Any:
+    from torch.distributed.checkpoint.state_dict import get_model_state_dict
+
+    return get_model_state_dict(model)
+
+
+def through_safetensors(model: nn.Module, folder: Path) -> Any:
+    from safetensors.torch import save_model
+
+    return save_model(model, str(folder / "model.safetensors"))
+
+
+SAVES: dict[str, Callable[[Any, Path], Any]] = {
+    "model.state_dict()": lambda model, _: model.state_dict(),
+    "submodule.state_dict()": lambda model, _: model.blocks[1].state_dict(),
+    "state_dict(keep_vars=True)": lambda model, _: model.state_dict(keep_vars=True),
+    "torch.save(model)": lambda model, folder: torch.save(model, folder / "model.pt"),
+    "torch.save(model.state_dict())": lambda model, folder: torch.save(model.state_dict(), folder / "model.pt"),
+    "torch.save(parameters)": lambda model, folder: torch.save(list(model.parameters()), folder / "model.pt"),
+    "get_model_state_dict": through_dcp,
+    "safetensors.save_model": through_safetensors,
+}
+
+
+@pytest.mark.parametrize("name", SAVES)
+def test_a_model_is_not_saved_while_it_is_released(name: str, tmp_path: Path, group: None) -> None:
+    model, _, optimizer = prepared()
+    step(model, optimizer)
+    with pytest.raises(EngineError, match=r"inside optimizer\.gathered\(\).*optimizer\.save\(\)"):
+        SAVES[name](model, tmp_path)
+    if name != "safetensors.save_model":  # which wants each tensor in memory of its own
+        with optimizer.gathered():
+            SAVES[name](model, tmp_path)
+    step(model, optimizer)
+    optimizer.close()
+
+
+def test_save_pretrained_is_refused_while_the_model_is_released(tmp_path: Path) -> None:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=16, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2
+    )
+    model = LlamaForCausalLM(config)
+    optimizer = prepare_on(separate(), model, torch.optim.SGD(model.parameters(), lr=0.1), placement=ON_CPU)
+    with pytest.raises(EngineError, match=r"inside optimizer\.gathered\(\)"):
+        model.save_pretrained(tmp_path / "a")
+    with optimizer.gathered():
+        model.save_pretrained(tmp_path / "b")
+    loaded = LlamaForCausalLM.from_pretrained(tmp_path / "b", dtype=torch.bfloat16)
+    for p, q in zip(model.parameters(), loaded.parameters(), strict=True):
+        assert torch.equal(optimizer.full_param(p).bfloat16(), q)
+    optimizer.close()
+
+
+# Loops
+
+
+def by_hand(model: nn.Module) -> None:
+    with torch.no_grad():
+        for p in model.parameters():
+            p -= 0.1 * p.grad
+
+
+def by_hand_in_data(model: nn.Module) -> None:
+    for p in model.parameters():
+        p.data.add_(p.grad, alpha=-0.1)
+
+
+def clip_adaptively(model: nn.Module) -> None:
+    for p in model.parameters():
+        p.grad.detach().norm(p=2, dim=0, keepdim=True)
+
+
+LOOPS: dict[str, Callable[[nn.Module], object]] = {
+    "SGD by hand": by_hand,
+    "SGD by hand, in .data": by_hand_in_data,
+    "adaptive clipping": clip_adaptively,
+    "clip_grad_value_": lambda model: torch.nn.utils.clip_grad_value_(model.parameters(), 1.0),
+    "a second optimizer": lambda model: torch.optim.Adam(model.parameters(), lr=0.1).step(),
+    "a flat gradient": lambda model: nn.utils.parameters_to_vector(p.grad for p in model.parameters()),
+    "gradients kept for later": lambda model: [p.grad.clone() for p in model.parameters()],
+}
+
+
+@pytest.mark.parametrize("name", LOOPS)
+def test_a_loop_that_reads_gradients_is_refused_by_name(name: str) -> None:
+    for streams in (inline, separate):
+        model, _, optimizer = prepared(streams)
+        loss_of(model).backward()
+        before = [optimizer.full_param(p) for p in model.parameters()]
+        with pytest.raises(EngineError, match=r"optimizer\.full_grad"):
+            LOOPS[name](model)
+        assert all(torch.equal(optimizer.full_param(p), q) for p, q in zip(model.parameters(), before, strict=True))
+        assert not optimizer.step().skipped
+        optimizer.close()
+
+
+def test_gradients_scaled_by_the_number_of_tokens() -> None:
+    results = []
+    for scale in ("loss", "gradients"):
+        model, _, optimizer = prepared()
+        for _ in range(2):
+            (loss_of(model) / (8 if scale == "loss" else 1)).backward()
+        if scale == "gradients":
+            for p in model.parameters():
+                p.grad *= torch.tensor(1 / 8)
+        norm = clip_grad_norm_(model.parameters(), 0.1)
+        optimizer.step()
+        results.append([norm, *(optimizer.full_param(p) for p in model.parameters())])
+        optimizer.close()
+    for first, second in zip(*results, strict=True):
+        torch.testing.assert_close(first, second, rtol=1e-5, atol=1e-7)
+
+
+def test_hooks_of_gradients_see_them_or_are_refused() -> None:
+    model, _, optimizer = prepared()
+    seen = []
+    model.last.bias.register_hook(lambda grad: seen.append(grad.norm()))
+    loss_of(model).backward()
+    torch.testing.assert_close(model.last.bias.grad.norm(), seen[0])
+    handle = model.last.bias.register_post_accumulate_grad_hook(lambda p: torch.optim.SGD([p], lr=0.1).step())
+    with pytest.raises(EngineError, match=r"'last.bias' has a hook of register_post_accumulate_grad_hook.*overlap="):
+        loss_of(model)
+    handle.remove()
+    assert not optimizer.step().skipped
+    optimizer.close()
