@@ -416,6 +416,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: ours(mixed_precision="no", penstock={"precision": "bf16"}),
         "mixed_precision='no'.*'fp32'",
     ),
+    "a precision that there is not": (lambda: ours(penstock={"precision": "bf8"}), "'bf8'.*use one of 'fp32'"),
     "fp8": (lambda: ours(mixed_precision="fp8"), "use 'no'"),
     "a scaler": (lambda: ours(kwargs_handlers=[GradScalerKwargs()]), "no GradScaler"),
     "DeepSpeed": (lambda: ours(deepspeed_plugin=object()), "deepspeed_plugin.*convert-config"),
@@ -513,6 +514,16 @@ def test_prepare_refuses(case: str) -> None:
     for thing in things:
         if isinstance(thing, penstock.Optimizer):
             thing.close()
+
+
+def test_what_one_call_gives_is_prepared_together_or_not() -> None:
+    accelerator, first, second = ours(), layers(), layers()
+    of_second = torch.optim.LBFGS(second.parameters())
+    with pytest.raises(ConfigError, match="LBFGS"):
+        accelerator.prepare(first, second, adam(first), of_second)
+    assert accelerator._pairs == []
+    first, _ = accelerator.prepare(first, adam(first))  # it is nobody's
+    accelerator.free_memory()
 
 
 def test_uneven_inputs_on_one_rank_are_even() -> None:

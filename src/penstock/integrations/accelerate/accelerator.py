@@ -6,7 +6,7 @@ computes.
 
 import inspect
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -160,12 +160,19 @@ class PenstockAccelerator(Accelerator):
         wanted = [found for found in matches if found.model not in known or found.optimizer is not None]
         for found in wanted:
             pairs.check_model(found.model, self.device, chooses_precision=not self._precision_was_said)
-        for found in wanted:
-            if found.model in known:
-                models = self._models  # accelerate has it still
-                self._close(known[found.model])
-                self._models = models
-            self._pairs.append(pairs.prepare_pair(found.model, found.optimizer, self.prepare_arguments))
+        made: list[Pair] = []
+        try:
+            for found in wanted:
+                if found.model in known:
+                    models = self._models  # accelerate has it still
+                    self._close(known[found.model])
+                    self._models = models
+                made.append(pairs.prepare_pair(found.model, found.optimizer, self.prepare_arguments))
+        except ConfigError:  # of all ranks: what one call gives is prepared together, or not
+            for pair in made:
+                pair.close()
+            raise
+        self._pairs += made
 
     def _close(self, pair: Pair) -> None:
         """Give back what a pair has, and drop it, with what accelerate keeps of it. Collective."""
@@ -212,7 +219,8 @@ class PenstockAccelerator(Accelerator):
     @contextmanager
     def no_sync(self, model: nn.Module) -> Iterator[None]:
         """Sum micro-batches on this rank inside a `with` block, where the stage allows it (0 and 1)."""
-        with self.optimizer_of(model).no_sync():
+        pair = self._find(model)
+        with nullcontext() if pair is None or pair.wrapper is None else pair.handle.no_sync():
             yield
 
     def clip_grad_norm_(
