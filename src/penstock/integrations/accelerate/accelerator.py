@@ -149,6 +149,11 @@ class PenstockAccelerator(Accelerator):
             )
         return pair.handle
 
+    def arguments_of(self, model: nn.Module) -> Mapping[str, Any]:
+        """Return the arguments of `penstock.prepare` for a model: the same for all, unless a subclass knows better."""
+        del model
+        return self.prepare_arguments
+
     def _find(self, model: nn.Module) -> Pair | None:
         return next((pair for pair in self._pairs if pair.model is pairs.inner(model)), None)
 
@@ -170,7 +175,7 @@ class PenstockAccelerator(Accelerator):
                     models = self._models  # accelerate has it still
                     self._close(known[found.model])
                     self._models = models
-                made.append(pairs.prepare_pair(found.model, found.optimizer, self.prepare_arguments))
+                made.append(pairs.prepare_pair(found.model, found.optimizer, self.arguments_of(found.model)))
         except ConfigError:  # of all ranks: what one call gives is prepared together, or not
             for pair in made:
                 pair.close()
@@ -304,7 +309,7 @@ class PenstockAccelerator(Accelerator):
         if pair is None:
             plain: dict[str, Any] = super().get_state_dict(model, unwrap=unwrap)
             return plain
-        placement = self.prepare_arguments.get("placement")
+        placement = self.arguments_of(pair.model).get("placement")
         folders = placement.nvme_folders() if isinstance(placement, penstock.Placement) else ()
         entries = state_entries(self.unwrap_model(model) if unwrap else model)
         return gather_entries(entries, pair.handle, keep=saving.saves(self), folders=folders)
