@@ -115,7 +115,11 @@ def _to_fp32(module: nn.Module, arguments: Any, output: Any) -> Any:
 
 def inner(model: nn.Module) -> nn.Module:
     """Return the module that `torch.compile` wraps: parameters have the same names compiled and not."""
-    return model._orig_mod if is_compiled_module(model) else model  # type: ignore[return-value]
+    if is_compiled_module(model):
+        return model._orig_mod  # type: ignore[return-value]
+    # accelerate's regional compilation makes another module, over the same blocks.
+    before: nn.Module = model.__dict__.get("_orig_mod", model)
+    return before
 
 
 def given_to(optimizer: Optimizer) -> Optimizer:
