@@ -266,8 +266,9 @@ def check_model(model: nn.Module, device: torch.device, *, chooses_precision: bo
             "penstock={'precision': 'bf16'}, 'fp16' or 'fp32'; 16 bits keep an fp32 master."
         )
     devices = {parameter.device for parameter in model.parameters()} - {torch.device("cpu"), torch.device("meta")}
-    # accelerate names no index where there is one process.
-    index = torch.accelerator.current_device_index() if device.index is None and devices else device.index
+    index: int | None = device.index
+    if index is None and devices:  # accelerate names none where there is one process
+        index = torch.accelerator.current_device_index()
     others = [found for found in devices if found.type != device.type or found.index not in (None, index)]
     if others:
         raise ConfigError(
