@@ -1,0 +1,215 @@
+"""Loops of accelerate with one line changed, beside accelerate itself, on one rank and on two."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from accelerate.state import PartialState
+from safetensors.torch import load_file
+
+from penstock.errors import ConfigError, EngineError
+from penstock.integrations.accelerate import PenstockAccelerator
+from tests.integrations.accelerate_loops import (
+    PLACEMENTS,
+    Record,
+    bert,
+    cv_example,
+    fresh,
+    nlp_example,
+    small_example,
+)
+from tests.support import run_ranks
+
+ROOT = Path(__file__).parents[2]
+EXACT = 1e-6  # fp32: relative, and absolute
+LOOPS = {"nlp": nlp_example, "cv": cv_example}
+
+
+@pytest.fixture(scope="module")
+def plain() -> dict[str, Record]:
+    return {name: loop(None) for name, loop in LOOPS.items()}
+
+
+@pytest.mark.parametrize("placement", PLACEMENTS)
+@pytest.mark.parametrize("loop", LOOPS)
+def test_one_line_changes_nothing(loop: str, placement: str, plain: dict[str, Record]) -> None:
+    ours = LOOPS[loop]({"placement": PLACEMENTS[placement], "options": {"tile_bytes": 4096}})
+    ours.assert_like(plain[loop], EXACT)
+    assert ours.metrics == plain[loop].metrics
+
+
+def test_bf16_is_near_autocast_with_fp32_masters(plain: dict[str, Record]) -> None:
+    theirs = nlp_example(None, mixed_precision="bf16")
+    ours = nlp_example({"placement": PLACEMENTS["cpu"]}, mixed_precision="bf16")
+    # bf16 has 8 bits: autocast keeps sums and softmax in fp32, Penstock what the modules do themselves.
+    torch.testing.assert_close(ours.losses, theirs.losses, rtol=0.03, atol=0.03)
+    torch.testing.assert_close(ours.norms, theirs.norms, rtol=0.1, atol=0.02)
+    assert ours.rates == theirs.rates
+
+
+def test_fp16_has_no_scaler_and_counts_no_skipped_step() -> None:
+    ours = nlp_example({"precision": "fp16", "options": {"initial_loss_scale": 2.0**19}}, accumulation=1, epochs=1)
+    plain_rates = nlp_example(None, accumulation=1, epochs=1).rates
+    skipped = sum(norm != norm or norm == float("inf") for norm in ours.norms)
+    assert 0 < skipped < len(ours.norms)  # the scale was far too large at first, and was halved
+    assert ours.rates[skipped:] == plain_rates[: len(ours.rates) - skipped]
+
+
+def test_resumed_run_goes_on_as_accelerates_does(tmp_path: Path, plain: dict[str, Record]) -> None:
+    arguments = {"placement": PLACEMENTS["split"]}
+    nlp_example(arguments, save=tmp_path / "step_5", stop_after=6)
+    names = {path.name for path in (tmp_path / "step_5").iterdir()}
+    assert {"penstock", "scheduler.bin", "random_states_0.pkl"} <= names
+    assert not {"model.safetensors", "optimizer.bin", "pytorch_model.bin"} & names  # nothing was gathered for them
+    theirs = _resumed_plain(tmp_path / "plain")
+    ours = nlp_example({"placement": PLACEMENTS["nvme"]}, resume=tmp_path / "step_5")
+    ours.assert_like(theirs, EXACT)
+    assert ours.metrics[-1] == theirs.metrics[-1]
+
+
+def _resumed_plain(folder: Path) -> Record:
+    nlp_example(None, save=folder / "step_5", stop_after=6)
+    return nlp_example(None, resume=folder / "step_5")
+
+
+def on_two_ranks(rank: int, loop: str, placements: list[str], stages: list[int]) -> Any:
+    plain = LOOPS[loop](None)
+    for placement in placements:
+        for stage in stages:
+            ours = LOOPS[loop]({"placement": PLACEMENTS[placement], "stage": stage})
+            ours.assert_like(plain, EXACT)
+            assert ours.metrics == plain.metrics, (placement, stage)
+    return len(plain.losses)
+
+
+@pytest.mark.parametrize("loop", LOOPS)
+def test_two_ranks(loop: str) -> None:
+    assert run_ranks(on_two_ranks, 2, loop, ["cpu", "nvme"], [1, 3])[0] > 5
+
+
+@pytest.mark.parametrize(("before", "after"), [(1, 2), (2, 1)])
+def test_states_go_over_to_another_world_size(before: int, after: int, tmp_path: Path) -> None:
+    folder = tmp_path / "step_3"
+    run_ranks(save_states, before, folder)
+    plain = small_example(None, world_size=1)
+    ours = run_ranks(resume_states, after, folder)
+    for rank in ours:  # in the middle of an accumulation, and a rank that was not there counts as the others do
+        assert rank.steps == 3
+    torch.testing.assert_close(
+        [sum(each) / after for each in zip(*(rank.losses for rank in ours), strict=True)],
+        plain.losses[3:],
+        rtol=EXACT,
+        atol=EXACT,
+    )
+
+
+def save_states(rank: int, folder: Path) -> None:
+    small_example({"placement": PLACEMENTS["split"]}, save=folder)
+
+
+def resume_states(rank: int, folder: Path) -> Record:
+    return small_example({"placement": PLACEMENTS["cpu"], "stage": 2}, resume=folder)
+
+
+def save_weights_on_two_ranks(rank: int, folder: Path) -> tuple[list[str], list[str]]:
+    fresh()
+    accelerator = PenstockAccelerator(penstock={"placement": PLACEMENTS["cpu"]})
+    torch.manual_seed(1)
+    model: Any = bert()
+    model, _ = accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
+    state = accelerator.get_state_dict(model)
+    names = list(state)
+    accelerator.unwrap_model(model).save_pretrained(
+        folder / "pretrained",
+        is_main_process=accelerator.is_main_process,
+        save_function=accelerator.save,
+        state_dict=state,
+        max_shard_size="4KB",
+    )
+    accelerator.save_model(model, folder / "model", max_shard_size="4KB")
+    accelerator.wait_for_everyone()
+    with pytest.raises(ConfigError, match="join_uneven_inputs"), accelerator.join_uneven_inputs([model]):
+        pass
+    accelerator.free_memory()
+    return names, list(model.state_dict())
+
+
+def test_two_ranks_save_weights_once(tmp_path: Path) -> None:
+    (first, names), (second, _) = run_ranks(save_weights_on_two_ranks, 2, tmp_path)
+    assert first == names
+    assert second == []  # the other rank keeps nothing
+    torch.manual_seed(1)
+    expected = bert().state_dict()
+    for folder in (tmp_path / "pretrained", tmp_path / "model"):
+        shards = sorted(folder.glob("model-*.safetensors"))
+        assert len(shards) > 2
+        found = {name: value for shard in shards for name, value in load_file(shard).items()}
+        torch.testing.assert_close(found, dict(expected), rtol=0, atol=0)
+
+
+def accumulate_at(rank: int, stage: int) -> bool:
+    """Whether the first of two micro-batches stays on its rank."""
+    fresh()
+    accelerator = PenstockAccelerator(gradient_accumulation_steps=2, penstock={"stage": stage})
+    model: Any = torch.nn.Linear(4, 4)
+    model, _ = accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
+    try:
+        with accelerator.accumulate(model):
+            accelerator.backward(model(torch.ones(2, 4)).sum())
+            accelerator.optimizer_of(model).clip_grad_norm_(1.0)
+    except EngineError as error:
+        return "no_sync micro-batches are not reduced yet" in str(error)
+    finally:
+        accelerator.free_memory()
+    return False
+
+
+@pytest.mark.parametrize(("stage", "stays"), [(1, True), (2, False)])
+def test_accumulation_saves_communication_where_the_stage_allows_it(stage: int, stays: bool) -> None:
+    assert run_ranks(accumulate_at, 2, stage) == [stays, stays]
+
+
+def without_being_told(rank: int) -> None:
+    fresh()
+    PartialState()  # somebody asks for it first: on cpus accelerate counts one rank then, whatever the launcher says
+    with pytest.raises(ConfigError, match=r"counts 1 processes.*has 2"):
+        PenstockAccelerator(penstock={})
+    fresh()
+
+
+def test_ranks_that_accelerate_does_not_see_are_refused() -> None:
+    run_ranks(without_being_told, 2)
+
+
+COMMANDS = {  # on cpus accelerate's launcher starts one process, unless it takes them for devices
+    "accelerate launch, one cpu": (["accelerate.commands.launch", "--cpu", "--num_processes", "2"], 1),
+    "accelerate launch": (["accelerate.commands.launch", "--multi_gpu", "--num_processes", "2"], 2),
+    "torchrun": (["torch.distributed.run", "--nproc-per-node", "2"], 2),
+}
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_script_is_launched_by(command: str, tmp_path: Path) -> None:
+    script = Path(__file__).with_name("accelerate_script.py")
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("ACCELERATE_")}
+    before = environment.get("PYTHONPATH", "")
+    environment |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join([str(ROOT), before])}
+    arguments, world_size = COMMANDS[command]
+    if "launch" in arguments[0]:
+        arguments = [*arguments, "--num_machines", "1", "--mixed_precision", "no", "--dynamo_backend", "no"]
+        arguments += ["--main_process_port", "0"]
+    done = subprocess.run(
+        [sys.executable, "-m", *arguments, str(script), str(tmp_path), str(world_size)],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    theirs, ours = (json.loads((tmp_path / f"{name}.json").read_text()) for name in ("theirs", "ours"))
+    assert ours == pytest.approx(theirs, rel=EXACT)
