@@ -28,6 +28,7 @@ from penstock.engine.passes.reduce import Reducer
 from penstock.engine.passes.slices import SlicedBlock, sliced_blocks
 from penstock.engine.policy import StepPolicy
 from penstock.engine.state.access import Access, as_state
+from penstock.engine.state.averages import Averages
 from penstock.engine.state.gathered import Blocks
 from penstock.engine.state.loading import Loader
 from penstock.engine.state.moving import Mover
@@ -38,6 +39,7 @@ from penstock.engine.units.originals import replace_meta
 from penstock.engine.units.parameter import make_parameters
 from penstock.engine.units.source import agreeing, open_source
 from penstock.engine.units.unit import Unit
+from penstock.engine.updates.averaging import Averaging
 from penstock.engine.updates.rig import Rig
 from penstock.engine.updates.scale import GradientScale, LossScale
 from penstock.engine.updates.sharing import Sharing
@@ -210,6 +212,7 @@ def _connect(blueprint: Blueprint, rig: Rig, memory: _Memory, council: Council) 
         ),
         saver=Saver(rig, access, council),
         loader=Loader(rig, access, gatherer, reducer, updates.updater),
+        averages=Averages(rig, store, access, gatherer, hooks.backward, Averaging(rig, store, movement)),
     )
     return Engine(
         rig=rig,

@@ -17,6 +17,7 @@ from penstock.engine.passes.under_way import in_backward
 from penstock.engine.refusals import (
     check_at_rest,
     check_backward_over,
+    check_not_averaged,
     check_outside,
     check_step,
     scalars_of,
@@ -506,6 +507,7 @@ class Optimizer(torch.optim.Optimizer):
             )
         if engine is not None:
             self._check_here("close", engine)
+            check_not_averaged("close", engine, writes=True)
             check_outside("close", engine)
             try:
                 engine.close(keep_params=keep_params)
@@ -555,6 +557,7 @@ class Optimizer(torch.optim.Optimizer):
         if self._engine is None:
             raise EngineError(f"{verb}() was called after close(). Prepare the model again to go on.")
         self._check_here(verb, self._engine)
+        check_not_averaged(verb, self._engine, writes=writes)
         backward = self._engine.passes.hooks.backward
         if (whole or writes) and backward.is_open and not in_backward():
             backward.abandon()  # it ended with an exception: what it has gathered must not outlive a change

@@ -11,6 +11,7 @@ import torch
 import penstock
 
 NAMES = [
+    "EMA",
     "CheckpointError",
     "ConfigError",
     "EngineError",

@@ -54,6 +54,7 @@ class Backward:
         has_failed: whether one has failed since the last `zero_grad`.
         loss_is_scaled: whether it was called with a scaled loss.
         closed: whether the optimizer was closed; graphs may be left.
+        refusal: why none may begin now; `None` where one may.
     """
 
     def __init__(
@@ -76,6 +77,7 @@ class Backward:
         self._updates = updates
         self.uses = Uses()
         self.is_open = self.has_failed = self.loss_is_scaled = self.closed = False
+        self.refusal: str | None = None
         self._arrived: dict[Unit, set[int]] = {}  # gradients of this backward, by slot
         self._run_again: set[Unit] = set()  # active units that no gradient has reached: their forward ran again
 
@@ -174,6 +176,8 @@ class Backward:
         if self.is_open:
             self._under_way.join_backward()  # else it would release units that another thread's backward computes with
             return
+        if self.refusal is not None:
+            raise EngineError(self.refusal)
         self._gradient_scale.check_not_clipped()
         if self._gradient_scale.loss is not None and not self.loss_is_scaled:
             raise EngineError(
