@@ -374,6 +374,44 @@ def shadows_of_parameters_that_move(streams: Streams) -> Values:
     return seen
 
 
+def averaging(how: Movement, tier: Any) -> RowRun:
+    """An average that follows steps, which go on meanwhile, and is shown right after the last."""
+
+    def run(streams: Streams) -> Values:
+        model, optimizer = prepared(Arithmetic(precision="bf16"), how, streams)
+        ema = penstock.EMA(optimizer, 0.5, tier=tier)
+        for (batch,), *_ in batches(1, 1)[:3]:
+            optimizer.backward(loss_of(model, batch))
+            optimizer.step()
+            ema.update()
+            optimizer.zero_grad()
+        with ema.applied():
+            seen = list(values(optimizer, model))
+        seen += values(optimizer, model)
+        optimizer.close()
+        return seen
+
+    return run
+
+
+def saving_an_average_beside_its_update(streams: Streams) -> Values:
+    model, optimizer = prepared(Arithmetic(), EVERYTHING_ON_CPU, streams)
+    ema = penstock.EMA(optimizer, 0.5)
+    other, reader = prepared(Arithmetic(), Movement())
+    copy = penstock.EMA(reader)
+    with TemporaryDirectory() as folder:
+        optimizer.backward(loss_of(model, batches(1, 1)[0][0][0]))
+        optimizer.step()
+        optimizer.save(Path(folder, "a"), blocking=False)
+        ema.update()
+        optimizer.close()
+        reader.load(Path(folder, "a"))
+    with copy.applied():
+        seen = list(values(reader, other))
+    reader.close()
+    return seen
+
+
 EVERYTHING_ON_DEVICE = Movement().but(tile_bytes=4 * KIB)
 EVERYTHING_ON_CPU = Movement(params="cpu", grads="cpu", optimizer="cpu").but(tile_bytes=4 * KIB)
 OPTIMIZER_ON_DEVICE = Movement(params="cpu", grads="cpu").but(tile_bytes=4 * KIB)
@@ -425,6 +463,11 @@ ROWS: dict[str, RowRun] = {
     "saving what is published": saved(replace(OPTIMIZER_ON_CPU, overlap="forward"), beside=False),
     "saving what is in files": saved(IN_FILES, beside=False),
     "saving beside a step": saved(EVERYTHING_ON_CPU, beside=True),
+    "averaging on the host": averaging(replace(OPTIMIZER_ON_CPU, overlap="forward"), "cpu"),
+    "averaging on the host what is on the device": averaging(EVERYTHING_ON_DEVICE, "cpu"),
+    "averaging on the device": averaging(replace(EVERYTHING_ON_CPU, overlap="forward"), "device"),
+    "averaging in files": averaging(IN_FILES, "nvme"),
+    "saving an average beside its update": saving_an_average_beside_its_update,
     "everything on cpu, pageable": pageable(training(EVERYTHING_ON_CPU)),
     "two micro-batches on a cut, pageable": pageable(two_micro_batches_on_a_cut),
     "optimizer on device, the rest pageable": pageable(training(OPTIMIZER_ON_DEVICE)),

@@ -140,7 +140,9 @@ def test_an_exception_in_the_block_leaves_what_was(records: bool) -> None:
     optimizer.close()
 
 
-def calls(model: nn.Module, optimizer: penstock.Optimizer, ema: penstock.EMA, loss: Tensor, path: Path) -> dict[str, Any]:
+def calls(
+    model: nn.Module, optimizer: penstock.Optimizer, ema: penstock.EMA, loss: Tensor, path: Path
+) -> dict[str, Any]:
     parameter = model.first.weight
     value = torch.zeros(parameter.shape)
 
@@ -266,7 +268,7 @@ def test_what_is_frozen_is_not_averaged() -> None:
     ],
 )
 def test_what_cannot_be_is_refused_and_nothing_has_changed(arguments: dict[str, Any], message: str) -> None:
-    model, optimizer = prepared(BF16, ON_CPU)
+    _, optimizer = prepared(BF16, ON_CPU)
     before = optimizer.locations().to_dict()
     with pytest.raises(penstock.ConfigError, match=message):
         penstock.EMA(optimizer, **arguments)
@@ -307,12 +309,54 @@ def test_after_close_it_says_so() -> None:
         ema.applied()
 
 
-def test_a_forward_that_waits_for_its_backward_is_not_lost() -> None:
+def test_inside_gathered_it_is_refused() -> None:
     model, optimizer = prepared(BF16, ON_CPU, separate())
     ema = penstock.EMA(optimizer, 0.5)
-    with pytest.raises(penstock.EngineError, match=r"gathered"), optimizer.gathered():
-        ema.applied()
+    for call in (ema.applied, ema.update, lambda: penstock.EMA(optimizer, name="other")):
+        with pytest.raises(penstock.EngineError, match=r"inside gathered"), optimizer.gathered():
+            call()
     train(model, optimizer, 0)
+    optimizer.close()
+
+
+class Opaque:
+    """An output that cannot be looked into: its unit stays gathered until its backward."""
+
+    __slots__ = ("_get",)
+
+    def __init__(self, value: Tensor) -> None:
+        self._get = lambda: value
+
+
+class Hiding(nn.Linear):
+    def forward(self, x: Tensor) -> Any:
+        return Opaque(super().forward(x))
+
+
+class Sum(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Hiding(4, 4) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)._get()
+        return x.sum()
+
+
+def test_a_forward_that_waits_for_its_backward_is_named() -> None:
+    model = Sum()
+    optimizer = prepare_on(separate(), model, torch.optim.SGD(model.parameters(), lr=0.1))
+    ema = penstock.EMA(optimizer, 0.5)
+    loss = model(torch.ones(2, 4))
+    with pytest.raises(penstock.EngineError, match=r"'blocks\.0' is in use by a forward"):
+        ema.applied()
+    optimizer.backward(loss)
+    optimizer.step()
+    before = all_of(model, optimizer)
+    with ema.applied():
+        model(torch.ones(2, 4))  # recorded, and its backward never comes
+    assert same(all_of(model, optimizer), before)
     optimizer.close()
 
 

@@ -19,7 +19,9 @@ FORMS = [
 
 def any_values(seed: int) -> Tensor:
     """Every sign and magnitude, zeros of both signs, infinities."""
-    bits = torch.randint(-(2**31), 2**31 - 1, (NUMEL,), dtype=torch.int32, generator=torch.Generator().manual_seed(seed))
+    bits = torch.randint(
+        -(2**31), 2**31 - 1, (NUMEL,), dtype=torch.int32, generator=torch.Generator().manual_seed(seed)
+    )
     values = bits.view(torch.float32)
     values[torch.isnan(values)] = 1.5
     values[:4] = torch.tensor([0.0, -0.0, torch.inf, -torch.inf])

@@ -92,8 +92,9 @@ class Averaging:
         average = trained.averages[kind]
         weights = [unit.params, trained.master, trained.shadow]
         read, written = ([], [*weights, average]) if exchanges else (weights, [average])
-        # What is read is complete, and nobody reads or writes what is overwritten: updates, gathers and saves.
-        after = all_of([*(home.memory.written for home in read), *(home.memory.free for home in written)])
+        complete = all_of(home.memory.written for home in read)
+        free = all_of(home.memory.free for home in written)  # of updates, gathers, saves, and of the pass before
+        after = all_of([complete, free])
         events, number = [], 0
         while number < len(trained.tiles):
             section, _ = average.tile(number)
