@@ -70,8 +70,8 @@ def construct(
     ranks: Ranks,
     streams: Streams,
     council: Council,
-) -> Optimizer:
-    """Build what a blueprint says, and return the optimizer that trains the model. Collective.
+) -> tuple[Optimizer, "Lasting"]:
+    """Build what a blueprint says: the optimizer that trains the model, and what lasts as long as it. Collective.
 
     Arguments:
         blueprint: drawn for this model and optimizer, on these ranks and streams.
@@ -86,7 +86,8 @@ def construct(
     align_buffers(model, ranks, streams.device)
     return_free_memory()  # the parameters' own memory, which the cells have replaced
     rig = _make_rig(blueprint, model, optimizer, memory.units, ranks, streams)
-    engine = _connect(blueprint, rig, memory, council)
+    lasting = _make_lasting(blueprint, rig, memory, council)
+    engine = connect(blueprint, rig, lasting)
     in_child(engine, leave_to_parent)
     prepared = Optimizer(optimizer, engine)
     # Loops that clear gradients through the model mean ours: parameters have none of their own.
@@ -97,7 +98,7 @@ def construct(
     except BaseException:
         engine.abandon()
         raise
-    return prepared
+    return prepared, lasting
 
 
 class _Memory(NamedTuple):
@@ -168,31 +169,55 @@ def _make_rig(
     return Rig(model, units, ranks, streams, pool, blueprint.rule, gradient_scale, optimizer.param_groups)
 
 
-def _connect(blueprint: Blueprint, rig: Rig, memory: _Memory, council: Council) -> Engine:
-    """Make the parts of the engine, each of those that it needs, and hook the model."""
-    request, options, model = blueprint.request, blueprint.request.options, rig.model
+class Lasting(NamedTuple):
+    """The parts of an engine that do not know which units there are: they last where units change."""
+
+    store: Store
+    staging: Staging
+    movement: Movement
+    gatherer: Gatherer
+    reducer: Reducer
+    activations: Activations | None
+    skips: Skips
+    council: Council
+
+
+def _make_lasting(blueprint: Blueprint, rig: Rig, memory: _Memory, council: Council) -> Lasting:
+    """Make what moves, gathers and reduces units, whichever they are."""
+    request, options = blueprint.request, blueprint.request.options
     store, staging = memory.store, memory.staging
     # Parts are made from the bottom up: each gets those that it uses in its constructor.
     movement = Movement(rig.streams, staging.transit, staging.landing)
     gatherer = Gatherer(rig, movement, live_bytes=blueprint.live_bytes, prefetch_bytes=options.prefetch_bytes)
-    for unit in rig.units:
-        if unit.resident:
-            gatherer.acquire(unit)  # on every rank, in this order: it may gather what other ranks have
-    begins = request.overlap == "backward"
     reducer = Reducer(
         rig,
         movement,
         reduce_dtype=request.reduce_dtype,
         accumulation_dtype=request.accumulation_dtype,
         collects_fp32=request.unit_micro_batches > 1,
-        agrees=begins,
+        agrees=request.overlap == "backward",
         may_hold_back=request.stage <= 1 and rig.ranks.world_size > 1,
     )
-    updates = _make_updates(blueprint, rig, staging, movement)
+    at_once = options.on_nonfinite == "raise"
+    skips = Skips(options.max_skipped_steps, at_once=at_once, loss_scale=rig.gradient_scale.loss)
+    activations = activations_for(blueprint, rig, store)
+    return Lasting(store, staging, movement, gatherer, reducer, activations, skips, council)
+
+
+def connect(blueprint: Blueprint, rig: Rig, lasting: Lasting) -> Engine:
+    """Make the parts of the engine that know its units, each of those that it needs, and hook the model. Collective."""
+    request, options, model = blueprint.request, blueprint.request.options, rig.model
+    store, gatherer, reducer = lasting.store, lasting.gatherer, lasting.reducer
+    for unit in rig.units:
+        if unit.resident:
+            gatherer.acquire(unit)  # on every rank, in this order: it may gather what other ranks have
+    updates = _make_updates(blueprint, rig, lasting)
     computing = {spec.anchors[0] for spec in blueprint.specs if spec.dtype == request.compute_dtype}
     casts = InputCasts(request.compute_dtype, options.cast_inputs, computing, rig.streams.device)
-    activations = activations_for(blueprint, rig, store)
-    hooks = Hooks(rig, gatherer, reducer, casts, updates.stepper if begins else None, activations)
+    if lasting.activations is not None:
+        lasting.activations.kept = lambda: [unit.full for unit in rig.units]
+    begins = updates.stepper if request.overlap == "backward" else None
+    hooks = Hooks(rig, gatherer, reducer, casts, begins, lasting.activations)
     passes = Passes(gatherer, reducer, hooks)
     mixing = casts.where_products_mix(model)
     sliced = sliced_blocks(blueprint.blocks(model), request.unit_micro_batches, request.batch_dim)
@@ -206,33 +231,27 @@ def _connect(blueprint: Blueprint, rig: Rig, memory: _Memory, council: Council) 
             store,
             gatherer,
             reducer,
-            staging,
+            lasting.staging,
             in_use=hooks.in_use,
             plan_staging=blueprint.plan_staging,
         ),
-        saver=Saver(rig, access, council),
+        saver=Saver(rig, access, lasting.council),
         loader=Loader(rig, access, gatherer, reducer, updates.updater),
-        averages=Averages(rig, store, access, gatherer, hooks.backward, Averaging(rig, store, movement)),
+        averages=Averages(rig, store, access, gatherer, hooks.backward, Averaging(rig, store, lasting.movement)),
     )
-    return Engine(
-        rig=rig,
-        store=store,
-        passes=passes,
-        updates=updates,
-        state=state,
-        policy=StepPolicy(
-            rig,
-            passes,
-            updates,
-            access,
-            max_grad_norm=request.max_grad_norm,
-            waits=request.overlap not in ("forward", "backward"),
-        ),
-        restore_model=partial(restore, model, [*sliced, *mixing, Idioms(model, rig.units)]),
+    policy = StepPolicy(
+        rig,
+        passes,
+        updates,
+        access,
+        max_grad_norm=request.max_grad_norm,
+        waits=request.overlap not in ("forward", "backward"),
     )
+    undo = partial(restore, model, [*sliced, *mixing, Idioms(model, rig.units)])
+    return Engine(rig=rig, store=store, passes=passes, updates=updates, state=state, policy=policy, restore_model=undo)
 
 
-def _make_updates(blueprint: Blueprint, rig: Rig, staging: Staging, movement: Movement) -> Updates:
+def _make_updates(blueprint: Blueprint, rig: Rig, lasting: Lasting) -> Updates:
     """Make what decides on steps, what updates tiles, and what counts the steps that were skipped."""
     request, options, streams = blueprint.request, blueprint.request.options, rig.streams
     trained = {p: blueprint.groups[p] for unit in rig.units if unit.trained for p in unit.spec.parameters}
@@ -240,8 +259,8 @@ def _make_updates(blueprint: Blueprint, rig: Rig, staging: Staging, movement: Mo
         rig,
         groups=trained,
         firsts=number_elements(p for p in rig.model.parameters() if p in trained),
-        pipelines={beside: Pipeline(streams, ring, beside=beside) for beside, ring in staging.update.items()},
-        movement=movement,
+        pipelines={beside: Pipeline(streams, ring, beside=beside) for beside, ring in lasting.staging.update.items()},
+        movement=lasting.movement,
     )
     streamed = blueprint.homes.streamed
     stepper = Stepper(
@@ -251,9 +270,7 @@ def _make_updates(blueprint: Blueprint, rig: Rig, staging: Staging, movement: Mo
         overlaps=request.overlap != "none",
         begins=request.overlap == "backward",
     )
-    at_once = options.on_nonfinite == "raise"
-    skips = Skips(options.max_skipped_steps, at_once=at_once, loss_scale=rig.gradient_scale.loss)
-    return Updates(updater, stepper, skips)
+    return Updates(updater, stepper, lasting.skips)
 
 
 def activations_for(blueprint: Blueprint, rig: Rig, store: Store) -> Activations | None:
@@ -270,7 +287,6 @@ def activations_for(blueprint: Blueprint, rig: Rig, store: Store) -> Activations
         tier,
         tile_bytes=request.options.tile_bytes,
         folders=len(request.placement.nvme_folders()),
-        kept=lambda: [unit.full for unit in rig.units],
     )
 
 

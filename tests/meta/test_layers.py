@@ -26,6 +26,7 @@ LAYERS = (
     ("accord", "checks", "optimizer"),
     ("blueprint", "ema"),
     ("construct",),
+    ("adopt",),
     ("build",),
     ("",),  # the public names
     ("integrations",),  # these three over the public names and the errors only

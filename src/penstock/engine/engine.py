@@ -4,7 +4,9 @@ import contextlib
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from penstock.engine.parts import Passes, State, Updates
@@ -13,7 +15,25 @@ from penstock.engine.state.torn import is_torn
 from penstock.engine.units.parameter import UnitParameter
 from penstock.engine.updates.rig import Rig
 from penstock.errors import CheckpointError, EngineError, NvmeError
+from penstock.machine.council import Facts
 from penstock.tiers.store import Store
+
+
+class Change(Protocol):
+    """Units that are about to change: memory was taken, and nothing else has happened."""
+
+    def cancel(self) -> None:
+        """Give the memory back."""
+
+    def make(self) -> None:
+        """Let the units change, and the engine know them. Collective."""
+
+
+class Adopter(Protocol):
+    """Trains parameters that were not trained so far."""
+
+    def plan(self, engine: "Engine", given: torch.optim.Optimizer, facts: Facts) -> Change:
+        """Find out what has to change for an optimizer's param groups as they are now, and take memory for it."""
 
 
 @dataclass
@@ -28,6 +48,7 @@ class Engine:
         state: what looks at the state of training, moves it and keeps it.
         policy: what a step does with the gradient of its loss.
         restore_model: undoes what `prepare` set on the model beside its parameters and hooks.
+        adopter: trains parameters that come into a param group later.
         closed: whether everything was given back.
         elsewhere: the error of every use in a child of the process that has the engine; `None` in that process.
     """
@@ -39,6 +60,7 @@ class Engine:
     state: State
     policy: StepPolicy
     restore_model: Callable[[], None]
+    adopter: Adopter | None = None
     closed: bool = False
     elsewhere: EngineError | None = None
 
@@ -53,6 +75,13 @@ class Engine:
             return all(home.memory.written.done() for unit in self.rig.units for home in unit.updated_homes)
         homes = [home for home in unit.homes.values() if any(c.kind == kind for plan in home.plans for c in plan.cells)]
         return all(home.written.done() for home in homes)
+
+    def go_on_as(self, other: "Engine") -> None:
+        """Take over the parts of another one, which knows other units, with the counts of the own ones."""
+        other.state.access.go_on_from(self.state.access)
+        other.passes.hooks.backward.has_failed = self.passes.hooks.backward.has_failed
+        self.rig, self.passes, self.updates, self.state = other.rig, other.passes, other.updates, other.state
+        self.policy, self.restore_model = other.policy, other.restore_model
 
     def close(self, *, keep_params: bool) -> None:
         """Finish work, restore the parameters, give everything back.

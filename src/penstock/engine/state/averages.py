@@ -6,7 +6,7 @@ parameter (the master) and reads and writes 4; in its block it changes places wi
 either is needed, and what it was comes back bit for bit.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 
@@ -16,13 +16,15 @@ from penstock.engine.passes.backward import Backward
 from penstock.engine.passes.gather import Gatherer
 from penstock.engine.state.access import Access
 from penstock.engine.state.torn import torn_on_failure
+from penstock.engine.units.plan import UnitPlan
 from penstock.engine.units.unit import Unit
 from penstock.engine.updates.averaging import Averaging
 from penstock.engine.updates.rig import Rig
 from penstock.errors import ConfigError, EngineError
 from penstock.kinds import Tier
+from penstock.layout import FlatLayout
 from penstock.rules.average import begin, follow, hide, show
-from penstock.tiers.home import CellPlan, Home, SectionPlan
+from penstock.tiers.home import CellPlan, Home, Section, SectionPlan
 from penstock.tiers.store import Store
 
 
@@ -84,12 +86,44 @@ class Averages:
         self._averaging.run(self._trained, kind, begin, label="begin")
 
     def _make(self, kind: str, tier: Tier) -> None:
-        plans = [_plan(unit, kind, tier) for unit in self._trained]
+        plans = [
+            _plan(unit.name, unit.layout, unit.params.sections[0].tile_numel, kind, tier) for unit in self._trained
+        ]
         reserved = self._store.reserve(plans)
         for unit, plan in zip(self._trained, plans, strict=True):
             assert unit.trained is not None
             unit.trained.averages[kind] = Home([reserved.make(plan)])
         self._averaging.make_room([*self.tiers, kind])
+
+    def plans_for(self, plans: Iterable[UnitPlan]) -> list[SectionPlan]:
+        """Plan the homes that every average has of units that are to be trained."""
+        return [
+            _plan(plan.spec.name, plan.layout, plan.homes.tile_numel, kind, tier)
+            for plan in plans
+            for kind, tier in self.tiers.items()
+        ]
+
+    def go_on_from(self, other: "Averages", new: Sequence[Unit], sections: Sequence[Section]) -> None:
+        """Go on with the averages of another one, which begin with the parameters of units that are new.
+
+        Arguments:
+            other: has no buffers any more.
+            new: the units that none of them has.
+            sections: made as `plans_for` says.
+        """
+        self.tiers = other.tiers
+        made = iter(sections)
+        for unit in new:
+            assert unit.trained is not None
+            unit.trained.averages |= {kind: Home([next(made)]) for kind in self.tiers}
+        if self.tiers:
+            self._averaging.make_room(self.tiers)
+        for kind in self.tiers:
+            self._averaging.run(new, kind, begin, label="begin")
+
+    def drop_buffers(self) -> None:
+        """Give back the buffers that passes go through. The next pass takes some again."""
+        self._averaging.drop()
 
     def remove(self, kind: str) -> None:
         """Give the memory of an average back, as far as there is any."""
@@ -162,9 +196,8 @@ class Averages:
         return [unit for unit in self._units if unit.trained is not None]
 
 
-def _plan(unit: Unit, kind: str, tier: Tier) -> SectionPlan:
+def _plan(name: str, layout: FlatLayout, tile_numel: int, kind: str, tier: Tier) -> SectionPlan:
     """Plan the home of an average of a unit: one section, of the tiles of the parameters."""
-    numel, tile_numel = unit.layout.shard_numel, unit.params.sections[0].tile_numel
-    cell = CellPlan(unit.name, kind, tier, torch.float32, numel)
+    cell = CellPlan(name, kind, tier, torch.float32, layout.shard_numel)
     # The host works on what rests there: a device copies none of it.
-    return SectionPlan(kind, tier, (cell,), 0, numel, tile_numel, copied=False)
+    return SectionPlan(kind, tier, (cell,), 0, layout.shard_numel, tile_numel, copied=False)
