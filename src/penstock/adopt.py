@@ -101,7 +101,7 @@ class Adopter:
         )
         _check_names(specs)
         places = {id(spec.parameters): number for number, spec in enumerate(known)}
-        specs = _named_apart(specs, {unit.name for unit in units})
+        specs = _named_apart(specs, units)
         stays: dict[str, Unit] = {}
         resting: dict[str, UnitPlan] = {}
         for spec in specs:
@@ -303,22 +303,24 @@ def _check_names(specs: Sequence[UnitSpec]) -> None:
     twice = [name for name, count in Counter(names).items() if count > 1]
     if twice:
         raise ConfigError(
-            f"add_param_group: '{twice[0]}' is another parameter now than the one that was prepared, which is not in the "
-            "model any more. Call close() and prepare again, or give the new module another name."
+            f"add_param_group: '{twice[0]}' is another parameter now than the one that was prepared, which is not in "
+            "the model any more. Call close() and prepare again, or give the new module another name."
         )
 
 
-def _named_apart(specs: Sequence[UnitSpec], names: Set[str]) -> list[UnitSpec]:
-    """Give units that have no name among those before, new and newly trained ones, names that no other has."""
-    taken = set(names)
+def _named_apart(specs: Sequence[UnitSpec], units: Sequence[Unit]) -> list[UnitSpec]:
+    """Give units that are new, or trained from now on, names that no other has; the others keep theirs."""
+    names = {parameter: unit.name for unit in units for parameter in unit.spec.parameters}
+    taken = set(names.values())
     named = []
     for spec in specs:
         name, number = spec.name, 1
-        while spec.name not in names and name in taken:
-            number += 1
-            name = f"{spec.name}.{number}"
-        named.append(replace(spec, name=name))
+        if names.get(spec.parameters[0]) != name:
+            while name in taken:
+                number += 1
+                name = f"{spec.name}.{number}"
         taken.add(name)
+        named.append(replace(spec, name=name))
     return named
 
 
