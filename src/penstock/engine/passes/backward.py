@@ -85,8 +85,8 @@ class Backward:
         """Enter the units of a forward whose output a gradient has reached; return the gradient to go on with."""
         if self.closed:
             raise EngineError(
-                f"backward() through a graph from before close(): the parameters of unit '{use.units[0].name}' that it "
-                "reads are gone. Call backward before close(), or run the forward again."
+                f"backward() through a graph from before close() or add_param_group(): the parameters of unit "
+                f"'{use.units[0].name}' that it reads are gone. Call backward before, or run the forward again."
             )
         # First those that only other ranks announce: all ranks issue gathers and reductions in one order.
         self._pass_by(self.uses.reach(use))
