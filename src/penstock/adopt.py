@@ -197,7 +197,6 @@ class Adoption:
         """Finish what is under way, and take the engine's hooks off the model."""
         engine = self._engine
         engine.state.saver.finish()
-        engine.state.mover.finish()
         engine.state.averages.drop_buffers()
         engine.passes.gatherer.drop_unused()
         engine.passes.hooks.rest()
@@ -263,6 +262,7 @@ def _check_at_home(engine: Engine) -> None:
             )
     if engine.state.mover.is_away:
         raise EngineError("add_param_group() was called while state is offloaded. Call reload_states() first.")
+    engine.state.mover.finish()  # what a reload has left is given back before more is taken
 
 
 def _check_group(parameters: Sequence[nn.Parameter], of_model: Set[nn.Parameter]) -> None:
@@ -329,6 +329,6 @@ def _new_modules(model: nn.Module, newcomers: Set[nn.Parameter]) -> list[nn.Modu
     found = []
     for module in model.modules():
         own = list(module.parameters())
-        if own and newcomers.issuperset(own):
+        if own and all(parameter in newcomers for parameter in own):
             found.append(module)
     return found

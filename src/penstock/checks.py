@@ -162,8 +162,10 @@ def check_newcomers(newcomers: Mapping[str, nn.Parameter]) -> None:
     """Refuse parameters that came into a prepared model and cannot be laid out; by name."""
     for name, parameter in newcomers.items():
         _check_parameter(name, parameter)
-        shape = "no shape yet" if nn.parameter.is_lazy(parameter) else tuple(parameter.shape)
-        if nn.parameter.is_lazy(parameter) or parameter.is_meta:
+        tensor: torch.Tensor = parameter
+        is_lazy = bool(nn.parameter.is_lazy(tensor))
+        shape = "no shape yet" if is_lazy else tuple(parameter.shape)
+        if is_lazy or parameter.is_meta:
             raise ConfigError(f"Parameter '{name}' ({shape}) has no values: initialise it before add_param_group().")
         if is_owned(parameter):
             raise ConfigError(f"Parameter '{name}' {shape} has an optimizer of its own: another prepared model's.")

@@ -48,12 +48,7 @@ class EMA:
 
     @crossing
     def __init__(self, optimizer: Optimizer, decay: float = 0.999, *, tier: TierName = "cpu", name: str = "") -> None:
-        if not isinstance(optimizer, Optimizer):
-            raise ConfigError(
-                f"EMA({type(optimizer).__name__}): give it the optimizer that penstock.prepare() returned."
-            )
-        if name and not (isinstance(name, str) and name.isidentifier()):
-            raise ConfigError(f"EMA(name={name!r}): use letters, digits and underscores.")
+        _check(optimizer, name)
         where = parse_tier(tier, what="tier")
         self.decay = decay
         self._optimizer = optimizer
@@ -75,9 +70,7 @@ class EMA:
 
     @decay.setter
     def decay(self, value: float) -> None:
-        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= 1:
-            raise ConfigError(f"EMA: decay={value!r}. Use a number from 0 to 1.")
-        self._decay = float(value)
+        self._decay = _fraction(value)
 
     @crossing
     def update(self) -> None:
@@ -123,3 +116,18 @@ class EMA:
             facts["name"] = self._kind
             engine.state.access.finish()  # inside the meeting: an update that has failed here stops every rank
         return Around(engine.state.averages.applied(self._kind), partial(engine.turn, "EMA.applied"))
+
+
+def _check(optimizer: object, name: object) -> None:
+    """Refuse an optimizer that is not ours, and a name that is none."""
+    if not isinstance(optimizer, Optimizer):
+        raise ConfigError(f"EMA({type(optimizer).__name__}): give it the optimizer that penstock.prepare() returned.")
+    if name != "" and not (isinstance(name, str) and name.isidentifier()):
+        raise ConfigError(f"EMA(name={name!r}): use letters, digits and underscores.")
+
+
+def _fraction(value: object) -> float:
+    """Read a decay."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= 1:
+        raise ConfigError(f"EMA: decay={value!r}. Use a number from 0 to 1.")
+    return float(value)

@@ -31,6 +31,7 @@ NEEDED_BY: Mapping[str, tuple[str, str]] = {
     "home.py read: all of (part for part in self._read.parts() if not part.done())": ("saving beside a step", "read"),
     "home.py written: all of *(section.written for section in self.sections)": ("saving what is in files", "download"),
     "home.py written: all of self.memory.written": ("looking right after backward", "upload"),
+    "moving.py finish: self._cleaned.synchronize()": ("old memory went before parameters come", "upload"),
     "movement.py _bring_memory: all of tile.slot.free": ("shadows of parameters that move", "upload"),
     "movement.py _fetch: FETCH after tile.slot.free of (tile.after, kept.ready, tile.slot.free)": (
         "everything in files",

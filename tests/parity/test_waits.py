@@ -340,6 +340,28 @@ def old_memory_went_before_the_next_move_takes_some(streams: Streams) -> Values:
     return seen
 
 
+def old_memory_went_before_parameters_come(streams: Streams) -> Values:
+    model = make_model()
+    model.blocks[0].requires_grad_(False)
+    given = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad])
+    optimizer = prepare_on(streams, model, given, options=penstock.Options(tile_bytes=4 * KIB))
+    store, seen = optimizer._engine.store, []
+    reserve = store.reserve
+
+    def note(*arguments: Any, **rest: Any) -> Any:
+        seen.append([cell.plan.kind for cell in store.leaving()])
+        return reserve(*arguments, **rest)
+
+    optimizer.offload_states()
+    optimizer.reload_states(non_blocking=True)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(store, "reserve", note)
+        model.blocks[0].requires_grad_(True)
+        optimizer.add_param_group({"params": model.blocks[0].parameters()})
+    optimizer.close()
+    return seen
+
+
 def stepping_on_the_device_while_states_move(streams: Streams) -> Values:
     """Compute updates, and nothing else makes it wait."""
     model, optimizer = prepared(Arithmetic(), EVERYTHING_ON_DEVICE, streams)
@@ -439,6 +461,7 @@ ROWS: dict[str, RowRun] = {
     "nothing in flight after a move": nothing_in_flight_after_a_move,
     "nothing in flight once the old memory went": nothing_in_flight_once_the_old_memory_went,
     "old memory went before the next move takes some": old_memory_went_before_the_next_move_takes_some,
+    "old memory went before parameters come": old_memory_went_before_parameters_come,
     "stepping on the device while states move": stepping_on_the_device_while_states_move,
     "forward while parameters move": forward_while_parameters_move,
     "shadows of parameters that move": shadows_of_parameters_that_move,
