@@ -225,3 +225,40 @@ def test_a_checkpoint_goes_on_where_the_same_groups_were_prepared(how: Movement,
     goes_on = resumed(0, folder, how, True)
     assert resumed(0, folder, Movement(), False) == goes_on
     assert run_ranks(resumed, 2, folder, ON_CPU, False) == [goes_on, goes_on]
+
+
+def told_apart(rank: int) -> list[Any]:
+    """Ranks that add something else; then the same, with values of their own; then in the middle of no_sync."""
+    model = make()
+    optimizer = prepare_on(separate(), model, stock(model), stage=1, precision="fp32")
+    found: list[Any] = []
+    layer = (model.blocks[0].up, model.blocks[0].down)[rank].requires_grad_(True)
+    with pytest.raises(penstock.EngineError) as caught:
+        optimizer.add_param_group({"params": layer.parameters()})
+    found.append(str(caught.value))
+    model.blocks.requires_grad_(False)
+    with optimizer.no_sync():
+        optimizer.backward(loss_of(model, batches(1, 1)[0][0][0]))
+    torch.manual_seed(rank)
+    model.blocks[0].mix = widened = Widened(model.blocks[0].mix)
+    torch.nn.init.normal_(widened.up.weight)
+    widened.register_buffer("seen", torch.tensor([float(rank)]))
+    widened.down.register_buffer("seen", torch.tensor([float(rank)]))
+    optimizer.add_param_group({"params": [*widened.down.parameters(), *widened.up.parameters()]})
+    found.append(optimizer.full_param(widened.up.weight).tolist())
+    found.append([widened.seen.item(), widened.down.seen.item()])
+    optimizer.backward(loss_of(model, batches(1, 1)[1][0][0]))
+    found.append(optimizer.step().grad_norm)
+    found.append(optimizer.full_param(widened.down.weight).tolist())
+    optimizer.close()
+    return found
+
+
+def test_ranks_that_add_something_else_are_told_and_new_values_are_the_first_ranks() -> None:
+    first, second = run_ranks(told_apart, 2)
+    for message in (first.pop(0), second.pop(0)):
+        assert "add_param_group()" in message
+        assert "blocks.0" in message
+    # Buffers of modules that are new as a whole are the first rank's; a module around an old one keeps its own.
+    assert (first.pop(1), second.pop(1)) == ([0.0, 0.0], [1.0, 0.0])
+    assert first == second

@@ -541,8 +541,8 @@ def test_a_parameter_unfrozen_after_prepare(model):
         optimizer.step()
     assert str(caught.value) == (
         "Parameter 'blocks.0.up.bias' was frozen when the model was prepared, so it has no optimizer state, and "
-        "requires a gradient now. Have it trained with optimizer.add_param_group({'params': [...]}) before its forward. "
-        "What is to be frozen for a while only is frozen after prepare(), which keeps its state."
+        "requires a gradient now. Have it trained with optimizer.add_param_group({'params': [...]}) before its "
+        "forward. What is to be frozen for a while only is frozen after prepare(), which keeps its state."
     )
     model.blocks[0].up.bias.requires_grad_(False)
     assert not optimizer.step().skipped
