@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from penstock.build import prepare
     from penstock.checkpoint.export import export
     from penstock.config import Options, Placement
+    from penstock.ema import EMA
     from penstock.engine.updates.step import StepResult
     from penstock.errors import (
         CheckpointError,
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
+    "EMA",
     "CheckpointError",
     "ConfigError",
     "EngineError",
@@ -47,6 +49,7 @@ __all__ = [
 _HOMES = {
     "prepare": "penstock.build",
     "export": "penstock.checkpoint.export",
+    "EMA": "penstock.ema",
     "Options": "penstock.config",
     "Placement": "penstock.config",
     "StepResult": "penstock.engine.updates.step",

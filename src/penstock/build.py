@@ -15,6 +15,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from penstock import checks
+from penstock.adopt import Adopter
 from penstock.blueprint import Request, draw_blueprint
 from penstock.config import Options, Placement
 from penstock.construct import construct
@@ -192,7 +193,11 @@ def build(
         warn_of_unowned(model, blueprint.groups)
     # Now, when all ranks are here and nothing has moved: one that dies later leaves none waiting for a group.
     of_saves = ranks.council.another(error=CheckpointError, advice="Checkpoints that were whole before still are. ")
-    return construct(blueprint, model, optimizer, ranks, streams, of_saves)
+    prepared, lasting = construct(blueprint, model, optimizer, ranks, streams, of_saves)
+    engine = prepared._engine
+    assert engine is not None
+    engine.adopter = Adopter(blueprint, lasting)
+    return prepared
 
 
 def warn_of_unowned(model: nn.Module, owned: Mapping[nn.Parameter, int]) -> None:

@@ -138,17 +138,7 @@ def check_model(model: nn.Module, *, has_values: bool) -> None:
                 "persistent=False, if it can be made again, or keep its parts as plain buffers."
             )
     for name, parameter in model.named_parameters():
-        if type(parameter).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
-            raise ConfigError(
-                f"Parameter '{name}' is a {type(parameter).__name__}, a tensor subclass with bytes of its own inside. "
-                "Keep its parts as plain parameters (codes and scales, requires_grad=False), or leave it out of the "
-                "model's parameters."
-            )
-        if parameter.is_inference():
-            raise ConfigError(
-                f"Parameter '{name}' was made in torch.inference_mode(): torch lets nobody change or train it outside. "
-                "Make the model outside of it; prepare() may be called inside."
-            )
+        _check_parameter(name, parameter)
     if next(model.parameters(), None) is None:
         raise ConfigError(f"{type(model).__name__} has no parameters.")
     owned = next((name for name, parameter in model.named_parameters() if is_owned(parameter)), None)
@@ -160,6 +150,36 @@ def check_model(model: nn.Module, *, has_values: bool) -> None:
             "optimizer before preparing it again."
         )
     check_aliases(model)
+
+
+def _check_parameter(name: str, parameter: nn.Parameter) -> None:
+    """Refuse a parameter whose memory is not its own, or nobody's to change."""
+    if type(parameter).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
+        raise ConfigError(
+            f"Parameter '{name}' is a {type(parameter).__name__}, a tensor subclass with bytes of its own inside. "
+            "Keep its parts as plain parameters (codes and scales, requires_grad=False), or leave it out of the "
+            "model's parameters."
+        )
+    if parameter.is_inference():
+        raise ConfigError(
+            f"Parameter '{name}' was made in torch.inference_mode(): torch lets nobody change or train it outside. "
+            "Make the model outside of it; prepare() may be called inside."
+        )
+
+
+def check_newcomers(newcomers: Mapping[str, nn.Parameter]) -> None:
+    """Refuse parameters that came into a prepared model and cannot be laid out; by name."""
+    for name, parameter in newcomers.items():
+        _check_parameter(name, parameter)
+        tensor: torch.Tensor = parameter
+        is_lazy = bool(nn.parameter.is_lazy(tensor))
+        shape = "no shape yet" if is_lazy else tuple(parameter.shape)
+        if is_lazy or parameter.is_meta:
+            raise ConfigError(f"Parameter '{name}' ({shape}) has no values: initialise it before add_param_group().")
+        if is_owned(parameter):
+            raise ConfigError(f"Parameter '{name}' {shape} has an optimizer of its own: another prepared model's.")
+        if parameter.grad is not None:
+            raise ConfigError(f"Parameter '{name}' {shape} has a gradient already, which no step would see. Drop it.")
 
 
 def _prepared_part(model: nn.Module, owned: str) -> str:

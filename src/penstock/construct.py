@@ -31,6 +31,7 @@ from penstock.engine.passes.reduce import Reducer
 from penstock.engine.passes.slices import SlicedBlock, sliced_blocks
 from penstock.engine.policy import StepPolicy
 from penstock.engine.state.access import Access, as_state
+from penstock.engine.state.averages import Averages
 from penstock.engine.state.gathered import Blocks
 from penstock.engine.state.loading import Loader
 from penstock.engine.state.moving import Mover
@@ -42,6 +43,7 @@ from penstock.engine.units.originals import replace_meta
 from penstock.engine.units.parameter import make_parameters
 from penstock.engine.units.source import agreeing, open_source
 from penstock.engine.units.unit import Unit
+from penstock.engine.updates.averaging import Averaging
 from penstock.engine.updates.rig import Rig
 from penstock.engine.updates.scale import GradientScale, LossScale
 from penstock.engine.updates.sharing import Sharing
@@ -73,8 +75,8 @@ def construct(
     ranks: Ranks,
     streams: Streams,
     council: Council,
-) -> Optimizer:
-    """Build what a blueprint says, and return the optimizer that trains the model. Collective.
+) -> tuple[Optimizer, "Lasting"]:
+    """Build what a blueprint says: the optimizer that trains the model, and what lasts as long as it. Collective.
 
     Arguments:
         blueprint: drawn for this model and optimizer, on these ranks and streams.
@@ -90,12 +92,12 @@ def construct(
     return_free_memory()  # the parameters' own memory, which the cells have replaced
     param_groups = [] if optimizer is None else optimizer.param_groups
     rig = _make_rig(blueprint, model, param_groups, memory.units, ranks, streams)
-    planted = Planted()
-    engine = _connect(blueprint, rig, memory, council, planted)
+    lasting = _make_lasting(blueprint, rig, memory, council)
+    engine = connect(blueprint, rig, lasting)
     in_child(engine, leave_to_parent)
     prepared = Inference(engine) if optimizer is None else Optimizer(optimizer, engine)
     # Loops that clear gradients through the model mean ours, and do it at once.
-    planted.plant(model, "zero_grad", ModelZeroGrad(prepared, engine))
+    engine.planted.plant(model, "zero_grad", ModelZeroGrad(prepared, engine))
     # The parameters are in their homes, so what fails now cannot leave the model as it was: it is left empty.
     try:
         take_over_state({} if optimizer is None else optimizer.state, engine.state.access)
@@ -103,8 +105,8 @@ def construct(
         engine.abandon()
         raise
     if optimizer is not None:
-        retire(optimizer, planted)
-    return prepared
+        retire(optimizer, engine.planted)
+    return prepared, lasting
 
 
 class _Memory(NamedTuple):
@@ -175,41 +177,67 @@ def _make_rig(
     return Rig(model, units, ranks, streams, pool, blueprint.rule, gradient_scale, param_groups)
 
 
-def _connect(blueprint: Blueprint, rig: Rig, memory: _Memory, council: Council, planted: Planted) -> Engine:
-    """Make the parts of the engine, each of those that it needs, and hook the model."""
-    request, options, model = blueprint.request, blueprint.request.options, rig.model
+class Lasting(NamedTuple):
+    """The parts of an engine that do not know which units there are: they last where units change."""
+
+    store: Store
+    staging: Staging
+    movement: Movement
+    gatherer: Gatherer
+    reducer: Reducer
+    activations: Activations | None
+    skips: Skips
+    council: Council
+    planted: Planted
+
+
+def _make_lasting(blueprint: Blueprint, rig: Rig, memory: _Memory, council: Council) -> Lasting:
+    """Make what moves, gathers and reduces units, whichever they are."""
+    request, options = blueprint.request, blueprint.request.options
     store, staging = memory.store, memory.staging
     # Parts are made from the bottom up: each gets those that it uses in its constructor.
     movement = Movement(rig.streams, staging.transit, staging.landing)
     gatherer = Gatherer(rig, movement, live_bytes=blueprint.live_bytes, prefetch_bytes=options.prefetch_bytes)
-    for unit in rig.units:
-        if unit.resident:
-            gatherer.acquire(unit)  # on every rank, in this order: it may gather what other ranks have
-    begins = request.overlap == "backward"
     reducer = Reducer(
         rig,
         movement,
         reduce_dtype=request.reduce_dtype,
         accumulation_dtype=request.accumulation_dtype,
         collects_fp32=request.unit_micro_batches > 1,
-        agrees=begins,
+        agrees=request.overlap == "backward",
         may_hold_back=request.stage <= 1 and rig.ranks.world_size > 1,
     )
-    updates = _make_updates(blueprint, rig, staging, movement)
+    at_once = options.on_nonfinite == "raise"
+    skips = Skips(options.max_skipped_steps, at_once=at_once, loss_scale=rig.gradient_scale.loss)
+    activations = activations_for(blueprint, rig, store)
+    return Lasting(store, staging, movement, gatherer, reducer, activations, skips, council, Planted())
+
+
+def connect(blueprint: Blueprint, rig: Rig, lasting: Lasting) -> Engine:
+    """Make the parts of the engine that know its units, each of those that it needs, and hook the model. Collective."""
+    request, options, model = blueprint.request, blueprint.request.options, rig.model
+    gatherer, reducer = lasting.gatherer, lasting.reducer
+    for unit in rig.units:
+        if unit.resident:
+            gatherer.acquire(unit)  # on every rank, in this order: it may gather what other ranks have
+    updates = _make_updates(blueprint, rig, lasting)
     computing = {spec.anchors[0] for spec in blueprint.specs if spec.dtype == request.compute_dtype}
     casts = InputCasts(request.compute_dtype, options.cast_inputs, computing, rig.streams.device)
-    activations = activations_for(blueprint, rig, store)
     frozen = [] if rig.trains else [Freeze(rig.units)]  # before the hooks, some of which are of trained parameters
-    hooks = Hooks(rig, gatherer, reducer, casts, updates.stepper if begins else None, activations)
+    if lasting.activations is not None:
+        lasting.activations.kept = lambda: [unit.full for unit in rig.units]
+    begins = updates.stepper if request.overlap == "backward" else None
+    hooks = Hooks(rig, gatherer, reducer, casts, begins, lasting.activations)
     passes = Passes(gatherer, reducer, hooks)
     mixing = casts.where_products_mix(model)
     sliced = sliced_blocks(blueprint.blocks(model), request.unit_micro_batches, request.batch_dim)
     replaced: list[SlicedBlock | MixedProducts] = [*sliced, *mixing]
-    idioms = Idioms(model, rig.units, hooks, planted, replaced)
-    state = _make_state(blueprint, rig, memory, passes, updates, council)
+    planted = Planted()
+    idioms = Idioms(model, rig.units, hooks, planted, [*replaced, lasting.planted])
+    state = _make_state(blueprint, rig, lasting, passes, updates)
     return Engine(
         rig=rig,
-        store=store,
+        store=lasting.store,
         passes=passes,
         updates=updates,
         state=state,
@@ -222,14 +250,13 @@ def _connect(blueprint: Blueprint, rig: Rig, memory: _Memory, council: Council, 
             waits=request.overlap not in ("forward", "backward"),
         ),
         restore_model=partial(restore, [*replaced, idioms, planted, *frozen]),
+        planted=lasting.planted,
     )
 
 
-def _make_state(
-    blueprint: Blueprint, rig: Rig, memory: _Memory, passes: Passes, updates: Updates, council: Council
-) -> State:
+def _make_state(blueprint: Blueprint, rig: Rig, lasting: Lasting, passes: Passes, updates: Updates) -> State:
     """Make what looks at state, moves it and keeps it."""
-    gatherer, reducer, hooks = passes.gatherer, passes.reducer, passes.hooks
+    store, gatherer, reducer, hooks = lasting.store, passes.gatherer, passes.reducer, passes.hooks
     access = Access(rig, gatherer, reducer, updates.updater)
     return State(
         access=access,
@@ -237,19 +264,20 @@ def _make_state(
         mover=Mover(
             rig,
             blueprint.units,
-            memory.store,
+            store,
             gatherer,
             reducer,
-            memory.staging,
+            lasting.staging,
             in_use=hooks.in_use,
             plan_staging=blueprint.plan_staging,
         ),
-        saver=Saver(rig, access, council),
+        saver=Saver(rig, access, lasting.council),
         loader=Loader(rig, access, gatherer, reducer, updates.updater),
+        averages=Averages(rig, store, access, gatherer, hooks.backward, Averaging(rig, store, lasting.movement)),
     )
 
 
-def _make_updates(blueprint: Blueprint, rig: Rig, staging: Staging, movement: Movement) -> Updates:
+def _make_updates(blueprint: Blueprint, rig: Rig, lasting: Lasting) -> Updates:
     """Make what decides on steps, what updates tiles, and what counts the steps that were skipped."""
     request, options, streams = blueprint.request, blueprint.request.options, rig.streams
     trained = {p: blueprint.groups[p] for unit in rig.units if unit.trained for p in unit.spec.parameters}
@@ -257,8 +285,8 @@ def _make_updates(blueprint: Blueprint, rig: Rig, staging: Staging, movement: Mo
         rig,
         groups=trained,
         firsts=number_elements(p for p in rig.model.parameters() if p in trained),
-        pipelines={beside: Pipeline(streams, ring, beside=beside) for beside, ring in staging.update.items()},
-        movement=movement,
+        pipelines={beside: Pipeline(streams, ring, beside=beside) for beside, ring in lasting.staging.update.items()},
+        movement=lasting.movement,
     )
     streamed = blueprint.homes.streamed
     stepper = Stepper(
@@ -268,9 +296,7 @@ def _make_updates(blueprint: Blueprint, rig: Rig, staging: Staging, movement: Mo
         overlaps=request.overlap != "none",
         begins=request.overlap == "backward",
     )
-    at_once = options.on_nonfinite == "raise"
-    skips = Skips(options.max_skipped_steps, at_once=at_once, loss_scale=rig.gradient_scale.loss)
-    return Updates(updater, stepper, skips)
+    return Updates(updater, stepper, lasting.skips)
 
 
 def activations_for(blueprint: Blueprint, rig: Rig, store: Store) -> Activations | None:
@@ -287,7 +313,6 @@ def activations_for(blueprint: Blueprint, rig: Rig, store: Store) -> Activations
         tier,
         tile_bytes=request.options.tile_bytes,
         folders=len(request.placement.nvme_folders()),
-        kept=lambda: [unit.full for unit in rig.units],
     )
 
 

@@ -20,9 +20,20 @@ MASTER = "master"
 OPTIMIZER = "optimizer"  # every state of the rule, when asking
 SHADOW = "shadow"  # a home: parameters beside the update, where it cannot reach them; its kind is the master
 STAGING = "staging"  # buffers that cells pass through
+EMA = "ema"  # an average of the parameters; one with a name is `ema.<name>`
 ACTIVATION = "activation"  # what forward saves for backward
 LEAVING = "leaving"  # memory of cells whose values are on the way to another tier
 GATHERED = "gathered"  # device memory of gathered parameters: a use of cells, not a cell
+
+
+def average_kind(name: str) -> str:
+    """Name the kind of an average of the parameters; the average without a name is `ema`."""
+    return f"{EMA}.{name}" if name else EMA
+
+
+def is_average(kind: str) -> bool:
+    """Whether a kind, or the home that has it alone, is an average of the parameters."""
+    return kind == EMA or kind.startswith(f"{EMA}.")
 
 
 class Tier(StrEnum):

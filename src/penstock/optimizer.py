@@ -17,6 +17,7 @@ from penstock.engine.engine import Engine
 from penstock.engine.passes.under_way import in_backward
 from penstock.engine.refusals import (
     check_at_rest,
+    check_not_averaged,
     check_outside,
     check_step,
     scalars_of,
@@ -174,14 +175,67 @@ class Optimizer(torch.optim.Optimizer):
 
     @_public
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Refuse another group: they are added before `prepare`, which lays out the parameters of all of them.
+        """Train more parameters of the model from now on: layers that were frozen, adapters or a head that came later.
+
+        For parameters that the model has by now and that ask for a gradient, between steps. They get gradients, masters
+        and optimizer states where the placement wants them, and units of their own; a unit that is unfrozen whole stays
+        where it rests. Everything else stays as it is: states, step counts, gradients, the loss scale. What was in a
+        group before and never trained moves to this one. Parameters that requires_grad by now and are in another group
+        are trained too. Collective.
+
+        Arguments:
+            param_group: `"params"`, and options; the given optimizer's defaults fill in, as in torch.
 
         Raises:
-            ConfigError: always, on a prepared optimizer.
+            ConfigError: a parameter is not the model's or has no values, or the group needs a state that the others do
+                not have.
+            ValueError: a parameter is in a group already, and trained; torch's own refusals.
+            MemoryBudgetError, NvmeError: there is no room for it.
+            EngineError: closed; inside forward, backward, `gathered` or `EMA.applied`; state is offloaded. Nothing has
+                changed in all of these.
+
+        Example:
+            >>> model.layers[-1].requires_grad_(True)  # doctest: +SKIP
+            >>> optimizer.add_param_group({"params": model.layers[-1].parameters(), "lr": 1e-5})  # doctest: +SKIP
         """
-        if self._engine is not None:
-            raise ConfigError("add_param_group: the parameters are laid out already. Add the group before prepare().")
-        super().add_param_group(param_group)
+        if "_given" not in self.__dict__:  # torch's constructor
+            super().add_param_group(param_group)
+            return
+        with contextlib.ExitStack() as undo:
+            with self._together("add_param_group") as (engine, facts):
+                self._open("add_param_group", whole=True, writes=True)
+                check_at_rest("add_param_group", engine)
+                engine.state.access.finish()
+                engine.gradients.look()
+                undo.callback(_put_back, [(group, group["params"]) for group in self.param_groups])
+                undo.callback(self._truncate_groups, len(self.param_groups))
+                self._extend_groups(engine, dict(param_group))
+                assert engine.adopter is not None
+                change = engine.adopter.plan(engine, self._given, facts)
+                undo.callback(change.cancel)
+            undo.pop_all()
+        try:
+            change.make()
+        except BaseException:
+            # Parameters are between two homes: what is left of the model is not what it was.
+            engine.abandon()
+            self._engine = None
+            raise
+
+    def _extend_groups(self, engine: Engine, group: dict[str, Any]) -> None:
+        """Add a group to the handle's and to the given optimizer's; what was never trained leaves its old one."""
+        params = group["params"]
+        group["params"] = [params] if isinstance(params, Tensor) else list(params)
+        new = {p for p in group["params"] if isinstance(p, Tensor) and not engine.state.access.is_trained(p)}
+        for other in self.param_groups:
+            if not new.isdisjoint(other["params"]):
+                other["params"] = [p for p in other["params"] if p not in new]
+        super().add_param_group(group)
+        self._given.param_groups.append(self.param_groups[-1])
+
+    def _truncate_groups(self, count: int) -> None:
+        del self.param_groups[count:]
+        del self._given.param_groups[count:]
 
     # State
 
@@ -528,6 +582,7 @@ class Optimizer(torch.optim.Optimizer):
             )
         if engine is not None:
             self._check_here("close", engine)
+            check_not_averaged("close", engine, writes=True)
             check_outside("close", engine)
             try:
                 engine.close(keep_params=keep_params)
@@ -577,6 +632,7 @@ class Optimizer(torch.optim.Optimizer):
         if self._engine is None:
             raise EngineError(f"{verb}() was called after close(). Prepare the model again to go on.")
         self._check_here(verb, self._engine)
+        check_not_averaged(verb, self._engine, writes=writes)
         backward = self._engine.passes.hooks.backward
         if (whole or writes) and backward.is_open and not in_backward():
             backward.abandon()  # it ended with an exception: what it has gathered must not outlive a change
@@ -606,6 +662,12 @@ class ModelZeroGrad:
             optimizer.zero_grad(set_to_none)
         else:
             self._engine.gradients.zero()
+
+
+def _put_back(params: Iterable[tuple[dict[str, Any], list[nn.Parameter]]]) -> None:
+    """Give param groups the parameters that they had."""
+    for group, before in params:
+        group["params"] = before
 
 
 def _above_zero(name: str, value: Any) -> float:

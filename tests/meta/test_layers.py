@@ -24,8 +24,9 @@ LAYERS = (
     ("checkpoint",),
     ("engine",),
     ("accord", "checks", "optimizer"),
-    ("blueprint", "inference"),
+    ("blueprint", "ema", "inference"),
     ("construct",),
+    ("adopt",),
     ("build",),
     ("",),  # the public names
     ("integrations",),  # these three over the public names and the errors only

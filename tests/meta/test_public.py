@@ -11,6 +11,7 @@ import torch
 import penstock
 
 NAMES = [
+    "EMA",
     "CheckpointError",
     "ConfigError",
     "EngineError",
@@ -126,7 +127,7 @@ def test_prepare() -> None:
 
 
 def test_export() -> None:
-    expected = "(checkpoint, out, *, dtype='bf16', adapters_only=True, max_shard_bytes=5000000000)"
+    expected = "(checkpoint, out, *, dtype='bf16', adapters_only=True, max_shard_bytes=5000000000, average=False)"
     assert signature(penstock.export) == expected
 
 

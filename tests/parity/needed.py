@@ -5,6 +5,18 @@ from collections.abc import Mapping
 NEEDED_BY: Mapping[str, tuple[str, str]] = {
     "access.py finish: home.written.synchronize()": ("looking right after backward", "upload"),
     "activations.py bring: packed.arrived.wait()": ("activations away", "upload"),
+    "averaging.py _run: all of (home.memory.free for home in written)": (
+        "saving an average beside its update",
+        "upload",
+    ),
+    "averaging.py _run: all of (home.memory.written for home in read)": ("averaging on the device", "download"),
+    "averaging.py _run: all of complete": ("averaging on the device", "download"),
+    "averaging.py _run: all of events": ("averaging on the host", "download"),
+    "averaging.py _run: all of free": ("saving an average beside its update", "upload"),
+    "averaging.py _run: home.note_read(over)": ("averaging on the host what is on the device", "upload"),
+    "averaging.py _run: home.note_write(over)": ("averaging on the host", "download"),
+    "averaging.py _submit: UPDATE after brought.ready": ("averaging on the host what is on the device", "upload"),
+    "averaging.py _submit: brought.ready.wait()": ("averaging on the device", "upload"),
     "buffers.py lease: event.wait()": ("everything on cpu", "download"),
     "copies.py copy: UPLOAD if up else DOWNLOAD after after": ("two micro-batches on a cut", "upload"),
     "copies.py through: all of drained": ("looking right after backward", "download"),
@@ -19,6 +31,7 @@ NEEDED_BY: Mapping[str, tuple[str, str]] = {
     "home.py read: all of (part for part in self._read.parts() if not part.done())": ("saving beside a step", "read"),
     "home.py written: all of *(section.written for section in self.sections)": ("saving what is in files", "download"),
     "home.py written: all of self.memory.written": ("looking right after backward", "upload"),
+    "moving.py finish: self._cleaned.synchronize()": ("old memory went before parameters come", "upload"),
     "movement.py _bring_memory: all of tile.slot.free": ("shadows of parameters that move", "upload"),
     "movement.py _fetch: FETCH after tile.slot.free of (tile.after, kept.ready, tile.slot.free)": (
         "everything in files",

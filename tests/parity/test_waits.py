@@ -340,6 +340,28 @@ def old_memory_went_before_the_next_move_takes_some(streams: Streams) -> Values:
     return seen
 
 
+def old_memory_went_before_parameters_come(streams: Streams) -> Values:
+    model = make_model()
+    model.blocks[0].requires_grad_(False)
+    given = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad])
+    optimizer = prepare_on(streams, model, given, options=penstock.Options(tile_bytes=4 * KIB))
+    store, seen = optimizer._engine.store, []
+    reserve = store.reserve
+
+    def note(*arguments: Any, **rest: Any) -> Any:
+        seen.append([cell.plan.kind for cell in store.leaving()])
+        return reserve(*arguments, **rest)
+
+    optimizer.offload_states()
+    optimizer.reload_states(non_blocking=True)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(store, "reserve", note)
+        model.blocks[0].requires_grad_(True)
+        optimizer.add_param_group({"params": model.blocks[0].parameters()})
+    optimizer.close()
+    return seen
+
+
 def stepping_on_the_device_while_states_move(streams: Streams) -> Values:
     """Compute updates, and nothing else makes it wait."""
     model, optimizer = prepared(Arithmetic(), EVERYTHING_ON_DEVICE, streams)
@@ -374,6 +396,44 @@ def shadows_of_parameters_that_move(streams: Streams) -> Values:
     return seen
 
 
+def averaging(how: Movement, tier: Any) -> RowRun:
+    """An average that follows steps, which go on meanwhile, and is shown right after the last."""
+
+    def run(streams: Streams) -> Values:
+        model, optimizer = prepared(Arithmetic(precision="bf16"), how, streams)
+        ema = penstock.EMA(optimizer, 0.5, tier=tier)
+        for (batch,), *_ in batches(1, 1)[:3]:
+            optimizer.backward(loss_of(model, batch))
+            optimizer.step()
+            ema.update()
+            optimizer.zero_grad()
+        with ema.applied():
+            seen = list(values(optimizer, model))
+        seen += values(optimizer, model)
+        optimizer.close()
+        return seen
+
+    return run
+
+
+def saving_an_average_beside_its_update(streams: Streams) -> Values:
+    model, optimizer = prepared(Arithmetic(), EVERYTHING_ON_CPU, streams)
+    ema = penstock.EMA(optimizer, 0.5)
+    other, reader = prepared(Arithmetic(), Movement())
+    copy = penstock.EMA(reader)
+    with TemporaryDirectory() as folder:
+        optimizer.backward(loss_of(model, batches(1, 1)[0][0][0]))
+        optimizer.step()
+        optimizer.save(Path(folder, "a"), blocking=False)
+        ema.update()
+        optimizer.close()
+        reader.load(Path(folder, "a"))
+    with copy.applied():
+        seen = list(values(reader, other))
+    reader.close()
+    return seen
+
+
 EVERYTHING_ON_DEVICE = Movement().but(tile_bytes=4 * KIB)
 EVERYTHING_ON_CPU = Movement(params="cpu", grads="cpu", optimizer="cpu").but(tile_bytes=4 * KIB)
 OPTIMIZER_ON_DEVICE = Movement(params="cpu", grads="cpu").but(tile_bytes=4 * KIB)
@@ -401,6 +461,7 @@ ROWS: dict[str, RowRun] = {
     "nothing in flight after a move": nothing_in_flight_after_a_move,
     "nothing in flight once the old memory went": nothing_in_flight_once_the_old_memory_went,
     "old memory went before the next move takes some": old_memory_went_before_the_next_move_takes_some,
+    "old memory went before parameters come": old_memory_went_before_parameters_come,
     "stepping on the device while states move": stepping_on_the_device_while_states_move,
     "forward while parameters move": forward_while_parameters_move,
     "shadows of parameters that move": shadows_of_parameters_that_move,
@@ -425,6 +486,11 @@ ROWS: dict[str, RowRun] = {
     "saving what is published": saved(replace(OPTIMIZER_ON_CPU, overlap="forward"), beside=False),
     "saving what is in files": saved(IN_FILES, beside=False),
     "saving beside a step": saved(EVERYTHING_ON_CPU, beside=True),
+    "averaging on the host": averaging(replace(OPTIMIZER_ON_CPU, overlap="forward"), "cpu"),
+    "averaging on the host what is on the device": averaging(EVERYTHING_ON_DEVICE, "cpu"),
+    "averaging on the device": averaging(replace(EVERYTHING_ON_CPU, overlap="forward"), "device"),
+    "averaging in files": averaging(IN_FILES, "nvme"),
+    "saving an average beside its update": saving_an_average_beside_its_update,
     "everything on cpu, pageable": pageable(training(EVERYTHING_ON_CPU)),
     "two micro-batches on a cut, pageable": pageable(two_micro_batches_on_a_cut),
     "optimizer on device, the rest pageable": pageable(training(OPTIMIZER_ON_DEVICE)),

@@ -481,12 +481,12 @@ def test_step_where_it_must_not_be(model, make_streams):
     optimizer.close()
 
 
-def test_groups_are_fixed(model):
+def test_groups_are_of_the_model(model):
     optimizer = penstock.prepare(model, adamw(model))
     with pytest.raises(ConfigError) as caught:
         optimizer.add_param_group({"params": [stranger()]})
     assert str(caught.value) == (
-        "add_param_group: the parameters are laid out already. Add the group before prepare()."
+        "add_param_group: a parameter of shape (3, 5) is not the model's. Put its module into the model first."
     )
     assert len(optimizer.param_groups) == 1
     optimizer.close()
@@ -543,8 +543,8 @@ def test_a_parameter_unfrozen_after_prepare(model):
         optimizer.step()
     assert str(caught.value) == (
         "Parameter 'blocks.0.up.bias' was frozen when the model was prepared, so it has no optimizer state, and "
-        "requires a gradient now. Close the optimizer and prepare again with it unfrozen and in a param group. What is "
-        "to be frozen for a while only is frozen after prepare(), which keeps its state."
+        "requires a gradient now. Have it trained with optimizer.add_param_group({'params': [...]}) before its "
+        "forward. What is to be frozen for a while only is frozen after prepare(), which keeps its state."
     )
     model.blocks[0].up.bias.requires_grad_(False)
     assert not optimizer.step().skipped

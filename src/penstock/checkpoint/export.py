@@ -27,7 +27,7 @@ from penstock.checkpoint.tables import Piece
 from penstock.checkpoint.tensorfiles import DTYPES, TensorFile, TensorSpec, failed
 from penstock.checkpoint.tiles import Tile, TileReader
 from penstock.errors import CheckpointError, ConfigError
-from penstock.kinds import COMPUTE_DTYPES, MASTER, PARAM, Precision
+from penstock.kinds import COMPUTE_DTYPES, MASTER, PARAM, Precision, average_kind
 from penstock.machine.border import crossing
 from penstock.machine.collectives import council_of_all
 from penstock.machine.council import Council
@@ -57,6 +57,7 @@ def export(
     dtype: Precision = "bf16",
     adapters_only: bool = True,
     max_shard_bytes: int = MOST_SHARD_BYTES,
+    average: bool | str = False,
 ) -> None:
     """Write a checkpoint's weights so that `from_pretrained(out)` of transformers or peft reads them. Collective.
 
@@ -73,11 +74,12 @@ def export(
             `False` writes the model that they adapt, as it is without them, and them into its subfolder `adapter`.
             Says nothing of other models.
         max_shard_bytes: the most bytes of a file of tensors; a larger tensor has one of its own.
+        average: write the average (`penstock.EMA`) of the parameters that were trained: `True`, or its name.
 
     Raises:
         ConfigError: `out` has something in it, or an argument is not as above.
         CheckpointError: the checkpoint is damaged; a value is too large for `"fp16"`; something could not be written.
-            There is no `out` then.
+            There is no `out` then. It has no such average.
 
     Example:
         >>> penstock.export("checkpoints/latest", "my-model", dtype="bf16")  # doctest: +SKIP
@@ -92,6 +94,7 @@ def export(
         with _together(council):
             opened = Checkpoint.open(checkpoint)
             _check_whole(opened)
+            kind = None if average is False else _kind_of(opened, "" if average is True else average)
             sets = file_sets(opened, COMPUTE_DTYPES[dtype], adapters_only=adapters_only)
             files = [_files(opened, file_set, COMPUTE_DTYPES[dtype], max_shard_bytes) for file_set in sets]
             if council.is_first:
@@ -99,7 +102,7 @@ def export(
         # Only now is the hidden folder there, for every rank.
         with _together(council):
             everything = [file for of_set in files for file in of_set.items()]
-            _write(opened, _hidden_name(folder), dict(everything[council.rank :: council.size]))
+            _write(opened, _hidden_name(folder), dict(everything[council.rank :: council.size]), kind)
         # Only now is every file on the disk: an export that had its name earlier could lack some after a power failure.
         with _together(council):
             if council.is_first:
@@ -179,11 +182,20 @@ def _check_whole(checkpoint: Checkpoint) -> None:
         checkpoint.check_covered(name, covered[name], 0, torch.Size(saved.shape).numel())
 
 
+def _kind_of(checkpoint: Checkpoint, name: str) -> str:
+    """Find the kind of an average by its name, and refuse one that there is not."""
+    kind = average_kind(name)
+    if kind not in checkpoint.averages:
+        known = ", ".join(map(repr, sorted(checkpoint.averages))) or "none"
+        raise checkpoint.fail("averages", f"has no '{kind}': {known} there. Export without average=.")
+    return kind
+
+
 # Writing
 
 
-def _write(checkpoint: Checkpoint, folder: Path, files: Files) -> None:
-    """Write files of tensors, in the order of the checkpoint's tiles."""
+def _write(checkpoint: Checkpoint, folder: Path, files: Files, average: str | None) -> None:
+    """Write files of tensors, in the order of the checkpoint's tiles; of what has an average, that one."""
     with contextlib.ExitStack() as closing:
         opened = []
         places: dict[str, tuple[TensorFile, TensorSpec]] = {}
@@ -197,22 +209,25 @@ def _write(checkpoint: Checkpoint, folder: Path, files: Files) -> None:
                     file.write(source.spec.name, 0, source.tensor.contiguous())
         keys = [key for key in checkpoint.tiles() if any(p.name in places for p in key.unit.pieces(key.number))]
         reader = closing.enter_context(TileReader())
-        for tile in reader.read(keys, homes=(PARAM, MASTER)):
+        for tile in reader.read(keys, homes=(PARAM, MASTER, average or PARAM)):
             for piece in tile.key.unit.pieces(tile.key.number):
                 if piece.name in places:
                     file, spec = places[piece.name]
-                    file.write(spec.name, piece.start, _values(checkpoint, tile, piece, spec.dtype))
+                    file.write(spec.name, piece.start, _values(checkpoint, tile, piece, spec.dtype, average))
         for file in opened:
             file.sync()  # before the other ranks hear that this one has written
 
 
-def _values(checkpoint: Checkpoint, tile: Tile, piece: Piece, dtype: torch.dtype) -> Tensor:
-    """Make what is written of a piece: as trained where that is in `dtype`, else from the master."""
+def _values(checkpoint: Checkpoint, tile: Tile, piece: Piece, dtype: torch.dtype, average: str | None) -> Tensor:
+    """Make what is written of a piece: the average, or as trained where that is in `dtype`, else from the master."""
     inside = slice(piece.inside, piece.inside + piece.stop - piece.start)
     param, master = (tile.homes.get(kind, {}).get(kind) for kind in (PARAM, MASTER))
-    if param is not None and param.dtype == dtype:
+    averaged = None if average is None else tile.homes.get(average, {}).get(average)
+    if averaged is not None:
+        value = averaged[inside]
+    elif param is not None and param.dtype == dtype:
         return param[inside]
-    if param is None or (master is not None and master.dtype == torch.float32):
+    elif param is None or (master is not None and master.dtype == torch.float32):
         assert master is not None  # `check_kinds` has seen to it
         value = master[inside]
     else:

@@ -30,7 +30,7 @@ from penstock.checkpoint.tables import RankTable, TileKey, UnitTable
 from penstock.checkpoint.tensorfiles import read_tensors
 from penstock.checkpoint.values import decode
 from penstock.errors import CheckpointError
-from penstock.kinds import MASTER, OPTIMIZER, PARAM
+from penstock.kinds import MASTER, OPTIMIZER, PARAM, is_average
 from penstock.rules.rule import BLOCK_NUMEL
 
 LATEST = "latest"
@@ -231,6 +231,12 @@ class Checkpoint:
                     for number in unit.tiles:
                         yield TileKey(self.folder / files.data.name, unit, number)
 
+    @property
+    def averages(self) -> set[str]:
+        """The kinds of the averages of the parameters that it has."""
+        homes = (home.name for table in self.tables for unit in table.units for home in unit.homes)
+        return {name for name in homes if is_average(name)}
+
     def check_kinds(self, unit: UnitTable) -> None:
         """Refuse a unit whose homes have what cannot be, or lack what its parameters need.
 
@@ -295,5 +301,6 @@ def _wrong_kinds(manifest: Manifest, unit: UnitTable) -> str | None:
         needed[OPTIMIZER, state.name] = state.dtype, 1
         if state.scale_name is not None:
             needed[OPTIMIZER, state.scale_name] = torch.float32, BLOCK_NUMEL
+    needed |= {(name, name): (torch.float32, 1) for name in kinds if is_average(name)}
     lacking = [kind for (home, kind), form in needed.items() if kinds.get(home, {}).get(kind) != form]
     return f"lacks '{lacking[0]}'" if lacking else None

@@ -16,6 +16,9 @@ def export(
         typer.Option(help="Of a model with LoRA adapters, write the adapters alone, or the model they adapt as well."),
     ] = True,
     max_shard_bytes: Annotated[str, typer.Option(help="Size of a file at most.")] = "5GB",
+    average: Annotated[
+        bool, typer.Option("--average", help="Write the average (penstock.EMA) of what was trained.")
+    ] = False,
 ) -> None:
     """Write a checkpoint's weights so that from_pretrained loads them.
 
@@ -29,6 +32,13 @@ def export(
 
     ranks = Ranks.from_environment()
     with joined(ranks):
-        penstock.export(source, target, dtype=dtype, adapters_only=adapters_only, max_shard_bytes=most_bytes)  # type: ignore[arg-type]
+        penstock.export(
+            source,
+            target,
+            dtype=dtype,  # type: ignore[arg-type]
+            adapters_only=adapters_only,
+            max_shard_bytes=most_bytes,
+            average=average,
+        )
     if ranks.is_first:
         print(out)

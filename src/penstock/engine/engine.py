@@ -4,17 +4,38 @@ import contextlib
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from penstock.engine.gradients import Gradients
 from penstock.engine.parts import Passes, State, Updates
+from penstock.engine.passes.planted import Planted
 from penstock.engine.policy import StepPolicy
 from penstock.engine.state.torn import is_torn
 from penstock.engine.units.parameter import UnitParameter
 from penstock.engine.updates.rig import Rig
 from penstock.errors import CheckpointError, EngineError, NvmeError
+from penstock.machine.council import Facts
 from penstock.tiers.store import Store
+
+
+class Change(Protocol):
+    """Units that are about to change: memory was taken, and nothing else has happened."""
+
+    def cancel(self) -> None:
+        """Give the memory back."""
+
+    def make(self) -> None:
+        """Let the units change, and the engine know them. Collective."""
+
+
+class Adopter(Protocol):
+    """Trains parameters that were not trained so far."""
+
+    def plan(self, engine: "Engine", given: torch.optim.Optimizer, facts: Facts) -> Change:
+        """Find out what has to change for an optimizer's param groups as they are now, and take memory for it."""
 
 
 @dataclass
@@ -29,7 +50,9 @@ class Engine:
         state: what looks at the state of training, moves it and keeps it.
         gradients: what is done to gradients between backward and step.
         policy: what a step does with the gradient of its loss.
-        restore_model: undoes what `prepare` set on the model beside its parameters and hooks.
+        restore_model: undoes what was set on the model for these units, beside parameters and hooks.
+        planted: what stands on the model and on the given optimizer until the end, whatever the units are.
+        adopter: trains parameters that come into a param group later.
         closed: whether everything was given back.
         elsewhere: the error of every use in a child of the process that has the engine; `None` in that process.
     """
@@ -42,6 +65,8 @@ class Engine:
     gradients: Gradients
     policy: StepPolicy
     restore_model: Callable[[], None]
+    planted: Planted
+    adopter: Adopter | None = None
     closed: bool = False
     elsewhere: EngineError | None = None
 
@@ -56,6 +81,14 @@ class Engine:
             return all(home.memory.written.done() for unit in self.rig.units for home in unit.updated_homes)
         homes = [home for home in unit.homes.values() if any(c.kind == kind for plan in home.plans for c in plan.cells)]
         return all(home.written.done() for home in homes)
+
+    def go_on_as(self, other: "Engine") -> None:
+        """Take over the parts of another one, which knows other units, with the counts of the own ones."""
+        other.state.access.go_on_from(self.state.access)
+        other.gradients.go_on_from(self.gradients)
+        other.passes.hooks.backward.has_failed = self.passes.hooks.backward.has_failed
+        self.rig, self.passes, self.updates, self.state = other.rig, other.passes, other.updates, other.state
+        self.gradients, self.policy, self.restore_model = other.gradients, other.policy, other.restore_model
 
     def close(self, *, keep_params: bool) -> None:
         """Finish work, restore the parameters, give everything back.
@@ -120,6 +153,7 @@ class Engine:
         self.closed = True
         self.passes.hooks.remove()
         self.restore_model()
+        self.planted.remove()
         for parameter in self._parameters():
             parameter.leave(values.get(parameter))
         # 2. What is under way, gathers too, ends before its memory goes: files are still being written from it, and

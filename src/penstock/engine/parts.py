@@ -6,6 +6,7 @@ from penstock.engine.passes.gather import Gatherer
 from penstock.engine.passes.hooks import Hooks
 from penstock.engine.passes.reduce import Reducer
 from penstock.engine.state.access import Access
+from penstock.engine.state.averages import Averages
 from penstock.engine.state.gathered import Blocks
 from penstock.engine.state.loading import Loader
 from penstock.engine.state.moving import Mover
@@ -42,3 +43,4 @@ class State:
     mover: Mover
     saver: Saver
     loader: Loader
+    averages: Averages

@@ -9,6 +9,9 @@ from penstock.engine.engine import Engine
 from penstock.engine.passes.under_way import in_backward
 from penstock.errors import EngineError
 
+_TRAINING = ("backward", "step", "clip_grad_norm_", "no_sync", "save", "close", "EMA", "EMA.update", "EMA.applied")
+_MOVING = ("offload_states", "reload_states")
+
 
 def check_step(engine: Engine) -> None:
     """Refuse a step that would lose something: gradients, or values that somebody wrote.
@@ -26,6 +29,20 @@ def check_step(engine: Engine) -> None:
     engine.passes.hooks.forward.membership.check()
     for unit in engine.rig.units:
         unit.check_written()
+
+
+def check_not_averaged(verb: str, engine: Engine, *, writes: bool) -> None:
+    """Refuse a method that would train, keep or lose an average in the place of the parameters.
+
+    Arguments:
+        verb: the method that was called.
+        engine: the one that may show an average.
+        writes: whether it writes parameters or state, or moves them.
+    """
+    if engine.state.averages.shown is not None and (verb in _TRAINING or (writes and verb not in _MOVING)):
+        raise EngineError(
+            f"{verb}() was called inside EMA.applied(), where the parameters are the average's. Leave the block first."
+        )
 
 
 def check_at_rest(verb: str, engine: Engine) -> None:

@@ -94,35 +94,67 @@ class StagingPlan:
 
     def _slots_beside(self, beside: Tier, units: Sequence[Sections]) -> list[SlotPlan]:
         """Plan the ring of the updates beside one tier."""
-        passing: dict[str, list[SectionPlan]] = {}
-        for home, plan in (each for unit in units for each in _updated_beside(beside, unit, self._streamed)):
-            if plan.cells and not in_reach(plan.tier, beside, self._streams):
-                passing.setdefault(home, []).append(plan)
-        files = {home for home, plans in passing.items() if any(not plan.tier.is_memory for plan in plans)}
-        near = Tier.CPU if self._streams.aliases_host else beside  # files want pages, which that tier hands out
-        bounced = files if near is Tier.DEVICE else ()  # what an update on a device takes from files passes the host
-        in_memory = STREAMED_SLOTS if self._streamed and beside is Tier.DEVICE else MEMORY_SLOTS
-        sizes = self._sizes(passing, 1)
-        count = 0 if not sizes else _slots(sum(sizes.values())) if files else in_memory
-        if beside is Tier.DEVICE and sizes and not files:
-            tiles = max(sum(-(-plan.numel // plan.tile_numel) for plan in plans) for plans in passing.values())
-            fits = STRETCH_RING_BYTES // (count * sum(sizes.values()))
-            self.stretch = max(1, min(STRETCH_NUMEL // self._tile, fits, tiles // LEAST_STRETCHES))
-            sizes = self._sizes(passing, self.stretch)
-        return [
-            SlotPlan(
-                {home: _buffer(f"update {number}, {home}", near, torch.uint8, sizes[home]) for home in sizes},
-                {home: _buffer(f"file {number}, {home}", Tier.CPU, torch.uint8, sizes[home]) for home in bounced},
-            )
-            for number in range(count)
-        ]
+        streamed = self._streamed and beside is Tier.DEVICE
+        updated = (GRAD, MASTER, OPTIMIZER, SHADOW, PARAM)
+        sections = (each for unit in units for each in worked_on(beside, unit, OPTIMIZER, updated, streamed=streamed))
+        in_memory = STREAMED_SLOTS if streamed else MEMORY_SLOTS
+        slots, stretch = plan_ring("update", beside, sections, self._streams, in_memory)
+        if beside is Tier.DEVICE:
+            self.stretch = stretch
+        return slots
 
-    def _sizes(self, passing: Mapping[str, Sequence[SectionPlan]], tiles: int) -> dict[str, int]:
-        """Count the bytes of a slot's buffer for each home."""
-        numel = self._tile * tiles
-        return {
-            home: max(RecordLayout(plan.cells).record_bytes(numel) for plan in plans) for home, plans in passing.items()
-        }
+
+def plan_ring(
+    name: str,
+    beside: Tier,
+    sections: Iterable[tuple[str, SectionPlan]],
+    streams: Streams,
+    in_memory: int = MEMORY_SLOTS,
+) -> tuple[list[SlotPlan], int]:
+    """Plan the ring through which tiles pass that are worked on beside one tier.
+
+    Arguments:
+        name: what the work is, for reports.
+        beside: where it is done.
+        sections: those that it needs, by home.
+        streams: those of the device that computes, which say what is in reach.
+        in_memory: how many slots there are where no file is read.
+
+    Returns:
+        The slots, none where all is in reach, and how many tiles each of them holds.
+    """
+    passing: dict[str, list[SectionPlan]] = {}
+    for home, plan in sections:
+        if plan.cells and not in_reach(plan.tier, beside, streams):
+            passing.setdefault(home, []).append(plan)
+    if not passing:
+        return [], 1
+    files = {home for home, plans in passing.items() if any(not plan.tier.is_memory for plan in plans)}
+    near = Tier.CPU if streams.aliases_host else beside  # files want pages, which that tier hands out
+    bounced = files if near is Tier.DEVICE else ()  # what is taken from files to a device passes the host
+    tile = max(min(plan.numel, plan.tile_numel) for plans in passing.values() for plan in plans)
+    sizes, stretch = _sizes(passing, tile), 1
+    count = _slots(sum(sizes.values())) if files else in_memory
+    if beside is Tier.DEVICE and not files:
+        tiles = max(sum(-(-plan.numel // plan.tile_numel) for plan in plans) for plans in passing.values())
+        fits = STRETCH_RING_BYTES // (count * sum(sizes.values()))
+        stretch = max(1, min(STRETCH_NUMEL // tile, fits, tiles // LEAST_STRETCHES))
+        sizes = _sizes(passing, tile * stretch)
+    slots = [
+        SlotPlan(
+            {home: _buffer(f"{name} {number}, {home}", near, torch.uint8, sizes[home]) for home in sizes},
+            {home: _buffer(f"file {number}, {home}", Tier.CPU, torch.uint8, sizes[home]) for home in bounced},
+        )
+        for number in range(count)
+    ]
+    return slots, stretch
+
+
+def _sizes(passing: Mapping[str, Sequence[SectionPlan]], numel: int) -> dict[str, int]:
+    """Count the bytes of a slot's buffer for each home, for so many elements."""
+    return {
+        home: max(RecordLayout(plan.cells).record_bytes(numel) for plan in plans) for home, plans in passing.items()
+    }
 
 
 def transit_slots(plans: Iterable[SectionPlan]) -> list[SlotPlan]:
@@ -215,17 +247,27 @@ class Staging:
         self._transit.fill(self._buffers.make_slots(plan.transit, reserved))
 
 
-def _updated_beside(beside: Tier, unit: Sections, streamed: bool) -> Iterator[tuple[str, SectionPlan]]:
-    """Find the sections that the updates beside one tier work on, by home."""
-    for update in unit.get(OPTIMIZER, ()):
-        rests_beside = (update.tier is Tier.DEVICE) == (beside is Tier.DEVICE)
-        if not (rests_beside or (streamed and beside is Tier.DEVICE)):
+def worked_on(
+    beside: Tier, unit: Sections, at: str, homes: Sequence[str], *, streamed: bool = False
+) -> Iterator[tuple[str, SectionPlan]]:
+    """Find the sections of a unit that work beside one tier needs, by home.
+
+    Arguments:
+        beside: the tier.
+        unit: where its homes are.
+        at: the home whose tiles are worked on where they rest: beside the device, or else beside the host.
+        homes: what the work needs of each tile; of the parameters nothing where there is a shadow of them.
+        streamed: whether tiles that rest elsewhere are brought there too.
+    """
+    for section in unit.get(at, ()):
+        rests_beside = (section.tier is Tier.DEVICE) == (beside is Tier.DEVICE)
+        if not (rests_beside or streamed):
             continue
-        shadowed = [plan for plan in unit[SHADOW] if plan.cells and _overlap(plan, update)]
-        for home in (GRAD, MASTER, OPTIMIZER, SHADOW, PARAM):
+        shadowed = [plan for plan in unit[SHADOW] if plan.cells and _overlap(plan, section)]
+        for home in homes:
             for plan in unit[home]:
-                covered = home == PARAM and any(_covers(shadow, plan, update) for shadow in shadowed)
-                if _overlap(plan, update) and not covered:
+                covered = home == PARAM and any(_covers(shadow, plan, section) for shadow in shadowed)
+                if _overlap(plan, section) and not covered:
                     yield home, plan
 
 

@@ -510,3 +510,28 @@ def test_a_rank_that_fails_stops_all(tmp_path: Path) -> None:
     assert "No space left" in said[1]
     assert said[0].startswith("Rank 1 of 2 failed")
     assert [entry.name for entry in tmp_path.iterdir()] == ["step"]
+
+
+def test_the_average_is_exported(tmp_path: Path) -> None:
+    torch.manual_seed(3)
+    model = llama()
+    model.model.embed_tokens.requires_grad_(False)
+    trained = [p for p in model.parameters() if p.requires_grad]
+    optimizer = penstock.prepare(model, torch.optim.AdamW(trained, lr=1e-2))
+    ema = penstock.EMA(optimizer, 0.5, name="half")
+    for _ in range(2):
+        optimizer.backward(model(input_ids=IDS, labels=IDS).loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        ema.update()
+    optimizer.save(tmp_path / "a")
+    with ema.applied():
+        wanted = {name: optimizer.full_param(p) for name, p in model.named_parameters()}
+    optimizer.close()
+    penstock.export(tmp_path / "a", tmp_path / "out", dtype="fp32", average="half")
+    loaded = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32)
+    for name, parameter in loaded.named_parameters():
+        assert torch.equal(parameter, wanted[name]), name
+    with pytest.raises(penstock.CheckpointError, match=r"has no 'ema': 'ema.half' there"):
+        penstock.export(tmp_path / "a", tmp_path / "other", average=True)
+    assert not (tmp_path / "other").exists()

@@ -268,8 +268,9 @@ def test_what_was_frozen_in_prepare_is_trained_after_another(owned: bool) -> Non
                 run.optimizer.step()
             assert str(caught.value) == (
                 "Parameter 'layers.1.norm.weight' was frozen when the model was prepared, so it has no optimizer state,"
-                " and requires a gradient now. Close the optimizer and prepare again with it unfrozen and in a param "
-                "group. What is to be frozen for a while only is frozen after prepare(), which keeps its state."
+                " and requires a gradient now. Have it trained with optimizer.add_param_group({'params': [...]}) "
+                "before its forward. What is to be frozen for a while only is frozen after prepare(), which keeps "
+                "its state."
             )
             values = {p: state for p, state in zip(model.parameters(), states_of(run), strict=True)}
             run.optimizer.close()

@@ -97,9 +97,9 @@ class Activations:
         tier: where saved tensors go: cpu or nvme.
         tile_bytes: how large a tile of what goes to files is.
         folders: how many folders the files are in.
-        kept: lists the tensors whose memory somebody else keeps: those of parameters.
 
     Attributes:
+        kept: lists the tensors whose memory somebody else keeps: those of parameters.
         interrupted: is called where a forward has ended without a word.
     """
 
@@ -111,13 +111,12 @@ class Activations:
         *,
         tile_bytes: int,
         folders: int,
-        kept: Callable[[], Iterable[Tensor]],
     ) -> None:
         self._streams = streams
         self._store = store
         self._tier = tier
         self._cuts = Cuts(store, tier, unit=UNIT, kind=ACTIVATION, tile_bytes=tile_bytes, folders=folders)
-        self._kept = kept
+        self.kept: Callable[[], Iterable[Tensor]] = list
         self._kept_storages: set[int] = set()
         self._ring = Ring(self._fill_ring)
         self._movement = Movement(streams, self._ring)
@@ -130,7 +129,7 @@ class Activations:
     def begin(self) -> None:
         """Begin to take what autograd saves: the outermost forward begins on this thread."""
         self.end()
-        self._kept_storages = {tensor.untyped_storage()._cdata for tensor in self._kept()}
+        self._kept_storages = {tensor.untyped_storage()._cdata for tensor in self.kept()}
         self._forward = _call_of_module()
 
     def end(self) -> None:

@@ -56,6 +56,7 @@ class Backward:
         has_failed: whether one has failed since the last `zero_grad`.
         loss_is_scaled: whether it was called with a scaled loss.
         closed: whether the optimizer was closed; graphs may be left.
+        refusal: why none may begin now; `None` where one may.
     """
 
     def __init__(
@@ -80,6 +81,7 @@ class Backward:
         self._updates = updates
         self.uses = Uses()
         self.is_open = self.has_failed = self.loss_is_scaled = self.closed = False
+        self.refusal: str | None = None
         self._arrived: dict[Unit, set[int]] = {}  # gradients of this backward, by slot
         self._run_again: set[Unit] = set()  # active units that no gradient has reached: their forward ran again
 
@@ -87,8 +89,8 @@ class Backward:
         """Enter the units of a forward whose output a gradient has reached; return the gradient to go on with."""
         if self.closed:
             raise EngineError(
-                f"backward() through a graph from before close(): the parameters of unit '{use.units[0].name}' that it "
-                "reads are gone. Call backward before close(), or run the forward again."
+                f"backward() through a graph from before close() or add_param_group(): the parameters of unit "
+                f"'{use.units[0].name}' that it reads are gone. Call backward before, or run the forward again."
             )
         # First those that only other ranks announce: all ranks issue gathers and reductions in one order.
         self._pass_by(self.uses.reach(use))
@@ -179,6 +181,8 @@ class Backward:
             self._under_way.join_backward()  # else it would release units that another thread's backward computes with
             return
         self.handles.look()  # what was set is there before the first gradient is added to it
+        if self.refusal is not None:
+            raise EngineError(self.refusal)
         self._gradient_scale.check_not_clipped()
         if self._gradient_scale.loss is not None and not self.loss_is_scaled:
             raise EngineError(

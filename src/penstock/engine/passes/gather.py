@@ -83,16 +83,19 @@ class Gatherer:
 
     Arguments:
         movement: brings what this rank has of a unit to its full buffer.
-        live_bytes: how much full buffers may take at once for gathers ahead of use. A unit that is needed is always
-            gathered. Memory of released units that others have views of does not count.
+        live_bytes: see `live_budget`.
         prefetch_bytes: how much full buffers that are being filled ahead of use may take.
+
+    Attributes:
+        live_budget: how much full buffers may take at once for gathers ahead of use. A unit that is needed is always
+            gathered. Memory of released units that others have views of does not count.
     """
 
     def __init__(self, rig: Rig, movement: Movement, *, live_bytes: int, prefetch_bytes: int) -> None:
         self._ranks = rig.ranks
         self._streams = rig.streams
         self._movement = movement
-        self._live_budget = live_bytes
+        self.live_budget = live_bytes
         self._prefetch_budget = prefetch_bytes
         self.live_bytes = 0
         self.peak_live_bytes = 0
@@ -135,7 +138,7 @@ class Gatherer:
             if unit.holding.residency not in _EMPTY:
                 continue
             ahead_bytes += 0 if unit.resident else unit.nbytes
-            if ahead_bytes > self._prefetch_budget or self._live_bytes_with(unit) > self._live_budget:
+            if ahead_bytes > self._prefetch_budget or self._live_bytes_with(unit) > self.live_budget:
                 break
             self._start(unit)
             self._ahead[unit] = None
@@ -243,7 +246,7 @@ class Gatherer:
 
     def _make_room(self, unit: Unit) -> None:
         """Keep what was gathered ahead within the budget when another unit is needed first: the last goes first."""
-        excess = self._live_bytes_with(unit) - self._live_budget
+        excess = self._live_bytes_with(unit) - self.live_budget
         for other in reversed([u for u in self._ahead if not (u.resident or u.spec.persistent)]):
             if excess <= 0:
                 return

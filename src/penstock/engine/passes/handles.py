@@ -316,6 +316,13 @@ class Handles:
             for parameter in unit.parameters:
                 parameter.hide_gradient()
 
+    def drop(self) -> None:
+        """Take them off for good: another one answers for these gradients from now on."""
+        self.take_off()
+        for unit in self._units:
+            for parameter in unit.parameters:
+                parameter.handle = None
+
     def look(self) -> None:
         """Take over what people have put into `.grad`, or taken out of it."""
         assert self.answers is not None

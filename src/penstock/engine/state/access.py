@@ -54,6 +54,12 @@ class Access:
         self._places = {p: (unit, index) for unit in rig.units for index, p in enumerate(unit.spec.parameters)}
         self._given_state: set[nn.Parameter] = set()  # by `set_state`: they have state before their first update
 
+    def go_on_from(self, other: "Access") -> None:
+        """Go on with what another one knows of the parameters: step counts, scalars, and who has state."""
+        self._steps.update(other._steps)
+        self._scalars.update(other._scalars)
+        self._given_state |= other._given_state
+
     def finish(self) -> None:
         """Wait on the host until everything that was written has reached its home."""
         for unit in self._units:
@@ -299,6 +305,11 @@ class Access:
     def steps(self) -> Mapping[nn.Parameter, int]:
         """Count the updates of each trained parameter."""
         return self._steps
+
+    def is_trained(self, parameter: Tensor) -> bool:
+        """Whether it is a parameter that has optimizer state, or will."""
+        place = self._places.get(parameter)  # type: ignore[call-overload] # what is no parameter is not there
+        return place is not None and place[0].trained is not None
 
     def unit_of(self, parameter: nn.Parameter) -> Unit:
         """Find the unit that a parameter is in."""

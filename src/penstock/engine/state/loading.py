@@ -25,7 +25,7 @@ from penstock.engine.passes.gather import Gatherer
 from penstock.engine.passes.reduce import Reducer
 from penstock.engine.state.access import Access
 from penstock.engine.state.choosing import Candidate, choose
-from penstock.engine.state.placing import write_states, write_weights
+from penstock.engine.state.placing import write_averages, write_states, write_weights
 from penstock.engine.state.taking import Taken, Taker
 from penstock.engine.state.torn import is_torn, tear
 from penstock.engine.updates.rig import Rig
@@ -130,6 +130,7 @@ class Loader:
             return flaw, None
         assert taken is not None
         self._tell_of_buffers(taken.checkpoint)
+        self._tell_of_averages(taken.checkpoint)
         return None, taken
 
     def _agree(self, failure: Exception | None, damage: Exception | None) -> PenstockError | None:
@@ -164,6 +165,21 @@ class Loader:
                 len(ranks),
                 apart,
                 self._ranks.world_size,
+            )
+
+    def _tell_of_averages(self, checkpoint: Checkpoint) -> None:
+        """Say which averages of the parameters are here and not there, or there and not here."""
+        here = {kind for unit in self._units if unit.trained is not None for kind in unit.trained.averages}
+        there = checkpoint.averages
+        if self._ranks.number != 0:
+            return
+        for kind in sorted(here - there):
+            logger.warning("%s has no average '%s': it begins with the parameters.", checkpoint.folder, kind)
+        for kind in sorted(there - here):
+            logger.warning(
+                "%s has an average '%s', which is not loaded: nobody has it here. Make the penstock.EMA before load().",
+                checkpoint.folder,
+                kind,
             )
 
     # Changes
@@ -224,6 +240,7 @@ class Loader:
                     write_weights(tile, run)
                     if run.unit.trained is not None:
                         write_states(tile, run, states, self._rule.states)
+                        write_averages(tile, run)
 
     def _replace(self, taken: Taken) -> None:
         """Replace what is no tile: options, buffers, loss scale, random states."""
@@ -242,7 +259,8 @@ class Loader:
     def _count_as_written(self, manifest: Manifest) -> None:
         """Let what is in the homes count: the rest of the engine takes note of it."""
         for unit in self._units:
-            for home in unit.updated_homes:
+            averages = unit.trained.averages.values() if unit.trained is not None else ()
+            for home in (*unit.updated_homes, *averages):
                 home.note_write(DONE)  # in place of the error of a torn state, which everybody would meet
             unit.count_writes()  # a graph from before reads other weights: its backward is refused
             # Each rank has written its own part of a replica: those of the others are old until they are gathered.

@@ -137,6 +137,17 @@ class Mover:
         self._move({unit: plan.sections for unit, plan in self._plans.items()}, pin=True, wait=wait)
         self._staging.take()  # not later, within a backward: to pin memory there may block what it waits for
 
+    @property
+    def is_away(self) -> bool:
+        """Whether anything is elsewhere than the placement wants it."""
+        return any(
+            unit.homes[n].plans != tuple(p) for unit, plan in self._plans.items() for n, p in plan.sections.items()
+        )
+
+    def finish(self) -> None:
+        """Wait until what the last move left behind has been given back."""
+        self._cleaned.synchronize()
+
     def _move(self, wanted: Mapping[Unit, Wanted], *, pin: bool, wait: bool) -> None:
         self._cleaned.synchronize()  # else the memory of two moves would be taken at once
         changes = {

@@ -52,6 +52,20 @@ def _some(param: Tensor | None) -> Tensor:
     return param
 
 
+def write_averages(tile: Tile, run: Destination) -> None:
+    """Write the averages of a run. One that the tile has not begins with the parameters, which were written before."""
+    trained = run.unit.trained
+    assert trained is not None
+    for kind, home in trained.averages.items():
+        saved = tile.homes.get(kind, {}).get(kind)
+        for first, last, (values,) in home.visit(run.start, run.stop, modify=True):
+            if saved is not None:
+                values.copy_(saved[run.inside + first - run.start : run.inside + last - run.start])
+                continue
+            for begin, end, weights in run.unit.visit(first, last):
+                values[begin - first : end - first].copy_(weights.read())
+
+
 def write_states(tile: Tile, run: Destination, saved: Mapping[str, StateSpec], own: Sequence[StateSpec]) -> None:
     """Write the optimizer states of a run from `saved` forms to `own` ones. What was frozen gets zeros."""
     trained = run.unit.trained

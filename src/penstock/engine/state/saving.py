@@ -302,7 +302,7 @@ def _homes(unit: Unit) -> dict[str, Home]:
     homes = {PARAM: unit.params}
     if unit.trained is None:
         return homes
-    homes |= {MASTER: unit.trained.master, OPTIMIZER: unit.trained.optimizer}
+    homes |= {MASTER: unit.trained.master, OPTIMIZER: unit.trained.optimizer, **unit.trained.averages}
     homes = {name: home for name, home in homes.items() if home.plans[0].cells}
     if MASTER in homes and homes[MASTER].plans[0].cells[0].dtype == torch.float32:
         del homes[PARAM]

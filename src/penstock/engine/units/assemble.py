@@ -1,6 +1,6 @@
 """A unit's homes, made from their plan and filled from the model's parameters."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 
@@ -44,15 +44,20 @@ def make_unit(
         streams.retire(full)
     unit = Unit(spec, index, layout, parameters, rank=rank, home=homes[PARAM], replicated=plan.replicated, full=full)
     if spec.trainable:
-        unit.trained = Trained(
-            gradient=Gradient(homes[GRAD]),
-            master=homes[MASTER],
-            optimizer=homes[OPTIMIZER],
-            shadow=homes[SHADOW],
-            fields=plan.fields,
-            tiles=layout.tiles(rank, plan.homes.tile_numel),
-        )
+        unit.trained = make_trained(plan, homes, rank)
     return unit
+
+
+def make_trained(plan: UnitPlan, homes: Mapping[str, Home], rank: int) -> Trained:
+    """Put together what a unit has beside its parameters where it is trained."""
+    return Trained(
+        gradient=Gradient(homes[GRAD]),
+        master=homes[MASTER],
+        optimizer=homes[OPTIMIZER],
+        shadow=homes[SHADOW],
+        fields=plan.fields,
+        tiles=plan.layout.tiles(rank, plan.homes.tile_numel),
+    )
 
 
 def fill_unit(unit: Unit, homes: Homes, flats: Sequence[Flat]) -> None:

@@ -5,8 +5,8 @@ parameters share one flat buffer, so they agree on dtype and on whether they are
 trained parameters gives two units.
 """
 
-from collections.abc import Callable, Iterable, Sequence, Set
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
@@ -16,6 +16,9 @@ from penstock.errors import ConfigError
 
 UnitPolicy = Iterable[type[nn.Module]] | Callable[[str, nn.Module], bool] | None
 ROOT = "root"
+
+#: The modules that hold each parameter, each with the name of the block that it is in.
+Owners = dict[nn.Parameter, set[tuple[str, nn.Module]]]
 
 
 @dataclass(frozen=True)
@@ -63,6 +66,7 @@ def find_units(
     owned: Set[nn.Parameter] | None,
     compute_dtype: torch.dtype,
     persistent_bytes: int,
+    known: Sequence[UnitSpec] = (),
 ) -> list[UnitSpec]:
     """Divide the parameters of a model into units: the rest of the model first, then the blocks in the model's order.
 
@@ -74,43 +78,72 @@ def find_units(
         compute_dtype: dtype of floating-point parameters while computing; those of batch norms stay in fp32, and
             quantised ones, with what is frozen beside them, as they are.
         persistent_bytes: parameters up to this size join a unit of their own that stays gathered.
+        known: units that stay what they are, under their names, wherever in the model their parameters are now.
 
     Raises:
         ConfigError: a policy that is neither, or that selects no module; a complex parameter.
     """
     blocks = _blocks(model, policy)
     owners = _owners(model, blocks)
-    groups: dict[tuple[str, torch.dtype, bool, bool], list[tuple[str, nn.Parameter]]] = {}
-    for name, parameter in model.named_parameters():
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    stay = {parameter for spec in known for parameter in spec.parameters}
+    groups: dict[tuple[str, torch.dtype, bool, bool], list[nn.Parameter]] = {}
+    for parameter, name in names.items():
+        if parameter in stay:
+            continue
         if parameter.is_complex():
             raise ConfigError(f"Parameter '{name}' is {parameter.dtype}. Store its real and imaginary parts apart.")
         modules = [module for _, module in owners[parameter]]
         dtype = _dtype_in_use(parameter, modules, compute_dtype, trains=owned is not None)
-        homes = {block for block, _ in owners[parameter]}
-        # Tied parameters share a unit: what several blocks use belongs to the rest of the model.
-        block = homes.pop() if len(homes) == 1 else ROOT
         small = 0 < parameter.numel() * dtype.itemsize <= persistent_bytes
         trainable = owned is not None and parameter.requires_grad and parameter in owned
-        groups.setdefault((ROOT if small else block, dtype, trainable, small), []).append((name, parameter))
+        block = _block_of_all(owners, [parameter])
+        groups.setdefault((ROOT if small else block, dtype, trainable, small), []).append(parameter)
 
     specs = []
     for (block, dtype, trainable, small), members in groups.items():
-        anchors = [blocks[block]]
-        # A part may be called by itself: an encoder, a head, a layer of a block that is only walked through.
-        anchors += [module for _, parameter in members for _, module in owners[parameter]]
-        if small:
-            anchors += blocks.values()
         name = block + ("" if trainable or owned is None else ".frozen") + (".small" if small else "")
         if dtype != compute_dtype:
             name += f".{str(dtype).removeprefix('torch.')}"
-        names, parameters = zip(*members, strict=True)
-        unique = tuple(dict.fromkeys(anchors))
-        inside = frozenset(module for anchor in unique for module in anchor.modules()) - set(unique)
-        run_by = _run_by(model, block)
-        specs.append(UnitSpec(name, unique, inside, run_by, names, parameters, dtype, trainable, small))
+        like = UnitSpec(name, (), frozenset(), "", (), tuple(members), dtype, trainable, small)
+        specs.append(_placed(like, model, block, blocks, owners, names))
+    for spec in known:
+        block = ROOT if spec.persistent else _block_of_all(owners, spec.parameters)
+        specs.append(_placed(spec, model, block, blocks, owners, names))
     # The same order on every rank: what goes over all units, such as their first values, issues collectives in it.
     order = {block: index for index, block in enumerate(blocks)}
     return sorted(specs, key=lambda spec: min(order.get(_block_of(spec, blocks), 0), len(order)))
+
+
+def _block_of_all(owners: Owners, parameters: Iterable[nn.Parameter]) -> str:
+    """Find the block that parameters are in. What several blocks use, such as tied ones, belongs to the rest."""
+    homes = {block for parameter in parameters for block, _ in owners.get(parameter, ())}
+    return homes.pop() if len(homes) == 1 else ROOT
+
+
+def _placed(
+    spec: UnitSpec,
+    model: nn.Module,
+    block: str,
+    blocks: dict[str, nn.Module],
+    owners: Owners,
+    names: Mapping[nn.Parameter, str],
+) -> UnitSpec:
+    """Say where in the model a unit is: what its parameters are called, and which modules need them."""
+    anchors = [blocks[block]]
+    # A part may be called by itself: an encoder, a head, a layer of a block that is only walked through.
+    anchors += [module for parameter in spec.parameters for _, module in owners.get(parameter, ())]
+    if spec.persistent:
+        anchors += blocks.values()
+    unique = tuple(dict.fromkeys(anchors))
+    before = dict(zip(spec.parameters, spec.names, strict=False))  # of what is in the model no longer
+    return replace(
+        spec,
+        anchors=unique,
+        inside=frozenset(module for anchor in unique for module in anchor.modules()) - set(unique),
+        run_by=_run_by(model, block),
+        names=tuple(names[p] if p in names else before[p] for p in spec.parameters),
+    )
 
 
 def _dtype_in_use(
@@ -193,10 +226,10 @@ def _repeated_blocks(model: nn.Module) -> dict[str, nn.Module]:
     return found
 
 
-def _owners(model: nn.Module, blocks: dict[str, nn.Module]) -> dict[nn.Parameter, set[tuple[str, nn.Module]]]:
+def _owners(model: nn.Module, blocks: dict[str, nn.Module]) -> Owners:
     """Find the modules that hold each parameter, each with the innermost block that it is in, on every path."""
     block_names = {module: name for name, module in blocks.items()}
-    owners: dict[nn.Parameter, set[tuple[str, nn.Module]]] = {}
+    owners: Owners = {}
     seen: set[tuple[nn.Module, str]] = set()
 
     def visit(module: nn.Module, block: str) -> None:

@@ -76,9 +76,10 @@ class Membership:
                     full_name = f"{name}.{own_name}" if name else own_name
                     raise EngineError(
                         f"Parameter '{full_name}' {tuple(parameter.shape)} of {type(module).__name__} was put there "
-                        "after prepare(), so nothing would train it. Give the prepared one its values with "
-                        "optimizer.set_full_param(), or inside optimizer.gathered(modify=True) (load_state_dict() "
-                        "without assign=True); to have other parameters, close() the optimizer and prepare again."
+                        "after prepare(), so nothing would train it. A new one is trained from "
+                        "optimizer.add_param_group({'params': [...]}) on. Where it is to replace a prepared one, give "
+                        "that one its values with optimizer.set_full_param(), or inside "
+                        "optimizer.gathered(modify=True) (load_state_dict() without assign=True)."
                     )
         self._note()
 

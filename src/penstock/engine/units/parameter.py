@@ -61,6 +61,13 @@ class UnitParameter:
         # Torch counts every write but those through `.data`, which are ours: another number tells that people wrote.
         self._version = tensor._version
 
+    def placed(self, slot: Slot, index: int) -> "UnitParameter":
+        """Note the same parameter in another place. What it was before `prepare` stays noted."""
+        other = UnitParameter(self.tensor, index, slot)
+        other._dtype, other._device, other._version = self._dtype, self._device, self._version
+        other.required_grad = self.required_grad
+        return other
+
     def view_in(self, buffer: Tensor) -> Tensor:
         """View its elements in the unit's full buffer, or in another one like it, in its shape."""
         slot = self.slot
@@ -129,9 +136,8 @@ class UnitParameter:
         if self.tensor.requires_grad and not self.required_grad:
             raise EngineError(
                 f"Parameter '{self.name}' was frozen when the model was prepared, so it has no optimizer state, "
-                "and requires a gradient now. Close the optimizer and prepare again with it unfrozen and in"
-                " a param group. What is to be frozen for a while only is frozen after prepare(), which "
-                "keeps its state."
+                "and requires a gradient now. Have it trained with optimizer.add_param_group({'params': [...]}) before "
+                "its forward. What is to be frozen for a while only is frozen after prepare(), which keeps its state."
             )
 
     def take_gradient(self) -> Tensor:

@@ -111,16 +111,29 @@ class UnitPlan:
             yield from sections
 
 
-def plan_units(specs: Sequence[UnitSpec], homes: Homes, ranks: Ranks, streams: Streams) -> list[UnitPlan]:
-    """Plan the homes of every unit on this rank. Kinds that are split between tiers are cut over all units together.
+def plan_units(
+    specs: Sequence[UnitSpec],
+    homes: Homes,
+    ranks: Ranks,
+    streams: Streams,
+    resting: Mapping[str, UnitPlan] | None = None,
+) -> list[UnitPlan]:
+    """Plan the homes of units on this rank. Kinds that are split between tiers are cut over all of them together.
 
     Arguments:
         specs: what belongs to each unit, in order.
         homes: where their kinds are to be.
         ranks: how many shards there are, and which one is this rank's.
         streams: those of the device that computes, which say what it reads where it rests.
+        resting: by name, units whose parameters rest somewhere already, and stay there.
     """
-    layouts = [FlatLayout.build(s.names, [tuple(p.shape) for p in s.parameters], ranks.shards) for s in specs]
+    resting = resting or {}
+    layouts = [
+        resting[s.name].layout
+        if s.name in resting
+        else FlatLayout.build(s.names, [tuple(p.shape) for p in s.parameters], ranks.shards)
+        for s in specs
+    ]
     # A file holds every byte once, whatever the stage: what is replicated elsewhere is gathered from shards there.
     replicated = all(tier.is_memory for tier in homes.params) and (not homes.sharded_params or ranks.shards == 1)
     tiles = [_tiles(layout.shard_numel, homes.tile_numel) for layout in layouts]
@@ -132,7 +145,11 @@ def plan_units(specs: Sequence[UnitSpec], homes: Homes, ranks: Ranks, streams: S
         bytes_of_units = [bytes_of(specs[index]) for index in chosen]
         return dict(zip(chosen, split([tiles[i] * copies for i in chosen], fractions, bytes_of_units), strict=True))
 
-    params = cut(range(len(specs)), homes.params, lambda spec: spec.dtype.itemsize, ranks.shards if replicated else 1)
+    new = [index for index, spec in enumerate(specs) if spec.name not in resting]
+    params = cut(new, homes.params, lambda spec: spec.dtype.itemsize, ranks.shards if replicated else 1)
+    for index, spec in enumerate(specs):
+        if spec.name in resting:
+            params[index] = tuple(TierRange(p.tier, p.start, p.stop) for p in resting[spec.name].sections[PARAM])
     grads = cut(trained, homes.grads, lambda spec: homes.grad_dtype.itemsize)
     optimizer = cut(trained, homes.optimizer, homes.optimizer_bytes)
     plans = []

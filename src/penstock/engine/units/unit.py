@@ -21,7 +21,7 @@ from penstock.engine.units.holding import Holding, Residency
 from penstock.engine.units.parameter import UnitParameter, count_writes
 from penstock.engine.units.reads import ReadWatch
 from penstock.engine.units.recorded import Recorded
-from penstock.kinds import GRAD, MASTER, OPTIMIZER, PARAM, SHADOW, Tier
+from penstock.kinds import GRAD, MASTER, OPTIMIZER, PARAM, SHADOW, Tier, is_average
 from penstock.layout import FlatLayout, Piece
 from penstock.machine.streams import DONE, Event, Streams
 from penstock.rules.master import read_master, write_master
@@ -125,7 +125,7 @@ class Trained:
     """What only a trainable unit has: gradient, master weights, optimizer states, and how they are cut into tiles.
 
     Homes of what the rule or the precision does not need keep nothing; so do sections of `shadow` whose parameters are
-    in reach of the update.
+    in reach of the update. `averages` are made later, by kind, and no update writes them.
     """
 
     gradient: Gradient
@@ -134,6 +134,7 @@ class Trained:
     shadow: Home
     fields: Fields
     tiles: Sequence[tuple[Piece, ...]]
+    averages: dict[str, Home] = field(default_factory=dict)
 
     def update_tier(self, number: int) -> Tier:
         """Say where a tile is updated: on the device if its states live there, else on the host."""
@@ -234,13 +235,13 @@ class Unit:
         if self.trained is not None:
             trained = self.trained
             homes |= {GRAD: trained.gradient.home, MASTER: trained.master, OPTIMIZER: trained.optimizer}
-            homes[SHADOW] = trained.shadow
+            homes |= {SHADOW: trained.shadow, **trained.averages}
         return homes
 
     @property
     def updated_homes(self) -> list[Home]:
         """Every home that an update writes."""
-        return [home for name, home in self.homes.items() if name != GRAD]
+        return [home for name, home in self.homes.items() if name != GRAD and not is_average(name)]
 
     @property
     def shard_homes(self) -> dict[str, Home]:

@@ -1,0 +1,88 @@
+"""The arithmetic of an average, and how it changes places with parameters."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from penstock.rules.average import begin, follow, hide, show
+from penstock.rules.master import read_master, write_master
+
+NUMEL = 1000
+FORMS = [
+    (torch.float32, None),
+    (torch.bfloat16, torch.int16),
+    (torch.bfloat16, torch.float32),
+    (torch.float16, torch.float32),
+    (torch.bfloat16, None),
+]
+
+
+def any_values(seed: int) -> Tensor:
+    """Every sign and magnitude, zeros of both signs, infinities."""
+    bits = torch.randint(
+        -(2**31), 2**31 - 1, (NUMEL,), dtype=torch.int32, generator=torch.Generator().manual_seed(seed)
+    )
+    values = bits.view(torch.float32)
+    values[torch.isnan(values)] = 1.5
+    values[:4] = torch.tensor([0.0, -0.0, torch.inf, -torch.inf])
+    return values
+
+
+def weights(param: torch.dtype, master: torch.dtype | None, seed: int = 0) -> tuple[Tensor, Tensor | None]:
+    found = torch.empty(NUMEL, dtype=param), None if master is None else torch.empty(NUMEL, dtype=master)
+    write_master(*found, any_values(seed))
+    return found
+
+
+def bits(tensor: Tensor | None) -> list[int]:
+    return [] if tensor is None else tensor.view(torch.uint8).tolist()
+
+
+@pytest.mark.parametrize(("dtype", "master_dtype"), FORMS, ids=str)
+def test_what_is_shown_and_hidden_comes_back_bit_for_bit(dtype: torch.dtype, master_dtype: torch.dtype | None) -> None:
+    average = any_values(1)
+    param, master = weights(dtype, master_dtype)
+    before = [bits(t) for t in (average, param, master)]
+    wanted = torch.empty_like(param), None if master is None else torch.empty_like(master)
+    write_master(*wanted, average)
+    show(average, param, master)
+    if master_dtype is None and dtype == torch.bfloat16:
+        # Halfway values go away from zero here.
+        assert torch.equal(read_master(param, master), ((average.view(torch.int32) & 0) + _half_away(1)).float())
+    else:
+        assert torch.equal(param, wanted[0])
+        assert master is None or torch.equal(master, wanted[1])
+    hide(average, param, master)
+    assert [bits(t) for t in (average, param, master)] == before
+
+
+def _half_away(seed: int) -> Tensor:
+    return ((any_values(seed).view(torch.int32) + 0x8000) >> 16).to(torch.int16).view(torch.bfloat16)
+
+
+@pytest.mark.parametrize("decay", [0.0, 0.1, 0.5, 0.999, 0.9999, 1.0])
+@pytest.mark.parametrize(("dtype", "master_dtype"), FORMS, ids=str)
+def test_it_follows_as_torch_has_it(dtype: torch.dtype, master_dtype: torch.dtype | None, decay: float) -> None:
+    generator = torch.Generator().manual_seed(3)
+    param, master = torch.empty(NUMEL, dtype=dtype), None
+    if master_dtype is not None:
+        master = torch.empty(NUMEL, dtype=master_dtype)
+    write_master(param, master, torch.randn(NUMEL, generator=generator))
+    value = read_master(param, master)
+    average = torch.empty(NUMEL)
+    begin(average, param, master)
+    assert torch.equal(average, value)
+    average = torch.randn(NUMEL, generator=generator)
+    wanted = average.lerp(value, 1 - decay)
+    whole = average.clone()
+    follow(whole, param, master, decay, None)
+    if decay == 0:
+        assert torch.equal(whole, value)
+    elif decay > 0.5:
+        assert torch.equal(whole, wanted)
+    else:  # where torch goes from the other end; values are up to 8 apart
+        torch.testing.assert_close(whole, wanted, rtol=0, atol=5e-7)
+    for start, stop in ((0, 256), (256, NUMEL)):  # the same bits however it is cut
+        part = None if master is None else master[start:stop]
+        follow(average[start:stop], param[start:stop], part, decay, None)
+    assert torch.equal(average, whole)
