@@ -25,7 +25,7 @@ from penstock.integrations.pickled import PickledFile, mapping, named, refused, 
 
 _OPTIMIZER_FILE = re.compile(r"(?:bf16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")
 #: Options of a param group that Penstock's rules have too.
-_OPTIONS = (
+OPTIONS = (
     *("lr", "initial_lr", "betas", "eps", "weight_decay"),
     *("momentum", "dampening", "nesterov", "amsgrad", "maximize"),
 )
@@ -33,8 +33,8 @@ _OPTIONS = (
 _NO_STATES = frozenset(("param", "master"))
 _MOST_TAG_CHARS = 256
 #: A checkpoint of Penstock is of about the size of what it is made of; of many small parameters it can be larger.
-_BYTES_OF_ANY = 1 << 26
-_MOST_GROWTH = 16
+BYTES_OF_ANY = 1 << 26
+MOST_GROWTH = 16
 _COUNTS = ("global_steps", "global_samples", "skipped_steps")
 
 
@@ -82,7 +82,7 @@ def import_checkpoint(folder: str | PathLike[str], out: str | PathLike[str]) -> 
             groups=saved.groups,
             buffers=saved.buffers,
             extra=saved.extra(),
-            most_bytes=_BYTES_OF_ANY + _MOST_GROWTH * saved.nbytes,
+            most_bytes=BYTES_OF_ANY + MOST_GROWTH * saved.nbytes,
         )
     except PenstockError:
         raise
@@ -195,7 +195,7 @@ class _Saved:
             options = mapping(group)
             if options.get("bias_correction") is False:
                 raise group.fail("has bias_correction=False, with which Penstock does not train")
-            kept = {key: self._optimizers[0][1].plain(group[key]) for key in options if key in _OPTIONS}
+            kept = {key: self._optimizers[0][1].plain(group[key]) for key in options if key in OPTIONS}
             groups.append((numbers, kept))
         return groups
 
