@@ -280,7 +280,8 @@ class _Window(io.RawIOBase):
 def _begin(window: Tensor, header: int) -> int:
     """Find where a part's bytes begin behind its header."""
     lengths = bytes(window[header + 26 : header + _LOCAL_HEADER].tolist())
-    return header + _LOCAL_HEADER + sum(struct.unpack("<HH", lengths))
+    name, extra = struct.unpack("<HH", lengths)
+    return header + _LOCAL_HEADER + int(name) + int(extra)
 
 
 def _fields(made: Any, name: str) -> Mapping[str, Any]:
