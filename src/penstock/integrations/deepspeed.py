@@ -117,7 +117,8 @@ class _Saved:
         files = [PickledFile(file, _STAND_INS) for file in _optimizer_files(folder)]
         self._optimizers = [(file.content["optimizer_state_dict"], file) for file in files]
         self._optimizer = self._optimizers[0][0]
-        self._stage = self._optimizer["zero_stage"].integer(least=1, most=3)
+        # The optimizer for bf16 that sums gradients in fp32 does not say it, and lays everything out as stage 1 does.
+        self._stage = self._optimizer["zero_stage"].integer(least=1, most=3) if "zero_stage" in self._optimizer else 1
         self._base = "optimizer_state_dict" if self._stage == 3 else "base_optimizer_state"
         # Before the model files, which stage 3 has one of for each rank: a missing optimizer file is named as such.
         self._check_ranks()

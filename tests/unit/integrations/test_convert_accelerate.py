@@ -179,7 +179,7 @@ def test_its_block_for_deepspeed() -> None:
     assert converted.training["gradient_accumulation_steps"] == 4
     assert note(converted, "deepspeed_config.offload_optimizer_device").startswith("argument: ")
     without = {key: value for key, value in DEEPSPEED.items() if key not in ("deepspeed_config", "mixed_precision")}
-    assert convert_accelerate(without).arguments == {"stage": 2, "precision": "fp32"}
+    assert convert_accelerate(without).arguments == {"stage": 2, "precision": "fp32", "max_grad_norm": 1.0}
 
 
 def with_file(folder: Path, config: Mapping[str, Any], **around: Any) -> Converted:
@@ -201,7 +201,8 @@ def test_a_file_of_deepspeed(tmp_path: Path) -> None:
 
 def test_precision_of_the_file_counts(tmp_path: Path) -> None:
     fp16 = {"fp16": {"enabled": True}, "zero_optimization": {"stage": 1}}
-    assert with_file(tmp_path, fp16, mixed_precision="no").arguments == {"stage": 1, "precision": "fp16"}
+    converted = with_file(tmp_path, fp16, mixed_precision="no")
+    assert converted.arguments == {"stage": 1, "precision": "fp16", "max_grad_norm": 1.0}
     with pytest.raises(penstock.ConfigError, match="mixed_precision is bf16, and DeepSpeed's configuration has fp16"):
         with_file(tmp_path, fp16)
 

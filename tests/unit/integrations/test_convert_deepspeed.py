@@ -178,6 +178,7 @@ def test_bf16_without_masters() -> None:
         "stage": 2,
         "placement": {"optimizer": "cpu", "grads": "cpu"},
         "precision": "bf16",
+        "max_grad_norm": 1.0,
         "master": "none",
         "options": {"state_dtype": "bf16", "reduce_op": "sum"},
     }
@@ -186,10 +187,11 @@ def test_bf16_without_masters() -> None:
 
 
 def test_what_deepspeed_does_unless_it_is_told_more() -> None:
-    """fp32, nothing sharded, no clipping: the defaults of `prepare` are others."""
+    """fp32, nothing sharded, clipping at 1: the defaults of `prepare` are others."""
     converted = convert_deepspeed({})
-    assert converted.arguments == {"stage": 0, "precision": "fp32"}
-    assert [note.key for note in converted.notes] == ["bf16, fp16", "zero_optimization.stage"]
+    assert converted.arguments == {"stage": 0, "precision": "fp32", "max_grad_norm": 1.0}
+    said = [note.key for note in converted.notes]
+    assert said == ["bf16, fp16", "zero_optimization.stage", "gradient_clipping"]
 
 
 def test_a_static_loss_scale() -> None:

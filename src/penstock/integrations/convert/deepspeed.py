@@ -1,6 +1,7 @@
 """DeepSpeed's configuration: every key of 0.19, and what it becomes."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from penstock.errors import ConfigError
@@ -44,6 +45,9 @@ AUTOS: Mapping[str, Says] = {
 }
 
 
+_DEFAULT_NORM = 1.0
+
+
 def convert_deepspeed(config: Mapping[str, Any], *, source: str = "The configuration of DeepSpeed") -> Converted:
     """Convert a configuration of DeepSpeed.
 
@@ -55,31 +59,33 @@ def convert_deepspeed(config: Mapping[str, Any], *, source: str = "The configura
         ConfigError: it is no mapping, or a value is not what its key takes. The message names the key.
 
     Example:
-        >>> converted = convert_deepspeed({"bf16": {"enabled": True}, "zero_optimization": {"stage": 2}})
-        >>> converted.arguments
-        {'precision': 'bf16', 'stage': 2}
+        >>> convert_deepspeed({"bf16": {"enabled": True}, "zero_optimization": {"stage": 2}}).arguments
+        {'stage': 2, 'precision': 'bf16', 'max_grad_norm': 1.0}
     """
     if not isinstance(config, Mapping):
         raise ConfigError(f"{source} is a {type(config).__name__}. Give the mapping that its file holds.")
     keys = Keys(source, config)
-    converted = convert(keys, ROWS, AUTOS, _unsaid(keys))
-    unsaid: dict[str, Any] = {}
-    if precision(keys) == "fp32":
-        unsaid["precision"] = "fp32"
-    if keys.get(f"{ZERO}.stage") is None and not keys.is_auto(f"{ZERO}.stage"):
-        unsaid["stage"] = stage_of(keys)
-    return Converted(in_order({**unsaid, **converted.arguments}), converted.notes, converted.training)
+    unsaid, notes = _unsaid(keys)
+    converted = convert(keys, ROWS, AUTOS, notes)
+    return replace(converted, arguments=in_order({**unsaid, **converted.arguments}))
 
 
-def _unsaid(keys: Keys) -> list[Note]:
-    """Name what the file leaves to DeepSpeed's defaults where those of `prepare` are others."""
+def _unsaid(keys: Keys) -> tuple[dict[str, Any], list[Note]]:
+    """Give what the file leaves to DeepSpeed's defaults where those of `prepare` are others, and say so."""
+    arguments: dict[str, Any] = {}
     notes = []
-    if precision(keys) == "fp32" and not {"bf16", "bfloat16", "fp16"} & keys.config.keys():
-        notes.append(Note("bf16, fp16", None, "argument", "precision='fp32'; neither is there, so DeepSpeed uses fp32"))
-    if keys.get(f"{ZERO}.stage") is None:
-        stage = stage_of(keys)
-        notes.append(Note(f"{ZERO}.stage", None, "argument", f"stage={stage}; DeepSpeed's default"))
-    return notes
+    if precision(keys) == "fp32":
+        arguments["precision"] = "fp32"
+        if not {"bf16", "bfloat16", "fp16"} & keys.config.keys():
+            notes.append(Note("bf16, fp16", None, "argument", "precision='fp32'; neither is there"))
+    if keys.get(f"{ZERO}.stage") is None and not keys.is_auto(f"{ZERO}.stage"):
+        arguments["stage"] = stage_of(keys)
+        notes.append(Note(f"{ZERO}.stage", None, "argument", f"stage={stage_of(keys)}; DeepSpeed's default"))
+    if keys.get("gradient_clipping") is None and not keys.is_auto("gradient_clipping"):
+        arguments["max_grad_norm"] = _DEFAULT_NORM
+        why = f"max_grad_norm={_DEFAULT_NORM}; DeepSpeed clips unless it is told not to"
+        notes.append(Note("gradient_clipping", None, "argument", why))
+    return arguments, notes
 
 
 def _cpu_checkpointing(value: Any, keys: Keys) -> Says:
