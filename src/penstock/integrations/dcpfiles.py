@@ -23,7 +23,7 @@ from torch import Tensor
 from penstock.checkpoint.fields import MOST_DIMENSIONS, MOST_NUMEL
 from penstock.checkpoint.tensorfiles import DTYPES
 from penstock.errors import CheckpointError, one_line
-from penstock.integrations.opcodes import Made, PickleError, read_pickle
+from penstock.integrations.opcodes import Made, PickleError, read_values
 from penstock.integrations.pickled import MOST_PICKLE_BYTES, refused
 
 INDEX = ".metadata"
@@ -107,7 +107,7 @@ class DcpFolder:
         try:
             if path.stat().st_size > MOST_PICKLE_BYTES:
                 raise PickleError(f"it has more than {MOST_PICKLE_BYTES:,} bytes")
-            self._read_index(_fields(read_pickle(path.read_bytes(), _IN_INDEX), f"{_META}.Metadata"))
+            self._read_index(_fields(read_values(path.read_bytes(), _IN_INDEX), f"{_META}.Metadata"))
         except CheckpointError:
             raise
         except Exception as error:  # somebody else's file
@@ -222,7 +222,7 @@ class DcpFolder:
                     raise PickleError("it is no tensor and no small value")
                 if "byteorder" in parts and archive.read(parts["byteorder"]) != b"little":
                     raise PickleError("it was saved on a machine of the other byte order")
-                content = read_pickle(archive.read(parts["data.pkl"]), _IN_ITEMS)
+                content = read_values(archive.read(parts["data.pkl"]), _IN_ITEMS)
                 storages = {
                     name.removeprefix("data/"): (place.offset + _begin(window, part.header_offset), part.file_size)
                     for name, part in parts.items()

@@ -60,7 +60,7 @@ class Elsewhere:
     key: Any
 
 
-def read_pickle(data: bytes, known: Collection[str]) -> Any:
+def read_values(data: bytes, known: Collection[str]) -> Any:
     """Read the value that a pickle describes.
 
     Arguments:

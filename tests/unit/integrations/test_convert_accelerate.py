@@ -111,10 +111,12 @@ def test_version_1() -> None:
     assert 'mesh=torch.distributed.device_mesh.init_device_mesh("cuda", (2, 8)),' in prepare_call(converted)
     assert converted.training == {"gradient_checkpointing": True}
     assert "prepare(weights=FOLDER)" in note(converted, "fsdp_config.fsdp_cpu_ram_efficient_loading")
-    assert command_lines(converted, "p.yaml")[1] == (
-        "torchrun --node-rank 1 --master-addr 10.0.0.1 --master-port 29500 --nnodes 2 --nproc-per-node 8 "
+    first, second = command_lines(converted, "p.yaml")
+    assert second == (
+        "torchrun --nproc-per-node 8 --node-rank 1 --master-addr 10.0.0.1 --master-port 29500 --nnodes 2 "
         "--rdzv-backend static train.py"
     )
+    assert first == second.replace("train.py", "-m penstock launch --config p.yaml train.py")
 
 
 def test_version_2() -> None:

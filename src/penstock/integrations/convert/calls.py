@@ -42,10 +42,12 @@ def command_lines(converted: Converted, config: str) -> list[str]:
         converted: says the ranks, as far as the file does.
         config: the file that `penstock launch` reads.
     """
-    options = "".join(f" --{name} {value}" for name, value in converted.launch.items())
-    if "nproc-per-node" not in converted.launch:
-        options += " --nproc-per-node N"
-    return [f"penstock launch --config {config}{options} train.py", f"torchrun{options} train.py"]
+    launch = {"nproc-per-node": "N", **converted.launch}
+    options = "".join(f" --{name} {value}" for name, value in launch.items())
+    first = f"penstock launch --config {config}{options} train.py"
+    if launch.keys() != {"nproc-per-node"}:  # which processes on other hosts join
+        first = f"torchrun{options} -m penstock launch --config {config} train.py"
+    return [first, f"torchrun{options} train.py"]
 
 
 def report(converted: Converted, config: str) -> str:
