@@ -1,9 +1,12 @@
 """Makes real checkpoints of DeepSpeed, from a few steps on the cpu; and the model, which others train as well.
 
 In an environment that has DeepSpeed, one process a rank:
-    RANK=0 LOCAL_RANK=0 WORLD_SIZE=2 ... python tests/optional/deepspeed_files.py FOLDER STAGE PRECISION
+    RANK=0 LOCAL_RANK=0 WORLD_SIZE=2 ... python tests/optional/deepspeed_files.py FOLDER STAGE PRECISION [CONFIG]
+
+CONFIG is JSON: further keys of DeepSpeed's configuration, and of its block zero_optimization.
 """
 
+import json
 import os
 import sys
 
@@ -11,6 +14,7 @@ import torch
 from torch import nn
 
 STEPS = 3
+_SCALE = {"fp16": {"initial_scale_power": 4}}  # no step is skipped
 
 
 class Model(nn.Module):
@@ -44,10 +48,13 @@ def groups(model: nn.Module) -> list[dict[str, object]]:
     ]
 
 
-def main(folder: str, stage: int, precision: str) -> None:
+def main(folder: str, stage: int, precision: str, more: str = "{}") -> None:
     os.environ["DS_ACCELERATOR"] = "cpu"
     import deepspeed
 
+    if precision == "fp16":  # torch's cpu has it; DeepSpeed asks a list that does not
+        deepspeed.get_accelerator().is_fp16_supported = lambda: True
+    further = json.loads(more)
     torch.manual_seed(0)
     model = Model()
     engine, *_ = deepspeed.initialize(
@@ -56,9 +63,10 @@ def main(folder: str, stage: int, precision: str) -> None:
         config={
             "train_micro_batch_size_per_gpu": 2,
             "gradient_clipping": 0.0,
-            "zero_optimization": {"stage": stage, "sub_group_size": 60},
+            "zero_optimization": {"stage": stage, "sub_group_size": 60, **further.pop("zero_optimization", {})},
             "zero_allow_untested_optimizer": True,
-            **({precision: {"enabled": True}} if precision != "fp32" else {}),
+            **({precision: {"enabled": True, **_SCALE.get(precision, {})}} if precision != "fp32" else {}),
+            **further,
         },
     )
     for step in range(STEPS):
@@ -68,4 +76,4 @@ def main(folder: str, stage: int, precision: str) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]), sys.argv[3])
+    main(sys.argv[1], int(sys.argv[2]), *sys.argv[3:])

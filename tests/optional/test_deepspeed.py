@@ -1,14 +1,21 @@
 """Checkpoints that the installed DeepSpeed writes now, made by it in processes of their own."""
 
 import importlib.util
+import json
+import math
 import os
 import socket
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
+from penstock.integrations.convert import convert_deepspeed
+from penstock.integrations.convert.deepspeed import ROWS
 from tests.deepspeed_checks import check
 
 pytestmark = [
@@ -18,7 +25,7 @@ pytestmark = [
 SCRIPT = Path(__file__).with_name("deepspeed_files.py")
 
 
-def make(folder: Path, stage: int, precision: str, world_size: int) -> None:
+def make(folder: Path, stage: int, precision: str, world_size: int, config: Mapping[str, Any]) -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -26,7 +33,7 @@ def make(folder: Path, stage: int, precision: str, world_size: int) -> None:
     common |= {"LOCAL_SIZE": str(world_size), "DS_ACCELERATOR": "cpu", "GLOO_SOCKET_IFNAME": "lo"}
     processes = [
         subprocess.Popen(
-            [sys.executable, SCRIPT, folder, str(stage), precision],
+            [sys.executable, SCRIPT, folder, str(stage), precision, json.dumps(config)],
             env={**os.environ, **common, "RANK": str(rank), "LOCAL_RANK": str(rank)},
         )
         for rank in range(world_size)
@@ -34,11 +41,65 @@ def make(folder: Path, stage: int, precision: str, world_size: int) -> None:
     assert [process.wait(240) for process in processes] == [0] * world_size
 
 
+#: Optimizer and parameters on the host: DeepSpeed's own Adam would have to be compiled first.
+OFFLOADED: Mapping[str, Any] = {
+    "zero_force_ds_cpu_optimizer": False,
+    "zero_optimization": {"offload_optimizer": {"device": "cpu"}},
+}
+#: The optimizer for bf16 that is no ZeRO of the others' layout.
+SUMMED_IN_FP32: Mapping[str, Any] = {"data_types": {"grad_accum_dtype": "fp32"}}
+ALIGNED: Mapping[str, Any] = {"zero_optimization": {"parameter_alignment": True, "round_robin_gradients": True}}
+
+
 @pytest.mark.parametrize(
-    ("stage", "precision", "world_size"),
-    [(1, "fp32", 1), (2, "fp32", 2), (2, "bf16", 2), (3, "fp32", 2), (3, "bf16", 1)],
+    ("stage", "precision", "world_size", "config"),
+    [
+        (1, "fp32", 1, {}),
+        (1, "bf16", 2, {}),
+        (1, "bf16", 2, SUMMED_IN_FP32),
+        (1, "fp16", 2, {}),
+        (2, "fp32", 2, ALIGNED),
+        (2, "bf16", 2, OFFLOADED),
+        (2, "fp16", 2, {}),
+        (3, "fp32", 2, {}),
+        (3, "bf16", 1, {}),
+        (3, "bf16", 2, OFFLOADED),
+        (3, "fp16", 2, {}),
+    ],
 )
-def test_import(stage: int, precision: str, world_size: int, tmp_path: Path) -> None:
-    make(tmp_path / "saved", stage, precision, world_size)
-    near = 0.15 if precision == "bf16" else 1e-5
+def test_import(stage: int, precision: str, world_size: int, config: Mapping[str, Any], tmp_path: Path) -> None:
+    make(tmp_path / "saved", stage, precision, world_size, config)
+    near = {"fp32": 1e-5, "fp16": 0.05, "bf16": 0.15}[precision]
     check(tmp_path / "saved", tmp_path / "out", world_size=world_size, near=near)
+
+
+def test_every_key_of_the_block_is_known() -> None:
+    """As the installed DeepSpeed has them: what it adds has to be looked at."""
+    config = importlib.import_module("deepspeed.runtime.zero.config")
+    offload = importlib.import_module("deepspeed.runtime.zero.offload_config")
+    fields = dict(config.DeepSpeedZeroConfig.model_fields)
+    keys = [field.alias or name for name, field in fields.items() if not name.startswith(("offload_", "leaf", "zen"))]
+    for block in ("DeepSpeedZeroOffloadParamConfig", "DeepSpeedZeroOffloadOptimizerConfig"):
+        name = "offload_param" if "Param" in block else "offload_optimizer"
+        keys += [f"{name}.{key}" for key in getattr(offload, block).model_fields]
+    assert [key for key in keys if f"zero_optimization.{key}" not in ROWS] == []
+
+
+def test_schedules_give_the_same_rates() -> None:
+    schedules = importlib.import_module("deepspeed.runtime.lr_schedules")
+    for name, params in (
+        ("WarmupLR", {"warmup_num_steps": 5}),
+        ("WarmupLR", {"warmup_num_steps": 4, "warmup_type": "linear", "warmup_min_lr": 0.01, "warmup_max_lr": 0.1}),
+        ("WarmupDecayLR", {"warmup_num_steps": 5, "total_num_steps": 12, "warmup_max_lr": 0.1}),
+        ("WarmupDecayLR", {"warmup_num_steps": 3, "total_num_steps": 9, "warmup_max_lr": 0.1, "warmup_type": "linear"}),
+    ):
+        config = {"optimizer": {"type": "AdamW", "params": {"lr": 0.1}}, "scheduler": {"type": name, "params": params}}
+        line = convert_deepspeed(config).training["scheduler"]
+        ours, theirs = (torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.1) for _ in range(2))
+        written = eval(line, {"torch": torch, "math": math, "optimizer": ours})
+        schedule = getattr(schedules, name)(theirs, **params)
+        for step in range(15):
+            assert ours.param_groups[0]["lr"] == pytest.approx(theirs.param_groups[0]["lr"], abs=1e-9), (name, step)
+            for optimizer, each in ((ours, written), (theirs, schedule)):
+                optimizer.step()
+                each.step()

@@ -8,7 +8,9 @@ from typing import Annotated, NoReturn
 
 import typer
 
+from penstock.cli.convert_config import convert_config
 from penstock.cli.export import export
+from penstock.cli.import_dcp import import_dcp
 from penstock.cli.import_deepspeed import import_deepspeed
 from penstock.cli.inspect import inspect
 from penstock.cli.train import train
@@ -45,6 +47,8 @@ app.command()(train)
 app.command()(export)
 app.command()(inspect)
 app.command()(import_deepspeed)
+app.command()(import_dcp)
+app.command()(convert_config)
 
 
 def main() -> None:

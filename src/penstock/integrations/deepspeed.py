@@ -25,7 +25,7 @@ from penstock.integrations.pickled import PickledFile, mapping, named, refused, 
 
 _OPTIMIZER_FILE = re.compile(r"(?:bf16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")
 #: Options of a param group that Penstock's rules have too.
-_OPTIONS = (
+OPTIONS = (
     *("lr", "initial_lr", "betas", "eps", "weight_decay"),
     *("momentum", "dampening", "nesterov", "amsgrad", "maximize"),
 )
@@ -33,8 +33,8 @@ _OPTIONS = (
 _NO_STATES = frozenset(("param", "master"))
 _MOST_TAG_CHARS = 256
 #: A checkpoint of Penstock is of about the size of what it is made of; of many small parameters it can be larger.
-_BYTES_OF_ANY = 1 << 26
-_MOST_GROWTH = 16
+BYTES_OF_ANY = 1 << 26
+MOST_GROWTH = 16
 _COUNTS = ("global_steps", "global_samples", "skipped_steps")
 
 
@@ -82,7 +82,7 @@ def import_checkpoint(folder: str | PathLike[str], out: str | PathLike[str]) -> 
             groups=saved.groups,
             buffers=saved.buffers,
             extra=saved.extra(),
-            most_bytes=_BYTES_OF_ANY + _MOST_GROWTH * saved.nbytes,
+            most_bytes=BYTES_OF_ANY + MOST_GROWTH * saved.nbytes,
         )
     except PenstockError:
         raise
@@ -117,7 +117,8 @@ class _Saved:
         files = [PickledFile(file, _STAND_INS) for file in _optimizer_files(folder)]
         self._optimizers = [(file.content["optimizer_state_dict"], file) for file in files]
         self._optimizer = self._optimizers[0][0]
-        self._stage = self._optimizer["zero_stage"].integer(least=1, most=3)
+        # The optimizer for bf16 that sums gradients in fp32 does not say it, and lays everything out as stage 1 does.
+        self._stage = self._optimizer["zero_stage"].integer(least=1, most=3) if "zero_stage" in self._optimizer else 1
         self._base = "optimizer_state_dict" if self._stage == 3 else "base_optimizer_state"
         # Before the model files, which stage 3 has one of for each rank: a missing optimizer file is named as such.
         self._check_ranks()
@@ -195,7 +196,7 @@ class _Saved:
             options = mapping(group)
             if options.get("bias_correction") is False:
                 raise group.fail("has bias_correction=False, with which Penstock does not train")
-            kept = {key: self._optimizers[0][1].plain(group[key]) for key in options if key in _OPTIONS}
+            kept = {key: self._optimizers[0][1].plain(group[key]) for key in options if key in OPTIONS}
             groups.append((numbers, kept))
         return groups
 

@@ -66,7 +66,16 @@ EXPORT = {
 }
 INSPECT = {"path": None, "--verify": False, "--json": False}
 IMPORT = {"folder": None, "out": None}
-COMMANDS = {"train": TRAIN, "export": EXPORT, "inspect": INSPECT, "import-deepspeed": IMPORT}
+IMPORT_DCP = IMPORT | {"--buffer": None}
+CONVERT = {"file": None, "--out": "None"}
+COMMANDS = {
+    "train": TRAIN,
+    "export": EXPORT,
+    "inspect": INSPECT,
+    "import-deepspeed": IMPORT,
+    "import-dcp": IMPORT_DCP,
+    "convert-config": CONVERT,
+}
 
 HEAVY = ("transformers", "tokenizers", "numpy.random", "tensorboard")
 

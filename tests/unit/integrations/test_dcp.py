@@ -1,0 +1,327 @@
+"""Checkpoints of `torch.distributed.checkpoint`, written by torch itself: FSDP2 on two ranks, each layout."""
+
+import functools
+import io
+import itertools
+import os
+import pickle
+import random
+import shutil
+import warnings
+import zipfile
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+import penstock
+from penstock.integrations.boxes import Box, read_boxes
+from penstock.integrations.dcp import import_checkpoint
+from tests.deepspeed_checks import check, plain, prepared
+from tests.optional.deepspeed_files import STEPS, Model, batch, groups
+from tests.support import run_ranks
+
+EXTRA = {"global_steps": STEPS, "scheduler": {"last_epoch": 3, "rates": [0.5, 1], "name": "linear"}}
+FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
+
+
+def trained(world_size: int, rank: int) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+    """The training of `plain`, by FSDP2."""
+    torch.manual_seed(0)
+    model = Model()
+    mesh = init_device_mesh("cpu", (world_size,))
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    optimizer = torch.optim.AdamW(groups(model), lr=1e-2, betas=(0.8, 0.95))
+    for step in range(STEPS):
+        model(batch(step, rank)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return model, optimizer
+
+
+def save(rank: int, folder: str, world_size: int) -> None:
+    warnings.simplefilter("ignore")
+    model, optimizer = trained(world_size, rank)
+    state, optim = get_state_dict(model, optimizer)
+    dcp.save({"model": state, "optim": optim, **EXTRA}, checkpoint_id=f"{folder}/plain")
+    dcp.save({"app": {"model": state, "optim": optim, **EXTRA}}, checkpoint_id=f"{folder}/app")
+    dcp.save({"model": state}, checkpoint_id=f"{folder}/accelerate/pytorch_model_fsdp_0")
+    dcp.save({"optimizer": optim}, checkpoint_id=f"{folder}/accelerate/optimizer_0")
+    _, flat = get_state_dict(model, optimizer, options=FLAT)
+    dcp.save({**state, "optimizer": flat, "train_state": EXTRA}, checkpoint_id=f"{folder}/torchtitan")
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("saved")
+    run_ranks(save, 2, str(folder), 2)
+    return folder
+
+
+def test_training_goes_on(saved: Path, tmp_path: Path) -> None:
+    """Every value as plain torch has it, and one step more."""
+    check(saved / "plain", tmp_path / "out", near=1e-6, importer=import_checkpoint)
+
+
+@pytest.mark.parametrize("layout", ["app", "accelerate", "torchtitan"])
+def test_layouts(layout: str, saved: Path, tmp_path: Path) -> None:
+    import_checkpoint(saved / "plain", tmp_path / "plain")
+    import_checkpoint(saved / layout, tmp_path / "other")
+    expected, found = ({}, {})
+    for values, name in ((expected, "plain"), (found, "other")):
+        model, optimizer = prepared()
+        values["extra"] = optimizer.load(tmp_path / name)
+        for key, parameter in model.named_parameters():
+            values[key] = optimizer.full_param(parameter)
+            if parameter.requires_grad:
+                values[f"{key} exp_avg"] = optimizer.full_state(parameter, "exp_avg")
+        values["seen"] = model.seen
+        values["options"] = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
+        optimizer.close()
+    extra = {"app": EXTRA, "accelerate": {}, "torchtitan": {"train_state": EXTRA}}
+    assert (expected.pop("extra"), found.pop("extra")) == (EXTRA, extra[layout])
+    assert expected.pop("options") == found.pop("options")
+    for name, value in expected.items():
+        assert torch.equal(value, found[name]), name
+
+
+def test_buffers_of_one_rank_are_named(tmp_path: Path) -> None:
+    """Of one rank everything lies in one piece: what is a buffer cannot be told from what is frozen."""
+    run_ranks(save, 1, str(tmp_path), 1)
+    import_checkpoint(tmp_path / "plain", tmp_path / "wrong")
+    _, optimizer = prepared()
+    with pytest.raises(penstock.CheckpointError, match="it has 'seen', which the model has not"):
+        optimizer.load(tmp_path / "wrong")
+    optimizer.close()
+    importer = functools.partial(import_checkpoint, buffers=["se*n"])
+    check(tmp_path / "plain", tmp_path / "out", world_size=1, near=1e-6, importer=importer)
+
+
+def save_whole(folder: Path, **more: Any) -> None:
+    """One process, no group, no sharding."""
+    model, optimizer = plain(1)
+    state, optim = get_state_dict(model, optimizer)
+    warnings.simplefilter("ignore")
+    dcp.save({"model": state, "optim": optim, **more}, checkpoint_id=folder, no_dist=True)
+
+
+@pytest.fixture
+def whole(tmp_path: Path) -> Path:
+    save_whole(tmp_path / "whole")
+    return tmp_path / "whole"
+
+
+def test_other_optimizers(tmp_path: Path) -> None:
+    model = torch.nn.Linear(3, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9)
+    model(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    state, optim = get_state_dict(model, optimizer)
+    dcp.save({"model": state, "optim": optim}, checkpoint_id=tmp_path / "saved", no_dist=True)
+    import_checkpoint(tmp_path / "saved", tmp_path / "out")
+    other = torch.nn.Linear(3, 2)
+    ours = penstock.prepare(other, torch.optim.SGD(other.parameters(), lr=0.1, momentum=0.9), precision="fp32")
+    ours.load(tmp_path / "out")
+    for theirs, p in zip(model.parameters(), other.parameters(), strict=True):
+        assert torch.equal(ours.full_param(p), theirs.detach())
+        assert torch.equal(ours.full_state(p, "momentum_buffer"), optimizer.state[theirs]["momentum_buffer"])
+    assert ours.param_groups[0]["lr"] == 0.5
+    ours.close()
+
+
+# Boxes
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_boxes_of_any_cut(seed: int) -> None:
+    draw = random.Random(seed)
+    shape = tuple(draw.randint(1, 5) for _ in range(draw.randint(0, 4)))
+    tensor = torch.arange(float(torch.Size(shape).numel())).view(shape)
+    cuts = [sorted({0, extent, draw.randint(0, extent)}) for extent in shape]
+    corners: list[list[tuple[int, int]]] = [[]]
+    for cut in cuts:
+        corners = [[*corner, ends] for corner in corners for ends in itertools.pairwise(cut)]
+    boxes = []
+    for corner in corners:
+        part = (
+            tensor[tuple(slice(*ends) for ends in corner)]
+            .flatten()
+            .clone(memory_format=torch.contiguous_format)
+            .view(torch.uint8)
+        )
+        offsets, sizes = tuple(a for a, _ in corner), tuple(b - a for a, b in corner)
+        boxes.append(Box(shape, offsets, sizes, lambda part=part: part))  # type: ignore[misc]
+    flat = tensor.flatten()
+    for _ in range(10):
+        start = draw.randint(0, flat.numel())
+        stop = draw.randint(start, flat.numel())
+        assert torch.equal(read_boxes(boxes, torch.float32, start, stop), flat[start:stop])
+    if flat.numel() > 1 and len(boxes) > 1:
+        with pytest.raises(penstock.CheckpointError, match="have"):
+            read_boxes(boxes[1:], torch.float32, 0, flat.numel())
+
+
+# What is refused, and leaves nothing
+
+
+class Harmful:
+    def __reduce__(self) -> Any:
+        return os.mkdir, ("harm",)
+
+
+def refused(folder: Path, match: str) -> None:
+    out = folder.parent / "out"
+    with pytest.raises(penstock.CheckpointError, match=match):
+        import_checkpoint(folder, out)
+    assert not out.exists() or not any(out.iterdir())
+
+
+def change(folder: Path, edit: Callable[[Any], None]) -> None:
+    content = pickle.loads((folder / ".metadata").read_bytes())
+    edit(content)
+    (folder / ".metadata").write_bytes(pickle.dumps(content))
+
+
+def test_code_is_never_run(whole: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(whole)
+    change(whole, lambda content: setattr(content, "planner_data", Harmful()))
+    refused(whole, r"\.metadata is not read: it names '.*mkdir', which is not read")
+    (whole / ".metadata").write_bytes(pickle.dumps(Harmful(), protocol=0))
+    refused(whole, r"\.metadata is not read")
+    assert not Path("harm").exists()
+
+
+def test_code_in_an_item_is_never_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    save_whole(tmp_path / "whole", other=Harmful(), good=1)
+    with pytest.warns(UserWarning, match="Not taken over, no plain values: other"):
+        import_checkpoint(tmp_path / "whole", tmp_path / "out")
+    assert not Path("harm").exists()
+
+
+def a_chunk_beyond(content: Any) -> None:
+    content.state_dict_metadata["model.blocks.0.weight"].chunks[0].sizes = torch.Size([9, 7])
+
+
+def a_hole(content: Any) -> None:
+    content.state_dict_metadata["model.blocks.0.weight"].chunks.clear()
+
+
+def another_dtype(content: Any) -> None:
+    content.state_dict_metadata["model.blocks.0.weight"].properties.dtype = torch.float64
+
+
+def a_place_beyond(content: Any) -> None:
+    next(iter(content.storage_data.values())).length = 1 << 40
+
+
+def compressed(content: Any) -> None:
+    next(iter(content.storage_data.values())).transform_descriptors = ["zstd"]
+
+
+def another_folder(content: Any) -> None:
+    next(iter(content.storage_data.values())).relative_path = "../elsewhere"
+
+
+def a_shape_beyond_any(content: Any) -> None:
+    content.state_dict_metadata["model.blocks.0.weight"].size = torch.Size([1 << 40, 1 << 20])
+
+
+def a_missing_parameter(content: Any) -> None:
+    del content.state_dict_metadata["model.blocks.0.weight"]
+
+
+def no_optimizer(content: Any) -> None:
+    for key in [key for key in content.state_dict_metadata if key.startswith("optim.")]:
+        del content.state_dict_metadata[key]
+
+
+@pytest.mark.parametrize(
+    ("edit", "match"),
+    [
+        (a_chunk_beyond, "'model.blocks.0.weight' has a chunk beyond its shape"),
+        (a_hole, "'model.blocks.0.weight' is not whole"),
+        (another_dtype, "not what the index says"),
+        (a_place_beyond, "does not lie in its file"),
+        (compressed, "compressed or encrypted"),
+        (another_folder, "elsewhere is missing"),
+        (a_shape_beyond_any, "larger than any tensor"),
+        (a_missing_parameter, "has nothing of the parameter 'blocks.0.weight'"),
+        (no_optimizer, "has no state of an optimizer"),
+    ],
+    ids=lambda value: getattr(value, "__name__", None),
+)
+def test_an_index_that_lies(edit: Callable[[Any], None], match: str, whole: Path) -> None:
+    change(whole, edit)
+    refused(whole, match)
+
+
+def test_what_is_no_checkpoint(tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    refused(tmp_path / "empty", "is no checkpoint of torch.distributed.checkpoint")
+
+
+def test_numbers_in_the_place_of_names(tmp_path: Path) -> None:
+    model, optimizer = plain(1)
+    state = {"model": model.state_dict(), "optim": optimizer.state_dict()}
+    dcp.save(state, checkpoint_id=tmp_path / "whole", no_dist=True)
+    refused(tmp_path / "whole", r"Save what get_state_dict\(\) gives")
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_damaged_files(seed: int, saved: Path, tmp_path: Path) -> None:
+    """A few bytes of a file are others, or it is cut: read, or refused in one line."""
+    folder = tmp_path / "damaged"
+    shutil.copytree(saved / "plain", folder)
+    draw = random.Random(seed)
+    file = draw.choice(sorted(folder.iterdir()))
+    content = bytearray(file.read_bytes())
+    for _ in range(draw.randint(1, 8)):
+        content[draw.randrange(len(content))] = draw.randrange(256)
+    file.write_bytes(content[: len(content) if seed % 3 else draw.randrange(len(content))])
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        said = ""
+        try:
+            import_checkpoint(folder, tmp_path / "out")
+        except penstock.PenstockError as error:
+            said = str(error)
+    assert "\n" not in said
+
+
+def test_a_value_of_a_million_things(tmp_path: Path) -> None:
+    value: Any = (0,) * 8
+    for _ in range(40):
+        value = (value, value)
+    save_whole(tmp_path / "whole", many=value)
+    with pytest.warns(UserWarning, match="Not taken over, no plain values: many"):
+        import_checkpoint(tmp_path / "whole", tmp_path / "out")
+
+
+def test_what_is_compressed_is_not_unpacked(whole: Path) -> None:
+    """An item that somebody made smaller than what is in it."""
+    content = pickle.loads((whole / ".metadata").read_bytes())
+    index, info = next((k, v) for k, v in content.storage_data.items() if k.fqn == "model.blocks.0.weight")
+    file = whole / info.relative_path
+    item = file.read_bytes()[info.offset : info.offset + info.length]
+    packed = io.BytesIO()
+    with zipfile.ZipFile(io.BytesIO(item)) as source, zipfile.ZipFile(packed, "w", zipfile.ZIP_DEFLATED) as target:
+        for name in source.namelist():
+            target.writestr(name, source.read(name))
+    change(whole, lambda content: _move(content, index, file.stat().st_size, len(packed.getvalue())))
+    with file.open("ab") as opened:
+        opened.write(packed.getvalue())
+    refused(whole, "is compressed, which torch.save does not do")
+
+
+def _move(content: Any, index: Any, offset: int, length: int) -> None:
+    places: Mapping[Any, Any] = content.storage_data
+    places[index].offset, places[index].length = offset, length
