@@ -359,3 +359,29 @@ def test_a_backward_that_failed_is_not_forgotten() -> None:
     optimizer.zero_grad()
     train(model, optimizer)
     optimizer.close()
+
+
+def test_gradients_that_were_clipped_and_set_stay_so() -> None:
+    """What torch's own functions and people did to `.grad` before counts afterwards, and can go on."""
+    results = []
+    for adds in (False, True):
+        model, optimizer = prepared()
+        optimizer.backward(loss(model))
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.01)
+        model.last.weight.grad = torch.full_like(model.last.weight, 0.125)
+        if adds:
+            optimizer.add_param_group({"params": unfreeze_a_block(model)})
+        assert model.last.weight.grad is not None
+        assert model.blocks[1].up.weight.grad is None
+        norm = torch.nn.utils.get_total_norm(p.grad for p in model.parameters() if p.grad is not None)
+        gradients = {name: optimizer.full_grad(p) for name, p in model.named_parameters() if p.grad is not None}
+        optimizer.step()
+        values = {name: optimizer.full_param(p) for name, p in model.named_parameters()}
+        results.append((float(norm), gradients, values))
+        optimizer.close()
+        assert all(p.grad is None for p in model.parameters())
+    (norm, gradients, values), (other_norm, other_gradients, other_values) = results
+    assert norm == pytest.approx(other_norm, rel=1e-3)  # what was set is rounded to bf16 once it is looked at
+    assert gradients.keys() == other_gradients.keys()
+    assert all(torch.equal(gradient, other_gradients[name]) for name, gradient in gradients.items())
+    assert all(torch.equal(value, other_values[name]) for name, value in values.items())
