@@ -149,6 +149,12 @@ def what_ranks_set(rank: int) -> dict[str, str]:
 
     run("the same", lambda model: assign(model, 0.5), step)
     run("its own", lambda model: assign(model, 0.5 + rank), step)
+    def clip_later(model: Net, optimizer: penstock.Optimizer) -> None:
+        with torch.no_grad():
+            loss_of(model, rank)  # takes over what was set
+        clip_grad_norm_(model.parameters(), 1.0)
+
+    run("its own, clipped", lambda model: assign(model, 0.5 + rank), clip_later)
     run("one alone", lambda model: rank or assign(model, 0.5), step)
     run("one drops", lambda model: rank or setattr(model.first.weight, "grad", None), step)
     run("one drops all", lambda model: rank or [setattr(p, "grad", None) for p in model.parameters()], step)
@@ -170,6 +176,7 @@ def test_what_ranks_do_to_gradients_must_be_the_same() -> None:
         assert "step()" in said
         assert "the norm of gradients (torch.nn.utils.clip_grad_norm_" in said
         assert "Ranks differ in the gradient that was set for 'first.weight'" in found.pop("its own")
+        assert "Ranks differ in the gradient that was set for 'first.weight'" in found.pop("its own, clipped")
         assert "Ranks differ in the gradient that was set for 'first.weight'" in found.pop("one alone")
         assert "Ranks differ in the gradient that was dropped of 'first.weight'" in found.pop("one drops")
         assert "Ranks differ in gradients that were dropped" in found.pop("one drops all")
