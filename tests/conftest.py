@@ -7,7 +7,7 @@ from collections.abc import Generator
 
 import pytest
 
-from tests.costs import MEASURED, Meter
+from tests.costs import MEASURED, Meter, runs_integrations
 
 try:
     from hypothesis import settings
@@ -27,7 +27,7 @@ def pytest_configure(config: pytest.Config) -> None:
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     # What a test runs in another pytest is part of what that test costs.
-    if hasattr(config, "workerinput") or MEASURED not in os.environ:
+    if (hasattr(config, "workerinput") or MEASURED not in os.environ) and not runs_integrations(config):
         os.environ[MEASURED] = "1"
         config.pluginmanager.register(Meter(config))
 

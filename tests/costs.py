@@ -24,6 +24,12 @@ WORK_SECONDS = 0.001  # of `fixed_work`, on the quiet machine that the budgets a
 TICKS_PER_SECOND = os.sysconf("SC_CLK_TCK")
 
 
+def runs_integrations(config: pytest.Config) -> bool:
+    """Whether a session runs the loops of other libraries, which have no budgets: most of it is those libraries."""
+    asked: str = config.option.markexpr
+    return "integrations" in asked and "not integrations" not in asked
+
+
 def fixed_work() -> None:
     """Do what tests mostly do: run Python that makes and drops objects."""
     for number in range(40):

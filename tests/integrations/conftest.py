@@ -4,12 +4,14 @@ from pathlib import Path
 
 import pytest
 
+from tests.costs import runs_integrations
+
 HERE = Path(__file__).parent
 
 
 def pytest_ignore_collect(config: pytest.Config) -> bool | None:
     """Leave the files alone where they are not asked for: importing those libraries takes longer than many tests."""
-    return True if "not integrations" in config.option.markexpr else None
+    return None if runs_integrations(config) else True
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

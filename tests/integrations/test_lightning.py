@@ -8,6 +8,7 @@ import lightning
 import pytest
 import torch
 from lightning.pytorch.callbacks import EarlyStopping, StochasticWeightAveraging
+from lightning.pytorch.utilities import grad_norm
 from torch import nn
 
 import penstock
@@ -59,6 +60,31 @@ def test_the_name_is_registered_by_the_import() -> None:
     ours, plain = made(), made()
     assert_same_run(fit(ours, "penstock"), fit(plain, "ddp"))
     assert_same_weights(weights(ours), weights(plain))
+
+
+def test_arguments_may_be_as_files_hold_them() -> None:
+    ours, plain = made(), made()
+    strategy = PenstockStrategy(placement={"params": "cpu", "optimizer": SPLIT}, options={"debug_release": True})
+    assert_same_run(fit(ours, strategy), fit(plain, "ddp"))
+    with pytest.raises(penstock.ConfigError, match="Did you mean 'placement'"):
+        PenstockStrategy(placment="cpu")
+
+
+def test_the_norms_that_lightning_logs() -> None:
+    """`lightning.pytorch.utilities.grad_norm` reads `.grad`, in the hook where its manual says to call it."""
+    logged: dict[str, list[dict[str, float]]] = {"penstock": [], "ddp": []}
+
+    class Logs(Net):
+        def on_before_optimizer_step(self, optimizer: Any) -> None:
+            kind = "penstock" if isinstance(self.trainer.strategy, PenstockStrategy) else "ddp"
+            logged[kind].append({name: float(value) for name, value in grad_norm(self, norm_type=2).items()})
+
+    for strategy in ("penstock", "ddp"):
+        fit(made(Logs), strategy)
+    assert len(logged["penstock"]) == len(logged["ddp"]) > 1
+    for norms, expected in zip(logged["penstock"], logged["ddp"], strict=True):
+        assert norms == pytest.approx(expected, rel=1e-5, abs=1e-4)  # Lightning rounds them to four digits
+        assert norms.keys() == expected.keys() > {"grad_2.0_norm_total"}
 
 
 def test_bf16_is_near_to_fp32_and_its_masters_are_fp32() -> None:

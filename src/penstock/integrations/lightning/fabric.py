@@ -74,7 +74,8 @@ class PenstockFabricStrategy(DDPStrategy):
 
     Arguments:
         precision: a `PenstockFabricPrecision`, or a compute precision; `None` for what Fabric's `precision=` says.
-        arguments: those of `penstock.prepare`, and of `DDPStrategy` how processes start.
+        arguments: those of `penstock.prepare`, by their types or as files hold them, and of `DDPStrategy` how processes
+            start.
 
     Raises:
         ConfigError: `precision` is not what Fabric was given.

@@ -10,6 +10,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import penstock
 from penstock.errors import ConfigError
+from penstock.integrations.arguments import prepare_arguments
 from penstock.integrations.lightning.parts import Part, Rest, divide, gather_state, put_state
 from penstock.integrations.lightning.precision import ComputePrecision
 
@@ -128,9 +129,14 @@ class Prepared:
 
 
 def divide_arguments(arguments: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Divide a strategy's keywords into Lightning's and those of `penstock.prepare`."""
+    """Divide a strategy's keywords into Lightning's and those of `penstock.prepare`, which may be as files hold them.
+
+    Raises:
+        ConfigError: neither of them has it, or a value stands for nothing.
+    """
     launch = {name: value for name, value in arguments.items() if name in _OF_LIGHTNING}
-    return launch, {name: value for name, value in arguments.items() if name not in _OF_LIGHTNING}
+    rest = {name: value for name, value in arguments.items() if name not in _OF_LIGHTNING}
+    return launch, prepare_arguments(rest, source="the strategy")
 
 
 def meta_where(empty_init: bool | None, arguments: Mapping[str, Any]) -> Any:

@@ -31,8 +31,9 @@ class PenstockStrategy(DDPStrategy):
         state_dict_type: `"full"` collects whole weights in host memory of the first rank for each checkpoint, so that
             hooks see them and `save_weights_only` works. `"sharded"` never does: for models larger than that memory.
         keep_params: whether the module has whole parameters after a run; `False` leaves them empty.
-        arguments: those of `penstock.prepare`, and of `DDPStrategy` how processes start (`process_group_backend`,
-            `timeout`, `start_method`, `cluster_environment`). `precision` may be left to the Trainer.
+        arguments: those of `penstock.prepare`, by their types or as files hold them, and of `DDPStrategy` how processes
+            start (`process_group_backend`, `timeout`, `start_method`, `cluster_environment`). `precision` may be left
+            to the Trainer.
 
     Raises:
         ConfigError: `precision` is not what the Trainer was given. What else cannot be had is said when a run begins,
