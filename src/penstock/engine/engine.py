@@ -3,7 +3,7 @@
 import contextlib
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
@@ -65,7 +65,7 @@ class Engine:
     gradients: Gradients
     policy: StepPolicy
     restore_model: Callable[[], None]
-    planted: Planted
+    planted: Planted = field(default_factory=Planted)
     adopter: Adopter | None = None
     closed: bool = False
     elsewhere: EngineError | None = None

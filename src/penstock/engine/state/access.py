@@ -98,13 +98,9 @@ class Access:
         return self._whole(unit, index, read)
 
     def grad_norms(self, norm_type: float) -> list[float]:
-        """Take the norm of each trained parameter's gradient so far, over ranks. Collective.
+        """Take the norm of each trained parameter's gradient so far, over ranks, by unit and slot. Collective.
 
-        Arguments:
-            norm_type: above 0, infinity too, as in `torch.linalg.vector_norm`.
-
-        Returns:
-            A norm for each slot of each trained unit, in their order; 0 where there is no gradient.
+        `norm_type` is above 0, infinity too, as in `torch.linalg.vector_norm`; without a gradient the norm is 0.
         """
         self.finish()
         greatest = math.isinf(norm_type)
