@@ -183,9 +183,8 @@ class Access:
         """Multiply the accumulated gradient, in its home and in its dtype. Not collective: each rank does its shard."""
         self.finish()
         unit, index, trained = self._trained_place(parameter)
-        gradient = trained.gradient
         for part in unit.parts():
-            if part.slot == index and index in gradient.held:
+            if part.slot == index and index in (gradient := trained.gradient).held:
                 values = torch.empty(part.stop - part.start, dtype=torch.float32, device="cpu")
                 for first, last, (kept,) in gradient.home.visit(part.start, part.stop):
                     values[first - part.start : last - part.start] = kept
