@@ -257,6 +257,8 @@ def _add(func: Any, handle: Any, grad: Any, *, alpha: Any = 1) -> Tensor:
     accumulates = in_backward() and type(torch._C._current_autograd_node()).__name__ == "AccumulateGrad"
     if not (accumulates and isinstance(handle, Handle) and alpha == 1):
         _refuse(str(func), (handle, grad))
+    if handle.parameter.handle is not handle:
+        _refuse(str(func), (handle, grad))
     handle.parameter.arrived = grad
     return handle if func.overloadpacket is aten.add_ else handle.another()
 
@@ -313,6 +315,15 @@ class Handles:
             assert self.answers is not None
             parameter.handle = Handle(parameter, weakref.ref(self.answers))
         parameter.show_gradient()
+
+    def show_to_hooks(self, parameter: UnitParameter) -> None:
+        """Leave a handle for hooks of people's that autograd calls after ours: with none, they would do nothing."""
+        hooks = parameter.tensor._post_accumulate_grad_hooks
+        if hooks is not None and len(hooks) > 1:
+            self.show(parameter)
+            assert isinstance(parameter.handle, Handle)
+            # Another one: what they add to it is no gradient of autograd's.
+            parameter.tensor.grad = parameter.handle.another()
 
     def take_off(self) -> None:
         """Take them off: a backward begins, and autograd would add to them."""
