@@ -318,8 +318,7 @@ class Handles:
 
     def show_to_hooks(self, parameter: UnitParameter) -> None:
         """Leave a handle for hooks of people's that autograd calls after ours: with none, they would do nothing."""
-        hooks = parameter.tensor._post_accumulate_grad_hooks
-        if hooks is not None and len(hooks) > 1:
+        if len(parameter.tensor._post_accumulate_grad_hooks or ()) > 1:
             self.show(parameter)
             assert isinstance(parameter.handle, Handle)
             # Another one: what they add to it is no gradient of autograd's.
