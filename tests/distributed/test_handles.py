@@ -149,6 +149,7 @@ def what_ranks_set(rank: int) -> dict[str, str]:
 
     run("the same", lambda model: assign(model, 0.5), step)
     run("its own", lambda model: assign(model, 0.5 + rank), step)
+
     def clip_later(model: Net, optimizer: penstock.Optimizer) -> None:
         with torch.no_grad():
             loss_of(model, rank)  # takes over what was set
