@@ -155,8 +155,8 @@ class Gradients:
             self._scale.clip *= min(1.0, max_norm / (norm + 1e-6))
         return norm
 
-    def norms(self, parameters: Sequence[UnitParameter], norm_type: float) -> list[float]:
-        """Tell the norms of gradients, over all ranks, as they are scaled by now. Collective, unless they are known."""
+    def norm(self, parameter: UnitParameter, norm_type: float) -> float:
+        """Tell the norm of a gradient over all ranks, as it is scaled by now. Collective, unless norms are known."""
         if not norm_type > 0:
             raise EngineError(
                 f"A norm of order {norm_type} of a gradient: use an order above 0, or optimizer.full_grad."
@@ -164,11 +164,10 @@ class Gradients:
         known = self._norms.get(norm_type)
         if known is None or self._known_changes != self._reducer.changes:
             known = self._taken(norm_type)
-        scale = abs(self._scale.clip)
-        return [known[p] * scale * abs(self._factors.get(p, 1.0)) for p in parameters]
+        return known[parameter] * abs(self._scale.clip * self._factors.get(parameter, 1.0))
 
-    def scale(self, parameters: Sequence[UnitParameter], factor: float) -> None:
-        """Take note that gradients are multiplied: for all of them it is a factor of the update, as of `clip`."""
+    def scale(self, parameter: UnitParameter, factor: float) -> None:
+        """Take note that a gradient is multiplied: for all of them it is a factor of the update, as of `clip`."""
         self._check_not_begun("Gradients were clipped or multiplied")
         known = self._known_changes == self._reducer.changes
         if not known:  # else it was checked when norms were taken: torch's clipping comes here for each parameter
@@ -177,11 +176,10 @@ class Gradients:
             return  # the step is skipped, whatever a gradient that is not finite is multiplied with
         if factor == 0:
             raise EngineError(
-                f"The gradient of '{parameters[0].name}' was multiplied with 0, or clipped to a norm of 0. "
+                f"The gradient of '{parameter.name}' was multiplied with 0, or clipped to a norm of 0. "
                 "optimizer.zero_grad() or parameter.grad = None drop gradients; optimizer.set_full_grad sets zeros."
             )
-        for parameter in parameters:
-            self._factors[parameter] = self._factors.get(parameter, 1.0) * factor
+        self._factors[parameter] = self._factors.get(parameter, 1.0) * factor
 
     @crossing
     def _taken(self, norm_type: float) -> Mapping[UnitParameter, float]:

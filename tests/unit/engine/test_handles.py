@@ -170,6 +170,20 @@ def test_gradients_of_ours_and_of_another_module_are_clipped_together(foreach: b
     optimizer.close()
 
 
+@pytest.mark.parametrize("foreach", [None, True])
+def test_gradients_of_two_engines_are_clipped_together(foreach: bool | None) -> None:
+    pairs = [prepared(), prepared()]
+    references = [plain(), plain()]
+    for (first, one), (second, two) in (pairs, references):
+        second(first(torch.ones(4, WIDTH))).sum().backward()
+        clip_grad_norm_([*first.parameters(), *second.parameters()], 0.3, foreach=foreach)
+        one.step()
+        two.step()
+    for (model, optimizer), (reference, _) in zip(pairs, references, strict=True):
+        assert_same(model, optimizer, reference)
+        optimizer.close()
+
+
 def test_a_tensor_that_was_set_is_clipped_beside_handles() -> None:
     model, optimizer = prepared()
     reference, stock = plain()

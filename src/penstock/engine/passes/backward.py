@@ -162,6 +162,7 @@ class Backward:
             self._updates.check(unit)
             self._arrived.setdefault(unit, set()).add(index)
         self._reducer.add(unit, index, grad)
+        self.handles.show_to_hooks(parameter)
 
     def abandon(self) -> None:
         """Drop what a backward that ended with an exception has collected and gathered."""

@@ -34,11 +34,11 @@ class Answers(Protocol):
     def look(self) -> None:
         """Take over what people have put into `.grad`, or taken out of it."""
 
-    def norms(self, parameters: Sequence[UnitParameter], norm_type: float) -> list[float]:
-        """Tell the norms of gradients over all ranks. Collective, where they are not known."""
+    def norm(self, parameter: UnitParameter, norm_type: float) -> float:
+        """Tell the norm of a gradient over all ranks. Collective, where norms are not known."""
 
-    def scale(self, parameters: Sequence[UnitParameter], factor: float) -> None:
-        """Take note that gradients are multiplied."""
+    def scale(self, parameter: UnitParameter, factor: float) -> None:
+        """Take note that a gradient is multiplied."""
 
     def drop(self, parameters: Sequence[UnitParameter]) -> None:
         """Take note that gradients are zeroed."""
@@ -192,10 +192,12 @@ def _foreach_norm(func: Any, tensors: Sequence[Tensor], norm_type: float = 2, dt
 
 
 def _norms(handles: Sequence[Handle], norm_type: float, dtype: torch.dtype | None) -> list[Tensor]:
-    first = handles[0]
-    values = first.answers.norms([handle.parameter for handle in handles], float(norm_type))
+    if not handles:
+        return []
+    # One by one: a list may have gradients of several engines.
+    values = [handle.answers.norm(handle.parameter, float(norm_type)) for handle in handles]
     # In fp32, as a norm of fp32 gradients: one of bf16 would have 8 bits. All in one copy to a device.
-    made = torch.tensor(values, dtype=dtype or torch.float32, device=first.device)
+    made = torch.tensor(values, dtype=dtype or torch.float32, device=handles[0].device)
     return [made[0]] if len(values) == 1 else list(made.unbind())
 
 
@@ -229,7 +231,8 @@ def _scale(func: Any, handles: Sequence[Handle], factor: Any, *, inverse: bool =
     number = float(factor)
     if inverse and number == 0:
         _refuse(f"{func} by 0", handles)
-    handles[0].answers.scale([handle.parameter for handle in handles], 1 / number if inverse else number)
+    for handle in handles:
+        handle.answers.scale(handle.parameter, 1 / number if inverse else number)
 
 
 def _zero(func: Any, handle: Handle) -> Handle:
@@ -245,13 +248,16 @@ def _foreach_zero(func: Any, tensors: Sequence[Tensor]) -> None:
 
 
 def _drop(handles: Sequence[Handle]) -> None:
-    handles[0].answers.drop([handle.parameter for handle in handles])
+    for handle in handles:
+        handle.answers.drop([handle.parameter])
 
 
 def _add(func: Any, handle: Any, grad: Any, *, alpha: Any = 1) -> Tensor:
     """Take in what autograd adds at the end of a backward; anybody else's sum is refused."""
     accumulates = in_backward() and type(torch._C._current_autograd_node()).__name__ == "AccumulateGrad"
     if not (accumulates and isinstance(handle, Handle) and alpha == 1):
+        _refuse(str(func), (handle, grad))
+    if handle.parameter.handle is not handle:
         _refuse(str(func), (handle, grad))
     handle.parameter.arrived = grad
     return handle if func.overloadpacket is aten.add_ else handle.another()
@@ -309,6 +315,14 @@ class Handles:
             assert self.answers is not None
             parameter.handle = Handle(parameter, weakref.ref(self.answers))
         parameter.show_gradient()
+
+    def show_to_hooks(self, parameter: UnitParameter) -> None:
+        """Leave a handle for hooks of people's that autograd calls after ours: with none, they would do nothing."""
+        if len(parameter.tensor._post_accumulate_grad_hooks or ()) > 1:
+            self.show(parameter)
+            assert isinstance(parameter.handle, Handle)
+            # Another one: what they add to it is no gradient of autograd's.
+            parameter.tensor.grad = parameter.handle.another()
 
     def take_off(self) -> None:
         """Take them off: a backward begins, and autograd would add to them."""

@@ -8,7 +8,6 @@ up at the beginning of each forward of the model and of each step.
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from types import FrameType
-from typing import Any
 
 import torch
 from torch import nn
@@ -53,10 +52,6 @@ class Membership:
         if ids != self._ids or _ids_in(self._children) != self._child_ids:
             self._look_for_strangers()
         for unit, parameters, offsets in self._places:
-            for index, parameter in enumerate(parameters):
-                hooks: Any = parameter._post_accumulate_grad_hooks  # torch says dict, and means one or None
-                if hooks is not None and len(hooks) > 1:
-                    raise _hooked(unit.parameters[index])
             if unit.holding.blocks:
                 continue
             addresses = [parameter.data_ptr() for parameter in parameters]
@@ -116,14 +111,6 @@ def _lost(parameter: UnitParameter) -> EngineError:
         f"{tuple(given.shape)} on {given.device}) after prepare(), by 'parameter.data = ...' or by to() of a "
         "part of the model: its next gather would drop that. Set values with optimizer.set_full_param(), or inside "
         "optimizer.gathered(modify=True); dtype and device are those of prepare() until close()."
-    )
-
-
-def _hooked(parameter: UnitParameter) -> EngineError:
-    return EngineError(
-        f"Parameter '{parameter.name}' has a hook of register_post_accumulate_grad_hook, which would find no gradient: "
-        "that is on its way to its home. register_hook() sees each micro-batch's on this rank; updates that begin in "
-        "backward are prepare(overlap='backward')."
     )
 
 

@@ -167,7 +167,7 @@ class UnitParameter:
 
     def hide_gradient(self) -> None:
         """Take the handle out of `.grad`; what somebody has set stays."""
-        if self.shows_gradient and self.tensor.grad is self.handle:
+        if self.handle is not None and type(self.tensor.grad) is type(self.handle):
             self.tensor.grad = None
         self.shows_gradient = False
 
