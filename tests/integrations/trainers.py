@@ -76,10 +76,14 @@ def assert_weights(got: Mapping[str, Tensor], wanted: Mapping[str, Tensor], *, r
     """The same names and values; Adam makes much of gradients that are next to nothing, so absolutely as well."""
     assert got.keys() == wanted.keys()
     for name, value in wanted.items():
-        torch.testing.assert_close(got[name].float(), value.float(), rtol=relative, atol=relative, msg=lambda text, n=name: f"{n}: {text}")
+        torch.testing.assert_close(
+            got[name].float(), value.float(), rtol=relative, atol=relative, msg=lambda text, n=name: f"{n}: {text}"
+        )
 
 
-def plain_trainer(out: Path, model: nn.Module | None = None, *, seed: int = 0, given: Mapping[str, Any] = {}, **changes: Any) -> Trainer:  # noqa: B006
+def plain_trainer(
+    out: Path, model: nn.Module | None = None, *, seed: int = 0, given: Mapping[str, Any] = {}, **changes: Any
+) -> Trainer:
     """The trainer of transformers, as it is."""
     args = arguments(out, **changes)
     given = {"train_dataset": rows(), "eval_dataset": rows(6, seed=7)} | dict(given)
@@ -91,8 +95,8 @@ def our_trainer(
     model: nn.Module | None = None,
     *,
     seed: int = 0,
-    prepare: Mapping[str, Any] = {},  # noqa: B006
-    given: Mapping[str, Any] = {},  # noqa: B006
+    prepare: Mapping[str, Any] = {},
+    given: Mapping[str, Any] = {},
     **changes: Any,
 ) -> Any:
     """The same trainer on penstock."""

@@ -120,7 +120,9 @@ def choose_precision(args: Any, arguments: Mapping[str, Any], model: nn.Module |
     ours, theirs = arguments.get("precision"), args.mixed_precision
     names = {name: precision for precision, name in PRECISIONS.items()}
     if theirs not in names:
-        raise ConfigError(f"TrainingArguments and its launcher say mixed_precision={theirs!r}. Use bf16=True or fp16=True.")
+        raise ConfigError(
+            f"TrainingArguments and its launcher say mixed_precision={theirs!r}. Use bf16=True or fp16=True."
+        )
     if theirs == "no":  # also where nobody chose
         return ours or _precision_of(model)
     if ours not in (None, names[theirs]):

@@ -12,15 +12,17 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
+import torch
 from torch import nn
 
-from penstock import Optimizer
+from penstock import Optimizer, Placement
 from penstock.errors import CheckpointError, ConfigError
 from penstock.integrations.accelerate import PenstockAccelerator
 from penstock.integrations.accelerate.settings import PRECISIONS
 from penstock.integrations.transformers import settings
 from penstock.integrations.transformers.config import arguments_for_trainer
-from penstock.integrations.transformers.weights import load_weights, saved_state, values_of
+from penstock.integrations.transformers.weights import load_weights, saved_entries, values_of
+from penstock.integrations.weights import gather_entries
 
 if TYPE_CHECKING:
     from transformers import Trainer
@@ -148,7 +150,9 @@ class PenstockTrainerMixin(Trainer):
         if not self.accelerator.is_prepared(self.model):
             arguments = self.accelerator.prepare_arguments
             arguments["precision"] = settings.choose_precision(self.args, self.penstock_arguments, self.model)
-            self._dtypes = {parameter: parameter.dtype for parameter in self.model.parameters()}
+            # The class saves its model in the dtype that it was loaded in, also where autocast computes in another.
+            loaded = {parameter for parameter in self.model.parameters() if parameter.dtype == torch.float32}
+            self._masters = loaded if arguments["precision"] != "fp32" else set()
         return super().create_optimizer(*args, **kwargs)
 
     # Saving
@@ -162,7 +166,14 @@ class PenstockTrainerMixin(Trainer):
         if not self.accelerator.is_prepared(self.model):
             super().save_model(output_dir, _internal_call)
             return
-        state = saved_state(self.penstock, self.model, self._dtypes)
+        placement = self.accelerator.prepare_arguments.get("placement")
+        state = gather_entries(
+            saved_entries(self.model),
+            self.penstock,
+            keep=self.args.should_save,
+            folders=placement.nvme_folders() if isinstance(placement, Placement) else (),
+            masters=self._masters,
+        )
         if self.args.should_save:
             self._save(output_dir, state_dict=state)
         if self.args.push_to_hub and not _internal_call:
@@ -197,7 +208,9 @@ class PenstockTrainerMixin(Trainer):
                 raise CheckpointError(f"{folder} has no state of a scheduler: no trainer wrote it.", field="extra")
             self.lr_scheduler.load_state_dict(extra["scheduler"])
         elif Path(checkpoint, OPTIMIZER_FILE).is_file():
-            logger.warning("%s is of Trainer without Penstock: every rank reads all of its %s.", checkpoint, OPTIMIZER_FILE)
+            logger.warning(
+                "%s is of Trainer without Penstock: every rank reads all of its %s.", checkpoint, OPTIMIZER_FILE
+            )
             super()._load_optimizer_and_scheduler(checkpoint)
         else:
             logger.warning("%s has weights and no state of an optimizer, which begins anew.", checkpoint)
@@ -256,4 +269,8 @@ def trainer_class(
         arguments = {**base.penstock_arguments, **arguments}
     else:
         bases = (PenstockTrainerMixin, base)
-    return type(f"Penstock{base.__name__}", bases, {"penstock_arguments": arguments, "__module__": base.__module__, "__doc__": base.__doc__})
+    return type(
+        f"Penstock{base.__name__}",
+        bases,
+        {"penstock_arguments": arguments, "__module__": base.__module__, "__doc__": base.__doc__},
+    )
