@@ -26,7 +26,7 @@ from penstock.machine.collectives import Ranks
 from penstock.machine.council import Facts
 from penstock.machine.streams import Streams
 from penstock.rules.rule import Rule
-from penstock.rules.select import rule_for
+from penstock.rules.select import NO_RULE, rule_for
 from penstock.rules.storage import StateFormat
 from penstock.tiers.home import SectionPlan
 from penstock.tiers.staging import Sections, StagingPlan
@@ -171,13 +171,13 @@ class Blueprint:
 
 
 def draw_blueprint(
-    model: nn.Module, optimizer: torch.optim.Optimizer, request: Request, ranks: Ranks, streams: Streams
+    model: nn.Module, optimizer: torch.optim.Optimizer | None, request: Request, ranks: Ranks, streams: Streams
 ) -> Blueprint:
     """Plan everything that an engine has on this rank. Takes no memory, and issues no collective.
 
     Arguments:
         model: the one whose parameters are placed; they may be on the meta device.
-        optimizer: the one whose rule updates them, and whose states come with them.
+        optimizer: the one whose rule updates them, and whose states come with them; `None` where nothing does.
         request: what was asked for, checked by itself.
         ranks: how many shards there are, and which one is this rank's.
         streams: those of the device that computes, which say what it reads where it rests.
@@ -187,14 +187,16 @@ def draw_blueprint(
         MemoryBudgetError: a budget, or the host, is too small.
     """
     options = request.options
-    rule = rule_for(optimizer, StateFormat(options.state_dtype, options.rounding, options.rounding_seed))
-    groups = {p: number for number, group in enumerate(optimizer.param_groups) for p in group["params"]}
+    rule, groups = NO_RULE, dict[nn.Parameter, int]()
+    if optimizer is not None:
+        rule = rule_for(optimizer, StateFormat(options.state_dtype, options.rounding, options.rounding_seed))
+        groups = {p: number for number, group in enumerate(optimizer.param_groups) for p in group["params"]}
     checks.check_ownership(model, groups)
     checks.check_no_gradients(model)
     specs = find_units(
         model,
         request.units,
-        owned=groups.keys(),
+        owned=groups.keys() if optimizer is not None else None,
         compute_dtype=request.compute_dtype,
         persistent_bytes=options.persistent_bytes,
     )

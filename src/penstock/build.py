@@ -38,7 +38,7 @@ DEBUG_RELEASE = "PENSTOCK_DEBUG_RELEASE"
 @crossing
 def prepare(
     model: nn.Module,
-    optimizer: torch.optim.Optimizer,
+    optimizer: torch.optim.Optimizer | None,
     *,
     stage: Literal[0, 1, 2, 3] = 3,
     placement: Placement | Literal["auto"] | None = None,
@@ -57,6 +57,12 @@ def prepare(
 ) -> Optimizer:
     """Shard and place the training state of a model, and return the optimizer that trains it.
 
+    Without an optimizer (`prepare(model, None)`) the model is for inference: its parameters are sharded and placed like
+    those of a trained one, and are all there is. None of them requires a gradient until `close`; a backward may go
+    through the model to its inputs. Arguments that are about training alone are checked and have no effect, so that a
+    reference model may share those of the model in training: `Placement(grads=, optimizer=)`, `max_grad_norm`,
+    `grad_accumulation_dtype`, `reduce_dtype`, `overlap`, `master`.
+
     The model stays the same object; its parameters become views of buffers that are gathered for each use. Its first
     rank's parameters are taken over by every rank. Floating-point inputs of the model and of its units are cast to
     the compute dtype (`Options(cast_inputs=)`); buffers are moved to the device, are the first rank's too, and keep
@@ -66,6 +72,7 @@ def prepare(
         model: any module with values, or on the meta device with `weights`. Its floating-point parameters take the
             compute dtype.
         optimizer: a stock torch optimizer over some or all of the model's parameters; state it has is taken over.
+            `None`: inference.
         stage: what is sharded over ranks: 0 nothing, 1 optimizer state, 2 and gradients, 3 and parameters
             (Rajbhandari et al., "ZeRO", 2020).
         placement: home tier of each kind of state; `None` keeps everything on the device.
@@ -102,7 +109,9 @@ def prepare(
             initialisation. The model may be on the meta device: no rank ever holds more than one unit and its shards.
 
     Returns:
-        A `penstock.Optimizer`, which is a `torch.optim.Optimizer` over the same param groups.
+        A `penstock.Optimizer`, which is a `torch.optim.Optimizer` over the same param groups. For inference it has
+        none, and `step`, `backward` and `clip_grad_norm_` raise `EngineError`; all that looks at parameters, moves
+        them, saves and loads them works.
 
     Raises:
         ConfigError: the request cannot be met, or `weights` do not fit; nothing was allocated.
@@ -157,7 +166,7 @@ def prepare(
 
 
 def _build_on(
-    device: torch.device, model: nn.Module, optimizer: torch.optim.Optimizer, request: Request, ranks: Ranks
+    device: torch.device, model: nn.Module, optimizer: torch.optim.Optimizer | None, request: Request, ranks: Ranks
 ) -> Optimizer:
     """Build on streams of a device. What fails closes ranks and streams: both have threads of their own."""
     debug_release = request.options.debug_release or bool(os.environ.get(DEBUG_RELEASE))
@@ -172,14 +181,15 @@ def _build_on(
 
 @crossing
 def build(
-    model: nn.Module, optimizer: torch.optim.Optimizer, request: Request, ranks: Ranks, streams: Streams
+    model: nn.Module, optimizer: torch.optim.Optimizer | None, request: Request, ranks: Ranks, streams: Streams
 ) -> Optimizer:
     """Draw the blueprint and build it, for given ranks and streams. Collective."""
     with ranks.council.together("prepare()", ConfigError) as facts:  # before any other collective
         blueprint = draw_blueprint(model, optimizer, request, ranks, streams)
         if ranks.world_size > 1:
             facts.update(blueprint.facts(model, ranks))
-    warn_of_unowned(model, blueprint.groups)
+    if optimizer is not None:
+        warn_of_unowned(model, blueprint.groups)
     # Now, when all ranks are here and nothing has moved: one that dies later leaves none waiting for a group.
     of_saves = ranks.council.another(error=CheckpointError, advice="Checkpoints that were whole before still are. ")
     return construct(blueprint, model, optimizer, ranks, streams, of_saves)

@@ -6,12 +6,12 @@
 """
 
 import contextlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, MutableMapping, Sequence
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from penstock._native import Pool
 from penstock.blueprint import Blueprint
@@ -34,6 +34,7 @@ from penstock.engine.state.moving import Mover
 from penstock.engine.state.saving import Saver
 from penstock.engine.units.alike import align_buffers
 from penstock.engine.units.assemble import fill_unit, make_unit
+from penstock.engine.units.freeze import Freeze
 from penstock.engine.units.originals import replace_meta
 from penstock.engine.units.parameter import make_parameters
 from penstock.engine.units.source import agreeing, open_source
@@ -44,6 +45,7 @@ from penstock.engine.updates.sharing import Sharing
 from penstock.engine.updates.skips import Skips
 from penstock.engine.updates.step import Stepper
 from penstock.engine.updates.update import Updater
+from penstock.inference import Inference
 from penstock.kinds import Tier, parse_tier
 from penstock.layout import ALIGNMENT_NUMEL, round_up
 from penstock.machine.arena import return_free_memory
@@ -64,7 +66,7 @@ from penstock.tiers.store import Store
 def construct(
     blueprint: Blueprint,
     model: nn.Module,
-    optimizer: torch.optim.Optimizer,
+    optimizer: torch.optim.Optimizer | None,
     ranks: Ranks,
     streams: Streams,
     council: Council,
@@ -74,7 +76,7 @@ def construct(
     Arguments:
         blueprint: drawn for this model and optimizer, on these ranks and streams.
         model: gives its parameters up to the engine.
-        optimizer: gives its options and its state.
+        optimizer: gives its options and its state; `None` where nothing trains the model.
         ranks: all that train the model together. What fails leaves them to the caller, as it does the streams.
         streams: where work runs beside compute.
         council: the ranks as they agree on saves, and on nothing else: a thread of its own talks there.
@@ -83,15 +85,16 @@ def construct(
     # Collective, as what follows: ranks have met over what may fail on one of them alone, such as taking memory.
     align_buffers(model, ranks, streams.device)
     return_free_memory()  # the parameters' own memory, which the cells have replaced
-    rig = _make_rig(blueprint, model, optimizer, memory.units, ranks, streams)
+    param_groups = [] if optimizer is None else optimizer.param_groups
+    rig = _make_rig(blueprint, model, param_groups, memory.units, ranks, streams)
     engine = _connect(blueprint, rig, memory, council)
     in_child(engine, leave_to_parent)
-    prepared = Optimizer(optimizer, engine)
+    prepared = Inference(engine) if optimizer is None else Optimizer(optimizer, engine)
     # Loops that clear gradients through the model mean ours: parameters have none of their own.
     model.zero_grad = ModelZeroGrad(prepared, engine)  # type: ignore[method-assign]
     # The parameters are in their homes, so what fails now cannot leave the model as it was: it is left empty.
     try:
-        take_over_state(optimizer, engine.state.access)
+        take_over_state({} if optimizer is None else optimizer.state, engine.state.access)
     except BaseException:
         engine.abandon()
         raise
@@ -151,19 +154,19 @@ def _take_memory(blueprint: Blueprint, model: nn.Module, ranks: Ranks, streams: 
 def _make_rig(
     blueprint: Blueprint,
     model: nn.Module,
-    optimizer: torch.optim.Optimizer,
+    param_groups: Sequence[dict[str, Any]],
     units: Sequence[Unit],
     ranks: Ranks,
     streams: Streams,
 ) -> Rig:
     """Put together what every part of the engine works with. Starts the threads of the host's updates."""
-    request, options = blueprint.request, blueprint.request.options
-    cores = update_cores(streams.device).with_threads(options.update_threads)
+    request, options, trains = blueprint.request, blueprint.request.options, bool(param_groups)
+    cores = update_cores(streams.device).with_threads(options.update_threads if trains else 1)
     pool = Pool(cores.count, sorted(cores.cores or ()))
-    scales_loss = request.compute_dtype == torch.float16
+    scales_loss = request.compute_dtype == torch.float16 and trains  # else a graph has the scale of who trains in it
     loss_scale = LossScale(options.initial_loss_scale, dynamic=options.dynamic_loss_scale) if scales_loss else None
     gradient_scale = GradientScale(1 / ranks.world_size if options.reduce_op == "mean" else 1.0, loss_scale)
-    return Rig(model, units, ranks, streams, pool, blueprint.rule, gradient_scale, optimizer.param_groups)
+    return Rig(model, units, ranks, streams, pool, blueprint.rule, gradient_scale, param_groups)
 
 
 def _connect(blueprint: Blueprint, rig: Rig, memory: _Memory, council: Council) -> Engine:
@@ -190,6 +193,7 @@ def _connect(blueprint: Blueprint, rig: Rig, memory: _Memory, council: Council) 
     computing = {spec.anchors[0] for spec in blueprint.specs if spec.dtype == request.compute_dtype}
     casts = InputCasts(request.compute_dtype, options.cast_inputs, computing, rig.streams.device)
     activations = activations_for(blueprint, rig, store)
+    frozen = [] if rig.trains else [Freeze(rig.units)]  # before the hooks, some of which are of trained parameters
     hooks = Hooks(rig, gatherer, reducer, casts, updates.stepper if begins else None, activations)
     passes = Passes(gatherer, reducer, hooks)
     mixing = casts.where_products_mix(model)
@@ -225,7 +229,7 @@ def _connect(blueprint: Blueprint, rig: Rig, memory: _Memory, council: Council) 
             max_grad_norm=request.max_grad_norm,
             waits=request.overlap not in ("forward", "backward"),
         ),
-        restore_model=partial(restore, model, [*sliced, *mixing, Idioms(model, rig.units)]),
+        restore_model=partial(restore, model, [*sliced, *mixing, Idioms(model, rig.units), *frozen]),
     )
 
 
@@ -271,7 +275,7 @@ def activations_for(blueprint: Blueprint, rig: Rig, store: Store) -> Activations
     )
 
 
-def restore(model: nn.Module, attached: Iterable[SlicedBlock | MixedProducts | Idioms]) -> None:
+def restore(model: nn.Module, attached: Iterable[SlicedBlock | MixedProducts | Idioms | Freeze]) -> None:
     """Undo what was set on the model beside its parameters and hooks."""
     model.__dict__.pop("zero_grad", None)
     for part in attached:
@@ -294,9 +298,9 @@ def number_elements(parameters: Iterable[nn.Parameter]) -> dict[nn.Parameter, in
     return firsts
 
 
-def take_over_state(optimizer: torch.optim.Optimizer, access: Access) -> None:
+def take_over_state(state: MutableMapping[Tensor, dict[str, Any]], access: Access) -> None:
     """Continue where an optimizer that has made steps left off; its own copy of the state is dropped."""
     for parameter in access.steps():
-        for name, value in optimizer.state.pop(parameter, {}).items():  # one at a time: no second copy of all of it
+        for name, value in state.pop(parameter, {}).items():  # one at a time: no second copy of all of it
             if value is not None:  # SGD's momentum before the first update
                 access.set_state(parameter, name, as_state(value))

@@ -24,7 +24,7 @@ LAYERS = (
     ("checkpoint",),
     ("engine",),
     ("accord", "checks", "optimizer"),
-    ("blueprint",),
+    ("blueprint", "inference"),
     ("construct",),
     ("build",),
     ("",),  # the public names

@@ -73,6 +73,10 @@ NOT_ELEMENTWISE: Mapping[str, str] = {
 }
 
 
+#: The rule of a model that nothing trains: it has no states, and is never applied.
+NO_RULE: Rule = Sgd("none")
+
+
 def rule_for(optimizer: torch.optim.Optimizer, format_: StateFormat = StateFormat()) -> Rule:  # noqa: B008
     """Return the rule that computes what `optimizer` would.
 

@@ -28,7 +28,7 @@ def _write_piece(weights: Weights, param: Tensor | None, master: Tensor | None) 
         written.copy_(param)
         if weights.master is not None and master is not None:
             weights.master.copy_(master)
-    elif param is not None and not written.dtype.is_floating_point:
+    elif param is not None and (not written.dtype.is_floating_point or _is_all(weights.master, param, written)):
         written.copy_(param)
     else:
         value = master if master is not None and master.dtype == torch.float32 else read_master(_some(param), master)
@@ -40,6 +40,11 @@ def _write_piece(weights: Weights, param: Tensor | None, master: Tensor | None) 
 
 def _alike(one: Tensor | None, other: Tensor | None) -> bool:
     return (one is None and other is None) or (one is not None and other is not None and one.dtype == other.dtype)
+
+
+def _is_all(master: Tensor | None, param: Tensor, written: Tensor) -> bool:
+    """Whether the parameter that was saved is all that is kept here: as it was computed with, not rounded again."""
+    return master is None and param.dtype == written.dtype
 
 
 def _some(param: Tensor | None) -> Tensor:

@@ -68,6 +68,7 @@ class Taker:
         self._rule = rig.rule
         self._gradient_scale = rig.gradient_scale
         self._param_groups = rig.param_groups
+        self._trains = rig.trains
 
     def take(self, checkpoint: Checkpoint, own: Mapping[str, Tensor]) -> Taken:
         """Find out what this rank takes from a checkpoint, and check it.
@@ -81,8 +82,10 @@ class Taker:
             ConfigError: there is an option that the rule does not have.
         """
         self._check_parameters(checkpoint)
-        self._check_states(checkpoint)
-        groups = self._read_groups(checkpoint)
+        groups: list[dict[str, Any]] = []
+        if self._trains:  # else parameters are all that is taken
+            self._check_states(checkpoint)
+            groups = self._read_groups(checkpoint)
         buffers = self._read_buffers(checkpoint, own)
         extra: dict[str, Any] = checkpoint.value("extra", checkpoint.manifest.extra)
         if not isinstance(extra, dict):
@@ -135,6 +138,12 @@ class Taker:
         """Read the options of each param group."""
         names = {parameter.tensor: parameter.name for unit in self._units for parameter in unit.parameters}
         here = [{names[p] for p in group["params"]} for group in self._param_groups]
+        if not checkpoint.manifest.groups:
+            raise checkpoint.fail(
+                "groups",
+                "are none: it was saved by prepare(model, None), without an optimizer. Make weights of it with "
+                "penstock.export(), and train from those: prepare(weights=...).",
+            )
         if here != [set(group.parameters) for group in checkpoint.manifest.groups]:
             raise checkpoint.fail("groups", "divides the parameters otherwise. Build the param groups alike.")
         options = []
@@ -166,9 +175,12 @@ class Taker:
         return values
 
     def _read_random(self, checkpoint: Checkpoint) -> RandomStates | None:
-        """Read the random states of the same rank; one that was not there, or has saved none, goes on with its own."""
+        """Read the random states of the same rank; one that was not there, or has saved none, goes on with its own.
+
+        So does a model that nothing trains: these states are the run's, which may be another model's here.
+        """
         rank = self._ranks.number
-        if rank >= len(checkpoint.tables) or checkpoint.tables[rank].random is None:
+        if not self._trains or rank >= len(checkpoint.tables) or checkpoint.tables[rank].random is None:
             return None
         file = checkpoint.folder / checkpoint.manifest.ranks[rank].table.name
         return decode_random(Field(file, "random", checkpoint.tables[rank].random), self._device)

@@ -57,14 +57,20 @@ class UnitSpec:
 
 
 def find_units(
-    model: nn.Module, policy: UnitPolicy, *, owned: Set[nn.Parameter], compute_dtype: torch.dtype, persistent_bytes: int
+    model: nn.Module,
+    policy: UnitPolicy,
+    *,
+    owned: Set[nn.Parameter] | None,
+    compute_dtype: torch.dtype,
+    persistent_bytes: int,
 ) -> list[UnitSpec]:
     """Divide the parameters of a model into units: the rest of the model first, then the blocks in the model's order.
 
     Arguments:
         model: the one whose parameters are grouped.
         policy: classes of the blocks, or a predicate on (name, module); `None` finds the repeated blocks.
-        owned: parameters that the optimizer updates.
+        owned: parameters that the optimizer updates; `None` without one: then all count as frozen, and no unit's name
+            says so.
         compute_dtype: dtype of floating-point parameters while computing; those of batch norms stay in fp32, and
             quantised ones, with what is frozen beside them, as they are.
         persistent_bytes: parameters up to this size join a unit of their own that stays gathered.
@@ -78,12 +84,13 @@ def find_units(
     for name, parameter in model.named_parameters():
         if parameter.is_complex():
             raise ConfigError(f"Parameter '{name}' is {parameter.dtype}. Store its real and imaginary parts apart.")
-        dtype = _dtype_in_use(parameter, [module for _, module in owners[parameter]], compute_dtype)
+        modules = [module for _, module in owners[parameter]]
+        dtype = _dtype_in_use(parameter, modules, compute_dtype, trains=owned is not None)
         homes = {block for block, _ in owners[parameter]}
         # Tied parameters share a unit: what several blocks use belongs to the rest of the model.
         block = homes.pop() if len(homes) == 1 else ROOT
         small = 0 < parameter.numel() * dtype.itemsize <= persistent_bytes
-        trainable = parameter.requires_grad and parameter in owned
+        trainable = owned is not None and parameter.requires_grad and parameter in owned
         groups.setdefault((ROOT if small else block, dtype, trainable, small), []).append((name, parameter))
 
     specs = []
@@ -93,7 +100,7 @@ def find_units(
         anchors += [module for _, parameter in members for _, module in owners[parameter]]
         if small:
             anchors += blocks.values()
-        name = block + ("" if trainable else ".frozen") + (".small" if small else "")
+        name = block + ("" if trainable or owned is None else ".frozen") + (".small" if small else "")
         if dtype != compute_dtype:
             name += f".{str(dtype).removeprefix('torch.')}"
         names, parameters = zip(*members, strict=True)
@@ -106,21 +113,27 @@ def find_units(
     return sorted(specs, key=lambda spec: min(order.get(_block_of(spec, blocks), 0), len(order)))
 
 
-def _dtype_in_use(parameter: nn.Parameter, modules: Sequence[nn.Module], compute_dtype: torch.dtype) -> torch.dtype:
+def _dtype_in_use(
+    parameter: nn.Parameter, modules: Sequence[nn.Module], compute_dtype: torch.dtype, *, trains: bool
+) -> torch.dtype:
     """Choose the dtype that a parameter which these modules hold has while computing."""
-    if _is_code(parameter):
+    if _is_code(parameter, trains=trains):
         return parameter.dtype
     # Beside statistics in fp32 (batch norms) torch wants weights in fp32; it takes inputs in any dtype there.
     if any(getattr(module, "running_mean", None) is not None for module in modules):
         return torch.float32
     # What is frozen beside codes says what they mean: scales, offsets. Rounded, it would be another model.
-    beside_codes = any(_is_code(other) for module in modules for other in module.parameters(recurse=False))
-    return parameter.dtype if beside_codes and not parameter.requires_grad else compute_dtype
+    beside_codes = any(
+        _is_code(other, trains=trains) for module in modules for other in module.parameters(recurse=False)
+    )
+    frozen = not (trains and parameter.requires_grad)
+    return parameter.dtype if beside_codes and frozen else compute_dtype
 
 
-def _is_code(parameter: nn.Parameter) -> bool:
+def _is_code(parameter: nn.Parameter, *, trains: bool) -> bool:
     """Whether its bytes are no numbers to compute with: integers, booleans, and frozen floats of 8 bits."""
-    return not parameter.is_floating_point() or (parameter.dtype.itemsize == 1 and not parameter.requires_grad)
+    frozen = not (trains and parameter.requires_grad)
+    return not parameter.is_floating_point() or (parameter.dtype.itemsize == 1 and frozen)
 
 
 def _block_of(spec: UnitSpec, blocks: dict[str, nn.Module]) -> str:

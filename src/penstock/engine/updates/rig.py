@@ -26,7 +26,7 @@ class Rig:
         pool: the threads that do the host's arithmetic.
         rule: the arithmetic of the optimizer.
         gradient_scale: what a gradient in its home is multiplied with.
-        param_groups: the optimizer's own, which users and schedulers change between steps.
+        param_groups: the optimizer's own, which users and schedulers change between steps; none without an optimizer.
     """
 
     model: nn.Module
@@ -37,3 +37,8 @@ class Rig:
     rule: Rule
     gradient_scale: GradientScale
     param_groups: Sequence[dict[str, Any]]
+
+    @property
+    def trains(self) -> bool:
+        """Whether there is an optimizer; else the engine has parameters alone, all of them frozen."""
+        return bool(self.param_groups)
