@@ -241,7 +241,11 @@ def test_clip_grad_value_is_refused() -> None:
     accelerator.prepare(model, adam(model))
     with pytest.raises(ConfigError, match=r"clip_grad_value_.*clip_grad_norm_"):
         accelerator.clip_grad_value_(model.parameters(), 1.0)
-    accelerator.clip_grad_value_(nn.Linear(2, 2).parameters(), 1.0)
+    other = nn.Linear(2, 2)  # one that nobody prepared
+    accelerator.backward(other(torch.full((1, 2), 5.0)).sum())
+    accelerator.clip_grad_value_(other.parameters(), 1.0)
+    assert other.weight.grad is not None
+    assert other.weight.grad.max() == 1.0
     accelerator.free_memory()
 
 

@@ -162,7 +162,9 @@ class PenstockAccelerator(Accelerator):
             pairs.check_model(found.model, self.device, chooses_precision=not self._precision_was_said)
         for found in wanted:
             if found.model in known:
+                models = self._models  # accelerate has it still
                 self._close(known[found.model])
+                self._models = models
             self._pairs.append(pairs.prepare_pair(found.model, found.optimizer, self.prepare_arguments))
 
     def _close(self, pair: Pair) -> None:
