@@ -1,4 +1,4 @@
-"""`trainer_class(Trainer)` beside plain `Trainer`: loss, norm of the gradient, learning rate and weights are the same."""
+"""`trainer_class(Trainer)` beside plain `Trainer`: the same loss, norm of the gradient, learning rate and weights."""
 
 from collections.abc import Mapping
 from pathlib import Path

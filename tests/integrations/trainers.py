@@ -61,7 +61,8 @@ def history(trainer: Trainer, *keys: str) -> list[list[float]]:
 def assert_histories(ours: Trainer, plain: Trainer, *, relative: float = 1e-6, least: int = 6) -> None:
     """Loss, norm of the gradient and learning rate of each step are the same."""
     got, wanted = (torch.tensor(history(trainer), dtype=torch.float64) for trainer in (ours, plain))
-    assert len(wanted) >= least and wanted.isfinite().all()
+    assert len(wanted) >= least
+    assert wanted.isfinite().all()
     torch.testing.assert_close(got, wanted, rtol=relative, atol=relative)
 
 

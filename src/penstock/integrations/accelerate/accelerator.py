@@ -146,6 +146,11 @@ class PenstockAccelerator(Accelerator):
             )
         return pair.handle
 
+    def arguments_of(self, model: nn.Module) -> Mapping[str, Any]:
+        """Return the arguments of `penstock.prepare` for a model: the same for all, unless a subclass knows better."""
+        del model
+        return self.prepare_arguments
+
     def _find(self, model: nn.Module) -> Pair | None:
         return next((pair for pair in self._pairs if pair.model is _inner(model)), None)
 
@@ -165,7 +170,7 @@ class PenstockAccelerator(Accelerator):
                 models = self._models  # accelerate has it still
                 self._close(known[found.model])
                 self._models = models
-            self._pairs.append(pairs.prepare_pair(found.model, found.optimizer, self.prepare_arguments))
+            self._pairs.append(pairs.prepare_pair(found.model, found.optimizer, self.arguments_of(found.model)))
 
     def _close(self, pair: Pair) -> None:
         """Give back what a pair has, and drop it, with what accelerate keeps of it. Collective."""

@@ -89,7 +89,7 @@ def adapter_entries(model: Any, adapter: str) -> dict[str, Tensor]:
 
 
 def saved_entries(model: Any) -> dict[str, Any]:
-    """List what `save_pretrained` writes of a model, by the names of `state_dict`: of one with adapters, those alone."""
+    """List what `save_pretrained` writes of a model, by names of its `state_dict`: of one with adapters, those."""
     entries = state_entries(model)
     if not is_adapted(model):
         return entries
