@@ -87,7 +87,7 @@ class PenstockTrainerMixin(Trainer):
 
     Attributes:
         penstock_arguments: of `penstock.prepare`, without `max_grad_norm`, which is that of `TrainingArguments`.
-        penstock_training: fields of `TrainingArguments` that have to be as a converted configuration says.
+        penstock_training: fields of `TrainingArguments` that a file says too, with their values there.
 
     Example:
         >>> class MyTrainer(PenstockTrainerMixin, Trainer):  # doctest: +SKIP
