@@ -27,7 +27,8 @@ if __name__ == "__main__":
     trainer = Trainer(model=model, args=args, train_dataset=[{"input_ids": row, "labels": row} for row in ids])
     trainer.train()
     trainer.save_model()
-    print(type(trainer).__name__, issubclass(Seq2SeqTrainer, Trainer), Same is Trainer, type(trainer.optimizer).__name__, sys.argv[0])
+    names = [type(trainer).__name__, type(trainer.optimizer).__name__]
+    print(*names, issubclass(Seq2SeqTrainer, Trainer), Same is Trainer, sys.argv[0])
 """
 WORDS = [
     "--use_cpu",
@@ -66,9 +67,9 @@ def test_a_script_trains_as_it_is(folder: Path) -> None:
     assert launched.returncode == 0, launched.stderr
     first, *_, last = launched.stdout.splitlines()
     assert first == "penstock launch: transformers.Trainer trains by Penstock, with the arguments in p.yaml."
-    assert last == "PenstockTrainer True True PreparedOptimizer script.py"
+    assert last == "PenstockTrainer PreparedOptimizer True True script.py"
     plain = run(folder, "script.py", "--output_dir", "plain", *WORDS)
-    assert plain.stdout.splitlines()[-1] == "Trainer True True AcceleratedOptimizer script.py"
+    assert plain.stdout.splitlines()[-1] == "Trainer AcceleratedOptimizer True True script.py"
     saved = [load_file(folder / name / "model.safetensors") for name in ("ours", "plain")]
     assert_weights(*saved)
 
@@ -84,7 +85,7 @@ def test_a_script_on_two_processes(folder: Path) -> None:
     launched = run(folder, *launch, "--output_dir", "ours", *WORDS)
     assert launched.returncode == 0, launched.stderr
     assert launched.stdout.count("penstock launch: ") == 1
-    assert launched.stdout.count("PenstockTrainer True True PreparedOptimizer script.py") == 2
+    assert launched.stdout.count("PenstockTrainer PreparedOptimizer True True script.py") == 2
     torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "script.py")
     plain = run(folder, *torchrun, "--output_dir", "plain", *WORDS)
     assert plain.returncode == 0, plain.stderr

@@ -49,7 +49,7 @@ def launch(
 
 
 def _start_processes(count: str, file: Path, script: Path, arguments: list[str]) -> None:
-    """Become torchrun, which starts this command in each process."""
+    """Replace this process by torchrun, which starts the command in each of several."""
     if "RANK" in os.environ:
         raise ConfigError("--nproc-per-node inside torchrun: it has started the processes. Leave the option out.")
     if count != "gpu" and not (count.isascii() and count.isdigit() and int(count)):

@@ -36,8 +36,8 @@ def check_arguments(arguments: Mapping[str, Any]) -> None:
     """
     if arguments.get("max_grad_norm") is not None:
         raise ConfigError(
-            f"max_grad_norm={arguments['max_grad_norm']} beside Trainer, which clips by itself, to 1.0 unless said. Use "
-            "TrainingArguments(max_grad_norm=) in its place; 0 does not clip."
+            f"max_grad_norm={arguments['max_grad_norm']} beside Trainer, which clips by itself, to 1.0 unless said. "
+            "Use TrainingArguments(max_grad_norm=) in its place; 0 does not clip."
         )
     if arguments.get("overlap") == "backward":
         raise ConfigError(
@@ -79,8 +79,8 @@ def check_training(args: Any, elsewhere: Mapping[str, Any]) -> None:
     if differing:
         said = ", ".join(f"{name}={_plain(getattr(args, name))!r} and {elsewhere[name]!r}" for name in differing)
         raise ConfigError(
-            f"TrainingArguments and the configuration file differ: {said}. Say the same in both, or leave it out of the "
-            "file ('auto', in one of DeepSpeed)."
+            f"TrainingArguments and the configuration file differ: {said}. Say the same in both, or leave it out "
+            "of the file ('auto', in one of DeepSpeed)."
         )
 
 
