@@ -186,6 +186,20 @@ def test_step_hooks_of_torch_run():
     optimizer.close()
 
 
+def test_step_hooks_that_were_registered_before_prepare_run():
+    model = stack()
+    given = torch.optim.AdamW(model.parameters())
+    calls = []
+    given.register_step_pre_hook(lambda *args: calls.append("before"))
+    after = given.register_step_post_hook(lambda *args: calls.append("after"))
+    optimizer = penstock.prepare(model, given)
+    train(model, optimizer, range(1))
+    after.remove()
+    train(model, optimizer, range(1))
+    assert calls == ["before", "after", "before"]
+    optimizer.close()
+
+
 # State dicts
 
 

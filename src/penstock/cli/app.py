@@ -13,6 +13,7 @@ from penstock.cli.export import export
 from penstock.cli.import_dcp import import_dcp
 from penstock.cli.import_deepspeed import import_deepspeed
 from penstock.cli.inspect import inspect
+from penstock.cli.launch import launch
 from penstock.cli.train import train
 from penstock.errors import PenstockError, one_line
 
@@ -48,6 +49,8 @@ app.command()(export)
 app.command()(inspect)
 app.command()(import_deepspeed)
 app.command()(import_dcp)
+# What follows the script is the script's.
+app.command(context_settings={"allow_interspersed_args": False})(launch)
 app.command()(convert_config)
 
 

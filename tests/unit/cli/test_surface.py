@@ -63,11 +63,13 @@ EXPORT = {
     "--adapters-only": True,
     "--no-adapters-only": True,
     "--max-shard-bytes": "5GB",
+    "--average": False,
 }
 INSPECT = {"path": None, "--verify": False, "--json": False}
 IMPORT = {"folder": None, "out": None}
 IMPORT_DCP = IMPORT | {"--buffer": None}
 CONVERT = {"file": None, "--out": "None"}
+LAUNCH = {"script": None, "arguments": None, "--config": "", "--nproc-per-node": ""}
 COMMANDS = {
     "train": TRAIN,
     "export": EXPORT,
@@ -75,6 +77,7 @@ COMMANDS = {
     "import-deepspeed": IMPORT,
     "import-dcp": IMPORT_DCP,
     "convert-config": CONVERT,
+    "launch": LAUNCH,
 }
 
 HEAVY = ("transformers", "tokenizers", "numpy.random", "tensorboard")

@@ -1,0 +1,138 @@
+"""Models without values, and the weights of a folder for a model that is prepared already."""
+
+from os import PathLike
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from transformers.utils import is_peft_available
+
+from penstock import Optimizer
+from penstock.checkpoint.tensorfiles import WeightFiles
+from penstock.errors import CheckpointError, ConfigError
+from penstock.integrations.huggingface import build_empty, find_model
+from penstock.integrations.weights import state_entries
+
+
+class LoadResult(NamedTuple):
+    """What `load_state_dict` returns: names that the files lack, and names that the model lacks."""
+
+    missing_keys: list[str]
+    unexpected_keys: list[str]
+
+
+def from_pretrained_on_meta(folder: str | PathLike[str], *, trust_remote_code: bool = False) -> Any:
+    """Build a folder's causal language model without values, which Trainer on Penstock reads from the folder.
+
+    No rank ever holds the whole model: each reads what it keeps, straight to where it rests. So models start that are
+    larger than host memory.
+
+    Arguments:
+        folder: config.json and .safetensors files, as `save_pretrained` writes them.
+        trust_remote_code: run the code of a folder whose model is none of transformers' own.
+
+    Returns:
+        A transformers model on the meta device, its parameters in the dtype that config.json names.
+
+    Raises:
+        ConfigError: the folder cannot be read, or its weights have other names or shapes than the model: use
+            `from_pretrained`.
+
+    Example:
+        >>> model = from_pretrained_on_meta("Llama-3.1-70B")  # doctest: +SKIP
+        >>> trainer_class(Trainer, placement={"params": "nvme", "nvme_path": "/nvme"})(model=model)  # doctest: +SKIP
+    """
+    source = find_model(str(folder), seq_length=1, trust_remote_code=trust_remote_code)
+    model = build_empty(source)
+    if model is None:
+        raise ConfigError(
+            f"{folder}: transformers reads these weights under other names or in other shapes than the model has. Use "
+            "from_pretrained, which needs host memory for the model."
+        )
+    return model
+
+
+def is_empty(model: nn.Module) -> bool:
+    """Tell whether a model is on the meta device, without values."""
+    return any(parameter.is_meta for parameter in model.parameters())
+
+
+def folder_of(model: nn.Module) -> Path:
+    """Find the folder that a model without values has them in.
+
+    Raises:
+        ConfigError: it names none.
+    """
+    named = getattr(model, "name_or_path", "")
+    if named and any(Path(named).glob("*.safetensors")):
+        return Path(named)
+    raise ConfigError(
+        f"The {type(model).__name__} is on the meta device, and names no folder of .safetensors weights. Use "
+        "from_pretrained_on_meta(folder), or give trainer_class(weights=): a folder, or 'init'."
+    )
+
+
+def is_adapted(model: nn.Module) -> bool:
+    """Tell whether peft has put adapters into a model, which are all that is saved of it."""
+    if not is_peft_available():
+        return False
+    from peft import PeftModel
+
+    return isinstance(model, PeftModel)
+
+
+def adapter_entries(model: Any, adapter: str) -> dict[str, Tensor]:
+    """List what peft saves of an adapter: parameters (and buffers) of the model, by their names in its files."""
+    from peft import get_peft_model_state_dict
+
+    # Given the tensors themselves, peft picks and renames them, and reads none.
+    picked: dict[str, Tensor] = get_peft_model_state_dict(model, state_dict=state_entries(model), adapter_name=adapter)
+    return picked
+
+
+def saved_entries(model: Any) -> dict[str, Any]:
+    """List what `save_pretrained` writes of a model, by names of its `state_dict`: of one with adapters, those."""
+    entries = state_entries(model)
+    if not is_adapted(model):
+        return entries
+    of_adapters = {id(entry) for adapter in model.peft_config for entry in adapter_entries(model, adapter).values()}
+    return {name: entry for name, entry in entries.items() if id(entry) in of_adapters}
+
+
+def load_weights(optimizer: Optimizer, model: Any, folder: Path) -> LoadResult:
+    """Read a folder's weights into a prepared model, one parameter at a time, at master precision. Collective.
+
+    Arguments:
+        optimizer: what `penstock.prepare` returned for it.
+        model: a model, or one with adapters of peft, of which the active one is read.
+        folder: .safetensors files, as `save_pretrained` writes them, which all ranks see.
+
+    Raises:
+        CheckpointError: there are none, or a tensor has another shape than its parameter. Nothing has changed.
+    """
+    targets = adapter_entries(model, model.active_adapters[0]) if is_adapted(model) else state_entries(model)
+    files = WeightFiles(folder)
+    try:
+        shared = sorted(files.entries.keys() & targets.keys())
+        for name in shared:
+            shape, here = files.entries[name].shape, tuple(targets[name].shape)
+            if shape != here:
+                raise CheckpointError(f"{files.entries[name].file}: '{name}' is {shape}, and {here} in the model.")
+        for name in shared:
+            target = targets[name]
+            _write(optimizer, target, files.read(name, 0, target.numel()).reshape(target.shape))
+        read = {id(targets[name]) for name in shared}  # tied weights are in the files once
+        missing = [name for name, target in targets.items() if id(target) not in read]
+        return LoadResult(missing, sorted(files.entries.keys() - targets.keys()))
+    finally:
+        files.close()
+
+
+def _write(optimizer: Optimizer, target: Tensor, value: Tensor) -> None:
+    """Overwrite a parameter wherever it rests, or a buffer in place."""
+    if isinstance(target, nn.Parameter):
+        optimizer.set_full_param(target, value.float())
+    else:
+        with torch.no_grad():
+            target.copy_(value)
