@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 import penstock
+from penstock.engine.passes.handles import Handle
 from penstock.kinds import Tier
 from penstock.machine.arena import Arena
 from penstock.tiers.host import _HostSlab
@@ -24,11 +25,12 @@ def file_bytes(folder: Path) -> int:
 
 
 def tensor_bytes() -> int:
-    """Bytes of all storages that Python sees, but of those that were mapped."""
+    """Bytes of all storages that Python sees, but of those that were mapped, and of handles, whose storage has no data."""
     gc.collect()
     found = {}
     for value in gc.get_objects():
-        if issubclass(type(value), Tensor) and value.layout is torch.strided:
+        kind = type(value)
+        if issubclass(kind, Tensor) and not issubclass(kind, Handle) and value.layout is torch.strided:
             storage = value.untyped_storage()
             if storage.resizable():
                 found[storage._cdata] = storage.nbytes()
