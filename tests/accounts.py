@@ -25,7 +25,7 @@ def file_bytes(folder: Path) -> int:
 
 
 def tensor_bytes() -> int:
-    """Bytes of all storages that Python sees, but of those that were mapped, and those of handles, which have no data."""
+    """Bytes of all storages that Python sees, but of those that were mapped, and of handles, which have no data."""
     gc.collect()
     found = {}
     for value in gc.get_objects():
