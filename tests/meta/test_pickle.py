@@ -82,7 +82,7 @@ def test_the_one_reader_takes_tensors_and_plain_values_alone() -> None:
 
 def test_the_reader_of_opcodes_makes_nothing() -> None:
     """It keeps the names of classes as text: it has nothing to import them with, or to call."""
-    tree = modules()["integrations.opcodes"]
+    tree = modules()["integrations.dcp.opcodes"]
     imported = {node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
     imported |= {alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names}
     assert imported == {"struct", "collections.abc", "dataclasses", "typing"}

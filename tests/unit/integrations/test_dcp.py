@@ -21,8 +21,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import penstock
-from penstock.integrations.boxes import Box, read_boxes
 from penstock.integrations.dcp import import_checkpoint
+from penstock.integrations.dcp.boxes import Box, read_boxes
 from tests.deepspeed_checks import check, plain, prepared
 from tests.optional.deepspeed_files import STEPS, Model, batch, groups
 from tests.support import run_ranks

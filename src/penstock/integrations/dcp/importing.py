@@ -1,6 +1,6 @@
 """Checkpoints of `torch.distributed.checkpoint` (FSDP2, FSDP, torchtitan, accelerate), made into ones of Penstock.
 
-What lies where in their files: `integrations.dcpfiles`. What they call it differs a little:
+What lies where in their files: `integrations.dcp.files`. What they call it differs a little:
 
     plain         {"model": ..., "optim": ...} of `get_state_dict`, also inside {"app": ...}
     torchtitan    the model's tensors at the top, "optimizer" with flat keys: state.NAME.exp_avg, param_groups.NAME.lr
@@ -24,8 +24,8 @@ from torch import Tensor
 
 from penstock.checkpoint.importing import Incoming, Read, write_checkpoint
 from penstock.errors import CheckpointError, PenstockError, one_line
-from penstock.integrations.boxes import Box, read_boxes
-from penstock.integrations.dcpfiles import INDEX, DcpFolder, SavedTensor
+from penstock.integrations.dcp.boxes import Box, read_boxes
+from penstock.integrations.dcp.files import INDEX, DcpFolder, SavedTensor
 from penstock.integrations.deepspeed import BYTES_OF_ANY, MOST_GROWTH, OPTIONS
 from penstock.integrations.pickled import refused
 

@@ -3,7 +3,7 @@
     .metadata        a pickle: for each tensor its shape, its chunks and in which file they lie; and how keys are nested
     __0_0.distcp     items one after the other, each a whole file of torch.save: one chunk of a tensor, or a value
 
-Both are read by `integrations.opcodes`, which runs nothing. A chunk is mapped where it lies, so it is in memory only
+Both are read by `integrations.dcp.opcodes`, which runs nothing. A chunk is mapped where it lies, so it is in memory only
 while it is copied; what the index says of it is held against the file first.
 """
 
@@ -23,7 +23,7 @@ from torch import Tensor
 from penstock.checkpoint.fields import MOST_DIMENSIONS, MOST_NUMEL
 from penstock.checkpoint.tensorfiles import DTYPES
 from penstock.errors import CheckpointError, one_line
-from penstock.integrations.opcodes import Made, PickleError, read_values
+from penstock.integrations.dcp.opcodes import Made, PickleError, read_values
 from penstock.integrations.pickled import MOST_PICKLE_BYTES, refused
 
 INDEX = ".metadata"
