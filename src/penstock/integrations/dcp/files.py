@@ -3,8 +3,8 @@
     .metadata        a pickle: for each tensor its shape, its chunks and in which file they lie; and how keys are nested
     __0_0.distcp     items one after the other, each a whole file of torch.save: one chunk of a tensor, or a value
 
-Both are read by `integrations.dcp.opcodes`, which runs nothing. A chunk is mapped where it lies, so it is in memory only
-while it is copied; what the index says of it is held against the file first.
+Both are read by `integrations.dcp.opcodes`, which runs nothing. A chunk is mapped where it lies, so it is in memory
+only while it is copied; what the index says of it is held against the file first.
 """
 
 import io
