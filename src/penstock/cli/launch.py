@@ -12,6 +12,8 @@ import typer
 from penstock.cli.parse import parse_path
 from penstock.errors import ConfigError
 
+_MOST_PROCESSES = 1024  # on one host
+
 
 def launch(
     script: Annotated[str, typer.Argument(help="A Python file that trains with transformers' Trainer, or TRL's.")],
@@ -52,8 +54,8 @@ def _start_processes(count: str, file: Path, script: Path, arguments: list[str])
     """Replace this process by torchrun, which starts the command in each of several."""
     if "RANK" in os.environ:
         raise ConfigError("--nproc-per-node inside torchrun: it has started the processes. Leave the option out.")
-    if count != "gpu" and not (count.isascii() and count.isdigit() and int(count)):
-        raise ConfigError(f"--nproc-per-node {count!r}: use a number of processes, or gpu.")
+    if count != "gpu" and not (count.isascii() and count.isdigit() and 0 < int(count) <= _MOST_PROCESSES):
+        raise ConfigError(f"--nproc-per-node {count!r}: use a number of processes to {_MOST_PROCESSES}, or gpu.")
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", count]
     command += ["-m", "penstock", "launch", "--config", str(file), str(script), *arguments]
     sys.stdout.flush()

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from tests.support import sampled_rows
-from tests.unit.cli.test_surface import COMMANDS, EXPORT, IMPORT, INSPECT, TRAIN
+from tests.unit.cli.test_surface import COMMANDS
 
 HUGE = str(10**30)
 HUGER = str(10**400)
@@ -24,6 +24,8 @@ HOMES = ["", "x", "nan", "cpu=nan", "cpu=inf", "cpu=-1,device=2", "cpu=0.5", "cp
 PATHS = ["a-folder", "a-file", "a-fifo", "a-dangling-link", "a-locked-folder", "a-loop", "missing", "x" * 300]
 PATHS += ["x" * 5000, "a-file/below", "a\x00b", "", "/dev/null", "/proc/self/mem", "/dev/null/x", "bad-\udcff-name"]
 
+OUT = ["a-file", "a-fifo", "a-file/below", "a\x00b", "", "x" * 300, "/dev/null", "/proc/x", "a-loop"]
+
 FLAGS = ("--trust-remote-code", "--activation-checkpointing", "--chunked-loss", "--tensorboard")
 
 TABLE: dict[str, dict[str, list[str]]] = {
@@ -31,7 +33,7 @@ TABLE: dict[str, dict[str, list[str]]] = {
         "--model": [*PATHS, "x"],
         "--data": [*(path for path in PATHS if path != "a-file"), "[", "**"],
         "--jsonl-field": [],
-        "--out": ["a-file", "a-fifo", "a-file/below", "a\x00b", "", "x" * 300, "/dev/null", "/proc/x", "a-loop"],
+        "--out": OUT,
         "--seed": [*NUMBERS, str(1 << 63)],
         "--stage": [*NUMBERS, "4"],
         "--params": HOMES,
@@ -67,16 +69,22 @@ TABLE: dict[str, dict[str, list[str]]] = {
     },
     "export": {
         "checkpoint": PATHS,
-        "out": ["a-file", "a-fifo", "a-file/below", "a\x00b", "", "x" * 300, "/dev/null", "/proc/x", "a-loop"],
+        "out": OUT,
         "--dtype": ["", "x", "int8"],
         "--max-shard-bytes": [*SIZES, "0"],
         "--adapters-only": ["=x"],
         "--no-adapters-only": ["=x"],
+        "--average": ["=x"],
     },
     "inspect": {"path": PATHS, "--verify": ["=x"], "--json": ["=x"]},
-    "import-deepspeed": {
-        "folder": PATHS,
-        "out": ["a-file", "a-fifo", "a-file/below", "a\x00b", "", "x" * 300, "/dev/null", "/proc/x", "a-loop"],
+    "import-deepspeed": {"folder": PATHS, "out": OUT},
+    "import-dcp": {"folder": PATHS, "out": OUT, "--buffer": ["", "x", "x" * 5000]},
+    "convert-config": {"file": PATHS, "--out": [path for path in OUT if path]},
+    "launch": {
+        "script": [path for path in PATHS if path not in ("a-file", "/proc/self/mem")],
+        "arguments": [],
+        "--config": PATHS,
+        "--nproc-per-node": [count for count in COUNTS if count],
     },
 }
 ROWS = [
@@ -88,7 +96,6 @@ def test_every_option_has_a_row() -> None:
     assert {command: set(rows) for command, rows in TABLE.items()} == {
         command: set(options) for command, options in COMMANDS.items()
     }
-    assert COMMANDS == {"train": TRAIN, "export": EXPORT, "inspect": INSPECT, "import-deepspeed": IMPORT}
 
 
 @pytest.fixture(scope="module")
@@ -107,6 +114,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def surroundings(tmp_path: Path, checkpoint: Path) -> Iterator[Path]:
     (tmp_path / "a-folder").mkdir()
     (tmp_path / "a-file").write_text("text " * 99)
+    (tmp_path / "a-config").write_text("stage: 3")
     os.mkfifo(tmp_path / "a-fifo")
     (tmp_path / "a-dangling-link").symlink_to("nowhere")
     (tmp_path / "a-loop").symlink_to("a-loop")
@@ -125,8 +133,10 @@ def arguments(command: str, option: str, value: str) -> list[str]:
     if command != "train":
         positional = {name: "" for name in COMMANDS[command] if not name.startswith("-")}
         given = {"checkpoint": "checkpoint", "path": "checkpoint", "folder": "a-folder", "out": "out"}
+        given |= {"file": "a-config", "script": "a-file", "arguments": "x"}
         if option in positional:
-            return [command, "--", *(value if name == option else given[name] for name in positional)]
+            before = ["--config=a-config"] if command == "launch" else []
+            return [command, *before, "--", *(value if name == option else given[name] for name in positional)]
         return [
             command,
             option + value if value == "=x" else f"{option}={value}",

@@ -18,6 +18,8 @@ def read_mapping(path: Path) -> Mapping[str, Any]:
         ConfigError: it cannot be read, or holds no mapping; or it is YAML, and PyYAML is not there.
     """
     try:
+        if path.exists() and not path.is_file():
+            raise ConfigError(f"{path} is no file. Name a configuration.")  # a pipe would be waited for
         if path.stat().st_size > _MOST_BYTES:
             raise ConfigError(f"{path} is too large for a configuration. Name another file.")
         text = path.read_text()
@@ -29,7 +31,7 @@ def read_mapping(path: Path) -> Mapping[str, Any]:
             f"{path} is not read: {one_line(error)}. Name a configuration in plain JSON or YAML."
         ) from error
     if not isinstance(content, dict):
-        raise ConfigError(f"{path} holds no mapping. Name a configuration of DeepSpeed or of accelerate.")
+        raise ConfigError(f"{path} holds no mapping. A configuration has names with values.")
     return content
 
 
