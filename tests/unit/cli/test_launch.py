@@ -24,7 +24,7 @@ def script(tmp_path: Path) -> str:
         (["--config", "p.yaml", "other.py"], "other.py is no file"),
         (["--config", "none.yaml", "script.py"], "none.yaml is not read"),
         (["--config", "q.yaml", "script.py"], "q.yaml has no 'stages'. Did you mean 'stage'?"),
-        (["--config", "p.yaml", "--nproc-per-node", "two", "script.py"], "use a number of processes, or gpu"),
+        (["--config", "p.yaml", "--nproc-per-node", "two", "script.py"], "use a number of processes to 1024, or gpu"),
         (["--config", "p.yaml"], "Missing argument 'script'"),
     ],
 )
