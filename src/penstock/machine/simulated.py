@@ -86,8 +86,18 @@ class SimulatedStreams(Streams):
         event = _SimulatedEvent(self)
         self._writing = [(storage, other) for storage, other in self._writing if not other.done()]
         self._writing += [(tensor.untyped_storage().data_ptr(), event) for tensor in writes]
-        self._workers[stream].submit(in_order, event)  # after the note: it may run at once
+        try:
+            self._workers[stream].submit(in_order, event)  # after the note: it may run at once
+        except BaseException:
+            self._note_behind(stream, event)
+            raise
         return event
+
+    def _note_behind(self, stream: str, event: Event) -> None:
+        """Have memory count as written until what an interrupt has queued, or kept from the queue, must have run."""
+        behind = _SimulatedEvent(self)
+        self._writing = [(storage, behind if other is event else other) for storage, other in self._writing]
+        self._workers[stream].submit(lambda: None, behind)
 
     def lease(self, buffer: Tensor) -> None:
         """Give the buffer its memory, full of NaN."""
