@@ -1,0 +1,11 @@
+"""One line in loops of accelerate: `PenstockAccelerator(penstock={...})` in place of `Accelerator()`.
+
+settings     what accelerate and Penstock are both told, and what they cannot both be
+pairs        models with their optimizers: found, prepared, given back
+accelerator  the class: accelerate's public methods, over the pairs
+"""
+
+from penstock.integrations.accelerate.accelerator import PenstockAccelerator
+from penstock.integrations.accelerate.pairs import PreparedOptimizer
+
+__all__ = ["PenstockAccelerator", "PreparedOptimizer"]

@@ -1,0 +1,217 @@
+"""Models with their optimizers: which belong together, prepared by Penstock, wrapped for accelerate, given back."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from accelerate.optimizer import AcceleratedOptimizer
+from accelerate.utils import convert_to_fp32
+from torch import nn
+from torch.optim import Optimizer
+
+import penstock
+from penstock.errors import ConfigError, EngineError
+
+#: What accelerate leaves on what it has prepared; with it, another prepare of the model would do nothing.
+_PREPARED = "_is_accelerate_prepared"
+
+
+class PreparedOptimizer(AcceleratedOptimizer):
+    """accelerate's wrapper around a `penstock.Optimizer`: steps and forgets gradients where gradients are synchronised.
+
+    Arguments:
+        optimizer: what `penstock.prepare` returned.
+        given: the optimizer that it stands for.
+
+    Attributes:
+        optimizer: the `penstock.Optimizer`.
+        given: as given.
+        result: of the last step that was made; `None` before the first.
+
+    Example:
+        >>> model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters()))  # doctest: +SKIP
+        >>> print(optimizer.optimizer.locations())  # doctest: +SKIP
+    """
+
+    def __init__(self, optimizer: penstock.Optimizer, given: Optimizer) -> None:
+        # With device_placement it would load its own state dict: the whole state, on every rank.
+        super().__init__(optimizer, device_placement=False, scaler=None)
+        self.given = given
+        self.result: penstock.StepResult | None = None
+
+    def step(self, closure: Callable[[], Any] | None = None) -> penstock.StepResult | None:
+        """Update with the micro-batches so far, where this one is the last; schedulers see whether it was skipped.
+
+        Returns:
+            As `penstock.Optimizer.step`; `None` inside `accumulate`, where more micro-batches follow.
+        """
+        if not self.gradient_state.sync_gradients:
+            return None
+        result: penstock.StepResult = self.optimizer.step(closure)
+        self.result = result
+        self._is_overflow = result.skipped  # what schedulers and accelerator.optimizer_step_was_skipped read
+        return result
+
+
+class Pair:
+    """A prepared model, and the optimizer that trains it. Made by `prepare_pair`.
+
+    Arguments:
+        model: the module that was prepared.
+        handle: what `penstock.prepare` returned.
+        wrapper: what the loop holds in the optimizer's place; `None` for a model that nothing trains.
+        in_16_bits: whether it computes in bf16 or fp16; what it returns is made fp32 then.
+
+    Attributes:
+        model, handle, wrapper: as given.
+    """
+
+    def __init__(
+        self, model: nn.Module, handle: penstock.Optimizer, wrapper: PreparedOptimizer | None, *, in_16_bits: bool
+    ) -> None:
+        self.model = model
+        self.handle = handle
+        self.wrapper = wrapper
+        # As accelerate's own wrapper around the forward of a model in 16 bits: losses and metrics of loops expect it.
+        self._hook = model.register_forward_hook(_to_fp32) if in_16_bits else None
+
+    @property
+    def given(self) -> Optimizer | None:
+        """The optimizer that the loop gave."""
+        return None if self.wrapper is None else self.wrapper.given
+
+    @property
+    def is_open(self) -> bool:
+        """Whether nobody has closed the handle."""
+        try:
+            self.handle.locations()
+        except EngineError:
+            return False
+        return True
+
+    def parameters(self) -> list[nn.Parameter]:
+        """List the parameters that its optimizer trains now."""
+        return [p for group in self.handle.param_groups for p in group["params"] if p.requires_grad]
+
+    def close(self) -> None:
+        """Give everything back, and leave the model with whole parameters. Collective."""
+        self.handle.close()
+        if self._hook is not None:
+            self._hook.remove()
+        self.model.__dict__.pop(_PREPARED, None)
+
+
+class Match(NamedTuple):
+    """What is prepared together: a model, and its optimizer where it has one."""
+
+    model: nn.Module
+    optimizer: Optimizer | None
+
+
+def _to_fp32(module: nn.Module, arguments: Any, output: Any) -> Any:
+    del module, arguments
+    return convert_to_fp32(output)
+
+
+def match(models: Sequence[nn.Module], known: Sequence[nn.Module], optimizers: Sequence[Optimizer]) -> list[Match]:
+    """Find the model of each optimizer, by its parameters.
+
+    Arguments:
+        models: those that are prepared now, each once.
+        known: those that were before; an optimizer may be for one of them.
+        optimizers: those that are prepared now, each once.
+
+    Returns:
+        Each of `models`, and those of `known` that an optimizer is for.
+
+    Raises:
+        ConfigError: an optimizer of no model, of several, or of one that another optimizer trains; models that share
+            parameters.
+    """
+    owners: dict[nn.Parameter, nn.Module] = {}
+    for model in (*models, *(model for model in known if model not in models)):
+        for name, parameter in model.named_parameters():
+            if owners.setdefault(parameter, model) is not model:
+                raise ConfigError(
+                    f"prepare: {_name(model)} and {_name(owners[parameter])} share the parameter '{name}' "
+                    f"{tuple(parameter.shape)}. Give the model that holds both, or parts that share nothing."
+                )
+    found: dict[nn.Module, Optimizer] = {}
+    for optimizer in optimizers:
+        model = _model_of(optimizer, owners)
+        if model in found:
+            raise ConfigError(
+                f"prepare: {_name(found[model])} and {_name(optimizer)} both train parameters of {_name(model)}. Use "
+                "one optimizer with several param groups; or give the parts of the model that each trains, and call the "
+                "whole as before."
+            )
+        found[model] = optimizer
+    return [Match(model, found.get(model)) for model in dict.fromkeys((*models, *found))]
+
+
+def _model_of(optimizer: Optimizer, owners: Mapping[nn.Parameter, nn.Module]) -> nn.Module:
+    """Find the one model that has all parameters of an optimizer."""
+    if isinstance(optimizer, penstock.Optimizer):
+        raise ConfigError(
+            "prepare: the optimizer is what penstock.prepare() returned. Give the one that it was made of, and let the "
+            "accelerator prepare it with its own arguments."
+        )
+    held = [p for group in optimizer.param_groups for p in group["params"]]
+    models = {owners.get(parameter) for parameter in held}
+    strange = next((parameter for parameter in held if parameter not in owners), None)
+    if strange is not None:
+        raise ConfigError(
+            f"prepare: {_name(optimizer)} trains a parameter {tuple(strange.shape)} that no prepared model has. Give "
+            "its model in the same call, not wrapped in anything (DistributedDataParallel and the like)."
+        )
+    model = models.pop()
+    if model is None or models:
+        raise ConfigError(
+            f"prepare: {_name(optimizer)} trains parameters of {1 + len(models)} models. Give one model that holds "
+            "them (torch.nn.ModuleList), or an optimizer for each."
+        )
+    return model
+
+
+def prepare_pair(model: nn.Module, optimizer: Optimizer | None, arguments: Mapping[str, Any]) -> Pair:
+    """Have Penstock prepare a model and its optimizer. Collective.
+
+    Raises:
+        ConfigError: as `penstock.prepare`. Nothing has changed.
+    """
+    handle = penstock.prepare(model, optimizer, **arguments)
+    wrapper = None if optimizer is None else PreparedOptimizer(handle, optimizer)
+    return Pair(model, handle, wrapper, in_16_bits=arguments["precision"] != "fp32")
+
+
+def check_model(model: nn.Module, device: torch.device) -> None:
+    """Refuse a model that somebody else has wrapped, dispatched or put on another device.
+
+    Arguments:
+        model: as the loop gave it.
+        device: accelerate's, where its dataloaders put batches.
+
+    Raises:
+        ConfigError: says what to do instead.
+    """
+    wrapped = isinstance(model, nn.DataParallel | nn.parallel.DistributedDataParallel)
+    if wrapped:
+        raise ConfigError(f"prepare: the model is wrapped in {_name(model)}. Give the model inside: Penstock averages.")
+    for module in model.modules():
+        if len(getattr(module, "hf_device_map", ())) > 1 or hasattr(module, "_hf_hook"):
+            raise ConfigError(
+                f"prepare: {_name(module)} is dispatched to several devices, or offloaded, by accelerate (device_map=, "
+                "cpu_offload, dispatch_model). Load it without a device map: penstock={'placement': ...} does this, or "
+                "penstock={'weights': FOLDER} where it is too large to load."
+            )
+    devices = {parameter.device for parameter in model.parameters()} - {torch.device("cpu"), torch.device("meta")}
+    others = [found for found in devices if found.type != device.type or found.index not in (None, device.index)]
+    if others:
+        raise ConfigError(
+            f"prepare: parameters of {_name(model)} lie on {others[0]}, and the accelerator is on {device}. Leave the "
+            "model on the cpu: it is placed from there."
+        )
+
+
+def _name(thing: object) -> str:
+    return type(thing).__name__

@@ -1,0 +1,137 @@
+"""Arguments of `penstock.prepare` as files hold them: JSON or YAML values for classes, dtypes and dataclasses."""
+
+import difflib
+import inspect
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, fields
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+
+import penstock
+from penstock.errors import ConfigError
+
+_Value = TypeVar("_Value", penstock.Placement, penstock.Options)
+
+_DTYPES: Mapping[str, torch.dtype] = {
+    "fp32": torch.float32,
+    "float32": torch.float32,
+    "bf16": torch.bfloat16,
+    "bfloat16": torch.bfloat16,
+    "fp16": torch.float16,
+    "float16": torch.float16,
+}
+_GIVEN_BY_CALL = ("model", "optimizer")
+
+
+@dataclass(frozen=True)
+class ByClassName:
+    """The units of `prepare` by names of classes, as files hold them: `units: [LlamaDecoderLayer]`.
+
+    Attributes:
+        names: of the classes whose modules are gathered together.
+    """
+
+    names: frozenset[str]
+
+    def __call__(self, name: str, module: nn.Module) -> bool:
+        """Tell whether a module is of one of the classes."""
+        del name
+        return type(module).__name__ in self.names
+
+
+def argument_names() -> tuple[str, ...]:
+    """List what `penstock.prepare` takes beside the model and its optimizer."""
+    return tuple(name for name in inspect.signature(penstock.prepare).parameters if name not in _GIVEN_BY_CALL)
+
+
+def prepare_arguments(mapping: Mapping[str, Any], *, source: str = "penstock") -> dict[str, Any]:
+    """Make arguments of `penstock.prepare` of what a file, or a caller, says.
+
+    Arguments:
+        mapping: arguments by name. `placement` and `options` may be mappings of their fields, dtypes and `units` names:
+            `"bf16"`, `"torch.float32"`, `["LlamaDecoderLayer"]`. What has its type already stays as it is.
+        source: what messages call the mapping, such as the file it was read from.
+
+    Returns:
+        What `penstock.prepare(model, optimizer, **arguments)` takes; only what the mapping has.
+
+    Raises:
+        ConfigError: a name that there is not, with the nearest that there is; a value that stands for nothing.
+
+    Example:
+        >>> prepare_arguments({"stage": 2, "placement": {"optimizer": "cpu"}})["placement"].optimizer
+        'cpu'
+    """
+    if not isinstance(mapping, Mapping):
+        raise ConfigError(f"{source} is {type(mapping).__name__}, not a mapping of arguments of penstock.prepare().")
+    known = argument_names()
+    for name in mapping:
+        if name in _GIVEN_BY_CALL:
+            raise ConfigError(f"{source}[{name!r}]: the {name} is not given here, but where it is prepared.")
+    check_names(mapping, known, source)
+    return {name: _READERS.get(name, _as_it_is)(value, f"{source}[{name!r}]") for name, value in mapping.items()}
+
+
+def check_names(mapping: Mapping[str, Any], known: Collection[str], source: str) -> None:
+    """Refuse a name that is not known, and name the nearest one.
+
+    Raises:
+        ConfigError: there is one.
+    """
+    for name in mapping:
+        if name not in known:
+            near = difflib.get_close_matches(str(name), known, n=1)
+            advice = f"Did you mean {near[0]!r}?" if near else f"Use some of {', '.join(known)}."
+            raise ConfigError(f"{source} has no {name!r}. {advice}")
+
+
+def _as_it_is(value: Any, source: str) -> Any:
+    del source
+    return value
+
+
+def _placement(value: Any, source: str) -> Any:
+    return _made(penstock.Placement, value, source)  # "auto" stays a word
+
+
+def _options(value: Any, source: str) -> Any:
+    if value is None:
+        return penstock.Options()
+    return _made(penstock.Options, value, source)
+
+
+def _made(made: type[_Value], value: Any, source: str) -> Any:
+    """Make a dataclass of the mapping of its fields; return anything else, for `prepare` to judge."""
+    if not isinstance(value, Mapping):
+        return value
+    check_names(value, [field.name for field in fields(made)], source)
+    return made(**value)
+
+
+def _dtype(value: Any, source: str) -> Any:
+    if not isinstance(value, str):
+        return value
+    dtype = _DTYPES.get(value.removeprefix("torch."))
+    if dtype is None:
+        raise ConfigError(f"{source}={value!r} is no dtype. Use one of 'fp32', 'bf16', 'fp16'.")
+    return dtype
+
+
+def _units(value: Any, source: str) -> Any:
+    named = [value] if isinstance(value, str) else value
+    if not isinstance(named, list | tuple) or not any(isinstance(item, str) for item in named):
+        return value
+    if not all(isinstance(item, str) for item in named):
+        raise ConfigError(f"{source} has names and classes. Use names of classes alone, or classes alone.")
+    return ByClassName(frozenset(named))
+
+
+_READERS: Mapping[str, Callable[[Any, str], Any]] = {
+    "placement": _placement,
+    "options": _options,
+    "grad_accumulation_dtype": _dtype,
+    "reduce_dtype": _dtype,
+    "units": _units,
+}
