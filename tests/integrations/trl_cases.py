@@ -1,9 +1,10 @@
 """Small runs of TRL's trainers, each as it is and through Penstock: models, words and data that are made in memory."""
 
-import json
-from collections.abc import Callable
+import inspect
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -16,11 +17,25 @@ from transformers import (
     LlamaForCausalLM,
     LlamaForSequenceClassification,
     PreTrainedTokenizerFast,
-    Qwen2Config,
-    Qwen2ForCausalLM,
-    set_seed,
 )
-from trl import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer, RewardConfig, RewardTrainer, SFTConfig, SFTTrainer
+from trl import (
+    DistillationConfig,
+    DistillationTrainer,
+    DPOConfig,
+    DPOTrainer,
+    GRPOConfig,
+    GRPOTrainer,
+    KTOConfig,
+    KTOTrainer,
+    RewardConfig,
+    RewardTrainer,
+    RLOOConfig,
+    RLOOTrainer,
+    SFTConfig,
+    SFTTrainer,
+)
+
+from penstock.integrations.transformers import trainer_class
 
 WORDS = [f"w{number}" for number in range(60)]
 SPECIAL = ["<pad>", "<eos>", "<bos>", "<unk>"]
@@ -62,11 +77,15 @@ def tokenizer() -> PreTrainedTokenizerFast:
     return made
 
 
-def causal(family: str = "llama") -> torch.nn.Module:
-    torch.manual_seed(7)
-    if family == "qwen2":  # its head is the embedding
-        return Qwen2ForCausalLM(Qwen2Config(**SIZES, tie_word_embeddings=True))
+def causal(seed: int = 7) -> torch.nn.Module:
+    torch.manual_seed(seed)
     return LlamaForCausalLM(LlamaConfig(**SIZES))
+
+
+def tied() -> torch.nn.Module:
+    """A model whose head is its embedding."""
+    torch.manual_seed(7)
+    return LlamaForCausalLM(LlamaConfig(**SIZES, tie_word_embeddings=True))
 
 
 def scoring() -> torch.nn.Module:
@@ -89,7 +108,7 @@ def texts(count: int, least: int = 3, most: int = 9, seed: int = 0) -> list[str]
     return [" ".join(WORDS[int(n)] for n in torch.randint(60, (length,), generator=random)) for length in lengths]
 
 
-def sft_data() -> Dataset:
+def sentences() -> Dataset:
     return Dataset.from_dict({"text": texts(24)})
 
 
@@ -103,7 +122,24 @@ def prompts(count: int = 16) -> Dataset:
     return Dataset.from_dict({"prompt": texts(count, seed=4)})
 
 
-def reward(completion_ids: list[list[int]], **rest: Any) -> list[float]:
+def labelled() -> Dataset:
+    return Dataset.from_dict(
+        {"prompt": texts(16, seed=1), "completion": texts(16, seed=2), "label": [number % 2 == 0 for number in range(16)]}
+    )
+
+
+def completions() -> Dataset:
+    return Dataset.from_dict({"prompt": texts(24, seed=1), "completion": texts(24, seed=2)})
+
+
+def talks() -> Dataset:
+    pairs = zip(texts(24, seed=1), texts(24, seed=2), strict=True)
+    return Dataset.from_dict(
+        {"messages": [[{"role": "user", "content": q}, {"role": "assistant", "content": a}] for q, a in pairs]}
+    )
+
+
+def likes(completion_ids: list[list[int]], **rest: Any) -> list[float]:
     """Even words are liked, and long answers."""
     return [sum(1.0 for token in ids if token % 2 == 0) + 0.1 * len(ids) for ids in completion_ids]
 
@@ -126,67 +162,81 @@ COMMON: dict[str, Any] = {
 LORA = LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "v_proj"], lora_dropout=0.0)
 
 
-def sft(made: Callable[[type], type], out: Path, *, model: Any = None, data: Any = None, **options: Any) -> Any:
-    peft = options.pop("peft_config", None)
-    return made(SFTTrainer)(
-        model=model or causal(),
-        args=SFTConfig(output_dir=str(out), **(COMMON | {"max_length": 16} | options)),
-        train_dataset=data or sft_data(),
-        processing_class=tokenizer(),
-        peft_config=peft,
-    )
+TINY = {"num_generations": 4, "per_device_train_batch_size": 4, "gradient_accumulation_steps": 1, "max_steps": 2}
+SAMPLED = {"max_completion_length": 6, **TINY}
 
 
-def dpo(made: Callable[[type], type], out: Path, *, model: Any = None, ref_model: Any = None, **options: Any) -> Any:
-    peft = options.pop("peft_config", None)
-    return made(DPOTrainer)(
-        model=model or causal(),
-        ref_model=ref_model,
-        args=DPOConfig(output_dir=str(out), **(COMMON | {"max_length": 24} | options)),
-        train_dataset=preferences(),
-        processing_class=tokenizer(),
-        peft_config=peft,
-    )
+@dataclass(frozen=True)
+class Case:
+    """A trainer, its arguments, what it takes beside them, and what they are here."""
+
+    trainer: type
+    config: type
+    data: Callable[[], Dataset]
+    settings: Mapping[str, Any]
+    models: Mapping[str, Callable[[Path], Any]]  # by parameter of the trainer
 
 
-def rewarded(made: Callable[[type], type], out: Path, **options: Any) -> Any:
-    peft = options.pop("peft_config", None)
-    return made(RewardTrainer)(
-        model=scoring(),
-        args=RewardConfig(output_dir=str(out), **(COMMON | {"max_length": 24} | options)),
-        train_dataset=preferences(),
-        processing_class=tokenizer(),
-        peft_config=peft,
-    )
+def from_folder(folder: Path) -> str:
+    """A model that the trainer loads by itself, and loads again for its reference."""
+    return str(folder / "model")
 
 
-def grpo(made: Callable[[type], type], out: Path, *, model: Any = None, rewards: Any = reward, **options: Any) -> Any:
-    peft = options.pop("peft_config", None)
-    group = {
-        "num_generations": 4,
-        "per_device_train_batch_size": 4,
-        "gradient_accumulation_steps": 1,
-        "max_completion_length": 6,
-        "max_steps": 2,
-    }
-    return made(GRPOTrainer)(
-        model=model or causal(),
-        reward_funcs=rewards,
-        args=GRPOConfig(output_dir=str(out), **(COMMON | group | options)),
-        train_dataset=prompts(),
-        processing_class=tokenizer(),
-        peft_config=peft,
-    )
+CASES: Mapping[str, Case] = {
+    "sft": Case(SFTTrainer, SFTConfig, sentences, {"max_length": 16}, {"model": lambda folder: causal()}),
+    "dpo": Case(DPOTrainer, DPOConfig, preferences, {"max_length": 24}, {"model": from_folder}),
+    "kto": Case(KTOTrainer, KTOConfig, labelled, {"max_length": 24}, {"model": from_folder}),
+    "reward": Case(RewardTrainer, RewardConfig, preferences, {"max_length": 24}, {"model": lambda folder: scoring()}),
+    "grpo": Case(GRPOTrainer, GRPOConfig, prompts, SAMPLED, {"model": from_folder, "reward_funcs": lambda folder: likes}),
+    "rloo": Case(RLOOTrainer, RLOOConfig, prompts, SAMPLED, {"model": from_folder, "reward_funcs": lambda folder: likes}),
+    "distillation": Case(
+        DistillationTrainer,
+        DistillationConfig,
+        prompts,
+        {"max_completion_length": 6, "max_steps": 2},
+        {"model": from_folder, "teacher_model": lambda folder: causal(seed=9)},
+    ),
+}
+
+def trainer_of(name: str, prepare: Mapping[str, Any] | None, folder: Path, **options: Any) -> Any:
+    """Make a trainer: as it is where `prepare` is `None`, else on Penstock.
+
+    `options` are settings of the config, parameters of the trainer, and `data`.
+    """
+    case = CASES[name]
+    takes = inspect.signature(case.trainer.__init__).parameters
+    given = {key: make(folder) for key, make in case.models.items()}
+    data = options.pop("data", case.data)
+    given |= {key: options.pop(key) for key in list(options) if key in takes}
+    if isinstance(given["model"], FunctionType):
+        given["model"] = given["model"]()
+    made = case.trainer if prepare is None else trainer_class(case.trainer, **prepare)
+    args = case.config(output_dir=str(folder / ("plain" if prepare is None else "ours")), **(COMMON | case.settings | options))
+    return made(args=args, train_dataset=data(), processing_class=tokenizer(), **given)
 
 
-def plain(base: type) -> type:
-    """Take a trainer as it is."""
-    return base
+def run(
+    name: str,
+    prepare: Mapping[str, Any] | None,
+    folder: Path,
+    train: Mapping[str, Any] | None = None,
+    **options: Any,
+) -> Outcome:
+    trainer = trainer_of(name, prepare, folder, **options)
+    trainer.train(**(train or {}))
+    return outcome(trainer)
 
 
-def outcome(trainer: Any, out: Path, **train: Any) -> Outcome:
-    """Train, save, and read what was saved."""
-    trainer.train(**train)
+def beside(name: str, prepare: Mapping[str, Any], folder: Path, tolerance: float = 1e-6, **options: Any) -> None:
+    """Hold a run on Penstock against the trainer's own."""
+    folder_of(causal(), folder / "model")
+    ours, theirs = run(name, prepare, folder, **options), run(name, None, folder, **options)
+    same(ours, theirs, tolerance)
+
+
+def outcome(trainer: Any) -> Outcome:
+    """Save what was trained, and read it."""
+    out = Path(trainer.args.output_dir)
     trainer.save_model(str(out / "saved"))
     logs = [
         {key: value for key, value in line.items() if not any(name in key for name in UNLIKE)}
@@ -209,11 +259,9 @@ def same(ours: Outcome, theirs: Outcome, tolerance: float) -> None:
                 float(mine[key]), float(value), rtol=tolerance, atol=tolerance, msg=lambda text, key=key: f"{key}: {text}",
                 equal_nan=True,
             )
-    assert any(line.get("grad_norm", 0) > 0 for line in ours.logs), json.dumps(ours.logs)
+    assert any(line.get("grad_norm", 0) > 0 for line in ours.logs)
     assert ours.weights.keys() == theirs.weights.keys()
     for name, value in theirs.weights.items():
         torch.testing.assert_close(ours.weights[name], value, rtol=tolerance, atol=tolerance, msg=name)
 
 
-def seeded(seed: int = 0) -> None:
-    set_seed(seed)
