@@ -1,5 +1,6 @@
 """What generation wants of a prepared model: room on the device, one gather for all tokens, ranks that stop together."""
 
+import math
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
@@ -65,15 +66,15 @@ def move_away(optimizer: Optimizer) -> bool:
 def fits(accelerator: Accelerator, model: nn.Module) -> bool:
     """Tell whether whole parameters leave room for generation on every rank's device. Collective."""
     device = accelerator.device
-    if device.type == "cpu":
-        return True
     wanted = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
-    enough = torch.tensor([wanted <= WHOLE_SHARE * _free_bytes(device)], device=device)
+    enough = torch.tensor([wanted <= WHOLE_SHARE * free_bytes(device)], device=device)
     return bool(accelerator.gather(enough).all())
 
 
-def _free_bytes(device: torch.device) -> int:
-    """Count the bytes of a device that torch has, and does not use, or can have."""
+def free_bytes(device: torch.device) -> float:
+    """Count the bytes of a device that torch has and does not use, or can have; of a cpu nobody counts them."""
+    if device.type == "cpu":
+        return math.inf
     module: Any = torch.get_device_module(device)
     free: int = module.mem_get_info(device)[0]
     return free + int(module.memory_reserved(device)) - int(module.memory_allocated(device))

@@ -14,12 +14,13 @@ import torch
 from torch import nn
 from trl import SyncRefModelCallback
 
-from penstock import Optimizer
+from penstock import Optimizer, prepare
 from penstock.checkpoint.beside import batches
 from penstock.errors import ConfigError, EngineError
 from penstock.integrations.accelerate import PenstockAccelerator
 from penstock.integrations.generation import generating, move_away
 
+COMPUTE_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 #: What is gathered at once where parameters are read one after the other.
 GATHER_BYTES = 256 << 20
 
@@ -50,8 +51,23 @@ def check_arguments(args: Any) -> None:
         )
 
 
+def begin(trainer: Any) -> None:
+    """Refuse what cannot be kept, and have the model placed where TRL's constructor runs it.
+
+    Arguments:
+        trainer: one of TRL's that is being made, and has its `args` and a `PenstockAccelerator`.
+
+    Raises:
+        ConfigError: an argument that cannot be kept.
+    """
+    check_arguments(trainer.args)
+    precompute = getattr(trainer, "_precompute_ref_logps", None)
+    if precompute is not None:
+        trainer._precompute_ref_logps = beside_reference(trainer, precompute)
+
+
 def adopt(trainer: Any) -> None:
-    """Have a trainer of TRL's ask Penstock for whole parameters. Safe to repeat; every rank calls it.
+    """Have a trainer of TRL's that is made ask Penstock for whole parameters. Safe to repeat.
 
     Arguments:
         trainer: whose `accelerator` is a `PenstockAccelerator`. Its objects are changed, no class.
@@ -60,6 +76,9 @@ def adopt(trainer: Any) -> None:
     whole = WholeParameters(trainer)
     if hasattr(trainer, "_dist"):
         trainer._dist = whole
+    if "split_between_processes" not in vars(accelerator):
+        split: Any = whole.between(accelerator.split_between_processes)
+        accelerator.split_between_processes = split
     engine = getattr(trainer, "vllm_generation", None)
     if engine is not None and not isinstance(engine._dist, WholeParameters):
         engine._dist = whole
@@ -115,8 +134,27 @@ class WholeParameters:
         wanted = getattr(args, "ds3_gather_for_generation", True)
         with generating(accelerator, optimizer, module, whole=wanted) as is_whole:
             if not is_whole and getattr(trainer, "use_transformers_continuous_batching", False):
-                check_together(accelerator, "use_transformers_continuous_batching=True")
+                check_alone(accelerator, "use_transformers_continuous_batching=True")
             yield
+
+    def between(self, split: Callable[..., Any]) -> Callable[..., Any]:
+        """Prepare the model for generation where callbacks of TRL's divide prompts between ranks to answer them.
+
+        Arguments:
+            split: `Accelerator.split_between_processes`, which is all that those callbacks ask for.
+        """
+
+        @contextmanager
+        def split_between_processes(inputs: Any, apply_padding: bool = False) -> Iterator[Any]:
+            accelerator, optimizer = self._trainer.accelerator, self.optimizer()
+            with ExitStack() as stack:
+                if optimizer is not None:
+                    is_whole = stack.enter_context(generating(accelerator, optimizer, self._trainer.model))
+                    if not is_whole and len(inputs) % accelerator.num_processes:
+                        check_alone(accelerator, f"{len(inputs)} prompts for {accelerator.num_processes} ranks")
+                yield stack.enter_context(split(inputs, apply_padding))
+
+        return split_between_processes
 
     @contextmanager
     def gather_params(self, params: Iterable[nn.Parameter]) -> Iterator[None]:
@@ -198,6 +236,28 @@ def beside_vllm(engine: Any, whole: WholeParameters) -> None:
     engine.generate = generate_and_return
 
 
+def beside_reference(trainer: Any, precompute: Callable[..., Any]) -> Callable[..., Any]:
+    """Have the model placed, as for inference, while its words as a reference are computed before it is trained."""
+
+    @wraps(precompute)
+    def precompute_ref_logps(*args: Any, **kwargs: Any) -> Any:
+        accelerator, model = trainer.accelerator, trainer.model
+        if trainer.ref_model is not None or find_optimizer(accelerator, model) is not None:
+            return precompute(*args, **kwargs)
+        computing = COMPUTE_DTYPES[accelerator.prepare_arguments["precision"]]
+        own = next(parameter.dtype for parameter in model.parameters() if parameter.is_floating_point())
+        # In its own dtype, so that it has the very values afterwards that it had; and computing as in training.
+        precision = {dtype: name for name, dtype in COMPUTE_DTYPES.items()}.get(own, "fp32")
+        optimizer = prepare(model, None, **accelerator.prepare_arguments | {"precision": precision})
+        try:
+            with torch.autocast(accelerator.device.type, computing, enabled=computing != own):
+                return precompute(*args, **kwargs)
+        finally:
+            optimizer.close()
+
+    return precompute_ref_logps
+
+
 def beside_head(accelerator: PenstockAccelerator, teacher: Any, compute: Callable[..., Any]) -> Callable[..., Any]:
     """Have the weights of a teacher's head there while a loss is computed, which reads them outside of its forward."""
 
@@ -237,8 +297,8 @@ def find_optimizer(accelerator: PenstockAccelerator, model: nn.Module) -> Optimi
         return None
 
 
-def check_together(accelerator: PenstockAccelerator, what: str) -> None:
-    """Refuse, at several ranks, what has ranks run different numbers of forwards of a model that is not whole.
+def check_alone(accelerator: PenstockAccelerator, what: str) -> None:
+    """Refuse, except on one rank alone, what has ranks run different numbers of forwards of a model that is not whole.
 
     Raises:
         EngineError: on every rank.
