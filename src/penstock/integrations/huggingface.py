@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from penstock.checkpoint.beside import batches, persistent_buffers
 from penstock.checkpoint.tensorfiles import WeightFiles
 from penstock.errors import ConfigError, one_line
 from penstock.integrations.chunked import chunk_loss as chunk_loss
@@ -25,8 +24,8 @@ from penstock.integrations.folders import (
     reading,
 )
 from penstock.integrations.tokenizers import ByteTokenizer
+from penstock.integrations.weights import gather_entries, state_entries
 
-GATHER_BYTES = 1 << 30
 _MOST_NAMED = 8
 
 
@@ -214,7 +213,7 @@ def enable_activation_checkpointing(model: nn.Module) -> None:
 def save_pretrained(model: nn.Module, optimizer: Any, out: Path, *, is_first_rank: bool = True) -> None:
     """Save weights and configuration so that `from_pretrained(out)` reads them. Every rank calls it.
 
-    Parameters are gathered `GATHER_BYTES` at a time and collected in the host memory of rank 0, which needs room for
+    Parameters are gathered a batch at a time and collected in the host memory of rank 0, which needs room for
     the whole model in its compute dtype; no device ever does.
 
     Arguments:
@@ -223,16 +222,8 @@ def save_pretrained(model: nn.Module, optimizer: Any, out: Path, *, is_first_ran
         out: the folder, made when missing.
         is_first_rank: whether this rank writes.
     """
-    # By the names of a state_dict, which cannot be asked for: the parameters are not there yet. Tied weights are one
-    # tensor under several names.
-    named: dict[str, Tensor] = dict(model.named_parameters(remove_duplicate=False)) | persistent_buffers(model)
-    host: dict[int, Tensor] = {}
-    for group in batches({id(p): p for p in named.values() if isinstance(p, nn.Parameter)}.values(), GATHER_BYTES):
-        with optimizer.gathered(group):
-            if is_first_rank:
-                host |= {id(p): p.detach().to("cpu", copy=True) for p in group}
+    state = gather_entries(state_entries(model), optimizer, keep=is_first_rank)
     if is_first_rank:
-        state = {name: host[id(t)] if id(t) in host else t.detach().to("cpu", copy=True) for name, t in named.items()}
         model.save_pretrained(out, state_dict=state)  # type: ignore[operator]
 
 

@@ -113,7 +113,7 @@ def _require_alike(tensor: Tensor, wanted: int, numel: int, device: torch.device
         )
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)  # without fields all would be equal, also of subclasses that do not compare theirs
 class Hyper:
     """The scalars of one update, ready for use: they are read from a parameter group once and do not change."""
 

@@ -11,7 +11,7 @@ from torch import nn
 
 import penstock
 from penstock.errors import ConfigError
-from penstock.integrations import huggingface
+from penstock.integrations import huggingface, weights
 from penstock.integrations.huggingface import (
     PRESETS,
     build_empty,
@@ -225,7 +225,7 @@ class GatherCounter:
 
 
 def test_no_more_is_gathered_at_once_than_fits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(huggingface, "GATHER_BYTES", 40_000)
+    monkeypatch.setattr(weights, "GATHER_BYTES", 40_000)
     model, counter = micro_llama(tied=True), GatherCounter()
     save_pretrained(model, counter, tmp_path)
     sizes = [sum(p.numel() * p.element_size() for p in group) for group in counter.groups]

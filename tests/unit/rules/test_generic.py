@@ -207,3 +207,21 @@ def test_equal_groups_are_not_compared() -> None:
     hyper = rule.hyper(torch.optim.RMSprop(parameters()).param_groups[0], 1)
     assert isinstance(hyper, GenericHyper)
     assert not hyper.keeps_zeros
+
+
+def test_groups_with_other_options_are_not_merged() -> None:
+    """Neighbours with equal scalars are updated as one. Those of two groups were, with the options of the last."""
+    states = []
+    for is_ours in (False, True):
+        torch.manual_seed(0)
+        model = nn.Linear(16, 16)
+        groups = [{"params": [model.weight], "weight_decay": 10.0}, {"params": [model.bias], "weight_decay": 0.0}]
+        optimizer: Any = torch.optim.RMSprop(groups)
+        if is_ours:
+            optimizer = penstock.prepare(model, optimizer, precision="fp32")
+        model(torch.ones(1, 16)).sum().backward()
+        optimizer.step()
+        read = optimizer.full_state if is_ours else lambda p, name, o=optimizer: o.state[p][name]
+        states.append([read(parameter, "square_avg") for parameter in model.parameters()])
+    for plain, ours in zip(*states, strict=True):
+        torch.testing.assert_close(ours, plain, rtol=1e-6, atol=0)

@@ -7,6 +7,8 @@ computes.
 import inspect
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from os import PathLike
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,9 +20,10 @@ from torch.optim import Optimizer
 
 import penstock
 from penstock.errors import ConfigError, EngineError
-from penstock.integrations.accelerate import pairs, settings
+from penstock.integrations.accelerate import pairs, saving, settings
 from penstock.integrations.accelerate.pairs import Pair, PreparedOptimizer
 from penstock.integrations.arguments import prepare_arguments
+from penstock.integrations.weights import gather_entries, state_entries
 
 
 class PenstockAccelerator(Accelerator):
@@ -49,9 +52,11 @@ class PenstockAccelerator(Accelerator):
         self._precision_was_said = said is not None
         self.prepare_arguments["precision"] = said or "fp32"
         named["mixed_precision"] = settings.PRECISIONS[said or "fp32"]
+        # On a machine of cpus accelerate sees one rank alone, whatever the launcher says, unless it is told.
+        named["cpu"] = named.get("cpu", False) or not torch.accelerator.is_available()
         self._pairs: list[Pair] = []
         super().__init__(**named)
-        settings.check_device(self.device, self.prepare_arguments.get("mesh"))
+        settings.check_machine(self.device, self.num_processes, self.prepare_arguments.get("mesh"))
         # Penstock casts and scales: no autocast around the model, and no GradScaler.
         self.native_amp = False
         self.scaler = None
@@ -134,10 +139,15 @@ class PenstockAccelerator(Accelerator):
         Raises:
             ConfigError: the model was not prepared.
         """
-        for pair in self._pairs:
-            if pair.model is _inner(model):
-                return pair.handle
-        raise ConfigError(f"{type(model).__name__} was not prepared by this accelerator. Give it to prepare() first.")
+        pair = self._find(model)
+        if pair is None:
+            raise ConfigError(
+                f"{type(model).__name__} was not prepared by this accelerator. Give it to prepare() first."
+            )
+        return pair.handle
+
+    def _find(self, model: nn.Module) -> Pair | None:
+        return next((pair for pair in self._pairs if pair.model is _inner(model)), None)
 
     def _pair(self, models: list[nn.Module], optimizers: list[Optimizer]) -> None:
         """Prepare what is not yet, model and optimizer together. Collective."""
@@ -149,21 +159,11 @@ class PenstockAccelerator(Accelerator):
         known = {pair.model: pair for pair in self._pairs}
         wanted = [found for found in matches if found.model not in known or found.optimizer is not None]
         for found in wanted:
-            pairs.check_model(found.model, self.device)
-            self._check_precision(found.model)
+            pairs.check_model(found.model, self.device, chooses_precision=not self._precision_was_said)
         for found in wanted:
             if found.model in known:
                 self._close(known[found.model])
             self._pairs.append(pairs.prepare_pair(found.model, found.optimizer, self.prepare_arguments))
-
-    def _check_precision(self, model: nn.Module) -> None:
-        """Refuse to choose fp32 in silence for a model that was loaded in 16 bits: it would take twice the memory."""
-        dtypes = {parameter.dtype for parameter in model.parameters()} & {torch.bfloat16, torch.float16}
-        if dtypes and not self._precision_was_said:
-            raise ConfigError(
-                f"prepare: {type(model).__name__} has parameters in {dtypes.pop()}, and no precision was said. Use "
-                "penstock={'precision': 'bf16'}, 'fp16' or 'fp32'; 16 bits keep an fp32 master."
-            )
 
     def _close(self, pair: Pair) -> None:
         """Give back what a pair has, and drop it, with what accelerate keeps of it. Collective."""
@@ -231,7 +231,7 @@ class PenstockAccelerator(Accelerator):
             EngineError: more micro-batches follow: guard it with `if accelerator.sync_gradients:`.
         """
         wanted = dict.fromkeys([parameters] if isinstance(parameters, Tensor) else parameters)
-        pair = self._clipped(wanted)
+        pair = pairs.clipped(self._pairs, wanted)
         if pair is None:
             norm: Tensor = super().clip_grad_norm_(list(wanted), max_norm, norm_type)
             return norm
@@ -256,27 +256,6 @@ class PenstockAccelerator(Accelerator):
             )
         super().clip_grad_value_(list(wanted), clip_value)
 
-    def _clipped(self, wanted: Mapping[Tensor, None]) -> Pair | None:
-        """Find the pair whose gradients are to be clipped; `None` where all are foreign."""
-        found = [pair for pair in self._pairs if any(p in wanted for p in pair.parameters())]
-        if not found:
-            return None
-        if len(found) > 1:
-            raise ConfigError(
-                f"clip_grad_norm_: parameters of {len(found)} prepared models. Clip each by a call of its own."
-            )
-        pair = found[0]
-        missing = [p for p in pair.parameters() if p not in wanted]
-        own = set(pair.model.parameters())
-        foreign = [p for p in wanted if p not in own and p.grad is not None]
-        if missing or foreign:
-            raise ConfigError(
-                f"clip_grad_norm_: {len(missing)} parameters of {type(pair.model).__name__} are missing, and "
-                f"{len(foreign)} are of other modules. The norm is taken over all that its optimizer trains: give "
-                "model.parameters()."
-            )
-        return pair
-
     @contextmanager
     def join_uneven_inputs(self, joinables: Any, even_batches: bool | None = None) -> Iterator[None]:
         """Refuse uneven inputs at several ranks: all of them gather and reduce together.
@@ -291,6 +270,84 @@ class PenstockAccelerator(Accelerator):
             )
         with super().join_uneven_inputs(joinables, even_batches):
             yield
+
+    # Saving
+
+    def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:
+        """Gather a prepared model's state dict, batch by batch, on the host of the main process. Collective.
+
+        For `model.save_pretrained(folder, state_dict=..., is_main_process=...)`. Where the placement names folders for
+        nvme, values lie there and not in memory, so that a model larger than that can be saved in shards.
+
+        Arguments:
+            model: as `prepare` returned it.
+            unwrap: as for `Accelerator.get_state_dict`.
+
+        Returns:
+            Whole values in the dtypes of training; an empty dict on the other ranks.
+        """
+        pair = self._find(model)
+        if pair is None:
+            plain: dict[str, Any] = super().get_state_dict(model, unwrap=unwrap)
+            return plain
+        placement = self.prepare_arguments.get("placement")
+        folders = placement.nvme_folders() if isinstance(placement, penstock.Placement) else ()
+        entries = state_entries(self.unwrap_model(model) if unwrap else model)
+        return gather_entries(entries, pair.handle, keep=saving.saves(self), folders=folders)
+
+    def save_model(
+        self,
+        model: nn.Module,
+        save_directory: str | PathLike[str],
+        max_shard_size: int | str = "10GB",
+        safe_serialization: bool = True,
+    ) -> None:
+        """Save a model's weights as accelerate does, with one shard in memory at a time. Collective.
+
+        Arguments:
+            model: as `prepare` returned it.
+            save_directory: the folder; made where it is missing.
+            max_shard_size: the most bytes of a file, or text such as `"5GB"`.
+            safe_serialization: safetensors; else torch's own format.
+        """
+        pair = self._find(model)
+        if pair is None:
+            super().save_model(model, save_directory, max_shard_size, safe_serialization)
+        else:
+            saving.write_model(
+                self, self.unwrap_model(model), pair, Path(save_directory), max_shard_size, safe=safe_serialization
+            )
+
+    def save_state(
+        self, output_dir: str | None = None, safe_serialization: bool = True, **save_model_func_kwargs: Any
+    ) -> Any:
+        """Save everything that the loop needs to go on: models as checkpoints of Penstock, the rest as accelerate's.
+
+        Arguments:
+            output_dir: as for `Accelerator.save_state`; models are in its folders `penstock`, `penstock_1` and so on.
+            safe_serialization: not looked at: nothing of a model is pickled.
+            save_model_func_kwargs: `blocking=False` has models written beside training.
+        """
+        saving.check_keywords("save_state", list(save_model_func_kwargs), ("blocking",))
+        with saving.saving_states(self, self._pairs, **save_model_func_kwargs):
+            return super().save_state(output_dir, safe_serialization)
+
+    def load_state(
+        self, input_dir: str | None = None, load_kwargs: dict[str, Any] | None = None, **load_model_func_kwargs: Any
+    ) -> None:
+        """Go on from what `save_state` has saved, at any world size, stage and placement. Collective.
+
+        Arguments:
+            input_dir: as for `Accelerator.load_state`.
+            load_kwargs: as there, for what accelerate reads.
+            load_model_func_kwargs: `map_location`, for what accelerate reads.
+
+        Raises:
+            CheckpointError: the folder holds other models, or is damaged.
+        """
+        saving.check_keywords("load_state", list(load_model_func_kwargs), ("map_location",))
+        with saving.loading_states(self, self._pairs):
+            super().load_state(input_dir, load_kwargs, **load_model_func_kwargs)
 
     # The end
 

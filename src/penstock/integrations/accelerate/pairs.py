@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import torch
 from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.utils import convert_to_fp32
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 import penstock
@@ -142,8 +142,8 @@ def match(models: Sequence[nn.Module], known: Sequence[nn.Module], optimizers: S
         if model in found:
             raise ConfigError(
                 f"prepare: {_name(found[model])} and {_name(optimizer)} both train parameters of {_name(model)}. Use "
-                "one optimizer with several param groups; or give the parts of the model that each trains, and call the "
-                "whole as before."
+                "one optimizer with several param groups; or give the parts of the model that each trains, and call "
+                "the whole as before."
             )
         found[model] = optimizer
     return [Match(model, found.get(model)) for model in dict.fromkeys((*models, *found))]
@@ -184,18 +184,51 @@ def prepare_pair(model: nn.Module, optimizer: Optimizer | None, arguments: Mappi
     return Pair(model, handle, wrapper, in_16_bits=arguments["precision"] != "fp32")
 
 
-def check_model(model: nn.Module, device: torch.device) -> None:
+def clipped(pairs: Sequence[Pair], wanted: Mapping[Tensor, None]) -> Pair | None:
+    """Find the pair whose gradients are to be clipped.
+
+    Arguments:
+        pairs: all there are.
+        wanted: the parameters that the loop gave.
+
+    Returns:
+        The pair; `None` where no parameter is trained by one.
+
+    Raises:
+        ConfigError: some of an optimizer's parameters without the others, or beside others that have gradients.
+    """
+    found = [pair for pair in pairs if any(p in wanted for p in pair.parameters())]
+    if not found:
+        return None
+    if len(found) > 1:
+        raise ConfigError(
+            f"clip_grad_norm_: parameters of {len(found)} prepared models. Clip each by a call of its own."
+        )
+    pair = found[0]
+    missing = [p for p in pair.parameters() if p not in wanted]
+    own = set(pair.model.parameters())
+    foreign = [p for p in wanted if p not in own and p.grad is not None]
+    if missing or foreign:
+        raise ConfigError(
+            f"clip_grad_norm_: {len(missing)} parameters of {_name(pair.model)} are missing, and {len(foreign)} are of "
+            "other modules. The norm is taken over all that its optimizer trains: give model.parameters()."
+        )
+    return pair
+
+
+def check_model(model: nn.Module, device: torch.device, *, chooses_precision: bool) -> None:
     """Refuse a model that somebody else has wrapped, dispatched or put on another device.
 
     Arguments:
         model: as the loop gave it.
         device: accelerate's, where its dataloaders put batches.
+        chooses_precision: whether nobody has said the precision. It is fp32 then, which takes twice the memory of a
+            model that was loaded in 16 bits: not in silence.
 
     Raises:
         ConfigError: says what to do instead.
     """
-    wrapped = isinstance(model, nn.DataParallel | nn.parallel.DistributedDataParallel)
-    if wrapped:
+    if isinstance(model, nn.DataParallel | nn.parallel.DistributedDataParallel):
         raise ConfigError(f"prepare: the model is wrapped in {_name(model)}. Give the model inside: Penstock averages.")
     for module in model.modules():
         if len(getattr(module, "hf_device_map", ())) > 1 or hasattr(module, "_hf_hook"):
@@ -204,6 +237,12 @@ def check_model(model: nn.Module, device: torch.device) -> None:
                 "cpu_offload, dispatch_model). Load it without a device map: penstock={'placement': ...} does this, or "
                 "penstock={'weights': FOLDER} where it is too large to load."
             )
+    dtypes = {parameter.dtype for parameter in model.parameters()} & {torch.bfloat16, torch.float16}
+    if dtypes and chooses_precision:
+        raise ConfigError(
+            f"prepare: {_name(model)} has parameters in {dtypes.pop()}, and no precision was said. Use "
+            "penstock={'precision': 'bf16'}, 'fp16' or 'fp32'; 16 bits keep an fp32 master."
+        )
     devices = {parameter.device for parameter in model.parameters()} - {torch.device("cpu"), torch.device("meta")}
     others = [found for found in devices if found.type != device.type or found.index not in (None, device.index)]
     if others:

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from accelerate.utils import GradScalerKwargs
 
 from penstock.errors import ConfigError
@@ -41,8 +42,8 @@ def check_alone(arguments: Mapping[str, Any]) -> None:
         if os.environ.get(variable, "false").lower() in ("true", "1", "yes"):
             raise ConfigError(
                 f"{variable} is set: the configuration that this was launched with (accelerate config) uses {name}, "
-                "and the model would be sharded twice. `penstock convert-config FILE` says what the same is here; launch "
-                "without it."
+                "and the model would be sharded twice. `penstock convert-config FILE` says what the same is here; "
+                "launch without it."
             )
     for plugin in _PLUGINS:
         if arguments.get(plugin) is not None:
@@ -91,14 +92,25 @@ def choose_precision(arguments: Mapping[str, Any], prepare: Mapping[str, Any]) -
     return names[theirs]
 
 
-def check_device(device: torch.device, given_mesh: Any) -> None:
-    """Refuse an accelerate that stays on the cpu where Penstock would take the accelerator that torch sees.
+def check_machine(device: torch.device, world_size: int, given_mesh: Any) -> None:
+    """Refuse an accelerate that sees another device, or other ranks, than Penstock would.
+
+    Arguments:
+        device: accelerate's.
+        world_size: accelerate's number of processes.
+        given_mesh: the `mesh` of `penstock.prepare`, if there is one.
 
     Raises:
-        ConfigError: says how to have both on the cpu.
+        ConfigError: says what to set.
     """
     if device.type == "cpu" and torch.accelerator.is_available() and getattr(given_mesh, "device_type", "") != "cpu":
         raise ConfigError(
             "Accelerator(cpu=True), or ACCELERATE_USE_CPU, on a machine with an accelerator, which Penstock would "
             "take. Hide it (CUDA_VISIBLE_DEVICES=''), or give penstock={'mesh': ...} a DeviceMesh of cpus."
+        )
+    ranks = dist.get_world_size() if dist.is_initialized() else 1
+    if ranks != world_size:
+        raise ConfigError(
+            f"accelerate counts {world_size} processes, and torch.distributed has {ranks}: dataloaders would not "
+            "divide the data. Make the accelerator before anything else of accelerate's; on cpus with cpu=True."
         )

@@ -1,0 +1,184 @@
+"""What an accelerator writes and reads: weights in shards, and states for `save_state` and `load_state`."""
+
+import json
+import os
+import re
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate.utils import (
+    SAFE_WEIGHTS_INDEX_NAME,
+    SAFE_WEIGHTS_NAME,
+    SAFE_WEIGHTS_PATTERN_NAME,
+    WEIGHTS_INDEX_NAME,
+    WEIGHTS_NAME,
+    WEIGHTS_PATTERN_NAME,
+)
+from huggingface_hub import split_torch_state_dict_into_shards
+from torch import Tensor, nn
+
+from penstock.errors import CheckpointError, ConfigError
+from penstock.integrations.accelerate.pairs import Pair
+from penstock.integrations.weights import gather_entries, state_entries
+
+_STEP = "accelerate_step"
+_OF_SEVERAL = re.compile(r"(.*?)-\d{5}-of-\d{5}")
+
+
+# Weights
+
+
+def write_model(
+    accelerator: Any, model: nn.Module, pair: Pair, folder: Path, max_shard_size: int | str, safe: bool
+) -> None:
+    """Write a model's weights in shards, with one of them in memory at a time. Collective.
+
+    Arguments:
+        accelerator: whose `save` writes a file, on the rank that writes.
+        model: the model, with the names that it was given with.
+        pair: its pair.
+        folder: made where it is missing; shards of a save before go.
+        max_shard_size: as for `Accelerator.save_model`.
+        safe: safetensors, or torch's own format.
+    """
+    entries = state_entries(model)
+    if safe:  # as accelerate: of tied weights the first name alone
+        first = {id(entry): name for name, entry in reversed(entries.items()) if isinstance(entry, Tensor)}
+        entries = {name: entry for name, entry in entries.items() if first.get(id(entry), name) == name}
+    split = split_torch_state_dict_into_shards(
+        {name: _without_memory(entry) for name, entry in entries.items()},
+        filename_pattern=SAFE_WEIGHTS_PATTERN_NAME if safe else WEIGHTS_PATTERN_NAME,
+        max_shard_size=max_shard_size,
+    )
+    folder.mkdir(parents=True, exist_ok=True)
+    if accelerator.is_main_process:
+        _remove_others(folder, SAFE_WEIGHTS_NAME if safe else WEIGHTS_NAME, split.filename_to_tensors)
+    for file, names in split.filename_to_tensors.items():
+        shard = gather_entries({name: entries[name] for name in names}, pair.handle, keep=saves(accelerator))
+        whole = {name: value.contiguous() if isinstance(value, Tensor) else value for name, value in shard.items()}
+        accelerator.save(whole, str(folder / file), safe_serialization=safe)
+    if split.is_sharded and saves(accelerator):
+        index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
+        path = folder / (SAFE_WEIGHTS_INDEX_NAME if safe else WEIGHTS_INDEX_NAME)
+        path.write_text(json.dumps(index, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+
+
+def saves(accelerator: Any) -> bool:
+    """Whether this rank writes what `Accelerator.save` is given."""
+    on_each_node = accelerator.project_configuration.save_on_each_node
+    return bool(accelerator.is_local_main_process if on_each_node else accelerator.is_main_process)
+
+
+def _without_memory(entry: Any) -> Any:
+    return torch.empty(entry.shape, dtype=entry.dtype, device="meta") if isinstance(entry, Tensor) else entry
+
+
+def _remove_others(folder: Path, weights_name: str, files: Any) -> None:
+    """Remove the shards of a save before."""
+    stem = weights_name.replace(".bin", "")
+    for path in folder.iterdir():
+        is_shard = _OF_SEVERAL.fullmatch(path.name.replace(".bin", "").replace(".safetensors", ""))
+        if path.name.startswith(stem.replace(".safetensors", "")) and is_shard and path.name not in files:
+            path.unlink()
+
+
+# States
+
+
+@contextmanager
+def saving_states(accelerator: Any, pairs: Sequence[Pair], **arguments: Any) -> Iterator[None]:
+    """Have `Accelerator.save_state` inside save pairs as checkpoints, and gather nothing.
+
+    Arguments:
+        accelerator: the one whose method runs inside.
+        pairs: what is saved, each in a folder of its own.
+        arguments: of `penstock.Optimizer.save`.
+    """
+    hooks, models = list(accelerator._save_model_state_pre_hook.values()), list(accelerator._models)
+
+    def save(_models: object, _weights: object, folder: str) -> None:
+        weights: list[dict[str, Tensor]] = [{} for _ in models]
+        for hook in hooks:
+            hook(models, weights, folder)
+        for number, pair in enumerate(pairs):
+            pair.handle.save(_checkpoint(folder, number), extra={_STEP: accelerator.step}, **arguments)
+
+    with _in_place_of_hooks(accelerator, "_save_model_state_pre_hook", save):
+        yield
+
+
+@contextmanager
+def loading_states(accelerator: Any, pairs: Sequence[Pair]) -> Iterator[None]:
+    """Have `Accelerator.load_state` inside load pairs from their checkpoints.
+
+    Arguments:
+        accelerator: the one whose method runs inside.
+        pairs: what is loaded, in the order in which it was saved.
+
+    Raises:
+        CheckpointError: the folder has others, or none: plain accelerate wrote it. Nothing has changed.
+    """
+    hooks, models = list(accelerator._load_model_state_pre_hook.values()), list(accelerator._models)
+    extras: list[dict[str, Any]] = []
+
+    def load(_models: object, folder: str) -> None:
+        _check_checkpoints(folder, len(pairs))
+        left = list(models)
+        for hook in hooks:
+            hook(left, folder)
+        extras.extend(pair.handle.load(_checkpoint(folder, number)) for number, pair in enumerate(pairs))
+
+    with _in_place_of_hooks(accelerator, "_load_model_state_pre_hook", load):
+        yield
+    # accelerate has it in the file of each rank, and a rank that was not there then would count otherwise.
+    for extra in extras:
+        accelerator.step = extra[_STEP]
+
+
+@contextmanager
+def _in_place_of_hooks(accelerator: Any, name: str, only: Callable[..., None]) -> Iterator[None]:
+    """Let a method of accelerate see no models, no optimizers, and one hook: it would gather each state dict."""
+    replaced = {name: OrderedDict([(0, only)]), "_models": [], "_optimizers": []}
+    before = {attribute: getattr(accelerator, attribute) for attribute in replaced}
+    for attribute, value in replaced.items():
+        setattr(accelerator, attribute, value)
+    try:
+        yield
+    finally:
+        for attribute, value in before.items():
+            setattr(accelerator, attribute, value)
+
+
+def _checkpoint(folder: str | os.PathLike[str], number: int) -> Path:
+    return Path(folder, f"penstock_{number}" if number else "penstock")
+
+
+def _check_checkpoints(folder: str, count: int) -> None:
+    """Refuse a folder in which there is not a checkpoint for each pair."""
+    there = [number for number in range(count) if _checkpoint(folder, number).is_dir()]
+    more = _checkpoint(folder, count).is_dir()
+    if len(there) < count or more:
+        raise CheckpointError(
+            f"{folder} holds {'more than ' * more}{len(there)} checkpoints of prepared models, and {count} are "
+            "prepared. Prepare those that were saved, in that order. Weights that plain accelerate saved "
+            "(model.safetensors) go into the model before prepare(), or through penstock={'weights': FILE}.",
+            file=folder,
+        )
+
+
+def check_keywords(method: str, given: Sequence[str], known: Sequence[str]) -> None:
+    """Refuse what would go to a model's `state_dict` in accelerate, and means nothing here.
+
+    Raises:
+        ConfigError: there is one.
+    """
+    unknown = [name for name in given if name not in known]
+    if unknown:
+        raise ConfigError(
+            f"{method}({unknown[0]}=): models are saved and loaded by penstock.Optimizer. Use "
+            f"{' or '.join(known)} alone, or leave it out."
+        )

@@ -1,0 +1,14 @@
+"""`Trainer` of transformers, and every subclass of it, on Penstock.
+
+    trainer = trainer_class(Trainer, placement=penstock.Placement(optimizer="cpu"))(model=model, args=args, ...)
+
+config    arguments of `prepare` from a file, from the environment, from a call
+settings  what TrainingArguments and Penstock are both told, and what they cannot both be
+weights   models without values, and the weights of a folder for a model that is prepared
+trainer   the mixin that stands before a trainer's class, and the class of both
+"""
+
+from penstock.integrations.transformers.trainer import PenstockTrainerMixin, trainer_class
+from penstock.integrations.transformers.weights import from_pretrained_on_meta
+
+__all__ = ["PenstockTrainerMixin", "from_pretrained_on_meta", "trainer_class"]

@@ -1,0 +1,259 @@
+"""The mixin that stands before a trainer's class, and the class of both.
+
+It puts an accelerator of ours in the place of accelerate's, which prepares, clips and scales; and it reads and writes
+by Penstock what the loop would read and write whole. All else is the class's own: what is overridden is called from
+outside, or stands between the loop and another library, in both releases of transformers that are tested.
+"""
+
+import functools
+import logging
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from torch import nn
+
+from penstock import Optimizer
+from penstock.errors import CheckpointError, ConfigError
+from penstock.integrations.accelerate import PenstockAccelerator
+from penstock.integrations.accelerate.settings import PRECISIONS
+from penstock.integrations.transformers import settings
+from penstock.integrations.transformers.config import arguments_for_trainer
+from penstock.integrations.transformers.weights import load_weights, saved_state, values_of
+
+if TYPE_CHECKING:
+    from transformers import Trainer
+else:
+    Trainer = object
+
+#: The folder of a Trainer's checkpoint that has what `penstock.Optimizer.save` wrote.
+STATE = "penstock"
+OPTIMIZER_FILE = "optimizer.pt"
+TIERS = ("device", "cpu", "nvme")
+
+logger = logging.getLogger(__name__)
+
+
+class TrainerAccelerator(PenstockAccelerator):
+    """The accelerator of one trainer, which frees memory before each `train`, and then goes on with its optimizer.
+
+    Arguments:
+        model: gives the trainer's model as it is now.
+        kwargs: as for `PenstockAccelerator`.
+    """
+
+    def __init__(self, model: Callable[[], nn.Module | None], **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self._model = model
+
+    def is_prepared(self, model: nn.Module | None) -> bool:
+        """Tell whether a model is prepared, and nobody has closed it since."""
+        return any(pair.model is model and pair.is_open for pair in self._pairs)
+
+    def free_memory(self, *objects: Any) -> Any:
+        """Close every pair but the model that is trained, whose moments would go with it. Collective."""
+        trained = [pair for pair in self._pairs if pair.wrapper is not None and pair.model is self._model()]
+        self._pairs = [pair for pair in self._pairs if pair not in trained]
+        try:
+            return super().free_memory(*objects)
+        finally:
+            self._pairs += trained
+
+    def _compiled(self, model: nn.Module) -> nn.Module:
+        """Compile as asked for. The loop calls `zero_grad` of what it holds, which is not the model's own then."""
+        compiled = super()._compiled(model)
+        if compiled is not model:
+            compiled.zero_grad = model.zero_grad  # type: ignore[method-assign]
+        return compiled
+
+
+class PenstockTrainerMixin(Trainer):
+    """What makes a trainer train by Penstock. Stands before the trainer's class; `trainer_class` does that.
+
+    Attributes:
+        penstock_arguments: of `penstock.prepare`, without `max_grad_norm`, which is that of `TrainingArguments`.
+
+    Example:
+        >>> class MyTrainer(PenstockTrainerMixin, Trainer):  # doctest: +SKIP
+        ...     penstock_arguments = {"placement": penstock.Placement(optimizer="cpu")}
+    """
+
+    penstock_arguments: ClassVar[Mapping[str, Any]] = {}
+
+    @property
+    def penstock(self) -> Optimizer:
+        """The `penstock.Optimizer` of the model: its `gathered`, `locations`, `offload_states`, `close` and so on.
+
+        Raises:
+            ConfigError: nothing has prepared the model yet; `train`, `evaluate` and `predict` do.
+        """
+        return self.accelerator.optimizer_of(self.model)
+
+    # What is made with the trainer
+
+    def create_accelerator_and_postprocess(self) -> None:
+        """Make the accelerator: once by the class itself, for all that it sets beside, and then ours."""
+        settings.check_arguments(self.penstock_arguments)
+        settings.check_training(self.args)
+        if self.args.n_gpu > 1:
+            logger.warning(
+                "%d GPUs, and one process: it uses one of them. Start a process for each: torchrun --nproc-per-node %d.",
+                self.args.n_gpu,
+                self.args.n_gpu,
+            )
+            self.args._n_gpu = 1
+        if self.args.max_grad_norm is None:
+            self.args.max_grad_norm = 0.0  # what Trainer compares with; it says the same
+        super().create_accelerator_and_postprocess()
+        arguments = self._accelerator_arguments
+        precision = settings.choose_precision(self.args, self.penstock_arguments, self.model)
+        self.accelerator = TrainerAccelerator(
+            lambda: self.model, penstock={**self.penstock_arguments, "precision": precision}, **arguments
+        )
+        self.gather_function = functools.partial(
+            self.accelerator.gather_for_metrics, use_gather_object=self.args.eval_use_gather_object
+        )
+
+    def _build_accelerator_args(self, **kwargs: Any) -> dict[str, Any]:
+        """Note what the class would make an accelerator with, in the precision that both have."""
+        precision = settings.choose_precision(self.args, self.penstock_arguments, self.model)
+        arguments: dict[str, Any] = super()._build_accelerator_args(**kwargs)
+        self._accelerator_arguments = arguments | {"mixed_precision": PRECISIONS[precision]}
+        return self._accelerator_arguments
+
+    def _validate_args(self) -> None:
+        """Hold the model and the optimizers that were given against what Penstock can do."""
+        super()._validate_args()
+        settings.check_model(self.model)
+        if isinstance(self.optimizer, Optimizer):
+            raise ConfigError(
+                "optimizers=: the optimizer is what penstock.prepare() returned. Give the one that it was made of: this "
+                "trainer prepares it; or give it to Trainer itself."
+            )
+        if self.optimizer is None and self.optimizer_cls_and_kwargs is None:
+            settings.check_optim(self.args)
+
+    # Where the model is
+
+    def _move_model_to_device(self, model: nn.Module, device: Any) -> None:
+        """Leave the model where it is: it is placed from there, by `prepare`, as `placement=` says."""
+
+    def _wrap_model(self, model: nn.Module, training: bool = True, dataloader: Any = None) -> nn.Module:
+        """Wrap it in nothing: ranks are averaged by Penstock, and one process has one device."""
+        return model
+
+    def create_optimizer(self, *args: Any, **kwargs: Any) -> Any:
+        """Make the optimizer as the class does, and settle what depends on the model that it trains."""
+        if not self.accelerator.is_prepared(self.model):
+            arguments = self.accelerator.prepare_arguments
+            arguments["precision"] = settings.choose_precision(self.args, self.penstock_arguments, self.model)
+            self._dtypes = {parameter: parameter.dtype for parameter in self.model.parameters()}
+        return super().create_optimizer(*args, **kwargs)
+
+    # Saving
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """Save the model for `from_pretrained`, in the dtype that it had, gathered part by part. Collective.
+
+        Arguments:
+            output_dir: the folder; `None` for that of the arguments.
+        """
+        if not self.accelerator.is_prepared(self.model):
+            super().save_model(output_dir, _internal_call)
+            return
+        state = saved_state(self.penstock, self.model, self._dtypes)
+        if self.args.should_save:
+            self._save(output_dir, state_dict=state)
+        if self.args.push_to_hub and not _internal_call:
+            self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        """Save the state of training, sharded, with that of the scheduler. Collective."""
+        self.penstock.save(Path(output_dir, STATE), extra={"scheduler": self.lr_scheduler.state_dict()})
+
+    # Loading
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
+        """Load a checkpoint's weights, where no state of training comes with them that has them too. Collective."""
+        folder = Path(resume_from_checkpoint)
+        if (folder / STATE).is_dir():
+            return
+        if self.accelerator.is_prepared(self.model):
+            self._issue_warnings_after_load(load_weights(self.penstock, self.model, folder))
+        elif any(parameter.is_meta for parameter in self.model.parameters()):
+            self.accelerator.prepare_arguments["weights"] = folder
+        else:
+            super()._load_from_checkpoint(resume_from_checkpoint, model)
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        """Go on from a checkpoint's state: ours, at any number of ranks, or what Trainer itself has written. Collective."""
+        if checkpoint is None:
+            return
+        folder = Path(checkpoint, STATE)
+        if folder.is_dir():
+            extra = self.penstock.load(folder)
+            if not isinstance(extra.get("scheduler"), dict):
+                raise CheckpointError(f"{folder} has no state of a scheduler: no trainer wrote it.", field="extra")
+            self.lr_scheduler.load_state_dict(extra["scheduler"])
+        elif Path(checkpoint, OPTIMIZER_FILE).is_file():
+            logger.warning("%s is of Trainer without Penstock: every rank reads all of its %s.", checkpoint, OPTIMIZER_FILE)
+            super()._load_optimizer_and_scheduler(checkpoint)
+        else:
+            logger.warning("%s has weights and no state of an optimizer, which begins anew.", checkpoint)
+
+    def _load_best_model(self) -> None:
+        """Load the best checkpoint: all of it, or its weights where it has no more. Collective."""
+        best = Path(self.state.best_model_checkpoint)
+        logger.info("Loading the best model from %s (score: %s).", best, self.state.best_metric)
+        if (best / STATE).is_dir():
+            self.penstock.load(best / STATE)
+        else:
+            self._issue_warnings_after_load(load_weights(self.penstock, self.model, best))
+
+    # Logs
+
+    def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
+        """Log what the class logs, and beside a loss the bytes of this rank's training state on each tier."""
+        if "loss" in logs and self.accelerator.is_prepared(self.model):
+            report = self.penstock.locations()
+            logs.update({f"memory/{tier}": report.bytes(tier=tier) for tier in TIERS})
+        super().log(logs, *args, **kwargs)
+
+
+def trainer_class(
+    base: type,
+    *,
+    config: str | os.PathLike[str] | None = None,
+    deepspeed: str | os.PathLike[str] | None = None,
+    **prepare_arguments: Any,
+) -> type:
+    """Make a class that trains as a trainer does, on Penstock.
+
+    Arguments:
+        base: `transformers.Trainer` or any subclass, those of TRL too.
+        config: a JSON or YAML file of arguments. `None`: the one that the environment's `PENSTOCK_CONFIG` names, if any.
+        deepspeed: a configuration of DeepSpeed in the place of `config`, read as `penstock convert-config` does.
+        prepare_arguments: those of `penstock.prepare`, by their types or as files hold them; they count before those of
+            a file. The precision is that of `TrainingArguments(bf16=, fp16=)`, else the model's own; clipping is its
+            `max_grad_norm`.
+
+    Returns:
+        A subclass of `base`, with `PenstockTrainerMixin`. Of a class that has it already, one with these arguments too.
+
+    Raises:
+        ConfigError: an argument that there is not, one that Trainer has a setting of its own for, or a file that cannot
+            be read.
+
+    Example:
+        >>> Ours = trainer_class(Trainer, placement={"optimizer": "cpu"})  # doctest: +SKIP
+        >>> Ours(model=model, args=args, train_dataset=rows).train()  # doctest: +SKIP
+    """
+    arguments = arguments_for_trainer(prepare_arguments, config=config, deepspeed=deepspeed)
+    settings.check_arguments(arguments)
+    if issubclass(base, PenstockTrainerMixin):
+        bases: tuple[type, ...] = (base,)
+        arguments = {**base.penstock_arguments, **arguments}
+    else:
+        bases = (PenstockTrainerMixin, base)
+    return type(f"Penstock{base.__name__}", bases, {"penstock_arguments": arguments, "__module__": base.__module__, "__doc__": base.__doc__})

@@ -1,0 +1,82 @@
+"""A prepared model's `state_dict`, gathered batch by batch: whole values on the host of one rank, never on a device."""
+
+import os
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from penstock.checkpoint.beside import batches
+from penstock.checkpoint.tensorfiles import failed
+
+GATHER_BYTES = 1 << 30
+
+
+def state_entries(model: nn.Module) -> dict[str, Any]:
+    """List what `model.state_dict()` holds: by its names, in its order, parameters and buffers themselves.
+
+    Parameters may be released; shape and dtype are right all the same. Other things are extra states of modules.
+    """
+    entries: dict[str, Any] = {}
+    for path, module in model.named_modules(remove_duplicate=False):
+        module._save_to_state_dict(entries, f"{path}." if path else "", keep_vars=True)
+    return entries
+
+
+def gather_entries(
+    entries: Mapping[str, Any], optimizer: Any, *, keep: bool = True, folders: Sequence[Path] = ()
+) -> dict[str, Any]:
+    """Copy entries of a state to the host, `GATHER_BYTES` of parameters at a time. Collective.
+
+    Arguments:
+        entries: some or all of `state_entries`, the same on every rank.
+        optimizer: what `penstock.prepare` returned for the model.
+        keep: whether this rank wants the copies.
+        folders: where values lie in files without a name, which the kernel writes out and maps again as memory is
+            short; else they are in memory.
+
+    Returns:
+        The copies, on the cpu, in the dtypes of training; one for parameters that are tied. Empty without `keep`.
+
+    Raises:
+        CheckpointError: a folder has no room.
+    """
+    copies: dict[nn.Parameter, Tensor] = {}
+    parameters = dict.fromkeys(entry for entry in entries.values() if isinstance(entry, nn.Parameter))
+    for group in batches(parameters, GATHER_BYTES):
+        with optimizer.gathered(group):
+            if keep:
+                for parameter in group:
+                    copies[parameter] = _copied(parameter.detach(), folders)
+    if not keep:
+        return {}
+    return {
+        name: copies[entry]
+        if isinstance(entry, nn.Parameter)
+        else entry.detach().to("cpu", copy=True)
+        if isinstance(entry, Tensor)
+        else entry
+        for name, entry in entries.items()
+    }
+
+
+def _copied(value: Tensor, folders: Sequence[Path]) -> Tensor:
+    """Copy a tensor to memory, or to a file that is mapped and has lost its name: it ends with the tensor."""
+    nbytes = value.numel() * value.element_size()
+    if not folders or not nbytes:
+        return value.to("cpu", copy=True)
+    try:
+        descriptor, name = tempfile.mkstemp(dir=folders[0])
+        try:
+            os.posix_fallocate(descriptor, 0, nbytes)  # a write to a mapping of a full disk would end the process
+            storage: Any = torch.UntypedStorage.from_file(name, True, nbytes)
+        finally:
+            os.unlink(name)
+            os.close(descriptor)
+    except OSError as error:
+        raise failed(folders[0], error) from error
+    held = torch.empty(0, dtype=value.dtype).set_(storage, 0, value.shape)
+    return held.copy_(value)

@@ -1,0 +1,99 @@
+"""Loops of accelerate with one line changed, beside accelerate itself, on one rank and on two."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.integrations.accelerate_loops import PLACEMENTS, Record, cv_example, nlp_example, small_example
+from tests.support import run_ranks
+
+EXACT = 1e-6  # fp32: relative, and absolute
+LOOPS = {"nlp": nlp_example, "cv": cv_example}
+
+
+@pytest.fixture(scope="module")
+def plain() -> dict[str, Record]:
+    return {name: loop(None) for name, loop in LOOPS.items()}
+
+
+@pytest.mark.parametrize("placement", PLACEMENTS)
+@pytest.mark.parametrize("loop", LOOPS)
+def test_one_line_changes_nothing(loop: str, placement: str, plain: dict[str, Record]) -> None:
+    ours = LOOPS[loop]({"placement": PLACEMENTS[placement], "options": {"tile_bytes": 4096}})
+    ours.assert_like(plain[loop], EXACT)
+    assert ours.metrics == plain[loop].metrics
+
+
+def test_bf16_is_near_autocast_with_fp32_masters(plain: dict[str, Record]) -> None:
+    theirs = nlp_example(None, mixed_precision="bf16")
+    ours = nlp_example({"placement": PLACEMENTS["cpu"]}, mixed_precision="bf16")
+    # bf16 has 8 bits: autocast keeps sums and softmax in fp32, Penstock what the modules do themselves.
+    torch.testing.assert_close(ours.losses, theirs.losses, rtol=0.03, atol=0.03)
+    torch.testing.assert_close(ours.norms, theirs.norms, rtol=0.1, atol=0.02)
+    assert ours.rates == theirs.rates
+
+
+def test_fp16_has_no_scaler_and_counts_no_skipped_step() -> None:
+    ours = nlp_example({"precision": "fp16", "options": {"initial_loss_scale": 2.0**19}}, accumulation=1, epochs=1)
+    plain_rates = nlp_example(None, accumulation=1, epochs=1).rates
+    skipped = sum(norm != norm or norm == float("inf") for norm in ours.norms)
+    assert 0 < skipped < len(ours.norms)  # the scale was far too large at first, and was halved
+    assert ours.rates[skipped:] == plain_rates[: len(ours.rates) - skipped]
+
+
+def test_resumed_run_goes_on_as_accelerates_does(tmp_path: Path, plain: dict[str, Record]) -> None:
+    arguments = {"placement": PLACEMENTS["split"]}
+    nlp_example(arguments, save=tmp_path / "step_5", stop_after=6)
+    names = {path.name for path in (tmp_path / "step_5").iterdir()}
+    assert {"penstock", "scheduler.bin", "random_states_0.pkl"} <= names
+    assert not {"model.safetensors", "optimizer.bin", "pytorch_model.bin"} & names  # nothing was gathered for them
+    theirs = _resumed_plain(tmp_path / "plain")
+    ours = nlp_example({"placement": PLACEMENTS["nvme"]}, resume=tmp_path / "step_5")
+    ours.assert_like(theirs, EXACT)
+    assert ours.metrics[-1] == theirs.metrics[-1]
+
+
+def _resumed_plain(folder: Path) -> Record:
+    nlp_example(None, save=folder / "step_5", stop_after=6)
+    return nlp_example(None, resume=folder / "step_5")
+
+
+def on_two_ranks(rank: int, loop: str, placements: list[str], stages: list[int]) -> Any:
+    plain = LOOPS[loop](None)
+    for placement in placements:
+        for stage in stages:
+            ours = LOOPS[loop]({"placement": PLACEMENTS[placement], "stage": stage})
+            ours.assert_like(plain, EXACT)
+            assert ours.metrics == plain.metrics, (placement, stage)
+    return len(plain.losses)
+
+
+@pytest.mark.parametrize("loop", LOOPS)
+def test_two_ranks(loop: str) -> None:
+    assert run_ranks(on_two_ranks, 2, loop, ["cpu", "nvme"], [1, 3])[0] > 5
+
+
+@pytest.mark.parametrize(("before", "after"), [(1, 2), (2, 1)])
+def test_states_go_over_to_another_world_size(before: int, after: int, tmp_path: Path) -> None:
+    folder = tmp_path / "step_3"
+    run_ranks(save_states, before, folder)
+    plain = small_example(None, world_size=1)
+    ours = run_ranks(resume_states, after, folder)
+    for rank in ours:  # in the middle of an accumulation, and a rank that was not there counts as the others do
+        assert rank.steps == 3
+    torch.testing.assert_close(
+        [sum(each) / after for each in zip(*(rank.losses for rank in ours), strict=True)],
+        plain.losses[3:],
+        rtol=EXACT,
+        atol=EXACT,
+    )
+
+
+def save_states(rank: int, folder: Path) -> None:
+    small_example({"placement": PLACEMENTS["split"]}, save=folder)
+
+
+def resume_states(rank: int, folder: Path) -> Record:
+    return small_example({"placement": PLACEMENTS["cpu"], "stage": 2}, resume=folder)

@@ -1,0 +1,267 @@
+"""`trainer_class(Trainer)` beside plain `Trainer`: loss, norm of the gradient, learning rate and weights are the same."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import EarlyStoppingCallback, EvalPrediction, TrainerCallback
+
+import penstock
+from tests.integrations.trainers import (
+    assert_histories,
+    assert_weights,
+    history,
+    llama,
+    our_trainer,
+    plain_trainer,
+    rows,
+    weights,
+)
+from tests.support import disks, run_ranks
+
+
+def placements() -> Mapping[str, dict[str, Any]]:
+    nvme = {"nvme_path": disks()[0]}
+    return {
+        "device": {},
+        "cpu": {"placement": {"params": "cpu", "grads": "cpu", "optimizer": "cpu"}},
+        "split": {"placement": {"optimizer": {"device": 0.4, "cpu": 0.6}}, "options": {"tile_bytes": 4096}},
+        "nvme": {"placement": {"params": "nvme", "grads": "cpu", "optimizer": "nvme"} | nvme},
+    }
+
+
+@pytest.mark.parametrize("accumulation", [1, 3])
+@pytest.mark.parametrize("name", placements())
+def test_fp32_is_plain_trainer_to_1e_6(name: str, accumulation: int, tmp_path: Path) -> None:
+    plain = plain_trainer(tmp_path, gradient_accumulation_steps=accumulation)
+    plain.train()
+    ours = our_trainer(tmp_path, prepare=placements()[name], gradient_accumulation_steps=accumulation)
+    ours.train()
+    assert_histories(ours, plain)
+    assert_weights(weights(ours), weights(plain))
+
+
+def beside_on_two(rank: int, out: Path, prepare: dict[str, Any], changes: dict[str, Any]) -> None:
+    plain = plain_trainer(out, **changes)
+    plain.train()
+    ours = our_trainer(out, seed=rank, prepare=prepare, **changes)  # ranks begin with the first one's weights
+    ours.train()
+    assert_histories(ours, plain)
+    assert_weights(weights(ours), weights(plain))
+    assert abs(ours.evaluate()["eval_loss"] - plain.evaluate()["eval_loss"]) < 1e-5
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize("tokens_of_all", [True, False])
+def test_two_ranks_are_two_of_plain_trainer(stage: int, tokens_of_all: bool, tmp_path: Path) -> None:
+    changes = {"gradient_accumulation_steps": 3, "average_tokens_across_devices": tokens_of_all}
+    run_ranks(beside_on_two, 2, tmp_path, {"stage": stage}, changes)
+
+
+def test_two_ranks_with_parameters_on_nvme(tmp_path: Path) -> None:
+    run_ranks(beside_on_two, 2, tmp_path, placements()["nvme"], {"gradient_accumulation_steps": 2})
+
+
+def test_bf16_is_plain_trainer_with_fp32_masters_within_bounds(tmp_path: Path) -> None:
+    plain = plain_trainer(tmp_path, bf16=True, max_steps=12)
+    plain.train()
+    ours = our_trainer(tmp_path, bf16=True, max_steps=12)
+    ours.train()
+    losses, norms, rates = torch.tensor(history(ours)).T
+    wanted_losses, wanted_norms, wanted_rates = torch.tensor(history(plain)).T
+    # Autocast keeps norms and sums in fp32; here activations are bf16, whose relative step is 2**-8.
+    torch.testing.assert_close(losses, wanted_losses, rtol=0.01, atol=0)
+    torch.testing.assert_close(norms, wanted_norms, rtol=0.05, atol=0)
+    torch.testing.assert_close(rates, wanted_rates, rtol=0, atol=0)
+    for name, value in weights(plain).items():
+        got = weights(ours)[name]
+        # Adam moves each weight by about the learning rate per step, whatever the size of its gradient.
+        assert (got - value).abs().max() < 0.1
+        assert (got - value).norm() < 0.15 * (value - llama().state_dict()[name]).norm() + 1e-3, name
+
+
+SETTINGS: Mapping[str, dict[str, Any]] = {
+    "no clipping": {"max_grad_norm": 0.0},
+    "clipping of None": {"max_grad_norm": None},
+    "label smoothing": {"label_smoothing_factor": 0.1},
+    "neftune": {"neftune_noise_alpha": 5.0},
+    "gradient checkpointing": {"gradient_checkpointing": True},
+    "gradient checkpointing, not reentrant": {
+        "gradient_checkpointing": True,
+        "gradient_checkpointing_kwargs": {"use_reentrant": False},
+    },
+    "cosine": {"lr_scheduler_type": "cosine"},
+    "sgd": {"optim": "sgd"},
+    "adagrad": {"optim": "adagrad"},
+    "rmsprop": {"optim": "rmsprop", "learning_rate": 1e-4},
+    "adamw, fused": {"optim": "adamw_torch_fused"},
+    "options of AdamW": {"optim": "adamw_torch", "adam_beta2": 0.9, "adam_epsilon": 1e-6},
+    "of one length": {"train_sampling_strategy": "group_by_length", "length_column_name": "length"},
+    "cache emptied": {"torch_empty_cache_steps": 2},
+    "tokens counted": {"include_num_input_tokens_seen": "non_padding"},
+    "batch size found": {"auto_find_batch_size": True},
+    "progress bars": {"disable_tqdm": False},
+    "an epoch with a shorter last step": {"max_steps": -1, "num_train_epochs": 2, "gradient_accumulation_steps": 5},
+    "evaluation": {"eval_strategy": "steps", "eval_steps": 2, "eval_on_start": True},
+}
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_settings_of_training_arguments_do_what_they_do(name: str, tmp_path: Path) -> None:
+    changes = SETTINGS[name]
+    ours_changes = dict(changes)
+    if changes.get("max_grad_norm", 0.5) is None:
+        changes = changes | {"max_grad_norm": 0.0}
+    plain = plain_trainer(tmp_path, **changes)
+    plain.train()
+    ours = our_trainer(tmp_path, prepare=placements()["cpu"], **ours_changes)
+    ours.train()
+    assert_histories(ours, plain, least=4)
+    assert_weights(weights(ours), weights(plain), relative=2e-6)
+    if "evaluation" in name:
+        losses = [history(trainer, "eval_loss") for trainer in (ours, plain)]
+        torch.testing.assert_close(torch.tensor(losses[0]), torch.tensor(losses[1]), rtol=1e-6, atol=0)
+        assert len(losses[0]) == 4
+    if "counted" in name:
+        assert history(ours, "num_input_tokens_seen") == history(plain, "num_input_tokens_seen")
+
+
+def test_compiled_models_train(tmp_path: Path) -> None:
+    compiled = {"torch_compile": True, "torch_compile_backend": "aot_eager"}
+    plain = plain_trainer(tmp_path, **compiled)
+    plain.train()
+    ours = our_trainer(tmp_path, **compiled)
+    ours.train()
+    assert_histories(ours, plain)
+    ours.save_model(str(tmp_path / "saved"))
+    assert_weights(type(ours.model).from_pretrained(tmp_path / "saved").state_dict(), plain.model.state_dict())
+
+
+def test_an_optimizer_and_a_scheduler_of_ones_own(tmp_path: Path) -> None:
+    def given(model: torch.nn.Module) -> dict[str, Any]:
+        optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+        return {"optimizers": (optimizer, torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.7))}
+
+    model, same = llama(), llama()
+    plain = plain_trainer(tmp_path, model, given=given(model))
+    plain.train()
+    ours = our_trainer(tmp_path, same, given=given(same))
+    ours.train()
+    assert_histories(ours, plain)
+    assert_weights(weights(ours), weights(plain))
+
+
+def test_a_class_of_optimizer_and_its_arguments(tmp_path: Path) -> None:
+    given = {"optimizer_cls_and_kwargs": (torch.optim.NAdam, {"lr": 1e-3})}
+    plain = plain_trainer(tmp_path, given=given)
+    plain.train()
+    ours = our_trainer(tmp_path, given=given)
+    ours.train()
+    assert_histories(ours, plain)
+    assert_weights(weights(ours), weights(plain))
+
+
+def test_metrics_predictions_and_callbacks(tmp_path: Path) -> None:
+    def same(prediction: EvalPrediction) -> dict[str, float]:
+        return {"same": float((prediction.predictions.argmax(-1) == prediction.label_ids).mean())}
+
+    class Steps(TrainerCallback):
+        def __init__(self) -> None:
+            self.seen: list[str] = []
+
+        def on_pre_optimizer_step(self, *_: Any, **given: Any) -> None:
+            self.seen.append(type(given["optimizer"].optimizer).__name__)
+
+        def on_optimizer_step(self, *_: Any, **given: Any) -> None:
+            self.seen.append(type(given["model"]).__name__)
+
+    counted = {"eval_strategy": "steps", "eval_steps": 1, "save_strategy": "best", "metric_for_best_model": "same"}
+    runs = []
+    for make in (plain_trainer, our_trainer):
+        steps = Steps()
+        callbacks = [EarlyStoppingCallback(2, 1.0), steps]
+        trainer = make(tmp_path / make.__name__, given={"compute_metrics": same, "callbacks": callbacks}, **counted)
+        trainer.train()
+        prediction = trainer.predict(rows(5, seed=3))
+        runs.append((trainer, torch.tensor(prediction.predictions), prediction.metrics["test_loss"], steps.seen))
+    (plain, logits, loss, _), (ours, got, got_loss, seen) = runs
+    assert plain.state.global_step == ours.state.global_step == 3  # nothing gets better by 1
+    assert seen == ["Optimizer", "LlamaForCausalLM"] * 3
+    torch.testing.assert_close(got, logits, rtol=1e-5, atol=1e-5)
+    assert abs(got_loss - loss) < 1e-5
+    assert history(ours, "eval_same") == history(plain, "eval_same")
+
+
+def test_the_bytes_of_each_tier_are_logged(tmp_path: Path) -> None:
+    ours = our_trainer(tmp_path, prepare={"placement": {"params": "cpu", "optimizer": "cpu"}})
+    ours.train()
+    report = ours.penstock.locations()
+    logged = history(ours, "memory/device", "memory/cpu", "memory/nvme")[-1]
+    assert logged == [report.bytes(tier=tier) for tier in ("device", "cpu", "nvme")]
+    assert logged[1] > logged[0] > logged[2] == 0
+    assert "memory/cpu" not in ours.state.log_history[-1]  # the summary of the run
+
+
+def test_train_again_goes_on_with_the_same_moments(tmp_path: Path) -> None:
+    plain, ours = plain_trainer(tmp_path), our_trainer(tmp_path)
+    for trainer in (plain, ours):
+        trainer.train()
+        trainer.train()
+    assert_histories(ours, plain)
+    assert_weights(weights(ours), weights(plain))
+
+
+def test_train_after_close_begins_anew(tmp_path: Path) -> None:
+    ours = our_trainer(tmp_path)
+    ours.train()
+    first = ours.penstock
+    ours.penstock.close()
+    assert all(p.isfinite().all() for p in ours.model.parameters())
+    ours.train()
+    assert ours.penstock is not first
+
+
+def test_model_init_makes_a_model_for_each_train(tmp_path: Path) -> None:
+    plain = plain_trainer(tmp_path)
+    plain.train()
+    args, given = plain.args, {"train_dataset": rows()}
+    ours = penstock_trainer()(model_init=lambda: llama(), args=args, **given)
+    ours.train()
+    first = ours.penstock
+    ours.train()
+    assert_histories(ours, plain)
+    with pytest.raises(penstock.EngineError, match="close"):
+        first.locations()
+
+
+def penstock_trainer() -> Any:
+    from transformers import Trainer
+
+    from penstock.integrations.transformers import trainer_class
+
+    return trainer_class(Trainer)
+
+
+def test_memory_that_runs_out_halves_the_batch(tmp_path: Path) -> None:
+    class Greedy(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = llama()
+            self.config, self.sizes = self.inner.config, []
+
+        def forward(self, **inputs: Any) -> Any:
+            self.sizes.append(len(inputs["input_ids"]))
+            out = self.inner(**inputs)
+            if len(inputs["input_ids"]) > 1:
+                raise torch.OutOfMemoryError("CUDA out of memory.")
+            return out
+
+    changes = {"auto_find_batch_size": True, "remove_unused_columns": False}
+    plain = plain_trainer(tmp_path, Greedy(), **changes)
+    plain.train()
+    ours = our_trainer(tmp_path, Greedy(), prepare=placements()["cpu"], **changes)
+    ours.train()
+    assert ours.model.sizes[:2] == plain.model.sizes[:2] == [2, 1]
+    assert_histories(ours, plain)
