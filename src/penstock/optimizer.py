@@ -5,6 +5,7 @@ import math
 import weakref
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
 from functools import partial, wraps
 from os import PathLike
 from typing import Any, Concatenate, Literal, ParamSpec, TypeVar, get_args
@@ -42,7 +43,7 @@ def _public(method: Callable[Concatenate["Optimizer", P], R]) -> Callable[Concat
     @crossing
     def called(self: "Optimizer", *args: P.args, **kwargs: P.kwargs) -> R:
         # A forward in another thread gathers what this method may move, write or give back: one waits for the other.
-        with contextlib.nullcontext() if self._engine is None else self._engine.turn(method.__name__):
+        with contextlib.nullcontext() if self._engine is None else self._engine.turn(method.__name__.lstrip("_")):
             return method(self, *args, **kwargs)
 
     return called  # type: ignore[return-value] # functions are bound, whatever their first parameter is called
@@ -79,23 +80,41 @@ class Optimizer(torch.optim.Optimizer):
         """
         self._open("backward").policy.backward(loss, retain_graph=retain_graph)
 
-    @_public
-    def step(self, closure: None = None) -> StepResult:  # type: ignore[override]
+    def step(self, closure: Callable[[], Any] | None = None) -> StepResult:  # type: ignore[override]
         """Update every parameter that got a gradient since `zero_grad`, with its group's options as they are now.
+
+        Arguments:
+            closure: makes the gradients: `zero_grad`, forward, backward. It is called once, before the update, with
+                gradients enabled and all else as the caller has it. What it raises is raised, and nothing is updated.
 
         Returns:
             The norm of the gradient over all ranks before clipping, and whether the step was skipped because that norm
-            is not finite: then nothing has changed. Without any gradient nothing changes either; the norm is 0.
+            is not finite: then nothing has changed. Without any gradient nothing changes either; the norm is 0. Of a
+            closure what it returned, as `loss`.
 
         Raises:
-            ConfigError: a closure was given.
+            ConfigError: the closure is no function.
             EngineError: closed; called inside forward, backward or `gathered`; the last backward did not finish, or was
                 under `no_sync`; a frozen parameter was unfrozen, one was written outside `gathered`, or one has a
                 `.grad` that was set by hand; the norm is not finite and `Options(on_nonfinite="raise")`, or was not for
                 `Options(max_skipped_steps=)` steps in a row. Raised on every rank, and nothing has changed.
         """
-        if closure is not None:
-            raise ConfigError("step(closure) is not supported: call backward first, then step().")
+        if closure is None:
+            return self._update()
+        if not callable(closure):
+            raise ConfigError(
+                f"step({type(closure).__name__}): give a function that runs zero_grad, forward and backward, or call "
+                "backward first, then step()."
+            )
+        self._open("step")
+        # On the user's side, and before ranks meet: its forward and backward are collective as well.
+        with torch.enable_grad():
+            loss = closure()
+        return replace(self._update(), loss=loss)
+
+    @_public
+    def _update(self) -> StepResult:
+        """Update what has gradients, as `step` says. Collective."""
         with self._together("step") as (engine, facts):
             self._open("step")
             check_step(engine)

@@ -118,7 +118,7 @@ REFUSED: dict[str, tuple[Callable[[nn.Module], Any], str]] = {
         "torch.optim.lbfgs.LBFGS is not supported",
     ),
     "a subclass": (by(lambda m: OwnAdamW(m.parameters())), "OwnAdamW is not supported. Use exactly one of"),
-    "no optimizer": (by(lambda m: None), "NoneType is not supported. Use exactly one of torch.optim.AdamW"),
+    "no optimizer but its name": (by(lambda m: "adamw"), "builtins.str is not supported. Use exactly one of"),
     "capturable": (
         by(lambda m: adamw(m, capturable=True)),
         "Parameter group 0: capturable=True is not supported by Penstock's adamw. Set capturable=False in",
@@ -473,8 +473,10 @@ def test_step_where_it_must_not_be(model, make_streams):
         str(caught.value) == "step() was called inside gathered(). Leave the block first: step changes what it shows."
     )
     with pytest.raises(ConfigError) as refused_closure:
-        optimizer.step(lambda: 1.0)
-    assert str(refused_closure.value) == "step(closure) is not supported: call backward first, then step()."
+        optimizer.step(torch.ones(()))
+    assert str(refused_closure.value) == (
+        "step(Tensor): give a function that runs zero_grad, forward and backward, or call backward first, then step()."
+    )
     assert not optimizer.step().skipped
     optimizer.close()
 

@@ -173,6 +173,21 @@ def page_aligned(nbytes: int) -> Tensor:
     return torch.frombuffer(_Memory(max(nbytes, 1)), dtype=torch.uint8)[:nbytes]
 
 
+def view_apart(values: Tensor, buffer: Tensor) -> Tensor:
+    """View host memory, of any dtype, through a storage of its own: who counts the users of theirs does not see it.
+
+    For a process group, whose thread lets go of what it was given some time after the collective is over: it needs the
+    interpreter for that. Meanwhile the buffer would seem to have a user, and its memory not be given back.
+
+    Arguments:
+        values: what is viewed.
+        buffer: the tensor that it is a part of, which the view keeps.
+    """
+    memory = (ctypes.c_char * values.nbytes).from_address(values.data_ptr())
+    memory.buffer = buffer  # type: ignore[attr-defined]
+    return torch.frombuffer(memory, dtype=values.dtype)
+
+
 class HostMemory(NamedTuple):
     """What is left of host memory, in bytes, and who limits it: the beginning of a sentence, for messages."""
 

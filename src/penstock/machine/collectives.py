@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from penstock.errors import EngineError, PenstockError
+from penstock.machine.arena import view_apart
 from penstock.machine.council import DEFAULT_TIMEOUT_S, Council
 from penstock.machine.groups import give_back, is_alive, own_group
 from penstock.machine.lifetime import at_end
@@ -197,6 +198,8 @@ class Ranks:
         # On the host the group's own threads do the work beside compute. On a device the call only enqueues it, and the
         # stream that it is called on waits for the group's own stream.
         goes_on = full.device.type == "cpu"
+        if goes_on and type(full) is Tensor:  # no fake one
+            every, own = view_apart(every, full), view_apart(own, full)
         gather = partial(_all_gather_flat, every, own, group=self._shard_group, async_op=goes_on)
         work = self._issue("all_gather", f"the gather of {what}", self._shard_group, gather)
         return work if goes_on else None

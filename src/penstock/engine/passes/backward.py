@@ -113,8 +113,8 @@ class Backward:
         if in_backward():  # of a reentrant checkpoint: its turn is now
             for unit in units:
                 self._reducer.expect(unit)
-        else:
-            self.uses.note_silent([unit for unit in units if unit.wants_gradient])
+        elif wanting := [unit for unit in units if unit.wants_gradient]:  # else frozen models would note for ever
+            self.uses.note_silent(wanting)
 
     def enter(self, unit: Unit, *, runs_again: bool = False) -> None:
         """Let backward go on in this unit, or its forward run again because backward will; end units that are over."""

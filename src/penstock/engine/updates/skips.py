@@ -74,7 +74,7 @@ class Skips:
                 f"The step was skipped, because the gradient is not finite. {name_flawed(flawed)}"
                 f"{self._at_which_scale()} {_WHERE_TO_LOOK}. This is said once; StepResult.skipped tells of every such "
                 f"step" + (f", and {self._most} in a row are an error." if self._most is not None else "."),
-                stacklevel=7,  # whose call it is: behind the policy, step(), our wrappers of it and torch's
+                stacklevel=8,  # whose call it is: behind the policy, step(), our wrappers and torch's
             )
 
     def _at_which_scale(self) -> str:

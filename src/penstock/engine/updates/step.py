@@ -13,6 +13,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -36,11 +37,13 @@ class StepResult:
         grad_norm: norm of the gradient before clipping, over all ranks, as fp32; NaN when it is not finite.
         skipped: nothing was updated, because the norm was not finite.
         loss_scale: loss scale of this step; 1 without fp16.
+        loss: what the closure returned; `None` without one.
     """
 
     grad_norm: float
     skipped: bool
     loss_scale: float
+    loss: Any = None
 
 
 @dataclass(frozen=True)

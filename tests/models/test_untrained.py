@@ -1,0 +1,318 @@
+"""Models that nothing trains, `prepare(model, None)`: forwards are the plain model's, whatever the placement."""
+
+import copy
+import gc
+import threading
+import warnings
+from collections.abc import Callable, Sequence
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import penstock
+from penstock.layout import ALIGNMENT_NUMEL
+from tests.accounts import assert_table_agrees, tensor_bytes
+from tests.models.adapters_rows import Adapted, Float8Linear, Int8Linear
+from tests.models.contract import to_bf16
+from tests.models.family import Batch
+from tests.models.modules_rows import ConvNet, Stack, squared
+from tests.models.transformers_rows import llama, t5
+from tests.support import disks, inline, prepare_on, run_ranks, separate, simulated, thorough
+
+Call = Callable[[nn.Module, Batch], Tensor]
+
+
+def logits(model: nn.Module, batch: Batch) -> Tensor:
+    ids = batch.ids(32, 2, 6)
+    mask = torch.ones_like(ids)
+    mask[0, :2] = 0
+    return model(input_ids=ids, attention_mask=mask).logits
+
+
+def t5_logits(model: nn.Module, batch: Batch) -> Tensor:
+    return model(input_ids=batch.ids(32, 2, 6), decoder_input_ids=batch.ids(32, 2, 4)).logits
+
+
+def on_floats(*shape: int) -> Call:
+    return lambda model, batch: model(batch.floats(*shape))
+
+
+MODELS: dict[str, tuple[Callable[[], nn.Module], Call]] = {
+    "stack": (Stack, on_floats(4, 8)),
+    "batch norm": (ConvNet, on_floats(4, 3, 6, 6)),
+    "llama": (lambda: llama(tie_word_embeddings=True), logits),
+    "t5": (t5, t5_logits),
+    "int8": (lambda: Adapted(Int8Linear), on_floats(4, 8)),
+    "float8": (lambda: Adapted(Float8Linear), on_floats(4, 8)),
+}
+DISKS = {"nvme_path": disks()}
+PLACEMENTS = {
+    "device": penstock.Placement(),
+    "cpu": penstock.Placement(params="cpu"),
+    "nvme": penstock.Placement(params="nvme", **DISKS),
+    "device and cpu": penstock.Placement(params={"device": 0.4, "cpu": 0.6}),
+    "everywhere": penstock.Placement(params={"device": 0.3, "cpu": 0.3, "nvme": 0.4}, **DISKS),
+}
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+TILES = penstock.Options(tile_bytes=4 << 10)
+
+
+def built(name: str, precision: str = "fp32") -> nn.Module:
+    """A model with the same values every time, in the compute dtype."""
+    torch.manual_seed(0)
+    model = MODELS[name][0]().eval()  # no dropout
+    if precision == "bf16":
+        to_bf16(model)
+    return model
+
+
+def prepared(
+    model: nn.Module, streams: Any = separate, placement: penstock.Placement = PLACEMENTS["cpu"], **how: Any
+) -> penstock.Optimizer:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # nobody owns the parameters, and nobody is to be told
+        return prepare_on(streams(), model, None, placement=placement, **{"precision": "fp32", "options": TILES, **how})
+
+
+def assert_as_plain(name: str, precision: str, streams: Any, placement: str, stage: int = 3, rank: int = 0) -> None:
+    """Two forwards, the second with an order that was learned, are bit for bit those of the plain model."""
+    plain, model, call = built(name, precision), built(name, precision), MODELS[name][1]
+    plain.requires_grad_(False)  # torch's choice of kernels goes by that
+    trained = [p.requires_grad for p in model.parameters()]
+    optimizer = prepared(model, streams, PLACEMENTS[placement], precision=precision, stage=stage)
+    for number in range(2):
+        batch = [Batch(number, rank, DTYPES[precision]) for _ in range(2)]
+        with torch.no_grad() if number else torch.enable_grad():
+            assert torch.equal(call(model, batch[0]), call(plain, batch[1])), (name, precision, placement, stage)
+    assert optimizer._engine.passes.gatherer.live_bytes == 0
+    optimizer.close()
+    assert all(torch.equal(p, q) for p, q in zip(model.parameters(), plain.parameters(), strict=True))
+    assert [p.requires_grad for p in model.parameters()] == trained
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("name", MODELS)
+def test_a_forward_is_the_plain_model_s_wherever_parameters_rest(name: str, precision: str) -> None:
+    for streams, placement in product((inline, separate), PLACEMENTS):
+        assert_as_plain(name, precision, streams, placement)
+    assert_as_plain(name, precision, simulated, "everywhere")
+
+
+def on_two_ranks(rank: int, rows: Sequence[tuple[str, str, str, int]]) -> None:
+    for name, precision, placement, stage in rows:
+        assert_as_plain(name, precision, separate, placement, stage, rank)
+
+
+ON_TWO_RANKS = [
+    (name, precision, placement, stage)
+    for (name, precision), placement in product([("llama", "bf16"), ("stack", "fp32")], PLACEMENTS)
+    for stage in (3, {"device": 0, "cpu": 1}.get(placement, 2))
+]
+MORE_ON_TWO_RANKS = list(product(MODELS, ("fp32", "bf16"), PLACEMENTS, range(4)))[::3]  # each value of each column
+
+
+@pytest.mark.parametrize("rows", [ON_TWO_RANKS, thorough(MORE_ON_TWO_RANKS)], ids=["some", "more"])
+def test_forwards_of_two_ranks_are_the_plain_model_s(rows: Sequence[tuple[str, str, str, int]]) -> None:
+    run_ranks(on_two_ranks, 2, rows)
+
+
+def test_fp16_has_no_loss_scale() -> None:
+    torch.manual_seed(0)
+    model = Stack()
+    plain = copy.deepcopy(model).half()
+    optimizer = prepared(model, precision="fp16")
+    x, y = (Batch(0, dtype=torch.float16).floats(4, 8).requires_grad_() for _ in range(2))
+    squared(model(x)).backward()
+    squared(plain(y)).backward()
+    assert torch.equal(x.grad, y.grad)
+    optimizer.close()
+
+
+# Bytes
+
+
+def padded(model: nn.Module) -> int:
+    return sum(-(-p.numel() // ALIGNMENT_NUMEL) * ALIGNMENT_NUMEL for p in model.parameters())
+
+
+#: Homes of what there is not, as a reference model has them that shares the placement of the policy.
+SHARED = {"grads": "cpu", "optimizer": {"cpu": 0.5, "device": 0.5}}
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("tier", ["device", "cpu", "nvme"])
+def test_parameters_are_all_there_is(tier: str, precision: str, tmp_path: Path) -> None:
+    model = Stack()
+    placement = penstock.Placement(params=tier, nvme_path=tmp_path, **SHARED)
+    threads, before = threading.active_count(), tensor_bytes()
+    optimizer = prepared(
+        model,
+        placement=placement,
+        precision=precision,
+        max_grad_norm=1.0,
+        grad_accumulation_dtype=torch.float32,
+        reduce_dtype=torch.float32,
+        overlap="forward",
+        master="fp32",
+    )
+    expected = padded(model) * DTYPES[precision].itemsize
+    for _ in range(2):
+        report = optimizer.locations()
+        kinds = {row.kind for row in report.rows}
+        assert kinds - {"staging"} == {"param"}
+        assert report.bytes(kind="param", tier=tier) == report.bytes(kind="param") == expected
+        assert ("staging" in kinds) == (tier == "nvme"), "files come through a ring; nothing else has one"
+        assert_table_agrees(optimizer)
+        model(torch.ones(1, 8))
+    engine = optimizer._engine
+    assert engine.rig.pool.threads == 1
+    assert engine.passes.reducer.buffers.nbytes == 0
+    gc.collect()
+    if tier != "device":  # placeholders, and nothing else
+        assert tensor_bytes() - before <= -4 * sum(p.numel() for p in model.parameters()) + 1024
+    optimizer.close()
+    assert threading.active_count() == threads
+
+
+def rows_on_rank(rank: int, stage: int) -> int:
+    model = Stack()
+    optimizer = prepared(model, precision="bf16", stage=stage)
+    report = optimizer.locations()
+    assert {row.kind for row in report.rows} == {"param"}
+    nbytes = report.bytes()
+    optimizer.close()
+    return nbytes
+
+
+def test_ranks_have_a_shard_each_at_stage_3_and_all_of_them_else() -> None:
+    assert run_ranks(bytes_by_stage, 2) == [True, True]
+
+
+def bytes_by_stage(rank: int) -> bool:
+    whole = 2 * padded(Stack())
+    found = [rows_on_rank(rank, stage) for stage in range(4)]
+    return found[:3] == [whole] * 3 and whole / 2 <= found[3] <= whole / 2 + 2 * 4 * ALIGNMENT_NUMEL
+
+
+# Gradients
+
+
+def test_every_parameter_is_frozen_until_close() -> None:
+    torch.manual_seed(0)
+    model = Stack()
+    model.last.bias.requires_grad_(False)
+    before = [p.requires_grad for p in model.parameters()]
+    optimizer = prepared(model)
+    assert not any(p.requires_grad for p in model.parameters())
+    assert not model(torch.ones(1, 8)).requires_grad, "nothing is recorded"
+    optimizer.close()
+    assert [p.requires_grad for p in model.parameters()] == before
+    squared(model(torch.ones(1, 8))).backward()
+    assert model.first.weight.grad is not None
+
+
+@pytest.mark.parametrize("streams", [inline, separate, simulated], ids=["in place", "gathered", "late"])
+def test_a_backward_goes_through_it_to_its_inputs(streams: Any) -> None:
+    torch.manual_seed(0)
+    model = Stack()
+    plain = copy.deepcopy(model)
+    optimizer = prepared(model, streams)
+    for number in range(2):
+        x, y = (Batch(number).floats(4, 8).requires_grad_() for _ in range(2))
+        squared(model(x)).backward()
+        squared(plain(y)).backward()
+        assert torch.equal(x.grad, y.grad)
+        assert all(p.grad is None for p in model.parameters())
+    assert optimizer._engine.passes.gatherer.live_bytes == 0
+    optimizer.close()
+
+
+def test_a_parameter_that_is_unfrozen_is_named_when_it_gets_a_gradient() -> None:
+    model = Stack()
+    model.last.bias.requires_grad_(False)  # before, or not
+    optimizer = prepared(model)
+    for parameter, name in ((model.blocks[0].up.weight, "blocks.0.up.weight"), (model.last.bias, "last.bias")):
+        parameter.requires_grad_(True)
+        with pytest.raises(penstock.EngineError, match=f"'{name}' was unfrozen.*without an optimizer.*close"):
+            squared(model(torch.ones(1, 8))).backward()
+        assert parameter.grad is None
+        parameter.requires_grad_(False)
+        assert torch.isfinite(model(torch.ones(1, 8))).all()
+    optimizer.close()
+    assert not model.last.bias.requires_grad
+    assert model.blocks[0].up.weight.requires_grad
+
+
+class Judged(nn.Module):
+    """What a policy answers, as a reward model sees it; and how far it is from a reference model's answer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.policy = Stack()
+        self.reference = copy.deepcopy(self.policy)
+        self.reward = nn.Sequential(nn.Linear(4, 16), nn.Tanh(), nn.Linear(16, 1))
+
+    def loss(self, inputs: Tensor) -> Tensor:
+        answer = self.policy(inputs)
+        with torch.no_grad():
+            reference = self.reference(inputs)
+        return squared(answer - reference - 1) - self.reward(answer).float().mean()
+
+
+def train_beside(rank: int, placement: str, stage: int) -> None:
+    """A policy in training beside a reference and a reward model: plain models beside it give the same bits."""
+    runs = []
+    for alone in (True, False):
+        judged = Judged()
+        adamw = torch.optim.AdamW(judged.policy.parameters(), lr=1e-2, eps=1e-2)
+        shared = {"placement": PLACEMENTS[placement], "stage": stage, "precision": "fp32"}
+        policy = prepare_on(separate(), judged.policy, adamw, **shared)
+        others = [] if alone else [prepared(m, separate, **shared) for m in (judged.reference, judged.reward)]
+        losses = []
+        for step in range(3):
+            for micro in range(2):
+                loss = judged.loss(Batch(10 * step + micro, rank).floats(4, 8))
+                policy.backward(loss)
+                losses.append(loss.detach())
+            policy.step()
+            for optimizer in (policy, *others):
+                optimizer.zero_grad()
+        losses += [policy.full_param(p) for p in judged.policy.parameters()]
+        for optimizer in (policy, *others):
+            optimizer.close()
+        runs.append(losses)
+    assert all(torch.equal(a, b) for a, b in zip(*runs, strict=True))
+
+
+@pytest.mark.parametrize("placement", ["cpu", "everywhere"])
+def test_a_policy_trains_beside_its_reference_and_reward_models(placement: str) -> None:
+    train_beside(0, placement, 3)
+
+
+def beside_on_rank(rank: int) -> None:
+    for placement, stage in (("cpu", 3), ("everywhere", 2), ("device", 1)):
+        train_beside(rank, placement, stage)
+
+
+def test_a_policy_trains_beside_its_reference_and_reward_models_on_two_ranks() -> None:
+    run_ranks(beside_on_rank, 2)
+
+
+def forwards_in_grad_mode(rank: int) -> int:
+    model = Stack()
+    optimizer = prepared(model)
+    for number in range(20):
+        model(Batch(number, rank).floats(4, 8))
+        assert optimizer._engine.passes.gatherer.live_bytes == 0
+    noted = len(optimizer._engine.passes.hooks.backward.uses._last.silent)
+    optimizer.close()
+    return noted
+
+
+def test_forwards_without_no_grad_leave_no_notes_and_no_memory() -> None:
+    assert run_ranks(forwards_in_grad_mode, 2) == [0, 0]

@@ -1,0 +1,180 @@
+"""`step(closure)`: forward and backward inside of it, once, on the user's side, and the update after it."""
+
+from collections.abc import Callable
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import penstock
+from penstock.machine.border import innermost
+from tests.models.modules_rows import Stack, squared
+from tests.support import inline, prepare_on, run_ranks, simulated
+
+HYPER = {"lr": 1e-2, "eps": 1e-2}
+ON_CPU = penstock.Placement(params="cpu", grads="cpu", optimizer="cpu")
+STREAMS = {"inline": inline, "simulated": simulated}
+MODES = [
+    (precision, overlap)
+    for precision, overlap in product(("fp32", "bf16", "fp16"), ("none", "forward", "backward"))
+    if (precision, overlap) != ("fp16", "backward")  # the scale is dynamic
+]
+
+
+def prepared(precision: str = "fp32", streams: Any = inline, **how: Any) -> tuple[Stack, penstock.Optimizer]:
+    torch.manual_seed(0)
+    model = Stack()
+    optimizer = torch.optim.AdamW(model.parameters(), foreach=False, **HYPER)
+    return model, prepare_on(streams(), model, optimizer, placement=ON_CPU, precision=precision, **how)
+
+
+def closure_of(model: torch.nn.Module, optimizer: Any, number: int, rank: int = 0) -> Callable[[], Tensor]:
+    inputs = torch.randn(4, 8, generator=torch.Generator().manual_seed(10 * rank + number))
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        loss = squared(model(inputs))
+        optimizer.backward(loss) if isinstance(optimizer, penstock.Optimizer) else loss.backward()
+        return loss
+
+    return closure
+
+
+def train(rank: int, precision: str, streams: Any, overlap: str, closed: bool) -> list[Tensor]:
+    """Three steps, with closures or without; losses, results and parameters."""
+    model, optimizer = prepared(precision, streams, overlap=overlap)
+    seen = []
+    for number in range(3):
+        closure = closure_of(model, optimizer, number, rank)
+        loss = None if closed else closure()
+        with torch.no_grad():  # as some callers are
+            result = optimizer.step(closure) if closed else optimizer.step()
+        assert (result.loss is not None) == closed
+        seen += [(result.loss if closed else loss).detach(), torch.tensor([result.grad_norm, result.loss_scale])]
+    seen += [optimizer.full_param(p) for p in model.parameters()]
+    optimizer.close()
+    return seen
+
+
+@pytest.mark.parametrize(("precision", "overlap"), MODES)
+def test_a_step_with_a_closure_is_forward_backward_and_step(precision: str, overlap: str) -> None:
+    for streams in STREAMS.values():
+        ours, expected = (train(0, precision, streams, overlap, closed) for closed in (True, False))
+        for a, b in zip(ours, expected, strict=True):
+            assert torch.equal(a, b)
+
+
+def both(rank: int) -> bool:
+    ours, expected = (train(rank, "fp32", simulated, "forward", closed) for closed in (True, False))
+    return all(torch.equal(a, b) for a, b in zip(ours, expected, strict=True))
+
+
+def test_ranks_meet_after_the_closure() -> None:
+    assert run_ranks(both, 2) == [True, True]
+
+
+def test_it_trains_as_torch_does_with_the_same_closure() -> None:
+    model, optimizer = prepared()
+    torch.manual_seed(0)
+    plain = Stack()
+    reference = torch.optim.AdamW(plain.parameters(), foreach=False, **HYPER)
+    for number in range(3):
+        theirs = reference.step(closure_of(plain, reference, number))
+        ours = optimizer.step(closure_of(model, optimizer, number)).loss
+        torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=0)
+    for ours, expected in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(optimizer.full_param(ours), expected.detach(), rtol=1e-6, atol=1e-7)
+    optimizer.close()
+
+
+def test_the_closure_runs_once_and_in_the_state_of_the_caller() -> None:
+    model, optimizer = prepared()
+    calls = []
+
+    def closure() -> Tensor:
+        calls.append(
+            (torch.is_grad_enabled(), torch.is_autocast_enabled("cpu"), torch.get_default_dtype(), innermost() is None)
+        )
+        return closure_of(model, optimizer, 0)()
+
+    for context in (torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16)):
+        with context:
+            optimizer.step(closure)
+    assert calls == [(True, False, torch.float32, True), (True, True, torch.float32, True)]
+    optimizer.close()
+
+
+@pytest.mark.parametrize("where", ["before", "forward", "backward"])
+def test_an_error_in_the_closure_updates_nothing(where: str) -> None:
+    model, optimizer = prepared()
+    optimizer.step(closure_of(model, optimizer, 0))
+    before = [optimizer.full_param(p) for p in model.parameters()]
+
+    class MineError(Exception):
+        pass
+
+    def fail(*_: Any) -> None:
+        raise MineError
+
+    def closure() -> Tensor:
+        if where == "before":
+            fail()
+        register = "register_forward_hook" if where == "forward" else "register_full_backward_hook"
+        hook = getattr(model.blocks[0], register)(fail)
+        try:
+            return closure_of(model, optimizer, 1)()
+        finally:
+            hook.remove()
+
+    with pytest.raises(MineError):
+        optimizer.step(closure)
+    assert all(torch.equal(optimizer.full_param(p), b) for p, b in zip(model.parameters(), before, strict=True))
+    other, undisturbed = prepared()
+    undisturbed.step(closure_of(other, undisturbed, 0))
+    for m, o in ((model, optimizer), (other, undisturbed)):
+        o.step(closure_of(m, o, 2))
+    for p, q in zip(model.parameters(), other.parameters(), strict=True):
+        assert torch.equal(optimizer.full_param(p), undisturbed.full_param(q))
+    optimizer.close()
+    undisturbed.close()
+
+
+def test_what_the_closure_returns_is_returned_as_it_is() -> None:
+    model, optimizer = prepared()
+    answer = {"loss": object()}
+
+    def closure() -> Any:
+        closure_of(model, optimizer, 0)()
+        return answer
+
+    assert optimizer.step(closure).loss is answer
+    assert optimizer.step().loss is None
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5**step)  # wraps `step`
+    assert optimizer.step(closure=closure).loss is answer
+    scheduler.step()
+    optimizer.close()
+
+
+def test_a_skipped_step_has_the_loss_of_its_closure() -> None:
+    model, optimizer = prepared()
+
+    def closure() -> Tensor:
+        loss = squared(model(torch.full((4, 8), 1e30)))
+        optimizer.backward(loss)
+        return loss
+
+    with pytest.warns(UserWarning, match="not finite") as caught:
+        result = optimizer.step(closure)
+    assert caught[0].filename == __file__
+    assert result.skipped
+    assert result.loss is not None
+    optimizer.close()
+
+
+def test_no_closure_is_called_once_the_optimizer_is_closed() -> None:
+    model, optimizer = prepared()
+    optimizer.close()
+    with pytest.raises(penstock.EngineError, match=r"step\(\) was called after close"):
+        optimizer.step(lambda: pytest.fail("it was called"))

@@ -1,0 +1,404 @@
+"""The handle of a model that nothing trains: what works on it, and what is refused by name."""
+
+import copy
+import io
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import penstock
+from penstock.blueprint import Request, draw_blueprint
+from penstock.kinds import Tier
+from penstock.machine.collectives import Ranks
+from tests.models.adapters_rows import Float8Linear
+from tests.models.modules_rows import Stack, squared
+from tests.support import disks, inline, prepare_on, run_ranks, separate, simulated
+
+ON_CPU = penstock.Placement(params="cpu")
+ON_NVME = penstock.Placement(params="nvme", nvme_path=disks())
+INPUTS = torch.linspace(-1, 1, 32).reshape(4, 8)
+
+
+def stack(seed: int = 0) -> Stack:
+    torch.manual_seed(seed)
+    return Stack()
+
+
+def prepared(model: nn.Module, streams: Any = separate, **how: Any) -> penstock.Optimizer:
+    return prepare_on(streams(), model, None, **{"placement": ON_CPU, "precision": "fp32", **how})
+
+
+def trained(model: nn.Module, steps: int = 2, **how: Any) -> penstock.Optimizer:
+    """An optimizer that has made some steps."""
+    adamw = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    optimizer = prepare_on(separate(), model, adamw, **{"placement": ON_CPU, **how})
+    for _ in range(steps):
+        optimizer.backward(squared(model(INPUTS)))
+        optimizer.step()
+        optimizer.zero_grad()
+    return optimizer
+
+
+@torch.no_grad()
+def answer(model: nn.Module) -> Tensor:
+    return model(INPUTS)
+
+
+# What is refused
+
+
+def test_it_is_an_optimizer_of_nothing() -> None:
+    model = stack()
+    optimizer = prepared(model)
+    assert isinstance(optimizer, penstock.Optimizer)
+    assert isinstance(optimizer, torch.optim.Optimizer)
+    assert optimizer.param_groups == []
+    assert "Inference" in repr(optimizer)
+    assert optimizer.state_dict() == {"state": {}, "param_groups": []}
+    optimizer.load_state_dict(optimizer.state_dict())
+    with pytest.raises(ValueError, match="different number of parameter groups"):
+        optimizer.load_state_dict(torch.optim.SGD(stack().parameters(), lr=1.0).state_dict())
+    optimizer.close()
+
+
+Refused = Callable[[penstock.Optimizer, Stack], Any]
+TRAINING: dict[str, Refused] = {
+    "step()": lambda o, m: o.step(),
+    "step() ": lambda o, m: o.step(lambda: pytest.fail("the closure was called")),
+    "backward()": lambda o, m: o.backward(torch.ones((), requires_grad=True)),
+    "clip_grad_norm_()": lambda o, m: o.clip_grad_norm_(1.0),
+    "add_param_group()": lambda o, m: o.add_param_group({"params": [m.last.weight]}),
+    "A learning-rate scheduler": lambda o, m: torch.optim.lr_scheduler.LambdaLR(o, lambda step: 1.0),
+}
+
+
+@pytest.mark.parametrize("what", TRAINING)
+def test_what_trains_is_refused_by_name(what: str) -> None:
+    model = stack()
+    before = answer(model)
+    optimizer = prepared(model)
+    with pytest.raises(penstock.EngineError) as caught:
+        TRAINING[what](optimizer, model)
+    message = str(caught.value)
+    assert message.startswith(what.strip())
+    assert "prepare(model, None)" in message
+    assert "prepare(model, optimizer)" in message
+    assert torch.equal(answer(model), before)
+    optimizer.close()
+
+
+OF_TRAINED: dict[str, Refused] = {
+    "full_grad": lambda o, m: o.full_grad(m.last.weight),
+    "set_full_grad": lambda o, m: o.set_full_grad(m.last.weight, torch.zeros(4, 16)),
+    "full_state": lambda o, m: o.full_state(m.last.weight, "exp_avg"),
+    "set_full_state": lambda o, m: o.set_full_state(m.last.weight, "exp_avg", torch.zeros(4, 16)),
+}
+
+
+@pytest.mark.parametrize("method", OF_TRAINED)
+def test_there_is_no_gradient_and_no_state_to_look_at(method: str) -> None:
+    model = stack()
+    optimizer = prepared(model)
+    with pytest.raises(penstock.ConfigError, match=r"'last.weight' is frozen: it has no gradient"):
+        OF_TRAINED[method](optimizer, model)
+    optimizer.close()
+
+
+def test_loops_over_several_models_may_clear_and_hold_back_all_of_them() -> None:
+    model = stack()
+    optimizer = prepared(model)
+    optimizer.zero_grad()
+    model.zero_grad()
+    with optimizer.no_sync():
+        assert torch.equal(answer(model), answer(stack()))
+    optimizer.close()
+
+
+def test_two_models_do_not_share_parameters() -> None:
+    policy, reference = stack(), stack(1)
+    reference.last = policy.last
+    adamw = torch.optim.AdamW(policy.parameters())
+    trains = penstock.prepare(policy, adamw)
+    with pytest.raises(penstock.ConfigError, match=r"prepared already.*'last.weight' \(4, 16\) has an optimizer"):
+        penstock.prepare(reference, None)
+    assert reference.first.weight.requires_grad, "nothing has changed"
+    trains.close()
+    optimizer = penstock.prepare(reference, None)
+    with pytest.raises(penstock.ConfigError, match="prepared already"):
+        penstock.prepare(policy, adamw)
+    optimizer.close()
+
+
+def test_no_pickle_and_no_copy_of_it() -> None:
+    model = stack()
+    optimizer = prepared(model)
+    for attempt in (lambda: copy.deepcopy(model), lambda: torch.save(model, io.BytesIO()), lambda: pickle.dumps(model)):
+        with pytest.raises(penstock.EngineError, match="before prepare"):
+            attempt()
+    with pytest.raises(penstock.EngineError, match="NaN"):
+        model.state_dict()
+    with optimizer.gathered():
+        assert all(torch.equal(a, b) for a, b in zip(model.state_dict().values(), stack().state_dict().values()))
+    optimizer.close()
+
+
+def test_it_is_not_closed_inside_of_its_forward() -> None:
+    model = stack()
+    before = answer(model)
+    optimizer = prepared(model)
+
+    def close(*_: Any) -> None:
+        optimizer.close()
+
+    hook = model.blocks[1].register_forward_hook(close)
+    with pytest.raises(penstock.EngineError, match=r"close\(\) was called inside a forward"):
+        model(INPUTS)
+    hook.remove()
+    assert torch.equal(answer(model), before)
+    with pytest.raises(penstock.EngineError, match=r"inside gathered\(modify=True\)"), optimizer.gathered(modify=True):
+        optimizer.close()
+    with optimizer.gathered():
+        optimizer.close()
+    assert torch.equal(answer(model), before)
+
+
+def test_a_leftover_gradient_is_refused() -> None:
+    model = stack()
+    squared(model(INPUTS)).backward()
+    with pytest.raises(penstock.ConfigError, match="has a gradient already"):
+        prepared(model)
+
+
+# What works
+
+
+@pytest.mark.parametrize("streams", [inline, separate, simulated], ids=["in place", "gathered", "late"])
+def test_parameters_are_read_and_written_by_people(streams: Any) -> None:
+    """As training frameworks sync a reference model: in a `gathered` block, one by one, and by a state dict."""
+    model, other = stack(), stack(1)
+    optimizer = prepared(model, streams)
+    with optimizer.gathered(modify=True), torch.no_grad():
+        for p, q in zip(model.parameters(), other.parameters(), strict=True):
+            p.lerp_(q, 0.5)
+    mixed = stack()
+    with torch.no_grad():
+        for p, q in zip(mixed.parameters(), other.parameters(), strict=True):
+            p.lerp_(q, 0.5)
+    assert torch.equal(answer(model), answer(mixed))
+    for p, q in zip(model.parameters(), other.parameters(), strict=True):
+        optimizer.set_full_param(p, q.detach())
+        assert torch.equal(optimizer.full_param(p), q)
+    assert torch.equal(answer(model), answer(other))
+    with optimizer.gathered(modify=True):
+        model.load_state_dict(mixed.state_dict())
+    assert torch.equal(answer(model), answer(mixed))
+    with optimizer.gathered([model.last.weight], modify=True), torch.no_grad():
+        model.last.weight.copy_(other.last.weight)
+    assert torch.equal(optimizer.full_param(model.last.weight), other.last.weight)
+    optimizer.close()
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_parameters_move_and_come_back(stage: int) -> None:
+    model = stack()
+    before = answer(model)
+    placement = penstock.Placement(params="device", nvme_path=disks())
+    optimizer = prepared(model, placement=placement, stage=stage)
+    at_home = optimizer.locations().bytes(kind="param", tier="device")
+    for tier in ("cpu", "nvme"):
+        optimizer.offload_states({"param"}, to=tier)
+        report = optimizer.locations()
+        assert report.bytes(kind="param", tier=tier) == report.bytes(kind="param") == at_home
+        assert torch.equal(answer(model), before)
+    optimizer.offload_states({"grad", "master", "optimizer"})  # there is none
+    optimizer.reload_states(non_blocking=True)
+    assert torch.equal(answer(model), before)
+    optimizer.synchronize()
+    assert optimizer.locations().bytes(kind="param", tier="device") == at_home
+    optimizer.close()
+
+
+def test_evaluation_inference_mode_and_compiled_blocks() -> None:
+    model = stack()
+    before = answer(model)
+    optimizer = prepared(model)
+    model.eval()
+    with torch.inference_mode():
+        assert torch.equal(model(INPUTS), before)
+    assert torch.equal(answer(model), before)
+    for block in model.blocks:
+        block.compile(backend="eager")
+    for _ in range(2):
+        assert torch.equal(answer(model), before)
+    assert torch.equal(torch.compile(model, backend="eager")(INPUTS), before)
+    optimizer.close()
+
+
+def test_prepared_inside_of_inference_mode() -> None:
+    model = stack()
+    before = answer(model)
+    with torch.inference_mode():
+        optimizer = prepared(model)
+        assert torch.equal(model(INPUTS), before)
+    x = INPUTS.clone().requires_grad_()
+    squared(model(x)).backward()
+    assert x.grad is not None
+    optimizer.close()
+
+
+def test_mistakes_show_with_debug_release() -> None:
+    model = stack()
+    optimizer = penstock.prepare(model, None, precision="fp32", options=penstock.Options(debug_release=True))
+    assert torch.equal(answer(model), answer(stack()))
+    assert model.last.weight.isnan().all()
+    optimizer.close()
+
+
+def test_a_trace_of_an_evaluation(tmp_path: Path) -> None:
+    model = stack()
+    optimizer = prepared(model, simulated)
+    with optimizer.trace(tmp_path / "trace.json") as report:
+        answer(model)
+    assert "gather" in (tmp_path / "trace.json").read_text()
+    assert str(report)
+    optimizer.close()
+
+
+def test_codes_are_not_cast_whatever_they_require() -> None:
+    """All parameters count as frozen: 8-bit floats, and what stands beside them, as they are."""
+    torch.manual_seed(0)
+    linear = Float8Linear(8, 4)
+    linear.requires_grad_(True)
+    before = linear(INPUTS.bfloat16())
+    optimizer = prepared(linear, precision="bf16")
+    assert linear.codes.dtype == torch.float8_e4m3fn
+    assert torch.equal(linear(INPUTS.bfloat16()), before)
+    optimizer.close()
+
+
+# Files
+
+
+def test_a_model_larger_than_host_memory_comes_from_safetensors(tmp_path: Path) -> None:
+    from safetensors.torch import save_model
+
+    model = stack()
+    save_model(model, str(tmp_path / "model.safetensors"))
+    with torch.device("meta"):
+        other = Stack()
+    parameters = list(other.parameters())
+    placement = penstock.Placement(params="nvme", nvme_path=tmp_path)
+    optimizer = prepared(other, placement=placement, weights=tmp_path / "model.safetensors")
+    assert [id(p) for p in other.parameters()] == [id(p) for p in parameters]
+    assert torch.equal(answer(other), answer(model))
+    assert optimizer.locations().bytes(kind="param", tier="cpu") == 0
+    optimizer.close()
+
+
+@pytest.mark.parametrize("master", ["remainder", "fp32", "none"])
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_it_takes_up_the_parameters_of_a_training_checkpoint(precision: str, master: str, tmp_path: Path) -> None:
+    policy = stack()
+    trains = trained(policy, precision=precision, master=master)
+    trains.save(tmp_path / "trained", extra={"step": 2})
+    reference = stack(1)
+    optimizer = prepared(reference, precision=precision, placement=ON_NVME)
+    states = torch.get_rng_state()
+    assert optimizer.load(tmp_path / "trained") == {"step": 2}
+    assert torch.equal(torch.get_rng_state(), states), "the run's random numbers are not this model's"
+    assert torch.equal(answer(reference), answer(policy))
+    # Saved again there are parameters alone, for another one, or for export.
+    optimizer.save(tmp_path / "parameters")
+    third = stack(2)
+    again = prepared(third, precision=precision)
+    again.load(tmp_path / "parameters")
+    assert torch.equal(answer(third), answer(policy))
+    penstock.export(tmp_path / "parameters", tmp_path / "exported", dtype=precision)
+    fourth = stack(3)
+    exported = prepared(fourth, precision=precision, weights=tmp_path / "exported")
+    assert torch.equal(answer(fourth), answer(policy))
+    with pytest.raises(penstock.CheckpointError, match=r"'groups' are none.*penstock.export\(\)"):
+        trains.load(tmp_path / "parameters")
+    assert torch.equal(answer(policy), answer(reference)), "nothing has changed"
+    for handle in (trains, optimizer, again, exported):
+        handle.close()
+
+
+def test_a_tie_of_rounding_is_taken_as_it_was_computed_with(tmp_path: Path) -> None:
+    """The master is rounded half away to the parameter, a float half to even."""
+    model, other = nn.Linear(1, 1), nn.Linear(1, 1)
+    trains = prepare_on(separate(), model, torch.optim.SGD(model.parameters(), lr=1.0))
+    trains.set_full_param(model.weight, torch.tensor([[1 + 2**-8]]))
+    trains.save(tmp_path / "trained")
+    optimizer = prepared(other, precision="bf16")
+    optimizer.load(tmp_path / "trained")
+    with trains.gathered(), optimizer.gathered():
+        assert torch.equal(model.weight, other.weight)
+    for handle in (trains, optimizer):
+        handle.close()
+
+
+def save_and_load(rank: int, folder: str, saves: bool) -> list[Tensor]:
+    model = stack(0 if saves else 1)
+    handle = trained(model) if saves else prepared(model, precision="bf16", placement=ON_NVME)
+    handle.save(folder) if saves else handle.load(folder)
+    values = [handle.full_param(p).bfloat16() for p in model.parameters()]
+    handle.close()
+    return values
+
+
+@pytest.mark.parametrize("first", [1, 2])
+def test_a_checkpoint_of_another_world_size(first: int, tmp_path: Path) -> None:
+    folder = str(tmp_path / "trained")
+    (saved, *_), loaded = (run_ranks(save_and_load, n, folder, n == first) for n in (first, 3 - first))
+    for values in loaded:
+        assert all(torch.equal(a, b) for a, b in zip(values, saved, strict=True))
+
+
+# Ranks, and what is planned
+
+
+def apart(rank: int) -> str:
+    """One rank trains, and the other one does not."""
+    model = stack()
+    optimizer = torch.optim.AdamW(model.parameters()) if rank else None
+    with pytest.raises(penstock.ConfigError) as caught:
+        penstock.prepare(model, optimizer)
+    assert model.last.weight.requires_grad
+    return str(caught.value)
+
+
+def test_ranks_agree_on_whether_they_train() -> None:
+    for message in run_ranks(apart, 2):
+        assert "optimizer" in message
+        assert "none" in message
+
+
+@pytest.mark.parametrize("tier", ["device", "cpu", "nvme"])
+def test_a_blueprint_has_parameters_and_the_ring_of_files_alone(tier: str) -> None:
+    model = stack()
+    request = Request(
+        stage=3,
+        placement=penstock.Placement(params=tier, grads="nvme", optimizer="nvme", nvme_path="."),
+        compute_dtype=torch.bfloat16,
+        reduce_dtype=torch.float32,
+        accumulation_dtype=torch.float32,
+        master="fp32",
+        units=None,
+        max_grad_norm=1.0,
+        overlap="forward",
+        options=penstock.Options(),
+    )
+    ranks = Ranks.from_mesh(None, sharded=True, timeout_s=60.0)
+    blueprint = draw_blueprint(model, None, request, ranks, separate())
+    assert {section.home for section in blueprint.sections} == ({"param"} if tier != "nvme" else {"param", "staging"})
+    assert {plan.spec.name for plan in blueprint.units} == {"root", "blocks.0", "blocks.1"}
+    numel = sum(-(-p.numel() // 256) * 256 for p in model.parameters())
+    params = [cell for section in blueprint.sections if section.home == "param" for cell in section.cells]
+    assert sum(cell.nbytes for cell in params) == 2 * numel
+    assert {cell.tier for cell in params} == {Tier(tier)}
