@@ -25,11 +25,6 @@ COMPUTE_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.f
 GATHER_BYTES = 256 << 20
 
 
-def is_trl(trainer: type) -> bool:
-    """Tell whether a class of trainers is TRL's, or made of one."""
-    return any(base.__module__.split(".")[0] == "trl" for base in trainer.__mro__)
-
-
 def check_arguments(args: Any) -> None:
     """Refuse what cannot be kept, before anything is made.
 

@@ -52,13 +52,16 @@ class TrainerAccelerator(PenstockAccelerator):
         return any(pair.model is model and pair.is_open for pair in self._pairs)
 
     def free_memory(self, *objects: Any) -> Any:
-        """Close every pair but the model that is trained, whose moments would go with it. Collective."""
-        trained = [pair for pair in self._pairs if pair.wrapper is not None and pair.model is self._model()]
-        self._pairs = [pair for pair in self._pairs if pair not in trained]
+        """Close what the model was prepared as to be evaluated, before it is trained. Collective.
+
+        All else stays: the moments of the model that is trained, and models beside it, such as references.
+        """
+        kept = [pair for pair in self._pairs if pair.wrapper is not None or pair.model is not self._model()]
+        self._pairs = [pair for pair in self._pairs if pair not in kept]
         try:
             return super().free_memory(*objects)
         finally:
-            self._pairs += trained
+            self._pairs += kept
 
     def _compiled(self, model: nn.Module) -> nn.Module:
         """Compile as asked for. The loop calls `zero_grad` of what it holds, which is not the model's own then."""
@@ -114,6 +117,8 @@ class PenstockTrainerMixin(Trainer):
         self.gather_function = functools.partial(
             self.accelerator.gather_for_metrics, use_gather_object=self.args.eval_use_gather_object
         )
+        if (trl := _beside(type(self))) is not None:
+            trl.begin(self)
 
     def _build_accelerator_args(self, **kwargs: Any) -> dict[str, Any]:
         """Note what the class would make an accelerator with, in the precision that both have."""
@@ -141,6 +146,8 @@ class PenstockTrainerMixin(Trainer):
 
     def _wrap_model(self, model: nn.Module, training: bool = True, dataloader: Any = None) -> nn.Module:
         """Wrap it in nothing: ranks are averaged by Penstock, and one process has one device."""
+        if (trl := _beside(type(self))) is not None:
+            trl.adopt(self)  # here, because the constructor of a subclass has run by now, wherever the mixin stands
         return model
 
     def create_optimizer(self, *args: Any, **kwargs: Any) -> Any:
@@ -219,6 +226,15 @@ class PenstockTrainerMixin(Trainer):
             report = self.penstock.locations()
             logs.update({f"memory/{tier}": report.bytes(tier=tier) for tier in TIERS})
         super().log(logs, *args, **kwargs)
+
+
+def _beside(trainer: type) -> Any:
+    """Find what a class of trainers needs beside: the module for TRL's, imported for those alone; else `None`."""
+    if not any(base.__module__.split(".")[0] == "trl" for base in trainer.__mro__):
+        return None
+    from penstock.integrations import trl
+
+    return trl
 
 
 def trainer_class(
