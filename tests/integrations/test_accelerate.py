@@ -1,14 +1,31 @@
 """Loops of accelerate with one line changed, beside accelerate itself, on one rank and on two."""
 
+import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from accelerate.state import PartialState
+from safetensors.torch import load_file
 
-from tests.integrations.accelerate_loops import PLACEMENTS, Record, cv_example, nlp_example, small_example
+from penstock.errors import ConfigError
+from penstock.integrations.accelerate import PenstockAccelerator
+from tests.integrations.accelerate_loops import (
+    PLACEMENTS,
+    Record,
+    bert,
+    cv_example,
+    fresh,
+    nlp_example,
+    small_example,
+)
 from tests.support import run_ranks
 
+ROOT = Path(__file__).parents[2]
 EXACT = 1e-6  # fp32: relative, and absolute
 LOOPS = {"nlp": nlp_example, "cv": cv_example}
 
@@ -97,3 +114,80 @@ def save_states(rank: int, folder: Path) -> None:
 
 def resume_states(rank: int, folder: Path) -> Record:
     return small_example({"placement": PLACEMENTS["cpu"], "stage": 2}, resume=folder)
+
+
+def save_weights_on_two_ranks(rank: int, folder: Path) -> tuple[list[str], list[str]]:
+    fresh()
+    accelerator = PenstockAccelerator(penstock={"placement": PLACEMENTS["cpu"]})
+    torch.manual_seed(1)
+    model: Any = bert()
+    model, _ = accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
+    state = accelerator.get_state_dict(model)
+    names = list(state)
+    accelerator.unwrap_model(model).save_pretrained(
+        folder / "pretrained",
+        is_main_process=accelerator.is_main_process,
+        save_function=accelerator.save,
+        state_dict=state,
+        max_shard_size="4KB",
+    )
+    accelerator.save_model(model, folder / "model", max_shard_size="4KB")
+    accelerator.wait_for_everyone()
+    with pytest.raises(ConfigError, match="join_uneven_inputs"), accelerator.join_uneven_inputs([model]):
+        pass
+    accelerator.free_memory()
+    return names, list(model.state_dict())
+
+
+def test_two_ranks_save_weights_once(tmp_path: Path) -> None:
+    (first, names), (second, _) = run_ranks(save_weights_on_two_ranks, 2, tmp_path)
+    assert first == names
+    assert second == []  # the other rank keeps nothing
+    torch.manual_seed(1)
+    expected = bert().state_dict()
+    for folder in (tmp_path / "pretrained", tmp_path / "model"):
+        shards = sorted(folder.glob("model-*.safetensors"))
+        assert len(shards) > 2
+        found = {name: value for shard in shards for name, value in load_file(shard).items()}
+        torch.testing.assert_close(found, dict(expected), rtol=0, atol=0)
+
+
+def without_being_told(rank: int) -> None:
+    fresh()
+    PartialState()  # somebody asks for it first: on cpus accelerate counts one rank then, whatever the launcher says
+    with pytest.raises(ConfigError, match=r"counts 1 processes.*has 2"):
+        PenstockAccelerator(penstock={})
+    fresh()
+
+
+def test_ranks_that_accelerate_does_not_see_are_refused() -> None:
+    run_ranks(without_being_told, 2)
+
+
+COMMANDS = {  # on cpus accelerate's launcher starts one process, unless it takes them for devices
+    "accelerate launch, one cpu": (["accelerate.commands.launch", "--cpu", "--num_processes", "2"], 1),
+    "accelerate launch": (["accelerate.commands.launch", "--multi_gpu", "--num_processes", "2"], 2),
+    "torchrun": (["torch.distributed.run", "--nproc-per-node", "2"], 2),
+}
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_script_is_launched_by(command: str, tmp_path: Path) -> None:
+    script = Path(__file__).with_name("accelerate_script.py")
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("ACCELERATE_")}
+    before = environment.get("PYTHONPATH", "")
+    environment |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join([str(ROOT), before])}
+    arguments, world_size = COMMANDS[command]
+    if "launch" in arguments[0]:
+        arguments = [*arguments, "--num_machines", "1", "--mixed_precision", "no", "--dynamo_backend", "no"]
+        arguments += ["--main_process_port", "0"]
+    done = subprocess.run(
+        [sys.executable, "-m", *arguments, str(script), str(tmp_path), str(world_size)],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    theirs, ours = (json.loads((tmp_path / f"{name}.json").read_text()) for name in ("theirs", "ours"))
+    assert ours == pytest.approx(theirs, rel=EXACT)

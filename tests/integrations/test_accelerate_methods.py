@@ -2,9 +2,11 @@
 
 import contextlib
 import json
+import re
 import weakref
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,7 +22,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import penstock
 from penstock.errors import CheckpointError, ConfigError, EngineError
 from penstock.integrations import weights
-from penstock.integrations.accelerate import PenstockAccelerator, PreparedOptimizer
+from penstock.integrations.accelerate import PenstockAccelerator, PreparedOptimizer, pairs, settings
 from tests.integrations.accelerate_loops import PLACEMENTS, fresh
 
 
@@ -74,6 +76,16 @@ def test_objects_in_any_order_come_back_in_it() -> None:
     assert made[0].optimizers == [made[1]]  # of this scheduler, and not of all
     assert accelerator.optimizer_of(second) is made[1].optimizer
     assert isinstance(made[1], PreparedOptimizer)
+    accelerator.free_memory()
+
+
+def test_prepare_asks_for_no_state(monkeypatch: pytest.MonkeyPatch) -> None:
+    def state_dict(self: object) -> None:
+        raise AssertionError("the whole state, on every rank")
+
+    monkeypatch.setattr(penstock.Optimizer, "state_dict", state_dict)
+    accelerator, model = ours(), layers()
+    accelerator.prepare(model, adam(model))
     accelerator.free_memory()
 
 
@@ -241,7 +253,11 @@ def test_clip_grad_value_is_refused() -> None:
     accelerator.prepare(model, adam(model))
     with pytest.raises(ConfigError, match=r"clip_grad_value_.*clip_grad_norm_"):
         accelerator.clip_grad_value_(model.parameters(), 1.0)
-    accelerator.clip_grad_value_(nn.Linear(2, 2).parameters(), 1.0)
+    other = nn.Linear(2, 2)  # one that nobody prepared
+    accelerator.backward(other(torch.full((1, 2), 5.0)).sum())
+    accelerator.clip_grad_value_(other.parameters(), 1.0)
+    assert other.weight.grad is not None
+    assert other.weight.grad.max() == 1.0
     accelerator.free_memory()
 
 
@@ -412,6 +428,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: ours(mixed_precision="no", penstock={"precision": "bf16"}),
         "mixed_precision='no'.*'fp32'",
     ),
+    "a precision that there is not": (lambda: ours(penstock={"precision": "bf8"}), "'bf8'.*use one of 'fp32'"),
     "fp8": (lambda: ours(mixed_precision="fp8"), "use 'no'"),
     "a scaler": (lambda: ours(kwargs_handlers=[GradScalerKwargs()]), "no GradScaler"),
     "DeepSpeed": (lambda: ours(deepspeed_plugin=object()), "deepspeed_plugin.*convert-config"),
@@ -509,6 +526,45 @@ def test_prepare_refuses(case: str) -> None:
     for thing in things:
         if isinstance(thing, penstock.Optimizer):
             thing.close()
+
+
+def test_model_and_accelerator_are_on_one_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Placed(nn.Linear):
+        def parameters(self, recurse: bool = True) -> Any:
+            return iter([SimpleNamespace(device=torch.device("cuda", 1), dtype=torch.float32)])
+
+    monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: 1)
+    for same in (torch.device("cuda", 1), torch.device("cuda")):
+        pairs.check_model(Placed(1, 1), same, chooses_precision=False)
+    for other in (torch.device("cuda", 0), torch.device("cpu")):
+        with pytest.raises(ConfigError, match=f"lie on cuda:1, and the accelerator is on {other}"):
+            pairs.check_model(Placed(1, 1), other, chooses_precision=False)
+
+
+def test_cpus_beside_an_accelerator_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    with pytest.raises(ConfigError, match="CUDA_VISIBLE_DEVICES"):
+        settings.check_machine(torch.device("cpu"), 1, None)
+    settings.check_machine(torch.device("cpu"), 1, SimpleNamespace(device_type="cpu"))
+    settings.check_machine(torch.device("cuda"), 1, None)
+
+
+def test_the_page_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "accelerate.md").read_text()
+    monkeypatch.chdir(tmp_path)
+    exec("".join(re.findall(r"```python\n(.*?)```", page, re.DOTALL)), {})
+    assert (tmp_path / "state" / "penstock").is_dir()
+    assert (tmp_path / "weights" / "model.safetensors").is_file()
+
+
+def test_what_one_call_gives_is_prepared_together_or_not() -> None:
+    accelerator, first, second = ours(), layers(), layers()
+    of_second = torch.optim.LBFGS(second.parameters())
+    with pytest.raises(ConfigError, match="LBFGS"):
+        accelerator.prepare(first, second, adam(first), of_second)
+    assert accelerator._pairs == []
+    first, _ = accelerator.prepare(first, adam(first))  # it is nobody's
+    accelerator.free_memory()
 
 
 def test_uneven_inputs_on_one_rank_are_even() -> None:

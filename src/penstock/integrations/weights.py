@@ -78,5 +78,5 @@ def _copied(value: Tensor, folders: Sequence[Path]) -> Tensor:
             os.close(descriptor)
     except OSError as error:
         raise failed(folders[0], error) from error
-    held = torch.empty(0, dtype=value.dtype).set_(storage, 0, value.shape)
-    return held.copy_(value)
+    held: Tensor = torch.empty(0, dtype=value.dtype).set_(storage)
+    return held.view(value.shape).copy_(value)

@@ -11,7 +11,7 @@ from torch import nn
 
 import penstock
 from penstock.errors import ConfigError
-from penstock.integrations import huggingface, weights
+from penstock.integrations import weights
 from penstock.integrations.huggingface import (
     PRESETS,
     build_empty,

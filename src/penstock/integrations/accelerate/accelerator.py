@@ -6,14 +6,13 @@ computes.
 
 import inspect
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from os import PathLike
 from pathlib import Path
 from typing import Any
 
 import torch
 from accelerate import Accelerator
-from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.utils import DynamoBackend, compile_regions, is_compiled_module
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -42,6 +41,10 @@ class PenstockAccelerator(Accelerator):
         ... # doctest: +SKIP
         >>> model, optimizer, loader = accelerator.prepare(model, optimizer, loader)  # doctest: +SKIP
     """
+
+    _models: list[nn.Module]
+    _optimizers: list[PreparedOptimizer]
+    _schedulers: list[Any]
 
     def __init__(self, *args: Any, penstock: Mapping[str, Any], **kwargs: Any) -> None:
         named = inspect.signature(Accelerator.__init__).bind(self, *args, **kwargs).arguments
@@ -83,8 +86,8 @@ class PenstockAccelerator(Accelerator):
                     f"prepare: {type(thing).__name__} stands for DeepSpeed's configuration. Give a torch.optim "
                     "optimizer and a scheduler over it."
                 )
-        models = [_inner(thing) for thing in args if isinstance(thing, nn.Module)]
-        optimizers = [_given(thing) for thing in args if isinstance(thing, Optimizer)]
+        models = [pairs.inner(thing) for thing in args if isinstance(thing, nn.Module)]
+        optimizers = [pairs.given_to(thing) for thing in args if isinstance(thing, Optimizer)]
         self._pair(models, optimizers)
         return super().prepare(*args, device_placement=device_placement)
 
@@ -99,13 +102,13 @@ class PenstockAccelerator(Accelerator):
             evaluation_mode: not looked at: a model that has an optimizer stays with it.
         """
         del device_placement, evaluation_mode
-        inner = _inner(model)
+        inner = pairs.inner(model)
         self._pair([inner], [])
-        compiled = next((known for known in self._models if _inner(known) is inner), None)
+        compiled = next((known for known in self._models if pairs.inner(known) is inner), None)
         prepared = compiled if compiled is not None else self._compiled(model)
         if prepared not in self._models:
             self._models.append(prepared)
-        prepared._is_accelerate_prepared = True
+        setattr(prepared, pairs.PREPARED, True)
         return prepared
 
     def prepare_optimizer(self, optimizer: Optimizer, device_placement: bool | None = None) -> PreparedOptimizer:
@@ -116,7 +119,7 @@ class PenstockAccelerator(Accelerator):
             device_placement: not looked at: the placement says where its state lies.
         """
         del device_placement
-        given = _given(optimizer)
+        given = pairs.given_to(optimizer)
         self._pair([], [given])
         wrapper = next(pair.wrapper for pair in self._pairs if pair.given is given)
         assert wrapper is not None
@@ -146,8 +149,13 @@ class PenstockAccelerator(Accelerator):
             )
         return pair.handle
 
+    def arguments_of(self, model: nn.Module) -> Mapping[str, Any]:
+        """Return the arguments of `penstock.prepare` for a model: the same for all, unless a subclass knows better."""
+        del model
+        return self.prepare_arguments
+
     def _find(self, model: nn.Module) -> Pair | None:
-        return next((pair for pair in self._pairs if pair.model is _inner(model)), None)
+        return next((pair for pair in self._pairs if pair.model is pairs.inner(model)), None)
 
     def _pair(self, models: list[nn.Module], optimizers: list[Optimizer]) -> None:
         """Prepare what is not yet, model and optimizer together. Collective."""
@@ -160,16 +168,25 @@ class PenstockAccelerator(Accelerator):
         wanted = [found for found in matches if found.model not in known or found.optimizer is not None]
         for found in wanted:
             pairs.check_model(found.model, self.device, chooses_precision=not self._precision_was_said)
-        for found in wanted:
-            if found.model in known:
-                self._close(known[found.model])
-            self._pairs.append(pairs.prepare_pair(found.model, found.optimizer, self.prepare_arguments))
+        made: list[Pair] = []
+        try:
+            for found in wanted:
+                if found.model in known:
+                    models = self._models  # accelerate has it still
+                    self._close(known[found.model])
+                    self._models = models
+                made.append(pairs.prepare_pair(found.model, found.optimizer, self.arguments_of(found.model)))
+        except ConfigError:  # of all ranks: what one call gives is prepared together, or not
+            for pair in made:
+                pair.close()
+            raise
+        self._pairs += made
 
     def _close(self, pair: Pair) -> None:
         """Give back what a pair has, and drop it, with what accelerate keeps of it. Collective."""
         pair.close()
         self._pairs.remove(pair)
-        self._models = [model for model in self._models if _inner(model) is not pair.model]
+        self._models = [model for model in self._models if pairs.inner(model) is not pair.model]
         self._optimizers = [wrapper for wrapper in self._optimizers if wrapper is not pair.wrapper]
         self._schedulers = [s for s in self._schedulers if pair.wrapper is None or pair.wrapper not in s.optimizers]
 
@@ -178,7 +195,7 @@ class PenstockAccelerator(Accelerator):
         plugin = self.state.dynamo_plugin
         if plugin.backend == DynamoBackend.NO or is_compiled_module(model):
             return model
-        compiling = compile_regions if plugin.use_regional_compilation else torch.compile
+        compiling: Any = compile_regions if plugin.use_regional_compilation else torch.compile
         compiled: nn.Module = compiling(model, **plugin.to_kwargs())
         return compiled
 
@@ -205,12 +222,14 @@ class PenstockAccelerator(Accelerator):
         if trained and (scaled or (len(trained) == 1 and not kwargs.keys() - {"retain_graph"})):
             trained[0].backward(loss, **kwargs)
         else:
-            loss.backward(**kwargs)  # reaches all models that it went through
+            # It reaches all models that it went through.
+            loss.backward(**kwargs)  # type: ignore[no-untyped-call]
 
     @contextmanager
     def no_sync(self, model: nn.Module) -> Iterator[None]:
         """Sum micro-batches on this rank inside a `with` block, where the stage allows it (0 and 1)."""
-        with self.optimizer_of(model).no_sync():
+        pair = self._find(model)
+        with nullcontext() if pair is None or pair.wrapper is None else pair.handle.no_sync():
             yield
 
     def clip_grad_norm_(
@@ -240,7 +259,7 @@ class PenstockAccelerator(Accelerator):
                 "clip_grad_norm_ inside accumulate(), before the last micro-batch: the gradient is not whole. Guard "
                 "it: if accelerator.sync_gradients: accelerator.clip_grad_norm_(...)."
             )
-        return pair.handle.clip_grad_norm_(max_norm, norm_type).to(self.device)  # type: ignore[arg-type]
+        return pair.handle.clip_grad_norm_(max_norm, norm_type).to(self.device)
 
     def clip_grad_value_(self, parameters: Tensor | Iterable[Tensor], clip_value: float) -> None:
         """Clip elements of gradients of modules that were not prepared.
@@ -290,7 +309,7 @@ class PenstockAccelerator(Accelerator):
         if pair is None:
             plain: dict[str, Any] = super().get_state_dict(model, unwrap=unwrap)
             return plain
-        placement = self.prepare_arguments.get("placement")
+        placement = self.arguments_of(pair.model).get("placement")
         folders = placement.nvme_folders() if isinstance(placement, penstock.Placement) else ()
         entries = state_entries(self.unwrap_model(model) if unwrap else model)
         return gather_entries(entries, pair.handle, keep=saving.saves(self), folders=folders)
@@ -360,17 +379,3 @@ class PenstockAccelerator(Accelerator):
         for pair in list(self._pairs):
             self._close(pair)
         return super().free_memory(*objects)
-
-
-def _inner(model: nn.Module) -> nn.Module:
-    """Return the module that `torch.compile` wraps: parameters have the same names compiled and not."""
-    return model._orig_mod if is_compiled_module(model) else model  # type: ignore[return-value]
-
-
-def _given(optimizer: Optimizer) -> Optimizer:
-    """Return the optimizer that a wrapper of ours stands for."""
-    if isinstance(optimizer, PreparedOptimizer):
-        return optimizer.given
-    if isinstance(optimizer, AcceleratedOptimizer):
-        raise ConfigError("prepare: the optimizer was prepared by another Accelerator. Give the one it was made of.")
-    return optimizer

@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 
 import torch
 from accelerate.optimizer import AcceleratedOptimizer
-from accelerate.utils import convert_to_fp32
+from accelerate.utils import convert_to_fp32, is_compiled_module
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -13,7 +13,7 @@ import penstock
 from penstock.errors import ConfigError, EngineError
 
 #: What accelerate leaves on what it has prepared; with it, another prepare of the model would do nothing.
-_PREPARED = "_is_accelerate_prepared"
+PREPARED = "_is_accelerate_prepared"
 
 
 class PreparedOptimizer(AcceleratedOptimizer):
@@ -98,7 +98,7 @@ class Pair:
         self.handle.close()
         if self._hook is not None:
             self._hook.remove()
-        self.model.__dict__.pop(_PREPARED, None)
+        self.model.__dict__.pop(PREPARED, None)
 
 
 class Match(NamedTuple):
@@ -111,6 +111,24 @@ class Match(NamedTuple):
 def _to_fp32(module: nn.Module, arguments: Any, output: Any) -> Any:
     del module, arguments
     return convert_to_fp32(output)
+
+
+def inner(model: nn.Module) -> nn.Module:
+    """Return the module that `torch.compile` wraps: parameters have the same names compiled and not."""
+    return model._orig_mod if is_compiled_module(model) else model  # type: ignore[return-value]
+
+
+def given_to(optimizer: Optimizer) -> Optimizer:
+    """Return the optimizer that a wrapper of ours stands for, or the one that is no wrapper.
+
+    Raises:
+        ConfigError: another accelerator's wrapper.
+    """
+    if isinstance(optimizer, PreparedOptimizer):
+        return optimizer.given
+    if isinstance(optimizer, AcceleratedOptimizer):
+        raise ConfigError("prepare: the optimizer was prepared by another Accelerator. Give the one it was made of.")
+    return optimizer
 
 
 def match(models: Sequence[nn.Module], known: Sequence[nn.Module], optimizers: Sequence[Optimizer]) -> list[Match]:
@@ -244,7 +262,9 @@ def check_model(model: nn.Module, device: torch.device, *, chooses_precision: bo
             "penstock={'precision': 'bf16'}, 'fp16' or 'fp32'; 16 bits keep an fp32 master."
         )
     devices = {parameter.device for parameter in model.parameters()} - {torch.device("cpu"), torch.device("meta")}
-    others = [found for found in devices if found.type != device.type or found.index not in (None, device.index)]
+    # accelerate names no index where there is one process.
+    index = torch.accelerator.current_device_index() if device.index is None and devices else device.index
+    others = [found for found in devices if found.type != device.type or found.index not in (None, index)]
     if others:
         raise ConfigError(
             f"prepare: parameters of {_name(model)} lie on {others[0]}, and the accelerator is on {device}. Leave the "

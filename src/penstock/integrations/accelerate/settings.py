@@ -75,6 +75,8 @@ def choose_precision(arguments: Mapping[str, Any], prepare: Mapping[str, Any]) -
         ConfigError: two that contradict each other; fp8.
     """
     ours = prepare.get("precision")
+    if ours is not None and ours not in PRECISIONS:
+        raise ConfigError(f"penstock={{'precision': {ours!r}}}: use one of {', '.join(map(repr, PRECISIONS))}.")
     given, launched = arguments.get("mixed_precision"), os.environ.get(_MIXED, "").lower()
     # "no" is what launchers say where nothing was chosen, so it contradicts nobody.
     where = f"mixed_precision={str(given)!r}" if given is not None else f"{_MIXED}={launched}"
