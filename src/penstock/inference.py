@@ -18,11 +18,9 @@ class Inference(Optimizer):
     """
 
     def __init__(self, engine: Engine) -> None:
-        self._engine: Engine | None = None
-        # Torch refuses an optimizer of nothing: it is given one empty group, which goes again.
-        torch.optim.Optimizer.__init__(self, [{"params": []}], {})
+        # Torch refuses an optimizer of nothing: this one stands for it with an empty group, which goes again.
+        super().__init__(torch.optim.Optimizer([{"params": []}], {}), engine)
         self.param_groups.clear()
-        self._engine = engine
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Refuse a learning-rate scheduler, which puts a `step` of its own here: it would do nothing."""
@@ -31,7 +29,7 @@ class Inference(Optimizer):
         super().__setattr__(name, value)
 
     def backward(self, loss: Tensor, *, retain_graph: bool = False) -> NoReturn:
-        """Refuse: `loss.backward()`, or `backward` of the optimizer that trains, goes through the model to its inputs.
+        """Refuse a backward of its own: `loss.backward()`, or `backward` of whoever trains, goes through to the inputs.
 
         Raises:
             EngineError: always.
@@ -40,7 +38,7 @@ class Inference(Optimizer):
         _refuse("backward()", " A gradient for its inputs is loss.backward(), or backward() of whatever is trained.")
 
     def step(self, closure: Any = None) -> NoReturn:
-        """Refuse: nothing trains the model.
+        """Refuse a step: nothing trains the model.
 
         Raises:
             EngineError: always.
@@ -49,7 +47,7 @@ class Inference(Optimizer):
         _refuse("step()")
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float | str = 2.0) -> NoReturn:
-        """Refuse: there is no gradient.
+        """Refuse to clip: there is no gradient.
 
         Raises:
             EngineError: always.
@@ -58,7 +56,7 @@ class Inference(Optimizer):
         _refuse("clip_grad_norm_()")
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Refuse: parameters have no optimizer state here.
+        """Refuse a group: parameters have no optimizer state here.
 
         Raises:
             EngineError: always, on a prepared model.

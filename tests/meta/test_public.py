@@ -90,7 +90,7 @@ FIELDS = {
         "timeout_s": 600.0,
         "cast_inputs": "units",
     },
-    "StepResult": dict.fromkeys(("grad_norm", "skipped", "loss_scale"), dataclasses.MISSING),
+    "StepResult": dict.fromkeys(("grad_norm", "skipped", "loss_scale"), dataclasses.MISSING) | {"loss": None},
     "Location": dict.fromkeys(
         ("unit", "kind", "tier", "dtype", "numel", "nbytes", "pinned", "in_flight"), dataclasses.MISSING
     ),

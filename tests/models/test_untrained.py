@@ -4,7 +4,9 @@ import copy
 import gc
 import threading
 import warnings
+import weakref
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -16,7 +18,7 @@ from torch import Tensor, nn
 import penstock
 from penstock.layout import ALIGNMENT_NUMEL
 from tests.accounts import assert_table_agrees, tensor_bytes
-from tests.models.adapters_rows import Adapted, Float8Linear, Int8Linear
+from tests.models.adapters_rows import ADAPTERS, PEFT, Adapted, Float8Linear, Int8Linear
 from tests.models.contract import to_bf16
 from tests.models.family import Batch
 from tests.models.modules_rows import ConvNet, Stack, squared
@@ -120,16 +122,62 @@ def test_forwards_of_two_ranks_are_the_plain_model_s(rows: Sequence[tuple[str, s
     run_ranks(on_two_ranks, 2, rows)
 
 
-def test_fp16_has_no_loss_scale() -> None:
-    torch.manual_seed(0)
-    model = Stack()
-    plain = copy.deepcopy(model).half()
-    optimizer = prepared(model, precision="fp16")
-    x, y = (Batch(0, dtype=torch.float16).floats(4, 8).requires_grad_() for _ in range(2))
+def test_slices_of_a_batch() -> None:
+    model, plain = built("stack"), built("stack")
+    optimizer = prepared(model, unit_micro_batches=2)
+    x, y = (Batch(0).floats(4, 8).requires_grad_() for _ in range(2))
+    torch.testing.assert_close(model(x), plain(y), rtol=1e-6, atol=1e-6)
     squared(model(x)).backward()
     squared(plain(y)).backward()
-    assert torch.equal(x.grad, y.grad)
+    torch.testing.assert_close(x.grad, y.grad, rtol=1e-5, atol=1e-7)
     optimizer.close()
+
+
+@pytest.mark.skipif(PEFT not in ADAPTERS, reason="without peft")
+def test_adapters_on_and_off() -> None:
+    """With adapters one model is the policy and its reference."""
+    torch.manual_seed(0)
+    model = PEFT.build().eval()
+    plain = copy.deepcopy(model)
+    plain.requires_grad_(False)
+    optimizer = prepared(model)
+    for around in (lambda m: m.disable_adapter(), lambda m: nullcontext()):
+        with around(plain), around(model), torch.no_grad():
+            assert torch.equal(logits(model, Batch(0)), logits(plain, Batch(0)))
+    optimizer.close()
+
+
+def test_the_handle_may_be_dropped() -> None:
+    """The model goes on, and takes everything with it when it goes."""
+    model, plain = built("stack"), built("stack").requires_grad_(False)
+    engine = weakref.ref(prepared(model, simulated)._engine)
+    gc.collect()
+    assert torch.equal(model(torch.ones(1, 8)), plain(torch.ones(1, 8)))
+    model.zero_grad()
+    del model
+    gc.collect()
+    assert engine() is None
+
+
+def test_a_loss_in_fp16_goes_through_it_with_the_scale_of_the_policy() -> None:
+    runs = []
+    for alone in (True, False):
+        judged = Judged()
+        adamw = torch.optim.AdamW(judged.policy.parameters(), lr=1e-2, eps=1e-2)
+        handles = [prepare_on(separate(), judged.policy, adamw, precision="fp16")]
+        for model in (judged.reference, judged.reward):
+            if alone:
+                model.half().requires_grad_(False)
+            else:
+                handles.append(prepared(model, precision="fp16"))
+        for step in range(3):
+            handles[0].backward(judged.loss(Batch(step, dtype=torch.float16).floats(4, 8)))
+            assert not handles[0].step().skipped
+            handles[0].zero_grad()
+        runs.append([handles[0].full_param(p) for p in judged.policy.parameters()])
+        for handle in handles:
+            handle.close()
+    assert all(torch.equal(a, b) for a, b in zip(*runs, strict=True))
 
 
 # Bytes
@@ -215,14 +263,16 @@ def test_every_parameter_is_frozen_until_close() -> None:
     assert model.first.weight.grad is not None
 
 
+@pytest.mark.parametrize("precision", DTYPES)
 @pytest.mark.parametrize("streams", [inline, separate, simulated], ids=["in place", "gathered", "late"])
-def test_a_backward_goes_through_it_to_its_inputs(streams: Any) -> None:
+def test_a_backward_goes_through_it_to_its_inputs(streams: Any, precision: str) -> None:
+    """In fp16 as well, without a loss scale, and whatever is said about updates."""
     torch.manual_seed(0)
-    model = Stack()
-    plain = copy.deepcopy(model)
-    optimizer = prepared(model, streams)
+    model, dtype = Stack(), DTYPES[precision]
+    plain = copy.deepcopy(model).to(dtype).requires_grad_(False)
+    optimizer = prepared(model, streams, precision=precision, overlap="backward")
     for number in range(2):
-        x, y = (Batch(number).floats(4, 8).requires_grad_() for _ in range(2))
+        x, y = (Batch(number, dtype=dtype).floats(4, 8).requires_grad_() for _ in range(2))
         squared(model(x)).backward()
         squared(plain(y)).backward()
         assert torch.equal(x.grad, y.grad)

@@ -174,7 +174,7 @@ def test_a_skipped_step_has_the_loss_of_its_closure() -> None:
 
 
 def test_no_closure_is_called_once_the_optimizer_is_closed() -> None:
-    model, optimizer = prepared()
+    _, optimizer = prepared()
     optimizer.close()
     with pytest.raises(penstock.EngineError, match=r"step\(\) was called after close"):
         optimizer.step(lambda: pytest.fail("it was called"))

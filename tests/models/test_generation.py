@@ -1,0 +1,86 @@
+"""Answers of different lengths on two ranks: gathered per token with ranks in step, once for all of them, or whole."""
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import penstock
+from tests.models.contract import HYPER
+from tests.models.family import Batch
+from tests.models.transformers_rows import language_loss, llama, t5, t5_loss
+from tests.support import disks, prepare_on, run_ranks, sampled_rows, separate
+
+MODELS: dict[str, tuple[Callable[[], nn.Module], Any]] = {"llama": (llama, language_loss), "t5": (t5, t5_loss)}
+PLACEMENTS = {
+    "device": penstock.Placement(),
+    "cpu": penstock.Placement(params="cpu", grads="cpu", optimizer="cpu"),
+    "nvme": penstock.Placement(params="nvme", grads="cpu", optimizer="cpu", nvme_path=disks()),
+}
+SAMPLING: dict[str, dict[str, Any]] = {
+    "greedy": {"do_sample": False},
+    "beams": {"num_beams": 3, "do_sample": False},
+    "sampled": {"do_sample": True},
+}
+MOST = 9
+
+
+def answers(model: nn.Module, rank: int, options: dict[str, Any], **how: Any) -> list[Tensor]:
+    """Of two prompts at once, and of as many tokens as the rank likes; or until each prompt's answer ends."""
+    ids = Batch(5, rank).ids(28, 2, 4) + 3
+    found = []
+    for stop in (
+        {"max_new_tokens": MOST - 6 * rank, "eos_token_id": None},
+        {"max_new_tokens": MOST, "eos_token_id": 7},
+    ):
+        torch.manual_seed(rank)
+        kwargs = {"attention_mask": torch.ones_like(ids), "pad_token_id": 0, **stop, **options, **how}
+        found.append(model.generate(ids, **kwargs))
+    return found
+
+
+def generate(rank: int, name: str, placement: str, trains: bool, how: str) -> list[list[tuple[int, ...]]]:
+    """As the plain model does on this rank, before and after a step. Return the shapes of all answers."""
+    build, loss_of = MODELS[name]
+    torch.manual_seed(0)
+    plain, model = build().eval(), build().eval()
+    model.load_state_dict(plain.state_dict())
+    adamw = torch.optim.AdamW(model.parameters(), **HYPER) if trains else None
+    stage = 2 if how == "whole" else 3
+    optimizer = prepare_on(separate(), model, adamw, placement=PLACEMENTS[placement], precision="fp32", stage=stage)
+    around: Callable[[], AbstractContextManager[Any]] = optimizer.gathered if how == "gathered" else nullcontext
+    shapes = []
+    for step in range(2):
+        for options in SAMPLING.values():
+            expected = answers(plain, rank, options)
+            with around():
+                found = answers(model, rank, options, synced_gpus=how == "in step")
+            assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+            shapes.append([tuple(each.shape) for each in found])
+            assert optimizer._engine.passes.gatherer.live_bytes == 0
+        if trains:
+            optimizer.backward(loss_of(model, Batch(step, rank)))
+            optimizer.step()
+            optimizer.zero_grad()
+            with torch.no_grad(), optimizer.gathered():
+                plain.load_state_dict(model.state_dict())
+    optimizer.close()
+    return shapes
+
+
+ROWS = [
+    (name, placement, number % 2 == 0, how)
+    for number, (name, how, placement) in enumerate(product(MODELS, ("in step", "gathered", "whole"), PLACEMENTS))
+    if (how, placement) != ("whole", "nvme")  # files hold shards
+]
+
+
+@pytest.mark.parametrize(("name", "placement", "trains", "how"), sampled_rows(ROWS, every=5))
+def test_ranks_generate_answers_of_different_lengths(name: str, placement: str, trains: bool, how: str) -> None:
+    """`generate(synced_gpus=True)` has those that are done run along; of what is gathered or whole nothing travels."""
+    first, second = run_ranks(generate, 2, name, placement, trains, how)
+    assert all(a[0] != b[0] for a, b in zip(first, second, strict=True))
