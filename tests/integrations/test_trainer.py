@@ -1,4 +1,4 @@
-"""`trainer_class(Trainer)` beside plain `Trainer`: loss, norm of the gradient, learning rate and weights are the same."""
+"""`trainer_class(Trainer)` beside plain `Trainer`: the same loss, norm of the gradient, learning rate and weights."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -6,10 +6,12 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import EarlyStoppingCallback, EvalPrediction, TrainerCallback
+from transformers import EarlyStoppingCallback, EvalPrediction, Trainer, TrainerCallback
 
 import penstock
+from penstock.integrations.transformers import trainer_class
 from tests.integrations.trainers import (
+    arguments,
     assert_histories,
     assert_weights,
     history,
@@ -224,24 +226,16 @@ def test_train_after_close_begins_anew(tmp_path: Path) -> None:
 
 
 def test_model_init_makes_a_model_for_each_train(tmp_path: Path) -> None:
-    plain = plain_trainer(tmp_path)
-    plain.train()
-    args, given = plain.args, {"train_dataset": rows()}
-    ours = penstock_trainer()(model_init=lambda: llama(), args=args, **given)
-    ours.train()
-    first = ours.penstock
-    ours.train()
+    made = []
+    for base in (Trainer, trainer_class(Trainer)):
+        trainer = base(model_init=lambda: llama(), args=arguments(tmp_path), train_dataset=rows())
+        trainer.train()
+        made.append((trainer, trainer.optimizer.optimizer))
+        trainer.train()
+    (plain, _), (ours, first) = made
     assert_histories(ours, plain)
     with pytest.raises(penstock.EngineError, match="close"):
         first.locations()
-
-
-def penstock_trainer() -> Any:
-    from transformers import Trainer
-
-    from penstock.integrations.transformers import trainer_class
-
-    return trainer_class(Trainer)
 
 
 def test_memory_that_runs_out_halves_the_batch(tmp_path: Path) -> None:

@@ -61,7 +61,8 @@ def history(trainer: Trainer, *keys: str) -> list[list[float]]:
 def assert_histories(ours: Trainer, plain: Trainer, *, relative: float = 1e-6, least: int = 6) -> None:
     """Loss, norm of the gradient and learning rate of each step are the same."""
     got, wanted = (torch.tensor(history(trainer), dtype=torch.float64) for trainer in (ours, plain))
-    assert len(wanted) >= least and wanted.isfinite().all()
+    assert len(wanted) >= least
+    assert wanted.isfinite().all()
     torch.testing.assert_close(got, wanted, rtol=relative, atol=relative)
 
 
@@ -76,10 +77,14 @@ def assert_weights(got: Mapping[str, Tensor], wanted: Mapping[str, Tensor], *, r
     """The same names and values; Adam makes much of gradients that are next to nothing, so absolutely as well."""
     assert got.keys() == wanted.keys()
     for name, value in wanted.items():
-        torch.testing.assert_close(got[name].float(), value.float(), rtol=relative, atol=relative, msg=lambda text, n=name: f"{n}: {text}")
+        torch.testing.assert_close(
+            got[name].float(), value.float(), rtol=relative, atol=relative, msg=lambda text, n=name: f"{n}: {text}"
+        )
 
 
-def plain_trainer(out: Path, model: nn.Module | None = None, *, seed: int = 0, given: Mapping[str, Any] = {}, **changes: Any) -> Trainer:  # noqa: B006
+def plain_trainer(
+    out: Path, model: nn.Module | None = None, *, seed: int = 0, given: Mapping[str, Any] = {}, **changes: Any
+) -> Trainer:
     """The trainer of transformers, as it is."""
     args = arguments(out, **changes)
     given = {"train_dataset": rows(), "eval_dataset": rows(6, seed=7)} | dict(given)
@@ -91,8 +96,8 @@ def our_trainer(
     model: nn.Module | None = None,
     *,
     seed: int = 0,
-    prepare: Mapping[str, Any] = {},  # noqa: B006
-    given: Mapping[str, Any] = {},  # noqa: B006
+    prepare: Mapping[str, Any] = {},
+    given: Mapping[str, Any] = {},
     **changes: Any,
 ) -> Any:
     """The same trainer on penstock."""

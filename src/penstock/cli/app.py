@@ -8,6 +8,7 @@ from typing import Annotated, NoReturn
 
 import typer
 
+from penstock.cli.convert_config import convert_config
 from penstock.cli.export import export
 from penstock.cli.import_deepspeed import import_deepspeed
 from penstock.cli.inspect import inspect
@@ -45,6 +46,7 @@ app.command()(train)
 app.command()(export)
 app.command()(inspect)
 app.command()(import_deepspeed)
+app.command()(convert_config)
 
 
 def main() -> None:

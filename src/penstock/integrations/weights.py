@@ -2,7 +2,7 @@
 
 import os
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,12 @@ def state_entries(model: nn.Module) -> dict[str, Any]:
 
 
 def gather_entries(
-    entries: Mapping[str, Any], optimizer: Any, *, keep: bool = True, folders: Sequence[Path] = ()
+    entries: Mapping[str, Any],
+    optimizer: Any,
+    *,
+    keep: bool = True,
+    folders: Sequence[Path] = (),
+    masters: Container[nn.Parameter] = (),
 ) -> dict[str, Any]:
     """Copy entries of a state to the host, `GATHER_BYTES` of parameters at a time. Collective.
 
@@ -37,16 +42,23 @@ def gather_entries(
         keep: whether this rank wants the copies.
         folders: where values lie in files without a name, which the kernel writes out and maps again as memory is
             short; else they are in memory.
+        masters: parameters that are copied at master precision, in fp32. One at a time, on the host of every rank.
 
     Returns:
-        The copies, on the cpu, in the dtypes of training; one for parameters that are tied. Empty without `keep`.
+        The copies, on the cpu, the others in the dtypes of training; one for parameters that are tied. Empty without
+        `keep`.
 
     Raises:
         CheckpointError: a folder has no room.
     """
     copies: dict[nn.Parameter, Tensor] = {}
     parameters = dict.fromkeys(entry for entry in entries.values() if isinstance(entry, nn.Parameter))
-    for group in batches(parameters, GATHER_BYTES):
+    for parameter in parameters:
+        if parameter in masters:
+            value = optimizer.full_param(parameter)
+            if keep:
+                copies[parameter] = _copied(value, folders)
+    for group in batches((p for p in parameters if p not in masters), GATHER_BYTES):
         with optimizer.gathered(group):
             if keep:
                 for parameter in group:

@@ -66,7 +66,8 @@ EXPORT = {
 }
 INSPECT = {"path": None, "--verify": False, "--json": False}
 IMPORT = {"folder": None, "out": None}
-COMMANDS = {"train": TRAIN, "export": EXPORT, "inspect": INSPECT, "import-deepspeed": IMPORT}
+CONVERT = {"file": None, "--out": "None"}
+COMMANDS = {"train": TRAIN, "export": EXPORT, "inspect": INSPECT, "import-deepspeed": IMPORT, "convert-config": CONVERT}
 
 HEAVY = ("transformers", "tokenizers", "numpy.random", "tensorboard")
 

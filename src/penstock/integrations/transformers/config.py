@@ -1,18 +1,36 @@
 """Arguments of `penstock.prepare` for a trainer: from a file, from the environment, from a call."""
 
-import json
+import logging
 import os
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from penstock.errors import ConfigError, one_line
+from penstock.errors import ConfigError
 from penstock.integrations.arguments import prepare_arguments
+from penstock.integrations.convert import Converted, convert_file
+from penstock.integrations.convert.reading import read_mapping
 
 #: Names the file of arguments where a script names none.
 VARIABLE = "PENSTOCK_CONFIG"
 
-_MOST_BYTES = 1 << 20
+_MADE_BY_TRAINER = ("optimizer", "scheduler")
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Told:
+    """What a trainer is told beside its `TrainingArguments`.
+
+    Attributes:
+        arguments: of `penstock.prepare`.
+        training: fields of `TrainingArguments` that a configuration of DeepSpeed says too, with their values there.
+    """
+
+    arguments: Mapping[str, Any]
+    training: Mapping[str, Any] = field(default_factory=dict)
 
 
 def read_arguments(path: str | os.PathLike[str]) -> dict[str, Any]:
@@ -28,41 +46,16 @@ def read_arguments(path: str | os.PathLike[str]) -> dict[str, Any]:
         >>> read_arguments("penstock.yaml")["stage"]  # doctest: +SKIP
         2
     """
-    file = Path(path)
-    try:
-        if file.stat().st_size > _MOST_BYTES:
-            raise ConfigError(f"{file} is larger than any file of arguments. Name another one.")
-        content = _parse(file)
-    except (OSError, ValueError, RecursionError) as error:
-        if isinstance(error, ConfigError):
-            raise
-        raise ConfigError(f"{file} cannot be read: {one_line(error)}. Mend it, or name another file.") from error
-    if not isinstance(content, dict):
-        raise ConfigError(f"{file} is no mapping of arguments of penstock.prepare(), such as 'stage: 2'. Mend it.")
-    return prepare_arguments(content, source=str(file))
+    return prepare_arguments(read_mapping(Path(path)), source=str(path))
 
 
-def _parse(file: Path) -> Any:
-    """Read the values of a file, by its suffix."""
-    if file.suffix == ".json":
-        return json.loads(file.read_bytes())
-    if file.suffix not in (".yaml", ".yml"):
-        raise ConfigError(f"{file} is neither .json nor .yaml. Rename it.")
-    import yaml  # of transformers
-
-    try:
-        return yaml.safe_load(file.read_bytes())
-    except yaml.YAMLError as error:
-        raise ConfigError(f"{file} cannot be read: {one_line(error)}. Mend it, or name another file.") from error
-
-
-def arguments_for_trainer(
+def told_to_trainer(
     given: Mapping[str, Any],
     *,
     config: str | os.PathLike[str] | None = None,
     deepspeed: str | os.PathLike[str] | None = None,
-) -> dict[str, Any]:
-    """Put together what a trainer prepares its model with.
+) -> Told:
+    """Put together what a trainer is told.
 
     Arguments:
         given: arguments of `penstock.prepare`, which count before those of a file.
@@ -70,17 +63,27 @@ def arguments_for_trainer(
         deepspeed: a configuration of DeepSpeed, which takes the place of `config`.
 
     Raises:
-        ConfigError: an argument that there is not, one that Trainer has a setting of its own for, or two files.
+        ConfigError: an argument that there is not, or two files.
     """
-    if deepspeed is not None and config is not None:
+    said = prepare_arguments(given, source="trainer_class()")
+    if deepspeed is None:
+        file = config or os.environ.get(VARIABLE)
+        return Told((read_arguments(file) if file else {}) | said)
+    if config is not None:
         raise ConfigError("trainer_class(config=, deepspeed=): each says the whole. Give one of them.")
-    if deepspeed is not None:
-        from penstock.integrations.convert import convert_file
+    converted = convert_file(deepspeed)
+    _report(converted, str(deepspeed))
+    arguments = dict(converted.arguments)
+    # Trainer clips, and is told so in its own words.
+    norm = {"max_grad_norm": arguments.pop("max_grad_norm")} if "max_grad_norm" in arguments else {}
+    training = {n: v for n, v in (converted.training | norm).items() if v != "auto" and n not in _MADE_BY_TRAINER}
+    return Told(prepare_arguments(arguments, source=str(deepspeed)) | said, training)
 
-        # What clips is Trainer's max_grad_norm, which replaces an "auto" there, and is compared with a number.
-        told = dict(convert_file(Path(deepspeed)).arguments)
-    else:
-        named = os.environ.get(VARIABLE) if config is None else config
-        told = read_arguments(named) if named else {}
-    arguments = told | prepare_arguments(given, source="trainer_class()")
-    return arguments
+
+def _report(converted: Converted, source: str) -> None:
+    """Say what of a configuration does nothing here."""
+    for note in (*converted.of("no counterpart"), *converted.of("unknown")):
+        logger.warning("%s: %s", source, note)
+    for name in _MADE_BY_TRAINER:
+        if name in converted.training:
+            logger.warning("%s: the %s is the one that TrainingArguments describe, not the file's.", source, name)

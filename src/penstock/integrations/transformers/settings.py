@@ -36,8 +36,8 @@ def check_arguments(arguments: Mapping[str, Any]) -> None:
     """
     if arguments.get("max_grad_norm") is not None:
         raise ConfigError(
-            f"max_grad_norm={arguments['max_grad_norm']} beside Trainer, which clips to TrainingArguments(max_grad_norm=), "
-            "1.0 unless said. Say it there, and leave it out here; 0 does not clip."
+            f"max_grad_norm={arguments['max_grad_norm']} beside Trainer, which clips by itself, to 1.0 unless said. Use "
+            "TrainingArguments(max_grad_norm=) in its place; 0 does not clip."
         )
     if arguments.get("overlap") == "backward":
         raise ConfigError(
@@ -46,11 +46,12 @@ def check_arguments(arguments: Mapping[str, Any]) -> None:
         )
 
 
-def check_training(args: Any) -> None:
+def check_training(args: Any, elsewhere: Mapping[str, Any]) -> None:
     """Refuse settings of a run with which something else would shard, cast or update the model.
 
     Arguments:
         args: transformers' `TrainingArguments`.
+        elsewhere: some of its fields, as a configuration says them that was converted.
 
     Raises:
         ConfigError: names the setting, and what to say instead.
@@ -74,6 +75,13 @@ def check_training(args: Any) -> None:
                 f"TrainingArguments({name}=True) casts the model for evaluation, and Penstock holds it. Leave it out: "
                 "evaluation computes in the precision of training, bf16=True or precision='bf16'."
             )
+    differing = [name for name, value in elsewhere.items() if _plain(getattr(args, name, value)) != value]
+    if differing:
+        said = ", ".join(f"{name}={_plain(getattr(args, name))!r} and {elsewhere[name]!r}" for name in differing)
+        raise ConfigError(
+            f"TrainingArguments and the configuration of DeepSpeed differ: {said}. Say the same in both; 'auto' in the "
+            "file leaves it to TrainingArguments."
+        )
 
 
 def check_optim(args: Any) -> None:
@@ -82,13 +90,13 @@ def check_optim(args: Any) -> None:
     Raises:
         ConfigError: names the nearest that there is.
     """
-    name = str(getattr(args.optim, "value", args.optim))
+    name = _plain(args.optim)
     if name in OPTIMIZERS:
         return
     hint = next((hint for part, hint in _HINTS.items() if part in name), f"Use one of {', '.join(OPTIMIZERS)}")
     raise ConfigError(
-        f"TrainingArguments(optim={name!r}): Penstock moves and shards the state of optimizers by rules of its own, and "
-        f"has none for it. {hint}."
+        f"TrainingArguments(optim={name!r}): Penstock has rules of its own for the optimizers that it moves and "
+        f"shards, and none for it. {hint}."
     )
 
 
@@ -120,7 +128,9 @@ def choose_precision(args: Any, arguments: Mapping[str, Any], model: nn.Module |
     ours, theirs = arguments.get("precision"), args.mixed_precision
     names = {name: precision for precision, name in PRECISIONS.items()}
     if theirs not in names:
-        raise ConfigError(f"TrainingArguments and its launcher say mixed_precision={theirs!r}. Use bf16=True or fp16=True.")
+        raise ConfigError(
+            f"TrainingArguments and its launcher say mixed_precision={theirs!r}. Use bf16=True or fp16=True."
+        )
     if theirs == "no":  # also where nobody chose
         return ours or _precision_of(model)
     if ours not in (None, names[theirs]):
@@ -128,6 +138,11 @@ def choose_precision(args: Any, arguments: Mapping[str, Any], model: nn.Module |
             f"precision={ours!r} beside TrainingArguments({names[theirs]}=True). Say it once: leave one of them out."
         )
     return names[theirs]
+
+
+def _plain(value: Any) -> Any:
+    """Return what an enumeration's member stands for."""
+    return getattr(value, "value", value)
 
 
 def _precision_of(model: nn.Module | None) -> str:

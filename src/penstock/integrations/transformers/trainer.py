@@ -12,15 +12,17 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
+import torch
 from torch import nn
 
-from penstock import Optimizer
+from penstock import Optimizer, Placement
 from penstock.errors import CheckpointError, ConfigError
 from penstock.integrations.accelerate import PenstockAccelerator
 from penstock.integrations.accelerate.settings import PRECISIONS
 from penstock.integrations.transformers import settings
-from penstock.integrations.transformers.config import arguments_for_trainer
-from penstock.integrations.transformers.weights import load_weights, saved_state, values_of
+from penstock.integrations.transformers.config import told_to_trainer
+from penstock.integrations.transformers.weights import load_weights, saved_entries, values_of
+from penstock.integrations.weights import gather_entries
 
 if TYPE_CHECKING:
     from transformers import Trainer
@@ -41,15 +43,27 @@ class TrainerAccelerator(PenstockAccelerator):
     Arguments:
         model: gives the trainer's model as it is now.
         kwargs: as for `PenstockAccelerator`.
+
+    Attributes:
+        resumed: the folder of weights that a model without values goes on from; `None`: the one it came from.
     """
 
     def __init__(self, model: Callable[[], nn.Module | None], **kwargs: Any) -> None:
         super().__init__(**kwargs)
         self._model = model
+        self.resumed: Path | None = None
 
     def is_prepared(self, model: nn.Module | None) -> bool:
         """Tell whether a model is prepared, and nobody has closed it since."""
         return any(pair.model is model and pair.is_open for pair in self._pairs)
+
+    def arguments_of(self, model: nn.Module) -> Mapping[str, Any]:
+        """Return the arguments of `penstock.prepare` for a model; one without values has them in a folder."""
+        arguments = super().arguments_of(model)
+        if "weights" in arguments and self.resumed is None:
+            return arguments
+        weights = self.resumed if model is self._model() and self.resumed else values_of(model)
+        return arguments if weights is None else {**arguments, "weights": weights}
 
     def free_memory(self, *objects: Any) -> Any:
         """Close what the model was prepared as to be evaluated, before it is trained. Collective.
@@ -76,6 +90,7 @@ class PenstockTrainerMixin(Trainer):
 
     Attributes:
         penstock_arguments: of `penstock.prepare`, without `max_grad_norm`, which is that of `TrainingArguments`.
+        penstock_training: fields of `TrainingArguments` that have to be as a converted configuration says.
 
     Example:
         >>> class MyTrainer(PenstockTrainerMixin, Trainer):  # doctest: +SKIP
@@ -83,6 +98,7 @@ class PenstockTrainerMixin(Trainer):
     """
 
     penstock_arguments: ClassVar[Mapping[str, Any]] = {}
+    penstock_training: ClassVar[Mapping[str, Any]] = {}
 
     @property
     def penstock(self) -> Optimizer:
@@ -98,16 +114,16 @@ class PenstockTrainerMixin(Trainer):
     def create_accelerator_and_postprocess(self) -> None:
         """Make the accelerator: once by the class itself, for all that it sets beside, and then ours."""
         settings.check_arguments(self.penstock_arguments)
-        settings.check_training(self.args)
+        settings.check_training(self.args, self.penstock_training)
         if self.args.n_gpu > 1:
             logger.warning(
-                "%d GPUs, and one process: it uses one of them. Start a process for each: torchrun --nproc-per-node %d.",
-                self.args.n_gpu,
+                "One process uses one of %d GPUs. Start a process for each: torchrun --nproc-per-node gpu.",
                 self.args.n_gpu,
             )
             self.args._n_gpu = 1
         if self.args.max_grad_norm is None:
             self.args.max_grad_norm = 0.0  # what Trainer compares with; it says the same
+        self._masters: set[nn.Parameter] = set()
         super().create_accelerator_and_postprocess()
         arguments = self._accelerator_arguments
         precision = settings.choose_precision(self.args, self.penstock_arguments, self.model)
@@ -133,8 +149,8 @@ class PenstockTrainerMixin(Trainer):
         settings.check_model(self.model)
         if isinstance(self.optimizer, Optimizer):
             raise ConfigError(
-                "optimizers=: the optimizer is what penstock.prepare() returned. Give the one that it was made of: this "
-                "trainer prepares it; or give it to Trainer itself."
+                "optimizers=: the optimizer is what penstock.prepare() returned. Give the one that it was made of: "
+                "this trainer prepares it. Or give this one to Trainer itself."
             )
         if self.optimizer is None and self.optimizer_cls_and_kwargs is None:
             settings.check_optim(self.args)
@@ -155,8 +171,17 @@ class PenstockTrainerMixin(Trainer):
         if not self.accelerator.is_prepared(self.model):
             arguments = self.accelerator.prepare_arguments
             arguments["precision"] = settings.choose_precision(self.args, self.penstock_arguments, self.model)
-            self._dtypes = {parameter: parameter.dtype for parameter in self.model.parameters()}
+            # The class saves its model in the dtype that it was loaded in, also where autocast computes in another.
+            loaded = {parameter for parameter in self.model.parameters() if parameter.dtype == torch.float32}
+            self._masters = loaded if arguments["precision"] != "fp32" else set()
         return super().create_optimizer(*args, **kwargs)
+
+    def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
+        """Evaluate as the class does. A model that may be trained later is prepared for that, and keeps its masters."""
+        if self.train_dataset is not None and not self.accelerator.is_prepared(self.model):
+            self.create_optimizer()
+            self.model_wrapped, self.optimizer = self.accelerator.prepare(self.model, self.optimizer)
+        return super().evaluation_loop(*args, **kwargs)
 
     # Saving
 
@@ -169,7 +194,14 @@ class PenstockTrainerMixin(Trainer):
         if not self.accelerator.is_prepared(self.model):
             super().save_model(output_dir, _internal_call)
             return
-        state = saved_state(self.penstock, self.model, self._dtypes)
+        placement = self.accelerator.prepare_arguments.get("placement")
+        state = gather_entries(
+            saved_entries(self.model),
+            self.penstock,
+            keep=self.args.should_save,
+            folders=placement.nvme_folders() if isinstance(placement, Placement) else (),
+            masters=self._masters,
+        )
         if self.args.should_save:
             self._save(output_dir, state_dict=state)
         if self.args.push_to_hub and not _internal_call:
@@ -189,12 +221,12 @@ class PenstockTrainerMixin(Trainer):
         if self.accelerator.is_prepared(self.model):
             self._issue_warnings_after_load(load_weights(self.penstock, self.model, folder))
         elif any(parameter.is_meta for parameter in self.model.parameters()):
-            self.accelerator.prepare_arguments["weights"] = folder
+            self.accelerator.resumed = folder
         else:
             super()._load_from_checkpoint(resume_from_checkpoint, model)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        """Go on from a checkpoint's state: ours, at any number of ranks, or what Trainer itself has written. Collective."""
+        """Go on from a checkpoint's state: ours, at any number of ranks, or what Trainer itself wrote. Collective."""
         if checkpoint is None:
             return
         folder = Path(checkpoint, STATE)
@@ -204,7 +236,9 @@ class PenstockTrainerMixin(Trainer):
                 raise CheckpointError(f"{folder} has no state of a scheduler: no trainer wrote it.", field="extra")
             self.lr_scheduler.load_state_dict(extra["scheduler"])
         elif Path(checkpoint, OPTIMIZER_FILE).is_file():
-            logger.warning("%s is of Trainer without Penstock: every rank reads all of its %s.", checkpoint, OPTIMIZER_FILE)
+            logger.warning(
+                "%s is of Trainer without Penstock: every rank reads all of its %s.", checkpoint, OPTIMIZER_FILE
+            )
             super()._load_optimizer_and_scheduler(checkpoint)
         else:
             logger.warning("%s has weights and no state of an optimizer, which begins anew.", checkpoint)
@@ -248,7 +282,7 @@ def trainer_class(
 
     Arguments:
         base: `transformers.Trainer` or any subclass, those of TRL too.
-        config: a JSON or YAML file of arguments. `None`: the one that the environment's `PENSTOCK_CONFIG` names, if any.
+        config: a JSON or YAML file of arguments. `None`: the one that the environment names as `PENSTOCK_CONFIG`.
         deepspeed: a configuration of DeepSpeed in the place of `config`, read as `penstock convert-config` does.
         prepare_arguments: those of `penstock.prepare`, by their types or as files hold them; they count before those of
             a file. The precision is that of `TrainingArguments(bf16=, fp16=)`, else the model's own; clipping is its
@@ -265,11 +299,16 @@ def trainer_class(
         >>> Ours = trainer_class(Trainer, placement={"optimizer": "cpu"})  # doctest: +SKIP
         >>> Ours(model=model, args=args, train_dataset=rows).train()  # doctest: +SKIP
     """
-    arguments = arguments_for_trainer(prepare_arguments, config=config, deepspeed=deepspeed)
-    settings.check_arguments(arguments)
+    told = told_to_trainer(prepare_arguments, config=config, deepspeed=deepspeed)
+    settings.check_arguments(told.arguments)
+    bases: tuple[type, ...] = (PenstockTrainerMixin, base)
+    before: Mapping[str, Any] = {}
     if issubclass(base, PenstockTrainerMixin):
-        bases: tuple[type, ...] = (base,)
-        arguments = {**base.penstock_arguments, **arguments}
-    else:
-        bases = (PenstockTrainerMixin, base)
-    return type(f"Penstock{base.__name__}", bases, {"penstock_arguments": arguments, "__module__": base.__module__, "__doc__": base.__doc__})
+        bases, before = (base,), base.penstock_arguments
+    attributes = {
+        "penstock_arguments": {**before, **told.arguments},
+        "penstock_training": told.training,
+        "__module__": base.__module__,
+        "__doc__": base.__doc__,
+    }
+    return type(f"Penstock{base.__name__}", bases, attributes)

@@ -1,6 +1,5 @@
 """Models without values, and the weights of a folder for a model that is prepared already."""
 
-from collections.abc import Mapping
 from os import PathLike
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -10,10 +9,10 @@ from torch import Tensor, nn
 from transformers.utils import is_peft_available
 
 from penstock import Optimizer
-from penstock.checkpoint.beside import persistent_buffers
 from penstock.checkpoint.tensorfiles import WeightFiles
 from penstock.errors import CheckpointError, ConfigError
 from penstock.integrations.huggingface import build_empty, find_model
+from penstock.integrations.weights import state_entries
 
 
 class LoadResult(NamedTuple):
@@ -80,26 +79,22 @@ def is_adapted(model: nn.Module) -> bool:
     return isinstance(model, PeftModel)
 
 
-def adapter_parameters(model: Any, adapter: str) -> dict[str, Tensor]:
-    """List what peft saves of an adapter: parameters (and buffers) of the model by their names in its files."""
+def adapter_entries(model: Any, adapter: str) -> dict[str, Tensor]:
+    """List what peft saves of an adapter: parameters (and buffers) of the model, by their names in its files."""
     from peft import get_peft_model_state_dict
 
     # Given the tensors themselves, peft picks and renames them, and reads none.
-    own = dict(model.named_parameters(remove_duplicate=False)) | persistent_buffers(model)
-    picked: dict[str, Tensor] = get_peft_model_state_dict(model, state_dict=own, adapter_name=adapter)
+    picked: dict[str, Tensor] = get_peft_model_state_dict(model, state_dict=state_entries(model), adapter_name=adapter)
     return picked
 
 
-def saved_state(optimizer: Optimizer, model: Any, dtypes: Mapping[Tensor, torch.dtype]) -> dict[str, Tensor]:
-    named: dict[str, Tensor] = dict(model.named_parameters(remove_duplicate=False)) | persistent_buffers(model)
-    if is_adapted(model):
-        wanted = {id(t) for adapter in model.peft_config for t in adapter_parameters(model, adapter).values()}
-        named = {name: tensor for name, tensor in named.items() if id(tensor) in wanted}
-    values: dict[int, Tensor] = {}
-    for tensor in named.values():
-        if id(tensor) not in values:
-            values[id(tensor)] = optimizer.full_param(tensor).to(dtypes[tensor]) if isinstance(tensor, nn.Parameter) else tensor.detach().cpu()
-    return {name: values[id(tensor)] for name, tensor in named.items()}
+def saved_entries(model: Any) -> dict[str, Any]:
+    """List what `save_pretrained` writes of a model, by names of its `state_dict`: of one with adapters, those."""
+    entries = state_entries(model)
+    if not is_adapted(model):
+        return entries
+    of_adapters = {id(entry) for adapter in model.peft_config for entry in adapter_entries(model, adapter).values()}
+    return {name: entry for name, entry in entries.items() if id(entry) in of_adapters}
 
 
 def load_weights(optimizer: Optimizer, model: Any, folder: Path) -> LoadResult:
@@ -111,26 +106,22 @@ def load_weights(optimizer: Optimizer, model: Any, folder: Path) -> LoadResult:
         folder: .safetensors files, as `save_pretrained` writes them, which all ranks see.
 
     Raises:
-        CheckpointError: there are none, or a tensor has another shape than its parameter. In the latter case those
-            before it are loaded.
+        CheckpointError: there are none, or a tensor has another shape than its parameter. Nothing has changed.
     """
-    if is_adapted(model):
-        targets: Mapping[str, Tensor] = adapter_parameters(model, model.active_adapters[0])
-    else:
-        targets = dict(model.named_parameters(remove_duplicate=False)) | persistent_buffers(model)
+    targets = adapter_entries(model, model.active_adapters[0]) if is_adapted(model) else state_entries(model)
     files = WeightFiles(folder)
     try:
-        read: set[Tensor] = set()
-        for name in sorted(files.entries.keys() & targets.keys()):
-            target, shape = targets[name], files.entries[name].shape
-            if tuple(target.shape) != shape:
-                raise CheckpointError(f"{files.entries[name].file}: '{name}' is {shape}, and {tuple(target.shape)} here.")
-            _write(optimizer, target, files.read(name, 0, target.numel()).reshape(shape))
-            read.add(target)
-        return LoadResult(
-            [name for name, target in targets.items() if target not in read],
-            sorted(files.entries.keys() - targets.keys()),
-        )
+        shared = sorted(files.entries.keys() & targets.keys())
+        for name in shared:
+            shape, here = files.entries[name].shape, tuple(targets[name].shape)
+            if shape != here:
+                raise CheckpointError(f"{files.entries[name].file}: '{name}' is {shape}, and {here} in the model.")
+        for name in shared:
+            target = targets[name]
+            _write(optimizer, target, files.read(name, 0, target.numel()).reshape(target.shape))
+        read = {id(targets[name]) for name in shared}  # tied weights are in the files once
+        missing = [name for name, target in targets.items() if id(target) not in read]
+        return LoadResult(missing, sorted(files.entries.keys() - targets.keys()))
     finally:
         files.close()
 

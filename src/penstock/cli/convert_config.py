@@ -1,0 +1,29 @@
+"""`penstock convert-config`: a configuration of DeepSpeed or accelerate as a call of `prepare`."""
+
+from typing import Annotated
+
+import typer
+
+from penstock.cli.parse import parse_path
+
+
+def convert_config(
+    file: Annotated[str, typer.Argument(help="A ds_config.json, or accelerate's YAML (FSDP or DeepSpeed).")],
+    out: Annotated[
+        str | None, typer.Option(help="A YAML file to write, for penstock launch --config. It must not exist.")
+    ] = None,
+) -> None:
+    """Print the call of prepare() that a configuration of DeepSpeed or accelerate stands for.
+
+    What is printed is Python. Its comments are the command lines, and what became of each key: nothing is left out.
+    """
+    source = parse_path(file, option="FILE")
+    target = None if out is None else parse_path(out, option="--out")
+    from penstock.integrations.convert import convert_file
+    from penstock.integrations.convert.calls import report
+    from penstock.integrations.convert.reading import write_yaml
+
+    converted = convert_file(source)
+    if target is not None:
+        write_yaml(target, converted.arguments)
+    print(report(converted, str(target or "penstock.yaml")))

@@ -1,0 +1,291 @@
+"""What a trainer saves and goes on from: weights for `from_pretrained`, checkpoints at any number of ranks, the best one."""
+
+import json
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+from safetensors.torch import load_file
+from torch import Tensor
+from transformers import LlamaForCausalLM, Trainer
+
+import penstock
+from penstock.integrations.transformers import from_pretrained_on_meta, trainer_class
+from tests.integrations.trainers import (
+    arguments,
+    assert_histories,
+    assert_weights,
+    history,
+    llama,
+    our_trainer,
+    plain_trainer,
+    rows,
+    weights,
+)
+from tests.support import disks, run_ranks
+
+SAVED = {"save_strategy": "steps", "save_steps": 2}
+OFFLOADED = {"params": "nvme", "grads": "cpu", "optimizer": "nvme", "nvme_path": str(disks()[0])}
+
+
+def adapted(seed: int = 0) -> Any:
+    model = llama(seed)
+    torch.manual_seed(seed + 1)
+    return get_peft_model(model, LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights="gaussian"))
+
+
+def files(folder: Path) -> set[str]:
+    return {path.name for path in folder.iterdir()}
+
+
+def state_of(folder: Path) -> dict[str, Tensor]:
+    return {name: value for file in folder.glob("*.safetensors") for name, value in load_file(file).items()}
+
+
+# Weights
+
+
+@pytest.mark.parametrize("model", [llama, adapted])
+def test_saved_weights_are_those_of_plain_trainer(model: Callable[[], Any], tmp_path: Path) -> None:
+    saved = []
+    for make in (plain_trainer, our_trainer):
+        trainer = make(tmp_path / make.__name__, model())
+        trainer.train()
+        trainer.save_model()
+        saved.append(tmp_path / make.__name__)
+    plain, ours = saved
+    assert files(ours) == files(plain)
+    assert_weights(state_of(ours), state_of(plain))
+
+
+def test_weights_are_saved_in_shards_that_from_pretrained_reads(tmp_path: Path) -> None:
+    model = llama(hidden_size=64, intermediate_size=128)
+    whole, save = model.save_pretrained, {"max_shard_size": "100KB"}
+    model.save_pretrained = lambda *args, **given: whole(*args, **(given | save))  # as a script of one's own may
+    ours = our_trainer(tmp_path, model, prepare={"placement": OFFLOADED})
+    ours.train()
+    ours.save_model()
+    assert (tmp_path / "model.safetensors.index.json").is_file()
+    assert_weights(dict(LlamaForCausalLM.from_pretrained(tmp_path).named_parameters()), weights(ours), relative=0)
+
+
+def test_bf16_saves_fp32_masters_as_plain_trainer_does(tmp_path: Path) -> None:
+    ours = our_trainer(tmp_path, bf16=True)
+    ours.train()
+    ours.save_model()
+    saved = state_of(tmp_path)
+    assert {value.dtype for value in saved.values()} == {torch.float32}
+    assert any((value != value.bfloat16().float()).any() for value in saved.values())
+    assert_weights(saved, weights(ours), relative=0)
+
+
+def test_a_model_in_bf16_is_saved_in_bf16(tmp_path: Path) -> None:
+    ours = our_trainer(tmp_path, llama().bfloat16())
+    ours.train()
+    ours.save_model()
+    assert {value.dtype for value in state_of(tmp_path).values()} == {torch.bfloat16}
+    assert ours.accelerator.mixed_precision == "bf16"
+
+
+# Going on
+
+
+def test_a_resumed_run_is_the_run_that_was_not_interrupted(tmp_path: Path) -> None:
+    plain = plain_trainer(tmp_path / "plain", **SAVED)
+    plain.train()
+    whole = our_trainer(tmp_path / "ours", prepare={"placement": OFFLOADED}, **SAVED)
+    whole.train()
+    resumed = our_trainer(tmp_path / "ours", seed=5, prepare={"placement": {"optimizer": {"device": 0.5, "cpu": 0.5}}})
+    resumed.train(resume_from_checkpoint=str(tmp_path / "ours" / "checkpoint-2"))
+    assert history(resumed) == history(whole)
+    assert_histories(resumed, plain)
+    assert_weights(weights(resumed), weights(whole), relative=0)
+
+
+def test_the_last_checkpoint_is_found_and_old_ones_go(tmp_path: Path) -> None:
+    first = our_trainer(tmp_path, max_steps=4, save_total_limit=1, lr_scheduler_type="constant", **SAVED)
+    first.train()
+    assert [path.name for path in tmp_path.glob("checkpoint-*")] == ["checkpoint-4"]
+    second = our_trainer(tmp_path, seed=5, lr_scheduler_type="constant", **SAVED)
+    second.train(resume_from_checkpoint=True)
+    whole = our_trainer(tmp_path / "whole", lr_scheduler_type="constant")
+    whole.train()
+    assert history(second)[4:] == history(whole)[4:]
+
+
+def test_a_second_train_resumes_too(tmp_path: Path) -> None:
+    ours = our_trainer(tmp_path, **SAVED)
+    ours.train()
+    before, first = history(ours), weights(ours)
+    ours.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    assert history(ours) == before
+    assert_weights(weights(ours), first, relative=0)
+
+
+def test_resumed_in_an_epoch_with_accumulation(tmp_path: Path) -> None:
+    changes = {"gradient_accumulation_steps": 3, "max_steps": 7, "lr_scheduler_type": "cosine"}
+    plain = plain_trainer(tmp_path / "plain", **changes)
+    plain.train()
+    our_trainer(tmp_path, **changes, **SAVED).train()
+    resumed = our_trainer(tmp_path, seed=5, **changes)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-4"))
+    assert_histories(resumed, plain)
+
+
+def train_some(rank: int, out: Path, resume: str | None, changes: dict[str, Any]) -> tuple[Any, dict[str, Tensor]]:
+    torch.set_num_threads(1)
+    ours = our_trainer(out, seed=7 * rank, **changes)
+    ours.train(resume_from_checkpoint=resume)
+    return history(ours), weights(ours)
+
+
+@pytest.mark.parametrize(("before", "after"), [(2, 1), (1, 2), (2, 2)])
+def test_resumed_at_another_number_of_ranks(before: int, after: int, tmp_path: Path) -> None:
+    changes = {"lr_scheduler_type": "cosine"} | SAVED
+
+    def train(ranks: int, out: Path, resume: str | None) -> tuple[Any, dict[str, Tensor]]:
+        # As many rows per step at any number of ranks; and so the same ones, in the same order.
+        given = changes | {"per_device_train_batch_size": 4 // ranks}
+        return run_ranks(train_some, ranks, out, resume, given)[0] if ranks > 1 else train_some(0, out, resume, given)
+
+    log, trained = train(before, tmp_path, None)
+    resumed_log, resumed = train(after, tmp_path, str(tmp_path / "checkpoint-4"))
+    torch.testing.assert_close(torch.tensor(resumed_log), torch.tensor(log), rtol=1e-6, atol=1e-6)
+    assert_weights(resumed, trained)
+
+
+def test_a_checkpoint_of_plain_trainer_is_gone_on_from(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    plain = plain_trainer(tmp_path, **SAVED)
+    plain.train()
+    ours = our_trainer(tmp_path, seed=5)
+    with caplog.at_level(logging.WARNING):
+        ours.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    assert "every rank reads all of its optimizer.pt" in caplog.text
+    assert_histories(ours, plain)
+    ours.train(resume_from_checkpoint=str(tmp_path / "checkpoint-4"))  # prepared, it takes the weights too
+    assert_histories(ours, plain)
+    assert_weights(weights(ours), weights(plain))
+
+
+def test_a_checkpoint_of_weights_alone_says_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    our_trainer(tmp_path, save_only_model=True, **SAVED).train()
+    assert not (tmp_path / "checkpoint-2" / "penstock").exists()
+    ours = our_trainer(tmp_path, seed=5)
+    with caplog.at_level(logging.WARNING):
+        ours.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    assert "weights and no state of an optimizer" in caplog.text
+    assert [round(step[2], 6) for step in history(ours)] == [0.0, 0.005, 0.0, 0.005, 0.01, 0.0075]
+
+
+# The best
+
+
+@pytest.mark.parametrize("save_only_model", [False, True])
+@pytest.mark.parametrize("model", [llama, adapted])
+def test_the_best_model_is_loaded_at_the_end(model: Callable[[], Any], save_only_model: bool, tmp_path: Path) -> None:
+    best = {"eval_strategy": "steps", "eval_steps": 2, "load_best_model_at_end": True, "learning_rate": 0.1} | SAVED
+    runs = []
+    for make in (plain_trainer, our_trainer):
+        trainer = make(tmp_path / make.__name__, model(), save_only_model=save_only_model, **best)
+        trainer.train()
+        runs.append(trainer)
+    plain, ours = runs
+    assert Path(ours.state.best_model_checkpoint).name == Path(plain.state.best_model_checkpoint).name
+    assert Path(ours.state.best_model_checkpoint).name != "checkpoint-6"  # not what is in memory anyway
+    assert_weights(weights(ours), weights(plain), relative=1e-5)
+    assert abs(ours.evaluate()["eval_loss"] - ours.state.best_metric) < 1e-6
+
+
+# Adapters
+
+
+def test_adapters_are_saved_alone_and_gone_on_with(tmp_path: Path) -> None:
+    plain = plain_trainer(tmp_path / "plain", adapted(), **SAVED)
+    plain.train()
+    ours = our_trainer(tmp_path / "ours", adapted(), prepare={"placement": OFFLOADED}, **SAVED)
+    ours.train()
+    assert_histories(ours, plain)
+    saved = tmp_path / "ours" / "checkpoint-4"
+    kept = {"adapter_config.json", "adapter_model.safetensors", "README.md"}
+    assert kept <= files(saved)
+    assert not list(saved.glob("model*.safetensors"))
+    assert_weights(state_of(saved), state_of(tmp_path / "plain" / "checkpoint-4"))
+    assert isinstance(PeftModel.from_pretrained(llama(), saved), PeftModel)
+    resumed = our_trainer(tmp_path / "ours", adapted(), **SAVED)
+    resumed.train(resume_from_checkpoint=str(saved))
+    assert_histories(resumed, plain)
+
+
+# Without values
+
+
+def test_a_model_without_values_is_read_where_it_rests(tmp_path: Path) -> None:
+    llama(3).save_pretrained(tmp_path / "base")
+    loaded = our_trainer(tmp_path, LlamaForCausalLM.from_pretrained(tmp_path / "base"))
+    loaded.train()
+    empty = from_pretrained_on_meta(tmp_path / "base")
+    assert all(parameter.is_meta for parameter in empty.parameters())
+    ours = our_trainer(tmp_path, empty, prepare={"placement": OFFLOADED}, **SAVED)
+    ours.train()
+    assert history(ours) == history(loaded)
+    again = our_trainer(tmp_path, from_pretrained_on_meta(tmp_path / "base"), prepare={"placement": OFFLOADED})
+    again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-4"))
+    assert history(again) == history(loaded)
+
+
+def test_a_model_without_values_goes_on_from_weights_alone(tmp_path: Path) -> None:
+    llama(3).save_pretrained(tmp_path / "base")
+    our_trainer(tmp_path, save_only_model=True, **SAVED).train()
+    pair = []
+    for model in (from_pretrained_on_meta(tmp_path / "base"), llama(4)):
+        trainer = our_trainer(tmp_path, model)
+        trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+        pair.append(history(trainer))
+    assert pair[0] == pair[1]
+
+
+def test_a_model_without_values_or_a_folder_is_refused(tmp_path: Path) -> None:
+    with torch.device("meta"):
+        model = llama()
+    with pytest.raises(penstock.ConfigError, match="names no folder of .safetensors weights"):
+        our_trainer(tmp_path, model).train()
+
+
+# Evaluation without training
+
+
+@pytest.mark.parametrize("bf16", [False, True])
+def test_evaluation_before_training_changes_nothing_of_it(bf16: bool, tmp_path: Path) -> None:
+    plain, ours = plain_trainer(tmp_path, bf16=bf16), our_trainer(tmp_path, bf16=bf16)
+    losses = [[t.evaluate()["eval_loss"], t.predict(rows(3)).metrics["test_loss"]] for t in (plain, ours)]
+    torch.testing.assert_close(torch.tensor(losses[1]), torch.tensor(losses[0]), rtol=1e-2 if bf16 else 1e-6, atol=0)
+    ours.save_model(str(tmp_path / "saved"))
+    assert_weights(state_of(tmp_path / "saved"), dict(llama().named_parameters()), relative=0)
+    alone = our_trainer(tmp_path, bf16=bf16)
+    for trainer in (ours, alone):
+        torch.manual_seed(0)  # evaluation draws numbers too, and the order of rows is drawn
+        trainer.train()
+    assert history(ours) == history(alone)
+
+
+def test_a_trainer_without_training_data_takes_no_memory_for_it(tmp_path: Path) -> None:
+    plain = plain_trainer(tmp_path, given={"train_dataset": None})
+    ours = our_trainer(tmp_path, prepare={"placement": OFFLOADED}, given={"train_dataset": None})
+    assert abs(ours.evaluate()["eval_loss"] - plain.evaluate()["eval_loss"]) < 1e-6
+    assert not {"exp_avg", "grad", "master"} & {row.kind for row in ours.penstock.locations().rows}
+    ours.save_model()
+    assert_weights(state_of(tmp_path), dict(llama().named_parameters()), relative=0)
+
+
+def test_evaluation_of_a_model_without_values_and_then_training(tmp_path: Path) -> None:
+    llama().save_pretrained(tmp_path / "base")
+    plain = plain_trainer(tmp_path)
+    ours = our_trainer(tmp_path, from_pretrained_on_meta(tmp_path / "base"), prepare={"placement": OFFLOADED})
+    assert abs(ours.evaluate()["eval_loss"] - plain.evaluate()["eval_loss"]) < 1e-6
+    for trainer in (plain, ours):
+        trainer.train()
+    assert_histories(ours, plain)

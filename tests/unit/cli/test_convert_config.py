@@ -1,0 +1,57 @@
+"""`penstock convert-config`: Python on stdout, a file for `penstock launch`, one line for a mistake."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+CONFIG = {
+    "bf16": {"enabled": True},
+    "gradient_clipping": 1.0,
+    "zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu", "pin_memory": True}, "a\nb": 1},
+}
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> str:
+    (tmp_path / "ds_config.json").write_text(json.dumps(CONFIG))
+    return "ds_config.json"
+
+
+def test_python_and_a_file(penstock_command: Callable[..., Any], config: str, tmp_path: Path) -> None:
+    yaml = pytest.importorskip("yaml")
+    outcome = penstock_command("convert-config", config, "--out", "p.yaml")
+    assert outcome.exit_code == 0
+    compile(outcome.out, "printed", "exec")
+    assert "penstock launch --config p.yaml" in outcome.out
+    assert yaml.safe_load((tmp_path / "p.yaml").read_text()) == {
+        "stage": 3,
+        "placement": {"optimizer": "cpu", "grads": "cpu"},
+        "precision": "bf16",
+        "max_grad_norm": 1.0,
+    }
+    again = penstock_command("convert-config", config, "--out", "p.yaml")
+    assert (again.exit_code, again.err) == (2, "penstock: error: p.yaml is there already. Name another file.\n")
+
+
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        ("{", "c.json is not read"),
+        ("[]", "c.json holds no mapping"),
+        ('{"zero_optimization": {"stage": 7}}', "c.json: 'zero_optimization.stage' is 7"),
+        ('{"distributed_type": "FSDP", "mixed_precision": "int3"}', "c.json: 'mixed_precision' is 'int3'"),
+    ],
+)
+def test_mistakes_are_one_line(content: str, says: str, penstock_command: Callable[..., Any], tmp_path: Path) -> None:
+    (tmp_path / "c.json").write_text(content)
+    outcome = penstock_command("convert-config", "c.json")
+    assert (outcome.exit_code, outcome.out) == (2, "")
+    assert says in outcome.err
+    assert outcome.err.count("\n") == 1
+
+
+def test_no_file(penstock_command: Callable[..., Any]) -> None:
+    assert "nowhere.yaml is not read" in penstock_command("convert-config", "nowhere.yaml").err
