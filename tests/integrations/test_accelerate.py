@@ -12,7 +12,7 @@ import torch
 from accelerate.state import PartialState
 from safetensors.torch import load_file
 
-from penstock.errors import ConfigError
+from penstock.errors import ConfigError, EngineError
 from penstock.integrations.accelerate import PenstockAccelerator
 from tests.integrations.accelerate_loops import (
     PLACEMENTS,
@@ -150,6 +150,28 @@ def test_two_ranks_save_weights_once(tmp_path: Path) -> None:
         assert len(shards) > 2
         found = {name: value for shard in shards for name, value in load_file(shard).items()}
         torch.testing.assert_close(found, dict(expected), rtol=0, atol=0)
+
+
+def accumulate_at(rank: int, stage: int) -> bool:
+    """Whether the first of two micro-batches stays on its rank."""
+    fresh()
+    accelerator = PenstockAccelerator(gradient_accumulation_steps=2, penstock={"stage": stage})
+    model: Any = torch.nn.Linear(4, 4)
+    model, _ = accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
+    try:
+        with accelerator.accumulate(model):
+            accelerator.backward(model(torch.ones(2, 4)).sum())
+            accelerator.optimizer_of(model).clip_grad_norm_(1.0)
+    except EngineError as error:
+        return "no_sync micro-batches are not reduced yet" in str(error)
+    finally:
+        accelerator.free_memory()
+    return False
+
+
+@pytest.mark.parametrize(("stage", "stays"), [(1, True), (2, False)])
+def test_accumulation_saves_communication_where_the_stage_allows_it(stage: int, stays: bool) -> None:
+    assert run_ranks(accumulate_at, 2, stage) == [stays, stays]
 
 
 def without_being_told(rank: int) -> None:

@@ -156,9 +156,23 @@ def test_outputs_are_fp32_as_accelerates_are(precision: str) -> None:
     accelerator.free_memory()
 
 
-def test_torch_compile_is_exact() -> None:
-    def run(accelerator: Accelerator) -> tuple[list[float], dict[str, Any]]:
-        model = layers()
+class Blocks(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.blocks = nn.Linear(4, 8), nn.ModuleList([nn.Linear(8, 8), nn.Linear(8, 8)])
+
+    def forward(self, values: torch.Tensor) -> torch.Tensor:
+        values = self.first(values)
+        for block in self.blocks:
+            values = torch.tanh(block(values))
+        return values
+
+
+@pytest.mark.parametrize("regional", [False, True])
+def test_torch_compile_is_exact(regional: bool) -> None:
+    def run(accelerator: Accelerator) -> tuple[list[float], dict[str, Any], list[str]]:
+        torch.manual_seed(0)
+        model: nn.Module = Blocks()
         model, optimizer = accelerator.prepare(model, adam(model))
         losses = []
         for _ in range(3):
@@ -168,17 +182,22 @@ def test_torch_compile_is_exact() -> None:
             optimizer.zero_grad()
             losses.append(loss.item())
         state = accelerator.get_state_dict(accelerator.unwrap_model(model, keep_torch_compile=False))
-        return losses, {name: value.clone() for name, value in state.items()}
+        return losses, {name: value.clone() for name, value in state.items()}, list(accelerator.get_state_dict(model))
 
-    plugin = TorchDynamoPlugin(backend="aot_eager")
+    plugin = TorchDynamoPlugin(backend="aot_eager", use_regional_compilation=regional)
     theirs = run(Accelerator(cpu=True, dynamo_plugin=plugin))
     fresh()
-    mine = run(ours(dynamo_plugin=plugin, penstock={"placement": PLACEMENTS["cpu"]}))
+    accelerator = ours(dynamo_plugin=plugin, penstock={"placement": PLACEMENTS["cpu"]})
+    mine = run(accelerator)
+    accelerator.free_memory()
     assert mine[0] == pytest.approx(theirs[0], rel=1e-6)
     torch.testing.assert_close(mine[1], theirs[1], rtol=1e-6, atol=1e-6)
-    fresh()
-    accelerator = ours()  # a model that was compiled before
-    model = torch.compile(layers(), backend="aot_eager")
+    assert mine[2] == theirs[2]
+
+
+def test_a_model_that_was_compiled_before() -> None:
+    accelerator = ours()
+    model: nn.Module = torch.compile(layers(), backend="aot_eager")  # type: ignore[assignment]
     model, optimizer = accelerator.prepare(model, adam(model))
     accelerator.backward(model(torch.ones(2, 4)).sum())
     assert optimizer.step().grad_norm > 0

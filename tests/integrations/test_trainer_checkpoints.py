@@ -1,6 +1,5 @@
-"""What a trainer saves and goes on from: weights for `from_pretrained`, checkpoints at any number of ranks, the best one."""
+"""What a trainer saves and goes on from: weights for `from_pretrained`, checkpoints, the best one, adapters."""
 
-import json
 import logging
 from collections.abc import Callable
 from pathlib import Path
@@ -11,12 +10,11 @@ import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file
 from torch import Tensor
-from transformers import LlamaForCausalLM, Trainer
+from transformers import LlamaForCausalLM
 
 import penstock
-from penstock.integrations.transformers import from_pretrained_on_meta, trainer_class
+from penstock.integrations.transformers import from_pretrained_on_meta
 from tests.integrations.trainers import (
-    arguments,
     assert_histories,
     assert_weights,
     history,
@@ -251,7 +249,7 @@ def test_a_model_without_values_goes_on_from_weights_alone(tmp_path: Path) -> No
 def test_a_model_without_values_or_a_folder_is_refused(tmp_path: Path) -> None:
     with torch.device("meta"):
         model = llama()
-    with pytest.raises(penstock.ConfigError, match="names no folder of .safetensors weights"):
+    with pytest.raises(penstock.ConfigError, match=r"names no folder of \.safetensors weights"):
         our_trainer(tmp_path, model).train()
 
 

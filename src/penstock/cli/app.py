@@ -12,6 +12,7 @@ from penstock.cli.convert_config import convert_config
 from penstock.cli.export import export
 from penstock.cli.import_deepspeed import import_deepspeed
 from penstock.cli.inspect import inspect
+from penstock.cli.launch import launch
 from penstock.cli.train import train
 from penstock.errors import PenstockError, one_line
 
@@ -46,6 +47,8 @@ app.command()(train)
 app.command()(export)
 app.command()(inspect)
 app.command()(import_deepspeed)
+# What follows the script is the script's.
+app.command(context_settings={"allow_interspersed_args": False})(launch)
 app.command()(convert_config)
 
 

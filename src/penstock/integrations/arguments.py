@@ -4,6 +4,8 @@ import difflib
 import inspect
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, fields
+from os import PathLike
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -11,6 +13,7 @@ from torch import nn
 
 import penstock
 from penstock.errors import ConfigError
+from penstock.integrations.convert.reading import read_mapping
 
 _Value = TypeVar("_Value", penstock.Placement, penstock.Options)
 
@@ -72,6 +75,22 @@ def prepare_arguments(mapping: Mapping[str, Any], *, source: str = "penstock") -
             raise ConfigError(f"{source}[{name!r}]: the {name} is not given here, but where it is prepared.")
     check_names(mapping, known, source)
     return {name: _READERS.get(name, _as_it_is)(value, f"{source}[{name!r}]") for name, value in mapping.items()}
+
+
+def read_arguments(path: str | PathLike[str]) -> dict[str, Any]:
+    """Read a JSON or YAML file of arguments of `penstock.prepare`.
+
+    Arguments:
+        path: a file that holds a mapping, such as `placement: {optimizer: cpu}`.
+
+    Raises:
+        ConfigError: it cannot be read, or says something that `prepare` does not take.
+
+    Example:
+        >>> read_arguments("penstock.yaml")["stage"]  # doctest: +SKIP
+        2
+    """
+    return prepare_arguments(read_mapping(Path(path)), source=str(path))
 
 
 def check_names(mapping: Mapping[str, Any], known: Collection[str], source: str) -> None:

@@ -67,7 +67,15 @@ EXPORT = {
 INSPECT = {"path": None, "--verify": False, "--json": False}
 IMPORT = {"folder": None, "out": None}
 CONVERT = {"file": None, "--out": "None"}
-COMMANDS = {"train": TRAIN, "export": EXPORT, "inspect": INSPECT, "import-deepspeed": IMPORT, "convert-config": CONVERT}
+LAUNCH = {"script": None, "arguments": None, "--config": "", "--nproc-per-node": ""}
+COMMANDS = {
+    "train": TRAIN,
+    "export": EXPORT,
+    "inspect": INSPECT,
+    "import-deepspeed": IMPORT,
+    "convert-config": CONVERT,
+    "launch": LAUNCH,
+}
 
 HEAVY = ("transformers", "tokenizers", "numpy.random", "tensorboard")
 

@@ -115,7 +115,11 @@ def _to_fp32(module: nn.Module, arguments: Any, output: Any) -> Any:
 
 def inner(model: nn.Module) -> nn.Module:
     """Return the module that `torch.compile` wraps: parameters have the same names compiled and not."""
-    return model._orig_mod if is_compiled_module(model) else model  # type: ignore[return-value]
+    if is_compiled_module(model):
+        return model._orig_mod  # type: ignore[return-value]
+    # accelerate's regional compilation makes another module, over the same blocks.
+    before: nn.Module = model.__dict__.get("_orig_mod", model)
+    return before
 
 
 def given_to(optimizer: Optimizer) -> Optimizer:
@@ -262,8 +266,9 @@ def check_model(model: nn.Module, device: torch.device, *, chooses_precision: bo
             "penstock={'precision': 'bf16'}, 'fp16' or 'fp32'; 16 bits keep an fp32 master."
         )
     devices = {parameter.device for parameter in model.parameters()} - {torch.device("cpu"), torch.device("meta")}
-    # accelerate names no index where there is one process.
-    index = torch.accelerator.current_device_index() if device.index is None and devices else device.index
+    index: int | None = device.index
+    if index is None and devices:  # accelerate names none where there is one process
+        index = torch.accelerator.current_device_index()
     others = [found for found in devices if found.type != device.type or found.index not in (None, index)]
     if others:
         raise ConfigError(

@@ -4,13 +4,11 @@ import logging
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from penstock.errors import ConfigError
-from penstock.integrations.arguments import prepare_arguments
+from penstock.integrations.arguments import prepare_arguments, read_arguments
 from penstock.integrations.convert import Converted, convert_file
-from penstock.integrations.convert.reading import read_mapping
 
 #: Names the file of arguments where a script names none.
 VARIABLE = "PENSTOCK_CONFIG"
@@ -26,27 +24,11 @@ class Told:
 
     Attributes:
         arguments: of `penstock.prepare`.
-        training: fields of `TrainingArguments` that a configuration of DeepSpeed says too, with their values there.
+        training: fields of `TrainingArguments` that a file says too, with their values there.
     """
 
     arguments: Mapping[str, Any]
     training: Mapping[str, Any] = field(default_factory=dict)
-
-
-def read_arguments(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """Read a JSON or YAML file of arguments of `penstock.prepare`.
-
-    Arguments:
-        path: a mapping of arguments by name, such as `placement: {optimizer: cpu}`.
-
-    Raises:
-        ConfigError: it cannot be read, or says something that `prepare` does not take.
-
-    Example:
-        >>> read_arguments("penstock.yaml")["stage"]  # doctest: +SKIP
-        2
-    """
-    return prepare_arguments(read_mapping(Path(path)), source=str(path))
 
 
 def told_to_trainer(
@@ -66,18 +48,20 @@ def told_to_trainer(
         ConfigError: an argument that there is not, or two files.
     """
     said = prepare_arguments(given, source="trainer_class()")
+    training: dict[str, Any] = {}
     if deepspeed is None:
         file = config or os.environ.get(VARIABLE)
-        return Told((read_arguments(file) if file else {}) | said)
-    if config is not None:
-        raise ConfigError("trainer_class(config=, deepspeed=): each says the whole. Give one of them.")
-    converted = convert_file(deepspeed)
-    _report(converted, str(deepspeed))
-    arguments = dict(converted.arguments)
-    # Trainer clips, and is told so in its own words.
-    norm = {"max_grad_norm": arguments.pop("max_grad_norm")} if "max_grad_norm" in arguments else {}
-    training = {n: v for n, v in (converted.training | norm).items() if v != "auto" and n not in _MADE_BY_TRAINER}
-    return Told(prepare_arguments(arguments, source=str(deepspeed)) | said, training)
+        arguments = read_arguments(file) if file else {}
+    else:
+        if config is not None:
+            raise ConfigError("trainer_class(config=, deepspeed=): each says the whole. Give one of them.")
+        converted = convert_file(deepspeed)
+        _report(converted, str(deepspeed))
+        arguments = prepare_arguments(converted.arguments, source=str(deepspeed))
+        training = {n: v for n, v in converted.training.items() if v != "auto" and n not in _MADE_BY_TRAINER}
+    if "max_grad_norm" in arguments:  # Trainer clips, and is told so in its own words
+        training["max_grad_norm"] = arguments.pop("max_grad_norm")
+    return Told(arguments | said, training)
 
 
 def _report(converted: Converted, source: str) -> None:

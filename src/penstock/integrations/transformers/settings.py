@@ -36,8 +36,8 @@ def check_arguments(arguments: Mapping[str, Any]) -> None:
     """
     if arguments.get("max_grad_norm") is not None:
         raise ConfigError(
-            f"max_grad_norm={arguments['max_grad_norm']} beside Trainer, which clips by itself, to 1.0 unless said. Use "
-            "TrainingArguments(max_grad_norm=) in its place; 0 does not clip."
+            f"max_grad_norm={arguments['max_grad_norm']} beside Trainer, which clips by itself, to 1.0 unless said. "
+            "Use TrainingArguments(max_grad_norm=) in its place; 0 does not clip."
         )
     if arguments.get("overlap") == "backward":
         raise ConfigError(
@@ -51,7 +51,7 @@ def check_training(args: Any, elsewhere: Mapping[str, Any]) -> None:
 
     Arguments:
         args: transformers' `TrainingArguments`.
-        elsewhere: some of its fields, as a configuration says them that was converted.
+        elsewhere: some of its fields, as a file says them.
 
     Raises:
         ConfigError: names the setting, and what to say instead.
@@ -79,8 +79,8 @@ def check_training(args: Any, elsewhere: Mapping[str, Any]) -> None:
     if differing:
         said = ", ".join(f"{name}={_plain(getattr(args, name))!r} and {elsewhere[name]!r}" for name in differing)
         raise ConfigError(
-            f"TrainingArguments and the configuration of DeepSpeed differ: {said}. Say the same in both; 'auto' in the "
-            "file leaves it to TrainingArguments."
+            f"TrainingArguments and the configuration file differ: {said}. Say the same in both, or leave it out "
+            "of the file ('auto', in one of DeepSpeed)."
         )
 
 

@@ -21,7 +21,7 @@ from penstock.integrations.accelerate import PenstockAccelerator
 from penstock.integrations.accelerate.settings import PRECISIONS
 from penstock.integrations.transformers import settings
 from penstock.integrations.transformers.config import told_to_trainer
-from penstock.integrations.transformers.weights import load_weights, saved_entries, values_of
+from penstock.integrations.transformers.weights import folder_of, is_empty, load_weights, saved_entries
 from penstock.integrations.weights import gather_entries
 
 if TYPE_CHECKING:
@@ -60,10 +60,11 @@ class TrainerAccelerator(PenstockAccelerator):
     def arguments_of(self, model: nn.Module) -> Mapping[str, Any]:
         """Return the arguments of `penstock.prepare` for a model; one without values has them in a folder."""
         arguments = super().arguments_of(model)
-        if "weights" in arguments and self.resumed is None:
+        if not is_empty(model):
             return arguments
-        weights = self.resumed if model is self._model() and self.resumed else values_of(model)
-        return arguments if weights is None else {**arguments, "weights": weights}
+        if self.resumed is not None and model is self._model():
+            return {**arguments, "weights": self.resumed}
+        return arguments if "weights" in arguments else {**arguments, "weights": folder_of(model)}
 
     def free_memory(self, *objects: Any) -> Any:
         """Close what the model was prepared as to be evaluated, before it is trained. Collective.
@@ -90,7 +91,7 @@ class PenstockTrainerMixin(Trainer):
 
     Attributes:
         penstock_arguments: of `penstock.prepare`, without `max_grad_norm`, which is that of `TrainingArguments`.
-        penstock_training: fields of `TrainingArguments` that have to be as a converted configuration says.
+        penstock_training: fields of `TrainingArguments` that a file says too, with their values there.
 
     Example:
         >>> class MyTrainer(PenstockTrainerMixin, Trainer):  # doctest: +SKIP
@@ -99,6 +100,7 @@ class PenstockTrainerMixin(Trainer):
 
     penstock_arguments: ClassVar[Mapping[str, Any]] = {}
     penstock_training: ClassVar[Mapping[str, Any]] = {}
+    optimizer: Any
 
     @property
     def penstock(self) -> Optimizer:
@@ -220,7 +222,7 @@ class PenstockTrainerMixin(Trainer):
             return
         if self.accelerator.is_prepared(self.model):
             self._issue_warnings_after_load(load_weights(self.penstock, self.model, folder))
-        elif any(parameter.is_meta for parameter in self.model.parameters()):
+        elif is_empty(self.model):
             self.accelerator.resumed = folder
         else:
             super()._load_from_checkpoint(resume_from_checkpoint, model)

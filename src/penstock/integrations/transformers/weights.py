@@ -53,14 +53,17 @@ def from_pretrained_on_meta(folder: str | PathLike[str], *, trust_remote_code: b
     return model
 
 
-def values_of(model: nn.Module) -> Path | None:
-    """Find the folder that a model on the meta device has its values in; `None` where it has values.
+def is_empty(model: nn.Module) -> bool:
+    """Tell whether a model is on the meta device, without values."""
+    return any(parameter.is_meta for parameter in model.parameters())
+
+
+def folder_of(model: nn.Module) -> Path:
+    """Find the folder that a model without values has them in.
 
     Raises:
-        ConfigError: it has none, and names no such folder.
+        ConfigError: it names none.
     """
-    if not any(parameter.is_meta for parameter in model.parameters()):
-        return None
     named = getattr(model, "name_or_path", "")
     if named and any(Path(named).glob("*.safetensors")):
         return Path(named)

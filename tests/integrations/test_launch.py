@@ -1,0 +1,110 @@
+"""`penstock launch`: somebody's script, as it is, on one process and on two, and how it ends."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file
+
+from tests.integrations.trainers import assert_weights
+from tests.support import disks
+
+#: It knows nothing of penstock.
+SCRIPT = """
+import sys
+import torch
+from transformers import HfArgumentParser, LlamaConfig, LlamaForCausalLM, Seq2SeqTrainer, Trainer, TrainingArguments
+from transformers.trainer import Trainer as Same
+
+if __name__ == "__main__":
+    (args,) = HfArgumentParser(TrainingArguments).parse_args_into_dataclasses()
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2}
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=64, **sizes))
+    ids = torch.randint(64, (16, 8))
+    trainer = Trainer(model=model, args=args, train_dataset=[{"input_ids": row, "labels": row} for row in ids])
+    trainer.train()
+    trainer.save_model()
+    names = [type(trainer).__name__, type(trainer.optimizer).__name__]
+    print(*names, issubclass(Seq2SeqTrainer, Trainer), Same is Trainer, sys.argv[0])
+"""
+WORDS = [
+    "--use_cpu",
+    "--max_steps",
+    "3",
+    "--report_to",
+    "none",
+    "--disable_tqdm",
+    "True",
+    "--save_strategy",
+    "no",
+    "--max_grad_norm",
+    "0.5",
+]
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "script.py").write_text(SCRIPT)
+    (tmp_path / "p.yaml").write_text(f"placement: {{params: nvme, optimizer: cpu, nvme_path: {disks()[0]}}}\n")
+    return tmp_path
+
+
+def run(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    quiet = {"TRANSFORMERS_VERBOSITY": "error", "OMP_NUM_THREADS": "1", "PENSTOCK_CONFIG": ""}
+    environment = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")} | quiet
+    return subprocess.run(
+        [sys.executable, *words], cwd=folder, env=environment, capture_output=True, text=True, timeout=240
+    )
+
+
+def test_a_script_trains_as_it_is(folder: Path) -> None:
+    launched = run(
+        folder, "-m", "penstock", "launch", "--config", "p.yaml", "script.py", "--output_dir", "ours", *WORDS
+    )
+    assert launched.returncode == 0, launched.stderr
+    first, *_, last = launched.stdout.splitlines()
+    assert first == "penstock launch: transformers.Trainer trains by Penstock, with the arguments in p.yaml."
+    assert last == "PenstockTrainer PreparedOptimizer True True script.py"
+    plain = run(folder, "script.py", "--output_dir", "plain", *WORDS)
+    assert plain.stdout.splitlines()[-1] == "Trainer AcceleratedOptimizer True True script.py"
+    saved = [load_file(folder / name / "model.safetensors") for name in ("ours", "plain")]
+    assert_weights(*saved)
+
+
+def test_trainers_of_trl_are_made_of_it(folder: Path) -> None:
+    (folder / "script.py").write_text("import trl\nprint([c.__name__ for c in trl.SFTTrainer.__mro__[-5:-1]])")
+    launched = run(folder, "-m", "penstock", "launch", "--config", "p.yaml", "script.py")
+    assert "'PenstockTrainer', 'PenstockTrainerMixin', 'Trainer'" in launched.stdout, launched.stderr
+
+
+def test_a_script_on_two_processes(folder: Path) -> None:
+    launch = ("-m", "penstock", "launch", "--config", "p.yaml", "--nproc-per-node", "2", "script.py")
+    launched = run(folder, *launch, "--output_dir", "ours", *WORDS)
+    assert launched.returncode == 0, launched.stderr
+    assert launched.stdout.count("penstock launch: ") == 1
+    assert launched.stdout.count("PenstockTrainer PreparedOptimizer True True script.py") == 2
+    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "script.py")
+    plain = run(folder, *torchrun, "--output_dir", "plain", *WORDS)
+    assert plain.returncode == 0, plain.stderr
+    saved = [load_file(folder / name / "model.safetensors") for name in ("ours", "plain")]
+    assert_weights(*saved)
+
+
+def test_what_a_script_raises_is_shown_as_python_shows_it(folder: Path) -> None:
+    (folder / "script.py").write_text("def f():\n    open('nothing.txt')\n\nf()\n")
+    launched = run(folder, "-m", "penstock", "launch", "--config", "p.yaml", "script.py")
+    assert launched.returncode == 1
+    assert "Traceback (most recent call last)" in launched.stderr
+    assert 'script.py", line 2, in f' in launched.stderr
+    assert launched.stderr.rstrip().endswith("No such file or directory: 'nothing.txt'")
+    (folder / "script.py").write_text("import sys\nsys.exit(len(sys.argv))")
+    assert run(folder, "-m", "penstock", "launch", "--config", "p.yaml", "script.py", "--config", "-x").returncode == 3
+
+
+def test_processes_inside_processes_are_refused(folder: Path) -> None:
+    launch = ("-m", "penstock", "launch", "--config", "p.yaml", "--nproc-per-node", "2", "script.py")
+    launched = run(folder, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "1", *launch)
+    assert "--nproc-per-node inside torchrun" in launched.stderr

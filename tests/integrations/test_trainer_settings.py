@@ -1,0 +1,218 @@
+"""What a trainer is told: arguments from a call, a file and the environment, and what cannot be said of both."""
+
+import json
+import re
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import Seq2SeqTrainer, Trainer
+
+import penstock
+from penstock.integrations.transformers import PenstockTrainerMixin, trainer_class
+from tests.integrations.trainers import arguments, assert_histories, history, llama, our_trainer, plain_trainer, rows
+
+
+def make(out: Path, *, prepare: Mapping[str, Any] = {}, given: Mapping[str, Any] = {}, **changes: Any) -> Any:
+    return our_trainer(out, prepare=prepare, given=given, **changes)
+
+
+PREPARED = "what penstock.prepare\\(\\) returned. Give the one that it was made of"
+
+
+def prepared() -> dict[str, Any]:
+    model = llama()
+    optimizer = penstock.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-3), precision="fp32")
+    return {"model": model, "given": {"optimizers": (optimizer, None)}}
+
+
+REFUSED: Mapping[str, tuple[Callable[[], dict[str, Any]], str]] = {
+    "max_grad_norm of both": (lambda: {"prepare": {"max_grad_norm": 1.0}}, "max_grad_norm=1.0 beside Trainer"),
+    "overlap of backward": (lambda: {"prepare": {"overlap": "backward"}}, "Use overlap='forward'"),
+    "two precisions": (
+        lambda: {"prepare": {"precision": "fp32"}, "bf16": True},
+        "precision='fp32' beside TrainingArguments\\(bf16=True\\). Say it once",
+    ),
+    "an argument that there is not": (lambda: {"prepare": {"stages": 2}}, "has no 'stages'. Did you mean 'stage'"),
+    "a field that there is not": (lambda: {"prepare": {"placement": {"param": "cpu"}}}, "Did you mean 'params'"),
+    "fsdp": (lambda: {"fsdp": True}, "FSDP would shard the model a second time"),
+    "evaluation in bf16": (lambda: {"bf16_full_eval": True}, "casts the model for evaluation"),
+    "bitsandbytes": (lambda: {"optim": "adamw_bnb_8bit"}, "'state_dtype': 'bf16'"),
+    "paged": (lambda: {"optim": "paged_adamw_32bit"}, "which is what paging is for"),
+    "lion": (lambda: {"optim": "lion_32bit"}, "penstock.optim.Lion"),
+    "adafactor": (lambda: {"optim": "adafactor"}, "none for it. Use one of adamw_torch, adamw_torch_fused, sgd"),
+    "galore": (lambda: {"optim": "galore_adamw", "optim_target_modules": ["attn"]}, "none for it. Use one of"),
+    "a prepared optimizer": (prepared, PREPARED),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refused_by_name_before_anything_is_made(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    given, message = REFUSED[name]
+    if "fsdp" in given():
+        monkeypatch.setattr("transformers.TrainingArguments.parallel_mode", None)
+    with pytest.raises(penstock.ConfigError, match=message):
+        make(tmp_path, **given())
+
+
+def test_a_class_of_optimizer_without_a_rule_is_refused_at_train(tmp_path: Path) -> None:
+    given = {"optimizer_cls_and_kwargs": (torch.optim.Adafactor, {"lr": 1e-3})}
+    with pytest.raises(penstock.ConfigError, match="second moments by row and column"):
+        make(tmp_path, given=given).train()
+
+
+def test_a_model_over_several_devices_is_refused(tmp_path: Path) -> None:
+    model = llama()
+    model.hf_device_map = {"model": "cpu", "lm_head": "disk"}
+    with pytest.raises(penstock.ConfigError, match="loaded with device_map=, over cpu, disk"):
+        our_trainer(tmp_path, model)
+
+
+def test_deepspeed_in_training_arguments_is_refused(tmp_path: Path) -> None:
+    args = arguments(tmp_path)
+    args.deepspeed = "ds.json"  # TrainingArguments(deepspeed=) itself needs the package of DeepSpeed
+    with pytest.raises(penstock.ConfigError, match=r"trainer_class\(Trainer, deepspeed='ds\.json'\)"):
+        trainer_class(Trainer)(model=llama(), args=args, train_dataset=rows())
+
+
+@pytest.mark.parametrize(
+    ("dtype", "changes", "prepare", "precision"),
+    [
+        (torch.float32, {}, {}, "fp32"),
+        (torch.bfloat16, {}, {}, "bf16"),
+        (torch.float32, {"bf16": True}, {}, "bf16"),
+        (torch.bfloat16, {"bf16": True}, {}, "bf16"),
+        (torch.float32, {"bf16": True}, {"precision": "bf16"}, "bf16"),
+        (torch.float32, {}, {"precision": "bf16"}, "bf16"),
+        (torch.bfloat16, {}, {"precision": "fp32"}, "fp32"),
+    ],
+)
+def test_the_precision_is_what_is_said_else_the_models_own(
+    dtype: torch.dtype, changes: dict[str, Any], prepare: dict[str, Any], precision: str, tmp_path: Path
+) -> None:
+    ours = our_trainer(tmp_path, llama().to(dtype), prepare=prepare, **changes)
+    assert ours.accelerator.prepare_arguments["precision"] == precision
+    assert ours.accelerator.scaler is None
+    assert not ours.accelerator.native_amp
+
+
+# Where arguments come from
+
+
+def test_arguments_of_a_file_and_of_the_call_which_count_first(tmp_path: Path) -> None:
+    file = tmp_path / "penstock.yaml"
+    file.write_text("stage: 2\nplacement:\n  optimizer: {device: 0.4, cpu: 0.6}\noptions: {tile_bytes: 4096}\n")
+    told = trainer_class(Trainer, config=file, stage=1).penstock_arguments  # type: ignore[attr-defined]
+    assert told["stage"] == 1
+    assert told["placement"] == penstock.Placement(optimizer={"device": 0.4, "cpu": 0.6})
+    assert told["options"] == penstock.Options(tile_bytes=4096)
+
+
+def test_arguments_of_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "penstock.json").write_text(json.dumps({"stage": 2}))
+    monkeypatch.setenv("PENSTOCK_CONFIG", str(tmp_path / "penstock.json"))
+    assert trainer_class(Trainer).penstock_arguments["stage"] == 2  # type: ignore[attr-defined]
+    monkeypatch.setenv("PENSTOCK_CONFIG", str(tmp_path / "other.json"))
+    with pytest.raises(penstock.ConfigError, match=r"other\.json is not read"):
+        trainer_class(Trainer)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [("stages: 2", "p.yaml has no 'stages'. Did you mean 'stage'"), ("a: [", "p.yaml is not read"), ("- 1", "mapping")],
+)
+def test_mistakes_in_a_file_name_it(text: str, message: str, tmp_path: Path) -> None:
+    (tmp_path / "p.yaml").write_text(text)
+    with pytest.raises(penstock.ConfigError, match=message):
+        trainer_class(Trainer, config=tmp_path / "p.yaml")
+
+
+def test_clipping_in_a_file_is_that_of_trainer_or_an_error(tmp_path: Path) -> None:
+    (tmp_path / "p.yaml").write_text("max_grad_norm: 0.5")
+    ours = trainer_class(Trainer, config=tmp_path / "p.yaml")
+    ours(model=llama(), args=arguments(tmp_path, max_grad_norm=0.5), train_dataset=rows()).train()
+    with pytest.raises(penstock.ConfigError, match=r"differ: max_grad_norm=1\.0 and 0\.5"):
+        ours(model=llama(), args=arguments(tmp_path, max_grad_norm=1.0), train_dataset=rows())
+
+
+def test_a_configuration_of_deepspeed(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    zero = {"stage": 3, "offload_optimizer": {"device": "cpu", "pin_memory": True}, "offload_param": {"device": "cpu"}}
+    config = {
+        "zero_optimization": zero,
+        "bf16": {"enabled": "auto"},
+        "gradient_clipping": 0.5,
+        "train_micro_batch_size_per_gpu": "auto",
+        "gradient_accumulation_steps": 2,
+        "optimizer": {"type": "AdamW", "params": {"lr": "auto"}},
+        "elasticity": {"enabled": False},
+    }
+    (tmp_path / "ds.json").write_text(json.dumps(config))
+    base = trainer_class(Trainer, deepspeed=tmp_path / "ds.json")
+    assert "the optimizer is the one that TrainingArguments describe" in caplog.text
+    same = {"gradient_accumulation_steps": 2, "max_grad_norm": 0.5}
+    plain = plain_trainer(tmp_path, **same)
+    plain.train()
+    ours = base(model=llama(), args=arguments(tmp_path, **same), train_dataset=rows())
+    ours.train()
+    assert_histories(ours, plain)
+    assert ours.penstock.locations().bytes(kind="exp_avg", tier="device") == 0
+    with pytest.raises(penstock.ConfigError, match="differ: gradient_accumulation_steps=1 and 2"):
+        base(model=llama(), args=arguments(tmp_path, max_grad_norm=0.5), train_dataset=rows())
+    with pytest.raises(penstock.ConfigError, match="Give one of them"):
+        trainer_class(Trainer, deepspeed="ds.json", config="p.yaml")
+
+
+# Classes
+
+
+def test_any_subclass_and_one_made_before(tmp_path: Path) -> None:
+    class Mine(Seq2SeqTrainer):
+        def compute_loss(self, *args: Any, **given: Any) -> Any:
+            return super().compute_loss(*args, **given)
+
+    first = trainer_class(Mine, stage=2, placement={"optimizer": "cpu"})
+    second = trainer_class(first, stage=1)
+    assert issubclass(second, first)
+    assert second.penstock_arguments["stage"] == 1  # type: ignore[attr-defined]
+    assert second.penstock_arguments["placement"].optimizer == "cpu"  # type: ignore[attr-defined]
+    assert first.penstock_arguments["stage"] == 2  # type: ignore[attr-defined]
+    assert second.__mro__.count(PenstockTrainerMixin) == 1
+    assert trainer_class(Trainer).__name__ == "PenstockTrainer"
+
+
+def test_the_mixin_before_a_class_of_ones_own(tmp_path: Path) -> None:
+    class Mine(PenstockTrainerMixin, Trainer):
+        penstock_arguments = {"placement": penstock.Placement(optimizer="cpu")}  # noqa: RUF012
+
+    ours = Mine(model=llama(), args=arguments(tmp_path), train_dataset=rows())
+    with pytest.raises(penstock.ConfigError, match="was not prepared"):
+        ours.penstock  # noqa: B018
+    ours.train()
+    plain = plain_trainer(tmp_path)
+    plain.train()
+    assert_histories(ours, plain)
+
+
+def test_one_process_takes_one_of_several_devices(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    args = arguments(tmp_path)
+    assert args.device.type == "cpu"
+    args._n_gpu = 4
+    ours = trainer_class(Trainer)(model=llama(), args=args, train_dataset=rows())
+    assert "One process uses one of 4 GPUs" in caplog.text
+    ours.train()
+    assert not isinstance(ours.model_wrapped, torch.nn.DataParallel)
+    assert len(history(ours)) == 6
+
+
+def test_the_page_does_what_it_shows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    page = (Path(__file__).parents[2] / "docs" / "trainer.md").read_text()
+    seen: dict[str, Any] = {}
+    for block in re.findall(r"```python\n(.*?)```", page, re.DOTALL):
+        here = block.replace('Arguments("out", ', 'Arguments("out", use_cpu=True, ')  # where there is no device
+        exec(compile(here, "docs/trainer.md", "exec"), seen)
+    assert (tmp_path / "trained" / "model.safetensors").is_file()
+    (tmp_path / "penstock.yaml").write_text(re.search(r"```yaml\n(.*?)```", page, re.DOTALL)[1])  # type: ignore[index]
+    assert trainer_class(Trainer, config="penstock.yaml").penstock_arguments["stage"] == 3  # type: ignore[attr-defined]
