@@ -55,6 +55,7 @@ def states(trainer: Any) -> list[Tensor]:
 def test_state_makes_room_on_the_device_and_is_where_it_was_afterwards(trainer: Any) -> None:
     optimizer = trainer.penstock
     before, values = at_rest(optimizer), states(trainer)
+    assert (before["optimizer"]["device"] > 0) == (before["param"]["nvme"] == 0)
     expected = [optimizer.full_param(p) for p in trainer.model.parameters()]
     with trainer._dist.summon_full_params(trainer.model_wrapped, recurse=False):
         meanwhile = at_rest(optimizer)

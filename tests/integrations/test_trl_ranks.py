@@ -1,5 +1,6 @@
 """TRL's trainers on Penstock at two ranks, beside TRL's own on as many, which average by DistributedDataParallel."""
 
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,7 @@ ROWS: Mapping[str, tuple[str, dict[str, Any], dict[str, Any], float]] = {
 
 def both(rank: int, name: str, prepare: dict[str, Any], folder: Path, options: dict[str, Any]) -> Any:
     """Run ours and theirs in the same processes: most of a rank's time is its start."""
+    os.environ["CI"] = "1"  # else TRL tells its makers
     return cases.run(name, prepare, folder, **options), cases.run(name, None, folder, **options)
 
 

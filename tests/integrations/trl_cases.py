@@ -112,9 +112,14 @@ def sentences() -> Dataset:
     return Dataset.from_dict({"text": texts(24)})
 
 
+def answers(count: int, seed: int) -> list[str]:
+    """What follows a prompt."""
+    return [f" {text}" for text in texts(count, seed=seed)]
+
+
 def preferences() -> Dataset:
     return Dataset.from_dict(
-        {"prompt": texts(16, seed=1), "chosen": texts(16, seed=2), "rejected": texts(16, seed=3)}
+        {"prompt": texts(16, seed=1), "chosen": answers(16, seed=2), "rejected": answers(16, seed=3)}
     )
 
 
@@ -124,12 +129,12 @@ def prompts(count: int = 16) -> Dataset:
 
 def labelled() -> Dataset:
     return Dataset.from_dict(
-        {"prompt": texts(16, seed=1), "completion": texts(16, seed=2), "label": [number % 2 == 0 for number in range(16)]}
+        {"prompt": texts(16, seed=1), "completion": answers(16, seed=2), "label": [number % 2 == 0 for number in range(16)]}
     )
 
 
 def completions() -> Dataset:
-    return Dataset.from_dict({"prompt": texts(24, seed=1), "completion": texts(24, seed=2)})
+    return Dataset.from_dict({"prompt": texts(24, seed=1), "completion": answers(24, seed=2)})
 
 
 def talks() -> Dataset:

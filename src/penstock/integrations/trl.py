@@ -14,13 +14,12 @@ import torch
 from torch import nn
 from trl import SyncRefModelCallback
 
-from penstock import Optimizer, prepare
+from penstock import Optimizer
 from penstock.checkpoint.beside import batches
 from penstock.errors import ConfigError, EngineError
 from penstock.integrations.accelerate import PenstockAccelerator
 from penstock.integrations.generation import generating, move_away
 
-COMPUTE_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 #: What is gathered at once where parameters are read one after the other.
 GATHER_BYTES = 256 << 20
 
@@ -232,23 +231,15 @@ def beside_vllm(engine: Any, whole: WholeParameters) -> None:
 
 
 def beside_reference(trainer: Any, precompute: Callable[..., Any]) -> Callable[..., Any]:
-    """Have the model placed, as for inference, while its words as a reference are computed before it is trained."""
+    """Have a model prepared for its training by the time that its own words are taken as a reference's, before it."""
 
     @wraps(precompute)
     def precompute_ref_logps(*args: Any, **kwargs: Any) -> Any:
-        accelerator, model = trainer.accelerator, trainer.model
-        if trainer.ref_model is not None or find_optimizer(accelerator, model) is not None:
-            return precompute(*args, **kwargs)
-        computing = COMPUTE_DTYPES[accelerator.prepare_arguments["precision"]]
-        own = next(parameter.dtype for parameter in model.parameters() if parameter.is_floating_point())
-        # In its own dtype, so that it has the very values afterwards that it had; and computing as in training.
-        precision = {dtype: name for name, dtype in COMPUTE_DTYPES.items()}.get(own, "fp32")
-        optimizer = prepare(model, None, **accelerator.prepare_arguments | {"precision": precision})
-        try:
-            with torch.autocast(accelerator.device.type, computing, enabled=computing != own):
-                return precompute(*args, **kwargs)
-        finally:
-            optimizer.close()
+        if trainer.ref_model is None and find_optimizer(trainer.accelerator, trainer.model) is None:
+            trainer.create_optimizer()
+            prepared = trainer.accelerator.prepare(trainer.model, trainer.optimizer)
+            trainer.model_wrapped, trainer.optimizer = prepared
+        return precompute(*args, **kwargs)
 
     return precompute_ref_logps
 
