@@ -95,6 +95,8 @@ def test_as_in_trl(row: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("row", SAME_TO_1E_5)
 def test_generating_as_in_trl(row: str, tmp_path: Path) -> None:
     name, prepare, options = SAME_TO_1E_5[row]
+    if name == "distillation" and cases.ON_GPUS_ALONE:
+        pytest.skip("TRL 1.15 distils by kernels for GPUs alone")
     cases.beside(name, placed(prepare), tmp_path, 1e-5, **options)
 
 
@@ -111,7 +113,7 @@ def test_in_bf16_near_autocast(name: str, tmp_path: Path) -> None:
         assert (ours.weights[key] - value).float().norm() <= 0.05 * value.float().norm(), key
 
 
-@pytest.mark.parametrize("name", ["sft", "dpo"])
+@pytest.mark.parametrize("name", ["sft", "dpo", "reward"])
 def test_resumed_as_if_never_stopped(name: str, tmp_path: Path) -> None:
     cases.folder_of(cases.causal(), tmp_path / "model")
     saving = {"save_strategy": "steps", "save_steps": 2, "max_steps": 4}

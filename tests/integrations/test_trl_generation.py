@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from peft import LoraConfig
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import GenerationConfig
 from trl import LogCompletionsCallback
 from trl.generation.vllm_generation import VLLMGeneration
@@ -19,7 +18,7 @@ from penstock.errors import ConfigError, EngineError
 from penstock.integrations import generation
 from penstock.integrations.trl import WholeParameters
 from tests.integrations import trl_cases as cases
-from tests.integrations.test_trl import CPU, LORA, placed
+from tests.integrations.test_trl import CPU, LORA
 from tests.support import disks, run_ranks
 
 ON_DEVICE = {"optimizer": "device", "grads": "device"}
@@ -127,7 +126,9 @@ class SleepingLLM:
         self.calls: list[tuple[str, int]] = []
         self.llm_engine = SimpleNamespace(
             model_executor=SimpleNamespace(
-                driver_worker=SimpleNamespace(model_runner=SimpleNamespace(model=SimpleNamespace(load_weights=self.load)))
+                driver_worker=SimpleNamespace(
+                    model_runner=SimpleNamespace(model=SimpleNamespace(load_weights=self.load))
+                )
             )
         )
 

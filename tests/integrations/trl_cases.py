@@ -8,10 +8,12 @@ from types import FunctionType
 from typing import Any
 
 import torch
+import trl
 from datasets import Dataset
 from peft import LoraConfig
 from safetensors.torch import load_file
 from tokenizers import Tokenizer, models, pre_tokenizers
+from torch import Tensor
 from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
@@ -60,7 +62,7 @@ class Outcome:
     """What a run was: each line that it logged, and the weights it saved."""
 
     logs: list[dict[str, float]]
-    weights: dict[str, torch.Tensor]
+    weights: dict[str, Tensor]
 
 
 def tokenizer() -> PreTrainedTokenizerFast:
@@ -129,7 +131,11 @@ def prompts(count: int = 16) -> Dataset:
 
 def labelled() -> Dataset:
     return Dataset.from_dict(
-        {"prompt": texts(16, seed=1), "completion": answers(16, seed=2), "label": [number % 2 == 0 for number in range(16)]}
+        {
+            "prompt": texts(16, seed=1),
+            "completion": answers(16, seed=2),
+            "label": [number % 2 == 0 for number in range(16)],
+        }
     )
 
 
@@ -148,6 +154,23 @@ def likes(completion_ids: list[list[int]], **rest: Any) -> list[float]:
     """Even words are liked, and long answers."""
     return [sum(1.0 for token in ids if token % 2 == 0) + 0.1 * len(ids) for ids in completion_ids]
 
+
+class LogProbabilities:
+    """Log-probabilities of tokens, of which TRL 1.15 has kernels for GPUs alone: here in plain torch, for both runs."""
+
+    @staticmethod
+    def apply(
+        hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, temperature: float, *rest: Any
+    ) -> tuple[Tensor | None, ...]:
+        logits = torch.nn.functional.linear(hidden, weight.to(hidden.dtype), bias).float() / temperature
+        every = logits.log_softmax(-1)
+        found = every.gather(-1, targets.unsqueeze(-1)).squeeze(-1)
+        return found, -(every.exp() * every).sum(-1), None, logits.mean(-1), logits.argmax(-1) == targets
+
+
+ON_GPUS_ALONE = trl.trainer.utils._ChunkedLogProbFunction is None
+if ON_GPUS_ALONE:
+    trl.trainer.utils._ChunkedLogProbFunction = LogProbabilities
 
 COMMON: dict[str, Any] = {
     "use_cpu": True,
@@ -192,8 +215,8 @@ CASES: Mapping[str, Case] = {
     "dpo": Case(DPOTrainer, DPOConfig, preferences, {"max_length": 24}, {"model": from_folder}),
     "kto": Case(KTOTrainer, KTOConfig, labelled, {"max_length": 24}, {"model": from_folder}),
     "reward": Case(RewardTrainer, RewardConfig, preferences, {"max_length": 24}, {"model": lambda folder: scoring()}),
-    "grpo": Case(GRPOTrainer, GRPOConfig, prompts, SAMPLED, {"model": from_folder, "reward_funcs": lambda folder: likes}),
-    "rloo": Case(RLOOTrainer, RLOOConfig, prompts, SAMPLED, {"model": from_folder, "reward_funcs": lambda folder: likes}),
+    "grpo": Case(GRPOTrainer, GRPOConfig, prompts, SAMPLED, {"model": from_folder, "reward_funcs": lambda _: likes}),
+    "rloo": Case(RLOOTrainer, RLOOConfig, prompts, SAMPLED, {"model": from_folder, "reward_funcs": lambda _: likes}),
     "distillation": Case(
         DistillationTrainer,
         DistillationConfig,
@@ -202,6 +225,7 @@ CASES: Mapping[str, Case] = {
         {"model": from_folder, "teacher_model": lambda folder: causal(seed=9)},
     ),
 }
+
 
 def trainer_of(name: str, prepare: Mapping[str, Any] | None, folder: Path, **options: Any) -> Any:
     """Make a trainer: as it is where `prepare` is `None`, else on Penstock.
@@ -216,7 +240,8 @@ def trainer_of(name: str, prepare: Mapping[str, Any] | None, folder: Path, **opt
     if isinstance(given["model"], FunctionType):
         given["model"] = given["model"]()
     made = case.trainer if prepare is None else trainer_class(case.trainer, **prepare)
-    args = case.config(output_dir=str(folder / ("plain" if prepare is None else "ours")), **(COMMON | case.settings | options))
+    out = folder / ("plain" if prepare is None else "ours")
+    args = case.config(output_dir=str(out), **(COMMON | case.settings | options))
     return made(args=args, train_dataset=data(), processing_class=tokenizer(), **given)
 
 
@@ -261,12 +286,14 @@ def same(ours: Outcome, theirs: Outcome, tolerance: float) -> None:
         assert set(expected) <= set(mine), set(expected) - set(mine)
         for key, value in expected.items():
             torch.testing.assert_close(
-                float(mine[key]), float(value), rtol=tolerance, atol=tolerance, msg=lambda text, key=key: f"{key}: {text}",
+                float(mine[key]),
+                float(value),
+                rtol=tolerance,
+                atol=tolerance,
                 equal_nan=True,
+                msg=lambda text, key=key: f"{key}: {text}",
             )
     assert any(line.get("grad_norm", 0) > 0 for line in ours.logs)
     assert ours.weights.keys() == theirs.weights.keys()
     for name, value in theirs.weights.items():
         torch.testing.assert_close(ours.weights[name], value, rtol=tolerance, atol=tolerance, msg=name)
-
-

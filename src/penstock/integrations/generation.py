@@ -1,4 +1,4 @@
-"""What generation wants of a prepared model: room on the device, one gather for all tokens, ranks that stop together."""
+"""What generation wants of a prepared model: room on the device, one gather for all tokens, ranks in step."""
 
 import math
 from collections.abc import Iterator

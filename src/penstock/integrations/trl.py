@@ -1,8 +1,8 @@
 """TRL's trainers on Penstock: whole parameters for generation, reference models that follow, and what is refused.
 
-`trainer_class(GRPOTrainer, placement=...)` is all that a user writes (`penstock.integrations.transformers`). TRL asks an
-object of each trainer, its `DistributedBackend`, for whole parameters, and that does nothing unless DeepSpeed or FSDP
-shards the model. `adopt` puts `WholeParameters` in its place. No class or function of TRL's is changed.
+`trainer_class(GRPOTrainer, placement=...)` is all that a user writes (`penstock.integrations.transformers`). TRL asks
+an object of each trainer, its `DistributedBackend`, for whole parameters, and that does nothing unless DeepSpeed or
+FSDP shards the model. `adopt` puts `WholeParameters` in its place. No class or function of TRL's is changed.
 """
 
 from collections.abc import Callable, Iterable, Iterator
