@@ -225,6 +225,24 @@ def test_train_after_close_begins_anew(tmp_path: Path) -> None:
     assert ours.penstock is not first
 
 
+def test_another_trainer_takes_the_model_over(tmp_path: Path) -> None:
+    """As where a cell of a notebook runs again: the trainer before may be gone, and its optimizer with it."""
+    runs = []
+    for make in (plain_trainer, our_trainer):
+        model = llama()
+        make(tmp_path, model).train()
+        make(tmp_path, model, bf16=make is our_trainer).evaluate()
+        last = make(tmp_path, model)
+        torch.manual_seed(0)
+        last.train()
+        runs.append(last)
+    plain, ours = runs
+    assert_histories(ours, plain)
+    ours.penstock.close()
+    ours.accelerator.free_memory()
+    assert not [name for name in vars(ours.model) if "penstock" in name]
+
+
 def test_model_init_makes_a_model_for_each_train(tmp_path: Path) -> None:
     made = []
     for base in (Trainer, trainer_class(Trainer)):

@@ -2,10 +2,11 @@
 
     trainer = trainer_class(Trainer, placement=penstock.Placement(optimizer="cpu"))(model=model, args=args, ...)
 
-config    arguments of `prepare` from a file, from the environment, from a call
-settings  what TrainingArguments and Penstock are both told, and what they cannot both be
-weights   models without values, and the weights of a folder for a model that is prepared
-trainer   the mixin that stands before a trainer's class, and the class of both
+config       arguments of `prepare` from a file, from the environment, from a call
+settings     what TrainingArguments and Penstock are both told, and what they cannot both be
+weights      models without values, and the weights of a folder for a model that is prepared
+accelerator  what a trainer goes on with, and what it takes over
+trainer      the mixin that stands before a trainer's class, and the class of both
 """
 
 from penstock.integrations.transformers.trainer import PenstockTrainerMixin, trainer_class

@@ -8,7 +8,7 @@ outside, or stands between the loop and another library, in both releases of tra
 import functools
 import logging
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -17,11 +17,11 @@ from torch import nn
 
 from penstock import Optimizer, Placement
 from penstock.errors import CheckpointError, ConfigError
-from penstock.integrations.accelerate import PenstockAccelerator
 from penstock.integrations.accelerate.settings import PRECISIONS
 from penstock.integrations.transformers import settings
+from penstock.integrations.transformers.accelerator import TrainerAccelerator
 from penstock.integrations.transformers.config import told_to_trainer
-from penstock.integrations.transformers.weights import folder_of, is_empty, load_weights, saved_entries
+from penstock.integrations.transformers.weights import is_empty, load_weights, saved_entries
 from penstock.integrations.weights import gather_entries
 
 if TYPE_CHECKING:
@@ -35,55 +35,6 @@ OPTIMIZER_FILE = "optimizer.pt"
 TIERS = ("device", "cpu", "nvme")
 
 logger = logging.getLogger(__name__)
-
-
-class TrainerAccelerator(PenstockAccelerator):
-    """The accelerator of one trainer, which frees memory before each `train`, and then goes on with its optimizer.
-
-    Arguments:
-        model: gives the trainer's model as it is now.
-        kwargs: as for `PenstockAccelerator`.
-
-    Attributes:
-        resumed: the folder of weights that a model without values goes on from; `None`: the one it came from.
-    """
-
-    def __init__(self, model: Callable[[], nn.Module | None], **kwargs: Any) -> None:
-        super().__init__(**kwargs)
-        self._model = model
-        self.resumed: Path | None = None
-
-    def is_prepared(self, model: nn.Module | None) -> bool:
-        """Tell whether a model is prepared, and nobody has closed it since."""
-        return any(pair.model is model and pair.is_open for pair in self._pairs)
-
-    def arguments_of(self, model: nn.Module) -> Mapping[str, Any]:
-        """Return the arguments of `penstock.prepare` for a model; one without values has them in a folder."""
-        arguments = super().arguments_of(model)
-        if not is_empty(model):
-            return arguments
-        if self.resumed is not None and model is self._model():
-            return {**arguments, "weights": self.resumed}
-        return arguments if "weights" in arguments else {**arguments, "weights": folder_of(model)}
-
-    def free_memory(self, *objects: Any) -> Any:
-        """Close what the model was prepared as to be evaluated, before it is trained. Collective.
-
-        All else stays: the moments of the model that is trained, and models beside it, such as references.
-        """
-        kept = [pair for pair in self._pairs if pair.wrapper is not None or pair.model is not self._model()]
-        self._pairs = [pair for pair in self._pairs if pair not in kept]
-        try:
-            return super().free_memory(*objects)
-        finally:
-            self._pairs += kept
-
-    def _compiled(self, model: nn.Module) -> nn.Module:
-        """Compile as asked for. The loop calls `zero_grad` of what it holds, which is not the model's own then."""
-        compiled = super()._compiled(model)
-        if compiled is not model:
-            compiled.zero_grad = model.zero_grad  # type: ignore[method-assign]
-        return compiled
 
 
 class PenstockTrainerMixin(Trainer):
@@ -171,6 +122,7 @@ class PenstockTrainerMixin(Trainer):
     def create_optimizer(self, *args: Any, **kwargs: Any) -> Any:
         """Make the optimizer as the class does, and settle what depends on the model that it trains."""
         if not self.accelerator.is_prepared(self.model):
+            self.accelerator.take_over(self.model)
             arguments = self.accelerator.prepare_arguments
             arguments["precision"] = settings.choose_precision(self.args, self.penstock_arguments, self.model)
             # The class saves its model in the dtype that it was loaded in, also where autocast computes in another.
