@@ -79,7 +79,7 @@ ROWS = [
 ]
 
 
-@pytest.mark.parametrize(("name", "placement", "trains", "how"), sampled_rows(ROWS, every=5))
+@pytest.mark.parametrize(("name", "placement", "trains", "how"), sampled_rows(ROWS, every=9))
 def test_ranks_generate_answers_of_different_lengths(name: str, placement: str, trains: bool, how: str) -> None:
     """`generate(synced_gpus=True)` has those that are done run along; of what is gathered or whole nothing travels."""
     first, second = run_ranks(generate, 2, name, placement, trains, how)

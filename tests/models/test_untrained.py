@@ -23,7 +23,7 @@ from tests.models.contract import to_bf16
 from tests.models.family import Batch
 from tests.models.modules_rows import ConvNet, Stack, squared
 from tests.models.transformers_rows import llama, t5
-from tests.support import disks, inline, prepare_on, run_ranks, separate, simulated, thorough
+from tests.support import disks, inline, prepare_on, run_ranks, sampled_rows, separate, simulated, thorough
 
 Call = Callable[[nn.Module, Batch], Tensor]
 
@@ -96,8 +96,7 @@ def assert_as_plain(name: str, precision: str, streams: Any, placement: str, sta
     assert [p.requires_grad for p in model.parameters()] == trained
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(("name", "precision"), sampled_rows(product(MODELS, ("fp32", "bf16")), every=5))
 def test_a_forward_is_the_plain_model_s_wherever_parameters_rest(name: str, precision: str) -> None:
     for streams, placement in product((inline, separate), PLACEMENTS):
         assert_as_plain(name, precision, streams, placement)
@@ -110,9 +109,8 @@ def on_two_ranks(rank: int, rows: Sequence[tuple[str, str, str, int]]) -> None:
 
 
 ON_TWO_RANKS = [
-    (name, precision, placement, stage)
-    for (name, precision), placement in product([("llama", "bf16"), ("stack", "fp32")], PLACEMENTS)
-    for stage in (3, {"device": 0, "cpu": 1}.get(placement, 2))
+    *(("llama", "bf16", placement, 3) for placement in PLACEMENTS),
+    *(("stack", "fp32", placement, stage) for stage, placement in enumerate(("device", "cpu", "everywhere"))),
 ]
 MORE_ON_TWO_RANKS = list(product(MODELS, ("fp32", "bf16"), PLACEMENTS, range(4)))[::3]  # each value of each column
 
@@ -345,7 +343,7 @@ def test_a_policy_trains_beside_its_reference_and_reward_models(placement: str) 
 
 
 def beside_on_rank(rank: int) -> None:
-    for placement, stage in (("cpu", 3), ("everywhere", 2), ("device", 1)):
+    for placement, stage in (("cpu", 3), ("everywhere", 2)):
         train_beside(rank, placement, stage)
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 import penstock
 from penstock.machine.border import innermost
 from tests.models.modules_rows import Stack, squared
-from tests.support import inline, prepare_on, run_ranks, simulated
+from tests.support import inline, prepare_on, run_ranks, sampled_rows, simulated
 
 HYPER = {"lr": 1e-2, "eps": 1e-2}
 ON_CPU = penstock.Placement(params="cpu", grads="cpu", optimizer="cpu")
@@ -58,7 +58,7 @@ def train(rank: int, precision: str, streams: Any, overlap: str, closed: bool) -
     return seen
 
 
-@pytest.mark.parametrize(("precision", "overlap"), MODES)
+@pytest.mark.parametrize(("precision", "overlap"), sampled_rows(MODES, every=3))
 def test_a_step_with_a_closure_is_forward_backward_and_step(precision: str, overlap: str) -> None:
     for streams in STREAMS.values():
         ours, expected = (train(0, precision, streams, overlap, closed) for closed in (True, False))

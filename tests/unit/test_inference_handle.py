@@ -17,7 +17,7 @@ from penstock.kinds import Tier
 from penstock.machine.collectives import Ranks
 from tests.models.adapters_rows import Float8Linear
 from tests.models.modules_rows import Stack, squared
-from tests.support import disks, inline, prepare_on, run_ranks, separate, simulated
+from tests.support import disks, inline, prepare_on, run_ranks, separate, simulated, thorough
 
 ON_CPU = penstock.Placement(params="cpu")
 ON_NVME = penstock.Placement(params="nvme", nvme_path=disks())
@@ -302,8 +302,10 @@ def test_a_model_larger_than_host_memory_comes_from_safetensors(tmp_path: Path) 
     optimizer.close()
 
 
-@pytest.mark.parametrize("master", ["remainder", "fp32", "none"])
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize(
+    ("precision", "master"),
+    [("fp32", "remainder"), ("bf16", "remainder"), ("bf16", "fp32"), thorough("bf16", "none")],
+)
 def test_it_takes_up_the_parameters_of_a_training_checkpoint(precision: str, master: str, tmp_path: Path) -> None:
     policy = stack()
     trains = trained(policy, precision=precision, master=master)
@@ -354,7 +356,7 @@ def save_and_load(rank: int, folder: str, saves: bool) -> list[Tensor]:
     return values
 
 
-@pytest.mark.parametrize("first", [1, 2])
+@pytest.mark.parametrize("first", [thorough(1), 2])
 def test_a_checkpoint_of_another_world_size(first: int, tmp_path: Path) -> None:
     folder = str(tmp_path / "trained")
     (saved, *_), loaded = (run_ranks(save_and_load, n, folder, n == first) for n in (first, 3 - first))
