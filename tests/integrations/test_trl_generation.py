@@ -1,5 +1,10 @@
 """What moves when a trainer of TRL's generates, what a vLLM beside it gets, and ranks that stop at different tokens."""
 
+import json
+import os
+import re
+import subprocess
+import sys
 from collections.abc import Iterator, Mapping
 from datetime import timedelta
 from pathlib import Path
@@ -260,3 +265,50 @@ def test_ranks_with_different_numbers_of_forwards_of_units_are_refused(
     trainer.use_transformers_continuous_batching = True
     with pytest.raises(EngineError, match="continuous_batching"), trainer._dist.summon_full_params(trainer.model):
         pass
+
+
+# The page, and scripts of somebody else
+
+
+def test_the_page_does_what_it_shows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("CI", "1")
+    cases.folder_of(cases.causal(), tmp_path / "Qwen3-0.6B")
+    page = (Path(__file__).parents[2] / "docs" / "trl.md").read_text()
+    for block in re.findall(r"```python\n(.*?)```", page, re.DOTALL):
+        here = block.replace('Config("out", ', 'Config("out", use_cpu=True, max_completion_length=4, ')
+        exec(compile(here, "docs/trl.md", "exec"), {})
+    assert (tmp_path / "trained" / "model.safetensors").is_file()
+
+
+SCRIPT = """
+import sys
+from pathlib import Path
+from tests.integrations import trl_cases as cases
+
+trainer = cases.trainer_of("grpo", None, Path(sys.argv[1]), beta=0.1)
+trainer.train()
+reference = trainer.accelerator.optimizer_of(trainer.ref_model)
+assert reference.locations().bytes(tier="nvme") and trainer.penstock.locations().bytes(tier="nvme")
+norms = [line["grad_norm"] for line in trainer.state.log_history if "loss" in line]
+print("norms", norms, type(trainer._dist).__name__)
+"""
+
+
+def test_a_script_that_knows_nothing_of_it_is_launched(tmp_path: Path) -> None:
+    """The mixin is below TRL's classes then, and what it does beside them the same."""
+    cases.folder_of(cases.causal(), tmp_path / "model")
+    (tmp_path / "script.py").write_text(SCRIPT)
+    config = tmp_path / "penstock.json"
+    config.write_text(json.dumps({"placement": {"params": "nvme", "optimizer": "nvme", "nvme_path": str(disks()[0])}}))
+    command = [sys.executable, "-m", "penstock", "launch", "--config", config, tmp_path / "script.py", tmp_path]
+    root = Path(__file__).parents[2]
+    paths = os.pathsep.join((str(root), os.environ.get("PYTHONPATH", "")))
+    done = subprocess.run(
+        command, env=os.environ | {"CI": "1", "PYTHONPATH": paths}, capture_output=True, text=True, timeout=200
+    )
+    assert done.returncode == 0, done.stderr
+    plain = cases.run("grpo", None, tmp_path, beta=0.1)
+    norms, whole = re.search(r"^norms (\[.*\]) (\w+)$", done.stdout, re.MULTILINE).groups()  # type: ignore[union-attr]
+    assert whole == "WholeParameters"
+    assert json.loads(norms) == pytest.approx([line["grad_norm"] for line in plain.logs if "loss" in line], rel=1e-5)
