@@ -7,6 +7,7 @@ import pytest
 import torch
 from peft import LoraConfig
 
+from penstock.integrations import trl
 from tests.integrations import trl_cases as cases
 from tests.support import disks
 
@@ -80,6 +81,7 @@ def _released(monkeypatch: pytest.MonkeyPatch) -> None:
     """Parameters go after each use, as on a device: else one rank on a cpu reads them in place."""
     monkeypatch.setenv("PENSTOCK_DEBUG_RELEASE", "1")
     monkeypatch.setenv("CI", "1")  # else TRL tells its makers
+    monkeypatch.setattr(trl, "GATHER_BYTES", 8192)  # several batches of parameters
 
 
 def placed(prepare: dict[str, Any]) -> dict[str, Any]:

@@ -16,11 +16,12 @@ import torch
 from torch import Tensor
 from transformers import GenerationConfig
 from trl import LogCompletionsCallback
+from trl.generation import vllm_generation
 from trl.generation.vllm_generation import VLLMGeneration
 
 import penstock
 from penstock.errors import ConfigError, EngineError
-from penstock.integrations import generation
+from penstock.integrations import generation, trl
 from penstock.integrations.trl import WholeParameters
 from tests.integrations import trl_cases as cases
 from tests.integrations.test_trl import CPU, LORA
@@ -162,11 +163,9 @@ class SleepingLLM:
 
 def beside_vllm(trainer: Any, monkeypatch: pytest.MonkeyPatch) -> SleepingLLM:
     """Give a trainer TRL's object around a vLLM that sleeps, as its constructor would."""
-    import trl.generation.vllm_generation as module
-
-    monkeypatch.setattr(module, "SamplingParams", lambda **given: given, raising=False)
-    monkeypatch.setattr(module, "empty_cache", lambda: None)
-    monkeypatch.setattr(module, "extract_logprobs", lambda outputs: (None, None))
+    monkeypatch.setattr(vllm_generation, "SamplingParams", lambda **given: given, raising=False)
+    monkeypatch.setattr(vllm_generation, "empty_cache", lambda: None)
+    monkeypatch.setattr(vllm_generation, "extract_logprobs", lambda outputs: (None, None))
     monkeypatch.setattr(VLLMGeneration, "_init_vllm", lambda self: None)
     engine = VLLMGeneration(trainer.model, trainer.accelerator, None, mode="colocate", enable_sleep_mode=True)
     engine.llm, engine._llm_weights_sleeping = SleepingLLM(trainer.penstock), True
@@ -179,6 +178,7 @@ def beside_vllm(trainer: Any, monkeypatch: pytest.MonkeyPatch) -> SleepingLLM:
 def test_state_makes_room_while_vllm_is_awake(trainer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     before = at_rest(trainer.penstock)
     expected = {name: trainer.penstock.full_param(p) for name, p in trainer.model.named_parameters()}
+    monkeypatch.setattr(trl, "GATHER_BYTES", 8192)  # several batches of parameters
     llm = beside_vllm(trainer, monkeypatch)
     for _ in range(2):  # the second wakes what the first put to sleep
         trainer.vllm_generation.generate([[4, 5]], None, 1)
