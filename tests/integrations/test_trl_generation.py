@@ -40,10 +40,12 @@ def at_rest(optimizer: penstock.Optimizer) -> dict[str, dict[str, int]]:
 
 
 @pytest.fixture
-def trainer(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Any]:
+def trainer(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """A trainer of GRPO's that has made a step, so that there is a state."""
+    monkeypatch.setenv("CI", "1")
     cases.folder_of(cases.causal(), tmp_path / "model")
-    placement, options = request.param
+    placement, options, *released = request.param
+    monkeypatch.setenv("PENSTOCK_DEBUG_RELEASE", "1" if released else "0")
     made = cases.trainer_of("grpo", {"placement": placement}, tmp_path, max_steps=1, warmup_steps=0, **options)
     made.train()
     yield made
@@ -130,6 +132,7 @@ class SleepingLLM:
         self._optimizer = optimizer
         self.weights: dict[str, Tensor] = {}
         self.calls: list[tuple[str, int]] = []
+        self.most_gathered = 0
         self.llm_engine = SimpleNamespace(
             model_executor=SimpleNamespace(
                 driver_worker=SimpleNamespace(
@@ -144,6 +147,7 @@ class SleepingLLM:
 
     def note(self, call: str) -> None:
         at = at_rest(self._optimizer)
+        self.most_gathered = max(self.most_gathered, self._optimizer.locations().bytes(kind="gathered"))
         self.calls.append((call, sum(at[kind]["device"] for kind in ("grad", "master", "optimizer"))))
 
     def wake_up(self, tags: list[str]) -> None:
@@ -174,7 +178,7 @@ def beside_vllm(trainer: Any, monkeypatch: pytest.MonkeyPatch) -> SleepingLLM:
     return engine.llm
 
 
-@pytest.mark.parametrize("trainer", [(ON_DEVICE, {})], indirect=True)
+@pytest.mark.parametrize("trainer", [(ON_DEVICE, {}), (CPU["placement"], {}, True)], indirect=True)
 def test_state_makes_room_while_vllm_is_awake(trainer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     before = at_rest(trainer.penstock)
     expected = {name: trainer.penstock.full_param(p) for name, p in trainer.model.named_parameters()}
@@ -192,10 +196,11 @@ def test_state_makes_room_while_vllm_is_awake(trainer: Any, monkeypatch: pytest.
     assert not any(left for _, left in llm.calls)
     assert llm.weights.keys() == expected.keys()
     assert all(torch.equal(value, expected[name]) for name, value in llm.weights.items())
+    assert llm.most_gathered < sum(p.numel() * p.element_size() for p in trainer.model.parameters())
     assert at_rest(trainer.penstock) == before
 
 
-@pytest.mark.parametrize("trainer", [(CPU["placement"], LORA)], indirect=True)
+@pytest.mark.parametrize("trainer", [(CPU["placement"], LORA, True)], indirect=True)
 def test_vllm_gets_merged_weights_and_the_base_stays_bit_for_bit(trainer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     optimizer = trainer.penstock
     before = {name: optimizer.full_param(p) for name, p in trainer.model.named_parameters()}
