@@ -45,7 +45,8 @@ def trainer(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.
     monkeypatch.setenv("CI", "1")
     cases.folder_of(cases.causal(), tmp_path / "model")
     placement, options, *released = request.param
-    monkeypatch.setenv("PENSTOCK_DEBUG_RELEASE", "1" if released else "0")
+    if released:  # parameters go after each use, as on a device
+        monkeypatch.setenv("PENSTOCK_DEBUG_RELEASE", "1")
     made = cases.trainer_of("grpo", {"placement": placement}, tmp_path, max_steps=1, warmup_steps=0, **options)
     made.train()
     yield made
@@ -97,6 +98,13 @@ def test_a_model_that_does_not_fit_whole_is_gathered_for_each_token(
             assert found is is_whole
     with generation.generating(trainer.accelerator, trainer.penstock, trainer.model, whole=False) as found:
         assert not found
+
+
+@pytest.mark.parametrize("trainer", [(ON_DEVICE, {})], indirect=True)
+def test_a_model_that_rests_whole_on_the_device_is_whole(trainer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(generation, "free_bytes", lambda device: 0)
+    with generation.generating(trainer.accelerator, trainer.penstock, trainer.model) as found:
+        assert found
 
 
 def test_before_it_is_trained_a_model_is_whole(tmp_path: Path) -> None:

@@ -38,7 +38,7 @@ def generating(
     """
     moved = move_away(optimizer)
     try:
-        is_whole = whole and fits(accelerator, model)
+        is_whole = whole and fits(accelerator, optimizer, model)
         with optimizer.gathered() if is_whole else in_step(accelerator, model):
             yield is_whole
     finally:
@@ -63,11 +63,18 @@ def move_away(optimizer: Optimizer) -> bool:
     return moved
 
 
-def fits(accelerator: Accelerator, model: nn.Module) -> bool:
-    """Tell whether whole parameters leave room for generation on every rank's device. Collective."""
+def fits(accelerator: Accelerator, optimizer: Optimizer, model: nn.Module) -> bool:
+    """Tell whether whole parameters leave room for generation on every rank's device, or are there already. Collective.
+
+    Arguments:
+        accelerator: whose device and ranks they are.
+        optimizer: what `penstock.prepare` returned for the model.
+        model: whose parameters they are.
+    """
     device = accelerator.device
     wanted = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
-    enough = torch.tensor([wanted <= WHOLE_SHARE * free_bytes(device)], device=device)
+    resting = optimizer.locations().bytes(kind="param", tier="device")  # all of them, where they are not sharded
+    enough = torch.tensor([resting >= wanted or wanted <= WHOLE_SHARE * free_bytes(device)], device=device)
     return bool(accelerator.gather(enough).all())
 
 
