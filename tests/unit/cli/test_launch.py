@@ -34,3 +34,14 @@ def test_mistakes_are_one_line(words: list[str], says: str, script: str, penstoc
     assert outcome.exit_code == 2
     assert outcome.err.count("\n") == 1
     assert says in outcome.err
+
+
+@pytest.mark.skipif(find_spec("accelerate") is None, reason="needs accelerate, which it says first")
+def test_processes_inside_processes_are_refused(
+    script: str, penstock_command: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("yaml")
+    monkeypatch.setenv("RANK", "0")
+    outcome = penstock_command("launch", "--config", "p.yaml", "--nproc-per-node", "2", script)
+    assert outcome.exit_code == 2
+    assert "--nproc-per-node inside torchrun: it has started the processes" in outcome.err
