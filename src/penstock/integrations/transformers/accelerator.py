@@ -67,11 +67,11 @@ class TrainerAccelerator(PenstockAccelerator):
         vars(pair.model).pop(HELD, None)
 
     def free_memory(self, *objects: Any) -> Any:
-        """Close what the model was prepared as without an optimizer, before it is trained. Collective.
+        """Close every pair but the model that is trained, whose moments would go with it. Collective.
 
-        All else stays: the moments of the model that is trained, and models beside it, such as references.
+        Models beside it that nothing trains stay too, such as references: their owner has them from its constructor.
         """
-        kept = [p for p in self._pairs if p.is_open and (p.wrapper is not None or p.model is not self._model())]
+        kept = [p for p in self._pairs if p.is_open and (p.wrapper is not None) == (p.model is self._model())]
         self._pairs = [pair for pair in self._pairs if pair not in kept]
         try:
             return super().free_memory(*objects)
