@@ -125,6 +125,21 @@ def test_references_stay_where_the_placement_has_them(tmp_path: Path) -> None:
     assert {row.kind for row in report.rows} <= {"param", "staging", "gathered"}
 
 
+@pytest.mark.parametrize("trainer", [(CPU["placement"], {})], indirect=True)
+def test_after_it_is_closed_a_model_is_whole(trainer: Any) -> None:
+    trainer.penstock.close()
+    with trainer._dist.summon_full_params(trainer.model), trainer.accelerator.split_between_processes([1, 2]) as own:
+        assert own == [1, 2]
+        assert all(p.isfinite().all() for p in trainer.model.parameters())
+
+
+def test_continuous_batching_unit_by_unit_is_refused_at_several_ranks() -> None:
+    asked = {"use_transformers_continuous_batching": True, "ds3_gather_for_generation": False}
+    trl.check_arguments(SimpleNamespace(**asked, world_size=1))
+    with pytest.raises(ConfigError, match="ds3_gather_for_generation=False"):
+        trl.check_arguments(SimpleNamespace(**asked, world_size=2))
+
+
 def test_activation_offloading_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="activations='cpu'"):
         cases.trainer_of("sft", CPU, tmp_path, activation_offloading=True)

@@ -17,8 +17,8 @@ from trl import SyncRefModelCallback
 from penstock import Optimizer
 from penstock.checkpoint.beside import batches
 from penstock.errors import ConfigError, EngineError
-from penstock.integrations.accelerate import PenstockAccelerator
 from penstock.integrations.generation import generating, move_away
+from penstock.integrations.transformers.accelerator import TrainerAccelerator
 
 #: What is gathered at once where parameters are read one after the other.
 GATHER_BYTES = 256 << 20
@@ -38,7 +38,8 @@ def check_arguments(args: Any) -> None:
             "activation_offloading=True: TRL's hooks on what autograd saves and Penstock's undo each other. Leave it "
             "out, and use placement=penstock.Placement(activations='cpu'), which does the same."
         )
-    if getattr(args, "use_transformers_continuous_batching", False) and not args.ds3_gather_for_generation:
+    batches_alone = getattr(args, "use_transformers_continuous_batching", False)
+    if batches_alone and not args.ds3_gather_for_generation and args.world_size > 1:
         raise ConfigError(
             "ds3_gather_for_generation=False with use_transformers_continuous_batching=True: ranks batch their prompts "
             "differently, so none can gather a unit together. Leave out one of the two."
@@ -49,7 +50,7 @@ def begin(trainer: Any) -> None:
     """Refuse what cannot be kept, and have the model placed where TRL's constructor runs it.
 
     Arguments:
-        trainer: one of TRL's that is being made, and has its `args` and a `PenstockAccelerator`.
+        trainer: one of TRL's that is being made, and has its `args` and a `TrainerAccelerator`.
 
     Raises:
         ConfigError: an argument that cannot be kept.
@@ -64,9 +65,9 @@ def adopt(trainer: Any) -> None:
     """Have a trainer of TRL's that is made ask Penstock for whole parameters. Safe to repeat.
 
     Arguments:
-        trainer: whose `accelerator` is a `PenstockAccelerator`. Its objects are changed, no class.
+        trainer: whose `accelerator` is a `TrainerAccelerator`. Its objects are changed, no class.
     """
-    accelerator: PenstockAccelerator = trainer.accelerator
+    accelerator: TrainerAccelerator = trainer.accelerator
     whole = WholeParameters(trainer)
     if hasattr(trainer, "_dist"):
         trainer._dist = whole
@@ -244,7 +245,7 @@ def beside_reference(trainer: Any, precompute: Callable[..., Any]) -> Callable[.
     return precompute_ref_logps
 
 
-def beside_head(accelerator: PenstockAccelerator, teacher: Any, compute: Callable[..., Any]) -> Callable[..., Any]:
+def beside_head(accelerator: TrainerAccelerator, teacher: Any, compute: Callable[..., Any]) -> Callable[..., Any]:
     """Have the weights of a teacher's head there while a loss is computed, which reads them outside of its forward."""
 
     @wraps(compute)
@@ -255,7 +256,7 @@ def beside_head(accelerator: PenstockAccelerator, teacher: Any, compute: Callabl
     return compute_loss
 
 
-def sync_reference(accelerator: PenstockAccelerator, model: nn.Module, target: nn.Module, alpha: float) -> None:
+def sync_reference(accelerator: TrainerAccelerator, model: nn.Module, target: nn.Module, alpha: float) -> None:
     """Move a reference model towards the trained one: `target = (1 - alpha) * target + alpha * model`. Collective.
 
     What TRL does with both whole, some parameters at a time.
@@ -275,15 +276,12 @@ def sync_reference(accelerator: PenstockAccelerator, model: nn.Module, target: n
                 parameter.mul_(1.0 - alpha).add_(towards, alpha=alpha)
 
 
-def find_optimizer(accelerator: PenstockAccelerator, model: nn.Module) -> Optimizer | None:
-    """Find what a model was prepared as; `None` for one that was not."""
-    try:
-        return accelerator.optimizer_of(model)
-    except ConfigError:
-        return None
+def find_optimizer(accelerator: TrainerAccelerator, model: nn.Module) -> Optimizer | None:
+    """Find what a model is prepared as; `None` for one that is not, or not any more."""
+    return accelerator.optimizer_of(model) if accelerator.is_prepared(model) else None
 
 
-def check_alone(accelerator: PenstockAccelerator, what: str) -> None:
+def check_alone(accelerator: TrainerAccelerator, what: str) -> None:
     """Refuse, except on one rank alone, what has ranks run different numbers of forwards of a model that is not whole.
 
     Raises:
