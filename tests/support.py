@@ -30,6 +30,8 @@ from penstock.machine.streams import Event, InlineStreams, Streams, Work
 from penstock.tiers import staging
 
 RANK_TIMEOUT = timedelta(seconds=60)
+# Modules that the processes of ranks have from the one that they are forked from; it starts with the first of them.
+PRELOADED = ["tests.preloaded"]
 
 
 def thorough(*values: Any, id: str | None = None) -> Any:
@@ -62,7 +64,7 @@ def run_ranks(
     """
     with tempfile.TemporaryDirectory() as folder:
         context = mp.get_context("forkserver")  # imports torch once for all ranks of all tests of this process
-        context.set_forkserver_preload(["tests.preloaded"])
+        context.set_forkserver_preload(PRELOADED)
         processes = [
             context.Process(target=_rank, args=(work, rank, world_size, folder, args, timeout, backend, start))
             for rank in range(world_size)

@@ -67,10 +67,13 @@ class TrainerAccelerator(PenstockAccelerator):
         vars(pair.model).pop(HELD, None)
 
     def free_memory(self, *objects: Any) -> Any:
-        """Close every pair but the model that is trained, whose moments would go with it. Collective."""
-        trained = [p for p in self._pairs if p.wrapper is not None and p.model is self._model() and p.is_open]
-        self._pairs = [pair for pair in self._pairs if pair not in trained]
+        """Close every pair but the model that is trained, whose moments would go with it. Collective.
+
+        Models beside it that nothing trains stay too, such as references: their owner has them from its constructor.
+        """
+        kept = [p for p in self._pairs if p.is_open and (p.wrapper is not None) == (p.model is self._model())]
+        self._pairs = [pair for pair in self._pairs if pair not in kept]
         try:
             return super().free_memory(*objects)
         finally:
-            self._pairs += trained
+            self._pairs += kept

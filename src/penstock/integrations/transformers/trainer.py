@@ -86,6 +86,8 @@ class PenstockTrainerMixin(Trainer):
         self.gather_function = functools.partial(
             self.accelerator.gather_for_metrics, use_gather_object=self.args.eval_use_gather_object
         )
+        if (trl := _beside(type(self))) is not None:
+            trl.begin(self)
 
     def _build_accelerator_args(self, **kwargs: Any) -> dict[str, Any]:
         """Note what the class would make an accelerator with, in the precision that both have."""
@@ -113,6 +115,8 @@ class PenstockTrainerMixin(Trainer):
 
     def _wrap_model(self, model: nn.Module, training: bool = True, dataloader: Any = None) -> nn.Module:
         """Wrap it in nothing: ranks are averaged by Penstock, and one process has one device."""
+        if (trl := _beside(type(self))) is not None:
+            trl.adopt(self)  # here, because the constructor of a subclass has run by now, wherever the mixin stands
         return model
 
     def create_optimizer(self, *args: Any, **kwargs: Any) -> Any:
@@ -210,6 +214,15 @@ class PenstockTrainerMixin(Trainer):
             report = self.penstock.locations()
             logs.update({f"memory/{tier}": report.bytes(tier=tier) for tier in TIERS})
         super().log(logs, *args, **kwargs)
+
+
+def _beside(trainer: type) -> Any:
+    """Find what a class of trainers needs beside: the module for TRL's, imported for those alone; else `None`."""
+    if not any(base.__module__.split(".")[0] == "trl" for base in trainer.__mro__):
+        return None
+    from penstock.integrations import trl
+
+    return trl
 
 
 def trainer_class(

@@ -1,0 +1,11 @@
+"""What ranks of these tests have in common, besides what all ranks have (`tests.preloaded`): imported once."""
+
+import gc
+
+import accelerate  # noqa: F401
+import peft  # noqa: F401
+import transformers.trainer  # noqa: F401
+from trl import DPOTrainer, GRPOTrainer, RewardTrainer, SFTTrainer  # noqa: F401
+
+gc.collect()
+gc.freeze()

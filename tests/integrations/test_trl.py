@@ -1,0 +1,140 @@
+"""TRL's trainers on Penstock, beside TRL's own: every number that they log, and the weights that they save."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig
+
+from penstock.integrations import trl
+from tests.integrations import trl_cases as cases
+from tests.support import disks
+
+CPU = {"placement": {"params": "cpu", "grads": "cpu", "optimizer": "cpu"}}
+SPLIT = {"placement": {"params": {"cpu": 0.5, "device": 0.5}, "grads": "cpu", "optimizer": {"device": 0.6, "cpu": 0.4}}}
+NVME = {"placement": {"params": "nvme", "grads": "cpu", "optimizer": "nvme"}}
+LORA = {"peft_config": LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "v_proj"], lora_dropout=0.0)}
+
+SAME_TO_1E_6 = {
+    "sft": ("sft", CPU, {}),
+    "sft of a tied head, packed": ("sft", SPLIT, {"model": cases.tied, "packing": True, "packing_strategy": "wrapped"}),
+    "sft padding-free": ("sft", CPU, {"packing": True}),
+    "sft of completions alone": ("sft", NVME, {"data": cases.completions}),
+    "sft of the assistant alone": ("sft", SPLIT, {"data": cases.talks, "assistant_only_loss": True}),
+    "sft by dft": ("sft", CPU, {"loss_type": "dft", "gradient_checkpointing": False}),
+    "sft with smooth labels": ("sft", CPU, {"label_smoothing_factor": 0.1}),
+    "sft of an adapter": ("sft", NVME, LORA),
+    "dpo": ("dpo", CPU, {}),
+    "dpo with the reference's words known before": ("dpo", NVME, {"precompute_ref_log_probs": True}),
+    "dpo with a reference that follows": (
+        "dpo",
+        SPLIT,
+        {"sync_ref_model": True, "ref_model_sync_steps": 1, "ref_model_mixup_alpha": 0.4},
+    ),
+    "dpo of an adapter": ("dpo", CPU, LORA),
+    "kto": ("kto", CPU, {}),
+    "reward": ("reward", SPLIT, {}),
+    "reward of an adapter": ("reward", CPU, LORA),
+}
+SAME_TO_1E_5 = {
+    "grpo": ("grpo", CPU, {}),
+    "grpo with a reference": ("grpo", NVME, {"beta": 0.1}),
+    "grpo twice over each answer": ("grpo", SPLIT, {"num_iterations": 2, "max_steps": 3}),
+    "grpo of several steps' answers": (
+        "grpo",
+        CPU,
+        {"steps_per_generation": 2, "gradient_accumulation_steps": 2, "scale_rewards": "batch", "beta": 0.1},
+    ),
+    "grpo of an adapter": ("grpo", NVME, LORA | {"beta": 0.1}),
+    "grpo with a reference that follows": (
+        "grpo",
+        SPLIT,
+        {"beta": 0.1, "sync_ref_model": True, "ref_model_sync_steps": 1},
+    ),
+    "grpo rewarded by a model": (
+        "grpo",
+        CPU,
+        {"reward_funcs": [cases.scoring(), cases.likes], "reward_processing_classes": [cases.tokenizer(), None]},
+    ),
+    "grpo evaluated between its steps": (
+        "grpo",
+        NVME,
+        {"eval_dataset": cases.prompts(4), "eval_strategy": "steps", "eval_steps": 1, "per_device_eval_batch_size": 4},
+    ),
+    "grpo by continuous batching": (
+        "grpo",
+        CPU,
+        {
+            "use_transformers_continuous_batching": True,
+            "transformers_continuous_batching_config": {"num_blocks": 16, "max_batch_tokens": 64},
+        },
+    ),
+    "grpo with a head in fp32": ("grpo", SPLIT, {"cast_lm_head_to_fp32": True, "beta": 0.1}),
+    "rloo": ("rloo", CPU, {}),
+    "distillation": ("distillation", CPU, {}),
+}
+
+
+@pytest.fixture(autouse=True)
+def _released(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Parameters go after each use, as on a device: else one rank on a cpu reads them in place."""
+    monkeypatch.setenv("PENSTOCK_DEBUG_RELEASE", "1")
+    monkeypatch.setenv("CI", "1")  # else TRL tells its makers
+    monkeypatch.setattr(trl, "GATHER_BYTES", 8192)  # several batches of parameters
+
+
+def placed(prepare: dict[str, Any]) -> dict[str, Any]:
+    return {"placement": prepare["placement"] | {"nvme_path": str(disks()[0])}}
+
+
+@pytest.mark.parametrize("row", SAME_TO_1E_6)
+def test_as_in_trl(row: str, tmp_path: Path) -> None:
+    name, prepare, options = SAME_TO_1E_6[row]
+    cases.beside(name, placed(prepare), tmp_path, **options)
+
+
+@pytest.mark.parametrize("row", SAME_TO_1E_5)
+def test_generating_as_in_trl(row: str, tmp_path: Path) -> None:
+    name, prepare, options = SAME_TO_1E_5[row]
+    if name == "distillation" and cases.ON_GPUS_ALONE:
+        pytest.skip("TRL 1.15 distils by kernels for GPUs alone")
+    cases.beside(name, placed(prepare), tmp_path, 1e-5, **options)
+
+
+@pytest.mark.parametrize("name", ["sft", "dpo", "reward", "grpo"])
+def test_in_bf16_near_autocast(name: str, tmp_path: Path) -> None:
+    """The same steps, where theirs computes in bf16 from fp32 parameters and ours has bf16 ones with fp32 masters."""
+    cases.folder_of(cases.causal(), tmp_path / "model")
+    ours, theirs = (cases.run(name, prepare, tmp_path, bf16=True) for prepare in (placed(CPU), None))
+    for mine, expected in zip(ours.logs, theirs.logs, strict=True):
+        for key in expected.keys() & {"loss", "grad_norm", "learning_rate"}:
+            assert mine[key] == pytest.approx(expected[key], rel=0.1, abs=0.01), key
+    for key, value in theirs.weights.items():
+        assert ours.weights[key].dtype == value.dtype
+        assert (ours.weights[key] - value).float().norm() <= 0.05 * value.float().norm(), key
+
+
+@pytest.mark.parametrize("name", ["sft", "dpo", "reward"])
+def test_resumed_as_if_never_stopped(name: str, tmp_path: Path) -> None:
+    cases.folder_of(cases.causal(), tmp_path / "model")
+    saving = {"save_strategy": "steps", "save_steps": 2, "max_steps": 4}
+    outcomes = []
+    for prepare in (placed(SPLIT), None):
+        out = tmp_path / ("plain" if prepare is None else "ours")
+        straight = cases.run(name, prepare, tmp_path, **saving)
+        again = cases.run(name, prepare, tmp_path, {"resume_from_checkpoint": str(out / "checkpoint-2")}, **saving)
+        for name_of, value in straight.weights.items():
+            assert torch.equal(again.weights[name_of], value)
+        losses = [[line["loss"] for line in run.logs if "loss" in line] for run in (again, straight)]
+        assert losses[0] == losses[1]
+        outcomes.append(again)
+    cases.same(*outcomes, 1e-6)
+
+
+def test_a_policy_is_placed_by_the_time_that_it_is_its_own_reference(tmp_path: Path) -> None:
+    """TRL computes the reference's words in its constructor, when a model lies where it was loaded."""
+    cases.folder_of(cases.causal(), tmp_path / "model")
+    made = cases.trainer_of("dpo", placed(NVME), tmp_path, precompute_ref_log_probs=True)
+    assert made.penstock.locations().bytes(kind="param", tier="nvme")
+    assert made.ref_model is None
