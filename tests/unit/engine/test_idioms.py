@@ -146,6 +146,7 @@ def test_a_prepared_model_keeps_dtype_and_device(name: str) -> None:
             MOVES[name](nn.ModuleList([model]))
         assert model.offset.dtype == torch.float32
         assert model.to("cpu") is model, "nothing to do"
+        assert model.to("cpu:0") is model, "a copy for torch, and the same device"
         model.bfloat16()
         assert model.offset.dtype == torch.bfloat16, "buffers are the model's own"
         step(model, optimizer)

@@ -7,6 +7,7 @@ deepcopy, pickle  are plain copies, where there is something to copy (`copying`)
 DDP, DataParallel would combine gradients, and give parameters other memory, beside the engine.
 """
 
+import secrets
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any, NoReturn
@@ -115,10 +116,7 @@ class Idioms:
             return module
         kinds = {(own.tensor.dtype, own.tensor.device) for own in self._parameters_of(module, recurse=recurse)}
         for dtype, device in kinds:
-            probe = torch.empty(1, dtype=dtype, device=device)
-            address = probe.data_ptr()
-            made = fn(probe)
-            if made.dtype != dtype or made.device != device or made.data_ptr() != address:
+            if not _leaves_alone(fn, dtype, device):
                 raise EngineError(
                     f"to(), half(), float(), cuda(), to_empty(), share_memory() or the like on a prepared model: its "
                     f"parameters are {dtype} on {device} until close(), and their memory is the engine's. The compute "
@@ -133,6 +131,22 @@ class Idioms:
     def _parameters_of(self, module: nn.Module, *, recurse: bool) -> Iterator[Any]:
         places = (self._places.get(parameter) for parameter in module.parameters(recurse))
         return (place[1] for place in places if place is not None)
+
+
+def _leaves_alone(fn: Callable[[Tensor], Tensor], dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether a function of `Module._apply` gives tensors back as they are, or a copy on the same device.
+
+    `to("cpu:0")` makes a copy for torch, and changes nothing. `to_empty` makes one without the values, which must not
+    be there by chance.
+    """
+    probe = torch.tensor(list(secrets.token_bytes(8)), dtype=torch.uint8, device=device).view(dtype)
+    address, was_shared = probe.data_ptr(), probe.is_shared()
+    made = fn(probe)
+    if made.dtype != dtype or made.device != device:
+        return False
+    if made.data_ptr() == address:
+        return True
+    return made.is_shared() == was_shared and torch.equal(made.view(torch.uint8), probe.view(torch.uint8))
 
 
 class Unwrappable:
