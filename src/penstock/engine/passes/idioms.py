@@ -140,13 +140,14 @@ def _leaves_alone(fn: Callable[[Tensor], Tensor], dtype: torch.dtype, device: to
     be there by chance.
     """
     probe = torch.tensor(list(secrets.token_bytes(8)), dtype=torch.uint8, device=device).view(dtype)
-    address, was_shared = probe.data_ptr(), probe.is_shared()
+    address, was_shared = probe.data_ptr(), probe.is_shared()  # type: ignore[no-untyped-call]
     made = fn(probe)
     if made.dtype != dtype or made.device != device:
         return False
     if made.data_ptr() == address:
         return True
-    return made.is_shared() == was_shared and torch.equal(made.view(torch.uint8), probe.view(torch.uint8))
+    is_shared = made.is_shared()  # type: ignore[no-untyped-call]
+    return is_shared == was_shared and torch.equal(made.view(torch.uint8), probe.view(torch.uint8))
 
 
 class Unwrappable:
