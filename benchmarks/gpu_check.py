@@ -42,6 +42,7 @@ TESTS = {
         "tests/gpu/test_parity.py",
         "tests/gpu/test_own_stream.py",
         "tests/gpu/test_modes.py",
+        "tests/gpu/test_loops.py",
     ),
     "movement": (
         "tests/gpu/test_movement.py",

@@ -1,0 +1,101 @@
+"""What loops do beside backward and step: torch's own clipping, averages, unfreezing, models that nothing trains."""
+
+import pytest
+import torch
+
+import penstock
+from tests.gpu.models import EVERYTHING_ON_CPU, HYPER, assert_same, batches, build, loss_of
+from tests.support import prepare_on
+
+STEPS = 3
+PLACEMENTS = {
+    "device": penstock.Placement(),
+    "cpu": EVERYTHING_ON_CPU,
+    "split": penstock.Placement(optimizer={"device": 0.5, "cpu": 0.5}),
+}
+OPTIONS = penstock.Options(tile_bytes=16384)
+
+
+def run(streams, device, placement, *, clip=None, before=None, after=None) -> list[torch.Tensor]:
+    """Losses, and parameters at the end."""
+    model = build()
+    if before is not None:
+        before(model)
+    owned = [p for p in model.parameters() if p.requires_grad]
+    given = torch.optim.AdamW(owned, **HYPER)
+    optimizer = prepare_on(streams, model, given, placement=placement, options=OPTIONS)
+    values, state = [], {}
+    for step, x in enumerate(batches(STEPS, device)):
+        loss = loss_of(model, x)
+        optimizer.backward(loss)
+        if clip is not None:
+            values.append(clip(model, optimizer).cpu())
+        optimizer.step()
+        optimizer.zero_grad()
+        values.append(loss.detach().cpu())
+        if after is not None:
+            after(model, optimizer, step, state)
+    values += [optimizer.full_param(p) for p in model.parameters()]
+    values += state.get("values", [])
+    optimizer.close()
+    return values
+
+
+@pytest.mark.parametrize("foreach", [None, True, False])
+@pytest.mark.parametrize("name", PLACEMENTS)
+def test_torchs_clipping_is_the_optimizers(make_streams, device, uncompiled, name, foreach):
+    def torchs(model, optimizer):
+        return torch.nn.utils.clip_grad_norm_(model.parameters(), 0.05, foreach=foreach)
+
+    def ours(model, optimizer):
+        return optimizer.clip_grad_norm_(0.05)
+
+    found = run(make_streams(), device, PLACEMENTS[name], clip=torchs)
+    expected = run(make_streams(), device, PLACEMENTS[name], clip=ours)
+    for mine, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(mine, other, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("tier", ["device", "cpu"])
+def test_an_average_is_the_same_wherever_it_rests(make_streams, device, uncompiled, tier):
+    def averaging(tier):
+        def after(model, optimizer, step, state):
+            if step == 0:
+                state["ema"] = penstock.EMA(optimizer, decay=0.75, tier=tier)
+            state["ema"].update()
+            if step == STEPS - 1:
+                with state["ema"].applied():
+                    state["values"] = [optimizer.full_param(p) for p in model.parameters()]
+                    with torch.no_grad():
+                        state["values"].append(loss_of(model, batches(1, device)[0]).cpu())
+
+        return after
+
+    expected = run(make_streams(), device, PLACEMENTS["cpu"], after=averaging("cpu"))
+    for placement in PLACEMENTS.values():
+        assert_same(run(make_streams(), device, placement, after=averaging(tier)), expected, "averages")
+
+
+def test_a_block_that_is_unfrozen_trains_the_same_everywhere(make_streams, device, uncompiled):
+    def freeze(model):
+        model.blocks[1].requires_grad_(False)
+
+    def unfreeze(model, optimizer, step, state):
+        if step == 0:
+            model.blocks[1].requires_grad_(True)
+            optimizer.add_param_group({"params": list(model.blocks[1].parameters()), "lr": 0.02})
+
+    expected = run(make_streams(), device, PLACEMENTS["cpu"], before=freeze, after=unfreeze)
+    for placement in PLACEMENTS.values():
+        assert_same(run(make_streams(), device, placement, before=freeze, after=unfreeze), expected, "unfrozen")
+
+
+@pytest.mark.parametrize("home", ["device", "cpu", {"device": 0.5, "cpu": 0.5}], ids=str)
+def test_a_model_that_nothing_trains_computes_the_same(make_streams, device, home):
+    model, plain = build(), build().to(device, torch.bfloat16)
+    optimizer = prepare_on(make_streams(), model, None, placement=penstock.Placement(params=home), options=OPTIONS)
+    with torch.no_grad():
+        for x in batches(STEPS, device):
+            assert_same([model(x).cpu()], [plain(x.bfloat16()).cpu()], "outputs")
+    assert {row.kind for row in optimizer.locations().rows} <= {"param", "gathered", "staging"}
+    optimizer.close()
