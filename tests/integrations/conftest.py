@@ -1,8 +1,11 @@
 """Everything in this folder is run by `make test-integrations`: it needs libraries that the other tests do not."""
 
+import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 
 from tests.costs import runs_integrations
 from tests.support import PRELOADED
@@ -22,3 +25,18 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.integrations)
             if OWN not in PRELOADED:  # for runs of these tests alone: others do without
                 PRELOADED.append(OWN)
+
+
+@pytest.fixture(autouse=True)
+def alone() -> Iterator[None]:
+    """Leave nothing to the next test of what these libraries keep in a process: ranks in the environment, a group."""
+    from accelerate.state import AcceleratorState, GradientState, PartialState
+
+    before = dict(os.environ)
+    yield
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    os.environ.clear()
+    os.environ.update(before)
+    for state in (GradientState, AcceleratorState, PartialState):
+        state._reset_state()
