@@ -189,7 +189,7 @@ def test_ranks_that_accelerate_does_not_see_are_refused() -> None:
 COMMANDS = {  # on cpus accelerate's launcher starts one process, unless it takes them for devices
     "accelerate launch, one cpu": (["accelerate.commands.launch", "--cpu", "--num_processes", "2"], 1),
     "accelerate launch": (["accelerate.commands.launch", "--multi_gpu", "--num_processes", "2"], 2),
-    "torchrun": (["torch.distributed.run", "--nproc-per-node", "2"], 2),
+    "torchrun": (["torch.distributed.run", "--standalone", "--nproc-per-node", "2"], 2),
 }
 
 
