@@ -58,7 +58,7 @@ class Optimizer(torch.optim.Optimizer):
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, engine: Engine) -> None:
-        self._engine: Engine | None = None  # torch's constructor adds the groups, which is refused once there is one
+        self._engine: Engine | None = None  # torch's constructor adds the groups by methods of this one
         super().__init__(optimizer.param_groups, optimizer.defaults)
         # Those that were registered before `prepare` see the steps that are made now.
         self._optimizer_step_pre_hooks = optimizer._optimizer_step_pre_hooks

@@ -19,22 +19,15 @@ from torch import Tensor
 
 from penstock.checkpoint.fields import Field
 from penstock.checkpoint.importing import Incoming, write_checkpoint
-from penstock.errors import PenstockError, one_line
+from penstock.errors import one_line
+from penstock.integrations.foreign import OPTIONS, most_bytes, reading
 from penstock.integrations.partitions import Flat, chained, concatenated, partitioned, reader
 from penstock.integrations.pickled import PickledFile, mapping, named, refused, shape
 
 _OPTIMIZER_FILE = re.compile(r"(?:bf16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")
-#: Options of a param group that Penstock's rules have too.
-OPTIONS = (
-    *("lr", "initial_lr", "betas", "eps", "weight_decay"),
-    *("momentum", "dampening", "nesterov", "amsgrad", "maximize"),
-)
 #: Kinds of a checkpoint that are the weights.
 _NO_STATES = frozenset(("param", "master"))
 _MOST_TAG_CHARS = 256
-#: A checkpoint of Penstock is of about the size of what it is made of; of many small parameters it can be larger.
-BYTES_OF_ANY = 1 << 26
-MOST_GROWTH = 16
 _COUNTS = ("global_steps", "global_samples", "skipped_steps")
 
 
@@ -71,7 +64,7 @@ def import_checkpoint(folder: str | PathLike[str], out: str | PathLike[str]) -> 
         >>> import_checkpoint("ds_checkpoints", "checkpoints/from-deepspeed")  # doctest: +SKIP
     """
     folder = Path(folder)
-    try:
+    with reading(folder):
         saved = _Saved(_tag_folder(folder))
         parameters = [*saved.trained(), *saved.frozen()]
         _check_distinct(folder, parameters)
@@ -82,12 +75,8 @@ def import_checkpoint(folder: str | PathLike[str], out: str | PathLike[str]) -> 
             groups=saved.groups,
             buffers=saved.buffers,
             extra=saved.extra(),
-            most_bytes=BYTES_OF_ANY + MOST_GROWTH * saved.nbytes,
+            most_bytes=most_bytes(saved.nbytes),
         )
-    except PenstockError:
-        raise
-    except Exception as error:  # files say anything, and so does what they make of torch
-        raise refused(folder, f"{folder} is not read: {one_line(error)}.") from error
 
 
 def _check_distinct(folder: Path, parameters: Sequence[Incoming]) -> None:

@@ -23,10 +23,10 @@ import torch
 from torch import Tensor
 
 from penstock.checkpoint.importing import Incoming, Read, write_checkpoint
-from penstock.errors import CheckpointError, PenstockError, one_line
+from penstock.errors import CheckpointError, one_line
 from penstock.integrations.dcp.boxes import Box, read_boxes
 from penstock.integrations.dcp.files import INDEX, DcpFolder, SavedTensor
-from penstock.integrations.deepspeed import BYTES_OF_ANY, MOST_GROWTH, OPTIONS
+from penstock.integrations.foreign import OPTIONS, most_bytes, reading
 from penstock.integrations.pickled import refused
 
 _MODELS = ("model", "state_dict", "module")
@@ -64,7 +64,7 @@ def import_checkpoint(folder: str | PathLike[str], out: str | PathLike[str], *, 
         >>> import_checkpoint("checkpoints/step-1000", "checkpoints/from-fsdp")  # doctest: +SKIP
     """
     folder = Path(folder)
-    try:
+    with reading(folder):
         saved = _Saved(folder)
         rest = saved.divide((*_BUFFERS, *buffers))
         write_checkpoint(
@@ -74,12 +74,8 @@ def import_checkpoint(folder: str | PathLike[str], out: str | PathLike[str], *, 
             groups=saved.groups,
             buffers=rest.buffers,
             extra=saved.extra(),
-            most_bytes=BYTES_OF_ANY + MOST_GROWTH * saved.nbytes,
+            most_bytes=most_bytes(saved.nbytes),
         )
-    except PenstockError:
-        raise
-    except Exception as error:  # files say anything, and so does what they make of torch
-        raise refused(folder, f"{folder} is not read: {one_line(error)}.") from error
 
 
 @dataclass
