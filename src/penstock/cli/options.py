@@ -33,6 +33,9 @@ class Option:
         least: the smallest value that is allowed.
         most: the largest value that is allowed.
         choices: all values that are allowed; empty where there is no such list.
+        many: whether it takes any number of values, as words that follow it.
+        bare: the value that the option stands for where none follows it.
+        before: what it was called before: names that are still read.
     """
 
     help: str
@@ -42,6 +45,9 @@ class Option:
     least: int | None = None
     most: int | None = None
     choices: tuple[str, ...] = ()
+    many: bool = False
+    bare: str | None = None
+    before: tuple[str, ...] = ()
 
 
 def option(default: Value, help: str, panel: str | None = None, **more: Any) -> Value:
@@ -75,8 +81,9 @@ def check_options(settings: Any) -> None:
             raise ConfigError(f"{name} {value} is too small. Use {about.least} or more.")
         if about.most is not None and value > about.most:
             raise ConfigError(f"{name} is too large. Use {about.most} or less.")
-        if about.choices and value not in about.choices:
-            raise ConfigError(f"{name} {value!r}: use one of {', '.join(about.choices)}.")
+        for each_value in value if about.many else (value,):
+            if about.choices and each_value not in about.choices:
+                raise ConfigError(f"{name} {each_value!r}: use one of {', '.join(about.choices)}.")
 
 
 def command_of(settings: type[Settings]) -> Callable[[Callable[[Settings], None]], Callable[..., None]]:

@@ -16,6 +16,7 @@ _MOST_DIGITS = 40
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([a-z]*)\s*", re.IGNORECASE)
 #: No file, memory or count of anything is larger, and every reader of a number takes it.
 _MOST = 1 << 62
+_MOST_STEPS = (1 << 31) - 1
 
 
 def parse_path(text: str, *, option: str) -> Path:
@@ -96,6 +97,22 @@ def parse_betas(text: str, *, option: str) -> tuple[float, float]:
         raise ConfigError(f"{option} {text!r} is not two numbers. Write them like 0.9,0.95.")
     first, second = (_number(part.strip(), option=option, text=text, example="0.9,0.95") for part in parts)
     return first, second
+
+
+def parse_warmup(text: str, *, option: str) -> float:
+    """Read a warmup: steps, or below 1 their share of all.
+
+    Raises:
+        ConfigError: no such number.
+
+    Example:
+        >>> parse_warmup("0.03", option="--warmup"), parse_warmup("100", option="--warmup")
+        (0.03, 100.0)
+    """
+    number = _number(text.strip(), option=option, text=text, example="100 or 0.03")
+    if number < 0 or number > _MOST_STEPS or (number >= 1 and number != int(number)):
+        raise ConfigError(f"{option} {text!r}: use whole steps, or a share of all from 0 to below 1.")
+    return number
 
 
 def _number(part: str, *, option: str, text: str, example: str) -> float:

@@ -11,6 +11,7 @@ from penstock.checkpoint.opened import LATEST, checkpoints_in
 from penstock.cli.training.config import TrainConfig
 from penstock.cli.training.data import Tokens, sequence_count
 from penstock.cli.training.optimizer import warmup_cosine
+from penstock.cli.training.recipe import Course
 from penstock.errors import CheckpointError, ConfigError, one_line
 
 AUTO = "auto"
@@ -38,6 +39,7 @@ class Checkpoints:
 
     Arguments:
         config: the settings.
+        course: what a step is, and how many there are.
         optimizer: the optimizer of the prepared model, with the options that the run was asked for.
         tokens: the text that is trained on; where a run was in it means nothing for another one.
 
@@ -45,16 +47,17 @@ class Checkpoints:
         changed: what a run that goes on does otherwise than it did before, for people to read; empty where nothing.
     """
 
-    def __init__(self, config: TrainConfig, optimizer: penstock.Optimizer, tokens: Tokens) -> None:
+    def __init__(self, config: TrainConfig, course: Course, optimizer: penstock.Optimizer, tokens: Tokens) -> None:
         self._config = config
+        self._course = course
         self._optimizer = optimizer
         self._text = {
             "seed": config.seed,
-            "seq_length": config.seq_length,
-            "sequences": sequence_count(len(tokens), config.seq_length),
+            "seq_length": course.seq_length,
+            "sequences": sequence_count(len(tokens), course.seq_length),
         }
         # Copies: loading a checkpoint overwrites the options in the groups.
-        self._asked = [{**group, "initial_lr": config.lr} for group in optimizer.param_groups]
+        self._asked = [{**group, "initial_lr": course.lr} for group in optimizer.param_groups]
         for asked in self._asked:
             del asked["params"]
         self.changed = ""
@@ -99,9 +102,9 @@ class Checkpoints:
                     f"{path} was trained on other data: {name} was {one_line(repr(was), 40)} and is {value}. Use the "
                     "same --data, --seed and --seq-length, or another --out."
                 )
-        if step > self._config.steps:
+        if step > self._course.steps:
             raise ConfigError(
-                f"{path} has made {step} steps, more than --steps {self._config.steps}. Ask for {step} or more, or "
+                f"{path} has made {step} steps, more than --steps {self._course.steps}. Ask for {step} or more, or "
                 "name another checkpoint."
             )
         return Position(step, sequences)
@@ -110,8 +113,8 @@ class Checkpoints:
         """Make what sets the optimizer's learning rates, for a run that is at a position."""
         # LambdaLR multiplies initial_lr, and refuses a position after the first step where a group has none.
         for group in self._optimizer.param_groups:
-            group["lr"] = group["initial_lr"] = self._config.lr
-        factor = warmup_cosine(warmup=self._config.warmup_steps, steps=self._config.steps)
+            group["lr"] = group["initial_lr"] = self._course.lr
+        factor = warmup_cosine(warmup=self._course.warmup_steps, steps=self._course.steps)
         return LambdaLR(self._optimizer, factor, last_epoch=position.step - 1)
 
     def save(self, position: Position, *, blocking: bool) -> Path:

@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from penstock.cli.ranks import Ranks
-from penstock.cli.training.config import TrainConfig
+from penstock.cli.training.recipe import Recipe
 from penstock.errors import ConfigError, one_line
 from penstock.integrations.tokenizers import Tokenizer
 
@@ -158,7 +158,7 @@ def _jsonl_pieces(path: Path, field: str) -> Iterator[Piece]:
                 raise ConfigError(f"{path}:{number} holds {_a(record)}, not an object. Write one {{...}} a line.")
             if field not in record:
                 names = one_line(", ".join(map(repr, record))) or "none"
-                raise ConfigError(f"{path}:{number} has no field {field!r} (its fields: {names}). Use --jsonl-field.")
+                raise ConfigError(f"{path}:{number} has no field {field!r} (its fields: {names}). Use --text-field.")
             if not isinstance(record[field], str):
                 raise ConfigError(f"{path}:{number}: the field {field!r} holds {_a(record[field])}, not text.")
             if record[field]:
@@ -253,32 +253,32 @@ def shuffled(count: int, seed: int, start: int = 0) -> Iterator[int]:
 # 4. Batches
 
 
-def train_batches(tokens: Tokens, config: TrainConfig, ranks: Ranks, *, start: int = 0) -> Iterator[Ids]:
+def train_batches(tokens: Tokens, recipe: Recipe, ranks: Ranks, *, seed: int, start: int = 0) -> Iterator[Ids]:
     """Yield a rank's micro-batches without end, each of shape (batch_size, seq_length).
 
     The first `start` sequences of all ranks together are passed over. The micro-batches of all ranks together are the
     same for any world size that gives the same `batch_size * world_size`.
     """
-    order = shuffled(sequence_count(len(tokens), config.seq_length), config.seed, start)
-    first = ranks.rank * config.batch_size
+    order = shuffled(sequence_count(len(tokens), recipe.seq_length), seed, start)
+    first = ranks.rank * recipe.batch_size
     while True:
-        all_ranks = list(itertools.islice(order, config.batch_size * ranks.world_size))
-        yield sequences(tokens, all_ranks[first : first + config.batch_size], config.seq_length)
+        all_ranks = list(itertools.islice(order, recipe.batch_size * ranks.world_size))
+        yield sequences(tokens, all_ranks[first : first + recipe.batch_size], recipe.seq_length)
 
 
-def eval_batches(tokens: Tokens, config: TrainConfig, ranks: Ranks) -> Iterator[tuple[Ids, bool]]:
-    """Yield a rank's part of `config.eval_sequences` sequences (or all there are), spread evenly over the stream.
+def eval_batches(tokens: Tokens, recipe: Recipe, ranks: Ranks, *, wanted_count: int) -> Iterator[tuple[Ids, bool]]:
+    """Yield a rank's part of `wanted_count` sequences (or all there are), spread evenly over the stream.
 
     Every rank gets the same number of batches, because a forward pass may be a collective call. A rank for which
     nothing is left gets a sequence with `False`: run it, and do not count it.
     """
-    count = sequence_count(len(tokens), config.seq_length)
-    wanted_count = min(config.eval_sequences, count)
+    count = sequence_count(len(tokens), recipe.seq_length)
+    wanted_count = min(wanted_count, count)
     chosen = [number * count // wanted_count for number in range(wanted_count)]
-    for start in range(0, wanted_count, config.batch_size * ranks.world_size):
-        first = start + ranks.rank * config.batch_size
-        mine = chosen[first : first + config.batch_size]
-        yield sequences(tokens, mine or chosen[:1], config.seq_length), bool(mine)
+    for start in range(0, wanted_count, recipe.batch_size * ranks.world_size):
+        first = start + ranks.rank * recipe.batch_size
+        mine = chosen[first : first + recipe.batch_size]
+        yield sequences(tokens, mine or chosen[:1], recipe.seq_length), bool(mine)
 
 
 # 5. On the device

@@ -16,6 +16,7 @@ from penstock.cli.ranks import Ranks
 from penstock.cli.training.checkpoints import Checkpoints, Position
 from penstock.cli.training.config import TrainConfig
 from penstock.cli.training.data import Tokens, on_device, train_batches
+from penstock.cli.training.recipe import Course
 from penstock.cli.training.reports import Progress, Reports, bytes_by_tier
 
 #: The exit status of a run that was asked to end and can be resumed: `EX_TEMPFAIL` of sysexits(3), "try again".
@@ -31,10 +32,11 @@ def train_steps(
     start: Position,
     tokens: Tokens,
     config: TrainConfig,
+    course: Course,
     ranks: Ranks,
     reports: Reports,
 ) -> Position:
-    """Go on from `start` to `config.steps` steps. Every rank calls this; each reads its own sequences.
+    """Go on from `start` to `course.steps` steps. Every rank calls this; each reads its own sequences.
 
     1. Micro-batches: forward and backward, gradients added up.
     2. Update, then the next learning rate.
@@ -46,26 +48,25 @@ def train_steps(
     """
     position = start
     scheduler = checkpoints.schedule(start)
-    read = train_batches(tokens, config, ranks, start=start.sequences)
-    window = _Window(config, ranks)
+    read = train_batches(tokens, course, ranks, seed=config.seed, start=start.sequences)
+    window = _Window(course, ranks)
     with closing(on_device(read, ranks.device)) as batches, Interruption(ranks) as interruption:
-        for step in range(start.step + 1, config.steps + 1):
+        for step in range(start.step + 1, course.steps + 1):
             # 1.
-            loss = _accumulate(model, optimizer, batches, config, ranks)
+            loss = _accumulate(model, optimizer, batches, course.accumulation, ranks)
             # 2. The rate is read before the scheduler changes it, so that the report has the one of this update.
             lr = float(scheduler.get_last_lr()[0])
             outcome = optimizer.step()
             scheduler.step()
             optimizer.zero_grad()
             window.add(loss, skipped=outcome.skipped)
-            per_step = config.batch_size * config.accumulation * ranks.world_size
-            position = Position(step, position.sequences + per_step)
+            position = Position(step, position.sequences + course.per_step)
             # 3.
-            if step % config.log_every == 0 or step == config.steps:
+            if step % config.log_every == 0 or step == course.steps:
                 reports.step(window.close(step, outcome.grad_norm, lr, bytes_by_tier(optimizer.locations())))
             # 4. Every rank asks in every step: the answer is a collective, and a signal may reach one rank alone.
-            asked = interruption.is_asked() and step < config.steps
-            if asked or (config.save_every and (step % config.save_every == 0 or step == config.steps)):
+            asked = interruption.is_asked() and step < course.steps
+            if asked or (config.save_every and (step % config.save_every == 0 or step == course.steps)):
                 checkpoints.save(position, blocking=asked)
             if asked:
                 break
@@ -75,15 +76,15 @@ def train_steps(
 
 
 def _accumulate(
-    model: nn.Module, optimizer: penstock.Optimizer, batches: Iterator[Tensor], config: TrainConfig, ranks: Ranks
+    model: nn.Module, optimizer: penstock.Optimizer, batches: Iterator[Tensor], accumulation: int, ranks: Ranks
 ) -> Tensor:
     """Add up the gradients of a step's micro-batches, and return this rank's mean loss, on the device."""
     total = torch.zeros((), device=ranks.device)
-    for micro_batch in range(1, config.accumulation + 1):
+    for micro_batch in range(1, accumulation + 1):
         ids = next(batches)
         # Ranks exchange gradients once a step, with the last micro-batch.
-        with nullcontext() if micro_batch == config.accumulation else optimizer.no_sync():
-            loss = model(input_ids=ids, labels=ids, use_cache=False).loss / config.accumulation
+        with nullcontext() if micro_batch == accumulation else optimizer.no_sync():
+            loss = model(input_ids=ids, labels=ids, use_cache=False).loss / accumulation
             optimizer.backward(loss)
         total += loss.detach()
     return total
@@ -93,7 +94,7 @@ def _accumulate(
 class _Window:
     """The steps since the last report. The loss stays on the device until it is reported, so no step waits for it."""
 
-    config: TrainConfig
+    course: Course
     ranks: Ranks
     began: float = field(default_factory=time.perf_counter)
     window_began: float = field(default_factory=time.perf_counter)
@@ -107,14 +108,14 @@ class _Window:
 
     def close(self, step: int, grad_norm: float, lr: float, sizes: dict[str, int]) -> Progress:
         """Sum the steps up over all ranks, and begin the next window. Every rank calls it."""
-        config, world_size = self.config, self.ranks.world_size
+        course, world_size = self.course, self.ranks.world_size
         mean_loss = self.ranks.sum(torch.stack(self.losses).mean()).item() / world_size
         # After the loss was read, which waits for the device: else the time of the last steps would be missing.
         now = time.perf_counter()
-        token_count = len(self.losses) * config.batch_size * config.accumulation * config.seq_length * world_size
+        token_count = len(self.losses) * course.per_step * course.seq_length
         progress = Progress(
             step=step,
-            steps=config.steps,
+            steps=course.steps,
             loss=mean_loss,
             grad_norm=grad_norm,
             lr=lr,

@@ -11,6 +11,8 @@ from torch import nn
 from penstock.cli.ranks import Ranks
 from penstock.cli.training.config import TrainConfig
 from penstock.cli.training.data import Tokens, eval_batches, to_device
+from penstock.cli.training.recipe import Recipe
+from penstock.cli.training.settings.common import ON
 from penstock.errors import ConfigError, MemoryBudgetError, PenstockError, one_line
 from penstock.integrations.chunked import chunk_loss
 from penstock.integrations.huggingface import ModelSource, build_empty, build_model, enable_activation_checkpointing
@@ -27,14 +29,14 @@ def build(source: ModelSource, config: TrainConfig) -> tuple[nn.Module, Path | N
     torch.manual_seed(config.seed)
     empty = build_empty(source)
     model = build_model(source) if empty is None else empty
-    if config.activation_checkpointing:
+    if config.recompute == ON:
         enable_activation_checkpointing(model)
-    if config.chunked_loss:
+    if config.chunked_loss == ON:
         chunk_loss(model)
     return model, None if empty is None else source.folder
 
 
-def held_out_loss(model: nn.Module, held_out: Tokens, config: TrainConfig, ranks: Ranks) -> float:
+def held_out_loss(model: nn.Module, held_out: Tokens, config: TrainConfig, recipe: Recipe, ranks: Ranks) -> float:
     """Measure the mean loss over `config.eval_sequences` held-out sequences, in nats per token. Every rank calls it.
 
     For a byte-level tokenizer a token is a byte.
@@ -42,7 +44,7 @@ def held_out_loss(model: nn.Module, held_out: Tokens, config: TrainConfig, ranks
     loss_sum, count = torch.zeros((), device=ranks.device), 0
     model.eval()
     with torch.no_grad():
-        for sequences, counts in eval_batches(held_out, config, ranks):
+        for sequences, counts in eval_batches(held_out, recipe, ranks, wanted_count=config.eval_sequences):
             ids = to_device(sequences, ranks.device)
             loss = model(input_ids=ids, labels=ids, use_cache=False).loss
             if counts:
@@ -54,7 +56,7 @@ def held_out_loss(model: nn.Module, held_out: Tokens, config: TrainConfig, ranks
     return float(total / number)
 
 
-def sample_ids(model: nn.Module, prompt_ids: list[int], config: TrainConfig, ranks: Ranks) -> list[int]:
+def sample_ids(model: nn.Module, prompt_ids: list[int], config: TrainConfig, recipe: Recipe, ranks: Ranks) -> list[int]:
     """Continue the prompt by `config.sample_tokens` ids, drawn from the model at `TEMPERATURE`. Every rank calls it.
 
     Every rank runs every forward pass, because the parameters may be sharded; rank 0 draws. The number of passes is
@@ -62,8 +64,9 @@ def sample_ids(model: nn.Module, prompt_ids: list[int], config: TrainConfig, ran
 
     Arguments:
         model: a causal language model.
-        prompt_ids: what to continue, one id at least. The model sees the last `config.seq_length` ids at most.
+        prompt_ids: what to continue, one id at least. The model sees the last `recipe.seq_length` ids at most.
         config: the settings, of which `seed` fixes what is drawn.
+        recipe: what a step is.
         ranks: the place of this process.
     """
     generator = torch.Generator().manual_seed(config.seed)
@@ -71,7 +74,7 @@ def sample_ids(model: nn.Module, prompt_ids: list[int], config: TrainConfig, ran
     model.eval()
     with torch.no_grad():
         for _ in range(config.sample_tokens):
-            context = torch.tensor([ids[-config.seq_length :]], device=ranks.device)
+            context = torch.tensor([ids[-recipe.seq_length :]], device=ranks.device)
             logits = model(input_ids=context, use_cache=False).logits[0, -1]
             probabilities = torch.softmax(logits.float().cpu() / TEMPERATURE, dim=-1)
             drawn = torch.multinomial(probabilities, 1, generator=generator)
@@ -97,7 +100,7 @@ def computing(source: ModelSource) -> Iterator[None]:
         if isinstance(error, MemoryError | torch.OutOfMemoryError) or "can't allocate memory" in str(error):
             raise MemoryBudgetError(
                 f"There is too little memory: {one_line(error)}. Use a smaller --batch-size with more --accumulation, "
-                "shorter sequences, --activation-checkpointing or --chunked-loss."
+                "shorter sequences, --recompute or --chunked-loss."
             ) from error
         if source.folder is None or not _is_of_model(error):
             raise

@@ -11,6 +11,7 @@ from torch import nn
 import penstock
 from penstock.cli.ranks import Ranks
 from penstock.cli.training.config import TrainConfig
+from penstock.cli.training.recipe import Recipe
 
 #: The learning rate ends at this part of its peak.
 FLOOR = 0.1
@@ -19,13 +20,14 @@ _CPU_BF16 = ("avx512_bf16", "amx_bf16")
 
 
 def prepare_model(
-    model: nn.Module, config: TrainConfig, ranks: Ranks, *, weights: Path | None = None
+    model: nn.Module, config: TrainConfig, recipe: Recipe, ranks: Ranks, *, weights: Path | None = None
 ) -> penstock.Optimizer:
     """Hand the model and its AdamW to penstock. Every rank calls it.
 
     Arguments:
         model: what is trained; without values where `weights` has them.
         config: the settings.
+        recipe: what a step is, and the peak learning rate.
         ranks: the place of this process.
         weights: the folder with the values of a model that has none.
 
@@ -34,7 +36,9 @@ def prepare_model(
     """
     return penstock.prepare(
         model,
-        torch.optim.AdamW(parameter_groups(model, config.weight_decay), lr=config.lr, betas=config.betas),
+        torch.optim.AdamW(
+            parameter_groups(model, config.weight_decay), lr=recipe.lr, betas=config.betas or (0.9, 0.95)
+        ),
         stage=cast("Any", config.stage),  # the library checks the values that the types would
         placement=config.placement(),
         precision=resolve_precision(config.precision, ranks.device),

@@ -102,7 +102,7 @@ class Reports(AbstractContextManager["Reports"]):
         """
         if not self._is_first_rank:
             return
-        if self._config.tensorboard:
+        if "tensorboard" in self._config.report_to:
             from torch.utils.tensorboard import SummaryWriter
 
             self._writer = SummaryWriter(str(self._config.out / "tensorboard"))
@@ -185,9 +185,11 @@ class Panel:
 
 
 def check_tensorboard() -> None:
-    """Refuse `--tensorboard` where TensorBoard is not installed."""
+    """Refuse `--report-to tensorboard` where TensorBoard is not installed."""
     if find_spec("tensorboard") is None:
-        raise ConfigError("--tensorboard needs TensorBoard. Install it with: pip install 'penstock[tensorboard]'")
+        raise ConfigError(
+            "--report-to tensorboard needs TensorBoard. Install it with: pip install 'penstock[tensorboard]'"
+        )
 
 
 def bytes_by_tier(report: penstock.LocationReport) -> dict[str, int]:

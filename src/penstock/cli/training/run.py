@@ -21,7 +21,9 @@ from penstock.cli.training.data import (
 from penstock.cli.training.loop import train_steps
 from penstock.cli.training.model import build, computing, held_out_loss, sample_ids
 from penstock.cli.training.optimizer import prepare_model, resolve_precision
+from penstock.cli.training.recipe import Course, recipe_for
 from penstock.cli.training.reports import METRICS_NAME, Reports, check_tensorboard, format_seconds, printable
+from penstock.cli.training.settings.common import ON
 from penstock.errors import ConfigError
 from penstock.integrations.chunked import check_chunkable
 from penstock.integrations.huggingface import ModelSource, find_model, save_pretrained
@@ -53,11 +55,12 @@ def run(config: TrainConfig) -> bool:
     began = time.perf_counter()
     ranks = Ranks.from_environment()
     # 1.
-    source = find_model(config.model, seq_length=config.seq_length, trust_remote_code=config.trust_remote_code)
+    source = find_model(config.model, seq_length=config.seq_length or 2, trust_remote_code=config.trust_remote_code)
+    recipe = recipe_for(config, positions=source.max_seq_length, world_size=ranks.world_size)
     logging.disable_progress_bar()  # the display of the run is the only one
     config.placement()
     config.options()
-    if config.chunked_loss:
+    if config.chunked_loss == ON:
         check_chunkable(source.model_class)
     files = find_files(config.data) if config.data else standard_library_files()
     if ranks.is_first:
@@ -67,39 +70,40 @@ def run(config: TrainConfig) -> bool:
         tokenizer = tokenizer_for(
             source.folder, vocab_size=source.vocab_size, trust_remote_code=config.trust_remote_code
         )
-        pieces = (piece for path in files for piece in read_pieces(path, jsonl_field=config.jsonl_field))
-        corpus = encode_corpus(pieces, tokenizer, seq_length=config.seq_length)
-        reports.note(_about_text(corpus, config, file_count=len(files)))
+        pieces = (piece for path in files for piece in read_pieces(path, jsonl_field=config.text_field))
+        corpus = encode_corpus(pieces, tokenizer, seq_length=recipe.seq_length)
+        course = recipe.over(config, sequence_count(len(corpus.train), recipe.seq_length))
+        reports.note(_about_text(corpus, course, file_count=len(files)))
         # 3.
         resumed = checkpoint_to_resume(config)
         with joined(ranks), computing(source):
             model, weights = build(source, config)
             about = _about_run(model, corpus, config, ranks)  # before it is sharded, which changes its parameters
-            optimizer = prepare_model(model, config, ranks, weights=weights)
+            optimizer = prepare_model(model, config, course, ranks, weights=weights)
             # 4.
-            checkpoints = Checkpoints(config, optimizer, corpus.train)
+            checkpoints = Checkpoints(config, course, optimizer, corpus.train)
             start = checkpoints.resume(resumed)
             if start.step:
                 differing = f", with {checkpoints.changed}" if checkpoints.changed else ""
                 reports.note(f"goes on after step {start.step}{differing}")
             # Nothing can be refused any more: what an earlier run has left may go.
             reports.start(goes_on=resumed is not None, **about)
-            loss_before = _measure(model, corpus, config, ranks, reports, step=start.step)
+            loss_before = _measure(model, corpus, config, course, ranks, reports, step=start.step)
             # 5.
-            end = train_steps(model, optimizer, checkpoints, start, corpus.train, config, ranks, reports)
-            if end.step < config.steps:
+            end = train_steps(model, optimizer, checkpoints, start, corpus.train, config, course, ranks, reports)
+            if end.step < course.steps:
                 reports.note(f"asked to end: saved step {end.step}; go on with --resume auto")
                 optimizer.close(keep_params=False)
                 return False
             # 6.
-            loss_after = _measure(model, corpus, config, ranks, reports, step=config.steps)
+            loss_after = _measure(model, corpus, config, course, ranks, reports, step=course.steps)
             # 7.
             save_pretrained(model, optimizer, config.out, is_first_rank=ranks.is_first)
             if ranks.is_first:
                 tokenizer.save(config.out)
             reports.note(f"saved the model in {config.out}")
             # 8. After the model is saved: what goes wrong here takes nothing of it away.
-            sample = _sample(model, tokenizer, corpus, config, ranks) if config.sample_tokens else None
+            sample = _sample(model, tokenizer, corpus, config, course, ranks) if config.sample_tokens else None
             if sample is not None:
                 reports.note(f"sample:\n{printable(sample)}")
             optimizer.close(keep_params=False)
@@ -113,7 +117,7 @@ def _check_out(config: TrainConfig, source: ModelSource) -> None:
     """Refuse a folder that cannot be written, before hours of training; nothing that is in it changes."""
     if source.folder is not None and source.folder.resolve() == config.out.resolve():
         raise ConfigError(f"--out {str(config.out)!r} is the folder of --model, which it would overwrite. Use another.")
-    if config.tensorboard:
+    if "tensorboard" in config.report_to:
         check_tensorboard()
     try:
         config.out.mkdir(parents=True, exist_ok=True)
@@ -134,30 +138,32 @@ def _check_out(config: TrainConfig, source: ModelSource) -> None:
 
 
 def _measure(
-    model: nn.Module, corpus: Corpus, config: TrainConfig, ranks: Ranks, reports: Reports, *, step: int
+    model: nn.Module, corpus: Corpus, config: TrainConfig, course: Course, ranks: Ranks, reports: Reports, *, step: int
 ) -> float | None:
     """Measure the held-out loss after some steps, and report it. Every rank calls it."""
     if config.eval_sequences == 0:
         return None
     began = time.perf_counter()
-    loss = held_out_loss(model, corpus.held_out, config, ranks)
+    loss = held_out_loss(model, corpus.held_out, config, course, ranks)
     reports.evaluation(step, loss, time.perf_counter() - began, token_name=corpus.token_name)
     return loss
 
 
-def _sample(model: nn.Module, tokenizer: Tokenizer, corpus: Corpus, config: TrainConfig, ranks: Ranks) -> str:
+def _sample(
+    model: nn.Module, tokenizer: Tokenizer, corpus: Corpus, config: TrainConfig, course: Course, ranks: Ranks
+) -> str:
     """Continue the prompt, or the beginning of the held-out text, and return both. Every rank calls it."""
-    prompt = tokenizer.encode(config.prompt) if config.prompt else corpus.held_out[:PROMPT_TOKENS]
+    prompt = tokenizer.encode(config.prompt[0]) if config.prompt else corpus.held_out[:PROMPT_TOKENS]
     prompt_ids = [int(i) for i in prompt]
-    return tokenizer.decode(prompt_ids + sample_ids(model, prompt_ids, config, ranks))
+    return tokenizer.decode(prompt_ids + sample_ids(model, prompt_ids, config, course, ranks))
 
 
-def _about_text(corpus: Corpus, config: TrainConfig, *, file_count: int) -> str:
+def _about_text(corpus: Corpus, course: Course, *, file_count: int) -> str:
     """Say in a line what is trained on."""
-    count = sequence_count(len(corpus.train), config.seq_length)
+    count = sequence_count(len(corpus.train), course.seq_length)
     return (
         f"{file_count:,} files, {corpus.document_count:,} documents: {len(corpus.train):,} tokens to train on "
-        f"({count:,} sequences of {config.seq_length}), {len(corpus.held_out):,} held out"
+        f"({count:,} sequences of {course.seq_length}), {len(corpus.held_out):,} held out"
     )
 
 

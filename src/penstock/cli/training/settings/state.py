@@ -1,0 +1,82 @@
+"""Where training state lives, and when it moves."""
+
+# ruff: noqa: RUF009 (`option` makes a field, not a default that all settings would share)
+
+from dataclasses import dataclass, fields
+from functools import partial
+from typing import Any, Literal, cast
+
+from penstock import Options, Placement
+from penstock.cli.options import option
+from penstock.cli.parse import parse_home, parse_share, parse_size_bytes
+from penstock.cli.training.settings.common import MOST_THREADS, OFF, check_paths
+from penstock.errors import ConfigError
+
+_STATE = "Where state lives (tiers: device, cpu, nvme) and when it moves"
+OVERLAPS = ("none", "forward", "backward", "auto")
+
+Home = str | dict[str, float]
+
+# A number of bytes, whose limits are the library's.
+_size = partial(option, panel=_STATE, parse=parse_size_bytes)
+
+
+@dataclass(frozen=True, kw_only=True)
+class StateOptions:
+    """The arguments of `penstock.prepare` that say where state lives."""
+
+    stage: int = option(3, "ZeRO stage, 0 to 3.", _STATE)
+    params: Home = option("device", "Home of the parameters: a tier, or device=0.5,cpu=0.5.", _STATE, parse=parse_home)
+    grads: Home = option("device", "Home of the gradients.", _STATE, parse=parse_home)
+    optimizer: Home = option("cpu", "Home of the master weights and optimizer states.", _STATE, parse=parse_home)
+    activations: str = option(
+        OFF, "Tier of what forward saves for backward.", _STATE, choices=(OFF, "device", "cpu", "nvme")
+    )
+    nvme_path: tuple[str, ...] = option((), "Folders of the nvme tier.", _STATE, many=True)
+    overlap: str = option("auto", "When updates run: none, forward, backward, auto.", _STATE, choices=OVERLAPS)
+    # Named as in `penstock.Options`, which checks them, and has a default for each that is left out.
+    device_bytes: int | None = _size(None, "Memory of the device that training state may take, such as 20GiB.")
+    tile_bytes: int | None = _size(None, "Grain of updates and movement, such as 4MiB.")
+    live_bytes: int | None = _size(None, "Parameters gathered at once, at most.")
+    prefetch_bytes: int | None = _size(None, "Parameters gathered ahead of use, at most.")
+    persistent_bytes: int | None = _size(None, "Parameters up to this size stay gathered.")
+    pinned_bytes: int | None = _size(None, "Host memory that may be pinned.")
+    update_threads: int | None = option(None, "Threads of the update on the host.", _STATE, most=MOST_THREADS)
+    streamed_updates: float | Literal["auto"] | None = option(
+        None, "Share of the host's updates that the device does, or auto.", _STATE, parse=parse_share
+    )
+    state_dtype: str | None = option(
+        None, "How the optimizer's states are stored: fp32, bf16, int8.", _STATE, choices=("fp32", "bf16", "int8")
+    )
+
+    def check_state(self) -> None:
+        """Refuse what can be told of these options by themselves.
+
+        Raises:
+            ConfigError: also what the library says of them, which names its own arguments like these options.
+        """
+        if not 0 <= self.stage <= 3:
+            raise ConfigError(f"--stage {self.stage} is not a ZeRO stage. Use 0, 1, 2 or 3.")
+        check_paths("--nvme-path", *self.nvme_path)
+
+    @property
+    def sizes(self) -> dict[str, Any]:
+        """List the fields that `penstock.Options` has too, those that were given."""
+        names = [field.name for field in fields(Options)]
+        return {name: value for name in names if (value := getattr(self, name, None)) is not None}
+
+    def options(self) -> Options:
+        """Make the library's options. Raises `ConfigError` where one is out of range."""
+        return Options(**self.sizes)
+
+    def placement(self) -> Placement:
+        """Make the library's placement. Raises `ConfigError` where there is no such tier."""
+        params, grads, optimizer = (cast("Any", home) for home in (self.params, self.grads, self.optimizer))
+        activations = None if self.activations == OFF else cast("Any", self.activations)
+        return Placement(
+            params=params,
+            grads=grads,
+            optimizer=optimizer,
+            activations=activations,
+            nvme_path=self.nvme_path or None,
+        )
