@@ -23,6 +23,7 @@ from penstock.integrations.folders import (
     read_json,
     reading,
 )
+from penstock.integrations.hub import fetch_model, is_hub_name
 from penstock.integrations.tokenizers import ByteTokenizer
 from penstock.integrations.weights import gather_entries, state_entries
 
@@ -70,17 +71,17 @@ class ModelSource:
 
 
 def find_model(name: str, *, seq_length: int, trust_remote_code: bool = False) -> ModelSource:
-    """Read what `name` stands for: a preset's name, or a model folder.
+    """Read what `name` stands for: a preset's name, a model folder, or a model's name on a hub.
 
     Arguments:
-        name: a name of `PRESETS`, or a folder with config.json and .safetensors weights.
+        name: a name of `PRESETS`, a folder with config.json and .safetensors weights, or `owner/name` of a hub.
         seq_length: how many tokens a sequence has. A preset takes any length, a folder's model those that it has
             positions for.
         trust_remote_code: run the code of a folder whose model is none of transformers' own.
 
     Raises:
-        ConfigError: the name is neither, or the folder lacks a file, cannot be read, needs code that is not allowed, is
-            no causal language model or has too few positions.
+        ConfigError: the name is none of them, or the folder lacks a file, cannot be read, needs code that is not
+            allowed, is no causal language model or has too few positions.
 
     Example:
         >>> find_model("tiny", seq_length=128).vocab_size
@@ -231,9 +232,12 @@ def _find_folder(name: str, trust_remote_code: bool) -> ModelSource:
     """Read what a model folder holds, before anything is built of it."""
     from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig
 
-    folder = Path(name).expanduser()
+    folder = fetch_model(name, code=trust_remote_code) if is_hub_name(name) else Path(name).expanduser()
     if not folder.is_dir():
-        raise ConfigError(f"--model {name!r} is neither a folder nor a preset. The presets are {', '.join(PRESETS)}.")
+        raise ConfigError(
+            f"--model {name!r} is neither a folder, a preset nor owner/name of a hub. The presets are "
+            f"{', '.join(PRESETS)}."
+        )
     if not (folder / CONFIG).is_file():
         raise ConfigError(f"--model {name!r} is not a model folder: it has no {CONFIG}.")
     if not any(folder.glob("*.safetensors")):

@@ -22,12 +22,15 @@ class Tokenizer(Protocol):
 
     Attributes:
         vocab_size: what all ids are below.
+        own_vocab_size: what all ids but those of added tokens are below.
         end_of_document: the id that ends a document, where there is one.
         token_name: what a token is, in the singular: `"byte"` or `"token"`.
     """
 
     @property
     def vocab_size(self) -> int: ...  # noqa: D102
+    @property
+    def own_vocab_size(self) -> int: ...  # noqa: D102
     @property
     def end_of_document(self) -> int | None: ...  # noqa: D102
     @property
@@ -46,7 +49,7 @@ class Tokenizer(Protocol):
 class ByteTokenizer:
     """One id per UTF-8 byte, equal to the byte; id 256 ends a document."""
 
-    vocab_size = BYTE_COUNT + 1
+    vocab_size = own_vocab_size = BYTE_COUNT + 1
     end_of_document = BYTE_COUNT
     token_name = "byte"
 
@@ -105,8 +108,11 @@ class FolderTokenizer:
             raise
         with self._border():
             # Of a vocabulary with holes, the greatest id is more than how many there are.
-            ids = self._tokenizer.get_vocab().values()
+            vocabulary, added = self._tokenizer.get_vocab(), self._tokenizer.get_added_vocab()
+            ids = vocabulary.values()
             self.vocab_size: int = max(len(self._tokenizer), *(int(i) + 1 for i in ids))
+            own = (int(i) + 1 for token, i in vocabulary.items() if token not in added)
+            self.own_vocab_size: int = max(own, default=0)
             self.end_of_document: int | None = self._tokenizer.eos_token_id
             if min(ids) < 0:
                 raise ConfigError(f"The tokenizer in {folder} has ids below 0. Mend it, or name another folder.")

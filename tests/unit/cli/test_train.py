@@ -231,7 +231,10 @@ def test_tensorboard(
         (["--data", "short.txt"], "The text of --data has 6 tokens, less than two sequences of --seq-length 128:"),
         (["--data", "bad.jsonl"], "bad.jsonl:2 is not JSON: "),
         (["--data", "good.jsonl"], "good.jsonl:1 has no field 'text' (its fields: 'body'). Use --jsonl-field."),
-        (["--model", "huge"], "--model 'huge' is neither a folder nor a preset. The presets are tiny, small, medium."),
+        (
+            ["--model", "huge"],
+            "--model 'huge' is neither a folder, a preset nor owner/name of a hub. The presets are tiny",
+        ),
         (["--model", "."], "--model '.' is not a model folder: it has no config.json."),
         (["--out", "short.txt/out"], "--out 'short.txt/out' cannot be written: Not a directory. Use another."),
         (["--params", "disc"], "params='disc' is not a tier. Use one of 'device', 'cpu', 'nvme'."),

@@ -118,7 +118,9 @@ def edit_config(folder: Path, **values: object) -> None:
 
 
 def test_names_that_are_no_model(tmp_path: Path) -> None:
-    message = "--model 'huge' is neither a folder nor a preset. The presets are tiny, small, medium."
+    message = (
+        "--model 'huge' is neither a folder, a preset nor owner/name of a hub. The presets are tiny, small, medium."
+    )
     with pytest.raises(ConfigError, match=f"^{re.escape(message)}$"):
         find_model("huge", seq_length=8)
     with pytest.raises(ConfigError, match=r"is not a model folder: it has no config.json.$"):

@@ -1,0 +1,102 @@
+"""Embeddings and heads that grow: the old rows stay, the new ones are their mean, with values and without."""
+
+from copy import deepcopy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig
+
+import penstock
+from penstock.errors import ConfigError
+from penstock.integrations.tokenizers import ByteTokenizer
+from penstock.integrations.vocabulary import grow_vocabulary, grown, vocabulary_for
+
+LLAMA = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+CONFIGS = {
+    "tied": LlamaConfig(vocab_size=257, tie_word_embeddings=True, **LLAMA),
+    "untied": LlamaConfig(vocab_size=257, tie_word_embeddings=False, **LLAMA),
+    "gpt2": GPT2Config(vocab_size=257, n_embd=16, n_layer=1, n_head=2, n_positions=32),
+}
+
+
+def build(name: str) -> Any:
+    torch.manual_seed(0)
+    auto: Any = AutoModelForCausalLM
+    return auto.from_config(deepcopy(CONFIGS[name])).eval()
+
+
+class Added(ByteTokenizer):
+    """Bytes, and tokens that were added to them."""
+
+    def __init__(self, count: int) -> None:
+        self.vocab_size = 257 + count
+
+
+@pytest.mark.parametrize(
+    ("added", "rows", "multiple", "expected"),
+    [(0, 257, 1, 257), (3, 257, 1, 260), (3, 300, 1, 300), (3, 257, 64, 320), (0, 257, 64, 320), (0, 320, 64, 320)],
+)
+def test_how_many_rows(added: int, rows: int, multiple: int, expected: int) -> None:
+    assert vocabulary_for(Added(added), rows, multiple=multiple) == expected
+
+
+def test_a_tokenizer_of_another_model_is_refused() -> None:
+    message = "The tokenizer makes 257 different ids without its added tokens, the model's vocab_size is 200."
+    with pytest.raises(ConfigError, match=message):
+        vocabulary_for(Added(3), 200)
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_old_rows_stay_and_new_ones_are_their_mean(name: str) -> None:
+    model, before = build(name), build(name)
+    rows = grow_vocabulary(model, 260)
+    assert rows
+    assert model.config.get_text_config().vocab_size == 260
+    for parameter_name in rows:
+        value, old = model.get_parameter(parameter_name), before.get_parameter(parameter_name)
+        assert rows[parameter_name] == 257
+        assert torch.equal(value[:257], old)
+        assert torch.equal(value[257:], old.mean(0).expand(3, -1))
+    ids = torch.arange(8)[None]
+    with torch.no_grad():
+        torch.testing.assert_close(model(ids).logits[..., :257], before(ids).logits)
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_without_values_they_are_read_as_they_would_have_been(name: str) -> None:
+    """A model on the meta device that grows is the one with values that grows."""
+    expected, held = build(name), build(name)
+    state = dict(held.named_parameters(remove_duplicate=False))
+    grow_vocabulary(expected, 260)
+    with torch.device("meta"):
+        empty = build(name)
+    rows = grow_vocabulary(empty, 260)
+
+    def read(parameter_name: str) -> Tensor:
+        return state[parameter_name].detach()
+
+    optimizer = penstock.prepare(
+        empty,
+        torch.optim.SGD(empty.parameters(), lr=0.1),
+        precision="fp32",
+        weights=grown(read, rows, 260),
+    )
+    for parameter_name, parameter in empty.named_parameters():
+        assert torch.equal(optimizer.full_param(parameter), expected.get_parameter(parameter_name)), parameter_name
+    optimizer.close()
+
+
+def test_what_has_grown_is_saved_with_its_size(tmp_path: Path) -> None:
+    model = build("untied")
+    grow_vocabulary(model, 320)
+    model.save_pretrained(tmp_path)
+    auto: Any = AutoModelForCausalLM
+    assert auto.from_pretrained(tmp_path).get_input_embeddings().weight.shape == (320, 16)
+
+
+def test_a_model_that_cannot_grow_is_refused() -> None:
+    with pytest.raises(ConfigError, match="^Linear cannot get rows for new tokens: "):
+        grow_vocabulary(torch.nn.Linear(2, 2), 3)
