@@ -59,7 +59,7 @@ def test_a_path_that_is_misspelt_is_not_looked_up_elsewhere(tmp_path: Path, monk
     (tmp_path / "runs").mkdir()
     assert not is_hub_name("runs/frist")
     with pytest.raises(
-        ConfigError, match="^--model 'runs/frist' is neither a folder, a preset nor owner/name of a hub"
+        ConfigError, match=r"^--model 'runs/frist' is neither a folder, a preset nor owner/name of a hub"
     ):
         find_model("runs/frist", seq_length=8)
 

@@ -98,5 +98,5 @@ def test_what_has_grown_is_saved_with_its_size(tmp_path: Path) -> None:
 
 
 def test_a_model_that_cannot_grow_is_refused() -> None:
-    with pytest.raises(ConfigError, match="^Linear cannot get rows for new tokens: "):
+    with pytest.raises(ConfigError, match=r"^Linear cannot get rows for new tokens: "):
         grow_vocabulary(torch.nn.Linear(2, 2), 3)
