@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from typing import Any
 
 #: What a layer keeps for its backward: tensors as wide as the model (inputs of two norms, two sums), as its heads
-#: (queries, keys, values, turned and not, and what attention makes), and as its inner product. Counted for Llama; a quarter less
-#: for GPT-NeoX, a third more for Qwen3, which norms its heads. Korthikanti et al. ("Reducing Activation Recomputation",
-#: 2022) have 34 bytes of bf16 per element for GPT.
+#: (queries, keys, values, turned and not, and what attention makes), and as its inner product. Counted for Llama; a
+#: quarter less for GPT-NeoX, a third more for Qwen3, which norms its heads. Korthikanti et al. ("Reducing Activation
+#: Recomputation", 2022) have 34 bytes of bf16 per element for GPT.
 _OF_WIDTH, _OF_HEADS, _OF_INNER = 4, 6, 4
 _FP32_BYTES = 4
 
