@@ -1,3 +1,4 @@
+import json
 import os
 import re
 from pathlib import Path
@@ -127,8 +128,11 @@ def test_a_file_has_one_weight(tree: Path) -> None:
 
 def test_a_pattern_that_names_nothing(tree: Path) -> None:
     for pattern in ("nowhere", "nowhere/*.txt", "sub/nothing", "nowhere.jsonl", "no/such.jsonl", "b.txt:x", "a/b/c"):
-        assert error_of(pattern).startswith(f"--data {pattern!r} matches nothing. Name a file, or a folder or glob with")
-    with pytest.raises(ConfigError, match="^--eval-data 'nowhere' "):
+        assert error_of(pattern).startswith(
+            f"--data {pattern!r} matches nothing. Name a file, or a folder or glob with"
+        )
+    assert error_of("") == "--data '' names nothing. Name a file, a folder or a glob."
+    with pytest.raises(ConfigError, match=r"^--eval-data 'nowhere' "):
         find_sources(["nowhere"], split="eval")
     Path("empty").mkdir()
     assert error_of("empty").startswith("--data 'empty' is a folder without files. ")
@@ -224,7 +228,7 @@ def test_a_saved_data_set_is_one_source(tmp_path: Path) -> None:
 def test_the_split_of_a_saved_data_set(tmp_path: Path, splits: list[str], train: str, evaluation: str) -> None:
     for name in splits:
         saved(tmp_path / name)
-    (tmp_path / "dataset_dict.json").write_text('{"splits": [%s]}' % ", ".join(f'"{name}"' for name in splits))
+    (tmp_path / "dataset_dict.json").write_text(json.dumps({"splits": splits}))
     [trained] = find_sources([str(tmp_path)], split="train")
     [evaluated] = find_sources([str(tmp_path)], split="eval")
     assert (trained.dataset, evaluated.dataset) == (str(tmp_path / train), str(tmp_path / evaluation))

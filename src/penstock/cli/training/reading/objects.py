@@ -33,7 +33,7 @@ def line_rows(path: Path) -> Iterator[Numbered]:
         where = f"{shown(path)}:{number}"
         if number == 1 and line.lstrip(_SPACE).startswith("["):
             raise ConfigError(f"{where} begins a list, not an object a line. Name the file .json.")
-        yield number, _object(path, where, line)
+        yield number, _object(path, where, line.rstrip(_SPACE))
 
 
 def _object(path: Path, where: str, text: str) -> Mapping[str, Any]:
@@ -44,12 +44,16 @@ def _object(path: Path, where: str, text: str) -> Mapping[str, Any]:
     except ConfigError:
         raise
     except (ValueError, RecursionError) as error:  # not JSON, an integer of 5,000 digits, or nested without an end
-        raise _not_json(path, where, error) from error
+        raise _not_json(path, where, error, with_place=True) from error
     return _checked(where, value)
 
 
-def _not_json(path: Path, where: str, error: Exception) -> ConfigError:
-    why = error.msg if isinstance(error, json.JSONDecodeError) else one_line(error)
+def _not_json(path: Path, where: str, error: Exception, *, with_place: bool) -> ConfigError:
+    why = one_line(error)
+    if isinstance(error, json.JSONDecodeError):
+        why = error.msg.removesuffix(" at").removesuffix(" starting")
+        if with_place:
+            why += f" (line {error.lineno}, column {error.colno})" if error.lineno > 1 else f" (column {error.colno})"
     return refused(path, where, f"is not JSON: {why}", "Mend or remove it.")
 
 
@@ -87,10 +91,11 @@ def file_rows(path: Path, *, text_field: str) -> Iterator[Numbered]:
     chunks = blocks(path)
     start = next((chunk.lstrip(_SPACE) for chunk in chunks if chunk.strip(_SPACE)), "")
     if start.startswith("["):
-        return _elements(path, itertools.chain((start,), chunks))
-    if start and _is_lines(start):
-        return line_rows(path)
-    return _rows_of_one(path, itertools.chain((start,), chunks), text_field)
+        yield from _elements(path, itertools.chain((start,), chunks))
+    elif start and _is_lines(start):
+        yield from line_rows(path)
+    else:
+        yield from _rows_of_one(path, itertools.chain((start,), chunks), text_field)
 
 
 def _is_lines(start: str) -> bool:
@@ -200,7 +205,7 @@ class _Reader:
                     raise refused(self._path, where, what, "Mend or divide it.") from error
                 more = isinstance(error, json.JSONDecodeError)
                 if not more or not self._read(at_least=held):
-                    raise _not_json(self._path, where, error) from error
+                    raise _not_json(self._path, where, error, with_place=False) from error
                 continue
             self._at = end
             return _checked(where, value)

@@ -133,6 +133,8 @@ def _named(pattern: str, split: Split) -> Source:
     """Find what a pattern without a weight names."""
     path = Path(pattern).expanduser()
     option = f"{_OPTIONS[split]} {pattern!r}"
+    if not pattern:  # a path would take it for the current folder
+        raise ConfigError(f"{option} names nothing. Name a file, a folder or a glob.")
     if os.path.lexists(path):
         if path.is_dir() and is_saved(path):
             return Source(pattern, None, (), str(saved_split(path, split)), split)
