@@ -154,6 +154,22 @@ def test_a_list_of_objects_is_read_as_it_comes(read: Read, monkeypatch: pytest.M
     assert values(read("a.json")) == [(1, rows[0]), (2, rows[1]), (3, rows[2])]
 
 
+def test_an_object_in_many_blocks_is_not_decoded_for_each(read: Read, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Counting(json.JSONDecoder):
+        count = 0
+
+        def raw_decode(self, *arguments: object, **options: object) -> tuple[object, int]:
+            self.count += 1
+            return super().raw_decode(*arguments, **options)  # type: ignore[arg-type]
+
+    decoder = Counting()
+    monkeypatch.setattr(objects, "_DECODER", decoder)
+    monkeypatch.setattr(text, "_BLOCK_BYTES", 1)
+    Path("a.json").write_text(json.dumps([{"text": "x" * 1000}]))
+    assert len(read("a.json")) == 1
+    assert decoder.count <= 12  # twice the text each time, not one character more
+
+
 def test_a_list_is_never_held_as_a_whole(read: Read) -> None:
     row = json.dumps({"text": "x" * 10_000})
     Path("a.json").write_text("[" + ",\n".join([row] * 2000) + "]")
@@ -329,6 +345,10 @@ def test_text_that_begins_like_a_file_of_bytes_is_text(read: Read) -> None:
     for number, content in enumerate(contents):
         Path(f"{number}.txt").write_text(content)
     assert [row.values["text"] for row in read(*(f"{number}.txt" for number in range(5)))] == contents
+
+
+def test_text_before_a_brace_is_no_size_of_a_model(error_of: Refuse) -> None:
+    assert error_of("a.txt", b'12345678{"a": \xff}').endswith(" Convert it to UTF-8, or leave it out.")
 
 
 def test_a_file_that_cannot_be_opened_is_named(error_of: Refuse, monkeypatch: pytest.MonkeyPatch) -> None:
