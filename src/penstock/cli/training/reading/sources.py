@@ -100,7 +100,8 @@ def _each_once(sources: list[Source], option: str) -> list[Source]:
             )
         owners.update({key: source for key in keys.values() if key not in owners})
         if len(again) < len(names):
-            kept.append(replace(source, files=tuple(file for file in source.files if str(file) not in again)))
+            left_out = set(again)
+            kept.append(replace(source, files=tuple(file for file in source.files if str(file) not in left_out)))
     return kept
 
 
