@@ -44,6 +44,7 @@ _FORMAT = 1
 _FILES = ("ids.bin", "trained.bin", "offsets.bin", "numbers.bin", "runs.bin", "names.bin", MARKER, _OWNER)
 _PART = ".part"
 _PROGRESS_SECONDS = 0.5
+_ID_TYPES: Mapping[int, type[np.uint16] | type[np.uint32]] = {2: np.uint16, 4: np.uint32}
 _ONES = bytes([1]) * (1 << 20)
 
 
@@ -138,9 +139,7 @@ def prepare(
             f"Prepared data cannot be kept in {folder}: {one_line(error)}. Make it writable, or use another folder."
         ) from error
     if found is None:
-        raise ConfigError(
-            f"{place} was changed while it was read. Let one command at a time remove what is in {folder}."
-        )
+        raise ConfigError(f"{place} was changed while it was read. Start again, and let nothing else change {folder}.")
     return found
 
 
@@ -248,7 +247,7 @@ class _Writer:
             trained = np.ones(len(sample.ids), np.bool_) if sample.trained is None else sample.trained
             if trained.shape != sample.ids.shape:
                 raise ConfigError(
-                    f"{sample.where}: {len(sample.ids)} tokens have {len(trained)} marks. Mend its template."
+                    f"{sample.where}: {len(sample.ids)} tokens have {len(trained)} marks of what is trained."
                 )
             self._trained.append(trained.astype(np.bool_).tobytes())
 
@@ -291,7 +290,7 @@ def _open(place: Path, fingerprint: str) -> Prepared | None:
         sizes: Mapping[str, int] = marker["sizes"]
         if any((place / name).stat().st_size != size for name, size in sizes.items()):
             return None
-        ids = map_file(place / "ids.bin", {2: np.uint16, 4: np.uint32}[marker["id_bytes"]])
+        ids = map_file(place / "ids.bin", _ID_TYPES[marker["id_bytes"]])
         trained = map_file(place / "trained.bin", np.bool_) if "trained.bin" in sizes else None
         offsets = map_file(place / "offsets.bin", np.int64)
         tokens = marker["tokens"]

@@ -123,7 +123,7 @@ class RowPlaces:
 
 
 def _divide(where: str) -> tuple[str, int]:
-    """Divide `"chat.jsonl:17"` into file and number; without one, or with one that would not print the same, all is name."""
+    """Divide `"chat.jsonl:17"` into file and number. Without one, or where that would print otherwise, all is name."""
     name, _, digits = where.rpartition(":")
     if name and digits.isascii() and digits.isdecimal() and len(digits) <= _MOST_DIGITS and str(int(digits)) == digits:
         return name, int(digits)
