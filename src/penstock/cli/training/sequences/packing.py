@@ -92,6 +92,7 @@ class CutReport:
         cut_row_count: rows that were too long, and are divided or lack one side.
         cut_token_count: tokens that are left out because of it.
         dropped_row_count: rows of which nothing is left, because no token that is left is a label.
+        nothing_left: why there is no sequence, in sentences; empty where there is one.
     """
 
     row_count: int
@@ -101,6 +102,16 @@ class CutReport:
     cut_row_count: int
     cut_token_count: int
     dropped_row_count: int
+    nothing_left: str
+
+    def check(self, name: str) -> None:
+        """Refuse a source of which nothing is left.
+
+        Raises:
+            ConfigError: there is no sequence. The message begins with `name`.
+        """
+        if self.nothing_left:
+            raise ConfigError(f"{name}: {self.nothing_left}")
 
 
 def whole_rows(lengths: Ints) -> Segments:
@@ -131,13 +142,13 @@ def arrange(
         where: names a row for an error.
 
     Raises:
-        ConfigError: a segment is too long and `truncation` is `"error"`, or no label is left.
+        ConfigError: a segment is too long and `truncation` is `"error"`. That nothing is left is no error here: see
+            `CutReport.check`.
     """
     segments = cut(chosen, seq_length=seq_length, truncation=truncation, where=where)
     counts = label_counts(offsets, trained, segments)
     kept = counts > 0
-    if not kept.any():
-        raise ConfigError(_nothing_left(chosen, offsets, trained, seq_length, truncation))
+    nothing_left = "" if kept.any() else _nothing_left(chosen, offsets, trained, seq_length, truncation)
     segments, counts = segments.take(kept), counts[kept]
     if packed:
         order, bounds = pack(segments.lengths, seq_length)
@@ -155,6 +166,7 @@ def arrange(
         cut_row_count=int(too_long.sum()),
         cut_token_count=cut_tokens,
         dropped_row_count=len(np.unique(chosen.rows)) - len(np.unique(segments.rows)),
+        nothing_left=nothing_left,
     )
     return sequences, report
 
@@ -164,16 +176,16 @@ def _nothing_left(
 ) -> str:
     """Say why no row can be trained on."""
     if len(chosen) == 0:
-        return "The files of --data hold no rows to train on. Name files with more in them."
+        return "there are no rows. Name files with more in them."
     if label_counts(offsets, trained, chosen).any():
         side = "end" if truncation == "right" else "beginning"
         return (
-            f"Of all {len(chosen)} rows, what is trained on is cut away with the {side} of the row. Use a longer "
+            f"of all {len(chosen)} rows, what is trained on is cut away with the {side} of the row. Use a longer "
             f"--seq-length than {seq_length}, or --truncation {'left' if truncation == 'right' else 'right'} or split."
         )
     if trained is None:
-        return f"None of the {len(chosen)} rows has two tokens: there is nothing to predict. Name files with more text."
-    return f"None of the {len(chosen)} rows has a token to train on: an answer of the assistant, or a completion."
+        return f"none of the {len(chosen)} rows has two tokens: there is nothing to predict. Name files with more text."
+    return f"none of the {len(chosen)} rows has a token to train on: an answer of the assistant, or a completion."
 
 
 # 1.
