@@ -110,8 +110,8 @@ def _turns(shares: list[int]) -> npt.NDArray[np.int64]:
     The m-th turn of a source with a share of s is taken between `m / s` and `(m + 1) / s` of the round, whole turns
     around that: then it has, after every turn, its share to less than one. Of those whose time has begun the one whose
     time ends first is chosen, which meets all these times whenever any choice does, and one does (Liu and Layland's
-    earliest deadline first; Baruah et al., "Proportionate progress", 1996). The largest deficit first would not: of
-    many sources one could wait longer.
+    earliest deadline first; Baruah et al., "Proportionate progress", 1996). The largest deficit first would not:
+    with weights of 27, 1, 4, 27 and 17 a source falls behind by more than one.
     """
     total = sum(shares)
     turns = np.empty(total, np.int64)

@@ -165,10 +165,15 @@ def arrange(
         label_count=int(counts.sum()),
         cut_row_count=int(too_long.sum()),
         cut_token_count=cut_tokens,
-        dropped_row_count=len(np.unique(chosen.rows)) - len(np.unique(segments.rows)),
+        dropped_row_count=_row_count(chosen.rows) - _row_count(segments.rows),
         nothing_left=nothing_left,
     )
     return sequences, report
+
+
+def _row_count(rows: Ints) -> int:
+    """Count the rows that segments are of."""
+    return int(np.count_nonzero(np.bincount(rows)))
 
 
 def _nothing_left(
@@ -280,7 +285,8 @@ def pack(lengths: Ints, seq_length: int) -> tuple[Ints, Ints]:
     if len(lengths) == 0:
         return np.empty(0, np.int64), np.zeros(1, np.int64)
     bins = _best_fit(np.asarray(lengths), seq_length)
-    _, first_segments = np.unique(bins, return_index=True)
+    first_segments = np.empty(int(bins.max()) + 1, np.int64)
+    first_segments[bins[::-1]] = np.arange(len(bins))[::-1]  # of what is written twice, the last stays
     ranks = np.empty(len(first_segments), np.int64)
     ranks[np.argsort(first_segments)] = np.arange(len(first_segments))
     sequence_of = ranks[bins]
