@@ -123,9 +123,9 @@ def _fill(prepared: Prepared, rows: Ints, starts: Ints, stops: Ints, into: tuple
         positions = np.arange(count) - np.repeat(firsts, lengths)
         position_ids[:count] = positions
         taken = np.repeat(begins, lengths) + positions
-    ids = prepared.ids[taken]
-    input_ids[:count] = ids
-    labels[:count] = ids if prepared.trained is None else np.where(prepared.trained[taken], ids, NOT_TRAINED)
+    input_ids[:count] = labels[:count] = prepared.ids[taken]
+    if prepared.trained is not None:
+        labels[:count][~prepared.trained[taken]] = NOT_TRAINED
     labels[firsts] = NOT_TRAINED
 
 
