@@ -96,6 +96,26 @@ def test_ids_outside_of_the_vocabulary(tmp_path: Path, bad: list[int]) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["f0.failed", "f0.lock"]
 
 
+def test_data_that_cannot_be_read_is_not_taken_for_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
+    def read() -> Iterator[Sample]:
+        yield sample([1])
+        raise OSError(5, "Input/output error", "a.jsonl")
+
+    message = r"^The files of --data cannot be read: .*Input/output error: 'a.jsonl' \(OSError\). Check them.$"
+    with pytest.raises(ConfigError, match=message):
+        prepare(tmp_path, "f0", read, vocab_size=10)
+
+
+def test_where_locks_do_not_hold_the_first_one_counts(tmp_path: Path) -> None:
+    def read() -> Iterator[Sample]:
+        yield sample([1])
+        prepared_of(tmp_path / "other", sample([2]))
+        (tmp_path / "other" / "f0").rename(tmp_path / "f0")
+
+    assert prepare(tmp_path, "f0", read, vocab_size=10).ids.tolist() == [2]
+    assert names(tmp_path) == ["f0", "other"]
+
+
 def test_marks_of_another_length(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"^chat.jsonl:1: 2 tokens have 3 marks of what is trained.$"):
         prepared_of(tmp_path, sample([1, 2], [1, 0, 1]))
@@ -265,6 +285,16 @@ def test_what_dead_runs_with_other_settings_left_goes(tmp_path: Path) -> None:
         assert names(tmp_path) == ["f0", "old.0123.part"]  # somebody is writing it
     discard_old(tmp_path, ["f0"])
     assert names(tmp_path) == ["f0"]
+    assert [path.name for path in tmp_path.glob("*.lock")] == ["f0.lock"]
+
+
+def test_notes_of_failures_go(tmp_path: Path) -> None:
+    for name in ("f0", "f1"):
+        with pytest.raises(ConfigError):
+            prepared_of(tmp_path, sample([2000]), fingerprint=name)
+    (tmp_path / "mine.failed").write_text("{}")
+    discard_old(tmp_path, ["f0"])
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["f0.failed", "f0.lock", "mine.failed"]
 
 
 def test_a_folder_that_is_not_there_has_nothing_old(tmp_path: Path) -> None:

@@ -43,6 +43,7 @@ _MADE_BY = "penstock train: prepared data"
 _FORMAT = 1
 _FILES = ("ids.bin", "trained.bin", "offsets.bin", "numbers.bin", "runs.bin", "names.bin", MARKER, _OWNER)
 _PART = ".part"
+_FAILED = ".failed"
 _PROGRESS_SECONDS = 0.5
 _ID_TYPES: Mapping[int, type[np.uint16] | type[np.uint32]] = {2: np.uint16, 4: np.uint32}
 _ONES = bytes([1]) * (1 << 20)
@@ -128,7 +129,7 @@ def prepare(
                     raise ConfigError(failure["message"])
                 _discard_parts(folder, fingerprint)
                 try:
-                    _write(place, fingerprint, samples(), vocab_size, progress)
+                    _write(place, fingerprint, _given(samples), vocab_size, progress)
                 except ConfigError as error:
                     _note_failure(folder, fingerprint, str(error))
                     raise
@@ -152,19 +153,23 @@ def discard_old(folder: Path, used: Collection[str], *, newest: int = 2) -> None
         newest: how many others stay, those that were used last.
     """
     with contextlib.suppress(OSError):  # what cannot be removed stays, and is nobody's mistake
-        entries = [entry for entry in folder.iterdir() if not entry.is_symlink() and (entry / _OWNER).is_file()]
-        for part in {entry.name.split(".")[0] for entry in entries if entry.suffix == _PART}:
-            with _free(folder, part) as is_free:
+        finished = {entry.name: entry for entry in folder.iterdir() if _is_finished(entry)}
+        others = [name for name in finished if name not in used]
+        others.sort(key=lambda name: (finished[name] / MARKER).stat().st_mtime_ns, reverse=True)
+        parts = {entry.name.split(".")[0] for entry in folder.glob(f"*{_PART}") if _is_ours(entry)}
+        failed = {entry.stem for entry in folder.glob(f"*{_FAILED}") if _failure(folder, entry.stem) is not None}
+        for name in {*others[newest:], *parts, *failed}.difference(used):
+            with _free(folder, name) as is_free:
                 if is_free:
-                    _discard_parts(folder, part)
-        finished = [entry for entry in entries if (entry / MARKER).is_file() and entry.suffix != _PART]
-        others = [entry for entry in finished if entry.name not in used]
-        for old in sorted(others, key=lambda entry: (entry / MARKER).stat().st_mtime_ns, reverse=True)[newest:]:
-            with _free(folder, old.name) as is_free:
-                if is_free:
-                    _remove(old)
-                    _failure_file(folder, old.name).unlink(missing_ok=True)
-                    _lock_file(folder, old.name).unlink(missing_ok=True)
+                    _discard(folder, name, everything=name not in others[:newest])
+
+
+def _discard(folder: Path, fingerprint: str, *, everything: bool) -> None:
+    """Remove what was left of an attempt, or all of a fingerprint. Called with the lock held."""
+    _discard_parts(folder, fingerprint)
+    if everything and (not (folder / fingerprint).exists() or _remove(folder / fingerprint)):
+        _failure_file(folder, fingerprint).unlink(missing_ok=True)
+        _lock_file(folder, fingerprint).unlink(missing_ok=True)
 
 
 # Writing
@@ -188,11 +193,24 @@ def _write(
             writer.close()
         _write_json(part / MARKER, {"made_by": _MADE_BY, "format": _FORMAT, "fingerprint": fingerprint, **held})
         _sync_folder(part)
-        part.rename(place)
+        try:
+            part.rename(place)
+        except OSError:
+            if _open(place, fingerprint) is None:
+                raise
+            _remove(part)  # on a disk whose locks do not hold, another process was first
         _sync_folder(place.parent)
     except BaseException:
         _remove(part)
         raise
+
+
+def _given(samples: Callable[[], Iterator[Sample]]) -> Iterator[Sample]:
+    """Yield the samples. Where they fail it is the data that cannot be read, and not ours that cannot be written."""
+    try:
+        yield from samples()
+    except OSError as error:
+        raise ConfigError(f"The files of --data cannot be read: {one_line(error)}. Check them.") from error
 
 
 def _write_all(writer: "_Writer", samples: Iterator[Sample], progress: Progress | None) -> None:
@@ -311,7 +329,7 @@ def _lock_file(folder: Path, fingerprint: str) -> Path:
 
 
 def _failure_file(folder: Path, fingerprint: str) -> Path:
-    return folder / f"{fingerprint}.failed"
+    return folder / f"{fingerprint}{_FAILED}"
 
 
 def _failure(folder: Path, fingerprint: str) -> dict[str, str] | None:
@@ -347,9 +365,19 @@ def _discard_parts(folder: Path, fingerprint: str) -> None:
         _remove(part)
 
 
+def _is_ours(place: Path) -> bool:
+    """Tell whether a folder was made here."""
+    return not place.is_symlink() and _read_json(place / _OWNER).get("made_by") == _MADE_BY
+
+
+def _is_finished(place: Path) -> bool:
+    """Tell whether a folder was made here, and to its end."""
+    return place.suffix != _PART and _is_ours(place) and (place / MARKER).is_file()
+
+
 def _remove(place: Path) -> bool:
     """Remove a folder of ours, and tell whether it is gone. Files in it that are not ours stay, and the folder then."""
-    if place.is_symlink() or _read_json(place / _OWNER).get("made_by") != _MADE_BY:
+    if not _is_ours(place):
         return False
     # The owner last: what is left by a process that dies here is still known to be ours.
     for name in _FILES:
