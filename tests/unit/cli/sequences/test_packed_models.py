@@ -1,0 +1,102 @@
+"""Packed sequences keep their segments apart however the model is run."""
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM
+
+import penstock
+from penstock.integrations.chunked import chunk_loss
+from penstock.integrations.huggingface import enable_activation_checkpointing
+from tests.unit.cli.sequences.isolation_rows import SIZES
+
+LENGTHS = (9, 4, 7)
+
+
+def make(family: str) -> nn.Module:
+    torch.manual_seed(0)
+    if family == "mistral":
+        return MistralForCausalLM(MistralConfig(**SIZES, sliding_window=4)).train()
+    return LlamaForCausalLM(LlamaConfig(**SIZES)).train()
+
+
+def batch() -> dict[str, Tensor]:
+    ids = torch.randint(3, 64, (1, sum(LENGTHS)), generator=torch.Generator().manual_seed(1))
+    labels = ids.clone()
+    firsts = [0, LENGTHS[0], LENGTHS[0] + LENGTHS[1]]
+    labels[:, firsts] = -100
+    labels[:, 5] = -100
+    positions = torch.cat([torch.arange(length) for length in LENGTHS])[None]
+    return {"input_ids": ids, "labels": labels, "position_ids": positions}
+
+
+def count() -> Tensor:
+    return (batch()["labels"] != -100).sum()
+
+
+def alone(model: nn.Module) -> Tensor:
+    """The loss of all labels, each segment by itself."""
+    whole = batch()
+    parts = zip(*(whole[name].split(LENGTHS, dim=1) for name in ("input_ids", "labels")), strict=True)
+    losses = [
+        model(input_ids=ids, labels=labels, num_items_in_batch=count(), use_cache=False).loss for ids, labels in parts
+    ]
+    return torch.stack(losses).sum()
+
+
+def together(model: nn.Module) -> Tensor:
+    return model(**batch(), num_items_in_batch=count(), use_cache=False).loss
+
+
+def gradients(model: nn.Module) -> list[Tensor]:
+    return [parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None]
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral"])
+@pytest.mark.parametrize("way", ["plain", "checkpointing", "chunked", "checkpointing and chunked", "compiled"])
+def test_loss_and_gradients_are_those_of_the_segments_alone(family: str, way: str) -> None:
+    reference, model = make(family), make(family)
+    expected = alone(reference)
+    expected.backward()
+    if "checkpointing" in way:
+        enable_activation_checkpointing(model)
+    if "chunked" in way:
+        chunk_loss(model, chunk_bytes=1)
+    if way == "compiled":
+        for layer in model.model.layers:
+            layer.compile(backend="eager")
+    loss = together(model)
+    loss.backward()
+    torch.testing.assert_close(loss, expected, rtol=1e-5, atol=1e-6)
+    found = gradients(model)
+    assert len(found) == len(list(model.parameters()))
+    for gradient, other in zip(found, gradients(reference), strict=True):
+        torch.testing.assert_close(gradient, other, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("chunked", [False, True])
+def test_a_prepared_model_keeps_segments_apart(checkpointing: bool, chunked: bool) -> None:
+    reference, model = make("llama"), make("llama")
+    expected = alone(reference)
+    expected.backward()
+    if checkpointing:
+        enable_activation_checkpointing(model)
+    if chunked:
+        chunk_loss(model, chunk_bytes=1)
+    names = [name for name, _ in model.named_parameters()]
+    optimizer = penstock.prepare(
+        model,
+        torch.optim.SGD(model.parameters(), lr=0.1),
+        placement=penstock.Placement(params="cpu", optimizer="cpu"),
+        precision="fp32",
+    )
+    loss = together(model)
+    optimizer.backward(loss)
+    torch.testing.assert_close(loss.detach(), expected.detach(), rtol=1e-5, atol=1e-6)
+    own = dict(model.named_parameters())
+    for name in names:
+        gradient = optimizer.full_grad(own[name])
+        assert gradient is not None
+        torch.testing.assert_close(gradient, reference.get_parameter(name).grad, rtol=1e-4, atol=1e-6)
+    optimizer.close()
