@@ -20,7 +20,7 @@ import numpy as np
 from penstock.cli.training.encoding.fields import Chat, ChatCompletion, Completion, Content, Row, Text, content_of
 from penstock.cli.training.encoding.masks import Mask, mask_of
 from penstock.cli.training.encoding.templates import render_chat
-from penstock.errors import ConfigError
+from penstock.errors import ConfigError, one_line
 from penstock.integrations.chat import ChatTemplate
 from penstock.integrations.tokenizers import Encoded, Ids, Tokenizer
 
@@ -104,6 +104,8 @@ class Encoder:
                 raise ConfigError("none of its tokens is to be learned. Remove the row")
         except ConfigError as error:
             raise ConfigError(f"{row.where}: {str(error).rstrip('.')}.") from error
+        except Exception as error:
+            raise ConfigError(f"{row.where} cannot be encoded: {one_line(error)}. Mend or remove the row.") from error
         if row.ends:
             self.kinds[content.kind] += 1
         return Sample(ids, trained, row.ends, row.where)
@@ -145,7 +147,7 @@ class Encoder:
     def _chat(self, chat: Chat) -> tuple[Ids, Mask]:
         rendered = render_chat(chat, self._template)
         encoded = self._located(rendered.text)
-        self.notes.update(rendered.notes)
+        self.notes.update(sorted(rendered.notes))
         return encoded.ids, mask_of(rendered.text, encoded, rendered.spans, lambda text: self._located(text).ids)
 
     def _chat_completion(self, content: ChatCompletion) -> tuple[Ids, Mask]:

@@ -15,6 +15,7 @@ Where something does not agree the conversation is refused: a mask is right, or 
 """
 
 import itertools
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
@@ -218,7 +219,8 @@ class _Turns:
 
     @cached_property
     def _sign(self) -> str:
-        sign = next((chr(code) for code in _PRIVATE_USE if chr(code) not in self.text), None)
+        said = self.text + json.dumps(self._whole, ensure_ascii=False, default=str)
+        sign = next((chr(code) for code in _PRIVATE_USE if chr(code) not in said), None)
         if sign is None:
             raise self._untold(0, "has all characters that nothing has")
         return sign
@@ -226,22 +228,37 @@ class _Turns:
     # 4. Whether it was right
 
     def _check(self, spans: Sequence[Span]) -> None:
-        """Interrupt the words of the assistant, then those of all others, and see what stays as it is."""
-        bounds = [0, *(place for span in spans for place in span), len(self.text)]
-        pieces = [self.text[start:end] for start, end in itertools.pairwise(bounds)]
-        for is_other, kept in ((False, pieces[0::2]), (True, pieces[1::2])):
+        """Interrupt the words of the assistant, then those of all others, and see where the text is interrupted."""
+        for is_assistant, mistake in (
+            (True, "what it says outside of its turns"),
+            (False, "what others say inside its turns"),
+        ):
             messages = tuple(
-                interrupted(message, self._sign) if (message["role"] != ASSISTANT) is is_other else message
+                interrupted(message, self._sign) if (message["role"] == ASSISTANT) is is_assistant else message
                 for message in self._whole
             )
             text = self._try_render(messages)
-            place = 0 if text is not None else -1
-            for piece in kept:
-                place = text.find(piece, place) if text is not None and place >= 0 else -1
-                place += len(piece) if place >= 0 else 0
+            if text is None or not self._is_interrupted_where(text, spans, is_inside=is_assistant):
+                raise ConfigError(f"what the assistant writes cannot be told: the template puts {mistake}. {_ADVICE}")
+
+    def _is_interrupted_where(self, text: str, spans: Sequence[Span], *, is_inside: bool) -> bool:
+        """Tell whether a text is interrupted inside of the turns alone, or outside of them alone."""
+        if text.replace(self._sign, "") == self.text:
+            lengths = itertools.accumulate(map(len, text.split(self._sign)))
+            places = list(lengths)[:-1]
+            if is_inside:
+                return all(any(start <= place <= end for start, end in spans) for place in places)
+            return not any(start < place < end for start, end in spans for place in places)
+        # The template looks at the words: it writes other things around them. What is between stays.
+        bounds = [0, *(place for span in spans for place in span), len(self.text)]
+        pieces = [self.text[start:end] for start, end in itertools.pairwise(bounds)]
+        place = 0
+        for piece in pieces[0::2] if is_inside else pieces[1::2]:
+            place = text.find(piece, place)
             if place < 0:
-                whose = "what others say inside its turns" if is_other else "what it says outside of its turns"
-                raise ConfigError(f"what the assistant writes cannot be told: the template puts {whose}. {_ADVICE}")
+                return False
+            place += len(piece)
+        return True
 
     def _render(self, messages: tuple[Message, ...], *, begins_turn: bool = False) -> str:
         return self._template.render(messages, self._chat.tools, self._chat.variables, begins_turn=begins_turn)

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from penstock.cli.training.encoding.fields import ASSISTANT
 from penstock.integrations.chat import Message
 
 _FIELDS = ("content", "reasoning", "reasoning_content", "thinking")
@@ -21,7 +22,9 @@ def interrupted(message: Message, sign: str) -> Message:
 
     def interrupt(text: str) -> str:
         # The assistant's thinking, which may be left out, comes first. Of others' words templates look at both ends.
-        place = len(text) - 1 if message["role"] == "assistant" else len(text) // 2
+        place = len(text) - 1 if message["role"] == ASSISTANT else len(text) // 2
+        if len(text) == 1:
+            return sign + text + sign
         return text[:place] + sign + text[place:] if text.strip() else text
 
     return _changed(
@@ -98,6 +101,8 @@ def shared_length(found: str, expected: str, tokens: Sequence[str]) -> int | Non
     # Two tokens that both begin with `<|` share nothing.
     longest = max(map(len, tokens), default=0)
     for start in range(count, max(count - longest, -1), -1):
-        if any(found.startswith(token, start) for token in tokens if start + len(token) > count):
+        across = [token for token in tokens if start + len(token) > count]
+        # A token that ends a whole conversation stands alone in what is expected: what is shared before it shows where.
+        if any(found.startswith(token, start) or (start and expected.startswith(token, start)) for token in across):
             return start
     return None
