@@ -162,7 +162,7 @@ UNTELLABLE = {
         "{% for m in messages %}{{ (m.role | upper) + ':' + m.content + '\n' }}{% endfor %}"
         "{% if add_generation_prompt %}{{ 'Assistant:' }}{% endif %}",
         [user("a"), assistant("b")],
-        "within the conversation, message 1 begins with 'ASSISTANT:', alone with 'Assistant:'",
+        "within the conversation, message 1 begins with '\\nASSISTANT:', alone with '\\nAssistant:'",
     ),
     "an end that is another one": (
         "{% for m in messages %}{{ '<|' + m.role + '|>' + m.content }}{{ '#end' if loop.last else '#on' }}{% endfor %}"

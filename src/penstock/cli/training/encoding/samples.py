@@ -133,7 +133,10 @@ class Encoder:
             return self._chat(content)
         if isinstance(content, Completion):
             prompt = self._document(content.prompt, begins=True, ends=False)
-            return self._completion(prompt, self._document(content.prompt + content.completion, begins=True, ends=True))
+            whole = self._document(content.prompt + content.completion, begins=True, ends=bool(content.completion))
+            if not content.completion and self._tokenizer.end_of_document is not None:
+                whole = np.append(whole, self._tokenizer.end_of_document)  # an end in the prompt is none of the answer
+            return self._completion(prompt, whole)
         return self._chat_completion(content)
 
     def _document(self, text: str, *, begins: bool, ends: bool) -> Ids:

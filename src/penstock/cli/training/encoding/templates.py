@@ -32,7 +32,6 @@ ENDLESS = "the last answer has no token that ends it, so the model does not lear
 
 _ADVICE = f"Name a template with {{% generation %}} markers: {TEMPLATE_OPTION} FILE.jinja"
 _PRIVATE_USE = range(0xE000, 0xF900)
-_QUESTION: tuple[Message, ...] = ({"role": "user", "content": "?"},)
 
 
 @dataclass(frozen=True)
@@ -152,12 +151,18 @@ class _Turns:
     @cached_property
     def _cue(self) -> str:
         """What asks for the answer to a question; empty where the template has nothing for it."""
-        plain, asked = self._try_render(_QUESTION), self._try_render(_QUESTION, begins_turn=True)
+        plain, asked = self._try_render(self._question), self._try_render(self._question, begins_turn=True)
         if plain is None or asked is None:
             return ""
-        tail = asked[self._words_of(asked, _QUESTION, 0, begins_turn=True)[1] :]
-        same = shared_length(plain[self._words_of(plain, _QUESTION, 0)[1] :], tail, self._template.added)
+        tail = asked[self._words_of(asked, self._question, 0, begins_turn=True)[1] :]
+        same = shared_length(plain[self._words_of(plain, self._question, 0)[1] :], tail, self._template.added)
         return tail[same or 0 :]
+
+    @cached_property
+    def _question(self) -> tuple[Message, ...]:
+        """Make a conversation that waits for an answer, of parts where this one has parts."""
+        has_parts = any(isinstance(message.get("content"), list | tuple) for message in self._whole)
+        return ({"role": "user", "content": [{"type": "text", "text": "?"}] if has_parts else "?"},)
 
     # 2. Where a turn ends
 
@@ -167,7 +172,7 @@ class _Turns:
         messages = self._whole[: index + 1]
         alone = self._try_render(messages)
         if alone is None:  # the template wants a question first
-            messages = (*_QUESTION, self._whole[index])
+            messages = (*self._question, self._whole[index])
             alone = self._try_render(messages)
         if alone is None:
             raise self._untold(index, "cannot be rendered without what follows it")
@@ -182,7 +187,7 @@ class _Turns:
     def _with_ending(self, start: int, end: int) -> int:
         """Add the token that ends a turn, where the template writes it with the next message."""
         ends = self._template.ends
-        if self.text[start:end].rstrip().endswith((*self._template.added, *ends)):
+        if self.text[start:end].rstrip().endswith(ends):
             return end
         return end + max((len(token) for token in ends if self.text.startswith(token, end)), default=0)
 
@@ -277,4 +282,4 @@ class _Turns:
 
 
 def _excerpt(text: str) -> str:
-    return repr(one_line(text, 40)) if text else "nothing"
+    return one_line(repr(text[:40])) if text else "nothing"
