@@ -251,14 +251,14 @@ def tokenizer_for(folder: Path | None, *, vocab_size: int, trust_remote_code: bo
 
     Raises:
         ConfigError: the folder's tokenizer cannot be read, needs code that is not allowed, or makes ids that the model
-            has no embedding for; or there is none and the model is too small for bytes.
+            has no embedding for, beside those of added tokens; or there is none and the model is too small for bytes.
     """
     if folder is not None and any((folder / name).is_file() for name in _TOKENIZER_FILES):
         tokenizer = FolderTokenizer(folder, trust_remote_code=trust_remote_code)
-        if tokenizer.vocab_size > vocab_size:
+        if tokenizer.own_vocab_size > vocab_size:
             raise ConfigError(
-                f"The tokenizer in {folder} makes {tokenizer.vocab_size} different ids, the model's vocab_size is "
-                f"{vocab_size}. Use the tokenizer that belongs to the model."
+                f"The tokenizer in {folder} makes {tokenizer.own_vocab_size} different ids without its added tokens, "
+                f"the model's vocab_size is {vocab_size}. Use the tokenizer that belongs to the model."
             )
         return tokenizer
     if vocab_size < ByteTokenizer.vocab_size:

@@ -19,16 +19,7 @@ def vocabulary_for(tokenizer: Tokenizer, vocab_size: int, *, multiple: int = 1) 
         tokenizer: what makes ids.
         vocab_size: how many rows the model has; it never loses one.
         multiple: what the number is rounded up to a multiple of, where it grows or this is more than 1.
-
-    Raises:
-        ConfigError: the tokenizer has more tokens of its own, beside added ones, than the model has rows: it belongs to
-            another model.
     """
-    if tokenizer.own_vocab_size > vocab_size:
-        raise ConfigError(
-            f"The tokenizer makes {tokenizer.own_vocab_size:,} different ids without its added tokens, the model's "
-            f"vocab_size is {vocab_size:,}. Use the tokenizer that belongs to the model."
-        )
     return -(-max(vocab_size, tokenizer.vocab_size) // multiple) * multiple
 
 

@@ -68,11 +68,17 @@ def test_a_vocabulary_too_small_for_bytes(tmp_path: Path) -> None:
 
 def test_a_tokenizer_of_another_model(saved: Path) -> None:
     message = (
-        f"The tokenizer in {saved} makes 257 different ids, the model's vocab_size is 200. "
+        f"The tokenizer in {saved} makes 256 different ids without its added tokens, the model's vocab_size is 200. "
         "Use the tokenizer that belongs to the model."
     )
     with pytest.raises(ConfigError, match=f"^{re.escape(message)}$"):
         tokenizer_for(saved, vocab_size=200)
+
+
+def test_added_tokens_are_no_reason_to_refuse_a_model(saved: Path) -> None:
+    """The model grows rows for them."""
+    tokenizer = tokenizer_for(saved, vocab_size=256)
+    assert (tokenizer.own_vocab_size, tokenizer.vocab_size) == (256, 257)
 
 
 def test_a_damaged_tokenizer(tmp_path: Path) -> None:
