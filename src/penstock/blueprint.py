@@ -22,9 +22,8 @@ from penstock.engine.units.plan import Homes, UnitPlan, plan_units
 from penstock.engine.units.source import INIT, Weights
 from penstock.kinds import Overlap, Tier
 from penstock.layout import ALIGNMENT_NUMEL
-from penstock.machine.collectives import Ranks
 from penstock.machine.council import Facts
-from penstock.machine.streams import Streams
+from penstock.machine.reach import Grid, Reach
 from penstock.rules.rule import Rule
 from penstock.rules.select import NO_RULE, rule_for
 from penstock.rules.storage import StateFormat
@@ -58,12 +57,12 @@ class Request:
     unit_micro_batches: int = 1
     batch_dim: BatchDim = 0
 
-    def homes(self, rule: Rule, streams: Streams) -> Homes:
+    def homes(self, rule: Rule, reach: Reach) -> Homes:
         """Say where each kind of every unit rests, and in what dtype.
 
         Arguments:
             rule: the arithmetic of the optimizer, which says what states there are.
-            streams: those of the device that computes, which say whether it shares the host's memory.
+            reach: what compute reads where it rests, which says whether it shares the host's memory.
         """
         low_precision = self.compute_dtype != torch.float32
         master: Literal["remainder", "fp32", "none"] = "fp32" if self.compute_dtype == torch.float16 else self.master
@@ -76,7 +75,7 @@ class Request:
             master_dtype=MASTER_DTYPES[master] if low_precision else None,
             states=rule.states,
             tile_numel=self.options.tile_bytes // self.compute_dtype.itemsize // ALIGNMENT_NUMEL * ALIGNMENT_NUMEL,
-            streamed=self.options.streamed_updates != 0 and not streams.aliases_host,
+            streamed=self.options.streamed_updates != 0 and not reach.aliases_host,
         )
 
 
@@ -144,7 +143,7 @@ class Blueprint:
         """List the modules that are units, with their names; the model itself is not among them."""
         return _blocks(self.specs, model)
 
-    def facts(self, model: nn.Module, ranks: Ranks) -> Facts:
+    def facts(self, model: nn.Module, grid: Grid) -> Facts:
         """List what has to be the same on every rank, for ranks to compare before any of them takes memory."""
         request = self.request
         # What is given may differ, such as a path; that something is given decides which collectives are issued.
@@ -155,7 +154,7 @@ class Blueprint:
             self.groups,
             placement=request.placement,
             options=request.options,
-            mesh=f"{ranks.shards} shards, {ranks.replicas} copies",
+            mesh=f"{grid.shards} shards, {grid.replicas} copies",
             stage=request.stage,
             compute_dtype=request.compute_dtype,
             reduce_dtype=request.reduce_dtype,
@@ -171,7 +170,7 @@ class Blueprint:
 
 
 def draw_blueprint(
-    model: nn.Module, optimizer: torch.optim.Optimizer | None, request: Request, ranks: Ranks, streams: Streams
+    model: nn.Module, optimizer: torch.optim.Optimizer | None, request: Request, grid: Grid, reach: Reach
 ) -> Blueprint:
     """Plan everything that an engine has on this rank. Takes no memory, and issues no collective.
 
@@ -179,12 +178,12 @@ def draw_blueprint(
         model: the one whose parameters are placed; they may be on the meta device.
         optimizer: the one whose rule updates them, and whose states come with them; `None` where nothing does.
         request: what was asked for, checked by itself.
-        ranks: how many shards there are, and which one is this rank's.
-        streams: those of the device that computes, which say what it reads where it rests.
+        grid: how many shards there are, and which one is this rank's.
+        reach: what compute reads where it rests.
 
     Raises:
         ConfigError: model, optimizer and request do not go together.
-        MemoryBudgetError: a budget, or the host, is too small.
+        MemoryBudgetError: a budget is too small.
     """
     options = request.options
     rule, groups = NO_RULE, dict[nn.Parameter, int]()
@@ -202,10 +201,10 @@ def draw_blueprint(
     )
     if request.unit_micro_batches > 1:
         check_blocks(_blocks(specs, model), request.batch_dim)
-    homes = request.homes(rule, streams)
-    units = plan_units(specs, homes, ranks, streams)
-    plan_staging = partial(StagingPlan, reduce_dtype=request.reduce_dtype, streams=streams, streamed=homes.streamed)
-    blueprint = Blueprint(
+    homes = request.homes(rule, reach)
+    units = plan_units(specs, homes, grid, reach)
+    plan_staging = partial(StagingPlan, reduce_dtype=request.reduce_dtype, reach=reach, streamed=homes.streamed)
+    return Blueprint(
         request=request,
         rule=rule,
         groups=groups,
@@ -215,10 +214,6 @@ def draw_blueprint(
         plan_staging=plan_staging,
         staging=plan_staging([plan.shard_sections for plan in units]),
     )
-    # Last, when all of it is known: a host that has too little is found before anything is taken, not halfway.
-    on_host, copied, staging = blueprint.bytes_on(Tier.CPU), blueprint.copied_bytes, blueprint.staging_bytes
-    checks.check_host_memory(on_host, copied, staging, streams.device, options)
-    return blueprint
 
 
 def _blocks(specs: Sequence[UnitSpec], model: nn.Module) -> dict[nn.Module, str]:

@@ -23,7 +23,7 @@ from penstock.engine.passes.samples import BatchDim, check_batch_dim
 from penstock.engine.units.discover import UnitPolicy
 from penstock.engine.units.source import Weights
 from penstock.errors import CheckpointError, ConfigError
-from penstock.kinds import COMPUTE_DTYPES, Overlap, Precision
+from penstock.kinds import COMPUTE_DTYPES, Overlap, Precision, Tier
 from penstock.machine.accelerator import streams_for
 from penstock.machine.border import crossing
 from penstock.machine.collectives import Ranks
@@ -186,9 +186,12 @@ def build(
 ) -> Optimizer:
     """Draw the blueprint and build it, for given ranks and streams. Collective."""
     with ranks.council.together("prepare()", ConfigError) as facts:  # before any other collective
-        blueprint = draw_blueprint(model, optimizer, request, ranks, streams)
+        blueprint = draw_blueprint(model, optimizer, request, ranks.grid, streams.reach)
+        # When all of it is known: a host that has too little is found before anything is taken, not halfway.
+        on_host, copied, staging = blueprint.bytes_on(Tier.CPU), blueprint.copied_bytes, blueprint.staging_bytes
+        checks.check_host_memory(on_host, copied, staging, streams.device, request.options)
         if ranks.world_size > 1:
-            facts.update(blueprint.facts(model, ranks))
+            facts.update(blueprint.facts(model, ranks.grid))
     if optimizer is not None:
         warn_of_unowned(model, blueprint.groups)
     # Now, when all ranks are here and nothing has moved: one that dies later leaves none waiting for a group.
