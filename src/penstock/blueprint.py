@@ -5,6 +5,7 @@
 3. Hold that against the budgets, and against the memory there is.
 """
 
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -16,11 +17,11 @@ from torch import nn
 from penstock import checks
 from penstock.accord import facts_of
 from penstock.config import Options, Placement
-from penstock.engine.passes.samples import BatchDim, check_blocks
+from penstock.engine.passes.samples import BatchDim, check_batch_dim, check_blocks
 from penstock.engine.units.discover import UnitPolicy, UnitSpec, find_units
 from penstock.engine.units.plan import Homes, UnitPlan, plan_units
 from penstock.engine.units.source import INIT, Weights
-from penstock.kinds import Overlap, Tier
+from penstock.kinds import COMPUTE_DTYPES, Overlap, Precision, Tier
 from penstock.layout import ALIGNMENT_NUMEL
 from penstock.machine.council import Facts
 from penstock.machine.reach import Grid, Reach
@@ -31,6 +32,8 @@ from penstock.tiers.home import SectionPlan
 from penstock.tiers.staging import Sections, StagingPlan
 from penstock.tiers.store import bytes_on
 
+#: Set in the environment, the same as `Options(debug_release=True)` for every `prepare`.
+DEBUG_RELEASE = "PENSTOCK_DEBUG_RELEASE"
 MASTER_DTYPES = {"remainder": torch.int16, "fp32": torch.float32, "none": None}
 
 
@@ -57,6 +60,11 @@ class Request:
     unit_micro_batches: int = 1
     batch_dim: BatchDim = 0
 
+    @property
+    def debug_release(self) -> bool:
+        """Whether every unit is released after each use: asked for here, or in the environment for all."""
+        return self.options.debug_release or bool(os.environ.get(DEBUG_RELEASE))
+
     def homes(self, rule: Rule, reach: Reach) -> Homes:
         """Say where each kind of every unit rests, and in what dtype.
 
@@ -77,6 +85,52 @@ class Request:
             tile_numel=self.options.tile_bytes // self.compute_dtype.itemsize // ALIGNMENT_NUMEL * ALIGNMENT_NUMEL,
             streamed=self.options.streamed_updates != 0 and not reach.aliases_host,
         )
+
+
+def request_for(
+    model: nn.Module,
+    *,
+    stage: Literal[0, 1, 2, 3] = 3,
+    placement: Placement | Literal["auto"] | None = None,
+    precision: Precision = "bf16",
+    units: UnitPolicy = None,
+    max_grad_norm: float | None = None,
+    grad_accumulation_dtype: torch.dtype | None = None,
+    reduce_dtype: torch.dtype | None = None,
+    overlap: Overlap = "auto",
+    master: Literal["remainder", "fp32", "none"] = "remainder",
+    unit_micro_batches: int = 1,
+    batch_dim: BatchDim = 0,
+    options: Options = Options(),  # noqa: B008 - a frozen value
+    weights: Weights | None = None,
+) -> Request:
+    """Check the arguments of `prepare` by themselves, and put them together. Their defaults are those of `prepare`.
+
+    Raises:
+        ConfigError: a value does not exist, or does not go with another one.
+    """
+    placed = checks.check_features(stage, placement, precision, overlap, master, unit_micro_batches, options)
+    check_batch_dim(batch_dim)
+    checks.check_dtypes(reduce_dtype, grad_accumulation_dtype)
+    checks.check_clip(max_grad_norm, overlap)
+    checks.check_loss_scale(precision, overlap, options)
+    checks.check_model(model, has_values=weights is None)
+    reduced = reduce_dtype or COMPUTE_DTYPES[precision]
+    return Request(
+        stage=stage,
+        placement=placed,
+        compute_dtype=COMPUTE_DTYPES[precision],
+        reduce_dtype=reduced,
+        accumulation_dtype=grad_accumulation_dtype or reduced,
+        master=master,
+        units=units,
+        max_grad_norm=max_grad_norm,
+        overlap=overlap,
+        options=options,
+        weights=weights,
+        unit_micro_batches=unit_micro_batches,
+        batch_dim=batch_dim,
+    )
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -136,8 +190,20 @@ class Blueprint:
 
     @property
     def gathered_bytes(self) -> int:
-        """Device bytes of gathered units at once, at most: beside what rests there."""
-        return min(self.live_bytes, sum(plan.full_bytes for plan in self.units if not plan.resident))
+        """Device bytes of gathered units at once, at most: beside what rests there.
+
+        Those in use, and those ahead of their use within the budgets.
+        """
+        all_of_them = sum(plan.full_bytes for plan in self.units if not plan.resident)
+        ahead = min(self.live_bytes, self.least_gathered_bytes + self.request.options.prefetch_bytes)
+        return min(all_of_them, max(self.least_gathered_bytes, ahead))
+
+    @property
+    def least_gathered_bytes(self) -> int:
+        """Device bytes of gathered units at once, where none is gathered ahead of its use."""
+        gathered = [(plan.spec, 0 if plan.resident else plan.full_bytes) for plan in self.units]
+        kept = sum(nbytes for spec, nbytes in gathered if spec.persistent)
+        return kept + checks.most_needed([(s, 0 if s.persistent else nbytes) for s, nbytes in gathered])[0]
 
     def blocks(self, model: nn.Module) -> dict[nn.Module, str]:
         """List the modules that are units, with their names; the model itself is not among them."""

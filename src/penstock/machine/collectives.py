@@ -132,7 +132,7 @@ class Ranks:
         Raises:
             EngineError: another rank does not take part.
         """
-        given, members, number = _given(mesh)
+        given, members, number = given_groups(mesh)
         council = Council(members, number, timeout_s=timeout_s)
         own: list[dist.ProcessGroup | None] = []
         try:
@@ -376,11 +376,11 @@ class Ranks:
 
 def council_of_all(*, timeout_s: float, error: type[PenstockError]) -> Council:
     """Make the council of the ranks of the default process group, where agreeing is all that they do. Collective."""
-    _, members, number = _given(None)
+    _, members, number = given_groups(None)
     return Council(members, number, timeout_s=timeout_s, error=error)
 
 
-def _given(mesh: DeviceMesh | None) -> tuple[list[dist.ProcessGroup], list[int], int]:
+def given_groups(mesh: DeviceMesh | None) -> tuple[list[dist.ProcessGroup], list[int], int]:
     """Return the groups of a mesh, or the default one if there is one; their ranks, and this one's index among them."""
     if mesh is not None:
         members = mesh.mesh.flatten().tolist()
