@@ -49,7 +49,14 @@ class Watch:
         patch.setattr(BufferRing, "give_back", returned)
 
 
-def measured(stage: int, precision: str, placement: Placement, streams: Any, **options: Any) -> None:
+def measured(
+    stage: int,
+    precision: str,
+    placement: Placement,
+    streams: Any,
+    accumulation: torch.dtype | None = None,
+    **options: Any,
+) -> None:
     """Train, and compare what there was at the most with what was counted before."""
     model = deep()
     counted: list[budgets.DeviceNeed] = []
@@ -64,6 +71,7 @@ def measured(stage: int, precision: str, placement: Placement, streams: Any, **o
             stage=stage,
             precision=precision,
             placement=placement,
+            grad_accumulation_dtype=accumulation,
             options=Options(tile_bytes=4 * KIB, **options),
         )
         (need,) = counted

@@ -8,7 +8,7 @@
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from typing import Literal
 
 import torch
@@ -188,7 +188,7 @@ class Blueprint:
         """Host bytes that a device copies from or to, which are pinned first."""
         return bytes_on([section for section in self.sections if section.copied], Tier.CPU)
 
-    @property
+    @cached_property
     def gathered_bytes(self) -> int:
         """Device bytes of gathered units at once, at most: beside what rests there.
 
@@ -198,7 +198,7 @@ class Blueprint:
         ahead = min(self.live_bytes, self.least_gathered_bytes + self.request.options.prefetch_bytes)
         return min(all_of_them, max(self.least_gathered_bytes, ahead))
 
-    @property
+    @cached_property
     def least_gathered_bytes(self) -> int:
         """Device bytes of gathered units at once, where none is gathered ahead of its use."""
         gathered = [(plan.spec, 0 if plan.resident else plan.full_bytes) for plan in self.units]

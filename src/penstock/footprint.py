@@ -91,17 +91,17 @@ class Footprint:
         )
 
     def __str__(self) -> str:
-        lines = [f"{'kind':<22} {'tier':<7} {'bytes':>18}"]
+        lines = [f"{'kind':<24} {'tier':<7} {'bytes':>18}"]
         kinds = dict.fromkeys((row.kind, row.tier) for row in self.at_rest.rows)
-        lines += [f"{kind:<22} {tier:<7} {self.at_rest.bytes(kind=kind, tier=tier):>18,}" for kind, tier in kinds]
+        lines += [f"{kind:<24} {tier:<7} {self.at_rest.bytes(kind=kind, tier=tier):>18,}" for kind, tier in kinds]
         for what in (GATHERED, ON_THEIR_WAY, BUFFERS, FIRST):
             if self.device.parts[what]:
-                lines.append(f"{what:<22} {'device':<7} {self.device.parts[what]:>18,}")
-        lines.append(f"{'at once, on this rank':<30} {'needed':>18} {'available':>18}")
+                lines.append(f"{what:<24} {'device':<7} {self.device.parts[what]:>18,}")
+        lines.append(f"{'at once, on this rank':<32} {'needed':>18} {'available':>18}")
         for room in self.rooms:
             available = "unknown" if room.available is None else f"{room.available:,}"
-            lines.append(f"{room.name:<30} {room.needed:>18,} {available:>18}")
-        lines.append(f"{'a checkpoint':<30} {self.checkpoint_bytes:>18,}")
+            lines.append(f"{room.name:<32} {room.needed:>18,} {available:>18}")
+        lines.append(f"{'a checkpoint':<32} {self.checkpoint_bytes:>18,}")
         return "\n".join([*lines, *self.lacks])
 
 

@@ -8,13 +8,19 @@ from penstock import MemoryBudgetError, Options, Placement
 from tests.measured import PLACEMENTS, deep, measured
 from tests.support import disks, inline, prepare_on, run_ranks, separate
 
+ROWS = [
+    (0, "bf16", PLACEMENTS[0]),
+    (1, "fp32", PLACEMENTS[2]),
+    (2, "bf16", PLACEMENTS[5]),
+    (3, "bf16", PLACEMENTS[0]),
+    (3, "bf16", PLACEMENTS[1]),
+]
+
 
 def on_two_ranks(rank: int) -> None:
-    for stage, precision in ((0, "bf16"), (1, "fp32"), (2, "bf16"), (3, "bf16")):
-        for where in (PLACEMENTS[0], PLACEMENTS[2], PLACEMENTS[5]):
-            params, grads, optimizer = where
-            placement = Placement(params=params, grads=grads, optimizer=optimizer, nvme_path=disks()[0])
-            measured(stage, precision, placement, separate())
+    for stage, precision, (params, grads, optimizer) in ROWS:
+        placement = Placement(params=params, grads=grads, optimizer=optimizer, nvme_path=disks()[0])
+        measured(stage, precision, placement, separate())
     # Of one rank that has too little, the other one hears; and both can go on.
     model = deep()
     limit = Options(device_bytes=1000) if rank == 1 else Options()
@@ -24,5 +30,5 @@ def on_two_ranks(rank: int) -> None:
     assert isinstance(caught.value, MemoryBudgetError) == (rank == 1)
 
 
-def test_it_is_so_on_two_ranks_and_a_refusal_on_one_is_one_on_both() -> None:
+def test_what_is_counted_is_what_ranks_take_and_a_refusal_on_one_is_one_on_both() -> None:
     run_ranks(on_two_ranks, 2)

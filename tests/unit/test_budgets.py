@@ -1,5 +1,6 @@
 """What a rank takes of its device and of the host: counted before any of it is taken, refused where there is less."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -186,6 +187,20 @@ def test_what_is_free_on_an_accelerator_is_held_against_what_it_needs(one_device
     assert " 1 too few." in device.lack
 
 
+def test_what_the_model_takes_there_counts_as_free(one_device: OneDevice) -> None:
+    blueprint = drawn(Stack())
+    need = replace(budgets.device_need(blueprint, Stack(), ONE, SEPARATE, CUDA), there=1_000)
+    one_device.free = need.nbytes - 11_000
+    device, _ = budgets.memories(blueprint, need, CUDA, 1)
+    assert device.lack is None
+    one_device.free -= 1
+    device, _ = budgets.memories(blueprint, need, CUDA, 1)
+    assert device.lack is not None
+    assert (
+        f"cuda:0 has {need.nbytes - 1_001:,} free, and 1,000 that the model takes there now, 1 too few." in device.lack
+    )
+
+
 def test_a_device_that_does_not_tell_is_not_held_against_anything(one_device: OneDevice) -> None:
     one_device.mem_get_info = lambda device: 1 / 0  # type: ignore[method-assign]
     blueprint = drawn(Stack())
@@ -245,6 +260,11 @@ def test_what_is_counted_is_what_training_takes(stage: int, precision: str, wher
     params, grads, optimizer = where
     placement = Placement(params=params, grads=grads, optimizer=optimizer, nvme_path=disks()[0])
     measured(stage, precision, placement, separate())
+
+
+def test_it_is_so_where_sums_come_up_in_another_dtype() -> None:
+    placement = Placement(params="cpu", grads=SHARES, optimizer="cpu")
+    measured(3, "bf16", placement, separate(), accumulation=torch.float32)
 
 
 def test_it_is_so_where_little_is_gathered_ahead() -> None:

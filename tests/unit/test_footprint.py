@@ -162,14 +162,14 @@ def test_it_prints_as_a_table(tmp_path: Path) -> None:
     found = told(Stack(), placement=placement, options=Options(device_bytes=1 << 30, tile_bytes=4 << 10))
     lines = str(found).splitlines()
     assert lines[0].split() == ["kind", "tier", "bytes"]
-    assert "param                  cpu                 10,240" in lines
+    assert "param                    cpu                 10,240" in lines
     (row,) = (line for line in lines if line.startswith("exp_avg_sq"))
     assert row.split() == ["exp_avg_sq", "nvme", f"{found.at_rest.bytes(kind='exp_avg_sq'):,}"]
     (row,) = (line for line in lines if line.startswith("device "))
     assert row.split() == ["device", f"{found.device.nbytes:,}", f"{1 << 30:,}"]
     (row,) = (line for line in lines if line.startswith("a checkpoint"))
     assert row.split()[-1] == f"{found.checkpoint_bytes:,}"
-    assert lines[-1] == f"a checkpoint                   {found.checkpoint_bytes:>18,}"
+    assert lines[-1] == f"a checkpoint                     {found.checkpoint_bytes:>18,}"
 
 
 @pytest.mark.parametrize(
