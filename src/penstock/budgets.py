@@ -43,7 +43,8 @@ class DeviceNeed:
         parts: the bytes by what they are for: `"params"`, `"grads"` and `"optimizer"` at rest, `"gathered"` parameters,
             `"gradients on their way"`, `"tiles"` that pass buffers, the model's `"buffers"`, and `"first values"`: what
             the start takes beyond all of these.
-        there: how many of them the model has there already, in parameters and buffers that are given back meanwhile.
+        there: how many of them the model has there already: in buffers, and in parameters, whose own memory goes while
+            their homes are filled.
     """
 
     parts: Mapping[str, int]
@@ -75,11 +76,8 @@ class Room:
     lack: str | None = None
 
 
-def check_memory(blueprint: Blueprint, model: nn.Module, grid: Grid, reach: Reach, device: torch.device) -> DeviceNeed:
+def check_memory(blueprint: Blueprint, model: nn.Module, grid: Grid, reach: Reach, device: torch.device) -> None:
     """Refuse a blueprint that takes more memory than there is. Nothing was taken.
-
-    Returns:
-        What it takes of the device.
 
     Raises:
         MemoryBudgetError: it says of what, how much is missing, and what to do.
@@ -89,7 +87,6 @@ def check_memory(blueprint: Blueprint, model: nn.Module, grid: Grid, reach: Reac
     lacks = [room.lack for room in memories(blueprint, need, device, ranks_of_host()) if room.lack is not None]
     if lacks:
         raise MemoryBudgetError(" ".join(lacks))
-    return need
 
 
 def device_need(blueprint: Blueprint, model: nn.Module, grid: Grid, reach: Reach, device: torch.device) -> DeviceNeed:
