@@ -195,7 +195,10 @@ class Blueprint:
         Those in use, and those ahead of their use within the budgets.
         """
         all_of_them = sum(plan.full_bytes for plan in self.units if not plan.resident)
-        ahead = min(self.live_bytes, self.least_gathered_bytes + self.request.options.prefetch_bytes)
+        prefetch_bytes = self.request.options.prefetch_bytes
+        if all_of_them <= min(self.live_bytes, prefetch_bytes):
+            return all_of_them  # without a look at which are around which, which takes long for thousands of units
+        ahead = min(self.live_bytes, self.least_gathered_bytes + prefetch_bytes)
         return min(all_of_them, max(self.least_gathered_bytes, ahead))
 
     @cached_property
