@@ -12,7 +12,15 @@ from penstock.engine.units.discover import UnitSpec
 from penstock.machine.council import Facts
 
 #: Options that say how a rank does its own part, and change nothing that ranks do together.
-_OWN = {"pinned_bytes", "update_threads", "streamed_updates", "io_queue_depth", "checksums", "timeout_s"}
+_OWN = {
+    "device_bytes",
+    "pinned_bytes",
+    "update_threads",
+    "streamed_updates",
+    "io_queue_depth",
+    "checksums",
+    "timeout_s",
+}
 
 
 def facts_of(

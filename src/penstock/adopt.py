@@ -69,7 +69,7 @@ class Adopter:
         checks.check_newcomers(newcomers)
         _check_group(given.param_groups[-1]["params"], known | set(newcomers.values()))
         blueprint, stays = self._extended(engine, self._rule(given), groups)
-        facts.update(blueprint.facts(model, engine.rig.ranks))
+        facts.update(blueprint.facts(model, engine.rig.ranks.grid))
         return Adoption(self, engine, blueprint, stays)
 
     def _rule(self, given: torch.optim.Optimizer) -> Rule:
@@ -88,7 +88,8 @@ class Adopter:
         self, engine: Engine, rule: Rule, groups: Mapping[nn.Parameter, int]
     ) -> tuple[Blueprint, dict[str, Unit]]:
         """Draw the blueprint of the engine as it will be, and say by name which of its units there are already."""
-        before, units, streams = self.blueprint, engine.rig.units, engine.rig.streams
+        before, units = self.blueprint, engine.rig.units
+        ranks, streams = engine.rig.ranks, engine.rig.streams
         request, options = before.request, before.request.options
         known = [_what_stays(unit.spec, groups.keys(), request.compute_dtype) for unit in units]
         specs = find_units(
@@ -111,7 +112,7 @@ class Adopter:
                 stays[spec.name] = unit
                 resting[spec.name] = replace(plan, spec=spec, layout=lay_again(plan.layout, unit.spec, spec))
         changed = [s for s in specs if s.name not in stays or (s.trainable and stays[s.name].trained is None)]
-        made = {plan.spec.name: plan for plan in plan_units(changed, before.homes, engine.rig.ranks, streams, resting)}
+        made = {plan.spec.name: plan for plan in plan_units(changed, before.homes, ranks.grid, streams.reach, resting)}
         drawn = [made.get(spec.name) or resting[spec.name] for spec in specs]
         blueprint = replace(
             before,

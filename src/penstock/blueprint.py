@@ -5,9 +5,10 @@
 3. Hold that against the budgets, and against the memory there is.
 """
 
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from typing import Literal
 
 import torch
@@ -16,15 +17,14 @@ from torch import nn
 from penstock import checks
 from penstock.accord import facts_of
 from penstock.config import Options, Placement
-from penstock.engine.passes.samples import BatchDim, check_blocks
+from penstock.engine.passes.samples import BatchDim, check_batch_dim, check_blocks
 from penstock.engine.units.discover import UnitPolicy, UnitSpec, find_units
 from penstock.engine.units.plan import Homes, UnitPlan, plan_units
 from penstock.engine.units.source import INIT, Weights
-from penstock.kinds import Overlap, Tier
+from penstock.kinds import COMPUTE_DTYPES, Overlap, Precision, Tier
 from penstock.layout import ALIGNMENT_NUMEL
-from penstock.machine.collectives import Ranks
 from penstock.machine.council import Facts
-from penstock.machine.streams import Streams
+from penstock.machine.reach import Grid, Reach
 from penstock.rules.rule import Rule
 from penstock.rules.select import NO_RULE, rule_for
 from penstock.rules.storage import StateFormat
@@ -32,6 +32,8 @@ from penstock.tiers.home import SectionPlan
 from penstock.tiers.staging import Sections, StagingPlan
 from penstock.tiers.store import bytes_on
 
+#: Set in the environment, the same as `Options(debug_release=True)` for every `prepare`.
+DEBUG_RELEASE = "PENSTOCK_DEBUG_RELEASE"
 MASTER_DTYPES = {"remainder": torch.int16, "fp32": torch.float32, "none": None}
 
 
@@ -58,12 +60,17 @@ class Request:
     unit_micro_batches: int = 1
     batch_dim: BatchDim = 0
 
-    def homes(self, rule: Rule, streams: Streams) -> Homes:
+    @property
+    def debug_release(self) -> bool:
+        """Whether every unit is released after each use: asked for here, or in the environment for all."""
+        return self.options.debug_release or bool(os.environ.get(DEBUG_RELEASE))
+
+    def homes(self, rule: Rule, reach: Reach) -> Homes:
         """Say where each kind of every unit rests, and in what dtype.
 
         Arguments:
             rule: the arithmetic of the optimizer, which says what states there are.
-            streams: those of the device that computes, which say whether it shares the host's memory.
+            reach: what compute reads where it rests, which says whether it shares the host's memory.
         """
         low_precision = self.compute_dtype != torch.float32
         master: Literal["remainder", "fp32", "none"] = "fp32" if self.compute_dtype == torch.float16 else self.master
@@ -76,8 +83,54 @@ class Request:
             master_dtype=MASTER_DTYPES[master] if low_precision else None,
             states=rule.states,
             tile_numel=self.options.tile_bytes // self.compute_dtype.itemsize // ALIGNMENT_NUMEL * ALIGNMENT_NUMEL,
-            streamed=self.options.streamed_updates != 0 and not streams.aliases_host,
+            streamed=self.options.streamed_updates != 0 and not reach.aliases_host,
         )
+
+
+def request_for(
+    model: nn.Module,
+    *,
+    stage: Literal[0, 1, 2, 3] = 3,
+    placement: Placement | Literal["auto"] | None = None,
+    precision: Precision = "bf16",
+    units: UnitPolicy = None,
+    max_grad_norm: float | None = None,
+    grad_accumulation_dtype: torch.dtype | None = None,
+    reduce_dtype: torch.dtype | None = None,
+    overlap: Overlap = "auto",
+    master: Literal["remainder", "fp32", "none"] = "remainder",
+    unit_micro_batches: int = 1,
+    batch_dim: BatchDim = 0,
+    options: Options = Options(),  # noqa: B008 - a frozen value
+    weights: Weights | None = None,
+) -> Request:
+    """Check the arguments of `prepare` by themselves, and put them together. Their defaults are those of `prepare`.
+
+    Raises:
+        ConfigError: a value does not exist, or does not go with another one.
+    """
+    placed = checks.check_features(stage, placement, precision, overlap, master, unit_micro_batches, options)
+    check_batch_dim(batch_dim)
+    checks.check_dtypes(reduce_dtype, grad_accumulation_dtype)
+    checks.check_clip(max_grad_norm, overlap)
+    checks.check_loss_scale(precision, overlap, options)
+    checks.check_model(model, has_values=weights is None)
+    reduced = reduce_dtype or COMPUTE_DTYPES[precision]
+    return Request(
+        stage=stage,
+        placement=placed,
+        compute_dtype=COMPUTE_DTYPES[precision],
+        reduce_dtype=reduced,
+        accumulation_dtype=grad_accumulation_dtype or reduced,
+        master=master,
+        units=units,
+        max_grad_norm=max_grad_norm,
+        overlap=overlap,
+        options=options,
+        weights=weights,
+        unit_micro_batches=unit_micro_batches,
+        batch_dim=batch_dim,
+    )
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -135,16 +188,31 @@ class Blueprint:
         """Host bytes that a device copies from or to, which are pinned first."""
         return bytes_on([section for section in self.sections if section.copied], Tier.CPU)
 
-    @property
+    @cached_property
     def gathered_bytes(self) -> int:
-        """Device bytes of gathered units at once, at most: beside what rests there."""
-        return min(self.live_bytes, sum(plan.full_bytes for plan in self.units if not plan.resident))
+        """Device bytes of gathered units at once, at most: beside what rests there.
+
+        Those in use, and those ahead of their use within the budgets.
+        """
+        all_of_them = sum(plan.full_bytes for plan in self.units if not plan.resident)
+        prefetch_bytes = self.request.options.prefetch_bytes
+        if all_of_them <= min(self.live_bytes, prefetch_bytes):
+            return all_of_them  # without a look at which are around which, which takes long for thousands of units
+        ahead = min(self.live_bytes, self.least_gathered_bytes + prefetch_bytes)
+        return min(all_of_them, max(self.least_gathered_bytes, ahead))
+
+    @cached_property
+    def least_gathered_bytes(self) -> int:
+        """Device bytes of gathered units at once, where none is gathered ahead of its use."""
+        gathered = [(plan.spec, 0 if plan.resident else plan.full_bytes) for plan in self.units]
+        kept = sum(nbytes for spec, nbytes in gathered if spec.persistent)
+        return kept + checks.most_needed([(s, 0 if s.persistent else nbytes) for s, nbytes in gathered])[0]
 
     def blocks(self, model: nn.Module) -> dict[nn.Module, str]:
         """List the modules that are units, with their names; the model itself is not among them."""
         return _blocks(self.specs, model)
 
-    def facts(self, model: nn.Module, ranks: Ranks) -> Facts:
+    def facts(self, model: nn.Module, grid: Grid) -> Facts:
         """List what has to be the same on every rank, for ranks to compare before any of them takes memory."""
         request = self.request
         # What is given may differ, such as a path; that something is given decides which collectives are issued.
@@ -155,7 +223,7 @@ class Blueprint:
             self.groups,
             placement=request.placement,
             options=request.options,
-            mesh=f"{ranks.shards} shards, {ranks.replicas} copies",
+            mesh=f"{grid.shards} shards, {grid.replicas} copies",
             stage=request.stage,
             compute_dtype=request.compute_dtype,
             reduce_dtype=request.reduce_dtype,
@@ -171,7 +239,7 @@ class Blueprint:
 
 
 def draw_blueprint(
-    model: nn.Module, optimizer: torch.optim.Optimizer | None, request: Request, ranks: Ranks, streams: Streams
+    model: nn.Module, optimizer: torch.optim.Optimizer | None, request: Request, grid: Grid, reach: Reach
 ) -> Blueprint:
     """Plan everything that an engine has on this rank. Takes no memory, and issues no collective.
 
@@ -179,12 +247,12 @@ def draw_blueprint(
         model: the one whose parameters are placed; they may be on the meta device.
         optimizer: the one whose rule updates them, and whose states come with them; `None` where nothing does.
         request: what was asked for, checked by itself.
-        ranks: how many shards there are, and which one is this rank's.
-        streams: those of the device that computes, which say what it reads where it rests.
+        grid: how many shards there are, and which one is this rank's.
+        reach: what compute reads where it rests.
 
     Raises:
         ConfigError: model, optimizer and request do not go together.
-        MemoryBudgetError: a budget, or the host, is too small.
+        MemoryBudgetError: a budget is too small.
     """
     options = request.options
     rule, groups = NO_RULE, dict[nn.Parameter, int]()
@@ -202,10 +270,10 @@ def draw_blueprint(
     )
     if request.unit_micro_batches > 1:
         check_blocks(_blocks(specs, model), request.batch_dim)
-    homes = request.homes(rule, streams)
-    units = plan_units(specs, homes, ranks, streams)
-    plan_staging = partial(StagingPlan, reduce_dtype=request.reduce_dtype, streams=streams, streamed=homes.streamed)
-    blueprint = Blueprint(
+    homes = request.homes(rule, reach)
+    units = plan_units(specs, homes, grid, reach)
+    plan_staging = partial(StagingPlan, reduce_dtype=request.reduce_dtype, reach=reach, streamed=homes.streamed)
+    return Blueprint(
         request=request,
         rule=rule,
         groups=groups,
@@ -215,10 +283,6 @@ def draw_blueprint(
         plan_staging=plan_staging,
         staging=plan_staging([plan.shard_sections for plan in units]),
     )
-    # Last, when all of it is known: a host that has too little is found before anything is taken, not halfway.
-    on_host, copied, staging = blueprint.bytes_on(Tier.CPU), blueprint.copied_bytes, blueprint.staging_bytes
-    checks.check_host_memory(on_host, copied, staging, streams.device, options)
-    return blueprint
 
 
 def _blocks(specs: Sequence[UnitSpec], model: nn.Module) -> dict[nn.Module, str]:

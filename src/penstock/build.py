@@ -5,7 +5,6 @@
 3. Build it (`construct.py`).
 """
 
-import os
 import warnings
 from collections.abc import Mapping
 from typing import Literal
@@ -16,14 +15,15 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from penstock import checks
 from penstock.adopt import Adopter
-from penstock.blueprint import Request, draw_blueprint
+from penstock.blueprint import Request, draw_blueprint, request_for
+from penstock.budgets import check_memory
 from penstock.config import Options, Placement
 from penstock.construct import construct
-from penstock.engine.passes.samples import BatchDim, check_batch_dim
+from penstock.engine.passes.samples import BatchDim
 from penstock.engine.units.discover import UnitPolicy
 from penstock.engine.units.source import Weights
 from penstock.errors import CheckpointError, ConfigError
-from penstock.kinds import COMPUTE_DTYPES, Overlap, Precision
+from penstock.kinds import Overlap, Precision
 from penstock.machine.accelerator import streams_for
 from penstock.machine.border import crossing
 from penstock.machine.collectives import Ranks
@@ -31,9 +31,6 @@ from penstock.machine.council import DEFAULT_TIMEOUT_S
 from penstock.machine.devices import check_apart, device_for, make_current, place_of
 from penstock.machine.streams import Streams
 from penstock.optimizer import Optimizer
-
-#: Set in the environment, the same as `Options(debug_release=True)` for every `prepare`.
-DEBUG_RELEASE = "PENSTOCK_DEBUG_RELEASE"
 
 
 @crossing
@@ -117,7 +114,7 @@ def prepare(
     Raises:
         ConfigError: the request cannot be met, or `weights` do not fit; nothing was allocated.
         CheckpointError: a file of weights cannot be read.
-        MemoryBudgetError: a budget, or the host, is too small; nothing was allocated.
+        MemoryBudgetError: a budget, the device or the host is too small; nothing was allocated.
 
     Example:
         >>> model = torch.nn.Linear(4, 2)
@@ -133,12 +130,22 @@ def prepare(
         # Ranks meet before each step that may fail on one of them alone: else the others would wait for it in the next
         # collective, until their timeout.
         with ranks.council.together("prepare()", ConfigError) as facts:
-            placement = checks.check_features(stage, placement, precision, overlap, master, unit_micro_batches, options)
-            check_batch_dim(batch_dim)
-            checks.check_dtypes(reduce_dtype, grad_accumulation_dtype)
-            checks.check_clip(max_grad_norm, overlap)
-            checks.check_loss_scale(precision, overlap, options)
-            checks.check_model(model, has_values=weights is None)
+            request = request_for(
+                model,
+                stage=stage,
+                placement=placement,
+                precision=precision,
+                units=units,
+                max_grad_norm=max_grad_norm,
+                grad_accumulation_dtype=grad_accumulation_dtype,
+                reduce_dtype=reduce_dtype,
+                overlap=overlap,
+                master=master,
+                unit_micro_batches=unit_micro_batches,
+                batch_dim=batch_dim,
+                options=options,
+                weights=weights,
+            )
             choice = device_for(model.parameters(), mesh)
             place = place_of(choice)
             facts["device"] = choice.device.type
@@ -147,22 +154,6 @@ def prepare(
     except BaseException:
         ranks.close()
         raise
-    reduced = reduce_dtype or COMPUTE_DTYPES[precision]
-    request = Request(
-        stage=stage,
-        placement=placement,
-        compute_dtype=COMPUTE_DTYPES[precision],
-        reduce_dtype=reduced,
-        accumulation_dtype=grad_accumulation_dtype or reduced,
-        master=master,
-        units=units,
-        max_grad_norm=max_grad_norm,
-        overlap=overlap,
-        options=options,
-        weights=weights,
-        unit_micro_batches=unit_micro_batches,
-        batch_dim=batch_dim,
-    )
     return _build_on(choice.device, model, optimizer, request, ranks)
 
 
@@ -170,8 +161,7 @@ def _build_on(
     device: torch.device, model: nn.Module, optimizer: torch.optim.Optimizer | None, request: Request, ranks: Ranks
 ) -> Optimizer:
     """Build on streams of a device. What fails closes ranks and streams: both have threads of their own."""
-    debug_release = request.options.debug_release or bool(os.environ.get(DEBUG_RELEASE))
-    streams = streams_for(device, debug_release=debug_release)
+    streams = streams_for(device, debug_release=request.debug_release)
     try:
         return build(model, optimizer, request, ranks, streams)
     except BaseException:
@@ -186,9 +176,11 @@ def build(
 ) -> Optimizer:
     """Draw the blueprint and build it, for given ranks and streams. Collective."""
     with ranks.council.together("prepare()", ConfigError) as facts:  # before any other collective
-        blueprint = draw_blueprint(model, optimizer, request, ranks, streams)
+        blueprint = draw_blueprint(model, optimizer, request, ranks.grid, streams.reach)
+        # When all of it is known: memory that is too small is found before anything is taken, not halfway.
+        check_memory(blueprint, model, ranks.grid, streams.reach, streams.device)
         if ranks.world_size > 1:
-            facts.update(blueprint.facts(model, ranks))
+            facts.update(blueprint.facts(model, ranks.grid))
     if optimizer is not None:
         warn_of_unowned(model, blueprint.groups)
     # Now, when all ranks are here and nothing has moved: one that dies later leaves none waiting for a group.

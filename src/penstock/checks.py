@@ -18,7 +18,6 @@ from penstock.engine.units.aliases import check_aliases
 from penstock.engine.units.discover import UnitSpec
 from penstock.errors import ConfigError, MemoryBudgetError
 from penstock.kinds import COMPUTE_DTYPES, Tier, parse_home
-from penstock.machine.arena import available_host_memory
 from penstock.tiers.host import bounce_bytes
 
 _SUM_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -260,11 +259,7 @@ def check_live_bytes(units: Sequence[tuple[UnitSpec, int]], options: Options) ->
         MemoryBudgetError: it names the unit, and says how much is missing.
     """
     # A unit that is needed is gathered whatever the budget: one that is too small would be exceeded in silence.
-    needs = []
-    for spec, nbytes in units:
-        around = [n for other, n in units if other is not spec and other.spans(spec)]
-        needs.append((nbytes + sum(around), spec.name))
-    need, name = max(needs)
+    need, name = most_needed(units)
     if options.live_bytes >= need:
         return options.live_bytes
     if options.live_bytes == DEFAULT_LIVE_BYTES:  # nobody asked for less
@@ -275,12 +270,27 @@ def check_live_bytes(units: Sequence[tuple[UnitSpec, int]], options: Options) ->
     )
 
 
-def check_host_memory(nbytes: int, copied: int, rings: int, device: torch.device, options: Options) -> None:
-    """Refuse a cpu tier that is larger than what the host has left, or a budget of pinned memory below its buffers.
+def most_needed(units: Sequence[tuple[UnitSpec, int]]) -> tuple[int, str]:
+    """Find the unit that takes most when it is gathered, with those around it.
 
     Arguments:
-        nbytes: the bytes of all cells of the cpu tier on this rank.
-        copied: how many of them a device copies, so that they had better be pinned.
+        units: the units, each with the bytes that it takes when gathered.
+
+    Returns:
+        The bytes, and the unit's name.
+    """
+    needs = []
+    for spec, nbytes in units:
+        around = [n for other, n in units if other is not spec and other.spans(spec)]
+        needs.append((nbytes + sum(around), spec.name))
+    return max(needs)
+
+
+def check_pinned_memory(copied: int, rings: int, device: torch.device, options: Options) -> None:
+    """Refuse a budget of pinned memory below the buffers through which cells of the cpu tier pass.
+
+    Arguments:
+        copied: the bytes of the cpu tier that a device copies, so that they had better be pinned.
         rings: the bytes of the buffers through which cells pass.
         device: the device that copies.
         options: the options, with the budget of pinned memory.
@@ -294,12 +304,6 @@ def check_host_memory(nbytes: int, copied: int, rings: int, device: torch.device
             f"The buffers through which host memory and the device exchange tiles take {least:,} bytes of pinned "
             f"memory, {least - budget:,} more than Options(pinned_bytes={budget:,}). Raise it, choose a smaller "
             "tile_bytes, or keep nothing on the cpu tier."
-        )
-    available = available_host_memory()
-    if available is not None and nbytes > available.nbytes:
-        raise MemoryBudgetError(
-            f"The cpu tier needs {nbytes:,} bytes on this rank; {available.whose} {available.nbytes:,} available, "
-            f"{nbytes - available.nbytes:,} too few. Use more ranks, a higher stage, or keep less on the cpu tier."
         )
 
 

@@ -98,6 +98,8 @@ class Options:
         persistent_bytes: the size up to which a parameter stays gathered between uses.
         tile_bytes: the size of a tile of parameters in the compute dtype: the grain of updates and of movement between
             tiers.
+        device_bytes: the memory of the device that training state may take, activations apart; `None` for what is
+            free. `prepare` refuses what takes more.
         pinned_bytes: the host memory that may be pinned; `None` for all that a device copies. What goes beyond it is
             pageable, and passes a few pinned buffers on its way to the device and back, which is slower.
         update_threads: the number of threads of the update on the host; `None` shares the cores among the ranks of this
@@ -145,6 +147,7 @@ class Options:
     live_bytes: int = field(default=DEFAULT_LIVE_BYTES)
     persistent_bytes: int = 0
     tile_bytes: int = 4 * MIB
+    device_bytes: int | None = None
     pinned_bytes: int | None = None
     update_threads: int | None = None
     streamed_updates: float | Literal["auto"] = 0.0
@@ -190,6 +193,7 @@ _WHOLE_NUMBERS = {  # name -> (least value, None allowed)
     "live_bytes": (1, False),
     "persistent_bytes": (0, False),
     "tile_bytes": (MIN_TILE_BYTES, False),
+    "device_bytes": (1, True),
     "pinned_bytes": (0, True),
     "update_threads": (1, True),
     "io_queue_depth": (1, False),

@@ -80,7 +80,7 @@ class DeviceModule(ModuleType):
         native.reset_peak(_index(device))
 
     def mem_get_info(self, device: Any = None) -> tuple[int, int]:
-        return native.HEAP_BYTES - self.memory_allocated(device), native.HEAP_BYTES
+        return native.HEAP_BYTES - self.memory_reserved(device), native.HEAP_BYTES
 
     def get_device_name(self, device: Any = None) -> str:
         return "strict"

@@ -74,6 +74,7 @@ FIELDS = {
         "live_bytes": 4 << 30,
         "persistent_bytes": 0,
         "tile_bytes": 4 << 20,
+        "device_bytes": None,
         "pinned_bytes": None,
         "update_threads": None,
         "streamed_updates": 0.0,

@@ -10,7 +10,7 @@ import penstock
 from penstock.blueprint import Blueprint, Request, draw_blueprint
 from penstock.kinds import Tier
 from penstock.machine.arena import Arena
-from penstock.machine.collectives import Ranks
+from penstock.machine.reach import Grid
 from penstock.machine.streams import Streams
 from penstock.tiers.device import DeviceTier
 from penstock.tiers.host import HostTier
@@ -40,8 +40,7 @@ def drawn(model: nn.Module, placement: penstock.Placement, streams: Streams) -> 
         overlap="none",
         options=penstock.Options(tile_bytes=4 << 10),
     )
-    ranks = Ranks.from_mesh(None, sharded=True, timeout_s=60.0)
-    return draw_blueprint(model, torch.optim.AdamW(model.parameters()), request, ranks, streams)
+    return draw_blueprint(model, torch.optim.AdamW(model.parameters()), request, Grid(), streams.reach)
 
 
 @pytest.fixture

@@ -14,7 +14,6 @@ import penstock
 import penstock.build
 import penstock.construct
 from penstock import ConfigError, EngineError, MemoryBudgetError, Options, Placement, checks
-from penstock.machine.arena import HostMemory
 from penstock.tiers.device import DeviceTier
 from penstock.tiers.host import HostTier
 from tests.models.modules_rows import Stack, squared
@@ -328,37 +327,17 @@ def test_live_bytes_counts_frozen_and_trained_parameters_of_a_block(nothing_allo
         penstock.prepare(model, adamw(model), options=Options(live_bytes=6143))
 
 
-@pytest.mark.parametrize("whose", ["the host has", "the container or job of this process (/c/memory.max) has"])
-def test_host_memory_too_small(monkeypatch, nothing_allocated, whose):
-    model = Stack()
-    monkeypatch.setattr(checks, "available_host_memory", lambda: HostMemory(10_000, whose))
-    message = refused(
-        lambda: penstock.prepare(model, adamw(model), placement=Placement(optimizer="cpu")), model, MemoryBudgetError
-    )
-    # On whole pages: remainder and shadow of 2 bytes and two moments of 4 bytes for units of 1,024, 2,048 and 2,048
-    # elements, and two tiles of gradients on their way.
-    nbytes = 4 * 4096 + 2 * (2 * 4096 + 2 * 8192) + 2 * 4096
-    assert message == (
-        f"The cpu tier needs {nbytes:,} bytes on this rank; {whose} 10,000 available, {nbytes - 10_000:,} too "
-        "few. Use more ranks, a higher stage, or keep less on the cpu tier."
-    )
-
-
 def test_pinned_memory_has_a_budget_of_its_own():
     with pytest.raises(MemoryBudgetError) as caught:
-        checks.check_host_memory(
-            500_000, 500_000, 4096, torch.device("cuda"), Options(pinned_bytes=30_000, tile_bytes=4096)
-        )
+        checks.check_pinned_memory(500_000, 4096, torch.device("cuda"), Options(pinned_bytes=30_000, tile_bytes=4096))
     assert str(caught.value) == (
         "The buffers through which host memory and the device exchange tiles take 36,864 bytes of pinned memory, 6,864 "
         "more than Options(pinned_bytes=30,000). Raise it, choose a smaller tile_bytes, or keep nothing on the cpu "
         "tier."
     )
-    checks.check_host_memory(
-        500_000, 500_000, 4096, torch.device("cuda"), Options(pinned_bytes=36_864, tile_bytes=4096)
-    )
-    checks.check_host_memory(500_000, 30_000, 4096, torch.device("cuda"), Options(pinned_bytes=30_000, tile_bytes=4096))
-    checks.check_host_memory(500_000, 500_000, 4096, torch.device("cpu"), Options(pinned_bytes=30_000, tile_bytes=4096))
+    checks.check_pinned_memory(500_000, 4096, torch.device("cuda"), Options(pinned_bytes=36_864, tile_bytes=4096))
+    checks.check_pinned_memory(30_000, 4096, torch.device("cuda"), Options(pinned_bytes=30_000, tile_bytes=4096))
+    checks.check_pinned_memory(500_000, 4096, torch.device("cpu"), Options(pinned_bytes=30_000, tile_bytes=4096))
 
 
 VALUES: dict[str, tuple[Callable[[], Any], str]] = {

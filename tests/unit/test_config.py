@@ -77,6 +77,7 @@ WHOLE_NUMBERS = {
     "live_bytes": 1,
     "persistent_bytes": 0,
     "tile_bytes": 4096,
+    "device_bytes": 1,
     "pinned_bytes": 0,
     "update_threads": 1,
     "io_queue_depth": 1,
@@ -103,7 +104,7 @@ def test_only_some_sizes_may_be_left_to_penstock() -> None:
         except ConfigError:
             continue
         optional.add(name)
-    assert optional == {"pinned_bytes", "update_threads", "max_skipped_steps"}
+    assert optional == {"device_bytes", "pinned_bytes", "update_threads", "max_skipped_steps"}
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import penstock
 from penstock.blueprint import Request, draw_blueprint
 from penstock.kinds import Tier
-from penstock.machine.collectives import Ranks
+from penstock.machine.reach import Grid
 from tests.models.adapters_rows import Float8Linear
 from tests.models.modules_rows import Stack, squared
 from tests.support import disks, inline, prepare_on, run_ranks, separate, simulated, thorough
@@ -398,8 +398,7 @@ def test_a_blueprint_has_parameters_and_the_ring_of_files_alone(tier: str) -> No
         overlap="forward",
         options=penstock.Options(),
     )
-    ranks = Ranks.from_mesh(None, sharded=True, timeout_s=60.0)
-    blueprint = draw_blueprint(model, None, request, ranks, separate())
+    blueprint = draw_blueprint(model, None, request, Grid(), separate().reach)
     assert {section.home for section in blueprint.sections} == ({"param"} if tier != "nvme" else {"param", "staging"})
     assert {plan.spec.name for plan in blueprint.units} == {"root", "blocks.0", "blocks.1"}
     numel = sum(-(-p.numel() // 256) * 256 for p in model.parameters())

@@ -9,17 +9,20 @@ whatever unit, shard or tile they are to go to. A **piece** is what one tile has
 """
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from math import prod
 from pathlib import Path
 from typing import Annotated, NamedTuple
 
+import torch
+
 from penstock.checkpoint.fields import MOST_CHECKSUM, Field, dtype_name, members, parse, reader
-from penstock.kinds import Tier
+from penstock.kinds import MASTER, PARAM, Tier
 from penstock.layout import ALIGNMENT_NUMEL, Slot
 from penstock.machine.arena import PAGE_BYTES
+from penstock.machine.reach import Grid
 from penstock.tiers.home import CellPlan
 from penstock.tiers.records import RecordLayout
 
@@ -254,6 +257,25 @@ class RankTable:
         field = parse(file, text, most_bytes=_TABLE_BYTES_OF_ANY + all_bytes)
         units = tuple(UnitTable.read(item, file_bytes=file_bytes) for item in field["units"].items())
         return cls(units, field["random"].value)
+
+
+def kept_homes(cells: Mapping[str, Sequence[CellPlan]]) -> list[str]:
+    """Choose the homes that a checkpoint keeps of a unit: a full master says all of its parameters.
+
+    Arguments:
+        cells: the kinds of each home of the unit, by the home's name.
+    """
+    kept = [name for name, kinds in cells.items() if kinds]
+    if MASTER in kept and cells[MASTER][0].dtype == torch.float32:
+        kept.remove(PARAM)
+    return kept
+
+
+def own_tiles(shard_numel: int, tile_numel: int, grid: Grid) -> tuple[int, int]:
+    """Say which tiles of a shard a rank saves, of those that have a copy of it: the first, and one past the last."""
+    count = -(-shard_numel // tile_numel)
+    # By numbers alone, which every replica knows: no tile is left out or written twice.
+    return count * grid.replica_rank // grid.replicas, count * (grid.replica_rank + 1) // grid.replicas
 
 
 class TileKey(NamedTuple):

@@ -11,6 +11,7 @@ from torch import Tensor
 from penstock.machine.clocks import Clock, DeviceClock
 from penstock.machine.hardware import Hardware
 from penstock.machine.lifetime import Ending, Phase, at_end, exiting
+from penstock.machine.reach import Reach
 from penstock.machine.simulated import SimulatedStreams
 from penstock.machine.streams import (
     COLLECTIVE,
@@ -201,6 +202,11 @@ def _follow(side: Any, event: Event) -> None:
         event.hold_up(side)
     else:
         event.synchronize()
+
+
+def reach_for(device: torch.device, *, debug_release: bool = False) -> Reach:
+    """Say what compute reaches on the streams that `streams_for` would make."""
+    return Reach(aliases_host=device.type == "cpu" and not debug_release, reads_in_place=not debug_release)
 
 
 def streams_for(device: torch.device, *, debug_release: bool = False) -> Streams:

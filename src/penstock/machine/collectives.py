@@ -6,7 +6,6 @@ over all ranks (one replica); stage 0 replicates over all ranks (one shard); hyb
 """
 
 import contextlib
-import math
 import secrets
 import time
 import zlib
@@ -26,6 +25,7 @@ from penstock.machine.arena import view_apart
 from penstock.machine.council import DEFAULT_TIMEOUT_S, Council
 from penstock.machine.groups import give_back, is_alive, own_group
 from penstock.machine.lifetime import at_end
+from penstock.machine.reach import Grid
 from penstock.machine.streams import DONE, Event, Pending
 
 # torch 2.13 renamed the flat collectives; the older names still work in torch 2.8 to 2.12.
@@ -97,6 +97,7 @@ class Ranks:
         rank: this rank's number among all ranks of the job.
         shards, shard_rank: the number of shards, and which of them this rank has.
         replicas, replica_rank: the number of copies, and which of them this rank has a shard of.
+        grid: these numbers, as a value.
         counts: how many collectives were issued so far, by name.
     """
 
@@ -114,12 +115,8 @@ class Ranks:
         self._end_groups = at_end(self, give_back, own)
         self._last: Event = DONE  # of the collectives that were submitted to a stream
         self.rank = dist.get_rank() if self._groups else 0
-        self.shards = dist.get_world_size(shard_group) if shard_group else 1
-        self.shard_rank = dist.get_rank(shard_group) if shard_group else 0
-        self.replicas = math.prod(map(dist.get_world_size, replica_groups))
-        self.replica_rank = 0
-        for group in replica_groups:
-            self.replica_rank = self.replica_rank * dist.get_world_size(group) + dist.get_rank(group)
+        self.grid = Grid.of_groups(self._groups, sharded=shard_group is not None)
+        self.shards, self.shard_rank, self.replicas, self.replica_rank = self.grid
         self.counts: Counter[str] = Counter()
         self._issued: list[str] = []  # what was issued since ranks last compared it, in order
 
@@ -135,7 +132,7 @@ class Ranks:
         Raises:
             EngineError: another rank does not take part.
         """
-        given, members, number = _given(mesh)
+        given, members, number = given_groups(mesh)
         council = Council(members, number, timeout_s=timeout_s)
         own: list[dist.ProcessGroup | None] = []
         try:
@@ -167,7 +164,7 @@ class Ranks:
     @property
     def world_size(self) -> int:
         """How many ranks there are in all."""
-        return self.shards * self.replicas
+        return self.grid.world_size
 
     @property
     def number(self) -> int:
@@ -379,11 +376,11 @@ class Ranks:
 
 def council_of_all(*, timeout_s: float, error: type[PenstockError]) -> Council:
     """Make the council of the ranks of the default process group, where agreeing is all that they do. Collective."""
-    _, members, number = _given(None)
+    _, members, number = given_groups(None)
     return Council(members, number, timeout_s=timeout_s, error=error)
 
 
-def _given(mesh: DeviceMesh | None) -> tuple[list[dist.ProcessGroup], list[int], int]:
+def given_groups(mesh: DeviceMesh | None) -> tuple[list[dist.ProcessGroup], list[int], int]:
     """Return the groups of a mesh, or the default one if there is one; their ranks, and this one's index among them."""
     if mesh is not None:
         members = mesh.mesh.flatten().tolist()

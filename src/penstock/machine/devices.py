@@ -132,6 +132,38 @@ def make_current(device: torch.device) -> None:
         torch.accelerator.set_device_index(device)
 
 
+def free_device_memory(device: torch.device) -> int | None:
+    """Return the bytes of a device that this process can still have; `None` where nothing says how many.
+
+    That is what is free there, and what torch keeps for reuse in this process.
+    """
+    if device.type == "cpu":
+        return None
+    module = torch.get_device_module(device)
+    ask = getattr(module, "mem_get_info", None) or getattr(torch.accelerator, "get_memory_info", None)
+    try:
+        free = int(ask(device)[0])  # type: ignore[misc]
+    except Exception:  # it is somebody else's code, and not every device knows
+        return None
+    kept = 0
+    with contextlib.suppress(Exception):
+        kept = int(module.memory_reserved(device)) - int(module.memory_allocated(device))
+    return free + max(0, kept)
+
+
+def shares_host_memory(device: torch.device) -> bool:
+    """Whether a device's memory is the host's: a cpu, or an accelerator that has none of its own.
+
+    What such an accelerator calls free leaves out what the kernel would give up first; the host's own account has it.
+    """
+    if device.type == "cpu":
+        return True
+    try:
+        return bool(torch.get_device_module(device).get_device_properties(device).is_integrated)
+    except Exception:  # where a device does not tell, it says so in a way of its own
+        return False
+
+
 def _bound_device(mesh: DeviceMesh | None) -> torch.device | None:
     """Return the device that the process groups of a mesh, or the default one, are bound to, if it is one."""
     if mesh is not None:

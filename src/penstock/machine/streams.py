@@ -40,6 +40,7 @@ from penstock.machine.events import (
     after_all,
     all_of,
 )
+from penstock.machine.reach import Reach
 from penstock.machine.workers import HostWorker, WorkerThread, on_worker
 from penstock.trace import NO_LABEL, Label
 
@@ -136,6 +137,11 @@ class Streams(ABC):
         self.recorder: Recorder | None = None
         self._given_up: deque[tuple[Event, Sequence[Tensor]]] = deque()
         self._giving_up = threading.RLock()  # a tensor that goes may take others with it, which are given up then
+
+    @property
+    def reach(self) -> Reach:
+        """What compute reads and writes where it rests, as a value."""
+        return Reach(self.aliases_host, self.reads_in_place)
 
     def submit(
         self,

@@ -111,7 +111,7 @@ class SwapFolder:
     """
 
     def __init__(self, parent: str | os.PathLike[str], nbytes: int) -> None:
-        folder = _existing(parent)
+        folder = existing_folder(parent)
         own = Identity.own()
         _remove_leftovers(folder, own)  # first: the room that they take is counted as free below
         _check_space(folder, nbytes)
@@ -171,7 +171,7 @@ class _Held:
 _held = _Held()
 
 
-def _existing(parent: str | os.PathLike[str]) -> Path:
+def existing_folder(parent: str | os.PathLike[str]) -> Path:
     """Return the path of `parent` without symlinks. Refuse one where no swap folder may be made."""
     try:
         folder = Path(os.path.realpath(parent, strict=True))
@@ -189,10 +189,19 @@ def _existing(parent: str | os.PathLike[str]) -> Path:
     return folder
 
 
+def free_disk_bytes(folder: str | os.PathLike[str]) -> int:
+    """Return the bytes that this user can still write on a folder's file system.
+
+    Raises:
+        OSError: there is no such folder, or it cannot be looked at.
+    """
+    system = os.statvfs(folder)
+    return system.f_bavail * system.f_frsize
+
+
 def _check_space(folder: Path, nbytes: int) -> None:
     """Refuse a folder on a file system that has too little free space."""
-    system = os.statvfs(folder)
-    free_bytes = system.f_bavail * system.f_frsize
+    free_bytes = free_disk_bytes(folder)
     if nbytes > free_bytes:
         text = (
             f"The nvme tier needs {nbytes:,} bytes, and {str(folder)!r} has {free_bytes:,} bytes free. Free "

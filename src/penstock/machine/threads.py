@@ -72,7 +72,7 @@ def share_of_cores(
         One thread or more.
     """
     cores = set(os.sched_getaffinity(0) if allowed is None else allowed)
-    ranks = max(1, _number(environment.get("LOCAL_WORLD_SIZE"), 1))
+    ranks = ranks_of_host(environment)
     rank = min(max(0, _number(environment.get("LOCAL_RANK"), 0)), ranks - 1)
     found = numbered_nodes(nodes)
     usable = {number: node & cores for number, node in found.items() if node & cores}
@@ -86,6 +86,11 @@ def share_of_cores(
         # Threads that use up the quota are all stopped until its period is over, those that feed the device too.
         count = min(count, int(quota / ranks))
     return UpdateCores(max(1, count), bound)
+
+
+def ranks_of_host(environment: Mapping[str, str] = os.environ) -> int:
+    """Return how many ranks the launcher has started on this host; 1 where it does not say (`LOCAL_WORLD_SIZE`)."""
+    return max(1, _number(environment.get("LOCAL_WORLD_SIZE"), 1))
 
 
 def _unbound(rank: int, ranks: int, cores: set[int], found: Sequence[set[int]], usable: Sequence[set[int]]) -> int:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from penstock.kinds import Tier
+from penstock.machine.reach import Reach
 from penstock.machine.streams import DOWNLOAD, UPDATE, UPLOAD, WRITE, Event, Streams, across, all_of, copy
 from penstock.tiers.ring import PASSING, Ring
 from penstock.trace import Label
@@ -20,9 +21,9 @@ from penstock.trace import Label
 Use = Callable[[int, Tensor], None]
 
 
-def in_reach(tier: Tier, of: Tier, streams: Streams) -> bool:
+def in_reach(tier: Tier, of: Tier, reach: Reach) -> bool:
     """Whether arithmetic beside one tier reads and writes the other directly."""
-    return tier.is_memory and (tier is of or streams.aliases_host)
+    return tier.is_memory and (tier is of or reach.aliases_host)
 
 
 class Way(NamedTuple):

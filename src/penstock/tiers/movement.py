@@ -273,7 +273,7 @@ class Pipeline:
         return slot
 
     def _reaches(self, section: Section) -> bool:
-        return not section.plan.cells or in_reach(section.tier, self._beside, self._streams)
+        return not section.plan.cells or in_reach(section.tier, self._beside, self._streams.reach)
 
     def _bring_memory(
         self, tile: BroughtTile, name: str, section: Section, extent: tuple[int, int], *, back: bool

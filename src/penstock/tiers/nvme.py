@@ -87,6 +87,20 @@ class Striping:
         return places
 
 
+def stripe(wanted: Mapping[str, Sequence[SectionPlan]], folders: int) -> dict[str, Striping]:
+    """Lay the records of sections out over folders, home by home."""
+    planned = {home: Striping(folders) for home in wanted}
+    for home, plans in wanted.items():
+        for plan in plans:
+            planned[home].place(record_sizes(plan))
+    return planned
+
+
+def bytes_by_folder(planned: Mapping[str, Striping], folders: int) -> list[int]:
+    """Count the bytes that go to each folder, of all homes."""
+    return [sum(striping.used[number] for striping in planned.values()) for number in range(folders)]
+
+
 class NvmeTier(TierMemory):
     """Files on one disk or several: one in each folder for each home.
 
@@ -119,11 +133,8 @@ class NvmeTier(TierMemory):
                 "The nvme tier has no folder for its files. Name one on a fast disk: Placement(nvme_path=...)."
             )
         slabs: dict[str, Slab] = {}
-        planned = {home: Striping(len(self._parents)) for home in wanted}
-        for home, plans in wanted.items():
-            for plan in plans:
-                planned[home].place(record_sizes(plan))
-        needed = [sum(striping.used[number] for striping in planned.values()) for number in range(len(self._parents))]
+        planned = stripe(wanted, len(self._parents))
+        needed = bytes_by_folder(planned, len(self._parents))
         try:
             self._open_folders(needed)
             for home, striping in planned.items():

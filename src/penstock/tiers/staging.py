@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from penstock.kinds import GRAD, MASTER, OPTIMIZER, PARAM, SHADOW, STAGING, Tier
-from penstock.machine.streams import Streams
+from penstock.machine.reach import Reach
 from penstock.tiers.copies import in_reach
 from penstock.tiers.home import CellPlan, Section, SectionPlan
 from penstock.tiers.records import RecordLayout, record_sizes
@@ -55,16 +55,15 @@ class StagingPlan:
     Arguments:
         units: where the homes are.
         reduce_dtype: what gradients on their way have.
+        reach: what compute reads where it rests.
         streamed: whether the device updates tiles whose state rests elsewhere.
 
     Attributes:
         stretch: how many tiles a slot of the ring of updates on the device holds.
     """
 
-    def __init__(
-        self, units: Sequence[Sections], *, reduce_dtype: torch.dtype, streams: Streams, streamed: bool
-    ) -> None:
-        self._streams = streams
+    def __init__(self, units: Sequence[Sections], *, reduce_dtype: torch.dtype, reach: Reach, streamed: bool) -> None:
+        self._reach = reach
         self._streamed = streamed
         plans = [plan for unit in units for sections in unit.values() for plan in sections]
         self._tile = max((min(plan.numel, plan.tile_numel) for plan in plans), default=0)
@@ -81,7 +80,7 @@ class StagingPlan:
 
     def _landing_slots(self, units: Sequence[Sections], reduce_dtype: torch.dtype) -> list[SlotPlan]:
         """Plan two slots: one is filled while the other is added or cast."""
-        if in_reach(Tier.CPU, Tier.DEVICE, self._streams):
+        if in_reach(Tier.CPU, Tier.DEVICE, self._reach):
             return []
         away = [p for unit in units for p in unit.get(GRAD, ()) if p.cells and p.tier is not Tier.DEVICE]
         if not any(plan.tier is Tier.CPU or plan.cells[0].dtype != reduce_dtype for plan in away):
@@ -98,7 +97,7 @@ class StagingPlan:
         updated = (GRAD, MASTER, OPTIMIZER, SHADOW, PARAM)
         sections = (each for unit in units for each in worked_on(beside, unit, OPTIMIZER, updated, streamed=streamed))
         in_memory = STREAMED_SLOTS if streamed else MEMORY_SLOTS
-        slots, stretch = plan_ring("update", beside, sections, self._streams, in_memory)
+        slots, stretch = plan_ring("update", beside, sections, self._reach, in_memory)
         if beside is Tier.DEVICE:
             self.stretch = stretch
         return slots
@@ -108,7 +107,7 @@ def plan_ring(
     name: str,
     beside: Tier,
     sections: Iterable[tuple[str, SectionPlan]],
-    streams: Streams,
+    reach: Reach,
     in_memory: int = MEMORY_SLOTS,
 ) -> tuple[list[SlotPlan], int]:
     """Plan the ring through which tiles pass that are worked on beside one tier.
@@ -117,7 +116,7 @@ def plan_ring(
         name: what the work is, for reports.
         beside: where it is done.
         sections: those that it needs, by home.
-        streams: those of the device that computes, which say what is in reach.
+        reach: what compute reads where it rests.
         in_memory: how many slots there are where no file is read.
 
     Returns:
@@ -125,12 +124,12 @@ def plan_ring(
     """
     passing: dict[str, list[SectionPlan]] = {}
     for home, plan in sections:
-        if plan.cells and not in_reach(plan.tier, beside, streams):
+        if plan.cells and not in_reach(plan.tier, beside, reach):
             passing.setdefault(home, []).append(plan)
     if not passing:
         return [], 1
     files = {home for home, plans in passing.items() if any(not plan.tier.is_memory for plan in plans)}
-    near = Tier.CPU if streams.aliases_host else beside  # files want pages, which that tier hands out
+    near = Tier.CPU if reach.aliases_host else beside  # files want pages, which that tier hands out
     bounced = files if near is Tier.DEVICE else ()  # what is taken from files to a device passes the host
     tile = max(min(plan.numel, plan.tile_numel) for plans in passing.values() for plan in plans)
     sizes, stretch = _sizes(passing, tile), 1

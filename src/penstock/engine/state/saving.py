@@ -24,7 +24,7 @@ from penstock.checkpoint.manifest import Manifest, SavedGroup, SavedParameter, c
 from penstock.checkpoint.opened import LATEST, next_serial
 from penstock.checkpoint.pretrained import describe
 from penstock.checkpoint.save import Save, Target
-from penstock.checkpoint.tables import HomeTable, Tiling, UnitTable
+from penstock.checkpoint.tables import HomeTable, Tiling, UnitTable, kept_homes, own_tiles
 from penstock.checkpoint.tiles import RingMemory, UnitSource
 from penstock.checkpoint.values import encode
 from penstock.engine.state.access import Access
@@ -217,10 +217,7 @@ class Saver:
         for unit in self._units:
             homes = _homes(unit)
             tile_numel = unit.params.sections[0].tile_numel
-            count = -(-unit.layout.shard_numel // tile_numel)
-            copy, copies = self._ranks.replica_rank, self._ranks.replicas
-            # By numbers alone, which every replica knows: no tile is left out or written twice.
-            first, last = count * copy // copies, count * (copy + 1) // copies
+            first, last = own_tiles(unit.layout.shard_numel, tile_numel, self._ranks.grid)
             if first == last:
                 continue
             table = UnitTable(
@@ -298,15 +295,12 @@ def _check_request(path: str | PathLike[str], keep: int | None, if_busy: str) ->
 
 
 def _homes(unit: Unit) -> dict[str, Home]:
-    """Choose the homes that a checkpoint keeps of a unit: a full master says all of its parameters."""
+    """Choose the homes that a checkpoint keeps of a unit."""
     homes = {PARAM: unit.params}
     if unit.trained is None:
         return homes
     homes |= {MASTER: unit.trained.master, OPTIMIZER: unit.trained.optimizer, **unit.trained.averages}
-    homes = {name: home for name, home in homes.items() if home.plans[0].cells}
-    if MASTER in homes and homes[MASTER].plans[0].cells[0].dtype == torch.float32:
-        del homes[PARAM]
-    return homes
+    return {name: homes[name] for name in kept_homes({name: home.plans[0].cells for name, home in homes.items()})}
 
 
 def _home_table(name: str, home: Home) -> HomeTable:

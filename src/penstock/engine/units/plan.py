@@ -10,8 +10,7 @@ from penstock.engine.units.discover import UnitSpec
 from penstock.engine.units.unit import Fields
 from penstock.kinds import GRAD, MASTER, OPTIMIZER, PARAM, SHADOW, Tier
 from penstock.layout import FlatLayout
-from penstock.machine.collectives import Ranks
-from penstock.machine.streams import Streams
+from penstock.machine.reach import Grid, Reach
 from penstock.rules.rule import BLOCK_NUMEL, StateSpec
 from penstock.split import TierRange, part, split
 from penstock.tiers.copies import in_reach
@@ -114,8 +113,8 @@ class UnitPlan:
 def plan_units(
     specs: Sequence[UnitSpec],
     homes: Homes,
-    ranks: Ranks,
-    streams: Streams,
+    grid: Grid,
+    reach: Reach,
     resting: Mapping[str, UnitPlan] | None = None,
 ) -> list[UnitPlan]:
     """Plan the homes of units on this rank. Kinds that are split between tiers are cut over all of them together.
@@ -123,19 +122,19 @@ def plan_units(
     Arguments:
         specs: what belongs to each unit, in order.
         homes: where their kinds are to be.
-        ranks: how many shards there are, and which one is this rank's.
-        streams: those of the device that computes, which say what it reads where it rests.
+        grid: how many shards there are, and which one is this rank's.
+        reach: what compute reads where it rests.
         resting: by name, units whose parameters rest somewhere already, and stay there.
     """
     resting = resting or {}
     layouts = [
         resting[s.name].layout
         if s.name in resting
-        else FlatLayout.build(s.names, [tuple(p.shape) for p in s.parameters], ranks.shards)
+        else FlatLayout.build(s.names, [tuple(p.shape) for p in s.parameters], grid.shards)
         for s in specs
     ]
     # A file holds every byte once, whatever the stage: what is replicated elsewhere is gathered from shards there.
-    replicated = all(tier.is_memory for tier in homes.params) and (not homes.sharded_params or ranks.shards == 1)
+    replicated = all(tier.is_memory for tier in homes.params) and (not homes.sharded_params or grid.shards == 1)
     tiles = [_tiles(layout.shard_numel, homes.tile_numel) for layout in layouts]
     trained = [index for index, spec in enumerate(specs) if spec.trainable]
 
@@ -146,7 +145,7 @@ def plan_units(
         return dict(zip(chosen, split([tiles[i] * copies for i in chosen], fractions, bytes_of_units), strict=True))
 
     new = [index for index, spec in enumerate(specs) if spec.name not in resting]
-    params = cut(new, homes.params, lambda spec: spec.dtype.itemsize, ranks.shards if replicated else 1)
+    params = cut(new, homes.params, lambda spec: spec.dtype.itemsize, grid.shards if replicated else 1)
     for index, spec in enumerate(specs):
         if spec.name in resting:
             params[index] = tuple(TierRange(p.tier, p.start, p.stop) for p in resting[spec.name].sections[PARAM])
@@ -155,9 +154,9 @@ def plan_units(
     plans = []
     for i, (spec, layout) in enumerate(zip(specs, layouts, strict=True)):
         spans = Spans(params[i], grads.get(i, ()), optimizer.get(i, ()))
-        own = part(params[i], *layout.shard_range(ranks.shard_rank)) if replicated else tuple(params[i])
-        in_place = len(params[i]) == 1 and in_reach(params[i][0].tier, Tier.DEVICE, streams) and streams.reads_in_place
-        sections, fields = _plan_sections(spec, homes, spans, own, streams)
+        own = part(params[i], *layout.shard_range(grid.shard_rank)) if replicated else tuple(params[i])
+        in_place = len(params[i]) == 1 and in_reach(params[i][0].tier, Tier.DEVICE, reach) and reach.reads_in_place
+        sections, fields = _plan_sections(spec, homes, spans, own, reach)
         plans.append(
             UnitPlan(
                 spec=spec,
@@ -174,7 +173,7 @@ def plan_units(
 
 
 def _plan_sections(
-    spec: UnitSpec, homes: Homes, spans: Spans, own_params: Sequence[TierRange], streams: Streams
+    spec: UnitSpec, homes: Homes, spans: Spans, own_params: Sequence[TierRange], reach: Reach
 ) -> tuple[dict[str, Sequence[SectionPlan]], Fields]:
     """Plan the sections of a unit by home, in the order in which they will be made, and the optimizer's kinds."""
     sections: dict[str, Sequence[SectionPlan]] = {
@@ -194,7 +193,7 @@ def _plan_sections(
         if max(update.start, param.start) < min(update.stop, param.stop)
         for section in _sections(
             SHADOW,
-            [Kind(MASTER, spec.dtype)] if _needs_shadow(param.tier, update.tier, streams) else [],
+            [Kind(MASTER, spec.dtype)] if _needs_shadow(param.tier, update.tier, reach) else [],
             [TierRange(update.tier, max(update.start, param.start), min(update.stop, param.stop))],
             spec,
             homes,
@@ -216,12 +215,12 @@ def _optimizer_kinds(specs: Iterable[StateSpec]) -> tuple[list[Kind], Fields]:
     return kinds, Fields(tuple(states), tuple(scales))
 
 
-def _needs_shadow(params: Tier, optimizer: Tier, streams: Streams) -> bool:
+def _needs_shadow(params: Tier, optimizer: Tier, reach: Reach) -> bool:
     """Whether the update cannot reach the parameters, and writes a copy beside its state, the master's other part.
 
     Tiles that come from or go to a file are brought to the update anyway, and the parameters with them.
     """
-    return params.is_memory and optimizer.is_memory and not in_reach(params, optimizer, streams)
+    return params.is_memory and optimizer.is_memory and not in_reach(params, optimizer, reach)
 
 
 def _sections(

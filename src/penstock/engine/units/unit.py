@@ -385,7 +385,7 @@ class Unit:
 def reached(home: Home, streams: Streams) -> Tensor | None:
     """Return the values of a home of one kind, if compute reaches all of them in one piece, else `None`."""
     section, *others = home.sections
-    if others or not in_reach(section.tier, Tier.DEVICE, streams):
+    if others or not in_reach(section.tier, Tier.DEVICE, streams.reach):
         return None
     (values,) = section.tensors
     return values

@@ -55,7 +55,7 @@ class Averaging:
                 for kind in kinds
                 for name, plan in worked_on(beside, unit, kind, (MASTER, kind, SHADOW, PARAM))
             )
-            rings[beside] = plan_ring("average", beside, sections, self._streams)
+            rings[beside] = plan_ring("average", beside, sections, self._streams.reach)
         slots = {beside: plan for beside, (plan, _) in rings.items()}
         if slots == self._slots:
             return

@@ -1,0 +1,277 @@
+"""What a blueprint takes of each memory at once, held against what there is, before anything is taken.
+
+A device's memory holds what rests there, and beside it what is there for a while: gathered units, flat gradients on
+their way home, buffers of tiles, and at the start the values of one unit on their way to their homes. What the model
+computes (activations, and what kernels take for themselves) is not known here, and not counted.
+
+Where device and host share memory, as on a cpu, both together are held against the host's.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from penstock import checks
+from penstock.blueprint import Blueprint
+from penstock.engine.passes.buffers import BUFFERS_OF_A_SIZE
+from penstock.engine.units.plan import UnitPlan
+from penstock.errors import MemoryBudgetError
+from penstock.kinds import GRAD, MASTER, OPTIMIZER, PARAM, SHADOW, STAGING, Tier
+from penstock.machine.arena import available_host_memory
+from penstock.machine.devices import free_device_memory, shares_host_memory
+from penstock.machine.reach import Grid, Reach
+from penstock.machine.threads import ranks_of_host
+from penstock.tiers.copies import in_reach
+from penstock.tiers.store import bytes_on
+
+#: What a device has at rest, as `Placement` calls it: the homes that it is made of.
+_AT_REST = {"params": (PARAM,), "grads": (GRAD,), "optimizer": (MASTER, OPTIMIZER, SHADOW)}
+GATHERED, ON_THEIR_WAY, TILES, BUFFERS, FIRST = "gathered", "gradients on their way", "tiles", "buffers", "first values"
+
+# Bytes per element that values take on their way to their homes: in fp32; and while they are split into bf16 and a
+# remainder, as integers beside that.
+_FP32_BYTES, _SPLIT_BYTES, _SPLIT_OF_COPY_BYTES = 4, 12, 16
+
+
+@dataclass(frozen=True)
+class DeviceNeed:
+    """Bytes of device memory that a rank takes at once, beside what its model computes.
+
+    Attributes:
+        parts: the bytes by what they are for: `"params"`, `"grads"` and `"optimizer"` at rest, `"gathered"` parameters,
+            `"gradients on their way"`, `"tiles"` that pass buffers, the model's `"buffers"`, and `"first values"`: what
+            the start takes beyond all of these.
+        there: how many of them the model has there already: in buffers, and in parameters, whose own memory goes while
+            their homes are filled.
+    """
+
+    parts: Mapping[str, int]
+    there: int
+
+    @property
+    def nbytes(self) -> int:
+        """All of it."""
+        return sum(self.parts.values())
+
+    def __str__(self) -> str:
+        return ", ".join(f"{what} {nbytes:,}" for what, nbytes in self.parts.items() if nbytes)
+
+
+@dataclass(frozen=True)
+class Room:
+    """A memory, or a file system, and what is to go there.
+
+    Attributes:
+        name: what it is: `"device"`, `"host"`, or a folder.
+        needed: the bytes that this rank needs there.
+        available: the bytes that it can have there; `None` where nothing says how many.
+        lack: a message that says what is missing, and what to do; `None` where it fits.
+    """
+
+    name: str
+    needed: int
+    available: int | None
+    lack: str | None = None
+
+
+def check_memory(blueprint: Blueprint, model: nn.Module, grid: Grid, reach: Reach, device: torch.device) -> None:
+    """Refuse a blueprint that takes more memory than there is. Nothing was taken.
+
+    Raises:
+        MemoryBudgetError: it says of what, how much is missing, and what to do.
+    """
+    checks.check_pinned_memory(blueprint.copied_bytes, blueprint.staging_bytes, device, blueprint.request.options)
+    need = device_need(blueprint, model, grid, reach, device)
+    lacks = [room.lack for room in memories(blueprint, need, device, ranks_of_host()) if room.lack is not None]
+    if lacks:
+        raise MemoryBudgetError(" ".join(lacks))
+
+
+def device_need(blueprint: Blueprint, model: nn.Module, grid: Grid, reach: Reach, device: torch.device) -> DeviceNeed:
+    """Count what a rank takes of its device at once.
+
+    Arguments:
+        blueprint: what it will have.
+        model: the one that the blueprint was drawn of, as it is before `prepare`.
+        grid: how many ranks there are.
+        reach: what compute reads where it rests.
+        device: the one that computes.
+    """
+    given = blueprint.request.weights is not None
+    own = [_own_bytes(plan, device) for plan in blueprint.units]
+    buffers, buffers_there = _buffer_bytes(model, device)
+    parts = {
+        **{what: sum(blueprint.bytes_on(Tier.DEVICE, home) for home in homes) for what, homes in _AT_REST.items()},
+        GATHERED: blueprint.gathered_bytes,
+        ON_THEIR_WAY: gradient_bytes(blueprint, grid, reach),
+        TILES: blueprint.bytes_on(Tier.DEVICE, STAGING),
+        BUFFERS: buffers,
+    }
+    training = sum(parts.values())
+    # While first values come, units are filled one after the other. Each one's own memory goes once it is filled, or
+    # with the last one where other values take its place.
+    resting, loading, loading_beside_own = 0, 0, 0
+    for number, plan in enumerate(blueprint.units):
+        resting += bytes_on(list(plan.all_sections()), Tier.DEVICE)
+        least = resting + _filling_bytes(plan, grid, given=given)
+        loading = max(loading, least)
+        loading_beside_own = max(loading_beside_own, least - (0 if given else sum(own[:number])))
+    beside_own = max(training - sum(own) - buffers_there, loading_beside_own)
+    parts[FIRST] = max(0, loading - training)
+    return DeviceNeed(parts, max(0, sum(parts.values()) - beside_own))
+
+
+def gradient_bytes(blueprint: Blueprint, grid: Grid, reach: Reach) -> int:
+    """Count the device bytes of gradients between autograd and their homes, at most.
+
+    That is what backward collects of a unit, whole, what is reduced of it, and the gradient of one parameter that
+    autograd hands over. Buffers are kept for reuse, a few of each size. Whole gradients that `no_sync` holds back in
+    stages 0 and 1 come on top: nobody knows beforehand whether it will be used.
+    """
+    sizes: set[tuple[int, torch.dtype]] = set()
+    largest = 0
+    for plan in blueprint.units:
+        if not plan.spec.trainable:
+            continue
+        itemsize = plan.spec.dtype.itemsize
+        largest = max(largest, max(parameter.numel() for parameter in plan.spec.parameters) * itemsize)
+        sizes.update(_gradient_buffers(plan, blueprint, grid, reach))
+    return largest + sum(BUFFERS_OF_A_SIZE * numel * dtype.itemsize for numel, dtype in sizes)
+
+
+def _gradient_buffers(
+    plan: UnitPlan, blueprint: Blueprint, grid: Grid, reach: Reach
+) -> Iterator[tuple[int, torch.dtype]]:
+    """List the sizes of the buffers that a unit's gradient passes: elements and dtype."""
+    request = blueprint.request
+    collects_fp32 = request.unit_micro_batches > 1
+    sections = [section for section in plan.sections[GRAD] if section.cells]
+    in_place = len(sections) == 1 and in_reach(sections[0].tier, Tier.DEVICE, reach)
+    exact = request.reduce_dtype in (plan.spec.dtype, torch.float32)
+    if grid.world_size == 1 and not collects_fp32 and in_place and exact:
+        return  # straight from autograd to its home
+    collected = torch.float32 if collects_fp32 else request.reduce_dtype
+    yield plan.layout.numel, collected
+    if collected != request.reduce_dtype:
+        yield plan.layout.numel, request.reduce_dtype
+    if grid.shards > 1:
+        yield plan.layout.shard_numel, request.reduce_dtype
+    if len(sections) > 1 or not all(section.tier.is_memory for section in sections):
+        yield plan.layout.shard_numel, request.accumulation_dtype  # what the home holds comes up to be added to
+
+
+def _filling_bytes(plan: UnitPlan, grid: Grid, *, given: bool) -> int:
+    """Count the device bytes that it takes, beside its homes, to fill those of a unit."""
+    sent = not given and grid.world_size > 1  # a copy of the first rank's values, in the model's own dtype
+    arrived = sum(parameter.nbytes for parameter in plan.spec.parameters) if sent else 0
+    # A parameter at a time goes through the update's shadow of it where there is one, and its master is split there.
+    numel = min(max(slot.numel for slot in plan.layout.slots), max(s.numel for s in plan.sections[PARAM]))
+    splits = plan.homes.keeps_master(plan.spec) and plan.homes.master_dtype == torch.int16
+    written = [*(s for s in plan.sections.get(SHADOW, ()) if s.cells)] or plan.sections[PARAM]
+    passing = _FP32_BYTES * numel if sent or any(s.tier is Tier.DEVICE for s in written) else 0
+    if splits and any(s.tier is Tier.DEVICE for s in plan.sections[MASTER]):
+        passing += _SPLIT_BYTES * numel
+    if splits and sent and plan.replicated:
+        passing = max(passing, (_FP32_BYTES + _SPLIT_OF_COPY_BYTES) * numel)
+    # The buffer of the gathered unit is made with memory, which it gives back before it is filled.
+    return arrived + max(passing, 0 if plan.resident else plan.full_bytes)
+
+
+def _own_bytes(plan: UnitPlan, device: torch.device) -> int:
+    """Count what a unit's parameters have on the device before `prepare`."""
+    return sum(parameter.nbytes for parameter in plan.spec.parameters if parameter.device == device)
+
+
+def _buffer_bytes(model: nn.Module, device: torch.device) -> tuple[int, int]:
+    """Count the bytes of a model's buffers, which go to the device, and of those that are there."""
+    plain = [buffer for buffer in model.buffers() if buffer.layout is torch.strided]
+    return sum(buffer.nbytes for buffer in plain), sum(buffer.nbytes for buffer in plain if buffer.device == device)
+
+
+def memories(blueprint: Blueprint, need: DeviceNeed, device: torch.device, ranks_here: int) -> Sequence[Room]:
+    """Hold what a rank needs of its device and of the host against what there is.
+
+    Arguments:
+        blueprint: what it will have.
+        need: what that takes of the device.
+        device: the one that computes.
+        ranks_here: how many ranks share the host's memory.
+
+    Returns:
+        The device, where it has memory of its own or a budget, and the host.
+    """
+    rooms = []
+    shared, options = shares_host_memory(device), blueprint.request.options
+    if not shared or options.device_bytes is not None:
+        rooms.append(_device_room(blueprint, need, device))
+    rooms.append(_host_room(blueprint, need if shared else None, ranks_here))
+    return rooms
+
+
+def _device_room(blueprint: Blueprint, need: DeviceNeed, device: torch.device) -> Room:
+    limit = blueprint.request.options.device_bytes
+    if limit is not None:
+        available, whose = limit, f"Options(device_bytes={limit:,}) gives it {limit:,}"
+    else:
+        free = free_device_memory(device)
+        if free is None:
+            return Room("device", need.nbytes, None)
+        available, whose = free + need.there, f"{device} has {free:,} free"
+        if need.there:
+            whose += f", and {need.there:,} that the model takes there now"
+    missing = need.nbytes - available
+    if missing <= 0:
+        return Room("device", need.nbytes, available)
+    lack = (
+        f"The device needs {need.nbytes:,} bytes on this rank, activations apart ({need}); {whose}, {missing:,} too "
+        f"few. {_advice(blueprint, missing, (Tier.DEVICE,), 'cpu')}"
+    )
+    return Room("device", need.nbytes, available, lack)
+
+
+def _host_room(blueprint: Blueprint, shares: DeviceNeed | None, ranks_here: int) -> Room:
+    """Hold the cpu tier, and the device's state where that shares its memory, against what the host has."""
+    on_cpu = blueprint.bytes_on(Tier.CPU)
+    needed = on_cpu + (shares.nbytes - shares.there if shares else 0)
+    host = available_host_memory()
+    if host is None:
+        return Room("host", needed, None)
+    available = host.nbytes // ranks_here
+    missing = needed - available
+    if missing <= 0:
+        return Room("host", needed, available)
+    each = f" for each of its {ranks_here} ranks" if ranks_here > 1 else ""
+    whose = f"{host.whose} {available:,} available{each}, {missing:,} too few"
+    if shares is None:
+        lack = (
+            f"The cpu tier needs {needed:,} bytes on this rank; {whose}. Use more ranks, a higher stage, or keep less "
+            "on the cpu tier."
+        )
+    else:
+        what = f"{shares}, cpu tier {on_cpu:,}" if on_cpu else str(shares)
+        beside = f", beside {shares.there:,} that the model takes already" if shares.there else ""
+        lack = (
+            f"The device and the cpu tier share the host's memory, and need {needed:,} bytes of it on this rank"
+            f"{beside}, activations apart ({what}); {whose}. "
+            f"{_advice(blueprint, missing, (Tier.DEVICE, Tier.CPU), 'nvme')}"
+        )
+    return Room("host", needed, available, lack)
+
+
+def _advice(blueprint: Blueprint, missing: int, tiers: Sequence[Tier], to: str) -> str:
+    """Say what to do: which kinds to move from some tiers to another, what is used least first, until it is enough."""
+    moved: list[str] = []
+    for what in ("optimizer", "grads", "params"):
+        resting = sum(blueprint.bytes_on(tier, home) for tier in tiers for home in _AT_REST[what])
+        if missing > 0 and resting:
+            moved.append(f"{what}='{to}'")
+            missing -= resting
+    ways = [f"Move state with Placement({', '.join(moved)})"] if moved else []
+    # With more ranks a shard is smaller, of what is sharded.
+    ways.append("use more ranks" if blueprint.request.stage == 3 else "use more ranks and a higher stage")
+    if blueprint.gathered_bytes > blueprint.least_gathered_bytes:
+        ways.append("lower Options(prefetch_bytes=...)")
+    text = f"{', '.join(ways[:-1])}, or {ways[-1]}." if len(ways) > 1 else f"{ways[0]}."
+    return text[0].upper() + text[1:]

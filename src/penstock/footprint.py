@@ -1,0 +1,248 @@
+"""What `prepare` would take of each memory and each disk, and whether it fits: told without taking any of it.
+
+It is the same blueprint that `prepare` builds, of the same arguments. The model may be on the meta device, and there
+need be no process group: `world_size` says how many ranks there will be.
+"""
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from penstock.blueprint import Blueprint, draw_blueprint, request_for
+from penstock.budgets import BUFFERS, FIRST, GATHERED, ON_THEIR_WAY, DeviceNeed, Room, device_need, memories
+from penstock.checkpoint.beside import persistent_buffers
+from penstock.checkpoint.fields import to_bytes
+from penstock.checkpoint.tables import HomeTable, Tiling, UnitTable, kept_homes, own_tiles
+from penstock.engine.units.plan import UnitPlan
+from penstock.errors import ConfigError, NvmeError
+from penstock.kinds import MASTER, OPTIMIZER, PARAM, Tier
+from penstock.machine.accelerator import reach_for
+from penstock.machine.border import crossing
+from penstock.machine.collectives import given_groups
+from penstock.machine.devices import device_for, visible_devices
+from penstock.machine.pinning import needs_pinning
+from penstock.machine.reach import Grid
+from penstock.machine.swap import existing_folder, free_disk_bytes
+from penstock.machine.threads import ranks_of_host
+from penstock.tiers.home import SectionPlan
+from penstock.tiers.nvme import bytes_by_folder, stripe
+from penstock.tiers.report import Location, LocationReport
+
+# What a checkpoint has beside tiles and buffers, at most, on any rank: states of random numbers, the model's
+# configuration, groups; and for each parameter its line of the marker. A checksum has up to ten digits.
+_SMALL_BYTES, _LINE_BYTES, _CHECKSUM_BYTES = 1 << 16, 256, 10
+
+
+@dataclass(frozen=True, kw_only=True)
+class Footprint:
+    """What one rank will take. Print it for a table.
+
+    Attributes:
+        at_rest: the table of training state as it will be, as `Optimizer.locations()` reports it between two steps; of
+            parameters gathered ahead of their use it says nothing.
+        device: what the rank takes of its device at once: what rests there, and what is there for a while.
+        rooms: the device (where it has memory of its own, or a budget), the host, and each folder of the nvme tier:
+            how many bytes are needed there, and how many there are for this rank.
+        checkpoint_bytes: what `Optimizer.save` will write on this rank, to within a small part; with `extra` beside it.
+        world_size: how many ranks there will be.
+    """
+
+    at_rest: LocationReport
+    device: DeviceNeed
+    rooms: Sequence[Room]
+    checkpoint_bytes: int
+    world_size: int
+
+    @property
+    def lacks(self) -> list[str]:
+        """Say what does not fit: for each room that is too small what is missing, and what to do."""
+        return [room.lack for room in self.rooms if room.lack is not None]
+
+    @property
+    def fits(self) -> bool:
+        """Whether all of it has room, as far as that is known."""
+        return not self.lacks
+
+    def lack_of_checkpoints(self, folder: str | os.PathLike[str], count: int) -> str | None:
+        """Say what is missing for some checkpoints of all ranks in a folder.
+
+        Arguments:
+            folder: where they will be; it need not be there yet.
+            count: how many there are at once: those that are kept, and the one that is being written.
+
+        Returns:
+            A message; `None` where they fit.
+        """
+        place = Path(os.path.abspath(folder))
+        while not place.exists() and place != place.parent:
+            place = place.parent
+        each, free = self.checkpoint_bytes * self.world_size, free_disk_bytes(place)
+        if count * each <= free:
+            return None
+        return (
+            f"{count} checkpoints of {each:,} bytes take {count * each:,}; {str(place)!r} has {free:,} bytes free, "
+            f"{count * each - free:,} too few. Keep fewer of them, or save elsewhere."
+        )
+
+    def __str__(self) -> str:
+        lines = [f"{'kind':<24} {'tier':<7} {'bytes':>18}"]
+        kinds = dict.fromkeys((row.kind, row.tier) for row in self.at_rest.rows)
+        lines += [f"{kind:<24} {tier:<7} {self.at_rest.bytes(kind=kind, tier=tier):>18,}" for kind, tier in kinds]
+        for what in (GATHERED, ON_THEIR_WAY, BUFFERS, FIRST):
+            if self.device.parts[what]:
+                lines.append(f"{what:<24} {'device':<7} {self.device.parts[what]:>18,}")
+        lines.append(f"{'at once, on this rank':<32} {'needed':>18} {'available':>18}")
+        for room in self.rooms:
+            available = "unknown" if room.available is None else f"{room.available:,}"
+            lines.append(f"{room.name:<32} {room.needed:>18,} {available:>18}")
+        lines.append(f"{'a checkpoint':<32} {self.checkpoint_bytes:>18,}")
+        return "\n".join([*lines, *self.lacks])
+
+
+@crossing
+def footprint(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None,
+    *,
+    mesh: DeviceMesh | None = None,
+    world_size: int | None = None,
+    **arguments: Any,
+) -> Footprint:
+    """Say what `prepare` with these arguments would take on this rank. Takes nothing, and is not collective.
+
+    Arguments:
+        model: what `prepare` would be given, on any device; with `weights` it may be on the meta device.
+        optimizer: what `prepare` would be given; `None` for inference.
+        mesh: as for `prepare`.
+        world_size: how many ranks there will be, seen by the first of them; on an accelerator as many of them on a host
+            as it has devices. `None` for those of the mesh, or of the default process group, or one.
+        arguments: all other arguments of `prepare`.
+
+    Raises:
+        ConfigError: `prepare` would refuse the arguments.
+        MemoryBudgetError: `Options(live_bytes=...)` is smaller than what the largest unit needs.
+
+    Example:
+        >>> model = torch.nn.Linear(256, 256, device="meta")
+        >>> found = footprint(model, torch.optim.AdamW(model.parameters()), weights="init", world_size=2)
+        >>> found.at_rest.bytes(kind="param")
+        66048
+    """
+    _check_world_size(world_size, mesh)
+    request = request_for(model, **arguments)
+    device = device_for(model.parameters(), mesh).device
+    if world_size is None:
+        grid = Grid.of_groups(given_groups(mesh)[0], sharded=request.stage != 0)
+        ranks_here = ranks_of_host()
+    else:
+        grid = Grid.first_of(world_size, sharded=request.stage != 0)
+        visible = visible_devices() if device.type != "cpu" else None
+        ranks_here = min(world_size, visible.count) if visible is not None else world_size
+    reach = reach_for(device, debug_release=request.debug_release)
+    blueprint = draw_blueprint(model, optimizer, request, grid, reach)
+    need = device_need(blueprint, model, grid, reach, device)
+    rooms = [*memories(blueprint, need, device, ranks_here), *_folders(blueprint, ranks_here)]
+    return Footprint(
+        at_rest=_at_rest(blueprint, device),
+        device=need,
+        rooms=rooms,
+        checkpoint_bytes=_checkpoint_bytes(blueprint, model, grid),
+        world_size=grid.world_size,
+    )
+
+
+def _check_world_size(world_size: object, mesh: DeviceMesh | None) -> None:
+    """Refuse a number of ranks that cannot be, or that contradicts a mesh."""
+    if world_size is None:
+        return
+    if isinstance(world_size, bool) or not isinstance(world_size, int) or world_size < 1:
+        raise ConfigError(f"world_size={world_size!r}: use a whole number of ranks, 1 or more, or None.")
+    if mesh is not None:
+        raise ConfigError(f"world_size={world_size} and a mesh both say how many ranks there are. Give one of them.")
+
+
+def _at_rest(blueprint: Blueprint, device: torch.device) -> LocationReport:
+    """List the cells that there will be."""
+    pins = needs_pinning(device)
+    return LocationReport(
+        [
+            Location(
+                unit=cell.unit,
+                kind=cell.kind,
+                tier=cell.tier.value,
+                dtype=cell.dtype,
+                numel=cell.numel,
+                nbytes=cell.nbytes,
+                pinned=pins and section.copied and section.tier is Tier.CPU,
+                in_flight=False,
+            )
+            for section in blueprint.sections
+            for cell in section.cells
+        ]
+    )
+
+
+def _folders(blueprint: Blueprint, ranks_here: int) -> list[Room]:
+    """Hold what goes to each folder of the nvme tier against what is free there. Ranks of a host have the same ones."""
+    parents = blueprint.request.placement.nvme_folders()
+    wanted: dict[str, list[SectionPlan]] = {}
+    for section in blueprint.sections:
+        if section.tier is Tier.NVME and section.cells:
+            wanted.setdefault(section.home, []).append(section)
+    needed = bytes_by_folder(stripe(wanted, len(parents)), len(parents)) if wanted else []
+    rooms: list[Room] = []
+    taken: dict[int, int] = {}  # by file system: several folders may be on one
+    for parent, nbytes in zip(parents, needed, strict=False):
+        try:
+            folder = existing_folder(parent)
+            system, free = folder.stat().st_dev, free_disk_bytes(folder) // ranks_here
+        except (NvmeError, OSError) as error:
+            rooms.append(Room(str(parent), nbytes, None, str(error)))
+            continue
+        available = max(0, free - taken.get(system, 0))
+        taken[system] = taken.get(system, 0) + nbytes
+        each = f" for each of {ranks_here} ranks" if ranks_here > 1 else ""
+        lack = (
+            f"The nvme tier needs {nbytes:,} bytes on this rank in {str(folder)!r}, which has {available:,} bytes free"
+            f"{each}, {nbytes - available:,} too few. Keep less on the nvme tier, or name folders on other disks with "
+            "Placement(nvme_path=...)."
+        )
+        rooms.append(Room(str(parent), nbytes, available, lack if nbytes > available else None))
+    return rooms
+
+
+def _checkpoint_bytes(blueprint: Blueprint, model: nn.Module, grid: Grid) -> int:
+    """Count what this rank writes for a checkpoint: its tiles, what says where they are, and buffers."""
+    nbytes, lines = 0, 0
+    for plan in blueprint.units:
+        table = _table_of(plan, grid)
+        if table.checksums:
+            checksums = len(table.checksums) * len(table.homes)
+            nbytes += table.nbytes + len(to_bytes(table)) + _CHECKSUM_BYTES * checksums
+        lines += sum(_LINE_BYTES + len(name) for name in plan.spec.names)
+    if grid.shard_rank == 0 and grid.replica_rank == 0:  # the others leave out what the first one has
+        nbytes += lines + sum(buffer.nbytes for buffer in persistent_buffers(model).values())
+    return nbytes + _SMALL_BYTES
+
+
+def _table_of(plan: UnitPlan, grid: Grid) -> UnitTable:
+    """Draw up the table of a unit's tiles as a save of this rank will."""
+    homes = {name: plan.sections[name][0].cells for name in (MASTER, OPTIMIZER) if plan.sections.get(name)}
+    cells = {PARAM: plan.own_params[0].cells, **homes}
+    tile_numel, shard_numel = plan.homes.tile_numel, plan.layout.shard_numel
+    first, last = own_tiles(shard_numel, tile_numel, grid)
+    kept = kept_homes(cells)
+    return UnitTable(
+        name=plan.spec.name,
+        slots=plan.layout.slots,
+        tiling=Tiling(plan.layout.shard_range(grid.shard_rank)[0], shard_numel, tile_numel, first),
+        homes=tuple(HomeTable(name, cells[name], ()) for name in kept),
+        offset=0,
+        checksums=((0,) * len(kept),) * (last - first),
+    )

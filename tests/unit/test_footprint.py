@@ -1,0 +1,195 @@
+"""What `prepare` would take, told without taking it: equal to what it takes then."""
+
+import inspect
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import penstock
+from penstock import ConfigError, MemoryBudgetError, Options, Placement, budgets
+from penstock import footprint as module
+from penstock.blueprint import request_for
+from penstock.footprint import Footprint, footprint
+from penstock.machine.arena import Arena, HostMemory
+from penstock.tiers.device import DeviceTier
+from penstock.tiers.host import HostTier
+from penstock.tiers.nvme import NvmeTier
+from tests.measured import PLACEMENTS, deep
+from tests.models.modules_rows import Stack, squared
+
+SMALL = Options(tile_bytes=4 << 10)
+
+
+def adamw(model: nn.Module) -> torch.optim.AdamW:
+    return torch.optim.AdamW(model.parameters())
+
+
+def told(model: nn.Module, **arguments: Any) -> Footprint:
+    """The footprint, while nothing may be taken."""
+
+    def forbidden(*args: object, **kwargs: object) -> None:
+        raise AssertionError("a footprint takes nothing")
+
+    with pytest.MonkeyPatch.context() as patch:
+        for tier in (DeviceTier, HostTier, NvmeTier):
+            patch.setattr(tier, "reserve", forbidden)
+        patch.setattr(Arena, "__init__", forbidden)
+        return footprint(model, adamw(model), **arguments)
+
+
+def cells(report: penstock.LocationReport) -> list[tuple[Any, ...]]:
+    rows = [row for row in report.rows if row.kind != "gathered"]
+    return sorted((r.unit, r.kind, r.tier, str(r.dtype), r.numel, r.nbytes) for r in rows)
+
+
+@pytest.mark.parametrize("where", PLACEMENTS, ids=str)
+@pytest.mark.parametrize(("stage", "precision", "options"), [(3, "bf16", SMALL), (0, "fp32", Options())])
+def test_it_is_the_table_that_prepare_makes(
+    where: tuple[Any, ...], stage: Any, precision: Any, options: Options, tmp_path: Path
+) -> None:
+    params, grads, optimizer = where
+    arguments: dict[str, Any] = {
+        "placement": Placement(params=params, grads=grads, optimizer=optimizer, nvme_path=tmp_path),
+        "stage": stage,
+        "precision": precision,
+        "options": options,
+    }
+    model = deep()
+    found = told(model, **arguments)
+    assert found.fits
+    assert not list(tmp_path.iterdir())
+    prepared = penstock.prepare(model, adamw(model), **arguments)
+    assert cells(found.at_rest) == cells(prepared.locations())
+    files = sum(path.stat().st_size for path in tmp_path.glob("*/*.[0-9]*"))  # by home, numbered
+    assert files == sum(room.needed for room in found.rooms if room.name == str(tmp_path))
+    prepared.close()
+
+
+@pytest.mark.parametrize("arguments", [{}, {"master": "fp32"}, {"precision": "fp32"}, {"optimizer": None}], ids=str)
+def test_a_checkpoint_is_as_large_as_was_told(arguments: dict[str, Any], tmp_path: Path) -> None:
+    model = deep(width=256)
+    model.register_buffer("seen", torch.zeros(10_000))
+    optimizer = arguments.pop("optimizer", adamw(model))
+    found = footprint(model, optimizer, **arguments)
+    prepared = penstock.prepare(model, optimizer, **arguments)
+    if optimizer is not None:
+        prepared.backward(squared(model(torch.ones(2, 256))))
+        prepared.step()
+    prepared.save(tmp_path / "one")
+    prepared.close()
+    written = sum(path.stat().st_size for path in (tmp_path / "one").iterdir())
+    assert written <= found.checkpoint_bytes <= 1.02 * written + (1 << 17)
+    assert found.lack_of_checkpoints(tmp_path / "not" / "there", 3) is None
+
+
+def test_too_little_room_for_checkpoints_is_said(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    found = told(Stack(), world_size=2)
+    monkeypatch.setattr(module, "free_disk_bytes", lambda folder: 6 * found.checkpoint_bytes - 1)
+    assert found.lack_of_checkpoints(tmp_path, 2) is None
+    each = 2 * found.checkpoint_bytes
+    assert found.lack_of_checkpoints(tmp_path / "out", 3) == (
+        f"3 checkpoints of {each:,} bytes take {3 * each:,}; {str(tmp_path)!r} has {3 * each - 1:,} bytes free, 1 too "
+        "few. Keep fewer of them, or save elsewhere."
+    )
+
+
+def test_what_does_not_fit_is_said_as_prepare_says_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = Stack()
+    tight = Options(device_bytes=1000)
+    found = told(model, options=tight)
+    with pytest.raises(MemoryBudgetError) as caught:
+        penstock.prepare(model, adamw(model), options=tight)
+    assert not found.fits
+    assert found.lacks == [str(caught.value)]
+    monkeypatch.setattr(budgets, "available_host_memory", lambda: HostMemory(1000, "the host has"))
+    found = told(model, options=tight)
+    with pytest.raises(MemoryBudgetError) as caught:
+        penstock.prepare(model, adamw(model), options=tight)
+    assert len(found.lacks) == 2
+    assert " ".join(found.lacks) == str(caught.value)
+
+
+def test_disks_are_held_against_what_is_free(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    folders = [tmp_path / "a", tmp_path / "b"]
+    for folder in folders:
+        folder.mkdir()
+    placement = Placement(optimizer="nvme", nvme_path=folders)
+    one, two = told(Stack(), placement=placement, options=SMALL).rooms[-2:]
+    assert (one.name, two.name) == tuple(map(str, folders))
+    assert one.needed > 0
+    assert two.needed > 0
+    # Both folders are on one file system, which has room for less than both.
+    monkeypatch.setattr(module, "free_disk_bytes", lambda folder: one.needed + two.needed - 1)
+    found = told(Stack(), placement=placement, options=SMALL)
+    assert found.lacks == [
+        f"The nvme tier needs {two.needed:,} bytes on this rank in {str(folders[1])!r}, which has {two.needed - 1:,} "
+        "bytes free, 1 too few. Keep less on the nvme tier, or name folders on other disks with "
+        "Placement(nvme_path=...)."
+    ]
+    folders[0].rmdir()
+    (lack,) = told(Stack(), placement=placement, options=SMALL).lacks
+    assert lack.startswith(f"The nvme path {str(folders[0])!r} cannot be found")
+
+
+def test_ranks_that_are_not_there_yet() -> None:
+    model = deep()
+    alone, four = told(model), told(model, world_size=4)
+    assert (alone.world_size, four.world_size) == (1, 4)
+    for kind in ("param", "grad", "exp_avg"):
+        padded = [-(-cell.numel // 1024) * 1024 for cell in alone.at_rest.rows if cell.kind == kind]
+        assert sum(row.numel for row in four.at_rest.rows if row.kind == kind) == sum(padded) // 4
+    replicated = told(model, world_size=4, stage=0)
+    assert replicated.at_rest.bytes() == alone.at_rest.bytes()
+    host = next(room for room in four.rooms if room.name == "host")
+    assert host.available is not None
+    whole = next(room for room in alone.rooms if room.name == "host").available
+    assert whole is not None
+    assert abs(host.available - whole // 4) < whole // 10  # four ranks share the host
+
+
+def test_a_model_without_values_is_enough() -> None:
+    empty, full = deep().to("meta"), deep()
+    found = told(empty, weights="init")
+    assert cells(found.at_rest) == cells(told(full).at_rest)
+    assert all(parameter.is_meta for parameter in empty.parameters())
+
+
+def test_it_prints_as_a_table(tmp_path: Path) -> None:
+    placement = Placement(params="cpu", optimizer="nvme", nvme_path=tmp_path)
+    found = told(Stack(), placement=placement, options=Options(device_bytes=1 << 30, tile_bytes=4 << 10))
+    lines = str(found).splitlines()
+    assert lines[0].split() == ["kind", "tier", "bytes"]
+    assert "param                    cpu                 10,240" in lines
+    (row,) = (line for line in lines if line.startswith("exp_avg_sq"))
+    assert row.split() == ["exp_avg_sq", "nvme", f"{found.at_rest.bytes(kind='exp_avg_sq'):,}"]
+    (row,) = (line for line in lines if line.startswith("device "))
+    assert row.split() == ["device", f"{found.device.nbytes:,}", f"{1 << 30:,}"]
+    (row,) = (line for line in lines if line.startswith("a checkpoint"))
+    assert row.split()[-1] == f"{found.checkpoint_bytes:,}"
+    assert lines[-1] == f"a checkpoint                     {found.checkpoint_bytes:>18,}"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ({"stage": 7}, "stage=7: use 0"),
+        ({"world_size": 0}, "world_size=0: use a whole number of ranks, 1 or more, or None."),
+        ({"world_size": True}, "world_size=True: use a whole number"),
+        ({"world_size": 2, "mesh": object()}, "world_size=2 and a mesh both say how many ranks there are."),
+        ({"placement": Placement(params="nvme")}, "params='nvme' needs a folder"),
+    ],
+)
+def test_what_cannot_be_is_refused_as_by_prepare(arguments: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        told(Stack(), **arguments)
+    assert str(caught.value).startswith(said)
+
+
+def test_its_arguments_have_the_defaults_of_prepare() -> None:
+    ours = inspect.signature(request_for).parameters
+    theirs = inspect.signature(penstock.prepare).parameters
+    defaults = {name: p.default for name, p in theirs.items() if name not in ("model", "optimizer", "mesh")}
+    assert {name: p.default for name, p in ours.items() if name != "model"} == defaults
