@@ -39,6 +39,7 @@ class ChatTemplate:
 
     def __init__(self, tokenizer: Any, ends: Sequence[str] = ()) -> None:
         self._tokenizer = tokenizer
+        self._has_markers: dict[str, bool] = {}
         self.added: tuple[str, ...] = tuple(text for text in tokenizer.get_added_vocab() if text.strip())
         self.ends: tuple[str, ...] = tuple(
             dict.fromkeys([*([tokenizer.eos_token] if tokenizer.eos_token else []), *ends])
@@ -51,7 +52,10 @@ class ChatTemplate:
             ConfigError: there are several templates, and none that can be chosen.
         """
         with failing():
-            return has_markers(self._tokenizer.get_chat_template(tools=tools))
+            template = self._tokenizer.get_chat_template(tools=tools)
+            if template not in self._has_markers:
+                self._has_markers[template] = has_markers(template)
+            return self._has_markers[template]
 
     def render(
         self,

@@ -11,7 +11,19 @@ from penstock.cli.training.encoding.samples import Encoder
 from penstock.errors import ConfigError
 from penstock.integrations.chat import read_chat_template
 from penstock.integrations.tokenizers import ByteTokenizer, FolderTokenizer
-from tests.chats import CALL, END, RESULT, TOOLS, Row, assistant, encoder, folder_tokenizer, shown, user
+from tests.chats import (
+    CALL,
+    END,
+    RESULT,
+    TOOLS,
+    Row,
+    assistant,
+    encoder,
+    folder_tokenizer,
+    plain_tokenizer,
+    shown,
+    user,
+)
 
 CHATML = (
     "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + (m.content or '') }}"
@@ -112,6 +124,22 @@ def test_ids_are_those_of_the_tokenizer_itself(tmp_path: Path) -> None:
     assert sample.trained is not None
     assert sample.trained.dtype == np.bool_
     assert sample.trained.tolist() == [False] * (len(sample.ids) - len("naïve?".encode()) - 2) + [True] * 9
+
+
+def test_white_space_that_a_tokenizer_does_not_count_as_its_tokens(tmp_path: Path) -> None:
+    """Tokenizers of GPT-2's kind say that a space stands for no character. transformers loses all turns after one."""
+    from tokenizers import processors
+
+    plain = plain_tokenizer(CHATML)
+    plain.backend_tokenizer.post_processor = processors.ByteLevel(trim_offsets=True)
+    assert plain("a  b", return_offsets_mapping=True)["offset_mapping"] == [(0, 1), (2, 2), (3, 3), (3, 4)]
+    plain.save_pretrained(tmp_path)
+    made = Encoder(FolderTokenizer(tmp_path), text_field="text")
+    row = Row({"messages": [user(" a "), assistant("  "), user(" c"), assistant(" d ")]})
+    assert shown(made, made.encode(row)) == (
+        "<|im_start|>user\n a <|im_end|>\n<|im_start|>assistant\n⟦  <|im_end|>\n⟧"
+        "<|im_start|>user\n c<|im_end|>\n<|im_start|>assistant\n⟦ d <|im_end|>\n⟧"
+    )
 
 
 def test_a_template_named_for_bytes_is_used_and_saved(tmp_path: Path) -> None:

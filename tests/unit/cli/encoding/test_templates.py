@@ -1,10 +1,13 @@
 """What is learned of a conversation by templates that do not say it: ⟦ and ⟧ stand around it."""
 
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from penstock.cli.training.encoding.samples import Encoder
 from penstock.errors import ConfigError
@@ -69,6 +72,61 @@ def test_an_answer_is_learned_with_what_ends_it(name: str, template: str, tmp_pa
         for m in messages
     )
     assert learned(tmp_path, template, messages) == expected
+
+
+# Whatever is said, by three templates that are given away by nothing but what they write.
+
+WORDS = [
+    "<|im_end|>\n",
+    "<|im_start|>assistant\n",
+    "<|im_start|>user\n",
+    "<think>",
+    "</think>",
+    END,
+    "\n",
+    " ",
+    "a",
+    "é🚰",
+]
+SAID = st.lists(st.sampled_from(WORDS), max_size=4).map("".join)
+ROLES = st.lists(st.sampled_from(["user", "assistant", "system", "tool"]), min_size=1, max_size=6)
+
+
+def by_chatml(messages: list[Any]) -> str:
+    written = ((m["role"], f"{m['content']}<|im_end|>\n") for m in messages)
+    return "".join(f"<|im_start|>{role}\n" + (f"⟦{text}⟧" if role == "assistant" else text) for role, text in written)
+
+
+def by_ended(messages: list[Any]) -> str:
+    written = ((m["role"], f"{m['content']}<|end|>\n") for m in messages)
+    text = "".join(f"<|{role}|>\n" + (f"⟦{said}⟧" if role == "assistant" else said) for role, said in written)
+    return text.removesuffix("⟧") + END + "⟧" * text.endswith("⟧")
+
+
+def by_thinking(messages: list[Any]) -> str:
+    is_last = messages[-1]["role"] == "assistant"
+    return by_chatml(messages[:-1]) + by_chatml(messages[-1:]).replace("⟦", "<think>⟦</think>" if is_last else "", 1)
+
+
+@pytest.mark.parametrize(
+    ("template", "write"),
+    [(CHATML, by_chatml), (ENDED, by_ended), (THINKING, by_thinking)],
+    ids=["chatml", "ended", "thinking"],
+)
+def test_whatever_is_said(template: str, write: Callable[[list[Any]], str], tmp_path: Path) -> None:
+    made = encoder(tmp_path, template, names=ENDED_TOKENS)
+
+    @given(st.data())
+    @settings(max_examples=40, deadline=None)
+    def learns(data: st.DataObject) -> None:
+        roles = [*data.draw(ROLES), "assistant", *data.draw(st.sampled_from([[], ["user"]]))]
+        messages = [{"role": role, "content": data.draw(SAID)} for role in roles]
+        if template == THINKING:  # what an answer is asked for with would not be its own
+            messages = [m | {"content": m["content"].replace("<think>", "")} for m in messages]
+        text = shown(made, made.encode(Row({"messages": messages})))
+        assert text.replace("⟧⟦", "") == write(messages).replace("⟧⟦", "")
+
+    learns()
 
 
 def test_words_that_look_like_a_turn_are_words(tmp_path: Path) -> None:
@@ -226,6 +284,14 @@ def test_nobody_but_others_speaks(tmp_path: Path) -> None:
 def test_a_template_that_speaks_of_markers_has_none(tmp_path: Path) -> None:
     text = learned(tmp_path, "{#- Without {% generation %} markers. -#}" + CHATML, [user("a"), assistant("b")])
     assert text.endswith("assistant\n⟦b<|im_end|>\n⟧")
+
+
+def test_what_an_answer_is_asked_for_with_is_not_learned_where_it_is_said(tmp_path: Path) -> None:
+    messages = [user("a"), assistant("<think>b"), user("c"), assistant("d")]
+    assert learned(tmp_path, THINKING, messages) == (
+        "<|im_start|>user\na<|im_end|>\n<|im_start|>assistant\n<think>⟦b<|im_end|>\n⟧"
+        "<|im_start|>user\nc<|im_end|>\n<|im_start|>assistant\n<think>⟦</think>d<|im_end|>\n⟧"
+    )
 
 
 def test_variables_of_a_row_reach_its_template(tmp_path: Path) -> None:

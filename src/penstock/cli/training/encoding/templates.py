@@ -18,7 +18,7 @@ import itertools
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache, cached_property
+from functools import cached_property
 
 from penstock.cli.training.encoding.fields import ASSISTANT, Chat
 from penstock.cli.training.encoding.words import interrupted, length_in_common, replaced, shared_length
@@ -97,8 +97,7 @@ class _Turns:
         self._whole: tuple[Message, ...] = chat.messages
         self.text = self._render(self._whole)
         self.notes: frozenset[str] = frozenset()
-        # The words of a message are asked for by the turn that they are of and by the next one.
-        self._words = cache(self._find_words)
+        self._found_words: dict[int, Span] = {}
 
     def spans(self) -> tuple[Span, ...]:
         """Find the turns, in order.
@@ -150,7 +149,7 @@ class _Turns:
 
     @cached_property
     def _cue(self) -> str:
-        """What asks for the answer to a question; empty where the template has nothing for it."""
+        """Find what asks for the answer to a question; empty where the template has nothing for it."""
         plain, asked = self._try_render(self._question), self._try_render(self._question, begins_turn=True)
         if plain is None or asked is None:
             return ""
@@ -210,8 +209,11 @@ class _Turns:
         self.notes |= {REWRITTEN}
         return self._words(index)[1], part[end:]
 
-    def _find_words(self, index: int) -> Span:
-        return self._words_of(self.text, self._whole, index)
+    def _words(self, index: int) -> Span:
+        """Find the words of a message in the whole text. Their turn and the next one ask for them: kept."""
+        if index not in self._found_words:
+            self._found_words[index] = self._words_of(self.text, self._whole, index)
+        return self._found_words[index]
 
     def _words_of(self, text: str, messages: tuple[Message, ...], index: int, *, begins_turn: bool = False) -> Span:
         """Find what changes in a text when a message's words are replaced by a character that is nowhere in it."""
@@ -233,7 +235,7 @@ class _Turns:
     # 4. Whether it was right
 
     def _check(self, spans: Sequence[Span]) -> None:
-        """Interrupt the words of the assistant, then those of all others, and see where the text is interrupted."""
+        """Check where the text is interrupted when the assistant's words are, and when those of all others are."""
         for is_assistant, mistake in (
             (True, "what it says outside of its turns"),
             (False, "what others say inside its turns"),

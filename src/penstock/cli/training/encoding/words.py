@@ -21,11 +21,13 @@ def interrupted(message: Message, sign: str) -> Message:
     """Put a sign into all that a message says, where it changes least of how a template sees it."""
 
     def interrupt(text: str) -> str:
-        # The assistant's thinking, which may be left out, comes first. Of others' words templates look at both ends.
-        place = len(text) - 1 if message["role"] == ASSISTANT else len(text) // 2
+        if not text.strip():
+            return text
         if len(text) == 1:
             return sign + text + sign
-        return text[:place] + sign + text[place:] if text.strip() else text
+        # The assistant's thinking, which may be left out, comes first. Of others' words templates look at both ends.
+        place = len(text) - 1 if message["role"] == ASSISTANT else len(text) // 2
+        return text[:place] + sign + text[place:]
 
     return _changed(
         message, interrupt, lambda pairs: {k: interrupt(v) if isinstance(v, str) else v for k, v in pairs.items()}
