@@ -130,8 +130,11 @@ def test_what_is_damaged_is_written_again(tmp_path: Path, name: str) -> None:
     prepared_of(tmp_path, *rows)
     file = tmp_path / "f0" / name
     file.write_bytes(file.read_bytes()[:-1])
-    assert prepared_of(tmp_path, *rows).ids.tolist() == [1, 2, 3, 4]
-    assert prepare(tmp_path, "f0", none, vocab_size=1000).lengths.tolist() == [3, 1]
+    prepared_of(tmp_path, *rows)
+    found = prepare(tmp_path, "f0", none, vocab_size=1000)
+    assert (found.ids.tolist(), found.lengths.tolist()) == ([1, 2, 3, 4], [3, 1])
+    assert found.trained is not None
+    assert found.trained.tolist() == [False, True, True, True]
 
 
 @pytest.mark.parametrize("text", ["[]", "{}", '{"sizes": 3}', "[" * 5000, '{"format": 1, "fingerprint": "f0"}'])
@@ -266,6 +269,13 @@ def test_data_that_is_used_is_new(tmp_path: Path) -> None:
     prepare(tmp_path, "f0", none, vocab_size=1000)
     discard_old(tmp_path, [], newest=1)
     assert names(tmp_path) == ["f0"]
+
+
+def test_a_link_to_prepared_data_is_not_emptied(tmp_path: Path) -> None:
+    prepared_of(tmp_path / "other", sample([1]))
+    (tmp_path / "linked").symlink_to(tmp_path / "other" / "f0")
+    discard_old(tmp_path, [], newest=0)
+    assert (tmp_path / "other" / "f0" / "ids.bin").exists()
 
 
 def test_files_of_somebody_else_among_ours_stay(tmp_path: Path) -> None:
