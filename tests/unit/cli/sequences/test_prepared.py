@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 from penstock.cli.training.sequences import prepared as module
+from penstock.cli.training.sequences import writing
 from penstock.cli.training.sequences.prepared import MARKER, discard_old, prepare
 from penstock.errors import ConfigError
 from tests.support import PRELOADED
@@ -55,7 +56,7 @@ def test_a_row_that_is_not_ended_ends_with_the_data(tmp_path: Path) -> None:
 
 
 def test_marks_begin_with_the_first_sample_that_has_any(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "_ONES", b"\1\1\1")
+    monkeypatch.setattr(writing, "_ONES", b"\1\1\1")
     found = prepared_of(tmp_path, sample([1, 2, 3, 4]), sample([5, 6], [0, 1]), sample([7]))
     assert found.trained is not None
     assert found.trained.dtype == np.bool_
