@@ -6,6 +6,7 @@ import os
 import resource
 import signal
 import time
+import tracemalloc
 from collections.abc import Iterator
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -75,7 +76,24 @@ def test_no_rows(tmp_path: Path) -> None:
     assert (found.row_count, len(found.ids), found.lengths.tolist()) == (0, 0, [])
 
 
-def test_much_is_written_in_pieces_of_bounded_memory(tmp_path: Path) -> None:
+def test_memory_does_not_grow_with_the_data(tmp_path: Path) -> None:
+    ids, marks = np.arange(100_000), np.zeros(100_000, np.int64)
+
+    def read() -> Iterator[Sample]:
+        for row in range(100):  # 30 MB
+            yield sample(ids, marks, where=f"{row}.txt")
+
+    tracemalloc.start()
+    try:
+        found = prepare(tmp_path, "f0", read, vocab_size=100_000)
+        assert tracemalloc.get_traced_memory()[1] < 8_000_000
+    finally:
+        tracemalloc.stop()
+    assert len(found.ids) == 10_000_000
+    assert found.ids[-1] == 99_999
+
+
+def test_many_rows_are_written(tmp_path: Path) -> None:
     rows = 10_000
 
     def read() -> Iterator[Sample]:
