@@ -40,7 +40,7 @@ class Order:
 
     Example:
         >>> list(itertools.islice(Order([2, 1], weights=[3, 1], seed=0).at(0), 4))
-        [(0, 1), (0, 0), (0, 1), (1, 0)]
+        [(0, 0), (0, 1), (0, 1), (1, 0)]
     """
 
     def __init__(self, counts: Sequence[int], weights: Sequence[float] | None, seed: int) -> None:
