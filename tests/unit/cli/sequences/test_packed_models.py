@@ -1,14 +1,22 @@
 """Packed sequences keep their segments apart however the model is run."""
 
+import itertools
+from pathlib import Path
+
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM
 
 import penstock
+from penstock.cli.training.sequences.batches import Corpus, Padding, train_batches
+from penstock.cli.training.sequences.order import Dealer, Order
+from penstock.cli.training.sequences.packing import arrange, whole_rows
 from penstock.integrations.chunked import chunk_loss
 from penstock.integrations.huggingface import enable_activation_checkpointing
 from tests.unit.cli.sequences.isolation_rows import SIZES
+from tests.unit.cli.sequences.samples import Sample, prepared_of, sample
 
 LENGTHS = (9, 4, 7)
 
@@ -100,3 +108,52 @@ def test_a_prepared_model_keeps_segments_apart(checkpointing: bool, chunked: boo
         assert gradient is not None
         torch.testing.assert_close(gradient, reference.get_parameter(name).grad, rtol=1e-4, atol=1e-6)
     optimizer.close()
+
+
+def epoch(model: nn.Module, corpus: Corpus, world_size: int) -> Tensor:
+    """The loss of one step that takes a whole epoch, as the ranks add it up."""
+    count = len(corpus.sequences)
+    order, losses = Order([count], None, 0), []
+    for rank in range(world_size):
+        dealer = Dealer(2, count // (2 * world_size), rank, world_size)
+        batches = train_batches([corpus], order, dealer, Padding(24, pad_id=0))
+        for batch, label_count in itertools.islice(batches, dealer.accumulation):
+            losses.append(model(**batch.inputs(), num_items_in_batch=torch.tensor(label_count), use_cache=False).loss)
+    return torch.stack(losses).sum()
+
+
+def mean_of_rows(model: nn.Module, rows: list[Sample]) -> Tensor:
+    """The mean over all labels of all rows, each row by itself."""
+    losses = []
+    for row in rows:
+        ids, trained = torch.from_numpy(row.ids), torch.from_numpy(row.trained)
+        with torch.no_grad():
+            logits = model(input_ids=ids[None], use_cache=False).logits[0, :-1]
+        losses.append(torch.nn.functional.cross_entropy(logits, ids[1:], reduction="none")[trained[1:]])
+    return torch.cat(losses).mean()
+
+
+def test_an_epoch_has_the_same_loss_packed_or_padded_on_any_number_of_ranks(tmp_path: Path) -> None:
+    random = np.random.default_rng(0)
+    lengths = [24, *[14, 6, 4] * 5, *[20, 4] * 4]
+    rows = [sample(random.integers(3, 64, length), [0, *random.integers(0, 2, length - 2), 1]) for length in lengths]
+    prepared = prepared_of(tmp_path, *rows)
+    model = make("llama")
+    counts = []
+    losses = [mean_of_rows(model, rows)]
+    for packed in (True, False):
+        sequences, report = arrange(
+            prepared.offsets,
+            prepared.trained,
+            whole_rows(prepared.lengths),
+            seq_length=24,
+            truncation="error",
+            packed=packed,
+            where=prepared.where,
+        )
+        counts.append((report.sequence_count, report.label_count))
+        with torch.no_grad():
+            losses += [epoch(model, Corpus(prepared, sequences), world_size) for world_size in (1, 5 if packed else 2)]
+    assert counts == [(10, counts[1][1]), (24, counts[0][1])]
+    for loss in losses[1:]:
+        torch.testing.assert_close(loss, losses[0], rtol=1e-5, atol=1e-6)

@@ -129,6 +129,14 @@ def test_packing_is_best_fit_decreasing(lengths: list[int], seq_length: int) -> 
     assert found == naive_pack(lengths, seq_length)
 
 
+def test_packing_of_many_short_segments_is_best_fit_decreasing() -> None:
+    """Many have the same length and the same room, where those that have it longest come first."""
+    lengths = np.random.default_rng(3).integers(2, 14, 1500)
+    order, bounds = pack(lengths, 31)
+    found = [order[start:stop].tolist() for start, stop in itertools.pairwise(bounds)]
+    assert found == naive_pack(lengths.tolist(), 31)
+
+
 def test_packing_puts_every_segment_once_in_a_sequence_that_holds_it() -> None:
     lengths = np.random.default_rng(0).integers(1, 65, 3000)
     order, bounds = pack(lengths, 64)

@@ -6,6 +6,7 @@ import os
 import resource
 import signal
 import time
+import tracemalloc
 from collections.abc import Iterator
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -14,6 +15,7 @@ import numpy as np
 import pytest
 
 from penstock.cli.training.sequences import prepared as module
+from penstock.cli.training.sequences import writing
 from penstock.cli.training.sequences.prepared import MARKER, discard_old, prepare
 from penstock.errors import ConfigError
 from tests.support import PRELOADED
@@ -55,7 +57,7 @@ def test_a_row_that_is_not_ended_ends_with_the_data(tmp_path: Path) -> None:
 
 
 def test_marks_begin_with_the_first_sample_that_has_any(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "_ONES", b"\1\1\1")
+    monkeypatch.setattr(writing, "_ONES", b"\1\1\1")
     found = prepared_of(tmp_path, sample([1, 2, 3, 4]), sample([5, 6], [0, 1]), sample([7]))
     assert found.trained is not None
     assert found.trained.dtype == np.bool_
@@ -74,7 +76,24 @@ def test_no_rows(tmp_path: Path) -> None:
     assert (found.row_count, len(found.ids), found.lengths.tolist()) == (0, 0, [])
 
 
-def test_much_is_written_in_pieces_of_bounded_memory(tmp_path: Path) -> None:
+def test_memory_does_not_grow_with_the_data(tmp_path: Path) -> None:
+    ids, marks = np.arange(100_000), np.zeros(100_000, np.int64)
+
+    def read() -> Iterator[Sample]:
+        for row in range(100):  # 30 MB
+            yield sample(ids, marks, where=f"{row}.txt")
+
+    tracemalloc.start()
+    try:
+        found = prepare(tmp_path, "f0", read, vocab_size=100_000)
+        assert tracemalloc.get_traced_memory()[1] < 8_000_000
+    finally:
+        tracemalloc.stop()
+    assert len(found.ids) == 10_000_000
+    assert found.ids[-1] == 99_999
+
+
+def test_many_rows_are_written(tmp_path: Path) -> None:
     rows = 10_000
 
     def read() -> Iterator[Sample]:
@@ -130,8 +149,11 @@ def test_what_is_damaged_is_written_again(tmp_path: Path, name: str) -> None:
     prepared_of(tmp_path, *rows)
     file = tmp_path / "f0" / name
     file.write_bytes(file.read_bytes()[:-1])
-    assert prepared_of(tmp_path, *rows).ids.tolist() == [1, 2, 3, 4]
-    assert prepare(tmp_path, "f0", none, vocab_size=1000).lengths.tolist() == [3, 1]
+    prepared_of(tmp_path, *rows)
+    found = prepare(tmp_path, "f0", none, vocab_size=1000)
+    assert (found.ids.tolist(), found.lengths.tolist()) == ([1, 2, 3, 4], [3, 1])
+    assert found.trained is not None
+    assert found.trained.tolist() == [False, True, True, True]
 
 
 @pytest.mark.parametrize("text", ["[]", "{}", '{"sizes": 3}', "[" * 5000, '{"format": 1, "fingerprint": "f0"}'])
@@ -266,6 +288,13 @@ def test_data_that_is_used_is_new(tmp_path: Path) -> None:
     prepare(tmp_path, "f0", none, vocab_size=1000)
     discard_old(tmp_path, [], newest=1)
     assert names(tmp_path) == ["f0"]
+
+
+def test_a_link_to_prepared_data_is_not_emptied(tmp_path: Path) -> None:
+    prepared_of(tmp_path / "other", sample([1]))
+    (tmp_path / "linked").symlink_to(tmp_path / "other" / "f0")
+    discard_old(tmp_path, [], newest=0)
+    assert (tmp_path / "other" / "f0" / "ids.bin").exists()
 
 
 def test_files_of_somebody_else_among_ours_stay(tmp_path: Path) -> None:

@@ -40,7 +40,7 @@ class Order:
 
     Example:
         >>> list(itertools.islice(Order([2, 1], weights=[3, 1], seed=0).at(0), 4))
-        [(0, 1), (0, 0), (0, 1), (1, 0)]
+        [(0, 0), (0, 1), (0, 1), (1, 0)]
     """
 
     def __init__(self, counts: Sequence[int], weights: Sequence[float] | None, seed: int) -> None:
@@ -83,7 +83,7 @@ def shuffled(count: int, seed: tuple[int, ...], start: int = 0) -> Iterator[int]
     first, inside = divmod(start, count)
     for epoch in itertools.count(first):
         order = np.random.default_rng((*seed, epoch)).permutation(count)
-        yield from order[inside if epoch == first else 0 :].tolist()
+        yield from map(int, order[inside if epoch == first else 0 :])
 
 
 def _shares(weights: Sequence[float]) -> list[int]:
@@ -172,7 +172,7 @@ class Dealer:
         nothing is left gets a sequence with `False`: run it, and do not count it.
         """
         ends = np.cumsum(counts)
-        total = int(ends[-1])
+        total = sum(counts)
         wanted = min(wanted, total)
         numbers = np.arange(wanted) * total // max(1, wanted)
         sources = np.searchsorted(ends, numbers, side="right")

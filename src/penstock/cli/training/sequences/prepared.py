@@ -23,13 +23,14 @@ import time
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 from filelock import FileLock, Timeout
 
-from penstock.cli.training.sequences.rowfiles import DataFile, RowPlaces, RowPlacesWriter, map_file
+from penstock.cli.training.sequences.rowfiles import DataFile, RowPlaces, map_file
+from penstock.cli.training.sequences.writing import ID_TYPES, Sample, SampleWriter
 from penstock.errors import ConfigError, one_line
 
 #: Token ids as they lie on disk.
@@ -45,21 +46,6 @@ _FILES = ("ids.bin", "trained.bin", "offsets.bin", "numbers.bin", "runs.bin", "n
 _PART = ".part"
 _FAILED = ".failed"
 _PROGRESS_SECONDS = 0.5
-_ID_TYPES: Mapping[int, type[np.uint16] | type[np.uint32]] = {2: np.uint16, 4: np.uint32}
-_ONES = bytes([1]) * (1 << 20)
-
-
-class Sample(Protocol):
-    """What a row gives: all of its tokens, or a piece of them."""
-
-    @property
-    def ids(self) -> npt.NDArray[Any]: ...  # noqa: D102
-    @property
-    def trained(self) -> npt.NDArray[np.bool_] | None: ...  # noqa: D102
-    @property
-    def ends_row(self) -> bool: ...  # noqa: D102
-    @property
-    def where(self) -> str: ...  # noqa: D102
 
 
 @dataclass(frozen=True)
@@ -185,7 +171,7 @@ def _write(
     part.mkdir()
     try:
         _write_json(part / _OWNER, {"made_by": _MADE_BY, "fingerprint": fingerprint})
-        writer = _Writer(part, vocab_size)
+        writer = SampleWriter(part, vocab_size)
         try:
             _write_all(writer, samples, progress)
             held = writer.finish()
@@ -213,7 +199,7 @@ def _given(samples: Callable[[], Iterator[Sample]]) -> Iterator[Sample]:
         raise ConfigError(f"The files of --data cannot be read: {one_line(error)}. Check them.") from error
 
 
-def _write_all(writer: "_Writer", samples: Iterator[Sample], progress: Progress | None) -> None:
+def _write_all(writer: SampleWriter, samples: Iterator[Sample], progress: Progress | None) -> None:
     """Write sample by sample, and tell how far it is."""
     told = time.monotonic()
     for sample in samples:
@@ -223,77 +209,6 @@ def _write_all(writer: "_Writer", samples: Iterator[Sample], progress: Progress 
             progress(writer.row_count, writer.token_count)
     if progress is not None:
         progress(writer.row_count, writer.token_count)
-
-
-class _Writer:
-    """Appends samples to the files of a folder."""
-
-    def __init__(self, folder: Path, vocab_size: int) -> None:
-        self._folder = folder
-        self._vocab_size = vocab_size
-        self._dtype: type[np.uint16] | type[np.uint32] = np.uint16 if vocab_size <= 1 << 16 else np.uint32
-        self._ids = DataFile(folder / "ids.bin")
-        self._offsets = DataFile(folder / "offsets.bin")
-        self._offsets.append(np.zeros(1, np.int64).tobytes())
-        self._places = RowPlacesWriter(folder)
-        self._trained: DataFile | None = None
-        self._inside_row = False
-        self.row_count = 0
-        self.token_count = 0
-
-    def add(self, sample: Sample) -> None:
-        """Append a sample to the row that is open, or begin one."""
-        ids = sample.ids
-        if len(ids) and not 0 <= int(ids.min()) <= int(ids.max()) < self._vocab_size:
-            raise ConfigError(f"{sample.where}: the tokenizer made ids outside of the {self._vocab_size} of the model.")
-        if not self._inside_row:
-            self._places.append(self.row_count, sample.where)
-            self._inside_row = True
-        self._add_trained(sample)
-        self._ids.append(ids.astype(self._dtype).tobytes())
-        self.token_count += len(ids)
-        if sample.ends_row:
-            self._end_row()
-
-    def _add_trained(self, sample: Sample) -> None:
-        """Append which tokens are labels. The first sample that says so begins the file for all before it."""
-        if sample.trained is not None and self._trained is None:
-            self._trained = DataFile(self._folder / "trained.bin")
-            for done in range(0, self.token_count, len(_ONES)):
-                self._trained.append(_ONES[: self.token_count - done])
-        if self._trained is not None:
-            trained = np.ones(len(sample.ids), np.bool_) if sample.trained is None else sample.trained
-            if trained.shape != sample.ids.shape:
-                raise ConfigError(
-                    f"{sample.where}: {len(sample.ids)} tokens have {len(trained)} marks of what is trained."
-                )
-            self._trained.append(trained.astype(np.bool_).tobytes())
-
-    def _end_row(self) -> None:
-        self._offsets.append(np.int64(self.token_count).tobytes())
-        self.row_count += 1
-        self._inside_row = False
-
-    def finish(self) -> dict[str, object]:
-        """Write what is pending, to the disk itself, and return how much there is."""
-        if self._inside_row:
-            self._end_row()
-        for file in self._files():
-            file.finish()
-        return {
-            "rows": self.row_count,
-            "tokens": self.token_count,
-            "id_bytes": self._dtype().itemsize,
-            "sizes": {file.path.name: file.byte_count for file in self._files()},
-        }
-
-    def close(self) -> None:
-        """Close the files, written or not."""
-        for file in self._files():
-            file.close()
-
-    def _files(self) -> list[DataFile]:
-        return [self._ids, self._offsets, *self._places.files, *([] if self._trained is None else [self._trained])]
 
 
 # Reading
@@ -308,7 +223,7 @@ def _open(place: Path, fingerprint: str) -> Prepared | None:
         sizes: Mapping[str, int] = marker["sizes"]
         if any((place / name).stat().st_size != size for name, size in sizes.items()):
             return None
-        ids = map_file(place / "ids.bin", _ID_TYPES[marker["id_bytes"]])
+        ids = map_file(place / "ids.bin", ID_TYPES[marker["id_bytes"]])
         trained = map_file(place / "trained.bin", np.bool_) if "trained.bin" in sizes else None
         offsets = map_file(place / "offsets.bin", np.int64)
         tokens = marker["tokens"]
