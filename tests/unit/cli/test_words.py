@@ -52,7 +52,11 @@ def test_one_word_for_each_value(typed: list[str], arranged: list[str] | None) -
     [
         (["--jsonl-field", "body"], ["--text-field=body"], "--jsonl-field is called --text-field now."),
         (["--jsonl-field=body"], ["--text-field=body"], "--jsonl-field is called --text-field now."),
-        (["--tensorboard", "--lr=1"], ["--report-to=tensorboard", "--lr=1"], "--tensorboard is --report-to tensorboard now."),
+        (
+            ["--tensorboard", "--lr=1"],
+            ["--report-to=tensorboard", "--lr=1"],
+            "--tensorboard is --report-to tensorboard now.",
+        ),
     ],
 )
 def test_names_of_before(typed: list[str], arranged: list[str], note: str) -> None:
