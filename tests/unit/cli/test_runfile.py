@@ -4,6 +4,7 @@ import os
 import re
 import subprocess
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,8 @@ from penstock.cli.keys import values_in
 from penstock.cli.options import options_of
 from penstock.cli.training.about import about, git_state
 from penstock.cli.training.config import TrainConfig
-from penstock.cli.training.runfile import RUN_NAME, write_run_file
+from penstock.cli.training.recipe import recipe_for
+from penstock.cli.training.runfile import RUN_NAME, resolved_by, write_run_file
 from penstock.errors import ConfigError
 
 from .test_surface import settings_of_runs
@@ -57,6 +59,29 @@ def test_the_command_makes_the_run_again(
     assert penstock_command("train", "--config", str(path)).exit_code == 0
     # Of what says the same twice, what the run has is written: steps, not epochs.
     assert configs == [TrainConfig(model="m", global_batch=32, out=tmp_path, **resolved)]
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        {},
+        {"steps": 9, "warmup": 1.0},
+        {"epochs": 1.5, "warmup": 0.0},
+        {"model": "m", "lora": "r=4", "accumulation": 3},
+        {"model": "m", "global_batch": 64},
+        {"model": "m", "global_batch": 64, "batch_size": 2, "accumulation": 16},
+    ],
+)
+def test_the_file_of_a_course_makes_the_same_course(asked: dict[str, Any], tmp_path: Path) -> None:
+    config = TrainConfig(**asked, out=tmp_path)
+    course = recipe_for(config, positions=512, world_size=2).over(config, 1000)
+    path = write_run_file(config, resolved_by(config, course), world_size=2)
+    again = TrainConfig(**values_in(path, options_of(TrainConfig)))
+    assert None not in (again.lr, again.steps, again.seq_length, again.batch_size, again.warmup)
+    # The data has grown, and the file is of the run as it was.
+    assert recipe_for(again, positions=512, world_size=2).over(again, 7000) == replace(course, epoch_count=7000)
+    if config.global_batch and not config.accumulation:
+        assert recipe_for(again, positions=512, world_size=4).per_step == 64
 
 
 def test_every_option_is_written_once_under_its_heading(tmp_path: Path) -> None:

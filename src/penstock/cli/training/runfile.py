@@ -12,6 +12,7 @@ from penstock.cli.keys import ABOUT, key_value
 from penstock.cli.options import about_of, options_of
 from penstock.cli.training.about import about
 from penstock.cli.training.config import TrainConfig
+from penstock.cli.training.recipe import Course
 from penstock.errors import ConfigError
 from penstock.integrations.convert.reading import yaml_of
 
@@ -41,7 +42,8 @@ def write_run_file(
         ConfigError: it cannot be written.
     """
     path = config.out / RUN_NAME
-    text = run_file(resolved_settings(config, resolved), about(world_size=world_size) | {"plan": dict(plan or {})})
+    described = about(world_size=world_size) | ({"plan": dict(plan)} if plan else {})
+    text = run_file(resolved_settings(config, resolved), described)
     made = path.with_name(f".{RUN_NAME}.{os.getpid()}")
     try:
         with open(made, "w") as file:
@@ -56,6 +58,16 @@ def write_run_file(
             f"{path} cannot be written: {error.strerror}. Free space there, or use another --out."
         ) from error
     return path
+
+
+def resolved_by(config: TrainConfig, course: Course) -> dict[str, Any]:
+    """List the fields that a course has worked out, as `write_run_file` takes them.
+
+    A run that was asked for by its global batch has no accumulation of its own: other numbers of ranks have another.
+    """
+    values: dict[str, Any] = {name: getattr(course, name) for name in ("seq_length", "lr", "batch_size", "steps")}
+    values["warmup"] = float(course.warmup_steps)
+    return values | ({} if config.global_batch else {"accumulation": course.accumulation})
 
 
 def resolved_settings(config: TrainConfig, resolved: Mapping[str, Any]) -> TrainConfig:
