@@ -27,6 +27,7 @@ _PHRASES = (
     ("Train without chunk_loss", "Train without --chunked-loss"),
     (", or choose smaller units.", "."),
     ("Give a penstock.Placement.", "Name a tier."),
+    (", a higher stage,", ", a higher --stage,"),
     ("The nvme path ", "--nvme-path "),
 )
 _VALUE = r"""(?:'[^']*'|\{[^{}]*\}|\.\.\.|-?[\w.,+]*[\w+])"""

@@ -1,8 +1,9 @@
 """Errors of the library, in the words of the command line."""
 
+import ast
 import dataclasses
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -117,6 +118,33 @@ SAID = [
 @pytest.mark.parametrize(("said", "named"), SAID)
 def test_messages_of_long_runs(said: str, named: str) -> None:
     assert in_options(said) == named
+
+
+#: What no option of the command leads to.
+NOT_REACHED = {"Options(cast_inputs='none')", "Placement(params='device') at stage 2"}
+ARGUMENT = re.compile(rf"(Options|Placement)\((?!7=)|(?<![\w.-])({'|'.join(NAMED)})='")
+
+
+def messages_of_the_library() -> Iterator[str]:
+    """Every message of an error below the command line, its values written as 7."""
+    folder = Path(penstock.__file__).parent
+    for path in folder.rglob("*.py"):
+        text = path.read_text()
+        if path.relative_to(folder).parts[0] in ("cli", "integrations") or not ARGUMENT.search(text):
+            continue
+        for node in ast.walk(ast.parse(text)):
+            if not (isinstance(node, ast.Call) and ast.unparse(node.func).endswith("Error") and node.args):
+                continue
+            parts = node.args[0].values if isinstance(node.args[0], ast.JoinedStr) else [node.args[0]]
+            yield "".join(str(part.value) if isinstance(part, ast.Constant) else "7" for part in parts)
+
+
+def test_no_message_names_an_argument_for_which_there_is_an_option() -> None:
+    """Also those that nobody has thought of: a new message of the library is found here."""
+    messages = [text for text in messages_of_the_library() if not any(said in text for said in NOT_REACHED)]
+    assert sum(ARGUMENT.search(text) is not None for text in messages) >= 10
+    for text in messages:
+        assert not ARGUMENT.search(in_options(text)), text
 
 
 @pytest.mark.parametrize(
