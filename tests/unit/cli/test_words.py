@@ -30,6 +30,8 @@ OPTIONS = {
         (["--packing"], ["--packing=on"]),
         (["--packing", "--lr", "1"], ["--packing=on", "--lr=1"]),
         (["--packing", "off", "--flag"], ["--packing=off", "--flag"]),
+        (["--packing", "off", "x"], ["--packing=off", "x"]),
+        (["--lr", "1", "x"], ["--lr=1", "x"]),
         (["--packing="], ["--packing="]),
         (["--lr", "-1"], ["--lr=-1"]),
         (["--lr", "-inf"], ["--lr=-inf"]),
