@@ -8,13 +8,16 @@ from typing import Annotated, NoReturn
 
 import typer
 
+from penstock.cli.commands import words_of
 from penstock.cli.convert_config import convert_config
+from penstock.cli.data import data
 from penstock.cli.export import export
 from penstock.cli.import_dcp import import_dcp
 from penstock.cli.import_deepspeed import import_deepspeed
 from penstock.cli.inspect import inspect
 from penstock.cli.launch import launch
 from penstock.cli.train import train
+from penstock.cli.training.config import DataConfig, TrainConfig
 from penstock.errors import PenstockError, one_line
 
 _MOST_CHARS = 2000
@@ -44,7 +47,8 @@ def root(
     """Train PyTorch models larger than GPU memory."""
 
 
-app.command()(train)
+app.command(cls=words_of(TrainConfig))(train)
+app.command(cls=words_of(DataConfig))(data)
 app.command()(export)
 app.command()(inspect)
 app.command()(import_deepspeed)

@@ -4,19 +4,16 @@ A field says with its default what the command line needs to know of it:
 
     steps: int = option(400, "Optimizer steps.", least=1)
 
-`check_options` holds the values of such a dataclass against what is allowed, and `command_of` makes the command.
+`check_options` holds the values of such a dataclass against what is allowed. `penstock.cli.commands` makes commands of
+them, `penstock.cli.words` reads what was typed, and `penstock.cli.keys` what a file says.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import Field, dataclass, field, fields
-from inspect import Parameter, Signature
-from typing import Annotated, Any, TypeVar, cast
-
-import typer
+from typing import Any, TypeVar
 
 from penstock.errors import ConfigError
 
-Settings = TypeVar("Settings")
 Value = TypeVar("Value")
 
 
@@ -35,7 +32,10 @@ class Option:
         choices: all values that are allowed; empty where there is no such list.
         many: whether it takes any number of values, as words that follow it.
         bare: the value that the option stands for where none follows it.
-        before: what it was called before: names that are still read.
+        before: what it was called before: options that are still read, such as `--old`; or `--old=value` for one that
+            took no value and stood for this one.
+        rivals: fields that say the same in another way. One that is typed drops those that are in a file.
+        none: what is typed where the field is `None`, if `None` is a value of its own and not what was left out.
     """
 
     help: str
@@ -48,6 +48,8 @@ class Option:
     many: bool = False
     bare: str | None = None
     before: tuple[str, ...] = ()
+    rivals: tuple[str, ...] = ()
+    none: str | float | None = None
 
 
 def option(default: Value, help: str, panel: str | None = None, **more: Any) -> Value:
@@ -67,6 +69,36 @@ def option_of(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 
+def about_of(each: Field[Any]) -> Option:
+    """Say what the command line knows of a field."""
+    about: Option = each.metadata["option"]
+    return about
+
+
+def options_of(settings: type[Any]) -> Mapping[str, Field[Any]]:
+    """List the fields of a dataclass that are options, by name."""
+    return {each.name: each for each in fields(settings) if "option" in each.metadata}
+
+
+def value_of(each: Field[Any], typed: Any) -> Any:
+    """Make a field's value of what typer has read.
+
+    Raises:
+        ConfigError: it is no value of this option.
+    """
+    parse = about_of(each).parse
+    if parse is not None:
+        return parse(typed, option=option_of(each.name))
+    return tuple(typed) if isinstance(typed, list) else typed
+
+
+def as_typed(default: Any) -> Any:
+    """Write the default of an option with a parser of its own as one would type it."""
+    if default is None or isinstance(default, float):
+        return default
+    return ",".join(map(str, default)) if isinstance(default, tuple) else str(default)
+
+
 def check_options(settings: Any) -> None:
     """Hold every field's value against what its option allows. `None` always is: the option was left out.
 
@@ -74,7 +106,7 @@ def check_options(settings: Any) -> None:
         ConfigError: a value is not allowed. The message names the option.
     """
     for each in fields(settings):
-        name, about, value = option_of(each.name), _about(each), getattr(settings, each.name)
+        name, about, value = option_of(each.name), about_of(each), getattr(settings, each.name)
         if value is None:
             continue
         if about.least is not None and value < about.least:
@@ -84,62 +116,3 @@ def check_options(settings: Any) -> None:
         for each_value in value if about.many else (value,):
             if about.choices and each_value not in about.choices:
                 raise ConfigError(f"{name} {each_value!r}: use one of {', '.join(about.choices)}.")
-
-
-def command_of(settings: type[Settings]) -> Callable[[Callable[[Settings], None]], Callable[..., None]]:
-    """Make a command of a function that takes settings: its options are the fields, its help is the docstring.
-
-    Example:
-        >>> @command_of(TrainConfig)
-        ... def train(config: TrainConfig) -> None: ...
-    """
-    options = {each.name: each for each in fields(cast("Any", settings))}
-    parameters = [_parameter(each) for each in options.values()]
-
-    def decorate(function: Callable[[Settings], None]) -> Callable[..., None]:
-        def command(**typed: Any) -> None:
-            # What was left out, and has no text for its default, stays out: the field has the default.
-            given = {name: value for name, value in typed.items() if value is not None}
-            function(settings(**{name: _value(options[name], value) for name, value in given.items()}))
-
-        command.__name__, command.__doc__ = function.__name__, function.__doc__
-        # Typer reads the options from the signature, and looks their types up in the annotations.
-        command.__signature__ = Signature(parameters)  # type: ignore[attr-defined]
-        command.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
-        return command
-
-    return decorate
-
-
-def _about(each: Field[Any]) -> Option:
-    about: Option = each.metadata["option"]
-    return about
-
-
-def _parameter(each: Field[Any]) -> Parameter:
-    """Describe a field to typer, as a parameter of a command."""
-    about, kind, default = _about(each), each.type, each.default
-    if about.parse is not None:  # typer reads it as text, or as a number where the default is one
-        default = _as_typed(default)
-        kind = str | None if default is None else type(default)
-    elif isinstance(default, tuple):  # an option that can be given many times
-        kind, default = list[str] | None, default or None
-    shown: Any = True if about.default_help is None else about.default_help
-    # The name is said because typer gives a flag a second one, --no-..., if it is not.
-    read = typer.Option(option_of(each.name), help=about.help, rich_help_panel=about.panel, show_default=shown)
-    return Parameter(each.name, Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[kind, read])
-
-
-def _as_typed(default: Any) -> Any:
-    """Write a default as one would type it."""
-    if default is None or isinstance(default, float):
-        return default
-    return ",".join(map(str, default)) if isinstance(default, tuple) else str(default)
-
-
-def _value(each: Field[Any], typed: Any) -> Any:
-    """Make a field's value of what typer has read."""
-    parse = _about(each).parse
-    if parse is not None:
-        return parse(typed, option=option_of(each.name))
-    return tuple(typed) if isinstance(typed, list) else typed

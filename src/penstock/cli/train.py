@@ -1,15 +1,13 @@
 """`penstock train`: its options are the fields of `TrainConfig`, its run is `penstock.cli.training.run`."""
 
-from importlib.util import find_spec
-
 import typer
 
-from penstock.cli.options import command_of
+from penstock.cli.commands import command_of, require_transformers
+from penstock.cli.naming import naming_options
 from penstock.cli.training.config import TrainConfig
-from penstock.errors import ConfigError
 
 
-@command_of(TrainConfig)
+@command_of(TrainConfig, file=TrainConfig)
 def train(config: TrainConfig) -> None:
     """Train a causal language model on text, and save it for from_pretrained.
 
@@ -19,11 +17,12 @@ def train(config: TrainConfig) -> None:
     SIGTERM and SIGUSR1 end it after the step that is being made, with a checkpoint and exit status 75; --resume auto
     goes on from there, on any number of processes.
     """
-    if find_spec("transformers") is None:
-        raise ConfigError("penstock train needs transformers. Install it with: pip install 'penstock[train]'")
+    require_transformers("train")
     # Here, not at the top: both import torch or transformers, which --help does not wait for.
     from penstock.cli.training.loop import EXIT_INTERRUPTED
     from penstock.cli.training.run import run
 
-    if not run(config):
+    with naming_options():
+        is_done = run(config)
+    if not is_done:
         raise typer.Exit(EXIT_INTERRUPTED)

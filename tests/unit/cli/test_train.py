@@ -230,16 +230,16 @@ def test_tensorboard(
         (["--data", "empty.txt"], "The files of --data hold no text. Name files with text in them."),
         (["--data", "short.txt"], "The text of --data has 6 tokens, less than two sequences of --seq-length 128:"),
         (["--data", "bad.jsonl"], "bad.jsonl:2 is not JSON: "),
-        (["--data", "good.jsonl"], "good.jsonl:1 has no field 'text' (its fields: 'body'). Use --jsonl-field."),
+        (["--data", "good.jsonl"], "good.jsonl:1 has no field 'text' (its fields: 'body'). Use --text-field."),
         (
             ["--model", "huge"],
             "--model 'huge' is neither a folder, a preset nor owner/name of a hub. The presets are tiny",
         ),
         (["--model", "."], "--model '.' is not a model folder: it has no config.json."),
         (["--out", "short.txt/out"], "--out 'short.txt/out' cannot be written: Not a directory. Use another."),
-        (["--params", "disc"], "params='disc' is not a tier. Use one of 'device', 'cpu', 'nvme'."),
-        (["--optimizer", "device=0.5,cpu=0.4"], "The fractions of optimizer="),
-        (["--tile-bytes", "10"], "Options(tile_bytes=10): use a whole number of bytes, 4096 or more."),
+        (["--params", "disc"], "--params disc is not a tier. Use one of 'device', 'cpu', 'nvme'."),
+        (["--optimizer", "device=0.5,cpu=0.4"], "The fractions of --optimizer device=0.5,cpu=0.4 sum to 0.9"),
+        (["--tile-bytes", "10"], "--tile-bytes 10: use a whole number of bytes, 4096 or more."),
         (["--live-bytes", "many"], "--live-bytes 'many' is not a size."),
         (["--steps", "0"], "--steps 0 is too small. Use 1 or more."),
     ],
@@ -276,6 +276,6 @@ def test_a_rank_says_its_name_with_its_mistake(
 def test_transformers_that_is_not_installed(
     penstock_command: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("penstock.cli.train.find_spec", lambda name: None)
+    monkeypatch.setattr("penstock.cli.commands.find_spec", lambda name: None)
     outcome = penstock_command("train")
     assert outcome.err.startswith("penstock: error: penstock train needs transformers. Install it with: pip install ")

@@ -95,9 +95,7 @@ def recipe_for(config: TrainConfig, *, positions: int | None, world_size: int) -
     lr = config.lr
     if lr is None:
         lr = LORA_LR if config.lora else PRESET_LR if is_preset else FOLDER_LR
-    seq_length = config.seq_length
-    if seq_length is None:
-        seq_length = PRESET_SEQ_LENGTH if is_preset else min(FOLDER_SEQ_LENGTH, positions or FOLDER_SEQ_LENGTH)
+    seq_length = seq_length_for(config.model, config.seq_length, positions=positions)
     batch_size, accumulation = _batch(config, world_size, PRESET_BATCH_SIZE if is_preset else FOLDER_BATCH_SIZE)
     if batch_size * seq_length > MOST_COUNT:
         raise ConfigError(
@@ -105,6 +103,13 @@ def recipe_for(config: TrainConfig, *, positions: int | None, world_size: int) -
             "--accumulation for more of them in a step."
         )
     return Recipe(seq_length=seq_length, lr=lr, batch_size=batch_size, accumulation=accumulation, world_size=world_size)
+
+
+def seq_length_for(model: str, wanted: int | None, *, positions: int | None) -> int:
+    """Say how long a sequence is: as asked for, or as the model allows and people can wait for."""
+    if wanted is not None:
+        return wanted
+    return PRESET_SEQ_LENGTH if model in PRESETS else min(FOLDER_SEQ_LENGTH, positions or FOLDER_SEQ_LENGTH)
 
 
 def _batch(config: TrainConfig, world_size: int, default: int) -> tuple[int, int]:

@@ -23,6 +23,7 @@ from penstock.cli.training.model import build, computing, held_out_loss, sample_
 from penstock.cli.training.optimizer import prepare_model, resolve_precision
 from penstock.cli.training.recipe import Course, recipe_for
 from penstock.cli.training.reports import METRICS_NAME, Reports, check_tensorboard, format_seconds, printable
+from penstock.cli.training.runfile import RUN_NAME, resolved_by, write_run_file
 from penstock.cli.training.settings.common import ON
 from penstock.errors import ConfigError
 from penstock.integrations.chunked import check_chunkable
@@ -88,6 +89,11 @@ def run(config: TrainConfig) -> bool:
                 reports.note(f"goes on after step {start.step}{differing}")
             # Nothing can be refused any more: what an earlier run has left may go.
             reports.start(goes_on=resumed is not None, **about)
+            if ranks.is_first:
+                resolved = resolved_by(config, course) | {
+                    "precision": resolve_precision(config.precision, ranks.device)
+                }
+                write_run_file(config, resolved, world_size=ranks.world_size)
             loss_before = _measure(model, corpus, config, course, ranks, reports, step=start.step)
             # 5.
             end = train_steps(model, optimizer, checkpoints, start, corpus.train, config, course, ranks, reports)
@@ -123,7 +129,7 @@ def _check_out(config: TrainConfig, source: ModelSource) -> None:
         config.out.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=config.out):
             pass
-        for name in (METRICS_NAME, *MODEL_FILES):
+        for name in (METRICS_NAME, RUN_NAME, *MODEL_FILES):
             file = config.out / name
             if file.is_symlink() or file.exists():
                 if not file.is_file():

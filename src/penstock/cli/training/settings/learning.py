@@ -45,7 +45,7 @@ class LearningOptions:
     )
     weight_decay: float = option(0.1, "Of matrices; norms and biases have none.", _LEARNING)
     max_grad_norm: float | None = option(
-        1.0, "Clip the gradient's norm to this; 0 does not clip.", _LEARNING, parse=_parse_norm
+        1.0, "Clip the gradient's norm to this; 0 does not clip.", _LEARNING, parse=_parse_norm, none=0
     )
     schedule: str = option("cosine", "The learning rate after the warmup.", _LEARNING, choices=SCHEDULES)
     min_lr: float = option(0.1, "Where cosine and wsd end, as a share of --lr.", _LEARNING)
@@ -56,17 +56,33 @@ class LearningOptions:
         parse=parse_warmup,
         default_help="a tenth of the steps",
     )
-    steps: int | None = count(None, "Optimizer steps.", _LEARNING, default_help="400 for a preset, else --epochs")
+    steps: int | None = count(
+        None, "Optimizer steps.", _LEARNING, default_help="400 for a preset, else --epochs", rivals=("epochs",)
+    )
     epochs: float | None = option(
-        None, "How often everything is read, in place of --steps.", _LEARNING, default_help="1 for a folder"
+        None,
+        "How often everything is read, in place of --steps.",
+        _LEARNING,
+        default_help="1 for a folder",
+        rivals=("steps",),
     )
     batch_size: int | None = count(
         None, "Sequences per rank and micro-batch.", _LEARNING, default_help="16 for a preset, 4 for a folder"
     )
     accumulation: int | None = count(
-        None, "Micro-batches per step.", _LEARNING, default_help="1, or what --global-batch needs"
+        None,
+        "Micro-batches per step.",
+        _LEARNING,
+        default_help="1, or what --global-batch needs",
+        rivals=("global_batch",),
     )
-    global_batch: int | None = count(None, "Sequences per step, of all ranks.", _LEARNING)
+    global_batch: int | None = count(
+        None,
+        "Sequences per step, of all ranks.",
+        _LEARNING,
+        default_help="--batch-size x --accumulation x ranks",
+        rivals=("accumulation",),
+    )
 
     def check_learning(self) -> None:
         """Refuse numbers with which nothing is learned, and numbers that contradict each other."""

@@ -10,11 +10,21 @@ PRECISIONS = ("auto", "fp32", "bf16", "fp16")
 
 
 @dataclass(frozen=True, kw_only=True)
-class ModelOptions:
-    """The model, what of it is trained, and how it computes."""
+class NamedModel:
+    """Which model it is, whose tokenizer reads."""
 
     model: str = option("tiny", "A model folder or hub name, or random weights of a preset: tiny, small, medium.")
     trust_remote_code: bool = option(False, "Run the model folder's own code, which can do anything you can.")
+
+    def check_name(self) -> None:
+        """Refuse a name that no folder can have."""
+        check_paths("--model", self.model)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelOptions(NamedModel):
+    """The model, what of it is trained, and how it computes."""
+
     lora: str = option(
         "",
         "Train adapters beside the frozen model: r=16,alpha=32,targets=all-linear. base=int8 quantises it.",
@@ -36,7 +46,7 @@ class ModelOptions:
         _MODEL,
         choices=SWITCH,
         bare="on",
-        before=("--activation-checkpointing",),
+        before=("--activation-checkpointing=on",),
     )
     compile: bool = option(False, "Compile the model's blocks by torch.compile.", _MODEL)
     pad_vocab_to: int = option(
@@ -46,7 +56,3 @@ class ModelOptions:
         least=1,
         most=MOST_COUNT,
     )
-
-    def check_model(self) -> None:
-        """Refuse what can be told of these options by themselves."""
-        check_paths("--model", self.model)

@@ -45,7 +45,13 @@ class ReportOptions:
         "", "auto: go on from the newest checkpoint in the out folder, if any. Or a checkpoint's folder.", _REPORTS
     )
     report_to: tuple[str, ...] = option(
-        (), f"Trackers that get the numbers: {', '.join(TRACKERS)}.", _REPORTS, choices=TRACKERS, many=True
+        (),
+        f"Trackers that get the numbers: {', '.join(TRACKERS)}.",
+        _REPORTS,
+        default_help="none",
+        choices=TRACKERS,
+        many=True,
+        before=("--tensorboard=tensorboard",),
     )
     peak_flops: float | None = option(
         None,

@@ -7,7 +7,8 @@ from functools import partial
 from typing import Any, Literal, cast
 
 from penstock import Options, Placement
-from penstock.cli.options import option
+from penstock.cli.naming import naming_options
+from penstock.cli.options import option, option_of
 from penstock.cli.parse import parse_home, parse_share, parse_size_bytes
 from penstock.cli.training.settings.common import MOST_THREADS, OFF, check_paths
 from penstock.errors import ConfigError
@@ -58,6 +59,16 @@ class StateOptions:
         if not 0 <= self.stage <= 3:
             raise ConfigError(f"--stage {self.stage} is not a ZeRO stage. Use 0, 1, 2 or 3.")
         check_paths("--nvme-path", *self.nvme_path)
+        with naming_options():
+            self.options()
+            homes = {name: self.placement().home(name) for name in ("params", "grads", "optimizer")}
+        on_disk = [name for name, home in homes.items() if "nvme" in home]
+        on_disk += ["activations"] if self.activations == "nvme" else []
+        if on_disk and not self.nvme_path:
+            raise ConfigError(
+                f"{option_of(on_disk[0])} puts state on nvme, which needs a folder for its files. Name one on a fast "
+                "disk with --nvme-path."
+            )
 
     @property
     def sizes(self) -> dict[str, Any]:
