@@ -100,7 +100,7 @@ class Data:
 
         Of a text it is some tokens, of other rows all that comes before the first one that is learned.
         """
-        corpus = next((corpus for corpus in (*self.held_out, *self.train) if len(corpus.sequences)))
+        corpus = next(corpus for corpus in (*self.held_out, *self.train) if len(corpus.sequences))
         segments = corpus.sequences.segments
         first = int(np.argmin(segments.rows))
         begin = int(corpus.prepared.offsets[segments.rows[first]] + segments.starts[first])
@@ -212,8 +212,8 @@ def read_data(
     held_out = [corpus for corpus in held_out if len(corpus.sequences)]
     if shape.holds_out and not held_out:
         raise ConfigError(
-            f"--data has too few rows, or too little text for two sequences of --seq-length {shape.seq_length}, to hold "
-            "out a part. Name more data, or --eval-data, or measure nothing: --eval-sequences 0."
+            f"--data has too few rows, or too little text for two sequences of --seq-length {shape.seq_length}, to "
+            "hold out a part. Name more data, or --eval-data, or measure nothing: --eval-sequences 0."
         )
     weights = [source.weight for source in train if source.weight is not None]
     return Data(
@@ -221,8 +221,8 @@ def read_data(
         held_out=held_out,
         weights=weights or None,
         cuts=cuts,
-        kinds=sum((Counter(prepared.kinds) for prepared in everything), Counter()),
-        notes=sum((Counter(prepared.notes) for prepared in everything), Counter()),
+        kinds=sum((Counter(prepared.counts["kinds"]) for prepared in everything), Counter()),
+        notes=sum((Counter(prepared.counts["notes"]) for prepared in everything), Counter()),
         padding_share=_padding_share(corpora, shape),
         names=names,
     )
@@ -233,7 +233,12 @@ def _name(source: Source, tokenizer_digest: str, text_field: str) -> str:
     files: Sequence[Path] = source.files
     if source.dataset is not None and Path(source.dataset).is_dir():
         files = sorted(file for file in Path(source.dataset).rglob("*") if file.is_file())
-    settings = {"tokenizer": tokenizer_digest, "text_field": text_field, "dataset": source.dataset, "split": source.split}
+    settings = {
+        "tokenizer": tokenizer_digest,
+        "text_field": text_field,
+        "dataset": source.dataset,
+        "split": source.split,
+    }
     return fingerprint(files, settings)
 
 

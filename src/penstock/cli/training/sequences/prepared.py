@@ -38,10 +38,12 @@ Tokens = npt.NDArray[np.uint16 | np.uint32]
 #: Called with the rows and the tokens that are written so far.
 Progress = Callable[[int, int], None]
 
+#: How many rows there are, by what is counted and then by its name.
+Counts = Mapping[str, Mapping[str, int]]
 MARKER = "prepared.json"
 _OWNER = "owner.json"
 _MADE_BY = "penstock train: prepared data"
-_FORMAT = 1
+_FORMAT = 2
 _FILES = ("ids.bin", "trained.bin", "offsets.bin", "numbers.bin", "runs.bin", "names.bin", MARKER, _OWNER)
 _PART = ".part"
 _FAILED = ".failed"
@@ -57,12 +59,14 @@ class Prepared:
         trained: whether a token is a label, bool of shape (tokens,); `None` where all are.
         offsets: where each row begins in them, and the end of the last: int64 of shape (rows + 1,).
         places: the file and the number of each row.
+        counts: how many rows there are of what, as it was told when they were encoded.
     """
 
     ids: Tokens
     trained: npt.NDArray[np.bool_] | None
     offsets: npt.NDArray[np.int64]
     places: RowPlaces
+    counts: Counts
 
     @property
     def row_count(self) -> int:
@@ -85,6 +89,7 @@ def prepare(
     samples: Callable[[], Iterator[Sample]],
     *,
     vocab_size: int,
+    counts: Callable[[], Counts] = dict,
     progress: Progress | None = None,
 ) -> Prepared:
     """Map the rows that were prepared under a fingerprint, or encode and write them first.
@@ -97,6 +102,7 @@ def prepare(
         fingerprint: what names the result, see `fingerprints.fingerprint`: a plain file name.
         samples: encodes the rows in their order. Called by the process that writes.
         vocab_size: what all ids are below. Up to 2**16 they are stored in two bytes, in four otherwise.
+        counts: tells, once all are encoded, how many there were of what; kept with them.
         progress: called now and then, and at the end, by the process that writes.
 
     Raises:
@@ -115,7 +121,7 @@ def prepare(
                     raise ConfigError(failure["message"])
                 _discard_parts(folder, fingerprint)
                 try:
-                    _write(place, fingerprint, _given(samples), vocab_size, progress)
+                    _write(place, fingerprint, _given(samples), vocab_size, counts, progress)
                 except ConfigError as error:
                     _note_failure(folder, fingerprint, str(error))
                     raise
@@ -162,7 +168,12 @@ def _discard(folder: Path, fingerprint: str, *, everything: bool) -> None:
 
 
 def _write(
-    place: Path, fingerprint: str, samples: Iterator[Sample], vocab_size: int, progress: Progress | None
+    place: Path,
+    fingerprint: str,
+    samples: Iterator[Sample],
+    vocab_size: int,
+    counts: Callable[[], Counts],
+    progress: Progress | None,
 ) -> None:
     """Write the samples beside their place, and move them there once they are complete."""
     if place.is_symlink() or (place.exists() and not _remove(place)):
@@ -174,7 +185,7 @@ def _write(
         writer = SampleWriter(part, vocab_size)
         try:
             _write_all(writer, samples, progress)
-            held = writer.finish()
+            held = {**writer.finish(), "counts": counts()}
         finally:
             writer.close()
         _write_json(part / MARKER, {"made_by": _MADE_BY, "format": _FORMAT, "fingerprint": fingerprint, **held})
@@ -231,9 +242,14 @@ def _open(place: Path, fingerprint: str) -> Prepared | None:
             return None
         with contextlib.suppress(OSError):  # a folder that is shared for reading only
             os.utime(place / MARKER)  # used: `discard_old` takes others first
-        return Prepared(ids, trained, offsets, RowPlaces(place))
+        return Prepared(ids, trained, offsets, RowPlaces(place), _counts(marker["counts"]))
     except (OSError, KeyError, TypeError, AttributeError, ValueError, IndexError):
         return None
+
+
+def _counts(held: Mapping[str, Mapping[str, int]]) -> Counts:
+    """Check what a marker says of counts."""
+    return {str(what): {str(name): int(count) for name, count in of.items()} for what, of in held.items()}
 
 
 # Files beside it
