@@ -1,4 +1,4 @@
-"""A run that is asked to end by a signal: before it has begun, in a step, in an evaluation, twice, on one rank of two."""
+"""A run that is asked to end by a signal: before it has begun, in an evaluation, twice, on one rank of two."""
 
 import json
 import os
@@ -95,10 +95,11 @@ def test_a_signal_before_the_first_step_ends_the_command_and_harms_nothing(
 
 @pytest.mark.usefixtures("handlers")
 def test_a_signal_that_somebody_catches_ends_the_command_all_the_same() -> None:
-    with pytest.raises(interruption.Ended) as ended, Interruption() as asking:
+    with Interruption() as asking:
         with pytest.raises(interruption.Ended):
             os.kill(os.getpid(), signal.SIGTERM)
-        asking.defer()
+        with pytest.raises(interruption.Ended) as ended:
+            asking.defer()
     assert ended.value.status == 143
 
 
@@ -267,8 +268,8 @@ def test_the_second_ctrl_c_ends_at_once_and_the_echo_of_the_first_does_not(
 ) -> None:
     process = start(arguments, tmp_path)
     process.send_signal(signal.SIGINT)
-    process.send_signal(signal.SIGTERM)  # a launcher's
     time.sleep(0.2)
+    process.send_signal(signal.SIGTERM)  # a launcher's
     process.send_signal(signal.SIGINT)  # the terminal's, to the whole group
     time.sleep(interruption.AGAIN_SECONDS)
     assert process.poll() is None
