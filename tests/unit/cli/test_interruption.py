@@ -16,6 +16,7 @@ import pytest
 from penstock.checkpoint.opened import checkpoints_in
 from penstock.cli import main
 from penstock.cli.training import interruption, run
+from penstock.cli.training.evaluation import Evaluations
 from penstock.cli.training.feed import CorpusFeed
 from penstock.cli.training.interruption import SIGNALS, Interruption, command_to_go_on
 from penstock.cli.training.loop import Stepper
@@ -185,6 +186,24 @@ def test_who_is_asked_at_the_very_end_has_a_model_and_no_sample(
     outcome = penstock_command(*arguments, "--out", "out", "--sample-tokens", "4")
     assert outcome.exit_code == 0, outcome.err
     assert "sample:" not in outcome.out
+    assert weights(tmp_path / "out")
+
+
+@pytest.mark.usefixtures("handlers")
+def test_who_is_asked_when_all_is_measured_has_a_model(
+    penstock_command: Callable[..., Any], arguments: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    measure = Evaluations.measure
+
+    def asking(self: Evaluations, step: int) -> float | None:
+        loss = measure(self, step)
+        if step == 8:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return loss
+
+    monkeypatch.setattr(Evaluations, "measure", asking)
+    outcome = penstock_command(*arguments, "--out", "out")
+    assert outcome.exit_code == 0, outcome.err
     assert weights(tmp_path / "out")
 
 

@@ -116,5 +116,7 @@ class BestCheckpoint:
             extra: Any = read_manifest(self._folder).extra
         except CheckpointError as error:
             return str(error).rstrip(".")
-        step = extra.get("step") if isinstance(extra, dict) else None
-        return "" if step == best.step else f"{self._folder} is not of step {best.step}"
+        # Its own lowest loss, as it was saved: a folder may be of another run.
+        own = Best.of(extra.get("best")) if isinstance(extra, dict) else None
+        is_it = own is not None and (own.step, own.loss, own.counted_step) == (best.step, best.loss, best.step)
+        return "" if is_it else f"{self._folder} is not of step {best.step}, or of another run"

@@ -49,7 +49,7 @@ def optimizer_arguments(config: TrainConfig) -> dict[str, Any]:
     for text in config.optimizer_args:
         key, equals, value = (part.strip() for part in text.partition("="))
         if not equals or not key or not value:
-            raise ConfigError(f"--optimizer-args {one_line(text, 40)!r}: write name=value, such as eps=1e-6.")
+            raise ConfigError(f"--optimizer-args {one_line(repr(text), 40)}: write name=value, such as eps=1e-6.")
         if key in given:
             raise ConfigError(f"--optimizer-args names {key} twice. Give it one value.")
         if key in _OWN_OPTIONS and key in parameters:
@@ -80,7 +80,7 @@ def _unknown(name: str, key: str, known: list[str]) -> str:
     """Say that there is no such argument, and which there are."""
     near = difflib.get_close_matches(key, known, 1)
     meant = f" Did you mean {near[0]}?" if near else ""
-    return f"--optimizer-args: {name} has no {one_line(key, 40)!r}.{meant} It has {', '.join(known)}."
+    return f"--optimizer-args: {name} has no {one_line(repr(key), 40)}.{meant} It has {', '.join(known)}."
 
 
 def _value(name: str, parameter: inspect.Parameter, text: str) -> Any:
