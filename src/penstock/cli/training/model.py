@@ -1,5 +1,7 @@
 """The model of a run: built, and sampled from."""
 
+import os
+import shutil
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -36,6 +38,22 @@ def build(source: ModelSource, config: TrainConfig) -> tuple[nn.Module, Path | N
     if config.compile:
         compile_blocks(model)
     return model, None if empty is None else source.folder
+
+
+def check_compiler(device: torch.device) -> None:
+    """Refuse `--compile` where the compiler is missing that torch.compile's own kernels go through.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    variable, names = ("CC", ("gcc", "clang")) if device.type == "cuda" else ("CXX", ("g++",))
+    given = os.environ.get(variable)
+    wanted = (given,) if given else names
+    if not any(map(shutil.which, wanted)):
+        raise ConfigError(
+            f"--compile needs a compiler, and there is no {' or '.join(wanted)}. Install one, name it in {variable}, "
+            "or leave the option out."
+        )
 
 
 def compile_blocks(model: nn.Module, *, backend: str = "inductor") -> None:
@@ -108,8 +126,7 @@ def computing(source: ModelSource) -> Iterator[None]:
             ) from error
         if type(error).__module__.startswith(_COMPILERS):
             raise ConfigError(
-                f"--compile: {one_line(error)}. It needs a C++ compiler, and a model that torch.compile takes. Leave "
-                "the option out."
+                f"--compile: {one_line(str(error).partition('Set TORCH')[0])}. Leave the option out."
             ) from error
         if source.folder is None or not _is_of_model(error):
             raise

@@ -24,7 +24,7 @@ from penstock.cli.training.feed import CorpusFeed
 from penstock.cli.training.interruption import Interruption, asked_to_end
 from penstock.cli.training.loop import Stepper, Training, Why
 from penstock.cli.training.loss import Loss
-from penstock.cli.training.model import build, computing, sample_ids
+from penstock.cli.training.model import build, check_compiler, computing, sample_ids
 from penstock.cli.training.optimizer import about_decay, prepare_model, resolve_precision
 from penstock.cli.training.optimizer_arguments import optimizer_arguments
 from penstock.cli.training.recipe import Course, recipe_for
@@ -70,6 +70,8 @@ def run(config: TrainConfig, interruption: Interruption) -> bool:
     config.placement()
     config.options()
     optimizer_arguments(config)
+    if config.compile:
+        check_compiler(ranks.device)
     if config.chunked_loss == ON:
         check_chunkable(source.model_class)
     files = find_files(config.data) if config.data else standard_library_files()
