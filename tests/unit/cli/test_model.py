@@ -76,9 +76,7 @@ def test_a_compiler_that_is_missing_is_said_before_anything_is_built(
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     outcome = penstock_command("train", "--data", str(text_folder), "--compile", "--out", "out")
     assert outcome.exit_code == 2
-    said = (
-        "penstock: error: --compile needs a compiler, and there is no /nonexistent/g++. Install one, name it in CXX,"
-    )
+    said = "penstock: error: --compile needs a compiler, and there is no /nonexistent/g++. Install one, name it in CXX,"
     assert outcome.err.startswith(said)
     assert not (tmp_path / "out").exists()
 

@@ -154,6 +154,9 @@ class Training:
                     self._checkpoints.save(position, blocking=False)
         if why is Why.ASKED:
             self._checkpoints.save(position, blocking=True)
+        elif why is Why.EARLY:
+            count = self._checkpoints.best.since_count
+            self._reports.note(f"stops early: the last {count} evaluations did not lower the held-out loss")
         # Without this the process could end while the last checkpoint is being written, and leave half of it.
         self._checkpoints.finish()
         return Ending(why, position, before, after)

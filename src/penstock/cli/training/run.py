@@ -3,6 +3,7 @@
 import tempfile
 import time
 from importlib.metadata import version
+from pathlib import Path
 
 from torch import nn
 from transformers.utils import logging
@@ -27,7 +28,7 @@ from penstock.cli.training.loss import Loss
 from penstock.cli.training.model import build, check_compiler, computing, sample_ids
 from penstock.cli.training.optimizer import about_decay, prepare_model, resolve_precision
 from penstock.cli.training.optimizer_arguments import optimizer_arguments
-from penstock.cli.training.recipe import Course, recipe_for
+from penstock.cli.training.recipe import Course, Recipe, recipe_for
 from penstock.cli.training.reports import METRICS_NAME, Reports, check_tensorboard, format_seconds, printable
 from penstock.cli.training.schedule import rate_factor
 from penstock.cli.training.settings.common import ON
@@ -64,17 +65,7 @@ def run(config: TrainConfig, interruption: Interruption) -> bool:
     began = time.perf_counter()
     ranks = Ranks.from_environment()
     # 1.
-    source = find_model(config.model, seq_length=config.seq_length or 2, trust_remote_code=config.trust_remote_code)
-    recipe = recipe_for(config, positions=source.max_seq_length, world_size=ranks.world_size)
-    logging.disable_progress_bar()  # the display of the run is the only one
-    config.placement()
-    config.options()
-    optimizer_arguments(config)
-    if config.compile:
-        check_compiler(ranks.device)
-    if config.chunked_loss == ON:
-        check_chunkable(source.model_class)
-    files = find_files(config.data) if config.data else standard_library_files()
+    source, recipe, files = _checked(config, ranks)
     if ranks.is_first:
         _check_out(config, source)
     with Reports(config, is_first_rank=ranks.is_first) as reports:
@@ -118,10 +109,6 @@ def run(config: TrainConfig, interruption: Interruption) -> bool:
                 reports.note(asked_to_end(step=ending.position.step))
                 optimizer.close(keep_params=False)
                 return False
-            if ending.why is Why.EARLY:
-                reports.note(
-                    f"stops early: the last {checkpoints.best.since_count} evaluations did not lower the held-out loss"
-                )
             # 6.
             loss_after = ending.loss_after
             if config.keeps_best and best.go_back(checkpoints.best, ending.position.step):
@@ -141,6 +128,22 @@ def run(config: TrainConfig, interruption: Interruption) -> bool:
             reports.end(loss_before=ending.loss_before, loss_after=loss_after, seconds=seconds, sample=sample)
         reports.note(f"done in {format_seconds(seconds)}")
     return True
+
+
+def _checked(config: TrainConfig, ranks: Ranks) -> tuple[ModelSource, Recipe, list[Path]]:
+    """Find everything that can be wrong with the request before the text is read, and what it names."""
+    source = find_model(config.model, seq_length=config.seq_length or 2, trust_remote_code=config.trust_remote_code)
+    recipe = recipe_for(config, positions=source.max_seq_length, world_size=ranks.world_size)
+    logging.disable_progress_bar()  # the display of the run is the only one
+    config.placement()
+    config.options()
+    optimizer_arguments(config)
+    if config.compile:
+        check_compiler(ranks.device)
+    if config.chunked_loss == ON:
+        check_chunkable(source.model_class)
+    files = find_files(config.data) if config.data else standard_library_files()
+    return source, recipe, files
 
 
 def _check_out(config: TrainConfig, source: ModelSource) -> None:
