@@ -41,6 +41,11 @@ class Ranks:
             dist.all_reduce(values)
         return values
 
+    def any(self, flag: bool) -> bool:
+        """Tell whether the flag is set on any rank. The same answer on every rank; every rank calls it."""
+        # On the host: the answer does not wait for the device.
+        return flag if self.world_size == 1 else bool(self.sum(torch.tensor(float(flag))).item() > 0)
+
     def from_first(self, values: torch.Tensor) -> torch.Tensor:
         """Overwrite the values with those of rank 0. Every rank calls it."""
         if self.world_size > 1:

@@ -3,6 +3,7 @@
 import dataclasses
 import io
 import json
+import math
 import sys
 from pathlib import Path
 from typing import Any
@@ -51,7 +52,7 @@ def test_events_are_lines_of_json_as_they_happen(tmp_path: Path) -> None:
         reports.end(loss_after=2.0)
     assert lines(tmp_path) == [
         {"event": "start", "world_size": 2},
-        {"event": "eval", "step": 0, "loss": 5.5, "seconds": 0.25},
+        {"event": "eval", "step": 0, "loss": 5.5, "perplexity": math.exp(5.5), "seconds": 0.25},
         {
             "event": "step",
             "step": 20,

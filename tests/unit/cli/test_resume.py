@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -18,8 +19,10 @@ from penstock.checkpoint.manifest import MARKER, checksum
 from penstock.cli.ranks import Ranks
 from penstock.cli.training.config import TrainConfig
 from penstock.cli.training.data import shuffled, train_batches
-from penstock.cli.training.loop import EXIT_INTERRUPTED, Interruption
+from penstock.cli.training.interruption import EXIT_INTERRUPTED, Interruption
+from penstock.cli.training.recipe import recipe_for
 from penstock.cli.training.reports import Reports
+from tests.support import thorough
 
 RUN = ["--precision", "fp32", "--seq-length", "32", "--batch-size", "4", "--eval-sequences", "8", "--steps", "8"]
 RUN += ["--log-every", "1", "--sample-tokens", "0", "--accumulation", "2", "--lr", "0.01"]
@@ -40,7 +43,7 @@ def arguments(model_folder: Path, text_folder: Path) -> list[str]:
     return ["train", "--model", str(model_folder), "--data", str(text_folder), *RUN]
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGUSR1, marks=pytest.mark.thorough)])
+@pytest.mark.parametrize("number", [signal.SIGTERM, *map(thorough, [signal.SIGUSR1, signal.SIGINT])])
 def test_a_run_that_is_asked_to_end_saves_and_goes_on_with_the_same_losses(
     penstock_command: Callable[..., Any],
     arguments: list[str],
@@ -62,7 +65,8 @@ def test_a_run_that_is_asked_to_end_saves_and_goes_on_with_the_same_losses(
         asking.setattr(Reports, "step", ask)
         ended = penstock_command(*arguments, "--out", "parts", "--resume", "auto")
     assert ended.exit_code == EXIT_INTERRUPTED == 75
-    assert "asked to end: saved step 3; go on with --resume auto" in ended.out
+    command = " ".join([*arguments, "--out parts --resume auto"])
+    assert f"asked to end: saved step 3; go on with: penstock {command}\n" in ended.out
     assert [path.name for path in (tmp_path / "parts" / "checkpoints").iterdir()] == ["step-00000003"]
     assert not (tmp_path / "parts" / "config.json").exists()
     handler = signal.getsignal(number)
@@ -138,6 +142,22 @@ def test_fewer_steps_than_were_made_are_refused(
     assert "held-out loss" not in outcome.out
 
 
+def test_a_run_of_epochs_is_as_long_as_its_course_is_now(
+    penstock_command: Callable[..., Any], arguments: list[str], tmp_path: Path
+) -> None:
+    place = arguments.index("--steps")
+    without = arguments[:place] + arguments[place + 2 :]
+    saving = penstock_command(*without, "--out", "out", "--save-every", "100", "--epochs", "0.1")
+    assert saving.exit_code == 0, saving.err
+    made = losses(tmp_path / "out")[-1][0]
+    longer = penstock_command(*without, "--out", "out", "--resume", "auto", "--epochs", "0.15")
+    assert longer.exit_code == 0, longer.err
+    assert losses(tmp_path / "out")[-1][0] > made
+    shorter = penstock_command(*without, "--out", "out", "--resume", "auto", "--epochs", "0.01")
+    assert shorter.exit_code == 2
+    assert f"has made {made} steps, more than the 1 of this run. Ask for {made} or more" in shorter.err
+
+
 def test_a_run_that_goes_on_does_what_it_is_asked_for_now(
     penstock_command: Callable[..., Any], arguments: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -199,10 +219,12 @@ def test_what_a_checkpoint_says_of_its_run_is_checked(
     marker = (folder / MARKER).read_bytes()
     extra = json.loads(marker)["content"]["extra"]
     changes = [{"step": value} for value in HOSTILE]
-    changes += [{name: value} for name in ("sequences", "text") for value in (float("inf"), -1, None, [])]
+    changes += [{name: value} for name in ("sequences", "data") for value in (float("inf"), -1, None, [])]
     changes += [
-        {"text": extra["text"] | {"seed": value}} for value in (float("inf"), None, {"!": "bytes", "hex": "00"})
+        {"data": extra["data"] | {"seed": value}} for value in (float("inf"), None, False, {"!": "bytes", "hex": "00"})
     ]
+    changes += [{"best": value} for value in (None, 3, {}, extra["best"] | {"loss": "low"})]
+    changes += [{"best": extra["best"] | {"step": value}} for value in (True, -1, 1.5, 1 << 60)]
     for change in changes:
         change_extra(folder, change)
         outcome = penstock_command(*arguments, "--out", "out", "--resume", "auto")
@@ -251,13 +273,11 @@ def test_sequences_that_were_seen_are_passed_over() -> None:
     for start in range(25):
         order = shuffled(7, 3, start)
         assert [next(order) for _ in range(5)] == whole[start : start + 5]
-    tokens = list(range(100))
-    import numpy as np
-
-    text = np.asarray(tokens, dtype=np.uint16)
-    config, ranks = TrainConfig(seq_length=5, batch_size=2), Ranks(1, 2, torch.device("cpu"))
-    whole_batches = train_batches(text, config, ranks)
-    rest = train_batches(text, config, ranks, start=12)
+    text = np.arange(100, dtype=np.uint16)
+    ranks = Ranks(1, 2, torch.device("cpu"))
+    recipe = recipe_for(TrainConfig(seq_length=5, batch_size=2), positions=None, world_size=2)
+    whole_batches = train_batches(text, recipe, ranks, seed=0)
+    rest = train_batches(text, recipe, ranks, seed=0, start=12)
     for _ in range(3):
         next(whole_batches)
     for _ in range(10):

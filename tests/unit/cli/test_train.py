@@ -111,7 +111,7 @@ def test_a_saved_model_can_be_trained_on(
         ["--optimizer", "device"],
         ["--params", "cpu", "--grads", "cpu", "--tile-bytes", "4KiB"],
         ["--stage", "0", "--optimizer", "device", "--update-threads", "1"],
-        ["--activation-checkpointing"],
+        ["--recompute", "on"],
     ],
     ids=" ".join,
 )
@@ -151,7 +151,7 @@ def test_a_chunked_loss_is_the_same_to_rounding(
     monkeypatch.setattr("penstock.integrations.chunked.linear_cross_entropy", counted)
     common = ["train", "--model", str(model_folder), "--data", str(text_folder), *MICRO, "--steps", "3"]
     common += ["--log-every", "1", "--sample-tokens", "4"]
-    for out, arguments, expected in (("plain", [], 0), ("chunked", ["--chunked-loss"], 3)):
+    for out, arguments, expected in (("plain", [], 0), ("chunked", ["--chunked-loss", "on"], 3)):
         outcome = penstock_command(*common, "--out", out, *arguments)
         assert outcome.exit_code == 0, outcome.err
         assert len(calls) == expected
@@ -169,7 +169,7 @@ def test_a_loss_that_cannot_be_chunked_is_refused_before_anything_is_built(
     sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
     config = GraniteConfig(vocab_size=257, num_key_value_heads=1, **sizes)
     GraniteForCausalLM(config).save_pretrained("granite")
-    arguments = ["--model", "granite", "--data", str(text_folder), "--chunked-loss", "--out", "out"]
+    arguments = ["--model", "granite", "--data", str(text_folder), "--chunked-loss", "on", "--out", "out"]
     outcome = penstock_command("train", *arguments)
     assert outcome.exit_code == 2
     assert outcome.err.startswith("penstock: error: GraniteForCausalLM is not known to compute its logits as head(hi")
@@ -216,7 +216,18 @@ def test_tensorboard(
     penstock_command: Callable[..., Any], model_folder: Path, text_folder: Path, tmp_path: Path
 ) -> None:
     pytest.importorskip("tensorboard")
-    arguments = ["--steps", "1", "--eval-sequences", "0", "--sample-tokens", "0", "--tensorboard", "--out", "out"]
+    arguments = [
+        "--steps",
+        "1",
+        "--eval-sequences",
+        "0",
+        "--sample-tokens",
+        "0",
+        "--report-to",
+        "tensorboard",
+        "--out",
+        "out",
+    ]
     outcome = penstock_command("train", "--model", str(model_folder), "--data", str(text_folder), *MICRO, *arguments)
     assert outcome.exit_code == 0, outcome.err
     assert len(list((tmp_path / "out" / "tensorboard").iterdir())) == 1

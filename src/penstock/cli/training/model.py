@@ -1,5 +1,7 @@
-"""The model of a run: built, measured on text that it has not seen, and sampled from."""
+"""The model of a run: built, and sampled from."""
 
+import os
+import shutil
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -10,7 +12,6 @@ from torch import nn
 
 from penstock.cli.ranks import Ranks
 from penstock.cli.training.config import TrainConfig
-from penstock.cli.training.data import Tokens, eval_batches, to_device
 from penstock.cli.training.recipe import Recipe
 from penstock.cli.training.settings.common import ON
 from penstock.errors import ConfigError, MemoryBudgetError, PenstockError, one_line
@@ -18,6 +19,7 @@ from penstock.integrations.chunked import chunk_loss
 from penstock.integrations.huggingface import ModelSource, build_empty, build_model, enable_activation_checkpointing
 
 TEMPERATURE = 0.8
+_COMPILERS = ("torch._dynamo", "torch._inductor")
 
 
 def build(source: ModelSource, config: TrainConfig) -> tuple[nn.Module, Path | None]:
@@ -33,27 +35,47 @@ def build(source: ModelSource, config: TrainConfig) -> tuple[nn.Module, Path | N
         enable_activation_checkpointing(model)
     if config.chunked_loss == ON:
         chunk_loss(model)
+    if config.compile:
+        compile_blocks(model)
     return model, None if empty is None else source.folder
 
 
-def held_out_loss(model: nn.Module, held_out: Tokens, config: TrainConfig, recipe: Recipe, ranks: Ranks) -> float:
-    """Measure the mean loss over `config.eval_sequences` held-out sequences, in nats per token. Every rank calls it.
+def check_compiler(device: torch.device) -> None:
+    """Refuse `--compile` where the compiler is missing that torch.compile's own kernels go through.
 
-    For a byte-level tokenizer a token is a byte.
+    Raises:
+        ConfigError: there is none.
     """
-    loss_sum, count = torch.zeros((), device=ranks.device), 0
-    model.eval()
-    with torch.no_grad():
-        for sequences, counts in eval_batches(held_out, recipe, ranks, wanted_count=config.eval_sequences):
-            ids = to_device(sequences, ranks.device)
-            loss = model(input_ids=ids, labels=ids, use_cache=False).loss
-            if counts:
-                loss_sum += loss.float() * len(ids)
-                count += len(ids)
-    model.train()
-    # Until here nothing has waited for the device. A number is filled in there: to copy it the host would wait too.
-    total, number = ranks.sum(torch.stack([loss_sum, torch.full_like(loss_sum, count)])).tolist()
-    return float(total / number)
+    variable, names = ("CC", ("gcc", "clang")) if device.type == "cuda" else ("CXX", ("g++",))
+    given = os.environ.get(variable)
+    wanted = (given,) if given else names
+    if not any(map(shutil.which, wanted)):
+        raise ConfigError(
+            f"--compile needs a compiler, and there is no {' or '.join(wanted)}. Install one, name it in {variable}, "
+            "or leave the option out."
+        )
+
+
+def compile_blocks(model: nn.Module, *, backend: str = "inductor") -> None:
+    """Have `torch.compile` make one graph of each block: of the modules that a model has many equal ones of.
+
+    Names of parameters stay, and equal blocks share what is compiled.
+
+    Raises:
+        ConfigError: the model has no such blocks.
+    """
+    rows = [child for child in model.modules() if isinstance(child, nn.ModuleList) and _are_alike(child)]
+    inside = {id(module) for row in rows for block in row for module in block.modules()}
+    blocks = [block for row in rows if id(row) not in inside for block in row]
+    if not blocks:
+        raise ConfigError(f"--compile finds no row of equal blocks in {type(model).__name__}. Leave the option out.")
+    for block in blocks:
+        block.compile(backend=backend)
+
+
+def _are_alike(row: nn.ModuleList) -> bool:
+    """Tell whether a list holds modules of one class, each with something to compute."""
+    return len(row) > 0 and len({type(block) for block in row}) == 1 and any(True for _ in row.parameters())
 
 
 def sample_ids(model: nn.Module, prompt_ids: list[int], config: TrainConfig, recipe: Recipe, ranks: Ranks) -> list[int]:
@@ -101,6 +123,10 @@ def computing(source: ModelSource) -> Iterator[None]:
             raise MemoryBudgetError(
                 f"There is too little memory: {one_line(error)}. Use a smaller --batch-size with more --accumulation, "
                 "shorter sequences, --recompute or --chunked-loss."
+            ) from error
+        if type(error).__module__.startswith(_COMPILERS):
+            raise ConfigError(
+                f"--compile: {one_line(str(error).partition('Set TORCH')[0])}. Leave the option out."
             ) from error
         if source.folder is None or not _is_of_model(error):
             raise

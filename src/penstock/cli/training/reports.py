@@ -14,6 +14,7 @@ from penstock.errors import ConfigError
 
 METRICS_NAME = "metrics.jsonl"
 TIERS = ("device", "cpu", "nvme")
+_MOST_EXPONENT = 700.0  # of what a float holds
 
 
 @dataclass(frozen=True)
@@ -128,8 +129,9 @@ class Reports(AbstractContextManager["Reports"]):
 
     def evaluation(self, step: int, loss: float, seconds: float, *, token_name: str) -> None:
         """Tell the held-out loss after `step` steps, in nats per token, and how long it took to measure."""
-        self.note(f"held-out loss {loss:.4f} nats per {token_name} after {step} steps")
-        self._line("eval", {"step": step, "loss": loss, "seconds": seconds})
+        perplexity = math.exp(loss) if loss < _MOST_EXPONENT else math.inf
+        self.note(f"held-out loss {loss:.4f} nats per {token_name} after {step} steps, perplexity {perplexity:.4g}")
+        self._line("eval", {"step": step, "loss": loss, "perplexity": perplexity, "seconds": seconds})
         self._scalars({"eval/loss": loss}, step)
 
     def end(self, **about: object) -> None:

@@ -1,0 +1,81 @@
+"""How good the model is on text that it was not trained on."""
+
+import time
+
+import torch
+from torch import nn
+
+from penstock.cli.ranks import Ranks
+from penstock.cli.training.feed import Feed
+from penstock.cli.training.interruption import Interruption
+from penstock.cli.training.loss import Loss
+from penstock.cli.training.reports import Reports
+
+
+class Evaluations:
+    """Measures the held-out loss, and reports it. Every rank makes every call.
+
+    Arguments:
+        model: what is trained.
+        loss: of that model.
+        feed: where held-out batches come from.
+        ranks: the place of this process.
+        reports: who is told.
+        interruption: what may break an evaluation off.
+        token_name: what a token is, in the singular.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        loss: Loss,
+        feed: Feed,
+        ranks: Ranks,
+        reports: Reports,
+        interruption: Interruption,
+        *,
+        token_name: str,
+    ) -> None:
+        self._model = model
+        self._loss = loss
+        self._feed = feed
+        self._ranks = ranks
+        self._reports = reports
+        self._interruption = interruption
+        self._token_name = token_name
+
+    def measure(self, step: int) -> float | None:
+        """Measure and report the held-out loss after some steps, in nats per token.
+
+        Returns:
+            The loss, the same number on every rank; `None` where a rank was asked to end meanwhile.
+        """
+        began = time.perf_counter()
+        self._model.eval()
+        try:
+            loss = self._mean()
+        finally:
+            self._model.train()
+        if loss is not None:
+            self._reports.evaluation(step, loss, time.perf_counter() - began, token_name=self._token_name)
+        return loss
+
+    def _mean(self) -> float | None:
+        """Take the mean over all held-out tokens: a long sequence weighs more than a short one."""
+        ranks = self._ranks
+        # Where one rank fails all fail: the sum of many tokens' losses needs more digits than fp32 has.
+        total = torch.zeros((), device=ranks.device, dtype=torch.float64)
+        label_count = 0
+        with torch.no_grad():
+            for batch, counts in self._feed.held_out():
+                # Ranks break off together: a forward may be a collective.
+                if ranks.any(self._interruption.asked):
+                    return None
+                loss = self._loss(batch, batch.label_count)
+                if counts and batch.label_count:
+                    total += loss.double() * batch.label_count
+                    label_count += batch.label_count
+        # Until here nothing has waited for the device. A number is filled in there: to copy it the host would wait too.
+        sums = ranks.sum(torch.stack([total, torch.full_like(total, label_count)]))
+        loss_sum, count = ranks.from_first(sums).tolist()
+        return float(loss_sum / count) if count else float("nan")
