@@ -19,7 +19,7 @@ from penstock.cli.ranks import Ranks
 from penstock.cli.training.config import TrainConfig
 from penstock.cli.training.data import shuffled, train_batches
 from penstock.cli.training.loop import EXIT_INTERRUPTED, Interruption
-from penstock.cli.training.reports import Reports
+from penstock.cli.training.reporting.reports import Reports
 
 RUN = ["--precision", "fp32", "--seq-length", "32", "--batch-size", "4", "--eval-sequences", "8", "--steps", "8"]
 RUN += ["--log-every", "1", "--sample-tokens", "0", "--accumulation", "2", "--lr", "0.01"]

@@ -17,7 +17,10 @@ from penstock.cli.training.checkpoints import Checkpoints, Position
 from penstock.cli.training.config import TrainConfig
 from penstock.cli.training.data import Tokens, on_device, train_batches
 from penstock.cli.training.recipe import Course
-from penstock.cli.training.reports import Progress, Reports, bytes_by_tier
+from penstock.cli.training.reporting.gauges import Gauges
+from penstock.cli.training.reporting.memory import bytes_by_tier
+from penstock.cli.training.reporting.progress import Progress
+from penstock.cli.training.reporting.reports import Reports
 
 #: The exit status of a run that was asked to end and can be resumed: `EX_TEMPFAIL` of sysexits(3), "try again".
 EXIT_INTERRUPTED = 75
@@ -50,8 +53,10 @@ def train_steps(
     scheduler = checkpoints.schedule(start)
     read = train_batches(tokens, course, ranks, seed=config.seed, start=start.sequences)
     window = _Window(course, ranks)
-    with closing(on_device(read, ranks.device)) as batches, Interruption(ranks) as interruption:
+    gauges = Gauges(model, optimizer, config, course, ranks, begin=start.step)
+    with closing(on_device(read, ranks.device)) as batches, Interruption(ranks) as interruption, gauges:
         for step in range(start.step + 1, course.steps + 1):
+            gauges.begin(step)
             # 1.
             loss = _accumulate(model, optimizer, batches, course.accumulation, ranks)
             # 2. The rate is read before the scheduler changes it, so that the report has the one of this update.
@@ -63,7 +68,8 @@ def train_steps(
             position = Position(step, position.sequences + course.per_step)
             # 3.
             if step % config.log_every == 0 or step == course.steps:
-                reports.step(window.close(step, outcome.grad_norm, lr, bytes_by_tier(optimizer.locations())))
+                sizes = bytes_by_tier(optimizer.locations())
+                reports.step(gauges.read(window.close(step, outcome.grad_norm, lr, sizes)))
             # 4. Every rank asks in every step: the answer is a collective, and a signal may reach one rank alone.
             asked = interruption.is_asked() and step < course.steps
             if asked or (config.save_every and (step % config.save_every == 0 or step == course.steps)):

@@ -7,6 +7,7 @@ from importlib.metadata import version
 from torch import nn
 from transformers.utils import logging
 
+import penstock
 from penstock.cli.ranks import Ranks, joined
 from penstock.cli.training.checkpoints import Checkpoints, checkpoint_to_resume
 from penstock.cli.training.config import TrainConfig
@@ -19,10 +20,15 @@ from penstock.cli.training.data import (
     standard_library_files,
 )
 from penstock.cli.training.loop import train_steps
-from penstock.cli.training.model import build, computing, held_out_loss, sample_ids
+from penstock.cli.training.model import build, computing, held_out_loss
 from penstock.cli.training.optimizer import prepare_model, resolve_precision
 from penstock.cli.training.recipe import Course, recipe_for
-from penstock.cli.training.reports import METRICS_NAME, Reports, check_tensorboard, format_seconds, printable
+from penstock.cli.training.reporting.formats import format_seconds
+from penstock.cli.training.reporting.metrics import METRICS_NAME
+from penstock.cli.training.reporting.reports import Reports
+from penstock.cli.training.reporting.samples import Prompt, Sample, Sampling, stop_ids_of, text_prompts, write_samples
+from penstock.cli.training.reporting.trackers import check_trackers
+from penstock.cli.training.reporting.waits import TRACE_NAME
 from penstock.cli.training.settings.common import ON
 from penstock.errors import ConfigError
 from penstock.integrations.chunked import check_chunkable
@@ -43,7 +49,7 @@ def run(config: TrainConfig) -> bool:
     5. Train. A run that is asked to end ends here.
     6. Measure the held-out loss again.
     7. Save the model.
-    8. Write a sample.
+    8. Write samples.
 
     Returns:
         Whether it came to its end. If not, it was asked to end, and has saved a checkpoint to go on from.
@@ -103,12 +109,10 @@ def run(config: TrainConfig) -> bool:
                 tokenizer.save(config.out)
             reports.note(f"saved the model in {config.out}")
             # 8. After the model is saved: what goes wrong here takes nothing of it away.
-            sample = _sample(model, tokenizer, corpus, config, course, ranks) if config.sample_tokens else None
-            if sample is not None:
-                reports.note(f"sample:\n{printable(sample)}")
+            reports.samples(course.steps, _samples(model, optimizer, tokenizer, corpus, config, course, ranks))
             optimizer.close(keep_params=False)
             seconds = time.perf_counter() - began
-            reports.end(loss_before=loss_before, loss_after=loss_after, seconds=seconds, sample=sample)
+            reports.end(loss_before=loss_before, loss_after=loss_after, seconds=seconds, model=str(config.out))
         reports.note(f"done in {format_seconds(seconds)}")
     return True
 
@@ -117,13 +121,12 @@ def _check_out(config: TrainConfig, source: ModelSource) -> None:
     """Refuse a folder that cannot be written, before hours of training; nothing that is in it changes."""
     if source.folder is not None and source.folder.resolve() == config.out.resolve():
         raise ConfigError(f"--out {str(config.out)!r} is the folder of --model, which it would overwrite. Use another.")
-    if "tensorboard" in config.report_to:
-        check_tensorboard()
+    check_trackers(config.report_to)
     try:
         config.out.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=config.out):
             pass
-        for name in (METRICS_NAME, *MODEL_FILES):
+        for name in (METRICS_NAME, TRACE_NAME, *MODEL_FILES):
             file = config.out / name
             if file.is_symlink() or file.exists():
                 if not file.is_file():
@@ -149,13 +152,25 @@ def _measure(
     return loss
 
 
-def _sample(
-    model: nn.Module, tokenizer: Tokenizer, corpus: Corpus, config: TrainConfig, course: Course, ranks: Ranks
-) -> str:
-    """Continue the prompt, or the beginning of the held-out text, and return both. Every rank calls it."""
-    prompt = tokenizer.encode(config.prompt[0]) if config.prompt else corpus.held_out[:PROMPT_TOKENS]
-    prompt_ids = [int(i) for i in prompt]
-    return tokenizer.decode(prompt_ids + sample_ids(model, prompt_ids, config, course, ranks))
+def _samples(
+    model: nn.Module,
+    optimizer: penstock.Optimizer,
+    tokenizer: Tokenizer,
+    corpus: Corpus,
+    config: TrainConfig,
+    course: Course,
+    ranks: Ranks,
+) -> list[Sample]:
+    """Continue the prompts, or the beginning of the held-out text. Every rank calls it."""
+    held_out = tuple(int(i) for i in corpus.held_out[:PROMPT_TOKENS])
+    prompts = text_prompts(config.prompt, tokenizer.encode) or [Prompt(tokenizer.decode(held_out), held_out)]
+    sampling = Sampling(
+        token_count=config.sample_tokens,
+        seq_length=course.seq_length,
+        seed=config.seed,
+        stop_ids=stop_ids_of(model, tokenizer.end_of_document),
+    )
+    return write_samples(model, optimizer, prompts, tokenizer.decode, sampling, ranks)
 
 
 def _about_text(corpus: Corpus, course: Course, *, file_count: int) -> str:
