@@ -58,8 +58,8 @@ class Gauges(AbstractContextManager["Gauges"]):
 
     def begin(self, step: int) -> None:
         """Take note that a step begins."""
-        after = step + 1
-        self._watch.begin(step, is_candidate=after % self._log_every == 0 or after == self._course.steps)
+        left = self._course.steps - step
+        self._watch.begin(step, is_candidate=left == 1 or (left > 1 and (step + 1) % self._log_every == 0))
 
     def read(self, progress: Progress) -> Progress:
         """Complete what the loop knows of a step by what was read; called when the device has finished the step."""

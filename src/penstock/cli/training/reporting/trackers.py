@@ -236,8 +236,7 @@ class _Border:
         if not isinstance(error, Exception | SystemExit):  # libraries end the process where nobody is logged in
             return False
         self._trackers.pop(self._name, None)
-        said = one_line(error) or type(error).__name__
-        self._warn(f"warning: {self._name} stopped ({said}); the run goes on without it")
+        self._warn(f"warning: {self._name} stopped: {one_line(error)}; the run goes on without it")
         return True
 
 

@@ -27,8 +27,8 @@ COST_SHARE = 0.01
 _SPAN_SECONDS = 1e-5
 _LEAST_SHOWN = 0.005
 _WAITING = "waiting"
-_RESOURCES = {"read": "NVMe reads", "fetch": "NVMe reads", "write": "NVMe writes", "upload": "to the device"}
-_RESOURCES |= {"download": "to the host", "update": "on the host"}
+#: Of the rows whose names do not say it.
+_RESOURCES = {"read": "NVMe reads", "fetch": "NVMe reads", "write": "NVMe writes", "update": "host update"}
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,10 @@ class Waits:
 
     def __str__(self) -> str:
         shown = [(row, share) for row, share in self.rows.items() if share >= _LEAST_SHOWN]
-        causes = ", ".join(f"{row}{f' {_RESOURCES[row]}' * (row in _RESOURCES)} {share:.0%}" for row, share in shown)
+        causes = ", ".join(
+            f"{row}: {_RESOURCES[row]} {share:.0%}" if row in _RESOURCES else f"{row} {share:.0%}"
+            for row, share in shown
+        )
         return f"{self.waited:.0%}{f' ({causes})' if causes else ''}, bound by {self.bound_by}"
 
     def to_dict(self) -> dict[str, Any]:
@@ -145,5 +148,7 @@ class Watch(AbstractContextManager["Watch"]):
                 rows[row] += max(0.0, min(event["ts"] + event["dur"], stop) - max(event["ts"], start))
         shares = {row: waited / (stop - start) for row, waited in sorted(rows.items(), key=lambda item: -item[1])}
         return Waits(
-            min(1.0, sum(shares.values(), 0.0)), {row: share for row, share in shares.items() if share}, summary.bound_by
+            min(1.0, sum(shares.values(), 0.0)),
+            {row: share for row, share in shares.items() if share},
+            summary.bound_by,
         )
