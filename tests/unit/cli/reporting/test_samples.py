@@ -145,6 +145,15 @@ def test_a_batch_of_a_real_model_is_each_prompt_alone() -> None:
     assert together == alone == wanted
 
 
+def test_logits_are_made_of_the_last_places_alone() -> None:
+    model: Any = llama().eval()
+    shapes: list[tuple[int, ...]] = []
+    model.lm_head.register_forward_hook(lambda module, given, logits: shapes.append(tuple(logits.shape)))
+    with torch.no_grad():
+        sample_ids(model, [[1, 2, 3], [4], [5, 6, 7]], sampling(1), ALONE)
+    assert shapes == [(3, 2, VOCABULARY)]  # after the first id, and after the third
+
+
 @pytest.fixture
 def prepared(tmp_path: Path) -> Iterator[tuple[nn.Module, penstock.Optimizer]]:
     model = llama()

@@ -88,8 +88,9 @@ def init(project, name=None, group=None, space_id=None, server_url=None, space_s
     calls.append(("init", project, name, resume, config))
     return Run(name or "brave-fox-0")
 """
-SETTINGS = {"config": {"lr": 0.1, "prompt": ["a", "b"], "betas": None, "options": {"tile_bytes": 4}}, "world_size": 2}
-FLAT = {"config.lr": 0.1, "config.prompt": "a b", "config.options.tile_bytes": 4, "world_size": 2}
+ASKED = {"lr": 0.1, "prompt": ["a", "b"], "betas": None, "options": {"tile_bytes": 4}, "precision": "auto"}
+SETTINGS: dict[str, Any] = {"config": ASKED, "world_size": 2, "precision": "bf16"}
+FLAT = {"lr": 0.1, "prompt": "a b", "options.tile_bytes": 4, "precision": "bf16", "world_size": 2}
 TRAIN = {"train/loss": 2.5, "train/grad_norm": 0.75, "train/lr": 1e-3, "train/tokens_per_second": 100.0}
 EVAL = {"eval/loss": 5.5, "eval/perplexity": math.exp(5.5)}
 
@@ -127,8 +128,8 @@ def test_tensorboard_gets_the_numbers_and_the_settings(tmp_path: Path) -> None:
     of_settings = events.summary_metadata["_hparams_/session_start_info"].plugin_data.content
     hparams = plugin.HParamsPluginData.FromString(of_settings).session_start_info.hparams
     assert set(hparams) == set(FLAT)
-    assert hparams["config.lr"].number_value == 0.1
-    assert hparams["config.prompt"].string_value == "a b"
+    assert hparams["lr"].number_value == 0.1
+    assert hparams["prompt"].string_value == "a b"
 
 
 def test_wandb(tmp_path: Path, library: Callable[[str, str], Any], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -256,7 +257,7 @@ def test_a_folder_of_runs_is_no_library(tmp_path: Path, monkeypatch: pytest.Monk
 def test_other_ranks_track_nothing(tmp_path: Path, library: Callable[[str, str], Any]) -> None:
     wandb = library("wandb", WANDB)
     with Reports(TrainConfig(out=tmp_path, report_to=("wandb",)), is_first_rank=False) as reports:
-        reports.start(**SETTINGS)  # type: ignore[arg-type]
+        reports.start(**SETTINGS)
         reports.step(PROGRESS)
         reports.evaluation(20, 5.5, 0.25, token_name="byte")
     assert wandb.calls == []
@@ -264,5 +265,5 @@ def test_other_ranks_track_nothing(tmp_path: Path, library: Callable[[str, str],
 
 
 def test_settings_are_flat() -> None:
-    assert flattened(SETTINGS) == FLAT
+    assert flattened({"a": {"b": {"c": 1}, "d": None}, "e": (1, 2)}) == {"a.b.c": 1, "e": "1 2"}
     assert flattened({"out": Path("a")}) == {"out": "a"}

@@ -51,7 +51,9 @@ class Reports(AbstractContextManager["Reports"]):
         self._metrics = self._closing.enter_context(Metrics(self._config.out, goes_on=goes_on))
         self._write("start", about)
         self._closing.callback(self._trackers.close)
-        self._trackers.open(self._config.out, about, goes_on=goes_on)
+        asked = about.pop("config", {})
+        settings = (asked if isinstance(asked, dict) else {}) | about  # what was found out, where both say something
+        self._trackers.open(self._config.out, settings, goes_on=goes_on)
 
     def step(self, progress: Progress) -> None:
         """Tell how far training is."""

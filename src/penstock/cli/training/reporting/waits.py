@@ -7,7 +7,7 @@ could wait for, and the wait at its end is none of a step's. So two steps are tr
 import json
 import time
 from collections import defaultdict
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager, ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -81,7 +81,8 @@ class Watch(AbstractContextManager["Watch"]):
     def __exit__(self, *error: Any) -> None:
         if self._trace is not None:
             trace, self._trace = self._trace, None
-            trace.__exit__(*error)
+            with suppress(ConfigError):  # of a disk that is full: what ends the run says more
+                trace.__exit__(*error)
 
     def begin(self, step: int, *, is_candidate: bool) -> None:
         """Open a trace where one is due, before a step is made.
