@@ -18,7 +18,7 @@ CONSTRUCTORS = {
     "engine.units.plan.Homes": "what the user asked for, of every unit",
     "engine.units.discover.UnitSpec": "what belongs to a unit, told in one place",
     "checkpoint.manifest.Manifest": "the fields of the file",
-    "cli.training.reports.Progress": "the fields of the file",
+    "cli.training.reporting.progress.Progress": "the fields of the file",
 }
 FILES = {
     "optimizer": "one class that people read: two lines of every three are its reference",

@@ -21,7 +21,7 @@ from penstock.cli.training.config import TrainConfig
 from penstock.cli.training.data import shuffled, train_batches
 from penstock.cli.training.interruption import EXIT_INTERRUPTED, Interruption
 from penstock.cli.training.recipe import recipe_for
-from penstock.cli.training.reports import Reports
+from penstock.cli.training.reporting.reports import Reports
 from tests.support import thorough
 
 RUN = ["--precision", "fp32", "--seq-length", "32", "--batch-size", "4", "--eval-sequences", "8", "--steps", "8"]

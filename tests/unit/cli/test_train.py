@@ -31,7 +31,7 @@ def test_a_run_learns_reports_and_leaves_a_model(
     )
     assert outcome.exit_code == 0, outcome.err
 
-    start, before, *steps, after, end = metrics(out)
+    start, before, *steps, after, sample, end = metrics(out)
     assert start["event"] == "start"
     assert start["config"]["optimizer"] == "cpu"
     assert start["precision"] == "fp32"
@@ -49,8 +49,12 @@ def test_a_run_learns_reports_and_leaves_a_model(
         assert line["skipped_count"] == 0
         assert line["bytes_by_tier"]["cpu"] >= 8 * start["parameter_count"]  # exp_avg and exp_avg_sq
     assert steps[0]["lr"] > steps[1]["lr"] > steps[2]["lr"] > 0
-    assert end["loss_after"] == after["loss"]
-    assert end["sample"].startswith("the quick")
+    assert end["loss_after"] == end["best_loss"] == after["loss"]
+    assert end["token_count"] == 30 * 4 * 32
+    assert (sample["event"], sample["step"], sample["prompt"]) == ("sample", 30, "the quick")
+    assert 0 < len(sample["text"]) <= 12
+    assert any("waited" in line for line in steps)
+    assert json.loads((out / "trace.json").read_text())["otherData"]["rank"] == 0
 
     assert f"held-out loss {after['loss']:.4f} nats per byte after 30 steps" in outcome.out
     assert "step 30/30  loss" in outcome.out
@@ -180,8 +184,8 @@ def test_a_loss_that_cannot_be_chunked_is_refused_before_anything_is_built(
 def test_two_ranks_with_half_the_batch_do_the_same(
     penstock_command: Callable[..., Any], model_folder: Path, text_folder: Path, tmp_path: Path
 ) -> None:
-    common = ["--model", str(model_folder), "--data", str(text_folder), *MICRO, "--steps", "3", "--log-every", "1"]
-    common += ["--sample-tokens", "5", "--eval-sequences", "7"]
+    common = ["--model", str(model_folder), "--data", str(text_folder), *MICRO, "--steps", "4", "--log-every", "1"]
+    common += ["--sample-tokens", "5", "--eval-sequences", "7", "--prompt", "the ", "--prompt", "a quick"]
     assert penstock_command("train", *common, "--out", str(tmp_path / "one")).exit_code == 0
     launcher = [
         sys.executable,
@@ -208,7 +212,10 @@ def test_two_ranks_with_half_the_batch_do_the_same(
     for name in ("loss", "grad_norm", "lr"):
         values = [[line[name] for line in lines if name in line] for lines in (one, two)]
         assert values[1] == pytest.approx(values[0], rel=1e-4), name
-    assert done.stdout.count("held-out loss") == 2  # rank 0 alone speaks
+    assert done.stdout.count(" nats per byte after ") == 2  # rank 0 alone speaks
+    assert "waited" in two[5]  # the fourth step: both ranks have traced it
+    for name in ("prompt", "text"):
+        assert [line[name] for line in two if name in line] == [line[name] for line in one if name in line]
     assert (tmp_path / "two" / "model.safetensors").is_file()
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import penstock
 from penstock.checkpoint.opened import read_manifest
 from penstock.cli.ranks import Ranks
-from penstock.cli.training.reports import Reports
+from penstock.cli.training.reporting.reports import Reports
 from penstock.errors import CheckpointError
 
 

@@ -9,7 +9,7 @@ from penstock.cli.ranks import Ranks
 from penstock.cli.training.feed import Feed
 from penstock.cli.training.interruption import Interruption
 from penstock.cli.training.loss import Loss
-from penstock.cli.training.reports import Reports
+from penstock.cli.training.reporting.reports import Reports
 
 
 class Evaluations:

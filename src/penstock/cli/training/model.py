@@ -1,4 +1,4 @@
-"""The model of a run: built, and sampled from."""
+"""The model of a run: built, and what goes wrong while it computes."""
 
 import os
 import shutil
@@ -18,7 +18,6 @@ from penstock.errors import ConfigError, MemoryBudgetError, PenstockError, one_l
 from penstock.integrations.chunked import chunk_loss
 from penstock.integrations.huggingface import ModelSource, build_empty, build_model, enable_activation_checkpointing
 
-TEMPERATURE = 0.8
 _COMPILERS = ("torch._dynamo", "torch._inductor")
 
 
@@ -76,34 +75,6 @@ def compile_blocks(model: nn.Module, *, backend: str = "inductor") -> None:
 def _are_alike(row: nn.ModuleList) -> bool:
     """Tell whether a list holds modules of one class, each with something to compute."""
     return len(row) > 0 and len({type(block) for block in row}) == 1 and any(True for _ in row.parameters())
-
-
-def sample_ids(model: nn.Module, prompt_ids: list[int], config: TrainConfig, recipe: Recipe, ranks: Ranks) -> list[int]:
-    """Continue the prompt by `config.sample_tokens` ids, drawn from the model at `TEMPERATURE`. Every rank calls it.
-
-    Every rank runs every forward pass, because the parameters may be sharded; rank 0 draws. The number of passes is
-    fixed, so no rank can stop before another. No cache is kept: it differs from one kind of model to the next.
-
-    Arguments:
-        model: a causal language model.
-        prompt_ids: what to continue, one id at least. The model sees the last `recipe.seq_length` ids at most.
-        config: the settings, of which `seed` fixes what is drawn.
-        recipe: what a step is.
-        ranks: the place of this process.
-    """
-    generator = torch.Generator().manual_seed(config.seed)
-    ids = list(prompt_ids)
-    model.eval()
-    with torch.no_grad():
-        for _ in range(config.sample_tokens):
-            context = torch.tensor([ids[-recipe.seq_length :]], device=ranks.device)
-            logits = model(input_ids=context, use_cache=False).logits[0, -1]
-            probabilities = torch.softmax(logits.float().cpu() / TEMPERATURE, dim=-1)
-            drawn = torch.multinomial(probabilities, 1, generator=generator)
-            # Without this, ranks whose sums are rounded otherwise would continue different texts.
-            ids.append(int(ranks.from_first(drawn.to(ranks.device)).item()))
-    model.train()
-    return ids[len(prompt_ids) :]
 
 
 @contextmanager

@@ -8,6 +8,7 @@ from pathlib import Path
 from torch import nn
 from transformers.utils import logging
 
+import penstock
 from penstock.cli.ranks import Ranks, joined
 from penstock.cli.training.best import BestCheckpoint
 from penstock.cli.training.checkpoints import Checkpoints, best_of, checkpoint_to_resume
@@ -54,7 +55,7 @@ def run(config: TrainConfig, interruption: Interruption) -> bool:
     5. Train, and measure the held-out loss. A run that is asked to end ends here.
     6. Go back to the lowest held-out loss if asked.
     7. Save the model.
-    8. Write a sample.
+    8. Write samples.
 
     Returns:
         Whether it came to its end. If not, it was asked to end, and has saved a checkpoint to go on from.
@@ -156,8 +157,7 @@ def _check_out(config: TrainConfig, source: ModelSource) -> None:
     """Refuse a folder that cannot be written, before hours of training; nothing that is in it changes."""
     if source.folder is not None and source.folder.resolve() == config.out.resolve():
         raise ConfigError(f"--out {str(config.out)!r} is the folder of --model, which it would overwrite. Use another.")
-    if "tensorboard" in config.report_to:
-        check_tensorboard()
+    check_trackers(config.report_to)
     try:
         config.out.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=config.out):

@@ -1,0 +1,92 @@
+"""What people see: a panel and lines on a terminal, plain lines elsewhere."""
+
+import sys
+from contextlib import AbstractContextManager
+from dataclasses import replace
+
+from penstock.cli.training.reporting.progress import Progress
+from penstock.cli.training.reporting.waits import Waits
+
+
+class Display(AbstractContextManager["Display"]):
+    """Standard output of the rank that tells. Used as a context, which gives the terminal back at its end."""
+
+    def __init__(self) -> None:
+        self.panel = Panel() if sys.stdout.isatty() else None
+
+    def __exit__(self, *error: object) -> None:
+        if self.panel is not None:
+            self.panel.close()
+
+    def note(self, text: str) -> None:
+        """Print a text that stays."""
+        if self.panel is not None:
+            self.panel.print_above(text)
+        else:
+            print(text, flush=True)
+
+    def step(self, progress: Progress) -> None:
+        """Show how far training is; the last line stays."""
+        is_last = progress.step == progress.steps
+        if self.panel is not None:
+            self.panel.show(progress)
+            if is_last:
+                self.panel.close()  # before the line below, which would be printed into it
+        if self.panel is None or is_last:
+            print(progress.line(), flush=True)
+
+    def table(self, rows: list[tuple[str, str]]) -> None:
+        """Print names and what is said of them."""
+        if self.panel is not None:
+            self.panel.print_table(rows)
+            return
+        width = max(len(name) for name, _ in rows)
+        print("\n".join(f"{name:<{width}}  {value}" for name, value in rows), flush=True)
+
+
+class Panel:
+    """A bar and the latest numbers at the bottom of a terminal, from the first step to the last."""
+
+    def __init__(self) -> None:
+        from rich.console import Console
+        from rich.live import Live
+
+        self._console = Console(highlight=False)
+        self._live = Live(console=self._console, auto_refresh=False, transient=True)
+        self._waits: Waits | None = None
+
+    def print_above(self, text: str) -> None:
+        """Print a text that stays, above the panel."""
+        self._console.print(text, markup=False, soft_wrap=True)
+
+    def print_table(self, rows: list[tuple[str, str]]) -> None:
+        """Print names and what is said of them, in a frame."""
+        from rich import box
+        from rich.table import Table
+        from rich.text import Text
+
+        table = Table(box=box.ROUNDED, show_header=False)
+        for name, value in rows:
+            table.add_row(Text(name, style="dim"), Text(value))
+        self.close()
+        self._console.print(table)
+
+    def show(self, progress: Progress) -> None:
+        """Draw the panel, over the one before. What steps wait for stays until it is measured again."""
+        from rich.console import Group
+        from rich.progress_bar import ProgressBar
+        from rich.table import Table
+
+        self._waits = progress.waits or self._waits
+        numbers = replace(progress, waits=self._waits).numbers()
+        table = Table.grid(padding=(0, 3))
+        table.add_row(*(name for name, _ in numbers), style="dim")
+        table.add_row(*(value for _, value in numbers))
+        bar = Table.grid(padding=(0, 1), expand=False)
+        bar.add_row(f"step {progress.step}/{progress.steps}", ProgressBar(progress.steps, progress.step, width=40))
+        self._live.start()  # does nothing but the first time
+        self._live.update(Group(bar, table), refresh=True)
+
+    def close(self) -> None:
+        """Take the panel away and give the terminal back."""
+        self._live.stop()
