@@ -10,7 +10,7 @@ import contextlib
 import json
 import os
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence, Set
 from os import PathLike
 from pathlib import Path
 from typing import NamedTuple
@@ -18,6 +18,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from penstock.checkpoint.adapters import Merge, merged
 from penstock.checkpoint.beside import PARTS
 from penstock.checkpoint.fields import dtype_name
 from penstock.checkpoint.folder import Hold, check_free, make_folder, sync_folder, write_file
@@ -58,6 +59,7 @@ def export(
     adapters_only: bool = True,
     max_shard_bytes: int = MOST_SHARD_BYTES,
     average: bool | str = False,
+    merge_adapters: bool = False,
 ) -> None:
     """Write a checkpoint's weights so that `from_pretrained(out)` of transformers or peft reads them. Collective.
 
@@ -75,6 +77,9 @@ def export(
             Says nothing of other models.
         max_shard_bytes: the most bytes of a file of tensors; a larger tensor has one of its own.
         average: write the average (`penstock.EMA`) of the parameters that were trained: `True`, or its name.
+        merge_adapters: write the model with its LoRA adapters merged into it, W + alpha / r B A in fp32 rounded once to
+            `dtype`, and them into its subfolder `adapter`. Codes of a base in int8 become numbers. The adapters are in
+            memory as a whole. `adapters_only` has no effect then.
 
     Raises:
         ConfigError: `out` has something in it, or an argument is not as above.
@@ -95,14 +100,15 @@ def export(
             opened = Checkpoint.open(checkpoint)
             _check_whole(opened)
             kind = None if average is False else _kind_of(opened, "" if average is True else average)
-            sets = file_sets(opened, COMPUTE_DTYPES[dtype], adapters_only=adapters_only)
+            sets = file_sets(opened, COMPUTE_DTYPES[dtype], adapters_only=adapters_only, merge_adapters=merge_adapters)
             files = [_files(opened, file_set, COMPUTE_DTYPES[dtype], max_shard_bytes) for file_set in sets]
             if council.is_first:
                 undo.enter_context(_hidden(folder, [file_set.folder for file_set in sets]))
         # Only now is the hidden folder there, for every rank.
         with _together(council):
             everything = [file for of_set in files for file in of_set.items()]
-            _write(opened, _hidden_name(folder), dict(everything[council.rank :: council.size]), kind)
+            merges = {name: merge for file_set in sets for name, merge in file_set.merges.items()}
+            _write(opened, _hidden_name(folder), dict(everything[council.rank :: council.size]), kind, merges)
         # Only now is every file on the disk: an export that had its name earlier could lack some after a power failure.
         with _together(council):
             if council.is_first:
@@ -154,7 +160,7 @@ def _sources(checkpoint: Checkpoint, file_set: FileSet, dtype: torch.dtype) -> I
     for name, out in file_set.names.items():
         saved = checkpoint.manifest.parameters.get(name)
         if saved is not None:
-            converts = saved.dtype in COMPUTE_DTYPES.values()
+            converts = saved.dtype in COMPUTE_DTYPES.values() or name in file_set.merges
             yield Source(TensorSpec(out, saved.shape, dtype if converts else saved.dtype), name, None)
             continue
         key = checkpoint.manifest.buffers[name]
@@ -194,7 +200,9 @@ def _kind_of(checkpoint: Checkpoint, name: str) -> str:
 # Writing
 
 
-def _write(checkpoint: Checkpoint, folder: Path, files: Files, average: str | None) -> None:
+def _write(
+    checkpoint: Checkpoint, folder: Path, files: Files, average: str | None, merges: Mapping[str, Merge]
+) -> None:
     """Write files of tensors, in the order of the checkpoint's tiles; of what has an average, that one."""
     with contextlib.ExitStack() as closing:
         opened = []
@@ -207,35 +215,70 @@ def _write(checkpoint: Checkpoint, folder: Path, files: Files, average: str | No
                 places[source.name] = file, source.spec
                 if source.tensor is not None:
                     file.write(source.spec.name, 0, source.tensor.contiguous())
-        keys = [key for key in checkpoint.tiles() if any(p.name in places for p in key.unit.pieces(key.number))]
-        reader = closing.enter_context(TileReader())
-        for tile in reader.read(keys, homes=(PARAM, MASTER, average or PARAM)):
-            for piece in tile.key.unit.pieces(tile.key.number):
-                if piece.name in places:
-                    file, spec = places[piece.name]
-                    file.write(spec.name, piece.start, _values(checkpoint, tile, piece, spec.dtype, average))
+        merges = {name: merge for name, merge in merges.items() if name in places}
+        held = _held(checkpoint, {name for merge in merges.values() for name in merge.needs}, average)
+        for tile, piece in _pieces(checkpoint, places, average):
+            file, spec = places[piece.name]
+            if piece.name in merges:
+                whole = merged(_precise(tile, piece, average), piece.start, merges[piece.name], held)
+                values = _converted(checkpoint, piece.name, whole, spec.dtype)
+            else:
+                values = _values(checkpoint, tile, piece, spec.dtype, average)
+            file.write(spec.name, piece.start, values)
         for file in opened:
             file.sync()  # before the other ranks hear that this one has written
 
 
+def _pieces(checkpoint: Checkpoint, names: Container[str], average: str | None) -> Iterator[tuple[Tile, Piece]]:
+    """Read the tiles that hold something of these parameters, and give each piece of them."""
+    keys = [key for key in checkpoint.tiles() if any(p.name in names for p in key.unit.pieces(key.number))]
+    with TileReader() as reader:
+        for tile in reader.read(keys, homes=(PARAM, MASTER, average or PARAM)):
+            for piece in tile.key.unit.pieces(tile.key.number):
+                if piece.name in names:
+                    yield tile, piece
+
+
+def _held(checkpoint: Checkpoint, names: Set[str], average: str | None) -> dict[str, Tensor]:
+    """Read parameters as a whole, at master precision in fp32: adapters, and scales of codes."""
+    held = {name: torch.empty(checkpoint.manifest.parameters[name].shape, dtype=torch.float32) for name in names}
+    for tile, piece in _pieces(checkpoint, held, average):
+        held[piece.name].view(-1)[piece.start : piece.stop] = _precise(tile, piece, average)
+    return held
+
+
 def _values(checkpoint: Checkpoint, tile: Tile, piece: Piece, dtype: torch.dtype, average: str | None) -> Tensor:
     """Make what is written of a piece: the average, or as trained where that is in `dtype`, else from the master."""
-    inside = slice(piece.inside, piece.inside + piece.stop - piece.start)
+    param = tile.homes.get(PARAM, {}).get(PARAM)
+    averaged = None if average is None else tile.homes.get(average, {}).get(average)
+    if averaged is None and param is not None and param.dtype == dtype:
+        return param[_inside(piece)]
+    return _converted(checkpoint, piece.name, _precise(tile, piece, average), dtype)
+
+
+def _precise(tile: Tile, piece: Piece, average: str | None) -> Tensor:
+    """Take a piece as precise as it is there: the average, or the master; codes as they are."""
+    inside = _inside(piece)
     param, master = (tile.homes.get(kind, {}).get(kind) for kind in (PARAM, MASTER))
     averaged = None if average is None else tile.homes.get(average, {}).get(average)
     if averaged is not None:
-        value = averaged[inside]
-    elif param is not None and param.dtype == dtype:
-        return param[inside]
-    elif param is None or (master is not None and master.dtype == torch.float32):
+        return averaged[inside]
+    if param is None or (master is not None and master.dtype == torch.float32):
         assert master is not None  # `check_kinds` has seen to it
-        value = master[inside]
-    else:
-        value = read_master(param[inside], None if master is None else master[inside])
+        return master[inside]
+    return read_master(param[inside], None if master is None else master[inside])
+
+
+def _inside(piece: Piece) -> slice:
+    return slice(piece.inside, piece.inside + piece.stop - piece.start)
+
+
+def _converted(checkpoint: Checkpoint, name: str, value: Tensor, dtype: torch.dtype) -> Tensor:
+    """Round to the dtype of a file, and refuse what would become infinite."""
     converted = value.to(dtype)
     if dtype == torch.float16 and bool((converted.isinf() & value.isfinite()).any()):
         raise checkpoint.fail(
-            f"parameters.{piece.name}", "has values that are too large for fp16. Export as 'bf16' or 'fp32'."
+            f"parameters.{name}", "has values that are too large for fp16. Export as 'bf16' or 'fp32'."
         )
     return converted
 

@@ -8,6 +8,7 @@ import ctypes
 import errno
 import json
 import os
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
@@ -50,6 +51,26 @@ _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 # Read
 
 
+#: The shape and dtype of each tensor, by name.
+Forms = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
+
+
+class StoredTensors(ABC):
+    """Tensors by name that are read in parts, from files or from what is made of them: none is in memory as a whole."""
+
+    @abstractmethod
+    def forms(self) -> Forms:
+        """List what there is."""
+
+    @abstractmethod
+    def read(self, name: str, start: int, stop: int) -> Tensor:
+        """Read elements `start` to `stop` of a tensor, counted as if it were flat: 1-D, on the cpu, in its dtype."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Close what is open. It is opened again where more is read."""
+
+
 @dataclass(frozen=True)
 class Entry:
     """One tensor of the files: where it is, and what."""
@@ -59,7 +80,7 @@ class Entry:
     dtype: torch.dtype
 
 
-class WeightFiles:
+class WeightFiles(StoredTensors):
     """The tensors of a safetensors file, or of a folder of them as `save_pretrained` writes it.
 
     Arguments:
@@ -83,6 +104,10 @@ class WeightFiles:
                 self.entries[name] = entry
         if missing := sorted((named or {}).keys() - self.entries.keys()):
             raise CheckpointError(f"{index}: 'weight_map' names {missing[0]!r}, which no file holds.")
+
+    def forms(self) -> Forms:
+        """List what the files hold."""
+        return {name: (entry.shape, entry.dtype) for name, entry in self.entries.items()}
 
     def read(self, name: str, start: int, stop: int) -> Tensor:
         """Read elements `start` to `stop` of a tensor, counted as if it were flat: 1-D, on the cpu, in its dtype."""

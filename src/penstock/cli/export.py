@@ -15,6 +15,9 @@ def export(
         bool,
         typer.Option(help="Of a model with LoRA adapters, write the adapters alone, or the model they adapt as well."),
     ] = True,
+    merge_adapters: Annotated[
+        bool, typer.Option("--merge-adapters", help="Write the model with its LoRA adapters merged into it.")
+    ] = False,
     max_shard_bytes: Annotated[str, typer.Option(help="Size of a file at most.")] = "5GB",
     average: Annotated[
         bool, typer.Option("--average", help="Write the average (penstock.EMA) of what was trained.")
@@ -39,6 +42,7 @@ def export(
             adapters_only=adapters_only,
             max_shard_bytes=most_bytes,
             average=average,
+            merge_adapters=merge_adapters,
         )
     if ranks.is_first:
         print(out)
