@@ -7,7 +7,6 @@
 """
 
 import contextlib
-import json
 import os
 import shutil
 from collections.abc import Container, Iterator, Mapping, Sequence, Set
@@ -25,7 +24,7 @@ from penstock.checkpoint.folder import Hold, check_free, make_folder, sync_folde
 from penstock.checkpoint.opened import Checkpoint
 from penstock.checkpoint.pretrained import FileSet, file_sets
 from penstock.checkpoint.tables import Piece
-from penstock.checkpoint.tensorfiles import DTYPES, TensorFile, TensorSpec, failed
+from penstock.checkpoint.tensorfiles import DTYPES, TensorFile, TensorSpec, divide, failed, index_of
 from penstock.checkpoint.tiles import Tile, TileReader
 from penstock.errors import CheckpointError, ConfigError
 from penstock.kinds import COMPUTE_DTYPES, MASTER, PARAM, Precision, average_kind
@@ -133,26 +132,13 @@ def _together(council: Council) -> Iterator[None]:
 
 def _files(checkpoint: Checkpoint, file_set: FileSet, dtype: torch.dtype, most_bytes: int) -> Files:
     """Divide the tensors of a set among files, named as `save_pretrained` names them."""
-    sources = list(_sources(checkpoint, file_set, dtype))
-    groups = [sources] if file_set.one_file else _divide(sources, most_bytes)
-    files = {}
-    for number, of_file in enumerate(groups, start=1):
-        of_several = f"-{number:05d}-of-{len(groups):05d}" if len(groups) > 1 else ""
-        files[os.path.join(file_set.folder, f"{file_set.stem}{of_several}.safetensors")] = of_file
-    return files
-
-
-def _divide(sources: Sequence[Source], most_bytes: int) -> Sequence[Sequence[Source]]:
-    """Divide tensors among files, in order. A tensor larger than `most_bytes` has a file of its own."""
-    files: list[list[Source]] = []
-    room = 0
-    for source in sources:
-        if not files or source.spec.nbytes > room:
-            files.append([])
-            room = most_bytes
-        files[-1].append(source)
-        room -= source.spec.nbytes
-    return files
+    sources = {source.spec.name: source for source in _sources(checkpoint, file_set, dtype)}
+    specs = [source.spec for source in sources.values()]
+    most_bytes = sum(spec.nbytes for spec in specs) if file_set.one_file else most_bytes
+    divided = divide(specs, file_set.stem, most_bytes)
+    return {
+        os.path.join(file_set.folder, name): [sources[s.name] for s in of_file] for name, of_file in divided.items()
+    }
 
 
 def _sources(checkpoint: Checkpoint, file_set: FileSet, dtype: torch.dtype) -> Iterator[Source]:
@@ -287,13 +273,8 @@ def _finish(folder: Path, file_set: FileSet, files: Files) -> None:
     """Write what is small, after the tensors, and have all names on the disk."""
     inside = folder / file_set.folder
     if len(files) > 1:
-        index: Mapping[str, object] = {
-            "metadata": {"total_size": sum(source.spec.nbytes for sources in files.values() for source in sources)},
-            "weight_map": {source.spec.name: Path(path).name for path, sources in files.items() for source in sources},
-        }
-        write_file(
-            inside / f"{file_set.stem}.safetensors.index.json", _text(json.dumps(index, indent=2, sort_keys=True))
-        )
+        index = index_of({Path(path).name: [source.spec for source in sources] for path, sources in files.items()})
+        write_file(inside / f"{file_set.stem}.safetensors.index.json", _text(index))
     for name, text in file_set.beside.items():
         write_file(inside / name, _text(text))
     sync_folder(inside)

@@ -121,11 +121,7 @@ def file_sets(
     if kind != "LORA":
         raise checkpoint.fail(f"model.{ADAPTER_CONFIG}", f"is of adapters of type {kind}. LoRA alone is exported.")
     adapter = model.get(ADAPTER, "default")
-    of_adapter = {
-        name: PEFT_PREFIX + without(own, (adapter, _OF_ADAPTER)).removeprefix(PEFT_PREFIX)
-        for name, own in plain.items()
-        if adapter in own.split(".")
-    }
+    of_adapter = {name: adapter_name(own, adapter) for name, own in plain.items() if adapter in own.split(".")}
     beside = {ADAPTER_CONFIG: model[ADAPTER_CONFIG]}
     merges = _merges(checkpoint, adapter) if merge_adapters else {}
     if adapters_only and not merge_adapters:
@@ -137,6 +133,11 @@ def file_sets(
         FileSet("", "model", False, _distinct(checkpoint, base), _configuration(checkpoint, dtype), merges),
         FileSet(ADAPTER, "adapter_model", True, _distinct(checkpoint, of_adapter), beside),
     ]
+
+
+def adapter_name(name: str, adapter: str) -> str:
+    """Say what peft's files call a parameter of an adapter, by its name in the adapted model."""
+    return PEFT_PREFIX + without(name, (COMPILED, adapter, _OF_ADAPTER)).removeprefix(PEFT_PREFIX)
 
 
 def _merges(checkpoint: Checkpoint, adapter: str) -> dict[str, Merge]:
@@ -171,11 +172,23 @@ def _check_nothing_else_was_trained(checkpoint: Checkpoint, exported: Mapping[st
 
 
 def _configuration(checkpoint: Checkpoint, dtype: torch.dtype) -> dict[str, str]:
-    """Write `config.json` as `save_pretrained` does, and what else there is; text by name."""
+    """Write the configuration of the model that a checkpoint is of."""
     model = checkpoint.manifest.model
+    if CONFIG in model:
+        _parse(checkpoint, CONFIG)  # whoever wrote the marker
+    return configuration(model, dtype)
+
+
+def configuration(model: Mapping[str, str], dtype: torch.dtype) -> dict[str, str]:
+    """Write `config.json` as `save_pretrained` does, and what else there is; text by name.
+
+    Arguments:
+        model: what `describe` has read.
+        dtype: the dtype of the weights.
+    """
     files = {}
     if CONFIG in model:
-        config = _parse(checkpoint, CONFIG)
+        config = json.loads(model[CONFIG])
         config["torch_dtype" if "torch_dtype" in config else "dtype"] = dtype_name(dtype)
         config["architectures"] = config.get("architectures") or [model[CLASS]]
         files[CONFIG] = json.dumps(config, indent=2, sort_keys=True) + "\n"

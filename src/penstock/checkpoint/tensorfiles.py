@@ -221,6 +221,40 @@ class TensorSpec(NamedTuple):
         return prod(self.shape) * self.dtype.itemsize
 
 
+def divide(tensors: Sequence[TensorSpec], stem: str, most_bytes: int) -> dict[str, list[TensorSpec]]:
+    """Divide tensors among files, in order, named as `save_pretrained` names them.
+
+    Arguments:
+        tensors: what there is to write.
+        stem: what the names begin with.
+        most_bytes: the most bytes of a file; a larger tensor has one of its own.
+
+    Example:
+        >>> list(divide([TensorSpec("a", (4,), torch.float32), TensorSpec("b", (4,), torch.float32)], "model", 16))
+        ['model-00001-of-00002.safetensors', 'model-00002-of-00002.safetensors']
+    """
+    files: list[list[TensorSpec]] = []
+    room = 0
+    for tensor in tensors:
+        if not files or tensor.nbytes > room:
+            files.append([])
+            room = most_bytes
+        files[-1].append(tensor)
+        room -= tensor.nbytes
+    of_several = [f"-{number:05d}-of-{len(files):05d}" for number in range(1, len(files) + 1)]
+    names = [f"{stem}{part}.safetensors" for part in (of_several if len(files) > 1 else [""])]
+    return dict(zip(names, files or [[]], strict=True))
+
+
+def index_of(files: Mapping[str, Sequence[TensorSpec]]) -> str:
+    """Write the index of several files, by their names."""
+    index: Mapping[str, object] = {
+        "metadata": {"total_size": sum(tensor.nbytes for tensors in files.values() for tensor in tensors)},
+        "weight_map": {tensor.name: file for file, tensors in files.items() for tensor in tensors},
+    }
+    return json.dumps(index, indent=2, sort_keys=True) + "\n"
+
+
 class TensorFile:
     """A new safetensors file, allocated in full.
 

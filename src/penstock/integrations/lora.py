@@ -155,6 +155,7 @@ def add_adapters(model: nn.Module, lora: Lora, *, seed: int) -> nn.Module:
     """
     from peft import LoraConfig, TaskType, get_peft_model
     from peft.tuners.lora import LoraLayer
+    from transformers.pytorch_utils import Conv1D
 
     model.requires_grad_(False)
     if lora.base == "int8":
@@ -164,6 +165,7 @@ def add_adapters(model: nn.Module, lora: Lora, *, seed: int) -> nn.Module:
         lora_alpha=lora.alpha,
         lora_dropout=lora.dropout,
         target_modules=ALL_LINEAR if ALL_LINEAR in lora.targets else list(lora.targets),
+        fan_in_fan_out=any(isinstance(module, Conv1D) for module in model.modules()),
         task_type=TaskType.CAUSAL_LM,
     )
     try:
