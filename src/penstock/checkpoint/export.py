@@ -100,6 +100,7 @@ def export(
             _check_whole(opened)
             kind = None if average is False else _kind_of(opened, "" if average is True else average)
             sets = file_sets(opened, COMPUTE_DTYPES[dtype], adapters_only=adapters_only, merge_adapters=merge_adapters)
+            _check_there(opened, sets)
             files = [_files(opened, file_set, COMPUTE_DTYPES[dtype], max_shard_bytes) for file_set in sets]
             if council.is_first:
                 undo.enter_context(_hidden(folder, [file_set.folder for file_set in sets]))
@@ -172,6 +173,17 @@ def _check_whole(checkpoint: Checkpoint) -> None:
                 covered[piece.name].append((piece.start, piece.stop))
     for name, saved in checkpoint.manifest.parameters.items():
         checkpoint.check_covered(name, covered[name], 0, torch.Size(saved.shape).numel())
+
+
+def _check_there(checkpoint: Checkpoint, sets: Sequence[FileSet]) -> None:
+    """Refuse to export what was left out when the checkpoint was saved."""
+    needed = (name for file_set in sets for name in file_set.names)
+    lacking = [n for n in needed if n in checkpoint.manifest.parameters and checkpoint.manifest.parameters[n].left_out]
+    if lacking:
+        raise checkpoint.fail(
+            f"parameters.{lacking[0]}",
+            "was left out when this was saved (frozen=False), as all that was frozen. Export the adapters alone.",
+        )
 
 
 def _kind_of(checkpoint: Checkpoint, name: str) -> str:

@@ -42,7 +42,7 @@ class Int8Linear(nn.Linear):
         self.register_parameter("bias", bias)
 
     def forward(self, input: Tensor) -> Tensor:
-        """Multiply: (..., in) to (..., out), in the dtype of the input."""
+        """Compute W x + b: (..., in) to (..., out), in the dtype of the input."""
         made: Tensor = _Product.apply(input, self.weight, self.weight_scale, self.bias)  # type: ignore[no-untyped-call]
         return made
 

@@ -74,6 +74,7 @@ TABLE: dict[str, dict[str, list[str]]] = {
         "--max-shard-bytes": [*SIZES, "0"],
         "--adapters-only": ["=x"],
         "--no-adapters-only": ["=x"],
+        "--merge-adapters": ["=x"],
         "--average": ["=x"],
     },
     "inspect": {"path": PATHS, "--verify": ["=x"], "--json": ["=x"]},

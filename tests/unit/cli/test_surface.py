@@ -62,6 +62,7 @@ EXPORT = {
     "--dtype": "bf16",
     "--adapters-only": True,
     "--no-adapters-only": True,
+    "--merge-adapters": False,
     "--max-shard-bytes": "5GB",
     "--average": False,
 }
