@@ -15,7 +15,6 @@ from penstock.errors import CheckpointError, ConfigError
 from penstock.integrations import merging
 from penstock.integrations.lora import Lora, LoraWeights
 from penstock.integrations.merging import save_merged
-from tests.support import run_ranks
 from tests.unit.integrations.test_lora import IDS, emptied, gpt2, llama, trained
 
 peft = pytest.importorskip("peft")
@@ -209,22 +208,3 @@ def test_layers_without_adapters_in_int8_are_numbers_again(tmp_path: Path) -> No
     save_merged(model, optimizer, tmp_path / "merged")
     optimizer.close()
     torch.testing.assert_close(logits(loaded(tmp_path / "merged")), expected, rtol=1e-5, atol=1e-5)
-
-
-def on_two_ranks(rank: int, folder: Path) -> None:
-    lora = Lora(r=2, alpha=4, base="int8")
-    model, optimizer = adapted(llama(), lora, folder / "base", placement=penstock.Placement(params="cpu"))
-    save_merged(model, optimizer, folder / "merged", is_first_rank=rank == 0)
-    optimizer.save(folder / "step")
-    torch.save(logits(model), folder / f"logits-{rank}.pt")
-    optimizer.close()
-    penstock.export(folder / "step", folder / "exported", dtype="fp32", merge_adapters=True, max_shard_bytes=9000)
-
-
-def test_two_ranks(tmp_path: Path) -> None:
-    llama().save_pretrained(tmp_path / "base")
-    run_ranks(on_two_ranks, 2, tmp_path)
-    expected = [torch.load(tmp_path / f"logits-{rank}.pt", weights_only=True) for rank in range(2)]
-    assert torch.equal(expected[0], expected[1])
-    for out in ("merged", "exported"):
-        torch.testing.assert_close(logits(loaded(tmp_path / out)), expected[0], rtol=1e-5, atol=1e-5)
