@@ -128,7 +128,7 @@ def test_prepare() -> None:
 
 def test_export() -> None:
     expected = "(checkpoint, out, *, dtype='bf16', adapters_only=True, max_shard_bytes=5000000000, average=False"
-    assert signature(penstock.export) == expected + ", merge_adapters=False)"
+    assert signature(penstock.export) == expected + ", merge_adapters=False, base=None)"
 
 
 def test_optimizer() -> None:

@@ -21,6 +21,7 @@ from penstock.checkpoint.adapters import Merge, merged
 from penstock.checkpoint.beside import PARTS
 from penstock.checkpoint.fields import dtype_name
 from penstock.checkpoint.folder import Hold, check_free, make_folder, sync_folder, write_file
+from penstock.checkpoint.left_out import LeftOut
 from penstock.checkpoint.opened import Checkpoint
 from penstock.checkpoint.pretrained import FileSet, file_sets
 from penstock.checkpoint.tables import Piece
@@ -59,6 +60,7 @@ def export(
     max_shard_bytes: int = MOST_SHARD_BYTES,
     average: bool | str = False,
     merge_adapters: bool = False,
+    base: str | PathLike[str] | None = None,
 ) -> None:
     """Write a checkpoint's weights so that `from_pretrained(out)` of transformers or peft reads them. Collective.
 
@@ -79,6 +81,7 @@ def export(
         merge_adapters: write the model with its LoRA adapters merged into it, W + alpha / r B A in fp32 rounded once to
             `dtype`, and them into its subfolder `adapter`. Codes of a base in int8 become numbers. The adapters are in
             memory as a whole. `adapters_only` has no effect then.
+        base: the folder that a frozen base came from, of a checkpoint that leaves it out (`save(frozen=False)`).
 
     Raises:
         ConfigError: `out` has something in it, or an argument is not as above.
@@ -100,7 +103,7 @@ def export(
             _check_whole(opened)
             kind = None if average is False else _kind_of(opened, "" if average is True else average)
             sets = file_sets(opened, COMPUTE_DTYPES[dtype], adapters_only=adapters_only, merge_adapters=merge_adapters)
-            _check_there(opened, sets)
+            left_out = undo.enter_context(contextlib.closing(LeftOut(opened, sets, base)))
             files = [_files(opened, file_set, COMPUTE_DTYPES[dtype], max_shard_bytes) for file_set in sets]
             if council.is_first:
                 undo.enter_context(_hidden(folder, [file_set.folder for file_set in sets]))
@@ -108,7 +111,8 @@ def export(
         with _together(council):
             everything = [file for of_set in files for file in of_set.items()]
             merges = {name: merge for file_set in sets for name, merge in file_set.merges.items()}
-            _write(opened, _hidden_name(folder), dict(everything[council.rank :: council.size]), kind, merges)
+            own = dict(everything[council.rank :: council.size])
+            _write(opened, _hidden_name(folder), own, kind, merges, left_out)
         # Only now is every file on the disk: an export that had its name earlier could lack some after a power failure.
         with _together(council):
             if council.is_first:
@@ -175,17 +179,6 @@ def _check_whole(checkpoint: Checkpoint) -> None:
         checkpoint.check_covered(name, covered[name], 0, torch.Size(saved.shape).numel())
 
 
-def _check_there(checkpoint: Checkpoint, sets: Sequence[FileSet]) -> None:
-    """Refuse to export what was left out when the checkpoint was saved."""
-    needed = (name for file_set in sets for name in file_set.names)
-    lacking = [n for n in needed if n in checkpoint.manifest.parameters and checkpoint.manifest.parameters[n].left_out]
-    if lacking:
-        raise checkpoint.fail(
-            f"parameters.{lacking[0]}",
-            "was left out when this was saved (frozen=False), as all that was frozen. Export the adapters alone.",
-        )
-
-
 def _kind_of(checkpoint: Checkpoint, name: str) -> str:
     """Find the kind of an average by its name, and refuse one that there is not."""
     kind = average_kind(name)
@@ -199,7 +192,12 @@ def _kind_of(checkpoint: Checkpoint, name: str) -> str:
 
 
 def _write(
-    checkpoint: Checkpoint, folder: Path, files: Files, average: str | None, merges: Mapping[str, Merge]
+    checkpoint: Checkpoint,
+    folder: Path,
+    files: Files,
+    average: str | None,
+    merges: Mapping[str, Merge],
+    left_out: LeftOut,
 ) -> None:
     """Write files of tensors, in the order of the checkpoint's tiles; of what has an average, that one."""
     with contextlib.ExitStack() as closing:
@@ -214,7 +212,12 @@ def _write(
                 if source.tensor is not None:
                     file.write(source.spec.name, 0, source.tensor.contiguous())
         merges = {name: merge for name, merge in merges.items() if name in places}
-        held = _held(checkpoint, {name for merge in merges.values() for name in merge.needs}, average)
+        needed = {name for merge in merges.values() for name in merge.needs if not left_out.has(name)}
+        held = _held(checkpoint, needed, average)
+        for name in filter(left_out.has, places):
+            file, spec = places[name]
+            for start, values in left_out.read(name, merges.get(name), held):
+                file.write(spec.name, start, _converted(checkpoint, name, values, spec.dtype).contiguous())
         for tile, piece in _pieces(checkpoint, places, average):
             file, spec = places[piece.name]
             if piece.name in merges:

@@ -18,9 +18,10 @@ import torch
 from torch import Tensor, nn
 
 from penstock.checkpoint.adapters import base_name
+from penstock.checkpoint.codes import SCALE_DTYPE, codes_of, scales_of
 from penstock.checkpoint.tensorfiles import Forms, StoredTensors, WeightFiles
 from penstock.errors import ConfigError, one_line
-from penstock.integrations.quantised import SCALE_DTYPE, Int8Linear, codes_of, quantise_linears, scales_of
+from penstock.integrations.quantised import Int8Linear, quantise_linears
 
 ALL_LINEAR = "all-linear"
 ADAPTER = "default"

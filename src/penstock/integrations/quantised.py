@@ -12,10 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from penstock.checkpoint.codes import SCALE_DTYPE, codes_of, decoded, scales_of
 from penstock.errors import ConfigError
-
-MOST_CODE = 127
-SCALE_DTYPE = torch.bfloat16
 
 
 class Int8Linear(nn.Linear):
@@ -63,31 +61,6 @@ class _Product(torch.autograd.Function):
         grad_input = grad @ decoded(codes, scale, grad.dtype) if of_input else None
         grad_bias = grad.flatten(0, -2).sum(0) if of_bias else None
         return grad_input, None, None, grad_bias
-
-
-def decoded(codes: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """Make the weight (out, in) of codes and scales, rounded once."""
-    wide = torch.promote_types(dtype, scale.dtype)
-    return codes.to(wide).mul_(scale.to(wide)[:, None]).to(dtype)
-
-
-def scales_of(weight: Tensor) -> Tensor:
-    """Choose the scale of each row of a weight (rows, in): its largest magnitude is the largest code.
-
-    Raises:
-        ConfigError: a value is not finite.
-    """
-    most = weight.abs().amax(1).float()
-    if not bool(most.isfinite().all()):  # NaN is the largest to amax
-        raise ConfigError("holds a value that is not finite, which no code stands for")
-    scale = (most / MOST_CODE).to(SCALE_DTYPE)
-    return torch.where(scale > 0, scale, 1)  # a row of zeros
-
-
-def codes_of(weight: Tensor, scale: Tensor) -> Tensor:
-    """Round each value of a weight (rows, in) to its nearest code, int8."""
-    # The scale is rounded: the largest value may be a little beyond the largest code.
-    return (weight.float() / scale.float()[:, None]).round_().clamp_(-MOST_CODE, MOST_CODE).to(torch.int8)
 
 
 def quantise_linears(model: nn.Module) -> None:

@@ -119,6 +119,44 @@ def test_an_export_needs_what_was_left_out(tmp_path: Path) -> None:
     assert not (tmp_path / "out").exists()
 
 
+def test_an_export_takes_what_was_left_out_from_a_folder(tmp_path: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    model, optimizer = prepared()
+    with optimizer.gathered():
+        save_file({name: p.detach().clone() for name, p in model.named_parameters()}, tmp_path / "base.safetensors")
+    step(model, optimizer)
+    optimizer.save(tmp_path / "small", frozen=False)
+    optimizer.save(tmp_path / "whole")
+    optimizer.close()
+    for dtype in ("bf16", "fp32"):
+        penstock.export(
+            tmp_path / "small", tmp_path / f"small-{dtype}", dtype=dtype, base=tmp_path / "base.safetensors"
+        )
+        penstock.export(tmp_path / "whole", tmp_path / f"whole-{dtype}", dtype=dtype)
+        small, whole = (load_file(tmp_path / f"{of}-{dtype}" / "model.safetensors") for of in ("small", "whole"))
+        assert small.keys() == whole.keys()
+        for name, value in whole.items():
+            assert value.dtype == small[name].dtype
+            assert torch.equal(small[name], value), name
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "text"), [("codes", (3, 3), "in shape"), ("other", (64, 64), "lacks '0.codes'")]
+)
+def test_a_folder_of_another_base_is_refused(name: str, shape: tuple[int, ...], text: str, tmp_path: Path) -> None:
+    from safetensors.torch import save_file
+
+    model, optimizer = prepared()
+    optimizer.save(tmp_path / "small", frozen=False)
+    optimizer.close()
+    tensors = {key: p.detach().clone() for key, p in model.named_parameters() if key != "0.codes"}
+    save_file(tensors | {f"0.{name}": torch.zeros(shape)}, tmp_path / "base.safetensors")
+    with pytest.raises(CheckpointError, match=text):
+        penstock.export(tmp_path / "small", tmp_path / "out", base=tmp_path / "base.safetensors")
+    assert not (tmp_path / "out").exists()
+
+
 def test_adapters_are_exported_without_the_base(tmp_path: Path) -> None:
     peft = pytest.importorskip("peft")
     from safetensors.torch import load_file

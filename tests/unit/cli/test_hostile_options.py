@@ -75,6 +75,7 @@ TABLE: dict[str, dict[str, list[str]]] = {
         "--adapters-only": ["=x"],
         "--no-adapters-only": ["=x"],
         "--merge-adapters": ["=x"],
+        "--base": [],
         "--average": ["=x"],
     },
     "inspect": {"path": PATHS, "--verify": ["=x"], "--json": ["=x"]},

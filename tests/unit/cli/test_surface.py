@@ -63,6 +63,7 @@ EXPORT = {
     "--adapters-only": True,
     "--no-adapters-only": True,
     "--merge-adapters": False,
+    "--base": "",
     "--max-shard-bytes": "5GB",
     "--average": False,
 }

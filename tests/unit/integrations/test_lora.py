@@ -8,11 +8,12 @@ import torch
 from torch import Tensor, nn
 
 import penstock
+from penstock.checkpoint.codes import codes_of, decoded, scales_of
 from penstock.errors import ConfigError
 from penstock.integrations.chunked import chunk_loss
 from penstock.integrations.huggingface import enable_activation_checkpointing
 from penstock.integrations.lora import Lora, LoraWeights, add_adapters, check_precision, parse_lora
-from penstock.integrations.quantised import Int8Linear, codes_of, decoded, quantise_linears, scales_of
+from penstock.integrations.quantised import Int8Linear, quantise_linears
 
 pytest.importorskip("peft")
 transformers = pytest.importorskip("transformers")

@@ -57,18 +57,22 @@ def test_the_merged_model_computes_what_was_trained(name: str, base: Any, tmp_pa
     expected = logits(model)
     save_merged(model, optimizer, tmp_path / "merged")
     optimizer.save(tmp_path / "step")
+    optimizer.save(tmp_path / "small", frozen=False)
     optimizer.close()
     penstock.export(tmp_path / "step", tmp_path / "exported", dtype="fp32", merge_adapters=True)
-    for out in ("merged", "exported"):
+    penstock.export(tmp_path / "small", tmp_path / "joined", dtype="fp32", merge_adapters=True, base=tmp_path / "base")
+    for out in ("merged", "exported", "joined"):
         torch.testing.assert_close(logits(loaded(tmp_path / out)), expected, rtol=1e-5, atol=1e-5)
         assert not torch.allclose(logits(loaded(tmp_path / "base")), expected, rtol=1e-3, atol=1e-3)
         if base == "auto":  # in int8 the folder's base is not what was trained against
             on_base = peft.PeftModel.from_pretrained(loaded(tmp_path / "base"), tmp_path / out / "adapter")
             torch.testing.assert_close(logits(on_base), expected, rtol=1e-5, atol=1e-5)
-    ours, theirs = (load_file(tmp_path / out / "model.safetensors") for out in ("merged", "exported"))
-    assert ours.keys() == theirs.keys() == load_file(tmp_path / "base" / "model.safetensors").keys()
-    for key, value in ours.items():
-        torch.testing.assert_close(value, theirs[key], rtol=1e-6, atol=1e-7, msg=key)
+    ours, *others = (load_file(tmp_path / out / "model.safetensors") for out in ("merged", "exported", "joined"))
+    assert ours.keys() == load_file(tmp_path / "base" / "model.safetensors").keys()
+    for theirs in others:
+        assert ours.keys() == theirs.keys()
+        for key, value in ours.items():
+            torch.testing.assert_close(value, theirs[key], rtol=1e-6, atol=1e-7, msg=key)
 
 
 @pytest.mark.parametrize("base", ["auto", "int8"])
