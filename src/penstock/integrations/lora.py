@@ -174,6 +174,12 @@ def add_adapters(model: nn.Module, lora: Lora, *, seed: int) -> nn.Module:
             adapted: nn.Module = get_peft_model(model, config)
     except Exception as error:  # it is somebody else's code
         raise ConfigError(f"peft cannot adapt {type(model).__name__}: {one_line(error)}.") from error
+    made: Any = adapted
+    settings = made.peft_config[ADAPTER]
+    # peft knows it of models that have their values from there: who loads the adapters is told what they belong to.
+    settings.base_model_name_or_path = (
+        settings.base_model_name_or_path or getattr(getattr(model, "config", None), "name_or_path", None) or None
+    )
     strange = [name for name, m in adapted.named_modules() if isinstance(m, LoraLayer) and not _is_linear(m)]
     if strange:
         raise ConfigError(

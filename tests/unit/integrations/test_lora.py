@@ -130,6 +130,17 @@ def test_adapters_alone_are_trained_and_the_head_has_none() -> None:
     assert type(model.get_base_model().get_output_embeddings()) is nn.Linear
 
 
+@pytest.mark.parametrize("empty", [False, True])
+def test_adapters_say_what_they_belong_to(empty: bool, tmp_path: Path) -> None:
+    llama().save_pretrained(tmp_path)
+    auto = transformers.AutoModelForCausalLM
+    with torch.device("meta"):
+        model = auto.from_config(transformers.AutoConfig.from_pretrained(tmp_path))
+    model = model if empty else auto.from_pretrained(tmp_path)
+    adapted: Any = add_adapters(model, Lora(r=2), seed=3)
+    assert adapted.peft_config["default"].base_model_name_or_path == str(tmp_path)
+
+
 def test_named_layers_get_adapters() -> None:
     model = add_adapters(llama(), Lora(r=2, targets=("q_proj", "down_proj")), seed=3)
     layers = {name.partition(".lora_")[0].rpartition(".")[2] for name, p in model.named_parameters() if p.requires_grad}
