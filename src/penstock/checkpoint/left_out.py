@@ -34,6 +34,9 @@ class LeftOut:
         self._checkpoint = checkpoint
         self._saved = checkpoint.manifest.parameters
         self._names = {name: out for of_set in sets for name, out in of_set.names.items() if self.has(name)}
+        for name, merge in [pair for of_set in sets for pair in of_set.merges.items()]:
+            if merge.scale is not None and self.has(merge.scale) != self.has(name):
+                raise checkpoint.fail(f"parameters.{merge.scale}", "was left out, or its codes were, and not both.")
         self._files = None
         if self._names and folder is None:
             raise checkpoint.fail(

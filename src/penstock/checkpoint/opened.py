@@ -261,12 +261,15 @@ class Checkpoint:
         Raises:
             CheckpointError: names the parameter.
         """
+        saved = self.manifest.parameters[name]
+        if saved.left_out and saved.trained:
+            raise self.fail(f"parameters.{name}", "was trained and left out, which no save does. Load another one.")
         cursor = first
         for start, stop in sorted(ranges):
             if start != cursor:
                 break
             cursor = stop
-        if cursor != (first if self.manifest.parameters[name].left_out else last):
+        if cursor != (first if saved.left_out else last):
             raise self.fail(
                 f"parameters.{name}", f"has no tile for its element {cursor:,}, or more than one. Load another one."
             )

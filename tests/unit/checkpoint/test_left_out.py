@@ -11,6 +11,7 @@ import penstock
 from penstock.checkpoint.opened import Checkpoint
 from penstock.checkpoint.summary import summarize
 from penstock.errors import CheckpointError, ConfigError
+from tests.hostile_checkpoints import grown
 from tests.support import disks, run_ranks, thorough
 
 WIDTH = 64
@@ -122,9 +123,10 @@ def test_an_export_needs_what_was_left_out(tmp_path: Path) -> None:
 def test_an_export_takes_what_was_left_out_from_a_folder(tmp_path: Path) -> None:
     from safetensors.torch import load_file, save_file
 
+    torch.manual_seed(0)
+    plain = nn.Sequential(Adapted(), Adapted())  # in fp32, and trained against in bf16
+    save_file({name: p.detach().clone() for name, p in plain.named_parameters()}, tmp_path / "base.safetensors")
     model, optimizer = prepared()
-    with optimizer.gathered():
-        save_file({name: p.detach().clone() for name, p in model.named_parameters()}, tmp_path / "base.safetensors")
     step(model, optimizer)
     optimizer.save(tmp_path / "small", frozen=False)
     optimizer.save(tmp_path / "whole")
@@ -208,6 +210,32 @@ def test_adapters_in_parts_are_mended_by_adapters(tmp_path: Path) -> None:
     data.write_bytes(intact)
     optimizer.load(tmp_path / "two")
     assert step(model, optimizer) == expected
+    optimizer.close()
+
+
+@pytest.mark.parametrize(
+    ("saved", "name", "text"),
+    [
+        ("whole", "0.codes", "no tile for its element 4,096, or more than one"),
+        ("small", "0.up.weight", "trained and left out"),
+    ],
+)
+def test_a_marker_that_says_what_is_not_so(saved: str, name: str, text: str, tmp_path: Path) -> None:
+    model, optimizer = prepared()
+    optimizer.save(tmp_path / "whole")
+    optimizer.save(tmp_path / "small", frozen=False)
+
+    def lie(content: Any, table: Any, count: int) -> int:
+        content["parameters"][name]["left_out"] = True
+        return 0
+
+    grown(tmp_path / saved, tmp_path / "lying", lie, 0)
+    before = values(model, optimizer)
+    with pytest.raises(CheckpointError, match=text):
+        optimizer.load(tmp_path / "lying")
+    with pytest.raises(CheckpointError, match=text):
+        penstock.export(tmp_path / "lying", tmp_path / "out", base=tmp_path)
+    assert all(torch.equal(value, before[key]) for key, value in values(model, optimizer).items())
     optimizer.close()
 
 

@@ -265,6 +265,9 @@ def test_codes_are_the_nearest_and_rows_of_zeros_stay() -> None:
     assert scale.dtype == torch.bfloat16
     assert (codes[:4].abs().amax(1) == 127).all()
     assert not codes[4].any()
+    assert scale[4] == 1, "and not what 0 / 0 is made of"
+    tiny = torch.tensor([[1.5e-38]])  # beyond the largest code times the smallest scale
+    assert codes_of(tiny, scales_of(tiny)).item() == 127
     # Half a code, and half a bf16 more where the scale was rounded down.
     assert ((back - weight).abs() <= scale.float()[:, None] * 0.5 * (1 + 2**-7)).all()
     assert torch.equal(decoded(codes, scale, torch.bfloat16), back.bfloat16()), "one rounding"
