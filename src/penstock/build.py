@@ -103,8 +103,9 @@ def prepare(
             every slice gets whole; others then have the batch in the dimension of the block's first argument.
         options: sizes and policies.
         weights: the parameters' first values, where the model does not have them (or has others): a folder or a file of
-            safetensors, tensors by name, a function from a name to its tensor, or `"init"` for the modules' own
-            initialisation. The model may be on the meta device: no rank ever holds more than one unit and its shards.
+            safetensors, tensors by name, a `StoredTensors` that makes them of files, a function from a name to its
+            tensor, or `"init"` for the modules' own initialisation. The model may be on the meta device: no rank ever
+            holds more than one unit and its shards.
 
     Returns:
         A `penstock.Optimizer`, which is a `torch.optim.Optimizer` over the same param groups. For inference it has

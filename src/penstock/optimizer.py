@@ -465,6 +465,7 @@ class Optimizer(torch.optim.Optimizer):
         blocking: bool = True,
         keep: int | None = None,
         if_busy: Literal["wait", "raise"] = "wait",
+        frozen: bool = True,
     ) -> None:
         """Save everything that a run needs to go on, at any world size, stage and placement. Collective.
 
@@ -484,6 +485,9 @@ class Optimizer(torch.optim.Optimizer):
                 rest and raise its error.
             keep: how many checkpoints stay in the parent folder, the newest, once this one is whole; `None` for all.
             if_busy: what happens while another one is being saved: `"wait"` for it, or `"raise"`.
+            frozen: save parameters that nothing trains, too. Without them a checkpoint of adapters is as small as they
+                are; `load` then leaves those that the model has, which are to be the same: give `prepare` the same
+                `weights`.
 
         Raises:
             ConfigError: `extra` holds something else, or an argument is not as above. Nothing was written.
@@ -496,8 +500,8 @@ class Optimizer(torch.optim.Optimizer):
         with self._together("save") as (engine, facts):
             self._open("save", whole=True)
             check_at_rest("save", engine)
-            facts.update({"blocking": blocking, "keep": keep, "if_busy": if_busy})
-        engine.state.saver.save(path, extra=extra, blocking=blocking, keep=keep, if_busy=if_busy)
+            facts.update({"blocking": blocking, "keep": keep, "if_busy": if_busy, "frozen": frozen})
+        engine.state.saver.save(path, extra=extra, blocking=blocking, keep=keep, if_busy=if_busy, frozen=frozen)
 
     @_public
     def load(self, path: str | PathLike[str], *, verify: bool | None = None) -> dict[str, Any]:

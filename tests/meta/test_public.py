@@ -50,7 +50,7 @@ OPTIMIZER = {
     "set_full_param": "(self, parameter, value)",
     "set_full_grad": "(self, parameter, value)",
     "set_full_state": "(self, parameter, name, value)",
-    "save": "(self, path, *, extra=None, blocking=True, keep=None, if_busy='wait')",
+    "save": "(self, path, *, extra=None, blocking=True, keep=None, if_busy='wait', frozen=True)",
     "load": "(self, path, *, verify=None)",
     "synchronize": "(self)",
     "trace": "(self, path)",
@@ -128,8 +128,8 @@ def test_prepare() -> None:
 
 
 def test_export() -> None:
-    expected = "(checkpoint, out, *, dtype='bf16', adapters_only=True, max_shard_bytes=5000000000, average=False)"
-    assert signature(penstock.export) == expected
+    expected = "(checkpoint, out, *, dtype='bf16', adapters_only=True, max_shard_bytes=5000000000, average=False"
+    assert signature(penstock.export) == expected + ", merge_adapters=False, base=None)"
 
 
 def test_optimizer() -> None:

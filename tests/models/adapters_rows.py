@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from penstock.integrations.quantised import quantise_linears
 from tests.models.family import Family, one_loss
 from tests.models.modules_rows import WIDTH, Block, Stack, on_floats
 from tests.models.transformers_rows import language_loss, llama
@@ -99,12 +100,15 @@ def trained(model: nn.Module) -> list[nn.Parameter]:
     return [p for p in model.parameters() if p.requires_grad]
 
 
-def peft_llama(**options: object) -> nn.Module:
-    """A Llama whose attention and output have adapters, as peft makes them."""
+def peft_llama(*, int8: bool = False, **options: object) -> nn.Module:
+    """A Llama whose attention and output have adapters, as peft makes them; over numbers, or over codes."""
     from peft import LoraConfig, get_peft_model
 
     config = LoraConfig(r=RANK, lora_alpha=4, target_modules=["q_proj", "v_proj", "down_proj"], **options)
-    model = get_peft_model(llama(), config)
+    base = llama()
+    if int8:
+        quantise_linears(base)
+    model = get_peft_model(base, config)
     for name, parameter in model.named_parameters():
         if "lora_B" in name:  # zeros: A would have no gradient in the first step
             nn.init.normal_(parameter, std=0.1)
@@ -118,4 +122,5 @@ QUANTISED = [
 ]
 LORA = Family("lora", lambda: Adapted(nn.Linear), on_floats(4, 8), owned=trained)
 PEFT = Family("peft_llama", peft_llama, one_loss(language_loss), owned=trained)
-ADAPTERS = [LORA, *QUANTISED, *([PEFT] if find_spec("peft") else [])]
+PEFT_INT8 = Family("peft_int8", lambda: peft_llama(int8=True), one_loss(language_loss), owned=trained)
+ADAPTERS = [LORA, *QUANTISED, *([PEFT, PEFT_INT8] if find_spec("peft") else [])]

@@ -7,10 +7,9 @@
 """
 
 import contextlib
-import json
 import os
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence, Set
 from os import PathLike
 from pathlib import Path
 from typing import NamedTuple
@@ -18,13 +17,15 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from penstock.checkpoint.adapters import Merge, merged
 from penstock.checkpoint.beside import PARTS
 from penstock.checkpoint.fields import dtype_name
 from penstock.checkpoint.folder import Hold, check_free, make_folder, sync_folder, write_file
+from penstock.checkpoint.left_out import LeftOut
 from penstock.checkpoint.opened import Checkpoint
 from penstock.checkpoint.pretrained import FileSet, file_sets
 from penstock.checkpoint.tables import Piece
-from penstock.checkpoint.tensorfiles import DTYPES, TensorFile, TensorSpec, failed
+from penstock.checkpoint.tensorfiles import DTYPES, TensorFile, TensorSpec, divide, failed, index_of
 from penstock.checkpoint.tiles import Tile, TileReader
 from penstock.errors import CheckpointError, ConfigError
 from penstock.kinds import COMPUTE_DTYPES, MASTER, PARAM, Precision, average_kind
@@ -58,6 +59,8 @@ def export(
     adapters_only: bool = True,
     max_shard_bytes: int = MOST_SHARD_BYTES,
     average: bool | str = False,
+    merge_adapters: bool = False,
+    base: str | PathLike[str] | None = None,
 ) -> None:
     """Write a checkpoint's weights so that `from_pretrained(out)` of transformers or peft reads them. Collective.
 
@@ -75,6 +78,10 @@ def export(
             Says nothing of other models.
         max_shard_bytes: the most bytes of a file of tensors; a larger tensor has one of its own.
         average: write the average (`penstock.EMA`) of the parameters that were trained: `True`, or its name.
+        merge_adapters: write the model with its LoRA adapters merged into it, W + alpha / r B A in fp32 rounded once to
+            `dtype`, and them into its subfolder `adapter`. Codes of a base in int8 become numbers. The adapters are in
+            memory as a whole. `adapters_only` has no effect then.
+        base: the folder that a frozen base came from, of a checkpoint that leaves it out (`save(frozen=False)`).
 
     Raises:
         ConfigError: `out` has something in it, or an argument is not as above.
@@ -95,14 +102,17 @@ def export(
             opened = Checkpoint.open(checkpoint)
             _check_whole(opened)
             kind = None if average is False else _kind_of(opened, "" if average is True else average)
-            sets = file_sets(opened, COMPUTE_DTYPES[dtype], adapters_only=adapters_only)
+            sets = file_sets(opened, COMPUTE_DTYPES[dtype], adapters_only=adapters_only, merge_adapters=merge_adapters)
+            left_out = undo.enter_context(contextlib.closing(LeftOut(opened, sets, base)))
             files = [_files(opened, file_set, COMPUTE_DTYPES[dtype], max_shard_bytes) for file_set in sets]
             if council.is_first:
                 undo.enter_context(_hidden(folder, [file_set.folder for file_set in sets]))
         # Only now is the hidden folder there, for every rank.
         with _together(council):
             everything = [file for of_set in files for file in of_set.items()]
-            _write(opened, _hidden_name(folder), dict(everything[council.rank :: council.size]), kind)
+            merges = {name: merge for file_set in sets for name, merge in file_set.merges.items()}
+            own = dict(everything[council.rank :: council.size])
+            _write(opened, _hidden_name(folder), own, kind, merges, left_out)
         # Only now is every file on the disk: an export that had its name earlier could lack some after a power failure.
         with _together(council):
             if council.is_first:
@@ -127,26 +137,13 @@ def _together(council: Council) -> Iterator[None]:
 
 def _files(checkpoint: Checkpoint, file_set: FileSet, dtype: torch.dtype, most_bytes: int) -> Files:
     """Divide the tensors of a set among files, named as `save_pretrained` names them."""
-    sources = list(_sources(checkpoint, file_set, dtype))
-    groups = [sources] if file_set.one_file else _divide(sources, most_bytes)
-    files = {}
-    for number, of_file in enumerate(groups, start=1):
-        of_several = f"-{number:05d}-of-{len(groups):05d}" if len(groups) > 1 else ""
-        files[os.path.join(file_set.folder, f"{file_set.stem}{of_several}.safetensors")] = of_file
-    return files
-
-
-def _divide(sources: Sequence[Source], most_bytes: int) -> Sequence[Sequence[Source]]:
-    """Divide tensors among files, in order. A tensor larger than `most_bytes` has a file of its own."""
-    files: list[list[Source]] = []
-    room = 0
-    for source in sources:
-        if not files or source.spec.nbytes > room:
-            files.append([])
-            room = most_bytes
-        files[-1].append(source)
-        room -= source.spec.nbytes
-    return files
+    sources = {source.spec.name: source for source in _sources(checkpoint, file_set, dtype)}
+    specs = [source.spec for source in sources.values()]
+    most_bytes = sum(spec.nbytes for spec in specs) if file_set.one_file else most_bytes
+    divided = divide(specs, file_set.stem, most_bytes)
+    return {
+        os.path.join(file_set.folder, name): [sources[s.name] for s in of_file] for name, of_file in divided.items()
+    }
 
 
 def _sources(checkpoint: Checkpoint, file_set: FileSet, dtype: torch.dtype) -> Iterator[Source]:
@@ -154,7 +151,7 @@ def _sources(checkpoint: Checkpoint, file_set: FileSet, dtype: torch.dtype) -> I
     for name, out in file_set.names.items():
         saved = checkpoint.manifest.parameters.get(name)
         if saved is not None:
-            converts = saved.dtype in COMPUTE_DTYPES.values()
+            converts = saved.dtype in COMPUTE_DTYPES.values() or name in file_set.merges
             yield Source(TensorSpec(out, saved.shape, dtype if converts else saved.dtype), name, None)
             continue
         key = checkpoint.manifest.buffers[name]
@@ -194,7 +191,14 @@ def _kind_of(checkpoint: Checkpoint, name: str) -> str:
 # Writing
 
 
-def _write(checkpoint: Checkpoint, folder: Path, files: Files, average: str | None) -> None:
+def _write(
+    checkpoint: Checkpoint,
+    folder: Path,
+    files: Files,
+    average: str | None,
+    merges: Mapping[str, Merge],
+    left_out: LeftOut,
+) -> None:
     """Write files of tensors, in the order of the checkpoint's tiles; of what has an average, that one."""
     with contextlib.ExitStack() as closing:
         opened = []
@@ -207,35 +211,75 @@ def _write(checkpoint: Checkpoint, folder: Path, files: Files, average: str | No
                 places[source.name] = file, source.spec
                 if source.tensor is not None:
                     file.write(source.spec.name, 0, source.tensor.contiguous())
-        keys = [key for key in checkpoint.tiles() if any(p.name in places for p in key.unit.pieces(key.number))]
-        reader = closing.enter_context(TileReader())
-        for tile in reader.read(keys, homes=(PARAM, MASTER, average or PARAM)):
-            for piece in tile.key.unit.pieces(tile.key.number):
-                if piece.name in places:
-                    file, spec = places[piece.name]
-                    file.write(spec.name, piece.start, _values(checkpoint, tile, piece, spec.dtype, average))
+        merges = {name: merge for name, merge in merges.items() if name in places}
+        needed = {name for merge in merges.values() for name in merge.needs if not left_out.has(name)}
+        held = _held(checkpoint, needed, average)
+        for name in filter(left_out.has, places):
+            file, spec = places[name]
+            for start, values in left_out.read(name, merges.get(name), held):
+                file.write(spec.name, start, _converted(checkpoint, name, values, spec.dtype).contiguous())
+        for tile, piece in _pieces(checkpoint, places, average):
+            file, spec = places[piece.name]
+            if piece.name in merges:
+                whole = merged(_precise(tile, piece, average), piece.start, merges[piece.name], held)
+                values = _converted(checkpoint, piece.name, whole, spec.dtype)
+            else:
+                values = _values(checkpoint, tile, piece, spec.dtype, average)
+            file.write(spec.name, piece.start, values)
         for file in opened:
             file.sync()  # before the other ranks hear that this one has written
 
 
+def _pieces(checkpoint: Checkpoint, names: Container[str], average: str | None) -> Iterator[tuple[Tile, Piece]]:
+    """Read the tiles that hold something of these parameters, and give each piece of them."""
+    keys = [key for key in checkpoint.tiles() if any(p.name in names for p in key.unit.pieces(key.number))]
+    with TileReader() as reader:
+        for tile in reader.read(keys, homes=(PARAM, MASTER, average or PARAM)):
+            for piece in tile.key.unit.pieces(tile.key.number):
+                if piece.name in names:
+                    yield tile, piece
+
+
+def _held(checkpoint: Checkpoint, names: Set[str], average: str | None) -> dict[str, Tensor]:
+    """Read parameters as a whole, at master precision in fp32: adapters, and scales of codes."""
+    held = {name: torch.empty(checkpoint.manifest.parameters[name].shape, dtype=torch.float32) for name in names}
+    for tile, piece in _pieces(checkpoint, held, average):
+        held[piece.name].view(-1)[piece.start : piece.stop] = _precise(tile, piece, average)
+    return held
+
+
 def _values(checkpoint: Checkpoint, tile: Tile, piece: Piece, dtype: torch.dtype, average: str | None) -> Tensor:
     """Make what is written of a piece: the average, or as trained where that is in `dtype`, else from the master."""
-    inside = slice(piece.inside, piece.inside + piece.stop - piece.start)
+    param = tile.homes.get(PARAM, {}).get(PARAM)
+    averaged = None if average is None else tile.homes.get(average, {}).get(average)
+    if averaged is None and param is not None and param.dtype == dtype:
+        return param[_inside(piece)]
+    return _converted(checkpoint, piece.name, _precise(tile, piece, average), dtype)
+
+
+def _precise(tile: Tile, piece: Piece, average: str | None) -> Tensor:
+    """Take a piece as precise as it is there: the average, or the master; codes as they are."""
+    inside = _inside(piece)
     param, master = (tile.homes.get(kind, {}).get(kind) for kind in (PARAM, MASTER))
     averaged = None if average is None else tile.homes.get(average, {}).get(average)
     if averaged is not None:
-        value = averaged[inside]
-    elif param is not None and param.dtype == dtype:
-        return param[inside]
-    elif param is None or (master is not None and master.dtype == torch.float32):
+        return averaged[inside]
+    if param is None or (master is not None and master.dtype == torch.float32):
         assert master is not None  # `check_kinds` has seen to it
-        value = master[inside]
-    else:
-        value = read_master(param[inside], None if master is None else master[inside])
+        return master[inside]
+    return read_master(param[inside], None if master is None else master[inside])
+
+
+def _inside(piece: Piece) -> slice:
+    return slice(piece.inside, piece.inside + piece.stop - piece.start)
+
+
+def _converted(checkpoint: Checkpoint, name: str, value: Tensor, dtype: torch.dtype) -> Tensor:
+    """Round to the dtype of a file, and refuse what would become infinite."""
     converted = value.to(dtype)
     if dtype == torch.float16 and bool((converted.isinf() & value.isfinite()).any()):
         raise checkpoint.fail(
-            f"parameters.{piece.name}", "has values that are too large for fp16. Export as 'bf16' or 'fp32'."
+            f"parameters.{name}", "has values that are too large for fp16. Export as 'bf16' or 'fp32'."
         )
     return converted
 
@@ -244,13 +288,8 @@ def _finish(folder: Path, file_set: FileSet, files: Files) -> None:
     """Write what is small, after the tensors, and have all names on the disk."""
     inside = folder / file_set.folder
     if len(files) > 1:
-        index: Mapping[str, object] = {
-            "metadata": {"total_size": sum(source.spec.nbytes for sources in files.values() for source in sources)},
-            "weight_map": {source.spec.name: Path(path).name for path, sources in files.items() for source in sources},
-        }
-        write_file(
-            inside / f"{file_set.stem}.safetensors.index.json", _text(json.dumps(index, indent=2, sort_keys=True))
-        )
+        index = index_of({Path(path).name: [source.spec for source in sources] for path, sources in files.items()})
+        write_file(inside / f"{file_set.stem}.safetensors.index.json", _text(index))
     for name, text in file_set.beside.items():
         write_file(inside / name, _text(text))
     sync_folder(inside)

@@ -78,6 +78,7 @@ class SavedParameter:
         step: how often it was updated.
         scalars: its own scalars, where the rule has some.
         has_state: whether the optimizer has state of it.
+        left_out: whether its values are not in the checkpoint: it was frozen, and comes from where it first came from.
     """
 
     shape: Annotated[tuple[int, ...], Field.shape]
@@ -86,6 +87,7 @@ class SavedParameter:
     step: int
     scalars: Mapping[str, float]
     has_state: bool
+    left_out: bool | None = None  # `True` or nothing: most checkpoints are whole
 
 
 @dataclass(frozen=True)

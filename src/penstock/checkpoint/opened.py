@@ -250,6 +250,8 @@ class Checkpoint:
     def check_covered(self, name: str, ranges: Iterable[tuple[int, int]], first: int, last: int) -> None:
         """Refuse a parameter whose elements `first` to `last` are not all there, or some of them twice.
 
+        Of one that was left out none is there.
+
         Arguments:
             name: the parameter's.
             ranges: ranges of its elements, one for each tile that has some.
@@ -259,12 +261,15 @@ class Checkpoint:
         Raises:
             CheckpointError: names the parameter.
         """
+        saved = self.manifest.parameters[name]
+        if saved.left_out and saved.trained:
+            raise self.fail(f"parameters.{name}", "was trained and left out, which no save does. Load another one.")
         cursor = first
         for start, stop in sorted(ranges):
             if start != cursor:
                 break
             cursor = stop
-        if cursor != last:
+        if cursor != (first if saved.left_out else last):
             raise self.fail(
                 f"parameters.{name}", f"has no tile for its element {cursor:,}, or more than one. Load another one."
             )

@@ -9,15 +9,25 @@ the adapter's name in it:
 """
 
 import json
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import nn
 
+from penstock.checkpoint.adapters import (
+    COMPILED,
+    PEFT_PREFIX,
+    Form,
+    Merge,
+    base_name,
+    plan_merges,
+    without,
+)
 from penstock.checkpoint.fields import dtype_name
 from penstock.checkpoint.opened import Checkpoint
+from penstock.errors import ConfigError
 
 CONFIG = "config.json"
 GENERATION_CONFIG = "generation_config.json"
@@ -25,9 +35,6 @@ ADAPTER_CONFIG = "adapter_config.json"
 ADAPTER = "adapter"
 CLASS = "class"
 
-_PEFT_PREFIX = "base_model.model."
-_COMPILED = "_orig_mod"  # torch.compile's
-_OF_BASE = ("base_layer", "original_module")  # peft's, around what it adapts
 _OF_ADAPTER = "modules_to_save"
 
 
@@ -77,6 +84,7 @@ class FileSet:
         one_file: whether all tensors must be in one file.
         names: what the tensors are called, by name in the checkpoint.
         beside: further files: text by name.
+        merges: which of them are made of several tensors, and how.
     """
 
     folder: str
@@ -84,22 +92,28 @@ class FileSet:
     one_file: bool
     names: Mapping[str, str]
     beside: Mapping[str, str]
+    merges: Mapping[str, Merge] = field(default_factory=dict)
 
 
-def file_sets(checkpoint: Checkpoint, dtype: torch.dtype, *, adapters_only: bool) -> list[FileSet]:
+def file_sets(
+    checkpoint: Checkpoint, dtype: torch.dtype, *, adapters_only: bool, merge_adapters: bool = False
+) -> list[FileSet]:
     """Decide what an export of a checkpoint consists of.
 
     Arguments:
         checkpoint: the checkpoint.
         dtype: the dtype of the weights, which the configuration names.
         adapters_only: of a model with adapters, write those alone.
+        merge_adapters: write the model with its adapters merged into it, whatever `adapters_only` says.
 
     Raises:
-        CheckpointError: names collide, or adapters are of a kind that is not known.
+        CheckpointError: names collide, adapters are of a kind that is not known, or there are none to merge.
     """
     model = checkpoint.manifest.model
     names = [*checkpoint.manifest.parameters, *checkpoint.manifest.buffers]
-    plain = {name: _without(name, (_COMPILED,)) for name in names}
+    plain = {name: without(name, (COMPILED,)) for name in names}
+    if ADAPTER_CONFIG not in model and merge_adapters:
+        raise checkpoint.fail(f"model.{ADAPTER_CONFIG}", "is missing: there are no adapters. Export without merging.")
     if ADAPTER_CONFIG not in model:
         return [FileSet("", "model", False, _distinct(checkpoint, plain), _configuration(checkpoint, dtype))]
 
@@ -107,30 +121,32 @@ def file_sets(checkpoint: Checkpoint, dtype: torch.dtype, *, adapters_only: bool
     if kind != "LORA":
         raise checkpoint.fail(f"model.{ADAPTER_CONFIG}", f"is of adapters of type {kind}. LoRA alone is exported.")
     adapter = model.get(ADAPTER, "default")
-    of_adapter = {
-        name: _PEFT_PREFIX + _without(own, (adapter, _OF_ADAPTER)).removeprefix(_PEFT_PREFIX)
-        for name, own in plain.items()
-        if adapter in own.split(".")
-    }
+    of_adapter = {name: adapter_name(own, adapter) for name, own in plain.items() if adapter in own.split(".")}
     beside = {ADAPTER_CONFIG: model[ADAPTER_CONFIG]}
-    if adapters_only:
+    merges = _merges(checkpoint, adapter) if merge_adapters else {}
+    if adapters_only and not merge_adapters:
         _check_nothing_else_was_trained(checkpoint, of_adapter)
         return [FileSet("", "adapter_model", True, _distinct(checkpoint, of_adapter), beside)]
-    base = {
-        name: _without(own.removeprefix(_PEFT_PREFIX), _OF_BASE)
-        for name, own in plain.items()
-        if name not in of_adapter
-    }
+    left_out = {*of_adapter, *(merge.scale for merge in merges.values())}
+    base = {name: base_name(name) for name in plain if name not in left_out}
     return [
-        FileSet("", "model", False, _distinct(checkpoint, base), _configuration(checkpoint, dtype)),
+        FileSet("", "model", False, _distinct(checkpoint, base), _configuration(checkpoint, dtype), merges),
         FileSet(ADAPTER, "adapter_model", True, _distinct(checkpoint, of_adapter), beside),
     ]
 
 
-def _without(name: str, components: Iterable[str]) -> str:
-    """Leave components out of a dotted name."""
-    left_out = set(components)
-    return ".".join(component for component in name.split(".") if component not in left_out)
+def adapter_name(name: str, adapter: str) -> str:
+    """Say what peft's files call a parameter of an adapter, by its name in the adapted model."""
+    return PEFT_PREFIX + without(name, (COMPILED, adapter, _OF_ADAPTER)).removeprefix(PEFT_PREFIX)
+
+
+def _merges(checkpoint: Checkpoint, adapter: str) -> dict[str, Merge]:
+    """Find out which weights are merged with adapters, or made of codes."""
+    forms = {name: Form(saved.shape, saved.dtype) for name, saved in checkpoint.manifest.parameters.items()}
+    try:
+        return plan_merges(forms, _parse(checkpoint, ADAPTER_CONFIG), adapter)
+    except ConfigError as error:
+        raise checkpoint.fail(f"model.{ADAPTER_CONFIG}", f"cannot be merged: {error}.") from error
 
 
 def _distinct(checkpoint: Checkpoint, names: Mapping[str, str]) -> Mapping[str, str]:
@@ -156,11 +172,23 @@ def _check_nothing_else_was_trained(checkpoint: Checkpoint, exported: Mapping[st
 
 
 def _configuration(checkpoint: Checkpoint, dtype: torch.dtype) -> dict[str, str]:
-    """Write `config.json` as `save_pretrained` does, and what else there is; text by name."""
+    """Write the configuration of the model that a checkpoint is of."""
     model = checkpoint.manifest.model
+    if CONFIG in model:
+        _parse(checkpoint, CONFIG)  # whoever wrote the marker
+    return configuration(model, dtype)
+
+
+def configuration(model: Mapping[str, str], dtype: torch.dtype) -> dict[str, str]:
+    """Write `config.json` as `save_pretrained` does, and what else there is; text by name.
+
+    Arguments:
+        model: what `describe` has read.
+        dtype: the dtype of the weights.
+    """
     files = {}
     if CONFIG in model:
-        config = _parse(checkpoint, CONFIG)
+        config = json.loads(model[CONFIG])
         config["torch_dtype" if "torch_dtype" in config else "dtype"] = dtype_name(dtype)
         config["architectures"] = config.get("architectures") or [model[CLASS]]
         files[CONFIG] = json.dumps(config, indent=2, sort_keys=True) + "\n"

@@ -21,9 +21,9 @@ def summarize(checkpoint: Checkpoint) -> dict[str, Any]:
 
     Returns:
         `path`, `created`, `versions`, `world_size`, `model`; `steps`: the least and the greatest count of a trained
-        parameter; `parameters`: their count and elements; `optimizer`: rule, states, param groups; `kinds`: what is in
-        the files; `tiers`: bytes of each home where it rested when it was saved, over all ranks; `buffers`,
-        `loss_scale`, `extra`, shortened; `files`; `bytes`: of them all.
+        parameter; `parameters`: their count and elements, and how many elements were left out; `optimizer`: rule,
+        states, param groups; `kinds`: what is in the files; `tiers`: bytes of each home where it rested when it was
+        saved, over all ranks; `buffers`, `loss_scale`, `extra`, shortened; `files`; `bytes`: of them all.
     """
     manifest = checkpoint.manifest
     saved = manifest.parameters.values()
@@ -43,6 +43,7 @@ def summarize(checkpoint: Checkpoint) -> dict[str, Any]:
             "trained": len(steps),
             "numel": sum(prod(parameter.shape) for parameter in saved),
             "trained_numel": sum(prod(parameter.shape) for parameter in saved if parameter.trained),
+            "left_out_numel": sum(prod(parameter.shape) for parameter in saved if parameter.left_out),
         },
         "optimizer": {
             "rule": manifest.rule,

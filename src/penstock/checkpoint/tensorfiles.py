@@ -8,6 +8,7 @@ import ctypes
 import errno
 import json
 import os
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
@@ -50,6 +51,26 @@ _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 # Read
 
 
+#: The shape and dtype of each tensor, by name.
+Forms = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
+
+
+class StoredTensors(ABC):
+    """Tensors by name that are read in parts, from files or from what is made of them: none is in memory as a whole."""
+
+    @abstractmethod
+    def forms(self) -> Forms:
+        """List what there is."""
+
+    @abstractmethod
+    def read(self, name: str, start: int, stop: int) -> Tensor:
+        """Read elements `start` to `stop` of a tensor, counted as if it were flat: 1-D, on the cpu, in its dtype."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Close what is open. It is opened again where more is read."""
+
+
 @dataclass(frozen=True)
 class Entry:
     """One tensor of the files: where it is, and what."""
@@ -59,7 +80,7 @@ class Entry:
     dtype: torch.dtype
 
 
-class WeightFiles:
+class WeightFiles(StoredTensors):
     """The tensors of a safetensors file, or of a folder of them as `save_pretrained` writes it.
 
     Arguments:
@@ -83,6 +104,10 @@ class WeightFiles:
                 self.entries[name] = entry
         if missing := sorted((named or {}).keys() - self.entries.keys()):
             raise CheckpointError(f"{index}: 'weight_map' names {missing[0]!r}, which no file holds.")
+
+    def forms(self) -> Forms:
+        """List what the files hold."""
+        return {name: (entry.shape, entry.dtype) for name, entry in self.entries.items()}
 
     def read(self, name: str, start: int, stop: int) -> Tensor:
         """Read elements `start` to `stop` of a tensor, counted as if it were flat: 1-D, on the cpu, in its dtype."""
@@ -194,6 +219,40 @@ class TensorSpec(NamedTuple):
     def nbytes(self) -> int:
         """Bytes of its elements."""
         return prod(self.shape) * self.dtype.itemsize
+
+
+def divide(tensors: Sequence[TensorSpec], stem: str, most_bytes: int) -> dict[str, list[TensorSpec]]:
+    """Divide tensors among files, in order, named as `save_pretrained` names them.
+
+    Arguments:
+        tensors: what there is to write.
+        stem: what the names begin with.
+        most_bytes: the most bytes of a file; a larger tensor has one of its own.
+
+    Example:
+        >>> list(divide([TensorSpec("a", (4,), torch.float32), TensorSpec("b", (4,), torch.float32)], "model", 16))
+        ['model-00001-of-00002.safetensors', 'model-00002-of-00002.safetensors']
+    """
+    files: list[list[TensorSpec]] = []
+    room = 0
+    for tensor in tensors:
+        if not files or tensor.nbytes > room:
+            files.append([])
+            room = most_bytes
+        files[-1].append(tensor)
+        room -= tensor.nbytes
+    of_several = [f"-{number:05d}-of-{len(files):05d}" for number in range(1, len(files) + 1)]
+    names = [f"{stem}{part}.safetensors" for part in (of_several if len(files) > 1 else [""])]
+    return dict(zip(names, files or [[]], strict=True))
+
+
+def index_of(files: Mapping[str, Sequence[TensorSpec]]) -> str:
+    """Write the index of several files, by their names."""
+    index: Mapping[str, object] = {
+        "metadata": {"total_size": sum(tensor.nbytes for tensors in files.values() for tensor in tensors)},
+        "weight_map": {tensor.name: file for file, tensors in files.items() for tensor in tensors},
+    }
+    return json.dumps(index, indent=2, sort_keys=True) + "\n"
 
 
 class TensorFile:

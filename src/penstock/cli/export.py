@@ -15,6 +15,12 @@ def export(
         bool,
         typer.Option(help="Of a model with LoRA adapters, write the adapters alone, or the model they adapt as well."),
     ] = True,
+    merge_adapters: Annotated[
+        bool, typer.Option("--merge-adapters", help="Write the model with its LoRA adapters merged into it.")
+    ] = False,
+    base: Annotated[
+        str, typer.Option(help="The folder that a frozen base came from, of a checkpoint that leaves it out.")
+    ] = "",
     max_shard_bytes: Annotated[str, typer.Option(help="Size of a file at most.")] = "5GB",
     average: Annotated[
         bool, typer.Option("--average", help="Write the average (penstock.EMA) of what was trained.")
@@ -26,6 +32,7 @@ def export(
     --nproc-per-node 4 -m penstock export CHECKPOINT OUT
     """
     source, target = parse_path(checkpoint, option="CHECKPOINT"), parse_path(out, option="OUT")
+    of_base = parse_path(base, option="--base") if base else None
     most_bytes = parse_size_bytes(max_shard_bytes, option="--max-shard-bytes")
     import penstock
     from penstock.cli.ranks import Ranks, joined  # torch, which --help does not wait for
@@ -39,6 +46,8 @@ def export(
             adapters_only=adapters_only,
             max_shard_bytes=most_bytes,
             average=average,
+            merge_adapters=merge_adapters,
+            base=of_base,
         )
     if ranks.is_first:
         print(out)

@@ -113,6 +113,28 @@ def check_code(name: str, config: Mapping[str, Any], *, is_native: bool) -> None
             raise needs_code(name, CONFIG, f"the kernel {one_line(json.dumps(value), 80)}")
 
 
+def check_numbers(name: str, config: Mapping[str, Any]) -> None:
+    """Refuse a folder whose weights are codes of some method, which nothing here trains or streams.
+
+    Arguments:
+        name: the folder, as the user wrote it.
+        config: what its `config.json` holds.
+
+    Raises:
+        ConfigError: it is one. The message names the method.
+    """
+    text = config.get("text_config")  # of a model that sees images too, the part that reads text
+    for holder in (config, text if isinstance(text, Mapping) else {}):
+        found = holder.get("quantization_config")
+        if found:
+            method = found.get("quant_method") if isinstance(found, Mapping) else None
+            raise ConfigError(
+                f"--model {name!r} is quantised ({one_line(str(method or 'by an unknown method'), 40)}): its codes are "
+                "not streamed. Name the model that it was made of, whose weights are numbers; as the frozen base of "
+                "adapters it can rest in int8 (base=int8)."
+            )
+
+
 def needs_code(name: str, file: str, what: str) -> ConfigError:
     """Make the error of a folder that needs code, with the option that allows it."""
     return ConfigError(

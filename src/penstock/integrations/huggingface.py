@@ -16,6 +16,7 @@ from penstock.integrations.folders import (
     CONFIG,
     GENERATION_CONFIG,
     check_code,
+    check_numbers,
     check_sizes,
     few_modules,
     needs_code,
@@ -243,6 +244,7 @@ def _find_folder(name: str, trust_remote_code: bool) -> ModelSource:
     if not any(folder.glob("*.safetensors")):
         raise ConfigError(f"--model {name!r} has no .safetensors weights, the only format that is read.")
     content = read_config(folder)
+    check_numbers(name, content)
     with reading("model", folder):
         known: Any = CONFIG_MAPPING  # untyped
         if not trust_remote_code:

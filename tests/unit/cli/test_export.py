@@ -35,10 +35,12 @@ def test_files_of_a_size(penstock_command: Callable[..., Any], tmp_path: Path) -
 
 
 def test_mistakes_are_one_line(penstock_command: Callable[..., Any], tmp_path: Path) -> None:
+    saved(tmp_path / "step")
     for arguments, text in [
         (("nowhere", "out"), "nowhere does not exist"),
         ((".", "out", "--dtype", "int8"), "dtype='int8'"),
         ((".", "out", "--max-shard-bytes", "big"), "--max-shard-bytes 'big' is not a size"),
+        (("step", "out", "--merge-adapters"), "there are no adapters"),
     ]:
         outcome = penstock_command("export", *arguments)
         assert outcome.exit_code == 2

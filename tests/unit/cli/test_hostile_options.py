@@ -103,6 +103,8 @@ TABLE: dict[str, dict[str, list[str]]] = {
         "--max-shard-bytes": [*SIZES, "0"],
         "--adapters-only": ["=x"],
         "--no-adapters-only": ["=x"],
+        "--merge-adapters": ["=x"],
+        "--base": [],
         "--average": ["=x"],
     },
     "inspect": {"path": PATHS, "--verify": ["=x"], "--json": ["=x"]},

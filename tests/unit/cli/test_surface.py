@@ -106,6 +106,8 @@ EXPORT = {
     "--dtype": "bf16",
     "--adapters-only": True,
     "--no-adapters-only": True,
+    "--merge-adapters": False,
+    "--base": "",
     "--max-shard-bytes": "5GB",
     "--average": False,
 }

@@ -60,6 +60,33 @@ def test_presets_have_the_shape_they_say(name: str) -> None:
     assert sum(p.numel() for p in model.parameters()) == wanted
 
 
+@pytest.mark.parametrize(
+    ("where", "settings", "method"),
+    [
+        ((), {"quant_method": "bitsandbytes", "load_in_4bit": True}, "bitsandbytes"),
+        ((), {"quant_method": "gptq", "bits": 4}, "gptq"),
+        ((), {"quant_method": "awq", "bits": 4}, "awq"),
+        (("text_config",), {"quant_method": "fp8"}, "fp8"),
+        ((), {"bits": 4}, "by an unknown method"),
+        ((), "\x1b[2J", "by an unknown method"),
+        ((), {"quant_method": "\x1b[2J"}, r"\x1b[2J"),
+    ],
+)
+def test_a_quantised_folder_is_refused_by_name(
+    folder: Path, where: tuple[str, ...], settings: object, method: str
+) -> None:
+    content = json.loads((folder / "config.json").read_text())
+    holder = content
+    for key in where:
+        holder = holder.setdefault(key, {})
+    holder["quantization_config"] = settings
+    (folder / "config.json").write_text(json.dumps(content))
+    with pytest.raises(ConfigError) as caught:
+        find_model(str(folder), seq_length=8)
+    assert f"is quantised ({method}): its codes are not streamed" in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
 def test_a_preset_takes_any_length() -> None:
     assert find_model("tiny", seq_length=128).max_seq_length == 2048
     assert find_model("tiny", seq_length=5000).max_seq_length == 5000

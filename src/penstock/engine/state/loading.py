@@ -114,6 +114,7 @@ class Loader:
             failure = error
         else:
             try:
+                self._check_left_out(checkpoint)
                 taken = self._taker.take(checkpoint, own)
             except Exception as error:
                 failure = error
@@ -132,6 +133,17 @@ class Loader:
         self._tell_of_buffers(taken.checkpoint)
         self._tell_of_averages(taken.checkpoint)
         return None, taken
+
+    def _check_left_out(self, checkpoint: Checkpoint) -> None:
+        """Refuse a checkpoint that has not the values of a unit which are in parts: those that it leaves out stay."""
+        saved = checkpoint.manifest.parameters
+        kept = [u for u in self._units if any(n in saved and saved[n].left_out for n in u.spec.names)]
+        if is_torn(kept):
+            raise checkpoint.fail(
+                "parameters",
+                "leaves out frozen ones, and their state is in parts. Load one that was saved whole, or prepare the "
+                "model again.",
+            )
 
     def _agree(self, failure: Exception | None, damage: Exception | None) -> PenstockError | None:
         """Raise where any rank has failed; return what any rank has found damaged. Collective."""
@@ -229,7 +241,9 @@ class Loader:
             )
             torn.__cause__ = error
             error = torn
-        tear(self._units, error)
+        # What the checkpoint leaves out nothing has written: another one that leaves it out too can still be loaded.
+        saved = checkpoint.manifest.parameters
+        tear((u for u in self._units if not all(saved[name].left_out for name in u.spec.names)), error)
         return error
 
     def _read_tiles(self, taken: Taken) -> None:

@@ -101,6 +101,7 @@ class Saver:
         blocking: bool,
         keep: int | None,
         if_busy: IfBusy,
+        frozen: bool,
     ) -> None:
         """Save a checkpoint; return once it is written, or once everything small is copied. Collective.
 
@@ -110,13 +111,15 @@ class Saver:
             EngineError: another save is running, and `if_busy="raise"`.
         """
         _check_request(path, keep, if_busy)
+        if not frozen and all(unit.trained is None for unit in self._units):
+            raise ConfigError("save(frozen=False): nothing of this model is trained, so nothing would be saved.")
         if if_busy == "raise" and self._runs_anywhere():
             raise EngineError("A checkpoint is still being saved. Wait with synchronize(), or use if_busy='wait'.")
         self.finish()  # two saves at once would answer each other on the council
         folder, own, failure = Path(path), None, None
         with contextlib.ExitStack() as undo:
             try:
-                own = self._take(folder, extra or {}, undo)
+                own = self._take(folder, extra or {}, undo, frozen=frozen)
             except Exception as error:
                 failure = error
             self._council.agree(failure)  # a rank that goes on alone would wait for the others for ever
@@ -128,18 +131,18 @@ class Saver:
                 self._run_beside_training(save)
                 undo.pop_all()  # the folder and the ring are the save's now: given back here, they would go under it
 
-    def _take(self, folder: Path, extra: Mapping[str, Any], undo: contextlib.ExitStack) -> _Own:
+    def _take(self, folder: Path, extra: Mapping[str, Any], undo: contextlib.ExitStack, *, frozen: bool) -> _Own:
         """Copy everything small as it is now, draw up the table of tiles, and make the folder on the first rank."""
         # Copies: the user's thread goes on to change what they are of while tiles are written.
         random = read_random(self._streams.device)
         buffers, tensors = to_tensors(persistent_buffers(self._model))
         sums = {key: checksum_of(tensor) for key, tensor in tensors.items()} if self._council.size > 1 else {}
-        sources = self._sources()
+        sources = self._sources(frozen=frozen)
         # Here, before training goes on: to pin memory may have the device finish its work first.
         ring = undo.enter_context(contextlib.closing(RingMemory(sources, self._streams.device)))
         if not self._council.is_first:
             return _Own(random, tensors, sums, sources, ring)
-        manifest = self._manifest(folder, buffers, tensors, extra)
+        manifest = self._manifest(folder, buffers, tensors, extra, frozen=frozen)
         made = folders.make_folder(folder)
         undo.callback(folders.remove_folders, made)
         return _Own(random, tensors, sums, sources, ring, manifest, made)
@@ -209,12 +212,18 @@ class Saver:
 
     # What is saved
 
-    def _sources(self) -> list[UnitSource]:
-        """Draw up the tiles of this rank. Copies of a shard are divided among the ranks that have them."""
+    def _sources(self, *, frozen: bool) -> list[UnitSource]:
+        """Draw up the tiles of this rank. Copies of a shard are divided among the ranks that have them.
+
+        Arguments:
+            frozen: whether those of units that nothing trains are among them.
+        """
         sources: list[UnitSource] = []
         offset = 0
         begun = self._streams.now()  # here, where compute is: it writes homes on the device too
         for unit in self._units:
+            if unit.trained is None and not frozen:
+                continue
             homes = _homes(unit)
             tile_numel = unit.params.sections[0].tile_numel
             first, last = own_tiles(unit.layout.shard_numel, tile_numel, self._ranks.grid)
@@ -235,7 +244,13 @@ class Saver:
         return sources
 
     def _manifest(
-        self, folder: Path, buffers: Mapping[str, str], tensors: dict[str, Tensor], extra: Mapping[str, Any]
+        self,
+        folder: Path,
+        buffers: Mapping[str, str],
+        tensors: dict[str, Tensor],
+        extra: Mapping[str, Any],
+        *,
+        frozen: bool,
     ) -> Manifest:
         """Describe everything but the files, as it is now.
 
@@ -244,6 +259,7 @@ class Saver:
             buffers: the keys of buffers among the tensors, by name.
             tensors: takes the tensors that `extra` and options hold.
             extra: what the user adds.
+            frozen: whether parameters that nothing trains are saved.
         """
         loss = self._gradient_scale.loss
         return Manifest(
@@ -252,7 +268,7 @@ class Saver:
             tensors=None,
             rule=self._rule.name,
             states=self._rule.states,
-            parameters=dict(self._parameters()),
+            parameters=dict(self._parameters(frozen=frozen)),
             groups=tuple(self._groups(tensors)),
             buffers=buffers,
             loss_scale=loss.state() if loss is not None else None,
@@ -260,7 +276,7 @@ class Saver:
             extra=encode(dict(extra), tensors, what="extra"),
         )
 
-    def _parameters(self) -> Iterator[tuple[str, SavedParameter]]:
+    def _parameters(self, *, frozen: bool) -> Iterator[tuple[str, SavedParameter]]:
         for unit in self._units:
             trained = unit.trained is not None
             for parameter in unit.parameters:
@@ -273,6 +289,7 @@ class Saver:
                         step=self._access.steps()[parameter.tensor] if trained else 0,
                         scalars={name: float(value) for name, value in self._access.scalars(parameter.tensor).items()},
                         has_state=trained and self._access.has_state(parameter.tensor),
+                        left_out=True if not trained and not frozen else None,
                     ),
                 )
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from penstock.checkpoint.tensorfiles import WeightFiles
+from penstock.checkpoint.tensorfiles import Forms, StoredTensors, WeightFiles
 from penstock.engine.units.discover import UnitSpec
 from penstock.engine.units.initialisation import containers, initialise, initialiser, initialisers, settled, visits
 from penstock.engine.units.originals import keep_values
@@ -23,7 +23,7 @@ from penstock.errors import ConfigError
 from penstock.machine.collectives import Ranks
 
 #: What `prepare(weights=...)` takes.
-Weights = str | os.PathLike[str] | Mapping[str, Tensor] | Callable[[str], Tensor]
+Weights = str | os.PathLike[str] | StoredTensors | Mapping[str, Tensor] | Callable[[str], Tensor]
 
 INIT = "init"
 _COMPARED_NUMEL = 1 << 24  # of tied values, at once
@@ -125,13 +125,13 @@ class Given(Source):
 
     def close(self) -> None:
         """Close the files."""
-        if isinstance(self._weights, WeightFiles):
+        if isinstance(self._weights, StoredTensors):
             self._weights.close()
 
-    def _list(self) -> Mapping[str, tuple[tuple[int, ...], torch.dtype]] | None:
+    def _list(self) -> Forms | None:
         """List the shape and dtype of what there is, by name; `None` where that is not known beforehand."""
-        if isinstance(self._weights, WeightFiles):
-            return {name: (entry.shape, entry.dtype) for name, entry in self._weights.entries.items()}
+        if isinstance(self._weights, StoredTensors):
+            return self._weights.forms()
         if isinstance(self._weights, Mapping):
             faults = [fault for name, value in self._weights.items() for fault in _oddity(name, value)]
             if faults:
@@ -175,8 +175,10 @@ class Given(Source):
         ]
 
     def _values(self, name: str) -> Flat:
-        assert not callable(self._weights) or isinstance(self._weights, Mapping)
-        return _InFile(self._weights, name) if isinstance(self._weights, WeightFiles) else Whole(self._weights[name])
+        if isinstance(self._weights, StoredTensors):
+            return _InFile(self._weights, name)
+        assert isinstance(self._weights, Mapping)
+        return Whole(self._weights[name])
 
     def _flat(self, parameter: Tensor) -> Flat:
         """Give the values of a parameter; refuse one that is tied and has others under another of its names."""
@@ -221,9 +223,9 @@ class Given(Source):
 
 
 class _InFile(Flat):
-    """Values in a file, of which only what is asked for is read."""
+    """Values in files, of which only what is asked for is read."""
 
-    def __init__(self, files: WeightFiles, name: str) -> None:
+    def __init__(self, files: StoredTensors, name: str) -> None:
         self._files = files
         self._name = name
 

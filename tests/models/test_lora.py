@@ -1,0 +1,118 @@
+"""A base that is read from a folder into any placement and sharding, in numbers and in codes: the same, bit for bit."""
+
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import penstock
+from penstock.integrations.lora import Lora, LoraWeights, add_adapters
+from penstock.integrations.merging import save_merged
+from tests.models.contract import ON_CPU, ON_DEVICE
+from tests.models.test_adapters import ALL_ON_NVME, MIXED, ON_NVME
+from tests.models.transformers_rows import llama
+from tests.support import run_ranks, sampled_rows, thorough
+
+pytest.importorskip("peft")
+
+PLACEMENTS = {"device": ON_DEVICE, "cpu": ON_CPU, "nvme": ON_NVME, "all on nvme": ALL_ON_NVME, "mixed": MIXED}
+IDS = torch.arange(16).reshape(4, 4)
+
+
+def adapted(folder: Path, base: Any, **how: Any) -> tuple[nn.Module, penstock.Optimizer]:
+    lora = Lora(r=2, alpha=4, dropout=0.1, base=base)
+    with torch.device("meta"):
+        empty = llama()
+    model = add_adapters(empty, lora, seed=5)
+    owned = [p for p in model.parameters() if p.requires_grad]
+    optimizer = penstock.prepare(
+        model, torch.optim.AdamW(owned, lr=1e-2), weights=LoraWeights(folder, model, lora, seed=5), **how
+    )
+    assert not any(p.is_meta for p in model.parameters())
+    return model, optimizer
+
+
+def run(folder: Path, base: Any, *, rank: int = 0, **how: Any) -> tuple[list[float], dict[str, Tensor]]:
+    """Losses of a few steps, and the parameters before and after them."""
+    model, optimizer = adapted(folder, base, **how)
+    values = {f"first {name}": optimizer.full_param(p) for name, p in model.named_parameters()}
+    losses = []
+    torch.manual_seed(rank)  # of dropout
+    for _ in range(3):
+        loss = model(input_ids=IDS, labels=IDS).loss
+        losses.append(loss.item())
+        optimizer.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+    values |= {name: optimizer.full_param(p) for name, p in model.named_parameters()}
+    optimizer.close()
+    return losses, values
+
+
+def assert_same(found: tuple[list[float], dict[str, Tensor]], expected: tuple[list[float], dict[str, Tensor]]) -> None:
+    assert found[0] == expected[0]
+    assert found[1].keys() == expected[1].keys()
+    for name, value in expected[1].items():
+        assert torch.equal(found[1][name], value), name
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    torch.manual_seed(0)
+    llama().save_pretrained(tmp_path / "base", max_shard_size="20KB")
+    return tmp_path / "base"
+
+
+@pytest.mark.parametrize(
+    ("base", "precision", "stage"),
+    sampled_rows(product(("auto", "int8"), ("fp32", "bf16"), range(4)), every=5),
+    ids=str,
+)
+def test_streamed_from_any_tier(base: str, precision: str, stage: int, folder: Path) -> None:
+    expected = run(folder, base, precision=precision, stage=0)
+    for placement in PLACEMENTS.values():
+        assert_same(run(folder, base, precision=precision, stage=stage, placement=placement), expected)
+
+
+def on_two_ranks(rank: int, folder: Path, base: str, precision: Any) -> dict[str, Tensor]:
+    rows = [run(folder, base, rank=rank, precision=precision, stage=stage, placement=PLACEMENTS[name])
+            for stage, name in zip(range(4), ("cpu", "mixed", "nvme", "all on nvme"), strict=True)]  # fmt: skip
+    for row in rows[1:]:
+        assert_same(row, rows[0])
+    return {name: value for name, value in rows[0][1].items() if name.startswith("first ")}
+
+
+@pytest.mark.parametrize(("base", "precision"), [thorough(*row) for row in product(("auto", "int8"), ("fp32", "bf16"))])
+def test_two_ranks_begin_with_what_one_has(base: str, precision: str, folder: Path) -> None:
+    expected = run(folder, base, precision=precision)[1]
+    one, other = run_ranks(on_two_ranks, 2, folder, base, precision)
+    for name, value in one.items():
+        assert torch.equal(value, other[name]), name
+        assert torch.equal(value, expected[name]), name
+
+
+def merged_on_two_ranks(rank: int, folder: Path) -> None:
+    model, optimizer = adapted(folder / "base", "int8", precision="fp32", placement=ON_CPU)
+    for _ in range(2):
+        optimizer.backward(model(input_ids=IDS, labels=IDS).loss)
+        optimizer.step()
+        optimizer.zero_grad()
+    save_merged(model, optimizer, folder / "merged", is_first_rank=rank == 0)
+    optimizer.save(folder / "step")
+    with torch.no_grad():
+        torch.save(model.eval()(input_ids=IDS).logits, folder / f"logits-{rank}.pt")
+    optimizer.close()
+    penstock.export(folder / "step", folder / "exported", dtype="fp32", merge_adapters=True, max_shard_bytes=9000)
+
+
+def test_two_ranks_merge_what_they_have_trained(folder: Path) -> None:
+    run_ranks(merged_on_two_ranks, 2, folder.parent)
+    expected = [torch.load(folder.parent / f"logits-{rank}.pt", weights_only=True) for rank in range(2)]
+    assert torch.equal(expected[0], expected[1])
+    for out in ("merged", "exported"):
+        model = type(llama()).from_pretrained(folder.parent / out).eval()
+        with torch.no_grad():
+            torch.testing.assert_close(model(input_ids=IDS).logits, expected[0], rtol=1e-5, atol=1e-5)

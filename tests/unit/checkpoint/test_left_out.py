@@ -1,0 +1,258 @@
+"""Checkpoints without what is frozen: as small as what is trained, and a resume is exact all the same."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import penstock
+from penstock.checkpoint.opened import Checkpoint
+from penstock.checkpoint.summary import summarize
+from penstock.errors import CheckpointError, ConfigError
+from tests.hostile_checkpoints import grown
+from tests.support import disks, run_ranks, thorough
+
+WIDTH = 64
+
+
+class Adapted(nn.Module):
+    """y = W x + B A x, with a frozen W, some of it codes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.base = nn.Linear(WIDTH, WIDTH).requires_grad_(False)
+        self.codes = nn.Parameter(torch.randint(-9, 9, (WIDTH, WIDTH)).to(torch.int8), requires_grad=False)
+        self.down = nn.Linear(WIDTH, 2, bias=False)
+        self.up = nn.Linear(2, WIDTH, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.base(x) + x @ self.codes.to(x.dtype) / 99 + self.up(self.down(x))
+
+
+def prepared(seed: int = 0, **how: Any) -> tuple[nn.Module, penstock.Optimizer]:
+    torch.manual_seed(seed)
+    model = nn.Sequential(Adapted(), Adapted())
+    owned = [p for p in model.parameters() if p.requires_grad]
+    return model, penstock.prepare(model, torch.optim.AdamW(owned, lr=1e-2), **{"precision": "bf16", **how})
+
+
+def step(model: nn.Module, optimizer: penstock.Optimizer) -> float:
+    loss = model(torch.linspace(-1, 1, 4 * WIDTH).view(4, WIDTH)).float().square().mean()
+    optimizer.backward(loss)
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss.item()
+
+
+def values(model: nn.Module, optimizer: penstock.Optimizer) -> dict[str, Tensor]:
+    return {name: optimizer.full_param(p) for name, p in model.named_parameters()}
+
+
+def tile_bytes(folder: Path) -> int:
+    return sum(file.stat().st_size for file in folder.glob("*.tiles"))
+
+
+NVME = penstock.Placement(params="nvme", optimizer="cpu", nvme_path=disks())
+
+
+@pytest.mark.parametrize("blocking", [True, False])
+def test_a_resume_is_exact_and_the_base_is_not_written(blocking: bool, tmp_path: Path) -> None:
+    model, optimizer = prepared()
+    for _ in range(2):
+        step(model, optimizer)
+    optimizer.save(tmp_path / "whole")
+    optimizer.save(tmp_path / "small", frozen=False, blocking=blocking, extra={"step": 2})
+    expected = [step(model, optimizer) for _ in range(2)], values(model, optimizer)
+    optimizer.close()
+    base = 2 * 2 * (WIDTH * WIDTH + 256) + 2 * WIDTH * WIDTH
+    assert tile_bytes(tmp_path / "whole") - tile_bytes(tmp_path / "small") >= base
+    assert tile_bytes(tmp_path / "small") < 4 * 4 * 4096 + 12 * 2 * 2 * 2 * WIDTH
+
+    other, resumed = prepared(placement=NVME, stage=1)
+    step(other, resumed)
+    assert resumed.load(tmp_path / "small") == {"step": 2}
+    found = [step(other, resumed) for _ in range(2)], values(other, resumed)
+    resumed.close()
+    assert found[0] == expected[0]
+    assert all(torch.equal(found[1][name], value) for name, value in expected[1].items())
+
+
+def test_the_base_is_the_models_own(tmp_path: Path) -> None:
+    model, optimizer = prepared()
+    step(model, optimizer)
+    optimizer.save(tmp_path / "small", frozen=False)
+    adapters = values(model, optimizer)
+    optimizer.close()
+    other, resumed = prepared(seed=1)
+    own = values(other, resumed)
+    resumed.load(tmp_path / "small")
+    for name, value in values(other, resumed).items():
+        assert torch.equal(value, (own if "base" in name or "codes" in name else adapters)[name]), name
+    resumed.close()
+
+
+def test_a_summary_says_what_was_left_out(tmp_path: Path) -> None:
+    _, optimizer = prepared()
+    optimizer.save(tmp_path / "small", frozen=False)
+    optimizer.close()
+    found = summarize(Checkpoint.open(tmp_path / "small"))
+    assert found["parameters"]["left_out_numel"] == 2 * (2 * WIDTH * WIDTH + WIDTH)
+    assert {row["kind"] for row in found["kinds"]} == {"param", "master", "exp_avg", "exp_avg_sq"}
+
+
+def test_a_model_that_nothing_trains_has_nothing_to_save(tmp_path: Path) -> None:
+    model = nn.Linear(4, 4)
+    optimizer = penstock.prepare(model, None)
+    with pytest.raises(ConfigError, match="frozen=False"):
+        optimizer.save(tmp_path / "small", frozen=False)
+    optimizer.close()
+    assert not (tmp_path / "small").exists()
+
+
+def test_an_export_needs_what_was_left_out(tmp_path: Path) -> None:
+    _, optimizer = prepared()
+    optimizer.save(tmp_path / "small", frozen=False)
+    optimizer.close()
+    with pytest.raises(CheckpointError, match="was left out when this was saved"):
+        penstock.export(tmp_path / "small", tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_an_export_takes_what_was_left_out_from_a_folder(tmp_path: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    torch.manual_seed(0)
+    plain = nn.Sequential(Adapted(), Adapted())  # in fp32, and trained against in bf16
+    save_file({name: p.detach().clone() for name, p in plain.named_parameters()}, tmp_path / "base.safetensors")
+    model, optimizer = prepared()
+    step(model, optimizer)
+    optimizer.save(tmp_path / "small", frozen=False)
+    optimizer.save(tmp_path / "whole")
+    optimizer.close()
+    for dtype in ("bf16", "fp32"):
+        penstock.export(
+            tmp_path / "small", tmp_path / f"small-{dtype}", dtype=dtype, base=tmp_path / "base.safetensors"
+        )
+        penstock.export(tmp_path / "whole", tmp_path / f"whole-{dtype}", dtype=dtype)
+        small, whole = (load_file(tmp_path / f"{of}-{dtype}" / "model.safetensors") for of in ("small", "whole"))
+        assert small.keys() == whole.keys()
+        for name, value in whole.items():
+            assert value.dtype == small[name].dtype
+            assert torch.equal(small[name], value), name
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "text"), [("codes", (3, 3), "in shape"), ("other", (64, 64), "lacks '0.codes'")]
+)
+def test_a_folder_of_another_base_is_refused(name: str, shape: tuple[int, ...], text: str, tmp_path: Path) -> None:
+    from safetensors.torch import save_file
+
+    model, optimizer = prepared()
+    optimizer.save(tmp_path / "small", frozen=False)
+    optimizer.close()
+    tensors = {key: p.detach().clone() for key, p in model.named_parameters() if key != "0.codes"}
+    save_file(tensors | {f"0.{name}": torch.zeros(shape)}, tmp_path / "base.safetensors")
+    with pytest.raises(CheckpointError, match=text):
+        penstock.export(tmp_path / "small", tmp_path / "out", base=tmp_path / "base.safetensors")
+    assert not (tmp_path / "out").exists()
+
+
+def test_adapters_are_exported_without_the_base(tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft")
+    from safetensors.torch import load_file
+
+    torch.manual_seed(0)
+    model = peft.get_peft_model(nn.Sequential(nn.Linear(8, 8)), peft.LoraConfig(r=2, target_modules=["0"]))
+    owned = [p for p in model.parameters() if p.requires_grad]
+    optimizer = penstock.prepare(model, torch.optim.AdamW(owned), precision="fp32")
+    optimizer.save(tmp_path / "small", frozen=False)
+    optimizer.close()
+    penstock.export(tmp_path / "small", tmp_path / "out", dtype="fp32")
+    found = load_file(tmp_path / "out" / "adapter_model.safetensors")
+    assert sorted(found) == ["base_model.model.0.lora_A.weight", "base_model.model.0.lora_B.weight"]
+    assert torch.equal(found["base_model.model.0.lora_A.weight"], owned[0])
+
+
+def test_a_base_in_parts_is_not_taken_for_whole(tmp_path: Path) -> None:
+    """A load that fails in the middle leaves the base in parts; one without a base cannot mend it."""
+    model, optimizer = prepared()
+    optimizer.save(tmp_path / "small", frozen=False)
+    optimizer.save(tmp_path / "whole")
+    (data,) = (tmp_path / "whole").glob("*.tiles")
+    intact = data.read_bytes()
+    data.write_bytes(bytes(byte ^ 1 for byte in intact))
+    with pytest.raises(CheckpointError):
+        optimizer.load(tmp_path / "whole", verify=False)
+    with pytest.raises(CheckpointError, match="leaves out frozen ones, and their state is in parts"):
+        optimizer.load(tmp_path / "small")
+    data.write_bytes(intact)
+    optimizer.load(tmp_path / "whole")
+    optimizer.load(tmp_path / "small")
+    step(model, optimizer)
+    optimizer.close()
+
+
+def test_adapters_in_parts_are_mended_by_adapters(tmp_path: Path) -> None:
+    model, optimizer = prepared()
+    for name in ("one", "two"):
+        step(model, optimizer)
+        optimizer.save(tmp_path / name, frozen=False)
+    expected = step(model, optimizer)
+    (data,) = (tmp_path / "two").glob("*.tiles")
+    intact = data.read_bytes()
+    data.write_bytes(bytes(byte ^ 1 for byte in intact))
+    with pytest.raises(CheckpointError):
+        optimizer.load(tmp_path / "two", verify=False)
+    optimizer.load(tmp_path / "one")
+    step(model, optimizer)
+    data.write_bytes(intact)
+    optimizer.load(tmp_path / "two")
+    assert step(model, optimizer) == expected
+    optimizer.close()
+
+
+@pytest.mark.parametrize(
+    ("saved", "name", "text"),
+    [
+        ("whole", "0.codes", "no tile for its element 4,096, or more than one"),
+        ("small", "0.up.weight", "trained and left out"),
+    ],
+)
+def test_a_marker_that_says_what_is_not_so(saved: str, name: str, text: str, tmp_path: Path) -> None:
+    model, optimizer = prepared()
+    optimizer.save(tmp_path / "whole")
+    optimizer.save(tmp_path / "small", frozen=False)
+
+    def lie(content: Any, table: Any, count: int) -> int:
+        content["parameters"][name]["left_out"] = True
+        return 0
+
+    grown(tmp_path / saved, tmp_path / "lying", lie, 0)
+    before = values(model, optimizer)
+    with pytest.raises(CheckpointError, match=text):
+        optimizer.load(tmp_path / "lying")
+    with pytest.raises(CheckpointError, match=text):
+        penstock.export(tmp_path / "lying", tmp_path / "out", base=tmp_path)
+    assert all(torch.equal(value, before[key]) for key, value in values(model, optimizer).items())
+    optimizer.close()
+
+
+def on_ranks(rank: int, folder: Path, first: bool) -> list[float]:
+    model, optimizer = prepared(stage=3 if first else 1)
+    if first:
+        step(model, optimizer)
+        optimizer.save(folder / "small", frozen=False)
+    else:
+        optimizer.load(folder / "small")
+    losses = [step(model, optimizer) for _ in range(2)]
+    optimizer.close()
+    return losses
+
+
+@pytest.mark.parametrize("world_size", [thorough(1), thorough(2)])
+def test_between_world_sizes(world_size: int, tmp_path: Path) -> None:
+    expected = run_ranks(on_ranks, world_size, tmp_path, True)[0]
+    found = run_ranks(on_ranks, 3 - world_size, tmp_path, False)[0]
+    assert found == pytest.approx(expected, rel=2e-2)

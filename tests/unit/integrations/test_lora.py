@@ -1,0 +1,377 @@
+"""Adapters over a base that is read from a folder, part by part: what is asked for, what is drawn, what is kept."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import penstock
+from penstock.checkpoint.codes import codes_of, decoded, scales_of
+from penstock.errors import ConfigError
+from penstock.integrations.chunked import chunk_loss
+from penstock.integrations.huggingface import enable_activation_checkpointing
+from penstock.integrations.lora import Lora, LoraWeights, add_adapters, check_precision, parse_lora
+from penstock.integrations.quantised import Int8Linear, quantise_linears
+
+pytest.importorskip("peft")
+transformers = pytest.importorskip("transformers")
+
+IDS = torch.arange(24).reshape(2, 12) % 61
+Q_PROJ = "base_model.model.model.layers.0.self_attn.q_proj"
+
+
+def llama(*, tied: bool = False, dtype: torch.dtype = torch.float32) -> Any:
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=61,
+        hidden_size=16,
+        intermediate_size=24,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        tie_word_embeddings=tied,
+    )
+    return transformers.LlamaForCausalLM(config).to(dtype)
+
+
+def gpt2() -> Any:
+    torch.manual_seed(0)
+    return transformers.GPT2LMHeadModel(
+        transformers.GPT2Config(vocab_size=61, n_embd=16, n_head=2, n_layer=2, n_positions=16)
+    )
+
+
+def emptied(model: nn.Module, lora: Lora, seed: int = 3) -> Any:
+    """The same model on the meta device, with adapters."""
+    with torch.device("meta"):
+        empty = type(model)(model.config).to(next(model.parameters()).dtype)
+    return add_adapters(empty, lora, seed=seed)
+
+
+def trained(model: nn.Module) -> list[nn.Parameter]:
+    return [p for p in model.parameters() if p.requires_grad]
+
+
+def prepared(model: nn.Module, **how: Any) -> penstock.Optimizer:
+    return penstock.prepare(model, torch.optim.AdamW(trained(model), lr=1e-2), **{"precision": "fp32", **how})
+
+
+# What is asked for
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("", Lora(16, 32, 0.0, ("all-linear",), "auto")),
+        ("r=8", Lora(8, 16)),
+        ("r=16,alpha=32,targets=all-linear", Lora(16, 32)),
+        (
+            " r = 4 , alpha=0.5, dropout=0.05,targets=q_proj + v_proj,base=int8 ",
+            Lora(4, 0.5, 0.05, ("q_proj", "v_proj"), "int8"),
+        ),
+        ("base=bf16", Lora(base="bf16")),
+    ],
+)
+def test_settings(text: str, expected: Lora) -> None:
+    assert parse_lora(text, option="--lora") == expected
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("rank=8", "--lora has no setting 'rank'. Use r, alpha, dropout, targets, base."),
+        ("target=q_proj", "--lora has no setting 'target'. Did you mean 'targets'?"),
+        ("drop=0.1", "Did you mean 'dropout'?"),
+        ("r=8,r=9", "says 'r' twice"),
+        ("r", "'r' is no setting"),
+        ("r=", "'r=' is no setting"),
+        ("r=0", "--lora r=0: use a whole number from 1"),
+        ("r=1.5", "--lora r=1.5: use a whole number from 1"),
+        ("r=99999999", "--lora r=99999999: use a whole number"),
+        ("r=x", "--lora r=x is not a number"),
+        ("alpha=nan", "--lora alpha=nan is not a number"),
+        ("alpha=0", "--lora alpha=0: adapters would count nothing"),
+        ("dropout=1", "--lora dropout=1: use a share from 0 to below 1"),
+        ("dropout=-0.1", "use a share"),
+        ("targets=+", "--lora targets=+: use all-linear, or names"),
+        ("targets=all-linear+q_proj", "use all-linear, or names"),
+        ("base=int9", "--lora base=int9: use auto, bf16, int8"),
+        ("base=nf4", "--lora base=nf4: 4-bit tensor subclasses are not streamed; use base=int8."),
+        ("base=4bit", "4-bit tensor subclasses are not streamed"),
+        ("base=int4", "4-bit tensor subclasses are not streamed"),
+        ("base=fp4", "4-bit tensor subclasses are not streamed"),
+        ("\x1b[2J=1", r"'\\x1b[2J'"),
+    ],
+)
+def test_mistakes_are_one_line(text: str, message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse_lora(text, option="--lora")
+    assert message in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_base_in_bf16_is_computed_with_in_bf16() -> None:
+    check_precision(Lora(base="bf16"), "bf16", option="--lora")
+    check_precision(Lora(base="auto"), "fp32", option="--lora")
+    with pytest.raises(ConfigError, match="base=bf16 rests in the dtype of computing, fp32"):
+        check_precision(Lora(base="bf16"), "fp32", option="--lora")
+
+
+# The model
+
+
+def test_adapters_alone_are_trained_and_the_head_has_none() -> None:
+    model: Any = add_adapters(llama(), Lora(r=2), seed=3)
+    names = [name for name, p in model.named_parameters() if p.requires_grad]
+    assert len(names) == 2 * 7 * 2, "A and B of each linear layer of two blocks"
+    assert all(".lora_A." in name or ".lora_B." in name for name in names)
+    assert type(model.get_base_model().get_output_embeddings()) is nn.Linear
+
+
+@pytest.mark.parametrize("empty", [False, True])
+def test_adapters_say_what_they_belong_to(empty: bool, tmp_path: Path) -> None:
+    llama().save_pretrained(tmp_path)
+    auto = transformers.AutoModelForCausalLM
+    with torch.device("meta"):
+        model = auto.from_config(transformers.AutoConfig.from_pretrained(tmp_path))
+    model = model if empty else auto.from_pretrained(tmp_path)
+    adapted: Any = add_adapters(model, Lora(r=2), seed=3)
+    assert adapted.peft_config["default"].base_model_name_or_path == str(tmp_path)
+
+
+def test_named_layers_get_adapters() -> None:
+    model = add_adapters(llama(), Lora(r=2, targets=("q_proj", "down_proj")), seed=3)
+    layers = {name.partition(".lora_")[0].rpartition(".")[2] for name, p in model.named_parameters() if p.requires_grad}
+    assert layers == {"q_proj", "down_proj"}
+
+
+@pytest.mark.parametrize("targets", [("nope",), ("q_proj", "nope"), ("roj",)])
+def test_a_name_that_no_layer_has_is_refused(targets: tuple[str, ...]) -> None:
+    with pytest.raises(ConfigError, match=f"{targets[-1]}"):
+        add_adapters(llama(), Lora(targets=targets), seed=3)
+
+
+def test_layers_that_are_not_linear_are_refused_by_name() -> None:
+    with pytest.raises(ConfigError, match=r"'model.embed_tokens' is no linear layer"):
+        add_adapters(llama(), Lora(targets=("embed_tokens",)), seed=3)
+
+
+def test_random_numbers_of_training_are_not_drawn_from() -> None:
+    model, lora = llama(), Lora(r=2)
+    state = torch.get_rng_state()
+    add_adapters(model, lora, seed=3)
+    emptied(llama(), lora)
+    torch.set_rng_state(state)
+    before = torch.rand(3)
+    torch.set_rng_state(state)
+    add_adapters(llama_like(), lora, seed=4)
+    torch.set_rng_state(state)
+    assert torch.equal(torch.rand(3), before)
+
+
+def llama_like() -> Any:
+    with torch.random.fork_rng(devices=[]):
+        return llama()
+
+
+# First values
+
+
+def first_values(model: Any, lora: Lora, folder: Path, **how: Any) -> tuple[dict[str, Tensor], Any, penstock.Optimizer]:
+    model.save_pretrained(folder)
+    empty = emptied(model, lora)
+    optimizer = prepared(empty, weights=LoraWeights(folder, empty, lora, seed=3), **how)
+    values = {name: optimizer.full_param(p) for name, p in empty.named_parameters()}
+    return values, empty, optimizer
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("base", ["auto", "int8"])
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_folder_and_a_seed_are_what_peft_makes_of_a_model(
+    tied: bool, base: Any, dtype: torch.dtype, tmp_path: Path
+) -> None:
+    """Bit for bit: the base, its codes and scales, and adapters as peft draws them over that base."""
+    lora = Lora(r=2, base=base)
+    precision = "bf16" if dtype == torch.bfloat16 else "fp32"
+    found, _, optimizer = first_values(llama(tied=tied, dtype=dtype), lora, tmp_path, precision=precision)
+    optimizer.close()
+    real = add_adapters(llama(tied=tied, dtype=dtype), lora, seed=3)
+    expected = dict(real.named_parameters())
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        assert torch.equal(found[name], value.detach().float()), name
+    assert not found[f"{Q_PROJ}.lora_B.default.weight"].any()
+    assert (found[f"{Q_PROJ}.base_layer.weight"].abs().max() == 127) == (base == "int8")
+
+
+def test_layers_that_lie_the_other_way_round(tmp_path: Path) -> None:
+    found, _, optimizer = first_values(gpt2(), Lora(r=2), tmp_path)
+    optimizer.close()
+    for name, value in add_adapters(gpt2(), Lora(r=2), seed=3).named_parameters():
+        assert torch.equal(found[name], value.detach()), name
+
+
+def test_another_seed_draws_other_adapters(tmp_path: Path) -> None:
+    model, lora = llama(), Lora(r=2)
+    model.save_pretrained(tmp_path)
+    empty = emptied(model, lora)
+    name = f"{Q_PROJ}.lora_A.default.weight"
+    values = [LoraWeights(tmp_path, empty, lora, seed=seed).read(name, 0, 32) for seed in (3, 3, 4)]
+    assert torch.equal(values[0], values[1])
+    assert not torch.equal(values[0], values[2])
+
+
+def test_any_part_is_what_the_whole_has_there(tmp_path: Path) -> None:
+    model, lora = llama(), Lora(r=2, base="int8")
+    model.save_pretrained(tmp_path)
+    weights = LoraWeights(tmp_path, emptied(model, lora), lora, seed=3)
+    for name, (shape, dtype) in weights.forms().items():
+        numel = torch.Size(shape).numel()
+        whole = weights.read(name, 0, numel)
+        assert (whole.numel(), whole.dtype) == (numel, dtype)
+        for start, stop in ((0, 1), (numel // 3, numel // 2 + 1), (numel - 3, numel)):
+            assert torch.equal(weights.read(name, start, stop), whole[start:stop]), name
+    weights.close()
+
+
+def test_weights_that_lack_something_are_refused_by_name(tmp_path: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    model, lora = llama(), Lora(r=2)
+    model.save_pretrained(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    tensors["model.layers.7.mlp.weight"] = tensors.pop("model.layers.1.self_attn.q_proj.weight")
+    save_file(tensors, tmp_path / "model.safetensors")
+    empty = emptied(model, lora)
+    with pytest.raises(ConfigError) as caught:
+        prepared(empty, weights=LoraWeights(tmp_path, empty, lora, seed=3))
+    assert "layers.1.self_attn.q_proj.base_layer.weight' is missing" in str(caught.value)
+    assert "'model.layers.7.mlp.weight' is unexpected" in str(caught.value)
+
+
+# A base in int8
+
+
+def test_codes_are_the_nearest_and_rows_of_zeros_stay() -> None:
+    torch.manual_seed(0)
+    weight = torch.randn(5, 300) * torch.tensor([1e-30, 1e-3, 1.0, 1e30, 0.0])[:, None]
+    scale = scales_of(weight)
+    codes = codes_of(weight, scale)
+    back = decoded(codes, scale, torch.float32)
+    assert codes.dtype == torch.int8
+    assert scale.dtype == torch.bfloat16
+    assert (codes[:4].abs().amax(1) == 127).all()
+    assert not codes[4].any()
+    assert scale[4] == 1, "and not what 0 / 0 is made of"
+    tiny = torch.tensor([[1.5e-38]])  # beyond the largest code times the smallest scale
+    assert codes_of(tiny, scales_of(tiny)).item() == 127
+    # Half a code, and half a bf16 more where the scale was rounded down.
+    assert ((back - weight).abs() <= scale.float()[:, None] * 0.5 * (1 + 2**-7)).all()
+    assert torch.equal(decoded(codes, scale, torch.bfloat16), back.bfloat16()), "one rounding"
+    assert torch.equal(decoded(codes, scale, torch.float16)[1:3], back.half()[1:3])
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_values_that_no_code_stands_for_are_refused_by_name(value: float, tmp_path: Path) -> None:
+    model, lora = llama(), Lora(r=2, base="int8")
+    with torch.no_grad():
+        model.model.layers[1].mlp.up_proj.weight[3, 4] = value
+    model.save_pretrained(tmp_path)
+    empty = emptied(model, lora)
+    message = r"'model.layers.1.mlp.up_proj.weight' holds a value that is not finite"
+    with pytest.raises(ConfigError, match=message):
+        prepared(empty, weights=LoraWeights(tmp_path, empty, lora, seed=3))
+    with pytest.raises(ConfigError, match=message):
+        quantise_linears(model)
+
+
+def test_a_model_without_linear_layers_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"base=int8: GPT2LMHeadModel has no torch.nn.Linear beside its head"):
+        quantise_linears(gpt2())
+
+
+def test_an_int8_layer_computes_as_a_linear_one_with_its_weight() -> None:
+    torch.manual_seed(0)
+    layer = nn.Sequential(nn.Linear(6, 4))
+    quantise_linears(layer)
+    quantised: Any = layer[0]
+    plain = nn.Linear(6, 4)
+    plain.weight.data = decoded(quantised.weight, quantised.weight_scale, torch.float32)
+    plain.bias = quantised.bias
+    found, expected = torch.randn(2, 3, 6, requires_grad=True), None
+    expected = found.detach().clone().requires_grad_()
+    one, other = layer(found), plain(expected)
+    assert torch.equal(one, other)
+    one.square().sum().backward()
+    bias_grad, quantised.bias.grad = quantised.bias.grad, None
+    other.square().sum().backward()
+    torch.testing.assert_close(found.grad, expected.grad)
+    torch.testing.assert_close(bias_grad, plain.bias.grad)
+    assert quantised.weight.grad is None
+
+
+def test_autograd_keeps_codes_and_no_decoded_weight() -> None:
+    layer = nn.Sequential(nn.Linear(32, 32))
+    quantise_linears(layer)
+    kept: list[Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+        layer(torch.randn(2, 32, requires_grad=True))
+    assert {(t.data_ptr(), t.dtype) for t in kept} == {
+        (layer[0].weight.data_ptr(), torch.int8),
+        (layer[0].weight_scale.data_ptr(), torch.bfloat16),
+    }
+
+
+def test_a_base_in_int8_takes_a_byte_for_each_parameter(tmp_path: Path) -> None:
+    lora = Lora(r=2, base="int8")
+    _, model, optimizer = first_values(llama(dtype=torch.bfloat16), lora, tmp_path, precision="bf16")
+    layers = [m for m in model.modules() if isinstance(m, Int8Linear)]
+    assert len(layers) == 2 * 7
+    found = {dtype: 0 for dtype in (torch.int8, torch.bfloat16)}
+    for row in optimizer.locations().rows:
+        if row.kind == "param":
+            found[row.dtype] += row.nbytes
+    rest = [p for p in model.parameters() if p.dtype != torch.int8]
+    assert found == {torch.int8: padded([layer.weight for layer in layers]), torch.bfloat16: 2 * padded(rest)}
+    optimizer.close()
+
+
+def padded(parameters: list[nn.Parameter]) -> int:
+    """Elements, each parameter in multiples of 256."""
+    return sum(-(-p.numel() // 256) * 256 for p in parameters)
+
+
+# Training
+
+
+@pytest.mark.parametrize("base", ["auto", "int8"])
+def test_adapters_learn_as_in_plain_torch(base: Any, tmp_path: Path) -> None:
+    """With activations recomputed and without logits; the embeddings are frozen, so no input requires a gradient."""
+    lora = Lora(r=2, base=base, dropout=0.0)
+    _, model, optimizer = first_values(llama(), lora, tmp_path)
+    plain: Any = add_adapters(llama(), lora, seed=3)
+    for one in (model, plain):
+        enable_activation_checkpointing(one)
+        chunk_loss(one)
+    theirs = torch.optim.AdamW(trained(plain), lr=1e-2)
+    for _ in range(3):
+        loss = model(input_ids=IDS, labels=IDS).loss
+        other = plain(input_ids=IDS, labels=IDS).loss
+        torch.testing.assert_close(loss, other, rtol=1e-6, atol=0)
+        optimizer.backward(loss)
+        other.backward()
+        assert all(p.grad is not None and p.grad.isfinite().all() for p in trained(plain))
+        optimizer.step()
+        theirs.step()
+        optimizer.zero_grad()
+        theirs.zero_grad()
+    for (name, ours), reference in zip(model.named_parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(
+            optimizer.full_param(ours), reference.detach().float(), rtol=1e-5, atol=1e-6, msg=name
+        )
+        if reference.requires_grad:
+            assert optimizer.full_param(ours).any(), name
+    optimizer.close()
