@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from penstock.cli.training.reports import Progress, Reports
 from torch import Tensor
 from torch.utils.data import SequentialSampler
 from transformers import Trainer
@@ -19,7 +20,6 @@ from penstock.cli.training.loop import Stepper, Training
 from penstock.cli.training.loss import Loss
 from penstock.cli.training.optimizer import prepare_model
 from penstock.cli.training.recipe import Course, recipe_for
-from penstock.cli.training.reports import Progress, Reports
 from penstock.integrations.chunked import chunk_loss
 from tests.integrations.trainers import LENGTH, arguments, assert_weights, history, llama, rows
 from tests.support import run_ranks

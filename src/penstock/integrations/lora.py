@@ -11,7 +11,6 @@ import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
-from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -19,7 +18,7 @@ from torch import Tensor, nn
 
 from penstock.checkpoint.adapters import base_name
 from penstock.checkpoint.codes import SCALE_DTYPE, codes_of, scales_of
-from penstock.checkpoint.tensorfiles import Forms, StoredTensors, WeightFiles
+from penstock.checkpoint.tensorfiles import Forms, StoredTensors
 from penstock.errors import ConfigError, one_line
 from penstock.integrations.quantised import Int8Linear, quantise_linears
 
@@ -231,17 +230,16 @@ class LoraWeights(StoredTensors):
     adapters' are those that `add_adapters` gives a model which has values, bit for bit, on any number of ranks.
 
     Arguments:
-        folder: what `WeightFiles` takes.
+        base: what `WeightFiles` takes, or tensors by the names of the model without adapters, which are closed with
+            this.
         model: what `add_adapters` has made of a model on the meta device.
         lora: the adapters.
         seed: what `add_adapters` was given.
 
-    Raises:
-        CheckpointError: the folder cannot be read.
     """
 
-    def __init__(self, folder: Path, model: nn.Module, lora: Lora, *, seed: int) -> None:
-        self._files = WeightFiles(folder)
+    def __init__(self, base: Path | StoredTensors, model: nn.Module, lora: Lora, *, seed: int) -> None:
+        self._files = base if isinstance(base, StoredTensors) else WeightFiles(base)
         self._lora = lora
         self._forms: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
         self._of_codes: dict[str, str] = {}  # the weight in the files that codes and scales are made of

@@ -1,15 +1,17 @@
 """Models that get rows for new tokens: embeddings and heads that grow, with values or without."""
 
-from collections.abc import Callable
+from collections.abc import Mapping
+from math import prod
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from penstock.checkpoint.tensorfiles import Forms, StoredTensors
 from penstock.errors import ConfigError, one_line
 from penstock.integrations.tokenizers import Tokenizer
 
-Read = Callable[[str], Tensor]
+_BLOCK_NUMEL = 1 << 24
 
 
 def vocabulary_for(tokenizer: Tokenizer, vocab_size: int, *, multiple: int = 1) -> int:
@@ -65,26 +67,56 @@ def grow_vocabulary(model: nn.Module, vocab_size: int) -> dict[str, int]:
     return grown
 
 
-def grown(read: Read, rows: dict[str, int], vocab_size: int) -> Read:
-    """Make a function that reads parameters which have grown, from one that reads them as they were.
+class GrownTensors(StoredTensors):
+    """The first values of a model that has grown, for `prepare(weights=)`: of files that have fewer rows.
 
     Arguments:
-        read: gives a parameter's values by its name, as `penstock.prepare(weights=)` asks for them.
+        files: the tensors as they were.
         rows: what `grow_vocabulary` returned.
         vocab_size: how many rows there are now.
     """
 
-    def read_grown(name: str) -> Tensor:
-        value = read(name)
-        before = rows.get(name)
-        if before is None or value.shape[:1] != (before,):  # a value of another shape is refused by its name later
-            return value
-        new = _mean(value).expand(vocab_size - before, *value.shape[1:])
-        return torch.cat([value, new])
+    def __init__(self, files: StoredTensors, rows: Mapping[str, int], vocab_size: int) -> None:
+        self._files = files
+        self._rows = rows
+        self._vocab_size = vocab_size
+        self._forms = {
+            name: ((vocab_size, *shape[1:]), dtype) if shape[:1] == (rows.get(name),) else (shape, dtype)
+            for name, (shape, dtype) in files.forms().items()
+        }
+        self._means: dict[str, Tensor] = {}
 
-    return read_grown
+    def forms(self) -> Forms:
+        """List what there is, by its names in the files."""
+        return self._forms
+
+    def read(self, name: str, start: int, stop: int) -> Tensor:
+        """Read elements of a tensor; those of new rows are the mean of the others."""
+        if name not in self._rows:
+            return self._files.read(name, start, stop)
+        shape, _ = self._files.forms()[name]
+        width, held = prod(shape[1:]), prod(shape)
+        parts = [self._files.read(name, start, min(stop, held))] if start < held else []
+        if stop > held:
+            places = torch.arange(max(start, held), stop) % width
+            parts.append(self._mean(name, width, held)[places])
+        return torch.cat(parts)
+
+    def close(self) -> None:
+        """Close the files."""
+        self._files.close()
+
+    def _mean(self, name: str, width: int, held: int) -> Tensor:
+        """Average over the rows in the files, once, some of them at a time."""
+        if name not in self._means:
+            total, step = torch.zeros(width, dtype=torch.float64), max(1, _BLOCK_NUMEL // width) * width
+            for start in range(0, held, step):
+                block = self._files.read(name, start, min(start + step, held))
+                total += block.view(-1, width).sum(dim=0, dtype=torch.float64)
+            self._means[name] = (total / (held // width)).to(block.dtype)
+        return self._means[name]
 
 
 def _mean(rows: Tensor) -> Tensor:
-    """Average over rows in fp32, whatever they are in."""
-    return rows.mean(dim=0, dtype=torch.float32).to(rows.dtype)
+    """Average over rows in fp64, whatever they are in."""
+    return rows.mean(dim=0, dtype=torch.float64).to(rows.dtype)

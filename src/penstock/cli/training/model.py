@@ -10,9 +10,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from penstock.cli.ranks import Ranks
 from penstock.cli.training.config import TrainConfig
-from penstock.cli.training.recipe import Recipe
 from penstock.cli.training.settings.common import ON
 from penstock.errors import ConfigError, MemoryBudgetError, PenstockError, one_line
 from penstock.integrations.chunked import chunk_loss

@@ -8,7 +8,6 @@ from pathlib import Path
 from torch import nn
 from transformers.utils import logging
 
-import penstock
 from penstock.cli.ranks import Ranks, joined
 from penstock.cli.training.best import BestCheckpoint
 from penstock.cli.training.checkpoints import Checkpoints, best_of, checkpoint_to_resume
@@ -30,7 +29,7 @@ from penstock.cli.training.model import build, check_compiler, computing, sample
 from penstock.cli.training.optimizer import about_decay, prepare_model, resolve_precision
 from penstock.cli.training.optimizer_arguments import optimizer_arguments
 from penstock.cli.training.recipe import Course, Recipe, recipe_for
-from penstock.cli.training.reports import METRICS_NAME, Reports, check_tensorboard, format_seconds, printable
+from penstock.cli.training.reports import METRICS_NAME, Reports, format_seconds, printable
 from penstock.cli.training.runfile import RUN_NAME, resolved_by, write_run_file
 from penstock.cli.training.schedule import rate_factor
 from penstock.cli.training.settings.common import ON
