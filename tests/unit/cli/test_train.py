@@ -185,7 +185,8 @@ def test_two_ranks_with_half_the_batch_do_the_same(
     penstock_command: Callable[..., Any], model_folder: Path, text_folder: Path, tmp_path: Path
 ) -> None:
     common = ["--model", str(model_folder), "--data", str(text_folder), *MICRO, "--steps", "4", "--log-every", "1"]
-    common += ["--sample-tokens", "5", "--eval-sequences", "7", "--prompt", "the ", "--prompt", "a quick"]
+    common += ["--sample-tokens", "5", "--eval-sequences", "7", "--peak-flops", "1e12"]
+    common += ["--prompt", "the ", "--prompt", "a quick"]
     assert penstock_command("train", *common, "--out", str(tmp_path / "one")).exit_code == 0
     launcher = [
         sys.executable,
@@ -213,6 +214,11 @@ def test_two_ranks_with_half_the_batch_do_the_same(
         values = [[line[name] for line in lines if name in line] for lines in (one, two)]
         assert values[1] == pytest.approx(values[0], rel=1e-4), name
     assert done.stdout.count(" nats per byte after ") == 2  # rank 0 alone speaks
+    # A token's operations: of whole weights, on ranks that hold halves.
+    costs = [
+        line["mfu"] * ranks / line["tokens_per_second"] for ranks, lines in ((1, one), (2, two)) for line in lines[2:6]
+    ]
+    assert costs == pytest.approx([costs[0]] * 8)
     assert "waited" in two[5]  # the fourth step: both ranks have traced it
     for name in ("prompt", "text"):
         assert [line[name] for line in two if name in line] == [line[name] for line in one if name in line]

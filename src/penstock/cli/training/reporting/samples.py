@@ -145,7 +145,9 @@ def _last_logits(model: nn.Module, contexts: list[list[int]], device: torch.devi
     ids = torch.tensor([context + [0] * (longest - len(context)) for context in contexts], device=device)
     lasts = torch.tensor([len(context) - 1 for context in contexts], device=device)
     options: dict[str, Any] = {}
-    if "logits_to_keep" in inspect.signature(model.forward).parameters:
+    # peft's own forward takes anything, and hands it to the model within.
+    within: Any = model.get_base_model() if hasattr(model, "get_base_model") else model  # type: ignore[operator]
+    if "logits_to_keep" in inspect.signature(within.forward).parameters:
         # Logits are large: of 1,024 positions and a vocabulary of 128,000 half a GiB for each row.
         options["logits_to_keep"], places = torch.unique(lasts, return_inverse=True)
     else:
