@@ -11,6 +11,7 @@ import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -18,7 +19,7 @@ from torch import Tensor, nn
 
 from penstock.checkpoint.adapters import base_name
 from penstock.checkpoint.codes import SCALE_DTYPE, codes_of, scales_of
-from penstock.checkpoint.tensorfiles import Forms, StoredTensors
+from penstock.checkpoint.tensorfiles import Forms, StoredTensors, WeightFiles
 from penstock.errors import ConfigError, one_line
 from penstock.integrations.quantised import Int8Linear, quantise_linears
 
@@ -240,6 +241,7 @@ class LoraWeights(StoredTensors):
 
     def __init__(self, base: Path | StoredTensors, model: nn.Module, lora: Lora, *, seed: int) -> None:
         self._files = base if isinstance(base, StoredTensors) else WeightFiles(base)
+        self._held = self._files.forms()
         self._lora = lora
         self._forms: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
         self._of_codes: dict[str, str] = {}  # the weight in the files that codes and scales are made of
@@ -281,7 +283,7 @@ class LoraWeights(StoredTensors):
 
     def _list(self, model: nn.Module) -> None:
         """Find out what each tensor of the model is made of."""
-        held = self._files.forms()
+        held = self._held
         quantised = {name for name, module in model.named_modules() if isinstance(module, Int8Linear)}
         used = set()
         tensors = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
@@ -345,7 +347,7 @@ class LoraWeights(StoredTensors):
     def _blocks(self, name: str, first: int, last: int) -> Iterator[tuple[Tensor, Tensor]]:
         """Read rows of the weight that a tensor's codes are made of, with their scales, a block at a time."""
         source = self._of_codes[name]
-        width = self._files.entries[source].shape[1]
+        width = self._held[source][0][1]
         step = max(1, _BLOCK_NUMEL // width)
         for start in range(first, last, step):
             stop = min(start + step, last)

@@ -79,10 +79,10 @@ class GrownTensors(StoredTensors):
     def __init__(self, files: StoredTensors, rows: Mapping[str, int], vocab_size: int) -> None:
         self._files = files
         self._rows = rows
-        self._vocab_size = vocab_size
+        self._held = files.forms()
         self._forms = {
             name: ((vocab_size, *shape[1:]), dtype) if shape[:1] == (rows.get(name),) else (shape, dtype)
-            for name, (shape, dtype) in files.forms().items()
+            for name, (shape, dtype) in self._held.items()
         }
         self._means: dict[str, Tensor] = {}
 
@@ -94,7 +94,7 @@ class GrownTensors(StoredTensors):
         """Read elements of a tensor; those of new rows are the mean of the others."""
         if name not in self._rows:
             return self._files.read(name, start, stop)
-        shape, _ = self._files.forms()[name]
+        shape, _ = self._held[name]
         width, held = prod(shape[1:]), prod(shape)
         parts = [self._files.read(name, start, min(stop, held))] if start < held else []
         if stop > held:

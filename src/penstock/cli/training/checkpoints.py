@@ -135,12 +135,20 @@ class Checkpoints:
         """
         if position != self._saved:
             path = checkpoints_of(self._config) / f"step-{position.step:08d}"
-            self._optimizer.save(path, extra=self._extra(position), blocking=blocking, keep=self._config.keep)
+            self._optimizer.save(
+                path,
+                extra=self._extra(position),
+                blocking=blocking,
+                keep=self._config.keep,
+                frozen=not self._config.lora,
+            )
             self._saved = position
 
     def save_best(self, position: Position) -> None:
         """Save the run as it is now beside training, as the one with the lowest held-out loss."""
-        self._optimizer.save(best_of(self._config), extra=self._extra(position), blocking=False)
+        self._optimizer.save(
+            best_of(self._config), extra=self._extra(position), blocking=False, frozen=not self._config.lora
+        )
 
     def _extra(self, position: Position) -> dict[str, Any]:
         """List what a checkpoint says of its run."""

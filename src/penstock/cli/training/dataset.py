@@ -8,7 +8,6 @@
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +32,7 @@ from penstock.cli.training.sequences.packing import (
 from penstock.cli.training.sequences.prepared import Prepared, discard_old, prepare
 from penstock.cli.training.settings.data import DataOptions
 from penstock.errors import ConfigError
+from penstock.integrations.chat import read_chat_template
 from penstock.integrations.tokenizers import Tokenizer
 
 #: Rows of this kind are conversations; `Encoder.kinds` names the others.
@@ -73,7 +73,6 @@ class Data:
         kinds: how many rows there are of each kind.
         notes: how many rows have something worth telling, by what that is.
         padding_share: how much of what is computed is padding.
-        names: what the prepared data is called on disk, of all sources.
     """
 
     train: Sequence[Corpus]
@@ -83,7 +82,6 @@ class Data:
     kinds: Counter[str]
     notes: Counter[str]
     padding_share: float
-    names: Sequence[str]
 
     @property
     def counts(self) -> list[int]:
@@ -147,13 +145,7 @@ def encoder_for(config: DataOptions, tokenizer: Tokenizer) -> Encoder:
     Raises:
         ConfigError: the template's file cannot be read.
     """
-    template = None
-    if config.chat_template:
-        try:
-            template = Path(config.chat_template).read_text(encoding="utf-8")
-        except (OSError, ValueError) as error:
-            why = getattr(error, "strerror", None) or "it is not UTF-8"
-            raise ConfigError(f"--chat-template {config.chat_template!r} cannot be read: {why}.") from error
+    template = read_chat_template(Path(config.chat_template)) if config.chat_template else None
     return Encoder(tokenizer, text_field=config.text_field, chat_template=template)
 
 
@@ -224,7 +216,6 @@ def read_data(
         kinds=sum((Counter(prepared.counts["kinds"]) for prepared in everything), Counter()),
         notes=sum((Counter(prepared.counts["notes"]) for prepared in everything), Counter()),
         padding_share=_padding_share(corpora, shape),
-        names=names,
     )
 
 
@@ -296,8 +287,3 @@ def _padding_share(corpora: Sequence[Corpus], shape: Shape) -> float:
     )
     counts = np.array([len(corpus.sequences) for corpus in corpora])
     return float((shares * counts).sum() / counts.sum())
-
-
-def all_names(data: Data) -> str:
-    """Name all of the data at once, for a checkpoint."""
-    return "-".join(chain(data.names))

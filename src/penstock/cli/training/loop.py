@@ -14,13 +14,14 @@ from penstock.cli.ranks import Ranks
 from penstock.cli.training.checkpoints import Checkpoints, Position
 from penstock.cli.training.config import TrainConfig
 from penstock.cli.training.evaluation import Evaluations
-from penstock.cli.training.feed import Batch, Feed
+from penstock.cli.training.feed import Feed
 from penstock.cli.training.interruption import Interruption
 from penstock.cli.training.loss import Loss
 from penstock.cli.training.recipe import Course
 from penstock.cli.training.reporting.memory import bytes_by_tier
 from penstock.cli.training.reporting.progress import Progress
 from penstock.cli.training.reporting.reports import Reports
+from penstock.cli.training.sequences.batches import Batch
 
 
 class Why(Enum):
@@ -96,6 +97,7 @@ class Training:
         evaluations: measures it; `None` measures nothing.
         config: the settings.
         reports: who is told.
+        gauges: what is read beside the loss.
         interruption: what may ask it to end.
     """
 
@@ -107,8 +109,10 @@ class Training:
         evaluations: Evaluations | None,
         config: TrainConfig,
         reports: Reports,
+        gauges: Gauges,
         interruption: Interruption,
     ) -> None:
+        self._gauges = gauges
         self._stepper = stepper
         self._feed = feed
         self._checkpoints = checkpoints
@@ -133,8 +137,9 @@ class Training:
         schedule = self._checkpoints.schedule(start)
         optimizer, course = self._stepper.optimizer, self._stepper.course
         window = Window(course, self._stepper.ranks)
-        with closing(self._feed.training(start.sequences)) as batches:
+        with closing(self._feed.training(start.sequences)) as batches, self._gauges:
             while why is None:
+                self._gauges.begin(position.step + 1)
                 # 2. The rate is read before the schedule changes it, so that the report has the one of this update.
                 lr = float(schedule.get_last_lr()[0])
                 outcome = self._stepper.make(batches, window)
@@ -143,7 +148,8 @@ class Training:
                 # 3.
                 if self._is_due(position.step, self._config.log_every):
                     sizes = bytes_by_tier(optimizer.locations())
-                    self._reports.step(window.close(position.step, outcome.grad_norm, lr, sizes))
+                    progress = window.close(position.step, outcome.grad_norm, lr, sizes)
+                    self._reports.step(self._gauges.read(progress))
                 # 4.
                 why = self._ending(position, measured=self._evaluations is None)
                 if why is not Why.ASKED and self._is_due(position.step, self._config.eval_every):

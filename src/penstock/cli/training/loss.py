@@ -6,7 +6,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from penstock.cli.training.feed import IGNORED, Batch
+from penstock.cli.training.sequences.batches import NOT_TRAINED, Batch
 
 
 class Loss:
@@ -37,8 +37,10 @@ class Loss:
             loss: Tensor = outputs.loss
             return loss
         logits: Tensor = self._model(**batch.inputs(), use_cache=False).logits
-        shifted = F.pad(batch.labels, (0, 1), value=IGNORED)[..., 1:]
-        total = F.cross_entropy(logits.float().flatten(0, -2), shifted.flatten(), ignore_index=IGNORED, reduction="sum")
+        shifted = F.pad(batch.labels, (0, 1), value=NOT_TRAINED)[..., 1:]
+        total = F.cross_entropy(
+            logits.float().flatten(0, -2), shifted.flatten(), ignore_index=NOT_TRAINED, reduction="sum"
+        )
         return total / divisor
 
 

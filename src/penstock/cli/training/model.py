@@ -5,36 +5,64 @@ import shutil
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
+from dataclasses import dataclass
 
 import torch
 from torch import nn
 
-from penstock.cli.training.config import TrainConfig
-from penstock.cli.training.settings.common import ON
+from penstock.checkpoint.tensorfiles import StoredTensors, WeightFiles
 from penstock.errors import ConfigError, MemoryBudgetError, PenstockError, one_line
 from penstock.integrations.chunked import chunk_loss
-from penstock.integrations.huggingface import ModelSource, build_empty, build_model, enable_activation_checkpointing
+from penstock.integrations.huggingface import ModelSource, build_empty, build_model
+from penstock.integrations.lora import Lora, LoraWeights, add_adapters
+from penstock.integrations.vocabulary import GrownTensors, grow_vocabulary
 
 _COMPILERS = ("torch._dynamo", "torch._inductor")
 
 
-def build(source: ModelSource, config: TrainConfig) -> tuple[nn.Module, Path | None]:
-    """Build the model that the settings ask for, its random weights drawn from `config.seed`.
+@dataclass(frozen=True)
+class Built:
+    """A model before it is prepared.
 
-    Returns:
-        The model, and the folder that `penstock.prepare` reads its values from; `None` where it has them already.
+    Attributes:
+        model: with values, or on the meta device.
+        weights: what `penstock.prepare` reads its values from; `None` where it has them already.
     """
-    torch.manual_seed(config.seed)
+
+    model: nn.Module
+    weights: StoredTensors | None
+
+
+def build(
+    source: ModelSource, *, vocab_size: int, lora: Lora | None, chunks_loss: bool, compiles: bool, seed: int
+) -> Built:
+    """Build the model that is asked for: with rows for new tokens, beside adapters, without logits, compiled.
+
+    Arguments:
+        source: where it comes from.
+        vocab_size: rows of its embedding; more than it has are new.
+        lora: the adapters that alone are trained; `None` trains all of it.
+        chunks_loss: whether its logits are never whole.
+        compiles: whether its blocks are compiled.
+        seed: what random weights, and the adapters' first values, are drawn from.
+    """
+    torch.manual_seed(seed)
     empty = build_empty(source)
     model = build_model(source) if empty is None else empty
-    if config.recompute == ON:
-        enable_activation_checkpointing(model)
-    if config.chunked_loss == ON:
+    weights: StoredTensors | None = None
+    if empty is not None and source.folder is not None:
+        weights = WeightFiles(source.folder)
+    if vocab_size > source.vocab_size:
+        rows = grow_vocabulary(model, vocab_size)
+        weights = weights and GrownTensors(weights, rows, vocab_size)
+    if lora is not None:
+        model = add_adapters(model, lora, seed=seed)
+        weights = weights and LoraWeights(weights, model, lora, seed=seed)
+    if chunks_loss:
         chunk_loss(model)
-    if config.compile:
+    if compiles:
         compile_blocks(model)
-    return model, None if empty is None else source.folder
+    return Built(model, weights)
 
 
 def check_compiler(device: torch.device) -> None:

@@ -1,17 +1,19 @@
 """The optimizer of a run: a class of torch's with parameters in two groups, prepared by penstock."""
 
-from pathlib import Path
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any, Literal, cast
 
 import torch
 from torch import nn
 
 import penstock
-from penstock.cli.ranks import Ranks
 from penstock.cli.training.config import TrainConfig
+from penstock.cli.training.model import Built
 from penstock.cli.training.optimizer_arguments import CLASSES, optimizer_arguments, takes_weight_decay
 from penstock.cli.training.recipe import Recipe
 from penstock.errors import ConfigError
+from penstock.footprint import Footprint, footprint
 
 Precision = Literal["fp32", "bf16", "fp16"]
 
@@ -19,33 +21,58 @@ Precision = Literal["fp32", "bf16", "fp16"]
 _CPU_BF16 = ("avx512_bf16", "amx_bf16")
 
 
-def prepare_model(
-    model: nn.Module, config: TrainConfig, recipe: Recipe, ranks: Ranks, *, weights: Path | None = None
-) -> penstock.Optimizer:
-    """Hand the model and its optimizer to penstock. Every rank calls it.
+@dataclass(frozen=True)
+class Preparation:
+    """What `penstock.prepare` is given for a run, and `penstock.footprint` before it.
+
+    Attributes:
+        model: what is trained.
+        optimizer: torch's, of its trained parameters.
+        arguments: the others, by name.
+    """
+
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    arguments: Mapping[str, Any]
+
+    def prepare(self) -> penstock.Optimizer:
+        """Hand it to penstock. Every rank calls it.
+
+        Raises:
+            ConfigError: what the settings ask for cannot be done.
+            MemoryBudgetError, NvmeError: there is no room for it.
+        """
+        return penstock.prepare(self.model, self.optimizer, **self.arguments)
+
+    def footprint(self, *, world_size: int) -> Footprint:
+        """Say what it will take of a rank, of so many. Takes nothing."""
+        return footprint(self.model, self.optimizer, world_size=world_size, **self.arguments)
+
+
+def preparation(built: Built, config: TrainConfig, recipe: Recipe, precision: Precision) -> Preparation:
+    """Say how a model is trained.
 
     Arguments:
-        model: what is trained; without values where `weights` has them.
+        built: what is trained, and where its values are.
         config: the settings.
         recipe: what a step is, and the peak learning rate.
-        ranks: the place of this process.
-        weights: the folder with the values of a model that has none.
+        precision: what is computed in.
 
     Raises:
-        ConfigError: what the settings ask for cannot be done.
+        ConfigError: nothing of the model is trained.
     """
     maker: Any = CLASSES[config.optimizer_name]
-    return penstock.prepare(
-        model,
-        maker(parameter_groups(model, config), lr=recipe.lr, **optimizer_arguments(config)),
-        stage=cast("Any", config.stage),  # the library checks the values that the types would
-        placement=config.placement(),
-        precision=resolve_precision(config.precision, ranks.device),
-        max_grad_norm=config.max_grad_norm,
-        overlap=cast("Any", config.overlap),
-        options=config.options(),
-        weights=weights,
-    )
+    optimizer = maker(parameter_groups(built.model, config), lr=recipe.lr, **optimizer_arguments(config))
+    arguments = {
+        "stage": config.stage,
+        "placement": config.placement(),
+        "precision": precision,
+        "max_grad_norm": config.max_grad_norm,
+        "overlap": config.overlap,
+        "options": config.options(),
+        "weights": built.weights,
+    }
+    return Preparation(built.model, optimizer, arguments)
 
 
 def parameter_groups(model: nn.Module, config: TrainConfig) -> list[dict[str, Any]]:

@@ -1,7 +1,7 @@
 """Sequences to tensors."""
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import numpy as np
@@ -48,14 +48,18 @@ class Batch:
     token_count: int
 
     def inputs(self) -> dict[str, Tensor]:
-        """Return the tensors by the names of a model's arguments."""
+        """Return the tensors by the names of a model's arguments, but for the labels."""
         named = {
             "input_ids": self.input_ids,
-            "labels": self.labels,
             "position_ids": self.position_ids,
             "attention_mask": self.attention_mask,
         }
         return {name: value for name, value in named.items() if value is not None}
+
+    def each(self, change: Callable[[Tensor], Tensor]) -> "Batch":
+        """Make a batch of what becomes of each tensor, such as its copy on a device."""
+        changed: dict[str, Any] = {name: change(tensor) for name, tensor in self.inputs().items()}
+        return replace(self, labels=change(self.labels), **changed)
 
 
 @dataclass(frozen=True)

@@ -59,6 +59,7 @@ class Prepared:
         trained: whether a token is a label, bool of shape (tokens,); `None` where all are.
         offsets: where each row begins in them, and the end of the last: int64 of shape (rows + 1,).
         places: the file and the number of each row.
+        digest: names ids, labels and rows, wherever they came from.
         counts: how many rows there are of what, as it was told when they were encoded.
     """
 
@@ -66,6 +67,7 @@ class Prepared:
     trained: npt.NDArray[np.bool_] | None
     offsets: npt.NDArray[np.int64]
     places: RowPlaces
+    digest: str
     counts: Counts
 
     @property
@@ -242,7 +244,7 @@ def _open(place: Path, fingerprint: str) -> Prepared | None:
             return None
         with contextlib.suppress(OSError):  # a folder that is shared for reading only
             os.utime(place / MARKER)  # used: `discard_old` takes others first
-        return Prepared(ids, trained, offsets, RowPlaces(place), _counts(marker["counts"]))
+        return Prepared(ids, trained, offsets, RowPlaces(place), str(marker["digest"]), _counts(marker["counts"]))
     except (OSError, KeyError, TypeError, AttributeError, ValueError, IndexError):
         return None
 

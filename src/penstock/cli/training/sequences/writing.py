@@ -1,5 +1,6 @@
 """Samples, appended to the files of prepared data."""
 
+import hashlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol
@@ -50,6 +51,7 @@ class SampleWriter:
         self._places = RowPlacesWriter(folder)
         self._trained: DataFile | None = None
         self._inside_row = False
+        self._digest = hashlib.blake2b(digest_size=16)
         self.row_count = 0
         self.token_count = 0
 
@@ -66,7 +68,9 @@ class SampleWriter:
             self._places.append(self.row_count, sample.where)
             self._inside_row = True
         self._add_trained(sample)
-        self._ids.append(ids.astype(self._dtype).tobytes())
+        held = ids.astype(self._dtype).tobytes()
+        self._digest.update(held)
+        self._ids.append(held)
         self.token_count += len(ids)
         if sample.ends_row:
             self._end_row()
@@ -83,10 +87,14 @@ class SampleWriter:
                 raise ConfigError(
                     f"{sample.where}: {len(sample.ids)} tokens have {len(trained)} marks of what is trained."
                 )
-            self._trained.append(trained.astype(np.bool_).tobytes())
+            marks = trained.astype(np.bool_).tobytes()
+            self._digest.update(marks)
+            self._trained.append(marks)
 
     def _end_row(self) -> None:
-        self._offsets.append(np.int64(self.token_count).tobytes())
+        offset = np.int64(self.token_count).tobytes()
+        self._digest.update(offset)
+        self._offsets.append(offset)
         self.row_count += 1
         self._inside_row = False
 
@@ -99,6 +107,7 @@ class SampleWriter:
         return {
             "rows": self.row_count,
             "tokens": self.token_count,
+            "digest": self._digest.hexdigest(),
             "id_bytes": self._dtype().itemsize,
             "sizes": {file.path.name: file.byte_count for file in self._files()},
         }
