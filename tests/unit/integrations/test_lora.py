@@ -347,6 +347,30 @@ def padded(parameters: list[nn.Parameter]) -> int:
 # Training
 
 
+@pytest.mark.parametrize("before", [False, True])
+def test_activations_are_recomputed_whenever_that_was_asked_for(before: bool, tmp_path: Path) -> None:
+    """peft has a hook for models that recompute already: embeddings require gradients then."""
+    lora = Lora(r=2, base="int8")
+    model = llama()
+    model.save_pretrained(tmp_path)
+    with torch.device("meta"):
+        empty: Any = type(model)(model.config)
+    for step in (enable_activation_checkpointing, chunk_loss) if before else ():
+        step(empty)
+    empty = add_adapters(empty, lora, seed=3)
+    for step in () if before else (enable_activation_checkpointing, chunk_loss):
+        step(empty)
+    optimizer = prepared(empty, weights=LoraWeights(tmp_path, empty, lora, seed=3))
+    plain: Any = add_adapters(llama(), lora, seed=3)
+    optimizer.backward(empty(input_ids=IDS, labels=IDS).loss)
+    plain(input_ids=IDS, labels=IDS).loss.backward()
+    for (name, ours), theirs in zip(empty.named_parameters(), plain.parameters(), strict=True):
+        if theirs.requires_grad:
+            torch.testing.assert_close(optimizer.full_grad(ours), theirs.grad, rtol=1e-5, atol=1e-7, msg=name)
+            assert bool(theirs.grad.any()) == ("lora_B" in name), "B is zero at first, so A has no gradient"
+    optimizer.close()
+
+
 @pytest.mark.parametrize("base", ["auto", "int8"])
 def test_adapters_learn_as_in_plain_torch(base: Any, tmp_path: Path) -> None:
     """With activations recomputed and without logits; the embeddings are frozen, so no input requires a gradient."""
