@@ -11,8 +11,8 @@ import penstock
 from penstock.checkpoint.codes import codes_of, decoded, scales_of
 from penstock.errors import ConfigError
 from penstock.integrations.chunked import chunk_loss
-from penstock.integrations.huggingface import enable_activation_checkpointing
-from penstock.integrations.lora import Lora, LoraWeights, add_adapters, check_precision, parse_lora
+from penstock.integrations.huggingface import build_model, enable_activation_checkpointing, find_model
+from penstock.integrations.lora import Lora, LoraWeights, add_adapters, build_adapted, check_precision, parse_lora
 from penstock.integrations.quantised import Int8Linear, quantise_linears
 
 pytest.importorskip("peft")
@@ -212,6 +212,24 @@ def test_layers_that_lie_the_other_way_round(tmp_path: Path) -> None:
     optimizer.close()
     for name, value in add_adapters(gpt2(), Lora(r=2), seed=3).named_parameters():
         assert torch.equal(found[name], value.detach()), name
+
+
+@pytest.mark.parametrize("base", ["auto", "int8"])
+def test_a_source_is_built_with_adapters(base: Any, tmp_path: Path) -> None:
+    """A folder without values, a preset with them; each is what `add_adapters` makes of the whole model."""
+    lora = Lora(r=2, base=base)
+    llama().save_pretrained(tmp_path)
+    for name in (str(tmp_path), "tiny"):
+        source = find_model(name, seq_length=8)
+        torch.manual_seed(1)
+        model, weights = build_adapted(source, lora, seed=3)
+        assert (weights is None) == (name == "tiny")
+        optimizer = prepared(model, weights=weights)
+        torch.manual_seed(1)
+        expected = add_adapters(build_model(source), lora, seed=3)
+        for (own, ours), theirs in zip(model.named_parameters(), expected.parameters(), strict=True):
+            assert torch.equal(optimizer.full_param(ours), theirs.detach().float()), own
+        optimizer.close()
 
 
 def test_another_seed_draws_other_adapters(tmp_path: Path) -> None:
