@@ -128,8 +128,8 @@ def _gathered(
     parameters = [entries[name] for name in plan.specs if isinstance(entries[name], nn.Parameter)]
     for group in batches(parameters, GATHER_BYTES):
         merges = [plan.merges[names[p]] for p in group if names[p] in plan.merges]
-        held = {name: optimizer.full_param(entries[name]) for merge in merges for name in merge.needs}
-        trained = {p: optimizer.full_param(p) for p in group if p.requires_grad}
+        held = {name: optimizer.full_param(entries[name]).cpu() for merge in merges for name in merge.needs}
+        trained = {p: optimizer.full_param(p).cpu() for p in group if p.requires_grad}
         with optimizer.gathered([p for p in group if not p.requires_grad]):
             for parameter in group:
                 value = trained[parameter] if parameter.requires_grad else parameter.detach().cpu()
@@ -181,7 +181,7 @@ class _Writer:
             self._place[spec.name].write(spec.name, start, whole.to(spec.dtype).contiguous())
         for own in () if merge is None or merge.adapter is None else merge.adapter:
             of_adapter = self._plan.adapters[own]
-            self._place[of_adapter.name].write(of_adapter.name, 0, held[own].cpu().contiguous())
+            self._place[of_adapter.name].write(of_adapter.name, 0, held[own].contiguous())
 
     def finish(self) -> None:
         """Have everything on the disk, then give it its names; what an older model has left goes."""

@@ -11,8 +11,8 @@ import penstock
 from penstock.checkpoint.codes import codes_of, decoded, scales_of
 from penstock.errors import ConfigError
 from penstock.integrations.chunked import chunk_loss
-from penstock.integrations.huggingface import enable_activation_checkpointing
-from penstock.integrations.lora import Lora, LoraWeights, add_adapters, check_precision, parse_lora
+from penstock.integrations.huggingface import build_model, enable_activation_checkpointing, find_model
+from penstock.integrations.lora import Lora, LoraWeights, add_adapters, build_adapted, check_precision, parse_lora
 from penstock.integrations.quantised import Int8Linear, quantise_linears
 
 pytest.importorskip("peft")
@@ -214,6 +214,24 @@ def test_layers_that_lie_the_other_way_round(tmp_path: Path) -> None:
         assert torch.equal(found[name], value.detach()), name
 
 
+@pytest.mark.parametrize("base", ["auto", "int8"])
+def test_a_source_is_built_with_adapters(base: Any, tmp_path: Path) -> None:
+    """A folder without values, a preset with them; each is what `add_adapters` makes of the whole model."""
+    lora = Lora(r=2, base=base)
+    llama().save_pretrained(tmp_path)
+    for name in (str(tmp_path), "tiny"):
+        source = find_model(name, seq_length=8)
+        torch.manual_seed(1)
+        model, weights = build_adapted(source, lora, seed=3)
+        assert (weights is None) == (name == "tiny")
+        optimizer = prepared(model, weights=weights)
+        torch.manual_seed(1)
+        expected = add_adapters(build_model(source), lora, seed=3)
+        for (own, ours), theirs in zip(model.named_parameters(), expected.parameters(), strict=True):
+            assert torch.equal(optimizer.full_param(ours), theirs.detach().float()), own
+        optimizer.close()
+
+
 def test_another_seed_draws_other_adapters(tmp_path: Path) -> None:
     model, lora = llama(), Lora(r=2)
     model.save_pretrained(tmp_path)
@@ -345,6 +363,30 @@ def padded(parameters: list[nn.Parameter]) -> int:
 
 
 # Training
+
+
+@pytest.mark.parametrize("before", [False, True])
+def test_activations_are_recomputed_whenever_that_was_asked_for(before: bool, tmp_path: Path) -> None:
+    """peft has a hook for models that recompute already: embeddings require gradients then."""
+    lora = Lora(r=2, base="int8")
+    model = llama()
+    model.save_pretrained(tmp_path)
+    with torch.device("meta"):
+        empty: Any = type(model)(model.config)
+    for step in (enable_activation_checkpointing, chunk_loss) if before else ():
+        step(empty)
+    empty = add_adapters(empty, lora, seed=3)
+    for step in () if before else (enable_activation_checkpointing, chunk_loss):
+        step(empty)
+    optimizer = prepared(empty, weights=LoraWeights(tmp_path, empty, lora, seed=3))
+    plain: Any = add_adapters(llama(), lora, seed=3)
+    optimizer.backward(empty(input_ids=IDS, labels=IDS).loss)
+    plain(input_ids=IDS, labels=IDS).loss.backward()
+    for (name, ours), theirs in zip(empty.named_parameters(), plain.parameters(), strict=True):
+        if theirs.requires_grad:
+            torch.testing.assert_close(optimizer.full_grad(ours), theirs.grad, rtol=1e-5, atol=1e-7, msg=name)
+            assert bool(theirs.grad.any()) == ("lora_B" in name), "B is zero at first, so A has no gradient"
+    optimizer.close()
 
 
 @pytest.mark.parametrize("base", ["auto", "int8"])
