@@ -184,3 +184,10 @@ def test_a_file_that_was_there_is_replaced_as_a_whole(tmp_path: Path, monkeypatc
     monkeypatch.undo()
     write_run_file(TrainConfig(out=tmp_path, seed=2), {}, world_size=1)
     assert yaml.safe_load(path.read_text())["seed"] == 2
+
+
+def test_a_folder_that_is_gone_fails_no_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    assert "git" not in about(world_size=1)

@@ -35,7 +35,7 @@ def about(*, world_size: int) -> dict[str, Any]:
         "versions": versions(),
         "machine": machine(),
     }
-    source = git_state(Path.cwd())
+    source = git_state(Path())  # which git resolves: the folder may be gone
     return described | ({"git": source} if source else {})
 
 
