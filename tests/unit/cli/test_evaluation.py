@@ -117,7 +117,7 @@ def test_the_loss_is_a_sum_over_the_labels_of_the_whole_step(takes_count: bool) 
     model.accepts_loss_kwargs = takes_count
     batch = batch_of(2, 8, 5)
     loss = Loss(model)(batch, 20)
-    assert float(loss) == pytest.approx(sum_of_losses(model, batch) / 20, rel=1e-5)
+    assert loss.item() == pytest.approx(sum_of_losses(model, batch) / 20, rel=1e-5)
 
 
 @pytest.mark.parametrize("takes_count", [True, False])
@@ -126,7 +126,7 @@ def test_a_step_without_a_label_has_a_loss_of_zero(takes_count: bool) -> None:
     model.accepts_loss_kwargs = takes_count
     loss = Loss(model)(batch_of(2, 8, 0), 0)
     loss.backward()
-    assert float(loss) == 0
+    assert loss.item() == 0
     assert all(float(p.grad.abs().max()) == 0 for p in model.parameters() if p.grad is not None)
 
 

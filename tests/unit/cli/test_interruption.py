@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
@@ -13,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from penstock.checkpoint.opened import checkpoints_in
+from penstock.checkpoint.opened import checkpoints_in, read_manifest
 from penstock.cli import main
 from penstock.cli.training import interruption, run
 from penstock.cli.training.evaluation import Evaluations
@@ -116,17 +117,23 @@ def test_a_ctrl_c_that_is_ignored_stays_ignored() -> None:
 
 
 @pytest.mark.usefixtures("handlers")
-def test_a_child_that_was_forked_ends_by_its_signals() -> None:
+def test_children_that_were_forked_end_by_their_signals_and_hold_nothing_up() -> None:
     with Interruption() as asking:
         asking.defer()
-        child = os.fork()
-        if child == 0:
-            time.sleep(60)
-            os._exit(0)
-        os.kill(child, signal.SIGTERM)
-        _, status = os.waitpid(child, 0)
-        assert os.WTERMSIG(status) == signal.SIGTERM
+        children = []
+        for _ in range(2):
+            children.append(os.fork())
+            if children[-1] == 0:
+                time.sleep(60)
+                os._exit(0)
+        os.kill(children[0], signal.SIGTERM)
+        assert os.WTERMSIG(os.waitpid(children[0], 0)[1]) == signal.SIGTERM
         assert not asking.asked
+        began = time.monotonic()
+    assert time.monotonic() - began < 30
+    assert not any(thread.name == "penstock-signals" for thread in threading.enumerate())
+    os.kill(children[1], signal.SIGKILL)
+    os.waitpid(children[1], 0)
 
 
 def held_out_that_is_broken_off(patch: pytest.MonkeyPatch, *, evaluation: int) -> None:
@@ -224,6 +231,10 @@ def train_rank(rank: int, arguments: list[str], folder: Path) -> None:
             os.kill(os.getpid(), signal.SIGINT)
         return outcome
 
+    def planned(self: Evaluations, step: int) -> float | None:
+        return None if measure(self, step) is None else 1.0 + abs(step - 4)
+
+    measure, Evaluations.measure = Evaluations.measure, planned  # type: ignore[method-assign]
     Stepper.make = asking  # type: ignore[method-assign]
     statuses = []
     for out, asks[0] in (("whole", False), ("parts", True), ("parts", False)):
@@ -237,11 +248,16 @@ def train_rank(rank: int, arguments: list[str], folder: Path) -> None:
 
 
 def test_one_rank_is_asked_and_both_save_and_go_on_to_the_same_weights(arguments: list[str], tmp_path: Path) -> None:
-    run_ranks(train_rank, 2, [*arguments, "--accumulation", "2"], tmp_path)
+    """The weights are those of the lowest loss, to which both ranks go back."""
+    run_ranks(train_rank, 2, [*arguments, "--accumulation", "2", "--eval-every", "2", "--early-stop", "2"], tmp_path)
     assert [(tmp_path / f"statuses{rank}").read_text() for rank in range(2)] == ["[0, 75, 0]"] * 2
     assert [line["step"] for line in events(tmp_path / "parts", "step")] == list(range(1, 9))
     assert events(tmp_path / "parts", "step")[-1]["loss"] == events(tmp_path / "whole", "step")[-1]["loss"]
     assert weights(tmp_path / "parts") == weights(tmp_path / "whole")
+    best = read_manifest(tmp_path / "parts" / "best").extra
+    assert isinstance(best, dict)
+    assert best["step"] == 4
+    assert events(tmp_path / "parts", "end")[-1]["loss_after"] == 1.0
 
 
 # Processes of their own

@@ -27,6 +27,7 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 #: A launcher that gets Ctrl-C hands it on, so that its processes get it twice, or with a SIGTERM: within this time the
 #: same Ctrl-C is meant.
 AGAIN_SECONDS = 1.0
+_LAST = b"\0"  # no signal has this number
 _SHOW_CURSOR = b"\x1b[?25h"
 
 
@@ -91,8 +92,10 @@ class Interruption:
         for number, handler in self._before.items():
             signal.signal(number, signal.SIG_DFL if handler is None else handler)
         signal.set_wakeup_fd(self._wakeup_before)
-        os.close(self._writing)  # the thread reads the end, and ends
+        # Not by closing it: a process that was forked may have it open, and the thread would wait for that one.
+        os.write(self._writing, _LAST)
         self._watch.join()
+        os.close(self._writing)
         os.close(self._reading)
 
     def defer(self) -> None:
@@ -119,7 +122,7 @@ class Interruption:
 
     def _watch_signals(self) -> None:
         """Answer signals at once, whatever the main thread waits for."""
-        while numbers := os.read(self._reading, 64):
+        while _LAST not in (numbers := os.read(self._reading, 64)):
             for number in numbers:
                 if number == signal.SIGINT and self._is_again():
                     self._end_at_once()
