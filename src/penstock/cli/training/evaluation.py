@@ -10,6 +10,7 @@ from penstock.cli.training.feed import Feed
 from penstock.cli.training.interruption import Interruption
 from penstock.cli.training.loss import Loss
 from penstock.cli.training.reporting.reports import Reports
+from penstock.cli.training.sampling import Sampler
 
 
 class Evaluations:
@@ -23,6 +24,7 @@ class Evaluations:
         reports: who is told.
         interruption: what may break an evaluation off.
         token_name: what a token is, in the singular.
+        sampler: what writes samples after each; `None` for none.
     """
 
     def __init__(
@@ -35,6 +37,7 @@ class Evaluations:
         interruption: Interruption,
         *,
         token_name: str,
+        sampler: Sampler | None = None,
     ) -> None:
         self._model = model
         self._loss = loss
@@ -43,6 +46,7 @@ class Evaluations:
         self._reports = reports
         self._interruption = interruption
         self._token_name = token_name
+        self._sampler = sampler
 
     def measure(self, step: int) -> float | None:
         """Measure and report the held-out loss after some steps, in nats per token.
@@ -58,6 +62,8 @@ class Evaluations:
             self._model.train()
         if loss is not None:
             self._reports.evaluation(step, loss, time.perf_counter() - began, token_name=self._token_name)
+            if self._sampler is not None:
+                self._sampler.write(step)
         return loss
 
     def _mean(self) -> float | None:

@@ -18,6 +18,7 @@ from penstock.cli.training.feed import Feed
 from penstock.cli.training.interruption import Interruption
 from penstock.cli.training.loss import Loss
 from penstock.cli.training.recipe import Course
+from penstock.cli.training.reporting.gauges import Gauges
 from penstock.cli.training.reporting.memory import bytes_by_tier
 from penstock.cli.training.reporting.progress import Progress
 from penstock.cli.training.reporting.reports import Reports

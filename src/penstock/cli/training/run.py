@@ -1,33 +1,20 @@
 """One run of `penstock train`, from the request to the saved model."""
 
-import time
-from contextlib import ExitStack
-from importlib.metadata import version
 from typing import Any
 
-import penstock
 from penstock.cli.ranks import Ranks, joined
-from penstock.cli.training.best import BestCheckpoint
-from penstock.cli.training.checkpoints import Checkpoints, best_of, checkpoint_to_resume
 from penstock.cli.training.config import TrainConfig
 from penstock.cli.training.dataset import Data, read_data
-from penstock.cli.training.evaluation import Evaluations
-from penstock.cli.training.feed import DataFeed
 from penstock.cli.training.fitting import about_fit, check_fits, of_checkpoints, plan_of, recomputes
-from penstock.cli.training.interruption import Interruption, asked_to_end
-from penstock.cli.training.loop import Ending, Stepper, Training, Why
-from penstock.cli.training.loss import Loss
+from penstock.cli.training.interruption import Interruption
 from penstock.cli.training.model import build, computing
 from penstock.cli.training.optimizer import Preparation, about_decay, preparation
 from penstock.cli.training.recipe import Course
-from penstock.cli.training.reporting.formats import format_seconds
-from penstock.cli.training.reporting.gauges import Gauges
 from penstock.cli.training.reporting.reports import Reports
 from penstock.cli.training.request import Request, check_request
-from penstock.cli.training.runfile import resolved_by, write_run_file
-from penstock.cli.training.sampling import Sampler, prompts_of
-from penstock.cli.training.saving import save_model
+from penstock.cli.training.runfile import resolved_by
 from penstock.cli.training.schedule import rate_factor
+from penstock.cli.training.session import Session
 from penstock.cli.training.settings.common import OFF, ON
 from penstock.footprint import Footprint
 from penstock.integrations.huggingface import enable_activation_checkpointing
@@ -72,8 +59,8 @@ def run(config: TrainConfig, interruption: Interruption) -> bool:
         # 4.
         reports.note(about_decay(prepared.model, config))
         with joined(request.ranks):
-            resolved = _resolved(request, course, recomputed=recomputed) | {"plan": plan_of(found)}
-            return _train(request, data, course, prepared, resolved, reports, interruption)
+            session = Session(request, data, course, prepared, reports, interruption)
+            return session.run(_resolved(request, course, recomputed=recomputed), plan_of(found))
 
 
 def _planned(request: Request, course: Course) -> tuple[Preparation, Footprint, bool]:
@@ -95,74 +82,38 @@ def _planned(request: Request, course: Course) -> tuple[Preparation, Footprint, 
     return prepared, found, recomputed
 
 
-def _train(
-    request: Request,
-    data: Data,
-    course: Course,
-    prepared: Preparation,
-    resolved: dict[str, Any],
-    reports: Reports,
-    interruption: Interruption,
-) -> bool:
-    """Prepare the model, go on from a checkpoint if asked, train, and save what came out. Every rank calls it.
-
-    1. Prepare the model; go on from a checkpoint.
-    2. Train, and measure the held-out loss. A run that is asked to end ends here.
-    3. Go back to the lowest held-out loss if asked.
-    4. Save the model, then write samples: what goes wrong there takes nothing of it away.
-    """
-    began = time.perf_counter()
-    config, ranks, model = request.config, request.ranks, prepared.model
-    # 1.
-    about = _about_run(request, data, prepared)  # before it is sharded, which changes its parameters
-    loss = Loss(model)
-    optimizer = prepared.prepare()
-    feed = DataFeed(data, config, course, ranks, pad_id=request.pad_id)
-    checkpoints = Checkpoints(config, course, optimizer, feed.identity())
-    resumed = checkpoint_to_resume(config)
-    start = checkpoints.resume(resumed)
-    if start.step:
-        differing = f", with {checkpoints.changed}" if checkpoints.changed else ""
-        reports.note(f"goes on after step {start.step}{differing}")
-    best = BestCheckpoint(best_of(config), optimizer, ranks, reports)
-    if config.keeps_best:
-        best.look(checkpoints.best)
-    # Nothing can be refused any more: what an earlier run has left may go.
-    interruption.defer()
-    reports.start(goes_on=resumed is not None, **about)
-    if ranks.is_first:
-        plan = resolved.pop("plan")
-        write_run_file(config, resolved, world_size=ranks.world_size, plan=plan)
-    # 2.
-    prompts = prompts_of(config, data, request.tokenizer)
-    sampler = Sampler(model, optimizer, prompts, request.tokenizer, config, course, ranks, reports)
-    on_the_way = sampler if config.prompt and config.eval_every else None
-    evaluations = Evaluations(model, loss, feed, ranks, reports, interruption, token_name=request.tokenizer.token_name)
-    training = Training(
-        Stepper(loss, optimizer, course, ranks),
-        feed,
-        checkpoints,
-        evaluations if config.eval_sequences else None,
-        config,
-        reports,
-        Gauges(model, optimizer, config, course, ranks, begin=start.step),
-        interruption,
+def about_data(data: Data, request: Request, course: Course) -> list[str]:
+    """Say in lines what is trained on, and what of it is left out."""
+    numbers = data.about()
+    kinds = ", ".join(f"{count:,} of {kind}" for kind, count in data.kinds.items())
+    sources = len(data.train)
+    lines = [
+        f"{numbers['rows']:,} rows ({kinds}) of {sources:,} source{'s' * (sources > 1)}: "
+        f"{numbers['train_tokens']:,} tokens to train on, {numbers['train_labels']:,} of them learned, in "
+        f"{numbers['train_sequences']:,} sequences of at most {course.seq_length}; "
+        f"{numbers['held_out_tokens']:,} tokens held out"
+    ]
+    if numbers["cut_rows"]:
+        lost = f"lose {numbers['cut_tokens']:,} tokens" if numbers["cut_tokens"] else "are split, and lose nothing"
+        lines.append(f"{numbers['cut_rows']:,} rows are longer than a sequence, and {lost}")
+    if numbers["dropped_rows"]:
+        lines.append(f"{numbers['dropped_rows']:,} rows are left out: nothing that is learned is left of them")
+    lines += [f"{count:,} rows: {note}" for note, count in data.notes.items()]
+    if request.why_padded:
+        lines.append(f"padded, not packed: {request.why_padded}")
+    how = "packed" if request.packed else "padded"
+    lines.append(
+        f"{how}, {data.padding_share:.1%} padding; {course.steps:,} steps of {course.per_step:,} sequences, "
+        f"{course.epochs:.3g} epochs; lr {course.lr:g}"
     )
-    ending = training.run(start, on_the_way)
-    if ending.why is Why.ASKED:
-        reports.note(asked_to_end(step=ending.position.step))
-        optimizer.close(keep_params=False)
-        return False
-    # 3.
-    is_best = config.keeps_best and best.go_back(checkpoints.best, ending.position.step)
-    # 4.
-    save_model(model, optimizer, request, is_first_rank=ranks.is_first)
-    reports.note(f"saved the model in {config.out}")
-    if not ranks.any(interruption.asked):
-        sampler.write(checkpoints.best.step if is_best else ending.position.step)
-    optimizer.close(keep_params=False)
-    seconds = time.perf_counter() - began
-    loss_after = checkpoints.best.loss if is_best else ending.loss_after
-    reports.end(model=str(config.out), loss_before=ending.loss_before, loss_after=loss_after, seconds=seconds)
-    reports.note(f"done in {format_seconds(seconds)}")
-    return True
+    return lines
+
+
+def _resolved(request: Request, course: Course, *, recomputed: bool) -> dict[str, Any]:
+    """List what was left to the run and is known now, by the names of options."""
+    return resolved_by(request.config, course) | {
+        "precision": request.precision,
+        "packing": ON if request.packed else OFF,
+        "chunked_loss": ON if request.chunks_loss else OFF,
+        "recompute": ON if recomputed else OFF,
+    }
