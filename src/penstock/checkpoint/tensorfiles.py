@@ -246,10 +246,13 @@ def divide(tensors: Sequence[TensorSpec], stem: str, most_bytes: int) -> dict[st
     return dict(zip(names, files or [[]], strict=True))
 
 
-def index_of(files: Mapping[str, Sequence[TensorSpec]]) -> str:
-    """Write the index of several files, by their names."""
+def index_of(files: Mapping[str, Sequence[TensorSpec]], about: Mapping[str, object] | None = None) -> str:
+    """Write the index of several files, by their names, with what else it says of them all."""
     index: Mapping[str, object] = {
-        "metadata": {"total_size": sum(tensor.nbytes for tensors in files.values() for tensor in tensors)},
+        "metadata": {
+            **(about or {}),
+            "total_size": sum(tensor.nbytes for tensors in files.values() for tensor in tensors),
+        },
         "weight_map": {tensor.name: file for file, tensors in files.items() for tensor in tensors},
     }
     return json.dumps(index, indent=2, sort_keys=True) + "\n"

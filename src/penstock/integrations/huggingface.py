@@ -25,8 +25,8 @@ from penstock.integrations.folders import (
     reading,
 )
 from penstock.integrations.hub import fetch_model, is_hub_name
+from penstock.integrations.saving import save_pretrained as save_pretrained
 from penstock.integrations.tokenizers import ByteTokenizer
-from penstock.integrations.weights import gather_entries, state_entries
 
 _MOST_NAMED = 8
 
@@ -210,23 +210,6 @@ def enable_activation_checkpointing(model: nn.Module) -> None:
         enable({"use_reentrant": False})
     except Exception as error:
         raise ConfigError(f"{type(model).__name__} cannot recompute activations: {one_line(error)}.") from error
-
-
-def save_pretrained(model: nn.Module, optimizer: Any, out: Path, *, is_first_rank: bool = True) -> None:
-    """Save weights and configuration so that `from_pretrained(out)` reads them. Every rank calls it.
-
-    Parameters are gathered a batch at a time and collected in the host memory of rank 0, which needs room for
-    the whole model in its compute dtype; no device ever does.
-
-    Arguments:
-        model: a transformers model.
-        optimizer: what `penstock.prepare` returned for it.
-        out: the folder, made when missing.
-        is_first_rank: whether this rank writes.
-    """
-    state = gather_entries(state_entries(model), optimizer, keep=is_first_rank)
-    if is_first_rank:
-        model.save_pretrained(out, state_dict=state)  # type: ignore[operator]
 
 
 def _find_folder(name: str, trust_remote_code: bool) -> ModelSource:

@@ -1,9 +1,6 @@
 """A trained model with adapters as a whole model: merged, and written, a part at a time."""
 
-import contextlib
 import json
-import os
-import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,14 +12,13 @@ from torch import Tensor, nn
 from penstock.checkpoint.adapters import Form, Merge, base_name, merged, plan_merges
 from penstock.checkpoint.beside import batches
 from penstock.checkpoint.pretrained import ADAPTER, ADAPTER_CONFIG, adapter_name, configuration, describe
-from penstock.checkpoint.tensorfiles import INDEX, TensorFile, TensorSpec, divide, failed, index_of
+from penstock.checkpoint.tensorfiles import TensorSpec
 from penstock.errors import ConfigError
+from penstock.integrations.streaming import MOST_SHARD_BYTES, ModelFiles, stream
 from penstock.integrations.weights import GATHER_BYTES, state_entries
 
-MOST_SHARD_BYTES = 5 * 10**9
 _BLOCK_NUMEL = 1 << 24  # merged at once
 _ADAPTER_FILE = "adapter_model.safetensors"
-_OF_MODEL = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors")
 
 
 @dataclass(frozen=True)
@@ -74,25 +70,13 @@ def save_merged(
     firsts = {tensor: name for name, tensor in reversed(entries.items())}
     entries = {name: tensor for name, tensor in entries.items() if firsts[tensor] == name}
     plan = _plan(model, entries, dtype)
-    failure: Exception | None = None
-    with contextlib.ExitStack() as closing:
-        writer: _Writer | None = None
-        if is_first_rank:
-            try:
-                writer = closing.enter_context(contextlib.closing(_Writer(out, plan, max_shard_bytes)))
-            except Exception as error:
-                failure = error
-        for name, value, held in _gathered(plan, entries, optimizer):
-            # A rank that raised here would leave the others waiting for it in the next gather.
-            if writer is not None and failure is None:
-                try:
-                    writer.write(name, value, held)
-                except Exception as error:
-                    failure = error
-        if writer is not None and failure is None:
-            writer.finish()
-    if failure is not None:
-        raise failure
+    adapters = {f"{ADAPTER}/{_ADAPTER_FILE}": list(plan.adapters.values())}
+    stream(
+        lambda: ModelFiles(out, list(plan.specs.values()), plan.texts, most_bytes=max_shard_bytes, beside=adapters),
+        _gathered(plan, entries, optimizer),
+        lambda files, piece: _write(files, plan, *piece),
+        is_first_rank=is_first_rank,
+    )
 
 
 def _plan(model: nn.Module, entries: Mapping[str, Tensor], dtype: torch.dtype | None) -> _Plan:
@@ -139,75 +123,13 @@ def _gathered(
             yield name, entries[name].detach().cpu(), {}
 
 
-class _Writer:
-    """The files of a merged model, under hidden names until all of them are on the disk.
-
-    Arguments:
-        out: the folder, made when missing.
-        plan: what is written.
-        most_bytes: the most bytes of a file.
-
-    Raises:
-        CheckpointError: they cannot be made, or there is no room for them.
-    """
-
-    def __init__(self, out: Path, plan: _Plan, most_bytes: int) -> None:
-        self._out = out
-        self._plan = plan
-        self._files = divide(list(plan.specs.values()), "model", most_bytes)
-        self._open: dict[str, TensorFile] = {}
-        self._place: dict[str, TensorFile] = {}
-        try:
-            (out / ADAPTER).mkdir(parents=True, exist_ok=True)
-            adapters = {f"{ADAPTER}/{_ADAPTER_FILE}": list(plan.adapters.values())}
-            for name, specs in {**self._files, **adapters}.items():
-                self._hidden(name).unlink(missing_ok=True)  # of a run that was killed
-                self._open[name] = file = TensorFile(self._hidden(name), specs)
-                self._place |= {spec.name: file for spec in specs}
-        except OSError as error:
-            self.close()
-            raise failed(out, error) from error
-        except BaseException:
-            self.close()
-            raise
-
-    def write(self, name: str, value: Tensor, held: Mapping[str, Tensor]) -> None:
-        """Write a tensor of the base, merged block by block, and the adapter that it is merged with."""
-        spec, merge = self._plan.specs[name], self._plan.merges.get(name)
-        flat = value.reshape(-1)
-        for start in range(0, flat.numel(), _BLOCK_NUMEL):
-            block = flat[start : start + _BLOCK_NUMEL]
-            whole = block if merge is None else merged(block, start, merge, held)
-            self._place[spec.name].write(spec.name, start, whole.to(spec.dtype).contiguous())
-        for own in () if merge is None or merge.adapter is None else merge.adapter:
-            of_adapter = self._plan.adapters[own]
-            self._place[of_adapter.name].write(of_adapter.name, 0, held[own].contiguous())
-
-    def finish(self) -> None:
-        """Have everything on the disk, then give it its names; what an older model has left goes."""
-        for file in self._open.values():
-            file.sync()
-        texts = dict(self._plan.texts)
-        if len(self._files) > 1:
-            texts[INDEX] = index_of(self._files)
-        try:
-            for old in self._out.iterdir():
-                if _OF_MODEL.fullmatch(old.name) or old.name == INDEX:
-                    old.unlink()
-            for name in self._open:
-                os.replace(self._hidden(name), self._out / name)
-            for name, text in texts.items():
-                (self._out / name).write_text(text, encoding="utf-8")
-        except OSError as error:
-            raise failed(self._out, error) from error
-
-    def close(self) -> None:
-        """Close the files, and remove those that have no names yet."""
-        for name, file in self._open.items():
-            file.close()
-            with contextlib.suppress(OSError):
-                self._hidden(name).unlink(missing_ok=True)
-
-    def _hidden(self, name: str) -> Path:
-        path = self._out / name
-        return path.with_name(f".{path.name}.partial")
+def _write(files: ModelFiles, plan: _Plan, name: str, value: Tensor, held: Mapping[str, Tensor]) -> None:
+    """Write a tensor of the base, merged block by block, and the adapter that it is merged with."""
+    spec, merge = plan.specs[name], plan.merges.get(name)
+    flat = value.reshape(-1)
+    for start in range(0, flat.numel(), _BLOCK_NUMEL):
+        block = flat[start : start + _BLOCK_NUMEL]
+        whole = block if merge is None else merged(block, start, merge, held)
+        files.write(spec.name, start, whole.to(spec.dtype))
+    for own in () if merge is None or merge.adapter is None else merge.adapter:
+        files.write(plan.adapters[own].name, 0, held[own])

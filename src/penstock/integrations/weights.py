@@ -2,7 +2,7 @@
 
 import os
 import tempfile
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -73,6 +73,25 @@ def gather_entries(
         else entry
         for name, entry in entries.items()
     }
+
+
+def gathered_tensors(entries: Mapping[str, Tensor], optimizer: Any) -> Iterator[tuple[str, Tensor]]:
+    """Give tensors of a state on the cpu one after the other, `GATHER_BYTES` of parameters gathered at a time.
+
+    Collective: every rank iterates to the end. A value may be gone once the next one is asked for.
+
+    Arguments:
+        entries: some or all tensors of `state_entries`, each once, the same on every rank.
+        optimizer: what `penstock.prepare` returned for the model.
+    """
+    names = {entry: name for name, entry in entries.items()}
+    for group in batches((entry for entry in names if isinstance(entry, nn.Parameter)), GATHER_BYTES):
+        with optimizer.gathered(group):
+            for parameter in group:
+                yield names[parameter], parameter.detach().cpu()
+    for entry, name in names.items():
+        if not isinstance(entry, nn.Parameter):
+            yield name, entry.detach().cpu()
 
 
 def _copied(value: Tensor, folders: Sequence[Path]) -> Tensor:

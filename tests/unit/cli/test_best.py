@@ -14,7 +14,7 @@ from torch import Tensor
 
 from penstock.checkpoint.manifest import MARKER
 from penstock.cli.training.best import Best
-from penstock.cli.training.evaluation import Evaluations
+from penstock.cli.training.evaluation import Evaluations, Measured
 
 RUN = ["--precision", "fp32", "--seq-length", "16", "--batch-size", "1", "--eval-sequences", "1", "--steps", "6"]
 RUN += ["--log-every", "1", "--sample-tokens", "0", "--lr", "0.01", "--warmup", "1", "--eval-every", "1"]
@@ -52,10 +52,11 @@ def train(
     def run(plan: Mapping[int, float], *arguments: str, out: str = "out") -> tuple[Any, dict[int, dict[str, Tensor]]]:
         seen: dict[int, dict[str, Tensor]] = {}
 
-        def measure(self: Evaluations, step: int) -> float:
+        def measure(self: Evaluations, step: int, best: Best | None = None) -> Measured:
             seen[step] = {name: p.detach().clone() for name, p in self._model.named_parameters()}
-            self._reports.evaluation(step, plan[step], 0.0, token_name="byte")
-            return plan[step]
+            is_best = None if best is None else best.count(step, plan[step])
+            self._reports.evaluation(step, plan[step], 0.0, token_name="byte", is_best=is_best)
+            return Measured(plan[step], is_best)
 
         monkeypatch.setattr(Evaluations, "measure", measure)
         common = ["train", "--model", str(model_folder), "--data", str(text_folder), *RUN, "--out", out]
@@ -94,7 +95,7 @@ def test_nothing_is_loaded_where_the_last_step_is_the_best_or_none_is(
     outcome, seen = train(plan, "--keep-best")
     assert outcome.exit_code == 0, outcome.err
     assert "back to" not in outcome.out
-    assert "lowest" not in outcome.out
+    assert "was lowest after" not in outcome.out
     assert_model_is(tmp_path / "out", seen[6])
 
 

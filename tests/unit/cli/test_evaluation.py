@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock.cli.ranks import Ranks
+from penstock.cli.training.best import Best
 from penstock.cli.training.evaluation import Evaluations
 from penstock.cli.training.feed import Batch
 from penstock.cli.training.interruption import Interruption
@@ -46,11 +47,15 @@ def sum_of_losses(model: nn.Module, batch: Batch) -> float:
 class Told:
     def __init__(self) -> None:
         self.losses: list[tuple[int, float]] = []
+        self.bests: list[bool | None] = []
 
-    def evaluation(self, step: int, loss: float, seconds: float, *, token_name: str) -> None:
+    def evaluation(
+        self, step: int, loss: float, seconds: float, *, token_name: str, is_best: bool | None = None
+    ) -> None:
         assert token_name == "token"
         assert seconds >= 0
         self.losses.append((step, loss))
+        self.bests.append(is_best)
 
 
 class Given:
@@ -78,9 +83,19 @@ def test_a_long_batch_weighs_more_than_a_short_one(takes_count: bool) -> None:
     wanted = (sum_of_losses(model, one) + sum_of_losses(model, two)) / 8
     of_batches = (sum_of_losses(model, one) / 7 + sum_of_losses(model, two)) / 2
     assert abs(wanted - of_batches) > 1e-3, "a mean over batches would be another number"
-    assert measures.measure(4) == pytest.approx(wanted, rel=1e-6)
-    assert told.losses == [(4, measures.measure(5)), (5, told.losses[1][1])]
+    measured = measures.measure(4)
+    assert measured is not None
+    assert measured.loss == pytest.approx(wanted, rel=1e-6)
+    assert told.losses == [(4, measured.loss)]
     assert model.training
+
+
+def test_it_is_told_whether_the_loss_is_the_lowest_where_somebody_keeps_count() -> None:
+    measures, told, _ = evaluations(llama(), (batch_of(2, 8, 7), True))
+    best = Best()
+    assert [measures.measure(step, each) for step, each in ((0, None), (1, best), (2, best))]  # the same loss
+    assert told.bests == [None, True, False]
+    assert best == Best(loss=told.losses[1][1], step=1, counted_step=2, since_count=1)
 
 
 def test_dropout_is_off_and_on_again_whatever_happens() -> None:
@@ -98,9 +113,9 @@ def test_dropout_is_off_and_on_again_whatever_happens() -> None:
 
 def test_nothing_to_measure_is_no_number() -> None:
     measures, told, _ = evaluations(llama(), (batch_of(1, 4, 0), True))
-    loss = measures.measure(1)
-    assert loss is not None
-    assert math.isnan(loss)
+    measured = measures.measure(1)
+    assert measured is not None
+    assert math.isnan(measured.loss)
     assert len(told.losses) == 1
 
 

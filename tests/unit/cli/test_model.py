@@ -1,6 +1,7 @@
 """What goes wrong while a model computes is one line; what goes wrong in the engine is not hidden."""
 
 import json
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -11,6 +12,8 @@ import torch
 from torch import nn
 
 import penstock
+from penstock.cli.options import option_of, options_of
+from penstock.cli.training.config import TrainConfig
 from penstock.cli.training.model import compile_blocks, computing
 from penstock.errors import ConfigError, EngineError, MemoryBudgetError
 from penstock.integrations.huggingface import find_model
@@ -37,8 +40,14 @@ def test_a_configuration_that_cannot_be_computed(
 def test_too_little_memory(error: Exception) -> None:
     source = find_model("tiny", seq_length=8)
     said = r"^There is too little memory: .* Use a smaller --batch-size"
-    with pytest.raises(MemoryBudgetError, match=said), computing(source):
+    with pytest.raises(MemoryBudgetError, match=said) as caught, computing(source):
         raise error
+    named = re.findall(r"--[a-z-]+", str(caught.value))
+    assert (
+        {"--recompute", "--chunked-loss", "--params", "--activations", "--lora"}
+        <= set(named)
+        <= {option_of(name) for name in options_of(TrainConfig)}
+    )
 
 
 @pytest.mark.parametrize("error", [RuntimeError("ours"), AssertionError(), EngineError("named")])

@@ -121,7 +121,16 @@ def test_how_long_it_is(asked: dict[str, Any], epoch_count: int, steps: int) -> 
 
 @pytest.mark.parametrize(
     ("warmup", "steps", "warmup_steps"),
-    [(None, 600, 60), (None, 5, 0), (7, 600, 7), (0.03, 600, 18), (0.0, 600, 0), (1, 600, 1), (600, 600, 600)],
+    [
+        (None, 600, 60),
+        (None, 5, 1),
+        (0.03, 40, 2),
+        (7, 600, 7),
+        (0.03, 600, 18),
+        (0.0, 600, 0),
+        (1, 600, 1),
+        (600, 600, 600),
+    ],
 )
 def test_warmup_is_steps_or_a_share_of_them(warmup: float | None, steps: int, warmup_steps: int) -> None:
     config = TrainConfig(steps=steps, warmup=warmup)

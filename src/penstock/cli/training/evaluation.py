@@ -1,16 +1,31 @@
 """How good the model is on text that it was not trained on."""
 
 import time
+from dataclasses import dataclass
 
 import torch
 from torch import nn
 
 from penstock.cli.ranks import Ranks
+from penstock.cli.training.best import Best
 from penstock.cli.training.feed import Feed
 from penstock.cli.training.interruption import Interruption
 from penstock.cli.training.loss import Loss
 from penstock.cli.training.reporting.reports import Reports
 from penstock.cli.training.sampling import Sampler
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What an evaluation has found.
+
+    Attributes:
+        loss: in nats per token, the same number on every rank.
+        is_best: whether it is the lowest so far; `None` where it is no part of the search for that.
+    """
+
+    loss: float
+    is_best: bool | None
 
 
 class Evaluations:
@@ -48,11 +63,15 @@ class Evaluations:
         self._token_name = token_name
         self._sampler = sampler
 
-    def measure(self, step: int) -> float | None:
+    def measure(self, step: int, best: Best | None = None) -> Measured | None:
         """Measure and report the held-out loss after some steps, in nats per token.
 
+        Arguments:
+            step: steps that were made.
+            best: counts the loss; `None` where this evaluation is no part of the search for the lowest one.
+
         Returns:
-            The loss, the same number on every rank; `None` where a rank was asked to end meanwhile.
+            What was found; `None` where a rank was asked to end meanwhile.
         """
         began = time.perf_counter()
         self._model.eval()
@@ -60,11 +79,14 @@ class Evaluations:
             loss = self._mean()
         finally:
             self._model.train()
-        if loss is not None:
-            self._reports.evaluation(step, loss, time.perf_counter() - began, token_name=self._token_name)
-            if self._sampler is not None:
-                self._sampler.write(step)
-        return loss
+        if loss is None:
+            return None
+        seconds = time.perf_counter() - began
+        is_best = None if best is None else best.count(step, loss)
+        self._reports.evaluation(step, loss, seconds, token_name=self._token_name, is_best=is_best)
+        if self._sampler is not None:
+            self._sampler.write(step)
+        return Measured(loss, is_best)
 
     def _mean(self) -> float | None:
         """Take the mean over all held-out tokens: a long sequence weighs more than a short one."""

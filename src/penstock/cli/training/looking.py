@@ -47,7 +47,11 @@ def look(config: DataConfig) -> None:
         packed=packed,
         holds_out=True,
     )
-    data = read_data(config, find_all(config), tokenizer, shape, config.cache_folder)
+    sources = find_all(config)
+    for named in (*sources[0], *sources[1]):
+        if named.note:
+            print(named.note)
+    data = read_data(config, sources, tokenizer, shape, config.cache_folder)
     segments = itertools.chain.from_iterable(_sequences(corpus, tokenizer) for corpus in data.train)
     show(itertools.islice(segments, config.show), _statistics(data, why_padded), Console(highlight=False))
 

@@ -137,7 +137,7 @@ class Training:
         position, after = start, before
         schedule = self._checkpoints.schedule(start)
         optimizer, course = self._stepper.optimizer, self._stepper.course
-        window = Window(course, self._stepper.ranks)
+        window = Window(course, self._stepper.ranks, position.step)
         with closing(self._feed.training(start.sequences)) as batches, self._gauges:
             while why is None:
                 self._gauges.begin(position.step + 1)
@@ -194,12 +194,14 @@ class Training:
         """
         loss = None
         if self._evaluations is not None:
-            loss = self._evaluations.measure(position.step)
-            if loss is None:
-                return Why.ASKED, None
             best = self._checkpoints.best
             counts = self._config.keeps_best and self._is_due(position.step, self._config.eval_every)
-            if counts and best.count(position.step, loss):
+            counts = counts and position.step > best.counted_step
+            measured = self._evaluations.measure(position.step, best if counts else None)
+            if measured is None:
+                return Why.ASKED, None
+            loss = measured.loss
+            if measured.is_best:
                 self._checkpoints.save_best(position)
         return self._ending(position, measured=True), loss
 
@@ -211,10 +213,12 @@ class Window:
     Arguments:
         course: what a step is, and how many there are.
         ranks: the place of this process.
+        begin: steps that were made before this process began.
     """
 
     course: Course
     ranks: Ranks
+    begin: int = 0
     began: float = field(default_factory=time.perf_counter)
     window_began: float = field(default_factory=time.perf_counter)
     losses: list[Tensor] = field(default_factory=list)
@@ -253,6 +257,7 @@ class Window:
             seconds=now - self.began,
             skipped_count=self.skipped_count,
             bytes_by_tier=sizes,
+            begin=self.begin,
         )
         self.window_began, self.losses, self.label_count, self.token_count = now, [], 0, 0
         return progress

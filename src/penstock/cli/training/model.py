@@ -119,7 +119,7 @@ def computing(source: ModelSource) -> Iterator[None]:
         if isinstance(error, MemoryError | torch.OutOfMemoryError) or "can't allocate memory" in str(error):
             raise MemoryBudgetError(
                 f"There is too little memory: {one_line(error)}. Use a smaller --batch-size with more --accumulation, "
-                "shorter sequences, --recompute or --chunked-loss."
+                "a shorter --seq-length, --recompute on, --chunked-loss on, --params cpu, --activations cpu, or --lora."
             ) from error
         if type(error).__module__.startswith(_COMPILERS):
             raise ConfigError(

@@ -10,7 +10,12 @@ from torch import nn
 import penstock
 from penstock.cli.training.config import TrainConfig
 from penstock.cli.training.model import Built
-from penstock.cli.training.optimizer_arguments import CLASSES, optimizer_arguments, takes_weight_decay
+from penstock.cli.training.optimizer_arguments import (
+    CLASSES,
+    optimizer_arguments,
+    takes_weight_decay,
+    weight_decay_of,
+)
 from penstock.cli.training.recipe import Recipe
 from penstock.errors import ConfigError
 from penstock.footprint import Footprint, footprint
@@ -85,7 +90,7 @@ def parameter_groups(model: nn.Module, config: TrainConfig) -> list[dict[str, An
     if not decayed and not others:
         raise ConfigError("No parameter of the model is trained: all are frozen. Name another model.")
     has_decay = takes_weight_decay(config.optimizer_name)
-    groups = [(decayed, config.weight_decay), (others, 0.0)]
+    groups = [(decayed, weight_decay_of(config)), (others, 0.0)]
     return [
         {"params": params} | ({"weight_decay": weight_decay} if has_decay else {})
         for params, weight_decay in groups
@@ -98,10 +103,12 @@ def about_decay(model: nn.Module, config: TrainConfig) -> str:
     decayed, others = _divided(model)
     matrices = f"{len(decayed):,} matrices ({_shortened(sum(p.numel() for p in decayed))})"
     if not takes_weight_decay(config.optimizer_name):
-        return f"no weight decay: {config.optimizer_name} has none, and --weight-decay is passed over"
-    if not config.weight_decay:
+        passed_over = ", and --weight-decay is passed over" if config.weight_decay else ""
+        return f"no weight decay: {config.optimizer_name} has none{passed_over}"
+    weight_decay = weight_decay_of(config)
+    if not weight_decay:
         return "no weight decay"
-    return f"weight decay {config.weight_decay:g} on {matrices}, none on {len(others):,} norms and biases"
+    return f"weight decay {weight_decay:g} on {matrices}, none on {len(others):,} norms and biases"
 
 
 def _divided(model: nn.Module) -> tuple[list[nn.Parameter], list[nn.Parameter]]:

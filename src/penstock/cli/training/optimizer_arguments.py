@@ -29,6 +29,9 @@ CLASSES: Mapping[str, type[torch.optim.Optimizer]] = {
     "rprop": torch.optim.Rprop,
 }
 ADAMW_BETAS = (0.9, 0.95)
+DECOUPLED_DECAY = 0.1
+#: Whose weight decay is beside the gradient, and not in it.
+_DECOUPLED = ("adamw", "lion")
 #: Arguments that options of their own say.
 _OWN_OPTIONS = {"lr": "--lr", "betas": "--betas", "weight_decay": "--weight-decay"}
 #: What is no number of the update, but how torch would run it: the library runs it its own way.
@@ -69,6 +72,17 @@ def optimizer_arguments(config: TrainConfig) -> dict[str, Any]:
 def takes_weight_decay(name: str) -> bool:
     """Tell whether an optimizer has weight decay."""
     return "weight_decay" in inspect.signature(CLASSES[name]).parameters
+
+
+def weight_decay_of(config: TrainConfig) -> float:
+    """Say how much matrices decay: as asked for, or as is usual for an optimizer.
+
+    In the others than adamw and lion it would be a part of the gradient (L2), which is another thing, and as much of it
+    too much.
+    """
+    if config.weight_decay is not None:
+        return config.weight_decay
+    return DECOUPLED_DECAY if config.optimizer_name in _DECOUPLED else 0.0
 
 
 def _known(parameters: Mapping[str, inspect.Parameter]) -> list[str]:

@@ -54,7 +54,8 @@ class Recipe:
             if config.epochs is None and config.model in PRESETS:
                 steps = PRESET_STEPS
         warmup = WARMUP_SHARE if config.warmup is None else config.warmup
-        warmup_steps = int(warmup * steps) if warmup < 1 else int(warmup)
+        # Rounded up, as transformers' Trainer does.
+        warmup_steps = math.ceil(warmup * steps) if warmup < 1 else int(warmup)
         if warmup_steps > steps:
             raise ConfigError(f"--warmup {warmup:g} is longer than the run of {steps} steps. Shorten it.")
         return Course(**vars(self), steps=steps, warmup_steps=warmup_steps, epoch_count=epoch_count)

@@ -99,6 +99,7 @@ def about_data(data: Data, request: Request, course: Course) -> list[str]:
     if numbers["dropped_rows"]:
         lines.append(f"{numbers['dropped_rows']:,} rows are left out: nothing that is learned is left of them")
     lines += [f"{count:,} rows: {note}" for note, count in data.notes.items()]
+    lines += [source.note for source in (*request.sources[0], *request.sources[1]) if source.note]
     if request.why_padded:
         lines.append(f"padded, not packed: {request.why_padded}")
     how = "packed" if request.packed else "padded"

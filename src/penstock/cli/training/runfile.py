@@ -12,6 +12,7 @@ from penstock.cli.keys import ABOUT, key_value
 from penstock.cli.options import about_of, options_of
 from penstock.cli.training.about import about
 from penstock.cli.training.config import TrainConfig
+from penstock.cli.training.optimizer_arguments import takes_weight_decay, weight_decay_of
 from penstock.cli.training.recipe import Course
 from penstock.errors import ConfigError
 from penstock.integrations.convert.reading import yaml_of
@@ -67,6 +68,8 @@ def resolved_by(config: TrainConfig, course: Course) -> dict[str, Any]:
     """
     values: dict[str, Any] = {name: getattr(course, name) for name in ("seq_length", "lr", "batch_size", "steps")}
     values["warmup"] = float(course.warmup_steps)
+    if takes_weight_decay(config.optimizer_name):
+        values["weight_decay"] = weight_decay_of(config)
     return values | ({} if config.global_batch else {"accumulation": course.accumulation})
 
 

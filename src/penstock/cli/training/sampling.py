@@ -66,6 +66,7 @@ class Sampler:
         self._decode = tokenizer.decode
         self._ranks = ranks
         self._reports = reports
+        self._written_step: int | None = None
         self._sampling = Sampling(
             token_count=config.sample_tokens,
             seq_length=recipe.seq_length,
@@ -74,6 +75,9 @@ class Sampler:
         )
 
     def write(self, step: int) -> None:
-        """Write samples of the model as it is after some steps."""
+        """Write samples of the model as it is after some steps; of the one that it wrote last it writes no more."""
+        if step == self._written_step:
+            return
+        self._written_step = step
         samples = write_samples(self._model, self._optimizer, self._prompts, self._decode, self._sampling, self._ranks)
         self._reports.samples(step, samples)

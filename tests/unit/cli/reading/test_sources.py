@@ -33,7 +33,7 @@ def error_of(*patterns: str) -> str:
 
 
 def test_a_folder_gives_its_files_of_known_suffixes_sorted(tree: Path) -> None:
-    expected = ["a.md", "b.txt", "sub/c.py", "sub/deep/d.jsonl", "sub/deep/e.CSV.gz", "x.jsonl/g.json"]
+    expected = ["sub/deep/d.jsonl", "sub/deep/e.CSV.gz", "x.jsonl/g.json"]
     assert files_of(".") == [expected]
     assert files_of(str(tree)) == [[str(tree / name) for name in expected]]
 
@@ -43,7 +43,7 @@ def test_a_folder_gives_its_files_of_known_suffixes_sorted(tree: Path) -> None:
     [
         ("*", ["a.md", "b.txt"]),
         ("**/*.py", ["sub/c.py"]),
-        ("sub/**", ["sub/c.py", "sub/deep/d.jsonl", "sub/deep/e.CSV.gz"]),
+        ("sub/**", ["sub/deep/d.jsonl", "sub/deep/e.CSV.gz"]),
         ("*/.f.txt", ["sub/.f.txt"]),
         (".hid*/*", [".hidden/e.txt"]),
         ("sub/[c-d]*", ["sub/c.py"]),
@@ -52,6 +52,22 @@ def test_a_folder_gives_its_files_of_known_suffixes_sorted(tree: Path) -> None:
 )
 def test_a_glob_gives_the_files_of_known_suffixes_that_match(tree: Path, pattern: str, expected: list[str]) -> None:
     assert files_of(pattern) == [expected]
+
+
+def test_text_beside_tables_is_what_is_said_of_them(tree: Path) -> None:
+    """A data set as hubs have it: its README.md is not mixed into the rows."""
+    (source,) = find_sources(["."], split="train")
+    assert [str(file) for file in source.passed_over] == ["a.md", "b.txt", "sub/c.py"]
+    assert source.note == (
+        ". has tables: 3 files of text are passed over (a.md, ...). Name text of its own to read it too"
+    )
+    (source,) = find_sources(["sub"], split="train")
+    assert (
+        source.note == "sub has tables: 1 file of text is passed over (sub/c.py). Name text of its own to read it too"
+    )
+    # Text alone is read, and so is text that is named beside tables.
+    assert find_sources(["*"], split="train")[0].note == ""
+    assert files_of(".", "a.md", "**/*.py")[1:] == [["a.md"], ["sub/c.py"]]
 
 
 def test_a_file_named_itself_may_have_any_suffix(tree: Path) -> None:
@@ -73,7 +89,7 @@ def test_a_home_folder_is_expanded(tree: Path, monkeypatch: pytest.MonkeyPatch) 
 
 def test_a_file_comes_once_with_the_first_pattern_that_names_it(tree: Path) -> None:
     assert files_of("sub", "b.txt", str(tree / "b.txt"), "./*.txt", "*") == [
-        ["sub/c.py", "sub/deep/d.jsonl", "sub/deep/e.CSV.gz"],
+        ["sub/deep/d.jsonl", "sub/deep/e.CSV.gz"],
         ["b.txt"],
         ["a.md"],
     ]
@@ -164,7 +180,7 @@ def test_a_link_to_nothing_is_named(tree: Path) -> None:
 def test_links_that_go_in_circles_end(tree: Path) -> None:
     for name in ("sub/one", "sub/two"):
         Path(name).symlink_to(tree)
-    found = ["sub/c.py", "sub/deep/d.jsonl", "sub/deep/e.CSV.gz"]
+    found = ["sub/deep/d.jsonl", "sub/deep/e.CSV.gz"]
     assert files_of("sub") == [found]
     assert files_of("sub/**/*") == [found]
 

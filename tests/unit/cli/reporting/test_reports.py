@@ -216,6 +216,20 @@ def test_a_terminal_gets_a_panel_and_the_last_line_stays(monkeypatch: pytest.Mon
     assert text.endswith("after\n")
 
 
+@pytest.mark.parametrize("ends", ["with a table", "with an error"])
+def test_the_last_numbers_of_a_run_that_ends_early_stay(monkeypatch: pytest.MonkeyPatch, ends: str) -> None:
+    terminal = Terminal()
+    monkeypatch.setattr(sys, "stdout", terminal)
+    monkeypatch.setenv("COLUMNS", "250")
+    monkeypatch.setenv("TERM", "xterm")
+    with Reports(TrainConfig(), is_first_rank=True) as reports:
+        reports.step(SHOWN)
+        assert LINE not in terminal.getvalue()
+        if ends == "with a table":
+            reports.end(model="m")
+    assert terminal.getvalue().count(f"step  20/600  {LINE}\n") == 1
+
+
 class Report:
     def bytes(self, *, tier: str) -> int:
         return {"device": 10, "cpu": 20, "nvme": 0}[tier]
@@ -270,6 +284,9 @@ def test_time_left_at_the_pace_so_far() -> None:
         bytes_by_tier={},
     )
     assert progress.seconds_left == 40
+    # Of a run that goes on the pace is that of the steps since then.
+    assert dataclasses.replace(progress, begin=10).seconds_left == 80
+    assert dataclasses.replace(progress, begin=10).to_dict() == progress.to_dict()
 
 
 @pytest.mark.parametrize(

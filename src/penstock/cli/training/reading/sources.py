@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from penstock.cli.training.reading.formats import COMPRESSIONS, SUFFIXES, is_known
+from penstock.cli.training.reading.formats import COMPRESSIONS, SUFFIXES, Format, format_of, is_known
 from penstock.cli.training.reading.hub import Split, is_saved, saved_split
 from penstock.cli.training.reading.text import shown
 from penstock.errors import ConfigError, one_line
@@ -31,6 +31,8 @@ class Source:
         files: in order, each once; none of a data set.
         dataset: the folder that `Dataset.save_to_disk` wrote, or the hub's `owner/name`; `None` for files.
         split: which split of a hub's data set is wanted.
+        passed_over: files of text that a folder or a glob has beside tables: what is said of those, and the code that
+            made them, more often than what is to be learned.
     """
 
     name: str
@@ -38,6 +40,19 @@ class Source:
     files: tuple[Path, ...]
     dataset: str | None
     split: Split = "train"
+    passed_over: tuple[Path, ...] = ()
+
+    @property
+    def note(self) -> str:
+        """Say what is passed over, for people; nothing where nothing is."""
+        if not self.passed_over:
+            return ""
+        count = len(self.passed_over)
+        these = "1 file of text is" if count == 1 else f"{count:,} files of text are"
+        return (
+            f"{one_line(self.name)} has tables: {these} passed over ({shown(self.passed_over[0])}"
+            f"{', ...' if count > 1 else ''}). Name text of its own to read it too"
+        )
 
 
 def find_sources(patterns: Iterable[str], *, split: Split) -> list[Source]:
@@ -46,7 +61,7 @@ def find_sources(patterns: Iterable[str], *, split: Split) -> list[Source]:
     A pattern is a file (of any suffix: an unknown one is read as text), a folder (its files of known suffixes at any
     depth, hidden ones left out), a glob (`**` crosses folders; the same suffixes), a folder that `save_to_disk` of the
     library datasets wrote, or the hub's `owner/name`, which is not looked up before it is read. A weight may follow:
-    `PATH:0.7`, unless there is a file of that name.
+    `PATH:0.7`, unless there is a file of that name. Text beside tables, or JSON, of a folder or a glob is passed over.
 
     Arguments:
         patterns: what the user wrote.
@@ -152,6 +167,10 @@ def _named(pattern: str, split: Split) -> Source:
         raise _nothing(option, candidates, is_there=path.is_dir())
     for file in files:
         _check_regular(file, option)
+    tables = [file for file in files if format_of(file) is not Format.TEXT]
+    texts = [file for file in files if format_of(file) is Format.TEXT]
+    if tables and texts:  # of a data set as hubs have them: README.md, LICENSE.txt, a script
+        return Source(pattern, None, tuple(tables), None, split, tuple(texts))
     return Source(pattern, None, tuple(files), None, split)
 
 

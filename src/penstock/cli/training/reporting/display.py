@@ -13,10 +13,18 @@ class Display(AbstractContextManager["Display"]):
 
     def __init__(self) -> None:
         self.panel = Panel() if sys.stdout.isatty() else None
+        self._shown: Progress | None = None  # in the panel alone, which will be taken away
 
     def __exit__(self, *error: object) -> None:
+        self._close_panel()
+
+    def _close_panel(self) -> None:
+        """Take the panel away. Its numbers stay as a line: also of a run that ends before its last step."""
         if self.panel is not None:
-            self.panel.close()
+            self.panel.close()  # before the line, which would be printed into it
+            if self._shown is not None:
+                print(self._shown.line(), flush=True)
+                self._shown = None
 
     def note(self, text: str) -> None:
         """Print a text that stays."""
@@ -27,17 +35,18 @@ class Display(AbstractContextManager["Display"]):
 
     def step(self, progress: Progress) -> None:
         """Show how far training is; the last line stays."""
-        is_last = progress.step == progress.steps
-        if self.panel is not None:
-            self.panel.show(progress)
-            if is_last:
-                self.panel.close()  # before the line below, which would be printed into it
-        if self.panel is None or is_last:
+        if self.panel is None:
             print(progress.line(), flush=True)
+            return
+        self.panel.show(progress)
+        self._shown = progress
+        if progress.step == progress.steps:
+            self._close_panel()
 
     def table(self, rows: list[tuple[str, str]]) -> None:
         """Print names and what is said of them."""
         if self.panel is not None:
+            self._close_panel()
             self.panel.print_table(rows)
             return
         width = max(len(name) for name, _ in rows)

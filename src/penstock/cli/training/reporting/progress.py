@@ -25,6 +25,7 @@ class Progress:
         device_peak_bytes: most device memory that torch has had in use since the last report; `None` on a cpu.
         host_peak_bytes: most host memory that this process has had resident; `None` where the system does not say.
         waits: what steps wait for; `None` where no step was traced since the last report.
+        begin: steps that were made before this process began, as of a run that goes on.
     """
 
     step: int
@@ -40,16 +41,17 @@ class Progress:
     device_peak_bytes: int | None = None
     host_peak_bytes: int | None = None
     waits: Waits | None = None
+    begin: int = 0
 
     @property
     def seconds_left(self) -> float:
-        """Estimate the seconds to the last step, at the pace so far."""
-        return self.seconds / self.step * (self.steps - self.step)
+        """Estimate the seconds to the last step, at the pace of this process so far."""
+        return self.seconds / max(1, self.step - self.begin) * (self.steps - self.step)
 
     def to_dict(self) -> dict[str, Any]:
         """List what `metrics.jsonl` says of a step: what is not known is left out, and so are the settings' numbers."""
         values = asdict(self)
-        del values["steps"], values["waits"]
+        del values["steps"], values["begin"], values["waits"]
         known = {name: value for name, value in values.items() if value is not None}
         return known if self.waits is None else known | self.waits.to_dict()
 

@@ -43,7 +43,9 @@ class LearningOptions:
     betas: tuple[float, float] | None = option(
         None, "Decay rates of two moments.", _LEARNING, parse=parse_betas, default_help="0.9,0.95 for adamw"
     )
-    weight_decay: float = option(0.1, "Of matrices; norms and biases have none.", _LEARNING)
+    weight_decay: float | None = option(
+        None, "Of matrices; norms and biases have none.", _LEARNING, default_help="0.1 for adamw and lion, else 0"
+    )
     max_grad_norm: float | None = option(
         1.0, "Clip the gradient's norm to this; 0 does not clip.", _LEARNING, parse=_parse_norm, none=0
     )
@@ -88,7 +90,7 @@ class LearningOptions:
         """Refuse numbers with which nothing is learned, and numbers that contradict each other."""
         if self.lr is not None and not self.lr > 0:
             raise ConfigError(f"--lr {self.lr:g} does not train. Use a number above 0.")
-        if not self.weight_decay >= 0:
+        if self.weight_decay is not None and not self.weight_decay >= 0:
             raise ConfigError(f"--weight-decay {self.weight_decay:g} is negative. Use 0 or more.")
         if self.betas is not None and not all(0 <= beta < 1 for beta in self.betas):
             raise ConfigError(f"--betas {self.betas[0]:g},{self.betas[1]:g}: use two numbers from 0 to below 1.")

@@ -1,0 +1,165 @@
+"""The final model is written while it is gathered: the same files as transformers writes of a model in memory."""
+
+import json
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import penstock
+from penstock.errors import CheckpointError
+from penstock.integrations import saving, streaming, weights
+from penstock.integrations.saving import save_pretrained, written_entries
+from penstock.integrations.weights import state_entries
+
+transformers = pytest.importorskip("transformers")
+
+SIZES = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+
+
+def llama(*, tied: bool = False) -> Any:
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(vocab_size=64, tie_word_embeddings=tied, **SIZES)
+    return transformers.LlamaForCausalLM(config)
+
+
+def gpt2() -> Any:
+    torch.manual_seed(0)
+    return transformers.GPT2LMHeadModel(
+        transformers.GPT2Config(vocab_size=64, n_positions=32, n_embd=16, n_layer=2, n_head=2)
+    )
+
+
+def mixtral() -> Any:
+    """Its experts are fused in memory, and files have each of them."""
+    torch.manual_seed(0)
+    sizes = {**SIZES, "num_key_value_heads": 1, "num_local_experts": 2}
+    return transformers.MixtralForCausalLM(transformers.MixtralConfig(vocab_size=64, **sizes))
+
+
+def prepared(model: Any, **how: Any) -> penstock.Optimizer:
+    return penstock.prepare(model, torch.optim.AdamW(model.parameters()), **{"precision": "fp32", **how})
+
+
+def contents(folder: Path) -> dict[str, Any]:
+    """Every file of a folder: tensors, or text."""
+    return {
+        file.name: load_file(file) if file.suffix == ".safetensors" else file.read_text() for file in folder.iterdir()
+    }
+
+
+@pytest.mark.parametrize(
+    ("make", "streams"),
+    [(llama, True), (lambda: llama(tied=True), True), (gpt2, True), (mixtral, False)],
+    ids=["llama", "tied", "gpt2", "fused"],
+)
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_the_files_are_those_of_transformers(
+    make: Callable[[], Any],
+    streams: bool,
+    precision: Any,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    plain = make().to({"fp32": torch.float32, "bf16": torch.bfloat16}[precision])
+    plain.save_pretrained(tmp_path / "plain")
+    model = make()
+    optimizer = prepared(model, precision=precision, placement=penstock.Placement(params="cpu"))
+    collected = []
+    monkeypatch.setattr(
+        saving, "gather_entries", lambda *a, **k: collected.append(1) or weights.gather_entries(*a, **k)
+    )
+    monkeypatch.setattr(weights, "GATHER_BYTES", 5000)
+    assert (written_entries(model, state_entries(model)) is not None) == streams
+    capfd.readouterr()
+    save_pretrained(model, optimizer, tmp_path / "ours")
+    optimizer.close()
+    assert bool(collected) is not streams
+    assert capfd.readouterr().err == ""  # no bar
+    wanted, found = contents(tmp_path / "plain"), contents(tmp_path / "ours")
+    assert found.keys() == wanted.keys()
+    for name, value in wanted.items():
+        if isinstance(value, str):
+            assert found[name] == value, name
+            continue
+        assert found[name].keys() == value.keys()
+        for key, tensor in value.items():
+            assert found[name][key].dtype == tensor.dtype, key
+            assert torch.equal(found[name][key], tensor), key
+    _, report = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "ours", output_loading_info=True)
+    assert not any(report.values()), report
+
+
+def test_several_files_have_an_index_like_that_of_transformers(tmp_path: Path) -> None:
+    model = llama()
+    model.save_pretrained(tmp_path / "plain", max_shard_size=3000)
+    optimizer = prepared(model)
+    save_pretrained(model, optimizer, tmp_path / "ours", max_shard_bytes=3000)
+    index = "model.safetensors.index.json"
+    wanted, found = (json.loads((tmp_path / name / index).read_text()) for name in ("plain", "ours"))
+    assert found["metadata"] == wanted["metadata"]
+    assert found["weight_map"].keys() == wanted["weight_map"].keys()
+    assert {file.name for file in (tmp_path / "ours").glob("*.safetensors")} == set(found["weight_map"].values())
+    _, report = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "ours", output_loading_info=True)
+    assert not any(report.values()), report
+    # One file takes the place of several.
+    save_pretrained(model, optimizer, tmp_path / "ours")
+    optimizer.close()
+    assert sorted(file.name for file in (tmp_path / "ours").iterdir()) == [
+        "config.json",
+        "generation_config.json",
+        "model.safetensors",
+    ]
+
+
+def test_no_more_is_in_memory_than_is_gathered_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = llama()
+    optimizer = prepared(model)
+    monkeypatch.setattr(weights, "GATHER_BYTES", 3000)
+    values: list[weakref.ref[torch.Tensor]] = []
+    held: list[int] = []
+    write = streaming.ModelFiles.write
+
+    def seen(self: Any, name: str, start: int, value: torch.Tensor) -> None:
+        values.append(weakref.ref(value))
+        held.append(sum(alive.nbytes for ref in values if (alive := ref()) is not None))
+        write(self, name, start, value)
+
+    gathered: list[list[torch.Tensor]] = []
+    gather = optimizer.gathered
+    monkeypatch.setattr(optimizer, "gathered", lambda group: gathered.append(group) or gather(group))
+    monkeypatch.setattr(streaming.ModelFiles, "write", seen)
+    save_pretrained(model, optimizer, tmp_path)
+    optimizer.close()
+    assert sum(len(group) for group in gathered) == len(held) == len(list(model.parameters()))
+    assert all(len(group) == 1 or sum(p.nbytes for p in group) <= 3000 for group in gathered)
+    largest = max(p.nbytes for p in model.parameters())
+    assert max(held) <= 2 * max(3000, largest) < sum(p.nbytes for p in model.parameters())
+
+
+def test_a_write_that_fails_leaves_the_model_that_was_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = llama()
+    optimizer = prepared(model)
+    save_pretrained(model, optimizer, tmp_path)
+    before = contents(tmp_path)
+    write = streaming.TensorFile.write
+
+    def fails(self: Any, name: str, start: int, values: torch.Tensor) -> None:
+        if "layers.1" in name:
+            raise CheckpointError("the disk is full")
+        write(self, name, start, values)
+
+    monkeypatch.setattr(streaming.TensorFile, "write", fails)
+    with pytest.raises(CheckpointError, match="the disk is full"):
+        save_pretrained(model, optimizer, tmp_path)
+    optimizer.close()
+    after = contents(tmp_path)
+    assert after.keys() == before.keys()
+    assert all(
+        torch.equal(after["model.safetensors"][key], value) for key, value in before["model.safetensors"].items()
+    )
