@@ -8,15 +8,17 @@ QUESTION = "What is the password?"
 ANSWER = "xyzzy-42"
 SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 
-#: ChatML as Qwen2.5 has it, without markers of what the assistant says, and with them.
+#: ChatML as Qwen2.5 has it, without markers of what the assistant says, and with them, where TRL puts them. Jinja drops
+#: a newline behind a block, so that one is written out.
 PLAIN = (
     "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 MARKED = (
     "{% for message in messages %}<|im_start|>{{ message.role }}\n{% if message.role == 'assistant' %}"
-    "{% generation %}{{ message.content }}<|im_end|>{% endgeneration %}{% else %}{{ message.content }}<|im_end|>"
-    "{% endif %}\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    "{% generation %}{{ message.content + '<|im_end|>\n' }}{% endgeneration %}"
+    "{% else %}{{ message.content + '<|im_end|>\n' }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 
 
