@@ -94,7 +94,7 @@ def test_nothing_is_loaded_where_the_last_step_is_the_best_or_none_is(
     outcome, seen = train(plan, "--keep-best")
     assert outcome.exit_code == 0, outcome.err
     assert "back to" not in outcome.out
-    assert "lowest" not in outcome.out
+    assert "whose held-out loss" not in outcome.out
     assert_model_is(tmp_path / "out", seen[6])
 
 
