@@ -19,6 +19,7 @@ CONSTRUCTORS = {
     "engine.units.discover.UnitSpec": "what belongs to a unit, told in one place",
     "checkpoint.manifest.Manifest": "the fields of the file",
     "cli.training.reporting.progress.Progress": "the fields of the file",
+    "cli.training.request.Request": "what the user asked for, and what follows from it before the data is read",
 }
 FILES = {
     "optimizer": "one class that people read: two lines of every three are its reference",

@@ -16,9 +16,9 @@ import pytest
 
 from penstock.checkpoint.opened import checkpoints_in, read_manifest
 from penstock.cli import main
-from penstock.cli.training import interruption, run
+from penstock.cli.training import interruption, run, session
 from penstock.cli.training.evaluation import Evaluations
-from penstock.cli.training.feed import CorpusFeed
+from penstock.cli.training.feed import DataFeed
 from penstock.cli.training.interruption import SIGNALS, Interruption, command_to_go_on
 from penstock.cli.training.loop import Stepper
 from tests.support import run_ranks, thorough
@@ -80,7 +80,7 @@ def test_a_signal_before_the_first_step_ends_the_command_and_harms_nothing(
     monkeypatch: pytest.MonkeyPatch,
     number: signal.Signals,
 ) -> None:
-    def build(*given: Any) -> Any:
+    def build(*given: Any, **named: Any) -> Any:
         os.kill(os.getpid(), number)
         raise AssertionError("the signal is raised before this")
 
@@ -89,9 +89,9 @@ def test_a_signal_before_the_first_step_ends_the_command_and_harms_nothing(
     monkeypatch.setattr(run, "build", build)
     outcome = penstock_command(*arguments, "--out", "out")
     assert outcome.exit_code == 128 + number
-    said = f"penstock: ended by {number.name} before the first step. Nothing of --out was changed.\n"
+    said = f"penstock: ended by {number.name} before the first step. Nothing of an earlier run was changed.\n"
     assert outcome.err == said
-    assert [path.name for path in (tmp_path / "out").iterdir()] == ["metrics.jsonl"]
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["cache", "metrics.jsonl"]
     assert (tmp_path / "out" / "metrics.jsonl").read_text() == "of an earlier run"
 
 
@@ -138,16 +138,16 @@ def test_children_that_were_forked_end_by_their_signals_and_hold_nothing_up() ->
 
 def held_out_that_is_broken_off(patch: pytest.MonkeyPatch, *, evaluation: int) -> None:
     """Have the second batch of an evaluation come with a signal."""
-    held_out, count = CorpusFeed.held_out, [0]
+    held_out, count = DataFeed.held_out, [0]
 
-    def asking(self: CorpusFeed) -> Iterator[Any]:
+    def asking(self: DataFeed) -> Iterator[Any]:
         count[0] += 1
         for number, batch in enumerate(held_out(self)):
             if number == 1 and count[0] == evaluation:
                 os.kill(os.getpid(), signal.SIGTERM)
             yield batch
 
-    patch.setattr(CorpusFeed, "held_out", asking)
+    patch.setattr(DataFeed, "held_out", asking)
 
 
 @pytest.mark.usefixtures("handlers")
@@ -183,13 +183,13 @@ def test_an_evaluation_is_broken_off_and_made_again(
 def test_who_is_asked_at_the_very_end_has_a_model_and_no_sample(
     penstock_command: Callable[..., Any], arguments: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    save = run.save_pretrained
+    save = session.save_model
 
-    def asking(*args: Any, **kwargs: Any) -> None:
+    def asking(*given: Any) -> None:
         os.kill(os.getpid(), signal.SIGTERM)
-        save(*args, **kwargs)
+        save(*given)
 
-    monkeypatch.setattr(run, "save_pretrained", asking)
+    monkeypatch.setattr(session, "save_model", asking)
     outcome = penstock_command(*arguments, "--out", "out", "--sample-tokens", "4")
     assert outcome.exit_code == 0, outcome.err
     assert "sample:" not in outcome.out

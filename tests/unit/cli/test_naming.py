@@ -210,7 +210,7 @@ def test_homes_and_sizes_are_checked_as_settings() -> None:
 
 
 def test_the_whole_run_names_options(penstock_command: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    def run(config: TrainConfig) -> bool:
+    def run(config: TrainConfig, interruption: object) -> bool:
         raise ConfigError("overlap='forward' is too small. Raise live_bytes.")
 
     monkeypatch.setattr("penstock.cli.training.run.run", run)

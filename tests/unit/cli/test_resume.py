@@ -9,18 +9,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
-import torch
 
 import penstock
 from penstock.checkpoint.fields import to_bytes
 from penstock.checkpoint.manifest import MARKER, checksum
-from penstock.cli.ranks import Ranks
-from penstock.cli.training.config import TrainConfig
-from penstock.cli.training.data import shuffled, train_batches
 from penstock.cli.training.interruption import EXIT_INTERRUPTED, Interruption
-from penstock.cli.training.recipe import recipe_for
 from penstock.cli.training.reporting.reports import Reports
 from tests.support import thorough
 
@@ -266,19 +260,3 @@ def test_two_ranks_save_and_one_goes_on(arguments: list[str], tmp_path: Path) ->
     assert [(step, lr) for step, _, lr in again] == [(step, lr) for step, _, lr in whole[4:]]
     for (_, loss, _), (_, wanted, _) in zip(again, whole[4:], strict=True):
         assert loss == pytest.approx(wanted, rel=1e-5)
-
-
-def test_sequences_that_were_seen_are_passed_over() -> None:
-    whole = [next(order) for order in [shuffled(7, 3)] for _ in range(30)]
-    for start in range(25):
-        order = shuffled(7, 3, start)
-        assert [next(order) for _ in range(5)] == whole[start : start + 5]
-    text = np.arange(100, dtype=np.uint16)
-    ranks = Ranks(1, 2, torch.device("cpu"))
-    recipe = recipe_for(TrainConfig(seq_length=5, batch_size=2), positions=None, world_size=2)
-    whole_batches = train_batches(text, recipe, ranks, seed=0)
-    rest = train_batches(text, recipe, ranks, seed=0, start=12)
-    for _ in range(3):
-        next(whole_batches)
-    for _ in range(10):
-        assert (next(whole_batches) == next(rest)).all()

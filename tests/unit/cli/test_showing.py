@@ -103,13 +103,13 @@ def test_the_command(penstock_command: Callable[..., Any], tmp_path: Path) -> No
     outcome = penstock_command("data", "--data", "a.txt", "--seq-length", "16", "--show", "2")
     assert outcome.exit_code == 0, outcome.err
     assert outcome.out.startswith(
-        "sequence 1: token 1 (text)\nt⟦he quick brown ⟧\n\nsequence 2: token 16 (text)\n ⟦fox the quick b⟧\n\nfiles "
+        "sequence 1: a.txt:1 (text)\nt⟦he quick brown ⟧\n\nsequence 2: a.txt:1 (text)\n ⟦fox the quick b⟧\n\nrows of text "
     )
-    assert "rows             1\n" in outcome.out
-    assert not (tmp_path / "penstock-out").exists()
+    assert "rows                1\n" in outcome.out
+    assert [path.name for path in (tmp_path / "penstock-out").iterdir()] == ["cache"], "where the run finds it"
 
 
 def test_zero_shows_the_numbers_alone(penstock_command: Callable[..., Any], tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("the quick brown fox " * 40)
     outcome = penstock_command("data", "--data", "a.txt", "--seq-length", "16", "--show", "0")
-    assert outcome.out.startswith("files ")
+    assert outcome.out.startswith("rows of text ")

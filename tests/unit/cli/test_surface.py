@@ -172,7 +172,7 @@ def settings_of_runs(monkeypatch: Any) -> list[TrainConfig]:
     """The settings of runs that end at once."""
     configs: list[TrainConfig] = []
 
-    def run(config: TrainConfig) -> bool:
+    def run(config: TrainConfig, interruption: object) -> bool:
         configs.append(config)
         return True
 

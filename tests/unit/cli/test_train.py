@@ -36,7 +36,8 @@ def test_a_run_learns_reports_and_leaves_a_model(
     assert start["config"]["optimizer"] == "cpu"
     assert start["precision"] == "fp32"
     assert start["world_size"] == 1
-    assert start["document_count"] == 40
+    assert start["data"]["kinds"] == {"text": 40}
+    assert start["data"]["train_rows"] == 38
     assert start["parameter_count"] == 257 * 32 + 2 * (4 * 32 * 32 + 3 * 32 * 64 + 2 * 32) + 32
     assert (before["event"], before["step"]) == (after["event"], 0) == ("eval", 0)
     assert after["step"] == 30
@@ -71,7 +72,7 @@ def test_the_saved_model_is_the_trained_one(
 ) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    from penstock.cli.training import run
+    from penstock.cli.training import saving
 
     ids = torch.arange(20)[None]
     trained: list[torch.Tensor] = []
@@ -81,8 +82,8 @@ def test_the_saved_model_is_the_trained_one(
             trained.append(model(input_ids=ids).logits)
         real_save(model, optimizer, out, **kwargs)
 
-    real_save = run.save_pretrained
-    monkeypatch.setattr(run, "save_pretrained", save)
+    real_save = saving.save_pretrained
+    monkeypatch.setattr(saving, "save_pretrained", save)
     out = tmp_path / "out"
     arguments = ["--steps", "3", "--sample-tokens", "0", "--eval-sequences", "0"]
     outcome = penstock_command(
@@ -155,7 +156,7 @@ def test_a_chunked_loss_is_the_same_to_rounding(
     monkeypatch.setattr("penstock.integrations.chunked.linear_cross_entropy", counted)
     common = ["train", "--model", str(model_folder), "--data", str(text_folder), *MICRO, "--steps", "3"]
     common += ["--log-every", "1", "--sample-tokens", "4"]
-    for out, arguments, expected in (("plain", [], 0), ("chunked", ["--chunked-loss", "on"], 3)):
+    for out, arguments, expected in (("plain", ["--chunked-loss", "off"], 0), ("chunked", ["--chunked-loss", "on"], 3)):
         outcome = penstock_command(*common, "--out", out, *arguments)
         assert outcome.exit_code == 0, outcome.err
         assert len(calls) == expected

@@ -101,8 +101,6 @@ def check_request(config: TrainConfig, ranks: Ranks) -> Request:
     source = find_model(config.model, seq_length=config.seq_length or 2, trust_remote_code=config.trust_remote_code)
     recipe = recipe_for(config, positions=source.max_seq_length, world_size=ranks.world_size)
     sources = find_all(config)
-    if ranks.is_first:
-        _check_out(config, source)
     tokenizer = tokenizer_for(source.folder, vocab_size=source.vocab_size, trust_remote_code=config.trust_remote_code)
     vocab_size = vocabulary_for(tokenizer, source.vocab_size, multiple=config.pad_vocab_to)
     packed, why_padded = packing_of(config.packing, source)
@@ -113,6 +111,9 @@ def check_request(config: TrainConfig, ranks: Ranks) -> Request:
         seq_length=recipe.seq_length,
         itemsize=_ITEMSIZES[precision],
     )
+    chunks_loss = _chunks_loss(config, source, sizes)
+    if ranks.is_first:
+        _check_out(config, source)
     return Request(
         config=config,
         ranks=ranks,
@@ -126,7 +127,7 @@ def check_request(config: TrainConfig, ranks: Ranks) -> Request:
         packed=packed,
         why_padded=why_padded,
         sizes=sizes,
-        chunks_loss=_chunks_loss(config, source, sizes),
+        chunks_loss=chunks_loss,
     )
 
 

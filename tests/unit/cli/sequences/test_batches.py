@@ -40,7 +40,7 @@ def corpus_of(
 
 
 def listed(batch: Batch) -> dict[str, list[list[int]]]:
-    return {name: value.tolist() for name, value in batch.inputs().items()}
+    return {name: value.tolist() for name, value in {**batch.inputs(), "labels": batch.labels}.items()}
 
 
 def test_segments_of_packed_sequences(tmp_path: Path) -> None:
@@ -52,7 +52,7 @@ def test_segments_of_packed_sequences(tmp_path: Path) -> None:
         "position_ids": [[0, 1, 2, 0, 1], [0, 1, 2, 3, 4]],
     }
     assert (batch.label_count, batch.token_count) == (7, 10)
-    assert {tensor.dtype for tensor in batch.inputs().values()} == {torch.int64}
+    assert {tensor.dtype for tensor in (batch.labels, *batch.inputs().values())} == {torch.int64}
 
 
 def test_padding_of_packed_sequences_is_a_segment_of_its_own(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM
 
 import penstock
+from penstock.cli.training.loss import Loss
 from penstock.cli.training.sequences.batches import Corpus, Padding, train_batches
 from penstock.cli.training.sequences.order import Dealer, Order
 from penstock.cli.training.sequences.packing import arrange, whole_rows
@@ -118,7 +119,7 @@ def epoch(model: nn.Module, corpus: Corpus, world_size: int) -> Tensor:
         dealer = Dealer(2, count // (2 * world_size), rank, world_size)
         batches = train_batches([corpus], order, dealer, Padding(24, pad_id=0))
         for batch, label_count in itertools.islice(batches, dealer.accumulation):
-            losses.append(model(**batch.inputs(), num_items_in_batch=torch.tensor(label_count), use_cache=False).loss)
+            losses.append(Loss(model)(batch, label_count))
     return torch.stack(losses).sum()
 
 

@@ -165,7 +165,7 @@ def test_a_marker_may_say_anything(tmp_path: Path, text: str) -> None:
 
 def test_data_of_another_version_is_written_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     prepared_of(tmp_path, sample([1]))
-    monkeypatch.setattr(module, "_FORMAT", 2)
+    monkeypatch.setattr(module, "_FORMAT", module._FORMAT + 1)
     assert prepared_of(tmp_path, sample([2])).ids.tolist() == [2]
 
 

@@ -8,21 +8,27 @@ from contextlib import closing, nullcontext
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
-from penstock.cli.training import data
-from penstock.cli.training.data import Ids, on_device, to_device
+from penstock.cli.training import feeding
+from penstock.cli.training.feeding import on_device
+from penstock.cli.training.sequences.batches import Batch
 
 DEVICE = torch.device("meta")  # stands for an accelerator
 
 
-def numbered(count: int, read: list[str]) -> Iterator[Ids]:
+def batch_of(number: int) -> Batch:
+    """Make one that is packed: three of its tensors are there."""
+    ids = torch.full((2, 3), number)
+    return Batch(ids, ids + 100, ids + 200, None, label_count=4, token_count=6)
+
+
+def numbered(count: int, read: list[str]) -> Iterator[tuple[Batch, int]]:
     for number in range(count):
         read.append(threading.current_thread().name)
-        yield np.full((2, 3), number)
+        yield batch_of(number), 10 * number
 
 
 @pytest.fixture
@@ -35,18 +41,17 @@ def pinned(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
         return found[-1]
 
     monkeypatch.setattr(Tensor, "pin_memory", pin_memory)
-    monkeypatch.setattr(data, "_current", lambda device: nullcontext())
+    monkeypatch.setattr(feeding, "_current", lambda device: nullcontext())
     return found
 
 
 def test_on_a_cpu_batches_are_what_they_were_and_nothing_runs_beside() -> None:
     read: list[str] = []
-    batches = [np.full((2, 3), number) for number in range(3)]
-    found = list(on_device(iter(batches), torch.device("cpu")))
-    assert [ids.data_ptr() for ids in found] == [batch.ctypes.data for batch in batches], "the same memory"
+    given = [(batch_of(number), number) for number in range(3)]
+    found = list(on_device(iter(given), torch.device("cpu")))
+    assert [(id(batch), about) for batch, about in found] == [(id(batch), about) for batch, about in given]
     list(on_device(numbered(2, read), torch.device("cpu")))
     assert set(read) == {threading.current_thread().name}
-    assert to_device(batches[0], torch.device("cpu")).data_ptr() == batches[0].ctypes.data
 
 
 def test_an_accelerator_gets_them_from_pinned_memory_one_ahead_without_waiting(
@@ -64,26 +69,29 @@ def test_an_accelerator_gets_them_from_pinned_memory_one_ahead_without_waiting(
     read: list[str] = []
     with closing(on_device(numbered(6, read), DEVICE)) as batches:
         for number in range(4):
-            ids = next(batches)
-            assert ids.device == DEVICE
-            assert copies[-1] == (number, True)
+            batch, about = next(batches)
+            assert about == 10 * number
+            assert (batch.label_count, batch.token_count, batch.attention_mask) == (4, 6, None)
+            assert batch.position_ids is not None
+            assert {tensor.device for tensor in (batch.input_ids, batch.labels, batch.position_ids)} == {DEVICE}
+            assert sorted(copies[-3:]) == [(number, True), (number + 100, True), (number + 200, True)]
+            assert len(copies) == 3 * (number + 1)
             # The thread reads the next one meanwhile, and no other.
             deadline = threading.Event()
-            while len(pinned) < number + 2 and not deadline.wait(0.001):
+            while len(pinned) < 3 * (number + 2) and not deadline.wait(0.001):
                 pass
             assert len(read) == number + 2
     assert all(name.startswith("penstock-batches") for name in read)
     assert not any(thread.name.startswith("penstock-batches") for thread in threading.enumerate())
-    assert to_device(np.zeros((1, 1)), DEVICE).device == DEVICE
-    assert copies[-1] == (0, True)
 
 
 @pytest.mark.usefixtures("pinned")
-def test_the_end_and_an_error_of_the_text_reach_the_loop() -> None:
-    assert [tuple(ids.shape) for ids in on_device(numbered(3, []), DEVICE)] == [(2, 3)] * 3
+def test_the_end_and_an_error_of_the_data_reach_the_loop() -> None:
+    found = [tuple(batch.input_ids.shape) for batch, _ in on_device(numbered(3, []), DEVICE)]
+    assert found == [(2, 3)] * 3
 
-    def broken() -> Iterator[Ids]:
-        yield np.zeros((1, 1))
+    def broken() -> Iterator[tuple[Batch, int]]:
+        yield batch_of(0), 0
         raise OSError("the disk")
 
     batches = on_device(broken(), DEVICE)
@@ -107,7 +115,7 @@ def test_the_training_loop_reads_the_device_where_it_reports_and_nowhere_else(
         def noting(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
             frame = sys._getframe(1)
             path = Path(frame.f_code.co_filename)
-            if path.parent.name == "training":
+            if "training" in path.parts:
                 found[f"{path.name} {frame.f_code.co_name}"] += 1
             return read(tensor, *args, **kwargs)
 
@@ -118,8 +126,8 @@ def test_the_training_loop_reads_the_device_where_it_reports_and_nowhere_else(
     outcome = penstock_command(
         *("train", "--model", str(model_folder), "--data", str(text_folder), "--out", "out", "--steps", "6"),
         *("--log-every", "3", "--seq-length", "32", "--batch-size", "2", "--accumulation", "2"),
+        *("--sample-tokens", "0"),
     )
     assert outcome.exit_code == 0, outcome.err
-    found.pop("model.py sample_ids", None)
-    # A report each third step; before and after the run.
-    assert found == {"loop.py close": 2, "evaluation.py _mean": 2}
+    # A report each third step; before and after the run; a clock's answer, on the host, before a step that is traced.
+    assert found == {"loop.py close": 2, "evaluation.py _mean": 2, "waits.py _is_due": 1}
