@@ -54,11 +54,11 @@ def test_names_of_before_are_on_the_page() -> None:
 
 
 def test_the_statuses_are_those_of_the_page(penstock_command: Callable[..., Any], monkeypatch: Any) -> None:
-    from penstock.cli.training.loop import EXIT_INTERRUPTED
+    from penstock.cli.training.interruption import EXIT_INTERRUPTED
 
     ends: dict[int, Any] = {0: True, EXIT_INTERRUPTED: False, 130: KeyboardInterrupt()}
 
-    def run(config: TrainConfig) -> bool:
+    def run(config: TrainConfig, interruption: object) -> bool:
         if isinstance(end, BaseException):
             raise end
         return bool(end)
