@@ -42,7 +42,9 @@ def run(config: TrainConfig, interruption: Interruption) -> bool:
     request = check_request(config, Ranks.from_environment())
     with Reports(config, is_first_rank=request.ranks.is_first) as reports, computing(request.source):
         # 2.
-        data = read_data(config, request.sources, request.tokenizer, request.shape, config.cache_folder)
+        data = read_data(
+            config, request.sources, request.tokenizer, request.shape, config.cache_folder, reports.passing
+        )
         course = request.recipe.over(config, sum(data.counts))
         rate_factor(config, course)
         for line in about_data(data, request, course):
