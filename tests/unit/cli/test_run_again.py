@@ -10,22 +10,18 @@ import pytest
 from tests.instruct import chat_file, conversations, instruct_folder
 
 RUN = ["--seq-length", "48", "--batch-size", "2", "--log-every", "1", "--sample-tokens", "0", "--eval-sequences", "4"]
-RUN += ["--steps", "4", "--lr", "3e-3"]
+RUN += ["--precision", "fp32", "--steps", "4", "--lr", "3e-3"]
+ADAPTERS = ["--lora", "r=2,alpha=4,base=int8"]
+WEIGHTS = ["--data", "one.jsonl:0.7", "two.jsonl:0.3", "--eval-data", "held.jsonl", "--packing", "off"]
+OPTIMIZER = ["--optimizer-name", "sgd", "--optimizer-args", "momentum=0.9", "nesterov=true"]
+ONE = ["--data", "one.jsonl"]
 #: What each run has beside that.
-ODD = {
-    "all of it": ["--data", "one.jsonl", "--precision", "fp32", "--warmup", "0.3", "--schedule", "wsd", "--seed", "5"],
-    "adapters": ["--data", "one.jsonl", "--precision", "fp32", "--lora", "r=2,alpha=4,base=int8"],
-    "weights": ["--data", "one.jsonl:0.7", "two.jsonl:0.3", "--eval-data", "held.jsonl", "--packing", "off"],
-    "optimizer": [
-        "--data",
-        "one.jsonl",
-        "--optimizer-name",
-        "sgd",
-        "--optimizer-args",
-        "momentum=0.9",
-        "nesterov=true",
-    ],
-}
+ODD = [
+    pytest.param([*ADAPTERS, *WEIGHTS, *OPTIMIZER], id="adapters, weights, optimizer"),
+    pytest.param([*ONE, "--warmup", "0.3", "--schedule", "wsd", "--seed", "5"], id="all", marks=pytest.mark.thorough),
+    pytest.param([*ONE, *ADAPTERS], id="adapters", marks=pytest.mark.thorough),
+    pytest.param([*ONE, *OPTIMIZER], id="optimizer", marks=pytest.mark.thorough),
+]
 
 
 def numbers(out: Path) -> list[list[Any]]:
@@ -33,7 +29,7 @@ def numbers(out: Path) -> list[list[Any]]:
     return [[line.get(name) for name in ("event", "step", "loss", "grad_norm", "lr")] for line in lines]
 
 
-@pytest.mark.parametrize("asked", ODD.values(), ids=ODD)
+@pytest.mark.parametrize("asked", ODD)
 def test_the_file_of_a_run_makes_the_same_losses(
     penstock_command: Callable[..., Any], tmp_path: Path, asked: list[str]
 ) -> None:
