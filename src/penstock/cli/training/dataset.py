@@ -31,7 +31,7 @@ from penstock.cli.training.sequences.packing import (
 )
 from penstock.cli.training.sequences.prepared import Prepared, discard_old, prepare
 from penstock.cli.training.settings.data import DataOptions
-from penstock.errors import ConfigError
+from penstock.errors import ConfigError, one_line
 from penstock.integrations.chat import read_chat_template
 from penstock.integrations.tokenizers import Tokenizer
 
@@ -39,7 +39,8 @@ from penstock.integrations.tokenizers import Tokenizer
 CHAT = "messages"
 _PROMPT_TOKENS = 32
 
-Progress = Callable[[int, int], None]
+#: Is told in a line how far the data is read.
+Progress = Callable[[str], None]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -170,7 +171,8 @@ def read_data(
         tokenizer: what makes ids.
         shape: what it is made for.
         cache: the folder of prepared data.
-        progress: is told, now and then, how many rows and tokens of a source are encoded.
+        progress: is told, now and then, in a line: how many rows and tokens of a source are encoded, or that this
+            process waits for another one that does that.
 
     Raises:
         ConfigError: rows that cannot be read, encoded or cut as asked; nothing to train on, or to hold out.
@@ -245,13 +247,19 @@ def _prepared(
     """Encode a source, or find it encoded."""
     encoder.kinds.clear()
     encoder.notes.clear()
+
+    def tell(what: str) -> None:
+        if progress is not None:
+            progress(f"{one_line(source.name)}: {what}")
+
     return prepare(
         cache,
         name,
         lambda: samples_of(source, encoder, text_field),
         vocab_size=vocab_size,
         counts=lambda: {"kinds": dict(encoder.kinds), "notes": dict(encoder.notes)},
-        progress=progress,
+        progress=lambda rows, tokens: tell(f"{rows:,} rows are read, {tokens:,} tokens"),
+        waiting=lambda: tell("waits for another process that reads the data"),
     )
 
 

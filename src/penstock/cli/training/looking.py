@@ -10,6 +10,7 @@ from rich.console import Console
 from penstock.cli.training.config import DataConfig
 from penstock.cli.training.dataset import Data, Shape, find_all, read_data
 from penstock.cli.training.recipe import FOLDER_BATCH_SIZE, seq_length_for
+from penstock.cli.training.reporting.display import Display
 from penstock.cli.training.request import packing_of
 from penstock.cli.training.sequences.batches import Corpus
 from penstock.cli.training.showing import Statistics, show
@@ -51,7 +52,8 @@ def look(config: DataConfig) -> None:
     for named in (*sources[0], *sources[1]):
         if named.note:
             print(named.note)
-    data = read_data(config, sources, tokenizer, shape, config.cache_folder)
+    with Display() as display:
+        data = read_data(config, sources, tokenizer, shape, config.cache_folder, display.passing)
     segments = itertools.chain.from_iterable(_sequences(corpus, tokenizer) for corpus in data.train)
     show(itertools.islice(segments, config.show), _statistics(data, why_padded), Console(highlight=False))
 

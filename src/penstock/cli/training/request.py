@@ -5,9 +5,12 @@ from dataclasses import dataclass
 
 from transformers.utils import logging
 
+from penstock.checkpoint.opened import resolve
 from penstock.cli.ranks import Ranks
+from penstock.cli.training.checkpoints import AUTO as RESUME_AUTO
 from penstock.cli.training.config import TrainConfig
 from penstock.cli.training.dataset import Shape, find_all
+from penstock.cli.training.fitting import ITEMSIZES
 from penstock.cli.training.model import check_compiler
 from penstock.cli.training.optimizer import Precision, resolve_precision
 from penstock.cli.training.optimizer_arguments import optimizer_arguments
@@ -28,7 +31,6 @@ from penstock.integrations.tokenizers import Tokenizer, tokenizer_for
 from penstock.integrations.vocabulary import vocabulary_for
 
 MODEL_FILES = ("config.json", "generation_config.json", "model.safetensors", "model.safetensors.index.json")
-_ITEMSIZES = {"fp32": 4, "bf16": 2, "fp16": 2}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,6 +103,8 @@ def check_request(config: TrainConfig, ranks: Ranks) -> Request:
     source = find_model(config.model, seq_length=config.seq_length or 2, trust_remote_code=config.trust_remote_code)
     recipe = recipe_for(config, positions=source.max_seq_length, world_size=ranks.world_size)
     sources = find_all(config)
+    if config.resume and config.resume != RESUME_AUTO:
+        resolve(config.resume)  # is there, and is one
     tokenizer = tokenizer_for(source.folder, vocab_size=source.vocab_size, trust_remote_code=config.trust_remote_code)
     vocab_size = vocabulary_for(tokenizer, source.vocab_size, multiple=config.pad_vocab_to)
     packed, why_padded = packing_of(config.packing, source)
@@ -109,7 +113,7 @@ def check_request(config: TrainConfig, ranks: Ranks) -> Request:
         vocab_size=vocab_size,
         batch_size=recipe.batch_size,
         seq_length=recipe.seq_length,
-        itemsize=_ITEMSIZES[precision],
+        itemsize=ITEMSIZES[precision],
     )
     chunks_loss = _chunks_loss(config, source, sizes)
     if ranks.is_first:

@@ -5,7 +5,17 @@ from typing import Any
 from penstock.cli.ranks import Ranks, joined
 from penstock.cli.training.config import TrainConfig
 from penstock.cli.training.dataset import Data, read_data
-from penstock.cli.training.fitting import about_fit, check_fits, of_checkpoints, plan_of, recomputes
+from penstock.cli.training.fitting import (
+    Disk,
+    about_fit,
+    about_recompute,
+    check_fits,
+    disk_of,
+    model_bytes,
+    of_checkpoints,
+    plan_of,
+    recomputes,
+)
 from penstock.cli.training.interruption import Interruption
 from penstock.cli.training.model import build, computing
 from penstock.cli.training.optimizer import Preparation, about_decay, preparation
@@ -15,7 +25,7 @@ from penstock.cli.training.request import Request, check_request
 from penstock.cli.training.runfile import resolved_by
 from penstock.cli.training.schedule import rate_factor
 from penstock.cli.training.session import Session
-from penstock.cli.training.settings.common import OFF, ON
+from penstock.cli.training.settings.common import AUTO, OFF, ON
 from penstock.footprint import Footprint
 from penstock.integrations.huggingface import enable_activation_checkpointing
 
@@ -42,17 +52,21 @@ def run(config: TrainConfig, interruption: Interruption) -> bool:
     request = check_request(config, Ranks.from_environment())
     with Reports(config, is_first_rank=request.ranks.is_first) as reports, computing(request.source):
         # 2.
-        data = read_data(config, request.sources, request.tokenizer, request.shape, config.cache_folder)
+        data = read_data(
+            config, request.sources, request.tokenizer, request.shape, config.cache_folder, reports.passing
+        )
         course = request.recipe.over(config, sum(data.counts))
         rate_factor(config, course)
         for line in about_data(data, request, course):
             reports.note(line)
         # 3.
-        prepared, found, recomputed = _planned(request, course)
+        prepared, found, disk, recomputed = _planned(request, course)
         if config.dry_run:
-            fit = about_fit(found, request.sizes, recomputed=recomputed, chunked=request.chunks_loss)
+            fit = about_fit(found, disk, request.sizes, recomputed=recomputed, chunked=request.chunks_loss)
             reports.note("\n".join(fit))
-        check_fits(found, config)
+        if config.recompute == AUTO:
+            reports.note(about_recompute(found, request.sizes, recomputed=recomputed))
+        check_fits(found, disk)
         if config.dry_run:
             reports.note("nothing is wrong with this run, and nothing was made")
             return True
@@ -63,8 +77,8 @@ def run(config: TrainConfig, interruption: Interruption) -> bool:
             return session.run(_resolved(request, course, recomputed=recomputed), plan_of(found))
 
 
-def _planned(request: Request, course: Course) -> tuple[Preparation, Footprint, bool]:
-    """Build the model, and say how it is trained, what that takes, and whether activations are computed again."""
+def _planned(request: Request, course: Course) -> tuple[Preparation, Footprint, Disk, bool]:
+    """Build the model, and say how it is trained, what that takes, and whether activations are recomputed."""
     config = request.config
     built = build(
         request.source,
@@ -79,7 +93,7 @@ def _planned(request: Request, course: Course) -> tuple[Preparation, Footprint, 
     recomputed = recomputes(config.recompute, request.sizes, found)
     if recomputed:
         enable_activation_checkpointing(built.model)
-    return prepared, found, recomputed
+    return prepared, found, disk_of(found, config, model_bytes(built, request.precision)), recomputed
 
 
 def about_data(data: Data, request: Request, course: Course) -> list[str]:

@@ -1,11 +1,14 @@
 """What people see: a panel and lines on a terminal, plain lines elsewhere."""
 
 import sys
+import time
 from contextlib import AbstractContextManager
 from dataclasses import replace
 
 from penstock.cli.training.reporting.progress import Progress
 from penstock.cli.training.reporting.waits import Waits
+
+PASSING_SECONDS = 10.0
 
 
 class Display(AbstractContextManager["Display"]):
@@ -13,6 +16,7 @@ class Display(AbstractContextManager["Display"]):
 
     def __init__(self) -> None:
         self.panel = Panel() if sys.stdout.isatty() else None
+        self._passed_seconds = time.monotonic()
         self._shown: Progress | None = None  # in the panel alone, which will be taken away
 
     def __exit__(self, *error: object) -> None:
@@ -31,6 +35,15 @@ class Display(AbstractContextManager["Display"]):
         if self.panel is not None:
             self.panel.print_above(text)
         else:
+            print(text, flush=True)
+
+    def passing(self, text: str) -> None:
+        """Show a text over the one before; where nothing can be taken back, print one every `PASSING_SECONDS`."""
+        now = time.monotonic()
+        if self.panel is not None:
+            self.panel.show_text(text)
+        elif now - self._passed_seconds >= PASSING_SECONDS:
+            self._passed_seconds = now
             print(text, flush=True)
 
     def step(self, progress: Progress) -> None:
@@ -63,9 +76,20 @@ class Panel:
         self._console = Console(highlight=False)
         self._live = Live(console=self._console, auto_refresh=False, transient=True)
         self._waits: Waits | None = None
+        self._is_text = False
+
+    def show_text(self, text: str) -> None:
+        """Draw a line in the panel's place, until something else is shown or printed."""
+        from rich.text import Text
+
+        self._is_text = True
+        self._live.start()
+        self._live.update(Text(text, style="dim", no_wrap=True, overflow="ellipsis"), refresh=True)
 
     def print_above(self, text: str) -> None:
         """Print a text that stays, above the panel."""
+        if self._is_text:
+            self.close()
         self._console.print(text, markup=False, soft_wrap=True)
 
     def print_table(self, rows: list[tuple[str, str]]) -> None:
@@ -91,6 +115,7 @@ class Panel:
         table = Table.grid(padding=(0, 3))
         table.add_row(*(name for name, _ in numbers), style="dim")
         table.add_row(*(value for _, value in numbers))
+        self._is_text = False
         bar = Table.grid(padding=(0, 1), expand=False)
         bar.add_row(f"step {progress.step}/{progress.steps}", ProgressBar(progress.steps, progress.step, width=40))
         self._live.start()  # does nothing but the first time
@@ -98,4 +123,5 @@ class Panel:
 
     def close(self) -> None:
         """Take the panel away and give the terminal back."""
+        self._is_text = False
         self._live.stop()

@@ -40,6 +40,11 @@ class Reports(AbstractContextManager["Reports"]):
         if self._display is not None:
             self._display.note(text)
 
+    def passing(self, text: str) -> None:
+        """Tell how far something is that takes a while; the next such text takes its place."""
+        if self._display is not None:
+            self._display.passing(text)
+
     def start(self, *, goes_on: bool = False, **about: object) -> None:
         """Open the files and trackers, and write what runs: settings, sizes, versions.
 

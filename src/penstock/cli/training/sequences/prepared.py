@@ -93,6 +93,7 @@ def prepare(
     vocab_size: int,
     counts: Callable[[], Counts] = dict,
     progress: Progress | None = None,
+    waiting: Callable[[], None] | None = None,
 ) -> Prepared:
     """Map the rows that were prepared under a fingerprint, or encode and write them first.
 
@@ -106,6 +107,7 @@ def prepare(
         vocab_size: what all ids are below. Up to 2**16 they are stored in two bytes, in four otherwise.
         counts: tells, once all are encoded, how many there were of what; kept with them.
         progress: called now and then, and at the end, by the process that writes.
+        waiting: called now and then by a process that waits for another one.
 
     Raises:
         ConfigError: what `samples` raises; ids outside of the vocabulary; a folder that cannot be written or is full.
@@ -116,7 +118,7 @@ def prepare(
     try:
         folder.mkdir(parents=True, exist_ok=True)
         failed_before = _failure(folder, fingerprint)
-        with FileLock(_lock_file(folder, fingerprint)):
+        with _locked(folder, fingerprint, waiting):
             if (found := _open(place, fingerprint)) is None:
                 # A rank of this run came first, and met what this one would meet after the same hours.
                 if (failure := _failure(folder, fingerprint)) is not None and failure != failed_before:
@@ -275,6 +277,22 @@ def _note_failure(folder: Path, fingerprint: str, message: str) -> None:
     note = {"made_by": _MADE_BY, "attempt": secrets.token_hex(8), "message": message}
     with contextlib.suppress(OSError):  # on a full disk, the others find out for themselves
         _failure_file(folder, fingerprint).write_text(json.dumps(note))
+
+
+@contextlib.contextmanager
+def _locked(folder: Path, fingerprint: str, waiting: Callable[[], None] | None) -> Iterator[None]:
+    """Hold the lock, however long somebody else does."""
+    lock = FileLock(_lock_file(folder, fingerprint))
+    while not lock.is_locked:
+        try:
+            lock.acquire(timeout=_PROGRESS_SECONDS)
+        except Timeout:
+            if waiting is not None:
+                waiting()
+    try:
+        yield
+    finally:
+        lock.release()
 
 
 @contextlib.contextmanager
