@@ -93,7 +93,7 @@ def test_sources_with_weights_stay_apart(tmp_path: Path, texts: Path) -> None:
 def test_conversations_lose_their_end_and_say_so(tmp_path: Path, chats: Path, chat_tokenizer: Tokenizer) -> None:
     whole = read(tmp_path, chat_tokenizer, data=[chats], packed=False, seq_length=256).about()
     assert (whole["kinds"], whole["cut_rows"], whole["train_rows"]) == ({"messages": 50}, 0, 48)
-    data = read(tmp_path, chat_tokenizer, data=[chats], packed=False, seq_length=120)
+    data = read(tmp_path, chat_tokenizer, data=[chats], packed=False, seq_length=80)
     cut = data.about()
     assert data.is_chat
     # The rows with talk before the question are longer; what is trained on of all others is the answer alone.
@@ -138,7 +138,9 @@ def test_what_was_read_is_not_read_again(
     assert len(reads) == 3, "another field, another text"
 
 
-def test_a_chat_template_that_is_named_is_the_one(tmp_path: Path, chats: Path, chat_tokenizer: Tokenizer) -> None:
+def test_a_chat_template_that_is_named_is_the_one(
+    tmp_path: Path, chats: Path, chat_tokenizer: Tokenizer, instruct_model: Path
+) -> None:
     template = tmp_path / "t.jinja"
     template.write_text(
         "{% for m in messages %}[{{ m.role }}]{{ m.content }}<|im_end|>{% endfor %}"
@@ -146,5 +148,5 @@ def test_a_chat_template_that_is_named_is_the_one(tmp_path: Path, chats: Path, c
     )
     data = read(tmp_path, chat_tokenizer, data=[chats], chat_template=str(template), seq_length=256)
     assert chat_tokenizer.decode(data.prompt()) == "[user]What is the password?<|im_end|>[assistant]"
-    plain = read(tmp_path, chat_tokenizer, data=[chats], seq_length=256)
+    plain = read(tmp_path, tokenizer_for(instruct_model, vocab_size=259), data=[chats], seq_length=256)
     assert "<|im_start|>" in chat_tokenizer.decode(plain.prompt()), "prepared apart from the other"
