@@ -74,8 +74,8 @@ def test_adapters_are_merged_into_the_model_and_lie_beside_it(
     assert tokenizer.chat_template == AutoTokenizer.from_pretrained(instruct_model).chat_template
     start = events(tmp_path / "out", "start")[0]
     assert 0 < start["trained_count"] < start["parameter_count"]
-    # What is asked is shown as it was typed, and continued as a user's turn.
-    assert {sample["prompt"] for sample in events(tmp_path / "out", "sample")} == {QUESTION}
+    # What is asked is shown as it was typed, in a line of its own, and continued as a user's turn.
+    assert {sample["prompt"] for sample in events(tmp_path / "out", "sample")} == {f"{QUESTION}\n"}
 
 
 def test_data_shows_which_tokens_are_learned(
@@ -86,9 +86,10 @@ def test_data_shows_which_tokens_are_learned(
     assert outcome.exit_code == 0, outcome.err
     first, second = outcome.out.split("sequence ")[1:3]
     for shown in (first, second):
-        assert f"<|im_start|>user\n{QUESTION}<|im_end|>\n<|im_start|>assistant\n⟦{ANSWER}<|im_end|>" in shown
+        asked = f"<|im_start|>user↵\n{QUESTION}<|im_end|>↵\n<|im_start|>assistant↵\n"
+        assert f"{asked}⟦{ANSWER}<|im_end|>↵\n⟧" in shown
     assert "⟦Good day, guest 0.<|im_end|>" in first
     assert first.count("⟦") == 2
     assert second.count("⟦") == 1
     assert "chat.jsonl:1 (messages)" in first
-    assert "rows of messages     50\n" in outcome.out
+    assert "rows of messages    50\n" in outcome.out

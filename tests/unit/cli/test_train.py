@@ -55,7 +55,7 @@ def test_a_run_learns_reports_and_leaves_a_model(
         assert line["bytes_by_tier"]["cpu"] >= 8 * start["parameter_count"]  # exp_avg and exp_avg_sq
     assert steps[0]["lr"] > steps[1]["lr"] > steps[2]["lr"] > 0
     assert end["loss_after"] == end["best_loss"] == after["loss"]
-    assert end["token_count"] == 30 * 4 * 32
+    assert 0.9 * 30 * 4 * 32 < end["token_count"] <= 30 * 4 * 32, "padding is not counted"
     assert {sample["step"] for sample in samples} == {0, 30}, "after every evaluation"
     assert {sample["prompt"] for sample in samples} == {"the quick"}
     assert all(0 < len(sample["text"]) <= 12 for sample in samples)
@@ -258,7 +258,10 @@ def test_tensorboard(
     [
         (["--data", "nowhere"], "--data 'nowhere' matches nothing. Name a file, or a folder or glob with .txt, "),
         (["--data", "empty.txt"], "empty.txt holds no rows. Name data with rows or text in it."),
-        (["--data", "short.txt"], "--data has too few rows, or too little text for two sequences of --seq-length 128, to"),
+        (
+            ["--data", "short.txt"],
+            "--data has too few rows, or too little text for two sequences of --seq-length 128,",
+        ),
         (["--data", "bad.jsonl"], "bad.jsonl:2 is not JSON: "),
         (["--data", "good.jsonl"], "good.jsonl:1: its fields ('body') are none that are understood: 'text' (text),"),
         (

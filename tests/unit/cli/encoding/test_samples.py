@@ -1,7 +1,7 @@
 """Rows to ids and masks."""
 
-import os
 import json
+import os
 from pathlib import Path
 from typing import Any
 
