@@ -6,6 +6,7 @@ template at all. Whatever it does is one line.
 
 import contextlib
 import re
+import stat
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -117,7 +118,10 @@ def read_chat_template(file: Path) -> str:
         ConfigError: it cannot be read, or is no Jinja template.
     """
     try:
-        nbytes = file.stat().st_size
+        about = file.stat()
+        if not stat.S_ISREG(about.st_mode):  # of a pipe nobody may ever write the end
+            raise ConfigError(f"{TEMPLATE_OPTION} {file} is no file. Name one with a Jinja template.")
+        nbytes = about.st_size
         if nbytes > _MOST_TEMPLATE_BYTES:
             raise ConfigError(f"{TEMPLATE_OPTION} {file} has {nbytes:,} bytes, more than any template.")
         # Not split and joined again: a template's own line ends are part of what it renders.

@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.instruct import chat_file, instruct_folder
+
 
 @dataclass(frozen=True)
 class Outcome:
@@ -67,3 +69,15 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     )
     LlamaForCausalLM(config).save_pretrained(folder)
     return folder
+
+
+@pytest.fixture(scope="session")
+def instruct_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A Llama of 80 thousand parameters with a tokenizer of bytes and a chat template."""
+    return instruct_folder(tmp_path_factory.mktemp("instruct") / "model")
+
+
+@pytest.fixture
+def chats(tmp_path: Path) -> Path:
+    """Fifty conversations."""
+    return chat_file(tmp_path / "chat.jsonl")

@@ -3,6 +3,7 @@
 import re
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -11,10 +12,15 @@ import pytest
 from penstock.budgets import DeviceNeed, Room
 from penstock.cli.naming import in_options
 from penstock.cli.training.config import TrainConfig
-from penstock.cli.training.fitting import about_fit, about_recompute, check_fits, disk_of, recomputes
+from penstock.cli.training.fitting import about_fit, about_recompute, check_fits, disk_of, of_checkpoints, recomputes
+from penstock.cli.training.model import Built, build
+from penstock.cli.training.optimizer import preparation
+from penstock.cli.training.recipe import recipe_for
 from penstock.cli.training.sizes import StepSizes
 from penstock.errors import MemoryBudgetError
 from penstock.footprint import Footprint
+from penstock.integrations.huggingface import find_model
+from penstock.integrations.lora import Lora
 from penstock.tiers.report import LocationReport
 from tests.instruct import chat_file, instruct_folder
 
@@ -154,3 +160,24 @@ def test_a_dry_run_says_all_of_it_and_makes_nothing(
     assert "--device-bytes 65,536 gives it 65,536" in outcome.err
     assert "--grads cpu --params cpu" in outcome.err
     assert not re.search(r"Options\(|Placement\(|=\.\.\.", outcome.err + outcome.out)
+
+
+def found_of(built: Built | None = None, **settings: Any) -> tuple[Footprint, TrainConfig, Built]:
+    config = TrainConfig(precision="fp32", **settings)
+    if built is None:
+        source = find_model("tiny", seq_length=16)
+        built = build(source, vocab_size=source.vocab_size, lora=None, chunks_loss=False, compiles=False, seed=0)
+    recipe = recipe_for(config, positions=None, world_size=1)
+    return preparation(built, config, recipe, "fp32").footprint(world_size=1), config, built
+
+
+def test_checkpoints_of_adapters_have_nothing_of_the_base() -> None:
+    source = find_model("tiny", seq_length=16)
+    lora = Lora(r=2)
+    built = build(source, vocab_size=source.vocab_size, lora=lora, chunks_loss=False, compiles=False, seed=0)
+    found, config, _ = found_of(built, lora="r=2")
+    trained = sum(p.numel() for p in built.model.parameters() if p.requires_grad)
+    assert of_checkpoints(found, config, built).checkpoint_bytes <= 16 * trained < found.checkpoint_bytes
+    shared = replace(found, world_size=4)
+    assert of_checkpoints(shared, config, built).checkpoint_bytes <= 4 * trained
+    assert of_checkpoints(found, TrainConfig(), built) is found

@@ -5,9 +5,9 @@ from typing import Any
 import pytest
 import torch
 
-from penstock.cli.ranks import Ranks
 from penstock.cli.training.config import TrainConfig
-from penstock.cli.training.optimizer import about_decay, parameter_groups, prepare_model
+from penstock.cli.training.model import Built
+from penstock.cli.training.optimizer import about_decay, parameter_groups, preparation
 from penstock.cli.training.optimizer_arguments import CLASSES, optimizer_arguments, takes_weight_decay
 from penstock.cli.training.recipe import recipe_for
 from penstock.cli.training.settings.learning import OPTIMIZERS
@@ -98,8 +98,8 @@ def test_every_optimizer_trains_as_its_class_does(name: str) -> None:
     plain, ours = model_of(), model_of()
     maker: Any = CLASSES[name]
     alone = maker(parameter_groups(plain, config), lr=0.01, **optimizer_arguments(config))
-    ranks = Ranks(0, 1, torch.device("cpu"))
-    optimizer = prepare_model(ours, config, recipe_for(config, positions=None, world_size=1), ranks)
+    recipe = recipe_for(config, positions=None, world_size=1)
+    optimizer = preparation(Built(ours, None), config, recipe, "fp32").prepare()
     assert [group.get("weight_decay") for group in optimizer.param_groups] == (
         [0.1, 0.0] if name != "rprop" else [None, None]
     )

@@ -103,7 +103,7 @@ def test_the_command(penstock_command: Callable[..., Any], tmp_path: Path) -> No
     outcome = penstock_command("data", "--data", "a.txt", "--seq-length", "16", "--show", "2")
     assert outcome.exit_code == 0, outcome.err
     assert outcome.out.startswith(
-        "sequence 1: a.txt:1 (text)\nt⟦he quick brown ⟧\n\nsequence 2: a.txt:1 (text)\n ⟦fox the quick b⟧\n\nrows of text "
+        "sequence 1: a.txt:1 (text)\nt⟦he quick brown ⟧\n\nsequence 2: a.txt:1 (text)\n ⟦fox the quick b⟧\n\nrows"
     )
     assert "rows                1\n" in outcome.out
     assert [path.name for path in (tmp_path / "penstock-out").iterdir()] == ["cache"], "where the run finds it"

@@ -48,7 +48,9 @@ class Ended(BaseException):
         return 128 + self.number
 
     def __str__(self) -> str:
-        return f"ended by {signal.Signals(self.number).name} before the first step. Nothing of an earlier run was changed"
+        return (
+            f"ended by {signal.Signals(self.number).name} before the first step. Nothing of an earlier run was changed"
+        )
 
 
 class Interruption:

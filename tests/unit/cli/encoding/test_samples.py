@@ -1,6 +1,7 @@
 """Rows to ids and masks."""
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -286,6 +287,13 @@ def test_ids_that_the_vocabulary_has_not(tmp_path: Path) -> None:
         ConfigError, match=r"^chat\.jsonl:17: The tokenizer in .* makes ids that its own vocabulary of 100"
     ):
         Encoder(tokenizer, text_field="text").encode(Row({"messages": TALK}))
+
+
+def test_a_pipe_as_a_template_is_refused_and_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    for name in (tmp_path / "pipe", Path("/dev/null"), tmp_path):
+        with pytest.raises(ConfigError, match=r"^--chat-template .* is no file\. Name one with a Jinja template\.$"):
+            read_chat_template(name)
 
 
 @pytest.mark.parametrize(
