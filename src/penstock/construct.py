@@ -6,7 +6,7 @@
 """
 
 import contextlib
-from collections.abc import Iterable, MutableMapping, Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -100,7 +100,8 @@ def construct(
     engine.planted.plant(model, "zero_grad", ModelZeroGrad(prepared, engine))
     # The parameters are in their homes, so what fails now cannot leave the model as it was: it is left empty.
     try:
-        take_over_state({} if optimizer is None else optimizer.state, engine.state.access)
+        if optimizer is not None:
+            take_over_state(optimizer, engine.state.access)
     except BaseException:
         engine.abandon()
         raise
@@ -338,9 +339,18 @@ def number_elements(parameters: Iterable[nn.Parameter]) -> dict[nn.Parameter, in
     return firsts
 
 
-def take_over_state(state: MutableMapping[Tensor, dict[str, Any]], access: Access) -> None:
+def take_over_state(optimizer: torch.optim.Optimizer, access: Access) -> None:
     """Continue where an optimizer that has made steps left off; its own copy of the state is dropped."""
+    initial = {
+        parameter: group["initial_accumulator_value"]
+        for group in optimizer.param_groups
+        if "initial_accumulator_value" in group
+        for parameter in group["params"]
+    }
     for parameter in access.steps():
-        for name, value in state.pop(parameter, {}).items():  # one at a time: no second copy of all of it
-            if value is not None:  # SGD's momentum before the first update
+        for name, value in optimizer.state.pop(parameter, {}).items():  # one at a time: no second copy of all of it
+            if isinstance(value, Tensor) and value.is_meta and parameter in initial:
+                # Adagrad makes its state when it is made: of a model on the meta device, without a value.
+                access.set_state(parameter, name, torch.full(value.shape, initial[parameter], device="cpu"))
+            elif value is not None:  # SGD's momentum before the first update
                 access.set_state(parameter, name, as_state(value))

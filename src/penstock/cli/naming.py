@@ -25,6 +25,7 @@ _PHRASES = (
     ("Call penstock.losses.linear_cross_entropy in a forward of your own, or train", "Train"),
     ("train without chunk_loss", "train without --chunked-loss"),
     ("Train without chunk_loss", "Train without --chunked-loss"),
+    ("base=int8: ", "--lora base=int8: "),
     (", or choose smaller units.", "."),
     ("Give a penstock.Placement.", "Name a tier."),
     (", a higher stage,", ", a higher --stage,"),

@@ -117,6 +117,30 @@ def test_initialisation_is_that_of_the_whole_model_on_one_cpu(tied: bool) -> Non
     assert same(found, steps(reference))
 
 
+@pytest.mark.parametrize("weights", ["init", "folder"])
+def test_adagrads_first_sum_of_a_model_without_values_is_its_initial_value(weights: str, tmp_path: Path) -> None:
+    torch.manual_seed(3)
+    model = Plain().train(False)
+    save_file(model.state_dict(), tmp_path / "model.safetensors")
+    with torch.device("meta"):
+        empty = Plain().train(False)
+
+    def trained(model: nn.Module, **how: Any) -> list[Tensor]:
+        stock = torch.optim.Adagrad(model.parameters(), lr=0.1, initial_accumulator_value=0.25)
+        optimizer = penstock.prepare(model, stock, precision="fp32", **how)
+        found = [optimizer.full_state(p, "sum") for p in model.parameters()]
+        assert all(torch.equal(value, torch.full_like(value, 0.25)) for value in found)
+        optimizer.backward(model(torch.ones(2, 16)).square().mean())
+        optimizer.step()
+        found = [optimizer.full_param(p) for p in model.parameters()]
+        optimizer.close()
+        return found
+
+    torch.manual_seed(3)
+    found = trained(empty, weights="init" if weights == "init" else tmp_path)
+    assert all(map(torch.equal, found, trained(model)))
+
+
 class Plain(nn.Module):
     def __init__(self) -> None:
         super().__init__()

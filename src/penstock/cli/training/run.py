@@ -36,8 +36,8 @@ def run(config: TrainConfig, interruption: Interruption) -> bool:
     Until an earlier run's files are touched, a signal ends the command; from then on it is noted.
 
     1. Check the request: everything that can be wrong with it, before anything is allocated.
-    2. Read the data.
-    3. Build the model without its values, and hold what the run takes against what there is. A dry run ends here.
+    2. Build the model without its values, and hold what the run takes against what there is.
+    3. Read the data, which may take long: by then nothing but the data can be wrong. A dry run ends here.
     4. Meet the other ranks, and train.
 
     Returns:
@@ -52,6 +52,10 @@ def run(config: TrainConfig, interruption: Interruption) -> bool:
     request = check_request(config, Ranks.from_environment())
     with Reports(config, is_first_rank=request.ranks.is_first) as reports, computing(request.source):
         # 2.
+        prepared, found, disk, recomputed = _planned(request)
+        if not config.dry_run:  # which tells what it takes before it says what is too small
+            check_fits(found, disk)
+        # 3.
         data = read_data(
             config, request.sources, request.tokenizer, request.shape, config.cache_folder, reports.passing
         )
@@ -59,15 +63,12 @@ def run(config: TrainConfig, interruption: Interruption) -> bool:
         rate_factor(config, course)
         for line in about_data(data, request, course):
             reports.note(line)
-        # 3.
-        prepared, found, disk, recomputed = _planned(request, course)
+        if config.recompute == AUTO:
+            reports.note(about_recompute(found, request.sizes, recomputed=recomputed))
         if config.dry_run:
             fit = about_fit(found, disk, request.sizes, recomputed=recomputed, chunked=request.chunks_loss)
             reports.note("\n".join(fit))
-        if config.recompute == AUTO:
-            reports.note(about_recompute(found, request.sizes, recomputed=recomputed))
-        check_fits(found, disk)
-        if config.dry_run:
+            check_fits(found, disk)
             reports.note("nothing is wrong with this run, and nothing was made")
             return True
         # 4.
@@ -77,7 +78,7 @@ def run(config: TrainConfig, interruption: Interruption) -> bool:
             return session.run(_resolved(request, course, recomputed=recomputed), plan_of(found))
 
 
-def _planned(request: Request, course: Course) -> tuple[Preparation, Footprint, Disk, bool]:
+def _planned(request: Request) -> tuple[Preparation, Footprint, Disk, bool]:
     """Build the model, and say how it is trained, what that takes, and whether activations are recomputed."""
     config = request.config
     built = build(
@@ -88,7 +89,7 @@ def _planned(request: Request, course: Course) -> tuple[Preparation, Footprint, 
         compiles=config.compile,
         seed=config.seed,
     )
-    prepared = preparation(built, config, course, request.precision)
+    prepared = preparation(built, config, request.recipe, request.precision)
     found = of_checkpoints(prepared.footprint(world_size=request.ranks.world_size), config, built)
     recomputed = recomputes(config.recompute, request.sizes, found)
     if recomputed:
