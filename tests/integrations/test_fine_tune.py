@@ -215,6 +215,7 @@ CASES: dict[str, tuple[Rows, str, dict[str, Any], dict[str, Any]]] = {
     "adapters on nvme": (chats, MARKED, LORA | NVME | {"weight_decay": 0.3}, {}),
     "completions": (completions, PLAIN, CPU, {}),
     "completions of chats": (chat_completions, PLAIN, {}, {}),
+    "texts": (texts, PLAIN, SPLIT, {}),
     "chunked loss": (chats, PLAIN, {"chunked_loss": "on", "recompute": "on"}, {}),
     "rows that are cut": (chats, PLAIN, {"seq_length": 60}, {"max_length": 60}),
 }
