@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from penstock.cli.training.encoding.samples import Encoder, Sample
+from penstock.cli.training.data.encoding.samples import Encoder, Sample
 from penstock.integrations.tokenizers import ByteTokenizer, FolderTokenizer
 
 END = "<|endoftext|>"

@@ -14,10 +14,10 @@ import pytest
 
 from penstock.checkpoint.opened import checkpoints_in
 from penstock.cli.training import run as command
-from penstock.cli.training.checkpoints import Checkpoints
 from penstock.cli.training.config import TrainConfig
 from penstock.cli.training.interruption import Interruption
-from penstock.cli.training.loop import Stepper
+from penstock.cli.training.learning.checkpoints import Checkpoints
+from penstock.cli.training.learning.loop import Stepper
 from tests.instruct import chat_file, conversations, instruct_folder
 from tests.support import disks, run_ranks, thorough
 

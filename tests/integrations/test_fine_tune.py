@@ -18,10 +18,10 @@ from trl import SFTConfig, SFTTrainer
 from penstock.cli.ranks import Ranks
 from penstock.cli.training import run as command
 from penstock.cli.training.config import TrainConfig
-from penstock.cli.training.dataset import Data, read_data
+from penstock.cli.training.data.dataset import Data, read_data
+from penstock.cli.training.data.sequences.order import Order
 from penstock.cli.training.interruption import Interruption
 from penstock.cli.training.request import check_request
-from penstock.cli.training.sequences.order import Order
 from tests.instruct import MARKED, PLAIN, byte_tokenizer, chat_file, conversations, instruct_folder
 from tests.integrations import trl_cases  # noqa: F401 (what TRL 1.15 has on GPUs alone)
 from tests.support import disks, run_ranks

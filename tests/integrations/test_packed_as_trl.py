@@ -5,7 +5,7 @@ import itertools
 import numpy as np
 import pytest
 
-from penstock.cli.training.sequences.packing import arrange, whole_rows
+from penstock.cli.training.data.sequences.packing import arrange, whole_rows
 
 pytestmark = pytest.mark.integrations
 

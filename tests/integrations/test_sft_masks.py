@@ -13,7 +13,7 @@ from datasets import Dataset
 from transformers import LlamaConfig, LlamaForCausalLM
 from trl import SFTConfig, SFTTrainer, maybe_convert_to_chatml
 
-from penstock.cli.training.encoding.samples import Encoder
+from penstock.cli.training.data.encoding.samples import Encoder
 from penstock.errors import ConfigError
 from penstock.integrations.tokenizers import FolderTokenizer
 from tests.chats import CALL, CONVERSATIONS, RESULT, TOOLS, Row, assistant, plain_tokenizer, shown, system, user

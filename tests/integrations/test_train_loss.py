@@ -12,13 +12,13 @@ from torch.utils.data import SequentialSampler
 from transformers import Trainer
 
 from penstock.cli.ranks import Ranks
-from penstock.cli.training.checkpoints import Checkpoints, Position
 from penstock.cli.training.config import TrainConfig
-from penstock.cli.training.feed import Batch
+from penstock.cli.training.data.feed import Batch
 from penstock.cli.training.interruption import Interruption
-from penstock.cli.training.loop import Stepper, Training
-from penstock.cli.training.loss import Loss
-from penstock.cli.training.optimizer import prepare_model
+from penstock.cli.training.learning.checkpoints import Checkpoints, Position
+from penstock.cli.training.learning.loop import Stepper, Training
+from penstock.cli.training.learning.loss import Loss
+from penstock.cli.training.learning.optimizer import prepare_model
 from penstock.cli.training.recipe import Course, recipe_for
 from penstock.integrations.chunked import chunk_loss
 from tests.integrations.trainers import LENGTH, arguments, assert_weights, history, llama, rows

@@ -257,8 +257,8 @@ class Run:
     """A run of the command that has saved, and what its extra says."""
 
     def __init__(self, folder: Path) -> None:
-        from penstock.cli.training.checkpoints import Checkpoints, Position
         from penstock.cli.training.config import TrainConfig
+        from penstock.cli.training.learning.checkpoints import Checkpoints, Position
 
         self.config = TrainConfig(out=folder, steps=8, seq_length=2)
         model = torch.nn.Linear(4, 4)

@@ -13,8 +13,8 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from penstock.checkpoint.manifest import MARKER
-from penstock.cli.training.best import Best
-from penstock.cli.training.evaluation import Evaluations, Measured
+from penstock.cli.training.learning.best import Best
+from penstock.cli.training.learning.evaluation import Evaluations, Measured
 
 RUN = ["--precision", "fp32", "--seq-length", "16", "--batch-size", "1", "--eval-sequences", "1", "--steps", "6"]
 RUN += ["--log-every", "1", "--sample-tokens", "0", "--lr", "0.01", "--warmup", "1", "--eval-every", "1"]

@@ -9,11 +9,11 @@ import torch
 from torch import Tensor, nn
 
 from penstock.cli.ranks import Ranks
-from penstock.cli.training.best import Best
-from penstock.cli.training.evaluation import Evaluations
-from penstock.cli.training.feed import Batch
+from penstock.cli.training.data.feed import Batch
 from penstock.cli.training.interruption import Interruption
-from penstock.cli.training.loss import Loss
+from penstock.cli.training.learning.best import Best
+from penstock.cli.training.learning.evaluation import Evaluations
+from penstock.cli.training.learning.loss import Loss
 
 ALONE = Ranks(0, 1, torch.device("cpu"))
 

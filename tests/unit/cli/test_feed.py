@@ -10,8 +10,8 @@ import torch
 
 from penstock.cli.ranks import Ranks
 from penstock.cli.training.config import TrainConfig
-from penstock.cli.training.dataset import Shape, find_all, read_data
-from penstock.cli.training.feed import DataFeed
+from penstock.cli.training.data.dataset import Shape, find_all, read_data
+from penstock.cli.training.data.feed import DataFeed
 from penstock.cli.training.recipe import recipe_for
 from penstock.integrations.tokenizers import ByteTokenizer
 

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from penstock.cli.training import feeding
-from penstock.cli.training.feeding import on_device
-from penstock.cli.training.sequences.batches import Batch
+from penstock.cli.training.data.feeding import on_device
+from penstock.cli.training.data.sequences.batches import Batch
 
 DEVICE = torch.device("meta")  # stands for an accelerator
 

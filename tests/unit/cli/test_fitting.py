@@ -13,8 +13,8 @@ from penstock.budgets import DeviceNeed, Room
 from penstock.cli.naming import in_options
 from penstock.cli.training.config import TrainConfig
 from penstock.cli.training.fitting import about_fit, about_recompute, check_fits, disk_of, of_checkpoints, recomputes
-from penstock.cli.training.model import Built, build
-from penstock.cli.training.optimizer import preparation
+from penstock.cli.training.learning.model import Built, build
+from penstock.cli.training.learning.optimizer import preparation
 from penstock.cli.training.recipe import recipe_for
 from penstock.cli.training.sizes import StepSizes
 from penstock.errors import MemoryBudgetError

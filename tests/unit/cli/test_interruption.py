@@ -17,10 +17,10 @@ import pytest
 from penstock.checkpoint.opened import checkpoints_in, read_manifest
 from penstock.cli import main
 from penstock.cli.training import interruption, run, session
-from penstock.cli.training.evaluation import Evaluations
-from penstock.cli.training.feed import DataFeed
+from penstock.cli.training.data.feed import DataFeed
 from penstock.cli.training.interruption import SIGNALS, Interruption, command_to_go_on
-from penstock.cli.training.loop import Stepper
+from penstock.cli.training.learning.evaluation import Evaluations
+from penstock.cli.training.learning.loop import Stepper
 from tests.support import run_ranks, thorough
 
 RUN = ["--precision", "fp32", "--seq-length", "32", "--batch-size", "2", "--eval-sequences", "8", "--steps", "8"]
@@ -266,7 +266,7 @@ STUCK = """
 import time
 from pathlib import Path
 from penstock.cli import main
-from penstock.cli.training.loop import Stepper
+from penstock.cli.training.learning.loop import Stepper
 
 def make(self, batches, window):
     Path("out", "begun").touch()

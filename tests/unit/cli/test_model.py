@@ -14,7 +14,7 @@ from torch import nn
 import penstock
 from penstock.cli.options import option_of, options_of
 from penstock.cli.training.config import TrainConfig
-from penstock.cli.training.model import compile_blocks, computing
+from penstock.cli.training.learning.model import compile_blocks, computing
 from penstock.errors import ConfigError, EngineError, MemoryBudgetError
 from penstock.integrations.huggingface import find_model
 

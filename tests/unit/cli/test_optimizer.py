@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from penstock.cli.training.optimizer import resolve_precision
+from penstock.cli.training.precision import resolve_precision
 
 CPU = torch.device("cpu")
 

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from penstock.cli.training.config import TrainConfig
-from penstock.cli.training.model import Built
-from penstock.cli.training.optimizer import about_decay, parameter_groups, preparation
-from penstock.cli.training.optimizer_arguments import CLASSES, optimizer_arguments, takes_weight_decay
+from penstock.cli.training.learning.model import Built
+from penstock.cli.training.learning.optimizer import about_decay, parameter_groups, preparation
+from penstock.cli.training.learning.optimizer_arguments import CLASSES, optimizer_arguments, takes_weight_decay
 from penstock.cli.training.recipe import recipe_for
 from penstock.cli.training.settings.learning import OPTIMIZERS
 from penstock.errors import ConfigError

@@ -14,12 +14,12 @@ import pytest
 from filelock import FileLock
 
 from penstock.cli.training.config import TrainConfig
-from penstock.cli.training.dataset import Shape, find_all, read_data
+from penstock.cli.training.data.dataset import Shape, find_all, read_data
+from penstock.cli.training.data.sequences import prepared as module
+from penstock.cli.training.data.sequences.prepared import prepare
 from penstock.cli.training.interruption import Ended, Interruption
 from penstock.cli.training.reporting import display
 from penstock.cli.training.reporting.reports import Reports
-from penstock.cli.training.sequences import prepared as module
-from penstock.cli.training.sequences.prepared import prepare
 from penstock.integrations.tokenizers import ByteTokenizer
 from tests.unit.cli.sequences.samples import Sample, sample
 

@@ -118,7 +118,7 @@ def test_a_folder_that_needs_none_runs_none(
 ) -> None:
     native_with_code(folder)
     if kind != "known":
-        monkeypatch.setattr("penstock.cli.training.model.build_empty", lambda source: None)
+        monkeypatch.setattr("penstock.cli.training.learning.model.build_empty", lambda source: None)
     outcome = penstock_command("train", "--model", str(folder), "--data", str(text_folder), *RUN)
     assert outcome.exit_code == 0, outcome.err
     assert ran() == []

@@ -8,8 +8,8 @@ from torch.optim.lr_scheduler import LambdaLR
 from transformers import get_scheduler
 
 from penstock.cli.training.config import TrainConfig
+from penstock.cli.training.learning.schedule import rate_factor
 from penstock.cli.training.recipe import Course, recipe_for
-from penstock.cli.training.schedule import rate_factor
 from penstock.cli.training.settings.learning import SCHEDULES
 from penstock.errors import ConfigError
 

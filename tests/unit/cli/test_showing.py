@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from penstock.cli.training.showing import MOST_CHARS, marked, show, visible
+from penstock.cli.training.data.showing import MOST_CHARS, marked, show, visible
 
 
 @dataclass(frozen=True)

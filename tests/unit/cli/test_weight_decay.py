@@ -9,8 +9,8 @@ from torch import nn
 from penstock.cli.keys import values_in
 from penstock.cli.options import options_of
 from penstock.cli.training.config import TrainConfig
-from penstock.cli.training.optimizer import about_decay, parameter_groups
-from penstock.cli.training.optimizer_arguments import weight_decay_of
+from penstock.cli.training.learning.optimizer import about_decay, parameter_groups
+from penstock.cli.training.learning.optimizer_arguments import weight_decay_of
 from penstock.cli.training.recipe import recipe_for
 from penstock.cli.training.runfile import resolved_by, write_run_file
 from penstock.cli.training.settings.learning import OPTIMIZERS

@@ -1,5 +1,6 @@
 """What `penstock train` runs.
 
-config.py says what is asked for. data.py makes batches of text, model.py the model, optimizer.py its optimizer; loop.py
-trains, reporting/ tells how it goes, checkpoints.py lets a run go on. run.py puts them together.
+settings/ and config.py say what can be asked for, recipe.py the numbers that follow from it, request.py whether it can
+be. data/ makes batches of rows, learning/ a model that learns from them, reporting/ tells how it goes. run.py plans a run
+and reads its data, session.py is what its ranks then do together.
 """

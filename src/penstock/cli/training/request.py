@@ -7,20 +7,20 @@ from transformers.utils import logging
 
 from penstock.checkpoint.opened import resolve
 from penstock.cli.ranks import Ranks
-from penstock.cli.training.checkpoints import AUTO as RESUME_AUTO
 from penstock.cli.training.config import TrainConfig
-from penstock.cli.training.dataset import Shape, find_all
+from penstock.cli.training.data.dataset import Shape, find_all
+from penstock.cli.training.data.reading.sources import Source
+from penstock.cli.training.data.sequences.isolation import why_not_isolated
 from penstock.cli.training.fitting import ITEMSIZES
-from penstock.cli.training.model import check_compiler
-from penstock.cli.training.optimizer import Precision, resolve_precision
-from penstock.cli.training.optimizer_arguments import optimizer_arguments
-from penstock.cli.training.reading.sources import Source
+from penstock.cli.training.learning.checkpoints import AUTO as RESUME_AUTO
+from penstock.cli.training.learning.model import check_compiler
+from penstock.cli.training.learning.optimizer_arguments import optimizer_arguments
+from penstock.cli.training.precision import Precision, resolve_precision
 from penstock.cli.training.recipe import Recipe, recipe_for
 from penstock.cli.training.reporting.metrics import METRICS_NAME
 from penstock.cli.training.reporting.trackers import check_trackers
 from penstock.cli.training.reporting.waits import TRACE_NAME
 from penstock.cli.training.runfile import RUN_NAME
-from penstock.cli.training.sequences.isolation import why_not_isolated
 from penstock.cli.training.settings.common import AUTO, OFF, ON
 from penstock.cli.training.sizes import StepSizes, step_sizes
 from penstock.errors import ConfigError

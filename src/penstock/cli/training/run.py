@@ -4,7 +4,7 @@ from typing import Any
 
 from penstock.cli.ranks import Ranks, joined
 from penstock.cli.training.config import TrainConfig
-from penstock.cli.training.dataset import Data, read_data
+from penstock.cli.training.data.dataset import Data, read_data
 from penstock.cli.training.fitting import (
     Disk,
     about_fit,
@@ -17,13 +17,13 @@ from penstock.cli.training.fitting import (
     recomputes,
 )
 from penstock.cli.training.interruption import Interruption
-from penstock.cli.training.model import build, computing
-from penstock.cli.training.optimizer import Preparation, about_decay, preparation
+from penstock.cli.training.learning.model import build, computing
+from penstock.cli.training.learning.optimizer import Preparation, about_decay, preparation
+from penstock.cli.training.learning.schedule import rate_factor
 from penstock.cli.training.recipe import Course
 from penstock.cli.training.reporting.reports import Reports
 from penstock.cli.training.request import Request, check_request
 from penstock.cli.training.runfile import resolved_by
-from penstock.cli.training.schedule import rate_factor
 from penstock.cli.training.session import Session
 from penstock.cli.training.settings.common import AUTO, OFF, ON
 from penstock.footprint import Footprint

@@ -12,7 +12,7 @@ from penstock.cli.keys import ABOUT, key_value
 from penstock.cli.options import about_of, options_of
 from penstock.cli.training.about import about
 from penstock.cli.training.config import TrainConfig
-from penstock.cli.training.optimizer_arguments import takes_weight_decay, weight_decay_of
+from penstock.cli.training.learning.optimizer_arguments import takes_weight_decay, weight_decay_of
 from penstock.cli.training.recipe import Course
 from penstock.errors import ConfigError
 from penstock.integrations.convert.reading import yaml_of

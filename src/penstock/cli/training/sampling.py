@@ -5,7 +5,7 @@ from torch import nn
 import penstock
 from penstock.cli.ranks import Ranks
 from penstock.cli.training.config import TrainConfig
-from penstock.cli.training.dataset import Data
+from penstock.cli.training.data.dataset import Data
 from penstock.cli.training.recipe import Recipe
 from penstock.cli.training.reporting.reports import Reports
 from penstock.cli.training.reporting.samples import (

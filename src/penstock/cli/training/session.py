@@ -6,15 +6,15 @@ from importlib.metadata import version
 from typing import Any
 
 import penstock
-from penstock.cli.training.best import BestCheckpoint
-from penstock.cli.training.checkpoints import Checkpoints, Position, best_of, checkpoint_to_resume
-from penstock.cli.training.dataset import Data
-from penstock.cli.training.evaluation import Evaluations
-from penstock.cli.training.feed import DataFeed
+from penstock.cli.training.data.dataset import Data
+from penstock.cli.training.data.feed import DataFeed
 from penstock.cli.training.interruption import Interruption, asked_to_end
-from penstock.cli.training.loop import Ending, Stepper, Training, Why
-from penstock.cli.training.loss import Loss
-from penstock.cli.training.optimizer import Preparation
+from penstock.cli.training.learning.best import BestCheckpoint
+from penstock.cli.training.learning.checkpoints import Checkpoints, Position, best_of, checkpoint_to_resume
+from penstock.cli.training.learning.evaluation import Evaluations
+from penstock.cli.training.learning.loop import Ending, Stepper, Training, Why
+from penstock.cli.training.learning.loss import Loss
+from penstock.cli.training.learning.optimizer import Preparation
 from penstock.cli.training.recipe import Course
 from penstock.cli.training.reporting.formats import format_seconds
 from penstock.cli.training.reporting.gauges import Gauges

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
-from penstock.cli.training.encoding.masks import mask_of
+from penstock.cli.training.data.encoding.masks import mask_of
 from penstock.errors import ConfigError
 from penstock.integrations.tokenizers import Encoded, Ids
 

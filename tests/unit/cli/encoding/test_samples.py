@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from penstock.cli.training.encoding.samples import Encoder
+from penstock.cli.training.data.encoding.samples import Encoder
 from penstock.errors import ConfigError
 from penstock.integrations.chat import read_chat_template
 from penstock.integrations.tokenizers import ByteTokenizer, FolderTokenizer

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.cli.training.encoding.samples import Encoder
+from penstock.cli.training.data.encoding.samples import Encoder
 from penstock.errors import ConfigError
 from tests.chats import CONVERSATIONS, END, TOOLS, Row, assistant, encoder, folder_tokenizer, shown, system, user
 

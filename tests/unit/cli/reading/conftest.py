@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from penstock.cli.training.reading.rows import Row, rows_of
-from penstock.cli.training.reading.sources import Source
+from penstock.cli.training.data.reading.rows import Row, rows_of
+from penstock.cli.training.data.reading.sources import Source
 from penstock.errors import ConfigError
 
 

@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from penstock.cli.training.reading.rows import Row, rows_of
-from penstock.cli.training.reading.sources import Source, find_sources
+from penstock.cli.training.data.reading.rows import Row, rows_of
+from penstock.cli.training.data.reading.sources import Source, find_sources
 from penstock.errors import ConfigError
 
 datasets: Any = pytest.importorskip("datasets")
@@ -175,7 +175,7 @@ def test_reading_imports_the_libraries_only_where_they_are_needed(tmp_path: Path
 
     (tmp_path / "a.jsonl").write_text(json.dumps({"a": 1}))
     code = (
-        "import sys; from penstock.cli.training.reading import rows, sources\n"
+        "import sys; from penstock.cli.training.data.reading import rows, sources\n"
         "found = sources.find_sources(['.'], split='train')\n"
         "assert len(list(rows.rows_of(found[0], text_field='text'))) == 1\n"
         "assert not {'pyarrow', 'datasets', 'transformers', 'numpy.random'} & set(sys.modules)\n"

@@ -14,9 +14,9 @@ from pathlib import Path
 
 import pytest
 
-from penstock.cli.training.reading import objects, text
-from penstock.cli.training.reading.rows import Row, rows_of
-from penstock.cli.training.reading.sources import Source, find_sources
+from penstock.cli.training.data.reading import objects, text
+from penstock.cli.training.data.reading.rows import Row, rows_of
+from penstock.cli.training.data.reading.sources import Source, find_sources
 from penstock.errors import ConfigError
 
 Read = Callable[..., list[Row]]
@@ -379,7 +379,7 @@ def test_whatever_a_library_raises_is_a_line(read: Read, error_of: Refuse, monke
         yield 3, {"a": 1}
         raise MemoryError("no\nmore")
 
-    monkeypatch.setattr("penstock.cli.training.reading.rows.line_rows", broken)
+    monkeypatch.setattr("penstock.cli.training.data.reading.rows.line_rows", broken)
     assert error_of("a.jsonl", b"") == (
         "a.jsonl cannot be read after row 3: no more (MemoryError). It is damaged, or holds what is not read: "
         "write it again."

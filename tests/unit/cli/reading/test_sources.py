@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from penstock.cli.training.reading.sources import Source, find_sources, standard_library
+from penstock.cli.training.data.reading.sources import Source, find_sources, standard_library
 from penstock.errors import ConfigError
 
 

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from penstock.cli.training.reading.rows import Row, rows_of
-from penstock.cli.training.reading.sources import Source
+from penstock.cli.training.data.reading.rows import Row, rows_of
+from penstock.cli.training.data.reading.sources import Source
 from penstock.errors import ConfigError
 
 pa: Any = pytest.importorskip("pyarrow")

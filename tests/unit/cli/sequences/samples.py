@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from penstock.cli.training.sequences.prepared import Prepared, prepare
+from penstock.cli.training.data.sequences.prepared import Prepared, prepare
 from penstock.errors import ConfigError
 
 

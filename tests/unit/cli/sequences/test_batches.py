@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from penstock.cli.training.sequences.batches import (
+from penstock.cli.training.data.sequences.batches import (
     NOT_TRAINED,
     Batch,
     Corpus,
@@ -16,8 +16,8 @@ from penstock.cli.training.sequences.batches import (
     eval_batches,
     train_batches,
 )
-from penstock.cli.training.sequences.order import Dealer, Order
-from penstock.cli.training.sequences.packing import Truncation, arrange, whole_rows
+from penstock.cli.training.data.sequences.order import Dealer, Order
+from penstock.cli.training.data.sequences.packing import Truncation, arrange, whole_rows
 from tests.unit.cli.sequences.samples import Sample, prepared_of, sample
 
 PAD = 999

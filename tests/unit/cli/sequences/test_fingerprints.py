@@ -3,7 +3,7 @@ from pathlib import Path
 
 import pytest
 
-from penstock.cli.training.sequences.fingerprints import fingerprint, tokenizer_digest
+from penstock.cli.training.data.sequences.fingerprints import fingerprint, tokenizer_digest
 from penstock.errors import ConfigError
 from penstock.integrations.tokenizers import ByteTokenizer
 

@@ -1,8 +1,8 @@
 import numpy as np
 import pytest
 
-from penstock.cli.training.sequences.held_out import hold_out
-from penstock.cli.training.sequences.packing import Segments
+from penstock.cli.training.data.sequences.held_out import hold_out
+from penstock.cli.training.data.sequences.packing import Segments
 
 
 def listed(segments: Segments) -> list[tuple[int, int, int]]:

@@ -5,7 +5,7 @@ import torch
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from penstock.cli.training.sequences.isolation import ISOLATING, isolates, why_not_isolated
+from penstock.cli.training.data.sequences.isolation import ISOLATING, isolates, why_not_isolated
 from tests.support import thorough
 from tests.unit.cli.sequences.isolation_rows import MODELS, build
 

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.cli.training.sequences import order as module
-from penstock.cli.training.sequences.order import Dealer, Item, Order, shuffled
+from penstock.cli.training.data.sequences import order as module
+from penstock.cli.training.data.sequences.order import Dealer, Item, Order, shuffled
 from penstock.errors import ConfigError
 
 COUNTS = st.lists(st.integers(1, 12), min_size=1, max_size=5)

@@ -10,10 +10,10 @@ from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM
 
 import penstock
-from penstock.cli.training.loss import Loss
-from penstock.cli.training.sequences.batches import Corpus, Padding, train_batches
-from penstock.cli.training.sequences.order import Dealer, Order
-from penstock.cli.training.sequences.packing import arrange, whole_rows
+from penstock.cli.training.data.sequences.batches import Corpus, Padding, train_batches
+from penstock.cli.training.data.sequences.order import Dealer, Order
+from penstock.cli.training.data.sequences.packing import arrange, whole_rows
+from penstock.cli.training.learning.loss import Loss
 from penstock.integrations.chunked import chunk_loss
 from penstock.integrations.huggingface import enable_activation_checkpointing
 from tests.unit.cli.sequences.isolation_rows import SIZES

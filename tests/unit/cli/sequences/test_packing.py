@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.cli.training.sequences import packing
-from penstock.cli.training.sequences.packing import (
+from penstock.cli.training.data.sequences import packing
+from penstock.cli.training.data.sequences.packing import (
     Segments,
     Sequences,
     Truncation,

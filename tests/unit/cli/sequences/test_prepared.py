@@ -14,9 +14,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from penstock.cli.training.sequences import prepared as module
-from penstock.cli.training.sequences import writing
-from penstock.cli.training.sequences.prepared import MARKER, discard_old, prepare
+from penstock.cli.training.data.sequences import prepared as module
+from penstock.cli.training.data.sequences import writing
+from penstock.cli.training.data.sequences.prepared import MARKER, discard_old, prepare
 from penstock.errors import ConfigError
 from tests.support import PRELOADED
 from tests.unit.cli.sequences.samples import Sample, prepared_of, sample, write

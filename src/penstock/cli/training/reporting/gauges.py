@@ -9,7 +9,7 @@ from torch import nn
 import penstock
 from penstock.cli.ranks import Ranks
 from penstock.cli.training.config import TrainConfig
-from penstock.cli.training.optimizer import resolve_precision
+from penstock.cli.training.precision import resolve_precision
 from penstock.cli.training.recipe import Course
 from penstock.cli.training.reporting.memory import host_peak_bytes, take_device_peak
 from penstock.cli.training.reporting.progress import Progress

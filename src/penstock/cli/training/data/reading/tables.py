@@ -8,9 +8,9 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from penstock.cli.training.reading.libraries import library
-from penstock.cli.training.reading.objects import Numbered
-from penstock.cli.training.reading.text import MOST_ROW_BYTES, lines, refused, shown
+from penstock.cli.training.data.reading.libraries import library
+from penstock.cli.training.data.reading.objects import Numbered
+from penstock.cli.training.data.reading.text import MOST_ROW_BYTES, lines, refused, shown
 from penstock.errors import ConfigError, one_line
 
 #: Rows that are decompressed and made Python's at a time: few, because each may be a book.

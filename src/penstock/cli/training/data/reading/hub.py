@@ -5,9 +5,9 @@ from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any, Literal
 
-from penstock.cli.training.reading.libraries import library
-from penstock.cli.training.reading.objects import Numbered
-from penstock.cli.training.reading.text import shown
+from penstock.cli.training.data.reading.libraries import library
+from penstock.cli.training.data.reading.objects import Numbered
+from penstock.cli.training.data.reading.text import shown
 from penstock.errors import ConfigError, one_line
 
 #: Which of a data set's splits a run wants.

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from penstock.cli.training.sequences.batches import Batch
+from penstock.cli.training.data.sequences.batches import Batch
 
 About = TypeVar("About")
 

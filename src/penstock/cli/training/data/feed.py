@@ -5,11 +5,11 @@ from typing import Any, Protocol
 
 from penstock.cli.ranks import Ranks
 from penstock.cli.training.config import TrainConfig
-from penstock.cli.training.dataset import Data
-from penstock.cli.training.feeding import on_device
+from penstock.cli.training.data.dataset import Data
+from penstock.cli.training.data.feeding import on_device
+from penstock.cli.training.data.sequences.batches import Batch, Padding, eval_batches, train_batches
+from penstock.cli.training.data.sequences.order import Dealer, Order
 from penstock.cli.training.recipe import Course
-from penstock.cli.training.sequences.batches import Batch, Padding, eval_batches, train_batches
-from penstock.cli.training.sequences.order import Dealer, Order
 
 
 class Feed(Protocol):

@@ -7,10 +7,10 @@ import torch
 from torch import nn
 
 from penstock.cli.ranks import Ranks
-from penstock.cli.training.best import Best
-from penstock.cli.training.feed import Feed
+from penstock.cli.training.data.feed import Feed
 from penstock.cli.training.interruption import Interruption
-from penstock.cli.training.loss import Loss
+from penstock.cli.training.learning.best import Best
+from penstock.cli.training.learning.loss import Loss
 from penstock.cli.training.reporting.reports import Reports
 from penstock.cli.training.sampling import Sampler
 

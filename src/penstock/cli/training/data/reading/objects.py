@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from penstock.cli.training.reading.text import MOST_ROW_BYTES, blocks, lines, refused, shown
+from penstock.cli.training.data.reading.text import MOST_ROW_BYTES, blocks, lines, refused, shown
 from penstock.errors import ConfigError, one_line
 
 #: A row and its number.

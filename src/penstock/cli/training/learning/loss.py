@@ -6,7 +6,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from penstock.cli.training.sequences.batches import NOT_TRAINED, Batch
+from penstock.cli.training.data.sequences.batches import NOT_TRAINED, Batch
 
 
 class Loss:

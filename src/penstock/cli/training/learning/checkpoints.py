@@ -9,10 +9,10 @@ from torch.optim.lr_scheduler import LambdaLR
 
 import penstock
 from penstock.checkpoint.opened import LATEST, checkpoints_in
-from penstock.cli.training.best import Best
 from penstock.cli.training.config import TrainConfig
+from penstock.cli.training.learning.best import Best
+from penstock.cli.training.learning.schedule import rate_factor
 from penstock.cli.training.recipe import Course
-from penstock.cli.training.schedule import rate_factor
 from penstock.errors import CheckpointError, ConfigError, one_line
 
 AUTO = "auto"

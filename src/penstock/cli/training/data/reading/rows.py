@@ -5,11 +5,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from penstock.cli.training.reading import hub, tables
-from penstock.cli.training.reading.formats import Format, compression_of, format_of
-from penstock.cli.training.reading.objects import Numbered, file_rows, line_rows
-from penstock.cli.training.reading.sources import Source
-from penstock.cli.training.reading.text import pieces, seems, shown
+from penstock.cli.training.data.reading import hub, tables
+from penstock.cli.training.data.reading.formats import Format, compression_of, format_of
+from penstock.cli.training.data.reading.objects import Numbered, file_rows, line_rows
+from penstock.cli.training.data.reading.sources import Source
+from penstock.cli.training.data.reading.text import pieces, seems, shown
 from penstock.errors import ConfigError, one_line
 
 _MOST_DEPTH = 100

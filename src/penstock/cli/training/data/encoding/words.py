@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from penstock.cli.training.encoding.fields import ASSISTANT
+from penstock.cli.training.data.encoding.fields import ASSISTANT
 from penstock.integrations.chat import Message
 
 _FIELDS = ("content", "reasoning", "reasoning_content", "thinking")

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from penstock.cli.training.sequences.rowfiles import DataFile, RowPlacesWriter
+from penstock.cli.training.data.sequences.rowfiles import DataFile, RowPlacesWriter
 from penstock.errors import ConfigError
 
 #: What ids are stored as, by the bytes of one.

@@ -20,8 +20,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from penstock.cli.training.encoding.fields import ASSISTANT, Chat
-from penstock.cli.training.encoding.words import interrupted, length_in_common, replaced, shared_length
+from penstock.cli.training.data.encoding.fields import ASSISTANT, Chat
+from penstock.cli.training.data.encoding.words import interrupted, length_in_common, replaced, shared_length
 from penstock.errors import ConfigError, one_line
 from penstock.integrations.chat import TEMPLATE_OPTION, ChatTemplate, Message, Span
 

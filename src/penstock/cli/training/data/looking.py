@@ -8,12 +8,12 @@ import numpy as np
 from rich.console import Console
 
 from penstock.cli.training.config import DataConfig
-from penstock.cli.training.dataset import Data, Shape, find_all, read_data
+from penstock.cli.training.data.dataset import Data, Shape, find_all, read_data
+from penstock.cli.training.data.sequences.batches import Corpus
+from penstock.cli.training.data.showing import Statistics, show
 from penstock.cli.training.recipe import FOLDER_BATCH_SIZE, seq_length_for
 from penstock.cli.training.reporting.display import Display
 from penstock.cli.training.request import packing_of
-from penstock.cli.training.sequences.batches import Corpus
-from penstock.cli.training.showing import Statistics, show
 from penstock.integrations.huggingface import find_model
 from penstock.integrations.tokenizers import Tokenizer, tokenizer_for
 from penstock.integrations.vocabulary import vocabulary_for

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from penstock.cli.training.sequences.packing import Ints, Segments, whole_rows
+from penstock.cli.training.data.sequences.packing import Ints, Segments, whole_rows
 
 HELD_OUT_EVERY = 20
 

@@ -9,8 +9,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
-from penstock.cli.training.reading.formats import HEAD_BYTES, LFS_POINTER, compression_of, described, format_of
-from penstock.cli.training.reading.libraries import library
+from penstock.cli.training.data.reading.formats import HEAD_BYTES, LFS_POINTER, compression_of, described, format_of
+from penstock.cli.training.data.reading.libraries import library
 from penstock.errors import ConfigError, one_line
 
 PIECE_CHARS = 1 << 22

@@ -14,13 +14,13 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from penstock.cli.training.encoding.samples import Encoder, Sample
-from penstock.cli.training.reading.rows import rows_of
-from penstock.cli.training.reading.sources import Source, find_sources, standard_library
-from penstock.cli.training.sequences.batches import Corpus
-from penstock.cli.training.sequences.fingerprints import fingerprint, tokenizer_digest
-from penstock.cli.training.sequences.held_out import hold_out
-from penstock.cli.training.sequences.packing import (
+from penstock.cli.training.data.encoding.samples import Encoder, Sample
+from penstock.cli.training.data.reading.rows import rows_of
+from penstock.cli.training.data.reading.sources import Source, find_sources, standard_library
+from penstock.cli.training.data.sequences.batches import Corpus
+from penstock.cli.training.data.sequences.fingerprints import fingerprint, tokenizer_digest
+from penstock.cli.training.data.sequences.held_out import hold_out
+from penstock.cli.training.data.sequences.packing import (
     CutReport,
     Segments,
     arrange,
@@ -29,7 +29,7 @@ from penstock.cli.training.sequences.packing import (
     padding_share_packed,
     whole_rows,
 )
-from penstock.cli.training.sequences.prepared import Prepared, discard_old, prepare
+from penstock.cli.training.data.sequences.prepared import Prepared, discard_old, prepare
 from penstock.cli.training.settings.data import DataOptions
 from penstock.errors import ConfigError, one_line
 from penstock.integrations.chat import read_chat_template

@@ -9,9 +9,9 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from penstock.cli.training.sequences.order import Dealer, Item, Order
-from penstock.cli.training.sequences.packing import Ints, Sequences
-from penstock.cli.training.sequences.prepared import Prepared
+from penstock.cli.training.data.sequences.order import Dealer, Item, Order
+from penstock.cli.training.data.sequences.packing import Ints, Sequences
+from penstock.cli.training.data.sequences.prepared import Prepared
 
 NOT_TRAINED = -100
 

@@ -29,8 +29,8 @@ import numpy as np
 import numpy.typing as npt
 from filelock import FileLock, Timeout
 
-from penstock.cli.training.sequences.rowfiles import DataFile, RowPlaces, map_file
-from penstock.cli.training.sequences.writing import ID_TYPES, Sample, SampleWriter
+from penstock.cli.training.data.sequences.rowfiles import DataFile, RowPlaces, map_file
+from penstock.cli.training.data.sequences.writing import ID_TYPES, Sample, SampleWriter
 from penstock.errors import ConfigError, one_line
 
 #: Token ids as they lie on disk.

@@ -2,28 +2,24 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, cast
+from typing import Any
 
 import torch
 from torch import nn
 
 import penstock
 from penstock.cli.training.config import TrainConfig
-from penstock.cli.training.model import Built
-from penstock.cli.training.optimizer_arguments import (
+from penstock.cli.training.learning.model import Built
+from penstock.cli.training.learning.optimizer_arguments import (
     CLASSES,
     optimizer_arguments,
     takes_weight_decay,
     weight_decay_of,
 )
+from penstock.cli.training.precision import Precision
 from penstock.cli.training.recipe import Recipe
 from penstock.errors import ConfigError
 from penstock.footprint import Footprint, footprint
-
-Precision = Literal["fp32", "bf16", "fp16"]
-
-# bf16 products without one of these are emulated, many times slower than fp32.
-_CPU_BF16 = ("avx512_bf16", "amx_bf16")
 
 
 @dataclass(frozen=True)
@@ -123,14 +119,3 @@ def _shortened(count: int) -> str:
         if count >= size:
             return f"{count / size:.1f}{letter}"
     return str(count)
-
-
-def resolve_precision(wanted: str, device: torch.device) -> Precision:
-    """Choose the precision asked for; for "auto", bf16 where the device multiplies matrices in it, else fp32."""
-    if wanted != "auto":
-        return cast("Precision", wanted)
-    if device.type == "cuda":
-        return "bf16" if torch.cuda.is_bf16_supported(including_emulation=False) else "fp32"
-    # get_capabilities is newer than the oldest torch we support.
-    capabilities: dict[str, Any] = getattr(torch.cpu, "get_capabilities", dict)()
-    return "bf16" if any(capabilities.get(name, False) for name in _CPU_BF16) else "fp32"

@@ -17,9 +17,9 @@ from functools import cached_property
 
 import numpy as np
 
-from penstock.cli.training.encoding.fields import Chat, ChatCompletion, Completion, Content, Row, Text, content_of
-from penstock.cli.training.encoding.masks import Mask, mask_of
-from penstock.cli.training.encoding.templates import render_chat
+from penstock.cli.training.data.encoding.fields import Chat, ChatCompletion, Completion, Content, Row, Text, content_of
+from penstock.cli.training.data.encoding.masks import Mask, mask_of
+from penstock.cli.training.data.encoding.templates import render_chat
 from penstock.errors import ConfigError, one_line
 from penstock.integrations.chat import ChatTemplate
 from penstock.integrations.tokenizers import Encoded, Ids, Tokenizer

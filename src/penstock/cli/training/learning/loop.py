@@ -11,18 +11,18 @@ from torch import Tensor
 
 import penstock
 from penstock.cli.ranks import Ranks
-from penstock.cli.training.checkpoints import Checkpoints, Position
 from penstock.cli.training.config import TrainConfig
-from penstock.cli.training.evaluation import Evaluations
-from penstock.cli.training.feed import Feed
+from penstock.cli.training.data.feed import Feed
+from penstock.cli.training.data.sequences.batches import Batch
 from penstock.cli.training.interruption import Interruption
-from penstock.cli.training.loss import Loss
+from penstock.cli.training.learning.checkpoints import Checkpoints, Position
+from penstock.cli.training.learning.evaluation import Evaluations
+from penstock.cli.training.learning.loss import Loss
 from penstock.cli.training.recipe import Course
 from penstock.cli.training.reporting.gauges import Gauges
 from penstock.cli.training.reporting.memory import bytes_by_tier
 from penstock.cli.training.reporting.progress import Progress
 from penstock.cli.training.reporting.reports import Reports
-from penstock.cli.training.sequences.batches import Batch
 
 
 class Why(Enum):

@@ -11,9 +11,9 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from penstock.cli.training.reading.formats import COMPRESSIONS, SUFFIXES, Format, format_of, is_known
-from penstock.cli.training.reading.hub import Split, is_saved, saved_split
-from penstock.cli.training.reading.text import shown
+from penstock.cli.training.data.reading.formats import COMPRESSIONS, SUFFIXES, Format, format_of, is_known
+from penstock.cli.training.data.reading.hub import Split, is_saved, saved_split
+from penstock.cli.training.data.reading.text import shown
 from penstock.errors import ConfigError, one_line
 
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", re.ASCII)
