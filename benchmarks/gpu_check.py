@@ -48,6 +48,7 @@ TESTS = {
         "tests/gpu/test_movement.py",
         "tests/gpu/test_pinned.py",
         "tests/gpu/test_several_devices.py",
+        "tests/gpu/test_train.py",
     ),
     "rules": ("tests/unit/rules/test_on_device.py", "tests/gpu/test_rules.py"),  # what compiles nothing first
 }

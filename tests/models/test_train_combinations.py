@@ -124,7 +124,11 @@ def ended_with(trained: Trained, settings: dict[str, Any]) -> float:
 
 def assert_saved(out: Path, expected: float, again: Path, settings: dict[str, Any]) -> None:
     """The saved model has the held-out loss that its run has told."""
-    kept = {name: settings[name] for name in ("data", "seq_length", "packing", "precision") if name in settings}
+    kept = {
+        name: settings[name]
+        for name in ("data", "seq_length", "packing", "precision", "truncation")
+        if name in settings
+    }
     measured = train(again, model=str(out), steps=1, cache=str(again / "tokens"), **kept)
     # What adapters make of an int8 base is rounded once more where it is saved in 16 bits.
     within = 5e-4 if settings.get("lora") and settings.get("precision") in ("bf16", "fp16") else 1e-4
