@@ -14,7 +14,7 @@ def data(config: DataConfig) -> None:
     """
     require_transformers("data")
     # Here, not at the top: it imports torch and transformers, which --help does not wait for.
-    from penstock.cli.training.data.looking import look
+    from penstock.cli.training.looking import look
 
     with naming_options():
         look(config)

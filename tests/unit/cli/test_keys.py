@@ -110,7 +110,7 @@ def test_a_look_at_the_data_of_a_run_reads_its_file(
     penstock_command: Callable[..., Any], monkeypatch: Any, tmp_path: Path
 ) -> None:
     configs: list[DataConfig] = []
-    monkeypatch.setattr("penstock.cli.training.data.looking.look", configs.append)
+    monkeypatch.setattr("penstock.cli.training.looking.look", configs.append)
     (tmp_path / "run.yaml").write_text(YAML)
     outcome = penstock_command("data", "--config", "run.yaml", "--show", "1", "--packing")
     assert outcome.exit_code == 0, outcome.err
