@@ -54,7 +54,7 @@ TRAIN = {
     "--optimizer-args": None,
     "--lr": None,
     "--betas": None,
-    "--weight-decay": 0.1,
+    "--weight-decay": None,
     "--max-grad-norm": 1.0,
     "--schedule": "cosine",
     "--min-lr": 0.1,
