@@ -6,8 +6,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from penstock.cli.training import dataset
 from penstock.cli.training.config import TrainConfig
+from penstock.cli.training.data import dataset
 from penstock.cli.training.data.dataset import Data, Shape, find_all, read_data
 from penstock.errors import ConfigError
 from penstock.integrations.tokenizers import ByteTokenizer, Tokenizer, tokenizer_for

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from penstock.cli.training import feeding
+from penstock.cli.training.data import feeding
 from penstock.cli.training.data.feeding import on_device
 from penstock.cli.training.data.sequences.batches import Batch
 

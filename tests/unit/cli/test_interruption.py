@@ -19,7 +19,8 @@ from penstock.cli import main
 from penstock.cli.training import interruption, run, session
 from penstock.cli.training.data.feed import DataFeed
 from penstock.cli.training.interruption import SIGNALS, Interruption, command_to_go_on
-from penstock.cli.training.learning.evaluation import Evaluations
+from penstock.cli.training.learning.best import Best
+from penstock.cli.training.learning.evaluation import Evaluations, Measured
 from penstock.cli.training.learning.loop import Stepper
 from tests.support import run_ranks, thorough
 
@@ -91,7 +92,7 @@ def test_a_signal_before_the_first_step_ends_the_command_and_harms_nothing(
     assert outcome.exit_code == 128 + number
     said = f"penstock: ended by {number.name} before the first step. Nothing of an earlier run was changed.\n"
     assert outcome.err == said
-    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["cache", "metrics.jsonl"]
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["metrics.jsonl"]
     assert (tmp_path / "out" / "metrics.jsonl").read_text() == "of an earlier run"
 
 
@@ -202,11 +203,11 @@ def test_who_is_asked_when_all_is_measured_has_a_model(
 ) -> None:
     measure = Evaluations.measure
 
-    def asking(self: Evaluations, step: int) -> float | None:
-        loss = measure(self, step)
+    def asking(self: Evaluations, step: int, best: Best | None = None) -> Measured | None:
+        measured = measure(self, step, best)
         if step == 8:
             os.kill(os.getpid(), signal.SIGTERM)
-        return loss
+        return measured
 
     monkeypatch.setattr(Evaluations, "measure", asking)
     outcome = penstock_command(*arguments, "--out", "out")
@@ -231,8 +232,11 @@ def train_rank(rank: int, arguments: list[str], folder: Path) -> None:
             os.kill(os.getpid(), signal.SIGINT)
         return outcome
 
-    def planned(self: Evaluations, step: int) -> float | None:
-        return None if measure(self, step) is None else 1.0 + abs(step - 4)
+    def planned(self: Evaluations, step: int, best: Best | None = None) -> Measured | None:
+        if measure(self, step) is None:
+            return None
+        loss = 1.0 + abs(step - 4)
+        return Measured(loss, None if best is None else best.count(step, loss))
 
     measure, Evaluations.measure = Evaluations.measure, planned  # type: ignore[method-assign]
     Stepper.make = asking  # type: ignore[method-assign]
