@@ -154,7 +154,9 @@ def failing() -> Iterator[None]:
     except (PenstockError, KeyboardInterrupt, SystemExit, GeneratorExit):
         raise
     except BaseException as error:
-        raise ConfigError(f"the chat template fails: {one_line(error)}") from error
+        raise ConfigError(
+            f"the chat template fails: {one_line(error)}. Mend the row, or name another template with {TEMPLATE_OPTION}"
+        ) from error
 
 
 def _dicts(messages: Sequence[Message]) -> list[dict[str, Any]]:

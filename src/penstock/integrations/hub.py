@@ -48,6 +48,6 @@ def fetch_model(name: str, *, code: bool = False) -> Path:
         return Path(snapshot_download(repository, revision=revision or None, allow_patterns=patterns))
     except Exception as error:  # of the network, the hub, the disk
         raise ConfigError(
-            f"--model {name!r} is no folder here, and the hub did not give it: {one_line(error)} Name a folder, or "
-            "check the name, the network and HF_TOKEN."
+            f"--model {name!r} is no folder here, and the hub did not give it: {one_line(error).rstrip('.')}. Name a "
+            "folder, or check the name, the network and HF_TOKEN."
         ) from error

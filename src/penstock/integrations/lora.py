@@ -8,6 +8,7 @@
 
 import difflib
 import math
+import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
@@ -193,7 +194,8 @@ def add_adapters(model: nn.Module, lora: Lora, *, seed: int) -> nn.Module:
         task_type=TaskType.CAUSAL_LM,
     )
     try:
-        with _drawn_from(seed):
+        with _drawn_from(seed), warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)  # of names that peft uses and transformers will drop
             adapted: nn.Module = get_peft_model(model, config)
     except Exception as error:  # it is somebody else's code
         raise ConfigError(f"peft cannot adapt {type(model).__name__}: {one_line(error)}.") from error

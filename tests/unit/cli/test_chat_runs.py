@@ -1,6 +1,7 @@
 """Runs on conversations: dry, with adapters, with prompts that a user says; and what `penstock data` shows of them."""
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -92,4 +93,30 @@ def test_data_shows_which_tokens_are_learned(
     assert first.count("⟦") == 2
     assert second.count("⟦") == 1
     assert "chat.jsonl:1 (messages)" in first
-    assert "rows of messages    50\n" in outcome.out
+    numbers = dict(re.split(r"\s{2,}", line) for line in outcome.out.splitlines() if re.search(r"\S\s{2,}\S+$", line))
+    assert (numbers["rows of messages"], numbers["tokens lost"]) == ("50", "0")
+
+
+def test_a_checkpoint_of_adapters_is_none_of_a_whole_model(
+    penstock_command: Callable[..., Any], instruct_model: Path, chats: Path
+) -> None:
+    run = ["--model", str(instruct_model), "--data", str(chats), "--out", "out", "--sample-tokens", "0", "--steps", "2"]
+    run += ["--eval-sequences", "0", "--seq-length", "64", "--save-every", "2"]
+    assert penstock_command("train", *run, "--lora", "r=2").exit_code == 0
+    outcome = penstock_command("train", *run, "--resume", "auto")
+    assert outcome.exit_code == 2
+    assert "is a checkpoint of adapters, and this run is of a whole model. Add --lora, or use" in outcome.err
+
+
+def test_what_a_run_writes_is_no_data_of_it(
+    penstock_command: Callable[..., Any], instruct_model: Path, chats: Path, tmp_path: Path
+) -> None:
+    folder = tmp_path / "here"
+    folder.mkdir()
+    chats.rename(folder / "chat.jsonl")
+    run = ["--model", str(instruct_model), "--data", str(folder), "--out", str(folder / "out"), "--steps", "1"]
+    run += ["--sample-tokens", "0", "--eval-sequences", "0", "--seq-length", "64"]
+    for _ in range(2):  # the second time there is a model, and what is told of it
+        outcome = penstock_command("train", *run)
+        assert outcome.exit_code == 0, outcome.err
+        assert outcome.out.startswith("50 rows (50 of messages) of 1 source: ")

@@ -48,7 +48,7 @@ def look(config: DataConfig) -> None:
         packed=packed,
         holds_out=True,
     )
-    sources = find_all(config)
+    sources = find_all(config, without=[config.cache_folder])
     for named in (*sources[0], *sources[1]):
         if named.note:
             print(named.note)
@@ -64,6 +64,7 @@ def _statistics(data: Data, why_padded: str) -> Statistics:
     kinds = numbers.pop("kinds")
     tokens = numbers["train_tokens"]
     shown: dict[str, int | float | str] = {f"rows of {kind}": count for kind, count in kinds.items()}
+    numbers["rows_longer_than_a_sequence"], numbers["tokens_lost"] = numbers.pop("cut_rows"), numbers.pop("cut_tokens")
     shown |= {name.replace("_", " "): value for name, value in numbers.items()}
     shown["learned share"] = numbers["train_labels"] / tokens if tokens else 0.0
     shown |= {note: count for note, count in data.notes.items()}

@@ -102,7 +102,7 @@ def check_request(config: TrainConfig, ranks: Ranks) -> Request:
         check_precision(lora, precision, option="--lora")
     source = find_model(config.model, seq_length=config.seq_length or 2, trust_remote_code=config.trust_remote_code)
     recipe = recipe_for(config, positions=source.max_seq_length, world_size=ranks.world_size)
-    sources = find_all(config)
+    sources = find_all(config, without=[config.out, config.cache_folder])
     if config.resume and config.resume != RESUME_AUTO:
         resolve(config.resume)  # is there, and is one
     tokenizer = tokenizer_for(source.folder, vocab_size=source.vocab_size, trust_remote_code=config.trust_remote_code)

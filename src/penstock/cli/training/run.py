@@ -69,7 +69,7 @@ def run(config: TrainConfig, interruption: Interruption) -> bool:
             fit = about_fit(found, disk, request.sizes, recomputed=recomputed, chunked=request.chunks_loss)
             reports.note("\n".join(fit))
             check_fits(found, disk)
-            reports.note("nothing is wrong with this run, and nothing was made")
+            reports.note(f"nothing is wrong with this run. Nothing was made but its tokens, in {config.cache_folder}")
             return True
         # 4.
         reports.note(about_decay(prepared.model, config))
@@ -101,11 +101,11 @@ def about_data(data: Data, request: Request, course: Course) -> list[str]:
     """Say in lines what is trained on, and what of it is left out."""
     numbers = data.about()
     kinds = ", ".join(f"{count:,} of {kind}" for kind, count in data.kinds.items())
-    sources = len(data.train)
+    sources, sequences = len(data.train), numbers["train_sequences"]
     lines = [
         f"{numbers['rows']:,} rows ({kinds}) of {sources:,} source{'s' * (sources > 1)}: "
         f"{numbers['train_tokens']:,} tokens to train on, {numbers['train_labels']:,} of them learned, in "
-        f"{numbers['train_sequences']:,} sequences of at most {course.seq_length}; "
+        f"{sequences:,} sequence{'s' * (sequences != 1)} of at most {course.seq_length}; "
         f"{numbers['held_out_tokens']:,} tokens held out"
     ]
     if numbers["cut_rows"]:

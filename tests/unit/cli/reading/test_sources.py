@@ -269,3 +269,12 @@ def test_the_standard_library_is_text_without_tests_and_packages() -> None:
     assert {"argparse.py", "json"} <= {path.name for path in source.files} | {path.parent.name for path in source.files}
     parts = {part for path in source.files for part in path.parts}
     assert not parts & {"site-packages", "test", "tests"}
+
+
+def test_folders_of_our_own_are_passed_over(tree: Path) -> None:
+    own = [Path("sub/deep")]
+    for pattern in (".", "**", str(tree)):
+        (source,) = find_sources([pattern], split="train", without=own)
+        assert [file.name for file in source.files] == ["g.json"]
+    (named,) = find_sources(["sub/deep/d.jsonl"], split="train", without=own)
+    assert [file.name for file in named.files] == ["d.jsonl"], "what is named itself is wanted"

@@ -130,14 +130,18 @@ class Data:
         }
 
 
-def find_all(config: DataOptions) -> tuple[list[Source], list[Source]]:
+def find_all(config: DataOptions, *, without: Sequence[Path] = ()) -> tuple[list[Source], list[Source]]:
     """Find the sources of `--data` and of `--eval-data`. Reads nothing of them.
+
+    Arguments:
+        config: what is named.
+        without: the folders that a run writes, which are no data of it.
 
     Raises:
         ConfigError: one names nothing that can be read.
     """
-    train = find_sources(config.data, split="train") if config.data else [standard_library()]
-    return train, find_sources(config.eval_data, split="eval")
+    train = find_sources(config.data, split="train", without=without) if config.data else [standard_library()]
+    return train, find_sources(config.eval_data, split="eval", without=without)
 
 
 def encoder_for(config: DataOptions, tokenizer: Tokenizer) -> Encoder:

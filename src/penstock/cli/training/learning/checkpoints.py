@@ -8,7 +8,7 @@ from typing import Any, TypeGuard
 from torch.optim.lr_scheduler import LambdaLR
 
 import penstock
-from penstock.checkpoint.opened import LATEST, checkpoints_in
+from penstock.checkpoint.opened import LATEST, checkpoints_in, read_manifest, resolve
 from penstock.cli.training.config import TrainConfig
 from penstock.cli.training.learning.best import Best
 from penstock.cli.training.learning.schedule import rate_factor
@@ -79,6 +79,7 @@ class Checkpoints:
         """
         if path is None:
             return Position()
+        self._check_kind(path)
         position = self._check(path, self._optimizer.load(path))
         differing: dict[str, str] = {}
         for group, asked in zip(self._optimizer.param_groups, self._asked, strict=True):
@@ -93,6 +94,21 @@ class Checkpoints:
         if self._config.resume == AUTO:  # of several others, the next one might take another
             self._saved = position
         return position
+
+    def _check_kind(self, path: Path) -> None:
+        """Refuse a checkpoint of adapters for a whole model, and of a whole model for adapters, by that name."""
+        try:
+            extra: Any = read_manifest(resolve(path)).extra
+        except CheckpointError:  # which `load` says, on all ranks
+            return
+        config = extra.get("config") if isinstance(extra, dict) else None
+        was = config.get("lora") if isinstance(config, dict) else None
+        if isinstance(was, str) and bool(was) != bool(self._config.lora):
+            kinds = ("of a whole model", "of adapters")
+            raise ConfigError(
+                f"{path} is a checkpoint {kinds[bool(was)]}, and this run is {kinds[not was]}. "
+                f"{'Leave --lora out' if self._config.lora else 'Add --lora'}, or use another --out."
+            )
 
     def _check(self, path: Path, extra: dict[str, Any]) -> Position:
         """Hold what a checkpoint says of its run against this run, and return where that run was."""

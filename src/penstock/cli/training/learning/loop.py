@@ -78,8 +78,8 @@ class Stepper:
             # Ranks exchange gradients once a step, with the last micro-batch.
             with nullcontext() if micro_batch == self.course.accumulation else self.optimizer.no_sync():
                 loss = self._loss(batch, label_count)
-                # Gradients are averaged over ranks, and this is a rank's part of a sum.
-                self.optimizer.backward(loss * self.ranks.world_size)
+                # A rank's part of the sum over all labels: gradients are summed over ranks (`Preparation`).
+                self.optimizer.backward(loss)
             total += loss.detach()
             token_count += batch.token_count
         outcome = self.optimizer.step()

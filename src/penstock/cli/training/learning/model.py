@@ -56,7 +56,10 @@ def build(
         rows = grow_vocabulary(model, vocab_size)
         weights = weights and GrownTensors(weights, rows, vocab_size)
     if lora is not None:
-        model = add_adapters(model, lora, seed=seed)
+        try:
+            model = add_adapters(model, lora, seed=seed)
+        except ConfigError as error:
+            raise ConfigError(f"--lora: {error}") from error
         weights = weights and LoraWeights(weights, model, lora, seed=seed)
     if chunks_loss:
         chunk_loss(model)

@@ -1,7 +1,7 @@
 """The optimizer of a run: a class of torch's with parameters in two groups, prepared by penstock."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -70,7 +70,8 @@ def preparation(built: Built, config: TrainConfig, recipe: Recipe, precision: Pr
         "precision": precision,
         "max_grad_norm": config.max_grad_norm,
         "overlap": config.overlap,
-        "options": config.options(),
+        # Each rank's loss is its part of the mean over all labels.
+        "options": replace(config.options(), reduce_op="sum"),
         "weights": built.weights,
     }
     return Preparation(built.model, optimizer, arguments)

@@ -7,7 +7,7 @@ import re
 import stat
 import sysconfig
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -55,7 +55,7 @@ class Source:
         )
 
 
-def find_sources(patterns: Iterable[str], *, split: Split) -> list[Source]:
+def find_sources(patterns: Iterable[str], *, split: Split, without: Iterable[Path] = ()) -> list[Source]:
     """Find what the patterns name, in their order. A file that several of them name comes with the first.
 
     A pattern is a file (of any suffix: an unknown one is read as text), a folder (its files of known suffixes at any
@@ -66,6 +66,7 @@ def find_sources(patterns: Iterable[str], *, split: Split) -> list[Source]:
     Arguments:
         patterns: what the user wrote.
         split: which split of a data set is wanted; it also says of which option an error speaks.
+        without: folders that are passed over in folders and globs: what a run itself writes is no data.
 
     Raises:
         ConfigError: a pattern names nothing, or nothing that can be read; weights that are not finite and positive, or
@@ -76,9 +77,10 @@ def find_sources(patterns: Iterable[str], *, split: Split) -> list[Source]:
         [3.0, 1.0]
     """
     sources = []
+    own = [folder.absolute() for folder in without]
     for pattern in patterns:
         try:
-            sources.append(_source(pattern, split))
+            sources.append(_source(pattern, split, own))
         except ConfigError:
             raise
         except (OSError, ValueError, RuntimeError) as error:  # a name too long, with NUL, or of an unknown home
@@ -123,15 +125,15 @@ def _each_once(sources: list[Source], option: str) -> list[Source]:
 # 1. A pattern
 
 
-def _source(pattern: str, split: Split) -> Source:
+def _source(pattern: str, split: Split, own: Sequence[Path]) -> Source:
     """Find what one pattern names, first with what looks like a weight, then without it."""
     if not _names_files(pattern):
         name, colon, weight = pattern.rpartition(":")
         if colon and name and (number := _number(weight)) is not None:
             if not (math.isfinite(number) and number > 0):
                 raise ConfigError(f"{_OPTIONS[split]} {pattern!r} has the weight {weight}. Give a finite one above 0.")
-            return replace(_named(name, split), weight=number)
-    return _named(pattern, split)
+            return replace(_named(name, split, own), weight=number)
+    return _named(pattern, split, own)
 
 
 def _names_files(pattern: str) -> bool:
@@ -145,7 +147,7 @@ def _number(text: str) -> float | None:
         return None
 
 
-def _named(pattern: str, split: Split) -> Source:
+def _named(pattern: str, split: Split, own: Sequence[Path]) -> Source:
     """Find what a pattern without a weight names."""
     path = Path(pattern).expanduser()
     option = f"{_OPTIONS[split]} {pattern!r}"
@@ -157,9 +159,9 @@ def _named(pattern: str, split: Split) -> Source:
         if not path.is_dir():
             _check_regular(path, option)
             return Source(pattern, None, (path,), None, split)
-        candidates = list(_walk(path, option))
+        candidates = list(_walk(path, option, own))
     else:
-        candidates = list(_glob(path))
+        candidates = [file for file in _glob(path) if not _is_inside(file, own)]
         if not candidates and _is_hub_name(pattern):
             return Source(pattern, None, (), pattern, split)
     files = sorted({file for file in candidates if is_known(file)})
@@ -208,15 +210,20 @@ def _check_regular(path: Path, option: str) -> None:
         raise ConfigError(f"{option}: {shown(path)} is a pipe or device, and data is read more than once. Name a file.")
 
 
-def _walk(folder: Path, option: str) -> Iterator[Path]:
-    """List the files of a folder at any depth, without hidden ones. Links to folders are not followed."""
+def _is_inside(path: Path, folders: Sequence[Path]) -> bool:
+    return any(path.absolute().is_relative_to(folder) for folder in folders)
+
+
+def _walk(folder: Path, option: str, own: Sequence[Path]) -> Iterator[Path]:
+    """List the files of a folder at any depth, without hidden ones and our own. Links to folders are not followed."""
 
     def refuse(error: OSError) -> None:  # else what cannot be listed would be left out in silence
         where = one_line(str(error.filename))
         raise ConfigError(f"{option}: {where} cannot be read: {error.strerror}. Check its permissions.") from error
 
     for root, folders, files in os.walk(folder, onerror=refuse):
-        folders[:] = sorted(name for name in folders if not name.startswith("."))
+        inside = (name for name in folders if not name.startswith("."))
+        folders[:] = sorted(name for name in inside if not _is_inside(Path(root, name), own))
         if Path(root) != folder and is_saved(Path(root)):
             raise ConfigError(f"{option} holds a saved data set in {shown(Path(root))}. Name that folder itself.")
         yield from (Path(root, name) for name in sorted(files) if not name.startswith("."))

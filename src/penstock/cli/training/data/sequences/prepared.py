@@ -133,7 +133,7 @@ def prepare(
                 found = _open(place, fingerprint)
     except (OSError, NotImplementedError) as error:
         raise ConfigError(
-            f"Prepared data cannot be kept in {folder}: {one_line(error)}. Make it writable, or use another folder."
+            f"Prepared data cannot be kept in {folder}: {one_line(error)}. Make it writable, or use another --cache."
         ) from error
     if found is None:
         raise ConfigError(f"{place} was changed while it was read. Start again, and let nothing else change {folder}.")
