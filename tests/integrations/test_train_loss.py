@@ -6,20 +6,23 @@ from typing import Any
 
 import pytest
 import torch
-from penstock.cli.training.reports import Progress, Reports
 from torch import Tensor
 from torch.utils.data import SequentialSampler
 from transformers import Trainer
 
 from penstock.cli.ranks import Ranks
 from penstock.cli.training.config import TrainConfig
-from penstock.cli.training.data.feed import Batch
+from penstock.cli.training.data.sequences.batches import Batch
 from penstock.cli.training.interruption import Interruption
 from penstock.cli.training.learning.checkpoints import Checkpoints, Position
 from penstock.cli.training.learning.loop import Stepper, Training
 from penstock.cli.training.learning.loss import Loss
-from penstock.cli.training.learning.optimizer import prepare_model
+from penstock.cli.training.learning.model import Built
+from penstock.cli.training.learning.optimizer import preparation
 from penstock.cli.training.recipe import Course, recipe_for
+from penstock.cli.training.reporting.gauges import Gauges
+from penstock.cli.training.reporting.progress import Progress
+from penstock.cli.training.reporting.reports import Reports
 from penstock.integrations.chunked import chunk_loss
 from tests.integrations.trainers import LENGTH, arguments, assert_weights, history, llama, rows
 from tests.support import run_ranks
@@ -92,6 +95,7 @@ def train_here(out: Path, *, kind: str = "plain") -> tuple[list[Progress], dict[
         out=out, steps=STEPS, batch_size=PER_RANK, accumulation=ACCUMULATION, lr=1e-2, warmup=2, log_every=1,
         max_grad_norm=0.5, seq_length=LENGTH, precision="fp32", stage=3, eval_sequences=0,
     )  # fmt: skip
+    out.mkdir(parents=True, exist_ok=True)
     recipe = recipe_for(config, positions=32, world_size=ranks.world_size)
     course: Course = recipe.over(config, 24)
     model = llama()
@@ -100,11 +104,12 @@ def train_here(out: Path, *, kind: str = "plain") -> tuple[list[Progress], dict[
     if kind == "by logits":
         model.accepts_loss_kwargs = False
     loss = Loss(model)
-    optimizer = prepare_model(model, config, course, ranks)
+    optimizer = preparation(Built(model, None), config, course, "fp32").prepare()
     feed, reports = RowsFeed(ranks), Noted(config)
     checkpoints = Checkpoints(config, course, optimizer, feed.identity())
     stepper = Stepper(loss, optimizer, course, ranks)
-    Training(stepper, feed, checkpoints, None, config, reports, Interruption()).run(Position())
+    gauges = Gauges(model, optimizer, config, course, ranks)
+    Training(stepper, feed, checkpoints, None, config, reports, gauges, Interruption()).run(Position())
     weights = {name: optimizer.full_param(p) for name, p in model.named_parameters()}
     optimizer.close(keep_params=False)
     return reports.told, weights
