@@ -258,13 +258,19 @@ class Run:
 
     def __init__(self, folder: Path) -> None:
         from penstock.cli.training.config import TrainConfig
-        from penstock.cli.training.learning.checkpoints import Checkpoints, Position
+        from penstock.cli.training.learning.checkpoints import Checkpoints, Position, checkpoint_to_resume
+        from penstock.cli.training.recipe import recipe_for
 
-        self.config = TrainConfig(out=folder, steps=8, seq_length=2)
+        config = TrainConfig(out=folder, steps=8, seq_length=2, resume="auto")
         model = torch.nn.Linear(4, 4)
         self.optimizer = penstock.prepare(model, torch.optim.AdamW(model.parameters()))
-        self.checkpoints = Checkpoints(self.config, self.optimizer, torch.arange(64).numpy().astype("uint16"))
-        self.whole = self.checkpoints.save(Position(3, 24), blocking=True)
+        self.course = recipe_for(config, positions=None, world_size=1).over(config, 64)
+        identity = {"seed": 0, "seq_length": 2, "sequences": [64], "weights": None, "data": ["0" * 32]}
+        self.checkpoints = Checkpoints(config, self.course, self.optimizer, identity)
+        self.checkpoints.save(Position(3, 24), blocking=True)
+        saved = checkpoint_to_resume(config)
+        assert saved is not None
+        self.whole = saved
         self.extra = self.optimizer.load(self.whole)
 
     def resume(self) -> None:
@@ -272,7 +278,7 @@ class Run:
         assert 0 <= position.step <= 8
         schedule = self.checkpoints.schedule(position)
         assert schedule.last_epoch == position.step
-        assert schedule.get_last_lr()[0] <= self.config.lr
+        assert schedule.get_last_lr()[0] <= self.course.lr
 
 
 @pytest.fixture(scope="module")
