@@ -22,7 +22,6 @@ from penstock.checkpoint.adapters import base_name
 from penstock.checkpoint.codes import SCALE_DTYPE, codes_of, scales_of
 from penstock.checkpoint.tensorfiles import Forms, StoredTensors, WeightFiles
 from penstock.errors import ConfigError, one_line
-from penstock.integrations.huggingface import ModelSource, build_empty, build_model
 from penstock.integrations.quantised import Int8Linear, quantise_linears
 
 ALL_LINEAR = "all-linear"
@@ -139,28 +138,6 @@ def _whole(text: str, what: str) -> int:
 
 
 # The model
-
-
-def build_adapted(source: ModelSource, lora: Lora, *, seed: int) -> tuple[nn.Module, "LoraWeights | None"]:
-    """Build the model that a source names, with adapters.
-
-    Arguments:
-        source: what `find_model` has found.
-        lora: the adapters.
-        seed: what their first values are drawn from. Those of a preset come from torch's own.
-
-    Returns:
-        The model, and what `prepare` reads its values from: it is on the meta device then. `None` where it has them: of
-        a preset, and where transformers reads a folder's weights under other names or in other shapes.
-
-    Raises:
-        ConfigError: the folder cannot be read, or the model cannot be adapted.
-    """
-    empty = build_empty(source)
-    model = add_adapters(build_model(source) if empty is None else empty, lora, seed=seed)
-    if empty is None or source.folder is None:
-        return model, None
-    return model, LoraWeights(source.folder, model, lora, seed=seed)
 
 
 def add_adapters(model: nn.Module, lora: Lora, *, seed: int) -> nn.Module:
