@@ -1,5 +1,6 @@
 """Models by their names on a hub, as folders: what is cached on this machine, or what is fetched into its cache."""
 
+import os
 import re
 from pathlib import Path
 
@@ -15,13 +16,13 @@ _CODE = ("*.py",)
 def is_hub_name(name: str) -> bool:
     """Tell whether a name is one of a hub, `owner/name` or `owner/name@revision`, and of nothing in this folder.
 
-    A path whose folder exists is a path: one that is misspelt is not looked up elsewhere.
+    A path whose folder exists, or is a link to nothing, is a path: one that is misspelt is not looked up elsewhere.
 
     Example:
         >>> is_hub_name("meta-llama/Llama-3.1-8B"), is_hub_name("/no/model"), is_hub_name("./model")
         (True, False, False)
     """
-    return _NAME.fullmatch(name) is not None and not Path(name.split("/")[0]).exists()
+    return _NAME.fullmatch(name) is not None and not os.path.lexists(name.split("/")[0])
 
 
 def fetch_model(name: str, *, code: bool = False) -> Path:

@@ -10,12 +10,12 @@ from penstock.cli.training.config import TrainConfig
 from penstock.cli.training.learning.checkpoints import best_of, checkpoints_of
 from penstock.cli.training.learning.model import Built
 from penstock.cli.training.reporting.formats import format_bytes
+from penstock.cli.training.reporting.memory import TIERS
 from penstock.cli.training.settings.common import AUTO, ON
 from penstock.cli.training.sizes import StepSizes
 from penstock.errors import MemoryBudgetError
 from penstock.footprint import Footprint
 
-TIERS = ("device", "cpu", "nvme")
 #: Bytes of an element in what is computed in.
 ITEMSIZES = {"fp32": 4, "bf16": 2, "fp16": 2}
 #: Bytes that a checkpoint has for each trained parameter, at most: its fp32 value and the states of the optimizer.

@@ -3,7 +3,6 @@
 import glob
 import math
 import os
-import re
 import stat
 import sysconfig
 from collections import Counter
@@ -15,8 +14,8 @@ from penstock.cli.training.data.reading.formats import COMPRESSIONS, SUFFIXES, F
 from penstock.cli.training.data.reading.hub import Split, is_saved, saved_split
 from penstock.cli.training.data.reading.text import shown
 from penstock.errors import ConfigError, one_line
+from penstock.integrations.hub import is_hub_name
 
-_HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", re.ASCII)
 _NOT_LIBRARY_TEXT = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"})
 _OPTIONS: dict[Split, str] = {"train": "--data", "eval": "--eval-data"}
 
@@ -177,12 +176,8 @@ def _named(pattern: str, split: Split, own: Sequence[Path]) -> Source:
 
 
 def _is_hub_name(pattern: str) -> bool:
-    """Tell whether a name that is no path may be one of the hub: neither a file's, nor one in a folder that is here."""
-    return (
-        _HUB_NAME.fullmatch(pattern) is not None
-        and not is_known(Path(pattern))
-        and not os.path.lexists(Path(pattern).parent)
-    )
+    """Tell whether a name that is no path may be a data set's of the hub: not a file's, and of no revision."""
+    return is_hub_name(pattern) and "@" not in pattern and not is_known(Path(pattern))
 
 
 def _nothing(option: str, candidates: list[Path], *, is_there: bool) -> ConfigError:
