@@ -21,6 +21,8 @@ LAYERS = (
     ),  # values and arithmetic
     ("machine", "rules"),
     ("tiers",),
+    ("probe",),
+    ("forecast",),
     ("checkpoint",),
     ("engine",),
     ("accord", "checks", "optimizer"),
@@ -29,6 +31,9 @@ LAYERS = (
     ("construct",),
     ("adopt",),
     ("build", "footprint"),
+    ("rehearsal",),
+    ("planner",),
+    ("prepare",),
     ("",),  # the public names
     ("integrations",),  # these three over the public names and the errors only
     ("cli",),

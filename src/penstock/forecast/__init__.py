@@ -1,0 +1,1 @@
+"""What a step costs on a machine: figures, programs, times, bounds and plans. Values; no engine."""

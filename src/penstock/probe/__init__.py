@@ -1,0 +1,1 @@
+"""Measures the machine: links, memory, disks, arithmetic, collectives. It knows no engine."""
