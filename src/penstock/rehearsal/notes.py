@@ -32,6 +32,7 @@ class Notes:
         self._counted: dict[int, int] = {}  # operations since the last event, by their number
         self._issued: list[Collective] = []  # inside of a job
         self._label = NO_LABEL
+        self._phases: list[tuple[str, int]] = []
         self._there: Counter[Tier] = Counter()
         self._peak: Counter[Tier] = Counter()
 
@@ -121,6 +122,16 @@ class Notes:
 
     # The end
 
+    def enter(self, phase: str) -> None:
+        """Note that a forward, a backward or a step begins."""
+        self._end_segment()
+        self._phases.append((phase, len(self._items)))
+
+    def items_of(self, phase: str) -> list[range]:
+        """List the numbers of the items of each forward, backward or step."""
+        ends = [first for _, first in self._phases[1:]] + [len(self._items)]
+        return [range(first, end) for (name, first), end in zip(self._phases, ends, strict=True) if name == phase]
+
     def end_step(self) -> None:
         """Note that a step is over."""
         self.turn_to(NO_LABEL)
@@ -132,6 +143,7 @@ class Notes:
         """Begin the program here: what was noted of the start is no part of it."""
         self._end_segment()
         self._items.clear()
+        self._phases.clear()
         self._steps = [0]
 
     def program(self, *, rule: str, world_size: int, tokens: int, peaks: Mapping[str, int] | None = None) -> Program:

@@ -50,12 +50,12 @@ class VirtualRanks(Ranks):
     def sum_numbers(self, numbers: Sequence[float], device: torch.device) -> list[float]:
         """Note a meeting; every rank says the same."""
         del device
-        self._notes.meet(Collective("all_reduce", 8 * len(numbers), self.world_size))
+        self._meet("all_reduce", 8 * len(numbers))
         return [number * self.world_size for number in numbers]
 
     def all_reduce(self, tensor: Tensor) -> None:
         """Note a meeting."""
-        self._notes.meet(Collective("all_reduce", tensor.nbytes, self.world_size))
+        self._meet("all_reduce", tensor.nbytes)
 
     def all_reduce_max(self, tensor: Tensor) -> None:
         """Note a meeting."""
@@ -63,9 +63,16 @@ class VirtualRanks(Ranks):
 
     def broadcast(self, tensor: Tensor) -> None:
         """Note a meeting."""
-        self._notes.meet(Collective("broadcast", tensor.nbytes, self.world_size))
+        self._meet("broadcast", tensor.nbytes)
 
     def broadcast_part(self, tensor: Tensor, shard_rank: int) -> None:
         """Note a meeting."""
         del shard_rank
         self.broadcast(tensor)
+
+    def _meet(self, name: str, nbytes: int) -> None:
+        """Note a collective of all ranks: one for each dimension of the mesh."""
+        if self.shards > 1:
+            self._notes.meet(Collective(name, nbytes, self.shards))
+        if self.replicas > 1:
+            self._notes.meet(Collective(name, nbytes, self.replicas, "replicate"))

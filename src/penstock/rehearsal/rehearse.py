@@ -6,7 +6,7 @@
 
 import contextlib
 import gc
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -28,6 +28,7 @@ from penstock.rehearsal.streams import VirtualStreams
 from penstock.rehearsal.supply import Imagined
 from penstock.rules.imagined import noting
 
+FORWARD, BACKWARD, STEP = "forward", "backward", "step"
 STEPS = 2  # the first one teaches the order of units; the second one has the updates of the first beside it
 
 
@@ -64,11 +65,13 @@ class Rehearsal:
         program: what two steps do.
         blueprint: what the engine would have on this rank.
         activation_bytes: the most bytes that compute had at once beside what the engine has.
+        phases: the numbers of the program's items of each "forward", "backward" and "step".
     """
 
     program: Program
     blueprint: Blueprint
     activation_bytes: int
+    phases: Mapping[str, Sequence[range]]
 
 
 def rehearse(scene: Scene, request: Request, *, steps: int = STEPS) -> Rehearsal:
@@ -114,7 +117,8 @@ def rehearse(scene: Scene, request: Request, *, steps: int = STEPS) -> Rehearsal
             ) from error
         program = notes.program(rule=rule, world_size=scene.grid.world_size, tokens=_tokens(batch))
     gc.collect()  # graphs refer to the engine that they were made in
-    return Rehearsal(program, blueprint, max(0, program.peak_bytes.get("device", 0) - rests))
+    phases = {phase: notes.items_of(phase) for phase in (FORWARD, BACKWARD, STEP)}
+    return Rehearsal(program, blueprint, max(0, program.peak_bytes.get("device", 0) - rests), phases)
 
 
 def _step(prepared: Any, model: nn.Module, batch: Iterable[Any], notes: Notes, hollowed: Hollowed) -> None:
@@ -124,23 +128,27 @@ def _step(prepared: Any, model: nn.Module, batch: Iterable[Any], notes: Notes, h
         with hollowed:
             with prepared.no_sync() if others else contextlib.nullcontext():
                 for inputs in others:
-                    _pass(prepared, model, inputs)
-            _pass(prepared, model, last)
+                    _pass(prepared, model, inputs, notes)
+            _pass(prepared, model, last, notes)
+        notes.enter(STEP)
         if notes.back_end == "accelerator":
             notes.synchronize()  # the host decides on the norm, which the device takes last
         prepared.step()
         prepared.zero_grad()
 
 
-def _pass(prepared: Any, model: nn.Module, inputs: Any) -> None:
+def _pass(prepared: Any, model: nn.Module, inputs: Any, notes: Notes) -> None:
     """Run a forward and its backward."""
+    notes.enter(FORWARD)
     if isinstance(inputs, Mapping):
         output = model(**inputs)
     elif isinstance(inputs, list | tuple):
         output = model(*inputs)
     else:
         output = model(inputs)
-    prepared.backward(loss_of(output))
+    loss = loss_of(output)
+    notes.enter(BACKWARD)
+    prepared.backward(loss)
 
 
 def loss_of(output: Any) -> Tensor:

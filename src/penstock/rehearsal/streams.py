@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Protocol, runtime_checkable
+from typing import NoReturn, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -35,7 +35,7 @@ class VirtualStreams(Streams):
         self.aliases_host = notes.back_end == "inline" and not debug_release
         self.reads_in_place = not debug_release
         self._notes = notes
-        self._inside = False
+        self.recorder = _Turns(notes)  # compute is told apart by unit, as in a trace
 
     @property
     def back_end(self) -> BackEnd:
@@ -65,7 +65,7 @@ class VirtualStreams(Streams):
         if stream == COLLECTIVE:
             for event in events:  # issued by the caller, who waits for what the host does first
                 if self.computes_on_host or self._notes.jobs[event.number].stream not in ON_DEVICE:
-                    event.synchronize()
+                    self._notes.wait(event.number, by_host=True)
             with self._notes.inside_a_job() as found:
                 work()
             ((collectives, segment),) = found
@@ -107,6 +107,21 @@ class VirtualStreams(Streams):
 
     def close(self) -> None:
         """Do nothing: there are no threads."""
+
+
+class _Turns:
+    """A recorder that notes what compute turns to, and nothing else."""
+
+    def __init__(self, notes: Notes) -> None:
+        self._notes = notes
+
+    def turn_to(self, label: Label) -> None:
+        """Note what compute does from here on."""
+        self._notes.turn_to(label)
+
+    def submitted(self, stream: str, work: Work, after: Sequence[Event], nbytes: int, label: Label) -> NoReturn:
+        """Refuse: `VirtualStreams.submit` notes jobs."""
+        raise AssertionError("jobs are noted where they are submitted")
 
 
 class VirtualEvent(Event):
