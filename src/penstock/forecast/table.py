@@ -5,6 +5,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 
 from penstock.forecast.answer import Answer, Lack, WhatIf
+from penstock.forecast.wording import aligned, byte_unit, digits, fraction, seconds, share, signed, size, time_unit
 from penstock.kinds import TierName
 
 #: Above which share a measured time is said to differ from the predicted one.
@@ -12,13 +13,10 @@ DIFFERS = 0.15
 #: Below which share of a step a resource's difference is not worth a line.
 MATTERS = 0.01
 STEP = "step"
+#: The kinds of state as a placement calls them, and as people do.
+STATE: Mapping[str, str] = {"params": "params", "grads": "gradients", "optimizer": "optimizer"}
 
 _WAITS_SHOWN = 3
-_NAMES: Mapping[str, str] = {"params": "params", "grads": "gradients", "optimizer": "optimizer"}
-_HOMES: Mapping[str, str] = {"device": "device", "cpu": "host", "nvme": "nvme"}
-_HEAD_CHARS, _GAP = 16, "    "
-_BYTE_UNITS = (("TiB", 1 << 40), ("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10), ("B", 1))
-_TIME_UNITS = (("s", 1.0), ("ms", 1e-3), ("us", 1e-6))
 
 #: A column of the table, and the tiers that it is of: of a cpu, device and host are one memory.
 Column = tuple[str, tuple[TierName, ...]]
@@ -31,9 +29,9 @@ def table(answer: Answer, *, run: str = "") -> str:
         answer: the plan.
         run: the command that does what it says; empty for none.
     """
-    rows = [_row("", [name for name, _ in columns(answer)]), *state_rows(answer)]
-    rows += _wide_rows(answer)
-    lines = [*_head(answer), *_aligned(rows), *_tail(answer)]
+    rows = [["", *(name for name, _ in columns(answer))], *state_rows(answer), ["activations", *_activations(answer)]]
+    rows += [["peak / limit", *peaks(answer).values()], *_wide_rows(answer)]
+    lines = [*_head(answer), *aligned(rows), *_tail(answer)]
     if answer.fits:
         lines.append(_gap(answer) + (f"     run: {run}" if run else ""))
     lines += [f"may round otherwise: {note}" for note in answer.rounding_notes]
@@ -48,7 +46,7 @@ def explain(answer: Answer) -> str:
     for reason in answer.why:
         cost = "does not fit" if reason.cost_s is None else signed(reason.cost_s)
         rows.append([reason.choice, reason.chosen, reason.next_best, cost])
-    head, *lines = _aligned(rows)
+    head, *lines = aligned(rows)
     explained = [f"{line}\n  {why.words}" if why.words else line for line, why in zip(lines, answer.why, strict=True)]
     return "\n".join([head, *explained])
 
@@ -67,49 +65,20 @@ def block(answer: Answer, measured: Mapping[str, float] | None = None) -> str:
     """
     predicted = {STEP: answer.step_s, **dict(_largest(answer.busy_s))}
     head = f"plan: step {seconds(answer.step_s)}{_tokens(answer)}, bound by: {answer.bound_by}"
-    lines = [head, f"      {_choices(answer)}"]
+    lines = [head, *(f"  {line}" for line in _choices(answer))]
     if measured is None:
-        return "\n".join([*lines, *_aligned([[f"  {name}", seconds(value)] for name, value in predicted.items()])])
+        return "\n".join([*lines, *aligned([[f"  {name}", seconds(value)] for name, value in predicted.items()])])
     rows = [["", "predicted", "measured", ""]]
     for name in dict.fromkeys([*predicted, *sorted(measured)]):
         planned, found = predicted.get(name), measured.get(name)
         change = share(found / planned - 1) if planned and found is not None else ""
         rows.append([f"  {name}", *("-" if value is None else seconds(value) for value in (planned, found)), change])
-    return "\n".join([*lines, *_aligned(rows), *_differences(predicted, measured)])
+    return "\n".join([*lines, *aligned(rows), *_differences(predicted, measured)])
 
 
 def lacks_in_words(answer: Answer) -> str:
     """Say what is missing for a plan, on which tier, and what to do: a sentence or two for each tier."""
     return " ".join(_lack(answer, lack) for lack in answer.lacks)
-
-
-def size(nbytes: int) -> str:
-    """Write bytes in a unit that is fit for them, with three digits."""
-    unit, scale = _byte_unit(nbytes)
-    return f"{_digits(nbytes / scale) if scale > 1 else nbytes} {unit}"
-
-
-def seconds(value: float) -> str:
-    """Write seconds in a unit that is fit for them, with three digits."""
-    unit, scale = _time_unit(value)
-    return f"{_digits(value / scale)} {unit}"
-
-
-def signed(value: float) -> str:
-    """Write a difference of seconds, with its sign."""
-    return f"{'-' if value < 0 else '+'}{seconds(abs(value))}"
-
-
-def share(value: float) -> str:
-    """Write a difference as a share, in percent with its sign."""
-    return f"{value:+,.0%}".replace("%", " %")
-
-
-def fraction(value: float) -> str:
-    """Write a tier's fraction of a kind with two digits, which never hide that there is something, or not all."""
-    if 0 < value < 0.01:
-        return "<.01"
-    return ">.99" if 0.99 < value < 1 else f"{value:.2f}"
 
 
 def columns(answer: Answer) -> list[Column]:
@@ -119,30 +88,49 @@ def columns(answer: Answer) -> list[Column]:
     return [("device", ("device",)), ("host", ("cpu",)), ("nvme", ("nvme",))]
 
 
+def home_of(answer: Answer, kind: str) -> dict[str, float]:
+    """Give the fraction of a kind of state that each column has, of those that have any."""
+    home = {tier.value: part for tier, part in answer.placement.home(kind).items()}
+    summed = {name: sum(home.get(tier, 0.0) for tier in tiers) for name, tiers in columns(answer)}
+    # Fractions sum to 1 to within 1e-6: what is all but that is all.
+    return {name: 1.0 if part > 1 - 1e-6 else part for name, part in summed.items() if part}
+
+
+def home_in_words(answer: Answer, kind: str) -> str:
+    """Say where a kind of state lives: "0.31 device + 0.69 host"."""
+    home = home_of(answer, kind)
+    return " + ".join(name if part == 1 else f"{fraction(part)} {name}" for name, part in home.items())
+
+
 def state_rows(answer: Answer) -> list[list[str]]:
-    """Write the rows of the three kinds of state, of activations, and of the peak beside its limit."""
+    """Write the rows of the three kinds of state: each column's fraction, and the bytes where they are known."""
     rows = []
-    for kind, name in _NAMES.items():
-        home = {tier.value: part for tier, part in answer.placement.home(kind).items()}
-        cells = []
-        for _, tiers in columns(answer):
-            part = sum(home.get(tier, 0.0) for tier in tiers)
-            nbytes = _bytes_of(answer.kind_bytes.get(kind, {}), tiers)
-            # Homes that make 1 together do so to within 1e-6.
-            text = fraction(1.0 if part > 1 - 1e-6 else part)
-            cells.append(" ".join([text, *([size(nbytes)] if nbytes else [])]) if part else "-")
-        rows.append(_row(name, cells))
-    rows.append(_row("activations", [*_activations(answer), activations_in_words(answer)]))
-    rows.append(_row("peak / limit", [_peak(answer, tiers) for _, tiers in columns(answer)]))
+    for kind, name in STATE.items():
+        home, nbytes = home_of(answer, kind), answer.kind_bytes.get(kind, {})
+        row = [name]
+        for column, tiers in columns(answer):
+            there = bytes_in(nbytes, tiers)
+            cell = fraction(home[column]) if column in home else "-"
+            row.append(f"{cell} {size(there)}" if there else cell)
+        rows.append(row)
     return rows
 
 
+def peaks(answer: Answer) -> dict[str, str]:
+    """Write for each column the most bytes that are there at once, beside those that there are."""
+    return {name: _peak(answer, tiers) for name, tiers in columns(answer)}
+
+
+def bytes_in(by_tier: Mapping[TierName, int], tiers: Iterable[TierName]) -> int:
+    """Add up the bytes of some tiers."""
+    return sum(by_tier.get(tier, 0) for tier in tiers)
+
+
 def activations_in_words(answer: Answer) -> str:
-    """Say what is done to activations: "(recomputed, 2 slices)"; empty for nothing."""
-    said = ["recomputed"] if answer.recompute else []
-    if answer.unit_micro_batches > 1:
-        said.append(f"{answer.unit_micro_batches} slices")
-    return f"({', '.join(said)})" if said else ""
+    """Say where activations go, and what is done to them: "device (recomputed, 2 slices)"."""
+    tier = answer.placement.activations or "device"
+    where = next(name for name, tiers in columns(answer) if tier in tiers)
+    return f"{where} {_treatment(answer)}".rstrip()
 
 
 def updates_in_words(answer: Answer) -> str:
@@ -206,30 +194,25 @@ def _gap(answer: Answer) -> str:
 
 
 def _lack(answer: Answer, lack: Lack) -> str:
-    where = "host" if answer.device == "cpu" and lack.tier == "device" else _HOMES[lack.tier]
+    where = next(name for name, tiers in columns(answer) if lack.tier in tiers)
     change = lack.change.rstrip(".")
     what = f"{size(lack.bytes)} ({lack.bytes:,} bytes) too few on {'nvme' if where == 'nvme' else f'the {where}'}."
     return f"{what} Smallest change: {change}." if change else what
 
 
-def _choices(answer: Answer) -> str:
-    """Say in one line what the plan does."""
-    said = []
-    for kind, name in _NAMES.items():
-        home = [(_HOMES[tier.value], part) for tier, part in answer.placement.home(kind).items()]
-        said.append(f"{name} {' + '.join(where if part == 1 else f'{fraction(part)} {where}' for where, part in home)}")
-    where = answer.placement.activations
-    activations = activations_in_words(answer).strip("()")
-    said.append(f"activations {_HOMES[where] if where else 'device'}{', ' if activations else ''}{activations}")
-    return "; ".join([*said, updates_in_words(answer)])
+def _choices(answer: Answer) -> list[str]:
+    """Say what the plan does: where state lives, and how a step goes."""
+    state = "; ".join(f"{name} {home_in_words(answer, kind)}" for kind, name in STATE.items())
+    return [state, f"activations {activations_in_words(answer)}; {updates_in_words(answer)}"]
 
 
 def _differences(predicted: Mapping[str, float], measured: Mapping[str, float]) -> list[str]:
+    """Name what was measured and differs by more than it should. What the plan does not name it takes for idle."""
     step = max(predicted[STEP], measured.get(STEP, 0.0))
     lines = []
-    for name, planned in predicted.items():
-        found = measured.get(name)
-        if found is None or abs(found - planned) <= max(DIFFERS * planned, 0.0 if name == STEP else MATTERS * step):
+    for name in (name for name in dict.fromkeys([*predicted, *sorted(measured)]) if name in measured):
+        planned, found = predicted.get(name, 0.0), measured[name]
+        if abs(found - planned) <= max(DIFFERS * planned, 0.0 if name == STEP else MATTERS * step):
             continue
         than = f" ({share(found / planned - 1)})" if planned else ""
         took = "the step took" if name == STEP else f"{name} was busy for"
@@ -238,27 +221,36 @@ def _differences(predicted: Mapping[str, float], measured: Mapping[str, float]) 
 
 
 def _activations(answer: Answer) -> list[str]:
+    """Write where activations are, and behind the last of it what is done to them."""
     nbytes = answer.kind_bytes.get("activations", {})
-    return [size(found) if (found := _bytes_of(nbytes, tiers)) else "-" for _, tiers in columns(answer)]
+    cells = [size(found) if (found := bytes_in(nbytes, tiers)) else "-" for _, tiers in columns(answer)]
+    while len(cells) > 1 and cells[-1] == "-":
+        cells.pop()
+    return [*cells[:-1], f"{cells[-1]} {_treatment(answer)}".rstrip()]
+
+
+def _treatment(answer: Answer) -> str:
+    said = ["recomputed"] if answer.recompute else []
+    if answer.unit_micro_batches > 1:
+        said.append(f"{answer.unit_micro_batches} slices")
+    return f"({', '.join(said)})" if said else ""
 
 
 def _peak(answer: Answer, tiers: Sequence[TierName]) -> str:
-    peak = _bytes_of(answer.peak_bytes, tiers)
+    peak = bytes_in(answer.peak_bytes, tiers)
     # The limit of one memory is not the sum of what each of its two names says.
     limits = [answer.limit_bytes[tier] for tier in tiers if tier in answer.limit_bytes]
     if not limits:
         return size(peak) if peak else "-"
-    unit, scale = _byte_unit(max(peak, *limits))
-    return f"{_digits(peak / scale)} / {_digits(max(limits) / scale)} {unit}"
-
-
-def _bytes_of(by_tier: Mapping[TierName, int], tiers: Iterable[TierName]) -> int:
-    return sum(by_tier.get(tier, 0) for tier in tiers)
+    unit, scale = byte_unit(max(limits))
+    if byte_unit(peak)[0] != unit:
+        return f"{size(peak)} / {size(max(limits))}"
+    return f"{digits(peak / scale)} / {digits(max(limits) / scale)} {unit}"
 
 
 def _range(answer: Answer) -> str:
-    _, scale = _time_unit(answer.step_s)
-    low, high = (_digits(value / scale) for value in answer.step_range_s)
+    _, scale = time_unit(answer.step_s)
+    low, high = (digits(value / scale) for value in answer.step_range_s)
     return f"{low}-{high}"
 
 
@@ -268,34 +260,3 @@ def _tokens(answer: Answer) -> str:
 
 def _largest(amounts: Mapping[str, float]) -> list[tuple[str, float]]:
     return sorted(amounts.items(), key=lambda item: (-item[1], item[0]))
-
-
-def _byte_unit(nbytes: int) -> tuple[str, int]:
-    return next(((unit, scale) for unit, scale in _BYTE_UNITS if nbytes >= scale), _BYTE_UNITS[-1])
-
-
-def _time_unit(value: float) -> tuple[str, float]:
-    return next(
-        ((unit, scale) for unit, scale in _TIME_UNITS if value >= scale), ("s", 1.0) if not value else ("us", 1e-6)
-    )
-
-
-def _digits(value: float) -> str:
-    """Write a number that is not negative with three digits, or with all that stand before the point."""
-    if value == 0:
-        return "0"
-    decimals = 2 if value < 9.995 else 1 if value < 99.95 else 0
-    return f"{value:,.{decimals}f}"
-
-
-def _row(name: str, cells: Iterable[str]) -> list[str]:
-    return [name, *cells]
-
-
-def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Align columns. The last cell of a row may be as long as it likes."""
-    widths: defaultdict[int, int] = defaultdict(int)
-    for row in rows:
-        for number, cell in enumerate(row[:-1]):
-            widths[number] = max(widths[number], len(cell))
-    return [_GAP.join([*(cell.ljust(widths[n]) for n, cell in enumerate(row[:-1])), row[-1]]).rstrip() for row in rows]
