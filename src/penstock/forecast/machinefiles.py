@@ -157,7 +157,7 @@ def _figure(name: str, given: Any) -> Figure:
             _known(key, _FIGURE_KEYS, f"figure {name}")
         if "value" not in given:
             raise ConfigError("it has no value")
-        value = given["value"]
+        value: Any = given["value"]
         return Figure(value, given.get("low", value), given.get("high", value), given.get("how", STATED))
     except ConfigError as error:
         raise ConfigError(f"figure {name}: {error}. Mend it.") from error
