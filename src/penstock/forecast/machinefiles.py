@@ -28,6 +28,7 @@ SUFFIX = ".json"
 
 _MOST_BYTES = 1 << 20
 _MOST_DEPTH = 8
+_MOST_EXACT = 1 << 53
 _KEYS = ("penstock", "version", "name", "device", "probed", "fingerprint", "figures")
 _FIGURE_KEYS = ("value", "low", "high", "how")
 _FOLDER = "machines"
@@ -192,10 +193,32 @@ def content(machine: "Machine") -> dict[str, Any]:
         "probed": machine.probed,
         "fingerprint": dict(machine.fingerprint),
         "figures": {
-            name: {"value": figure.value, "low": figure.low, "high": figure.high, "how": figure.how}
+            name: {
+                "value": _plain(figure.value),
+                "low": _plain(figure.low),
+                "high": _plain(figure.high),
+                "how": figure.how,
+            }
             for name, figure in machine.figures.items()
         },
     }
+
+
+def _plain(value: float) -> float:
+    """Write a whole number without a point, where a reader gets the same number of it."""
+    return int(value) if value.is_integer() and value < _MOST_EXACT else value
+
+
+def _lines(content: Mapping[str, Any]) -> str:
+    """Write JSON for people: a line for each key, and for each figure."""
+    lines = []
+    for key, value in content.items():
+        if key == "figures" and value:
+            rows = [f"  {json.dumps(name)}: {json.dumps(figure, allow_nan=False)}" for name, figure in value.items()]
+            lines.append(' "figures": {\n' + ",\n".join(rows) + "\n }")
+        else:
+            lines.append(f" {json.dumps(key)}: {json.dumps(value, allow_nan=False)}")
+    return "{\n" + ",\n".join(lines) + "\n}\n"
 
 
 def write(path: Path, content: Mapping[str, Any]) -> None:
@@ -205,7 +228,7 @@ def write(path: Path, content: Mapping[str, Any]) -> None:
         ConfigError: it cannot be written, or is no JSON.
     """
     try:
-        text = json.dumps(content, indent=1, allow_nan=False) + "\n"
+        text = _lines(content)
     except (TypeError, ValueError, RecursionError) as error:
         raise ConfigError(f"The machine's fingerprint is no JSON: {one_line(error)}. Use texts and numbers.") from error
     made = path.with_name(f".{path.name}.{os.getpid()}")
