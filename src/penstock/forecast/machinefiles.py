@@ -132,7 +132,7 @@ def parts(content: Mapping[str, Any]) -> dict[str, Any]:
     if type(version) is not int or version != VERSION:
         raise ConfigError(f"its version is {shown(version)}, and this Penstock reads {VERSION}. Use a newer Penstock.")
     for key in content:
-        _known(key, _KEYS, "it")
+        _known(key, _KEYS)
     for key in ("name", "device", "figures"):
         if key not in content:
             raise ConfigError(f"it has no {shown(key)}. Add it.")
@@ -155,18 +155,18 @@ def _figure(name: str, given: Any) -> Figure:
         if not isinstance(given, dict):
             return Figure.stated(given)
         for key in given:
-            _known(key, _FIGURE_KEYS, f"figure {name}")
+            _known(key, _FIGURE_KEYS)
         if "value" not in given:
             raise ConfigError("it has no value")
         value: Any = given["value"]
         return Figure(value, given.get("low", value), given.get("high", value), given.get("how", STATED))
     except ConfigError as error:
-        raise ConfigError(f"figure {name}: {error}. Mend it.") from error
+        raise ConfigError(f"figure {name}: {str(error).rstrip('.')}. Mend it.") from error
 
 
-def _known(key: str, keys: tuple[str, ...], where: str) -> None:
+def _known(key: str, keys: tuple[str, ...]) -> None:
     if key not in keys:
-        raise ConfigError(f"{where} has a key {shown(key)}, which nothing reads. Keys are {', '.join(keys)}.")
+        raise ConfigError(f"it has a key {shown(key)}, which nothing reads. Keys are {', '.join(keys)}.")
 
 
 def _mapping(given: Any, key: str) -> dict[str, Any]:
