@@ -28,6 +28,7 @@ LAYERS = (
     ("accord", "checks", "optimizer"),
     ("blueprint", "ema", "inference"),
     ("budgets",),
+    ("supply",),
     ("construct",),
     ("adopt",),
     ("build", "footprint"),
