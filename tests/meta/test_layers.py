@@ -25,7 +25,7 @@ LAYERS = (
     ("forecast",),
     ("checkpoint",),
     ("engine",),
-    ("accord", "checks", "optimizer"),
+    ("accord", "checks", "optimizer", "recompute"),
     ("blueprint", "ema", "inference"),
     ("budgets",),
     ("supply",),

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from penstock.errors import ConfigError, one_line
-from penstock.rehearsal.hollow import SMALL_BYTES, hollow
+from penstock.rehearsal.hollow import hollow
+from penstock.rehearsal.rehearsed import SMALL_BYTES
 
 
 def double(model: nn.Module) -> nn.Module:
@@ -31,8 +32,8 @@ def double(model: nn.Module) -> nn.Module:
         other_model = copy.deepcopy(model, memo)
     except Exception as error:  # it is somebody else's code
         raise ConfigError(
-            f"{type(model).__name__} cannot be copied, which a rehearsal needs: {one_line(error)}. Give a function that "
-            "makes it on the meta device instead."
+            f"{type(model).__name__} cannot be copied, which a rehearsal needs: {one_line(error)}. Give a function "
+            "that makes it on the meta device instead."
         ) from error
     return other_model
 

@@ -249,7 +249,9 @@ def _slots(module: nn.Module) -> Iterator[tuple[dict[str, Tensor | None], str, T
     """Yield where a module has the tensors that are made hollow."""
     for part in module.modules():
         yield from ((part._parameters, name, old) for name, old in part._parameters.items() if old is not None)  # type: ignore[misc]
-        yield from ((part._buffers, name, old) for name, old in part._buffers.items() if old is not None and old.is_meta)
+        yield from (
+            (part._buffers, name, old) for name, old in part._buffers.items() if old is not None and old.is_meta
+        )
 
 
 def _hollow_like(old: Tensor) -> Tensor:

@@ -6,6 +6,7 @@ from contextlib import contextmanager
 
 from penstock.forecast.program import BackEnd, Collective, Item, Job, Kind, Op, Program, Segment
 from penstock.kinds import Tier
+from penstock.rehearsal.memory import Memory
 from penstock.trace import NO_LABEL, Label
 
 
@@ -46,6 +47,10 @@ class Notes:
     def touch(self, name: str, nbytes: int) -> None:
         """Note a pass over memory that is no operation of torch's."""
         self.op(Op(name, 0, nbytes, "float32"))
+
+    def where(self) -> str:
+        """Name the unit whose forward or backward is under way; empty where it is none."""
+        return self._label.unit
 
     def turn_to(self, label: Label) -> None:
         """Note what compute does from here on."""
@@ -161,6 +166,26 @@ class Notes:
             world_size=world_size,
             tokens=tokens,
         )
+
+
+class NotedMemory(Memory):
+    """Device memory of tensors, counted in notes.
+
+    Arguments:
+        notes: take the bytes.
+    """
+
+    def __init__(self, notes: Notes) -> None:
+        super().__init__()
+        self._notes = notes
+
+    def add(self, nbytes: int) -> None:
+        """Count memory that somebody takes."""
+        self._notes.add(Tier.DEVICE, nbytes)
+
+    def remove(self, nbytes: int) -> None:
+        """Count memory that somebody gives back."""
+        self._notes.add(Tier.DEVICE, -nbytes)
 
 
 def numbers_of(jobs: Sequence[int]) -> tuple[int, ...]:

@@ -20,10 +20,11 @@ from penstock.errors import ConfigError, PenstockError, one_line
 from penstock.forecast.program import BackEnd, Program
 from penstock.kinds import Tier
 from penstock.machine.reach import Grid
+from penstock.recompute import recomputes, tell
 from penstock.rehearsal.doubles import double, double_optimizer
-from penstock.rehearsal.hollow import Hollowed
-from penstock.rehearsal.notes import Notes
+from penstock.rehearsal.notes import NotedMemory, Notes
 from penstock.rehearsal.ranks import VirtualRanks
+from penstock.rehearsal.rehearsed import Rehearsed
 from penstock.rehearsal.streams import VirtualStreams
 from penstock.rehearsal.supply import Imagined
 from penstock.rules.imagined import noting
@@ -45,16 +46,18 @@ class Scene:
         back_end: who would run what is submitted.
         pinnable_bytes: how much host memory can be pinned; `None` sets no limit.
         share: the part of the tokens that each expert gets, where a model chooses; `None` for equal parts.
+        recompute: whether the model is told to compute activations again in backward, beside what it does already.
     """
 
     model: nn.Module
     optimizer: torch.optim.Optimizer | type[torch.optim.Optimizer]
     batch: Callable[[], Any]
     micro_batches: int = 1
-    grid: Grid = Grid()
+    grid: Grid = Grid()  # noqa: RUF009 - a value
     back_end: BackEnd = "inline"
     pinnable_bytes: int | None = None
     share: float | None = None
+    recompute: bool = False
 
 
 @dataclass(frozen=True)
@@ -87,6 +90,8 @@ def rehearse(scene: Scene, request: Request, *, steps: int = STEPS) -> Rehearsal
     """
     notes = Notes(scene.back_end)
     model = double(scene.model)
+    if scene.recompute and not recomputes(model):
+        tell(model)
     optimizer = double_optimizer(scene.optimizer, scene.model, model)
     batch = [_on_cpu(_made(scene.batch)) for _ in range(scene.micro_batches)]
     # Threads of updates would have nothing to do.
@@ -95,8 +100,7 @@ def rehearse(scene: Scene, request: Request, *, steps: int = STEPS) -> Rehearsal
     ranks = VirtualRanks(scene.grid, notes)
     supply = Imagined(notes, scene.pinnable_bytes)
     with torch.random.fork_rng(devices=[]), contextlib.ExitStack() as closing:
-        hollowed = Hollowed(notes.op, model, share=scene.share)
-        hollowed.on_change = lambda nbytes: notes.add(Tier.DEVICE, nbytes)
+        seen = Rehearsed(notes.op, module=notes.where, share=scene.share, memory=NotedMemory(notes))
         blueprint = draw_blueprint(model, optimizer, request, scene.grid, streams.reach)
         rule = blueprint.rule.name
         prepared = build(model, optimizer, request, ranks, streams, supply)
@@ -106,7 +110,7 @@ def rehearse(scene: Scene, request: Request, *, steps: int = STEPS) -> Rehearsal
         rests = notes.bytes_on(Tier.DEVICE)
         try:
             for _ in range(steps):
-                _step(prepared, model, batch, notes, hollowed)
+                _step(prepared, model, batch, notes, seen)
                 notes.end_step()
         except PenstockError:
             raise
@@ -121,11 +125,11 @@ def rehearse(scene: Scene, request: Request, *, steps: int = STEPS) -> Rehearsal
     return Rehearsal(program, blueprint, max(0, program.peak_bytes.get("device", 0) - rests), phases)
 
 
-def _step(prepared: Any, model: nn.Module, batch: Iterable[Any], notes: Notes, hollowed: Hollowed) -> None:
+def _step(prepared: Any, model: nn.Module, batch: Iterable[Any], notes: Notes, seen: Rehearsed) -> None:
     """Run one step of some micro-batches."""
     *others, last = batch
     with noting(notes.touch):
-        with hollowed:
+        with seen:
             with prepared.no_sync() if others else contextlib.nullcontext():
                 for inputs in others:
                     _pass(prepared, model, inputs, notes)
@@ -165,8 +169,8 @@ def loss_of(output: Any) -> Tensor:
     tensors = [value for value in tree_iter(output) if isinstance(value, Tensor) and value.requires_grad]
     if not tensors:
         raise ConfigError(
-            "What the model returned has no loss and no tensor that requires a gradient. Give it labels in the batch, or "
-            "train some of its parameters."
+            "What the model returned has no loss and no tensor that requires a gradient. Give it labels in the batch, "
+            "or train some of its parameters."
         )
     return sum((value.float().mean() for value in tensors[1:]), tensors[0].float().mean())
 

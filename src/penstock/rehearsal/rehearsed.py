@@ -1,8 +1,8 @@
 """Forward and backward on hollow tensors: every operation is seen, few run, what each costs is told.
 
-    views                       run: they are of addresses
-    of real tensors, small      run: masks and positions are what they would be
-    all others                  do not run: what they return is hollow
+views                       run: they are of addresses
+of real tensors, small      run: masks and positions are what they would be
+all others                  do not run: what they return is hollow
 """
 
 from collections.abc import Callable, Mapping, Sequence

@@ -120,4 +120,3 @@ def over(value: Any, function: Callable[[Any], Any]) -> Any:
 
 def _shaped(value: Any) -> Any:
     return Shaped.of(value) if isinstance(value, Tensor) else over(value, _shaped)
-

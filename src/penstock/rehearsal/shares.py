@@ -273,7 +273,9 @@ _RULES: dict[Any, _Rule] = {
     aten.ones: _filled(1.0),
     aten.ones_like: _filled(1.0),
     aten.scatter_: _scattered,
-    aten.scatter: lambda shares, args, kwargs, out: [(out, known) for _, known in _scattered(shares, args, kwargs, out)],
+    aten.scatter: lambda shares, args, kwargs, out: [
+        (out, known) for _, known in _scattered(shares, args, kwargs, out)
+    ],
     aten.copy_: _copied,
     aten.sum: _summed,
     aten.bincount: _counted,

@@ -6,10 +6,12 @@ from typing import NoReturn, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 
 from penstock.forecast.program import BackEnd, Job
 from penstock.kinds import Tier
 from penstock.machine.streams import COLLECTIVE, ON_DEVICE, Event, Streams, Work
+from penstock.rehearsal.hollow import mark
 from penstock.rehearsal.notes import Notes, numbers_of
 from penstock.trace import NO_LABEL, Label
 
@@ -90,7 +92,9 @@ class VirtualStreams(Streams):
 
     def make_buffer(self, numel: int, dtype: torch.dtype) -> Tensor:
         """Make a flat buffer with memory."""
-        buffer = super().make_buffer(numel, dtype)
+        with _disable_current_modes():  # of memory that can be taken and given back
+            buffer = super().make_buffer(numel, dtype)
+        mark(buffer)
         self._notes.add(Tier.DEVICE, buffer.nbytes)
         return buffer
 
