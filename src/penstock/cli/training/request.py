@@ -119,7 +119,7 @@ def check_request(config: TrainConfig, ranks: Ranks) -> Request:
         seq_length=recipe.seq_length,
         itemsize=ITEMSIZES[precision],
     )
-    chunks_loss = _chunks_loss(config, source, sizes)
+    chunks_loss = chunks_loss_of(config, source, sizes)
     if ranks.is_first:
         _check_out(config, source)
     return Request(
@@ -153,7 +153,7 @@ def packing_of(asked: str, source: ModelSource) -> tuple[bool, str]:
     return why is None, why or ""
 
 
-def _chunks_loss(config: TrainConfig, source: ModelSource, sizes: StepSizes | None) -> bool:
+def chunks_loss_of(config: TrainConfig, source: ModelSource, sizes: StepSizes | None) -> bool:
     """Decide whether logits are never whole.
 
     Raises:
