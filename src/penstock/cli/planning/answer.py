@@ -1,6 +1,8 @@
 """What `penstock plan` tells: the plan's table, whether a step is short enough, and the command that does it."""
 
+import os
 import shlex
+from pathlib import Path
 
 from penstock.cli.planning.config import PlanConfig, told
 from penstock.cli.planning.question import Question
@@ -39,8 +41,8 @@ def command(found: Plan, question: Question) -> str:
         hosts = ["--nnodes", str(config.hosts)] if config.hosts > 1 else []
         words = ["torchrun", *hosts, "--nproc-per-node", str(config.gpus), "-m", *words]
     words += _where(found, config) + told(config)
-    if "--model" not in words:
-        words += ["--model", config.model]
+    # Of a configuration's file: a run needs the folder, with weights beside it.
+    words += ["--model", str(question.source.folder) if Path(config.model).is_file() else config.model]
     words += ["--batch-size", str(recipe.batch_size), "--seq-length", str(recipe.seq_length)]
     return shlex.join([*words, "--precision", question.precision])
 
@@ -72,6 +74,6 @@ def _folders(found: Plan, config: PlanConfig) -> list[str]:
     """Name the folders of the nvme tier where there are some, or say how many are to be named."""
     if config.folders and config.folder_count is None:
         return [] if config.out else ["--nvme-path", *config.folders]
-    paths = found.placement.nvme_path
-    number = 0 if paths is None else 1 if isinstance(paths, str) or not hasattr(paths, "__len__") else len(paths)
+    paths = found.placement.nvme_path or ()
+    number = 1 if isinstance(paths, str | os.PathLike) else len(paths)
     return ["--nvme-path", *(f"DIR{place}" for place in range(1, number + 1))] if number else []

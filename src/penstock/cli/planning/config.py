@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from typing import Any, Literal
 
+from penstock.cli.keys import key_value
 from penstock.cli.options import about_of, check_options, option, option_of, options_of
 from penstock.cli.parse import parse_path, parse_size_bytes
 from penstock.cli.training.config import TrainConfig
@@ -36,13 +37,11 @@ def parse_batch(text: str, *, option: str) -> tuple[int, int]:
     """
     match = _BATCH.fullmatch(text.strip())
     if match is None:
-        raise ConfigError(
-            f"{option} {text!r}: write sequences x tokens, such as 16x1024. --accumulation says how many."
-        )
+        raise ConfigError(f"{option} {text!r} is no micro-batch. Write sequences x tokens, such as 16x1024.")
     sequences, tokens = int(match[1]), int(match[2])
     if sequences < 1 or tokens < 2 or sequences * tokens > MOST_COUNT:
         raise ConfigError(
-            f"{option} {text!r}: use 1 sequence or more of 2 tokens or more, {MOST_COUNT} tokens at most."
+            f"{option} {text!r}: use 1 sequence or more of 2 tokens or more, at most {MOST_COUNT} in all."
         )
     return sequences, tokens
 
@@ -54,8 +53,8 @@ def _as_in_train(name: str, **other: Any) -> Any:
     return field(default=other.get("default", each.default), metadata={"option": about})
 
 
-# The default of a home: where the planner puts it.
-_home = partial(_as_in_train, default=AUTO, default_help="auto; device (the optimizer cpu) where another is named")
+# Of a home: where the planner puts it.
+_home = partial(_as_in_train, default=AUTO)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,7 +72,7 @@ class PlanConfig:
         parse=parse_batch,
         default_help="16x128 for a preset, 4x1024 for a folder",
     )
-    accumulation: int = _as_in_train("accumulation", default=1, panel=None, default_help=None)
+    accumulation: int | None = _as_in_train("accumulation", panel=None, default_help="1")
     trust_remote_code: bool = _as_in_train("trust_remote_code")
     lora: str = _as_in_train("lora")
     precision: str = _as_in_train("precision")
@@ -196,14 +195,12 @@ class PlanConfig:
 
 def told(config: PlanConfig) -> list[str]:
     """List the options of a run for which a plan is made, but for where state lives, as they are typed."""
-    from penstock.cli.keys import key_value
-
     words: list[str] = []
     of_train = {each.name: each for each in fields(TrainConfig)}
     for each in fields(config):
         value = getattr(config, each.name)
         shared = of_train.get(each.name)
-        if shared is None or each.name in ("out", "precision", *HOMES) or value == shared.default:
+        if shared is None or each.name in ("model", "out", "precision", *HOMES) or value == shared.default:
             continue
         if each.name == "recompute" and value != ON:
             continue

@@ -130,9 +130,7 @@ def ask(config: PlanConfig) -> Question:
     folders = config.folder_names or tuple(_folders_of(machine))
     on_disk = [name for name in ("params", "grads", "optimizer", "activations") if "nvme" in getattr(run, name)]
     if on_disk and not folders:
-        raise ConfigError(
-            f"--{on_disk[0]} puts state on nvme, and the machine has no folder. Name some with --folders."
-        )
+        raise ConfigError(f"--{on_disk[0]} puts state on nvme, and the machine has no folder. Name some: --folders.")
     vocab_size = vocabulary_of(source, multiple=run.pad_vocab_to)
     sizes = step_sizes(
         source.config,
