@@ -20,6 +20,7 @@ _MACHINE, _ANSWER = "The machine", "The answer"
 _BATCH = re.compile(r"([0-9]{1,10})x([0-9]{1,10})")
 #: Of a machine that one does not have: more disks than any has.
 _MOST_FOLDERS = 64
+_MOST_DIGITS = 10
 _MOST_GPUS, _MOST_HOSTS = 1 << 10, 1 << 16
 
 _size = partial(option, None, panel=_MACHINE, parse=parse_size_bytes, default_help="the machine's")
@@ -47,10 +48,10 @@ def parse_batch(text: str, *, option: str) -> tuple[int, int]:
 
 
 def _as_in_train(name: str, **other: Any) -> Any:
-    """Make a field that is the option of `penstock train` of that name; `other` are attributes that differ."""
+    """Make a field that is the option of `penstock train` of that name, but for the default and attributes given."""
     each = options_of(TrainConfig)[name]
-    about = replace(about_of(each), rivals=(), before=(), **{key: other[key] for key in other if key != "default"})
-    return field(default=other.get("default", each.default), metadata={"option": about})
+    default = other.pop("default", each.default)
+    return field(default=default, metadata={"option": replace(about_of(each), rivals=(), before=(), **other)})
 
 
 # Of a home: where the planner puts it.
@@ -157,7 +158,8 @@ class PlanConfig:
     @property
     def folder_count(self) -> int | None:
         """How many folders there are to be, where that is all that is said of them."""
-        return int(self.folders[0]) if len(self.folders) == 1 and self.folders[0].isdecimal() else None
+        text = self.folders[0] if len(self.folders) == 1 else ""
+        return int(text) if text.isascii() and text.isdigit() and len(text) < _MOST_DIGITS else None
 
     @property
     def folder_names(self) -> tuple[str, ...]:
