@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 
 from penstock import ConfigError
-from penstock.forecast import machinefiles
 from penstock.forecast.machine import FIGURES, Figure, Machine, shipped
 
 DISK = Figure(7e9, 6e9, 8e9, "read 256 MiB in records of 4 MiB")
@@ -156,7 +155,7 @@ def probed_by(monkeypatch: pytest.MonkeyPatch, measure: Any) -> None:
 def test_a_probe_is_made_of_what_was_measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     asked: dict[str, Any] = {}
 
-    def measure(**arguments: Any) -> tuple[str, str, dict[str, tuple[float, float, float, str]], dict[str, Any]]:
+    def measure(**arguments: Any) -> tuple[Any, ...]:
         asked.update(arguments)
         return "here", "cpu", {"disk_read": (7e9, 6e9, 8e9, "three times")}, {"cores": 2}
 
@@ -177,9 +176,10 @@ def test_a_probe_takes_some_time(monkeypatch: pytest.MonkeyPatch, seconds: Any) 
 
 def test_a_machine_is_written_and_read(tmp_path: Path) -> None:
     file = tmp_path / "machine.json"
-    machine().write(file)
-    assert Machine.read(file) == machine()
-    assert Machine.read(str(file)) == machine()
+    written = machine(disk_read=Figure(7e9, 6e9, 8e9, "read"))
+    written.write(file)
+    assert Machine.read(file) == written
+    assert Machine.read(str(file)) == written
     assert file.read_text().splitlines() == [
         "{",
         ' "penstock": "machine",',
@@ -189,8 +189,7 @@ def test_a_machine_is_written_and_read(tmp_path: Path) -> None:
         ' "probed": true,',
         ' "fingerprint": {"processor": "some", "cores": 8},',
         ' "figures": {',
-        '  "disk_read": {"value": 7000000000, "low": 6000000000, "high": 8000000000, "how": "read 256 MiB in records of '
-        '4 MiB"}',
+        '  "disk_read": {"value": 7000000000, "low": 6000000000, "high": 8000000000, "how": "read"}',
         " }",
         "}",
     ], "a line for each figure, which people can edit"
@@ -362,6 +361,7 @@ def test_what_is_no_file_is_refused_without_waiting(tmp_path: Path) -> None:
     assert "No such file or directory" in refusal(Machine.read, tmp_path / "none.json")
     assert "embedded null byte" in refusal(Machine.read, "a\0b")
     assert "No such file or directory" in refusal(Machine.read, "")
+    assert "No such file or directory" in refusal(Machine.read, "h100-node.json")
     assert "File name too long" in refusal(Machine.read, tmp_path / ("x" * 300))
     assert "is no path" in refusal(Machine.read, b"machine.json")
 
@@ -425,4 +425,4 @@ def test_an_odd_float_comes_back_as_it_was(tmp_path: Path) -> None:
         made = machine(disk_read=Figure.stated(value))
         made.write(tmp_path / "machine.json")
         assert Machine.read(tmp_path / "machine.json") == made, value
-    assert machinefiles.VERSION == 1
+        assert (tmp_path / "machine.json").stat().st_size < 400, "no number has hundreds of digits"
