@@ -1,8 +1,7 @@
 """Forward and backward on hollow tensors: every operation is seen, few run, what each costs is told.
 
-    views                       run: they are of addresses
-    of real tensors, small      run: masks and positions are what they would be
-    all others                  do not run: what they return is hollow
+Views run: they are of addresses. What is made of real tensors runs where it is small: masks and positions are what they
+would be. All else does not run, and what it returns is hollow.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -19,7 +18,7 @@ from penstock.forecast.program import Op
 from penstock.rehearsal.hollow import hollow, is_hollow, mark, space
 from penstock.rehearsal.memory import Memory, rounded
 from penstock.rehearsal.ops import FREE, LIKE, cost, tensors_in
-from penstock.rehearsal.shapes import UNTOLD, Outcome, Shaped, Unknown, ask, over
+from penstock.rehearsal.shapes import UNTOLD, NoShapesError, Outcome, Shaped, ask, over
 from penstock.rehearsal.shares import Shares
 
 aten = torch.ops.aten
@@ -81,7 +80,7 @@ class Recipe(NamedTuple):
     kwargs: Mapping[str, Any]
 
 
-class Rehearsed(TorchDispatchMode):
+class Rehearsed(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """A block in which operations on hollow tensors are not run. It draws no random numbers for them.
 
     Arguments:
@@ -117,7 +116,7 @@ class Rehearsed(TorchDispatchMode):
         share: float | None = None,
         memory: Memory | None = None,
     ) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.memory = Memory() if memory is None else memory
         self.recipes: dict[Op, Recipe] = {}
         self._sink = sink
@@ -128,7 +127,7 @@ class Rehearsed(TorchDispatchMode):
         self._eager: Any = None
 
     def __enter__(self) -> "Rehearsed":
-        super().__enter__()
+        super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
     def __torch_dispatch__(
@@ -192,7 +191,7 @@ class Rehearsed(TorchDispatchMode):
     def _ask(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], *, real: bool) -> Outcome:
         try:
             outcome = ask(func, args, kwargs)
-        except Unknown as error:
+        except NoShapesError as error:
             if not real:
                 raise self.refusal(func, f"has no rule for shapes in torch ({one_line(str(error))})") from error
             return UNTOLD
@@ -276,7 +275,10 @@ def _way_of(func: Any, packet: Any) -> _Way:
         return _Way.RUN  # of ranks that are not there either
     if packet in LIKE:
         return _Way.LIKE
-    if torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd"):
+    own, parts = (
+        torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), key) for key in ("CPU", "CompositeImplicitAutograd")
+    )
+    if parts and not own:
         return _Way.PARTS
     return _Way.OTHER
 

@@ -112,7 +112,7 @@ class Shares:
             return self._nonzero(maker, func, args[0])
         if packet is aten.masked_select:
             mask = args[1]
-            rows = torch.broadcast_shapes(args[0].shape, mask.shape)
+            rows = torch.broadcast_shapes(args[0].shape, mask.shape)  # type: ignore[no-untyped-call]
             return maker.make(_flat(round(self._ones(maker, func, mask) * prod(rows)), args[0].dtype))
         if packet in (aten.index, aten._unsafe_index):
             indices = [part for index in args[1] for part in self._numbers(maker, func, index)]
@@ -200,8 +200,8 @@ def _scattered(shares: Shares, args: Sequence[Any], kwargs: Mapping[str, Any], o
     before, known = shares.of(target), shares.of(index)
     wide = known.bound if isinstance(known, Indices) else target.shape[dim]
     if not isinstance(before, (Share, type(None))) or not wide:
-        return [(target, None)]
-    return [(target, Share(min(index.shape[dim] / wide, 1.0)))]
+        return [(out, None)]
+    return [(out, Share(min(index.shape[dim] / wide, 1.0)))]
 
 
 def _summed(shares: Shares, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> Notes:
@@ -273,7 +273,9 @@ _RULES: dict[Any, _Rule] = {
     aten.ones: _filled(1.0),
     aten.ones_like: _filled(1.0),
     aten.scatter_: _scattered,
-    aten.scatter: lambda shares, args, kwargs, out: [(out, known) for _, known in _scattered(shares, args, kwargs, out)],
+    aten.scatter: lambda shares, args, kwargs, out: [
+        (out, known) for _, known in _scattered(shares, args, kwargs, out)
+    ],
     aten.copy_: _copied,
     aten.sum: _summed,
     aten.bincount: _counted,
