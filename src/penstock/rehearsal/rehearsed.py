@@ -4,6 +4,7 @@ Views run: they are of addresses. What is made of real tensors runs where it is 
 would be. All else does not run, and what it returns is hollow.
 """
 
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from enum import Enum
 from functools import partial
@@ -124,11 +125,20 @@ class Rehearsed(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._shares = Shares(share)
         self._kinds: dict[Any, _Kind] = {}
         self._outcomes: dict[Any, Outcome] = {}
-        self._eager: Any = None
+        self._stances: list[Any] = []
 
     def __enter__(self) -> "Rehearsed":
+        # What was compiled runs its own Python instead: kernels that were made for it would touch the memory. Torch
+        # has not compiled anything where its compiler was never imported, which takes a second.
+        self._stances.append(torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else None)
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
+
+    def __exit__(self, *raised: Any) -> None:
+        super().__exit__(*raised)  # type: ignore[no-untyped-call]
+        stance = self._stances.pop()
+        if stance is not None:
+            stance.__exit__(*raised)
 
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
@@ -219,11 +229,12 @@ class Rehearsed(TorchDispatchMode):  # type: ignore[no-untyped-call]
         for which in kind.written:
             for tensor in tensors_in(_argument(which, args, kwargs)):
                 mark(tensor)
-        results = outcome.results
-        if len(kind.returned) == 1:
-            out = self._result(results, kind.returned[0], args, kwargs)
-        else:
-            out = tuple(self._result(*each, args, kwargs) for each in zip(results, kind.returned, strict=True)) or None
+        results, returned = outcome.results, kind.returned
+        if len(returned) == 1:
+            out = self._result(results, returned[0], args, kwargs)
+        else:  # nothing, or several
+            whole = zip(results, returned, strict=True) if returned else ()
+            out = tuple(self._result(shaped, which, args, kwargs) for shaped, which in whole) or None
         self._shares.follow(func, args, kwargs, out, kind.written)
         return out
 
@@ -273,7 +284,7 @@ def _way_of(func: Any, packet: Any) -> _Way:
         return _Way.RUN
     if func.namespace in ("c10d", "_c10d_functional"):
         return _Way.RUN  # of ranks that are not there either
-    if packet in LIKE:
+    if packet in LIKE and packet not in FREE and torch.Tag.nondeterministic_seeded not in func.tags:
         return _Way.LIKE
     own, parts = (
         torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), key) for key in ("CPU", "CompositeImplicitAutograd")
@@ -296,6 +307,9 @@ def _sign(values: Any, signature: list[Any]) -> bool | None:
         if isinstance(value, Tensor):
             if value.is_meta:
                 return None
+            if value.layout is not torch.strided:
+                signature.append((value.shape, value.layout, value.dtype))
+                continue
             signature.append((value.shape, value.stride(), value.dtype))
             empty = empty or start <= value.data_ptr() < end or (len(marked) > 0 and bool(marked.get(value)))
         elif isinstance(value, (list, tuple)):

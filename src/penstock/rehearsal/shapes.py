@@ -32,7 +32,13 @@ class Shaped(NamedTuple):
 
     @classmethod
     def of(cls, tensor: Tensor) -> "Shaped":
-        """Return a tensor's."""
+        """Return a tensor's.
+
+        Raises:
+            NoShapesError: it is not one of rows and columns in memory.
+        """
+        if tensor.layout is not torch.strided:
+            raise NoShapesError(f"a tensor of layout {tensor.layout} does not lie in memory by strides")
         return cls(tuple(tensor.shape), tuple(tensor.stride()), tensor.dtype)
 
     @property
@@ -149,9 +155,7 @@ def fake_mode() -> TorchDispatchMode:
 def as_fake(value: Any) -> Any:
     """Put a tensor without values in place of each tensor and each `Shaped`, under `fake_mode`."""
     if isinstance(value, Tensor):
-        if value.layout is not torch.strided:
-            raise NoShapesError(f"a tensor of layout {value.layout} holds no memory in rows")
-        return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="cpu")
+        value = Shaped.of(value)
     if isinstance(value, Shaped):
         return torch.empty_strided(value.shape, value.strides, dtype=value.dtype, device="cpu")
     return over(value, as_fake)
