@@ -3,6 +3,7 @@
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -54,7 +55,7 @@ class Counting(TorchDispatchMode):
         for tensor in tensors_in((args, kwargs)):  # what came from outside
             storage = tensor.untyped_storage()
             if id(storage) not in self.known:
-                self.known[id(storage)] = weakref.ref(storage, lambda _, key=id(storage): self.known.pop(key))
+                self.known[id(storage)] = weakref.ref(storage, partial(self.gone, id(storage), 0))
         for tensor in tensors_in(out):
             storage = tensor.untyped_storage()
             if id(storage) not in self.known:
@@ -66,13 +67,13 @@ class Counting(TorchDispatchMode):
     def count(self, storage: Any) -> None:
         key, nbytes = id(storage), -(-storage.nbytes() // BLOCK_BYTES) * BLOCK_BYTES
 
-        def gone(_: Any) -> None:
-            del self.known[key]
-            self.live_bytes -= nbytes
-
-        self.known[key] = weakref.ref(storage, gone)
+        self.known[key] = weakref.ref(storage, partial(self.gone, key, nbytes))
         self.live_bytes += nbytes
         self.seen.peak_bytes = max(self.seen.peak_bytes, self.live_bytes)
+
+    def gone(self, key: int, nbytes: int, _: Any) -> None:
+        del self.known[key]
+        self.live_bytes -= nbytes
 
 
 class Watched(Rehearsed):

@@ -12,7 +12,6 @@ import ctypes
 import mmap
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from functools import cache
 from math import prod
 from typing import Any, Generic, TypeVar
 
@@ -28,6 +27,10 @@ _NORESERVE = 0x4000  # of Linux: the kernel promises no memory for these address
 _LEAST_BYTES = 1 << 36
 _MOST_BYTES = 1 << 45  # a quarter of what a process can address
 _PAGE_BYTES = 4096
+
+_NOTES_VIEWS = torch._C.DispatchKeySet(torch._C.DispatchKey.ADInplaceOrView) | torch._C.DispatchKeySet(
+    torch._C.DispatchKey.AutogradCPU
+)
 
 
 class ByStorage(Generic[T]):
@@ -130,10 +133,21 @@ def _reserved() -> mmap.mmap:
                 ) from error
 
 
-@cache
+class _Process:
+    """What the process has of addresses without memory: nothing before the first hollow tensor."""
+
+    def __init__(self) -> None:
+        self.space: _Space | None = None
+
+
+_process = _Process()  # addresses are the process's: whether a tensor is hollow does not depend on who asks
+
+
 def space() -> _Space:
     """Return the process's addresses without memory, reserved on first use."""
-    return _Space()
+    if _process.space is None:
+        _process.space = _Space()
+    return _process.space
 
 
 def contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
@@ -197,18 +211,11 @@ class _NoViews:
     __slots__ = ("_guard",)
 
     def __enter__(self) -> None:
-        self._guard = torch._C._ExcludeDispatchKeyGuard(_view_keys())
+        self._guard = torch._C._ExcludeDispatchKeyGuard(_NOTES_VIEWS)
         self._guard.__enter__()  # type: ignore[no-untyped-call]
 
     def __exit__(self, *raised: object) -> None:
         self._guard.__exit__(*raised)
-
-
-@cache
-def _view_keys() -> "torch._C.DispatchKeySet":
-    return torch._C.DispatchKeySet(torch._C.DispatchKey.ADInplaceOrView) | torch._C.DispatchKeySet(
-        torch._C.DispatchKey.AutogradCPU
-    )
 
 
 def is_hollow(tensor: Tensor) -> bool:

@@ -26,7 +26,7 @@ def time_ops(
     most_seconds: float = 30.0,
     most_bytes: int = 1 << 30,
 ) -> dict[Op, float]:
-    """Time each kind of operation on random values, the costliest ones first.
+    """Measure each kind of operation on random values, the costliest ones first.
 
     What is larger than `most_bytes`, what is left after `most_seconds`, and what cannot run alone is not timed. It gets
     its roofline, times the median of what was timed over its roofline: of operations of its name where there are any.
@@ -57,7 +57,7 @@ def time_ops(
 
 
 def _ratios(timed: Mapping[Op, float], roofline: Callable[[Op], float]) -> Iterator[tuple[str, list[float]]]:
-    """Yield, of each name, what was timed over its roofline."""
+    """Yield the times of each name, over their rooflines."""
     for name, ops in groupby(sorted(timed, key=lambda op: op.name), key=lambda op: op.name):
         yield name, [timed[op] / roofline(op) for op in ops]
 

@@ -19,7 +19,7 @@ from penstock.forecast.program import Op
 from penstock.rehearsal.hollow import hollow, is_hollow, mark, space
 from penstock.rehearsal.memory import Memory, rounded
 from penstock.rehearsal.ops import FREE, LIKE, cost, tensors_in
-from penstock.rehearsal.shapes import UNTOLD, NoShapesError, Outcome, Shaped, ask, over
+from penstock.rehearsal.shapes import UNTOLD, NoShapesError, Oracle, Outcome, Shaped, over
 from penstock.rehearsal.shares import Shares
 
 aten = torch.ops.aten
@@ -123,6 +123,7 @@ class Rehearsed(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._sink = sink
         self._module = module
         self._shares = Shares(share)
+        self._oracle = Oracle()
         self._kinds: dict[Any, _Kind] = {}
         self._outcomes: dict[Any, Outcome] = {}
         self._stances: list[Any] = []
@@ -200,7 +201,7 @@ class Rehearsed(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _ask(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], *, real: bool) -> Outcome:
         try:
-            outcome = ask(func, args, kwargs)
+            outcome = self._oracle.ask(func, args, kwargs)
         except NoShapesError as error:
             if not real:
                 raise self.refusal(func, f"has no rule for shapes in torch ({one_line(str(error))})") from error

@@ -3,12 +3,10 @@
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import cache
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from penstock.forecast.program import Op
 from penstock.rehearsal.hollow import extent
@@ -70,34 +68,42 @@ class NoShapesError(Exception):
 UNTOLD = Outcome(None, 0, Op("", 0, 0, ""), dependent=True)
 
 
-def ask(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Outcome:
-    """Ask torch what an operation would return, without running it.
+class Oracle:
+    """Tells what operations would return. It runs none: what torch does not know by rule it does not find out."""
 
-    Arguments:
-        func: the operation, an overload such as `torch.ops.aten.mm.default`.
-        args: as it is called; the values of tensors are not looked at.
-        kwargs: likewise.
+    def __init__(self) -> None:
+        from torch._subclasses.fake_tensor import FakeTensorMode
 
-    Returns:
-        What it would do.
+        self._mode = FakeTensorMode(allow_fallback_kernels=False)
 
-    Raises:
-        NoShapesError: torch does not know; the text says why.
-    """
-    from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
+    def ask(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Outcome:
+        """Ask torch what an operation would return, without running it.
 
-    rule = _OWN_RULES.get(func._overloadpacket, _plainly)
-    with torch.inference_mode(False), torch.no_grad(), fake_mode(), _without_log():
-        fake_args, fake_kwargs = as_fake(args), as_fake(kwargs)
-        try:
-            out = rule(func, fake_args, fake_kwargs)
-        except (DataDependentOutputException, DynamicOutputShapeException):
-            return UNTOLD
-        except Exception as error:
-            raise NoShapesError(f"{type(error).__name__}: {error}") from error
-    given = {id(tensor) for tensor in tensors_in((fake_args, fake_kwargs))}
-    nbytes = sum(Shaped.of(tensor).nbytes for tensor in tensors_in(out) if id(tensor) not in given)
-    return Outcome(_shaped(out), nbytes, cost(func, fake_args, fake_kwargs, out))
+        Arguments:
+            func: the operation, an overload such as `torch.ops.aten.mm.default`.
+            args: as it is called; the values of tensors are not looked at.
+            kwargs: likewise.
+
+        Returns:
+            What it would do.
+
+        Raises:
+            NoShapesError: torch does not know; the text says why.
+        """
+        from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
+
+        rule = _OWN_RULES.get(func._overloadpacket, _plainly)
+        with torch.inference_mode(False), torch.no_grad(), self._mode, _without_log():
+            fake_args, fake_kwargs = _as_fake(args), _as_fake(kwargs)
+            try:
+                out = rule(func, fake_args, fake_kwargs)
+            except (DataDependentOutputException, DynamicOutputShapeException):
+                return UNTOLD
+            except Exception as error:
+                raise NoShapesError(f"{type(error).__name__}: {error}") from error
+        given = {id(tensor) for tensor in tensors_in((fake_args, fake_kwargs))}
+        nbytes = sum(Shaped.of(tensor).nbytes for tensor in tensors_in(out) if id(tensor) not in given)
+        return Outcome(_shaped(out), nbytes, cost(func, fake_args, fake_kwargs, out))
 
 
 def _plainly(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -144,21 +150,12 @@ def _without_log() -> Iterator[None]:
         logger.disabled = disabled
 
 
-@cache
-def fake_mode() -> TorchDispatchMode:
-    """Return the mode that knows shapes. What it does not know it must not find out by running the operation."""
-    from torch._subclasses.fake_tensor import FakeTensorMode
-
-    return FakeTensorMode(allow_fallback_kernels=False)
-
-
-def as_fake(value: Any) -> Any:
-    """Put a tensor without values in place of each tensor and each `Shaped`, under `fake_mode`."""
+def _as_fake(value: Any) -> Any:
+    """Put a tensor without values in place of each tensor, under the mode that makes them so."""
     if isinstance(value, Tensor):
-        value = Shaped.of(value)
-    if isinstance(value, Shaped):
-        return torch.empty_strided(value.shape, value.strides, dtype=value.dtype, device="cpu")
-    return over(value, as_fake)
+        shape, strides, dtype = Shaped.of(value)
+        return torch.empty_strided(shape, strides, dtype=dtype, device="cpu")
+    return over(value, _as_fake)
 
 
 def over(value: Any, function: Callable[[Any], Any]) -> Any:

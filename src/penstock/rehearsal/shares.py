@@ -174,7 +174,7 @@ def _chosen(shares: Shares, args: Sequence[Any], kwargs: Mapping[str, Any], out:
 
 
 def _extreme(shares: Shares, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> Notes:
-    """Bounds of indices are known: `one_hot` asks for them."""
+    """Note the bounds of indices, which `one_hot` asks for."""
     known = shares.of(args[0])
     if not isinstance(known, Indices):
         return []
@@ -195,7 +195,7 @@ def _filled(value: float) -> _Rule:
 
 
 def _scattered(shares: Shares, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> Notes:
-    """Ones that are put where indices say: as many of each row as there are indices, over as many as these may be."""
+    """Count ones that are put where indices say: in each row as many as there are, of as many as they may be."""
     target, dim, index = args[0], args[1], args[2]
     before, known = shares.of(target), shares.of(index)
     wide = known.bound if isinstance(known, Indices) else target.shape[dim]
@@ -217,7 +217,7 @@ def _counted(shares: Shares, args: Sequence[Any], kwargs: Mapping[str, Any], out
 
 
 def _positive(shares: Shares, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> Notes:
-    """More than none: of counts, as many as there are ones, up to all."""
+    """Count what is not none: of counts of ones, as many as there are ones, up to all."""
     known = shares.of(args[0])
     if args[1] != 0 or not isinstance(known, (Share, Mean)):
         return []

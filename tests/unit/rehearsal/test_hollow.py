@@ -34,7 +34,9 @@ def test_it_is_a_plain_tensor(dtype: torch.dtype) -> None:
     assert type(tensor) is torch.Tensor
     assert (tensor.shape, tensor.stride(), tensor.dtype) == ((3, 4), (4, 1), dtype)
     assert tensor.data_ptr() % 4096 == 0
-    assert not tensor._is_view() and tensor.is_leaf and tensor.grad_fn is None
+    assert not tensor._is_view()
+    assert tensor.is_leaf
+    assert tensor.grad_fn is None
 
 
 @pytest.mark.parametrize(
@@ -49,15 +51,18 @@ def test_strides_are_those_that_were_asked_for(shape: tuple[int, ...], strides: 
 def test_a_terabyte_costs_nothing() -> None:
     before = resident_bytes()
     tensors = [hollow(1 << 38, torch.float32) for _ in range(2)]
-    assert all(map(is_hollow, tensors)) and tensors[0].data_ptr() != tensors[1].data_ptr()
+    assert all(map(is_hollow, tensors))
+    assert tensors[0].data_ptr() != tensors[1].data_ptr()
     assert resident_bytes() - before < 16 << 20
 
 
 def test_views_are_hollow_and_others_are_not() -> None:
     tensor = hollow((8, 8), torch.float32)
     assert all(map(is_hollow, (tensor.t(), tensor[3, 4:], tensor.view(torch.int32), tensor.detach(), tensor.T[1])))
-    assert not is_hollow(torch.ones(8)) and not is_hollow(torch.ones(8, device="meta"))
-    assert not is_hollow(hollow((0, 4), torch.float32)) and hollow((0, 4), torch.float32).shape == (0, 4)
+    assert not is_hollow(torch.ones(8))
+    assert not is_hollow(torch.ones(8, device="meta"))
+    assert not is_hollow(hollow((0, 4), torch.float32))
+    assert hollow((0, 4), torch.float32).shape == (0, 4)
     assert not is_hollow(torch.eye(3).to_sparse())
 
 
@@ -85,7 +90,8 @@ def test_a_mark_lasts_as_long_as_the_storage_whatever_its_size() -> None:
     tensor = torch.zeros(100)
     view = tensor[:5]
     mark(tensor)
-    assert is_hollow(tensor) and is_hollow(view)
+    assert is_hollow(tensor)
+    assert is_hollow(view)
     tensor.untyped_storage().resize_(0)
     tensor.untyped_storage().resize_(400)
     assert is_hollow(tensor)
@@ -100,7 +106,8 @@ def test_marks_of_what_is_gone_are_forgotten() -> None:
     for _ in range(500):
         mark(torch.zeros(3))
     gc.collect()
-    assert is_hollow(kept) and len(space().marked) <= 150
+    assert is_hollow(kept)
+    assert len(space().marked) <= 150
 
 
 def test_a_module_is_adopted_with_its_ties_and_attributes() -> None:
@@ -111,10 +118,13 @@ def test_a_module_is_adopted_with_its_ties_and_attributes() -> None:
     model["head"].bias.requires_grad_(False)
     model["norm"].register_buffer("scale", torch.ones(3))
     adopt(model)
-    assert model["head"].weight is model["embed"].weight and model["head"].weight.kind == "table"
+    assert model["head"].weight is model["embed"].weight
+    assert model["head"].weight.kind == "table"
     assert all(isinstance(p, nn.Parameter) and is_hollow(p) and p.is_leaf for p in model.parameters())
-    assert not model["head"].bias.requires_grad and model["head"].weight.requires_grad
-    assert is_hollow(model["norm"].running_mean) and model["norm"].scale.tolist() == [1, 1, 1]
+    assert not model["head"].bias.requires_grad
+    assert model["head"].weight.requires_grad
+    assert is_hollow(model["norm"].running_mean)
+    assert model["norm"].scale.tolist() == [1, 1, 1]
 
 
 def test_more_than_there_are_addresses_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

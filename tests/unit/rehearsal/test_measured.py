@@ -31,7 +31,8 @@ def test_each_kind_of_operation_has_a_time(recipes: dict[Op, Recipe], monkeypatc
     none = [name for name, recipe in recipes.items() if measured._timed(recipe, torch.device("cpu")) is None]
     assert none == []
     seconds = time_ops(recipes, roofline)
-    assert set(seconds) == set(recipes) and all(0 < value < 1 for value in seconds.values())
+    assert set(seconds) == set(recipes)
+    assert all(0 < value < 1 for value in seconds.values())
     assert torch.equal(torch.get_rng_state(), state)
 
 
@@ -39,6 +40,7 @@ def test_what_is_not_timed_is_in_proportion(recipes: dict[Op, Recipe], monkeypat
     timed = {op: 7.0 for op in recipes if op.name == "aten.mm.default"}
     monkeypatch.setattr(measured, "_timed", lambda recipe, _: 7.0 if recipe.func is torch.ops.aten.mm.default else None)
     seconds = time_ops(recipes, lambda op: 2.0)
-    assert timed and seconds == dict.fromkeys(recipes, 7.0)
+    assert timed
+    assert seconds == dict.fromkeys(recipes, 7.0)
     assert time_ops(recipes, lambda op: 2.0, most_bytes=0) == dict.fromkeys(recipes, 2.0)
     assert time_ops(recipes, lambda op: 2.0, most_seconds=-1.0) == dict.fromkeys(recipes, 2.0)

@@ -108,5 +108,6 @@ def test_equal_operations_are_one_kind_and_have_one_example() -> None:
         for _ in range(3):
             x @ x
         x @ x.t()
-    assert len(seen) == 4 and len(set(seen)) == 2
+    assert len(seen) == 4
+    assert len(set(seen)) == 2
     assert set(mode.recipes) == set(seen)

@@ -21,7 +21,8 @@ def test_each_expert_gets_its_share_of_rows(scores: Tensor) -> None:
         _, picked = scores.topk(PICKED, dim=-1)
         mask = nn.functional.one_hot(picked, EXPERTS).permute(2, 1, 0)
         hit = mask.sum(dim=(-1, -2)).gt(0).nonzero()
-        assert hit.flatten().tolist() == list(range(EXPERTS)) and not is_hollow(hit)
+        assert hit.flatten().tolist() == list(range(EXPERTS))
+        assert not is_hollow(hit)
         place, rows = torch.where(mask[hit[0, 0]])
         assert rows.shape == place.shape == (TOKENS * PICKED // EXPERTS,)
         assert scores[rows].shape == (16, EXPERTS)
@@ -41,7 +42,7 @@ WAYS = {
     "both": (lambda s: ((s.argmax(-1) == 3) & (s.argmin(-1) == 2)).nonzero(), TOKENS // 64),
     "either": (lambda s: ((s.argmax(-1) == 3) | (s.argmin(-1) == 2)).nonzero(), 64 * 15 // 64),
     "moved": (lambda s: (s.sort(-1).indices.to(torch.int32)[:, :1].clone() == 0).nonzero(), TOKENS // EXPERTS),
-    "selected": (lambda s: s.masked_select((s.argmax(-1, keepdim=True) == 3)), TOKENS),
+    "selected": (lambda s: s.masked_select(s.argmax(-1, keepdim=True) == 3), TOKENS),
     "counted": (lambda s: torch.ones((s.argmax(-1) == 1).sum().item()), TOKENS // EXPERTS),
     "asked": (lambda s: torch.ones(3 if (s.argmax(-1) == 1).any() else 4), 3),
 }
