@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from itertools import groupby
 from statistics import median
 from typing import Any
@@ -79,19 +80,55 @@ def _nbytes(recipe: Recipe, op: Op) -> int:
 def _timed(recipe: Recipe, device: torch.device) -> float | None:
     """Return the seconds of one call; `None` where it cannot be called on values of no meaning."""
     try:
-        args, kwargs = _filled(recipe, device)
-        once = _seconds(recipe, args, kwargs, device, 1)  # warms up too
+        call = _call(recipe, device)
+        call()
+        once = _seconds(call, device, 1)
         calls = max(1, min(1000, int(_LEAST_SECONDS / max(once, 1e-9))))
-        return median(_seconds(recipe, args, kwargs, device, calls) for _ in range(_TIMINGS))
+        return median(_seconds(call, device, calls) for _ in range(_TIMINGS))
     except Exception:  # a library's kernel on values that its caller would not have given it
         return None
 
 
-def _seconds(recipe: Recipe, args: Any, kwargs: Any, device: torch.device, calls: int) -> float:
+def _call(recipe: Recipe, device: torch.device) -> Callable[[], object]:
+    """Make an operation's arguments, and return what calls it. Kernels of a cpu have another name elsewhere."""
+    args, kwargs = _filled(recipe, device)
+    made = None if device.type == "cpu" else _ELSEWHERE.get(recipe.func._overloadpacket)
+    return partial(recipe.func, *args, **kwargs) if made is None else made(*args, **kwargs)
+
+
+def _attention(
+    query: Tensor, key: Tensor, value: Tensor, dropout: float = 0.0, causal: bool = False, **given: Any
+) -> Callable[[], Tensor]:
+    gqa = query.shape[1] != key.shape[1]
+    return partial(
+        torch.nn.functional.scaled_dot_product_attention,
+        *(query, key, value, given.get("attn_mask"), dropout, causal),
+        scale=given.get("scale"),
+        enable_gqa=gqa,
+    )
+
+
+def _attention_backward(
+    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, *how: Any, **given: Any
+) -> Callable[[], object]:
+    inputs = tuple(tensor.requires_grad_() for tensor in (query, key, value))
+    with torch.enable_grad():
+        result = _attention(*inputs, *how, **given)()
+    return lambda: torch.autograd.grad(result, inputs, grad, retain_graph=True)
+
+
+#: What does the work of an operation of a cpu on other devices, where that is not of the same name.
+_ELSEWHERE: dict[Any, Callable[..., Callable[[], object]]] = {
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _attention,
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward,
+}
+
+
+def _seconds(call: Callable[[], object], device: torch.device, calls: int) -> float:
     _wait_for(device)
     start = time.perf_counter()
     for _ in range(calls):
-        recipe.func(*args, **kwargs)
+        call()
     _wait_for(device)
     return (time.perf_counter() - start) / calls
 

@@ -168,7 +168,10 @@ class Rehearsed(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if outcome.nbytes <= SMALL_BYTES and (not empty or kind.way is _Way.LIKE):
             return self._run(kind, outcome, func, args, kwargs)
         if outcome.dependent:
-            return self._shares.settle(self, func, args, kwargs)
+            out, op = self._shares.settle(self, func, args, kwargs)
+            if op is not None:
+                self._note(kind, op)
+            return out
         self._note(kind, outcome.op)
         return self._hollow(kind, outcome, func, args, kwargs)
 

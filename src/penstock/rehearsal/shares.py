@@ -11,7 +11,9 @@ import torch
 from torch import Tensor
 
 from penstock.errors import ConfigError
+from penstock.forecast.program import Op
 from penstock.rehearsal.hollow import ByStorage, is_hollow
+from penstock.rehearsal.ops import cost
 from penstock.rehearsal.shapes import Shaped
 
 aten = torch.ops.aten
@@ -94,8 +96,11 @@ class Shares:
                 if isinstance(target, Tensor):
                     self._known.forget(target)
 
-    def settle(self, maker: Maker, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    def settle(self, maker: Maker, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, Op | None]:
         """Return what an operation would whose result depends on values, as far as these are known.
+
+        Returns:
+            The result, and what it costs; `None` where nothing is left to be told.
 
         Raises:
             ConfigError: they are not.
@@ -104,19 +109,21 @@ class Shares:
         if packet is aten._local_scalar_dense:
             known = self._known.get(args[0])
             if isinstance(known, Value):
-                return known.value
+                return known.value, None
             if isinstance(known, Mean) and not args[0].is_floating_point():
-                return round(known.value)
+                return round(known.value), None
             raise maker.refusal(func, "reads a value, and a rehearsal has none")
         if packet is aten.nonzero:
-            return self._nonzero(maker, func, args[0])
+            found = self._nonzero(maker, func, args[0])
+            return found, cost(func, args, kwargs, found)
         if packet is aten.masked_select:
             mask = args[1]
             rows = torch.broadcast_shapes(args[0].shape, mask.shape)  # type: ignore[no-untyped-call]
-            return maker.make(_flat(round(self._ones(maker, func, mask) * prod(rows)), args[0].dtype))
+            found = maker.make(_flat(round(self._ones(maker, func, mask) * prod(rows)), args[0].dtype))
+            return found, cost(func, args, kwargs, found)
         if packet in (aten.index, aten._unsafe_index):
             indices = [part for index in args[1] for part in self._numbers(maker, func, index)]
-            return maker.__torch_dispatch__(func, (), (args[0], indices), kwargs)
+            return maker.__torch_dispatch__(func, (), (args[0], indices), kwargs), None
         raise maker.refusal(func, "returns what depends on values, and a rehearsal has none")
 
     def _ones(self, maker: Maker, func: Any, mask: Tensor) -> float:

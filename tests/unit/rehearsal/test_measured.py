@@ -44,3 +44,16 @@ def test_what_is_not_timed_is_in_proportion(recipes: dict[Op, Recipe], monkeypat
     assert seconds == dict.fromkeys(recipes, 7.0)
     assert time_ops(recipes, lambda op: 2.0, most_bytes=0) == dict.fromkeys(recipes, 2.0)
     assert time_ops(recipes, lambda op: 2.0, most_seconds=-1.0) == dict.fromkeys(recipes, 2.0)
+
+
+def test_attention_elsewhere_is_that_of_the_cpu_by_another_name() -> None:
+    query, key, value = (
+        torch.randn(2, heads, 6, 8, generator=torch.Generator().manual_seed(heads)) for heads in (4, 2, 2)
+    )
+    aten = torch.ops.aten
+    out, lse = aten._scaled_dot_product_flash_attention_for_cpu(query, key, value, 0.0, True)
+    torch.testing.assert_close(measured._attention(query, key, value, 0.0, True)(), out)
+    grads = aten._scaled_dot_product_flash_attention_for_cpu_backward(out, query, key, value, out, lse, 0.0, True)
+    call = measured._attention_backward(out, query, key, value, out, lse, 0.0, True, attn_mask=None, scale=None)
+    for _ in range(2):
+        torch.testing.assert_close(call(), grads)

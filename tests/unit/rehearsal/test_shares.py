@@ -5,6 +5,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock.errors import ConfigError
+from penstock.forecast.program import Op
 from penstock.rehearsal.hollow import hollow, is_hollow
 from penstock.rehearsal.rehearsed import Rehearsed
 
@@ -76,3 +77,14 @@ def test_real_masks_of_hollow_values_count_exactly(scores: Tensor) -> None:
     with Rehearsed():
         assert scores[torch.arange(TOKENS) < 5].shape == (5, EXPERTS)
         assert scores[:, torch.arange(EXPERTS) % 2 == 0].shape == (TOKENS, 4)
+
+
+def test_what_is_chosen_is_told_with_its_cost(scores: Tensor) -> None:
+    seen: list[Op] = []
+    with Rehearsed(seen.append):
+        (scores.argmax(-1) == 3).nonzero()
+        scores[scores.argmax(-1) == 3]
+    assert [(op.name, op.nbytes) for op in seen if op.name not in ("aten.argmax.default", "aten.eq.Scalar")] == [
+        ("aten.nonzero.default", TOKENS + 8 * 8),
+        ("aten.index.Tensor", 8 * 8 + 2 * 8 * EXPERTS * 4),
+    ]
