@@ -111,9 +111,9 @@ def _attention(
 def _attention_backward(
     grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, *how: Any, **given: Any
 ) -> Callable[[], object]:
-    inputs = tuple(tensor.requires_grad_() for tensor in (query, key, value))
+    inputs = (query.requires_grad_(), key.requires_grad_(), value.requires_grad_())
     with torch.enable_grad():
-        result = _attention(*inputs, *how, **given)()
+        result = _attention(query, key, value, *how, **given)()
     return lambda: torch.autograd.grad(result, inputs, grad, retain_graph=True)
 
 
