@@ -3,8 +3,8 @@
 A run on paper (`forecast/running.py`) shares capacities fairly, as machines do, and starts work as soon as it can. So
 it has the anomaly that machines have (R. L. Graham, "Bounds on Multiprocessing Timing Anomalies", 1969): something
 becomes faster, work that nobody waits for starts sooner, and is in the way of work that somebody waits for. Of 4,000
-random programs one faster figure lengthened 7 % of the runs and 3 % of the steps, by about 1 % at the median, by 74 % at
-worst. `Timings` takes that out.
+random programs one faster figure lengthened 7 % of the runs and 3 % of the steps, by about 1 % at the median and 74 %
+at worst. `Timings` takes that out.
 """
 
 from collections import defaultdict
