@@ -209,7 +209,7 @@ class MachineCosts:
         if self.figures.has("duplex"):
             loads = _both_ways("link", job.nbytes, job.stream == "upload", up, down, self.figures.value("duplex"))
         else:
-            loads = {f"link {job.stream == 'upload'}": job.nbytes / (up if job.stream == "upload" else down)}
+            loads = {"link up": job.nbytes / up} if job.stream == "upload" else {"link down": job.nbytes / down}
         return demand(0.0, loads | self._memory(job.nbytes * (_PAGEABLE if job.pageable else _PINNED), program))
 
     def _transfer(self, job: Job, program: Program) -> Demand:
