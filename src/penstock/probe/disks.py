@@ -65,8 +65,8 @@ def measure_disks(folders: Sequence[Folder], deadline: Deadline) -> dict[str, Me
         deadline: when to be done.
 
     Returns:
-        `disk_read`, `disk_write`, `disk_mixed`, `disk_seconds` and `disk_free` of the slowest one, and `folders`; nothing
-        without folders.
+        `disk_read`, `disk_write`, `disk_mixed`, `disk_seconds` and `disk_free` of the slowest one, and
+        `folders`; nothing without folders.
 
     Raises:
         NvmeError: a file cannot be made, or the disk fails.
@@ -205,8 +205,12 @@ class _Disk:
 def _figures(turns: Turns, record: int, nbytes: int, where: str) -> dict[str, Measurement]:
     """Make the figures of a folder."""
     told = f"{nbytes / MIB:,.0f} MiB in records of {record / MIB:,.1f} MiB, {IN_FLIGHT} at once, with checksums{where}"
-    verbs = {"disk_read": "read", "disk_write": "written", "disk_mixed": "half read, half written, both together"}
-    figures = {name: turns.measurement(name, f"{verb} {told}") for name, verb in verbs.items()}
+    verbs = {
+        "disk_read": "all read",
+        "disk_write": "all written",
+        "disk_mixed": "half read, half written, both together",
+    }
+    figures = {name: turns.measurement(name, f"{verb}, {told}") for name, verb in verbs.items()}
     pages = f"a page read, {LATENCIES} in a run, one after the other{where}"
     return figures | {"disk_seconds": turns.measurement("disk_seconds", pages)}
 

@@ -27,7 +27,7 @@ from penstock.probe.updates import measure_device_update
 LEAST_SECONDS = 1.0
 #: Of the stated time: what begins before it is over ends after it.
 RESERVED = 0.1
-DEVICE_UPDATE_NUMEL = 1 << 24
+DEVICE_UPDATE_BYTES = 256 << 20
 
 Figures = dict[str, Measurement]
 
@@ -85,7 +85,7 @@ def measure(
         >>> measured = measure(folders=["/mnt/nvme"], seconds=20)
         >>> measured.figures["disk_read"].value
     """
-    if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not isfinite(seconds):
+    if not _is_number(seconds):
         raise ConfigError(f"seconds={seconds!r} is not a time. Use a number, {LEAST_SECONDS:g} or more.")
     if seconds < LEAST_SECONDS:
         raise ConfigError(f"seconds={seconds:g} is too short to measure a machine. Use {LEAST_SECONDS:g} or more.")
@@ -148,7 +148,7 @@ def _device_update(device: torch.device, figures: Figures, deadline: Deadline) -
     """Say how fast the device updates what is there."""
     if device.type == "cpu":
         return figures["update"]
-    found = measure_device_update(device, DEVICE_UPDATE_NUMEL, deadline)
+    found = measure_device_update(device, DEVICE_UPDATE_BYTES, deadline)
     if found is not None:
         return found
     passing = figures["device_bandwidth"]
@@ -159,7 +159,7 @@ def _device_update(device: torch.device, figures: Figures, deadline: Deadline) -
 def _council(groups: Mapping[str, dist.ProcessGroup] | None) -> Iterator[Council]:
     """Meet the other ranks, where there are some and they are to take part."""
     alone = groups is not None and not groups
-    members = (0,)
+    members: tuple[int, ...] = (0,)
     number = 0
     if not alone and dist.is_available() and dist.is_initialized():
         members, number = tuple(range(dist.get_world_size())), dist.get_rank()
@@ -168,6 +168,10 @@ def _council(groups: Mapping[str, dist.ProcessGroup] | None) -> Iterator[Council
         yield council
     finally:
         council.close()
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and isfinite(value)
 
 
 def _say_nothing(words: str) -> None:
