@@ -16,7 +16,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from penstock import checks
 from penstock.adopt import Adopter
 from penstock.blueprint import Request, draw_blueprint, request_for
-from penstock.budgets import check_memory
 from penstock.config import Options, Placement
 from penstock.construct import construct
 from penstock.engine.passes.samples import BatchDim
@@ -31,6 +30,7 @@ from penstock.machine.council import DEFAULT_TIMEOUT_S
 from penstock.machine.devices import check_apart, device_for, make_current, place_of
 from penstock.machine.streams import Streams
 from penstock.optimizer import Optimizer
+from penstock.supply import Supply
 
 
 @crossing
@@ -173,20 +173,29 @@ def _build_on(
 
 @crossing
 def build(
-    model: nn.Module, optimizer: torch.optim.Optimizer | None, request: Request, ranks: Ranks, streams: Streams
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None,
+    request: Request,
+    ranks: Ranks,
+    streams: Streams,
+    supply: Supply | None = None,
 ) -> Optimizer:
-    """Draw the blueprint and build it, for given ranks and streams. Collective."""
+    """Draw the blueprint and build it, for given ranks and streams. Collective.
+
+    Memory, files and first values are those of this machine, unless there is another supply.
+    """
+    supply = supply or Supply()
     with ranks.council.together("prepare()", ConfigError) as facts:  # before any other collective
         blueprint = draw_blueprint(model, optimizer, request, ranks.grid, streams.reach)
         # When all of it is known: memory that is too small is found before anything is taken, not halfway.
-        check_memory(blueprint, model, ranks.grid, streams.reach, streams.device)
+        supply.check(blueprint, model, ranks.grid, streams.reach, streams.device)
         if ranks.world_size > 1:
             facts.update(blueprint.facts(model, ranks.grid))
     if optimizer is not None:
         warn_of_unowned(model, blueprint.groups)
     # Now, when all ranks are here and nothing has moved: one that dies later leaves none waiting for a group.
     of_saves = ranks.council.another(error=CheckpointError, advice="Checkpoints that were whole before still are. ")
-    prepared, lasting = construct(blueprint, model, optimizer, ranks, streams, of_saves)
+    prepared, lasting = construct(blueprint, model, optimizer, ranks, streams, of_saves, supply)
     engine = prepared._engine
     assert engine is not None
     engine.adopter = Adopter(blueprint, lasting)

@@ -41,7 +41,7 @@ from penstock.engine.units.assemble import fill_unit, make_unit
 from penstock.engine.units.freeze import Freeze
 from penstock.engine.units.originals import replace_meta
 from penstock.engine.units.parameter import make_parameters
-from penstock.engine.units.source import agreeing, open_source
+from penstock.engine.units.source import agreeing
 from penstock.engine.units.unit import Unit
 from penstock.engine.updates.averaging import Averaging
 from penstock.engine.updates.rig import Rig
@@ -60,10 +60,8 @@ from penstock.machine.lifetime import in_child
 from penstock.machine.streams import Streams
 from penstock.machine.threads import update_cores
 from penstock.optimizer import ModelZeroGrad, Optimizer
-from penstock.tiers.device import DeviceTier
-from penstock.tiers.host import HostTier
+from penstock.supply import Supply
 from penstock.tiers.movement import Movement, Pipeline
-from penstock.tiers.nvme import NvmeTier
 from penstock.tiers.staging import Staging
 from penstock.tiers.store import Store
 
@@ -75,6 +73,7 @@ def construct(
     ranks: Ranks,
     streams: Streams,
     council: Council,
+    supply: Supply,
 ) -> tuple[Optimizer, "Lasting"]:
     """Build what a blueprint says: the optimizer that trains the model, and what lasts as long as it. Collective.
 
@@ -85,8 +84,9 @@ def construct(
         ranks: all that train the model together. What fails leaves them to the caller, as it does the streams.
         streams: where work runs beside compute.
         council: the ranks as they agree on saves, and on nothing else: a thread of its own talks there.
+        supply: memory, files and first values.
     """
-    memory = _take_memory(blueprint, model, ranks, streams)
+    memory = _take_memory(blueprint, model, ranks, streams, supply)
     # Collective, as what follows: ranks have met over what may fail on one of them alone, such as taking memory.
     align_buffers(model, ranks, streams.device)
     return_free_memory()  # the parameters' own memory, which the cells have replaced
@@ -118,21 +118,14 @@ class _Memory(NamedTuple):
     units: Sequence[Unit]
 
 
-def _take_memory(blueprint: Blueprint, model: nn.Module, ranks: Ranks, streams: Streams) -> _Memory:
+def _take_memory(blueprint: Blueprint, model: nn.Module, ranks: Ranks, streams: Streams, supply: Supply) -> _Memory:
     """Take the memory and files of every section, and move the parameters there. What fails gives all of it back."""
-    request, options = blueprint.request, blueprint.request.options
+    request = blueprint.request
     with (
         contextlib.ExitStack() as undo,
-        contextlib.closing(open_source(model, request.weights, ranks, streams.device, undo)) as source,
+        contextlib.closing(supply.source(model, request, ranks, streams.device, undo)) as source,
     ):
-        folders = request.placement.nvme_folders()
-        store = Store(
-            [
-                DeviceTier(streams.device),
-                HostTier(streams.device, options.pinned_bytes, tile_bytes=options.tile_bytes),
-                NvmeTier(folders, queue_depth=options.io_queue_depth, checksums=options.checksums),
-            ]
-        )
+        store = Store(supply.tiers(request, streams.device))
         undo.callback(store.close)  # what is noted later is undone first: parameters let go of its memory before
         with ranks.council.together("prepare()"):  # the other ranks would wait for this one's parameters
             reserved = store.reserve(blueprint.sections)

@@ -19,6 +19,7 @@ CONSTRUCTORS = {
     "engine.units.discover.UnitSpec": "what belongs to a unit, told in one place",
     "checkpoint.manifest.Manifest": "the fields of the file",
     "cli.training.reporting.progress.Progress": "the fields of the file",
+    "forecast.answer.Answer": "the fields of the file, and what people read of a plan",
     "cli.training.request.Request": "what the user asked for, and what follows from it before the data is read",
 }
 FILES = {

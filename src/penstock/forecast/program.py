@@ -9,11 +9,12 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Literal, NamedTuple
 
-from penstock.trace import Label
+from penstock.trace import NO_LABEL, Label
 
-#: Who runs what is submitted. Of an accelerator its streams do, beside compute and beside the host, which only enqueues.
-#: With threads each stream is one, and compute is the host's own thread. Inline, work runs in the thread that computes,
-#: unless it has to wait for a file: then on a thread of its stream, and what is read or written goes on by itself.
+#: Who runs what is submitted. Of an accelerator its streams do, beside compute and the host, which only enqueues.
+#: With threads each stream is one, and compute is the host's own thread. Inline, work runs in the thread that
+#: computes, unless it has to wait for a file: then on a thread of its stream, and what is read or written goes on by
+#: itself.
 BackEnd = Literal["accelerator", "threads", "inline"]
 
 
@@ -90,7 +91,8 @@ class Kind(Enum):
     SYNCHRONIZE = "synchronize"  # the host goes on after all that compute was given
 
 
-class Item(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Item:
     """One thing that the program does.
 
     Attributes:
@@ -101,7 +103,7 @@ class Item(NamedTuple):
 
     kind: Kind
     index: int = 0
-    label: Label = Label()
+    label: Label = NO_LABEL
 
 
 @dataclass(frozen=True)

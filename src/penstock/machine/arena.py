@@ -105,6 +105,11 @@ class Arena:
         if self._slab is not None:
             touch(self._slab, update_cores(self._device).count)
 
+    @staticmethod
+    def available() -> "HostMemory | None":
+        """Say how much host memory there is for slabs; `None` where nothing says it."""
+        return available_host_memory()
+
     @property
     def pageable(self) -> bool:
         """Whether the device copies from the slab and it is not page-locked."""

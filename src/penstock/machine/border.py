@@ -80,10 +80,13 @@ class ours:  # noqa: N801 - used as torch's own context managers are
         guard.__enter__()
 
     def _take_modes(self) -> None:
-        """Take all dispatch modes off the stack but torch's own, which are below the others: fake tensors stay fake."""
+        """Take all dispatch modes off the stack but torch's own, which are below the others: fake tensors stay fake.
+
+        A mode that says `stays` is left too, with what is below it: a rehearsal sees our operations as the user's.
+        """
         while count := torch._C._len_torch_dispatch_stack():
             mode = torch._C._get_dispatch_stack_at(count - 1)
-            if getattr(mode, "_mode_key", None) is not None:
+            if getattr(mode, "_mode_key", None) is not None or getattr(mode, "stays", False):
                 return
             self._modes.append(mode)
             torch._C._pop_torch_dispatch_stack(None)

@@ -344,6 +344,18 @@ class Ranks:
         self._come_after_submitted()
         self.agree(tensor)
 
+    def sum_numbers(self, numbers: Sequence[float], device: torch.device) -> list[float]:
+        """Sum numbers of the host over all ranks, one by one, in fp64. Waits for the device.
+
+        Arguments:
+            numbers: this rank's.
+            device: where the tensors of its collectives are.
+        """
+        message = torch.tensor(numbers, dtype=torch.float64, device="cpu").to(device)
+        self.all_reduce(message)
+        summed: list[float] = message.tolist()
+        return summed
+
     def all_reduce_max(self, tensor: Tensor) -> None:
         """Put the greatest value over all ranks into each element of a tensor."""
         self._come_after_submitted()

@@ -139,6 +139,11 @@ class Streams(ABC):
         self._giving_up = threading.RLock()  # a tensor that goes may take others with it, which are given up then
 
     @property
+    def computes_on_host(self) -> bool:
+        """Whether compute is the calling thread, and not a device that it enqueues work for."""
+        return self.device.type == "cpu"
+
+    @property
     def reach(self) -> Reach:
         """What compute reads and writes where it rests, as a value."""
         return Reach(self.aliases_host, self.reads_in_place)
@@ -195,8 +200,15 @@ class Streams(ABC):
             while self._given_up and self._given_up[0][0].done():
                 gone.append(self._given_up.popleft()[1])  # dropped after the lock: a tensor may take others with it
 
-    def compute(self, work: Callable[[], None], *, label: Label) -> None:
-        """Run what compute itself does: now, in the caller's thread."""
+    def compute(self, work: Callable[[], None], *, label: Label, nbytes: int = 0) -> None:
+        """Run what compute itself does: now, in the caller's thread.
+
+        Arguments:
+            work: the arithmetic.
+            label: what it is for, in traces.
+            nbytes: bytes that it reads and writes, for whoever only imagines it.
+        """
+        del nbytes
         self.here()
         if self.recorder is not None:
             self.recorder.turn_to(label)

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from penstock import _native
 from penstock._native import Pool
+from penstock.rules.imagined import is_imagined
 from penstock.rules.native import dtype_of
 
 Ranges = Sequence[tuple[int, int]]
@@ -41,6 +42,8 @@ def deposit(dst: Tensor, src: Tensor, *, add: bool, pool: Pool | None) -> float 
         )
     if dst.device.type != "cpu":
         return _deposit_in_torch(dst, src, [(0, dst.numel())], add=add)[0]
+    if is_imagined("penstock.deposit", src.nbytes + (2 if add else 1) * dst.nbytes):
+        return 0.0
     return _native.deposit(
         pool, dst.numel(), dst.data_ptr(), dtype_of(dst, "dst"), src.data_ptr(), dtype_of(src, "src"), add=add
     )
@@ -78,6 +81,8 @@ def squared_norms_of(tensors: Sequence[Tensor]) -> Sequence[float | Tensor]:
     """Return the sum of squares of each of several tensors on one device, as `squared_norms` of parts of one."""
     if tensors and tensors[0].device.type != "cpu":
         return _squared_norms_in_torch(tensors)
+    if is_imagined("penstock.norms", sum(tensor.nbytes for tensor in tensors)):
+        return [0.0] * len(tensors)
     return [squared_norm(tensor, pool=None) for tensor in tensors]
 
 
@@ -95,6 +100,8 @@ def squared_norm(src: Tensor, *, pool: Pool | None) -> float | Tensor:
     _require_flat(src, "src")
     if src.device.type != "cpu":
         return _squared_norms_in_torch([src])[0]
+    if is_imagined("penstock.norm", src.nbytes):
+        return 0.0
     return _native.squared_norm(pool, src.numel(), src.data_ptr(), dtype_of(src, "src"))
 
 

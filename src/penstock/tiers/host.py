@@ -13,7 +13,7 @@ import torch
 from penstock.errors import MemoryBudgetError
 from penstock.kinds import GRAD, PARAM, SHADOW, STAGING, Tier
 from penstock.machine import pinning
-from penstock.machine.arena import Arena, available_host_memory
+from penstock.machine.arena import Arena
 from penstock.machine.streams import FETCH, READ
 from penstock.tiers.home import CellPlan, MemorySection, Section, SectionPlan
 from penstock.tiers.ring import PASSING, Ring, RingSlot
@@ -38,6 +38,7 @@ class HostTier(TierMemory):
         device: the device that copies from it.
         pinned_bytes: how much memory may be page-locked; `None` sets no limit.
         tile_bytes: how much pageable memory and the device exchange at a time.
+        arena: what slabs are made of.
 
     Attributes:
         pinned_bytes: how much memory is page-locked now.
@@ -45,8 +46,16 @@ class HostTier(TierMemory):
 
     name = Tier.CPU
 
-    def __init__(self, device: torch.device, pinned_bytes: int | None = None, *, tile_bytes: int = 4 << 20) -> None:
+    def __init__(
+        self,
+        device: torch.device,
+        pinned_bytes: int | None = None,
+        *,
+        tile_bytes: int = 4 << 20,
+        arena: type[Arena] = Arena,
+    ) -> None:
         self._device = device
+        self._arena = arena
         self._budget = pinned_bytes
         self._tile_bytes = tile_bytes
         self._bounce: tuple[Section, Slab, Mapping[str, Ring]] | None = None
@@ -66,7 +75,7 @@ class HostTier(TierMemory):
             for home in sorted(sizes, key=_rank):
                 wanted_pinned = home == STAGING or (pin and home in copied)  # rings are what all others would pass
                 pinned = wanted_pinned and self._fits(sizes[home])
-                arena = Arena(sizes[home], self._device, pin=pinned, ring=home == STAGING)
+                arena = self._arena(sizes[home], self._device, pin=pinned, ring=home == STAGING)
                 slabs[home] = slab = _HostSlab(self, arena)
                 undo.callback(slab.close)
                 if slab.pageable and home in copied:
@@ -83,7 +92,7 @@ class HostTier(TierMemory):
         """Give the bounce buffers, a ring for each stream that reads. The first call makes them, for good."""
         if self._bounce is None:
             nbytes = bounce_bytes(self._tile_bytes)
-            slab = _HostSlab(self, Arena(nbytes, self._device, pin=self._fits(nbytes), ring=True))
+            slab = _HostSlab(self, self._arena(nbytes, self._device, pin=self._fits(nbytes), ring=True))
             count = len(BOUNCE_READERS) * BOUNCE_SLOTS
             cells = [CellPlan(f"(bounce {n})", STAGING, Tier.CPU, torch.uint8, self._tile_bytes) for n in range(count)]
             section = slab.make(SectionPlan(STAGING, Tier.CPU, tuple(cells), 0, self._tile_bytes, self._tile_bytes))
@@ -121,7 +130,7 @@ class HostTier(TierMemory):
 
     def _check(self, nbytes: int) -> None:
         """Refuse what the host does not have."""
-        available = available_host_memory()
+        available = self._arena.available()
         if available is not None and nbytes > available.nbytes:
             raise MemoryBudgetError(
                 f"{nbytes:,} bytes of host memory are needed, and {available.whose} {available.nbytes:,} available, "

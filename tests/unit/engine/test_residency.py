@@ -537,7 +537,7 @@ def test_a_host_that_is_full_changes_nothing(
     optimizer.offload_states({"optimizer"}, "nvme")
     for arguments in ((None, "cpu"), ({"param"}, "nvme")):  # the second one's ring does not fit
         with monkeypatch.context() as patch:
-            patch.setattr("penstock.tiers.host.available_host_memory", lambda: HostMemory(1000, "the host has"))
+            patch.setattr("penstock.machine.arena.available_host_memory", lambda: HostMemory(1000, "the host has"))
             with pytest.raises(MemoryBudgetError, match="bytes of host memory are needed"):
                 optimizer.offload_states(*arguments)
         optimizer.locations().assert_on("optimizer", "nvme")
@@ -680,7 +680,7 @@ def check_rank(rank: int, stage: int, back_ends: list[Callable[[], Streams]], fo
                     break
         with pytest.MonkeyPatch.context() as patch:
             if rank == 1:
-                patch.setattr("penstock.tiers.host.available_host_memory", lambda: HostMemory(1000, "the host has"))
+                patch.setattr("penstock.machine.arena.available_host_memory", lambda: HostMemory(1000, "the host has"))
             with pytest.raises(MemoryBudgetError if rank == 1 else EngineError):
                 optimizer.offload_states()  # one rank cannot, so none does
         optimizer.locations().assert_on("param", "device")

@@ -61,7 +61,7 @@ class Reducer:
         self._reduce_dtype = reduce_dtype
         self._accumulation_dtype = accumulation_dtype
         # On the host the pass that writes measures for nothing; on a device the norm would be kernels of its own.
-        self._measures_late = streams.device.type != "cpu"
+        self._measures_late = not streams.computes_on_host
         self._straight = ranks.world_size == 1 and not collects_fp32
         self._collects_fp32 = collects_fp32
         self.buffers = BufferRing(streams.device, streams)

@@ -187,7 +187,8 @@ class AddedOnDevice(Away):
 
         # On a stream beside that of collectives: whoever issues one waits on the host for what it follows, and this
         # follows a read of a file. Not before both are there: else half of the sum is missing.
-        added = means.streams.submit(DEVICE_UPDATE, add, after=(received, brought), label=reduced.label)
+        nbytes = 2 * total.nbytes + reduced.values.nbytes  # read and written
+        added = means.streams.submit(DEVICE_UPDATE, add, after=(received, brought), nbytes=nbytes, label=reduced.label)
         saved = means.movement.copy(buffer_home(total, written=added), self._home, reduced.label)
         means.buffers.give_back(total, saved)  # the copy home reads it last
         return saved

@@ -60,7 +60,7 @@ def make_trained(plan: UnitPlan, homes: Mapping[str, Home], rank: int) -> Traine
     )
 
 
-def fill_unit(unit: Unit, homes: Homes, flats: Sequence[Flat]) -> None:
+def fill_unit(unit: Unit, homes: Homes, flats: Sequence[Flat] | None) -> None:
     """Put parameters into their home, and this rank's part of them into the master; their own memory goes.
 
     Nothing is waited for and no event is noted: nobody else knows the homes yet, and whatever is submitted later
@@ -69,8 +69,16 @@ def fill_unit(unit: Unit, homes: Homes, flats: Sequence[Flat]) -> None:
     Arguments:
         unit: one whose homes are empty.
         homes: what was asked for of all units, which says what the master consists of.
-        flats: the values of its parameters, in the order of its slots.
+        flats: the values of its parameters, in the order of its slots; `None` where nobody has any.
     """
+    if flats is not None:
+        _write(unit, homes, flats)
+    unit.hide()  # their own memory goes here, before the values of the next unit come
+    unit.note_versions()  # after the last write here: only writes by others are to be refused
+
+
+def _write(unit: Unit, homes: Homes, flats: Sequence[Flat]) -> None:
+    """Write the values of a unit's parameters into its homes."""
     remainder = homes.master_dtype == torch.int16 and homes.keeps_master(unit.spec)
     if unit.replica is not None:
         for slot, flat in zip(unit.layout.slots, flats, strict=True):
@@ -98,5 +106,3 @@ def fill_unit(unit: Unit, homes: Homes, flats: Sequence[Flat]) -> None:
             write_master(written, rest, value.float().to(written.device))
             if weights.shadow is not None:
                 weights.param[inside].copy_(written)
-    unit.hide()  # their own memory goes here, before the values of the next unit come
-    unit.note_versions()  # after the last write here: only writes by others are to be refused

@@ -52,8 +52,10 @@ class Source(ABC):
     """Values of all parameters and buffers."""
 
     @abstractmethod
-    def units(self, specs: Sequence[UnitSpec]) -> Iterator[tuple[int, list[Flat]]]:
+    def units(self, specs: Sequence[UnitSpec]) -> Iterator[tuple[int, list[Flat] | None]]:
         """Yield each unit's number and the values of its parameters, as they become available. Collective.
+
+        In place of values that nobody has there is `None`.
 
         Whoever takes them has put a unit's values into its homes before he asks for the next one's.
         """

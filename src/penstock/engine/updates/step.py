@@ -169,9 +169,8 @@ class Stepper:
             report = self._ranks.report(failure)
             # One message for all of it: each all-reduce is a wait for the slowest rank.
             numbers = [*norms, *flags, *report, *self._ranks.digest()]
-            message = torch.tensor(numbers, dtype=torch.float64, device="cpu").to(self._streams.device)
-            self._ranks.all_reduce(message)
-            *summed, digest, digest_squared = message.tolist()  # waits for the device: the host decides on it
+            # Waits for the device: the host decides on it.
+            *summed, digest, digest_squared = self._ranks.sum_numbers(numbers, self._streams.device)
             # Replicas have the same gradient, and each has added its norm.
             norms = [norm / self._ranks.replicas for norm in summed[: len(norms)]]
             flags = summed[len(norms) :]

@@ -183,13 +183,13 @@ class Updater:
         # Neither side waits until all of the other's work is submitted.
         turns = [submit for pair in zip_longest(on_host, on_device) for submit in pair if submit is not None]
         # On a cpu the calls of compute itself end when all of it is updated: the host's tiles are on their way before.
-        on_a_cpu = self._streams.device.type == "cpu"
-        for submit in [*turns, *calls] if on_a_cpu else [*calls, *turns]:
+        for submit in [*turns, *calls] if self._streams.computes_on_host else [*calls, *turns]:
             submit()
 
     def _update_in_place(self, tiles: Sequence[TileUpdate], label: Label) -> None:
         """Have compute itself update what is in its reach: in one call of the rule, whatever units it is of."""
         segments: list[tuple[Segment, Hyper]] = []
+        nbytes = 0
         for tile in tiles:
             assert tile.unit.trained is not None
             homes = _homes(tile.unit, tile.number)
@@ -200,9 +200,10 @@ class Updater:
             # move still be bringing it: streams of their own, which compute does not follow by itself.
             brought.ready.wait()
             segments += self._segments(tile, tile.unit.trained.fields, brought.views)
+            nbytes += _touched(brought.views)
         (scale,) = {tile.scale for tile in tiles}
         work = partial(self._rule.update_many, segments, scale, self._pool)
-        self._streams.compute(work, label=label)
+        self._streams.compute(work, label=label, nbytes=nbytes)
 
     def _submit(self, tile: TileUpdate, allowed: Callable[[], bool] | None) -> None:
         """Bring one tile to where it is updated, update it, and put it back: each follows the one before by its event.
@@ -218,14 +219,12 @@ class Updater:
             tile.number, homes, after=tile.complete, written=written, label=label, count=tile.count
         )
         work = partial(self._apply, tile, trained.fields, brought.views, allowed)
+        nbytes = _touched(brought.views)
         if tile.beside is Tier.DEVICE:  # compute itself updates what is on the device
             brought.ready.wait()  # else it computes with what the slot held before
-            self._streams.compute(work, label=label)
+            self._streams.compute(work, label=label, nbytes=nbytes)
             updated = DONE  # what puts it back follows all that compute was given
         else:
-            nbytes = _bytes_of(brought.views.values()) + _bytes_of(
-                brought.views[home] for home in homes if home != GRAD
-            )
             # Two streams: the device's own updates run beside those of the host, and beside compute.
             stream = DEVICE_UPDATE if tile.streamed else UPDATE
             updated = self._streams.submit(stream, work, after=(brought.ready,), nbytes=nbytes, label=label)
@@ -316,6 +315,11 @@ def _homes(unit: Unit, number: int) -> dict[str, Home]:
     assert trained is not None
     homes = {GRAD: trained.gradient.home, MASTER: trained.master, OPTIMIZER: trained.optimizer}
     return homes | ({SHADOW: trained.shadow} if trained.is_shadowed(number) else {PARAM: unit.params})
+
+
+def _touched(views: Mapping[str, Views]) -> int:
+    """Count the bytes that an update of values, by home, reads (all) and writes (all but the gradient)."""
+    return _bytes_of(views.values()) + _bytes_of(of_home for home, of_home in views.items() if home != GRAD)
 
 
 def _bytes_of(views: Iterable[Views]) -> int:

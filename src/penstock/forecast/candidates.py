@@ -1,0 +1,234 @@
+"""Placements that may be the fastest, for each choice that is not a matter of degree, in order of their bound."""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import product
+from math import floor
+from typing import NamedTuple
+
+from penstock.forecast.bounds import Bound, least_step
+from penstock.forecast.load import KINDS, TIERS, Figures, Fractions, Limits, Load
+from penstock.forecast.program import BackEnd
+from penstock.kinds import Overlap, TierName
+
+#: Cuts are multiples of one part of so many where that fits; those this near to one are taken to be there.
+GRID, NEARLY = 64, 0.25
+#: How much work that is hidden counts beside the bound, in the proposals for a choice.
+HASTES = (0.0, 0.1, 1.0)
+MOST_OF_A_CHOICE, CHOICES_WITH_CORNERS = 4, 8
+#: Bounds that differ by less than this share are taken in order of their work.
+ALIKE = 0.01
+
+
+class Choice(NamedTuple):
+    """What is not a matter of degree. In order: what costs nothing beside it comes first.
+
+    Attributes:
+        activations: the tier of what forward saves for backward; `None` where it stays.
+        recompute: whether the model computes activations again in backward.
+        unit_micro_batches: into how many slices a batch is cut in each unit.
+        streamed: the most of the updates of what rests off the device that the device may do.
+    """
+
+    activations: TierName | None = None
+    recompute: bool = False
+    unit_micro_batches: int = 1
+    streamed: float = 0.0
+
+    @property
+    def order(self) -> tuple[int, bool, int, float]:
+        """What choices are sorted by, where their bounds are alike."""
+        tiers = (None, *TIERS)
+        return tiers.index(self.activations), self.recompute, self.unit_micro_batches, self.streamed
+
+    def __str__(self) -> str:
+        words = [f"activations on {self.activations}" if self.activations else ""]
+        words += ["recomputing" if self.recompute else ""]
+        words += [f"unit_micro_batches={self.unit_micro_batches}" if self.unit_micro_batches > 1 else ""]
+        words += [f"streamed_updates={self.streamed:g}" if self.streamed else ""]
+        return ", ".join(word for word in words if word) or "all on the device at once"
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A placement to be tried.
+
+    Attributes:
+        choice: what is not a matter of degree.
+        fractions: by kind and tier.
+        streamed: the share of the updates of what rests off the device that the device is to do.
+        bound_s: a step with it is not shorter.
+        work_s: seconds of all its work one after the other.
+    """
+
+    choice: Choice
+    fractions: Fractions
+    streamed: float
+    bound_s: float
+    work_s: float = 0.0
+
+    @property
+    def key(self) -> tuple[object, ...]:
+        """What two candidates that are the same placement have in common."""
+        shares = [round(self.fractions[kind].get(tier, 0.0), 9) for kind in KINDS for tier in TIERS]
+        return (self.choice, *shares, round(self.streamed, 9))
+
+
+class Candidates:
+    """Candidates in order of their bound, and what is needed to make others of them.
+
+    Arguments:
+        loads: what a step consists of, for each choice.
+        machine: figures, in bytes and operations in a second.
+        limits: what there is of each tier.
+        back_end: who runs what is submitted.
+        overlap: when updates run.
+
+    Attributes:
+        loads: as given.
+        limits: as given.
+        bounds: of each choice for which something fits.
+        in_order: the candidates.
+    """
+
+    def __init__(
+        self, loads: Mapping[Choice, Load], machine: Figures, limits: Limits, back_end: BackEnd, overlap: Overlap
+    ) -> None:
+        self.loads, self.limits = loads, limits
+        self._machine = machine
+        self._back_end: BackEnd = back_end
+        self._overlap: Overlap = overlap
+        ordered = sorted(loads, key=lambda choice: choice.order)
+        solved = {choice: self._least(loads[choice], limits) for choice in ordered}
+        self.bounds: Mapping[Choice, Bound] = {choice: b for choice, b in solved.items() if b is not None}
+        self.in_order: Sequence[Candidate] = self._propose_all()
+
+    @property
+    def lower_bound_s(self) -> float:
+        """No step with any of the choices is shorter."""
+        return min(bound.step_s for bound in self.bounds.values())
+
+    def at(self, choice: Choice, fractions: Fractions, streamed: float | None = None) -> Candidate | None:
+        """Make the candidate of given fractions; `None` where they do not fit.
+
+        Arguments:
+            choice: what is not a matter of degree.
+            fractions: by kind and tier; each kind's sum to 1.
+            streamed: the device's share of updates; `None` for the best one that the choice allows.
+        """
+        load = self.loads[choice] if streamed is None else replace(self.loads[choice], streamed=streamed)
+        found = self._least(load, self.limits, fractions)
+        if found is None:
+            return None
+        share = found.streamed if streamed is None else streamed
+        return Candidate(choice, fractions, share, found.step_s, sum(found.busy_s.values()))
+
+    def at_rest(self, candidate: Candidate) -> dict[TierName, float]:
+        """Count the bytes on each tier that the bound knows of, shadows apart."""
+        load = self.loads[candidate.choice]
+        there: dict[TierName, float] = {tier: float(load.there(tier)) for tier in TIERS}
+        for kind, nbytes in load.kind_bytes.items():
+            for tier, share in candidate.fractions[kind].items():
+                there[tier] += share * nbytes
+        return there
+
+    def _least(
+        self, load: Load, limits: Limits, fractions: Fractions | None = None, haste: float = 0.0
+    ) -> Bound | None:
+        return least_step(
+            load,
+            self._machine,
+            limits,
+            back_end=self._back_end,
+            overlap=self._overlap,
+            fractions=fractions,
+            haste=haste,
+        )
+
+    def _propose_all(self) -> list[Candidate]:
+        """Propose some placements for each choice, and sort them."""
+        by_bound = sorted(self.bounds, key=lambda choice: self.bounds[choice].step_s)
+        found: list[Candidate] = []
+        for number, choice in enumerate(by_bound):
+            proposed = {c.key: c for c in self._proposals(choice, corners=number < CHOICES_WITH_CORNERS)}
+            found += sorted(proposed.values(), key=_order(proposed.values()))[:MOST_OF_A_CHOICE]
+        return sorted(found, key=_order(found))
+
+    def _proposals(self, choice: Choice, *, corners: bool) -> Iterator[Candidate]:
+        """Yield the placements at the bound, on the grid where they fit there, and those of one tier for each kind."""
+        load = self.loads[choice]
+        roomy = self.limits.less(load.passing_bytes)
+        for haste in HASTES:
+            found = self._least(load, roomy, haste=haste) or self._least(load, self.limits, haste=haste)
+            assert found is not None, "a choice with a bound has a placement"
+            rounded = (cut(found.fractions, self.limits.tiers, slack) for slack in (NEARLY, 1e-6, None))
+            streamed = None if load.streamed == 0 else round(found.streamed * GRID) / GRID
+            yield from _first(self.at(choice, fractions, streamed) for fractions in rounded)
+        for tiers in product(self.limits.tiers, repeat=len(KINDS)) if corners else ():
+            fractions: Fractions = {kind: {tier: 1.0} for kind, tier in zip(KINDS, tiers, strict=True)}
+            yield from _first([self.at(choice, fractions)])
+
+
+def candidates(
+    loads: Mapping[Choice, Load], machine: Figures, limits: Limits, *, back_end: BackEnd, overlap: Overlap
+) -> Candidates:
+    """Propose placements in order of their bound.
+
+    Arguments:
+        loads: what a step consists of, for each choice.
+        machine: figures, in bytes and operations in a second.
+        limits: what there is of each tier.
+        back_end: who runs what is submitted.
+        overlap: when updates run; "auto" as "forward".
+
+    Returns:
+        The candidates; none where nothing fits (see `infeasible`).
+    """
+    return Candidates(loads, machine, limits, back_end, overlap)
+
+
+def cut(fractions: Fractions, tiers: Sequence[TierName], slack: float | None) -> Fractions:
+    """Put cuts between tiers on the grid, none later than it is: what moves, moves to the slower tier.
+
+    Equal cuts of two kinds stay equal.
+
+    Arguments:
+        fractions: by kind and tier.
+        tiers: those that there are, fastest first.
+        slack: what share of a step of the grid a cut may be before a step to go there; `None` leaves cuts as they are.
+    """
+    found: dict[str, dict[TierName, float]] = {}
+    for kind in KINDS:
+        before, passed = 0.0, 0.0
+        shares: dict[TierName, float] = {}
+        for tier in tiers:
+            passed += fractions[kind].get(tier, 0.0)
+            end = passed if slack is None else floor(passed * GRID + slack) / GRID
+            end = 1.0 if tier == tiers[-1] else min(1.0, max(before, end))
+            if end - before > 1e-9:
+                shares[tier] = end - before
+            before = end
+        found[kind] = shares
+    return found
+
+
+#: What candidates are sorted by.
+_Place = tuple[int, float, tuple[int, bool, int, float], str]
+
+
+def _order(among: Iterable[Candidate]) -> Callable[[Candidate], _Place]:
+    least = min((candidate.bound_s for candidate in among), default=1.0) or 1.0
+
+    def place(candidate: Candidate) -> _Place:
+        alike = floor((candidate.bound_s / least - 1) / ALIKE + 1e-6)
+        return alike, candidate.work_s, candidate.choice.order, str(candidate.fractions)
+
+    return place
+
+
+def _first(found: Iterable[Candidate | None]) -> Iterator[Candidate]:
+    """Yield the first one that fits."""
+    for candidate in found:
+        if candidate is not None:
+            yield candidate
+            return

@@ -1,0 +1,216 @@
+"""A machine as a value: the figures that a step's time and memory follow from, and where each figure is from."""
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+from penstock.errors import ConfigError, one_line
+from penstock.forecast import machinefiles
+from penstock.forecast.figures import (
+    FIGURES,
+    Figure,
+    check_count,
+    check_name,
+    number,
+    parse_figure,
+    shown,
+    write_value,
+)
+from penstock.forecast.machinefiles import shipped
+
+__all__ = ["FIGURES", "Figure", "Machine", "parse_figure", "shipped", "write_value"]
+
+_MOST_CHARS = 200
+
+
+@dataclass(frozen=True)
+class Machine:
+    """A machine: its figures by name, as measured, stated, or taken from data sheets.
+
+    Arguments:
+        name: what it is called.
+        device: the kind of its devices, as torch calls it: "cuda", or "cpu" where there is no accelerator.
+        figures: by their names in `FIGURES`, in SI units. One that is not there is missed by what needs it alone.
+        fingerprint: what the machine is made of, such as the names of its device and processor: JSON values.
+        probed: whether its figures were measured on it.
+
+    Raises:
+        ConfigError: there is no such figure, or a figure can not have its value.
+
+    Example:
+        >>> machine = Machine.read("rtx4090-desktop").replace(disk_read=14e9)
+        >>> machine.value("disk_read")
+        14000000000.0
+    """
+
+    name: str
+    device: str
+    figures: Mapping[str, Figure]
+    fingerprint: Mapping[str, Any] = field(default_factory=dict)
+    probed: bool = False
+
+    def __post_init__(self) -> None:
+        _check(self.name, self.device, self.probed)
+        for name, figure in self.figures.items():
+            check_name(name)
+            try:
+                check_count(name, figure.value)
+            except ConfigError as error:
+                raise ConfigError(f"{error}. Write one.") from error
+        # In the order of the table, so that files and tables of two machines are read beside each other.
+        ordered = {name: self.figures[name] for name in FIGURES if name in self.figures}
+        object.__setattr__(self, "figures", ordered)
+        object.__setattr__(self, "fingerprint", dict(self.fingerprint))
+
+    @classmethod
+    def probe(cls, *, folders: Sequence[str | PathLike[str]] = (), seconds: float = 60) -> "Machine":
+        """Measure this machine.
+
+        Arguments:
+            folders: where files of the nvme tier would be; what disks do is measured there. None: no figures of disks.
+            seconds: how long it may take.
+
+        Returns:
+            The machine, with the figures that were measured.
+
+        Raises:
+            ConfigError: `seconds` is no number above 0, or a folder is none or cannot be written to.
+
+        Example:
+            >>> Machine.probe(folders=["/mnt/nvme"]).write("machine.json")  # doctest: +SKIP
+        """
+        from penstock.probe.measure import measure  # with torch and the native module, which files need not wait for
+
+        try:
+            limit = number(seconds, "seconds")
+        except ConfigError as error:
+            raise ConfigError(f"{error}. Say how long measuring may take, as in seconds=60.") from error
+        name, device, measured, fingerprint = measure(folders=[os.fspath(each) for each in folders], seconds=limit)
+        figures = {each: Figure(*values) for each, values in measured.items()}
+        return cls(name, device, figures, fingerprint, probed=True)
+
+    @classmethod
+    def read(cls, path_or_name: str | PathLike[str]) -> "Machine":
+        """Read a machine that somebody wrote down, or one of those that come with the package.
+
+        Arguments:
+            path_or_name: a file, or the name of a machine that comes with the package, as `shipped()` lists them.
+
+        Raises:
+            ConfigError: there is no such file or name, or the file is not a machine's. The message says what is wrong.
+
+        Example:
+            >>> Machine.read("h100-node").device
+            'cuda'
+        """
+        where, content = machinefiles.read(path_or_name)
+        try:
+            return cls(**machinefiles.parts(content))
+        except ConfigError as error:
+            raise ConfigError(f"{one_line(where)}: {str(error).rstrip('.')}.") from error
+
+    def write(self, path: str | PathLike[str]) -> None:
+        """Write the machine into a JSON file, which `read` reads and people can edit.
+
+        Arguments:
+            path: the file. One that was there is replaced as a whole, or stays as it was.
+
+        Raises:
+            ConfigError: it cannot be written.
+
+        Example:
+            >>> Machine.read("h100-node").write("ours.json")  # doctest: +SKIP
+        """
+        machinefiles.write(Path(path), machinefiles.content(self))
+
+    def replace(self, **figures: float) -> "Machine":
+        """Make a machine that differs in some figures, to ask what if.
+
+        Arguments:
+            figures: new values by name, in the units of `FIGURES`. They are marked as stated.
+
+        Raises:
+            ConfigError: there is no such figure, or a value is no finite number above 0.
+
+        Example:
+            >>> Machine.read("h100-node").replace(disk_read=14e9).figures["disk_read"].how
+            'stated'
+        """
+        stated = {}
+        for name, value in figures.items():
+            check_name(name)
+            try:
+                stated[name] = Figure.stated(number(value, name))
+                check_count(name, stated[name].value)
+            except ConfigError as error:
+                raise ConfigError(f"{error}. Give it in {FIGURES[name].unit}.") from error
+        return Machine(self.name, self.device, {**self.figures, **stated}, self.fingerprint, self.probed)
+
+    def has(self, name: str) -> bool:
+        """Whether the machine has a figure.
+
+        Raises:
+            ConfigError: there is no figure of that name on any machine.
+
+        Example:
+            >>> Machine.read("cpu-laptop").has("h2d")
+            False
+        """
+        return check_name(name) in self.figures
+
+    def value(self, name: str) -> float:
+        """Look up a figure, in its unit.
+
+        Raises:
+            ConfigError: the machine lacks it, or there is no figure of that name. The message says what to do.
+
+        Example:
+            >>> Machine.read("h100-node").value("devices")
+            8.0
+        """
+        check_name(name)
+        if name not in self.figures:
+            about = FIGURES[name]
+            raise ConfigError(
+                f"The machine {shown(self.name)} has no figure {name} ({about.unit}: {about.meaning}). {_remedy(name)}"
+            )
+        return self.figures[name].value
+
+    def __str__(self) -> str:
+        """Write the figures as a table: name, value, spread, and how each was found."""
+        rows = [("figure", "value", "from", "to", "how")]
+        for name, figure in self.figures.items():
+            low, high = (
+                ("", "")
+                if figure.low == figure.high
+                else (write_value(name, figure.low), write_value(name, figure.high))
+            )
+            rows.append((name, write_value(name, figure.value), low, high, one_line(figure.how)))
+        widths = [max(len(row[column]) for row in rows) for column in range(4)]
+        lines = []
+        for name, *numbers, how in rows:
+            cells = [name.ljust(widths[0])]
+            cells += [cell.rjust(width) for cell, width in zip(numbers, widths[1:], strict=True)]
+            lines.append("  ".join([*cells, how]).rstrip())
+        how_known = "probed" if self.probed else "not probed"
+        return "\n".join([f"{one_line(self.name)} ({self.device}, {how_known})", *lines])
+
+
+def _check(name: object, device: object, probed: object) -> None:
+    """Check what a file may have anything for."""
+    if not isinstance(name, str) or not 0 < len(name) <= _MOST_CHARS:
+        raise ConfigError(f"A machine's name is {shown(name)}. Use a text of 1 to {_MOST_CHARS} characters.")
+    if not isinstance(device, str) or not (device.isascii() and device.isidentifier()):
+        raise ConfigError(f"A machine's device is {shown(device)}. Use a kind of device: cuda, or cpu.")
+    if not isinstance(probed, bool):
+        raise ConfigError(f"A machine's probed is {shown(probed)}. Use true or false.")
+
+
+def _remedy(name: str) -> str:
+    """Say what to do where a figure is missed."""
+    if name.startswith("disk_") or name == "folders":
+        return f"Name folders when the machine is probed, or state it: {name}=NUMBER."
+    return f"Probe the machine, or state it: {name}=NUMBER."

@@ -1,0 +1,259 @@
+"""The fastest placement that is found in few rehearsals, and how far it can be from the fastest there is.
+
+1. Try candidates in order of their bound (`candidates.py`), until the best step is below every bound that is left.
+2. Where a peak exceeds a limit, move what is used least off that tier by what is missing, and try again. What the bound
+   did not know of is known from then on.
+3. Shift the cuts of the best, by less and less.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
+from math import ceil
+
+from penstock.forecast.candidates import Candidate, Candidates, Choice, candidates
+from penstock.forecast.lacks import Change, Infeasible, fits, lacks
+from penstock.forecast.load import KINDS, TIERS, Limits, Load
+from penstock.kinds import TierName
+
+__all__ = [
+    "Candidate",
+    "Candidates",
+    "Change",
+    "Choice",
+    "Evaluation",
+    "Found",
+    "Infeasible",
+    "candidates",
+    "infeasible",
+    "search",
+]
+
+REHEARSALS = 12
+#: The share of the rehearsals that is left for the cuts of the best.
+FOR_CUTS = 1 / 3
+MOST_REPAIRS = 3
+#: By how much cuts are shifted, as a share of a kind: less where nothing is gained; and how many are tried each time.
+SHIFTS, TRIED_AT_ONCE = (1 / 8, 1 / 16, 1 / 32, 1 / 64), 2
+#: What is missing is moved in parts of a kind of this size.
+GRAIN = 1 / 256
+#: Which kinds are shifted together. Equal cuts of gradients and state are worth keeping: such tiles are in one place.
+TOGETHER = (("optimizer", "grads"), ("optimizer",), ("params",), ("grads",), KINDS)
+#: What is used least in a step goes first.
+LEAST_USED_FIRST = ("optimizer", "grads", "params")
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """What a rehearsal of a candidate came to.
+
+    Attributes:
+        step_s: seconds of a step.
+        peak_bytes: the most that was on each tier at once.
+        fits: whether that is within the limits.
+    """
+
+    step_s: float
+    peak_bytes: Mapping[TierName, int]
+    fits: bool
+
+
+@dataclass(frozen=True)
+class Found:
+    """The best of what was tried.
+
+    Attributes:
+        best: the placement.
+        evaluation: what its rehearsal came to.
+        lower_bound_s: no step with any placement of any choice is shorter.
+        gap: how far the step is above that, as a share of it.
+        tried: every candidate that was rehearsed, in order.
+    """
+
+    best: Candidate
+    evaluation: Evaluation
+    lower_bound_s: float
+    gap: float
+    tried: tuple[tuple[Candidate, Evaluation], ...]
+
+
+def search(
+    among: Candidates, evaluate: Callable[[Candidate], Evaluation], *, rehearsals: int = REHEARSALS
+) -> Found | Infeasible:
+    """Find the fastest placement. Deterministic, if `evaluate` is.
+
+    Arguments:
+        among: the candidates.
+        evaluate: rehearses one; it may take seconds.
+        rehearsals: how many are evaluated at most.
+
+    Returns:
+        The best one, or what is missing where none fits.
+    """
+    run = _Search(among, evaluate, rehearsals)
+    run.sweep()
+    if run.best is not None:
+        run.shift_cuts()
+    if run.best is None:
+        limits = among.limits.less(run.least_unknown())
+        return infeasible(among.loads, limits)
+    best, evaluation = run.best
+    lower = among.lower_bound_s
+    gap = max(0.0, evaluation.step_s / lower - 1) if lower > 0 else 0.0
+    return Found(best, evaluation, lower, gap, tuple(run.tried))
+
+
+def infeasible(loads: Mapping[Choice, Load], limits: Limits, others: Mapping[Choice, Load] | None = None) -> Infeasible:
+    """Say what is missing where nothing fits, and the smallest change after which something does.
+
+    Arguments:
+        loads: what a step consists of, for each choice that was allowed.
+        limits: what there is of each tier.
+        others: the same for choices that were not allowed.
+
+    Returns:
+        What is missing with the choice that comes nearest, and changes, the smallest first: another choice, more files,
+        a smaller batch, more ranks.
+    """
+    ordered = sorted(loads, key=lambda choice: choice.order)
+    nearest = min((lacks(loads[choice], limits) for choice in ordered), key=lambda each: sum(each.missing.values()))
+    allowed = others or {}
+    instead = [choice for choice in sorted(allowed, key=lambda choice: choice.order) if fits(allowed[choice], limits)]
+    return replace(nearest, changes=(*(Change("choice", 0, str(choice)) for choice in instead), *nearest.changes))
+
+
+@dataclass
+class _Search:
+    """A search that is under way.
+
+    Attributes:
+        left: how many rehearsals are left.
+        best: the fastest that fits, and its evaluation.
+        tried: every candidate that was rehearsed.
+        unknown: for each choice, the bytes on each tier that the bound does not know of.
+    """
+
+    among: Candidates
+    evaluate: Callable[[Candidate], Evaluation]
+    left: int
+    best: tuple[Candidate, Evaluation] | None = None
+    tried: list[tuple[Candidate, Evaluation]] = field(default_factory=list)
+    unknown: dict[Choice, dict[TierName, float]] = field(default_factory=dict)
+
+    def sweep(self) -> None:
+        """Try candidates in order, while one of those that are left could be better."""
+        in_order = self.among.in_order
+        for_cuts = int(self.left * FOR_CUTS)
+        for number, candidate in enumerate(in_order):
+            least = min(other.bound_s for other in in_order[number:])
+            if self.best is not None and (self.left <= for_cuts or self.best[1].step_s <= least):
+                return
+            if self.left <= 0:
+                return
+            if self.best is None or candidate.bound_s < self.best[1].step_s:
+                self._try_until_it_fits(candidate)
+
+    def shift_cuts(self) -> None:
+        """Shift the cuts of the best while that makes it better."""
+        for shift in SHIFTS:
+            better = True
+            while better and self.left > 0:
+                better = self._shift(shift)
+
+    def least_unknown(self) -> dict[TierName, int]:
+        """Count the bytes that the bound does not know of, with the choice that has the fewest."""
+        found = min(self.unknown.values(), key=lambda each: sum(each.values()), default={})
+        return {tier: ceil(nbytes) for tier, nbytes in found.items()}
+
+    def _shift(self, shift: float) -> bool:
+        """Try the neighbours of the best that promise most; return whether one was better."""
+        assert self.best is not None
+        was, step_s = self.best[0], self.best[1].step_s
+        near = {c.key: c for c in self._neighbours(was, shift) if c.bound_s < step_s and not self._excess(c)}
+        known = {candidate.key for candidate, _ in self.tried}
+        promising = sorted(near.values(), key=lambda c: (c.bound_s + c.work_s, str(c.fractions), c.streamed))
+        for candidate in [c for c in promising if c.key not in known][:TRIED_AT_ONCE]:
+            if self.left > 0:
+                self._try(candidate)
+        return self.best[0] is not was
+
+    def _neighbours(self, candidate: Candidate, shift: float) -> Iterator[Candidate]:
+        """Yield what is one shift of a cut away."""
+        for kinds in TOGETHER:
+            for one, other in pairwise(self.among.limits.tiers):
+                for here, there in ((one, other), (other, one)):
+                    fractions = dict(candidate.fractions)
+                    for kind in kinds:
+                        fractions[kind] = _moved(fractions[kind], here, there, shift)
+                    found = self.among.at(candidate.choice, fractions, candidate.streamed)
+                    if found is not None:
+                        yield found
+        if candidate.choice.streamed:
+            for streamed in (candidate.streamed - shift, candidate.streamed + shift):
+                if 0 <= streamed <= candidate.choice.streamed:
+                    found = self.among.at(candidate.choice, candidate.fractions, streamed)
+                    if found is not None:
+                        yield found
+
+    def _try_until_it_fits(self, candidate: Candidate) -> None:
+        current: Candidate | None = candidate
+        if self._excess(candidate):  # as far as other rehearsals of the choice have shown
+            current = self._repaired(candidate, self._peak(candidate))
+        known = {tried.key for tried, _ in self.tried}
+        for _ in range(MOST_REPAIRS):
+            if current is None or current.key in known or self.left <= 0:
+                return
+            evaluation = self._try(current)
+            if evaluation.fits:
+                return
+            known.add(current.key)
+            current = self._repaired(current, evaluation.peak_bytes)
+
+    def _try(self, candidate: Candidate) -> Evaluation:
+        evaluation = self.evaluate(candidate)
+        self.left -= 1
+        self.tried.append((candidate, evaluation))
+        at_rest = self.among.at_rest(candidate)
+        limits = self.among.limits
+        self.unknown[candidate.choice] = {
+            tier: max(0.0, limits.taken(tier, evaluation.peak_bytes) - limits.taken(tier, at_rest))
+            for tier in limits.tiers
+        }
+        if evaluation.fits and (self.best is None or evaluation.step_s < self.best[1].step_s):
+            self.best = candidate, evaluation
+        return evaluation
+
+    def _peak(self, candidate: Candidate) -> dict[TierName, float]:
+        """Estimate the peaks of a candidate, with what the last rehearsal of its choice had beside state at rest."""
+        at_rest, unknown = self.among.at_rest(candidate), self.unknown.get(candidate.choice, {})
+        return {tier: at_rest[tier] + unknown.get(tier, 0.0) for tier in TIERS}
+
+    def _excess(self, candidate: Candidate) -> Mapping[TierName, int]:
+        return self.among.limits.excess(self._peak(candidate))
+
+    def _repaired(self, candidate: Candidate, peak_bytes: Mapping[TierName, float]) -> Candidate | None:
+        """Move what is used least off tiers that have too little room, by what is missing; `None` if nothing helps."""
+        limits, kind_bytes = self.among.limits, self.among.loads[candidate.choice].kind_bytes
+        fractions, carried = dict(candidate.fractions), 0.0
+        for tier, slower in pairwise((*limits.tiers, None)):
+            assert tier is not None
+            missing = limits.taken(tier, peak_bytes) + carried - limits.room(tier)
+            carried = 0.0
+            for kind in LEAST_USED_FIRST:
+                nbytes, there = kind_bytes[kind], fractions[kind].get(tier, 0.0)
+                if missing <= 0 or slower is None or not nbytes or not there:
+                    continue
+                share = min(there, ceil(missing / nbytes / GRAIN) * GRAIN)
+                fractions[kind] = _moved(fractions[kind], tier, slower, share)
+                missing -= share * nbytes
+                carried += share * nbytes
+            if missing > 0:
+                return None
+        return self.among.at(candidate.choice, fractions, candidate.streamed)
+
+
+def _moved(shares: Mapping[TierName, float], here: TierName, there: TierName, share: float) -> Mapping[TierName, float]:
+    """Move a share of a kind from one tier to another, or what there is of it."""
+    share = min(share, shares.get(here, 0.0))
+    moved = {**shares, here: shares.get(here, 0.0) - share, there: shares.get(there, 0.0) + share}
+    return {tier: moved[tier] for tier in TIERS if moved.get(tier, 0.0) > 1e-9}

@@ -1,0 +1,131 @@
+"""What a step consists of, as the bound wants to know it: counted in a rehearsal with all state on the device."""
+
+from collections.abc import Iterable, Sequence
+
+from penstock.budgets import gradient_bytes
+from penstock.engine.units.plan import UnitPlan
+from penstock.forecast.candidates import Choice
+from penstock.forecast.costs import machine_costs
+from penstock.forecast.load import Load
+from penstock.forecast.machine import Machine
+from penstock.forecast.program import Collective, Kind, Program
+from penstock.kinds import GRAD, MASTER, OPTIMIZER, Tier
+from penstock.machine.reach import Grid, Reach
+from penstock.rehearsal.rehearse import BACKWARD, FORWARD, Rehearsal
+
+
+def load_of(rehearsal: Rehearsal, choice: Choice, machine: Machine, grid: Grid, *, micro_batches: int) -> Load:
+    """Count what a step consists of, wherever the state is.
+
+    Arguments:
+        rehearsal: of this choice, with all state on the device.
+        choice: what is not a matter of degree.
+        machine: says how long compute takes.
+        grid: the ranks.
+        micro_batches: how many a step has.
+    """
+    program, blueprint = rehearsal.program, rehearsal.blueprint
+    trained = [plan for plan in blueprint.units if plan.spec.trainable]
+    frozen = [plan for plan in blueprint.units if not plan.spec.trainable]
+    own, grads = _own(trained), _kind(trained, GRAD)
+    optimizer = _kind(trained, MASTER) + _kind(trained, OPTIMIZER)
+    gathered = own + _own(frozen)
+    passes = {phase: rehearsal.phases[phase] for phase in (FORWARD, BACKWARD)}
+    seconds = {phase: _seconds(program, items, machine) / len(items) for phase, items in passes.items()}
+    on_device = program.peak_bytes.get("device", 0) - blueprint.bytes_on(Tier.DEVICE)
+    held_back = blueprint.request.stage <= 1 and grid.world_size > 1
+    return Load(
+        params_bytes=sum(cell.nbytes for plan in trained for cell in _param_cells(plan)),
+        frozen_bytes=sum(cell.nbytes for plan in frozen for cell in _param_cells(plan)),
+        own_params_bytes=own,
+        grads_bytes=grads,
+        optimizer_bytes=optimizer,
+        update_bytes=2 * own + grads + 2 * optimizer,
+        reduced_bytes=sum(plan.layout.shard_numel for plan in trained) * blueprint.request.reduce_dtype.itemsize,
+        reductions=1 if held_back else micro_batches,
+        micro_batches=micro_batches,
+        forward_s=seconds[FORWARD],
+        backward_s=seconds[BACKWARD],
+        forward_gathered_bytes=gathered,
+        backward_gathered_bytes=gathered,
+        ahead_bytes=min(gathered, blueprint.request.options.prefetch_bytes + _largest(blueprint.units)),
+        kept_bytes=_RING_BYTES,
+        activations=choice.activations,
+        activation_peak_bytes={"device": max(0, on_device), "cpu": _more(rehearsal, Tier.CPU)},
+        passing_bytes={
+            "device": _passing(rehearsal, grid),
+            "cpu": blueprint.request.options.tile_bytes * _PASSING_TILES,
+        },
+        forward_collectives=_collectives(program, passes[FORWARD][-1:]),
+        backward_collectives=_collectives(program, passes[BACKWARD][-1:]),
+        streamed=choice.streamed,
+        rule=program.rule,
+        ranks=grid.shards,
+        sharded=frozenset(_sharded(blueprint.request.stage)),
+    )
+
+
+# What rings hold of files, at most, and how many tiles buffers beside them have in all.
+_RING_BYTES, _PASSING_TILES = 2 * (256 << 20), 64
+
+
+def _own(plans: Iterable[UnitPlan]) -> int:
+    """Count the bytes of this rank's shard of parameters."""
+    return sum(plan.layout.shard_numel * plan.spec.dtype.itemsize for plan in plans)
+
+
+def _kind(plans: Iterable[UnitPlan], home: str) -> int:
+    return sum(cell.nbytes for plan in plans for section in plan.sections.get(home, ()) for cell in section.cells)
+
+
+def _param_cells(plan: UnitPlan):  # type: ignore[no-untyped-def] # of cells
+    return [cell for section in plan.sections["param"] for cell in section.cells]
+
+
+def _largest(plans: Sequence[UnitPlan]) -> int:
+    return max((plan.full_bytes for plan in plans), default=0)
+
+
+def _passing(rehearsal: Rehearsal, grid: Grid) -> int:
+    """Count the device bytes of buffers that there are where state rests elsewhere."""
+    blueprint = rehearsal.blueprint
+    full = [plan.full_bytes for plan in blueprint.units]
+    gathered = min(sum(full), max(full, default=0) + blueprint.request.options.prefetch_bytes)
+    return gathered + gradient_bytes(blueprint, grid, Reach(aliases_host=False, reads_in_place=False))
+
+
+def _more(rehearsal: Rehearsal, tier: Tier) -> int:
+    """Count what was on a tier beside what rests there: activations."""
+    return max(0, rehearsal.program.peak_bytes.get(tier.value, 0) - rehearsal.blueprint.bytes_on(tier))
+
+
+def _seconds(program: Program, passes: Sequence[range], machine: Machine) -> float:
+    """Sum up what compute takes in some passes."""
+    costs = machine_costs(machine)
+    known: dict[int, float] = {}
+    total = 0.0
+    for items in passes:
+        for item in (program.items[number] for number in items):
+            if item.kind is Kind.COMPUTE:
+                if item.index not in known:
+                    known[item.index] = costs.segment(program, item.index).seconds
+                total += known[item.index]
+    return total
+
+
+def _collectives(program: Program, passes: Sequence[range]) -> tuple[Collective, ...]:
+    """List the collectives of some passes."""
+    return tuple(
+        collective
+        for items in passes
+        for item in (program.items[number] for number in items)
+        if item.kind is Kind.SUBMIT
+        for collective in program.jobs[item.index].collectives
+        if collective.ranks > 1
+    )
+
+
+def _sharded(stage: int) -> set[str]:
+    """Name the kinds that ZeRO shards in a stage."""
+    kinds = {1: ("optimizer",), 2: ("optimizer", "grads"), 3: ("optimizer", "grads", "params")}
+    return set(kinds.get(stage, ()))

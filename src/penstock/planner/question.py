@@ -1,0 +1,172 @@
+"""What is asked of the planner: a model, an optimizer and a batch on a machine, within limits. Checked when it is made."""
+
+import inspect
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from penstock.blueprint import Request, request_for
+from penstock.config import Options, Placement
+from penstock.errors import ConfigError, one_line
+from penstock.forecast.load import Limits
+from penstock.forecast.machine import Machine
+from penstock.forecast.program import BackEnd
+from penstock.kinds import TierName
+from penstock.machine.reach import Grid
+from penstock.rehearsal.rehearse import Scene
+
+#: What is left free of each memory: others take some, and allocators lose some to gaps.
+RESERVE: Mapping[TierName, float] = {"device": 0.05, "cpu": 0.05, "nvme": 0.02}
+
+
+@dataclass(frozen=True)
+class Question:
+    """What is asked.
+
+    Attributes:
+        scene: the model, its optimizer, its batch and its ranks.
+        machine: what the figures are of.
+        limits: what one rank may take of each memory.
+        placement: where state is to be; `"auto"`: wherever a step is shortest.
+        arguments: those of `prepare` that are given, beside the placement.
+        folders: the folders of the nvme tier.
+        hosts: how many hosts the ranks are on.
+    """
+
+    scene: Scene
+    machine: Machine
+    limits: Limits
+    placement: Placement | Literal["auto"]
+    arguments: Mapping[str, Any]
+    folders: Sequence[str]
+    hosts: int
+
+    @property
+    def options(self) -> Options:
+        """The options that were given, or the defaults."""
+        options: Options = self.arguments.get("options", Options())
+        return options
+
+    @property
+    def on_accelerator(self) -> bool:
+        """Whether the device has memory of its own."""
+        return self.scene.back_end == "accelerator"
+
+    def request(self, placement: Placement, *, streamed: float, unit_micro_batches: int) -> Request:
+        """Check a placement as `prepare` does, with all other arguments.
+
+        Raises:
+            ConfigError: as for `prepare`.
+        """
+        from dataclasses import replace
+
+        overlap = self.arguments.get("overlap", "auto")
+        arguments = {
+            **self.arguments,
+            "placement": placement,
+            "options": replace(self.options, streamed_updates=streamed),
+            # By name alone updates begin in backward: a gradient that is not finite then ends the optimizer.
+            "overlap": "forward" if overlap == "auto" else overlap,
+            "unit_micro_batches": unit_micro_batches,
+            "weights": self.arguments.get("weights") or "init",  # the copy that is rehearsed has no values
+        }
+        return request_for(self.scene.model, **arguments)
+
+
+def ask(
+    model: nn.Module | Callable[[], nn.Module],
+    optimizer: type[torch.optim.Optimizer] | torch.optim.Optimizer,
+    batch: Callable[[], Any],
+    *,
+    machine: Machine,
+    device_bytes: int | None,
+    host_bytes: int | None,
+    folders: Sequence[str | os.PathLike[str]],
+    world_size: int,
+    hosts: int,
+    placement: Placement | Literal["auto"],
+    micro_batches: int,
+    expert_share: float | None,
+    arguments: Mapping[str, Any],
+) -> Question:
+    """Check what is asked. `penstock.planner.plan` says what the arguments are.
+
+    Raises:
+        ConfigError: an argument is of the wrong kind or out of range; nothing was rehearsed.
+    """
+    for name, value in (("world_size", world_size), ("hosts", hosts), ("micro_batches", micro_batches)):
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            raise ConfigError(f"{name}={value!r} is no number of {name.replace('_', ' ')}. Use 1 or more.")
+    if world_size % hosts:
+        raise ConfigError(f"world_size={world_size} ranks cannot be shared by hosts={hosts}. Use a multiple of it.")
+    if not callable(batch):
+        raise ConfigError(f"batch is a {type(batch).__name__}. Give a function that makes one micro-batch.")
+    for name, nbytes in (("device_bytes", device_bytes), ("host_bytes", host_bytes)):
+        if nbytes is not None and (not isinstance(nbytes, int) or nbytes <= 0):
+            raise ConfigError(f"{name}={nbytes!r} is no number of bytes. Use 1 or more, or None.")
+    for name in ("placement", "plan", "batch", "mesh"):
+        if name in arguments:
+            raise ConfigError(f"{name}= is no argument of prepare() that a plan is made for. Leave it out.")
+    back_end: BackEnd = "inline" if machine.device == "cpu" else "accelerator"
+    sharded = arguments.get("stage", 3) != 0
+    scene = Scene(
+        made(model),
+        optimizer,
+        batch,
+        micro_batches=micro_batches,
+        grid=Grid.first_of(world_size, sharded=sharded),
+        back_end=back_end,
+        pinnable_bytes=_pinnable(machine, world_size // hosts),
+        share=expert_share,
+    )
+    named = [os.fspath(folder) for folder in folders]
+    if not named and machine.has("folders") and machine.has("disk_free"):
+        named = [f"nvme{number}" for number in range(int(machine.value("folders")))]
+    limits = _limits(machine, device_bytes, host_bytes, len(named), world_size // hosts)
+    return Question(scene, machine, limits, placement, dict(arguments), named, hosts)
+
+
+def made(model: nn.Module | Callable[[], nn.Module]) -> nn.Module:
+    """Give the model, or have the function make it on the meta device.
+
+    Raises:
+        ConfigError: it does not make one.
+    """
+    if isinstance(model, nn.Module):
+        return model
+    if not callable(model) or inspect.isclass(model):
+        raise ConfigError(f"model is a {type(model).__name__}. Give a module, or a function that makes one.")
+    try:
+        with torch.device("meta"):
+            found = model()
+    except Exception as error:  # it is somebody else's code
+        raise ConfigError(f"model() failed on the meta device: {one_line(error)}.") from error
+    if not isinstance(found, nn.Module):
+        raise ConfigError(f"model() made a {type(found).__name__}, not a module.")
+    return found
+
+
+def _limits(
+    machine: Machine, device_bytes: int | None, host_bytes: int | None, folders: int, ranks_of_host: int
+) -> Limits:
+    """Say what one rank may take of each memory."""
+    there: dict[TierName, int] = {}
+    shared = machine.device == "cpu"
+    host = host_bytes if host_bytes is not None else int(machine.value("host_memory"))
+    if shared:
+        host = min(host, device_bytes or host)
+    else:
+        there["device"] = device_bytes if device_bytes is not None else int(machine.value("device_memory"))
+    there["cpu"] = host // ranks_of_host
+    if folders and machine.has("disk_free"):
+        there["nvme"] = int(machine.value("disk_free")) * folders // ranks_of_host
+    reserve = {tier: int(RESERVE[tier] * nbytes) for tier, nbytes in there.items()}
+    return Limits(there, reserve, shared=shared)
+
+
+def _pinnable(machine: Machine, ranks_of_host: int) -> int | None:
+    return int(machine.value("pinnable_memory")) // ranks_of_host if machine.has("pinnable_memory") else None

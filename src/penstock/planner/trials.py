@@ -1,0 +1,102 @@
+"""Placements that are tried: each is rehearsed once, and timed for as many machines as are asked for."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from penstock.config import Placement
+from penstock.forecast.candidates import Choice
+from penstock.forecast.costs import machine_costs
+from penstock.forecast.load import Fractions
+from penstock.forecast.machine import Machine
+from penstock.forecast.program import Op
+from penstock.forecast.retime import Timing, retime
+from penstock.kinds import TierName
+from penstock.planner.question import Question
+from penstock.rehearsal.rehearse import Rehearsal, rehearse
+
+
+@dataclass(frozen=True)
+class Trial:
+    """A placement that was tried.
+
+    Attributes:
+        placement: where state was.
+        choice: what is not a matter of degree.
+        rehearsal: what the engine does.
+        timing: how long that takes.
+        peak_bytes: the most bytes at once, by tier.
+    """
+
+    placement: Placement
+    choice: Choice
+    rehearsal: Rehearsal
+    timing: Timing
+    peak_bytes: Mapping[TierName, int]
+
+
+class Trials:
+    """Tries placements.
+
+    Arguments:
+        question: what is asked.
+        measured: seconds of operations that were run for real, where there are any.
+    """
+
+    def __init__(self, question: Question, measured: Mapping[Op, float] | None = None) -> None:
+        self._question = question
+        self._measured = measured
+        self._found: dict[str, Trial] = {}
+
+    def __len__(self) -> int:
+        return len(self._found)
+
+    def run(self, placement: Placement, choice: Choice) -> Trial:
+        """Rehearse a placement, or give what was found when it was rehearsed before.
+
+        Raises:
+            ConfigError: `prepare` would refuse it, or the model cannot be rehearsed.
+        """
+        key = f"{placement!r} {choice!r}"
+        if key not in self._found:
+            question = self._question
+            request = question.request(
+                placement, streamed=choice.streamed, unit_micro_batches=choice.unit_micro_batches
+            )
+            rehearsal = rehearse(replace(question.scene, recompute=choice.recompute), request)
+            self._found[key] = Trial(
+                placement,
+                choice,
+                rehearsal,
+                self.time(rehearsal, question.machine),
+                _by_tier(rehearsal.program.peak_bytes),
+            )
+        return self._found[key]
+
+    def time(self, rehearsal: Rehearsal, machine: Machine) -> Timing:
+        """Say how long a rehearsed step takes on a machine."""
+        return retime(rehearsal.program, machine_costs(machine, measured=self._measured))
+
+
+def placement_of(fractions: Fractions, choice: Choice, question: Question) -> Placement:
+    """Make the placement of fractions and a choice."""
+    homes = {kind: _home(shares) for kind, shares in fractions.items()}
+    in_files = choice.activations == "nvme" or any(shares.get("nvme") for shares in fractions.values())
+    folders = tuple(question.folders) if in_files else None
+    return Placement(
+        params=homes["params"],
+        grads=homes["grads"],
+        optimizer=homes["optimizer"],
+        activations=choice.activations,
+        nvme_path=folders,
+    )
+
+
+def _home(shares: Mapping[TierName, float]) -> TierName | dict[TierName, float]:
+    """Name the one tier, or the fractions where there are several."""
+    there = {tier: share for tier, share in shares.items() if share > 0}
+    return next(iter(there)) if len(there) == 1 else there
+
+
+def _by_tier(peak_bytes: Mapping[str, int]) -> dict[TierName, int]:
+    tiers: tuple[TierName, ...] = ("device", "cpu", "nvme")
+    return {tier: peak_bytes[tier] for tier in tiers if peak_bytes.get(tier)}

@@ -1,0 +1,206 @@
+"""Some steps of the engine, in which nothing is computed, moved or taken: what they would do is a program.
+
+1. Copy the model without values, and have the engine built of it: on noted streams, tiers and ranks.
+2. Run forward, backward and step, with the user's own batch. Operations are noted in place of run.
+"""
+
+import contextlib
+import gc
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_iter, tree_map
+
+from penstock.blueprint import Blueprint, Request, draw_blueprint
+from penstock.build import build
+from penstock.errors import ConfigError, PenstockError, one_line
+from penstock.forecast.program import BackEnd, Program
+from penstock.kinds import Tier
+from penstock.machine.reach import Grid
+from penstock.recompute import recomputes, tell
+from penstock.rehearsal.doubles import double, double_optimizer
+from penstock.rehearsal.notes import NotedMemory, Notes
+from penstock.rehearsal.ranks import VirtualRanks
+from penstock.rehearsal.rehearsed import Rehearsed
+from penstock.rehearsal.streams import VirtualStreams
+from penstock.rehearsal.supply import Imagined
+from penstock.rules.imagined import noting
+
+FORWARD, BACKWARD, STEP = "forward", "backward", "step"
+STEPS = 2  # the first one teaches the order of units; the second one has the updates of the first beside it
+
+
+@dataclass(frozen=True)
+class Scene:
+    """What is rehearsed, whatever the placement.
+
+    Attributes:
+        model: the one that is meant, on any device; it stays as it is.
+        optimizer: the one that is meant, or its class.
+        batch: makes one micro-batch, as the model takes it: a mapping of keyword arguments, a tuple, or one value.
+        micro_batches: how many of them a step has.
+        grid: the ranks, and which of them this is.
+        back_end: who would run what is submitted.
+        pinnable_bytes: how much host memory can be pinned; `None` sets no limit.
+        share: the part of the tokens that each expert gets, where a model chooses; `None` for equal parts.
+        recompute: whether the model is told to compute activations again in backward, beside what it does already.
+    """
+
+    model: nn.Module
+    optimizer: torch.optim.Optimizer | type[torch.optim.Optimizer]
+    batch: Callable[[], Any]
+    micro_batches: int = 1
+    grid: Grid = Grid()  # noqa: RUF009 - a value
+    back_end: BackEnd = "inline"
+    pinnable_bytes: int | None = None
+    share: float | None = None
+    recompute: bool = False
+
+
+@dataclass(frozen=True)
+class Rehearsal:
+    """What was found out.
+
+    Attributes:
+        program: what two steps do.
+        blueprint: what the engine would have on this rank.
+        activation_bytes: the most bytes that compute had at once beside what the engine has.
+        phases: the numbers of the program's items of each "forward", "backward" and "step".
+    """
+
+    program: Program
+    blueprint: Blueprint
+    activation_bytes: int
+    phases: Mapping[str, Sequence[range]]
+
+
+def rehearse(scene: Scene, request: Request, *, steps: int = STEPS) -> Rehearsal:
+    """Rehearse some steps. Takes no memory to speak of, and leaves nothing.
+
+    Arguments:
+        scene: what is rehearsed.
+        request: how it is placed.
+        steps: how many steps; the last one is as those after it would be.
+
+    Raises:
+        ConfigError: the model cannot be rehearsed: its control flow depends on values; it says where, and what to do.
+    """
+    notes = Notes(scene.back_end)
+    model = double(scene.model)
+    if scene.recompute and not recomputes(model):
+        tell(model)
+    optimizer = double_optimizer(scene.optimizer, scene.model, model)
+    batch = [_on_cpu(_made(scene.batch)) for _ in range(scene.micro_batches)]
+    # Threads of updates would have nothing to do.
+    request = replace(request, weights=None, options=replace(request.options, update_threads=1))
+    streams = VirtualStreams(notes, debug_release=request.debug_release)
+    ranks = VirtualRanks(scene.grid, notes)
+    supply = Imagined(notes, scene.pinnable_bytes)
+    with torch.random.fork_rng(devices=[]), contextlib.ExitStack() as closing:
+        seen = Rehearsed(notes.op, module=notes.where, share=scene.share, memory=NotedMemory(notes))
+        blueprint = draw_blueprint(model, optimizer, request, scene.grid, streams.reach)
+        rule = blueprint.rule.name
+        prepared = build(model, optimizer, request, ranks, streams, supply)
+        closing.callback(prepared.close, keep_params=False)
+        notes.begin()
+        notes.forget_peak()
+        rests = notes.bytes_on(Tier.DEVICE)
+        try:
+            for _ in range(steps):
+                _step(prepared, model, batch, notes, seen)
+                notes.end_step()
+        except PenstockError:
+            raise
+        except Exception as error:  # it is somebody else's code
+            raise ConfigError(
+                f"{type(scene.model).__name__} cannot be rehearsed: {one_line(error)}. Check that it runs on such a "
+                "batch; `penstock plan --measure` runs two real steps instead."
+            ) from error
+        program = notes.program(rule=rule, world_size=scene.grid.world_size, tokens=_tokens(batch))
+    gc.collect()  # graphs refer to the engine that they were made in
+    phases = {phase: notes.items_of(phase) for phase in (FORWARD, BACKWARD, STEP)}
+    return Rehearsal(program, blueprint, max(0, program.peak_bytes.get("device", 0) - rests), phases)
+
+
+def _step(prepared: Any, model: nn.Module, batch: Iterable[Any], notes: Notes, seen: Rehearsed) -> None:
+    """Run one step of some micro-batches."""
+    *others, last = batch
+    with noting(notes.touch):
+        with seen:
+            with prepared.no_sync() if others else contextlib.nullcontext():
+                for inputs in others:
+                    _pass(prepared, model, inputs, notes)
+            _pass(prepared, model, last, notes)
+        notes.enter(STEP)
+        if notes.back_end == "accelerator":
+            notes.synchronize()  # the host decides on the norm, which the device takes last
+        prepared.step()
+        prepared.zero_grad()
+
+
+def _pass(prepared: Any, model: nn.Module, inputs: Any, notes: Notes) -> None:
+    """Run a forward and its backward."""
+    notes.enter(FORWARD)
+    if isinstance(inputs, Mapping):
+        output = model(**inputs)
+    elif isinstance(inputs, list | tuple):
+        output = model(*inputs)
+    else:
+        output = model(inputs)
+    loss = loss_of(output)
+    notes.enter(BACKWARD)
+    prepared.backward(loss)
+
+
+def loss_of(output: Any) -> Tensor:
+    """Find the loss in what a model returned, or make one of it.
+
+    That is its `loss`, or what it returned if that is one number, else the mean of all floating-point tensors in it.
+
+    Raises:
+        ConfigError: there is nothing that a backward could begin with.
+    """
+    named = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
+    if isinstance(named, Tensor):
+        return named
+    tensors = [value for value in tree_iter(output) if isinstance(value, Tensor) and value.requires_grad]
+    if not tensors:
+        raise ConfigError(
+            "What the model returned has no loss and no tensor that requires a gradient. Give it labels in the batch, "
+            "or train some of its parameters."
+        )
+    return sum((value.float().mean() for value in tensors[1:]), tensors[0].float().mean())
+
+
+def _made(batch: Callable[[], Any]) -> Any:
+    """Ask the user's function for a micro-batch."""
+    try:
+        return batch()
+    except Exception as error:  # it is somebody else's code
+        raise ConfigError(f"batch() failed: {one_line(error)}.") from error
+
+
+def _on_cpu(inputs: Any) -> Any:
+    """Bring the tensors of a micro-batch to the cpu; those on the meta device become zeros."""
+
+    def move(value: Any) -> Any:
+        if not isinstance(value, Tensor):
+            return value
+        if value.is_meta:
+            return torch.zeros(value.shape, dtype=value.dtype, device="cpu")
+        return value.detach().to("cpu").requires_grad_(value.requires_grad)
+
+    return tree_map(move, dict(inputs) if isinstance(inputs, Mapping) else inputs)
+
+
+def _tokens(batch: Iterable[Any]) -> int:
+    """Count the elements of the first tensor of integers of each micro-batch; of samples where there is none."""
+    total = 0
+    for inputs in batch:
+        tensors = [value for value in tree_iter(inputs) if isinstance(value, Tensor)]
+        ids = [value for value in tensors if not value.is_floating_point()]
+        total += ids[0].numel() if ids else (len(tensors[0]) if tensors and tensors[0].dim() else 0)
+    return total

@@ -1,0 +1,175 @@
+"""Streams on which nothing runs: what is submitted is noted, with what it follows."""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import NoReturn, Protocol, runtime_checkable
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
+
+from penstock.forecast.program import BackEnd, Job
+from penstock.kinds import Tier
+from penstock.machine.streams import COLLECTIVE, ON_DEVICE, Event, Streams, Work
+from penstock.rehearsal.hollow import mark
+from penstock.rehearsal.notes import Notes, numbers_of
+from penstock.trace import NO_LABEL, Label
+
+
+@runtime_checkable
+class InFolders(Protocol):
+    """Records that know in which folder each tile's is."""
+
+    def folder(self, number: int) -> int:
+        """Give the number of the folder."""
+
+
+class VirtualStreams(Streams):
+    """Streams of a device that need not be there.
+
+    Arguments:
+        notes: take what is submitted and waited for.
+        debug_release: whether units are released also where compute reads them in place.
+    """
+
+    def __init__(self, notes: Notes, *, debug_release: bool = False) -> None:
+        super().__init__(torch.device("cpu"))
+        self.aliases_host = notes.back_end == "inline" and not debug_release
+        self.reads_in_place = not debug_release
+        self._notes = notes
+        self.recorder = _Turns(notes)  # compute is told apart by unit, as in a trace
+
+    @property
+    def back_end(self) -> BackEnd:
+        """Who would run what is submitted."""
+        return self._notes.back_end
+
+    @property
+    def computes_on_host(self) -> bool:
+        """Whether compute is the host's own thread, on the machine that is meant."""
+        return self._notes.back_end != "accelerator"
+
+    def submit(
+        self,
+        stream: str,
+        work: Work,
+        *,
+        after: Sequence[Event] = (),
+        writes: Sequence[Tensor] = (),
+        nbytes: int = 0,
+        label: Label = NO_LABEL,
+    ) -> Event:
+        """Note a job. Collectives alone are looked into: they say what they issue, and what is computed with it."""
+        del writes
+        self._let_go()
+        events = [part for event in after for part in event.parts() if isinstance(part, VirtualEvent)]
+        job = Job(stream, label, nbytes, numbers_of([event.number for event in events]), folder=_folder(work))
+        if stream == COLLECTIVE:
+            for event in events:  # issued by the caller, who waits for what the host does first
+                if self.computes_on_host or self._notes.jobs[event.number].stream not in ON_DEVICE:
+                    self._notes.wait(event.number, by_host=True)
+            with self._notes.inside_a_job() as found:
+                work()
+            ((collectives, segment),) = found
+            job = job._replace(collectives=collectives, segment=segment)
+        return VirtualEvent(self._notes.submit(job), self._notes)
+
+    def _submit(self, stream: str, work: Work, after: Sequence[Event], writes: Sequence[Tensor]) -> Event:
+        raise AssertionError("work is noted by `submit`")
+
+    def compute(self, work: Callable[[], None], *, label: Label, nbytes: int = 0) -> None:
+        """Note what compute itself would do."""
+        del work
+        self._notes.turn_to(label)
+        self._notes.touch("penstock.update", nbytes)
+        self._notes.turn_to(NO_LABEL)
+
+    def lease(self, buffer: Tensor) -> None:
+        """Note that a buffer is given its memory, which nobody touches."""
+        before = buffer.untyped_storage().nbytes()
+        super().lease(buffer)
+        self._notes.add(Tier.DEVICE, buffer.untyped_storage().nbytes() - before)
+
+    def make_buffer(self, numel: int, dtype: torch.dtype) -> Tensor:
+        """Make a flat buffer with memory."""
+        with _disable_current_modes():  # of memory that can be taken and given back
+            buffer = super().make_buffer(numel, dtype)
+        mark(buffer)
+        self._notes.add(Tier.DEVICE, buffer.nbytes)
+        return buffer
+
+    def retire(self, buffer: Tensor) -> None:
+        """Note that a buffer's memory goes."""
+        self._notes.add(Tier.DEVICE, -buffer.untyped_storage().nbytes())
+        self._resize(buffer, 0)
+
+    def spoil(self, buffer: Tensor) -> None:
+        """Leave it: it has no values."""
+
+    def return_free_memory(self) -> None:
+        """Do nothing: none was taken."""
+
+    def close(self) -> None:
+        """Do nothing: there are no threads."""
+
+
+class _Turns:
+    """A recorder that notes what compute turns to, and nothing else."""
+
+    def __init__(self, notes: Notes) -> None:
+        self._notes = notes
+
+    def turn_to(self, label: Label) -> None:
+        """Note what compute does from here on."""
+        self._notes.turn_to(label)
+
+    def submitted(self, stream: str, work: Work, after: Sequence[Event], nbytes: int, label: Label) -> NoReturn:
+        """Refuse: `VirtualStreams.submit` notes jobs."""
+        raise AssertionError("jobs are noted where they are submitted")
+
+
+class VirtualEvent(Event):
+    """The completion of a job that is not run.
+
+    Arguments:
+        number: of the job.
+        notes: take who waits for it.
+    """
+
+    __slots__ = ("_is_over", "_notes", "_step", "_was_awaited", "number")
+
+    def __init__(self, number: int, notes: Notes) -> None:
+        self.number = number
+        self._notes = notes
+        self._step = notes.step
+        self._is_over = False
+        self._was_awaited = False
+
+    def wait(self) -> None:
+        """Note that compute goes on after it."""
+        if not (self._is_over or self._was_awaited):
+            self._was_awaited = True
+            self._notes.wait(self.number, by_host=False)
+            self._is_over = self._notes.back_end != "accelerator"
+
+    def synchronize(self) -> None:
+        """Note that the host goes on after it."""
+        if not self._is_over:
+            self._is_over = True
+            self._notes.wait(self.number, by_host=True)
+
+    def done(self) -> bool:
+        """Say whether it must be over: somebody has waited for it, or a whole step has ended since."""
+        return self._is_over or self._step + 1 < self._notes.step
+
+    def check(self) -> None:
+        """Do nothing: nothing fails."""
+
+
+def _folder(work: Work) -> int:
+    """Find the folder that the record is in which work loads or stores; -1 for other work."""
+    if isinstance(work, partial):
+        records = getattr(work.func, "__self__", None)
+        if isinstance(records, InFolders):
+            return records.folder(work.args[0])
+    return -1

@@ -1,0 +1,221 @@
+"""Tiers without memory, and parameters without values: what an engine is built of that is only rehearsed."""
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import NoReturn
+
+import torch
+from torch import Tensor, nn
+
+from penstock.blueprint import Blueprint, Request
+from penstock.engine.units.discover import UnitSpec
+from penstock.engine.units.source import Flat, Source
+from penstock.kinds import Tier
+from penstock.machine.arena import Arena, HostMemory
+from penstock.machine.collectives import Ranks
+from penstock.machine.reach import Grid, Reach
+from penstock.rehearsal.hollow import hollow
+from penstock.rehearsal.notes import Notes
+from penstock.supply import Supply
+from penstock.tiers.home import MemorySection, Section, SectionPlan
+from penstock.tiers.host import HostTier
+from penstock.tiers.nvme import Striping
+from penstock.tiers.records import Records, record_sizes
+from penstock.tiers.tier import Slab, TierMemory
+
+_ROUNDED_BYTES = 512  # what torch's allocator of a device gives at least
+
+
+class Imagined(Supply):
+    """Tiers that note what would be taken of them.
+
+    Arguments:
+        notes: take the bytes.
+        pinnable_bytes: how much host memory can be pinned on the machine that is meant; `None` sets no limit.
+    """
+
+    def __init__(self, notes: Notes, pinnable_bytes: int | None = None) -> None:
+        self._notes = notes
+        self._pinnable_bytes = pinnable_bytes
+
+    def check(self, blueprint: Blueprint, model: nn.Module, grid: Grid, reach: Reach, device: torch.device) -> None:
+        """Refuse nothing: whether it fits is what the rehearsal is to tell."""
+
+    def tiers(self, request: Request, device: torch.device) -> Sequence[TierMemory]:
+        """Make tiers that note their bytes."""
+        notes, options = self._notes, request.options
+        asynchronous = notes.back_end == "accelerator"
+        limits = [limit for limit in (options.pinned_bytes, self._pinnable_bytes) if limit is not None]
+
+        class NotedArena(HollowArena):
+            """Of this rehearsal."""
+
+            def note(self, nbytes: int) -> None:
+                notes.add(Tier.CPU, nbytes)
+
+            @property
+            def needs_pinning(self) -> bool:
+                return asynchronous
+
+        return [
+            _HollowDevice(notes),
+            HostTier(device, min(limits, default=None), tile_bytes=options.tile_bytes, arena=NotedArena),
+            _HollowFiles(notes, len(request.placement.nvme_folders())),
+        ]
+
+    def source(
+        self, model: nn.Module, request: Request, ranks: Ranks, device: torch.device, undo: contextlib.ExitStack
+    ) -> Source:
+        """Give parameters no values."""
+        return _NoValues()
+
+
+class _NoValues(Source):
+    """Nobody has values."""
+
+    def units(self, specs: Sequence[UnitSpec]) -> Iterator[tuple[int, list[Flat] | None]]:
+        """Yield the units in order."""
+        for number, _ in enumerate(specs):
+            yield number, None
+
+
+class HollowArena(Arena):
+    """A slab of host memory that is only counted."""
+
+    def __init__(self, capacity: int, device: torch.device, *, pin: bool = True, ring: bool = False) -> None:
+        del ring
+        self.capacity = capacity
+        self.used = 0
+        self.pinned = pin and self.needs_pinning
+        self._device = device
+        self._slab = hollow(capacity, torch.uint8) if capacity else None
+        self.note(capacity)
+
+    def note(self, nbytes: int) -> None:
+        """Note that bytes are taken, or given back."""
+
+    @property
+    def needs_pinning(self) -> bool:
+        """Whether the device that is meant copies from pinned memory alone by itself."""
+        return False
+
+    @staticmethod
+    def available() -> HostMemory | None:
+        """Say nothing: whether it fits is told afterwards."""
+        return None
+
+    @property
+    def pageable(self) -> bool:
+        """Whether a device copies from it and it is not pinned."""
+        return self.needs_pinning and not self.pinned
+
+    def fault_in(self) -> None:
+        """Touch nothing."""
+
+    def close(self) -> None:
+        """Give the bytes back."""
+        if self._slab is not None:
+            self.note(-self.capacity)
+        self._slab = None
+        self.used = 0
+
+
+class _HollowDevice(TierMemory):
+    """Device memory that is only counted."""
+
+    name = Tier.DEVICE
+
+    def __init__(self, notes: Notes) -> None:
+        self._notes = notes
+
+    def reserve(self, wanted: Mapping[str, Sequence[SectionPlan]], *, pin: bool = True) -> dict[str, Slab]:
+        """Take nothing yet: a section is counted when it is made."""
+        del pin
+        return {home: _HollowSlab(self._make, self._notes, Tier.DEVICE) for home in wanted}
+
+    def _make(self, plan: SectionPlan) -> tuple[Section, int]:
+        tensors = [hollow(cell.numel, cell.dtype) for cell in plan.cells]
+        return MemorySection(plan, tensors), sum(-(-t.nbytes // _ROUNDED_BYTES) * _ROUNDED_BYTES for t in tensors)
+
+
+class _HollowFiles(TierMemory):
+    """Files that are only counted."""
+
+    name = Tier.NVME
+
+    def __init__(self, notes: Notes, folders: int) -> None:
+        self._notes = notes
+        self._folders = max(folders, 1)
+
+    def reserve(self, wanted: Mapping[str, Sequence[SectionPlan]], *, pin: bool = True) -> dict[str, Slab]:
+        """Lay records out over the folders, as the files would have them."""
+        del pin
+        slabs: dict[str, Slab] = {}
+        for home in wanted:
+            striping = Striping(self._folders)
+
+            def make(plan: SectionPlan, striping: Striping = striping) -> tuple[Section, int]:
+                places = striping.place(record_sizes(plan))
+                return HollowRecords(plan, places), sum(nbytes for *_, nbytes in places)
+
+            slabs[home] = _HollowSlab(make, self._notes, Tier.NVME)
+        return slabs
+
+
+class _HollowSlab(Slab):
+    """What sections of one home would be made of.
+
+    Arguments:
+        make: makes a section, and says its bytes.
+        notes: take them.
+        tier: where they would be.
+    """
+
+    def __init__(self, make: Callable[[SectionPlan], tuple[Section, int]], notes: Notes, tier: Tier) -> None:
+        self._make, self._notes, self._tier = make, notes, tier
+        self._nbytes = 0
+
+    def make(self, plan: SectionPlan) -> Section:
+        """Make the next section."""
+        section, nbytes = self._make(plan)
+        self._nbytes += nbytes
+        self._notes.add(self._tier, nbytes)
+        return section
+
+    def close(self) -> None:
+        """Give its bytes back."""
+        self._notes.add(self._tier, -self._nbytes)
+        self._nbytes = 0
+
+
+class HollowRecords(Records):
+    """Records in files that are not there.
+
+    Arguments:
+        places: the folder, offset and bytes of each tile's record.
+    """
+
+    def __init__(self, plan: SectionPlan, places: Sequence[tuple[int, int, int]]) -> None:
+        super().__init__(plan, [nbytes for *_, nbytes in places])
+        self._places = places
+
+    def folder(self, number: int) -> int:
+        """Give the number of the folder that a tile's record is in."""
+        return self._places[number][0]
+
+    def load(self, number: int, into: Tensor) -> NoReturn:
+        """Refuse: streams of a rehearsal run nothing."""
+        raise AssertionError("nothing is loaded in a rehearsal")
+
+    def store(self, number: int, source: Tensor) -> NoReturn:
+        """Refuse: streams of a rehearsal run nothing."""
+        raise AssertionError("nothing is stored in a rehearsal")
+
+    def cut(self, tile: int, start: int, plan: SectionPlan) -> "HollowRecords":
+        """Make a section with records of its own from a byte of a tile's record on."""
+        folder, offset, _ = self._places[tile]
+        places = []
+        for nbytes in record_sizes(plan):
+            places.append((folder, offset + start, nbytes))
+            start += nbytes
+        return HollowRecords(plan, places)

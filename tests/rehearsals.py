@@ -1,0 +1,120 @@
+"""A real run and its rehearsal, noted alike: what was submitted, for what, of how many bytes, and after what."""
+
+import contextlib
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+import penstock
+from penstock.blueprint import Request
+from penstock.build import build
+from penstock.machine.collectives import Ranks
+from penstock.machine.streams import Event, Pending, Streams, Work
+from penstock.rehearsal.rehearse import Scene, rehearse
+from penstock.trace import Label
+
+STEPS = 3
+
+
+class Noted(NamedTuple):
+    """A job."""
+
+    stream: str
+    label: str
+    nbytes: int
+    after: tuple[int, ...]
+
+
+class Witness:
+    """Takes the place of a trace's recorder: nothing is forgotten because it was quick.
+
+    An event counts as over once somebody has waited for it, or a whole step has passed: as in a rehearsal, so that both
+    are asked the same questions and get the same answers.
+    """
+
+    def __init__(self) -> None:
+        self.jobs: list[Noted] = []
+        self.step = 0
+
+    def submitted(self, stream: str, work: Work, after: Sequence[Event], nbytes: int, label: Label) -> "_Job":
+        parts = [part for event in after for part in event.parts()]
+        numbers = {part.number for part in parts if isinstance(part, _Seen)}
+        self.jobs.append(Noted(stream, str(label), nbytes, tuple(sorted(numbers))))
+        return _Job(self, len(self.jobs) - 1, work, [part.unwatched() for part in parts])
+
+    def turn_to(self, label: Label) -> None:
+        pass
+
+
+class _Job:
+    def __init__(self, witness: Witness, number: int, work: Work, after: Sequence[Event]) -> None:
+        self._witness, self._number, self._work = witness, number, [work]
+        self.after = after
+
+    def run(self) -> Pending | None:
+        return self._work.pop()()
+
+    def watch(self, event: Event) -> Event:
+        return _Seen(event, self._number, self._witness)
+
+
+class _Seen(Event):
+    def __init__(self, event: Event, number: int, witness: Witness) -> None:
+        self._event, self.number, self._witness, self._step = event, number, witness, witness.step
+        self._is_over = False
+
+    def wait(self) -> None:
+        self._event.wait()
+        self._is_over = True
+
+    def synchronize(self) -> None:
+        self._event.synchronize()
+        self._is_over = True
+
+    def done(self) -> bool:
+        return self._is_over or self._step + 1 < self._witness.step
+
+    def check(self) -> None:
+        self._event.check()
+
+    def unwatched(self) -> Event:
+        return self._event
+
+
+def run_really(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    batch: Callable[[], Any],
+    request: Request,
+    streams: Streams,
+    *,
+    ranks: Ranks | None = None,
+    micro_batches: int = 1,
+    loss_of: Callable[[Any], torch.Tensor],
+) -> tuple[list[Noted], penstock.Optimizer]:
+    """Run some steps of the engine, and note what it submits. The caller closes."""
+    prepared = build(model, optimizer, request, ranks or Ranks(), streams)
+    witness = Witness()
+    streams.recorder = witness
+    for _ in range(STEPS):
+        for number in range(micro_batches):
+            last = number == micro_batches - 1
+            inputs = batch()
+            with prepared.no_sync() if not last else contextlib.nullcontext():
+                output = model(**inputs) if isinstance(inputs, Mapping) else model(inputs)
+                prepared.backward(loss_of(output))
+        prepared.step()
+        prepared.zero_grad()
+        witness.step += 1
+    prepared.synchronize()
+    streams.recorder = None
+    return witness.jobs, prepared
+
+
+def rehearsed(scene: Scene, request: Request) -> tuple[list[Noted], Any]:
+    """The same of a rehearsal, and the whole of it."""
+    found = rehearse(scene, request, steps=STEPS)
+    jobs = [Noted(job.stream, str(job.label), job.nbytes, job.after) for job in found.program.jobs]
+    return jobs, found
