@@ -128,7 +128,12 @@ class Products:
             seconds = min(chosen.seconds() for _ in range(3))  # the first one brings its memory
             more = shape[0] * shape[1] ** 2 / (chosen.tokens * chosen.hidden**2)
             nbytes = 4 * self.dtype.itemsize * (shape[0] * shape[1] * 3 + 4 * shape[1] ** 2)
-            if seconds > wanted or seconds * more * 5 > deadline.left() or (free is not None and nbytes > free):
+            if (
+                2 * seconds > wanted
+                or seconds * more > 4 * wanted
+                or seconds * more * 5 > deadline.left()
+                or (free is not None and nbytes > free)
+            ):
                 break
             chosen = Products(self._watch, self.dtype, *shape)
         return chosen

@@ -1,6 +1,7 @@
 """The folders of the nvme tier: how fast records are read and written there, through the engine's own queue of I/O."""
 
 import contextlib
+import errno
 import os
 import random
 from collections import deque
@@ -13,7 +14,7 @@ from statistics import median
 import torch
 
 from penstock.config import Options
-from penstock.errors import ConfigError, NvmeError, one_line
+from penstock.errors import ConfigError, one_line
 from penstock.machine.aio import File, Queue, Transfer
 from penstock.machine.arena import PAGE_BYTES, page_aligned
 from penstock.machine.swap import SwapFolder, free_disk_bytes
@@ -27,6 +28,13 @@ IN_FLIGHT = 4  # records at once
 LATENCIES = 32  # reads of a page, one after the other, in a run
 #: Of file systems that are no disk.
 IN_MEMORY = ("tmpfs", "ramfs")
+
+_ADVICE = {
+    errno.ENOENT: "Create it, or name another one.",
+    errno.ENOTDIR: "Name a folder.",
+    errno.ENOSPC: f"Free {LEAST_FREE_BYTES:,} bytes there, or name another one.",
+    errno.EBUSY: "It lies in the folder of a run: name the one around that.",
+}
 
 Folder = str | PathLike[str]
 
@@ -45,13 +53,15 @@ def check_folders(folders: Sequence[Folder]) -> None:
     """
     seen: set[str] = set()
     for folder in folders:
-        shown = repr(one_line(os.fsdecode(os.fspath(folder))))
+        shown = f"'{one_line(os.fsdecode(os.fspath(folder)))}'"
         try:
             SwapFolder(folder, LEAST_FREE_BYTES).close()
             path = os.path.realpath(folder)
-        except (NvmeError, OSError, ValueError) as error:
-            said = one_line(str(error) if isinstance(error, NvmeError) else error, 1000)
-            raise ConfigError(f"The folder {shown} cannot be probed. {said}") from error
+        except (OSError, ValueError) as error:  # an `NvmeError` is an `OSError`; a path may have a null byte
+            number = error.errno if isinstance(error, OSError) else None
+            why = os.strerror(number) if number else one_line(error)
+            advice = _ADVICE.get(number or 0, "Make it a folder that can be written, or name another one.")
+            raise ConfigError(f"The folder {shown} cannot be probed: {why}. {advice}") from error
         if path in seen:
             raise ConfigError(f"The folder {shown} is named twice. Name each folder of the nvme tier once.")
         seen.add(path)
@@ -79,19 +89,24 @@ def measure_disks(folders: Sequence[Folder], deadline: Deadline) -> dict[str, Me
     disks = [os.stat(folder).st_dev for folder in folders]
     sharing = [disks.count(disk) for disk in disks]
     figures = {}
-    for name in ("disk_read", "disk_write", "disk_mixed", "disk_free", "disk_seconds"):
+    for name in ("disk_read", "disk_write", "disk_mixed", "disk_seconds"):
         # A record goes to the folder that is filled least, so folders are used alike, and the slowest one decides.
-        divided = [
-            each[name] if name == "disk_seconds" else _divided(each[name], count)
-            for each, count in zip(found, sharing, strict=True)
-        ]
-        choose = max if name == "disk_seconds" else min
-        slowest = choose(divided, key=lambda each: each.value)
-        others = ""
-        if len(folders) > 1:
-            others = f"; of folder {divided.index(slowest) + 1} of {len(folders)}, the slowest"
-        figures[name] = slowest._replace(how=slowest.how + others)
-    return figures | {"folders": Measurement(*(float(len(folders)),) * 3, "as stated")}
+        latency = name == "disk_seconds"
+        each = [one[name] if latency else _divided(one[name], count) for one, count in zip(found, sharing, strict=True)]
+        slowest = (max if latency else min)(each, key=lambda figure: figure.value)
+        where = f"; of folder {each.index(slowest) + 1} of {len(folders)}, the slowest" if len(folders) > 1 else ""
+        figures[name] = slowest._replace(how=slowest.how + where)
+    return {**figures, **free_space(folders), "folders": Measurement(*(float(len(folders)),) * 3, "as stated")}
+
+
+def free_space(folders: Sequence[Folder]) -> dict[str, Measurement]:
+    """Say what is free in one folder now, `disk_free`: of several the least, since all are filled alike."""
+    if not folders:
+        return {}
+    disks = [os.stat(folder).st_dev for folder in folders]
+    free = [free_disk_bytes(folder) / disks.count(disk) for folder, disk in zip(folders, disks, strict=True)]
+    value = max(1.0, min(free))
+    return {"disk_free": Measurement(value, value, value, "free now" + (", the least" if len(folders) > 1 else ""))}
 
 
 def _divided(figure: Measurement, count: int) -> Measurement:
@@ -121,7 +136,7 @@ def _measure_folder(folder: Folder, deadline: Deadline) -> dict[str, Measurement
         }
         turns = take_turns(cases, deadline)
         where = _where(swap.path, direct=file.direct)
-    return _figures(turns, record, nbytes, where) | {"disk_free": Measurement(*(float(free),) * 3, f"free now{where}")}
+    return _figures(turns, record, nbytes, where)
 
 
 def _sizes(queue: Queue, folder: Path, free: int, deadline: Deadline) -> tuple[int, int]:

@@ -17,10 +17,10 @@ from penstock.machine.devices import device_for, visible_devices
 from penstock.machine.hardware import Hardware
 from penstock.probe.arithmetic import measure_arithmetic
 from penstock.probe.collectives import measure_collectives
-from penstock.probe.disks import Folder, check_folders, measure_disks
+from penstock.probe.disks import Folder, check_folders, free_space, measure_disks
 from penstock.probe.fingerprint import fingerprint, machine_name
 from penstock.probe.links import measure_links
-from penstock.probe.memory import measure_host, measure_jobs, measure_room
+from penstock.probe.memory import free_memory, measure_host, measure_jobs, measure_room
 from penstock.probe.sampling import Deadline, Measurement
 from penstock.probe.updates import measure_device_update
 
@@ -142,6 +142,11 @@ def _measure_alone(
     if device.type != "cpu":
         Hardware(device).empty_cache()
     return figures
+
+
+def measure_free(device: torch.device, folders: Sequence[Folder] = ()) -> Figures:
+    """Say what is free now: `device_memory`, `host_memory`, and `disk_free` with folders. Takes no time."""
+    return {**free_memory(device), **free_space(folders)}
 
 
 def _device_update(device: torch.device, figures: Figures, deadline: Deadline) -> Measurement:

@@ -125,6 +125,14 @@ def measure_room(device: torch.device, deadline: Deadline) -> dict[str, Measurem
     Returns:
         `device_memory`, `host_memory` and `pinnable_memory`; what nothing tells is left out.
     """
+    figures = free_memory(device)
+    if "host_memory" in figures:
+        figures["pinnable_memory"] = _pinnable(device, int(figures["host_memory"].value), deadline)
+    return figures
+
+
+def free_memory(device: torch.device) -> dict[str, Measurement]:
+    """Say how much memory is free now: `device_memory` and `host_memory`, as far as something tells."""
     figures = {}
     free = available_host_memory()
     if free is not None:
@@ -134,8 +142,6 @@ def measure_room(device: torch.device, deadline: Deadline) -> dict[str, Measurem
         figures["device_memory"] = Measurement(*(float(on_device),) * 3, "free on the device now")
     elif free is not None and shares_host_memory(device):
         figures["device_memory"] = figures["host_memory"]._replace(how="the device's memory is the host's")
-    if free is not None:
-        figures["pinnable_memory"] = _pinnable(device, free.nbytes, deadline)
     return figures
 
 
@@ -144,8 +150,8 @@ def _pinnable(device: torch.device, free: int, deadline: Deadline) -> Measuremen
     if not needs_pinning(device):
         return Measurement(*(float(free),) * 3, "a cpu needs no page-locked memory: all that the host has")
     if not can_register(device):
-        return Measurement(0.0, 0.0, 0.0, f"torch page-locks no memory in place for {device.type}")
-    nbytes, locked, seconds = PIN_STEP_BYTES, 0, 0.0
+        return Measurement(*(float(PAGE_BYTES),) * 3, f"torch page-locks no memory in place for {device.type}")
+    nbytes, locked, seconds = PIN_STEP_BYTES, PAGE_BYTES, 0.0
     # A step takes twice the time of the one before it, and the host has to keep room for everybody else.
     while nbytes <= min(MOST_PIN_BYTES, free // 4) and 2 * seconds < deadline.left():
         arena: Arena | None = None
