@@ -177,19 +177,17 @@ class _Disk:
     def move(self, *, reads: bool, writes: bool) -> None:
         """Read every record, or write it; where it is both, one half is read while the other is written."""
         under_way: deque[tuple[int, Transfer, bool]] = deque()
-        try:
-            for turn, (number, write) in enumerate(self._order(reads=reads, writes=writes)):
-                if len(under_way) == IN_FLIGHT:
-                    self._end(*under_way.popleft())
-                offset, buffer = number * self._record, self._buffers[turn % IN_FLIGHT]
-                if write:
-                    transfer = self._file.write(offset, buffer)
-                else:
-                    transfer = self._file.read(offset, buffer, checksum=self._checksums[number])
-                under_way.append((number, transfer, write))
-        finally:
-            while under_way:
+        for turn, (number, write) in enumerate(self._order(reads=reads, writes=writes)):
+            if len(under_way) == IN_FLIGHT:
                 self._end(*under_way.popleft())
+            offset, buffer = number * self._record, self._buffers[turn % IN_FLIGHT]
+            if write:
+                transfer = self._file.write(offset, buffer)
+            else:
+                transfer = self._file.read(offset, buffer, checksum=self._checksums[number])
+            under_way.append((number, transfer, write))
+        while under_way:  # after an error they are waited for by whoever closes the file
+            self._end(*under_way.popleft())
 
     def latency(self) -> float:
         """Read pages one after the other at places that nobody expects; seconds of each."""

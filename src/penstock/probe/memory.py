@@ -53,7 +53,7 @@ def measure_host(device: torch.device, deadline: Deadline) -> dict[str, Measurem
         for name in RULES:
             for precision in (BF16, FP32):
                 update = Update(name, precision, memory)
-                cases[f"{name} {precision}"] = partial(_update, update, pools[cores.count])
+                cases[f"{name} {precision}"] = partial(_update, update, pools[cores.count], memory)
         turns = take_turns(cases, deadline)
     threads = Measurement(
         *(float(cores.count),) * 3, "the cores of this rank, near its device and within the container's quota"
@@ -89,7 +89,9 @@ def _copy(pool: Pool, memory: Tensor) -> float:
     return 2 * nbytes / seconds_of(lambda: pool.copy(address + nbytes, address, nbytes))
 
 
-def _update(update: Update, pool: Pool) -> float:
+def _update(update: Update, pool: Pool, memory: Tensor) -> float:
+    """Update every tile; bytes/s, read and written."""
+    fill(memory)  # where another rule has had its masters, this one would find numbers that no training has
     return update.nbytes / seconds_of(lambda: update.run(pool))
 
 

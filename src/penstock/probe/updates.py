@@ -82,8 +82,11 @@ class Update:
 
 
 def fill(memory: Tensor) -> None:
-    """Fill memory with bytes that are small, normal numbers in every dtype: a rule may be slow with other ones."""
-    few = normal((1 << 12,), memory.device, torch.float32, scale=0.02).abs_().view(torch.uint8)
+    """Fill memory with bytes that are small, normal numbers in every dtype: a rule may be slower with other ones.
+
+    They are bf16 numbers: two of them, read as one fp32 number, are about the first one.
+    """
+    few = normal((1 << 13,), memory.device, torch.bfloat16, scale=0.02).abs_().view(torch.uint8)
     whole = memory.numel() // few.numel()
     memory[: whole * few.numel()].view(whole, few.numel()).copy_(few)
     memory[whole * few.numel() :].zero_()
