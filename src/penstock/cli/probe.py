@@ -1,6 +1,5 @@
 """`penstock probe`: what this machine can do, measured and kept for plans."""
 
-import os
 import stat
 import tempfile
 from collections.abc import Callable, Iterator
@@ -68,19 +67,27 @@ def check_target(target: Path) -> None:
     Raises:
         ConfigError: it is something else than a machine's file, or cannot be made.
     """
-    advice = "Name another file."
+    shown = one_line(str(target))
     try:
-        if os.path.lexists(target):
-            if not stat.S_ISREG(target.stat().st_mode):
-                raise ConfigError(f"--out {one_line(str(target))} is there, and no file. {advice}")
-            with target.open("rb") as file:
-                if b'"penstock": "machine"' not in file.read(_LOOKED_AT):
-                    raise ConfigError(f"--out {one_line(str(target))} is there, and no machine's file. {advice}")
+        try:
+            there = target.stat()
+        except FileNotFoundError:
+            there = None  # or a link that leads nowhere, which is replaced
+        if there is not None and not stat.S_ISREG(there.st_mode):
+            raise ConfigError(f"--out {shown} is there, and no file. Name another file.")
+        if there is not None and not _is_machine(target):
+            raise ConfigError(f"--out {shown} is there, and no machine's file. Name another file.")
         with tempfile.TemporaryFile(dir=target.parent):
             pass
     except OSError as error:
         why = error.strerror or one_line(error)
-        raise ConfigError(f"--out {one_line(str(target))} cannot be written: {why}. {advice}") from error
+        raise ConfigError(f"--out {shown} cannot be written: {why}. Name another file.") from error
+
+
+def _is_machine(path: Path) -> bool:
+    """Whether a file looks like a machine's, which may be replaced."""
+    with path.open("rb") as file:
+        return b'"penstock": "machine"' in file.read(_LOOKED_AT)
 
 
 @contextmanager
