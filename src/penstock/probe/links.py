@@ -24,7 +24,7 @@ MOST_BYTES, LEAST_BYTES = 128 << 20, 1 << 20  # of a copy
 PIECE_BYTES = 16 << 20  # in which the engine's copies come, about
 UPDATE_BYTES = 64 << 20
 #: Below so many seconds copies are small: a page-locked slab takes its time as well.
-LITTLE_SECONDS = 2.0
+LITTLE_SECONDS = 0.75
 
 
 def measure_links(device: torch.device, deadline: Deadline) -> dict[str, Measurement]:

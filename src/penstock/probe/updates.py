@@ -41,7 +41,8 @@ _DTYPES: Mapping[str, tuple[torch.dtype, torch.dtype | None]] = {
 TILE_NUMEL = Options().tile_bytes // 2
 #: An element of any update here takes so many bytes, and the pages of its tensors.
 BYTES_AT_MOST = 18
-COMPILING_SECONDS = 40.0
+LITTLE_UPDATE_BYTES = 4 << 20
+COMPILING_SECONDS = 20.0
 
 
 class Update:
@@ -55,6 +56,7 @@ class Update:
 
     Attributes:
         tiles: how many tiles there are.
+        numel: how many elements all of them have.
         nbytes: the bytes that all of them read and write, as the engine counts them.
     """
 
@@ -72,8 +74,9 @@ class Update:
             states = tuple(cuts.take(tile_numel, spec.dtype) for spec in self._rule.states)
             self._segments.append(Segment(param=param, grad=grad, master=held, states=states))
         self.tiles = len(self._segments)
+        self.numel = self.tiles * tile_numel
         # All is read, and all but the gradient is written.
-        self.nbytes = self.tiles * tile_numel * (dtype.itemsize + 2 * sum(each.itemsize for each in changed))
+        self.nbytes = self.numel * (dtype.itemsize + 2 * sum(each.itemsize for each in changed))
 
     def run(self, pool: Pool | None) -> None:
         """Apply the rule once to each tile."""
@@ -103,15 +106,26 @@ def measure_device_update(device: torch.device, nbytes: int, deadline: Deadline)
     Returns:
         `None` where there is no time: its kernel has to be compiled first.
     """
-    if has_compiler(device) and deadline.left() < COMPILING_SECONDS:
+    compiles = has_compiler(device)
+    if compiles and deadline.left() < COMPILING_SECONDS:
         return None
+    watch = Stopwatch(device)
+    update = _whole(device, nbytes if compiles else min(nbytes, LITTLE_UPDATE_BYTES))
+    seconds = watch.seconds(lambda: update.run(None))
+    if not compiles:  # many passes over memory: as large as there is time for
+        seconds = watch.seconds(lambda: update.run(None))
+        if 8 * seconds * nbytes / LITTLE_UPDATE_BYTES < deadline.left():
+            update = _whole(device, nbytes)
+    turns = take_turns({"update": lambda: update.nbytes / watch.seconds(lambda: update.run(None))}, deadline)
+    how = "compiled" if compiles else "in torch's operations, since no compiler knows the device"
+    return turns.measurement("update", f"AdamW of {update.numel:,} elements, {BF16}, on the device, {how}")
+
+
+def _whole(device: torch.device, nbytes: int) -> Update:
+    """Make an update of all of some new memory at once: a device takes what is in its reach in one call."""
     memory = torch.empty(nbytes, dtype=torch.uint8, device=device)
     fill(memory)
-    tile_numel = nbytes // BYTES_AT_MOST  # one tile: the device takes what is in its reach at once
-    update, watch = Update("adamw", BF16, memory, tile_numel), Stopwatch(device)
-    update.run(None)  # compiles
-    turns = take_turns({"update": lambda: update.nbytes / watch.seconds(lambda: update.run(None))}, deadline)
-    return turns.measurement("update", f"AdamW of {tile_numel:,} elements, {BF16}, on the device")
+    return Update("adamw", BF16, memory, nbytes // BYTES_AT_MOST)
 
 
 class _Cuts:
