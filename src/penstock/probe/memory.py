@@ -1,6 +1,7 @@
 """The host's memory: its bandwidth, the updates that run on it, how much is free, and how much a device may pin."""
 
 import contextlib
+import os
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -36,7 +37,7 @@ def measure_host(device: torch.device, deadline: Deadline) -> dict[str, Measurem
     Returns:
         `host_threads`, `host_bandwidth`, `update` and `update_<rule>`.
     """
-    cores = update_cores(device)
+    cores, load = update_cores(device), os.getloadavg()[0]
     memory = page_aligned(bytes_of_passes(deadline))
     touch(memory, cores.count)
     fill(memory)
@@ -55,8 +56,10 @@ def measure_host(device: torch.device, deadline: Deadline) -> dict[str, Measurem
                 update = Update(name, precision, memory)
                 cases[f"{name} {precision}"] = partial(_update, update, pools[cores.count], memory)
         turns = take_turns(cases, deadline)
+    # Figures of a machine that others use are those of what they leave: who reads them is to know.
     threads = Measurement(
-        *(float(cores.count),) * 3, "the cores of this rank, near its device and within the container's quota"
+        *(float(cores.count),) * 3,
+        f"the cores of this rank, near its device and within the container's quota; the load was {load:.1f} before",
     )
     return {"host_threads": threads, **_host_figures(turns, counts, memory.numel())}
 

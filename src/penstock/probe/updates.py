@@ -116,7 +116,7 @@ def measure_device_update(device: torch.device, nbytes: int, deadline: Deadline)
         seconds = watch.seconds(lambda: update.run(None))
         if 8 * seconds * nbytes / LITTLE_UPDATE_BYTES < deadline.left():
             update = _whole(device, nbytes)
-    turns = take_turns({"update": lambda: update.nbytes / watch.seconds(lambda: update.run(None))}, deadline)
+    turns = take_turns({"update": lambda: update.nbytes / watch.seconds_each(lambda: update.run(None))}, deadline)
     how = "compiled" if compiles else "in torch's operations, since no compiler knows the device"
     return turns.measurement("update", f"AdamW of {update.numel:,} elements, {BF16}, on the device, {how}")
 
