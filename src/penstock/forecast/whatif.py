@@ -51,10 +51,10 @@ class Answer:
     share: float | None
 
 
-#: A second disk is a second folder of the nvme tier. Where memory is twice as fast updates are, too: they do little but
+#: A second disk takes half of what the first one does, as twice as fast a disk would. Where memory is twice as fast updates are, too: they do little but
 #: read and write it.
 WHAT_IFS: Sequence[WhatIf] = (
-    WhatIf("a second disk", ("folders",)),
+    WhatIf("a second disk", ("disk_read", "disk_write", "disk_mixed")),
     WhatIf("host memory twice as fast", ("host_bandwidth", "update", "update_*")),
     WhatIf("a link twice as fast", ("h2d", "d2h", "h2d_pageable", "d2h_pageable", "duplex")),
     WhatIf("links between ranks twice as fast", ("link_bandwidth", "net_bandwidth")),

@@ -283,6 +283,14 @@ class TestFingerprint:
     def test_names_shapes_dtypes_and_what_is_trained_count(self, other):
         assert model_fingerprint(other) != model_fingerprint(net())
 
+    def test_which_of_two_equal_parameters_is_trained_counts(self):
+        first, second = net(), net()
+        first[0].weight.requires_grad_(False)
+        second[1].weight.requires_grad_(False)
+        assert model_fingerprint(first).startswith("4 tensors, 17 parameters, 11 trained, ")
+        assert model_fingerprint(second).startswith("4 tensors, 17 parameters, 11 trained, ")
+        assert model_fingerprint(first) != model_fingerprint(second)
+
     def test_shapes_of_equal_size_differ(self):
         assert model_fingerprint(nn.Linear(2, 6, bias=False)) != model_fingerprint(nn.Linear(6, 2, bias=False))
 

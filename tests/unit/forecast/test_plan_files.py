@@ -181,7 +181,9 @@ def test_a_file_that_only_grows_is_read_no_further_than_the_limit(tmp_path):
 
 
 def test_what_is_no_file_is_refused(tmp_path):
-    assert "it cannot be read: [Errno 2] No such file" in said_of(tmp_path / "plan.json")
+    assert "it cannot be read: No such file or directory. Name a file that penstock plan wrote." in said_of(
+        tmp_path / "plan.json"
+    )
     assert "it is no file" in said_of(tmp_path)
     os.mkfifo(tmp_path / "pipe")
     assert "it is no file" in said_of(tmp_path / "pipe")

@@ -1,5 +1,6 @@
 """A plan in words, to the letter: the table, the reasons, and what was predicted beside what was measured."""
 
+from pathlib import Path
 from textwrap import dedent
 
 import pytest
@@ -10,11 +11,21 @@ from penstock.forecast.table import block, explain, lacks_in_words, table
 from penstock.forecast.wording import aligned, fraction, seconds, share, signed, size
 from tests.plans import DESKTOP, GIB, MIB, plan, too_large
 
+MEASURED = {
+    "step": 4.9,
+    "host update": 4.1,
+    "device compute": 2.11,
+    "NVMe reads": 0.31,
+    "host-to-device link": 0.0043,
+}
 OUTSIDE = "what is not traced (data, loss, Python)"
 
 
 def shows(text: str) -> str:
     return dedent(text).strip("\n")
+
+
+PAGE = (Path(__file__).parents[3] / "docs" / "plan.md").read_text()
 
 
 def line_of(text: str, start: str) -> str:
@@ -132,6 +143,12 @@ def test_a_plan_for_one_of_two_ranks_with_updates_on_the_device():
     assert line_of(str(plan(world_size=16, hosts=4)), "planned for").endswith(", one of 16 ranks on 4 hosts")
     streamed = plan(options=Options(streamed_updates="auto"))
     assert line_of(str(streamed), "updates").endswith("forward, a measured share of the host's on the device")
+
+
+def test_fractions_that_are_1_but_for_rounding_are_all():
+    made = plan(placement=Placement(params={"device": 0.5, "cpu": 0.4999995}), device="cpu", kind_bytes={})
+    assert line_of(str(made), "params").split() == ["params", "1.00", "-"]
+    assert "  params host; gradients host;" in block(made)
 
 
 def test_activations_stand_in_the_columns_that_have_them():
@@ -270,3 +287,16 @@ def test_only_the_last_cell_of_a_row_may_be_longer_than_its_column():
 def test_a_change_may_bring_both_or_nothing():
     both = str(plan(what_ifs=(WhatIf("more", 1, 0.5), WhatIf("none")))).splitlines()[-2]
     assert both == "more -1.00 s +50 % tokens/s | none"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        table(DESKTOP, run="penstock train --plan plan.json"),
+        str(too_large()).splitlines()[0],
+        explain(DESKTOP),
+        block(DESKTOP, MEASURED),
+    ],
+)
+def test_the_page_shows_what_is_printed(text):
+    assert text in PAGE
