@@ -24,6 +24,8 @@ from penstock.kinds import Overlap
 
 #: What a bound gives up for rounding: so little above the least step, a placement moves as little as it can.
 ROUNDING = 1e-6
+#: What several kinds of work share; each kind is counted by itself as well.
+SHARED = ("link", "disk", "host memory")
 FORWARD, BACKWARD = "forward window", "backward window"
 STEP = {FORWARD: 1.0, BACKWARD: 1.0}
 
@@ -48,6 +50,11 @@ class Bound:
     busy_s: Mapping[str, float] = field(default_factory=dict)
     slack_s: Mapping[str, float] = field(default_factory=dict)
     prices: Mapping[str, float] = field(default_factory=dict)
+
+    @property
+    def work_s(self) -> float:
+        """Seconds of all work, if one thing were done after the other."""
+        return sum(seconds for name, seconds in self.busy_s.items() if name not in SHARED)
 
 
 def bound(
@@ -209,8 +216,8 @@ class _Step:
         if least is None:
             return None
         work = dict[str, float]()
-        for spread in self._resources.values():
-            add(work, spread.total)
+        for name, spread in self._resources.items():
+            add(work, spread.total if name not in SHARED else {})
         if haste:
             add(work, STEP, 1 / haste)
         else:

@@ -6,8 +6,9 @@ from fractions import Fraction
 from math import ceil, floor
 
 from penstock.forecast.linear import Linear, unit_of
-from penstock.forecast.load import Limits, Load, words_of
+from penstock.forecast.load import Limits, Load
 from penstock.forecast.traffic import Traffic
+from penstock.forecast.wording import size
 from penstock.kinds import TierName
 
 #: Where it makes no difference in bytes, what is missing is missing on the slowest tier.
@@ -51,7 +52,7 @@ class Infeasible:
         return self.changes[0] if self.changes else None
 
     def __str__(self) -> str:
-        lacking = " and ".join(f"{words_of(nbytes)} {_WHERE[tier]}" for tier, nbytes in self.missing.items())
+        lacking = " and ".join(f"{size(nbytes)} {_WHERE[tier]}" for tier, nbytes in self.missing.items())
         ways = f" It fits with {', or with '.join(change.words for change in self.changes)}." if self.changes else ""
         return f"It does not fit: {lacking} too few.{ways}"
 
@@ -106,7 +107,7 @@ def _files(load: Load, limits: Limits) -> Change | None:
         return None
     more = ceil(min(found)) - limits.of("nvme")
     words = "more of the nvme tier" if "nvme" in limits.bytes else "of an nvme tier"
-    return Change("nvme", more, f"{words_of(more)} {words}")
+    return Change("nvme", more, f"{size(more)} {words}")
 
 
 def _batch(load: Load, limits: Limits) -> Change | None:

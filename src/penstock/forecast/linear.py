@@ -84,7 +84,10 @@ class Linear:
         return Solution(value, values, prices)
 
     def exactly(self, costs: Terms) -> dict[str, Fraction] | None:
-        """Find the variables at the least sum of costs without rounding; `None` where no values meet all rows."""
+        """Find the variables at the least sum of costs without rounding; `None` where no values meet all rows.
+
+        What is apart by less than a billionth counts as equal until a basis is found.
+        """
         solver = self._solve(costs)
         if solver is None:
             return None

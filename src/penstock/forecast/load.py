@@ -10,7 +10,6 @@ from penstock.kinds import TierName
 
 KINDS = ("params", "grads", "optimizer")
 TIERS: tuple[TierName, ...] = ("device", "cpu", "nvme")
-GIB = 1 << 30
 
 #: What has a fraction of its bytes on each tier: "params", "grads", "optimizer".
 Fractions = Mapping[str, Mapping[TierName, float]]
@@ -174,11 +173,3 @@ class Limits:
     def with_room(self, tier: TierName, nbytes: int) -> "Limits":
         """The same with so much to be taken of a tier."""
         return replace(self, bytes={**self.bytes, tier: nbytes + self.reserve.get(tier, 0)})
-
-
-def words_of(nbytes: float) -> str:
-    """Write a number of bytes for people."""
-    for unit, size in (("GiB", GIB), ("MiB", 1 << 20), ("KiB", 1 << 10)):
-        if nbytes >= size:
-            return f"{nbytes / size:,.1f} {unit}"
-    return f"{nbytes:,.0f} bytes"

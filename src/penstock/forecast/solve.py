@@ -8,12 +8,12 @@
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from itertools import pairwise
+from itertools import pairwise, permutations
 from math import ceil
 
-from penstock.forecast.candidates import Candidate, Candidates, Choice, candidates
+from penstock.forecast.candidates import Candidate, Candidates, Choice, candidates, order_among
 from penstock.forecast.lacks import Change, Infeasible, fits, lacks
-from penstock.forecast.load import KINDS, TIERS, Limits, Load
+from penstock.forecast.load import KINDS, TIERS, Fractions, Limits, Load
 from penstock.kinds import TierName
 
 __all__ = [
@@ -178,36 +178,38 @@ class _Search:
         return self.best[0] is not was
 
     def _neighbours(self, candidate: Candidate, shift: float) -> Iterator[Candidate]:
-        """Yield what is one shift of a cut away."""
-        for kinds in TOGETHER:
-            for one, other in pairwise(self.among.limits.tiers):
-                for here, there in ((one, other), (other, one)):
-                    fractions = dict(candidate.fractions)
-                    for kind in kinds:
-                        fractions[kind] = _moved(fractions[kind], here, there, shift)
-                    found = self.among.at(candidate.choice, fractions, candidate.streamed)
-                    if found is not None:
-                        yield found
-        if candidate.choice.streamed:
-            for streamed in (candidate.streamed - shift, candidate.streamed + shift):
-                if 0 <= streamed <= candidate.choice.streamed:
-                    found = self.among.at(candidate.choice, candidate.fractions, streamed)
-                    if found is not None:
-                        yield found
+        """Yield what is one shift away: of a cut, of two kinds that change places, or of the device's share."""
+        choice, nbytes = candidate.choice, self.among.loads[candidate.choice].kind_bytes
+        tiers = [pair for near in pairwise(self.among.limits.tiers) for pair in (near, near[::-1])]
+        changed: list[Fractions] = []
+        for here, there in tiers:
+            changed += [_shifted(candidate.fractions, dict.fromkeys(kinds, shift), here, there) for kinds in TOGETHER]
+            for one, other in permutations((kind for kind in KINDS if nbytes[kind]), 2):
+                traded = _shifted(candidate.fractions, {one: shift}, here, there)
+                share = shift * nbytes[one] / nbytes[other]  # as many bytes go the other way: where memory is full
+                changed.append(_shifted(traded, {other: share}, there, here))
+        yield from filter(None, (self.among.at(choice, fractions, candidate.streamed) for fractions in changed))
+        if choice.streamed:
+            shares = (max(0.0, candidate.streamed - shift), min(choice.streamed, candidate.streamed + shift))
+            yield from filter(None, (self.among.at(choice, candidate.fractions, share) for share in shares))
 
     def _try_until_it_fits(self, candidate: Candidate) -> None:
         current: Candidate | None = candidate
-        if self._excess(candidate):  # as far as other rehearsals of the choice have shown
+        if self._excess(candidate):  # as far as other rehearsals have shown
             current = self._repaired(candidate, self._peak(candidate))
-        known = {tried.key for tried, _ in self.tried}
         for _ in range(MOST_REPAIRS):
+            known = {tried.key for tried, _ in self.tried}
             if current is None or current.key in known or self.left <= 0:
                 return
             evaluation = self._try(current)
             if evaluation.fits:
                 return
-            known.add(current.key)
-            current = self._repaired(current, evaluation.peak_bytes)
+            moved = self._repaired(current, evaluation.peak_bytes)
+            instead = [
+                c for c in self.among.tighter(current.choice, self.unknown[current.choice]) if c.key not in known
+            ]
+            fitting = [c for c in (moved, *instead) if c is not None and not self._excess(c)]
+            current = min(fitting, key=order_among(fitting), default=moved)
 
     def _try(self, candidate: Candidate) -> Evaluation:
         evaluation = self.evaluate(candidate)
@@ -225,7 +227,8 @@ class _Search:
 
     def _peak(self, candidate: Candidate) -> dict[TierName, float]:
         """Estimate the peaks of a candidate, with what the last rehearsal of its choice had beside state at rest."""
-        at_rest, unknown = self.among.at_rest(candidate), self.unknown.get(candidate.choice, {})
+        at_rest = self.among.at_rest(candidate)
+        unknown = self.unknown.get(candidate.choice) or self.least_unknown()
         return {tier: at_rest[tier] + unknown.get(tier, 0.0) for tier in TIERS}
 
     def _excess(self, candidate: Candidate) -> Mapping[TierName, int]:
@@ -250,6 +253,12 @@ class _Search:
             if missing > 0:
                 return None
         return self.among.at(candidate.choice, fractions, candidate.streamed)
+
+
+def _shifted(fractions: Fractions, shares: Mapping[str, float], here: TierName, there: TierName) -> Fractions:
+    """Move shares of some kinds from one tier to another."""
+    moved = {kind: _moved(fractions[kind], here, there, share) for kind, share in shares.items()}
+    return {**fractions, **moved}
 
 
 def _moved(shares: Mapping[TierName, float], here: TierName, there: TierName, share: float) -> Mapping[TierName, float]:
