@@ -64,4 +64,6 @@ def plan(**changes: Any) -> Plan:
 def too_large(**changes: Any) -> Plan:
     """Change the desktop's plan to one that does not fit."""
     lacks = (Lack("device", 3 * GIB + 12345, "use 4 slices of the batch"),)
-    return plan(**({"fits": False, "lacks": lacks, "step_s": 0, "step_range_s": (0, 0), "what_ifs": ()} | changes))
+    unknown = {"step_s": 0, "step_range_s": (0, 0), "tokens_per_s": 0, "busy_s": {}, "waits_s": {}, "what_ifs": ()}
+    peaks = {"device": 26726 * MIB, "cpu": 98 * GIB, "nvme": 13 * GIB}
+    return plan(**({"fits": False, "peak_bytes": peaks, "lacks": lacks, **unknown} | changes))

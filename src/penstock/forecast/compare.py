@@ -55,14 +55,21 @@ def compare(first: Answer, second: Answer, *, names: tuple[str, str] = ("first",
 def _rows(first: Answer, second: Answer) -> Iterator[Row]:
     """List what both say: what comes out, what to do, what that takes, and what it is for."""
     yield Row("fits", _fits(first), _fits(second))
-    yield from _times({"step": first.step_s}, {"step": second.step_s})
+    step_s = max(first.step_s, second.step_s)
+    yield from _times({"step": first.step_s}, {"step": second.step_s}, step_s)
     before, after = first.tokens_per_s, second.tokens_per_s
     yield Row("tokens/s", f"{before:,.0f}", f"{after:,.0f}", _change(before, after))
     yield from _texts(_said(first), _said(second))
-    busy = ({f"busy: {name}": busy for name, busy in plan.busy_s.items()} for plan in (first, second))
-    yield from _times(*busy)
-    waits = ({f"waits: {verb}": waited for verb, waited in waits_by_verb(plan)} for plan in (first, second))
-    yield from _times(*waits)
+    yield from _times(_busy(first), _busy(second), step_s)
+    yield from _times(_waits(first), _waits(second), step_s)
+
+
+def _busy(plan: Answer) -> dict[str, float]:
+    return {f"busy: {name}": busy for name, busy in plan.busy_s.items()}
+
+
+def _waits(plan: Answer) -> dict[str, float]:
+    return {f"waits: {verb}": waited for verb, waited in waits_by_verb(plan)}
 
 
 def _fits(plan: Answer) -> str:
@@ -92,12 +99,12 @@ def _texts(first: Mapping[str, str], second: Mapping[str, str]) -> Iterator[Row]
         yield Row(name, first.get(name, "-"), second.get(name, "-"))
 
 
-def _times(first: Mapping[str, float], second: Mapping[str, float]) -> Iterator[Row]:
+def _times(first: Mapping[str, float], second: Mapping[str, float], step_s: float) -> Iterator[Row]:
     """List seconds by name, those that take the longest in either plan first."""
     names = sorted({*first, *second}, key=lambda name: (-max(first.get(name, 0.0), second.get(name, 0.0)), name))
     for name in names:
         before, after = first.get(name, 0.0), second.get(name, 0.0)
-        yield Row(name, seconds(before), seconds(after), _change(before, after))
+        yield Row(name, seconds(before, beside=step_s), seconds(after, beside=step_s), _change(before, after))
 
 
 def _change(before: float, after: float) -> str:

@@ -101,7 +101,7 @@ _SHOWN: Mapping[Unit, tuple[str, ...]] = {
 STATED = "stated"
 
 _MOST_CHARS = 80
-_NUMBER = re.compile(r"\s*([+-]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][+-]?[0-9]{1,4})?)\s*(.*?)\s*", re.DOTALL)
+_NUMBER = re.compile(r"\s*([+-]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][+-]?[0-9]{1,4}(?![0-9]))?)\s*(.*?)\s*", re.DOTALL)
 _BITS = re.compile(r"([kKMGTP]i?b|[kKMGTP]?i?bits?|[kKMGTP]?bp)(/?s)?")
 
 

@@ -9,7 +9,19 @@ from typing import Any
 
 from penstock.errors import ConfigError, one_line
 from penstock.forecast import machinefiles
-from penstock.forecast.figures import FIGURES, Figure, check_count, check_name, number, shown, write_value
+from penstock.forecast.figures import (
+    FIGURES,
+    Figure,
+    check_count,
+    check_name,
+    number,
+    parse_figure,
+    shown,
+    write_value,
+)
+from penstock.forecast.machinefiles import shipped
+
+__all__ = ["FIGURES", "Figure", "Machine", "parse_figure", "shipped", "write_value"]
 
 _MOST_CHARS = 200
 
@@ -136,6 +148,18 @@ class Machine:
             except ConfigError as error:
                 raise ConfigError(f"{error}. Give it in {FIGURES[name].unit}.") from error
         return Machine(self.name, self.device, {**self.figures, **stated}, self.fingerprint, self.probed)
+
+    def has(self, name: str) -> bool:
+        """Whether the machine has a figure.
+
+        Raises:
+            ConfigError: there is no figure of that name on any machine.
+
+        Example:
+            >>> Machine.read("cpu-laptop").has("h2d")
+            False
+        """
+        return check_name(name) in self.figures
 
     def value(self, name: str) -> float:
         """Look up a figure, in its unit.

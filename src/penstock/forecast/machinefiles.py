@@ -28,6 +28,7 @@ SUFFIX = ".json"
 
 _MOST_BYTES = 1 << 20
 _MOST_DEPTH = 8
+_MOST_EXACT = 1 << 53
 _KEYS = ("penstock", "version", "name", "device", "probed", "fingerprint", "figures")
 _FIGURE_KEYS = ("value", "low", "high", "how")
 _FOLDER = "machines"
@@ -131,7 +132,7 @@ def parts(content: Mapping[str, Any]) -> dict[str, Any]:
     if type(version) is not int or version != VERSION:
         raise ConfigError(f"its version is {shown(version)}, and this Penstock reads {VERSION}. Use a newer Penstock.")
     for key in content:
-        _known(key, _KEYS, "it")
+        _known(key, _KEYS)
     for key in ("name", "device", "figures"):
         if key not in content:
             raise ConfigError(f"it has no {shown(key)}. Add it.")
@@ -154,18 +155,18 @@ def _figure(name: str, given: Any) -> Figure:
         if not isinstance(given, dict):
             return Figure.stated(given)
         for key in given:
-            _known(key, _FIGURE_KEYS, f"figure {name}")
+            _known(key, _FIGURE_KEYS)
         if "value" not in given:
             raise ConfigError("it has no value")
-        value = given["value"]
+        value: Any = given["value"]
         return Figure(value, given.get("low", value), given.get("high", value), given.get("how", STATED))
     except ConfigError as error:
-        raise ConfigError(f"figure {name}: {error}. Mend it.") from error
+        raise ConfigError(f"figure {name}: {str(error).rstrip('.')}. Mend it.") from error
 
 
-def _known(key: str, keys: tuple[str, ...], where: str) -> None:
+def _known(key: str, keys: tuple[str, ...]) -> None:
     if key not in keys:
-        raise ConfigError(f"{where} has a key {shown(key)}, which nothing reads. Keys are {', '.join(keys)}.")
+        raise ConfigError(f"it has a key {shown(key)}, which nothing reads. Keys are {', '.join(keys)}.")
 
 
 def _mapping(given: Any, key: str) -> dict[str, Any]:
@@ -192,10 +193,32 @@ def content(machine: "Machine") -> dict[str, Any]:
         "probed": machine.probed,
         "fingerprint": dict(machine.fingerprint),
         "figures": {
-            name: {"value": figure.value, "low": figure.low, "high": figure.high, "how": figure.how}
+            name: {
+                "value": _plain(figure.value),
+                "low": _plain(figure.low),
+                "high": _plain(figure.high),
+                "how": figure.how,
+            }
             for name, figure in machine.figures.items()
         },
     }
+
+
+def _plain(value: float) -> float:
+    """Write a whole number without a point, where a reader gets the same number of it."""
+    return int(value) if value.is_integer() and value < _MOST_EXACT else value
+
+
+def _lines(content: Mapping[str, Any]) -> str:
+    """Write JSON for people: a line for each key, and for each figure."""
+    lines = []
+    for key, value in content.items():
+        if key == "figures" and value:
+            rows = [f"  {json.dumps(name)}: {json.dumps(figure, allow_nan=False)}" for name, figure in value.items()]
+            lines.append(' "figures": {\n' + ",\n".join(rows) + "\n }")
+        else:
+            lines.append(f" {json.dumps(key)}: {json.dumps(value, allow_nan=False)}")
+    return "{\n" + ",\n".join(lines) + "\n}\n"
 
 
 def write(path: Path, content: Mapping[str, Any]) -> None:
@@ -205,7 +228,7 @@ def write(path: Path, content: Mapping[str, Any]) -> None:
         ConfigError: it cannot be written, or is no JSON.
     """
     try:
-        text = json.dumps(content, indent=1, allow_nan=False) + "\n"
+        text = _lines(content)
     except (TypeError, ValueError, RecursionError) as error:
         raise ConfigError(f"The machine's fingerprint is no JSON: {one_line(error)}. Use texts and numbers.") from error
     made = path.with_name(f".{path.name}.{os.getpid()}")

@@ -43,6 +43,7 @@ class Plan(Answer):
     `Answer` says what the fields are.
 
     Example:
+        >>> from penstock import Placement
         >>> plan = Plan(
         ...     placement=Placement(optimizer="cpu"), overlap="auto", unit_micro_batches=1, options=Options(),
         ...     recompute=False, world_size=1, fits=True, step_s=0.5, step_range_s=(0.4, 0.6),

@@ -19,6 +19,7 @@ from penstock.forecast.answer import Answer, Lack, WhatIf, Why
 
 KIND, VERSION = "plan", 1
 MOST_BYTES = 4 << 20
+_NAME_ANOTHER = "Name a file that penstock plan wrote."
 
 _LISTS: Mapping[str, type] = {"what_ifs": WhatIf, "why": Why, "lacks": Lack}
 
@@ -46,7 +47,7 @@ def read(path: str | os.PathLike[str]) -> dict[str, Any]:
     content = _parse(_read_bytes(path))
     kind, version = content.pop("penstock", None), content.pop("version", None)
     if kind != KIND:
-        raise ConfigError("it is no plan. Name a file that penstock plan wrote.")
+        raise ConfigError(f"it is no plan. {_NAME_ANOTHER}")
     if type(version) is not int or version != VERSION:
         raise ConfigError(
             f"it is a plan of version {values.shown(version)}, and version {VERSION} is read: plan again with "
@@ -64,18 +65,19 @@ def read(path: str | os.PathLike[str]) -> dict[str, Any]:
 
 def naming(path: str | os.PathLike[str], error: Exception) -> ConfigError:
     """Make the error of a file of what is wrong with it; the caller raises it."""
-    what = str(error) if isinstance(error, ConfigError) else f"it cannot be read: {one_line(error)}."
+    why = error.strerror if isinstance(error, OSError) and error.strerror else one_line(error)
+    what = str(error) if isinstance(error, ConfigError) else f"it cannot be read: {why}. {_NAME_ANOTHER}"
     return ConfigError(f"{one_line(str(path), 200)}: {one_line(what, 500)}")
 
 
 def _read_bytes(path: str | os.PathLike[str]) -> bytes:
     file = Path(path)
     if file.exists() and not file.is_file():  # of a pipe nothing may ever come
-        raise ConfigError("it is no file. Name a file that penstock plan wrote.")
+        raise ConfigError(f"it is no file. {_NAME_ANOTHER}")
     with file.open("rb") as opened:
         found = opened.read(MOST_BYTES + 1)
     if len(found) > MOST_BYTES:
-        raise ConfigError(f"it has more than {MOST_BYTES:,} bytes. Name a file that penstock plan wrote.")
+        raise ConfigError(f"it has more than {MOST_BYTES:,} bytes. {_NAME_ANOTHER}")
     return found
 
 
@@ -87,9 +89,9 @@ def _parse(content: bytes) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:
         if isinstance(error, ConfigError):
             raise
-        raise ConfigError(f"it is no JSON: {one_line(error)}. Name a file that penstock plan wrote.") from error
+        raise ConfigError(f"it is no JSON: {one_line(error)}. {_NAME_ANOTHER}") from error
     if not isinstance(found, dict):
-        raise ConfigError("it is no plan. Name a file that penstock plan wrote.")
+        raise ConfigError(f"it is no plan. {_NAME_ANOTHER}")
     return found
 
 

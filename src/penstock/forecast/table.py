@@ -44,7 +44,7 @@ def explain(answer: Answer) -> str:
         return "The plan says nothing about its choices: they were given."
     rows = [["choice", "chosen", "next best", "would cost"]]
     for reason in answer.why:
-        cost = "does not fit" if reason.cost_s is None else signed(reason.cost_s)
+        cost = "does not fit" if reason.cost_s is None else signed(reason.cost_s, beside=answer.step_s)
         rows.append([reason.choice, reason.chosen, reason.next_best, cost])
     head, *lines = aligned(rows)
     explained = [f"{line}\n  {why.words}" if why.words else line for line, why in zip(lines, answer.why, strict=True)]
@@ -67,12 +67,14 @@ def block(answer: Answer, measured: Mapping[str, float] | None = None) -> str:
     head = f"plan: step {seconds(answer.step_s)}{_tokens(answer)}, bound by: {answer.bound_by}"
     lines = [head, *(f"  {line}" for line in _choices(answer))]
     if measured is None:
-        return "\n".join([*lines, *aligned([[f"  {name}", seconds(value)] for name, value in predicted.items()])])
+        return "\n".join(
+            [*lines, *aligned([[f"  {name}", _beside(value, answer)] for name, value in predicted.items()])]
+        )
     rows = [["", "predicted", "measured", ""]]
     for name in dict.fromkeys([*predicted, *sorted(measured)]):
         planned, found = predicted.get(name), measured.get(name)
         change = share(found / planned - 1) if planned and found is not None else ""
-        rows.append([f"  {name}", *("-" if value is None else seconds(value) for value in (planned, found)), change])
+        rows.append([f"  {name}", _beside(planned, answer), _beside(found, answer), change])
     return "\n".join([*lines, *aligned(rows), *_differences(predicted, measured)])
 
 
@@ -162,9 +164,10 @@ def _wide_rows(answer: Answer) -> list[list[str]]:
     rows = [["updates", updates_in_words(answer)]]
     waits = waits_by_verb(answer)
     if waits:
-        shown = [f"{verb} {seconds(waited)}" for verb, waited in waits[:_WAITS_SHOWN] if waited]
-        rest = sum(waited for _, waited in waits[_WAITS_SHOWN:])
-        rows.append(["waits exposed", ", ".join([*shown, *([f"others {seconds(rest)}"] if rest else [])]) or "none"])
+        rest = ("others", sum(waited for _, waited in waits[_WAITS_SHOWN:]))
+        shown = [(verb, waited) for verb, waited in (*waits[:_WAITS_SHOWN], rest) if waited]
+        said = [f"{verb} {seconds(waited, beside=answer.step_s)}" for verb, waited in shown]
+        rows.append(["waits exposed", ", ".join(said) or "none"])
     run = [answer.machine, answer.precision, f"stage {answer.stage}", answer.batch]
     if answer.world_size > 1:
         hosts = "" if answer.hosts == 1 else f" on {answer.hosts} hosts"
@@ -174,15 +177,15 @@ def _wide_rows(answer: Answer) -> list[list[str]]:
 
 
 def _tail(answer: Answer) -> list[str]:
-    shown = [what_if(change) for change in answer.what_ifs]
+    shown = [_what_if(change, answer.step_s) for change in answer.what_ifs]
     return [" | ".join(shown)] if shown else []
 
 
-def what_if(change: WhatIf) -> str:
-    """Write what a change would bring: "a second SSD -0.2 s"."""
+def _what_if(change: WhatIf, step_s: float) -> str:
+    """Write what a change would bring: "a second SSD -0.20 s"."""
     said = [change.name]
     if change.saved_s is not None:
-        said.append(signed(-change.saved_s))
+        said.append(signed(-change.saved_s, beside=step_s))
     if change.tokens_share is not None:
         said.append(f"{share(change.tokens_share)} tokens/s")
     return " ".join(said)
@@ -206,6 +209,10 @@ def _choices(answer: Answer) -> list[str]:
     return [state, f"activations {activations_in_words(answer)}; {updates_in_words(answer)}"]
 
 
+def _beside(value: float | None, answer: Answer) -> str:
+    return "-" if value is None else seconds(value, beside=answer.step_s)
+
+
 def _differences(predicted: Mapping[str, float], measured: Mapping[str, float]) -> list[str]:
     """Name what was measured and differs by more than it should. What the plan does not name it takes for idle."""
     step = max(predicted[STEP], measured.get(STEP, 0.0))
@@ -215,16 +222,18 @@ def _differences(predicted: Mapping[str, float], measured: Mapping[str, float]) 
         if abs(found - planned) <= max(DIFFERS * planned, 0.0 if name == STEP else MATTERS * step):
             continue
         than = f" ({share(found / planned - 1)})" if planned else ""
-        took = "the step took" if name == STEP else f"{name} was busy for"
-        lines.append(f"differs: {took} {seconds(found)}, not {seconds(planned)}{than}")
+        both = [seconds(value, beside=step) for value in (found, planned)]
+        lines.append(f"differs: {name}: {both[0]} measured, {both[1]} predicted{than}")
     return lines
 
 
 def _activations(answer: Answer) -> list[str]:
     """Write where activations are, and behind the last of it what is done to them."""
     nbytes = answer.kind_bytes.get("activations", {})
+    if not any(nbytes.values()):
+        return [activations_in_words(answer)]
     cells = [size(found) if (found := bytes_in(nbytes, tiers)) else "-" for _, tiers in columns(answer)]
-    while len(cells) > 1 and cells[-1] == "-":
+    while cells[-1] == "-":
         cells.pop()
     return [*cells[:-1], f"{cells[-1]} {_treatment(answer)}".rstrip()]
 

@@ -10,6 +10,7 @@ from penstock.errors import ConfigError, one_line
 from penstock.kinds import Tier, TierName, parse_tier
 
 _MOST_CHARS = 300
+_KINDS: Mapping[type, str] = {dict: "an object", str: "a text"}
 
 
 def refuse(what: str, value: object, use: str) -> ConfigError:
@@ -108,7 +109,7 @@ def items(what: str, value: object, kind: type) -> tuple[Any, ...]:
         raise refuse(what, value, "a list")
     for position, item in enumerate(value):
         if not isinstance(item, kind):
-            raise refuse(f"{what}[{position}]", item, f"a {kind.__name__}")
+            raise refuse(f"{what}[{position}]", item, _KINDS.get(kind, f"a {kind.__name__}"))
     return tuple(value)
 
 

@@ -41,20 +41,20 @@ class Saving:
     """What a change would come to.
 
     Attributes:
-        upgrade: the change.
+        what_if: the change.
         saved_s: seconds that a step is shorter by; `None` where that needs a rehearsal.
         share: the same as a share of the step.
     """
 
-    upgrade: Upgrade
+    what_if: Upgrade
     saved_s: float | None = None
     share: float | None = None
 
 
-#: A second disk is a second folder of the nvme tier. Where memory is twice as fast updates are, too: they do little but
-#: read and write it.
+#: A second disk takes half of what the first one does, as a disk that is twice as fast would. Where memory is twice as
+#: fast updates are, too: they do little but read and write it.
 UPGRADES: Sequence[Upgrade] = (
-    Upgrade("a second disk", ("folders",)),
+    Upgrade("a second disk", ("disk_read", "disk_write", "disk_mixed")),
     Upgrade("host memory twice as fast", ("host_bandwidth", "update", "update_*")),
     Upgrade("a link to the device twice as fast", ("h2d", "d2h", "h2d_pageable", "d2h_pageable", "duplex")),
     Upgrade("links between ranks twice as fast", ("link_bandwidth", "net_bandwidth")),
@@ -68,7 +68,7 @@ def what_ifs(
     step_s: float,
     retime: Callable[[AnyMachine], float],
     *,
-    rule: str = "",
+    rules: Sequence[str] = (),
     among: Sequence[Upgrade] = UPGRADES,
 ) -> list[Saving]:
     """Time a step anew for each change: what saves most comes first, and what needs a rehearsal last, as it was given.
@@ -77,14 +77,14 @@ def what_ifs(
         machine: what there is.
         step_s: seconds of a step on it.
         retime: gives the seconds of the same step on another machine.
-        rule: the optimizer's, whose updates may have a figure of their own: "adamw".
+        rules: the optimizer's, whose updates may have figures of their own: "adamw".
         among: the changes; those of figures that the machine does not have are left out.
 
     Example:
         >>> from penstock.forecast.machine import Figure, Machine
-        >>> machine = Machine("a desktop", "cuda", {"folders": Figure(1.0, 1.0, 1.0, "one disk")})
-        >>> [second, *_] = what_ifs(machine, 2.0, lambda better: 1.0 + 1.0 / better.value("folders"))
-        >>> second.upgrade.name, second.saved_s
+        >>> machine = Machine("a desktop", "cuda", {"disk_read": Figure(3e9, 3e9, 3e9, "a data sheet")})
+        >>> [second, *_] = what_ifs(machine, 2.0, lambda better: 1.0 + 3e9 / better.value("disk_read"))
+        >>> second.what_if.name, second.saved_s
         ('a second disk', 0.5)
     """
     timed, untimed = list[Saving](), list[Saving]()
@@ -92,9 +92,13 @@ def what_ifs(
         if upgrade.needs == "rehearsal":
             untimed.append(Saving(upgrade))
             continue
-        names = [name for name in (figure.replace("*", rule) for figure in upgrade.figures) if machine.has(name)]
+        names = {name for figure in upgrade.figures for name in _spell(figure, rules) if machine.has(name)}
         if names:
-            better = machine.replace(**{name: 2 * machine.value(name) for name in names})
-            saved = step_s - retime(better)
+            better = machine.replace(**{name: 2 * machine.value(name) for name in sorted(names)})
+            saved = max(0.0, step_s - retime(better))
             timed.append(Saving(upgrade, saved, saved / step_s if step_s > 0 else 0.0))
     return [*sorted(timed, key=lambda saving: -(saving.saved_s or 0.0)), *untimed]
+
+
+def _spell(figure: str, rules: Sequence[str]) -> list[str]:
+    return [figure.replace("*", rule) for rule in rules] if "*" in figure else [figure]

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 
 _GAP = "    "
 _BYTE_UNITS = (("TiB", 1 << 40), ("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10), ("B", 1))
+_LEAST_BESIDE = 0.095  # of a unit: shown as 0.10
 _TIME_UNITS = (("s", 1.0), ("ms", 1e-3), ("us", 1e-6))
 
 
@@ -14,15 +15,21 @@ def size(nbytes: int) -> str:
     return f"{digits(nbytes / scale) if scale > 1 else nbytes} {unit}"
 
 
-def seconds(value: float) -> str:
-    """Write seconds in a unit that is fit for them, with three digits."""
-    unit, scale = time_unit(value)
+def seconds(value: float, *, beside: float = 0.0) -> str:
+    """Write seconds in a unit that is fit for them, with three digits.
+
+    Arguments:
+        value: the seconds.
+        beside: seconds that they are read beside, whose unit is taken where they are not too few for it.
+    """
+    shares = beside and (not value or value >= _LEAST_BESIDE * time_unit(beside)[1])
+    unit, scale = time_unit(beside if shares else value)
     return f"{digits(value / scale)} {unit}"
 
 
-def signed(value: float) -> str:
+def signed(value: float, *, beside: float = 0.0) -> str:
     """Write a difference of seconds, with its sign."""
-    return f"{'-' if value < 0 else '+'}{seconds(abs(value))}"
+    return f"{'-' if value < 0 else '+'}{seconds(abs(value), beside=beside)}"
 
 
 def share(value: float) -> str:

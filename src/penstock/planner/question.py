@@ -3,7 +3,7 @@
 import inspect
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
@@ -62,8 +62,6 @@ class Question:
         Raises:
             ConfigError: as for `prepare`.
         """
-        from dataclasses import replace
-
         overlap = self.arguments.get("overlap", "auto")
         arguments = {
             **self.arguments,

@@ -1,9 +1,16 @@
 """Placements that are tried: each is rehearsed once, and timed for as many machines as are asked for."""
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map
 
 from penstock.config import Placement
+from penstock.errors import ConfigError, PenstockError, one_line
 from penstock.forecast.candidates import Choice
 from penstock.forecast.costs import machine_costs
 from penstock.forecast.load import Fractions
@@ -12,7 +19,10 @@ from penstock.forecast.program import Op
 from penstock.forecast.retime import Timing, retime
 from penstock.kinds import TierName
 from penstock.planner.question import Question
+from penstock.rehearsal.measured import time_ops
 from penstock.rehearsal.rehearse import Rehearsal, rehearse
+from penstock.rehearsal.rehearsed import Recipe
+from penstock.trace import Timeline, to_chrome
 
 
 @dataclass(frozen=True)
@@ -39,12 +49,13 @@ class Trials:
 
     Arguments:
         question: what is asked.
-        measured: seconds of operations that were run for real, where there are any.
+        measures: whether each kind of operation is run for real, once, and timed: on this machine.
     """
 
-    def __init__(self, question: Question, measured: Mapping[Op, float] | None = None) -> None:
+    def __init__(self, question: Question, *, measures: bool = False, measured: dict[Op, float] | None = None) -> None:
         self._question = question
-        self._measured = measured
+        self._measures = measures
+        self._measured: dict[Op, float] = {} if measured is None else measured
         self._found: dict[str, Trial] = {}
 
     def __len__(self) -> int:
@@ -63,6 +74,8 @@ class Trials:
                 placement, streamed=choice.streamed, unit_micro_batches=choice.unit_micro_batches
             )
             rehearsal = rehearse(replace(question.scene, recompute=choice.recompute), request)
+            if self._measures:
+                self._measured |= time_ops(_unknown(rehearsal.recipes, self._measured))
             self._found[key] = Trial(
                 placement,
                 choice,
@@ -72,9 +85,49 @@ class Trials:
             )
         return self._found[key]
 
+    def rehearse_other(self, trial: Trial, *, state_dtype: str | None = None, twice: bool = False) -> Trial | None:
+        """Rehearse a trial with states of another dtype, or with twice the batch; `None` where that cannot be."""
+        question = self._question
+        if state_dtype is not None:
+            if question.options.state_dtype == state_dtype:
+                return None
+            options = replace(question.options, state_dtype=state_dtype)
+            question = replace(question, arguments={**question.arguments, "options": options})
+        if twice:
+            question = replace(
+                question, scene=replace(question.scene, batch=lambda: _twice(self._question.scene.batch()))
+            )
+        try:
+            return Trials(question, measures=self._measures, measured=self._measured).run(trial.placement, trial.choice)
+        except PenstockError:
+            return None
+
     def time(self, rehearsal: Rehearsal, machine: Machine) -> Timing:
         """Say how long a rehearsed step takes on a machine."""
         return retime(rehearsal.program, machine_costs(machine, measured=self._measured))
+
+    def write_trace(self, trial: Trial, path: str | os.PathLike[str]) -> None:
+        """Write a step that was not run to a file for Perfetto.
+
+        Raises:
+            ConfigError: the file cannot be written.
+        """
+        try:
+            with open(path, "w", encoding="utf-8") as file:
+                file.writelines(to_chrome(Timeline(trial.timing.recording), rank=0))
+        except OSError as error:
+            raise ConfigError(f"The trace cannot be written: {one_line(error)}.") from error
+
+
+def _unknown(recipes: Mapping[Op, Recipe], known: Mapping[Op, float]) -> dict[Op, Recipe]:
+    return {op: recipe for op, recipe in recipes.items() if op not in known}
+
+
+def _twice(inputs: Any) -> Any:
+    """Make a micro-batch of twice the samples."""
+    return tree_map(
+        lambda value: torch.cat([value, value]) if isinstance(value, Tensor) and value.dim() else value, inputs
+    )
 
 
 def placement_of(fractions: Fractions, choice: Choice, question: Question) -> Placement:

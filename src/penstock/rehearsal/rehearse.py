@@ -17,14 +17,15 @@ from torch.utils._pytree import tree_iter, tree_map
 from penstock.blueprint import Blueprint, Request, draw_blueprint
 from penstock.build import build
 from penstock.errors import ConfigError, PenstockError, one_line
-from penstock.forecast.program import BackEnd, Program
+from penstock.forecast.program import BackEnd, Op, Program
 from penstock.kinds import Tier
+from penstock.machine.border import theirs
 from penstock.machine.reach import Grid
 from penstock.recompute import recomputes, tell
 from penstock.rehearsal.doubles import double, double_optimizer
 from penstock.rehearsal.notes import NotedMemory, Notes
 from penstock.rehearsal.ranks import VirtualRanks
-from penstock.rehearsal.rehearsed import Rehearsed
+from penstock.rehearsal.rehearsed import Recipe, Rehearsed
 from penstock.rehearsal.streams import VirtualStreams
 from penstock.rehearsal.supply import Imagined
 from penstock.rules.imagined import noting
@@ -69,12 +70,14 @@ class Rehearsal:
         blueprint: what the engine would have on this rank.
         activation_bytes: the most bytes that compute had at once beside what the engine has.
         phases: the numbers of the program's items of each "forward", "backward" and "step".
+        recipes: for each kind of operation an example of how to run it.
     """
 
     program: Program
     blueprint: Blueprint
     activation_bytes: int
     phases: Mapping[str, Sequence[range]]
+    recipes: Mapping[Op, Recipe]
 
 
 def rehearse(scene: Scene, request: Request, *, steps: int = STEPS) -> Rehearsal:
@@ -99,7 +102,11 @@ def rehearse(scene: Scene, request: Request, *, steps: int = STEPS) -> Rehearsal
     streams = VirtualStreams(notes, debug_release=request.debug_release)
     ranks = VirtualRanks(scene.grid, notes)
     supply = Imagined(notes, scene.pinnable_bytes)
-    with torch.random.fork_rng(devices=[]), contextlib.ExitStack() as closing:
+    # People's code runs on their side, with gradients, wherever this is called.
+    sides = theirs(), torch.inference_mode(False), torch.enable_grad(), torch.random.fork_rng(devices=[])
+    with contextlib.ExitStack() as closing:
+        for side in sides:
+            closing.enter_context(side)  # type: ignore[arg-type]
         seen = Rehearsed(notes.op, module=notes.where, share=scene.share, memory=NotedMemory(notes))
         blueprint = draw_blueprint(model, optimizer, request, scene.grid, streams.reach)
         rule = blueprint.rule.name
@@ -122,7 +129,7 @@ def rehearse(scene: Scene, request: Request, *, steps: int = STEPS) -> Rehearsal
         program = notes.program(rule=rule, world_size=scene.grid.world_size, tokens=_tokens(batch))
     gc.collect()  # graphs refer to the engine that they were made in
     phases = {phase: notes.items_of(phase) for phase in (FORWARD, BACKWARD, STEP)}
-    return Rehearsal(program, blueprint, max(0, program.peak_bytes.get("device", 0) - rests), phases)
+    return Rehearsal(program, blueprint, max(0, program.peak_bytes.get("device", 0) - rests), phases, dict(seen.recipes))
 
 
 def _step(prepared: Any, model: nn.Module, batch: Iterable[Any], notes: Notes, seen: Rehearsed) -> None:

@@ -1,0 +1,124 @@
+"""Will it fit, how long is a step, what binds, and where should state be: answered before anything is loaded.
+
+    machine    what a machine does in a second (`Machine`): probed, or read from a file
+    question   a model, an optimizer and a batch on a machine, checked
+    trial      a placement that was rehearsed by the engine itself, and timed
+    plan       the best placement, as a value and a file (`Plan`)
+
+Example:
+    >>> import torch
+    >>> from penstock.planner import plan
+    >>> found = plan(
+    ...     lambda: torch.nn.Sequential(*(torch.nn.Linear(256, 256) for _ in range(4))),
+    ...     torch.optim.AdamW,
+    ...     lambda: torch.zeros(8, 256),
+    ...     machine="cpu-laptop",
+    ... )
+    >>> found.fits
+    True
+"""
+
+import os
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from penstock.config import Placement
+from penstock.forecast.compare import compare
+from penstock.forecast.figures import parse_figure
+from penstock.forecast.machine import Machine
+from penstock.forecast.plan import Plan, model_fingerprint
+from penstock.forecast.table import block, explain
+from penstock.planner.answering import answer
+from penstock.planner.machines import machine_for
+from penstock.planner.question import ask
+from penstock.planner.searching import find_best, given
+from penstock.planner.trials import Trials
+
+__all__ = [
+    "Machine",
+    "Plan",
+    "block",
+    "compare",
+    "explain",
+    "machine_for",
+    "model_fingerprint",
+    "parse_figure",
+    "plan",
+]
+
+
+def plan(
+    model: nn.Module | Callable[[], nn.Module],
+    optimizer: type[torch.optim.Optimizer] | torch.optim.Optimizer,
+    batch: Callable[[], Any],
+    *,
+    machine: Machine | str | os.PathLike[str] | None = None,
+    device_bytes: int | None = None,
+    host_bytes: int | None = None,
+    folders: Sequence[str | os.PathLike[str]] = (),
+    world_size: int = 1,
+    hosts: int = 1,
+    placement: Placement | Literal["auto"] = "auto",
+    micro_batches: int = 1,
+    expert_share: float | None = None,
+    measure: bool = False,
+    trace: str | os.PathLike[str] | None = None,
+    **prepare_arguments: Any,
+) -> Plan:
+    """Find the placement whose step is shortest, of those that fit; or say what a given one would do.
+
+    The engine itself is rehearsed: on tensors without values, streams without threads and tiers without memory. Nothing
+    is loaded and nothing is left. `prepare(placement="auto", plan=...)` does what the plan says.
+
+    Arguments:
+        model: on any device, as it would be prepared, or a function that makes one, which is called for the meta
+            device. It stays as it is.
+        optimizer: the class, which takes all parameters with its defaults, or an optimizer over the model's parameters.
+        batch: makes one micro-batch, as the model takes it: a mapping of keyword arguments, a tuple of positional ones,
+            or one value. What the model returns has a `loss`, or is the loss; else the mean of it stands for one.
+        machine: what the step is timed for: a machine, its file, or the name of one that comes with the package; `None`
+            for this one, which is probed once.
+        device_bytes, host_bytes: bytes of the device of a rank, and of the memory of a host; `None` for the machine's.
+        folders: folders of the nvme tier; of a machine that has folders by its figures none need be named.
+        world_size, hosts: how many ranks there are, and on how many hosts.
+        placement: one to be looked at; `"auto"` for the best one.
+        micro_batches: how many of them a step has.
+        expert_share: of models that choose experts, the part of the tokens that each one gets; `None` for equal parts.
+        measure: time each kind of operation for real, on this machine, once: for models whose operations are not what
+            figures of machines expect.
+        trace: a file to which the planned step is written, for Perfetto.
+        prepare_arguments: other arguments of `prepare`: precision, stage, units, options, ...
+
+    Returns:
+        The plan. It may say that nothing fits: by how much, on which tier, and what the smallest change is.
+
+    Raises:
+        ConfigError: an argument is wrong; the machine lacks a figure; or the model cannot be rehearsed, because its
+            control flow depends on values.
+
+    Source: docs/planner.md; the idea of a simulator that is the engine, and its accuracy, are there.
+    """
+    there = machine_for(machine, folders)
+    question = ask(
+        model,
+        optimizer,
+        batch,
+        machine=there,
+        device_bytes=device_bytes,
+        host_bytes=host_bytes,
+        folders=folders,
+        world_size=world_size,
+        hosts=hosts,
+        placement=placement,
+        micro_batches=micro_batches,
+        expert_share=expert_share,
+        arguments=prepare_arguments,
+    )
+    trials = Trials(question, measures=measure)
+    best = find_best(question, trials) if isinstance(placement, str) else given(question, trials, placement)
+    if trace is not None:
+        trials.write_trace(best.trial, trace)
+    return answer(question, trials, best)

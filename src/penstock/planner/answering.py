@@ -1,0 +1,184 @@
+"""From the best placement to a plan: what it takes, how long a step is, what binds, and what would change that."""
+
+from collections.abc import Callable, Mapping
+
+from typing import Any
+
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+
+from penstock.forecast.answer import Lack, WhatIf, Why
+from penstock.forecast.machine import Machine
+from penstock.forecast.plan import Plan, model_fingerprint
+from penstock.forecast.whatif import what_ifs
+from penstock.kinds import GRAD, MASTER, OPTIMIZER, PARAM, SHADOW, Tier, TierName
+from penstock.planner.question import Question
+from penstock.planner.searching import Best
+from penstock.planner.trials import Trial, Trials
+
+_KINDS: Mapping[str, tuple[str, ...]] = {
+    "params": (PARAM,),
+    "grads": (GRAD,),
+    "optimizer": (MASTER, OPTIMIZER, SHADOW),
+}
+_TIERS: tuple[TierName, ...] = ("device", "cpu", "nvme")
+
+
+def answer(question: Question, trials: Trials, best: Best) -> Plan:
+    """Make the plan of the best placement."""
+    trial = best.trial
+    request, timing = trial.rehearsal.blueprint.request, trial.timing
+    program = trial.rehearsal.program
+    ranks, step_s = question.scene.grid.world_size, timing.step_s
+    kind_bytes = _kind_bytes(trial)
+    lacking = best.lacking
+    lacks = _lacks(lacking, question, trial)
+    return Plan(
+        placement=trial.placement,
+        overlap=request.overlap,
+        unit_micro_batches=request.unit_micro_batches,
+        options=request.options,
+        recompute=trial.choice.recompute,
+        world_size=ranks,
+        fits=not lacks,
+        step_s=step_s,
+        step_range_s=_range(question.machine, lambda machine: trials.time(trial.rehearsal, machine).step_s, step_s),
+        bound_by=timing.bound_by,
+        gap=best.gap,
+        bytes={tier: sum(kind_bytes[kind].get(tier, 0) for kind in _KINDS) for tier in _TIERS},
+        peak_bytes=trial.peak_bytes,
+        busy_s=timing.busy_s,
+        stage=request.stage,  # type: ignore[arg-type]
+        precision=question.arguments.get("precision", "bf16"),
+        hosts=question.hosts,
+        machine=question.machine.name,
+        device=question.machine.device,
+        machine_fingerprint=question.machine.fingerprint if question.machine.probed else {},
+        model_fingerprint=model_fingerprint(question.scene.model),
+        batch=_batch(question),
+        tokens_per_s=program.tokens * ranks / step_s if step_s else 0.0,
+        lower_bound_s=best.lower_bound_s,
+        limit_bytes={tier: question.limits.of(tier) for tier in _TIERS if tier in question.limits.bytes},
+        kind_bytes=kind_bytes,
+        waits_s=timing.waits_s,
+        what_ifs=_what_ifs(question, trials, trial) if not lacks else (),
+        why=_why(best),
+        rounding_notes=_rounding(question, trial),
+        lacks=lacks,
+    )
+
+
+def _kind_bytes(trial: Trial) -> dict[str, dict[TierName, int]]:
+    """Count the bytes of each kind at rest, and of activations at their peak."""
+    blueprint = trial.rehearsal.blueprint
+    found: dict[str, dict[TierName, int]] = {}
+    for kind, homes in _KINDS.items():
+        by_tier: dict[TierName, int] = {
+            tier: sum(blueprint.bytes_on(Tier(tier), home) for home in homes) for tier in _TIERS
+        }
+        found[kind] = {tier: nbytes for tier, nbytes in by_tier.items() if nbytes}
+    tier: TierName = trial.placement.activations or "device"
+    away = trial.peak_bytes.get(tier, 0) - blueprint.bytes_on(Tier(tier)) if tier != "device" else 0
+    found["activations"] = {"device": trial.rehearsal.activation_bytes}
+    if away > 0:
+        found["activations"][tier] = away
+    return found
+
+
+def _range(machine: Machine, step: Callable[[Machine], float], step_s: float) -> tuple[float, float]:
+    """Time the step with every figure at its worse and at its better end."""
+    worst, best = machine.replace(**_ends(machine, worse=True)), machine.replace(**_ends(machine, worse=False))
+    return min(step_s, step(best)), max(step_s, step(worst))
+
+
+def _ends(machine: Machine, *, worse: bool) -> dict[str, float]:
+    found = {}
+    for name, figure in machine.figures.items():
+        slow = name.endswith("_seconds")  # of these less is better
+        if figure.low != figure.high and not name.endswith(("_memory", "_free")):
+            found[name] = figure.high if slow is worse else figure.low
+    return found
+
+
+def _lacks(lacking: Any, question: Question, trial: Trial) -> tuple[Lack, ...]:
+    """Say what is missing: of what was rehearsed, or of what can be at all."""
+    if lacking is None:
+        missing: Mapping[TierName, int] = question.limits.excess(trial.peak_bytes)
+        changes = ""
+    else:
+        missing, changes = lacking.missing, "" if lacking.smallest is None else lacking.smallest.words
+    return tuple(Lack(tier, nbytes, changes) for tier, nbytes in missing.items() if nbytes > 0)
+
+
+def _what_ifs(question: Question, trials: Trials, trial: Trial) -> tuple[WhatIf, ...]:
+    """Time the same step on machines that differ in one thing."""
+    program, step_s = trial.rehearsal.program, trial.timing.step_s
+    timed = what_ifs(
+        question.machine,
+        step_s,
+        lambda machine: trials.time(trial.rehearsal, machine).step_s,
+        rules=(program.rule,),
+    )
+    found = [WhatIf(each.what_if.name, each.saved_s) for each in timed if each.saved_s]
+    smaller = trials.rehearse_other(trial, state_dtype="int8")
+    if smaller is not None and (saved := step_s - smaller.timing.step_s) > 0:
+        found.append(WhatIf("8-bit states", saved))
+    larger = trials.rehearse_other(trial, twice=True)
+    if larger is not None and program.tokens:
+        share = (larger.rehearsal.program.tokens / larger.timing.step_s) / (program.tokens / step_s) - 1
+        words = "" if not question.limits.excess(larger.peak_bytes) else " (which does not fit as it is placed)"
+        found.append(WhatIf(f"a batch twice as large{words}", tokens_share=share))
+    return tuple(found)
+
+
+def _why(best: Best) -> tuple[Why, ...]:
+    """Say for each choice what the next best would have cost."""
+    chosen = best.trial.choice
+    fit = [(candidate, found.step_s) for candidate, found in best.tried if found.fits]
+    others = sorted(
+        (each for each in fit if each[0].choice._replace(streamed=0) != chosen._replace(streamed=0)),
+        key=lambda each: each[1],
+    )
+    reasons = []
+    if others:
+        cost = others[0][1] - best.trial.timing.step_s
+        reasons.append(Why("activations, recomputing, slices", str(chosen), str(others[0][0].choice), cost))
+    step_s = best.trial.timing.step_s
+    for kind in ("params", "grads", "optimizer"):
+        home = best.trial.placement.home(kind)
+        mine = {tier.value: share for tier, share in home.items()}
+        differ = sorted(
+            (step, str(_rounded(candidate.fractions[kind])))
+            for candidate, step in fit
+            if _rounded(candidate.fractions[kind]) != _rounded(mine)
+        )
+        if differ:
+            reasons.append(Why(kind, _words(mine), _words_of(differ[0][1]), differ[0][0] - step_s))
+    return tuple(reasons)
+
+
+def _rounded(shares: Mapping[Any, float]) -> dict[str, float]:
+    return {str(tier): round(share, 4) for tier, share in shares.items() if share > 0}
+
+
+def _words(shares: Mapping[Any, float]) -> str:
+    return ", ".join(f"{share:.0%} {tier}" for tier, share in _rounded(shares).items())
+
+
+def _words_of(text: str) -> str:
+    return text.strip("{}").replace("'", "").replace(": ", " ")
+
+
+def _rounding(question: Question, trial: Trial) -> tuple[str, ...]:
+    """Name choices that may round otherwise than the same run elsewhere."""
+    if question.on_accelerator and trial.choice.streamed:
+        return (f"the device updates {trial.choice.streamed:.0%} of what rests elsewhere (streamed_updates)",)
+    return ()
+
+
+def _batch(question: Question) -> str:
+    """Put the shapes of a micro-batch into words."""
+    tensors = [leaf for leaf in tree_leaves(question.scene.batch()) if isinstance(leaf, Tensor)]
+    shapes = ", ".join(f"{'x'.join(map(str, t.shape))} {str(t.dtype).removeprefix('torch.')}" for t in tensors)
+    count = question.scene.micro_batches
+    return f"{count} of {shapes}" if count > 1 else shapes

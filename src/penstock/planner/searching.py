@@ -1,0 +1,182 @@
+"""Which placements are tried, and which is the best of them."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from penstock.config import Placement
+from penstock.errors import ConfigError, EngineError
+from penstock.forecast.candidates import Candidate, Choice
+from penstock.forecast.load import Load
+from penstock.forecast.solve import Evaluation, Found, Infeasible, candidates, infeasible, search
+from penstock.kinds import TierName
+from penstock.planner.loads import load_of
+from penstock.planner.question import Question
+from penstock.planner.trials import Trial, Trials, placement_of
+from penstock.recompute import can_be_told, recomputes
+
+REHEARSALS = 12
+SLICES = (2, 4, 8)
+#: How much of the updates of what rests elsewhere an accelerator may do.
+STREAMED = 1.0
+
+
+@dataclass(frozen=True)
+class Best:
+    """The best placement.
+
+    Attributes:
+        trial: its rehearsal.
+        lower_bound_s: no step with any placement is shorter.
+        gap: how far the step is above that, as a share of it.
+        tried: what was rehearsed, with the step of each that fits.
+        lacking: what is missing, where nothing fits.
+    """
+
+    trial: Trial
+    lower_bound_s: float
+    gap: float
+    tried: tuple[tuple[Candidate, Evaluation], ...] = ()
+    lacking: Infeasible | None = None
+
+
+def find_best(question: Question, trials: Trials) -> Best:
+    """Find the placement whose step is shortest, of those that fit.
+
+    1. What costs nothing beside: activations where they are made, as the model is.
+    2. Where that does not fit, or memory of the device is what binds: activations computed again, or kept elsewhere.
+    3. Where nothing fits yet: slices of the batch.
+    """
+    loads: dict[Choice, Load] = {}
+    found: Found | Infeasible | None = None
+    turns = _in_turn(question)
+    everything = trials.run(Placement(), turns[0][0])
+    if not question.limits.excess(everything.peak_bytes):
+        return given(question, trials, everything.placement)  # what need not move is not moved
+    for choices in turns:
+        for choice in choices:
+            load = _load(question, trials, choice)
+            if load is not None:
+                loads[choice] = load
+        if not loads:
+            continue
+        found = _search(question, trials, loads)
+        if isinstance(found, Found) and not _wants_memory(found):
+            break
+        if isinstance(found, Found) and choices and choices[0].unit_micro_batches == 1 and choices[0].recompute:
+            break  # to compute again or to keep elsewhere was weighed: slices are for what does not fit
+    if isinstance(found, Found):
+        trial = trials.run(placement_of(found.best.fractions, found.best.choice, question), _fixed(found.best))
+        return Best(trial, found.lower_bound_s, found.gap, found.tried)
+    if found is None:
+        raise ConfigError("No choice of activations, recomputing and slices of the batch could be rehearsed.")
+    return Best(_nearest(question, trials, loads), 0.0, 0.0, lacking=found)
+
+
+def given(question: Question, trials: Trials, placement: Placement) -> Best:
+    """Look at one placement, with its lower bound."""
+    slices = question.arguments.get("unit_micro_batches", 1)
+    streamed = question.options.streamed_updates
+    share = 0.0 if streamed == "auto" else float(streamed)
+    choice = Choice(placement.activations, False, slices, share if question.on_accelerator else 0.0)
+    trial = trials.run(placement, choice)
+    load = _load(question, trials, choice)
+    if load is None:
+        return Best(trial, 0.0, 0.0)
+    fractions = {kind: _fractions(placement, kind) for kind in ("params", "grads", "optimizer")}
+    among = candidates(
+        {choice: load}, question.machine, question.limits, back_end=question.scene.back_end, overlap=_overlap(question)
+    )
+    bound = among.at(choice, fractions)
+    excess = question.limits.excess(trial.peak_bytes)
+    lacking = Infeasible(dict(excess)) if excess else None
+    if lacking is not None:
+        other = infeasible({choice: load}, question.limits)
+        lacking = Infeasible(dict(excess), other.changes)
+    if bound is None or not bound.bound_s:
+        return Best(trial, 0.0, 0.0, lacking=lacking)
+    return Best(trial, bound.bound_s, max(0.0, trial.timing.step_s / bound.bound_s - 1), lacking=lacking)
+
+
+def _in_turn(question: Question) -> list[list[Choice]]:
+    """List the choices that are looked at together, first those that cost least."""
+    model = question.scene.model
+    accelerator = question.on_accelerator
+    slices = question.arguments.get("unit_micro_batches", 1)
+    streamed = (0.0, STREAMED) if accelerator and question.options.streamed_updates == "auto" else (_stated(question),)
+    plain = [Choice(None, False, slices, share) for share in streamed]
+    turns = [plain]
+    again = can_be_told(model) and not recomputes(model)
+    less = [Choice(None, True, slices, share) for share in streamed] if again else []
+    if accelerator:
+        less.append(Choice("cpu", False, slices, streamed[0]))
+        if again:
+            less.append(Choice("cpu", True, slices, streamed[0]))
+    elif question.folders:
+        less.append(Choice("nvme", again, slices, 0.0))
+    turns.append(less)
+    if slices == 1:
+        tier: TierName | None = "cpu" if accelerator else None
+        turns += [[Choice(None, False, count, 0.0), Choice(tier, False, count, 0.0)] for count in SLICES]
+    return turns
+
+
+def _stated(question: Question) -> float:
+    """Give the share of updates that was asked for by name."""
+    streamed = question.options.streamed_updates
+    return 0.0 if streamed == "auto" or not question.on_accelerator else float(streamed)
+
+
+def _load(question: Question, trials: Trials, choice: Choice) -> Load | None:
+    """Count what a step consists of with a choice; `None` where the model does not take it."""
+    tier = choice.activations
+    folders = tuple(question.folders) if tier == "nvme" else None
+    try:
+        trial = trials.run(Placement(activations=tier, nvme_path=folders), choice)
+    except (ConfigError, EngineError):
+        if choice.activations is None and choice.unit_micro_batches == 1 and not choice.recompute:
+            raise  # nothing was asked of the model beyond what it does
+        return None
+    return load_of(
+        trial.rehearsal, choice, question.machine, question.scene.grid, micro_batches=question.scene.micro_batches
+    )
+
+
+def _search(question: Question, trials: Trials, loads: Mapping[Choice, Load]) -> Found | Infeasible:
+    """Search among the placements of some choices."""
+    limits = question.limits
+    among = candidates(loads, question.machine, limits, back_end=question.scene.back_end, overlap=_overlap(question))
+    if not among.bounds:
+        return infeasible(loads, limits)
+
+    def evaluate(candidate: Candidate) -> Evaluation:
+        trial = trials.run(placement_of(candidate.fractions, candidate.choice, question), _fixed(candidate))
+        return Evaluation(trial.timing.step_s, trial.peak_bytes, not limits.excess(trial.peak_bytes))
+
+    return search(among, evaluate, rehearsals=REHEARSALS)
+
+
+def _fixed(candidate: Candidate) -> Choice:
+    """Give the choice with the share of updates that is to be streamed, in place of the most that may be."""
+    return candidate.choice._replace(streamed=round(candidate.streamed, 3))
+
+
+def _overlap(question: Question):  # type: ignore[no-untyped-def] # of the kinds that there are
+    overlap = question.arguments.get("overlap", "auto")
+    return "forward" if overlap == "auto" else overlap
+
+
+def _wants_memory(found: Found) -> bool:
+    """Whether state rests off the device: what activations leave free there could take it in."""
+    return any(shares.get("device", 0.0) < 1 for shares in found.best.fractions.values())
+
+
+def _nearest(question: Question, trials: Trials, loads: Mapping[Choice, Load]) -> Trial:
+    """Rehearse what needs least of the device, to say what it would take."""
+    slowest: TierName = question.limits.tiers[-1]
+    fractions = {kind: {slowest: 1.0} for kind in ("params", "grads", "optimizer")}
+    choice = max(loads, key=lambda each: each.order)
+    return trials.run(placement_of(fractions, choice, question), choice)
+
+
+def _fractions(placement: Placement, kind: str) -> dict[TierName, float]:
+    return {tier.value: share for tier, share in placement.home(kind).items()}

@@ -1,0 +1,174 @@
+"""The whole probe: every part in its share of a stated time."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from math import isfinite
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from penstock.errors import ConfigError
+from penstock.machine.border import ours
+from penstock.machine.council import Council
+from penstock.machine.devices import device_for, visible_devices
+from penstock.machine.hardware import Hardware
+from penstock.probe.arithmetic import measure_arithmetic
+from penstock.probe.collectives import measure_collectives
+from penstock.probe.disks import Folder, check_folders, measure_disks
+from penstock.probe.fingerprint import fingerprint, machine_name
+from penstock.probe.links import measure_links
+from penstock.probe.memory import measure_host, measure_jobs, measure_room
+from penstock.probe.sampling import Deadline, Measurement
+from penstock.probe.updates import measure_device_update
+
+LEAST_SECONDS = 1.0
+#: Of the stated time: what begins before it is over ends after it.
+RESERVED = 0.1
+DEVICE_UPDATE_NUMEL = 1 << 24
+
+Figures = dict[str, Measurement]
+
+
+@dataclass(frozen=True)
+class Measured:
+    """A machine, as it was measured.
+
+    Attributes:
+        name: what it is called: its accelerators and its processor.
+        device: the type of the one that computes: "cpu", "cuda", ...
+        figures: by name, in SI units.
+        fingerprint: what tells it from other machines.
+    """
+
+    name: str
+    device: str
+    figures: dict[str, Measurement]
+    fingerprint: dict[str, Any]
+
+    def __iter__(self) -> Iterator[Any]:
+        """Give the four of them, to be unpacked."""
+        return iter((self.name, self.device, self.figures, self.fingerprint))
+
+
+def measure(
+    *,
+    folders: Sequence[Folder] = (),
+    seconds: float = 60.0,
+    device: torch.device | None = None,
+    progress: Callable[[str], None] | None = None,
+    groups: Mapping[str, dist.ProcessGroup] | None = None,
+) -> Measured:
+    """Measure this machine. Nothing is left behind: no file, memory, thread, or change of random numbers.
+
+    With a process group all ranks call it. The first one measures the machine while the others wait, then all of them
+    measure their collectives; each gets the same figures.
+
+    Arguments:
+        folders: the folders of the nvme tier, one for each disk.
+        seconds: how long it may take. A part that runs out of its share stops early, and says so in its figures' `how`.
+        device: the one that computes; `None` chooses as `prepare` does.
+        progress: called with what is measured next, in words.
+        groups: the dimensions of a mesh, by name; `None` for the default process group, if there is one. Empty where
+            this rank measures alone, whatever the others do.
+
+    Returns:
+        The machine.
+
+    Raises:
+        ConfigError: the time is too short or no number, or a folder cannot be written or is full; on all ranks. Nothing
+            was measured.
+
+    Example:
+        >>> measured = measure(folders=["/mnt/nvme"], seconds=20)
+        >>> measured.figures["disk_read"].value
+    """
+    if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not isfinite(seconds):
+        raise ConfigError(f"seconds={seconds!r} is not a time. Use a number, {LEAST_SECONDS:g} or more.")
+    if seconds < LEAST_SECONDS:
+        raise ConfigError(f"seconds={seconds:g} is too short to measure a machine. Use {LEAST_SECONDS:g} or more.")
+    device = device_for((), None).device if device is None else device
+    say = progress or _say_nothing
+    with _council(groups) as council, ours():
+        deadline = Deadline(seconds * (1 - RESERVED))
+        alone = deadline.share(0.85 if council.size > 1 else 1.0)
+        with council.together("probe"):
+            if council.is_first:
+                check_folders(folders)
+        # Of several ranks one measures: two at once would each find half of the memory and of the disks.
+        failure: Exception | None = None
+        said: list[Any] = []
+        try:
+            if council.is_first:
+                found = _measure_alone(device, folders, alone, say)
+                said = [fingerprint(device, folders), found]
+        except Exception as error:
+            failure = error
+        council.agree(failure, "probe")
+        known, shared = council.share(said)
+        figures = {name: Measurement(*figure) for name, figure in shared.items()}
+        if council.size > 1:
+            say("collectives")
+            named = groups or {"all ranks": dist.distributed_c10d._get_default_group()}
+            figures |= measure_collectives(device, named, council, deadline)
+    return Measured(machine_name(known), device.type, dict(sorted(figures.items())), known)
+
+
+def _measure_alone(
+    device: torch.device, folders: Sequence[Folder], deadline: Deadline, say: Callable[[str], None]
+) -> Figures:
+    """Measure everything but collectives: each part gets its share of the time that is left when it begins."""
+    parts: list[tuple[str, float, Callable[[Deadline], Figures]]] = [
+        ("arithmetic", 6.0, partial(measure_arithmetic, device)),
+        ("host memory and updates", 6.0, partial(measure_host, device)),
+        ("jobs", 0.5, partial(measure_jobs, device)),
+    ]
+    if device.type != "cpu":
+        parts.append(("links", 5.0, partial(measure_links, device)))
+    if folders:
+        parts.append(("disks", 6.0, partial(measure_disks, folders)))
+    parts.append(("free memory", 0.5 if device.type == "cpu" else 2.0, partial(measure_room, device)))
+    figures: Figures = {}
+    for number, (what, weight, part) in enumerate(parts):
+        say(what)
+        figures |= part(deadline.share(weight / sum(other for _, other, _ in parts[number:])))
+    say("updates on the device")
+    figures["device_update"] = _device_update(device, figures, deadline)
+    visible = visible_devices()
+    count = 1 if visible is None or device.type == "cpu" else visible.count
+    figures["devices"] = Measurement(*(float(count),) * 3, "that this process sees")
+    if device.type != "cpu":
+        Hardware(device).empty_cache()
+    return figures
+
+
+def _device_update(device: torch.device, figures: Figures, deadline: Deadline) -> Measurement:
+    """Say how fast the device updates what is there."""
+    if device.type == "cpu":
+        return figures["update"]
+    found = measure_device_update(device, DEVICE_UPDATE_NUMEL, deadline)
+    if found is not None:
+        return found
+    passing = figures["device_bandwidth"]
+    return passing._replace(how=f"no time to compile an update, which reads and writes once: as {passing.how}")
+
+
+@contextmanager
+def _council(groups: Mapping[str, dist.ProcessGroup] | None) -> Iterator[Council]:
+    """Meet the other ranks, where there are some and they are to take part."""
+    alone = groups is not None and not groups
+    members = (0,)
+    number = 0
+    if not alone and dist.is_available() and dist.is_initialized():
+        members, number = tuple(range(dist.get_world_size())), dist.get_rank()
+    council = Council(members, number)
+    try:
+        yield council
+    finally:
+        council.close()
+
+
+def _say_nothing(words: str) -> None:
+    """Show no progress."""

@@ -1,0 +1,199 @@
+"""The host's memory: its bandwidth, the updates that run on it, how much is free, and how much a device may pin."""
+
+import contextlib
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from penstock.machine.accelerator import streams_for
+from penstock.machine.arena import Arena, available_host_memory, page_aligned, touch
+from penstock.machine.devices import free_device_memory, shares_host_memory
+from penstock.machine.pinning import can_register, needs_pinning
+from penstock.machine.streams import DONE, UPDATE, Event, Streams
+from penstock.machine.threads import update_cores
+from penstock.probe.sampling import Deadline, Measurement, Turns, seconds_of, take_turns
+from penstock.probe.updates import BF16, FP32, OPTIMIZERS, Update, fill, update_bytes
+from penstock.rules import Pool
+
+LEAST_NUMEL, MOST_NUMEL = 1 << 21, 1 << 26  # of an update; between them, several times the caches
+CACHES = Path("/sys/devices/system/cpu")
+PIN_STEP_BYTES, MOST_PIN_BYTES = 1 << 28, 1 << 34
+JOBS = 200
+
+
+def measure_host(device: torch.device, deadline: Deadline) -> dict[str, Measurement]:
+    """Measure the bandwidth of the host's memory, and its updates.
+
+    Arguments:
+        device: the one that computes; the threads of the updates are near it.
+        deadline: when to be done.
+
+    Returns:
+        `host_threads`, `host_bandwidth`, `update` and `update_<rule>`.
+    """
+    cores = update_cores(device)
+    numel = numel_of_updates(deadline)
+    memory = page_aligned(2 * update_bytes(numel))
+    touch(memory, cores.count)
+    half = memory.numel() // 2
+    fill(memory[:half])
+    counts = sorted({1, max(1, cores.count // 2), cores.count})
+    with contextlib.ExitStack() as closing:
+        pools: dict[int, Pool] = {}
+        for count in counts:
+            with_count = cores.with_threads(count)
+            pools[count] = Pool(count, sorted(with_count.cores or ()))
+            closing.callback(pools[count].close)
+        cases: dict[str, Callable[[], float]] = {
+            f"copy {count}": partial(_copy, pools[count], memory, half) for count in counts
+        }
+        for name in OPTIMIZERS:
+            for precision in (BF16, FP32):
+                update = Update(name, precision, numel, memory[:half])
+                cases[f"{name} {precision}"] = partial(_update, update, pools[cores.count])
+        turns = take_turns(cases, deadline)
+    threads = Measurement(
+        *(float(cores.count),) * 3, "the cores of this rank, near its device and within the container's quota"
+    )
+    return {"host_threads": threads, **_host_figures(turns, counts, numel)}
+
+
+def _host_figures(turns: Turns, counts: list[int], numel: int) -> dict[str, Measurement]:
+    """Make figures of the passes over host memory."""
+    words = _threads(counts[-1])
+    figures = {}
+    for name in OPTIMIZERS:
+        other = turns.median(f"{name} {FP32}") / 1e9
+        how = f"{name} of {numel:,} elements, {BF16}, on {words}; in fp32 {other:.1f} GB/s"
+        figures[f"update_{name}"] = turns.measurement(f"{name} {BF16}", how)
+    # What the memory can do is what any pass gets out of it: a copy reads what it is about to overwrite, and moves more
+    # than it is counted for, an update in place does not.
+    best = max(turns.samples, key=turns.median)
+    copies = ", ".join(f"{turns.median(f'copy {n}') / 1e9:.1f} on {_threads(n)}" for n in counts)
+    what = f"a copy on {_threads(int(best.split()[1]))}" if best.startswith("copy") else f"{best} on {words}"
+    host = turns.measurement(best, f"the fastest pass, {what}, read and written; copies: {copies} (GB/s)")
+    return {"host_bandwidth": host, "update": figures["update_adamw"], **figures}
+
+
+def _threads(count: int) -> str:
+    return f"{count} thread{'s' if count > 1 else ''}"
+
+
+def _copy(pool: Pool, memory: Tensor, half: int) -> float:
+    """Copy the first half of memory to the second; bytes/s, read and written."""
+    nbytes = half // 4096 * 4096
+    address = memory.data_ptr()
+    return 2 * nbytes / seconds_of(lambda: pool.copy(address + half, address, nbytes))
+
+
+def _update(update: Update, pool: Pool) -> float:
+    return update.nbytes / seconds_of(lambda: update.run(pool))
+
+
+def numel_of_updates(deadline: Deadline) -> int:
+    """Choose the elements of an update: several times the caches, no burden to a small host or in little time."""
+    wanted = 4 * cache_bytes() // 14
+    free = available_host_memory()
+    most = MOST_NUMEL if free is None else min(MOST_NUMEL, free.nbytes // 8 // 32)
+    if deadline.left() < 4:
+        most = min(most, 1 << 22)
+    numel = LEAST_NUMEL
+    while numel < wanted and 2 * numel <= most:
+        numel *= 2
+    return numel
+
+
+def cache_bytes(folder: Path = CACHES) -> int:
+    """Count the bytes of the host's last caches; 32 MiB where the kernel does not say."""
+    found: dict[tuple[int, str], int] = {}
+    for index in folder.glob("cpu[0-9]*/cache/index*"):
+        with contextlib.suppress(OSError, ValueError):
+            size = (index / "size").read_text().strip()
+            nbytes = int(size.rstrip("KM")) * {"K": 1 << 10, "M": 1 << 20}.get(size[-1:], 1)
+            shared = (index / "shared_cpu_list").read_text().strip()
+            found[int((index / "level").read_text()), shared] = nbytes
+    last = max((level for level, _ in found), default=0)
+    return sum(nbytes for (level, _), nbytes in found.items() if level == last) or 32 << 20
+
+
+def measure_room(device: torch.device, deadline: Deadline) -> dict[str, Measurement]:
+    """Say how much memory is free now.
+
+    Arguments:
+        device: the one that computes.
+        deadline: when to be done.
+
+    Returns:
+        `device_memory`, `host_memory` and `pinnable_memory`; what nothing tells is left out.
+    """
+    figures = {}
+    free = available_host_memory()
+    if free is not None:
+        figures["host_memory"] = Measurement(*(float(free.nbytes),) * 3, f"{free.whose} so much available now")
+    on_device = free_device_memory(device)
+    if on_device is not None:
+        figures["device_memory"] = Measurement(*(float(on_device),) * 3, "free on the device now")
+    elif free is not None and shares_host_memory(device):
+        figures["device_memory"] = figures["host_memory"]._replace(how="the device's memory is the host's")
+    if free is not None:
+        figures["pinnable_memory"] = _pinnable(device, free.nbytes, deadline)
+    return figures
+
+
+def _pinnable(device: torch.device, free: int, deadline: Deadline) -> Measurement:
+    """Find out how much memory can be page-locked, by doing so in steps that double. All of it is given back."""
+    if not needs_pinning(device):
+        return Measurement(*(float(free),) * 3, "a cpu needs no page-locked memory: all that the host has")
+    if not can_register(device):
+        return Measurement(0.0, 0.0, 0.0, f"torch page-locks no memory in place for {device.type}")
+    nbytes, locked, seconds = PIN_STEP_BYTES, 0, 0.0
+    # A step takes twice the time of the one before it, and the host has to keep room for everybody else.
+    while nbytes <= min(MOST_PIN_BYTES, free // 4) and 2 * seconds < deadline.left():
+        arena: Arena | None = None
+
+        def lock(nbytes: int = nbytes) -> None:
+            nonlocal arena
+            arena = Arena(nbytes, device)
+
+        try:
+            seconds = seconds_of(lock)
+            assert arena is not None
+            if not arena.pinned:
+                how = f"page-locked {locked:,} bytes at once; {nbytes:,} were refused"
+                return Measurement(float(locked), float(locked), float(nbytes), how)
+        finally:
+            if arena is not None:
+                arena.close()
+        nbytes, locked = 2 * nbytes, nbytes
+    how = f"page-locked {locked:,} bytes at once, and was refused none: taken for all that the host has"
+    return Measurement(float(free), float(locked), float(free), how)
+
+
+def measure_jobs(device: torch.device, deadline: Deadline) -> dict[str, Measurement]:
+    """Measure what a job on a stream costs, beside what it does: `job_seconds`."""
+    streams = streams_for(device)
+    try:
+        turns = take_turns({"jobs": partial(_run_jobs, streams)}, deadline)
+    finally:
+        streams.close()
+    how = f"{JOBS} jobs with nothing to do on the stream of updates, each after the one before it"
+    return {"job_seconds": turns.measurement("jobs", how)}
+
+
+def _run_jobs(streams: Streams) -> float:
+    """Run jobs without work, and return the seconds of each."""
+
+    def jobs() -> None:
+        event: Event = DONE
+        for _ in range(JOBS):
+            event = streams.submit(UPDATE, _nothing, after=(event,))
+        event.synchronize()
+
+    return seconds_of(jobs) / JOBS
+
+
+def _nothing() -> None:
+    """Do nothing."""
