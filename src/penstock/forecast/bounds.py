@@ -17,9 +17,9 @@ from math import inf
 
 from penstock.forecast.lacks import Infeasible, lacks
 from penstock.forecast.linear import CONSTANT, Linear, Solution
-from penstock.forecast.load import KINDS, Figures, Fractions, Limits, Load
+from penstock.forecast.load import Figures, Fractions, Limits, Load
 from penstock.forecast.program import BackEnd, Collective
-from penstock.forecast.traffic import Flow, Spread, Traffic, add, fractions_of
+from penstock.forecast.traffic import Flow, Spread, Traffic, add, fractions_of, variants
 from penstock.kinds import Overlap
 
 #: What a bound gives up for rounding: so little above the least step, a placement moves as little as it can.
@@ -86,7 +86,7 @@ def bound(
         ConfigError: the machine lacks a figure that the step needs.
     """
     found = least_step(load, machine, limits, back_end=back_end, overlap=overlap, fractions=fractions, haste=haste)
-    return lacks(load, limits) if found is None else found
+    return lacks(load, limits, fractions) if found is None else found
 
 
 def least_step(
@@ -101,23 +101,11 @@ def least_step(
 ) -> Bound | None:
     """Do as `bound`, and give `None` where nothing fits, without a look at what is missing."""
     found: list[Bound] = []
-    for variant in _variants(load, limits, fractions):
-        step = _Step(variant, machine, limits, back_end, overlap)
-        if fractions is not None:
-            step.pin(fractions)
-        answer = step.solve(haste)
+    for variant in variants(load, limits, fractions):
+        answer = _Step(variant, machine, limits, back_end, overlap, fractions).solve(haste)
         if answer is not None:
             found.append(answer)
     return min(found, key=lambda each: each.step_s, default=None)
-
-
-def _variants(load: Load, limits: Limits, fractions: Fractions | None) -> Sequence[Load]:
-    """Tell replicated parameters in memory from those of which a part is in files: each rank has its shard then."""
-    if load.in_shards is load or "nvme" not in limits.tiers:
-        return [load]
-    if fractions is not None:
-        return [load.in_shards if fractions["params"].get("nvme") else load]
-    return [load, load.in_shards]
 
 
 class _Rates:
@@ -189,7 +177,15 @@ def collective_s(machine: Figures, collective: Collective) -> float:
 class _Step:
     """The linear programme of one step."""
 
-    def __init__(self, load: Load, machine: Figures, limits: Limits, back_end: BackEnd, overlap: Overlap) -> None:
+    def __init__(
+        self,
+        load: Load,
+        machine: Figures,
+        limits: Limits,
+        back_end: BackEnd,
+        overlap: Overlap,
+        fractions: Fractions | None,
+    ) -> None:
         self._load, self._machine, self._limits = load, machine, limits
         self._rates = _Rates(machine, load)
         self._linear = Linear()
@@ -199,16 +195,8 @@ class _Step:
         if overlap == "none":
             self._hold_updates_before_forward()
         self._hold_memory()
-
-    def pin(self, fractions: Fractions) -> None:
-        """Hold that each kind has given fractions."""
-        for kind in KINDS:
-            nbytes = self._load.kind_bytes[kind]
-            for tier in self._limits.tiers if nbytes else ():
-                share = fractions[kind].get(tier, 0.0)
-                if self._limits.shared and tier == "device":
-                    share += fractions[kind].get("cpu", 0.0)
-                self._linear.equals(f"{kind} on {tier}", self._traffic.on(kind, tier), share * nbytes)
+        if fractions is not None:
+            self._traffic.pin(fractions)
 
     def solve(self, haste: float) -> Bound | None:
         """Find the least step, and of the placements that come near it the one that works least."""

@@ -63,6 +63,16 @@ def test_as_many_bytes_more_of_the_nvme_tier_are_enough(nvme: int | None) -> Non
     assert not fits(LOAD, limits.with_room("nvme", (nvme or 0) + more - 200))
 
 
+def test_what_given_fractions_lack() -> None:
+    """All state and shadows in host memory, parameters on the device."""
+    found = missing(
+        LOAD,
+        Limits({"device": 24 * GIB, "cpu": 100 * GIB}),
+        {"params": {"device": 1.0}, "grads": {"cpu": 1.0}, "optimizer": {"cpu": 1.0}},
+    )
+    assert found == {"device": 2 * GIB, "cpu": (1 + 16 + 80 + 16 - 100) * GIB}
+
+
 def test_no_disk_makes_room_on_the_device() -> None:
     found = lacks(LOAD, Limits({"device": 9 * GIB, "cpu": 200 * GIB}))
     assert [each.what for each in found.changes] == ["batch"]

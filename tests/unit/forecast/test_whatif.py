@@ -5,7 +5,9 @@ from penstock.forecast.whatif import Upgrade, what_ifs
 
 
 def machine(**figures: float) -> Machine:
-    return Machine("a desktop", "cuda", {name: Figure(value, value, value, "made up") for name, value in figures.items()})
+    return Machine(
+        "a desktop", "cuda", {name: Figure(value, value, value, "made up") for name, value in figures.items()}
+    )
 
 
 WHOLE = machine(folders=1, disk_read=4.0, host_bandwidth=40.0, update=20.0, update_adamw=30.0, h2d=10.0, d2h=10.0)
@@ -13,7 +15,11 @@ WHOLE = machine(folders=1, disk_read=4.0, host_bandwidth=40.0, update=20.0, upda
 
 def step_s(there: Machine) -> float:
     """A step that reads, updates and uploads, one after the other."""
-    return 8 / (there.value("disk_read") * there.value("folders")) + 60 / there.value("update_adamw") + 5 / there.value("h2d")
+    return (
+        8 / (there.value("disk_read") * there.value("folders"))
+        + 60 / there.value("update_adamw")
+        + 5 / there.value("h2d")
+    )
 
 
 def test_each_change_is_timed_and_the_best_comes_first() -> None:
