@@ -22,8 +22,9 @@ from penstock.forecast.program import BackEnd, Collective
 from penstock.forecast.traffic import Flow, Spread, Traffic, add, fractions_of, variants
 from penstock.kinds import Overlap
 
-#: What a bound gives up for rounding: so little above the least step, a placement moves as little as it can.
-ROUNDING = 1e-6
+#: How much a second of work counts beside a second of a step: of placements that are alike, the one that moves least is
+#: to be found. No resource works longer than a step takes, so this costs a bound no more than it times the resources.
+WORK = 1e-6
 #: What several kinds of work share; each kind is counted by itself as well.
 SHARED = ("link", "disk", "host memory")
 FORWARD, BACKWARD = "forward window", "backward window"
@@ -200,30 +201,27 @@ class _Step:
 
     def solve(self, haste: float) -> Bound | None:
         """Find the least step, and of the placements that come near it the one that works least."""
-        least = self._linear.least(STEP)
-        if least is None:
-            return None
         work = dict[str, float]()
         for name, spread in self._resources.items():
             add(work, spread.total if name not in SHARED else {})
-        if haste:
-            add(work, STEP, 1 / haste)
-        else:
-            self._linear.at_most("least step", STEP, least.value * (1 + ROUNDING) + 1e-12)
-        chosen = self._linear.least(work) or least
-        return self._bound(least, chosen)
+        least = self._linear.least(_sum(STEP, work, WORK))
+        if least is None:
+            return None
+        # step + WORK * work <= (1 + WORK * resources) * step, for the least step of all too.
+        step_s = least.value / (1 + WORK * len(self._resources))
+        chosen = self._linear.least(_sum(STEP, work, haste)) if haste else least
+        return self._bound(step_s, least.prices, chosen or least)
 
-    def _bound(self, least: Solution, chosen: Solution) -> Bound:
+    def _bound(self, step_s: float, by_row: Mapping[str, float], chosen: Solution) -> Bound:
         elsewhere = sum(chosen.values[cell.variable] for cell in self._traffic.cells if cell.optimizer != "device")
         streamed = sum(chosen.values[cell.variable] for cell in self._traffic.cells if cell.streamed)
         busy = {name: chosen.of(spread.total) for name, spread in self._resources.items()}
-        step_s = least.value * (1 - ROUNDING)
-        prices = {name: sum(-least.prices[f"{name}, {row}"] for row in _ROWS) for name in self._resources}
-        prices |= {tier: -least.prices[f"memory of {tier}"] for tier in self._limits.tiers}
+        prices = {name: sum(-by_row[f"{name}, {row}"] for row in _ROWS) for name in self._resources}
+        prices |= {tier: -by_row[f"memory of {tier}"] for tier in self._limits.tiers}
         return Bound(
             step_s,
             fractions_of(self._traffic, self._load, chosen.values),
-            streamed / elsewhere if elsewhere > ROUNDING else 0.0,
+            streamed / elsewhere if elsewhere > WORK else 0.0,
             busy,
             {name: max(0.0, step_s - seconds) for name, seconds in busy.items()},
             {name: price for name, price in prices.items() if price > 0},
@@ -302,3 +300,9 @@ class _Step:
 
 
 _ROWS = ("forward", "backward", "step")
+
+
+def _sum(one: Mapping[str, float], other: Mapping[str, float], times: float) -> dict[str, float]:
+    total = dict(one)
+    add(total, other, times)
+    return total

@@ -123,13 +123,19 @@ class Candidates:
         share = found.streamed if streamed is None else streamed
         return Candidate(choice, fractions, share, found.step_s, found.work_s)
 
-    def at_rest(self, candidate: Candidate) -> dict[TierName, float]:
-        """Count the bytes on each tier that the bound knows of, shadows apart."""
-        load = self.loads[candidate.choice]
+    def at_rest(self, choice: Choice, fractions: Fractions) -> dict[TierName, float]:
+        """Count the bytes on each tier that the bound knows of: what is there anyway, state, and shadows of it."""
+        load = self.loads[choice]
         there: dict[TierName, float] = {tier: float(load.there(tier)) for tier in TIERS}
         for kind, nbytes in load.kind_bytes.items():
-            for tier, share in candidate.fractions[kind].items():
+            for tier, share in fractions[kind].items():
                 there[tier] += share * nbytes
+        params, state = fractions["params"], fractions["optimizer"]
+        if not self.limits.shared:  # all kinds are cut in one order: where one ends before the other, tiles are apart
+            near, far = params.get("device", 0.0), state.get("device", 0.0)
+            up, down = near + params.get("cpu", 0.0), far + state.get("cpu", 0.0)
+            there["cpu"] += load.own_params_bytes * max(0.0, min(near, down) - far)
+            there["device"] += load.own_params_bytes * max(0.0, min(far, up) - near)
         return there
 
     def tighter(self, choice: Choice, nbytes: Mapping[TierName, float]) -> list[Candidate]:

@@ -107,6 +107,11 @@ class Load:
         frozen = self.frozen_bytes * self.own_params_bytes // self.params_bytes
         return replace(self, params_bytes=self.own_params_bytes, frozen_bytes=frozen)
 
+    def beside(self, nbytes: Mapping[TierName, int]) -> "Load":
+        """The same with so many bytes more on each tier wherever the state is."""
+        tiers = {**self.fixed_bytes, **nbytes}
+        return replace(self, fixed_bytes={t: self.fixed_bytes.get(t, 0) + nbytes.get(t, 0) for t in tiers})
+
     def over(self, ranks: int) -> "Load":
         """The state at rest if it were sharded over more ranks; times and what is gathered stay as they are."""
 
