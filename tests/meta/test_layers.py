@@ -34,7 +34,7 @@ LAYERS = (
     ("build", "footprint"),
     ("rehearsal",),
     ("planner",),
-    ("prepare",),
+    ("preparing",),
     ("",),  # the public names
     ("integrations",),  # these three over the public names and the errors only
     ("cli",),
