@@ -50,6 +50,7 @@ TABLE: dict[str, dict[str, list[str]]] = {
         **READ,
         "--out": OUT,
         "--lora": LORA,
+        "--plan": [path for path in PATHS if path],
         "--stage": [*NUMBERS, "4"],
         "--params": HOMES,
         "--grads": HOMES,
@@ -108,6 +109,43 @@ TABLE: dict[str, dict[str, list[str]]] = {
         "--report-to": ["", "x", "all"],
         "--peak-flops": ["", "x", "nan", "inf", "-1", "0", HUGER],
         **{flag: ["=x"] for flag in TRAIN_FLAGS},
+    },
+    "plan": {
+        "--model": [*PATHS, "x"],
+        "--batch": [*COUNTS, "x1", "1x", "0x8", "1x1", f"{HUGE}x8", f"8x{HUGE}", "65536x65536", "8x8x8", "-1x8"],
+        "--accumulation": COUNTS,
+        "--lora": [value for value in LORA if value != "targets=nothing"],
+        "--precision": ["", "x", "fp64", "0"],
+        "--chunked-loss": SWITCHES,
+        "--recompute": SWITCHES,
+        "--packing": SWITCHES,
+        "--pad-vocab-to": COUNTS,
+        "--stage": [*NUMBERS, "4"],
+        "--params": HOMES,
+        "--grads": HOMES,
+        "--optimizer": HOMES,
+        "--activations": ["", "x", "disk", "cpu=1"],
+        "--overlap": ["", "x", "0"],
+        **dict.fromkeys(("--tile-bytes",), [*SIZES, "0", "1"]),
+        **dict.fromkeys(("--live-bytes", "--prefetch-bytes", "--persistent-bytes", "--pinned-bytes"), SIZES),
+        "--update-threads": COUNTS,
+        "--streamed-updates": SHARES,
+        "--state-dtype": ["", "x", "fp16"],
+        "--optimizer-name": ["", "x", "AdamW "],
+        "--optimizer-args": ["", "x", "eps", "eps=nan", "lr=1", "eps=1e400", "foreach=1"],
+        "--max-grad-norm": ["", "x", "nan", "inf", "-1", HUGER],
+        "--machine": [path for path in PATHS if path],
+        "--gpus": [*COUNTS, "2000"],
+        "--hosts": [*COUNTS, str(1 << 20)],
+        "--device-memory": [*SIZES, "0"],
+        "--host-memory": [*SIZES, "0"],
+        "--folders": ["", "0", "65", "a\x00b"],
+        "--what-if": ["", "x", "disk_read", "disk_read=", "=", "disk_read=nan", "disk_read=-1", f"disk_read={HUGER}"],
+        "--max-step": ["", "x", "nan", "inf", "-1", "0", HUGER],
+        "--out": OUT[:1] + [path for path in OUT[1:] if path],
+        "--trace": [path for path in OUT[1:] if path],
+        "--compare": ["a-file", "missing"],
+        **{flag: ["=x"] for flag in ("--trust-remote-code", "--measure", "--explain", "--json")},
     },
     "data": {**READ, "--show": NUMBERS, "--trust-remote-code": ["=x"]},
     "export": {
@@ -184,6 +222,9 @@ def arguments(command: str, option: str, value: str) -> list[str]:
     typed = option + value if value == "=x" else f"{option}={value}"
     if command == "data":
         return [command, *(["--data", "a-file"] if option != "--data" else []), typed]
+    if command == "plan":
+        base = {"--machine": "cpu-laptop", "--batch": "1x8"}
+        return [command, *(word for pair in base.items() if pair[0] != option for word in pair), typed]
     if command != "train":
         positional = {name: "" for name in COMMANDS[command] if not name.startswith("-")}
         given = {"checkpoint": "checkpoint", "path": "checkpoint", "folder": "a-folder", "out": "out"}

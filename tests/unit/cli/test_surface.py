@@ -13,6 +13,7 @@ import typer.main
 
 from penstock.cli.app import app
 from penstock.cli.options import option_of
+from penstock.cli.planning.config import PlanConfig
 from penstock.cli.training.config import DataConfig, TrainConfig
 
 TRAIN = {
@@ -34,6 +35,7 @@ TRAIN = {
     "--packing": "auto",
     "--cache": "",
     "--seed": 0,
+    "--plan": "",
     "--stage": 3,
     "--params": "device",
     "--grads": "device",
@@ -100,6 +102,33 @@ DATA = {
     "--seed": 0,
     "--show": 3,
 }
+PLAN = {
+    "--model": "tiny",
+    "--batch": None,
+    "--accumulation": None,
+    **{name: TRAIN[name] for name in ("--trust-remote-code", "--lora", "--precision", "--chunked-loss")},
+    "--recompute": "auto",
+    **{name: TRAIN[name] for name in ("--packing", "--pad-vocab-to", "--stage")},
+    **dict.fromkeys(("--params", "--grads", "--optimizer", "--activations"), "auto"),
+    **{name: TRAIN[name] for name in ("--overlap", "--tile-bytes", "--live-bytes", "--prefetch-bytes")},
+    **{name: TRAIN[name] for name in ("--persistent-bytes", "--pinned-bytes", "--update-threads")},
+    **{name: TRAIN[name] for name in ("--streamed-updates", "--state-dtype", "--optimizer-name", "--optimizer-args")},
+    "--max-grad-norm": 1.0,
+    "--machine": "",
+    "--gpus": 1,
+    "--hosts": 1,
+    "--device-memory": None,
+    "--host-memory": None,
+    "--folders": None,
+    "--what-if": None,
+    "--measure": False,
+    "--max-step": None,
+    "--explain": False,
+    "--out": "",
+    "--trace": "",
+    "--json": False,
+    "--compare": None,
+}
 EXPORT = {
     "checkpoint": None,
     "out": None,
@@ -120,6 +149,7 @@ PROBE = {"--folders": None, "--seconds": 60.0, "--out": "", "--json": False}
 COMMANDS = {
     "train": TRAIN,
     "data": DATA,
+    "plan": PLAN,
     "export": EXPORT,
     "inspect": INSPECT,
     "import-deepspeed": IMPORT,
@@ -160,6 +190,19 @@ def test_the_options_are_exactly_the_fields_of_the_settings(command: str, settin
     assert [(p.name, p.opts, p.secondary_opts) for p in parameters] == [
         ("config", ["--config"], []),
         *((field.name, [option_of(field.name)], []) for field in dataclasses.fields(settings)),
+    ]
+
+
+def test_the_options_of_a_plan_are_the_fields_of_its_settings_and_as_in_train_where_both_have_them() -> None:
+    group: Any = typer.main.get_command(app)
+    plan, train = (group.commands[name].params for name in ("plan", "train"))
+    assert [p.opts for p in plan] == [[option_of(field.name)] for field in dataclasses.fields(PlanConfig)]
+    of_train = {p.name: p for p in train}
+    own = {"model", "params", "grads", "optimizer", "activations", "recompute", "out"}
+    both = [p for p in plan if p.name in of_train and p.name not in own]
+    assert len(both) == 21
+    assert [(p.opts, p.default, p.type.name) for p in both] == [
+        (of_train[p.name].opts, of_train[p.name].default, of_train[p.name].type.name) for p in both
     ]
 
 
@@ -254,19 +297,21 @@ GIVEN: dict[str, tuple[str, Any]] = {
     "--peak-flops": ("1e12", 1e12),
 }
 EPOCHS = {"--epochs": ("2", 2.0)}  # in place of the steps
+BY_PLAN = {"--plan": ("auto", "auto")}  # in place of homes
 
 
 def test_every_option_reaches_its_setting(penstock_command: Callable[..., Any], monkeypatch: Any) -> None:
     configs = settings_of_runs(monkeypatch)
-    assert {"--config"} | GIVEN.keys() | EPOCHS.keys() == TRAIN.keys()
+    assert {"--config"} | GIVEN.keys() | EPOCHS.keys() | BY_PLAN.keys() == TRAIN.keys()
     words = [word for option, (typed, _) in GIVEN.items() for word in (option, *typed.split())]
     outcome = penstock_command("train", *words)
     assert outcome.exit_code == 0, outcome.err
     assert vars(configs[0]) == {option[2:].replace("-", "_"): value for option, (_, value) in GIVEN.items()} | {
-        "epochs": None
+        "epochs": None,
+        "plan": "",
     }
-    assert penstock_command("train", "--epochs", "2").exit_code == 0
-    assert configs[1] == TrainConfig(epochs=2.0)
+    assert penstock_command("train", "--epochs", "2", "--plan", "auto").exit_code == 0
+    assert configs[1] == TrainConfig(epochs=2.0, plan="auto")
 
 
 @pytest.mark.parametrize(("before", "now"), BEFORE.items())

@@ -23,7 +23,7 @@ from penstock.cli.training.settings.common import AUTO, OFF, ON
 from penstock.cli.training.sizes import step_sizes
 from penstock.errors import ConfigError
 from penstock.integrations.chunked import check_chunkable
-from penstock.integrations.huggingface import ModelSource, enable_activation_checkpointing, find_model
+from penstock.integrations.huggingface import PRESETS, ModelSource, enable_activation_checkpointing, find_model
 from penstock.integrations.lora import Lora, check_precision, parse_lora
 from penstock.integrations.tokenizers import has_tokenizer, tokenizer_for
 from penstock.integrations.vocabulary import vocabulary_for
@@ -113,12 +113,7 @@ def ask(config: PlanConfig) -> Question:
     optimizer_arguments(run)
     figures = dict(_figure(text) for text in config.what_if)
     lora = parse_lora(run.lora, option="--lora") if run.lora else None
-    source = find_model(
-        run.model,
-        seq_length=run.seq_length or 2,
-        trust_remote_code=run.trust_remote_code,
-        needs_weights=False,
-    )
+    source = _source(run)
     recipe = recipe_for(run, positions=source.max_seq_length, world_size=config.gpus * config.hosts)
     packed, _ = packing_of(config.packing, source)
     if run.chunked_loss == ON:
@@ -184,6 +179,20 @@ def check_target(option: str, path: Path) -> None:
     if is_other or not is_writable:
         why = "it is no file" if is_other else "its folder is none, or not writable"
         raise ConfigError(f"{option} {str(path)!r} cannot be written: {why}. Name another file.")
+
+
+def _source(run: TrainConfig) -> ModelSource:
+    """Find the model, and refuse sequences that it has no positions for."""
+    wanted, trusts = run.seq_length or 2, run.trust_remote_code
+    # Of a preset, which has positions for what is asked for, only.
+    shortest = wanted if run.model in PRESETS else 2
+    source = find_model(run.model, seq_length=shortest, trust_remote_code=trusts, needs_weights=False)
+    if source.max_seq_length is not None and wanted > source.max_seq_length:
+        raise ConfigError(
+            f"--batch {run.batch_size}x{wanted} has longer sequences than the {source.max_seq_length} positions of "
+            f"{run.model}. Use shorter ones."
+        )
+    return source
 
 
 def _figure(text: str) -> tuple[str, float]:
