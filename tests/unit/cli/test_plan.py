@@ -1,9 +1,10 @@
 """`penstock plan`: what it asks the planner, what it says, and what it refuses before a model is built."""
 
 import json
+import re
 import shutil
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 import torch
 
 from penstock import ConfigError, Placement
+from penstock.cli.options import about_of, option_of
 from penstock.cli.planning import question
 from penstock.cli.planning.config import PlanConfig, parse_batch
 from penstock.cli.planning.question import precision_on
@@ -359,3 +361,17 @@ def test_a_batch_is_two_numbers() -> None:
         with pytest.raises(ConfigError, match=r"^--batch "):
             parse_batch(text, option="--batch")
     assert PlanConfig(batch=(2, 8)).training().batch_size == 2
+
+
+def test_the_page_has_every_option_under_its_heading() -> None:
+    page = (Path(__file__).parents[3] / "docs" / "plan-command.md").read_text().partition("## Options")[2]
+    headings = dict(re.findall(r"^### (.*?)\n(.*?)(?=^### |\Z)", page, re.MULTILINE | re.DOTALL))
+    headings[""] = page.partition("###")[0]
+    found = {
+        name: re.findall(r"`(--[a-z-]+)`", "".join(re.findall(r"^\|([^|]*)", text, re.M)))
+        for name, text in headings.items()
+    }
+    wanted: dict[str, list[str]] = {}
+    for each in fields(PlanConfig):
+        wanted.setdefault(about_of(each).panel or "", []).append(option_of(each.name))
+    assert found == wanted
