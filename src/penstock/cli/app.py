@@ -16,6 +16,7 @@ from penstock.cli.import_dcp import import_dcp
 from penstock.cli.import_deepspeed import import_deepspeed
 from penstock.cli.inspect import inspect
 from penstock.cli.launch import launch
+from penstock.cli.probe import ProbeConfig, probe
 from penstock.cli.train import train
 from penstock.cli.training.config import DataConfig, TrainConfig
 from penstock.errors import PenstockError, one_line
@@ -56,6 +57,7 @@ app.command()(import_dcp)
 # What follows the script is the script's.
 app.command(context_settings={"allow_interspersed_args": False})(launch)
 app.command()(convert_config)
+app.command(cls=words_of(ProbeConfig))(probe)
 
 
 def main() -> None:

@@ -79,9 +79,11 @@ def test_every_figure_says_where_it_is_from(name: str) -> None:
             share, low, high = map(float, match.groups()[:3])
             assert value.low / low == pytest.approx(value.value / share, rel=1e-3), figure
             assert value.high / high == pytest.approx(value.value / share, rel=1e-3), figure
-            assert SOURCE.search(how), f"{figure}: what is its source, and of what year?"
+            assert SOURCE.search(how), f"{figure}: what is its source?"
         else:
             assert not figure.startswith(("flops_", "h2d", "d2h", "duplex")), figure
+        if "data sheet" in how or "paper" in how:
+            assert re.search(r"\b20[12][0-9]\b", how), f"{figure}: of what year is its source?"
 
 
 @each
