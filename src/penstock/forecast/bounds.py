@@ -123,7 +123,8 @@ class _Rates:
     def of(self, flow: Flow, *, shared: bool) -> float:
         """Give the rate of a flow that has a resource to itself."""
         if flow in ("in place", "device update"):
-            return self.fastest("device_update", "device_bandwidth", *([self._update_figure] if shared else []))
+            names = (self._update_figure,) if shared else ("device_update",)
+            return self.fastest(*[name for name in names if self._machine.has(name)] or ["device_bandwidth"])
         if flow == "update":
             return self._machine.value(self._update_figure)
         if flow in ("read", "write"):
