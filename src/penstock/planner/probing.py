@@ -8,7 +8,7 @@ from pathlib import Path
 
 from penstock.forecast.figures import Figure, write_value
 from penstock.forecast.machine import Machine
-from penstock.forecast.machinefiles import content
+from penstock.forecast import machinefiles
 from penstock.machine.devices import device_for
 from penstock.probe import cache
 from penstock.probe.disks import check_folders
