@@ -1,7 +1,6 @@
 """From the best placement to a plan: what it takes, how long a step is, what binds, and what would change that."""
 
 from collections.abc import Callable, Mapping
-
 from typing import Any
 
 from torch import Tensor

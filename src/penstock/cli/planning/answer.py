@@ -72,6 +72,5 @@ def _folders(found: Plan, config: PlanConfig) -> list[str]:
     """Name the folders of the nvme tier where there are some, or say how many are to be named."""
     if config.folders and config.folder_count is None:
         return [] if config.out else ["--nvme-path", *config.folders]
-    paths = found.placement.nvme_path
-    number = 0 if paths is None else 1 if isinstance(paths, str) or not hasattr(paths, "__len__") else len(paths)
+    number = len(found.placement.nvme_folders())
     return ["--nvme-path", *(f"DIR{place}" for place in range(1, number + 1))] if number else []
