@@ -8,7 +8,6 @@ from pathlib import Path
 
 from penstock.forecast.figures import Figure, write_value
 from penstock.forecast.machine import Machine
-from penstock.forecast.machinefiles import content
 from penstock.machine.devices import device_for
 from penstock.probe import cache
 from penstock.probe.disks import check_folders
@@ -65,7 +64,7 @@ def probe(
 
 def as_json(machine: Machine) -> str:
     """Write a machine as its file has it, on one line."""
-    return json.dumps(content(machine))
+    return json.dumps(machine.to_dict())
 
 
 def remember(machine: Machine) -> Path | None:
