@@ -186,7 +186,8 @@ def _update(pipeline: Pipeline, clock: Clock, record: Records, unit: int, began:
             there = clock.move("d2h", sizes[kind], there)
         ready = max(ready, there)
     if in_place:
-        updated = clock.run("compute", pipeline.update_bytes / clock.machine.value("device_update"), ready)
+        rate = clock.machine.value("update" if pipeline.shared else "device_update")
+        updated = clock.run("compute", pipeline.update_bytes / rate, ready)
     else:
         updated = clock.move("update", pipeline.update_bytes, ready)
     done = updated
