@@ -46,17 +46,17 @@ def probe(config: ProbeConfig) -> None:
     if target is not None:
         check_target(target)
     # Here, not at the top: it imports torch, which --help does not wait for.
-    from penstock.planner import machines
+    from penstock.planner import probing
 
     with _status() as say:
-        machine = machines.probe(folders=config.folders, seconds=config.seconds, progress=say)
+        machine = probing.probe(folders=config.folders, seconds=config.seconds, progress=say)
     if target is None:
-        written = machines.remember(machine)
+        written = probing.remember(machine)
     else:
         machine.write(target)
         written = target
     if config.json:
-        print(machines.as_json(machine))
+        print(probing.as_json(machine))
     else:
         _show(machine, written)
 

@@ -6,7 +6,9 @@ from collections.abc import Sequence
 from penstock.errors import ConfigError
 from penstock.forecast.machine import Machine
 from penstock.machine.devices import device_for
+from penstock.planner.probing import probe, refreshed
 from penstock.probe.cache import recalled
+from penstock.probe.disks import check_folders
 from penstock.probe.fingerprint import fingerprint
 
 
@@ -32,9 +34,11 @@ def machine_for(
         if not isinstance(machine, str | os.PathLike):
             raise ConfigError(f"machine is a {type(machine).__name__}. Use a Machine, a file, or a name.")
         return Machine.read(machine)
-    return recalled(
+    check_folders(folders)
+    found = recalled(
         fingerprint(device_for((), None).device, folders),
         read=Machine.read,
-        make=lambda: Machine.probe(folders=folders, seconds=seconds),
+        make=lambda: probe(folders=folders, seconds=seconds),
         write=Machine.write,
     )
+    return refreshed(found, folders)

@@ -1,4 +1,4 @@
-"""The machine that this process runs on: probed once, kept in the user's cache, and read from there afterwards."""
+"""The machine that this process runs on: probed, kept in the user's cache, and looked at for what is free now."""
 
 import json
 from collections.abc import Callable, Sequence
@@ -11,35 +11,15 @@ from penstock.forecast.machine import Machine
 from penstock.forecast.machinefiles import content
 from penstock.machine.devices import device_for
 from penstock.probe import cache
-from penstock.probe.disks import check_folders
-from penstock.probe.fingerprint import fingerprint
 from penstock.probe.measure import measure, measure_free
 
-__all__ = ["Machine", "as_json", "here", "probe", "remember", "write_value"]
+__all__ = ["as_json", "probe", "refreshed", "remember", "write_value"]
 
 
-def here(*, folders: Sequence[str | PathLike[str]] = (), seconds: float = 60.0) -> Machine:
-    """Return this machine, as it was probed before; probe it where it was not, or where it is another one now.
-
-    What is free changes all the time, and is looked at anew.
-
-    Arguments:
-        folders: the folders of the nvme tier.
-        seconds: how long a probe may take.
-
-    Raises:
-        ConfigError: a folder cannot be written or is full.
-    """
-    check_folders(folders)
-    device = device_for((), None).device
-    machine = cache.recalled(
-        fingerprint(device, folders),
-        read=Machine.read,
-        make=lambda: probe(folders=folders, seconds=seconds),
-        write=Machine.write,
-    )
-    free = {name: Figure(*figure) for name, figure in measure_free(device, folders).items()}
-    return replace(machine, figures={**machine.figures, **free})
+def refreshed(machine: Machine, folders: Sequence[str | PathLike[str]] = ()) -> Machine:
+    """Give a machine that was probed before what is free now: memory of the device and of the host, and of folders."""
+    free = measure_free(device_for((), None).device, folders)
+    return replace(machine, figures={**machine.figures, **{name: Figure(*figure) for name, figure in free.items()}})
 
 
 def probe(
@@ -69,7 +49,7 @@ def as_json(machine: Machine) -> str:
 
 
 def remember(machine: Machine) -> Path | None:
-    """Keep a machine for `here`, in place of what was kept.
+    """Keep a machine for plans, in place of what was kept.
 
     Returns:
         The file; `None` where the cache cannot be written.

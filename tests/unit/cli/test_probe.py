@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from penstock.planner import machines
-from penstock.planner.machines import Machine
+from penstock.forecast.machine import Machine
+from penstock.planner import probing
 from penstock.probe.measure import Measured
 from penstock.probe.sampling import Measurement
 
@@ -27,7 +27,7 @@ def measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[dict[str, 
         }
         return Measured("a machine", "cpu", figures, {"cpu": "x"})
 
-    monkeypatch.setattr(machines, "measure", measure)
+    monkeypatch.setattr(probing, "measure", measure)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setenv("COLUMNS", "120")
     return asked
