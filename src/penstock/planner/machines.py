@@ -38,7 +38,8 @@ def machine_for(
     found = recalled(
         fingerprint(device_for((), None).device, folders),
         read=Machine.read,
-        make=lambda: probe(folders=folders, seconds=seconds),
+        # Alone: one rank may ask for all, and ranks of one host wait here for the first of them.
+        make=lambda: probe(folders=folders, seconds=seconds, groups={}),
         write=Machine.write,
     )
     return refreshed(found, folders)

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 
+from penstock.errors import ConfigError
 from penstock.forecast.figures import Figure
 from penstock.forecast.machine import Machine
 from penstock.planner import probing
@@ -22,7 +23,8 @@ def probes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """How often the machine was measured: nothing is."""
     asked: list[Any] = []
 
-    def measure(*, folders: Any = (), seconds: float = 60, progress: Any = None) -> Measured:
+    def measure(*, folders: Any = (), seconds: float = 60, progress: Any = None, groups: Any = None) -> Measured:
+        assert groups == {}, "ranks of a host would wait for each other"
         asked.append((list(folders), seconds))
         figures = {name: Measurement(3.0, 2.0, 4.0, "as a test says") for name in ("host_memory", "update")}
         return Measured("a machine", "cpu", figures, fingerprint(torch.device("cpu"), folders))
@@ -74,3 +76,9 @@ def test_a_damaged_file_is_probed_again_and_replaced(probes: list[Any]) -> None:
     machine_for(None)
     assert len(probes) == 2
     assert Machine.read(path).value("update") == 3.0
+
+
+def test_a_folder_that_is_none_is_refused_before_anything(probes: list[Any], tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"missing' cannot be probed: No such file"):
+        machine_for(None, folders=[tmp_path / "missing"])
+    assert probes == []
