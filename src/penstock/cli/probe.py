@@ -39,9 +39,9 @@ class ProbeConfig:
 def probe(config: ProbeConfig) -> None:
     """Measure this machine: arithmetic, memory, updates, links and disks. penstock plan reads what it finds.
 
-    What is measured in a folder is gone afterwards. A JSON file can be edited, or written by hand for a machine that
-    one does not have. With several processes, which measure what is between them: torchrun --nproc-per-node 4 -m
-    penstock probe
+    What is measured in a folder is gone afterwards. The file can be edited, or written by hand for another machine.
+
+    With several processes, which measure what is between them: torchrun --nproc-per-node 4 -m penstock probe
     """
     target = None if not config.out else parse_path(config.out, option="--out")
     if target is not None:
