@@ -5,11 +5,7 @@ from collections.abc import Sequence
 
 from penstock.errors import ConfigError
 from penstock.forecast.machine import Machine
-from penstock.machine.devices import device_for
-from penstock.planner.probing import probe, refreshed
-from penstock.probe.cache import recalled
-from penstock.probe.disks import check_folders
-from penstock.probe.fingerprint import fingerprint
+from penstock.planner.probing import here
 
 
 def machine_for(
@@ -34,12 +30,4 @@ def machine_for(
         if not isinstance(machine, str | os.PathLike):
             raise ConfigError(f"machine is a {type(machine).__name__}. Use a Machine, a file, or a name.")
         return Machine.read(machine)
-    check_folders(folders)
-    found = recalled(
-        fingerprint(device_for((), None).device, folders),
-        read=Machine.read,
-        # Alone: one rank may ask for all, and ranks of one host wait here for the first of them.
-        make=lambda: probe(folders=folders, seconds=seconds, groups={}),
-        write=Machine.write,
-    )
-    return refreshed(found, folders)
+    return here(folders=folders, seconds=seconds)

@@ -1,6 +1,6 @@
-"""The machine that this process runs on: probed, kept in the user's cache, and looked at for what is free now."""
+"""The machine that this process runs on: probed once, kept in the user's cache, and read from there afterwards."""
 
-import tempfile
+import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from os import PathLike
@@ -12,15 +12,36 @@ from penstock.forecast.figures import Figure, write_value
 from penstock.forecast.machine import Machine
 from penstock.machine.devices import device_for
 from penstock.probe import cache
+from penstock.probe.disks import check_folders
+from penstock.probe.fingerprint import fingerprint
 from penstock.probe.measure import measure, measure_free
 
-__all__ = ["as_json", "probe", "refreshed", "remember", "write_value"]
+__all__ = ["Machine", "as_json", "here", "probe", "remember", "write_value"]
 
 
-def refreshed(machine: Machine, folders: Sequence[str | PathLike[str]] = ()) -> Machine:
-    """Give a machine that was probed before what is free now: memory of the device and of the host, and of folders."""
-    free = measure_free(device_for((), None).device, folders)
-    return replace(machine, figures={**machine.figures, **{name: Figure(*figure) for name, figure in free.items()}})
+def here(*, folders: Sequence[str | PathLike[str]] = (), seconds: float = 60.0) -> Machine:
+    """Return this machine, as it was probed before; probe it where it was not, or where it is another one now.
+
+    What is free changes all the time, and is looked at anew.
+
+    Arguments:
+        folders: the folders of the nvme tier.
+        seconds: how long a probe may take.
+
+    Raises:
+        ConfigError: a folder cannot be written or is full.
+    """
+    check_folders(folders)
+    device = device_for((), None).device
+    machine = cache.recalled(
+        fingerprint(device, folders),
+        read=Machine.read,
+        # Alone: one rank may ask for all, and ranks of one host wait here for the first of them.
+        make=lambda: probe(folders=folders, seconds=seconds, groups={}),
+        write=Machine.write,
+    )
+    free = {name: Figure(*figure) for name, figure in measure_free(device, folders).items()}
+    return replace(machine, figures={**machine.figures, **free})
 
 
 def probe(
@@ -48,15 +69,12 @@ def probe(
 
 
 def as_json(machine: Machine) -> str:
-    """Write a machine as its file has it."""
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder, "machine.json")
-        machine.write(path)
-        return path.read_text().rstrip()
+    """Write a machine as its file has it, on one line."""
+    return json.dumps(machine.to_dict())
 
 
 def remember(machine: Machine) -> Path | None:
-    """Keep a machine for plans, in place of what was kept.
+    """Keep a machine for `here`, in place of what was kept.
 
     Returns:
         The file; `None` where the cache cannot be written.
