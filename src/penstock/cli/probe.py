@@ -39,17 +39,22 @@ class ProbeConfig:
 def probe(config: ProbeConfig) -> None:
     """Measure this machine: arithmetic, memory, updates, links and disks. penstock plan reads what it finds.
 
-    What is measured in a folder is gone afterwards. A JSON file can be edited, or written by hand for a machine that
-    one does not have.
+    What is measured in a folder is gone afterwards. The file can be edited, or written by hand for another machine.
+
+    With several processes, which measure what is between them: torchrun --nproc-per-node 4 -m penstock probe
     """
     target = None if not config.out else parse_path(config.out, option="--out")
     if target is not None:
         check_target(target)
     # Here, not at the top: it imports torch, which --help does not wait for.
+    from penstock.cli.ranks import Ranks, joined
     from penstock.planner import probing
 
-    with _status() as say:
+    ranks = Ranks.from_environment()
+    with joined(ranks), _status() as say:
         machine = probing.probe(folders=config.folders, seconds=config.seconds, progress=say)
+    if not ranks.is_first:
+        return
     if target is None:
         written = probing.remember(machine)
     else:
