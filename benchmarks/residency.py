@@ -26,7 +26,7 @@ import step
 import torch
 
 import penstock
-from penstock import build
+from penstock import preparing
 from penstock.machine.accelerator import streams_for
 from penstock.machine.aio import File, Queue
 from penstock.machine.arena import Arena
@@ -49,7 +49,7 @@ def make_streams(device: torch.device) -> Streams:
 
 def prepare(settings: dict[str, Any], device: torch.device) -> penstock.Optimizer:
     """A model on the device, with gradients."""
-    build.streams_for = make_streams  # type: ignore[assignment]
+    preparing.streams_for = make_streams  # type: ignore[assignment]
     model = step.build_model(settings["model"], torch.bfloat16)
     given = torch.optim.AdamW(model.parameters(), **contenders.HYPER)
     placement = penstock.Placement(nvme_path=settings["folder"])

@@ -8,7 +8,6 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from penstock.build import prepare
     from penstock.checkpoint.export import export
     from penstock.config import Options, Placement
     from penstock.ema import EMA
@@ -22,6 +21,7 @@ if TYPE_CHECKING:
         PenstockError,
     )
     from penstock.optimizer import Optimizer
+    from penstock.preparing import prepare
     from penstock.rules.generic import elementwise
     from penstock.tiers.report import Location, LocationReport
 
@@ -47,7 +47,7 @@ __all__ = [
 ]
 
 _HOMES = {
-    "prepare": "penstock.build",
+    "prepare": "penstock.preparing",
     "export": "penstock.checkpoint.export",
     "EMA": "penstock.ema",
     "Options": "penstock.config",

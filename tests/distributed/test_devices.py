@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import penstock
-from penstock import build
+from penstock import preparing
 from penstock.errors import PenstockError
 from penstock.machine import devices
 from penstock.machine.devices import Visible
@@ -20,7 +20,7 @@ def sharing(rank: int, count: int, types: tuple[str, str] = ("cuda", "cuda")) ->
         assert device == torch.device(types[rank], rank)
         return inline()
 
-    patch.setattr(build, "streams_for", streams_for)
+    patch.setattr(preparing, "streams_for", streams_for)
     model = torch.nn.Linear(4, 4)
     try:
         penstock.prepare(model, torch.optim.AdamW(model.parameters()), precision="fp32").close()

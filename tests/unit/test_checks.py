@@ -11,8 +11,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import penstock
-import penstock.build
 import penstock.construct
+import penstock.preparing
 from penstock import ConfigError, EngineError, MemoryBudgetError, Options, Placement, checks
 from penstock.tiers.device import DeviceTier
 from penstock.tiers.host import HostTier
@@ -173,7 +173,7 @@ def nothing_allocated(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     for tier in (DeviceTier, HostTier):
         monkeypatch.setattr(tier, "reserve", forbidden)
     # What an accelerator has: streams with threads of their own.
-    monkeypatch.setattr(penstock.build, "streams_for", lambda device, **_: simulated())
+    monkeypatch.setattr(penstock.preparing, "streams_for", lambda device, **_: simulated())
     before = set(threading.enumerate())
     yield
     assert set(threading.enumerate()) <= before

@@ -55,7 +55,7 @@ def recall(fingerprint: Mapping[str, Any], read: Callable[[Path], Kept]) -> Kept
     try:
         kept = read(path)
     except (PenstockError, OSError, ValueError) as error:
-        _logger.warning("%s is probed again: what was kept of it cannot be read. %s", "The machine", one_line(error))
+        _logger.warning("This machine is probed again: what was kept of it cannot be read. %s", one_line(error))
         return None
     return kept if digest(kept.fingerprint) == digest(fingerprint) else None
 
@@ -74,7 +74,7 @@ def keep(kept: Kept, write: Callable[[Path], None]) -> Path | None:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         write(path)
-    except OSError as error:
+    except (PenstockError, OSError) as error:
         _logger.warning("The machine is not kept for the next time: %s", one_line(error))
         return None
     return path

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import penstock
-from penstock import build
+from penstock import preparing
 from penstock.errors import ConfigError
 from penstock.machine import devices
 from penstock.machine.devices import (
@@ -82,7 +82,7 @@ def test_prepare_takes_the_device_of_the_local_rank_and_makes_it_current(monkeyp
         taken.append(device)
         return inline()
 
-    monkeypatch.setattr(build, "streams_for", streams_for)
+    monkeypatch.setattr(preparing, "streams_for", streams_for)
     monkeypatch.setenv("LOCAL_RANK", "3")
     model = torch.nn.Linear(4, 4)
     penstock.prepare(model, torch.optim.AdamW(model.parameters())).close()

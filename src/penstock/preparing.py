@@ -1,0 +1,166 @@
+"""`prepare`: validates the request, finds the ranks and the device, and has the engine built.
+
+1. Check everything that can be checked, before anything is allocated.
+2. Take ranks, a device, and streams of it.
+3. Build on them (`build.py`).
+"""
+
+from typing import Literal
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from penstock import checks
+from penstock.blueprint import Request, request_for
+from penstock.build import build
+from penstock.config import Options, Placement
+from penstock.engine.passes.samples import BatchDim
+from penstock.engine.units.discover import UnitPolicy
+from penstock.engine.units.source import Weights
+from penstock.errors import ConfigError
+from penstock.kinds import Overlap, Precision
+from penstock.machine.accelerator import streams_for
+from penstock.machine.border import crossing
+from penstock.machine.collectives import Ranks
+from penstock.machine.council import DEFAULT_TIMEOUT_S
+from penstock.machine.devices import check_apart, device_for, make_current, place_of
+from penstock.optimizer import Optimizer
+
+
+@crossing
+def prepare(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None,
+    *,
+    stage: Literal[0, 1, 2, 3] = 3,
+    placement: Placement | Literal["auto"] | None = None,
+    precision: Precision = "bf16",
+    units: UnitPolicy = None,
+    mesh: DeviceMesh | None = None,
+    max_grad_norm: float | None = None,
+    grad_accumulation_dtype: torch.dtype | None = None,
+    reduce_dtype: torch.dtype | None = None,
+    overlap: Overlap = "auto",
+    master: Literal["remainder", "fp32", "none"] = "remainder",
+    unit_micro_batches: int = 1,
+    batch_dim: BatchDim = 0,
+    options: Options = Options(),  # noqa: B008 - a frozen value
+    weights: Weights | None = None,
+) -> Optimizer:
+    """Shard and place the training state of a model, and return the optimizer that trains it.
+
+    Without an optimizer (`prepare(model, None)`) the model is for inference: its parameters are sharded and placed like
+    those of a trained one, and are all there is. None of them requires a gradient until `close`; a backward may go
+    through the model to its inputs. Arguments that are about training alone are checked and have no effect, so that a
+    reference model may share those of the model in training: `Placement(grads=, optimizer=)`, `max_grad_norm`,
+    `grad_accumulation_dtype`, `reduce_dtype`, `overlap`, `master`.
+
+    The model stays the same object; its parameters become views of buffers that are gathered for each use. Its first
+    rank's parameters are taken over by every rank. Floating-point inputs of the model and of its units are cast to
+    the compute dtype (`Options(cast_inputs=)`); buffers are moved to the device, are the first rank's too, and keep
+    their dtype, as batch norms do as a whole: fp32.
+
+    Arguments:
+        model: any module with values, or on the meta device with `weights`. Its floating-point parameters take the
+            compute dtype.
+        optimizer: a stock torch optimizer over some or all of the model's parameters; state it has is taken over.
+            `None`: inference.
+        stage: what is sharded over ranks: 0 nothing, 1 optimizer state, 2 and gradients, 3 and parameters
+            (Rajbhandari et al., "ZeRO", 2020).
+        placement: home tier of each kind of state; `None` keeps everything on the device.
+        precision: compute dtype. bf16 and fp16 keep an fp32 master of every trained parameter; fp16 scales the loss
+            (`Options(initial_loss_scale=, dynamic_loss_scale=)`), so its backward is `optimizer.backward(loss)`.
+        units: classes of the modules that are gathered together, or a predicate on (name, module); `None` takes each
+            repeated block, and the rest of the model as one.
+        mesh: a `DeviceMesh` of one dimension, or of two (replicate, shard) for hybrid sharding; `None` takes the
+            default process group, or a single process. Its type of device is taken; which one of them, and which
+            without a mesh: the one that the model lies on, else the one that the process group is bound to
+            (`init_process_group(device_id=)`), else torch's current one if that is not the first, else number
+            `LOCAL_RANK`. It becomes torch's current device.
+        max_grad_norm: clip the gradient's norm over all ranks; `None` does not clip.
+        grad_accumulation_dtype: dtype in which micro-batches are summed; `None` for `reduce_dtype`.
+        reduce_dtype: dtype in which gradients are summed over ranks; `None` for the compute dtype.
+        overlap: when updates run. `"none"`: inside `step`. `"forward"`: `step` returns at once, and the forward of each
+            unit waits for that unit's update alone; parameters read NaN until then. `"auto"`: the same for parameters
+            that are gathered for their use; those that rest where compute reads them are up to date when `step`
+            returns. `"backward"`: the host updates a unit as soon as its gradient is reduced, and `step` ends with what
+            is left; there can be no clipping, all micro-batches but the last must run under `no_sync`, and a gradient
+            that is not finite, or a backward that fails, after updates have begun ends the optimizer. The result is
+            the same, bit for bit.
+        master: form of the fp32 master of bf16 parameters: the 16 bits that the parameter lacks, a full copy, or none:
+            then every update rounds the parameter, as `Options(rounding=...)` says. fp16 always has a full copy.
+        unit_micro_batches: each block is gathered once and runs this many slices of the batch, in forward and in
+            backward, which saves the block's input alone and computes its forward again: parameters and gradients
+            travel as for one large batch, activations are those of a slice.
+        batch_dim: for `unit_micro_batches`, which dimension of the blocks' inputs is the batch; 1 for blocks that have
+            the sequence first. A mapping says it for single arguments of the blocks, by name, `None` for those that
+            every slice gets whole; others then have the batch in the dimension of the block's first argument.
+        options: sizes and policies.
+        weights: the parameters' first values, where the model does not have them (or has others): a folder or a file of
+            safetensors, tensors by name, a `StoredTensors` that makes them of files, a function from a name to its
+            tensor, or `"init"` for the modules' own initialisation. The model may be on the meta device: no rank ever
+            holds more than one unit and its shards.
+
+    Returns:
+        A `penstock.Optimizer`, which is a `torch.optim.Optimizer` over the same param groups. For inference it has
+        none, and `step`, `backward` and `clip_grad_norm_` raise `EngineError`; all that looks at parameters, moves
+        them, saves and loads them works.
+
+    Raises:
+        ConfigError: the request cannot be met, or `weights` do not fit; nothing was allocated.
+        CheckpointError: a file of weights cannot be read.
+        MemoryBudgetError: a budget, the device or the host is too small; nothing was allocated.
+
+    Example:
+        >>> model = torch.nn.Linear(4, 2)
+        >>> optimizer = prepare(model, torch.optim.AdamW(model.parameters()), precision="fp32")
+        >>> optimizer.backward(model(torch.ones(1, 4)).sum())
+        >>> optimizer.step().skipped
+        False
+    """
+    checks.check_ranks(mesh)  # raised without a meeting: the council is made of these ranks
+    timeout_s = getattr(options, "timeout_s", DEFAULT_TIMEOUT_S)  # they are not checked yet
+    ranks = Ranks.from_mesh(mesh, sharded=stage != 0, timeout_s=timeout_s)
+    try:
+        # Ranks meet before each step that may fail on one of them alone: else the others would wait for it in the next
+        # collective, until their timeout.
+        with ranks.council.together("prepare()", ConfigError) as facts:
+            request = request_for(
+                model,
+                stage=stage,
+                placement=placement,
+                precision=precision,
+                units=units,
+                max_grad_norm=max_grad_norm,
+                grad_accumulation_dtype=grad_accumulation_dtype,
+                reduce_dtype=reduce_dtype,
+                overlap=overlap,
+                master=master,
+                unit_micro_batches=unit_micro_batches,
+                batch_dim=batch_dim,
+                options=options,
+                weights=weights,
+            )
+            choice = device_for(model.parameters(), mesh)
+            place = place_of(choice)
+            facts["device"] = choice.device.type
+        check_apart(ranks.council.collect(place), ranks.council.members)
+        make_current(choice.device)  # once all ranks agree: what was refused leaves it as it was
+    except BaseException:
+        ranks.close()
+        raise
+    return _build_on(choice.device, model, optimizer, request, ranks)
+
+
+def _build_on(
+    device: torch.device, model: nn.Module, optimizer: torch.optim.Optimizer | None, request: Request, ranks: Ranks
+) -> Optimizer:
+    """Build on streams of a device. What fails closes ranks and streams: both have threads of their own."""
+    streams = streams_for(device, debug_release=request.debug_release)
+    try:
+        return build(model, optimizer, request, ranks, streams)
+    except BaseException:
+        ranks.close()
+        streams.close()
+        raise
