@@ -39,6 +39,8 @@ class Pipeline:
         cuts: for each kind, how many units are on the device, and how many on the cpu; the others are on nvme.
         ahead: how many units are gathered ahead of their use.
         one_at_a_time: whether everything that moves takes turns at the host's memory.
+        shared: whether the device's memory is the host's.
+        one_set_of_cores: whether updates take turns with compute.
     """
 
     units: int
@@ -52,6 +54,7 @@ class Pipeline:
     micro_batches: int = 1
     one_at_a_time: bool = False
     shared: bool = False
+    one_set_of_cores: bool = False
 
     def tier(self, kind: str, unit: int) -> TierName:
         device, cpu = self.cuts[kind]
@@ -95,13 +98,15 @@ class Clock:
     """When each stream is free, and what takes turns at what."""
 
     machine: Machine
-    one_at_a_time: bool
+    pipeline: Pipeline
     free: dict[str, float] = field(default_factory=dict)
 
     def run(self, stream: str, seconds: float, *after: float) -> float:
         turns = [stream]
-        if self.one_at_a_time and stream not in ("compute",):
+        if self.pipeline.one_at_a_time and stream != "compute":
             turns.append("memory")
+        if self.pipeline.one_set_of_cores and stream in ("compute", "update"):
+            turns.append("cores")
         start = max([self.free.get(turn, 0.0) for turn in turns] + list(after))
         for turn in turns:
             self.free[turn] = start + seconds
@@ -113,7 +118,7 @@ class Clock:
 
 def simulate(pipeline: Pipeline, machine: Machine, steps: int = 24, measured: int = 8) -> float:
     """Seconds of a step once it goes on as before."""
-    clock = Clock(machine, pipeline.one_at_a_time)
+    clock = Clock(machine, pipeline)
     units = range(pipeline.units)
     home = [0.0 for _ in units]  # when a unit's parameters are home
     record = {(kind, unit): 0.0 for kind, unit in product(("params", "grads", "optimizer"), units)}
@@ -181,7 +186,8 @@ def _update(pipeline: Pipeline, clock: Clock, record: Records, unit: int, began:
             there = clock.move("d2h", sizes[kind], there)
         ready = max(ready, there)
     if in_place:
-        updated = clock.run("compute", pipeline.update_bytes / clock.machine.value("device_update"), ready)
+        rate = clock.machine.value("update" if pipeline.shared else "device_update")
+        updated = clock.run("compute", pipeline.update_bytes / rate, ready)
     else:
         updated = clock.move("update", pipeline.update_bytes, ready)
     done = updated

@@ -76,7 +76,7 @@ def test_no_pipeline_that_takes_turns_at_the_memory_is_quicker(pipeline: Pipelin
 def test_no_pipeline_in_one_memory_is_quicker(pipeline: Pipeline, machine: Machine, back_end: str) -> None:
     """A cpu as the device: what is in memory is updated by compute, as it reaches all of it."""
     cuts = {kind: (device + cpu, 0) for kind, (device, cpu) in pipeline.cuts.items()}
-    pipeline = replace(pipeline, cuts=cuts, shared=True)
+    pipeline = replace(pipeline, cuts=cuts, shared=True, one_set_of_cores=back_end == "inline")
     limits = Limits({"cpu": 1 << 40, "nvme": 1 << 40}, shared=True)
     step_s = simulate(pipeline, machine)
     found = least(pipeline.load, machine, limits, back_end=back_end, fractions=pipeline.fractions)
@@ -94,7 +94,7 @@ def tight(draw: st.DrawFn) -> tuple[Pipeline, Limits]:
     return pipeline, Limits({tier: draw(st.integers(0, total)) for tier in tiers})
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(tight())
 def test_what_fits_in_whole_units_fits(drawn: tuple[Pipeline, Limits]) -> None:
     """Placements of whole units are some of all, so what fits of them fits; and what does not fit is of no use."""
@@ -112,7 +112,7 @@ def test_what_fits_in_whole_units_fits(drawn: tuple[Pipeline, Limits]) -> None:
     assert isinstance(found, Bound) == fits(pipeline.load, limits)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(tight())
 def test_what_is_missing_is_missing_to_the_byte(drawn: tuple[Pipeline, Limits]) -> None:
     pipeline, limits = drawn
@@ -124,10 +124,27 @@ def test_what_is_missing_is_missing_to_the_byte(drawn: tuple[Pipeline, Limits]) 
         assert not fits(pipeline.load, limits.with_room(tier, limits.of(tier) - 1)), f"a byte of {tier} too many"
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(tight())
-def test_a_grid_of_tiles_finds_the_same_room(drawn: tuple[Pipeline, Limits]) -> None:
-    """Brute force over tiles of a byte: with shadows aside, something fits where the bytes are there in all."""
+def test_what_fits_fits_on_a_grid_with_a_little_more_room(drawn: tuple[Pipeline, Limits]) -> None:
+    """Brute force over eighths, shadows as well: what is lost by rounding is no more than a part of each kind."""
+    pipeline, limits = drawn
+    if "nvme" in limits.tiers or not fits(pipeline.load, limits):
+        return  # with files the bound may pair tiles as no cut does, so that none has a shadow
+    parts = replace(pipeline, units=8)
+    slack = max(1, pipeline.units) * (2 * pipeline.params + pipeline.grads + pipeline.optimizer) / 8
+    kinds = ("params", "grads", "optimizer")
+    scale = pipeline.units / 8
+    assert any(
+        all(scale * nbytes <= limits.of(tier) + slack for tier, nbytes in at_rest(parts.load, placed).items())
+        for cuts in product(all_cuts(8, limits.tiers), repeat=3)
+        for placed in [replace(parts, cuts=dict(zip(kinds, cuts, strict=True)))]
+    )
+
+
+@settings(max_examples=40, deadline=None)
+@given(tight())
+def test_without_shadows_what_is_missing_is_what_there_is_too_much(drawn: tuple[Pipeline, Limits]) -> None:
     pipeline, limits = drawn
     load = replace(pipeline.load, own_params_bytes=0, params_bytes=0)  # no parameters: nothing has a shadow
     short = load.grads_bytes + load.optimizer_bytes - sum(limits.of(tier) for tier in limits.tiers)

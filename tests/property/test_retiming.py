@@ -9,11 +9,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.forecast.program import Kind, Program
+from penstock.forecast.costs import machine_costs
+from penstock.forecast.program import Job, Kind, Program
 from penstock.forecast.retime import Timings, busiest, retime
 from penstock.forecast.sharing import fair_speeds
-from penstock.trace import Timeline, to_chrome
-from tests.paper import Rates, Script
+from penstock.trace import Label, Timeline, to_chrome
+from tests.paper import Machine, Rates, Script
 
 STREAMS = ("upload", "download", "update", "read", "write", "device update")
 FILES = ("read", "write")
@@ -181,3 +182,32 @@ def test_speeds_are_max_min_fair(uses: list[Mapping[str, float]]) -> None:
             and all(speed >= other - 1e-6 for other, theirs in zip(speeds, uses, strict=True) if name in theirs)
             for name in each
         )
+
+
+WAYS = {"h2d": "upload", "d2h": "download"}
+RATES = st.floats(1.0, 50.0)
+
+
+def feasible(figures: Mapping[str, float], up: float, down: float) -> bool:
+    """Whether a link goes so many bytes/s both ways at once."""
+    costs, program = machine_costs(Machine(**figures)), Script("accelerator").program()
+    used = defaultdict[str, float](float)
+    for (way, stream), rate in zip(WAYS.items(), (up, down), strict=True):
+        taken = costs.job(Job(stream, Label(), 100), program)
+        for name, share in taken.uses.items():
+            used[name] += share * taken.seconds * rate / 100
+        used[way] += rate / figures[way]
+    return all(load <= 1 + 1e-9 for load in used.values())
+
+
+@given(RATES, RATES, RATES, st.sampled_from(("h2d", "d2h", "duplex")), st.floats(1.0, 4.0), RATES, RATES)
+def test_what_a_link_does_at_once_a_faster_one_does(
+    h2d: float, d2h: float, duplex: float, name: str, factor: float, up: float, down: float
+) -> None:
+    figures = {"h2d": h2d, "d2h": d2h, "duplex": duplex}
+    if feasible(figures, up, down):
+        assert feasible({**figures, name: figures[name] * factor}, up, down)
+    assert feasible(figures, h2d, 0)
+    assert feasible(figures, 0, d2h)
+    half = min(duplex / 2, h2d, d2h)
+    assert feasible(figures, half, half)

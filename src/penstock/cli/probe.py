@@ -39,24 +39,29 @@ class ProbeConfig:
 def probe(config: ProbeConfig) -> None:
     """Measure this machine: arithmetic, memory, updates, links and disks. penstock plan reads what it finds.
 
-    What is measured in a folder is gone afterwards. A JSON file can be edited, or written by hand for a machine that
-    one does not have.
+    What is measured in a folder is gone afterwards. The file can be edited, or written by hand for another machine.
+
+    With several processes, which measure what is between them: torchrun --nproc-per-node 4 -m penstock probe
     """
     target = None if not config.out else parse_path(config.out, option="--out")
     if target is not None:
         check_target(target)
     # Here, not at the top: it imports torch, which --help does not wait for.
-    from penstock.planner import machines
+    from penstock.cli.ranks import Ranks, joined
+    from penstock.planner import probing
 
-    with _status() as say:
-        machine = machines.probe(folders=config.folders, seconds=config.seconds, progress=say)
+    ranks = Ranks.from_environment()
+    with joined(ranks), _status() as say:
+        machine = probing.probe(folders=config.folders, seconds=config.seconds, progress=say)
+    if not ranks.is_first:
+        return
     if target is None:
-        written = machines.remember(machine)
+        written = probing.remember(machine)
     else:
         machine.write(target)
         written = target
     if config.json:
-        print(machines.as_json(machine))
+        print(probing.as_json(machine))
     else:
         _show(machine, written)
 
@@ -105,7 +110,7 @@ def _show(machine: Any, written: Path | None) -> None:
     from rich.table import Table
     from rich.text import Text
 
-    from penstock.planner.machines import write_value
+    from penstock.planner.probing import write_value
 
     console = Console(highlight=False)
     computes = "the cpu is the device" if machine.device == "cpu" else f"the device is {machine.device}"

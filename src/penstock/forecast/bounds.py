@@ -26,7 +26,7 @@ from penstock.kinds import Overlap
 #: to be found. No resource works longer than a step takes, so this costs a bound no more than it times the resources.
 WORK = 1e-6
 #: What several kinds of work share; each kind is counted by itself as well.
-SHARED = ("link", "disk", "host memory")
+SHARED = ("link", "disk", "host memory", "cores")
 FORWARD, BACKWARD = "forward window", "backward window"
 STEP = {FORWARD: 1.0, BACKWARD: 1.0}
 
@@ -123,7 +123,8 @@ class _Rates:
     def of(self, flow: Flow, *, shared: bool) -> float:
         """Give the rate of a flow that has a resource to itself."""
         if flow in ("in place", "device update"):
-            return self.fastest("device_update", "device_bandwidth", *([self._update_figure] if shared else []))
+            names = (self._update_figure,) if shared else ("device_update",)
+            return self.fastest(*[name for name in names if self._machine.has(name)] or ["device_bandwidth"])
         if flow == "update":
             return self._machine.value(self._update_figure)
         if flow in ("read", "write"):
@@ -140,17 +141,17 @@ class _Rates:
         return self._update if self._machine.has(self._update) else "update"
 
     def link(self) -> float:
-        """Both ways of the link together: one at a time is possible as well."""
+        """Give the rate of both ways of the link together: one at a time is possible as well."""
         return self.fastest("h2d", "d2h", "duplex") if self._machine.has("duplex") else inf
 
     def disk(self) -> float:
-        """Reads and writes together: one at a time is possible as well."""
+        """Give the rate of reads and writes together: one at a time is possible as well."""
         if not self._machine.has("disk_mixed"):
             return inf
         return self.fastest("disk_read", "disk_write", "disk_mixed") * self.folders
 
     def memory(self) -> float:
-        """The host's memory."""
+        """Give the rate of the host's memory."""
         if not self._machine.has("host_bandwidth"):
             return inf
         return self.fastest("host_bandwidth", "update", self._update)
@@ -191,7 +192,8 @@ class _Step:
         self._rates = _Rates(machine, load)
         self._linear = Linear()
         self._traffic = Traffic(load, limits, self._linear, overlap)
-        self._resources = self._work(on_threads=limits.shared and back_end == "threads")
+        self._back_end = back_end
+        self._resources = self._work()
         self._hold_windows()
         if overlap == "none":
             self._hold_updates_before_forward()
@@ -227,7 +229,7 @@ class _Step:
             {name: price for name, price in prices.items() if price > 0},
         )
 
-    def _work(self, *, on_threads: bool) -> dict[str, Spread]:
+    def _work(self) -> dict[str, Spread]:
         """List the resources, each with its seconds of work by window."""
         load, flows = self._load, self._traffic.flows
         work: dict[str, Spread] = {"compute": Spread()}
@@ -242,7 +244,7 @@ class _Step:
             "write": "write",
             "update": "update",
             "device update": "device update",
-            "in place": "update in place" if on_threads else "compute",
+            "in place": "update in place" if self._limits.shared and self._back_end == "threads" else "compute",
         }
         for flow, name in alone.items():
             if flow in flows and flows[flow].total:
@@ -257,6 +259,10 @@ class _Step:
             work[name] = Spread()
             for flow in sharing:
                 work[name].take(flows.get(flow, Spread()), 1 / rate)
+        if self._limits.shared and self._back_end == "inline":
+            work["cores"] = Spread()  # those that compute are those that update, whichever thread does it
+            for name in ("compute", "update", "device update"):
+                work["cores"].take(work.get(name, Spread()), 1.0)
         work["collective"] = Spread()
         seconds = [sum(collective_s(self._machine, each) for each in pass_) for pass_ in self._passes()]
         work["collective"].add("forward", {CONSTANT: seconds[0]})

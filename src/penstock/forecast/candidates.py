@@ -139,7 +139,7 @@ class Candidates:
         return there
 
     def tighter(self, choice: Choice, nbytes: Mapping[TierName, float]) -> list[Candidate]:
-        """Propose placements for a choice that leave so many bytes more of each tier free."""
+        """Give placements for a choice that leave so many bytes more of each tier free."""
         less = self.limits.less({tier: ceil(more) for tier, more in nbytes.items()})
         return list(self._proposals(choice, less))
 
@@ -157,7 +157,7 @@ class Candidates:
         )
 
     def _propose_all(self) -> list[Candidate]:
-        """Propose some placements for each choice, and sort them."""
+        """List some placements for each choice, and sort them."""
         by_bound = sorted(self.bounds, key=lambda choice: self.bounds[choice].step_s)
         found: list[Candidate] = []
         for number, choice in enumerate(by_bound):
@@ -193,7 +193,7 @@ class Candidates:
 def candidates(
     loads: Mapping[Choice, Load], machine: Figures, limits: Limits, *, back_end: BackEnd, overlap: Overlap
 ) -> Candidates:
-    """Propose placements in order of their bound.
+    """Find placements that may be the fastest, in order of their bound.
 
     Arguments:
         loads: what a step consists of, for each choice.

@@ -105,7 +105,7 @@ def _exact(terms: Terms, values: Mapping[str, Fraction]) -> Fraction:
 
 
 def _files(load: Load, limits: Limits) -> Change | None:
-    """How many bytes more in files would do."""
+    """Find how many bytes more in files would do."""
     unbounded = limits.with_room("nvme", 0)
 
     def least(variant: Load) -> Fraction | None:
@@ -128,7 +128,7 @@ def _files(load: Load, limits: Limits) -> Change | None:
 
 
 def _batch(load: Load, limits: Limits) -> Change | None:
-    """What share of the batch would do."""
+    """Find what share of the batch would do."""
     peak = load.activation_peak_bytes
     if not any(peak.values()):
         return None
@@ -152,7 +152,7 @@ def _batch(load: Load, limits: Limits) -> Change | None:
 
 
 def _ranks(load: Load, limits: Limits) -> Change | None:
-    """How many ranks would do, each with memory of its own."""
+    """Find how many ranks would do, each with memory of its own."""
     if not load.sharded:
         return None
     enough = _least(lambda ranks: fits(load.over(ranks), limits), load.ranks, MOST_TIMES_RANKS * load.ranks)

@@ -11,6 +11,8 @@ from penstock.kinds import TierName
 KINDS = ("params", "grads", "optimizer")
 TIERS: tuple[TierName, ...] = ("device", "cpu", "nvme")
 
+#: More bytes than there are: so many may be ahead, or kept, where nobody says how many are.
+UNKNOWN = 1 << 62
 #: What has a fraction of its bytes on each tier: "params", "grads", "optimizer".
 Fractions = Mapping[str, Mapping[TierName, float]]
 
@@ -43,7 +45,8 @@ class Load:
         reductions: how often gradients are reduced in all.
         micro_batches: how many there are.
         forward_s, backward_s: seconds of compute of a pass; backward has what it computes again.
-        forward_gathered_bytes, backward_gathered_bytes: what of the parameters a pass gathers, if none is resident.
+        forward_gathered_bytes, backward_gathered_bytes: what of the parameters a pass gathers, if none is resident: not
+            what is still there from the pass before.
         ahead_bytes: what may be on its way before its pass begins, or after it has ended.
         kept_bytes: of files: what rings may hold still, so that it is not read again.
         activations: the tier to which saved tensors go; `None` where they stay.
@@ -67,10 +70,10 @@ class Load:
     reduced_bytes: int
     forward_s: float
     backward_s: float
-    forward_gathered_bytes: int
-    backward_gathered_bytes: int
-    ahead_bytes: int
-    kept_bytes: int
+    forward_gathered_bytes: int = 0
+    backward_gathered_bytes: int = 0
+    ahead_bytes: int = UNKNOWN
+    kept_bytes: int = UNKNOWN
     frozen_bytes: int = 0
     reductions: int = 1
     micro_batches: int = 1
@@ -108,12 +111,12 @@ class Load:
         return replace(self, params_bytes=self.own_params_bytes, frozen_bytes=frozen)
 
     def beside(self, nbytes: Mapping[TierName, int]) -> "Load":
-        """The same with so many bytes more on each tier wherever the state is."""
+        """Add bytes to what is on each tier wherever the state is."""
         tiers = {**self.fixed_bytes, **nbytes}
         return replace(self, fixed_bytes={t: self.fixed_bytes.get(t, 0) + nbytes.get(t, 0) for t in tiers})
 
     def over(self, ranks: int) -> "Load":
-        """The state at rest if it were sharded over more ranks; times and what is gathered stay as they are."""
+        """Shard the state at rest over more ranks; times and what is gathered stay as they are."""
 
         def part(nbytes: int, kind: str) -> int:
             return ceil(nbytes * self.ranks / ranks) if kind in self.sharded else nbytes
@@ -176,5 +179,5 @@ class Limits:
         return replace(self, reserve=kept)
 
     def with_room(self, tier: TierName, nbytes: int) -> "Limits":
-        """The same with so much to be taken of a tier."""
+        """Set how much may be taken of a tier."""
         return replace(self, bytes={**self.bytes, tier: nbytes + self.reserve.get(tier, 0)})

@@ -119,8 +119,12 @@ class Machine:
         Example:
             >>> Machine.read("h100-node").write("ours.json")  # doctest: +SKIP
         """
+        machinefiles.write(Path(path), self.to_dict())
+
+    def to_dict(self) -> dict[str, Any]:
+        """Give what its file holds, as JSON-like values."""
         parts = {name: getattr(self, name) for name in ("name", "device", "probed", "fingerprint")}
-        machinefiles.write(Path(path), machinefiles.content(parts, self.figures))
+        return machinefiles.content(parts, self.figures)
 
     def replace(self, **figures: float) -> "Machine":
         """Make a machine that differs in some figures, to ask what if.

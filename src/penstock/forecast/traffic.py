@@ -111,7 +111,7 @@ class Traffic:
         self._activations()
 
     def on(self, kind: str, *tiers: TierName) -> dict[str, float]:
-        """Terms: the bytes of a kind that rest on some tiers."""
+        """Give terms: the bytes of a kind that rest on some tiers."""
         nbytes = {
             "params": self._load.params_bytes,
             "grads": self._load.grads_bytes,
@@ -130,7 +130,7 @@ class Traffic:
                 self._linear.equals(f"{kind} on {tier}", self.on(kind, tier), share * nbytes)
 
     def memory(self, tier: TierName) -> dict[str, float]:
-        """Terms: the bytes that are on a tier, with those that are there wherever the state is."""
+        """Give terms: the bytes that are on a tier, with those that are there wherever the state is."""
         terms = dict[str, float]()
         for kind in KINDS:
             add(terms, self.on(kind, tier))
@@ -140,7 +140,7 @@ class Traffic:
         return terms
 
     def _shadows(self, tier: TierName) -> dict[str, float]:
-        """Terms: the bytes of parameters beside an update on a tier that cannot reach where they rest."""
+        """Give terms: the bytes of parameters beside an update on a tier that cannot reach where they rest."""
         if self._shared:
             return {}
         own, memory = float(self._load.own_params_bytes), {"device", "cpu"}

@@ -71,7 +71,7 @@ def what_ifs(
     rules: Sequence[str] = (),
     among: Sequence[Upgrade] = UPGRADES,
 ) -> list[Saving]:
-    """Time a step anew for each change: what saves most comes first, and what needs a rehearsal last, as it was given.
+    """Measure what each change saves: most comes first, and what needs a rehearsal last, as it was given.
 
     Arguments:
         machine: what there is.

@@ -81,9 +81,11 @@ def plan(
             or one value. What the model returns has a `loss`, or is the loss; else the mean of it stands for one.
         machine: what the step is timed for: a machine, its file, or the name of one that comes with the package; `None`
             for this one, which is probed once.
-        device_bytes, host_bytes: bytes of the device of a rank, and of the memory of a host; `None` for the machine's.
+        device_bytes: bytes of the device of a rank; `None` for the machine's.
+        host_bytes: bytes of the memory of a host; `None` for the machine's.
         folders: folders of the nvme tier; of a machine that has folders by its figures none need be named.
-        world_size, hosts: how many ranks there are, and on how many hosts.
+        world_size: how many ranks there are.
+        hosts: on how many hosts they are.
         placement: one to be looked at; `"auto"` for the best one.
         micro_batches: how many of them a step has.
         expert_share: of models that choose experts, the part of the tokens that each one gets; `None` for equal parts.

@@ -1,7 +1,6 @@
 """From the best placement to a plan: what it takes, how long a step is, what binds, and what would change that."""
 
 from collections.abc import Callable, Mapping
-
 from typing import Any
 
 from torch import Tensor
@@ -48,7 +47,7 @@ def answer(question: Question, trials: Trials, best: Best) -> Plan:
         bytes={tier: sum(kind_bytes[kind].get(tier, 0) for kind in _KINDS) for tier in _TIERS},
         peak_bytes=trial.peak_bytes,
         busy_s=timing.busy_s,
-        stage=request.stage,  # type: ignore[arg-type]
+        stage=request.stage,
         precision=question.arguments.get("precision", "bf16"),
         hosts=question.hosts,
         machine=question.machine.name,

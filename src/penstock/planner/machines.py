@@ -5,9 +5,7 @@ from collections.abc import Sequence
 
 from penstock.errors import ConfigError
 from penstock.forecast.machine import Machine
-from penstock.machine.devices import device_for
-from penstock.probe.cache import recalled
-from penstock.probe.fingerprint import fingerprint
+from penstock.planner.probing import here
 
 
 def machine_for(
@@ -32,9 +30,4 @@ def machine_for(
         if not isinstance(machine, str | os.PathLike):
             raise ConfigError(f"machine is a {type(machine).__name__}. Use a Machine, a file, or a name.")
         return Machine.read(machine)
-    return recalled(
-        fingerprint(device_for((), None).device, folders),
-        read=Machine.read,
-        make=lambda: Machine.probe(folders=folders, seconds=seconds),
-        write=Machine.write,
-    )
+    return here(folders=folders, seconds=seconds)

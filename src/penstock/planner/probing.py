@@ -1,14 +1,15 @@
 """The machine that this process runs on: probed once, kept in the user's cache, and read from there afterwards."""
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from os import PathLike
 from pathlib import Path
 
+import torch.distributed as dist
+
 from penstock.forecast.figures import Figure, write_value
 from penstock.forecast.machine import Machine
-from penstock.forecast.machinefiles import content
 from penstock.machine.devices import device_for
 from penstock.probe import cache
 from penstock.probe.disks import check_folders
@@ -35,7 +36,8 @@ def here(*, folders: Sequence[str | PathLike[str]] = (), seconds: float = 60.0) 
     machine = cache.recalled(
         fingerprint(device, folders),
         read=Machine.read,
-        make=lambda: probe(folders=folders, seconds=seconds),
+        # Alone: one rank may ask for all, and ranks of one host wait here for the first of them.
+        make=lambda: probe(folders=folders, seconds=seconds, groups={}),
         write=Machine.write,
     )
     free = {name: Figure(*figure) for name, figure in measure_free(device, folders).items()}
@@ -47,6 +49,7 @@ def probe(
     folders: Sequence[str | PathLike[str]] = (),
     seconds: float = 60.0,
     progress: Callable[[str], None] | None = None,
+    groups: Mapping[str, dist.ProcessGroup] | None = None,
 ) -> Machine:
     """Measure this machine, as `Machine.probe` does, and say what is measured next.
 
@@ -54,18 +57,20 @@ def probe(
         folders: the folders of the nvme tier.
         seconds: how long it may take.
         progress: called with what is measured next, in words.
+        groups: the dimensions of a mesh, whose links are measured too; `None` for the default process group, if there
+            is one. Then all ranks call this. Empty where this rank measures alone.
 
     Raises:
         ConfigError: as `Machine.probe`.
     """
-    measured = measure(folders=folders, seconds=seconds, progress=progress)
+    measured = measure(folders=folders, seconds=seconds, progress=progress, groups=groups)
     figures = {name: Figure(*figure) for name, figure in measured.figures.items()}
     return Machine(measured.name, measured.device, figures, measured.fingerprint, probed=True)
 
 
 def as_json(machine: Machine) -> str:
     """Write a machine as its file has it, on one line."""
-    return json.dumps(content(machine))
+    return json.dumps(machine.to_dict())
 
 
 def remember(machine: Machine) -> Path | None:

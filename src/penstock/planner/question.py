@@ -1,4 +1,4 @@
-"""What is asked of the planner: a model, an optimizer and a batch on a machine, within limits. Checked when it is made."""
+"""What is asked of the planner: a model, an optimizer and a batch on a machine, within limits."""
 
 import inspect
 import os
@@ -96,15 +96,17 @@ def ask(
     Raises:
         ConfigError: an argument is of the wrong kind or out of range; nothing was rehearsed.
     """
-    for name, value in (("world_size", world_size), ("hosts", hosts), ("micro_batches", micro_batches)):
+    counts: dict[str, Any] = {"world_size": world_size, "hosts": hosts, "micro_batches": micro_batches}
+    for name, value in counts.items():
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
             raise ConfigError(f"{name}={value!r} is no number of {name.replace('_', ' ')}. Use 1 or more.")
     if world_size % hosts:
         raise ConfigError(f"world_size={world_size} ranks cannot be shared by hosts={hosts}. Use a multiple of it.")
     if not callable(batch):
         raise ConfigError(f"batch is a {type(batch).__name__}. Give a function that makes one micro-batch.")
-    for name, nbytes in (("device_bytes", device_bytes), ("host_bytes", host_bytes)):
-        if nbytes is not None and (not isinstance(nbytes, int) or nbytes <= 0):
+    sizes: dict[str, Any] = {"device_bytes": device_bytes, "host_bytes": host_bytes}
+    for name, nbytes in sizes.items():
+        if nbytes is not None and (not isinstance(nbytes, int) or isinstance(nbytes, bool) or nbytes <= 0):
             raise ConfigError(f"{name}={nbytes!r} is no number of bytes. Use 1 or more, or None.")
     for name in ("placement", "plan", "batch", "mesh"):
         if name in arguments:
@@ -136,7 +138,8 @@ def made(model: nn.Module | Callable[[], nn.Module]) -> nn.Module:
     """
     if isinstance(model, nn.Module):
         return model
-    if not callable(model) or inspect.isclass(model):
+    given: Any = model
+    if not callable(given) or inspect.isclass(given):
         raise ConfigError(f"model is a {type(model).__name__}. Give a module, or a function that makes one.")
     try:
         with torch.device("meta"):

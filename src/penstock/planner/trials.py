@@ -3,7 +3,7 @@
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -12,16 +12,16 @@ from torch.utils._pytree import tree_map
 from penstock.config import Placement
 from penstock.errors import ConfigError, PenstockError, one_line
 from penstock.forecast.candidates import Choice
-from penstock.forecast.costs import machine_costs
+from penstock.forecast.costs import MachineCosts, machine_costs
 from penstock.forecast.load import Fractions
 from penstock.forecast.machine import Machine
 from penstock.forecast.program import Op
-from penstock.forecast.retime import Timing, retime
+from penstock.forecast.retime import Timing, Timings
 from penstock.kinds import TierName
+from penstock.machine.devices import device_for
 from penstock.planner.question import Question
 from penstock.rehearsal.measured import time_ops
 from penstock.rehearsal.rehearse import Rehearsal, rehearse
-from penstock.rehearsal.rehearsed import Recipe
 from penstock.trace import Timeline, to_chrome
 
 
@@ -57,6 +57,7 @@ class Trials:
         self._measures = measures
         self._measured: dict[Op, float] = {} if measured is None else measured
         self._found: dict[str, Trial] = {}
+        self._timings: dict[int, Timings[MachineCosts]] = {}  # of rehearsals, all of which are kept
 
     def __len__(self) -> int:
         return len(self._found)
@@ -75,7 +76,7 @@ class Trials:
             )
             rehearsal = rehearse(replace(question.scene, recompute=choice.recompute), request)
             if self._measures:
-                self._measured |= time_ops(_unknown(rehearsal.recipes, self._measured))
+                self._time_ops(rehearsal)
             self._found[key] = Trial(
                 placement,
                 choice,
@@ -85,7 +86,9 @@ class Trials:
             )
         return self._found[key]
 
-    def rehearse_other(self, trial: Trial, *, state_dtype: str | None = None, twice: bool = False) -> Trial | None:
+    def rehearse_other(
+        self, trial: Trial, *, state_dtype: Literal["bf16", "int8"] | None = None, twice: bool = False
+    ) -> Trial | None:
         """Rehearse a trial with states of another dtype, or with twice the batch; `None` where that cannot be."""
         question = self._question
         if state_dtype is not None:
@@ -104,7 +107,15 @@ class Trials:
 
     def time(self, rehearsal: Rehearsal, machine: Machine) -> Timing:
         """Say how long a rehearsed step takes on a machine."""
-        return retime(rehearsal.program, machine_costs(machine, measured=self._measured))
+        key = id(rehearsal)
+        timings = self._timings.setdefault(key, Timings(rehearsal.program))
+        return timings.on(machine_costs(machine, measured=self._measured))
+
+    def _time_ops(self, rehearsal: Rehearsal) -> None:
+        """Run what was not timed yet, once, on the device that is here."""
+        unknown = {op: recipe for op, recipe in rehearsal.recipes.items() if op not in self._measured}
+        costs = machine_costs(self._question.machine)
+        self._measured |= time_ops(unknown, costs.op, device=device_for((), None).device)
 
     def write_trace(self, trial: Trial, path: str | os.PathLike[str]) -> None:
         """Write a step that was not run to a file for Perfetto.
@@ -117,10 +128,6 @@ class Trials:
                 file.writelines(to_chrome(Timeline(trial.timing.recording), rank=0))
         except OSError as error:
             raise ConfigError(f"The trace cannot be written: {one_line(error)}.") from error
-
-
-def _unknown(recipes: Mapping[Op, Recipe], known: Mapping[Op, float]) -> dict[Op, Recipe]:
-    return {op: recipe for op, recipe in recipes.items() if op not in known}
 
 
 def _twice(inputs: Any) -> Any:

@@ -86,7 +86,7 @@ def _measure_group(
     moved = used[-1] * (count - 1) / count
     rates = [moved / max(seconds - latency[0], seconds / 10) for seconds in largest]
     told = ", ".join(f"{nbytes:,} bytes {1e6 * m[0]:.0f} us" for nbytes, m in zip(used, medians, strict=True))
-    how = f"all-gathers between {count} ranks ({told}); median of {len(runs[used[0]])} runs"
+    how = f"all-gathers between {count} ranks ({told}), {len(runs[used[0]])} of each"
     return Measurement(rates[0], rates[2], rates[1], how), Measurement(latency[0], latency[1], latency[2], how)
 
 

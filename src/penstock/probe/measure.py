@@ -137,9 +137,8 @@ def _measure_alone(
     say("updates on the device")
     figures["device_update"] = _device_update(device, figures, deadline)
     visible = visible_devices()
-    count = 1 if visible is None or device.type == "cpu" else visible.count
-    figures["devices"] = Measurement(*(float(count),) * 3, "that this process sees")
-    if device.type != "cpu":
+    if visible is not None and device.type != "cpu":
+        figures["devices"] = Measurement(*(float(visible.count),) * 3, "that this process sees")
         Hardware(device).empty_cache()
     return figures
 

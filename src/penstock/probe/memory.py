@@ -12,10 +12,11 @@ from torch import Tensor
 from penstock.layout import round_up
 from penstock.machine.accelerator import streams_for
 from penstock.machine.arena import PAGE_BYTES, Arena, available_host_memory, page_aligned, touch
+from penstock.machine.cgroups import core_quota
 from penstock.machine.devices import free_device_memory, shares_host_memory
 from penstock.machine.pinning import can_register, needs_pinning
 from penstock.machine.streams import DONE, UPDATE, Event, Streams
-from penstock.machine.threads import update_cores
+from penstock.machine.threads import UpdateCores, ranks_of_host, share_of_cores, update_cores
 from penstock.probe.sampling import Deadline, Measurement, Turns, seconds_of, take_turns
 from penstock.probe.updates import BF16, FP32, RULES, Update, fill
 from penstock.rules import Pool
@@ -37,7 +38,7 @@ def measure_host(device: torch.device, deadline: Deadline) -> dict[str, Measurem
     Returns:
         `host_threads`, `host_bandwidth`, `update` and `update_<rule>`.
     """
-    cores, load = update_cores(device), os.getloadavg()[0]
+    cores, load = cores_of_updates(device), os.getloadavg()[0]
     memory = page_aligned(bytes_of_passes(deadline))
     touch(memory, cores.count)
     fill(memory)
@@ -59,9 +60,17 @@ def measure_host(device: torch.device, deadline: Deadline) -> dict[str, Measurem
     # Figures of a machine that others use are those of what they leave: who reads them is to know.
     threads = Measurement(
         *(float(cores.count),) * 3,
-        f"the cores of this rank, near its device and within the container's quota; the load was {load:.1f} before",
+        f"the cores that updates on this host get, within the container's quota; the load was {load:.1f} before",
     )
     return {"host_threads": threads, **_host_figures(turns, counts, memory.numel())}
+
+
+def cores_of_updates(device: torch.device) -> UpdateCores:
+    """Choose the cores of the updates on this host: of the one rank there is, or of all of them together.
+
+    Figures are the host's: ranks that update at once share them.
+    """
+    return update_cores(device) if ranks_of_host() == 1 else share_of_cores({}, quota=core_quota())
 
 
 def _host_figures(turns: Turns, counts: list[int], nbytes: int) -> dict[str, Measurement]:

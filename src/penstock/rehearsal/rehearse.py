@@ -106,7 +106,7 @@ def rehearse(scene: Scene, request: Request, *, steps: int = STEPS) -> Rehearsal
     sides = theirs(), torch.inference_mode(False), torch.enable_grad(), torch.random.fork_rng(devices=[])
     with contextlib.ExitStack() as closing:
         for side in sides:
-            closing.enter_context(side)  # type: ignore[arg-type]
+            closing.enter_context(side)
         seen = Rehearsed(notes.op, module=notes.where, share=scene.share, memory=NotedMemory(notes))
         blueprint = draw_blueprint(model, optimizer, request, scene.grid, streams.reach)
         rule = blueprint.rule.name

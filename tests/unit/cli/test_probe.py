@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from penstock.planner import machines
-from penstock.planner.machines import Machine
+from penstock.forecast.machine import Machine
+from penstock.planner import probing
 from penstock.probe.measure import Measured
 from penstock.probe.sampling import Measurement
 
@@ -18,7 +18,8 @@ def measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[dict[str, 
     """What was asked of the probe, which measures nothing."""
     asked: list[dict[str, Any]] = []
 
-    def measure(*, progress: Callable[[str], None], **given: Any) -> Measured:
+    def measure(*, progress: Callable[[str], None], groups: Any, **given: Any) -> Measured:
+        assert groups is None  # all ranks that there are
         progress("something")
         asked.append(given)
         figures = {
@@ -27,7 +28,7 @@ def measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[dict[str, 
         }
         return Measured("a machine", "cpu", figures, {"cpu": "x"})
 
-    monkeypatch.setattr(machines, "measure", measure)
+    monkeypatch.setattr(probing, "measure", measure)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setenv("COLUMNS", "120")
     return asked

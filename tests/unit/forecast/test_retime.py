@@ -160,6 +160,13 @@ class TestAccelerator:
             (7, NO_LABEL),
         ]
 
+    def test_compute_that_goes_on_with_the_same_does_not_turn(self) -> None:
+        script = Script("accelerator")
+        for unit in ("one", "one", "two"):
+            script.compute(1, unit)
+        turns = [(0, Label("forward", "one")), (2, Label("forward", "two")), (3, NO_LABEL)]
+        assert retime(script.program(), ALONE).recording.compute == turns
+
     def test_a_job_of_the_device_follows_the_compute_before_it(self) -> None:
         script = Script("accelerator")
         script.compute(5)
@@ -244,8 +251,18 @@ class TestInline:
         script.submit("read", 3, folder=0)
         script.submit("write", 9, 0, folder=0)
         script.compute(4)
-        script.submit("write", 1, folder=1)  # the thread has begun the other: this one goes on by itself, at once
-        assert times(retime(script.program(), ALONE)) == [(0, 3), (3, 12), (4, 5)]
+        script.submit("write", 1)  # nothing is queued before it
+        timing = retime(script.program(), ALONE)
+        assert times(timing) == [(0, 3), (3, 12), (4, 5)]
+        assert timing.recording.spans[2].inline
+
+    def test_rounding_does_not_decide_what_was_over(self) -> None:
+        script = Script("inline")
+        for nbytes in (1, 2):
+            script.submit("read", nbytes, folder=0)  # 0.1 + 0.2 is more than 0.3 is
+        script.compute(3)
+        script.submit("update", 1, 1)
+        assert retime(script.program(), Rates({"read": 10, "compute": 10})).recording.spans[2].inline
 
     def test_a_collective_is_issued_by_its_caller_who_waits(self) -> None:
         script = Script("inline")
@@ -277,7 +294,8 @@ class TestSteps:
 
     def test_a_lone_step_is_all_that_it_does(self) -> None:
         script = Script("threads")
-        script.submit("update", 7)
+        script.submit("upload", 3)
+        script.submit("update", 4, 0)
         assert retime(script.program(), ALONE).step_s == 7
 
     def test_no_steady_step_is_shorter_than_its_busiest_resource(self) -> None:

@@ -8,7 +8,14 @@ import torch
 from penstock.machine.arena import page_aligned
 from penstock.optim import Lion
 from penstock.probe import memory
-from penstock.probe.memory import bytes_of_passes, cache_bytes, free_memory, measure_jobs, measure_room
+from penstock.probe.memory import (
+    bytes_of_passes,
+    cache_bytes,
+    cores_of_updates,
+    free_memory,
+    measure_jobs,
+    measure_room,
+)
 from penstock.probe.sampling import Deadline
 from penstock.probe.updates import BF16, FP32, RULES, Update, fill
 from penstock.rules import Pool, rule_for
@@ -110,6 +117,14 @@ def test_what_is_never_refused_is_taken_for_all(monkeypatch: pytest.MonkeyPatch)
     assert figures["pinnable_memory"].value == figures["host_memory"].value
     assert figures["pinnable_memory"].low == 4 * MIB
     assert pinned == {}
+
+
+def test_several_ranks_share_all_cores_of_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    alone = cores_of_updates(CPU).count
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    assert cores_of_updates(CPU).count == alone
 
 
 def test_what_is_free_needs_no_time() -> None:

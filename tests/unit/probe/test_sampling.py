@@ -25,8 +25,8 @@ def test_no_round_begins_that_would_be_over_too_late() -> None:
     calls: list[str] = []
     start = time.perf_counter()
     turns = take_turns({"a": lambda: counted(calls, "a", 0.05)}, Deadline(0.12))
-    assert time.perf_counter() - start < 0.2
-    assert 1 <= len(turns.samples["a"]) <= 2
+    assert time.perf_counter() - start < 1
+    assert len(turns.samples["a"]) == 1  # after the warm-up and this one there are 20 ms left, for 50
     assert turns.cut_short
 
 

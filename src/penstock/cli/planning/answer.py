@@ -1,6 +1,5 @@
 """What `penstock plan` tells: the plan's table, whether a step is short enough, and the command that does it."""
 
-import os
 import shlex
 from pathlib import Path
 
@@ -74,6 +73,5 @@ def _folders(found: Plan, config: PlanConfig) -> list[str]:
     """Name the folders of the nvme tier where there are some, or say how many are to be named."""
     if config.folders and config.folder_count is None:
         return [] if config.out else ["--nvme-path", *config.folders]
-    paths = found.placement.nvme_path or ()
-    number = 1 if isinstance(paths, str | os.PathLike) else len(paths)
+    number = len(found.placement.nvme_folders())
     return ["--nvme-path", *(f"DIR{place}" for place in range(1, number + 1))] if number else []

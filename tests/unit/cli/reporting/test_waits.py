@@ -217,3 +217,18 @@ def test_words_for_people() -> None:
     assert str(Waits(0.0, {}, "device compute")) == "0%, bound by device compute"
     told = Waits(0.5, {"read": 0.4, "device update": 0.1, "save": 0.001}, "NVMe reads")
     assert str(told) == "50% (read: NVMe reads 40%, device update 10%), bound by NVMe reads"
+
+
+def test_seconds_in_which_resources_worked_are_those_of_the_second_step(
+    clock: Clock, traced: Traced, tmp_path: Path
+) -> None:
+    def working(row: str, start: float, stop: float) -> dict[str, Any]:
+        return {"cat": row, "name": f"something ({row})", "ts": start * 1e6, "dur": (stop - start) * 1e6}
+
+    # The first of the two steps is from 0 to 10, the second one from 10 to 20.
+    traced.events = [working("compute", 2, 13), working("compute", 15, 25), working("update", 0, 9)]
+    traced.events += [working("read", 11, 12), working("fetch", 13, 15), working("nothing known", 11, 19)]
+    watch = Watch(traced, tmp_path / "trace.json", ALONE)  # type: ignore[arg-type]
+    told = [waits for waits in run(watch, clock, 8, log_every=4).values() if waits is not None]
+    assert told[0].seconds == pytest.approx(10)
+    assert told[0].busy_seconds == pytest.approx({"device compute": 8, "NVMe reads": 3})
