@@ -31,6 +31,21 @@ from penstock.planner import Machine, Plan, machine_for, parse_figure, plan
 
 
 @dataclass(frozen=True)
+class _Changes:
+    """What becomes of a model before it is trained.
+
+    Attributes:
+        vocab_size: rows of its embedding.
+        lora: the adapters; `None` trains all of it.
+        chunks_loss: whether logits are never whole.
+    """
+
+    vocab_size: int
+    lora: Lora | None
+    chunks_loss: bool
+
+
+@dataclass(frozen=True)
 class Question:
     """What is planned: a run that was found to be possible, on a machine.
 
@@ -42,9 +57,7 @@ class Question:
         precision: what is computed in.
         recipe: what a step is.
         packed: whether several rows are in a sequence.
-        vocab_size: rows of the embedding.
-        lora: the adapters; `None` trains all of the model.
-        chunks_loss: whether logits are never whole.
+        changes: what becomes of the model before it is trained.
     """
 
     config: PlanConfig
@@ -54,9 +67,7 @@ class Question:
     precision: Precision
     recipe: Recipe
     packed: bool
-    vocab_size: int
-    lora: Lora | None
-    chunks_loss: bool
+    changes: _Changes
 
     def answer(self) -> Plan:
         """Build the model without values, and have the planner find the best placement, or look at the one given."""
@@ -84,9 +95,9 @@ class Question:
     def _prepared(self) -> Preparation:
         built: Built = build_described(
             self.source,
-            vocab_size=self.vocab_size,
-            lora=self.lora,
-            chunks_loss=self.chunks_loss,
+            vocab_size=self.changes.vocab_size,
+            lora=self.changes.lora,
+            chunks_loss=self.changes.chunks_loss,
             seed=self.run.seed,
         )
         if self.config.recompute == ON:
@@ -142,9 +153,7 @@ def ask(config: PlanConfig) -> Question:
         precision=precision,
         recipe=recipe,
         packed=packed,
-        vocab_size=vocab_size,
-        lora=lora,
-        chunks_loss=chunks_loss_of(run, source, sizes),
+        changes=_Changes(vocab_size, lora, chunks_loss_of(run, source, sizes)),
     )
 
 
