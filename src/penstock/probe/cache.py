@@ -74,7 +74,7 @@ def keep(kept: Kept, write: Callable[[Path], None]) -> Path | None:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         write(path)
-    except OSError as error:
+    except (PenstockError, OSError) as error:
         _logger.warning("The machine is not kept for the next time: %s", one_line(error))
         return None
     return path
