@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import product
 
-from penstock.forecast.load import Limits, Load
+from penstock.forecast.load import Load
 from penstock.kinds import TierName
 
 TIERS: tuple[TierName, ...] = ("device", "cpu", "nvme")
@@ -216,5 +216,3 @@ def at_rest(load: Load, cuts: Pipeline) -> dict[TierName, float]:
         if {params, state} == {"device", "cpu"} and not cuts.shared:
             found[state] += cuts.params
     return found
-
-

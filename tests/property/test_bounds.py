@@ -143,7 +143,9 @@ def test_more_never_raises_the_bound(
     pipeline: Pipeline, machine: Machine, name: str, times: float, tier: TierName, more: int
 ) -> None:
     load = pipeline.load
-    limits = Limits({"device": sum(load.kind_bytes.values()) // 3, "cpu": sum(load.kind_bytes.values()), "nvme": 1 << 30})
+    limits = Limits(
+        {"device": sum(load.kind_bytes.values()) // 3, "cpu": sum(load.kind_bytes.values()), "nvme": 1 << 30}
+    )
     before = least(load, machine, limits).step_s
     faster = machine.replace(**{name: times * machine.value(name)})
     assert least(load, faster, limits).step_s <= before * (1 + CLOSE)
@@ -164,7 +166,8 @@ def test_the_same_question_has_the_same_answer(pipeline: Pipeline, machine: Mach
 def test_other_modes_are_ordered(overlap: str, pipeline: Pipeline, machine: Machine) -> None:
     """Updates that may begin earlier take no longer, and those that are waited for no less."""
     forward, other = (
-        least(pipeline.load, machine, fractions=pipeline.fractions, overlap=mode).step_s for mode in ("forward", overlap)
+        least(pipeline.load, machine, fractions=pipeline.fractions, overlap=mode).step_s
+        for mode in ("forward", overlap)
     )
     if overlap == "none":
         assert other >= forward * (1 - CLOSE)

@@ -16,6 +16,9 @@ from penstock.cli.import_dcp import import_dcp
 from penstock.cli.import_deepspeed import import_deepspeed
 from penstock.cli.inspect import inspect
 from penstock.cli.launch import launch
+from penstock.cli.plan import plan
+from penstock.cli.planning.config import PlanConfig
+from penstock.cli.probe import ProbeConfig, probe
 from penstock.cli.train import train
 from penstock.cli.training.config import DataConfig, TrainConfig
 from penstock.errors import PenstockError, one_line
@@ -49,6 +52,7 @@ def root(
 
 app.command(cls=words_of(TrainConfig))(train)
 app.command(cls=words_of(DataConfig))(data)
+app.command(cls=words_of(PlanConfig))(plan)
 app.command()(export)
 app.command()(inspect)
 app.command()(import_deepspeed)
@@ -56,6 +60,7 @@ app.command()(import_dcp)
 # What follows the script is the script's.
 app.command(context_settings={"allow_interspersed_args": False})(launch)
 app.command()(convert_config)
+app.command(cls=words_of(ProbeConfig))(probe)
 
 
 def main() -> None:

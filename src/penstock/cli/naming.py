@@ -30,6 +30,8 @@ _PHRASES = (
     ("Give a penstock.Placement.", "Name a tier."),
     (", a higher stage,", ", a higher --stage,"),
     ("The nvme path ", "--nvme-path "),
+    ("overlap is ", "--overlap is "),
+    ("or state it: ", "or state it: --what-if "),
 )
 _VALUE = r"""(?:'[^']*'|\{[^{}]*\}|\.\.\.|-?[\w.,+]*[\w+])"""
 _NAMES = "|".join(sorted(NAMED, key=len, reverse=True))
@@ -38,6 +40,8 @@ _WITH_VALUE = re.compile(rf"(?:Options|Placement)\(({_NAMES})=({_VALUE})\)|(?<![
 _FRACTION = re.compile(rf"(?<![\w./'-])({_NAMES})\['(\w+)'\]=")
 # Several arguments at once, by now as options.
 _SEVERAL = re.compile(r"(?:Options|Placement)\((--[^()]*)\)")
+# One of the library's options, where a message has no value of it.
+_OF_OPTIONS = re.compile(r"Options\((--[\w-]+)\)")
 # `params` or `stage` alone are words that mean what they say.
 _ALONE = re.compile(rf"(?<![\w./'-])({'|'.join(name for name in NAMED if '_' in name)})(?![\w(/=.]*[\w(/=])")
 
@@ -76,7 +80,8 @@ def in_options(text: str) -> str:
     text = _WITH_VALUE.sub(lambda match: _option(match[1] or match[3], match[2] or match[4]), text)
     text = _SEVERAL.sub(lambda match: match[1].replace(", --", " --"), text)
     text = _FRACTION.sub(lambda match: f"{option_of(match[1])} {match[2]}=", text)
-    return _ALONE.sub(lambda match: option_of(match[1]), text)
+    text = _ALONE.sub(lambda match: option_of(match[1]), text)
+    return _OF_OPTIONS.sub(lambda match: match[1], text)
 
 
 def _option(name: str, value: str) -> str:

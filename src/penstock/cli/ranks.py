@@ -13,21 +13,24 @@ from penstock.errors import ConfigError, EngineError, one_line
 
 @dataclass(frozen=True)
 class Ranks:
-    """The place of this process: its rank, how many ranks there are, and the device it computes on."""
+    """The place of this process: its rank, how many ranks there are, the device it computes on, and how many hosts."""
 
     rank: int
     world_size: int
     device: torch.device
+    hosts: int = 1
 
     @classmethod
     def from_environment(cls, environ: Mapping[str, str] = os.environ) -> "Ranks":
         """Read the place that the launcher describes; alone without one. Joins nothing."""
         on_cuda = torch.cuda.is_available()
         world_size = _number(environ, "WORLD_SIZE", "1", least=1)
+        of_host = _number(environ, "LOCAL_WORLD_SIZE", str(world_size), least=1)
         return cls(
             rank=_number(environ, "RANK", "0", most=world_size - 1),
             world_size=world_size,
             device=torch.device("cuda", _number(environ, "LOCAL_RANK", "0")) if on_cuda else torch.device("cpu"),
+            hosts=1 if world_size % of_host else world_size // of_host,
         )
 
     @property

@@ -17,13 +17,16 @@ from math import inf
 
 from penstock.forecast.lacks import Infeasible, lacks
 from penstock.forecast.linear import CONSTANT, Linear, Solution
-from penstock.forecast.load import KINDS, Figures, Fractions, Limits, Load
+from penstock.forecast.load import Figures, Fractions, Limits, Load
 from penstock.forecast.program import BackEnd, Collective
-from penstock.forecast.traffic import Flow, Spread, Traffic, add, fractions_of
+from penstock.forecast.traffic import Flow, Spread, Traffic, add, fractions_of, variants
 from penstock.kinds import Overlap
 
-#: What a bound gives up for rounding: so little above the least step, a placement moves as little as it can.
-ROUNDING = 1e-6
+#: How much a second of work counts beside a second of a step: of placements that are alike, the one that moves least is
+#: to be found. No resource works longer than a step takes, so this costs a bound no more than it times the resources.
+WORK = 1e-6
+#: What several kinds of work share; each kind is counted by itself as well.
+SHARED = ("link", "disk", "host memory")
 FORWARD, BACKWARD = "forward window", "backward window"
 STEP = {FORWARD: 1.0, BACKWARD: 1.0}
 
@@ -48,6 +51,11 @@ class Bound:
     busy_s: Mapping[str, float] = field(default_factory=dict)
     slack_s: Mapping[str, float] = field(default_factory=dict)
     prices: Mapping[str, float] = field(default_factory=dict)
+
+    @property
+    def work_s(self) -> float:
+        """Seconds of all work, if one thing were done after the other."""
+        return sum(seconds for name, seconds in self.busy_s.items() if name not in SHARED)
 
 
 def bound(
@@ -79,7 +87,7 @@ def bound(
         ConfigError: the machine lacks a figure that the step needs.
     """
     found = least_step(load, machine, limits, back_end=back_end, overlap=overlap, fractions=fractions, haste=haste)
-    return lacks(load, limits) if found is None else found
+    return lacks(load, limits, fractions) if found is None else found
 
 
 def least_step(
@@ -94,23 +102,11 @@ def least_step(
 ) -> Bound | None:
     """Do as `bound`, and give `None` where nothing fits, without a look at what is missing."""
     found: list[Bound] = []
-    for variant in _variants(load, limits, fractions):
-        step = _Step(variant, machine, limits, back_end, overlap)
-        if fractions is not None:
-            step.pin(fractions)
-        answer = step.solve(haste)
+    for variant in variants(load, limits, fractions):
+        answer = _Step(variant, machine, limits, back_end, overlap, fractions).solve(haste)
         if answer is not None:
             found.append(answer)
     return min(found, key=lambda each: each.step_s, default=None)
-
-
-def _variants(load: Load, limits: Limits, fractions: Fractions | None) -> Sequence[Load]:
-    """Tell replicated parameters in memory from those of which a part is in files: each rank has its shard then."""
-    if load.in_shards is load or "nvme" not in limits.tiers:
-        return [load]
-    if fractions is not None:
-        return [load.in_shards if fractions["params"].get("nvme") else load]
-    return [load, load.in_shards]
 
 
 class _Rates:
@@ -182,7 +178,15 @@ def collective_s(machine: Figures, collective: Collective) -> float:
 class _Step:
     """The linear programme of one step."""
 
-    def __init__(self, load: Load, machine: Figures, limits: Limits, back_end: BackEnd, overlap: Overlap) -> None:
+    def __init__(
+        self,
+        load: Load,
+        machine: Figures,
+        limits: Limits,
+        back_end: BackEnd,
+        overlap: Overlap,
+        fractions: Fractions | None,
+    ) -> None:
         self._load, self._machine, self._limits = load, machine, limits
         self._rates = _Rates(machine, load)
         self._linear = Linear()
@@ -192,43 +196,32 @@ class _Step:
         if overlap == "none":
             self._hold_updates_before_forward()
         self._hold_memory()
-
-    def pin(self, fractions: Fractions) -> None:
-        """Hold that each kind has given fractions."""
-        for kind in KINDS:
-            nbytes = self._load.kind_bytes[kind]
-            for tier in self._limits.tiers if nbytes else ():
-                share = fractions[kind].get(tier, 0.0)
-                if self._limits.shared and tier == "device":
-                    share += fractions[kind].get("cpu", 0.0)
-                self._linear.equals(f"{kind} on {tier}", self._traffic.on(kind, tier), share * nbytes)
+        if fractions is not None:
+            self._traffic.pin(fractions)
 
     def solve(self, haste: float) -> Bound | None:
         """Find the least step, and of the placements that come near it the one that works least."""
-        least = self._linear.least(STEP)
+        work = dict[str, float]()
+        for name, spread in self._resources.items():
+            add(work, spread.total if name not in SHARED else {})
+        least = self._linear.least(_sum(STEP, work, WORK))
         if least is None:
             return None
-        work = dict[str, float]()
-        for spread in self._resources.values():
-            add(work, spread.total)
-        if haste:
-            add(work, STEP, 1 / haste)
-        else:
-            self._linear.at_most("least step", STEP, least.value * (1 + ROUNDING) + 1e-12)
-        chosen = self._linear.least(work) or least
-        return self._bound(least, chosen)
+        # step + WORK * work <= (1 + WORK * resources) * step, for the least step of all too.
+        step_s = least.value / (1 + WORK * len(self._resources))
+        chosen = self._linear.least(_sum(STEP, work, haste)) if haste else least
+        return self._bound(step_s, least.prices, chosen or least)
 
-    def _bound(self, least: Solution, chosen: Solution) -> Bound:
+    def _bound(self, step_s: float, by_row: Mapping[str, float], chosen: Solution) -> Bound:
         elsewhere = sum(chosen.values[cell.variable] for cell in self._traffic.cells if cell.optimizer != "device")
         streamed = sum(chosen.values[cell.variable] for cell in self._traffic.cells if cell.streamed)
         busy = {name: chosen.of(spread.total) for name, spread in self._resources.items()}
-        step_s = least.value * (1 - ROUNDING)
-        prices = {name: sum(-least.prices[f"{name}, {row}"] for row in _ROWS) for name in self._resources}
-        prices |= {tier: -least.prices[f"memory of {tier}"] for tier in self._limits.tiers}
+        prices = {name: sum(-by_row[f"{name}, {row}"] for row in _ROWS) for name in self._resources}
+        prices |= {tier: -by_row[f"memory of {tier}"] for tier in self._limits.tiers}
         return Bound(
             step_s,
             fractions_of(self._traffic, self._load, chosen.values),
-            streamed / elsewhere if elsewhere > ROUNDING else 0.0,
+            streamed / elsewhere if elsewhere > WORK else 0.0,
             busy,
             {name: max(0.0, step_s - seconds) for name, seconds in busy.items()},
             {name: price for name, price in prices.items() if price > 0},
@@ -307,3 +300,9 @@ class _Step:
 
 
 _ROWS = ("forward", "backward", "step")
+
+
+def _sum(one: Mapping[str, float], other: Mapping[str, float], times: float) -> dict[str, float]:
+    total = dict(one)
+    add(total, other, times)
+    return total

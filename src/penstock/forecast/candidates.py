@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
-from math import floor
+from math import ceil, floor
 from typing import NamedTuple
 
 from penstock.forecast.bounds import Bound, least_step
@@ -58,7 +58,7 @@ class Candidate:
         fractions: by kind and tier.
         streamed: the share of the updates of what rests off the device that the device is to do.
         bound_s: a step with it is not shorter.
-        work_s: seconds of all its work one after the other.
+        work_s: seconds of all its work, if one thing were done after the other.
     """
 
     choice: Choice
@@ -121,16 +121,27 @@ class Candidates:
         if found is None:
             return None
         share = found.streamed if streamed is None else streamed
-        return Candidate(choice, fractions, share, found.step_s, sum(found.busy_s.values()))
+        return Candidate(choice, fractions, share, found.step_s, found.work_s)
 
-    def at_rest(self, candidate: Candidate) -> dict[TierName, float]:
-        """Count the bytes on each tier that the bound knows of, shadows apart."""
-        load = self.loads[candidate.choice]
+    def at_rest(self, choice: Choice, fractions: Fractions) -> dict[TierName, float]:
+        """Count the bytes on each tier that the bound knows of: what is there anyway, state, and shadows of it."""
+        load = self.loads[choice]
         there: dict[TierName, float] = {tier: float(load.there(tier)) for tier in TIERS}
         for kind, nbytes in load.kind_bytes.items():
-            for tier, share in candidate.fractions[kind].items():
+            for tier, share in fractions[kind].items():
                 there[tier] += share * nbytes
+        params, state = fractions["params"], fractions["optimizer"]
+        if not self.limits.shared:  # all kinds are cut in one order: where one ends before the other, tiles are apart
+            near, far = params.get("device", 0.0), state.get("device", 0.0)
+            up, down = near + params.get("cpu", 0.0), far + state.get("cpu", 0.0)
+            there["cpu"] += load.own_params_bytes * max(0.0, min(near, down) - far)
+            there["device"] += load.own_params_bytes * max(0.0, min(far, up) - near)
         return there
+
+    def tighter(self, choice: Choice, nbytes: Mapping[TierName, float]) -> list[Candidate]:
+        """Propose placements for a choice that leave so many bytes more of each tier free."""
+        less = self.limits.less({tier: ceil(more) for tier, more in nbytes.items()})
+        return list(self._proposals(choice, less))
 
     def _least(
         self, load: Load, limits: Limits, fractions: Fractions | None = None, haste: float = 0.0
@@ -150,21 +161,31 @@ class Candidates:
         by_bound = sorted(self.bounds, key=lambda choice: self.bounds[choice].step_s)
         found: list[Candidate] = []
         for number, choice in enumerate(by_bound):
-            proposed = {c.key: c for c in self._proposals(choice, corners=number < CHOICES_WITH_CORNERS)}
-            found += sorted(proposed.values(), key=_order(proposed.values()))[:MOST_OF_A_CHOICE]
-        return sorted(found, key=_order(found))
+            load = self.loads[choice]
+            roomy = self.limits.less(load.passing_bytes)
+            proposed = [*(self._proposals(choice, roomy) or self._proposals(choice, self.limits))]
+            if number < CHOICES_WITH_CORNERS:
+                proposed += self._corners(choice)
+            unlike = {candidate.key: candidate for candidate in proposed}.values()
+            found += sorted(unlike, key=order_among(unlike))[:MOST_OF_A_CHOICE]
+        return sorted(found, key=order_among(found))
 
-    def _proposals(self, choice: Choice, *, corners: bool) -> Iterator[Candidate]:
-        """Yield the placements at the bound, on the grid where they fit there, and those of one tier for each kind."""
+    def _proposals(self, choice: Choice, limits: Limits) -> list[Candidate]:
+        """Give the placements at the bound, on the grid where they fit there; none where nothing fits the limits."""
         load = self.loads[choice]
-        roomy = self.limits.less(load.passing_bytes)
+        proposed: list[Candidate] = []
         for haste in HASTES:
-            found = self._least(load, roomy, haste=haste) or self._least(load, self.limits, haste=haste)
-            assert found is not None, "a choice with a bound has a placement"
-            rounded = (cut(found.fractions, self.limits.tiers, slack) for slack in (NEARLY, 1e-6, None))
+            found = self._least(load, limits, haste=haste)
+            if found is None:
+                continue
+            rounded = (cut(found.fractions, limits.tiers, slack) for slack in (NEARLY, 1e-6, None))
             streamed = None if load.streamed == 0 else round(found.streamed * GRID) / GRID
-            yield from _first(self.at(choice, fractions, streamed) for fractions in rounded)
-        for tiers in product(self.limits.tiers, repeat=len(KINDS)) if corners else ():
+            proposed += _first(self.at(choice, fractions, streamed) for fractions in rounded)
+        return proposed
+
+    def _corners(self, choice: Choice) -> Iterator[Candidate]:
+        """Yield the placements of one tier for each kind."""
+        for tiers in product(self.limits.tiers, repeat=len(KINDS)):
             fractions: Fractions = {kind: {tier: 1.0} for kind, tier in zip(KINDS, tiers, strict=True)}
             yield from _first([self.at(choice, fractions)])
 
@@ -216,7 +237,8 @@ def cut(fractions: Fractions, tiers: Sequence[TierName], slack: float | None) ->
 _Place = tuple[int, float, tuple[int, bool, int, float], str]
 
 
-def _order(among: Iterable[Candidate]) -> Callable[[Candidate], _Place]:
+def order_among(among: Iterable[Candidate]) -> Callable[[Candidate], _Place]:
+    """Make what sorts candidates: by bound, and those that are alike in it by their work."""
     least = min((candidate.bound_s for candidate in among), default=1.0) or 1.0
 
     def place(candidate: Candidate) -> _Place:

@@ -5,9 +5,10 @@ from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from math import ceil, floor
 
-from penstock.forecast.linear import Linear, unit_of
-from penstock.forecast.load import Limits, Load, words_of
-from penstock.forecast.traffic import Traffic
+from penstock.forecast.linear import CONSTANT, Linear, Terms, unit_of
+from penstock.forecast.load import Fractions, Limits, Load
+from penstock.forecast.traffic import Traffic, variants
+from penstock.forecast.wording import size
 from penstock.kinds import TierName
 
 #: Where it makes no difference in bytes, what is missing is missing on the slowest tier.
@@ -51,13 +52,15 @@ class Infeasible:
         return self.changes[0] if self.changes else None
 
     def __str__(self) -> str:
-        lacking = " and ".join(f"{words_of(nbytes)} {_WHERE[tier]}" for tier, nbytes in self.missing.items())
+        lacking = " and ".join(f"{size(nbytes)} {_WHERE[tier]}" for tier, nbytes in self.missing.items())
         ways = f" It fits with {', or with '.join(change.words for change in self.changes)}." if self.changes else ""
         return f"It does not fit: {lacking} too few.{ways}"
 
 
-def lacks(load: Load, limits: Limits) -> Infeasible:
-    """Say what is missing for a load that fits nowhere, and what would make it fit."""
+def lacks(load: Load, limits: Limits, fractions: Fractions | None = None) -> Infeasible:
+    """Say what is missing for a load that fits nowhere, and what would make it fit; or what given fractions lack."""
+    if fractions is not None:
+        return Infeasible(missing(load, limits, fractions))
     ways = (_files(load, limits), _batch(load, limits), _ranks(load, limits))
     return Infeasible(missing(load, limits), tuple(way for way in ways if way is not None))
 
@@ -67,23 +70,38 @@ def fits(load: Load, limits: Limits) -> bool:
     return not missing(load, limits)
 
 
-def missing(load: Load, limits: Limits) -> dict[TierName, int]:
-    """Count the bytes that are missing on each tier, as few in all as can be; empty where it fits."""
-    found = [_missing(variant, limits) for variant in _variants(load, limits)]
+def missing(load: Load, limits: Limits, fractions: Fractions | None = None) -> dict[TierName, int]:
+    """Count the bytes that are missing on each tier, as few in all as can be; empty where it fits.
+
+    Arguments:
+        load: what there is.
+        limits: where it may be.
+        fractions: where it is, if that is given.
+    """
+    found = [_missing(variant, limits, fractions) for variant in variants(load, limits, fractions)]
     return min(found, key=lambda each: sum(each.values()))
 
 
-def _missing(load: Load, limits: Limits) -> dict[TierName, int]:
+def _missing(load: Load, limits: Limits, fractions: Fractions | None) -> dict[TierName, int]:
     linear = Linear()
     traffic = Traffic(load, limits, linear, "forward")
+    if fractions is not None:
+        traffic.pin(fractions)
     rows = {tier: traffic.memory(tier) for tier in limits.tiers}
     unit = max(unit_of(row) for row in rows.values())
     for tier, row in rows.items():
         linear.at_most(tier, {**row, _lack(tier): -unit}, limits.room(tier))
     values = linear.exactly({_lack(tier): _DEAR[tier] for tier in limits.tiers})
     assert values is not None, "whatever is missing may be"
-    lacking: dict[TierName, int] = {tier: ceil(values[_lack(tier)] * Fraction(unit)) for tier in limits.tiers}
+    # What the rows come to, and not the variables: a byte of many is less than what tells two bases apart.
+    lacking = {tier: ceil(_exact(row, values)) - limits.room(tier) for tier, row in rows.items()}
     return {tier: nbytes for tier, nbytes in lacking.items() if nbytes > 0}
+
+
+def _exact(terms: Terms, values: Mapping[str, Fraction]) -> Fraction:
+    """Sum up terms without rounding."""
+    known = {**values, CONSTANT: Fraction(1)}
+    return sum((Fraction(factor) * known[name] for name, factor in terms.items()), Fraction(0))
 
 
 def _files(load: Load, limits: Limits) -> Change | None:
@@ -101,12 +119,12 @@ def _files(load: Load, limits: Limits) -> Change | None:
         values = linear.exactly({"files": 1.0})
         return None if values is None else values["files"] * Fraction(unit_of(files))
 
-    found = [need for variant in _variants(load, unbounded) if (need := least(variant)) is not None]
+    found = [need for variant in variants(load, unbounded) if (need := least(variant)) is not None]
     if not found:
         return None
     more = ceil(min(found)) - limits.of("nvme")
     words = "more of the nvme tier" if "nvme" in limits.bytes else "of an nvme tier"
-    return Change("nvme", more, f"{words_of(more)} {words}")
+    return Change("nvme", more, f"{size(more)} {words}")
 
 
 def _batch(load: Load, limits: Limits) -> Change | None:
@@ -125,7 +143,7 @@ def _batch(load: Load, limits: Limits) -> Change | None:
         values = linear.exactly({"left out": 1.0})
         return None if values is None else values["batch"]
 
-    found = [share for variant in _variants(load, limits) if (share := most(variant)) is not None]
+    found = [share for variant in variants(load, limits) if (share := most(variant)) is not None]
     share = max(found, default=Fraction(0))
     if share < LEAST_BATCH:
         return None
@@ -155,11 +173,6 @@ def _least(enough: Callable[[int], bool], too_few: int, most: int) -> int | None
         middle = (too_few + upper) // 2
         too_few, upper = (too_few, middle) if enough(middle) else (middle, upper)
     return upper
-
-
-def _variants(load: Load, limits: Limits) -> list[Load]:
-    in_shards = load.in_shards
-    return [load] if in_shards is load or "nvme" not in limits.tiers else [load, in_shards]
 
 
 def _lack(tier: TierName) -> str:

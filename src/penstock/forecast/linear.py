@@ -19,7 +19,7 @@ TOLERANCE = 1e-9
 
 def unit_of(terms: Terms) -> float:
     """Give the size of what terms sum to, for a variable that stands for a part of it: values are to be about 1."""
-    return max((abs(factor) for factor in terms.values()), default=0.0) or 1.0
+    return max(map(abs, terms.values()), default=0.0) or 1.0
 
 
 @dataclass(frozen=True)
@@ -41,17 +41,12 @@ class Solution:
         return sum(factor * (self.values[name] if name else 1.0) for name, factor in terms.items())
 
 
-@dataclass
 class _Row:
-    name: str
-    terms: dict[str, float]
-    lower: float
-    upper: float
+    """A row, divided by the largest of its terms: bytes and seconds differ by ten powers of ten."""
 
-    @property
-    def scale(self) -> float:
-        """What the row is divided by: bytes and seconds differ by ten powers of ten, the tolerance is one for all."""
-        return unit_of(self.terms)
+    def __init__(self, name: str, terms: dict[str, float], lower: float, upper: float) -> None:
+        self.name, self.terms, self.lower, self.upper = name, terms, lower, upper
+        self.scale = unit_of(terms)
 
 
 class Linear:
@@ -84,7 +79,10 @@ class Linear:
         return Solution(value, values, prices)
 
     def exactly(self, costs: Terms) -> dict[str, Fraction] | None:
-        """Find the variables at the least sum of costs without rounding; `None` where no values meet all rows."""
+        """Find the variables at the least sum of costs without rounding; `None` where no values meet all rows.
+
+        What is apart by less than a billionth counts as equal until a basis is found.
+        """
         solver = self._solve(costs)
         if solver is None:
             return None

@@ -10,7 +10,6 @@ from penstock.kinds import TierName
 
 KINDS = ("params", "grads", "optimizer")
 TIERS: tuple[TierName, ...] = ("device", "cpu", "nvme")
-GIB = 1 << 30
 
 #: What has a fraction of its bytes on each tier: "params", "grads", "optimizer".
 Fractions = Mapping[str, Mapping[TierName, float]]
@@ -108,6 +107,11 @@ class Load:
         frozen = self.frozen_bytes * self.own_params_bytes // self.params_bytes
         return replace(self, params_bytes=self.own_params_bytes, frozen_bytes=frozen)
 
+    def beside(self, nbytes: Mapping[TierName, int]) -> "Load":
+        """The same with so many bytes more on each tier wherever the state is."""
+        tiers = {**self.fixed_bytes, **nbytes}
+        return replace(self, fixed_bytes={t: self.fixed_bytes.get(t, 0) + nbytes.get(t, 0) for t in tiers})
+
     def over(self, ranks: int) -> "Load":
         """The state at rest if it were sharded over more ranks; times and what is gathered stay as they are."""
 
@@ -174,11 +178,3 @@ class Limits:
     def with_room(self, tier: TierName, nbytes: int) -> "Limits":
         """The same with so much to be taken of a tier."""
         return replace(self, bytes={**self.bytes, tier: nbytes + self.reserve.get(tier, 0)})
-
-
-def words_of(nbytes: float) -> str:
-    """Write a number of bytes for people."""
-    for unit, size in (("GiB", GIB), ("MiB", 1 << 20), ("KiB", 1 << 10)):
-        if nbytes >= size:
-            return f"{nbytes / size:,.1f} {unit}"
-    return f"{nbytes:,.0f} bytes"

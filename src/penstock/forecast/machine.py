@@ -1,6 +1,5 @@
 """A machine as a value: the figures that a step's time and memory follow from, and where each figure is from."""
 
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from os import PathLike
@@ -38,7 +37,7 @@ class Machine:
         probed: whether its figures were measured on it.
 
     Raises:
-        ConfigError: there is no such figure, or a figure can not have its value.
+        ConfigError: there is no such figure, a figure can not have its value, or the fingerprint is no JSON.
 
     Example:
         >>> machine = Machine.read("rtx4090-desktop").replace(disk_read=14e9)
@@ -63,7 +62,7 @@ class Machine:
         # In the order of the table, so that files and tables of two machines are read beside each other.
         ordered = {name: self.figures[name] for name in FIGURES if name in self.figures}
         object.__setattr__(self, "figures", ordered)
-        object.__setattr__(self, "fingerprint", dict(self.fingerprint))
+        object.__setattr__(self, "fingerprint", machinefiles.plain(self.fingerprint))
 
     @classmethod
     def probe(cls, *, folders: Sequence[str | PathLike[str]] = (), seconds: float = 60) -> "Machine":
@@ -77,18 +76,14 @@ class Machine:
             The machine, with the figures that were measured.
 
         Raises:
-            ConfigError: `seconds` is no number above 0, or a folder is none or cannot be written to.
+            ConfigError: `seconds` is no time or too short, or a folder cannot be written or is full.
 
         Example:
             >>> Machine.probe(folders=["/mnt/nvme"]).write("machine.json")  # doctest: +SKIP
         """
         from penstock.probe.measure import measure  # with torch and the native module, which files need not wait for
 
-        try:
-            limit = number(seconds, "seconds")
-        except ConfigError as error:
-            raise ConfigError(f"{error}. Say how long measuring may take, as in seconds=60.") from error
-        name, device, measured, fingerprint = measure(folders=[os.fspath(each) for each in folders], seconds=limit)
+        name, device, measured, fingerprint = measure(folders=list(folders), seconds=seconds)
         figures = {each: Figure(*values) for each, values in measured.items()}
         return cls(name, device, figures, fingerprint, probed=True)
 
@@ -124,7 +119,8 @@ class Machine:
         Example:
             >>> Machine.read("h100-node").write("ours.json")  # doctest: +SKIP
         """
-        machinefiles.write(Path(path), machinefiles.content(self))
+        parts = {name: getattr(self, name) for name in ("name", "device", "probed", "fingerprint")}
+        machinefiles.write(Path(path), machinefiles.content(parts, self.figures))
 
     def replace(self, **figures: float) -> "Machine":
         """Make a machine that differs in some figures, to ask what if.
@@ -150,16 +146,13 @@ class Machine:
         return Machine(self.name, self.device, {**self.figures, **stated}, self.fingerprint, self.probed)
 
     def has(self, name: str) -> bool:
-        """Whether the machine has a figure.
-
-        Raises:
-            ConfigError: there is no figure of that name on any machine.
+        """Whether the machine has a figure. Any name may be asked for, as of the update by some rule.
 
         Example:
             >>> Machine.read("cpu-laptop").has("h2d")
             False
         """
-        return check_name(name) in self.figures
+        return name in self.figures
 
     def value(self, name: str) -> float:
         """Look up a figure, in its unit.

@@ -15,13 +15,10 @@ from contextlib import suppress
 from importlib import resources
 from os import PathLike
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
 from penstock.errors import ConfigError, one_line
 from penstock.forecast.figures import STATED, Figure, check_name, shown
-
-if TYPE_CHECKING:
-    from penstock.forecast.machine import Machine
 
 KIND, VERSION = "machine", 1
 SUFFIX = ".json"
@@ -136,15 +133,12 @@ def parts(content: Mapping[str, Any]) -> dict[str, Any]:
     for key in ("name", "device", "figures"):
         if key not in content:
             raise ConfigError(f"it has no {shown(key)}. Add it.")
-    fingerprint = _mapping(content.get("fingerprint", {}), "fingerprint")
-    if _depth(fingerprint, _MOST_DEPTH) > _MOST_DEPTH:
-        raise ConfigError(f"its fingerprint is nested deeper than {_MOST_DEPTH} levels. Leave it out.")
     figures = {check_name(name): _figure(name, each) for name, each in _mapping(content["figures"], "figures").items()}
     return {
         "name": content["name"],
         "device": content["device"],
         "figures": figures,
-        "fingerprint": fingerprint,
+        "fingerprint": _mapping(content.get("fingerprint", {}), "fingerprint"),
         "probed": content.get("probed", False),
     }
 
@@ -175,6 +169,21 @@ def _mapping(given: Any, key: str) -> dict[str, Any]:
     return given
 
 
+def plain(fingerprint: Mapping[str, Any]) -> dict[str, Any]:
+    """Copy a fingerprint as a file gives it back: lists for tuples, and texts for keys.
+
+    Raises:
+        ConfigError: it is no JSON, or nested too deep.
+    """
+    try:
+        found: dict[str, Any] = json.loads(json.dumps(dict(fingerprint), allow_nan=False))
+    except (TypeError, ValueError, RecursionError) as error:
+        raise ConfigError(f"A machine's fingerprint is no JSON: {one_line(error)}. Use texts and numbers.") from error
+    if _depth(found, _MOST_DEPTH) > _MOST_DEPTH:
+        raise ConfigError(f"A machine's fingerprint is nested deeper than {_MOST_DEPTH} levels. Leave it out.")
+    return found
+
+
 def _depth(value: Any, most: int) -> int:
     """Measure how deep a JSON value is nested; of what is deeper than `most`, one more than that."""
     if most < 0 or not isinstance(value, dict | list):
@@ -183,25 +192,18 @@ def _depth(value: Any, most: int) -> int:
     return 1 + max((_depth(each, most - 1) for each in inner), default=0)
 
 
-def content(machine: "Machine") -> dict[str, Any]:
-    """Make the JSON object of a machine."""
-    return {
-        "penstock": KIND,
-        "version": VERSION,
-        "name": machine.name,
-        "device": machine.device,
-        "probed": machine.probed,
-        "fingerprint": dict(machine.fingerprint),
-        "figures": {
-            name: {
-                "value": _plain(figure.value),
-                "low": _plain(figure.low),
-                "high": _plain(figure.high),
-                "how": figure.how,
-            }
-            for name, figure in machine.figures.items()
-        },
+def content(parts: Mapping[str, Any], figures: Mapping[str, Figure]) -> dict[str, Any]:
+    """Make the JSON object of a machine.
+
+    Arguments:
+        parts: what it is made of but its figures.
+        figures: its figures, by name.
+    """
+    rows = {
+        name: {"value": _plain(each.value), "low": _plain(each.low), "high": _plain(each.high), "how": each.how}
+        for name, each in figures.items()
     }
+    return {"penstock": KIND, "version": VERSION, **parts, "figures": rows}
 
 
 def _plain(value: float) -> float:
@@ -225,13 +227,12 @@ def write(path: Path, content: Mapping[str, Any]) -> None:
     """Write a JSON object into a file, as a whole or not at all.
 
     Raises:
-        ConfigError: it cannot be written, or is no JSON.
+        ConfigError: it cannot be written, or is larger than what is read.
     """
-    try:
-        text = _lines(content)
-    except (TypeError, ValueError, RecursionError) as error:
-        raise ConfigError(f"The machine's fingerprint is no JSON: {one_line(error)}. Use texts and numbers.") from error
-    made = path.with_name(f".{path.name}.{os.getpid()}")
+    text = _lines(content)
+    if len(text) > _MOST_BYTES:
+        raise ConfigError(f"{one_line(str(path))} would have {len(text):,} bytes. Shorten what its figures say.")
+    made = path.parent / f".{path.name}.{os.getpid()}"
     try:
         with open(made, "w", encoding="utf-8") as file:
             file.write(text)

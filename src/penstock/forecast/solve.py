@@ -8,12 +8,12 @@
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from itertools import pairwise
+from itertools import pairwise, permutations
 from math import ceil
 
-from penstock.forecast.candidates import Candidate, Candidates, Choice, candidates
+from penstock.forecast.candidates import Candidate, Candidates, Choice, candidates, order_among
 from penstock.forecast.lacks import Change, Infeasible, fits, lacks
-from penstock.forecast.load import KINDS, TIERS, Limits, Load
+from penstock.forecast.load import KINDS, TIERS, Fractions, Limits, Load
 from penstock.kinds import TierName
 
 __all__ = [
@@ -35,6 +35,8 @@ FOR_CUTS = 1 / 3
 MOST_REPAIRS = 3
 #: By how much cuts are shifted, as a share of a kind: less where nothing is gained; and how many are tried each time.
 SHIFTS, TRIED_AT_ONCE = (1 / 8, 1 / 16, 1 / 32, 1 / 64), 2
+#: No cut is shifted for less than this share of a step.
+LEAST_GAIN = 1 / 500
 #: What is missing is moved in parts of a kind of this size.
 GRAIN = 1 / 256
 #: Which kinds are shifted together. Equal cuts of gradients and state are worth keeping: such tiles are in one place.
@@ -95,8 +97,7 @@ def search(
     if run.best is not None:
         run.shift_cuts()
     if run.best is None:
-        limits = among.limits.less(run.least_unknown())
-        return infeasible(among.loads, limits)
+        return run.lacking()
     best, evaluation = run.best
     lower = among.lower_bound_s
     gap = max(0.0, evaluation.step_s / lower - 1) if lower > 0 else 0.0
@@ -138,7 +139,7 @@ class _Search:
     left: int
     best: tuple[Candidate, Evaluation] | None = None
     tried: list[tuple[Candidate, Evaluation]] = field(default_factory=list)
-    unknown: dict[Choice, dict[TierName, float]] = field(default_factory=dict)
+    unknown: dict[Choice, Mapping[TierName, int]] = field(default_factory=dict)
 
     def sweep(self) -> None:
         """Try candidates in order, while one of those that are left could be better."""
@@ -160,76 +161,97 @@ class _Search:
             while better and self.left > 0:
                 better = self._shift(shift)
 
-    def least_unknown(self) -> dict[TierName, int]:
-        """Count the bytes that the bound does not know of, with the choice that has the fewest."""
-        found = min(self.unknown.values(), key=lambda each: sum(each.values()), default={})
-        return {tier: ceil(nbytes) for tier, nbytes in found.items()}
+    def lacking(self) -> Infeasible:
+        """Say what was missing in the rehearsal that came nearest, and what would make something fit."""
+        limits = self.among.limits
+        loads = {choice: load.beside(self._unknown_of(choice)) for choice, load in self.among.loads.items()}
+        found = infeasible(loads, limits)
+        peaks = [limits.excess(evaluation.peak_bytes) for _, evaluation in self.tried]
+        nearest = min((peak for peak in peaks if peak), key=lambda each: sum(each.values()), default=found.missing)
+        return replace(found, missing=found.missing or nearest)
 
     def _shift(self, shift: float) -> bool:
         """Try the neighbours of the best that promise most; return whether one was better."""
         assert self.best is not None
         was, step_s = self.best[0], self.best[1].step_s
-        near = {c.key: c for c in self._neighbours(was, shift) if c.bound_s < step_s and not self._excess(c)}
-        known = {candidate.key for candidate, _ in self.tried}
+        near = {c.key: c for c in self._neighbours(was, shift) if c.bound_s < step_s * (1 - LEAST_GAIN)}
         promising = sorted(near.values(), key=lambda c: (c.bound_s + c.work_s, str(c.fractions), c.streamed))
-        for candidate in [c for c in promising if c.key not in known][:TRIED_AT_ONCE]:
+        for candidate in [c for c in promising if not self._is_known(c)][:TRIED_AT_ONCE]:
             if self.left > 0:
                 self._try(candidate)
         return self.best[0] is not was
 
     def _neighbours(self, candidate: Candidate, shift: float) -> Iterator[Candidate]:
-        """Yield what is one shift of a cut away."""
-        for kinds in TOGETHER:
-            for one, other in pairwise(self.among.limits.tiers):
-                for here, there in ((one, other), (other, one)):
-                    fractions = dict(candidate.fractions)
-                    for kind in kinds:
-                        fractions[kind] = _moved(fractions[kind], here, there, shift)
-                    found = self.among.at(candidate.choice, fractions, candidate.streamed)
-                    if found is not None:
-                        yield found
-        if candidate.choice.streamed:
-            for streamed in (candidate.streamed - shift, candidate.streamed + shift):
-                if 0 <= streamed <= candidate.choice.streamed:
-                    found = self.among.at(candidate.choice, candidate.fractions, streamed)
-                    if found is not None:
-                        yield found
+        """Yield what is one shift away: of a cut, of two kinds that change places, or of the device's share."""
+        choice, nbytes = candidate.choice, self.among.loads[candidate.choice].kind_bytes
+        tiers = [pair for near in pairwise(self.among.limits.tiers) for pair in (near, near[::-1])]
+        changed: list[Fractions] = []
+        for here, there in tiers:
+            changed += [_shifted(candidate.fractions, dict.fromkeys(kinds, shift), here, there) for kinds in TOGETHER]
+            for one, other in permutations((kind for kind in KINDS if nbytes[kind]), 2):
+                traded = _shifted(candidate.fractions, {one: shift}, here, there)
+                share = shift * nbytes[one] / nbytes[other]  # as many bytes go the other way: where memory is full
+                changed.append(_shifted(traded, {other: share}, there, here))
+        for fractions in changed:
+            if fractions != candidate.fractions and self._has_room(choice, fractions):
+                found = self.among.at(choice, fractions, candidate.streamed)
+                yield from [found] if found is not None else []
+        if choice.streamed:
+            shares = (max(0.0, candidate.streamed - shift), min(choice.streamed, candidate.streamed + shift))
+            yield from filter(None, (self.among.at(choice, candidate.fractions, share) for share in shares))
 
     def _try_until_it_fits(self, candidate: Candidate) -> None:
         current: Candidate | None = candidate
-        if self._excess(candidate):  # as far as other rehearsals of the choice have shown
-            current = self._repaired(candidate, self._peak(candidate))
-        known = {tried.key for tried, _ in self.tried}
+        peak = self._peak(candidate.choice, candidate.fractions)
+        if self.among.limits.excess(peak):  # as far as other rehearsals have shown
+            current = self._instead(candidate, peak)
         for _ in range(MOST_REPAIRS):
-            if current is None or current.key in known or self.left <= 0:
+            if current is None or self._is_known(current) or self.left <= 0:
                 return
             evaluation = self._try(current)
             if evaluation.fits:
                 return
-            known.add(current.key)
-            current = self._repaired(current, evaluation.peak_bytes)
+            current = self._instead(current, evaluation.peak_bytes)
+
+    def _instead(self, candidate: Candidate, peak_bytes: Mapping[TierName, float]) -> Candidate | None:
+        """Find what may fit in place of a candidate that does not: what is used least moves, or all is solved again."""
+        choice, excess = candidate.choice, self.among.limits.excess(peak_bytes)
+        unknown = self._unknown_of(choice)
+        tighter = self.among.tighter(choice, {tier: excess.get(tier, 0) + unknown.get(tier, 0) for tier in TIERS})
+        possible = [self._repaired(candidate, peak_bytes), *tighter]
+        fitting = [c for c in possible if c and not self._is_known(c) and self._has_room(choice, c.fractions)]
+        return min(fitting, key=order_among(fitting), default=possible[0])
+
+    def _is_known(self, candidate: Candidate) -> bool:
+        return candidate.key in {tried.key for tried, _ in self.tried}
 
     def _try(self, candidate: Candidate) -> Evaluation:
         evaluation = self.evaluate(candidate)
         self.left -= 1
         self.tried.append((candidate, evaluation))
-        at_rest = self.among.at_rest(candidate)
+        at_rest = self.among.at_rest(candidate.choice, candidate.fractions)
         limits = self.among.limits
         self.unknown[candidate.choice] = {
-            tier: max(0.0, limits.taken(tier, evaluation.peak_bytes) - limits.taken(tier, at_rest))
+            tier: max(0, ceil(limits.taken(tier, evaluation.peak_bytes) - limits.taken(tier, at_rest)))
             for tier in limits.tiers
         }
         if evaluation.fits and (self.best is None or evaluation.step_s < self.best[1].step_s):
             self.best = candidate, evaluation
         return evaluation
 
-    def _peak(self, candidate: Candidate) -> dict[TierName, float]:
-        """Estimate the peaks of a candidate, with what the last rehearsal of its choice had beside state at rest."""
-        at_rest, unknown = self.among.at_rest(candidate), self.unknown.get(candidate.choice, {})
+    def _unknown_of(self, choice: Choice) -> Mapping[TierName, int]:
+        """Count the bytes that the bound does not know of: of a choice that was not tried, the fewest of any."""
+        fewest = min(self.unknown.values(), key=lambda each: sum(each.values()), default={})
+        return self.unknown.get(choice, fewest)
+
+    def _peak(self, choice: Choice, fractions: Fractions) -> dict[TierName, float]:
+        """Estimate peaks, with what the last rehearsal of a choice had beside state at rest."""
+        at_rest = self.among.at_rest(choice, fractions)
+        unknown = self._unknown_of(choice)
         return {tier: at_rest[tier] + unknown.get(tier, 0.0) for tier in TIERS}
 
-    def _excess(self, candidate: Candidate) -> Mapping[TierName, int]:
-        return self.among.limits.excess(self._peak(candidate))
+    def _has_room(self, choice: Choice, fractions: Fractions) -> bool:
+        return not self.among.limits.excess(self._peak(choice, fractions))
 
     def _repaired(self, candidate: Candidate, peak_bytes: Mapping[TierName, float]) -> Candidate | None:
         """Move what is used least off tiers that have too little room, by what is missing; `None` if nothing helps."""
@@ -250,6 +272,12 @@ class _Search:
             if missing > 0:
                 return None
         return self.among.at(candidate.choice, fractions, candidate.streamed)
+
+
+def _shifted(fractions: Fractions, shares: Mapping[str, float], here: TierName, there: TierName) -> Fractions:
+    """Move shares of some kinds from one tier to another."""
+    moved = {kind: _moved(fractions[kind], here, there, share) for kind, share in shares.items()}
+    return {**fractions, **moved}
 
 
 def _moved(shares: Mapping[TierName, float], here: TierName, there: TierName, share: float) -> Mapping[TierName, float]:

@@ -14,13 +14,13 @@ Where the engine may spare something (a record that a buffer still holds, a gath
 count: a bound must not be above what the engine does.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import product
 from typing import Literal, NamedTuple
 
 from penstock.forecast.linear import CONSTANT, Linear, Terms, unit_of
-from penstock.forecast.load import KINDS, TIERS, Limits, Load
+from penstock.forecast.load import KINDS, TIERS, Fractions, Limits, Load
 from penstock.kinds import Overlap, TierName
 
 Window = Literal["forward", "backward", "any"]
@@ -121,6 +121,13 @@ class Traffic:
         if kind == "params":
             terms |= {frozen(tier): float(self._load.frozen_bytes) for tier in self._frozen if tier in tiers}
         return terms
+
+    def pin(self, fractions: Fractions) -> None:
+        """Hold that each kind has given fractions. Of one memory, device and cpu are the same."""
+        for kind, nbytes in self._load.kind_bytes.items():
+            for tier in self._tiers if nbytes else ():
+                share = self._limits.taken(tier, fractions[kind])
+                self._linear.equals(f"{kind} on {tier}", self.on(kind, tier), share * nbytes)
 
     def memory(self, tier: TierName) -> dict[str, float]:
         """Terms: the bytes that are on a tier, with those that are there wherever the state is."""
@@ -342,3 +349,12 @@ def fractions_of(traffic: Traffic, load: Load, values: Mapping[str, float]) -> d
                 shares[tier] = sum(factor * values[name] for name, factor in terms.items()) / max(nbytes, 1)
         found[kind] = shares
     return found
+
+
+def variants(load: Load, limits: Limits, fractions: Fractions | None = None) -> Sequence[Load]:
+    """Tell replicated parameters in memory from those of which a part is in files: each rank has its shard then."""
+    if load.in_shards is load or "nvme" not in limits.tiers:
+        return [load]
+    if fractions is not None:
+        return [load.in_shards if fractions["params"].get("nvme") else load]
+    return [load, load.in_shards]

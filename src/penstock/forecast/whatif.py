@@ -22,12 +22,12 @@ AnyMachine = TypeVar("AnyMachine", bound=Machine)
 
 
 @dataclass(frozen=True)
-class WhatIf:
+class Upgrade:
     """A change that somebody could make.
 
     Attributes:
         name: what it is, in words.
-        figures: those that become twice what they are.
+        figures: those that become twice what they are; of "update_*" those of the rules that are asked for.
         needs: "figures" where the same work is timed anew; "rehearsal" where the work itself is another.
     """
 
@@ -37,7 +37,7 @@ class WhatIf:
 
 
 @dataclass(frozen=True)
-class Answer:
+class Saving:
     """What a change would come to.
 
     Attributes:
@@ -46,20 +46,20 @@ class Answer:
         share: the same as a share of the step.
     """
 
-    what_if: WhatIf
-    saved_s: float | None
-    share: float | None
+    what_if: Upgrade
+    saved_s: float | None = None
+    share: float | None = None
 
 
-#: A second disk takes half of what the first one does, as twice as fast a disk would. Where memory is twice as fast updates are, too: they do little but
-#: read and write it.
-WHAT_IFS: Sequence[WhatIf] = (
-    WhatIf("a second disk", ("disk_read", "disk_write", "disk_mixed")),
-    WhatIf("host memory twice as fast", ("host_bandwidth", "update", "update_*")),
-    WhatIf("a link twice as fast", ("h2d", "d2h", "h2d_pageable", "d2h_pageable", "duplex")),
-    WhatIf("links between ranks twice as fast", ("link_bandwidth", "net_bandwidth")),
-    WhatIf("8-bit states", needs="rehearsal"),
-    WhatIf("a batch twice as large", needs="rehearsal"),
+#: A second disk takes half of what the first one does, as a disk that is twice as fast would. Where memory is twice as
+#: fast updates are, too: they do little but read and write it.
+UPGRADES: Sequence[Upgrade] = (
+    Upgrade("a second disk", ("disk_read", "disk_write", "disk_mixed")),
+    Upgrade("host memory twice as fast", ("host_bandwidth", "update", "update_*")),
+    Upgrade("a link to the device twice as fast", ("h2d", "d2h", "h2d_pageable", "d2h_pageable", "duplex")),
+    Upgrade("links between ranks twice as fast", ("link_bandwidth", "net_bandwidth")),
+    Upgrade("8-bit states", needs="rehearsal"),
+    Upgrade("a batch twice as large", needs="rehearsal"),
 )
 
 
@@ -69,28 +69,35 @@ def what_ifs(
     retime: Callable[[AnyMachine], float],
     *,
     rules: Sequence[str] = (),
-    among: Sequence[WhatIf] = WHAT_IFS,
-) -> list[Answer]:
-    """Time a step anew for each change, what saves most first; then what needs a rehearsal, in the order given.
+    among: Sequence[Upgrade] = UPGRADES,
+) -> list[Saving]:
+    """Time a step anew for each change: what saves most comes first, and what needs a rehearsal last, as it was given.
 
     Arguments:
         machine: what there is.
         step_s: seconds of a step on it.
         retime: gives the seconds of the same step on another machine.
-        rules: the rules whose updates have a figure of their own: "adamw".
+        rules: the optimizer's, whose updates may have figures of their own: "adamw".
         among: the changes; those of figures that the machine does not have are left out.
+
+    Example:
+        >>> from penstock.forecast.machine import Figure, Machine
+        >>> machine = Machine("a desktop", "cuda", {"disk_read": Figure(3e9, 3e9, 3e9, "a data sheet")})
+        >>> [second, *_] = what_ifs(machine, 2.0, lambda better: 1.0 + 3e9 / better.value("disk_read"))
+        >>> second.what_if.name, second.saved_s
+        ('a second disk', 0.5)
     """
-    timed, untimed = list[Answer](), list[Answer]()
-    for what_if in among:
-        if what_if.needs == "rehearsal":
-            untimed.append(Answer(what_if, None, None))
+    timed, untimed = list[Saving](), list[Saving]()
+    for upgrade in among:
+        if upgrade.needs == "rehearsal":
+            untimed.append(Saving(upgrade))
             continue
-        names = [name for figure in what_if.figures for name in _spell(figure, rules) if machine.has(name)]
+        names = {name for figure in upgrade.figures for name in _spell(figure, rules) if machine.has(name)}
         if names:
-            better = machine.replace(**{name: 2 * machine.value(name) for name in names})
+            better = machine.replace(**{name: 2 * machine.value(name) for name in sorted(names)})
             saved = max(0.0, step_s - retime(better))
-            timed.append(Answer(what_if, saved, saved / step_s if step_s > 0 else 0.0))
-    return [*sorted(timed, key=lambda answer: -(answer.saved_s or 0.0)), *untimed]
+            timed.append(Saving(upgrade, saved, saved / step_s if step_s > 0 else 0.0))
+    return [*sorted(timed, key=lambda saving: -(saving.saved_s or 0.0)), *untimed]
 
 
 def _spell(figure: str, rules: Sequence[str]) -> list[str]:

@@ -28,6 +28,7 @@ _COUNTED = ("layer", "expert", "label", "head", "depth", "block", "stage")
 MOST_COUNT = 100_000
 _MODULES_PER_TENSOR = 64
 _MODULES_OF_ANY = 10_000
+_TENSORS_OF_ANY = 10_000
 _MOST_PACKING = 16  # elements of a model that one stored element stands for, as quantised files have it
 _NUMEL_OF_ANY = 1 << 20
 _BUFFER_BYTES_OF_ANY = 1 << 28
@@ -144,21 +145,26 @@ def needs_code(name: str, file: str, what: str) -> ConfigError:
 
 
 @contextlib.contextmanager
-def few_modules(folder: Path, *, tensor_count: int) -> Iterator[None]:
+def few_modules(folder: Path, *, tensor_count: int | None = None) -> Iterator[None]:
     """Stop the building of a model inside, once it has far more modules than its files have tensors.
+
+    Arguments:
+        folder: the model's folder, for the message.
+        tensor_count: how many tensors the files have; `None` where there are none: then no more than any model has.
 
     Raises:
         ConfigError: it has that many. Without this, a number in a configuration could fill the host's memory.
     """
-    left = _MODULES_OF_ANY + _MODULES_PER_TENSOR * tensor_count
+    left = _MODULES_OF_ANY + _MODULES_PER_TENSOR * (_TENSORS_OF_ANY if tensor_count is None else tensor_count)
+    files = "any model has" if tensor_count is None else f"its {tensor_count:,} tensors are of"
 
     def count(*_: object) -> None:
         nonlocal left
         left -= 1
         if left < 0:
             raise ConfigError(
-                f"The {CONFIG} in {folder} describes far more layers than its {tensor_count:,} tensors are of. Name a "
-                "folder whose weights belong to it."
+                f"The {CONFIG} in {folder} describes far more layers than {files}. Name a folder whose weights belong "
+                "to it."
             )
 
     modules = registration.register_module_module_registration_hook(count)

@@ -9,7 +9,8 @@ from penstock.errors import ConfigError, one_line
 # owner/name, and a revision (branch, tag or commit) behind it where one is asked for.
 _NAME = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}(?:@[\w./-]{1,255})?", re.ASCII)
 #: What is fetched: weights that run nothing, and the files beside them. Code only where it may run.
-_FILES = ("*.safetensors", "*.json", "*.jinja", "*.model", "*.txt", "*.tiktoken")
+_WEIGHTS = ("*.safetensors",)
+_FILES = ("*.json", "*.jinja", "*.model", "*.txt", "*.tiktoken")
 _CODE = ("*.py",)
 
 
@@ -25,7 +26,7 @@ def is_hub_name(name: str) -> bool:
     return _NAME.fullmatch(name) is not None and not os.path.lexists(name.split("/")[0])
 
 
-def fetch_model(name: str, *, code: bool = False) -> Path:
+def fetch_model(name: str, *, code: bool = False, weights: bool = True) -> Path:
     """Find a model of the hub on this machine, or fetch it into the cache of `huggingface_hub`.
 
     Nothing is fetched with `HF_HUB_OFFLINE=1`; `HF_HOME`, `HF_TOKEN` and `HF_ENDPOINT` work as they do elsewhere.
@@ -34,6 +35,7 @@ def fetch_model(name: str, *, code: bool = False) -> Path:
     Arguments:
         name: `owner/name`, or `owner/name@revision`.
         code: whether code in the repository may run, and is fetched as well.
+        weights: whether weights are fetched.
 
     Returns:
         A folder.
@@ -44,7 +46,7 @@ def fetch_model(name: str, *, code: bool = False) -> Path:
     from huggingface_hub import snapshot_download
 
     repository, _, revision = name.partition("@")
-    patterns = [*_FILES, *(_CODE if code else ())]
+    patterns = [*(_WEIGHTS if weights else ()), *_FILES, *(_CODE if code else ())]
     try:
         return Path(snapshot_download(repository, revision=revision or None, allow_patterns=patterns))
     except Exception as error:  # of the network, the hub, the disk

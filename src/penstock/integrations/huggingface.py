@@ -66,12 +66,14 @@ class ModelSource:
 
         mapping: Any = MODEL_FOR_CAUSAL_LM_MAPPING  # untyped
         if self.folder is not None and self.trust_remote_code:
-            return type(_sketch(self, WeightFiles(self.folder)))
+            return type(build_sketch(self))
         found: type = mapping[type(self.config)]
         return found
 
 
-def find_model(name: str, *, seq_length: int, trust_remote_code: bool = False) -> ModelSource:
+def find_model(
+    name: str, *, seq_length: int, trust_remote_code: bool = False, needs_weights: bool = True
+) -> ModelSource:
     """Read what `name` stands for: a preset's name, a model folder, or a model's name on a hub.
 
     Arguments:
@@ -79,6 +81,8 @@ def find_model(name: str, *, seq_length: int, trust_remote_code: bool = False) -
         seq_length: how many tokens a sequence has. A preset takes any length, a folder's model those that it has
             positions for.
         trust_remote_code: run the code of a folder whose model is none of transformers' own.
+        needs_weights: whether there have to be weights. If not, none are fetched, and `name` may be a configuration's
+            file too.
 
     Raises:
         ConfigError: the name is none of them, or the folder lacks a file, cannot be read, needs code that is not
@@ -99,7 +103,7 @@ def find_model(name: str, *, seq_length: int, trust_remote_code: bool = False) -
             eos_token_id=ByteTokenizer.end_of_document,
         )
         return ModelSource(name, None, config, config.vocab_size, config.max_position_embeddings)
-    source = _find_folder(name, trust_remote_code)
+    source = _find_folder(name, trust_remote_code, needs_weights)
     if source.max_seq_length is not None and seq_length > source.max_seq_length:
         raise ConfigError(
             f"--seq-length {seq_length} is longer than the {source.max_seq_length} positions of the model in {name}. "
@@ -169,6 +173,21 @@ def build_empty(source: ModelSource) -> nn.Module | None:
         return model.train()
 
 
+def build_sketch(source: ModelSource) -> nn.Module:
+    """Build a model on the meta device of its configuration alone: nothing of its weights is looked at.
+
+    Raises:
+        ConfigError: no model can be built of it.
+    """
+    import transformers
+
+    auto: Any = transformers.AutoModelForCausalLM  # untyped
+    described = Path(source.name) if source.folder is None else source.folder
+    with reading("model", described), few_modules(described), torch.device("meta"):
+        model: nn.Module = auto.from_config(source.config, trust_remote_code=source.trust_remote_code)
+    return model.train()
+
+
 def _sketch(source: ModelSource, files: WeightFiles) -> nn.Module:
     """Build a folder's model on the meta device, and refuse one that is far larger than the folder's weights."""
     import transformers
@@ -212,11 +231,16 @@ def enable_activation_checkpointing(model: nn.Module) -> None:
         raise ConfigError(f"{type(model).__name__} cannot recompute activations: {one_line(error)}.") from error
 
 
-def _find_folder(name: str, trust_remote_code: bool) -> ModelSource:
+def _find_folder(name: str, trust_remote_code: bool, needs_weights: bool) -> ModelSource:
     """Read what a model folder holds, before anything is built of it."""
     from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig
 
-    folder = fetch_model(name, code=trust_remote_code) if is_hub_name(name) else Path(name).expanduser()
+    if is_hub_name(name):
+        folder = fetch_model(name, code=trust_remote_code, weights=needs_weights)
+    else:
+        folder = Path(name).expanduser()
+        if not needs_weights and folder.name == CONFIG and folder.is_file():
+            folder = folder.parent
     if not folder.is_dir():
         raise ConfigError(
             f"--model {name!r} is neither a folder, a preset nor owner/name of a hub. The presets are "
@@ -224,7 +248,7 @@ def _find_folder(name: str, trust_remote_code: bool) -> ModelSource:
         )
     if not (folder / CONFIG).is_file():
         raise ConfigError(f"--model {name!r} is not a model folder: it has no {CONFIG}.")
-    if not any(folder.glob("*.safetensors")):
+    if needs_weights and not any(folder.glob("*.safetensors")):
         raise ConfigError(f"--model {name!r} has no .safetensors weights, the only format that is read.")
     content = read_config(folder)
     check_numbers(name, content)

@@ -241,6 +241,11 @@ class FolderTokenizer:
         return reading("tokenizer", self._folder)
 
 
+def has_tokenizer(folder: Path) -> bool:
+    """Tell whether a model folder has the files of a tokenizer."""
+    return any((folder / name).is_file() for name in _TOKENIZER_FILES)
+
+
 def tokenizer_for(folder: Path | None, *, vocab_size: int, trust_remote_code: bool = False) -> Tokenizer:
     """Choose the tokenizer of a model folder; bytes for a preset (`None`) and for a folder without tokenizer files.
 
@@ -253,7 +258,7 @@ def tokenizer_for(folder: Path | None, *, vocab_size: int, trust_remote_code: bo
         ConfigError: the folder's tokenizer cannot be read, needs code that is not allowed, or makes ids that the model
             has no embedding for, beside those of added tokens; or there is none and the model is too small for bytes.
     """
-    if folder is not None and any((folder / name).is_file() for name in _TOKENIZER_FILES):
+    if folder is not None and has_tokenizer(folder):
         tokenizer = FolderTokenizer(folder, trust_remote_code=trust_remote_code)
         if tokenizer.own_vocab_size > vocab_size:
             raise ConfigError(

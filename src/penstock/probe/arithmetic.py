@@ -12,12 +12,16 @@ from penstock.probe.block import Block, normal
 from penstock.probe.sampling import Deadline, Measurement, Turns, seconds_of, take_turns
 
 #: Tokens and width of the products, from small to large: a layer of a small model to one of a large one.
-SHAPES = ((64, 128), (128, 256), (256, 512), (256, 1024), (512, 1024), (1024, 2048), (2048, 4096), (4096, 4096))
-SHAPES = (*SHAPES, (8192, 4096), (8192, 8192))
+SHAPES = (
+    *((64, 128), (128, 256), (256, 512), (256, 1024), (512, 1024), (1024, 2048)),
+    *((2048, 4096), (4096, 4096), (8192, 4096), (8192, 8192)),
+)
 #: A run is to last so long: what surrounds it is lost in that.
 CPU_RUN_SECONDS, DEVICE_RUN_SECONDS = 0.03, 0.01
-PASS_BYTES = 128 << 20  # of each tensor of an elementwise pass
-TINY_OPS = 100
+PASS_BYTES, LITTLE_PASS_BYTES = 128 << 20, 32 << 20  # of each tensor of an elementwise pass
+LITTLE_SECONDS = 4.0  # in less, smaller things are measured
+TINY_OPS = 200
+MOST_TIMES = 200
 _WORDS = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
 
 
@@ -40,7 +44,25 @@ class Stopwatch:
     def seconds(self, work: Callable[[], object]) -> float:
         """Run work and return its seconds."""
         self.synchronize()
-        return seconds_of(lambda: (work(), self.synchronize()))
+
+        def whole() -> None:
+            work()
+            self.synchronize()
+
+        return seconds_of(whole)
+
+    def seconds_each(self, work: Callable[[], object]) -> float:
+        """Run work of an accelerator so often that its start and its end do not count; the seconds of one run."""
+        once = self.seconds(work)
+        if self.device.type == "cpu" or once > DEVICE_RUN_SECONDS:
+            return once
+        times = min(MOST_TIMES, int(DEVICE_RUN_SECONDS / once) + 1)
+
+        def often() -> None:
+            for _ in range(times):
+                work()
+
+        return self.seconds(often) / times
 
     def host_seconds(self, work: Callable[[], object]) -> float:
         """Run work and return the seconds that the host needed to give it to the device."""
@@ -62,24 +84,28 @@ def measure_arithmetic(device: torch.device, deadline: Deadline) -> dict[str, Me
     """
     watch = Stopwatch(device)
     dtypes = [torch.float32, torch.bfloat16] + ([] if device.type == "cpu" else [torch.float16])
+    cold = [Products(watch, dtype, *SHAPES[0]) for dtype in dtypes]
+    for each in cold:
+        each.compute()  # the first product of a dtype may load a library
     sizing = deadline.share(0.35)
-    products = {
-        dtype: Products.fitting(watch, dtype, sizing.share(1 / (len(dtypes) - n))) for n, dtype in enumerate(dtypes)
-    }
+    products = {each.dtype: each.fitted(sizing.share(1 / (len(cold) - number))) for number, each in enumerate(cold)}
     cases: dict[str, Callable[[], float]] = {f"flops_{_WORDS[dtype]}": each.run for dtype, each in products.items()}
-    moved = _pass_tensors(device)
+    moved = _pass_tensors(device, deadline)
     pass_bytes = sum(tensor.nbytes for tensor in moved)
-    cases["device_bandwidth"] = lambda: pass_bytes / watch.seconds(partial(torch.add, moved[0], moved[1], out=moved[2]))
+    cases["device_bandwidth"] = lambda: (
+        pass_bytes / watch.seconds_each(partial(torch.add, moved[0], moved[1], out=moved[2]))
+    )
     cases |= _tiny_cases(watch, products[torch.float32])
-    block, words = _block_case(watch, products[torch.bfloat16])
+    # In the dtype that one would train in: some processors have no arithmetic for the other one.
+    like = max(products.values(), key=Products.run)
+    block, words = _block_case(watch, like)
     turns = take_turns(cases | {"block": block}, deadline)
     figures = {
         f"flops_{_WORDS[dtype]}": turns.measurement(f"flops_{_WORDS[dtype]}", products[dtype].words) for dtype in dtypes
     }
-    share = turns.median("block") / turns.median("flops_bfloat16")
-    figures["flops_bfloat16"] = figures["flops_bfloat16"]._replace(
-        how=f"{figures['flops_bfloat16'].how}; {words} ran at {share:.2f} of it"
-    )
+    checked = f"flops_{_WORDS[like.dtype]}"
+    share = turns.median("block") / turns.median(checked)
+    figures[checked] = figures[checked]._replace(how=f"{figures[checked].how}; {words} ran at {share:.2f} of it")
     figures["device_bandwidth"] = turns.measurement(
         "device_bandwidth", f"a sum of two tensors into a third, {moved[0].nbytes >> 20} MiB each, read and written"
     )
@@ -98,7 +124,7 @@ class Products:
 
     def __init__(self, watch: Stopwatch, dtype: torch.dtype, tokens: int, hidden: int) -> None:
         self._watch = watch
-        self.tokens, self.hidden = tokens, hidden
+        self.dtype, self.tokens, self.hidden = dtype, tokens, hidden
         self._x = normal((tokens, hidden), watch.device, dtype)
         self._weight = normal((4 * hidden, hidden), watch.device, dtype, scale=hidden**-0.5)
         self._grad = normal((tokens, 4 * hidden), watch.device, dtype)
@@ -106,23 +132,26 @@ class Products:
         name = _WORDS[dtype]
         self.words = f"the {name} products of a linear layer of {tokens:,} x {hidden:,} by {4 * hidden:,}, both ways"
 
-    @classmethod
-    def fitting(cls, watch: Stopwatch, dtype: torch.dtype, deadline: Deadline) -> "Products":
+    def fitted(self, deadline: Deadline) -> "Products":
         """Make products that are large enough to be measured, of those that fit in the time and the memory.
 
         What a larger one takes is expected from the one before it; none is tried that would take too long.
         """
-        wanted = CPU_RUN_SECONDS if watch.device.type == "cpu" else DEVICE_RUN_SECONDS
-        free = free_device_memory(watch.device)
-        chosen = cls(watch, dtype, *SHAPES[0])
-        chosen.seconds()  # the first one of a dtype may load a library
+        device = self._watch.device
+        wanted = min(CPU_RUN_SECONDS if device.type == "cpu" else DEVICE_RUN_SECONDS, deadline.left() / 8)
+        free, chosen = free_device_memory(device), self
         for shape in SHAPES[1:]:
-            seconds = chosen.seconds()
+            seconds = min(chosen.seconds() for _ in range(3))  # the first one brings its memory
             more = shape[0] * shape[1] ** 2 / (chosen.tokens * chosen.hidden**2)
-            nbytes = 4 * dtype.itemsize * (shape[0] * shape[1] * 3 + 4 * shape[1] ** 2)
-            if seconds > wanted or seconds * more * 4 > deadline.left() or (free is not None and nbytes > free):
+            nbytes = 4 * self.dtype.itemsize * (shape[0] * shape[1] * 3 + 4 * shape[1] ** 2)
+            if (
+                2 * seconds > wanted
+                or seconds * more > 4 * wanted
+                or seconds * more * 5 > deadline.left()
+                or (free is not None and nbytes > free)
+            ):
                 break
-            chosen = cls(watch, dtype, *shape)
+            chosen = Products(self._watch, self.dtype, *shape)
         return chosen
 
     def compute(self) -> None:
@@ -140,10 +169,11 @@ class Products:
         return self._flops / self.seconds()
 
 
-def _pass_tensors(device: torch.device) -> list[Tensor]:
+def _pass_tensors(device: torch.device, deadline: Deadline) -> list[Tensor]:
     """Make the tensors of an elementwise pass: larger than caches, and no burden to a small device."""
     free = free_device_memory(device)
-    nbytes = PASS_BYTES if free is None else min(PASS_BYTES, free // 16)
+    nbytes = LITTLE_PASS_BYTES if deadline.left() < LITTLE_SECONDS else PASS_BYTES
+    nbytes = nbytes if free is None else min(nbytes, free // 16)
     return [torch.zeros(max(1, nbytes // 4), dtype=torch.float32, device=device) for _ in range(3)]
 
 
@@ -156,6 +186,10 @@ def _tiny_cases(watch: Stopwatch, long: Products) -> Mapping[str, Callable[[], f
         for _ in range(TINY_OPS):
             tiny.add_(1.0)
 
+    def behind() -> None:
+        long.compute()
+        many()
+
     def chain() -> None:
         with torch.enable_grad():
             value = tiny.detach().requires_grad_()
@@ -167,8 +201,7 @@ def _tiny_cases(watch: Stopwatch, long: Products) -> Mapping[str, Callable[[], f
         if watch.device.type == "cpu":
             return watch.seconds(many) / TINY_OPS
         # Behind something long, so that the host is ahead of the device, and its own time does not count.
-        alone = watch.seconds(long.compute)
-        return max(watch.seconds(lambda: (long.compute(), many())) - alone, 1e-7) / TINY_OPS
+        return max(watch.seconds(behind) - watch.seconds(long.compute), 1e-7) / TINY_OPS
 
     return {"op_seconds": on_device, "op_host_seconds": lambda: watch.host_seconds(chain) / (2 * TINY_OPS)}
 
@@ -188,8 +221,8 @@ def _op_figures(turns: Turns, device: torch.device) -> dict[str, Measurement]:
 def _block_case(watch: Stopwatch, like: Products) -> tuple[Callable[[], float], str]:
     """Make the case of a transformer's block, which returns FLOP/s, and say what it is."""
     hidden, tokens = like.hidden, max(64, like.tokens // 2)
-    block = Block(hidden, watch.device, torch.bfloat16)
-    x = normal((1, tokens, hidden), watch.device, torch.bfloat16).requires_grad_()
+    block = Block(hidden, watch.device, like.dtype)
+    x = normal((1, tokens, hidden), watch.device, like.dtype).requires_grad_()
     flops = block.flops(1, tokens)
 
     def both() -> None:

@@ -30,7 +30,8 @@ class Block(nn.Module):
         batch, tokens, hidden = x.shape
         normed = functional.rms_norm(x, (hidden,), self.attention_norm)
         qkv = functional.linear(normed, self.qkv).view(batch, tokens, 3, self._heads, HEAD_NUMEL)
-        attended = functional.scaled_dot_product_attention(*qkv.permute(2, 0, 3, 1, 4).unbind(0), is_causal=True)
+        query, key, value = qkv.permute(2, 0, 3, 1, 4).unbind(0)
+        attended = functional.scaled_dot_product_attention(query, key, value, is_causal=True)
         x = x + functional.linear(attended.transpose(1, 2).reshape(x.shape), self.out)
         normed = functional.rms_norm(x, (hidden,), self.norm)
         gated = functional.silu(functional.linear(normed, self.gate)) * functional.linear(normed, self.up)

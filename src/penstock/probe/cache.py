@@ -55,7 +55,7 @@ def recall(fingerprint: Mapping[str, Any], read: Callable[[Path], Kept]) -> Kept
     try:
         kept = read(path)
     except (PenstockError, OSError, ValueError) as error:
-        _logger.warning("%s is probed again: what was kept of it cannot be read. %s", "The machine", one_line(error))
+        _logger.warning("This machine is probed again: what was kept of it cannot be read. %s", one_line(error))
         return None
     return kept if digest(kept.fingerprint) == digest(fingerprint) else None
 

@@ -1,4 +1,4 @@
-"""Collectives between ranks: latency and bandwidth, of each dimension of a mesh or of all ranks. All ranks take part."""
+"""Collectives between ranks: latency and bandwidth, of each dimension of a mesh, or of all ranks."""
 
 import time
 from collections.abc import Mapping
@@ -87,7 +87,7 @@ def _measure_group(
     rates = [moved / max(seconds - latency[0], seconds / 10) for seconds in largest]
     told = ", ".join(f"{nbytes:,} bytes {1e6 * m[0]:.0f} us" for nbytes, m in zip(used, medians, strict=True))
     how = f"all-gathers between {count} ranks ({told}); median of {len(runs[used[0]])} runs"
-    return Measurement(rates[0], rates[2], rates[1], how), Measurement(*latency, how)
+    return Measurement(rates[0], rates[2], rates[1], how), Measurement(latency[0], latency[1], latency[2], how)
 
 
 def _gather(watch: Stopwatch, group: dist.ProcessGroup, numel: int) -> float:

@@ -1,6 +1,7 @@
 """The folders of the nvme tier: how fast records are read and written there, through the engine's own queue of I/O."""
 
 import contextlib
+import errno
 import os
 import random
 from collections import deque
@@ -13,7 +14,7 @@ from statistics import median
 import torch
 
 from penstock.config import Options
-from penstock.errors import ConfigError, NvmeError, one_line
+from penstock.errors import ConfigError, one_line
 from penstock.machine.aio import File, Queue, Transfer
 from penstock.machine.arena import PAGE_BYTES, page_aligned
 from penstock.machine.swap import SwapFolder, free_disk_bytes
@@ -27,6 +28,13 @@ IN_FLIGHT = 4  # records at once
 LATENCIES = 32  # reads of a page, one after the other, in a run
 #: Of file systems that are no disk.
 IN_MEMORY = ("tmpfs", "ramfs")
+
+_ADVICE = {
+    errno.ENOENT: "Create it, or name another one.",
+    errno.ENOTDIR: "Name a folder.",
+    errno.ENOSPC: f"Free {LEAST_FREE_BYTES:,} bytes there, or name another one.",
+    errno.EBUSY: "It lies in the folder of a run: name the one around that.",
+}
 
 Folder = str | PathLike[str]
 
@@ -45,13 +53,15 @@ def check_folders(folders: Sequence[Folder]) -> None:
     """
     seen: set[str] = set()
     for folder in folders:
-        shown = repr(one_line(os.fsdecode(os.fspath(folder))))
+        shown = f"'{one_line(os.fsdecode(os.fspath(folder)))}'"
         try:
             SwapFolder(folder, LEAST_FREE_BYTES).close()
             path = os.path.realpath(folder)
-        except (NvmeError, OSError, ValueError) as error:
-            said = one_line(str(error) if isinstance(error, NvmeError) else error, 1000)
-            raise ConfigError(f"The folder {shown} cannot be probed. {said}") from error
+        except (OSError, ValueError) as error:  # an `NvmeError` is an `OSError`; a path may have a null byte
+            number = error.errno if isinstance(error, OSError) else None
+            why = os.strerror(number) if number else one_line(error)
+            advice = _ADVICE.get(number or 0, "Make it a folder that can be written, or name another one.")
+            raise ConfigError(f"The folder {shown} cannot be probed: {why}. {advice}") from error
         if path in seen:
             raise ConfigError(f"The folder {shown} is named twice. Name each folder of the nvme tier once.")
         seen.add(path)
@@ -65,8 +75,8 @@ def measure_disks(folders: Sequence[Folder], deadline: Deadline) -> dict[str, Me
         deadline: when to be done.
 
     Returns:
-        `disk_read`, `disk_write`, `disk_mixed`, `disk_seconds` and `disk_free` of the slowest one, and `folders`; nothing
-        without folders.
+        `disk_read`, `disk_write`, `disk_mixed`, `disk_seconds` and `disk_free` of the slowest one, and
+        `folders`; nothing without folders.
 
     Raises:
         NvmeError: a file cannot be made, or the disk fails.
@@ -79,19 +89,24 @@ def measure_disks(folders: Sequence[Folder], deadline: Deadline) -> dict[str, Me
     disks = [os.stat(folder).st_dev for folder in folders]
     sharing = [disks.count(disk) for disk in disks]
     figures = {}
-    for name in ("disk_read", "disk_write", "disk_mixed", "disk_free", "disk_seconds"):
+    for name in ("disk_read", "disk_write", "disk_mixed", "disk_seconds"):
         # A record goes to the folder that is filled least, so folders are used alike, and the slowest one decides.
-        divided = [
-            each[name] if name == "disk_seconds" else _divided(each[name], count)
-            for each, count in zip(found, sharing, strict=True)
-        ]
-        choose = max if name == "disk_seconds" else min
-        slowest = choose(divided, key=lambda each: each.value)
-        others = ""
-        if len(folders) > 1:
-            others = f"; of folder {divided.index(slowest) + 1} of {len(folders)}, the slowest"
-        figures[name] = slowest._replace(how=slowest.how + others)
-    return figures | {"folders": Measurement(*(float(len(folders)),) * 3, "as stated")}
+        latency = name == "disk_seconds"
+        each = [one[name] if latency else _divided(one[name], count) for one, count in zip(found, sharing, strict=True)]
+        slowest = (max if latency else min)(each, key=lambda figure: figure.value)
+        where = f"; of folder {each.index(slowest) + 1} of {len(folders)}, the slowest" if len(folders) > 1 else ""
+        figures[name] = slowest._replace(how=slowest.how + where)
+    return {**figures, **free_space(folders), "folders": Measurement(*(float(len(folders)),) * 3, "as stated")}
+
+
+def free_space(folders: Sequence[Folder]) -> dict[str, Measurement]:
+    """Say what is free in one folder now, `disk_free`: of several the least, since all are filled alike."""
+    if not folders:
+        return {}
+    disks = [os.stat(folder).st_dev for folder in folders]
+    free = [free_disk_bytes(folder) / disks.count(disk) for folder, disk in zip(folders, disks, strict=True)]
+    value = max(1.0, min(free))
+    return {"disk_free": Measurement(value, value, value, "free now" + (", the least" if len(folders) > 1 else ""))}
 
 
 def _divided(figure: Measurement, count: int) -> Measurement:
@@ -121,7 +136,7 @@ def _measure_folder(folder: Folder, deadline: Deadline) -> dict[str, Measurement
         }
         turns = take_turns(cases, deadline)
         where = _where(swap.path, direct=file.direct)
-    return _figures(turns, record, nbytes, where) | {"disk_free": Measurement(*(float(free),) * 3, f"free now{where}")}
+    return _figures(turns, record, nbytes, where)
 
 
 def _sizes(queue: Queue, folder: Path, free: int, deadline: Deadline) -> tuple[int, int]:
@@ -162,19 +177,17 @@ class _Disk:
     def move(self, *, reads: bool, writes: bool) -> None:
         """Read every record, or write it; where it is both, one half is read while the other is written."""
         under_way: deque[tuple[int, Transfer, bool]] = deque()
-        try:
-            for turn, (number, write) in enumerate(self._order(reads=reads, writes=writes)):
-                if len(under_way) == IN_FLIGHT:
-                    self._end(*under_way.popleft())
-                offset, buffer = number * self._record, self._buffers[turn % IN_FLIGHT]
-                if write:
-                    transfer = self._file.write(offset, buffer)
-                else:
-                    transfer = self._file.read(offset, buffer, checksum=self._checksums[number])
-                under_way.append((number, transfer, write))
-        finally:
-            while under_way:
+        for turn, (number, write) in enumerate(self._order(reads=reads, writes=writes)):
+            if len(under_way) == IN_FLIGHT:
                 self._end(*under_way.popleft())
+            offset, buffer = number * self._record, self._buffers[turn % IN_FLIGHT]
+            if write:
+                transfer = self._file.write(offset, buffer)
+            else:
+                transfer = self._file.read(offset, buffer, checksum=self._checksums[number])
+            under_way.append((number, transfer, write))
+        while under_way:  # after an error they are waited for by whoever closes the file
+            self._end(*under_way.popleft())
 
     def latency(self) -> float:
         """Read pages one after the other at places that nobody expects; seconds of each."""
@@ -205,8 +218,12 @@ class _Disk:
 def _figures(turns: Turns, record: int, nbytes: int, where: str) -> dict[str, Measurement]:
     """Make the figures of a folder."""
     told = f"{nbytes / MIB:,.0f} MiB in records of {record / MIB:,.1f} MiB, {IN_FLIGHT} at once, with checksums{where}"
-    verbs = {"disk_read": "read", "disk_write": "written", "disk_mixed": "half read, half written, both together"}
-    figures = {name: turns.measurement(name, f"{verb} {told}") for name, verb in verbs.items()}
+    verbs = {
+        "disk_read": "all read",
+        "disk_write": "all written",
+        "disk_mixed": "half read, half written, both together",
+    }
+    figures = {name: turns.measurement(name, f"{verb}, {told}") for name, verb in verbs.items()}
     pages = f"a page read, {LATENCIES} in a run, one after the other{where}"
     return figures | {"disk_seconds": turns.measurement("disk_seconds", pages)}
 

@@ -65,10 +65,10 @@ def cpu_model(cpuinfo: Path = CPUINFO) -> str:
 
 def machine_name(found: dict[str, Any]) -> str:
     """Name a machine by its fingerprint: "2 x NVIDIA H100, AMD EPYC 9554"."""
-    cpu = f"{found['cpu']}, {found['cores']} cores"
+    cpu = f"{found['cpu'][:80]}, {found['cores']} cores"
     if found["device"] == "cpu":
         return cpu
-    return f"{found['devices']} x {found['device_name']}, {cpu}"
+    return f"{found['devices']} x {found['device_name'][:80]}, {cpu}"
 
 
 def _memory_bytes(meminfo: Path = MEMINFO) -> int:

@@ -14,7 +14,7 @@ from penstock.machine.devices import free_device_memory
 from penstock.machine.streams import DONE, DOWNLOAD, FETCH, UPDATE, UPLOAD, Event, Streams, across, all_of
 from penstock.machine.threads import update_cores
 from penstock.probe.sampling import Deadline, Measurement, Turns, seconds_of, take_turns
-from penstock.probe.updates import BF16, Update, fill, update_bytes
+from penstock.probe.updates import BF16, Update, fill
 from penstock.rules import Pool
 from penstock.tiers.copies import Copies, Way
 from penstock.tiers.host import HostTier
@@ -22,9 +22,9 @@ from penstock.trace import NO_LABEL
 
 MOST_BYTES, LEAST_BYTES = 128 << 20, 1 << 20  # of a copy
 PIECE_BYTES = 16 << 20  # in which the engine's copies come, about
-UPDATE_NUMEL = 1 << 21
+UPDATE_BYTES = 64 << 20
 #: Below so many seconds copies are small: a page-locked slab takes its time as well.
-LITTLE_SECONDS = 2.0
+LITTLE_SECONDS = 0.75
 
 
 def measure_links(device: torch.device, deadline: Deadline) -> dict[str, Measurement]:
@@ -78,9 +78,9 @@ class Link:
             cores = update_cores(device)
             self._pool = Pool(cores.count, sorted(cores.cores or ()))
             self._closing.callback(self._pool.close)
-            memory = page_aligned(update_bytes(UPDATE_NUMEL))
+            memory = page_aligned(UPDATE_BYTES)
             fill(memory)
-            self._update = Update("adamw", BF16, UPDATE_NUMEL, memory)
+            self._update = Update("adamw", BF16, memory)
             self._closing = self._closing.pop_all()
 
     def __enter__(self) -> "Link":

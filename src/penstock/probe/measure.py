@@ -17,17 +17,17 @@ from penstock.machine.devices import device_for, visible_devices
 from penstock.machine.hardware import Hardware
 from penstock.probe.arithmetic import measure_arithmetic
 from penstock.probe.collectives import measure_collectives
-from penstock.probe.disks import Folder, check_folders, measure_disks
+from penstock.probe.disks import Folder, check_folders, free_space, measure_disks
 from penstock.probe.fingerprint import fingerprint, machine_name
 from penstock.probe.links import measure_links
-from penstock.probe.memory import measure_host, measure_jobs, measure_room
+from penstock.probe.memory import free_memory, measure_host, measure_jobs, measure_room
 from penstock.probe.sampling import Deadline, Measurement
 from penstock.probe.updates import measure_device_update
 
 LEAST_SECONDS = 1.0
 #: Of the stated time: what begins before it is over ends after it.
 RESERVED = 0.1
-DEVICE_UPDATE_NUMEL = 1 << 24
+DEVICE_UPDATE_BYTES = 256 << 20
 
 Figures = dict[str, Measurement]
 
@@ -85,7 +85,7 @@ def measure(
         >>> measured = measure(folders=["/mnt/nvme"], seconds=20)
         >>> measured.figures["disk_read"].value
     """
-    if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not isfinite(seconds):
+    if not _is_number(seconds):
         raise ConfigError(f"seconds={seconds!r} is not a time. Use a number, {LEAST_SECONDS:g} or more.")
     if seconds < LEAST_SECONDS:
         raise ConfigError(f"seconds={seconds:g} is too short to measure a machine. Use {LEAST_SECONDS:g} or more.")
@@ -144,11 +144,16 @@ def _measure_alone(
     return figures
 
 
+def measure_free(device: torch.device, folders: Sequence[Folder] = ()) -> Figures:
+    """Say what is free now: `device_memory`, `host_memory`, and `disk_free` with folders. Takes no time."""
+    return {**free_memory(device), **free_space(folders)}
+
+
 def _device_update(device: torch.device, figures: Figures, deadline: Deadline) -> Measurement:
     """Say how fast the device updates what is there."""
     if device.type == "cpu":
         return figures["update"]
-    found = measure_device_update(device, DEVICE_UPDATE_NUMEL, deadline)
+    found = measure_device_update(device, DEVICE_UPDATE_BYTES, deadline)
     if found is not None:
         return found
     passing = figures["device_bandwidth"]
@@ -159,7 +164,7 @@ def _device_update(device: torch.device, figures: Figures, deadline: Deadline) -
 def _council(groups: Mapping[str, dist.ProcessGroup] | None) -> Iterator[Council]:
     """Meet the other ranks, where there are some and they are to take part."""
     alone = groups is not None and not groups
-    members = (0,)
+    members: tuple[int, ...] = (0,)
     number = 0
     if not alone and dist.is_available() and dist.is_initialized():
         members, number = tuple(range(dist.get_world_size())), dist.get_rank()
@@ -168,6 +173,10 @@ def _council(groups: Mapping[str, dist.ProcessGroup] | None) -> Iterator[Council
         yield council
     finally:
         council.close()
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and isfinite(value)
 
 
 def _say_nothing(words: str) -> None:

@@ -1,6 +1,7 @@
 """The host's memory: its bandwidth, the updates that run on it, how much is free, and how much a device may pin."""
 
 import contextlib
+import os
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -8,17 +9,19 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from penstock.layout import round_up
 from penstock.machine.accelerator import streams_for
-from penstock.machine.arena import Arena, available_host_memory, page_aligned, touch
+from penstock.machine.arena import PAGE_BYTES, Arena, available_host_memory, page_aligned, touch
 from penstock.machine.devices import free_device_memory, shares_host_memory
 from penstock.machine.pinning import can_register, needs_pinning
 from penstock.machine.streams import DONE, UPDATE, Event, Streams
 from penstock.machine.threads import update_cores
 from penstock.probe.sampling import Deadline, Measurement, Turns, seconds_of, take_turns
-from penstock.probe.updates import BF16, FP32, OPTIMIZERS, Update, fill, update_bytes
+from penstock.probe.updates import BF16, FP32, RULES, Update, fill
 from penstock.rules import Pool
 
-LEAST_NUMEL, MOST_NUMEL = 1 << 21, 1 << 26  # of an update; between them, several times the caches
+LEAST_BYTES, MOST_BYTES = 64 << 20, 2 << 30  # that passes go over; between them, several times the caches
+LITTLE_BYTES, LITTLE_SECONDS = 160 << 20, 4.0  # in less time, less memory
 CACHES = Path("/sys/devices/system/cpu")
 PIN_STEP_BYTES, MOST_PIN_BYTES = 1 << 28, 1 << 34
 JOBS = 200
@@ -34,12 +37,10 @@ def measure_host(device: torch.device, deadline: Deadline) -> dict[str, Measurem
     Returns:
         `host_threads`, `host_bandwidth`, `update` and `update_<rule>`.
     """
-    cores = update_cores(device)
-    numel = numel_of_updates(deadline)
-    memory = page_aligned(2 * update_bytes(numel))
+    cores, load = update_cores(device), os.getloadavg()[0]
+    memory = page_aligned(bytes_of_passes(deadline))
     touch(memory, cores.count)
-    half = memory.numel() // 2
-    fill(memory[:half])
+    fill(memory)
     counts = sorted({1, max(1, cores.count // 2), cores.count})
     with contextlib.ExitStack() as closing:
         pools: dict[int, Pool] = {}
@@ -48,26 +49,28 @@ def measure_host(device: torch.device, deadline: Deadline) -> dict[str, Measurem
             pools[count] = Pool(count, sorted(with_count.cores or ()))
             closing.callback(pools[count].close)
         cases: dict[str, Callable[[], float]] = {
-            f"copy {count}": partial(_copy, pools[count], memory, half) for count in counts
+            f"copy {count}": partial(_copy, pools[count], memory) for count in counts
         }
-        for name in OPTIMIZERS:
+        for name in RULES:
             for precision in (BF16, FP32):
-                update = Update(name, precision, numel, memory[:half])
-                cases[f"{name} {precision}"] = partial(_update, update, pools[cores.count])
+                update = Update(name, precision, memory)
+                cases[f"{name} {precision}"] = partial(_update, update, pools[cores.count], memory)
         turns = take_turns(cases, deadline)
+    # Figures of a machine that others use are those of what they leave: who reads them is to know.
     threads = Measurement(
-        *(float(cores.count),) * 3, "the cores of this rank, near its device and within the container's quota"
+        *(float(cores.count),) * 3,
+        f"the cores of this rank, near its device and within the container's quota; the load was {load:.1f} before",
     )
-    return {"host_threads": threads, **_host_figures(turns, counts, numel)}
+    return {"host_threads": threads, **_host_figures(turns, counts, memory.numel())}
 
 
-def _host_figures(turns: Turns, counts: list[int], numel: int) -> dict[str, Measurement]:
+def _host_figures(turns: Turns, counts: list[int], nbytes: int) -> dict[str, Measurement]:
     """Make figures of the passes over host memory."""
     words = _threads(counts[-1])
     figures = {}
-    for name in OPTIMIZERS:
+    for name in RULES:
         other = turns.median(f"{name} {FP32}") / 1e9
-        how = f"{name} of {numel:,} elements, {BF16}, on {words}; in fp32 {other:.1f} GB/s"
+        how = f"{name} of {BF16} in tiles, {nbytes >> 20} MiB in all, on {words}; in fp32 {other:.1f} GB/s"
         figures[f"update_{name}"] = turns.measurement(f"{name} {BF16}", how)
     # What the memory can do is what any pass gets out of it: a copy reads what it is about to overwrite, and moves more
     # than it is counted for, an update in place does not.
@@ -82,28 +85,26 @@ def _threads(count: int) -> str:
     return f"{count} thread{'s' if count > 1 else ''}"
 
 
-def _copy(pool: Pool, memory: Tensor, half: int) -> float:
+def _copy(pool: Pool, memory: Tensor) -> float:
     """Copy the first half of memory to the second; bytes/s, read and written."""
-    nbytes = half // 4096 * 4096
+    nbytes = memory.numel() // 2 // PAGE_BYTES * PAGE_BYTES
     address = memory.data_ptr()
-    return 2 * nbytes / seconds_of(lambda: pool.copy(address + half, address, nbytes))
+    return 2 * nbytes / seconds_of(lambda: pool.copy(address + nbytes, address, nbytes))
 
 
-def _update(update: Update, pool: Pool) -> float:
+def _update(update: Update, pool: Pool, memory: Tensor) -> float:
+    """Update every tile; bytes/s, read and written."""
+    fill(memory)  # where another rule has had its masters, this one would find numbers that no training has
     return update.nbytes / seconds_of(lambda: update.run(pool))
 
 
-def numel_of_updates(deadline: Deadline) -> int:
-    """Choose the elements of an update: several times the caches, no burden to a small host or in little time."""
-    wanted = 4 * cache_bytes() // 14
+def bytes_of_passes(deadline: Deadline) -> int:
+    """Choose how much memory passes go over: several times the caches, no burden to a small host or in little time."""
     free = available_host_memory()
-    most = MOST_NUMEL if free is None else min(MOST_NUMEL, free.nbytes // 8 // 32)
-    if deadline.left() < 4:
-        most = min(most, 1 << 22)
-    numel = LEAST_NUMEL
-    while numel < wanted and 2 * numel <= most:
-        numel *= 2
-    return numel
+    most = MOST_BYTES if free is None else min(MOST_BYTES, free.nbytes // 8)
+    if deadline.left() < LITTLE_SECONDS:
+        most = min(most, LITTLE_BYTES)
+    return round_up(max(LEAST_BYTES, min(5 * cache_bytes(), most)), PAGE_BYTES)
 
 
 def cache_bytes(folder: Path = CACHES) -> int:
@@ -129,6 +130,14 @@ def measure_room(device: torch.device, deadline: Deadline) -> dict[str, Measurem
     Returns:
         `device_memory`, `host_memory` and `pinnable_memory`; what nothing tells is left out.
     """
+    figures = free_memory(device)
+    if "host_memory" in figures:
+        figures["pinnable_memory"] = _pinnable(device, int(figures["host_memory"].value), deadline)
+    return figures
+
+
+def free_memory(device: torch.device) -> dict[str, Measurement]:
+    """Say how much memory is free now: `device_memory` and `host_memory`, as far as something tells."""
     figures = {}
     free = available_host_memory()
     if free is not None:
@@ -138,8 +147,6 @@ def measure_room(device: torch.device, deadline: Deadline) -> dict[str, Measurem
         figures["device_memory"] = Measurement(*(float(on_device),) * 3, "free on the device now")
     elif free is not None and shares_host_memory(device):
         figures["device_memory"] = figures["host_memory"]._replace(how="the device's memory is the host's")
-    if free is not None:
-        figures["pinnable_memory"] = _pinnable(device, free.nbytes, deadline)
     return figures
 
 
@@ -148,8 +155,8 @@ def _pinnable(device: torch.device, free: int, deadline: Deadline) -> Measuremen
     if not needs_pinning(device):
         return Measurement(*(float(free),) * 3, "a cpu needs no page-locked memory: all that the host has")
     if not can_register(device):
-        return Measurement(0.0, 0.0, 0.0, f"torch page-locks no memory in place for {device.type}")
-    nbytes, locked, seconds = PIN_STEP_BYTES, 0, 0.0
+        return Measurement(*(float(PAGE_BYTES),) * 3, f"torch page-locks no memory in place for {device.type}")
+    nbytes, locked, seconds = PIN_STEP_BYTES, PAGE_BYTES, 0.0
     # A step takes twice the time of the one before it, and the host has to keep room for everybody else.
     while nbytes <= min(MOST_PIN_BYTES, free // 4) and 2 * seconds < deadline.left():
         arena: Arena | None = None

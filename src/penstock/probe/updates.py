@@ -2,21 +2,35 @@
 
 from collections.abc import Callable, Mapping
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from penstock.optim import Lion
+from penstock.config import Options
+from penstock.layout import round_up
+from penstock.machine.arena import PAGE_BYTES
 from penstock.probe.arithmetic import Stopwatch
 from penstock.probe.block import normal
-from penstock.probe.sampling import Deadline, Measurement, Turns
-from penstock.rules import Pool, Rule, Segment, rule_for
+from penstock.probe.sampling import Deadline, Measurement, take_turns
+from penstock.rules import Pool, Rule, Segment
+from penstock.rules.adam import Adam
+from penstock.rules.compiler import has_compiler
+from penstock.rules.lion import Lion
+from penstock.rules.sgd import Sgd
 
-#: Each rule's optimizer of torch, by the rule's name.
-OPTIMIZERS: Mapping[str, Callable[[list[Tensor]], torch.optim.Optimizer]] = {
-    "adamw": partial(torch.optim.AdamW, lr=1e-4),
-    "sgd": partial(torch.optim.SGD, lr=1e-4, momentum=0.9),
-    "lion": partial(Lion, lr=1e-4),
+#: Each rule, and a group of its parameters, by the rule's name. Not of torch's optimizers, whose first one imports for
+#: seconds what is not used here.
+RULES: Mapping[str, tuple[Callable[[], Rule], Mapping[str, Any]]] = {
+    "adamw": (
+        partial(Adam, "adamw"),
+        {"betas": (0.9, 0.999), "eps": 1e-8, "amsgrad": False, "decoupled_weight_decay": True, "weight_decay": 0.01},
+    ),
+    "sgd": (
+        partial(Sgd, "sgd", momentum=True),
+        {"momentum": 0.9, "dampening": 0.0, "nesterov": False, "weight_decay": 0.0},
+    ),
+    "lion": (partial(Lion, "lion"), {"betas": (0.9, 0.99), "weight_decay": 0.0}),
 }
 #: Bytes of a parameter, a gradient and a master: bf16 with the low half of the fp32 value, and plain fp32.
 BF16, FP32 = "bf16 with remainders", "fp32"
@@ -24,70 +38,94 @@ _DTYPES: Mapping[str, tuple[torch.dtype, torch.dtype | None]] = {
     BF16: (torch.bfloat16, torch.int16),
     FP32: (torch.float32, None),
 }
-COMPILING_SECONDS = 40.0
+TILE_NUMEL = Options().tile_bytes // 2
+#: An element of any update here takes so many bytes, and the pages of its tensors.
+BYTES_AT_MOST = 18
+LITTLE_UPDATE_BYTES = 4 << 20
+COMPILING_SECONDS = 20.0
 
 
 class Update:
-    """One update of a rule, over and over, on memory of its own or of others' that take turns.
+    """One rule's updates of tiles that fill some memory, one after the other, as the engine applies them.
 
     Arguments:
-        name: the rule's name, a key of `OPTIMIZERS`.
+        name: the rule's name, a key of `RULES`.
         precision: `BF16` or `FP32`.
-        numel: how many elements.
-        memory: bytes to cut the tensors from: uint8, large enough for `update_bytes`; it may be shared.
+        memory: uint8; it has room for a tile or more, and may be shared by updates that take turns.
+        tile_numel: how many elements a tile has.
+
+    Attributes:
+        tiles: how many tiles there are.
+        numel: how many elements all of them have.
+        nbytes: the bytes that all of them read and write, as the engine counts them.
     """
 
-    def __init__(self, name: str, precision: str, numel: int, memory: Tensor) -> None:
-        optimizer = OPTIMIZERS[name]([torch.zeros(1, device="cpu")])
-        self._rule: Rule = rule_for(optimizer)
-        self._hyper = self._rule.hyper(optimizer.param_groups[0], step=2)
+    def __init__(self, name: str, precision: str, memory: Tensor, tile_numel: int = TILE_NUMEL) -> None:
+        make, group = RULES[name]
+        self._rule = make()
+        self._hyper = self._rule.hyper({"lr": 1e-4, **group}, step=2)
         dtype, master = _DTYPES[precision]
+        changed = [dtype, *([] if master is None else [master]), *(spec.dtype for spec in self._rule.states)]
         cuts = _Cuts(memory)
-        param, grad = cuts.take(numel, dtype), cuts.take(numel, dtype)
-        self._segment = Segment(
-            param=param,
-            grad=grad,
-            master=None if master is None else cuts.take(numel, master),
-            states=tuple(cuts.take(numel, spec.dtype) for spec in self._rule.states),
-        )
-        changed = [param, *self._segment.states, *([] if self._segment.master is None else [self._segment.master])]
-        #: as the engine counts them: all is read, and all but the gradient is written
-        self.nbytes = grad.nbytes + 2 * sum(tensor.nbytes for tensor in changed)
+        self._segments: list[Segment] = []
+        while cuts.left >= tile_numel * sum(each.itemsize for each in (dtype, *changed)) + PAGE_BYTES * len(changed):
+            param, grad = cuts.take(tile_numel, dtype), cuts.take(tile_numel, dtype)
+            held = None if master is None else cuts.take(tile_numel, master)
+            states = tuple(cuts.take(tile_numel, spec.dtype) for spec in self._rule.states)
+            self._segments.append(Segment(param=param, grad=grad, master=held, states=states))
+        self.tiles = len(self._segments)
+        self.numel = self.tiles * tile_numel
+        # All is read, and all but the gradient is written.
+        self.nbytes = self.numel * (dtype.itemsize + 2 * sum(each.itemsize for each in changed))
 
     def run(self, pool: Pool | None) -> None:
-        """Apply the rule once."""
-        self._rule.update_many([(self._segment, self._hyper)], 1.0, pool)
-
-
-def update_bytes(numel: int) -> int:
-    """Count the bytes of memory that any of the updates here needs for so many elements."""
-    return 16 * numel + (1 << 20)
+        """Apply the rule once to each tile."""
+        for segment in self._segments:
+            self._rule.update_many([(segment, self._hyper)], 1.0, pool)
 
 
 def fill(memory: Tensor) -> None:
-    """Fill memory with bytes that are small, normal numbers in every dtype: a rule may be slow with other ones."""
-    few = normal((1 << 12,), memory.device, torch.float32, scale=0.02).abs_().view(torch.uint8)
+    """Fill memory with bytes that are small, normal numbers in every dtype: a rule may be slower with other ones.
+
+    They are bf16 numbers: two of them, read as one fp32 number, are about the first one.
+    """
+    few = normal((1 << 13,), memory.device, torch.bfloat16, scale=0.02).abs_().view(torch.uint8)
     whole = memory.numel() // few.numel()
     memory[: whole * few.numel()].view(whole, few.numel()).copy_(few)
+    memory[whole * few.numel() :].zero_()
 
 
-def measure_device_update(device: torch.device, numel: int, deadline: Deadline) -> Measurement | None:
+def measure_device_update(device: torch.device, nbytes: int, deadline: Deadline) -> Measurement | None:
     """Measure AdamW's update on an accelerator.
+
+    Arguments:
+        device: the accelerator.
+        nbytes: how much of its memory to update.
+        deadline: when to be done.
 
     Returns:
         `None` where there is no time: its kernel has to be compiled first.
     """
-    from penstock.probe.sampling import take_turns
-    from penstock.rules.compiler import has_compiler
-
-    if has_compiler(device) and deadline.left() < COMPILING_SECONDS:
+    compiles = has_compiler(device)
+    if compiles and deadline.left() < COMPILING_SECONDS:
         return None
-    memory = torch.zeros(update_bytes(numel), dtype=torch.uint8, device=device)
+    watch = Stopwatch(device)
+    update = _whole(device, nbytes if compiles else min(nbytes, LITTLE_UPDATE_BYTES))
+    seconds = watch.seconds(lambda: update.run(None))
+    if not compiles:  # many passes over memory: as large as there is time for
+        seconds = watch.seconds(lambda: update.run(None))
+        if 8 * seconds * nbytes / LITTLE_UPDATE_BYTES < deadline.left():
+            update = _whole(device, nbytes)
+    turns = take_turns({"update": lambda: update.nbytes / watch.seconds_each(lambda: update.run(None))}, deadline)
+    how = "compiled" if compiles else "in torch's operations, since no compiler knows the device"
+    return turns.measurement("update", f"AdamW of {update.numel:,} elements, {BF16}, on the device, {how}")
+
+
+def _whole(device: torch.device, nbytes: int) -> Update:
+    """Make an update of all of some new memory at once: a device takes what is in its reach in one call."""
+    memory = torch.empty(nbytes, dtype=torch.uint8, device=device)
     fill(memory)
-    update, watch = Update("adamw", BF16, numel, memory), Stopwatch(device)
-    update.run(None)  # compiles
-    turns: Turns = take_turns({"update": lambda: update.nbytes / watch.seconds(lambda: update.run(None))}, deadline)
-    return turns.measurement("update", f"AdamW of {numel:,} elements in {BF16} on the device")
+    return Update("adamw", BF16, memory, nbytes // BYTES_AT_MOST)
 
 
 class _Cuts:
@@ -97,8 +135,13 @@ class _Cuts:
         self._memory = memory
         self._used = 0
 
+    @property
+    def left(self) -> int:
+        """How many bytes are left."""
+        return self._memory.numel() - self._used
+
     def take(self, numel: int, dtype: torch.dtype) -> Tensor:
         """Cut the next tensor, at the start of a page."""
-        start = -(-self._used // 4096) * 4096
+        start = round_up(self._used, PAGE_BYTES)
         self._used = start + numel * dtype.itemsize
         return self._memory[start : self._used].view(dtype)

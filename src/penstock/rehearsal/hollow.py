@@ -12,9 +12,8 @@ import ctypes
 import mmap
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from functools import cache
 from math import prod
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -28,6 +27,10 @@ _NORESERVE = 0x4000  # of Linux: the kernel promises no memory for these address
 _LEAST_BYTES = 1 << 36
 _MOST_BYTES = 1 << 45  # a quarter of what a process can address
 _PAGE_BYTES = 4096
+
+_NOTES_VIEWS = torch._C.DispatchKeySet(torch._C.DispatchKey.ADInplaceOrView) | torch._C.DispatchKeySet(
+    torch._C.DispatchKey.AutogradCPU
+)
 
 
 class ByStorage(Generic[T]):
@@ -53,10 +56,12 @@ class ByStorage(Generic[T]):
     def put(self, tensor: Tensor, value: T) -> None:
         """Note something of a tensor's storage, in place of what was known."""
         if len(self._known) >= self._sweep_at:
-            self._known = {address: entry for address, entry in self._known.items() if not entry[0].expired()}
+            gone = [address for address, entry in self._known.items() if entry[0].expired()]  # type: ignore[no-untyped-call]
+            for address in gone:
+                del self._known[address]
             self._sweep_at = max(64, 2 * len(self._known))
         storage = tensor.untyped_storage()
-        self._known[storage._cdata] = (StorageWeakRef(storage), value)
+        self._known[storage._cdata] = (StorageWeakRef(storage), value)  # type: ignore[no-untyped-call]
 
     def forget(self, tensor: Tensor) -> None:
         """Forget what is known of a tensor's storage."""
@@ -96,8 +101,8 @@ class _Space:
             start = self._next
             if start + size > len(self._memory):
                 raise ConfigError(
-                    f"rehearsal: tensors of {nbytes:,} bytes more than the {len(self._memory):,} addresses that this "
-                    "process could reserve; give it more address space (ulimit -v unlimited), or rehearse a smaller batch"
+                    f"rehearsal: a tensor of {nbytes:,} bytes does not fit {len(self._memory):,} bytes of addresses "
+                    "which this process could reserve; lift its limit (ulimit -v unlimited), or plan a smaller batch"
                 )
             self._next = start + size
         memory = self._memory[start : start + size]
@@ -106,7 +111,7 @@ class _Space:
         self._lent[id(lent)] = lent
         return memory
 
-    def _take_back(self, lent: _Lent) -> None:  # type: ignore[override]
+    def _take_back(self, lent: _Lent) -> None:
         del self._lent[id(lent)]
         self._free.setdefault(lent.size, []).append(lent.start)
         if lent.freed is not None:
@@ -128,10 +133,21 @@ def _reserved() -> mmap.mmap:
                 ) from error
 
 
-@cache
+class _Process:
+    """What the process has of addresses without memory: nothing before the first hollow tensor."""
+
+    def __init__(self) -> None:
+        self.space: _Space | None = None
+
+
+_process = _Process()  # addresses are the process's: whether a tensor is hollow does not depend on who asks
+
+
 def space() -> _Space:
     """Return the process's addresses without memory, reserved on first use."""
-    return _Space()
+    if _process.space is None:
+        _process.space = _Space()
+    return _process.space
 
 
 def contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
@@ -178,7 +194,7 @@ def hollow(
     shape = (numel_or_shape,) if isinstance(numel_or_shape, int) else tuple(numel_or_shape)
     strides = contiguous_strides(shape) if strides is None else tuple(strides)
     count = extent(shape, strides)
-    with torch._C._DisableTorchDispatch(), torch._C.DisableTorchFunction():  # type: ignore[attr-defined]
+    with torch._C._DisableTorchDispatch(), torch._C.DisableTorchFunction():
         if count == 0:
             return torch.empty_strided(shape, strides, dtype=dtype, device="cpu")
         flat = torch.frombuffer(space().take(count * dtype.itemsize, freed), dtype=dtype, count=count)
@@ -195,18 +211,11 @@ class _NoViews:
     __slots__ = ("_guard",)
 
     def __enter__(self) -> None:
-        self._guard = torch._C._ExcludeDispatchKeyGuard(_view_keys())
-        self._guard.__enter__()
+        self._guard = torch._C._ExcludeDispatchKeyGuard(_NOTES_VIEWS)
+        self._guard.__enter__()  # type: ignore[no-untyped-call]
 
     def __exit__(self, *raised: object) -> None:
         self._guard.__exit__(*raised)
-
-
-@cache
-def _view_keys() -> "torch._C.DispatchKeySet":
-    return torch._C.DispatchKeySet(torch._C.DispatchKey.ADInplaceOrView) | torch._C.DispatchKeySet(
-        torch._C.DispatchKey.AutogradCPU
-    )
 
 
 def is_hollow(tensor: Tensor) -> bool:
@@ -245,13 +254,13 @@ def adopt(module: nn.Module) -> None:
         tensors[name] = new
 
 
-def _slots(module: nn.Module) -> Iterator[tuple[dict[str, Tensor | None], str, Tensor]]:
+def _slots(module: nn.Module) -> Iterator[tuple[dict[str, Any], str, Tensor]]:
     """Yield where a module has the tensors that are made hollow."""
     for part in module.modules():
-        yield from ((part._parameters, name, old) for name, old in part._parameters.items() if old is not None)  # type: ignore[misc]
-        yield from (
-            (part._buffers, name, old) for name, old in part._buffers.items() if old is not None and old.is_meta
-        )
+        parameters: dict[str, Any] = part._parameters  # of torch's own kind: parameters or nothing
+        yield from ((parameters, name, old) for name, old in parameters.items() if old is not None)
+        buffers: dict[str, Any] = part._buffers
+        yield from ((buffers, name, old) for name, old in buffers.items() if old is not None and old.is_meta)
 
 
 def _hollow_like(old: Tensor) -> Tensor:

@@ -5,12 +5,12 @@ touched: what is expanded counts once, and what is picked from a table counts as
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import cache
 from math import prod
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
 from penstock.forecast.program import Op
 
@@ -76,7 +76,7 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
 def touched_bytes(tensor: Tensor) -> int:
     """Return how many bytes of memory a tensor covers: a dimension that is expanded counts once."""
     if tensor.layout is not torch.strided:
-        return tensor._nnz() * tensor.dtype.itemsize  # type: ignore[no-any-return]
+        return tensor._nnz() * tensor.dtype.itemsize
     distinct = prod(size for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if stride or not size)
     return int(distinct) * tensor.dtype.itemsize
 
@@ -123,7 +123,7 @@ def _arithmetic(tensors: Iterable[Tensor]) -> str:
 
 
 def _flops(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> int:
-    formula = _formulas().get(getattr(func, "_overloadpacket", None))
+    formula = _FORMULAS.get(getattr(func, "_overloadpacket", None))
     return 0 if formula is None else int(formula(*args, **kwargs, out_val=out))
 
 
@@ -149,34 +149,6 @@ def _nbytes(func: Any, taken: Sequence[Tensor], made: Sequence[Tensor]) -> int:
         schema = func._schema.arguments
         return others + touched_bytes(first) * (2 if any(a.alias_info and a.alias_info.is_write for a in schema) else 1)
     return touched_bytes(first) + others + writes
-
-
-@cache
-def _formulas() -> Mapping[Any, Callable[..., int]]:
-    """Return the formulas of torch, and those that it lacks."""
-    from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
-
-    def attention(query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> int:
-        return int(sdpa_flop_count(query.shape, key.shape, value.shape))
-
-    def attention_backward(grad: Tensor, query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> int:
-        return int(sdpa_backward_flop_count(grad.shape, query.shape, key.shape, value.shape))
-
-    own: dict[Any, Callable[..., int]] = {
-        aten._scaled_dot_product_flash_attention_for_cpu: attention,
-        aten._scaled_dot_product_flash_attention_for_cpu_backward: attention_backward,
-        aten.mv: _mv,
-        aten.addmv: lambda _, matrix, vector, **__: _mv(matrix, vector),
-        aten.dot: lambda left, right, **_: 2 * left.numel(),
-        aten.linear: _linear,
-    }
-    for packet in _packets("_grouped_mm", "grouped_mm"):
-        own[packet] = _grouped
-    for packet in _packets("mkldnn_rnn_layer"):
-        own[packet] = _recurrent
-    for packet in _packets("mkldnn_rnn_layer_backward"):
-        own[packet] = lambda *args, **kwargs: 2 * _recurrent(*args, **kwargs)
-    return {**own, **flop_registry}
 
 
 def _packets(*names: str) -> list[Any]:
@@ -206,3 +178,27 @@ def _grouped(left: Tensor, right: Tensor, *_: Any, out_val: Tensor, **__: Any) -
     if left.dim() == 2 and right.dim() == 2:
         return 2 * left.shape[0] * left.shape[1] * right.shape[1]
     return 2 * out_val.numel() * left.shape[-1]
+
+
+def _attention(query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> int:
+    return int(sdpa_flop_count(query.shape, key.shape, value.shape))  # type: ignore[no-untyped-call]
+
+
+def _attention_backward(grad: Tensor, query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> int:
+    shapes = (grad.shape, query.shape, key.shape, value.shape)
+    return int(sdpa_backward_flop_count(*shapes))  # type: ignore[no-untyped-call]
+
+
+#: Formulas of torch, and those that it lacks.
+_FORMULAS: Mapping[Any, Callable[..., int]] = {
+    aten._scaled_dot_product_flash_attention_for_cpu: _attention,
+    aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward,
+    aten.mv: _mv,
+    aten.addmv: lambda _, matrix, vector, **__: _mv(matrix, vector),
+    aten.dot: lambda left, right, **_: 2 * left.numel(),
+    aten.linear: _linear,
+    **dict.fromkeys(_packets("_grouped_mm", "grouped_mm"), _grouped),
+    **dict.fromkeys(_packets("mkldnn_rnn_layer"), _recurrent),
+    **dict.fromkeys(_packets("mkldnn_rnn_layer_backward"), lambda *args, **kwargs: 2 * _recurrent(*args, **kwargs)),
+    **flop_registry,
+}

@@ -129,7 +129,9 @@ def rehearse(scene: Scene, request: Request, *, steps: int = STEPS) -> Rehearsal
         program = notes.program(rule=rule, world_size=scene.grid.world_size, tokens=_tokens(batch))
     gc.collect()  # graphs refer to the engine that they were made in
     phases = {phase: notes.items_of(phase) for phase in (FORWARD, BACKWARD, STEP)}
-    return Rehearsal(program, blueprint, max(0, program.peak_bytes.get("device", 0) - rests), phases, dict(seen.recipes))
+    return Rehearsal(
+        program, blueprint, max(0, program.peak_bytes.get("device", 0) - rests), phases, dict(seen.recipes)
+    )
 
 
 def _step(prepared: Any, model: nn.Module, batch: Iterable[Any], notes: Notes, seen: Rehearsed) -> None:

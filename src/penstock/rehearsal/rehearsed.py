@@ -1,10 +1,10 @@
 """Forward and backward on hollow tensors: every operation is seen, few run, what each costs is told.
 
-views                       run: they are of addresses
-of real tensors, small      run: masks and positions are what they would be
-all others                  do not run: what they return is hollow
+Views run: they are of addresses. What is made of real tensors runs where it is small: masks and positions are what they
+would be. All else does not run, and what it returns is hollow.
 """
 
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from enum import Enum
 from functools import partial
@@ -19,7 +19,7 @@ from penstock.forecast.program import Op
 from penstock.rehearsal.hollow import hollow, is_hollow, mark, space
 from penstock.rehearsal.memory import Memory, rounded
 from penstock.rehearsal.ops import FREE, LIKE, cost, tensors_in
-from penstock.rehearsal.shapes import UNTOLD, Outcome, Shaped, Unknown, ask, over
+from penstock.rehearsal.shapes import UNTOLD, NoShapesError, Oracle, Outcome, Shaped, over
 from penstock.rehearsal.shares import Shares
 
 aten = torch.ops.aten
@@ -81,7 +81,7 @@ class Recipe(NamedTuple):
     kwargs: Mapping[str, Any]
 
 
-class Rehearsed(TorchDispatchMode):
+class Rehearsed(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """A block in which operations on hollow tensors are not run. It draws no random numbers for them.
 
     Arguments:
@@ -117,19 +117,29 @@ class Rehearsed(TorchDispatchMode):
         share: float | None = None,
         memory: Memory | None = None,
     ) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.memory = Memory() if memory is None else memory
         self.recipes: dict[Op, Recipe] = {}
         self._sink = sink
         self._module = module
         self._shares = Shares(share)
+        self._oracle = Oracle()
         self._kinds: dict[Any, _Kind] = {}
         self._outcomes: dict[Any, Outcome] = {}
-        self._eager: Any = None
+        self._stances: list[Any] = []
 
     def __enter__(self) -> "Rehearsed":
-        super().__enter__()
+        # What was compiled runs its own Python instead: kernels that were made for it would touch the memory. Torch
+        # has not compiled anything where its compiler was never imported, which takes a second.
+        self._stances.append(torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else None)
+        super().__enter__()  # type: ignore[no-untyped-call]
         return self
+
+    def __exit__(self, *raised: Any) -> None:
+        super().__exit__(*raised)  # type: ignore[no-untyped-call]
+        stance = self._stances.pop()
+        if stance is not None:
+            stance.__exit__(*raised)
 
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
@@ -158,7 +168,10 @@ class Rehearsed(TorchDispatchMode):
         if outcome.nbytes <= SMALL_BYTES and (not empty or kind.way is _Way.LIKE):
             return self._run(kind, outcome, func, args, kwargs)
         if outcome.dependent:
-            return self._shares.settle(self, func, args, kwargs)
+            out, op = self._shares.settle(self, func, args, kwargs)
+            if op is not None:
+                self._note(kind, op)
+            return out
         self._note(kind, outcome.op)
         return self._hollow(kind, outcome, func, args, kwargs)
 
@@ -191,8 +204,8 @@ class Rehearsed(TorchDispatchMode):
 
     def _ask(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], *, real: bool) -> Outcome:
         try:
-            outcome = ask(func, args, kwargs)
-        except Unknown as error:
+            outcome = self._oracle.ask(func, args, kwargs)
+        except NoShapesError as error:
             if not real:
                 raise self.refusal(func, f"has no rule for shapes in torch ({one_line(str(error))})") from error
             return UNTOLD
@@ -220,11 +233,12 @@ class Rehearsed(TorchDispatchMode):
         for which in kind.written:
             for tensor in tensors_in(_argument(which, args, kwargs)):
                 mark(tensor)
-        results = outcome.results
-        if len(kind.returned) == 1:
-            out = self._result(results, kind.returned[0], args, kwargs)
-        else:
-            out = tuple(self._result(*each, args, kwargs) for each in zip(results, kind.returned, strict=True)) or None
+        results, returned = outcome.results, kind.returned
+        if len(returned) == 1:
+            out = self._result(results, returned[0], args, kwargs)
+        else:  # nothing, or several
+            whole = zip(results, returned, strict=True) if returned else ()
+            out = tuple(self._result(shaped, which, args, kwargs) for shaped, which in whole) or None
         self._shares.follow(func, args, kwargs, out, kind.written)
         return out
 
@@ -274,9 +288,12 @@ def _way_of(func: Any, packet: Any) -> _Way:
         return _Way.RUN
     if func.namespace in ("c10d", "_c10d_functional"):
         return _Way.RUN  # of ranks that are not there either
-    if packet in LIKE:
+    if packet in LIKE and packet not in FREE and torch.Tag.nondeterministic_seeded not in func.tags:
         return _Way.LIKE
-    if torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd"):
+    own, parts = (
+        torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), key) for key in ("CPU", "CompositeImplicitAutograd")
+    )
+    if parts and not own:
         return _Way.PARTS
     return _Way.OTHER
 
@@ -294,6 +311,9 @@ def _sign(values: Any, signature: list[Any]) -> bool | None:
         if isinstance(value, Tensor):
             if value.is_meta:
                 return None
+            if value.layout is not torch.strided:
+                signature.append((value.shape, value.layout, value.dtype))
+                continue
             signature.append((value.shape, value.stride(), value.dtype))
             empty = empty or start <= value.data_ptr() < end or (len(marked) > 0 and bool(marked.get(value)))
         elif isinstance(value, (list, tuple)):

@@ -1,16 +1,18 @@
 """What an operation would return: shapes, strides and dtypes, asked of torch once for each signature."""
 
-from collections.abc import Callable, Mapping, Sequence
-from functools import cache
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from penstock.forecast.program import Op
 from penstock.rehearsal.hollow import extent
 from penstock.rehearsal.ops import cost, tensors_in
+
+aten = torch.ops.aten
 
 
 class Shaped(NamedTuple):
@@ -28,7 +30,13 @@ class Shaped(NamedTuple):
 
     @classmethod
     def of(cls, tensor: Tensor) -> "Shaped":
-        """Return a tensor's."""
+        """Return a tensor's.
+
+        Raises:
+            NoShapesError: it is not one of rows and columns in memory.
+        """
+        if tensor.layout is not torch.strided:
+            raise NoShapesError(f"a tensor of layout {tensor.layout} does not lie in memory by strides")
         return cls(tuple(tensor.shape), tuple(tensor.stride()), tensor.dtype)
 
     @property
@@ -53,60 +61,101 @@ class Outcome(NamedTuple):
     dependent: bool = False
 
 
-class Unknown(Exception):
+class NoShapesError(Exception):
     """Torch has no shapes for an operation."""
 
 
 UNTOLD = Outcome(None, 0, Op("", 0, 0, ""), dependent=True)
 
 
-def ask(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Outcome:
-    """Ask torch what an operation would return, without running it.
+class Oracle:
+    """Tells what operations would return. It runs none: what torch does not know by rule it does not find out."""
 
-    Arguments:
-        func: the operation, an overload such as `torch.ops.aten.mm.default`.
-        args: as it is called; the values of tensors are not looked at.
-        kwargs: likewise.
+    def __init__(self) -> None:
+        from torch._subclasses.fake_tensor import FakeTensorMode
 
-    Returns:
-        What it would do.
+        self._mode = FakeTensorMode(allow_fallback_kernels=False)
 
-    Raises:
-        Unknown: torch does not know; the text says why.
-    """
-    from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
+    def ask(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Outcome:
+        """Ask torch what an operation would return, without running it.
 
-    mode = fake_mode()
-    with torch.inference_mode(False), torch.no_grad(), mode:
-        fake_args, fake_kwargs = as_fake(args), as_fake(kwargs)
-        try:
-            out = func(*fake_args, **fake_kwargs)
-        except (DataDependentOutputException, DynamicOutputShapeException):
-            return UNTOLD
-        except Exception as error:
-            raise Unknown(f"{type(error).__name__}: {error}") from error
-    given = {id(tensor) for tensor in tensors_in((fake_args, fake_kwargs))}
-    nbytes = sum(Shaped.of(tensor).nbytes for tensor in tensors_in(out) if id(tensor) not in given)
-    return Outcome(_shaped(out), nbytes, cost(func, fake_args, fake_kwargs, out))
+        Arguments:
+            func: the operation, an overload such as `torch.ops.aten.mm.default`.
+            args: as it is called; the values of tensors are not looked at.
+            kwargs: likewise.
+
+        Returns:
+            What it would do.
+
+        Raises:
+            NoShapesError: torch does not know; the text says why.
+        """
+        from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
+
+        rule = _OWN_RULES.get(func._overloadpacket, _plainly)
+        with torch.inference_mode(False), torch.no_grad(), self._mode, _without_log():
+            fake_args, fake_kwargs = _as_fake(args), _as_fake(kwargs)
+            try:
+                out = rule(func, fake_args, fake_kwargs)
+            except (DataDependentOutputException, DynamicOutputShapeException):
+                return UNTOLD
+            except Exception as error:
+                raise NoShapesError(f"{type(error).__name__}: {error}") from error
+        given = {id(tensor) for tensor in tensors_in((fake_args, fake_kwargs))}
+        nbytes = sum(Shaped.of(tensor).nbytes for tensor in tensors_in(out) if id(tensor) not in given)
+        return Outcome(_shaped(out), nbytes, cost(func, fake_args, fake_kwargs, out))
 
 
-@cache
-def fake_mode() -> TorchDispatchMode:
-    """Return the mode that knows shapes. What it does not know it must not find out by running the operation."""
-    from torch._subclasses.fake_tensor import FakeTensorMode
+def _plainly(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Ask torch. Its rule for contiguous operands of one shape is not that of the kernels where a size is 1."""
+    out = func(*args, **kwargs)
+    if isinstance(out, Tensor) and torch.Tag.pointwise in func.tags:
+        taken = list(tensors_in((args, kwargs)))
+        alike = all(tensor.shape == out.shape and tensor.is_contiguous() for tensor in taken)
+        if alike and all(out is not tensor for tensor in taken):
+            return torch.empty(out.shape, dtype=out.dtype, device=out.device)
+    return out
 
-    return FakeTensorMode(allow_fallback_kernels=False)
+
+def _normalised(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Ask for a layer norm. A cpu keeps mean and deviation in the dtype of the weight."""
+    out, *kept = func(*args, **kwargs)
+    weight = args[2]
+    return (out, *(each if weight is None else each.to(weight.dtype) for each in kept))
 
 
-def as_fake(value: Any) -> Any:
-    """Put a tensor without values in place of each tensor and each `Shaped`, under `fake_mode`."""
+def _grouped(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Ask for products of groups of rows, in bfloat16: torch's rule refuses what its kernels take."""
+    dtype = args[0].dtype
+    out = func(
+        *(part.bfloat16() if isinstance(part, Tensor) and part.dtype == dtype else part for part in args), **kwargs
+    )
+    return out.to(dtype)
+
+
+_OWN_RULES: dict[Any, Callable[[Any, Sequence[Any], Mapping[str, Any]], Any]] = {
+    aten.native_layer_norm: _normalised,
+    aten._grouped_mm: _grouped,
+}
+
+
+@contextmanager
+def _without_log() -> Iterator[None]:
+    """Keep torch from logging what it has no rule for: whoever asks is told."""
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    disabled, logger.disabled = logger.disabled, True
+    try:
+        yield
+    finally:
+        logger.disabled = disabled
+
+
+def _as_fake(value: Any) -> Any:
+    """Put a tensor without values in place of each tensor, under the mode that makes them so."""
     if isinstance(value, Tensor):
-        if value.layout is not torch.strided:
-            raise Unknown(f"a tensor of layout {value.layout} holds no memory in rows")
-        return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="cpu")
-    if isinstance(value, Shaped):
-        return torch.empty_strided(value.shape, value.strides, dtype=value.dtype, device="cpu")
-    return over(value, as_fake)
+        shape, strides, dtype = Shaped.of(value)
+        return torch.empty_strided(shape, strides, dtype=dtype, device="cpu")
+    return over(value, _as_fake)
 
 
 def over(value: Any, function: Callable[[Any], Any]) -> Any:

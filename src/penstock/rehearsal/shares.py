@@ -11,7 +11,9 @@ import torch
 from torch import Tensor
 
 from penstock.errors import ConfigError
+from penstock.forecast.program import Op
 from penstock.rehearsal.hollow import ByStorage, is_hollow
+from penstock.rehearsal.ops import cost
 from penstock.rehearsal.shapes import Shaped
 
 aten = torch.ops.aten
@@ -94,8 +96,11 @@ class Shares:
                 if isinstance(target, Tensor):
                     self._known.forget(target)
 
-    def settle(self, maker: Maker, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    def settle(self, maker: Maker, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, Op | None]:
         """Return what an operation would whose result depends on values, as far as these are known.
+
+        Returns:
+            The result, and what it costs; `None` where nothing is left to be told.
 
         Raises:
             ConfigError: they are not.
@@ -104,19 +109,21 @@ class Shares:
         if packet is aten._local_scalar_dense:
             known = self._known.get(args[0])
             if isinstance(known, Value):
-                return known.value
+                return known.value, None
             if isinstance(known, Mean) and not args[0].is_floating_point():
-                return round(known.value)
+                return round(known.value), None
             raise maker.refusal(func, "reads a value, and a rehearsal has none")
         if packet is aten.nonzero:
-            return self._nonzero(maker, func, args[0])
+            found = self._nonzero(maker, func, args[0])
+            return found, cost(func, args, kwargs, found)
         if packet is aten.masked_select:
             mask = args[1]
-            rows = torch.broadcast_shapes(args[0].shape, mask.shape)
-            return maker.make(_flat(round(self._ones(maker, func, mask) * prod(rows)), args[0].dtype))
+            rows = torch.broadcast_shapes(args[0].shape, mask.shape)  # type: ignore[no-untyped-call]
+            found = maker.make(_flat(round(self._ones(maker, func, mask) * prod(rows)), args[0].dtype))
+            return found, cost(func, args, kwargs, found)
         if packet in (aten.index, aten._unsafe_index):
             indices = [part for index in args[1] for part in self._numbers(maker, func, index)]
-            return maker.__torch_dispatch__(func, (), (args[0], indices), kwargs)
+            return maker.__torch_dispatch__(func, (), (args[0], indices), kwargs), None
         raise maker.refusal(func, "returns what depends on values, and a rehearsal has none")
 
     def _ones(self, maker: Maker, func: Any, mask: Tensor) -> float:
@@ -174,7 +181,7 @@ def _chosen(shares: Shares, args: Sequence[Any], kwargs: Mapping[str, Any], out:
 
 
 def _extreme(shares: Shares, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> Notes:
-    """Bounds of indices are known: `one_hot` asks for them."""
+    """Note the bounds of indices, which `one_hot` asks for."""
     known = shares.of(args[0])
     if not isinstance(known, Indices):
         return []
@@ -195,13 +202,13 @@ def _filled(value: float) -> _Rule:
 
 
 def _scattered(shares: Shares, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> Notes:
-    """Ones that are put where indices say: as many of each row as there are indices, over as many as these may be."""
+    """Count ones that are put where indices say: in each row as many as there are, of as many as they may be."""
     target, dim, index = args[0], args[1], args[2]
     before, known = shares.of(target), shares.of(index)
     wide = known.bound if isinstance(known, Indices) else target.shape[dim]
     if not isinstance(before, (Share, type(None))) or not wide:
-        return [(target, None)]
-    return [(target, Share(min(index.shape[dim] / wide, 1.0)))]
+        return [(out, None)]
+    return [(out, Share(min(index.shape[dim] / wide, 1.0)))]
 
 
 def _summed(shares: Shares, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> Notes:
@@ -217,7 +224,7 @@ def _counted(shares: Shares, args: Sequence[Any], kwargs: Mapping[str, Any], out
 
 
 def _positive(shares: Shares, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> Notes:
-    """More than none: of counts, as many as there are ones, up to all."""
+    """Count what is not none: of counts of ones, as many as there are ones, up to all."""
     known = shares.of(args[0])
     if args[1] != 0 or not isinstance(known, (Share, Mean)):
         return []

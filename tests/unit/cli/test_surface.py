@@ -116,6 +116,7 @@ IMPORT = {"folder": None, "out": None}
 IMPORT_DCP = IMPORT | {"--buffer": None}
 CONVERT = {"file": None, "--out": "None"}
 LAUNCH = {"script": None, "arguments": None, "--config": "", "--nproc-per-node": ""}
+PROBE = {"--folders": None, "--seconds": 60.0, "--out": "", "--json": False}
 COMMANDS = {
     "train": TRAIN,
     "data": DATA,
@@ -125,6 +126,7 @@ COMMANDS = {
     "import-dcp": IMPORT_DCP,
     "convert-config": CONVERT,
     "launch": LAUNCH,
+    "probe": PROBE,
 }
 
 HEAVY = ("transformers", "tokenizers", "numpy.random", "tensorboard", "datasets", "peft", "accelerate", "yaml")

@@ -14,6 +14,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import penstock
+from penstock.machine.border import ours, theirs
 from tests.support import disks, prepare_on, separate, simulated, thorough
 
 WIDTH = 8
@@ -303,6 +304,23 @@ def test_a_dispatch_mode_sees_the_models_operations_alone() -> None:
         seen.append(mode.names)
     plain, prepared = ([name for name in names if "detach" not in name] for names in seen)
     assert prepared == plain
+
+
+def test_a_mode_that_stays_sees_our_operations_too_and_those_above_it_do_not() -> None:
+    below, above = Counting(), Counting()
+    below.stays = True  # type: ignore[attr-defined]
+    with below, above:
+        torch.ones(2).neg()
+        with ours():
+            torch.ones(2).exp()
+            with theirs():
+                torch.ones(2).sin()
+            torch.ones(2).cos()
+        torch.ones(2).abs()
+    assert [name for name in above.names if "ones" not in name] == [f"aten.{n}.default" for n in ("neg", "sin", "abs")]
+    assert [name for name in below.names if "ones" not in name] == [
+        f"aten.{n}.default" for n in ("neg", "exp", "sin", "cos", "abs")
+    ]
 
 
 @pytest.mark.parametrize("row", ROWS)

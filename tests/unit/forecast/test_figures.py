@@ -86,7 +86,7 @@ def test_a_figure_is_read_as_people_write_it(text: str, name: str, value: float)
         ("disk_read=" + "7" * 200, "no number is there"),
         ("disk_read=7\n8", "is no unit of disk_read"),
         ("disk_read=\x1b[31m7", "disk_read=\\x1b[31m7: no number is there"),
-        ("disk_read=٧GB/s", "no number is there"),
+        ("disk_read=\u0667GB/s", "no number is there"),
     ],
 )
 def test_what_is_no_figure_is_refused_in_a_line(text: str, says: str) -> None:
@@ -187,7 +187,7 @@ def test_a_figure_is_of_floats() -> None:
 def test_a_count_is_whole() -> None:
     check_count("folders", 3.0)
     check_count("disk_read", 3.5)
-    with pytest.raises(ConfigError, match="devices is 0.5"):
+    with pytest.raises(ConfigError, match=r"devices is 0\.5"):
         check_count("devices", 0.5)
 
 

@@ -15,6 +15,7 @@ from penstock.cli.training.fitting import ITEMSIZES
 from penstock.cli.training.learning.checkpoints import AUTO as RESUME_AUTO
 from penstock.cli.training.learning.model import check_compiler
 from penstock.cli.training.learning.optimizer_arguments import optimizer_arguments
+from penstock.cli.training.planning import PLAN_NAME
 from penstock.cli.training.precision import Precision, resolve_precision
 from penstock.cli.training.recipe import Recipe, recipe_for
 from penstock.cli.training.reporting.metrics import METRICS_NAME
@@ -29,6 +30,7 @@ from penstock.integrations.huggingface import ModelSource, find_model
 from penstock.integrations.lora import Lora, check_precision, parse_lora
 from penstock.integrations.tokenizers import Tokenizer, tokenizer_for
 from penstock.integrations.vocabulary import vocabulary_for
+from penstock.planner import Plan
 
 MODEL_FILES = ("config.json", "generation_config.json", "model.safetensors", "model.safetensors.index.json")
 
@@ -103,6 +105,8 @@ def check_request(config: TrainConfig, ranks: Ranks) -> Request:
     source = find_model(config.model, seq_length=config.seq_length or 2, trust_remote_code=config.trust_remote_code)
     recipe = recipe_for(config, positions=source.max_seq_length, world_size=ranks.world_size)
     sources = find_all(config, without=[config.out, config.cache_folder])
+    if config.plan not in ("", AUTO) and ranks.is_first:
+        Plan.read(config.plan)  # is one
     if config.resume and config.resume != RESUME_AUTO:
         resolve(config.resume)  # is there, and is one
     tokenizer = tokenizer_for(source.folder, vocab_size=source.vocab_size, trust_remote_code=config.trust_remote_code)
@@ -115,7 +119,7 @@ def check_request(config: TrainConfig, ranks: Ranks) -> Request:
         seq_length=recipe.seq_length,
         itemsize=ITEMSIZES[precision],
     )
-    chunks_loss = _chunks_loss(config, source, sizes)
+    chunks_loss = chunks_loss_of(config, source, sizes)
     if ranks.is_first:
         _check_out(config, source)
     return Request(
@@ -149,7 +153,7 @@ def packing_of(asked: str, source: ModelSource) -> tuple[bool, str]:
     return why is None, why or ""
 
 
-def _chunks_loss(config: TrainConfig, source: ModelSource, sizes: StepSizes | None) -> bool:
+def chunks_loss_of(config: TrainConfig, source: ModelSource, sizes: StepSizes | None) -> bool:
     """Decide whether logits are never whole.
 
     Raises:
@@ -170,7 +174,7 @@ def _check_out(config: TrainConfig, source: ModelSource) -> None:
         config.out.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=config.out):
             pass
-        for name in (METRICS_NAME, TRACE_NAME, RUN_NAME, *MODEL_FILES):
+        for name in (METRICS_NAME, TRACE_NAME, RUN_NAME, *((PLAN_NAME,) if config.plan else ()), *MODEL_FILES):
             file = config.out / name
             if file.is_symlink() or file.exists():
                 if not file.is_file():

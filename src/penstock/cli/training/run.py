@@ -1,5 +1,6 @@
 """One run of `penstock train`, from the request to the saved model."""
 
+from dataclasses import dataclass
 from typing import Any
 
 from penstock.cli.ranks import Ranks, joined
@@ -20,6 +21,7 @@ from penstock.cli.training.interruption import Interruption
 from penstock.cli.training.learning.model import build, computing
 from penstock.cli.training.learning.optimizer import Preparation, about_decay, preparation
 from penstock.cli.training.learning.schedule import rate_factor
+from penstock.cli.training.planning import about_batch, plan_for, planned, shared
 from penstock.cli.training.recipe import Course
 from penstock.cli.training.reporting.reports import Reports
 from penstock.cli.training.request import Request, check_request
@@ -36,7 +38,8 @@ def run(config: TrainConfig, interruption: Interruption) -> bool:
     Until an earlier run's files are touched, a signal ends the command; from then on it is noted.
 
     1. Check the request: everything that can be wrong with it, before anything is allocated.
-    2. Build the model without its values, and hold what the run takes against what there is.
+    2. Build the model without its values, plan it where that is asked for, and hold what the run takes against what
+       there is.
     3. Read the data, which may take long: by then nothing but the data can be wrong. A dry run ends here.
     4. Meet the other ranks, and train.
 
@@ -52,9 +55,9 @@ def run(config: TrainConfig, interruption: Interruption) -> bool:
     request = check_request(config, Ranks.from_environment())
     with Reports(config, is_first_rank=request.ranks.is_first) as reports, computing(request.source):
         # 2.
-        prepared, found, disk, recomputed = _planned(request)
+        outlook = _outlook(request, reports)
         if not config.dry_run:  # which tells what it takes before it says what is too small
-            check_fits(found, disk)
+            outlook.check()
         # 3.
         data = read_data(
             config, request.sources, request.tokenizer, request.shape, config.cache_folder, reports.passing
@@ -63,23 +66,63 @@ def run(config: TrainConfig, interruption: Interruption) -> bool:
         rate_factor(config, course)
         for line in about_data(data, request, course):
             reports.note(line)
-        if config.recompute == AUTO:
-            reports.note(about_recompute(found, request.sizes, recomputed=recomputed))
+        if config.recompute == AUTO and outlook.found is not None and not config.plan:
+            reports.note(about_recompute(outlook.found, request.sizes, recomputed=outlook.recomputed))
         if config.dry_run:
-            fit = about_fit(found, disk, request.sizes, recomputed=recomputed, chunked=request.chunks_loss)
-            reports.note("\n".join(fit))
-            check_fits(found, disk)
+            for line in outlook.about(request):
+                reports.note(line)
+            outlook.check()
             reports.note(f"nothing is wrong with this run. Nothing was made but its tokens, in {config.cache_folder}")
             return True
         # 4.
+        prepared, recomputed = outlook.prepared, outlook.recomputed
         reports.note(about_decay(prepared.model, config))
         with joined(request.ranks):
+            if config.plan:
+                chosen = shared(prepared.plan, request.ranks)
+                recomputed = chosen.recompute
+                prepared = planned(prepared, chosen, config) if prepared.plan is None else prepared
+                reports.planned(chosen)
             session = Session(request, data, course, prepared, reports, interruption)
-            return session.run(_resolved(request, course, recomputed=recomputed), plan_of(found))
+            sizes = {} if outlook.found is None else plan_of(outlook.found)
+            return session.run(_resolved(request, course, recomputed=recomputed), sizes)
 
 
-def _planned(request: Request) -> tuple[Preparation, Footprint, Disk, bool]:
-    """Build the model, and say how it is trained, what that takes, and whether activations are recomputed."""
+@dataclass(frozen=True)
+class _Outlook:
+    """How a run will be: how its model is trained, and what that takes.
+
+    Attributes:
+        prepared: how the model is trained.
+        recomputed: whether activations are recomputed.
+        found: what training state takes; `None` where the first rank alone knows it yet, by its plan.
+        disk: what is written in `--out`.
+    """
+
+    prepared: Preparation
+    recomputed: bool = False
+    found: Footprint | None = None
+    disk: Disk | None = None
+
+    def check(self) -> None:
+        """Refuse a run for which there is no room. Raises `MemoryBudgetError`."""
+        if self.found is not None and self.disk is not None:
+            check_fits(self.found, self.disk)
+
+    def about(self, request: Request) -> list[str]:
+        """Say what the run takes, and its plan if it has one."""
+        lines = [] if self.prepared.plan is None else [str(self.prepared.plan)]
+        if self.found is not None and self.disk is not None:
+            chunked = request.chunks_loss
+            # The plan has counted activations; an estimate beside it would be another number for the same thing.
+            sizes = request.sizes if self.prepared.plan is None else None
+            fit = about_fit(self.found, self.disk, sizes, recomputed=self.recomputed, chunked=chunked)
+            lines.append("\n".join(fit))
+        return lines
+
+
+def _outlook(request: Request, reports: Reports) -> _Outlook:
+    """Build the model, find its plan if that is asked for, and say how it is trained and what that takes."""
     config = request.config
     built = build(
         request.source,
@@ -90,11 +133,26 @@ def _planned(request: Request) -> tuple[Preparation, Footprint, Disk, bool]:
         seed=config.seed,
     )
     prepared = preparation(built, config, request.recipe, request.precision)
+    if config.plan:
+        if not request.ranks.is_first:
+            if config.recompute == ON:
+                enable_activation_checkpointing(built.model)
+            return _Outlook(prepared)
+        reports.passing("planning")
+        chosen = plan_for(prepared, config, request.recipe, packed=request.packed, hosts=request.ranks.hosts)
+        if note := about_batch(chosen, request.recipe):
+            reports.note(note)
+        if not chosen.fits:  # `planned` refuses it; a dry run shows it first
+            reports.note(str(chosen))
+        prepared = planned(prepared, chosen, config)
     found = of_checkpoints(prepared.footprint(world_size=request.ranks.world_size), config, built)
+    disk = disk_of(found, config, model_bytes(built, request.precision))
+    if prepared.plan is not None:
+        return _Outlook(prepared, prepared.plan.recompute, found, disk)
     recomputed = recomputes(config.recompute, request.sizes, found)
     if recomputed:
         enable_activation_checkpointing(built.model)
-    return prepared, found, disk_of(found, config, model_bytes(built, request.precision)), recomputed
+    return _Outlook(prepared, recomputed, found, disk)
 
 
 def about_data(data: Data, request: Request, course: Course) -> list[str]:

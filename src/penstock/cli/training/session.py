@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Mapping
+from dataclasses import replace
 from importlib.metadata import version
 from typing import Any
 
@@ -15,6 +16,7 @@ from penstock.cli.training.learning.evaluation import Evaluations
 from penstock.cli.training.learning.loop import Ending, Stepper, Training, Why
 from penstock.cli.training.learning.loss import Loss
 from penstock.cli.training.learning.optimizer import Preparation
+from penstock.cli.training.planning import PLAN_NAME, write_plan
 from penstock.cli.training.recipe import Course
 from penstock.cli.training.reporting.formats import format_seconds
 from penstock.cli.training.reporting.gauges import Gauges
@@ -50,6 +52,7 @@ class Session:
         self._data = data
         self._course = course
         self._model = prepared.model
+        self._plan = prepared.plan
         self._reports = reports
         self._interruption = interruption
         self._began = time.perf_counter()
@@ -79,6 +82,10 @@ class Session:
         # 1.
         start = self._begin()
         if ranks.is_first:
+            if self._plan is not None:
+                # So that the run is made again with this plan, whatever becomes of the file that it was read from.
+                write_plan(self._plan, config.out / PLAN_NAME)
+                config = replace(config, plan=str(config.out / PLAN_NAME))
             write_run_file(config, resolved, world_size=ranks.world_size, plan=plan)
         # 2.
         sampler = self._sampler()

@@ -29,11 +29,8 @@ class Loss:
 
         Without a single label it is 0, not 0 / 0, and its gradients are 0.
         """
-        divisor = max(1, label_count)
         if self._takes_count:
-            outputs: Any = self._model(
-                **batch.inputs(), labels=batch.labels, num_items_in_batch=divisor, use_cache=False
-            )
+            outputs: Any = self._model(**self.arguments(batch, label_count))
             loss: Tensor = outputs.loss
             return loss
         logits: Tensor = self._model(**batch.inputs(), use_cache=False).logits
@@ -41,7 +38,12 @@ class Loss:
         total = F.cross_entropy(
             logits.float().flatten(0, -2), shifted.flatten(), ignore_index=NOT_TRAINED, reduction="sum"
         )
-        return total / divisor
+        return total / max(1, label_count)
+
+    def arguments(self, batch: Batch, label_count: int) -> dict[str, Any]:
+        """List what the model is called with where it returns its loss, by the names of its arguments."""
+        count = {"num_items_in_batch": max(1, label_count)} if self._takes_count else {}
+        return {**batch.inputs(), "labels": batch.labels, **count, "use_cache": False}
 
 
 def _takes_count(model: nn.Module) -> bool:

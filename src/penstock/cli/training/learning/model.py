@@ -13,7 +13,7 @@ from torch import nn
 from penstock.checkpoint.tensorfiles import StoredTensors, WeightFiles
 from penstock.errors import ConfigError, MemoryBudgetError, PenstockError, one_line
 from penstock.integrations.chunked import chunk_loss
-from penstock.integrations.huggingface import ModelSource, build_empty, build_model
+from penstock.integrations.huggingface import ModelSource, build_empty, build_model, build_sketch
 from penstock.integrations.lora import Lora, LoraWeights, add_adapters
 from penstock.integrations.vocabulary import GrownTensors, grow_vocabulary
 
@@ -52,7 +52,24 @@ def build(
     weights: StoredTensors | None = None
     if empty is not None and source.folder is not None:
         weights = WeightFiles(source.folder)
-    if vocab_size > source.vocab_size:
+    grows = vocab_size > source.vocab_size
+    built = _changed(Built(model, weights), vocab_size if grows else None, lora, chunks_loss=chunks_loss, seed=seed)
+    if compiles:
+        compile_blocks(built.model)
+    return built
+
+
+def build_described(source: ModelSource, *, vocab_size: int, lora: Lora | None, chunks_loss: bool, seed: int) -> Built:
+    """Build the model that `build` would, on the meta device, of its configuration alone. See `build`."""
+    grows = vocab_size > source.vocab_size
+    built = Built(build_sketch(source), None)
+    return _changed(built, vocab_size if grows else None, lora, chunks_loss=chunks_loss, seed=seed)
+
+
+def _changed(built: Built, vocab_size: int | None, lora: Lora | None, *, chunks_loss: bool, seed: int) -> Built:
+    """Give a model rows for new tokens, where there are any, and adapters, and take whole logits away from it."""
+    model, weights = built.model, built.weights
+    if vocab_size is not None:
         rows = grow_vocabulary(model, vocab_size)
         weights = weights and GrownTensors(weights, rows, vocab_size)
     if lora is not None:
@@ -63,8 +80,6 @@ def build(
         weights = weights and LoraWeights(weights, model, lora, seed=seed)
     if chunks_loss:
         chunk_loss(model)
-    if compiles:
-        compile_blocks(model)
     return Built(model, weights)
 
 

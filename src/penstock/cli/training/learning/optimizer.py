@@ -20,6 +20,7 @@ from penstock.cli.training.precision import Precision
 from penstock.cli.training.recipe import Recipe
 from penstock.errors import ConfigError
 from penstock.footprint import Footprint, footprint
+from penstock.planner import Plan
 
 
 @dataclass(frozen=True)
@@ -30,11 +31,13 @@ class Preparation:
         model: what is trained.
         optimizer: torch's, of its trained parameters.
         arguments: the others, by name.
+        plan: what says where state lives, in place of the arguments; `None` where these do.
     """
 
     model: nn.Module
     optimizer: torch.optim.Optimizer
     arguments: Mapping[str, Any]
+    plan: Plan | None = None
 
     def prepare(self) -> penstock.Optimizer:
         """Hand it to penstock. Every rank calls it.
@@ -43,11 +46,23 @@ class Preparation:
             ConfigError: what the settings ask for cannot be done.
             MemoryBudgetError, NvmeError: there is no room for it.
         """
-        return penstock.prepare(self.model, self.optimizer, **self.arguments)
+        chosen = {} if self.plan is None else {"placement": "auto", "plan": self.plan}
+        return penstock.prepare(self.model, self.optimizer, **{**self.arguments, **chosen})
 
     def footprint(self, *, world_size: int) -> Footprint:
         """Say what it will take of a rank, of so many. Takes nothing."""
-        return footprint(self.model, self.optimizer, world_size=world_size, **self.arguments)
+        return footprint(self.model, self.optimizer, world_size=world_size, **self.by_hand())
+
+    def by_hand(self) -> dict[str, Any]:
+        """List the arguments as they are without a plan: with what it says in them.
+
+        Raises:
+            ConfigError: the plan does not fit, or another argument contradicts it.
+        """
+        if self.plan is None:
+            return dict(self.arguments)
+        options, overlap = self.arguments["options"], self.arguments["overlap"]
+        return {**self.arguments, **self.plan.prepare_arguments(options, overlap=overlap)}
 
 
 def preparation(built: Built, config: TrainConfig, recipe: Recipe, precision: Precision) -> Preparation:

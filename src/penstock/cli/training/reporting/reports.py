@@ -13,6 +13,7 @@ from penstock.cli.training.reporting.progress import Progress
 from penstock.cli.training.reporting.samples import Sample
 from penstock.cli.training.reporting.summary import Summary
 from penstock.cli.training.reporting.trackers import Trackers
+from penstock.planner import Plan, block
 
 
 class Reports(AbstractContextManager["Reports"]):
@@ -31,6 +32,7 @@ class Reports(AbstractContextManager["Reports"]):
         self._metrics: Metrics | None = None
         self._trackers = Trackers(config.report_to if is_first_rank else (), self.note)
         self._summary = Summary()
+        self._plan: Plan | None = None
 
     def __exit__(self, *error: object) -> None:
         self._closing.close()
@@ -59,6 +61,11 @@ class Reports(AbstractContextManager["Reports"]):
         asked = about.pop("config", {})
         settings = (asked if isinstance(asked, dict) else {}) | about  # what was found out, where both say something
         self._trackers.open(self._config.out, settings, goes_on=goes_on)
+
+    def planned(self, chosen: Plan) -> None:
+        """Tell what a plan has chosen, and what it predicts: at the end that is held against what was measured."""
+        self._plan = chosen
+        self.note(block(chosen))
 
     def step(self, progress: Progress) -> None:
         """Tell how far training is."""
@@ -107,6 +114,9 @@ class Reports(AbstractContextManager["Reports"]):
         rows = self._summary.rows(model)
         if self._display is not None and rows:
             self._display.table(rows)
+        if self._plan is not None:
+            measured = self._summary.measured_seconds()
+            self.note(block(self._plan, measured) if measured else "plan: too few steps to hold it against a trace")
         self._write("end", about | self._summary.to_dict())
 
     def _write(self, event: str, values: dict[str, Any]) -> None:

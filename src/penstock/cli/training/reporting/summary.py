@@ -3,6 +3,7 @@
 import math
 from collections import defaultdict
 from dataclasses import dataclass, field
+from statistics import median
 
 from penstock.cli.training.reporting.formats import format_bytes, format_seconds, format_sizes
 from penstock.cli.training.reporting.progress import Progress
@@ -55,6 +56,14 @@ class Summary:
         ordered = dict(sorted(rows.items(), key=lambda item: -item[1]))
         waited = sum(waits.waited for waits in self.waits) / len(self.waits)
         return Waits(waited, ordered, max(bound_by, key=bound_by.count))
+
+    def measured_seconds(self) -> dict[str, float]:
+        """List the seconds of a step, and those in which each resource worked: the median of traced steps."""
+        if not self.waits:
+            return {}
+        names = dict.fromkeys(name for waits in self.waits for name in waits.busy_seconds)
+        busy = {name: median(waits.busy_seconds.get(name, 0.0) for waits in self.waits) for name in names}
+        return {"step": median(waits.seconds for waits in self.waits)} | busy
 
     def rows(self, model: str = "") -> list[tuple[str, str]]:
         """List what people are told at the end: what is known, each with its name.

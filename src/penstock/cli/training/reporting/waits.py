@@ -8,7 +8,7 @@ import json
 import time
 from collections import defaultdict
 from contextlib import AbstractContextManager, ExitStack, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +27,21 @@ COST_SHARE = 0.01
 _SPAN_SECONDS = 1e-5
 _LEAST_SHOWN = 0.005
 _WAITING = "waiting"
-#: Of the rows whose names do not say it.
-_RESOURCES = {"read": "NVMe reads", "fetch": "NVMe reads", "write": "NVMe writes", "update": "host update"}
+#: What a row of a trace stands for, as traces and plans call it.
+RESOURCES = {
+    "compute": "device compute",
+    "upload": "host-to-device link",
+    "download": "device-to-host link",
+    "collective": "links between ranks",
+    "update": "host update",
+    "device update": "device update",
+    "read": "NVMe reads",
+    "fetch": "NVMe reads",
+    "write": "NVMe writes",
+    "save": "copies for a checkpoint",
+}
+#: The rows whose names do not say it.
+_UNSAID = ("read", "fetch", "write", "update")
 
 
 @dataclass(frozen=True)
@@ -39,17 +52,20 @@ class Waits:
         waited: the share of the step in which compute stood still for movement or updates, 0 to 1.
         rows: the same by the row of the trace that it stood still for; the longest first.
         bound_by: the resource with the most busy time.
+        seconds: how long the step was.
+        busy_seconds: how long each resource worked in it.
     """
 
     waited: float
     rows: dict[str, float]
     bound_by: str
+    seconds: float = 0.0
+    busy_seconds: dict[str, float] = field(default_factory=dict)
 
     def __str__(self) -> str:
         shown = [(row, share) for row, share in self.rows.items() if share >= _LEAST_SHOWN]
         causes = ", ".join(
-            f"{row}: {_RESOURCES[row]} {share:.0%}" if row in _RESOURCES else f"{row} {share:.0%}"
-            for row, share in shown
+            f"{row}: {RESOURCES[row]} {share:.0%}" if row in _UNSAID else f"{row} {share:.0%}" for row, share in shown
         )
         return f"{self.waited:.0%}{f' ({causes})' if causes else ''}, bound by {self.bound_by}"
 
@@ -143,13 +159,21 @@ class Watch(AbstractContextManager["Watch"]):
         except (OSError, ValueError):
             return None
         rows: defaultdict[str, float] = defaultdict(float)
+        busy: defaultdict[str, float] = defaultdict(float)
         for event in events:
-            if event.get("cat") == _WAITING:
-                row = event["name"].rpartition("(")[2].removesuffix(")")
-                rows[row] += max(0.0, min(event["ts"] + event["dur"], stop) - max(event["ts"], start))
+            category = event.get("cat")
+            if category != _WAITING and category not in RESOURCES:
+                continue
+            within = max(0.0, min(event["ts"] + event["dur"], stop) - max(event["ts"], start))
+            if category == _WAITING:
+                rows[event["name"].rpartition("(")[2].removesuffix(")")] += within
+            else:
+                busy[RESOURCES[category]] += within / 1e6
         shares = {row: waited / (stop - start) for row, waited in sorted(rows.items(), key=lambda item: -item[1])}
         return Waits(
             min(1.0, sum(shares.values(), 0.0)),
             {row: share for row, share in shares.items() if share},
             summary.bound_by,
+            (stop - start) / 1e6,
+            {name: seconds for name, seconds in busy.items() if seconds},
         )

@@ -10,14 +10,18 @@ from penstock import Options, Placement
 from penstock.cli.naming import naming_options
 from penstock.cli.options import option, option_of
 from penstock.cli.parse import parse_home, parse_share, parse_size_bytes
-from penstock.cli.training.settings.common import MOST_THREADS, OFF, check_paths
+from penstock.cli.training.settings.common import AUTO, MOST_THREADS, OFF, check_paths
 from penstock.errors import ConfigError
 
 _STATE = "Where state lives (tiers: device, cpu, nvme) and when it moves"
 OVERLAPS = ("none", "forward", "backward", "auto")
+#: What a plan says, and nobody beside one.
+HOMES = ("params", "grads", "optimizer", "activations")
 
 Home = str | dict[str, float]
 
+# The home of a kind of state.
+_home = partial(option, panel=_STATE, parse=parse_home, rivals=("plan",))
 # A number of bytes, whose limits are the library's.
 _size = partial(option, panel=_STATE, parse=parse_size_bytes)
 
@@ -26,12 +30,22 @@ _size = partial(option, panel=_STATE, parse=parse_size_bytes)
 class StateOptions:
     """The arguments of `penstock.prepare` that say where state lives."""
 
+    plan: str = option(
+        "",
+        "In place of homes: auto finds those whose step is shortest, or a file of penstock plan.",
+        _STATE,
+        rivals=HOMES,
+    )
     stage: int = option(3, "ZeRO stage, 0 to 3.", _STATE)
-    params: Home = option("device", "Home of the parameters: a tier, or device=0.5,cpu=0.5.", _STATE, parse=parse_home)
-    grads: Home = option("device", "Home of the gradients.", _STATE, parse=parse_home)
-    optimizer: Home = option("cpu", "Home of the master weights and optimizer states.", _STATE, parse=parse_home)
+    params: Home = _home("device", "Home of the parameters: a tier, or device=0.5,cpu=0.5.")
+    grads: Home = _home("device", "Home of the gradients.")
+    optimizer: Home = _home("cpu", "Home of the master weights and optimizer states.")
     activations: str = option(
-        OFF, "Tier of what forward saves for backward.", _STATE, choices=(OFF, "device", "cpu", "nvme")
+        OFF,
+        "Tier of what forward saves for backward.",
+        _STATE,
+        choices=(OFF, "device", "cpu", "nvme"),
+        rivals=("plan",),
     )
     nvme_path: tuple[str, ...] = option((), "Folders of the nvme tier.", _STATE, many=True)
     overlap: str = option("auto", "When updates run: none, forward, backward, auto.", _STATE, choices=OVERLAPS)
@@ -59,6 +73,8 @@ class StateOptions:
         if not 0 <= self.stage <= 3:
             raise ConfigError(f"--stage {self.stage} is not a ZeRO stage. Use 0, 1, 2 or 3.")
         check_paths("--nvme-path", *self.nvme_path)
+        check_paths("--plan", self.plan or AUTO)
+        self._check_plan()
         with naming_options():
             self.options()
             homes = {name: self.placement().home(name) for name in ("params", "grads", "optimizer")}
@@ -68,6 +84,17 @@ class StateOptions:
             raise ConfigError(
                 f"{option_of(on_disk[0])} puts state on nvme, which needs a folder for its files. Name one on a fast "
                 "disk with --nvme-path."
+            )
+
+    def _check_plan(self) -> None:
+        """Refuse what a plan says, beside one."""
+        if not self.plan:
+            return
+        defaults = {each.name: each.default for each in fields(StateOptions)}
+        said = [name for name in HOMES if getattr(self, name) != defaults[name]]
+        if said:
+            raise ConfigError(
+                f"--plan says where state lives, and so does {option_of(said[0])}. Leave one of them out."
             )
 
     @property

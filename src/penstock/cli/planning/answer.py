@@ -1,0 +1,77 @@
+"""What `penstock plan` tells: the plan's table, whether a step is short enough, and the command that does it."""
+
+import shlex
+
+from penstock.cli.planning.config import PlanConfig, told
+from penstock.cli.planning.question import Question
+from penstock.cli.training.settings.state import HOMES
+from penstock.planner import Plan, compare, explain
+
+
+def about(found: Plan, question: Question) -> str:
+    """Write what was found, in lines."""
+    config = question.config
+    parts = [str(found)]
+    if config.what_if:
+        parts.append(f"what if: {', '.join(config.what_if)}; not a plan of the machine as it is")
+    if config.explain:
+        parts.append(explain(found))
+    if config.max_step is not None and found.fits:
+        met = "met" if is_short_enough(found, config) else "not met"
+        parts.append(f"step of at most {config.max_step:g} s: {met}")
+    if config.out:
+        parts.append(f"written: {config.out}")
+    if found.fits and not config.what_if:
+        parts.append(f"run: {command(found, question)}")
+    return "\n".join(parts)
+
+
+def is_short_enough(found: Plan, config: PlanConfig) -> bool:
+    """Whether a step takes no longer than it may."""
+    return config.max_step is None or found.step_s <= config.max_step
+
+
+def command(found: Plan, question: Question) -> str:
+    """Write the command that trains as the plan says, with the arguments that it was made for."""
+    config, recipe = question.config, question.recipe
+    words = ["penstock", "train"]
+    if recipe.world_size > 1:
+        hosts = ["--nnodes", str(config.hosts)] if config.hosts > 1 else []
+        words = ["torchrun", *hosts, "--nproc-per-node", str(config.gpus), "-m", *words]
+    words += _where(found, config) + told(config)
+    if "--model" not in words:
+        words += ["--model", config.model]
+    words += ["--batch-size", str(recipe.batch_size), "--seq-length", str(recipe.seq_length)]
+    return shlex.join([*words, "--precision", question.precision])
+
+
+def side_by_side(first: str, second: str) -> str:
+    """Write the plans of two files side by side."""
+    return compare(Plan.read(first), Plan.read(second), names=(first, second))
+
+
+def _where(found: Plan, config: PlanConfig) -> list[str]:
+    """Say where state lives: by the plan's file, by another search, or by what was given."""
+    if config.out:
+        words = ["--plan", config.out]
+    elif config.is_given:
+        words = [word for name in HOMES for word in _home(name, getattr(config, name))]
+    else:
+        words = ["--plan", "auto"]
+    return words + _folders(found, config)
+
+
+def _home(name: str, home: str | dict[str, float]) -> list[str]:
+    if home == "auto":
+        return []
+    text = home if isinstance(home, str) else ",".join(f"{tier}={part:g}" for tier, part in home.items())
+    return [f"--{name}", text]
+
+
+def _folders(found: Plan, config: PlanConfig) -> list[str]:
+    """Name the folders of the nvme tier where there are some, or say how many are to be named."""
+    if config.folders and config.folder_count is None:
+        return [] if config.out else ["--nvme-path", *config.folders]
+    paths = found.placement.nvme_path
+    number = 0 if paths is None else 1 if isinstance(paths, str) or not hasattr(paths, "__len__") else len(paths)
+    return ["--nvme-path", *(f"DIR{place}" for place in range(1, number + 1))] if number else []

@@ -1,0 +1,124 @@
+"""`penstock probe`: what this machine can do, measured and kept for plans."""
+
+import stat
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from penstock.cli.commands import command_of
+from penstock.cli.options import check_options, option
+from penstock.cli.parse import parse_path
+from penstock.errors import ConfigError, one_line
+
+MOST_SECONDS = 3600
+_LOOKED_AT, _MOST_CHARS = 1 << 16, 500
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProbeConfig:
+    """What is measured, for how long, and where it goes."""
+
+    folders: tuple[str, ...] = option((), "Folders of the nvme tier, one for each disk.", many=True)
+    seconds: float = option(60.0, "How long it may take.", least=1, most=MOST_SECONDS)
+    out: str = option("", "The JSON file to write, for --machine.", default_help="the cache, where plans look")
+    json: bool = option(False, "Print JSON, and no table.")
+
+    def __post_init__(self) -> None:
+        """Refuse values out of range, by the name of their option."""
+        if self.seconds != self.seconds:
+            raise ConfigError(f"--seconds {self.seconds} is no number. Use 1 or more.")
+        check_options(self)
+        for folder in self.folders:
+            parse_path(folder, option="--folders")
+
+
+@command_of(ProbeConfig)
+def probe(config: ProbeConfig) -> None:
+    """Measure this machine: arithmetic, memory, updates, links and disks. penstock plan reads what it finds.
+
+    What is measured in a folder is gone afterwards. A JSON file can be edited, or written by hand for a machine that
+    one does not have.
+    """
+    target = None if not config.out else parse_path(config.out, option="--out")
+    if target is not None:
+        check_target(target)
+    # Here, not at the top: it imports torch, which --help does not wait for.
+    from penstock.planner import machines
+
+    with _status() as say:
+        machine = machines.probe(folders=config.folders, seconds=config.seconds, progress=say)
+    if target is None:
+        written = machines.remember(machine)
+    else:
+        machine.write(target)
+        written = target
+    if config.json:
+        print(machines.as_json(machine))
+    else:
+        _show(machine, written)
+
+
+def check_target(target: Path) -> None:
+    """Refuse a file that no machine can be written to, before a minute is spent on one.
+
+    Raises:
+        ConfigError: it is something else than a machine's file, or cannot be made.
+    """
+    shown = one_line(str(target))
+    try:
+        try:
+            there = target.stat()
+        except FileNotFoundError:
+            there = None  # or a link that leads nowhere, which is replaced
+        if there is not None and not stat.S_ISREG(there.st_mode):
+            raise ConfigError(f"--out {shown} is there, and no file. Name another file.")
+        if there is not None and not _is_machine(target):
+            raise ConfigError(f"--out {shown} is there, and no machine's file. Name another file.")
+        with tempfile.TemporaryFile(dir=target.parent):
+            pass
+    except OSError as error:
+        why = error.strerror or one_line(error)
+        raise ConfigError(f"--out {shown} cannot be written: {why}. Name another file.") from error
+
+
+def _is_machine(path: Path) -> bool:
+    """Whether a file looks like a machine's, which may be replaced."""
+    with path.open("rb") as file:
+        return b'"penstock": "machine"' in file.read(_LOOKED_AT)
+
+
+@contextmanager
+def _status() -> Iterator[Callable[[str], None]]:
+    """Show what is measured now on a terminal, beside standard output."""
+    from rich.console import Console
+
+    with Console(stderr=True).status("measuring", refresh_per_second=2) as status:
+        yield lambda what: status.update(f"measuring {what}")
+
+
+def _show(machine: Any, written: Path | None) -> None:
+    """Print a machine as a table, and where it is kept."""
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    from penstock.planner.machines import write_value
+
+    console = Console(highlight=False)
+    computes = "the cpu is the device" if machine.device == "cpu" else f"the device is {machine.device}"
+    console.print(Text(f"{machine.name}: {computes}"))
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for title, side in (("figure", "left"), ("value", "right"), ("quartiles", "right"), ("how", "left")):
+        table.add_column(title, justify=side, overflow="fold")  # type: ignore[arg-type]
+    for name, figure in machine.figures.items():
+        spread = (
+            "" if figure.low == figure.high else " - ".join(write_value(name, n) for n in (figure.low, figure.high))
+        )
+        # As text: what it says of the machine may look like markup.
+        cells = (name, write_value(name, figure.value), spread, one_line(figure.how, _MOST_CHARS))
+        table.add_row(*map(Text, cells))
+    console.print(table)
+    console.print(Text(f"written to {written}" if written else "not kept: the cache cannot be written; name --out"))

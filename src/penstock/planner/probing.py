@@ -1,0 +1,77 @@
+"""The machine that this process runs on: probed once, kept in the user's cache, and read from there afterwards."""
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from os import PathLike
+from pathlib import Path
+
+from penstock.forecast.figures import Figure, write_value
+from penstock.forecast.machine import Machine
+from penstock.forecast.machinefiles import content
+from penstock.machine.devices import device_for
+from penstock.probe import cache
+from penstock.probe.disks import check_folders
+from penstock.probe.fingerprint import fingerprint
+from penstock.probe.measure import measure, measure_free
+
+__all__ = ["Machine", "as_json", "here", "probe", "remember", "write_value"]
+
+
+def here(*, folders: Sequence[str | PathLike[str]] = (), seconds: float = 60.0) -> Machine:
+    """Return this machine, as it was probed before; probe it where it was not, or where it is another one now.
+
+    What is free changes all the time, and is looked at anew.
+
+    Arguments:
+        folders: the folders of the nvme tier.
+        seconds: how long a probe may take.
+
+    Raises:
+        ConfigError: a folder cannot be written or is full.
+    """
+    check_folders(folders)
+    device = device_for((), None).device
+    machine = cache.recalled(
+        fingerprint(device, folders),
+        read=Machine.read,
+        make=lambda: probe(folders=folders, seconds=seconds),
+        write=Machine.write,
+    )
+    free = {name: Figure(*figure) for name, figure in measure_free(device, folders).items()}
+    return replace(machine, figures={**machine.figures, **free})
+
+
+def probe(
+    *,
+    folders: Sequence[str | PathLike[str]] = (),
+    seconds: float = 60.0,
+    progress: Callable[[str], None] | None = None,
+) -> Machine:
+    """Measure this machine, as `Machine.probe` does, and say what is measured next.
+
+    Arguments:
+        folders: the folders of the nvme tier.
+        seconds: how long it may take.
+        progress: called with what is measured next, in words.
+
+    Raises:
+        ConfigError: as `Machine.probe`.
+    """
+    measured = measure(folders=folders, seconds=seconds, progress=progress)
+    figures = {name: Figure(*figure) for name, figure in measured.figures.items()}
+    return Machine(measured.name, measured.device, figures, measured.fingerprint, probed=True)
+
+
+def as_json(machine: Machine) -> str:
+    """Write a machine as its file has it, on one line."""
+    return json.dumps(content(machine))
+
+
+def remember(machine: Machine) -> Path | None:
+    """Keep a machine for `here`, in place of what was kept.
+
+    Returns:
+        The file; `None` where the cache cannot be written.
+    """
+    return cache.keep(machine, machine.write)

@@ -1,0 +1,91 @@
+"""The probe of an accelerator, on the strict device: links, arithmetic and memory, with every wait that they need."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from penstock.forecast.figures import Figure
+from penstock.probe import links, memory
+from penstock.probe.arithmetic import measure_arithmetic
+from penstock.probe.links import Link, measure_links
+from penstock.probe.measure import measure
+from penstock.probe.memory import measure_room
+from penstock.probe.sampling import Deadline
+from penstock.probe.updates import measure_device_update
+
+DEVICE = "strict:0"  # no device outside of the strict process
+MIB = 1 << 20
+LINKS = {"h2d", "d2h", "duplex", "h2d_pageable", "d2h_pageable"}
+
+
+@pytest.fixture(autouse=True)
+def at_once() -> None:
+    """Work is late by little: a probe does much of it."""
+    from tests.device.backend import native
+
+    native.configure(0, 0.0002, False)
+
+
+def test_links_are_measured_both_ways_and_beside_an_update(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(links, "MOST_BYTES", 2 * MIB)
+    monkeypatch.setattr(links, "UPDATE_BYTES", 64 * MIB)
+    figures = measure_links(torch.device(DEVICE), Deadline(0.3))
+    assert figures.keys() == LINKS
+    for figure in figures.values():
+        assert Figure(*figure).value > 0
+    assert "GB/s while the host updates" in figures["h2d"].how
+    assert "page-locked memory" in figures["h2d"].how
+
+
+def test_copies_bring_what_was_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    with Link(torch.device(DEVICE), MIB) as link:
+        host, there = link._host, link._device
+        host[0].random_(0, 256)
+        link.cases()["h2d"]()
+        assert torch.equal(there[0].cpu(), host[0])
+        there[1].copy_(host[0])
+        link.cases()["d2h"]()
+        assert torch.equal(host[1], host[0])
+        link.cases()["h2d_pageable"]()
+        assert bool((there[0].cpu() == 1).all())
+        there[1].copy_(host[0])
+        link.cases()["d2h_pageable"]()
+        assert torch.equal(link._pageable, there[0].cpu())
+
+
+def test_arithmetic_has_figures_of_three_dtypes() -> None:
+    figures = measure_arithmetic(torch.device(DEVICE), Deadline(0.5))
+    assert {"flops_float32", "flops_bfloat16", "flops_float16"} < figures.keys()
+    assert {"device_bandwidth", "op_seconds", "op_host_seconds"} < figures.keys()
+    for figure in figures.values():
+        assert Figure(*figure).value > 0
+
+
+def test_memory_of_the_device_is_page_locked_and_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory, "PIN_STEP_BYTES", MIB)
+    monkeypatch.setattr(memory, "MOST_PIN_BYTES", 4 * MIB)
+    figures = measure_room(torch.device(DEVICE), Deadline(5))
+    assert figures["pinnable_memory"].low == 4 * MIB
+    assert figures["pinnable_memory"].value == figures["host_memory"].value
+
+
+def test_an_update_on_the_device() -> None:
+    figure = measure_device_update(torch.device(DEVICE), 4 * MIB, Deadline(0.1))
+    assert figure is not None
+    assert Figure(*figure).value > 0
+
+
+def test_the_whole_probe_leaves_the_device_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    from tests.device.backend import native
+
+    monkeypatch.setattr(memory, "MOST_PIN_BYTES", 256 * MIB)
+    before: Any = native.memory(0)
+    measured = measure(seconds=2, device=torch.device(DEVICE))
+    assert LINKS | {"flops_float16", "device_update", "devices", "device_memory"} <= measured.figures.keys() | {
+        "device_memory"  # where the device says how much it has
+    }
+    assert measured.device == "strict"
+    assert measured.fingerprint["device"] == "strict"
+    torch.accelerator.synchronize(DEVICE)
+    assert native.memory(0)["allocated"] == before["allocated"]

@@ -1,0 +1,67 @@
+"""The probe of several ranks: one measures the machine, all measure what is between them, and all know the same."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from penstock.errors import ConfigError, PenstockError
+from penstock.machine.council import Council
+from penstock.probe import measure as probing
+from penstock.probe.collectives import measure_collectives
+from penstock.probe.measure import measure
+from penstock.probe.sampling import Deadline, Measurement
+from tests.support import run_ranks
+
+CPU = torch.device("cpu")
+
+
+def probed(rank: int, folder: str) -> dict[str, Any]:
+    alone: list[int] = []
+
+    def measure_alone(*_: Any) -> dict[str, Measurement]:
+        alone.append(rank)
+        return {"update": Measurement(1.0 + rank, 1.0, 2.0, f"rank {rank}")}
+
+    patch = pytest.MonkeyPatch()
+    patch.setattr(probing, "_measure_alone", measure_alone)
+    found = measure(seconds=1, device=CPU)
+    by_itself = measure(seconds=1, device=CPU, groups={})
+    try:
+        measure(folders=[folder] if rank == 0 else [], seconds=1, device=CPU)
+    except ConfigError as error:
+        refused = f"ConfigError {error}"
+    except PenstockError as error:
+        refused = str(error)
+    patch.undo()
+    pairs = [dist.new_group([0, 1]), dist.new_group([0]), dist.new_group([1])]
+    council = Council((0, 1), rank)
+    by_dimension = measure_collectives(CPU, {"shard": pairs[0], "replicate": pairs[1 + rank]}, council, Deadline(0.2))
+    council.close()
+    return {
+        "by dimension": by_dimension,
+        "alone": alone,
+        "found": found.figures,
+        "by itself": by_itself.figures,
+        "refused": refused,
+    }
+
+
+def test_one_rank_measures_and_all_get_the_same(tmp_path: Path) -> None:
+    first, second = run_ranks(probed, 2, str(tmp_path / "missing"))
+    assert (first["alone"], second["alone"]) == ([0, 0], [1])
+    assert first["found"] == second["found"]
+    assert first["found"]["update"].how == "rank 0"
+    assert first["found"].keys() == {"update", "link_bandwidth", "link_seconds"}
+    # By itself a rank asks nobody: the other one may be elsewhere.
+    assert second["by itself"] == {"update": (2.0, 1.0, 2.0, "rank 1")}
+    assert "all-gathers between 2 ranks (1,024 bytes " in first["found"]["link_bandwidth"].how
+    low, value, high = (first["found"]["link_bandwidth"][n] for n in (1, 0, 2))
+    assert 0 < low <= value <= high
+    # A dimension of one rank has no links.
+    assert first["by dimension"] == second["by dimension"]
+    assert "dimensions" not in first["by dimension"]["link_bandwidth"].how
+    assert first["refused"].startswith("ConfigError The folder ")
+    assert "missing' cannot be probed" in second["refused"]

@@ -1,0 +1,55 @@
+"""A probe that is ended in the middle of a disk: nothing of it stays, or the next one removes it."""
+
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from penstock.probe.disks import check_folders
+from tests.support import thorough
+
+CODE = """
+import sys, torch
+from penstock.probe import disks
+from penstock.probe.sampling import Deadline
+
+move, moves = disks._Disk.move, []
+
+def and_say(self, **how):
+    moves.append(how)
+    if len(moves) == 6:  # files are there, transfers were made
+        print("ready", flush=True)
+    move(self, **how)
+
+disks._Disk.move = and_say
+disks.measure_disks([sys.argv[1]], Deadline(60))
+"""
+
+
+def ended(folder: Path, sent: signal.Signals) -> int:
+    process = subprocess.Popen([sys.executable, "-c", CODE, str(folder)], stdout=subprocess.PIPE, text=True)
+    try:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "ready\n"
+        assert list(folder.glob("penstock-*/probe"))
+        process.send_signal(sent)
+        return process.wait(30)
+    finally:
+        process.kill()
+        process.communicate()
+
+
+@pytest.mark.parametrize("sent", [signal.SIGINT, thorough(signal.SIGTERM)], ids=lambda sent: sent.name)
+def test_a_probe_that_is_ended_leaves_nothing(tmp_path: Path, sent: signal.Signals) -> None:
+    assert ended(tmp_path, sent) == -sent
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_a_killed_probe_leaves_the_next_one_removes(tmp_path: Path) -> None:
+    assert ended(tmp_path, signal.SIGKILL) == -signal.SIGKILL
+    (left,) = tmp_path.iterdir()
+    assert sorted(path.name for path in left.iterdir()) == ["identity.json", "lock", "probe"]
+    check_folders([tmp_path])
+    assert list(tmp_path.iterdir()) == []

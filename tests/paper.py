@@ -1,0 +1,143 @@
+"""Small programs, and machines of a few figures, to time on paper."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from math import inf
+
+from penstock.errors import ConfigError
+from penstock.forecast.program import BackEnd, Collective, Item, Job, Kind, Op, Program
+from penstock.forecast.sharing import Demand, demand
+from penstock.trace import Label
+
+
+@dataclass
+class Script:
+    """Writes a program down, a line for each thing that it does.
+
+    Attributes:
+        back_end: who runs what is submitted.
+    """
+
+    back_end: BackEnd
+    rule: str = "adamw"
+    world_size: int = 1
+    ops: list[Op] = field(default_factory=list)
+    jobs: list[Job] = field(default_factory=list)
+    segments: list[tuple[tuple[int, int], ...]] = field(default_factory=list)
+    meetings: list[Collective] = field(default_factory=list)
+    items: list[Item] = field(default_factory=list)
+    steps: list[int] = field(default_factory=lambda: [0])
+
+    def submit(self, stream: str, nbytes: int = 0, *after: int, folder: int = -1, verb: str = "do") -> int:
+        """Submit a job; return its number."""
+        number = len(self.jobs)
+        self.jobs.append(Job(stream, Label(verb, f"job {number}"), nbytes, after, folder=folder))
+        self.items.append(Item(Kind.SUBMIT, number))
+        return number
+
+    def compute(self, nbytes: int, unit: str = "unit") -> None:
+        """Compute on so many bytes, with one operation."""
+        self.ops.append(Op("op", 0, nbytes, "float32"))
+        self.segments.append(((len(self.ops) - 1, 1),))
+        self.items.append(Item(Kind.COMPUTE, len(self.segments) - 1, Label("forward", unit)))
+
+    def wait(self, job: int) -> None:
+        """Let compute go on after a job."""
+        self.items.append(Item(Kind.WAIT, job))
+
+    def host_wait(self, job: int) -> None:
+        """Let the host go on after a job."""
+        self.items.append(Item(Kind.HOST_WAIT, job))
+
+    def synchronize(self) -> None:
+        """Let the host go on after compute."""
+        self.items.append(Item(Kind.SYNCHRONIZE))
+
+    def meet(self, nbytes: int) -> None:
+        """Let the host take part in a collective."""
+        self.meetings.append(Collective("all_reduce", nbytes, 2))
+        self.items.append(Item(Kind.MEET, len(self.meetings) - 1))
+
+    def end_step(self) -> None:
+        """End a step."""
+        self.steps.append(len(self.items))
+
+    def program(self) -> Program:
+        """Give the program; what follows the last step's end, or all if there was none, is a step."""
+        steps = (
+            self.steps if self.steps[-1] == len(self.items) and len(self.steps) > 1 else [*self.steps, len(self.items)]
+        )
+        return Program(
+            self.back_end,
+            self.ops,
+            self.segments,
+            self.jobs,
+            self.meetings,
+            self.items,
+            steps,
+            {},
+            self.rule,
+            self.world_size,
+        )
+
+
+@dataclass
+class Rates:
+    """Costs of a machine whose streams have a rate each, and whose capacities are shared.
+
+    Attributes:
+        rates: bytes/s of each stream, of "compute" and of "meeting"; 1 where there is none.
+        shared: of capacities, their names with bytes/s, and of which streams.
+        latency: seconds that every job takes beside.
+        submit: the host's seconds to submit a job.
+        enqueue: the host's seconds to enqueue a segment.
+    """
+
+    rates: Mapping[str, float] = field(default_factory=dict)
+    shared: Mapping[str, tuple[float, Sequence[str]]] = field(default_factory=dict)
+    latency: float = 0.0
+    submit: float = 0.0
+    enqueue: float = 0.0
+
+    def take(self, name: str, nbytes: int, latency: float = 0.0) -> Demand:
+        """Give what work of a stream takes."""
+        loads = {each: nbytes / rate for each, (rate, names) in self.shared.items() if name in names}
+        return demand(latency + nbytes / self.rates.get(name, 1.0), loads)
+
+    def submit_seconds(self, program: Program) -> float:
+        return self.submit
+
+    def host_seconds(self, program: Program, number: int) -> float:
+        return self.enqueue
+
+    def job(self, job: Job, program: Program) -> Demand:
+        return self.take(job.stream, job.nbytes, self.latency)
+
+    def segment(self, program: Program, number: int) -> Demand:
+        return self.take("compute", sum(program.ops[op].nbytes * count for op, count in program.segments[number]))
+
+    def meeting(self, meeting: Collective, program: Program) -> Demand:
+        return self.take("meeting", meeting.nbytes)
+
+    def pace(self, other: "Rates") -> float:
+        times = [(self.latency, other.latency), (self.submit, other.submit), (self.enqueue, other.enqueue)]
+        times += [(1 / self.rates[name], 1 / other.rates[name]) for name in self.rates]
+        times += [(1 / self.shared[name][0], 1 / other.shared[name][0]) for name in self.shared]
+        return max((inf if not theirs else mine / theirs for mine, theirs in times if mine), default=0.0)
+
+
+class Machine:
+    """A machine of a few figures."""
+
+    def __init__(self, **figures: float) -> None:
+        self.figures = figures
+
+    def has(self, name: str) -> bool:
+        """Whether there is a figure."""
+        return name in self.figures
+
+    def value(self, name: str) -> float:
+        """Give a figure."""
+        if name not in self.figures:
+            raise ConfigError(f"no figure {name}")
+        return self.figures[name]

@@ -1,0 +1,164 @@
+"""Files of machines: what is written is read again, and what somebody wrote is a machine or refused in one line.
+
+`PENSTOCK_EXAMPLES` asks for more examples, `--hypothesis-seed` for the same ones again.
+"""
+
+import json
+import os
+import string
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+import penstock
+from penstock.forecast.figures import FIGURES, Figure, parse_figure, write_value
+from penstock.forecast.machine import Machine
+
+EXAMPLES = int(os.environ.get("PENSTOCK_EXAMPLES", "0"))
+pytestmark = pytest.mark.timeout(0 if EXAMPLES else 300)
+
+
+def examples(count: int) -> settings:
+    return settings(
+        max_examples=EXAMPLES or count,
+        deadline=None,
+        suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+    )
+
+
+POSITIVE = st.floats(min_value=0, exclude_min=True, allow_nan=False, allow_infinity=False)
+TEXTS = st.text(max_size=20)  # surrogates too: what a file may have escaped
+LEAVES = st.none() | st.booleans() | st.integers() | st.floats() | TEXTS
+JSON = st.recursive(LEAVES, lambda inner: st.lists(inner, max_size=4) | st.dictionaries(TEXTS, inner, max_size=4))
+FINITE = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | TEXTS
+FINGERPRINTS = st.dictionaries(TEXTS, FINITE | st.lists(FINITE, max_size=3), max_size=5)
+
+
+@st.composite
+def figures(draw: st.DrawFn, name: str) -> Figure:
+    if FIGURES[name].unit == "count":
+        counts = sorted(draw(st.lists(st.integers(1, 1 << 60), min_size=3, max_size=3)))
+        return Figure(counts[1], counts[0], counts[2], draw(TEXTS))
+    low, value, high = sorted(draw(st.lists(POSITIVE, min_size=3, max_size=3)))
+    return Figure(value, low, high, draw(TEXTS))
+
+
+@st.composite
+def machines(draw: st.DrawFn) -> Machine:
+    names = draw(st.sets(st.sampled_from(list(FIGURES)), max_size=8))
+    return Machine(
+        draw(st.text(min_size=1, max_size=200)),
+        draw(st.sampled_from(["cpu", "cuda", "xpu", "npu"])),
+        {name: draw(figures(name)) for name in names},
+        draw(FINGERPRINTS),
+        draw(st.booleans()),
+    )
+
+
+@given(machine=machines())
+@examples(50)
+def test_what_is_written_is_read(tmp_path: Path, machine: Machine) -> None:
+    file = tmp_path / "machine.json"
+    machine.write(file)
+    again = Machine.read(file)
+    assert again == machine
+    assert list(again.figures) == list(machine.figures)
+    assert os.listdir(tmp_path) == ["machine.json"]
+    assert str(machine).isascii() or all(each.isprintable() for each in str(machine).splitlines())
+
+
+def read_or_refused(file: Path) -> Machine | None:
+    machine, said = None, str(file)
+    try:
+        machine = Machine.read(file)
+    except penstock.ConfigError as error:
+        said = str(error)
+    assert said.startswith(str(file))
+    assert said.isprintable()
+    assert len(said) < 3000
+    str(machine)
+    return machine
+
+
+@given(content=JSON)
+@examples(50)
+def test_any_json_is_a_machine_or_refused(tmp_path: Path, content: Any) -> None:
+    file = tmp_path / "machine.json"
+    file.write_text(json.dumps(content))
+    assert read_or_refused(file) is None
+
+
+NAMES = st.sampled_from(list(FIGURES)) | TEXTS
+GIVEN = JSON | POSITIVE | st.fixed_dictionaries({}, optional=dict.fromkeys(("value", "low", "high", "how"), LEAVES))
+NEARLY = st.fixed_dictionaries(
+    {"penstock": st.just("machine"), "version": st.just(1) | LEAVES, "name": TEXTS | JSON, "device": st.just("cuda")},
+    optional={
+        "figures": st.dictionaries(NAMES, GIVEN, max_size=5) | JSON,
+        "probed": st.booleans() | JSON,
+        "fingerprint": JSON,
+        "more": JSON,
+    },
+)
+
+
+@given(content=NEARLY)
+@examples(100)
+def test_nearly_a_machine_is_one_or_refused(tmp_path: Path, content: Any) -> None:
+    file = tmp_path / "machine.json"
+    file.write_text(json.dumps(content))
+    machine = read_or_refused(file)
+    if machine is not None:
+        machine.write(file)
+        assert Machine.read(file) == machine
+
+
+@given(data=st.data())
+@examples(50)
+def test_a_changed_file_is_a_machine_or_refused(tmp_path: Path, data: st.DataObject) -> None:
+    file = tmp_path / "machine.json"
+    Machine.read("rtx4090-desktop").write(file)
+    content = bytearray(file.read_bytes())
+    for _ in range(data.draw(st.integers(1, 3))):
+        at = data.draw(st.integers(0, len(content) - 1))
+        if data.draw(st.booleans()):
+            content[at] = data.draw(st.sampled_from(list(b'{}[]",:.0123456789eE-+nt\\ \x00\xff')))
+        else:
+            del content[at : at + data.draw(st.integers(1, 200))]
+    file.write_bytes(content)
+    read_or_refused(file)
+
+
+@given(content=st.binary(max_size=200))
+@examples(100)
+def test_any_bytes_are_refused(tmp_path: Path, content: bytes) -> None:
+    file = tmp_path / "machine.json"
+    file.write_bytes(content)
+    assert read_or_refused(file) is None
+
+
+SIGNS = st.text(string.digits + string.ascii_letters + "./+-=µ \n", max_size=12)
+
+
+@given(name=NAMES, written=SIGNS | TEXTS)
+@examples(100)
+def test_any_text_is_a_figure_or_refused(name: str, written: str) -> None:
+    said = ""
+    try:
+        parsed, value = parse_figure(f"{name}={written}")
+    except penstock.ConfigError as error:
+        said = str(error)
+    else:
+        assert parsed == name.strip()
+        assert 0 < value < float("inf")
+    assert said.isprintable()
+    assert len(said) < 2000
+
+
+@given(name=st.sampled_from(list(FIGURES)), value=st.floats(min_value=1e-9, max_value=1e18))
+@examples(100)
+def test_what_a_table_shows_can_be_typed(name: str, value: float) -> None:
+    value = float(round(value) or 1) if FIGURES[name].unit == "count" else value
+    assert parse_figure(f"{name}={write_value(name, value)}") == (name, pytest.approx(value, rel=1e-3, abs=1e-13))

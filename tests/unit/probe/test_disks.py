@@ -1,0 +1,125 @@
+"""Folders of the nvme tier: which are refused, what is read and written there, and what is said of them."""
+
+import errno
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from penstock.errors import ConfigError, NvmeError
+from penstock.machine import swap
+from penstock.machine.aio import File, Queue
+from penstock.probe import disks
+from penstock.probe.disks import _Disk, check_folders, file_system, free_space, measure_disks, record_bytes
+from penstock.probe.sampling import Deadline
+from tests.support import disks as folders_of_tests
+
+MIB = 1 << 20
+
+
+def refused(*folders: Path | str) -> str:
+    with pytest.raises(ConfigError) as caught:
+        check_folders(folders)
+    text = str(caught.value)
+    assert "\n" not in text
+    return text
+
+
+def test_a_folder_that_is_none_is_refused_by_name(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    assert refused(tmp_path / "none") == (
+        f"The folder '{tmp_path / 'none'}' cannot be probed: No such file or directory. Create it, or name another one."
+    )
+    assert f"'{tmp_path / 'file'}' cannot be probed: Not a directory" in refused(tmp_path / "file")
+    assert "cannot be probed: " in refused("a\0b")
+
+
+def test_a_full_folder_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(swap, "free_disk_bytes", lambda folder: 4096)
+    assert "No space left on device. Free 8,388,608 bytes there" in refused(tmp_path)
+
+
+def test_a_folder_that_cannot_be_written_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def mkdir(*_: Any, **__: Any) -> None:
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+    monkeypatch.setattr(Path, "mkdir", mkdir)
+    assert "Read-only file system. Make it a folder that can be written" in refused(tmp_path)
+
+
+def test_a_folder_is_named_once(tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to(tmp_path)
+    assert "is named twice" in refused(tmp_path, tmp_path / "link")
+
+
+def test_nothing_is_left_in_a_folder_that_was_looked_at(tmp_path: Path) -> None:
+    check_folders([tmp_path])
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_record_is_what_the_engine_keeps_of_a_tile() -> None:
+    """Of 4 MiB of bf16 parameters: a 16-bit remainder and two fp32 moments of each."""
+    assert record_bytes() == (4 * MIB // 2) * (2 + 4 + 4)
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> Any:
+    with Queue(4) as queue, File(queue, tmp_path / "file", 6 * MIB) as file:
+        yield _Disk(file, MIB)
+
+
+def test_every_record_is_moved_once(disk: _Disk) -> None:
+    file = disk._file
+    disk.move(reads=False, writes=True)
+    assert (file.bytes_written, file.bytes_read) == (6 * MIB, 0)
+    disk.move(reads=True, writes=False)
+    assert (file.bytes_written, file.bytes_read) == (6 * MIB, 6 * MIB)
+    disk.move(reads=True, writes=True)
+    assert (file.bytes_written, file.bytes_read) == (9 * MIB, 9 * MIB)
+
+
+def test_what_is_read_is_checked(disk: _Disk) -> None:
+    disk.move(reads=False, writes=True)
+    disk._checksums[3] = 1
+    with pytest.raises(NvmeError, match="checksum"):
+        disk.move(reads=True, writes=False)
+    disk._file.close()
+    assert not disk._file._queue._pending  # nothing writes to memory that is let go of
+
+
+def test_two_folders_of_one_disk_share_it() -> None:
+    folders = folders_of_tests(2)
+    figures = measure_disks(folders, Deadline(0.2))
+    assert figures["folders"].value == 2
+    assert "shared by 2 folders of one disk" in figures["disk_read"].how
+    assert "of folder" in figures["disk_write"].how
+    free = os.statvfs(folders[0])
+    assert figures["disk_free"].value == pytest.approx(free.f_bavail * free.f_frsize / 2, rel=0.05)
+    assert not any(list(folder.glob("*penstock-*")) for folder in folders)
+
+
+def test_without_folders_there_are_no_disks() -> None:
+    assert measure_disks([], Deadline(1)) == free_space([]) == {}
+
+
+@pytest.mark.skipif(not os.access("/dev/shm", os.W_OK), reason="no file system in memory")
+def test_a_file_system_in_memory_is_told() -> None:
+    assert "; a tmpfs: the host's memory, no disk" in measure_disks(["/dev/shm"], Deadline(0.1))["disk_read"].how
+    assert not list(Path("/dev/shm").glob("penstock-*"))
+
+
+def test_the_page_cache_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(disks, "file_system", lambda folder: "overlay")
+    assert disks._where(tmp_path, direct=False) == "; overlay takes no direct I/O: through the page cache"
+    assert disks._where(tmp_path, direct=True) == ""
+
+
+def test_the_kind_of_a_file_system_is_read_from_the_kernels_list(tmp_path: Path) -> None:
+    device = os.stat(tmp_path).st_dev
+    mounts = tmp_path / "mountinfo"
+    mounts.write_text(f"junk\n22 1 {os.major(device)}:{os.minor(device)} / / rw,relatime shared:1 - xfs /dev/x rw\n")
+    assert file_system(tmp_path, mounts) == ""  # what is not understood is not believed
+    mounts.write_text(mounts.read_text().removeprefix("junk\n"))
+    assert file_system(tmp_path, mounts) == "xfs"
+    assert file_system(tmp_path, tmp_path / "none") == ""

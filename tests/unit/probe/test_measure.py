@@ -1,0 +1,148 @@
+"""The whole probe: every figure, in its time, and nothing left behind."""
+
+import ctypes
+import gc
+import os
+import threading
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from penstock.errors import ConfigError
+from penstock.forecast.figures import FIGURES, Figure
+from penstock.probe import measure as probing
+from penstock.probe.measure import Measured, measure
+from tests.support import disks
+
+CPU = torch.device("cpu")
+#: What a machine without an accelerator has; links are the others'.
+OF_A_CPU = {
+    *("device_memory", "host_memory", "pinnable_memory", "host_threads", "devices"),
+    *("flops_float32", "flops_bfloat16", "device_bandwidth", "op_seconds", "op_host_seconds", "job_seconds"),
+    *("host_bandwidth", "update", "update_adamw", "update_sgd", "update_lion", "device_update"),
+}
+OF_FOLDERS = {"disk_read", "disk_write", "disk_mixed", "disk_seconds", "disk_free", "folders"}
+
+
+@dataclass
+class Run:
+    measured: Measured
+    seconds: float
+    said: list[str]
+    before: Any
+    after: Any
+
+
+def surroundings(folder: Path) -> dict[str, Any]:
+    gc.collect()
+    return {
+        "threads": [thread.name for thread in threading.enumerate()],
+        "system threads": len(os.listdir("/proc/self/task")),
+        "descriptors": len(os.listdir("/proc/self/fd")),
+        "files": sorted(folder.rglob("*")),
+        "random": torch.get_rng_state().tolist(),
+        "torch threads": torch.get_num_threads(),
+        "gradients": torch.is_grad_enabled(),
+        "dtype": torch.get_default_dtype(),
+    }
+
+
+def resident_bytes() -> int:
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)
+    return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
+
+
+@pytest.fixture(scope="module")
+def run() -> Run:
+    (folder,) = disks()
+    torch.ones(64, 64) @ torch.ones(64, 64)  # torch's own threads are there for good
+    before = surroundings(folder)
+    said: list[str] = []
+    start = time.perf_counter()
+    measured = measure(folders=[folder], seconds=2, device=CPU, progress=said.append)
+    return Run(measured, time.perf_counter() - start, said, before, surroundings(folder))
+
+
+def test_every_figure_is_there_and_can_be_one_of_a_machine(run: Run) -> None:
+    figures = run.measured.figures
+    assert figures.keys() == OF_A_CPU | OF_FOLDERS
+    assert figures.keys() <= FIGURES.keys()
+    for name, measurement in figures.items():
+        figure = Figure(*measurement)  # refuses what is no number above 0, or out of order
+        assert figure.how, name
+        assert not figure.how.endswith("."), name
+
+
+def test_it_is_over_in_time(run: Run) -> None:
+    assert run.seconds < 4
+
+
+def test_figures_agree_with_each_other(run: Run) -> None:
+    value = {name: figure.value for name, figure in run.measured.figures.items()}
+    assert value["update"] == value["update_adamw"] == value["device_update"]
+    # What is shared is no less than what each of those who share it gets alone.
+    assert value["host_bandwidth"] >= max(value[f"update_{rule}"] for rule in ("adamw", "sgd", "lion"))
+    assert value["device_memory"] == value["host_memory"] == value["pinnable_memory"]
+    assert (value["folders"], value["devices"]) == (1, 1)
+    assert value["op_seconds"] < 1e-3
+
+
+def test_what_was_measured_next_was_said(run: Run) -> None:
+    assert run.said == [
+        "arithmetic",
+        "host memory and updates",
+        "jobs",
+        "disks",
+        "free memory",
+        "updates on the device",
+    ]
+
+
+def test_nothing_is_left_behind(run: Run) -> None:
+    assert run.after == run.before
+
+
+def test_it_can_be_unpacked_as_the_machine_is_made(run: Run) -> None:
+    name, device, figures, fingerprint = run.measured
+    assert (name, device) == (run.measured.name, "cpu")
+    assert figures is run.measured.figures
+    assert fingerprint is run.measured.fingerprint
+
+
+@pytest.mark.parametrize("seconds", [0, 0.5, -1, float("nan"), float("inf"), True, "60"])
+def test_no_time_is_refused(seconds: Any) -> None:
+    with pytest.raises(ConfigError, match="seconds="):
+        measure(seconds=seconds)
+
+
+def test_folders_are_looked_at_before_anything(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(probing, "_measure_alone", lambda *_: pytest.fail("something was measured"))
+    with pytest.raises(ConfigError, match="missing"):
+        measure(folders=[tmp_path / "missing"], seconds=1, device=CPU)
+
+
+def test_an_interrupt_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    (folder,) = disks()
+    before = surroundings(folder)
+
+    def interrupt(what: str) -> None:
+        if what == "free memory":
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        measure(folders=[folder], seconds=1, device=CPU, progress=interrupt)
+    assert surroundings(folder) == before
+
+
+def test_what_the_user_is_in_does_not_matter_and_memory_is_given_back(run: Run) -> None:
+    """Under inference mode autograd would record nothing, and under autocast products would be of another dtype."""
+    before = resident_bytes()  # what libraries keep for good is there since the run before
+    with torch.inference_mode(), torch.autocast("cpu", dtype=torch.bfloat16), torch.device("meta"):
+        figures = measure(seconds=1, device=CPU).figures
+    assert figures.keys() == OF_A_CPU
+    assert resident_bytes() - before < 32 << 20
