@@ -93,7 +93,8 @@ def plan_here(
     local = ranks_of_host()
     # A launcher that does not say how many ranks a host has has started all of them on one.
     hosts = world_size // local if 1 < local < world_size and world_size % local == 0 else 1
-    device_bytes, host_bytes = _free_bytes(model, arguments, device, world_size // hosts)
+    ranks = world_size // hosts
+    device_bytes, host_bytes = _free_bytes(model, arguments, device, ranks)
     devices = [] if device.type == "cpu" else [device]
     kind = "cuda" if device.type == "cpu" else device.type  # of no devices: torch wants to know it all the same
     with theirs(), torch.random.fork_rng(devices, device_type=kind):
@@ -101,7 +102,7 @@ def plan_here(
             model,
             optimizer,
             batch,
-            machine=machine,
+            machine=machine.replace(devices=ranks),  # several ranks may have one cpu, and are on one host all the same
             device_bytes=device_bytes,
             host_bytes=host_bytes,
             world_size=world_size,
