@@ -5,6 +5,7 @@ A plan becomes the same arguments that somebody would write by hand, and goes th
 
 import os
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -102,7 +103,9 @@ def planned(
     there = fingerprint(device) if plan.machine_fingerprint else {}
     stage, precision = arguments.get("stage", 3), arguments.get("precision", "bf16")
     machine = {name: there[name] for name in _OF_A_MACHINE if name in there}
-    plan.check_for(model, machine, grid.world_size, stage, precision)
+    # What nothing trains has the plan of a model that is trained beside it, and is that one with other parts frozen.
+    checked = plan if trains else replace(plan, model_fingerprint="")
+    checked.check_for(model, machine, grid.world_size, stage, precision)
     said = {name: arguments[name] for name in ("options", "overlap", "unit_micro_batches") if name in arguments}
     decided = plan.prepare_arguments(**said)
     if trains and plan.recompute and not recomputes(model):

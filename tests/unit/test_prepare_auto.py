@@ -164,7 +164,7 @@ class TestWithAPlan:
         assert capsys.readouterr() == ("", "")
 
     def test_a_model_for_inference_takes_the_plan_of_the_one_in_training(self):
-        model = net()
+        model = net().requires_grad_(False)
         made = plan(recompute=True, placement=Placement(params="cpu"))
         optimizer = penstock.prepare(model, None, placement="auto", precision="fp32", plan=made)
         assert optimizer.plan == made
