@@ -129,7 +129,8 @@ def check_ranks(grid: Grid) -> None:
 def _how_to_recompute(model: nn.Module) -> str:
     """Say how a model is told to compute activations again."""
     if can_be_told(model):
-        return "Call model.gradient_checkpointing_enable() before prepare()."
+        older = hasattr(model, "gradient_checkpointing_enable")  # which transformers has had for longer
+        return f"Call model.{'gradient' if older else 'activation'}_checkpointing_enable() before prepare()."
     return (
         f"Nothing tells whether this {type(model).__name__} does: wrap its blocks with torch.utils.checkpoint, and say "
         "so by its attribute gradient_checkpointing = True; or plan again with penstock plan."

@@ -16,6 +16,7 @@ from penstock.forecast.machine import Machine
 from penstock.forecast.plan import Plan
 from penstock.planner import here
 from penstock.probe.fingerprint import fingerprint
+from tests.plans import small
 from tests.support import run_ranks
 
 OTHER = Placement(optimizer="cpu")
@@ -23,23 +24,7 @@ TILES = Options(tile_bytes=1 << 14)
 
 
 def plan(placement: Placement) -> Plan:
-    return Plan(
-        placement=placement,
-        overlap="forward",
-        unit_micro_batches=1,
-        options=TILES,
-        recompute=False,
-        world_size=2,
-        fits=True,
-        step_s=0.5,
-        step_range_s=(0.4, 0.6),
-        bound_by="host update",
-        gap=0.02,
-        bytes={"device": 1 << 14},
-        peak_bytes={"device": 1 << 15},
-        busy_s={"host update": 0.4},
-        precision="fp32",
-    )
+    return small(placement=placement, world_size=2)
 
 
 def prepare(**arguments: Any) -> tuple[torch.nn.Module, penstock.Optimizer]:

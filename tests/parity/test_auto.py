@@ -13,6 +13,7 @@ from penstock.forecast.plan import Plan, model_fingerprint
 from tests.parity import rows
 from tests.parity.compare import bits
 from tests.parity.rows import Arithmetic, Movement, changed, make_model, shares, train
+from tests.plans import small
 from tests.support import inline, separate, thorough
 
 SMALL = {"tile_bytes": 4 << 10}
@@ -31,21 +32,10 @@ MOVEMENTS = (
 
 
 def plan_for(what: Arithmetic, how: Movement) -> Plan:
-    return Plan(
+    return small(
         placement=how.placement,
         overlap=how.overlap,
-        unit_micro_batches=1,
         options=Options(**dict(how.options)),
-        recompute=False,
-        world_size=1,
-        fits=True,
-        step_s=0.5,
-        step_range_s=(0.4, 0.6),
-        bound_by="host update",
-        gap=0.02,
-        bytes={"device": 1},
-        peak_bytes={"device": 1},
-        busy_s={"host update": 0.4},
         stage=how.stage,
         precision=what.precision,
         model_fingerprint=model_fingerprint(make_model()),

@@ -24,6 +24,7 @@ from penstock.machine.arena import HostMemory
 from penstock.planner import here
 from penstock.planner.here import plan_here
 from penstock.probe.fingerprint import fingerprint
+from tests.plans import small
 from tests.support import disks
 
 CPU = torch.device("cpu")
@@ -60,25 +61,7 @@ def adamw(model: nn.Module) -> torch.optim.Optimizer:
 
 def plan(**changes: Any) -> Plan:
     """A plan for `net` on one rank in fp32."""
-    made = Plan(
-        placement=Placement(grads="cpu", optimizer={"device": 0.5, "cpu": 0.5}),
-        overlap="forward",
-        unit_micro_batches=1,
-        options=TILES,
-        recompute=False,
-        world_size=1,
-        fits=True,
-        step_s=0.5,
-        step_range_s=(0.4, 0.6),
-        bound_by="host update",
-        gap=0.02,
-        bytes={"device": 1 << 14, "cpu": 1 << 14},
-        peak_bytes={"device": 1 << 15, "cpu": 1 << 14},
-        busy_s={"host update": 0.4},
-        precision="fp32",
-        model_fingerprint=model_fingerprint(net()),
-    )
-    return replace(made, **changes)
+    return small(**{"model_fingerprint": model_fingerprint(net()), **changes})
 
 
 def prepare(model: nn.Module | None = None, **arguments: Any) -> penstock.Optimizer:
