@@ -24,8 +24,8 @@ from penstock.errors import ConfigError, NvmeError
 from penstock.kinds import MASTER, OPTIMIZER, PARAM, Tier
 from penstock.machine.accelerator import reach_for
 from penstock.machine.border import crossing
-from penstock.machine.collectives import given_groups
 from penstock.machine.devices import device_for, visible_devices
+from penstock.machine.groups import given_groups
 from penstock.machine.pinning import needs_pinning
 from penstock.machine.reach import Grid
 from penstock.machine.swap import existing_folder, free_disk_bytes

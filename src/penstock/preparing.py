@@ -26,9 +26,10 @@ from penstock.forecast.plan import Plan
 from penstock.kinds import Overlap, Precision
 from penstock.machine.accelerator import streams_for
 from penstock.machine.border import crossing
-from penstock.machine.collectives import Ranks, given_groups
+from penstock.machine.collectives import Ranks
 from penstock.machine.council import DEFAULT_TIMEOUT_S
 from penstock.machine.devices import check_apart, device_for, make_current, place_of
+from penstock.machine.groups import given_groups
 from penstock.optimizer import Optimizer
 from penstock.planned import PlanOrFile, asks_for_plan, check_asked, check_ranks, planned, taken
 
