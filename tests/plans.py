@@ -56,6 +56,31 @@ DESKTOP = Plan(
 )
 
 
+SMALL = Plan(
+    placement=Placement(grads="cpu", optimizer={"device": 0.5, "cpu": 0.5}),
+    overlap="forward",
+    unit_micro_batches=1,
+    options=Options(tile_bytes=1 << 14),
+    recompute=False,
+    world_size=1,
+    fits=True,
+    step_s=0.5,
+    step_range_s=(0.4, 0.6),
+    bound_by="host update",
+    gap=0.02,
+    bytes={"device": 1 << 14, "cpu": 1 << 14},
+    peak_bytes={"device": 1 << 15, "cpu": 1 << 14},
+    busy_s={"host update": 0.4},
+    precision="fp32",
+)
+"""For any small model, on any machine, in fp32 on one rank."""
+
+
+def small(**changes: Any) -> Plan:
+    """Change some fields of the small plan."""
+    return replace(SMALL, **changes)
+
+
 def plan(**changes: Any) -> Plan:
     """Change some fields of the desktop's plan."""
     return replace(DESKTOP, **changes)

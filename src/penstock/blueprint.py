@@ -91,7 +91,7 @@ def request_for(
     model: nn.Module,
     *,
     stage: Literal[0, 1, 2, 3] = 3,
-    placement: Placement | Literal["auto"] | None = None,
+    placement: Placement | None = None,
     precision: Precision = "bf16",
     units: UnitPolicy = None,
     max_grad_norm: float | None = None,
@@ -105,6 +105,8 @@ def request_for(
     weights: Weights | None = None,
 ) -> Request:
     """Check the arguments of `prepare` by themselves, and put them together. Their defaults are those of `prepare`.
+
+    A plan was made arguments of before (`planned.py`).
 
     Raises:
         ConfigError: a value does not exist, or does not go with another one.

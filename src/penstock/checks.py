@@ -49,8 +49,6 @@ def check_features(
         raise ConfigError(f"options={options!r}: give a penstock.Options.")
     if placement is None:
         placement = Placement()
-    if placement == "auto":
-        raise ConfigError("placement='auto' is not available in this version. Give a penstock.Placement.")
     if not isinstance(placement, Placement):
         raise ConfigError(f"placement={placement!r}: give a penstock.Placement, 'auto' or None.")
     for what in ("params", "grads", "optimizer", "activations"):

@@ -24,12 +24,13 @@ from penstock.errors import ConfigError, NvmeError
 from penstock.kinds import MASTER, OPTIMIZER, PARAM, Tier
 from penstock.machine.accelerator import reach_for
 from penstock.machine.border import crossing
-from penstock.machine.collectives import given_groups
 from penstock.machine.devices import device_for, visible_devices
+from penstock.machine.groups import given_groups
 from penstock.machine.pinning import needs_pinning
 from penstock.machine.reach import Grid
 from penstock.machine.swap import existing_folder, free_disk_bytes
 from penstock.machine.threads import ranks_of_host
+from penstock.planned import asks_for_plan, check_asked, planned, taken
 from penstock.tiers.home import SectionPlan
 from penstock.tiers.nvme import bytes_by_folder, stripe
 from penstock.tiers.report import Location, LocationReport
@@ -122,10 +123,10 @@ def footprint(
         mesh: as for `prepare`.
         world_size: how many ranks there will be, seen by the first of them; on an accelerator as many of them on a host
             as it has devices. `None` for those of the mesh, or of the default process group, or one.
-        arguments: all other arguments of `prepare`.
+        arguments: all other arguments of `prepare`; `placement="auto"` with a `plan`, since nothing is rehearsed here.
 
     Raises:
-        ConfigError: `prepare` would refuse the arguments.
+        ConfigError: `prepare` would refuse the arguments; or it is `"auto"` without a `plan`.
         MemoryBudgetError: `Options(live_bytes=...)` is smaller than what the largest unit needs.
 
     Example:
@@ -135,15 +136,27 @@ def footprint(
         66048
     """
     _check_world_size(world_size, mesh)
-    request = request_for(model, **arguments)
+    plan, batch = arguments.pop("plan", None), arguments.pop("batch", None)
+    auto = asks_for_plan(arguments.get("placement"))
+    if auto and plan is None:
+        raise ConfigError(
+            "footprint(placement='auto') rehearses nothing: give plan=, the file that penstock plan wrote."
+        )
+    check_asked(arguments.get("placement"), plan, batch, trains=optimizer is not None)
+    request = request_for(model, **arguments | ({"placement": None} if auto else {}))
     device = device_for(model.parameters(), mesh).device
+    sharded = request.stage != 0
     if world_size is None:
-        grid = Grid.of_groups(given_groups(mesh)[0], sharded=request.stage != 0)
+        grid = Grid.of_groups(given_groups(mesh)[0], sharded=sharded)
         ranks_here = ranks_of_host()
     else:
-        grid = Grid.first_of(world_size, sharded=request.stage != 0)
+        grid = Grid.first_of(world_size, sharded=sharded)
         visible = visible_devices() if device.type != "cpu" else None
         ranks_here = min(world_size, visible.count) if visible is not None else world_size
+    if plan is not None:
+        by_hand = {name: value for name, value in arguments.items() if name != "placement"}
+        trains = optimizer is not None
+        request = request_for(model, **planned(model, taken(plan), by_hand, grid=grid, device=device, trains=trains))
     reach = reach_for(device, debug_release=request.debug_release)
     blueprint = draw_blueprint(model, optimizer, request, grid, reach)
     need = device_need(blueprint, model, grid, reach, device)

@@ -27,6 +27,7 @@ from penstock.engine.state.torn import torn_on_failure
 from penstock.engine.tracing import TraceReport, take_trace
 from penstock.engine.updates.step import StepResult
 from penstock.errors import ConfigError, EngineError
+from penstock.forecast.plan import Plan
 from penstock.kinds import GATHERED, LEAVING, KindName, Tier, parse_tier
 from penstock.machine.border import Around, crossing, ours
 from penstock.machine.council import Facts
@@ -59,12 +60,18 @@ class Optimizer(torch.optim.Optimizer):
 
     def __init__(self, optimizer: torch.optim.Optimizer, engine: Engine) -> None:
         self._engine: Engine | None = None  # torch's constructor adds the groups by methods of this one
+        self._plan: Plan | None = None
         super().__init__(optimizer.param_groups, optimizer.defaults)
         # Those that were registered before `prepare` see the steps that are made now.
         self._optimizer_step_pre_hooks = optimizer._optimizer_step_pre_hooks
         self._optimizer_step_post_hooks = optimizer._optimizer_step_post_hooks
         self._given = optimizer
         self._engine = engine
+
+    @property
+    def plan(self) -> Plan | None:
+        """What `prepare(placement="auto")` was done by: print it for a table. `None` where the placement was given."""
+        return self._plan
 
     # Training
 
@@ -211,7 +218,7 @@ class Optimizer(torch.optim.Optimizer):
                 engine.state.access.finish()
                 engine.gradients.look()
                 undo.callback(_put_back, [(group, group["params"]) for group in self.param_groups])
-                undo.callback(self._truncate_groups, len(self.param_groups))
+                undo.callback(_truncate, (self.param_groups, self._given.param_groups), len(self.param_groups))
                 self._extend_groups(engine, dict(param_group))
                 assert engine.adopter is not None
                 change = engine.adopter.plan(engine, self._given, facts)
@@ -236,10 +243,6 @@ class Optimizer(torch.optim.Optimizer):
         super().add_param_group(group)
         self._given.param_groups.append(self.param_groups[-1])
 
-    def _truncate_groups(self, count: int) -> None:
-        del self.param_groups[count:]
-        del self._given.param_groups[count:]
-
     # State
 
     @_public
@@ -254,8 +257,7 @@ class Optimizer(torch.optim.Optimizer):
         """
         engine = self._open("locations")
         rows = []
-        cells = [(cell, cell.plan.kind) for cell in engine.store.cells()]
-        cells += [(cell, LEAVING) for cell in engine.store.leaving()]
+        cells = [(c, c.plan.kind) for c in engine.store.cells()] + [(c, LEAVING) for c in engine.store.leaving()]
         for cell, kind in cells:
             plan, flies = cell.plan, kind == LEAVING or not engine.at_rest(cell.plan.unit, kind)
             rows.append(
@@ -675,6 +677,12 @@ def _put_back(params: Iterable[tuple[dict[str, Any], list[nn.Parameter]]]) -> No
     """Give param groups the parameters that they had."""
     for group, before in params:
         group["params"] = before
+
+
+def _truncate(lists: Iterable[list[dict[str, Any]]], count: int) -> None:
+    """Leave lists of param groups with the first so many."""
+    for groups in lists:
+        del groups[count:]
 
 
 def _above_zero(name: str, value: Any) -> float:

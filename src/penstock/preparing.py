@@ -1,11 +1,14 @@
 """`prepare`: validates the request, finds the ranks and the device, and has the engine built.
 
-1. Check everything that can be checked, before anything is allocated.
-2. Take ranks, a device, and streams of it.
-3. Build on them (`build.py`).
+1. Take ranks and a device; where the placement is to be planned, have the first rank choose a plan for all.
+2. Check everything that can be checked, before anything is allocated.
+3. Build on streams of the device (`build.py`).
 """
 
-from typing import Literal
+import contextlib
+import logging
+from collections.abc import Callable, Mapping
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -18,14 +21,22 @@ from penstock.config import Options, Placement
 from penstock.engine.passes.samples import BatchDim
 from penstock.engine.units.discover import UnitPolicy
 from penstock.engine.units.source import Weights
-from penstock.errors import ConfigError
+from penstock.errors import ConfigError, EngineError
+from penstock.forecast.plan import Plan
 from penstock.kinds import Overlap, Precision
 from penstock.machine.accelerator import streams_for
 from penstock.machine.border import crossing
 from penstock.machine.collectives import Ranks
 from penstock.machine.council import DEFAULT_TIMEOUT_S
 from penstock.machine.devices import check_apart, device_for, make_current, place_of
+from penstock.machine.groups import given_groups
 from penstock.optimizer import Optimizer
+from penstock.planned import PlanOrFile, asks_for_plan, check_asked, check_ranks, planned, taken
+
+_PLANS = "prepare(placement='auto')"
+#: How long ranks wait for the first one's plan, at least: it may probe the machine, and rehearse a large model.
+PATIENCE_S = 3600.0
+_logger = logging.getLogger("penstock")
 
 
 @crossing
@@ -47,6 +58,8 @@ def prepare(
     batch_dim: BatchDim = 0,
     options: Options = Options(),  # noqa: B008 - a frozen value
     weights: Weights | None = None,
+    plan: PlanOrFile | None = None,
+    batch: Callable[[], Any] | None = None,
 ) -> Optimizer:
     """Shard and place the training state of a model, and return the optimizer that trains it.
 
@@ -68,7 +81,8 @@ def prepare(
             `None`: inference.
         stage: what is sharded over ranks: 0 nothing, 1 optimizer state, 2 and gradients, 3 and parameters
             (Rajbhandari et al., "ZeRO", 2020).
-        placement: home tier of each kind of state; `None` keeps everything on the device.
+        placement: home tier of each kind of state; `None` keeps everything on the device. `"auto"` takes what `plan`
+            says, or what is planned for `batch`: the same, bit for bit, as those arguments by hand.
         precision: compute dtype. bf16 and fp16 keep an fp32 master of every trained parameter; fp16 scales the loss
             (`Options(initial_loss_scale=, dynamic_loss_scale=)`), so its backward is `optimizer.backward(loss)`.
         units: classes of the modules that are gathered together, or a predicate on (name, module); `None` takes each
@@ -101,6 +115,12 @@ def prepare(
             safetensors, tensors by name, a `StoredTensors` that makes them of files, a function from a name to its
             tensor, or `"init"` for the modules' own initialisation. The model may be on the meta device: no rank ever
             holds more than one unit and its shards.
+        plan: with `placement="auto"`: a `penstock.planner.Plan`, or the file that `penstock plan` wrote. It decides
+            `placement`, `overlap`, `unit_micro_batches` and options, which by hand may say the same, or nothing. All
+            ranks take the first one's.
+        batch: with `placement="auto"` and no plan: a function that makes one micro-batch as the model takes it, with
+            which the first rank plans for the tiers of the device and the host, while the others wait. A machine that
+            was never probed is probed first: a minute.
 
     Returns:
         A `penstock.Optimizer`, which is a `torch.optim.Optimizer` over the same param groups. For inference it has
@@ -122,26 +142,34 @@ def prepare(
     checks.check_ranks(mesh)  # raised without a meeting: the council is made of these ranks
     timeout_s = getattr(options, "timeout_s", DEFAULT_TIMEOUT_S)  # they are not checked yet
     ranks = Ranks.from_mesh(mesh, sharded=stage != 0, timeout_s=timeout_s)
+    arguments: dict[str, Any] = {
+        "stage": stage,
+        "precision": precision,
+        "units": units,
+        "max_grad_norm": max_grad_norm,
+        "grad_accumulation_dtype": grad_accumulation_dtype,
+        "reduce_dtype": reduce_dtype,
+        "overlap": overlap,
+        "master": master,
+        "unit_micro_batches": unit_micro_batches,
+        "batch_dim": batch_dim,
+        "options": options,
+        "weights": weights,
+    }
+    chosen, trains = None, optimizer is not None
     try:
+        if asks_for_plan(placement):
+            chosen = _choose(model, optimizer, arguments, ranks, mesh, plan, batch)
         # Ranks meet before each step that may fail on one of them alone: else the others would wait for it in the next
         # collective, until their timeout.
         with ranks.council.together("prepare()", ConfigError) as facts:
-            request = request_for(
-                model,
-                stage=stage,
-                placement=placement,
-                precision=precision,
-                units=units,
-                max_grad_norm=max_grad_norm,
-                grad_accumulation_dtype=grad_accumulation_dtype,
-                reduce_dtype=reduce_dtype,
-                overlap=overlap,
-                master=master,
-                unit_micro_batches=unit_micro_batches,
-                batch_dim=batch_dim,
-                options=options,
-                weights=weights,
-            )
+            if chosen is None:
+                check_asked(placement, plan, batch, trains=trains)
+                arguments["placement"] = placement
+            else:
+                device = device_for(model.parameters(), mesh).device
+                arguments = planned(model, chosen, arguments, grid=ranks.grid, device=device, trains=trains)
+            request = request_for(model, **arguments)
             choice = device_for(model.parameters(), mesh)
             place = place_of(choice)
             facts["device"] = choice.device.type
@@ -150,17 +178,63 @@ def prepare(
     except BaseException:
         ranks.close()
         raise
-    return _build_on(choice.device, model, optimizer, request, ranks)
+    return _build_on(choice.device, model, optimizer, request, ranks, chosen)
+
+
+def _choose(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None,
+    arguments: Mapping[str, Any],
+    ranks: Ranks,
+    mesh: DeviceMesh | None,
+    plan: PlanOrFile | None,
+    batch: Callable[[], Any] | None,
+) -> Plan:
+    """Give every rank the plan of the first one: its own, the one in its file, or one that it makes now. Collective."""
+    from penstock.planner.here import machine_here, plan_here  # with the solver, which a placement by hand does without
+
+    council = ranks.council
+    with council.together(_PLANS, ConfigError) as facts:
+        request = request_for(model, **arguments)  # what is wrong beside a plan is found before one is made
+        check_asked("auto", plan, batch, trains=optimizer is not None)
+        check_ranks(ranks.grid)
+        facts["plan or batch"] = "plan" if batch is None else "batch"
+        device = device_for(model.parameters(), mesh).device
+    # A council of its own: what ranks wait for elsewhere has an end after `timeout_s`, and planning may take longer.
+    patience_s = max(PATIENCE_S, request.options.timeout_s)
+    with contextlib.closing(council.another(error=EngineError, timeout_s=patience_s)) as waiting:
+        machine = None if batch is None else machine_here(device, waiting, given_groups(mesh)[0])
+        found = ""
+        with waiting.together(_PLANS, ConfigError):
+            if waiting.is_first and plan is not None:
+                found = taken(plan).to_json()
+            elif waiting.is_first:
+                assert optimizer is not None
+                assert batch is not None
+                assert machine is not None
+                size = ranks.world_size
+                made = plan_here(model, optimizer, batch, arguments, machine=machine, device=device, world_size=size)
+                found = made.to_json()
+        return Plan.from_json(waiting.share(found))
 
 
 def _build_on(
-    device: torch.device, model: nn.Module, optimizer: torch.optim.Optimizer | None, request: Request, ranks: Ranks
+    device: torch.device,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None,
+    request: Request,
+    ranks: Ranks,
+    plan: Plan | None,
 ) -> Optimizer:
     """Build on streams of a device. What fails closes ranks and streams: both have threads of their own."""
     streams = streams_for(device, debug_release=request.debug_release)
     try:
-        return build(model, optimizer, request, ranks, streams)
+        prepared = build(model, optimizer, request, ranks, streams)
     except BaseException:
         ranks.close()
         streams.close()
         raise
+    prepared._plan = plan
+    if plan is not None and ranks.council.is_first:
+        _logger.info("%s did what this plan says:\n%s", _PLANS, plan)
+    return prepared

@@ -25,13 +25,13 @@ look lose lower make map mark mask match measure meet merge mix modify move mult
 notice notify number obey observe obtain offer offload omit open order overlap overwrite pack pad page-lock parse
 part pass patch pause perform pick pin place plan poison poll pop post postpone predict prefer prefetch prepare
 prevent print probe produce propagate prove provide prune publish pull push put quantise query queue quote raise
-read rebuild recompute record recover redraw reduce reduce-scatter refer refill refuse register regroup reject
+read rebuild recompute record recover redraw reduce reduce-scatter refer refill refuse register regroup rehearse reject
 release reload remap remember remove rename render repeat replace replay report request require reserve reset
 resize resolve respond restore resume retire retrieve retry return reuse reverse revert roll round run sample save
 say scale scan scatter schedule search see select send separate serialise serve set settle shard share shift show
 shrink shut signal simulate skip sleep slice solve sort spawn speak specify split spoil spread stage start state
 step stop store stream stretch strip submit subtract sum suppress surround swap switch synchronise synchronize tag
-take talk teach tell terminate test tie touch trace track train transfer translate treat trim truncate try turn
+take talk teach tell terminate test tie time touch trace track train transfer translate treat trim truncate try turn
 uncast undo unlock unpack unpin unregister unscale update upload use validate verify view visit wait wake walk warn
 watch weigh wipe withdraw work wrap write yield zero
 """

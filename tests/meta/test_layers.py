@@ -26,7 +26,7 @@ LAYERS = (
     ("checkpoint",),
     ("engine",),
     ("accord", "checks", "optimizer", "recompute"),
-    ("blueprint", "ema", "inference"),
+    ("blueprint", "ema", "inference", "planned"),
     ("budgets",),
     ("supply",),
     ("construct",),

@@ -97,7 +97,8 @@ REFUSED: dict[str, tuple[Callable[[nn.Module], Any], str]] = {
     ),
     "auto": (
         with_(placement="auto"),
-        "placement='auto' is not available in this version. Give a penstock.Placement.",
+        "placement='auto' needs to know what it is for: give plan=, the file that penstock plan wrote, or batch=, a "
+        "function that makes one micro-batch, to rehearse it.",
     ),
     "unit_micro_batches": (
         with_(unit_micro_batches=0),

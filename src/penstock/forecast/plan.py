@@ -73,6 +73,18 @@ class Plan(Answer):
         except Exception as error:  # somebody's file: whatever is made of it
             raise planfile.naming(path, error) from error
 
+    @classmethod
+    def from_json(cls, text: str) -> Self:
+        """Make a plan of what `to_json` wrote.
+
+        Arguments:
+            text: the JSON, as from another rank.
+
+        Raises:
+            ConfigError: it says what no plan can.
+        """
+        return cls(**planfile.parse(text.encode()))
+
     def __str__(self) -> str:
         """Write the table: whether it fits, the step, and what lies where."""
         return table(self)

@@ -44,7 +44,16 @@ def read(path: str | os.PathLike[str]) -> dict[str, Any]:
         ConfigError: it is no file, is too large, is no JSON, is of another kind or version, or has a key that is
             unknown, missing or there twice; or its placement, options or reasons are refused.
     """
-    content = _parse(_read_bytes(path))
+    return parse(_read_bytes(path))
+
+
+def parse(text: bytes) -> dict[str, Any]:
+    """Read the fields of a plan from what is in its file, as `read` does.
+
+    Raises:
+        ConfigError: as for `read`.
+    """
+    content = _parse(text)
     kind, version = content.pop("penstock", None), content.pop("version", None)
     if kind != KIND:
         raise ConfigError(f"it is no plan. {_NAME_ANOTHER}")

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from penstock import Placement
 from penstock.checkpoint.beside import batches
 from penstock.checkpoint.tensorfiles import failed
 
@@ -24,6 +25,17 @@ def state_entries(model: nn.Module) -> dict[str, Any]:
     for path, module in model.named_modules(remove_duplicate=False):
         module._save_to_state_dict(entries, f"{path}." if path else "", keep_vars=True)
     return entries
+
+
+def nvme_folders(optimizer: Any, arguments: Mapping[str, Any]) -> Sequence[Path]:
+    """List the folders of the nvme tier of a prepared model, for what is large and there for a while.
+
+    Arguments:
+        optimizer: what `penstock.prepare` returned for it.
+        arguments: what `penstock.prepare` was given; a placement that was planned is the plan's.
+    """
+    placement = arguments.get("placement") if optimizer.plan is None else optimizer.plan.placement
+    return placement.nvme_folders() if isinstance(placement, Placement) else ()
 
 
 def gather_entries(

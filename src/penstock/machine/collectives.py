@@ -23,7 +23,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from penstock.errors import EngineError, PenstockError
 from penstock.machine.arena import view_apart
 from penstock.machine.council import DEFAULT_TIMEOUT_S, Council
-from penstock.machine.groups import give_back, is_alive, own_group
+from penstock.machine.groups import give_back, given_groups, is_alive, own_group
 from penstock.machine.lifetime import at_end
 from penstock.machine.reach import Grid
 from penstock.machine.streams import DONE, Event, Pending
@@ -390,18 +390,6 @@ def council_of_all(*, timeout_s: float, error: type[PenstockError]) -> Council:
     """Make the council of the ranks of the default process group, where agreeing is all that they do. Collective."""
     _, members, number = given_groups(None)
     return Council(members, number, timeout_s=timeout_s, error=error)
-
-
-def given_groups(mesh: DeviceMesh | None) -> tuple[list[dist.ProcessGroup], list[int], int]:
-    """Return the groups of a mesh, or the default one if there is one; their ranks, and this one's index among them."""
-    if mesh is not None:
-        members = mesh.mesh.flatten().tolist()
-        return list(mesh.get_all_groups()), members, members.index(dist.get_rank())
-    if dist.is_available() and dist.is_initialized():
-        default = dist.distributed_c10d._get_default_group()
-        members = dist.get_process_group_ranks(default)
-        return [default], members, members.index(dist.get_rank())
-    return [], [0], 0
 
 
 def as_bytes(tensor: Tensor) -> Tensor:

@@ -97,13 +97,19 @@ class Council:
         """Whether this rank is the one that speaks for all."""
         return self.rank == 0
 
-    def another(self, *, error: type[PenstockError], advice: str = "") -> "Council":
-        """Make a second council of the same ranks, for use by another thread. Collective.
+    def another(self, *, error: type[PenstockError], advice: str = "", timeout_s: float | None = None) -> "Council":
+        """Make a second council of the same ranks, for use by another thread, or with more patience. Collective.
 
         Two threads must not share a council: their messages would meet in an order of their own on each rank.
+
+        Arguments:
+            error: the class of the error that is raised when another member does not answer.
+            advice: a sentence that is added to the message of that error.
+            timeout_s: how long to wait for the other members, in seconds; `None`: as long as this council.
         """
         name = f"{self._name}, {len(self._others) + 1}"
-        council = Council(self.members, self.rank, timeout_s=self._timeout_s, error=error, advice=advice, name=name)
+        patience = self._timeout_s if timeout_s is None else timeout_s
+        council = Council(self.members, self.rank, timeout_s=patience, error=error, advice=advice, name=name)
         self._others.append(council)
         return council
 

@@ -14,8 +14,21 @@ from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
 from penstock.machine.lifetime import Phase, exiting
+
+
+def given_groups(mesh: DeviceMesh | None) -> tuple[list[dist.ProcessGroup], list[int], int]:
+    """Return the groups of a mesh, or the default one if there is one; their ranks, and this one's index among them."""
+    if mesh is not None:
+        members = mesh.mesh.flatten().tolist()
+        return list(mesh.get_all_groups()), members, members.index(dist.get_rank())
+    if dist.is_available() and dist.is_initialized():
+        default = dist.distributed_c10d._get_default_group()
+        members = dist.get_process_group_ranks(default)
+        return [default], members, members.index(dist.get_rank())
+    return [], [0], 0
 
 
 def own_group(given: dist.ProcessGroup, name: str) -> dist.ProcessGroup:

@@ -124,7 +124,7 @@ class _Turns:
         self._notes.turn_to(label)
 
     def submitted(self, stream: str, work: Work, after: Sequence[Event], nbytes: int, label: Label) -> NoReturn:
-        """Refuse: `VirtualStreams.submit` notes jobs."""
+        """Refuse; `VirtualStreams.submit` notes jobs."""
         raise AssertionError("jobs are noted where they are submitted")
 
 

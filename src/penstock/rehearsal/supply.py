@@ -204,11 +204,11 @@ class HollowRecords(Records):
         return self._places[number][0]
 
     def load(self, number: int, into: Tensor) -> NoReturn:
-        """Refuse: streams of a rehearsal run nothing."""
+        """Refuse; streams of a rehearsal run nothing."""
         raise AssertionError("nothing is loaded in a rehearsal")
 
     def store(self, number: int, source: Tensor) -> NoReturn:
-        """Refuse: streams of a rehearsal run nothing."""
+        """Refuse; streams of a rehearsal run nothing."""
         raise AssertionError("nothing is stored in a rehearsal")
 
     def cut(self, tile: int, start: int, plan: SectionPlan) -> "HollowRecords":

@@ -1,6 +1,7 @@
 """Arguments of `prepare` as JSON and YAML hold them."""
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,7 +10,8 @@ from torch import nn
 
 import penstock
 from penstock.errors import ConfigError
-from penstock.integrations.arguments import ByClassName, argument_names, prepare_arguments
+from penstock.integrations.arguments import ByClassName, argument_names, prepare_arguments, read_arguments
+from tests.plans import SMALL
 
 FILE = """{
   "stage": 2,
@@ -56,7 +58,20 @@ def test_values_stay_as_they_are() -> None:
     assert prepare_arguments({"placement": None, "options": None}) == {"placement": None, "options": penstock.Options()}
 
 
+def test_a_file_names_a_plan_and_prepare_does_what_that_says(tmp_path: Path) -> None:
+    plan, config = tmp_path / "plan.json", tmp_path / "penstock.yaml"
+    plan.write_text(SMALL.to_json())
+    config.write_text(f"placement: auto\nprecision: fp32\nplan: {plan}\n")
+    made = read_arguments(config)
+    assert made == {"placement": "auto", "precision": "fp32", "plan": str(plan)}
+    model = nn.Linear(8, 8)
+    optimizer = penstock.prepare(model, torch.optim.AdamW(model.parameters()), **made)
+    assert optimizer.plan == SMALL
+    optimizer.close()
+
+
 def test_every_argument_of_prepare_is_known() -> None:
+    assert {"plan", "batch"} <= set(argument_names())
     assert {"stage", "placement", "precision", "units", "max_grad_norm", "options", "weights"} <= set(argument_names())
     assert not {"model", "optimizer"} & set(argument_names())
 

@@ -1,10 +1,15 @@
 """Entries of a state dict as copies: in the dtypes of training, or of masters at their precision."""
 
+from typing import Any
+
+import pytest
 import torch
 from torch import nn
 
 import penstock
-from penstock.integrations.weights import gather_entries, state_entries
+from penstock.integrations.weights import gather_entries, nvme_folders, state_entries
+from tests.plans import small
+from tests.support import disks
 
 
 def test_masters_are_copied_in_fp32_and_others_as_they_are_trained() -> None:
@@ -19,4 +24,15 @@ def test_masters_are_copied_in_fp32_and_others_as_they_are_trained() -> None:
         is_master = name in ("0.weight", "1.bias")
         assert torch.equal(copies[name], value if is_master else value.bfloat16())
     assert gather_entries(state_entries(model), optimizer, masters=masters, keep=False) == {}
+    optimizer.close()
+
+
+@pytest.mark.parametrize("by", ["hand", "plan", "nothing"])
+def test_folders_are_those_of_the_placement_that_a_plan_has_chosen(by: str) -> None:
+    placement = penstock.Placement(optimizer="nvme", nvme_path=disks(2))
+    arguments: dict[str, Any] = {"hand": {"placement": placement}, "nothing": {}}.get(by, {"placement": "auto"})
+    chosen = {"plan": small(placement=placement)} if by == "plan" else {}
+    model = nn.Linear(8, 8)
+    optimizer = penstock.prepare(model, torch.optim.AdamW(model.parameters()), precision="fp32", **arguments, **chosen)
+    assert list(nvme_folders(optimizer, arguments)) == ([] if by == "nothing" else disks(2))
     optimizer.close()

@@ -126,8 +126,8 @@ def test_folders_are_looked_at_before_anything(tmp_path: Path, monkeypatch: pyte
         measure(folders=[tmp_path / "missing"], seconds=1, device=CPU)
 
 
-def test_an_interrupt_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    (folder,) = disks()
+def test_an_interrupt_leaves_nothing(tmp_path: Path) -> None:
+    folder = tmp_path
     before = surroundings(folder)
 
     def interrupt(what: str) -> None:

@@ -214,7 +214,9 @@ def test_in_files_tiles_go_to_all_folders_and_come_back(tmp_path: Path) -> None:
 def test_where_there_is_no_room_for_a_step_there_may_be_for_what_is_wanted(monkeypatch: pytest.MonkeyPatch) -> None:
     store = store_with()
     cuts = cuts_of(store)
-    monkeypatch.setattr("penstock.machine.arena.available_host_memory", lambda: HostMemory(3 * PAGE_BYTES, "the host has"))
+    monkeypatch.setattr(
+        "penstock.machine.arena.available_host_memory", lambda: HostMemory(3 * PAGE_BYTES, "the host has")
+    )
     cuts.take(2 * PAGE_BYTES)
     assert cuts.capacity == 2 * PAGE_BYTES
     with pytest.raises(MemoryBudgetError, match="are needed, and the host has"):

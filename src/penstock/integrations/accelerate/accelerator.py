@@ -22,7 +22,7 @@ from penstock.errors import ConfigError, EngineError
 from penstock.integrations.accelerate import pairs, saving, settings
 from penstock.integrations.accelerate.pairs import Pair, PreparedOptimizer
 from penstock.integrations.arguments import prepare_arguments
-from penstock.integrations.weights import gather_entries, state_entries
+from penstock.integrations.weights import gather_entries, nvme_folders, state_entries
 
 
 class PenstockAccelerator(Accelerator):
@@ -309,8 +309,7 @@ class PenstockAccelerator(Accelerator):
         if pair is None:
             plain: dict[str, Any] = super().get_state_dict(model, unwrap=unwrap)
             return plain
-        placement = self.arguments_of(pair.model).get("placement")
-        folders = placement.nvme_folders() if isinstance(placement, penstock.Placement) else ()
+        folders = nvme_folders(pair.handle, self.arguments_of(pair.model))
         entries = state_entries(self.unwrap_model(model) if unwrap else model)
         return gather_entries(entries, pair.handle, keep=saving.saves(self), folders=folders)
 

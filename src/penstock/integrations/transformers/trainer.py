@@ -15,14 +15,14 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch import nn
 
-from penstock import Optimizer, Placement
+from penstock import Optimizer
 from penstock.errors import CheckpointError, ConfigError
 from penstock.integrations.accelerate.settings import PRECISIONS
 from penstock.integrations.transformers import settings
 from penstock.integrations.transformers.accelerator import TrainerAccelerator
 from penstock.integrations.transformers.config import told_to_trainer
 from penstock.integrations.transformers.weights import is_empty, load_weights, saved_entries
-from penstock.integrations.weights import gather_entries
+from penstock.integrations.weights import gather_entries, nvme_folders
 
 if TYPE_CHECKING:
     from transformers import Trainer
@@ -148,12 +148,11 @@ class PenstockTrainerMixin(Trainer):
         if not self.accelerator.is_prepared(self.model):
             super().save_model(output_dir, _internal_call)
             return
-        placement = self.accelerator.prepare_arguments.get("placement")
         state = gather_entries(
             saved_entries(self.model),
             self.penstock,
             keep=self.args.should_save,
-            folders=placement.nvme_folders() if isinstance(placement, Placement) else (),
+            folders=nvme_folders(self.penstock, self.accelerator.prepare_arguments),
             masters=self._masters,
         )
         if self.args.should_save:

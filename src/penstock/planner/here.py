@@ -1,0 +1,135 @@
+"""A plan for the run that asks: for this machine as it is now, and for ranks that are here already."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from penstock.forecast.figures import Figure
+from penstock.forecast.machine import Machine
+from penstock.forecast.plan import Plan
+from penstock.machine.arena import available_host_memory
+from penstock.machine.border import theirs
+from penstock.machine.council import Council
+from penstock.machine.devices import free_device_memory, shares_host_memory
+from penstock.machine.threads import ranks_of_host
+from penstock.planner import plan
+from penstock.probe.cache import keep, recall
+from penstock.probe.collectives import measure_collectives
+from penstock.probe.fingerprint import fingerprint
+from penstock.probe.measure import measure
+from penstock.probe.sampling import Deadline
+
+SECONDS, SECONDS_OF_LINKS = 50.0, 10.0
+
+
+def machine_here(
+    device: torch.device, council: Council, groups: Sequence[dist.ProcessGroup] = (), *, seconds: float = SECONDS
+) -> Machine | None:
+    """Give this machine: as it was probed before, or probed now, which takes a minute. Collective.
+
+    The first rank measures the machine while the others wait; then all of them measure their collectives.
+
+    Arguments:
+        device: the one that computes.
+        council: the ranks, patient enough to wait for the first one.
+        groups: the process groups of the ranks, one for each dimension of their mesh.
+        seconds: how long the first rank may measure.
+
+    Returns:
+        The machine, on the first rank; `None` on the others.
+
+    Raises:
+        ConfigError, EngineError: measuring failed on the first rank, as `Council.together` says.
+    """
+    found: Machine | None = None
+    is_new = False
+    with council.together("probe"):
+        if council.is_first:
+            found = recall(fingerprint(device), Machine.read)
+            is_new = found is None or (council.size > 1 and not _knows_links(found))
+            if is_new:
+                found = _probed(device, seconds)
+    if not council.share(is_new):
+        return found
+    if council.size > 1:
+        named = {f"dimension {number}": group for number, group in enumerate(groups)}
+        links = measure_collectives(device, named, council, Deadline(SECONDS_OF_LINKS))
+        if found is not None:
+            figures = {**found.figures, **{name: Figure(*values) for name, values in links.items()}}
+            found = replace(found, figures=figures)
+    if found is not None:
+        keep(found, found.write)
+    return found
+
+
+def plan_here(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    batch: Callable[[], Any],
+    arguments: Mapping[str, Any],
+    *,
+    machine: Machine,
+    device: torch.device,
+    world_size: int,
+) -> Plan:
+    """Plan for a run that is about to be prepared on this machine, within the memory that is free on it.
+
+    Arguments:
+        model: the model; what it has on the device counts as free, since `prepare` moves it.
+        optimizer: its optimizer.
+        batch: makes one micro-batch. It is called on the user's side, and random numbers are afterwards as before.
+        arguments: other arguments of `prepare`, without a placement.
+        machine: this one.
+        device: the one that computes.
+        world_size: how many ranks there are.
+
+    Raises:
+        ConfigError: as for `plan`.
+    """
+    local = ranks_of_host()
+    # A launcher that does not say how many ranks a host has has started all of them on one.
+    hosts = world_size // local if 1 < local < world_size and world_size % local == 0 else 1
+    ranks = world_size // hosts
+    device_bytes, host_bytes = _free_bytes(model, arguments, device, ranks)
+    devices = [] if device.type == "cpu" else [device]
+    kind = "cuda" if device.type == "cpu" else device.type  # of no devices: torch wants to know it all the same
+    with theirs(), torch.random.fork_rng(devices, device_type=kind):
+        return plan(
+            model,
+            optimizer,
+            batch,
+            machine=machine.replace(devices=ranks),  # several ranks may have one cpu, and are on one host all the same
+            device_bytes=device_bytes,
+            host_bytes=host_bytes,
+            world_size=world_size,
+            hosts=hosts,
+            **arguments,
+        )
+
+
+def _probed(device: torch.device, seconds: float) -> Machine:
+    """Measure this machine, without its collectives."""
+    name, kind, measured, found = measure(device=device, seconds=seconds, groups={})
+    return Machine(name, kind, {each: Figure(*values) for each, values in measured.items()}, found, probed=True)
+
+
+def _knows_links(machine: Machine) -> bool:
+    return machine.has("link_bandwidth") or machine.has("net_bandwidth")
+
+
+def _free_bytes(
+    model: nn.Module, arguments: Mapping[str, Any], device: torch.device, ranks: int
+) -> tuple[int | None, int | None]:
+    """Say what a rank can have of its device, and all ranks of a host of its memory; `None` where nobody knows."""
+    own = {id(tensor): tensor.nbytes for tensor in [*model.parameters(), *model.buffers()] if tensor.device == device}
+    host = available_host_memory()
+    if shares_host_memory(device):
+        return None, None if host is None else host.nbytes + ranks * sum(own.values())
+    free = free_device_memory(device)
+    budget = getattr(arguments.get("options"), "device_bytes", None)
+    known = [nbytes for nbytes in (None if free is None else free + sum(own.values()), budget) if nbytes is not None]
+    return min(known, default=None), None if host is None else host.nbytes

@@ -1,0 +1,141 @@
+"""`prepare(placement="auto")` on two ranks: all take the first one's plan, and stop where that one fails."""
+
+import os
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import penstock
+from penstock.config import Options, Placement
+from penstock.errors import PenstockError
+from penstock.forecast.figures import Figure
+from penstock.forecast.machine import Machine
+from penstock.forecast.plan import Plan
+from penstock.planner import here
+from penstock.probe.fingerprint import fingerprint
+from tests.plans import small
+from tests.support import run_ranks
+
+OTHER = Placement(optimizer="cpu")
+TILES = Options(tile_bytes=1 << 14)
+
+
+def plan(placement: Placement) -> Plan:
+    return small(placement=placement, world_size=2)
+
+
+def prepare(**arguments: Any) -> tuple[torch.nn.Module, penstock.Optimizer]:
+    torch.manual_seed(3)
+    model = torch.nn.Sequential(*(torch.nn.Linear(32, 32) for _ in range(3)))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    return model, penstock.prepare(model, optimizer, precision="fp32", **arguments)
+
+
+def trained(**arguments: Any) -> tuple[str | None, list[torch.Tensor]]:
+    """The plan, and the parameters after two steps."""
+    model, optimizer = prepare(**arguments)
+    for _ in range(2):
+        optimizer.backward(model(torch.ones(2, 32)).square().mean())
+        optimizer.step()
+    values = [optimizer.full_param(parameter) for parameter in model.parameters()]
+    optimizer.close()
+    return None if optimizer.plan is None else optimizer.plan.to_json(), values
+
+
+def refused(**arguments: Any) -> str:
+    try:
+        prepare(**arguments)[1].close()
+    except PenstockError as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def probe_before(rank: int, folder: Path) -> None:
+    """Leave what this machine would be found to do in the cache, links and all."""
+    os.environ["XDG_CACHE_HOME"] = str(folder / f"cache of {rank}")
+    if rank == 0:  # the other one is not asked
+        known = Machine.read("cpu-laptop")
+        links = {name: Figure(value, value, value, "made up") for name, value in LINKS.items()}
+        figures = {name: figure for name, figure in known.figures.items() if not name.startswith(("disk", "folders"))}
+        found = replace(known, figures={**figures, **links}, fingerprint=fingerprint(torch.device("cpu")), probed=True)
+        here.keep(found, found.write)
+
+
+LINKS = {"link_bandwidth": 1e9, "link_seconds": 1e-4}
+
+
+def work(rank: int, folder: Path) -> dict[str, Any]:
+    probe_before(rank, folder)
+    mine, broken = folder / f"{rank}.json", folder / f"broken {rank}.json"
+    mine.write_text(plan(OTHER if rank == 0 else Placement()).to_json())
+    broken.write_text("{" if rank == 0 else plan(OTHER).to_json())
+    batches: list[int] = []
+
+    def batch() -> torch.Tensor:
+        batches.append(rank)
+        if len(batches) > 1 and rank == 0 and fails:
+            raise ValueError("no data")
+        return torch.randn(2, 32)
+
+    fails = False
+    found: dict[str, Any] = {
+        "by hand": trained(placement=OTHER, overlap="forward", options=TILES),
+        "files": trained(placement="auto", plan=mine),
+        "batch": trained(placement="auto", batch=batch),
+        "batches": list(batches),
+        "broken": refused(placement="auto", plan=broken),
+        "one rank alone": refused(placement="auto" if rank == 0 else None, plan=mine if rank == 0 else None),
+        "one has a batch": refused(placement="auto", **({"plan": mine} if rank == 0 else {"batch": batch})),
+    }
+    fails = True
+    batches[:] = [rank]
+    found["failing batch"] = refused(placement="auto", batch=batch)
+    found["after all"] = trained(placement="auto", plan=mine)[0]
+    return found
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    return run_ranks(work, 2, tmp_path_factory.mktemp("plans"))
+
+
+def test_where_files_differ_all_take_the_first_ranks(ranks) -> None:
+    assert [found["files"][0] for found in ranks] == [plan(OTHER).to_json()] * 2
+    assert [found["by hand"][0] for found in ranks] == [None, None]
+
+
+def test_what_comes_of_it_is_what_arguments_by_hand_give(ranks) -> None:
+    for found in ranks:
+        for value, by_hand in zip(found["files"][1], found["by hand"][1], strict=True):
+            assert torch.equal(value, by_hand)
+
+
+def test_the_first_rank_plans_for_all(ranks) -> None:
+    one, other = ranks
+    assert one["batch"][0] == other["batch"][0]
+    assert '"world_size": 2' in one["batch"][0]
+    assert set(one["batches"]) == {0}
+    assert other["batches"] == []
+
+
+def test_what_fails_on_the_first_rank_is_refused_on_all(ranks) -> None:
+    one, other = ranks
+    assert one["broken"].startswith("ConfigError: ")
+    assert "broken 0.json: it is no JSON" in one["broken"]
+    assert other["broken"].startswith("EngineError: Rank 0 of 2 failed in prepare(placement='auto'), and this one")
+    assert "broken 0.json: it is no JSON" in other["broken"]
+    assert "no data" in one["failing batch"]
+    assert "no data" in other["failing batch"]
+
+
+def test_ranks_that_ask_for_different_things_are_told(ranks) -> None:
+    for found in ranks:
+        assert "Ranks are out of step" in found["one rank alone"]
+        assert 'Ranks differ in plan or batch: rank 0: "plan"; rank 1: "batch".' in found["one has a batch"]
+
+
+def test_a_refusal_leaves_nothing_behind(ranks) -> None:
+    assert [found["after all"] for found in ranks] == [plan(OTHER).to_json()] * 2

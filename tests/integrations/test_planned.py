@@ -1,0 +1,118 @@
+"""A plan goes through accelerate, Trainer and Lightning to `prepare`: the same run as with its arguments by hand."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from accelerate.state import PartialState
+from torch import Tensor, nn
+from transformers import Trainer
+
+from penstock import Options, Placement, preparing
+from penstock.errors import ConfigError
+from penstock.integrations.accelerate import PenstockAccelerator
+from penstock.integrations.lightning import PenstockStrategy
+from penstock.integrations.transformers import trainer_class
+from tests.integrations import lightning_cases, trainers
+from tests.plans import SMALL, small
+
+BY_HAND: dict[str, Any] = {
+    "placement": SMALL.placement,
+    "overlap": SMALL.overlap,
+    "options": SMALL.options,
+    "precision": "fp32",
+}
+
+
+@pytest.fixture
+def plan(tmp_path: Path) -> str:
+    file = tmp_path / "plan.json"
+    file.write_text(SMALL.to_json())
+    return str(file)
+
+
+def accelerated(arguments: dict[str, Any]) -> tuple[list[Tensor], Any]:
+    torch.manual_seed(2)
+    PartialState._reset_state()
+    model = nn.Sequential(nn.Linear(8, 32), nn.Linear(32, 1))
+    accelerator = PenstockAccelerator(penstock=arguments, cpu=True)
+    model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-2))
+    for _ in range(2):
+        accelerator.backward(model(torch.ones(4, 8)).square().mean())
+        optimizer.step()
+        optimizer.zero_grad()
+    handle = accelerator.optimizer_of(model)
+    values = [handle.full_param(parameter) for parameter in model.parameters()]
+    chosen = handle.plan
+    accelerator.end_training()
+    return values, chosen
+
+
+def test_accelerate_does_what_a_plan_says(plan) -> None:
+    by_plan, chosen = accelerated({"placement": "auto", "plan": plan, "precision": "fp32"})
+    by_hand, nothing = accelerated(BY_HAND)
+    assert chosen == SMALL
+    assert nothing is None
+    for ours, theirs in zip(by_plan, by_hand, strict=True):
+        assert torch.equal(ours, theirs)
+
+
+def trained(out: Path, prepare: dict[str, Any], **where: Any) -> Any:
+    kind = trainer_class(Trainer, **prepare, **where)
+    args = trainers.arguments(out, max_steps=2)
+    run = kind(model=trainers.llama(), args=args, train_dataset=trainers.rows())
+    run.train()
+    return run
+
+
+@pytest.mark.parametrize("suffix", ["json", "yaml"])
+def test_a_file_of_trainers_arguments_names_a_plan(suffix: str, plan: str, tmp_path: Path) -> None:
+    config = tmp_path / f"penstock.{suffix}"
+    texts = {
+        "json": f'{{"placement": "auto", "plan": "{plan}"}}',
+        "yaml": f"placement: auto\nplan: {plan}\n",
+    }
+    config.write_text(texts[suffix])
+    by_plan = trained(tmp_path / "plan", {}, config=config)
+    by_hand = trained(tmp_path / "hand", BY_HAND)
+    assert by_plan.penstock.plan == SMALL
+    assert trainers.history(by_plan) == trainers.history(by_hand)
+    theirs = trainers.weights(by_hand)
+    for name, value in trainers.weights(by_plan).items():
+        assert torch.equal(value, theirs[name])
+
+
+def test_a_trainer_saves_a_model_whose_folders_are_a_plans(tmp_path: Path) -> None:
+    placed = small(placement=Placement(optimizer="nvme", nvme_path=str(tmp_path)), options=Options())
+    run = trained(tmp_path / "out", {"placement": "auto", "plan": placed})
+    run.save_model(str(tmp_path / "saved"))
+    assert (tmp_path / "saved" / "model.safetensors").exists()
+
+
+def test_a_plan_that_recomputes_says_how_to_tell_a_model_of_transformers(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"Call model\.gradient_checkpointing_enable\(\) before prepare\(\)"):
+        trained(tmp_path / "out", {"placement": "auto", "plan": small(recompute=True)})
+    model = trainers.llama()
+    model.gradient_checkpointing_enable()
+    kind = trainer_class(Trainer, placement="auto", plan=small(recompute=True))
+    run = kind(model=model, args=trainers.arguments(tmp_path, max_steps=1), train_dataset=trainers.rows())
+    run.train()
+    assert run.penstock.plan.recompute
+
+
+def test_lightning_does_what_a_plan_says(plan, monkeypatch: pytest.MonkeyPatch) -> None:
+    plans, build = [], preparing._build_on
+    monkeypatch.setattr(preparing, "_build_on", lambda *given: (plans.append(given[-1]), build(*given))[1])
+    by_hand = {name: value for name, value in BY_HAND.items() if name != "precision"}
+    found = []
+    for arguments in ({"placement": "auto", "plan": plan}, by_hand):
+        module = lightning_cases.made()
+        seen = lightning_cases.fit(module, PenstockStrategy(**arguments), max_epochs=1)
+        found.append((seen.loss, seen.grad_norm, lightning_cases.weights(module)))
+    assert plans == [SMALL, None]
+    (loss, norm, ours), (other_loss, other_norm, theirs) = found
+    assert (loss, norm) == (other_loss, other_norm)
+    assert ours.keys() == theirs.keys()
+    for name, value in ours.items():
+        assert torch.equal(value, theirs[name])
