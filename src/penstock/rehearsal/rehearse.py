@@ -23,6 +23,7 @@ from penstock.machine.border import theirs
 from penstock.machine.reach import Grid
 from penstock.recompute import recomputes, tell
 from penstock.rehearsal.doubles import double, double_optimizer
+from penstock.rehearsal.memory import BLOCK_BYTES, rounded
 from penstock.rehearsal.notes import NotedMemory, Notes
 from penstock.rehearsal.ranks import VirtualRanks
 from penstock.rehearsal.rehearsed import Recipe, Rehearsed
@@ -31,6 +32,7 @@ from penstock.rehearsal.supply import Imagined
 from penstock.rules.imagined import noting
 
 FORWARD, BACKWARD, STEP = "forward", "backward", "step"
+_SMALL_OF_A_UNIT = 3  # what a parameter is while it is not there, an empty one, and the norms of the gradient
 STEPS = 2  # the first one teaches the order of units; the second one has the updates of the first beside it
 
 
@@ -107,12 +109,17 @@ def rehearse(scene: Scene, request: Request, *, steps: int = STEPS) -> Rehearsal
     with contextlib.ExitStack() as closing:
         for side in sides:
             closing.enter_context(side)  # type: ignore[arg-type]
-        seen = Rehearsed(notes.op, module=notes.where, share=scene.share, memory=NotedMemory(notes))
+        memory = NotedMemory(notes)
+        seen = Rehearsed(notes.op, module=notes.where, share=scene.share, memory=memory)
         blueprint = draw_blueprint(model, optimizer, request, scene.grid, streams.reach)
         rule = blueprint.rule.name
         prepared = build(model, optimizer, request, ranks, streams, supply)
         closing.callback(prepared.close, keep_params=False)
         notes.begin()
+        for buffer in model.buffers():  # they go to the device as they are
+            memory.follow(buffer)
+        if scene.back_end == "accelerator":
+            notes.add(Tier.DEVICE, _SMALL_OF_A_UNIT * BLOCK_BYTES * len(blueprint.units))
         notes.forget_peak()
         rests = notes.bytes_on(Tier.DEVICE)
         try:
@@ -151,8 +158,10 @@ def _step(prepared: Any, model: nn.Module, batch: Iterable[Any], notes: Notes, s
 
 
 def _pass(prepared: Any, model: nn.Module, inputs: Any, notes: Notes) -> None:
-    """Run a forward and its backward."""
+    """Run a forward and its backward. Of micro-batches, one at a time is on the device."""
     notes.enter(FORWARD)
+    given = sum(rounded(value.nbytes) for value in tree_iter(inputs) if isinstance(value, Tensor))
+    notes.add(Tier.DEVICE, given)
     if isinstance(inputs, Mapping):
         output = model(**inputs)
     elif isinstance(inputs, list | tuple):
@@ -162,6 +171,7 @@ def _pass(prepared: Any, model: nn.Module, inputs: Any, notes: Notes) -> None:
     loss = loss_of(output)
     notes.enter(BACKWARD)
     prepared.backward(loss)
+    notes.add(Tier.DEVICE, -given)
 
 
 def loss_of(output: Any) -> Tensor:
