@@ -103,9 +103,11 @@ def run_really(
     ranks: Ranks | None = None,
     micro_batches: int = 1,
     loss_of: Callable[[Any], torch.Tensor],
+    when_built: Callable[[], object] = lambda: None,
 ) -> tuple[list[Noted], penstock.Optimizer]:
     """Run some steps of the engine, and note what it submits. The caller closes."""
     prepared = build(model, optimizer, request, ranks or Ranks(), streams)
+    when_built()
     witness = Witness(on_host=streams.computes_on_host)
     streams.recorder = witness
     for _ in range(STEPS):
