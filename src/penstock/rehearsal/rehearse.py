@@ -108,7 +108,7 @@ def rehearse(scene: Scene, request: Request, *, steps: int = STEPS) -> Rehearsal
     sides = theirs(), torch.inference_mode(False), torch.enable_grad(), torch.random.fork_rng(devices=[])
     with contextlib.ExitStack() as closing:
         for side in sides:
-            closing.enter_context(side)  # type: ignore[arg-type]
+            closing.enter_context(side)
         memory = NotedMemory(notes)
         seen = Rehearsed(notes.op, module=notes.where, share=scene.share, memory=memory)
         blueprint = draw_blueprint(model, optimizer, request, scene.grid, streams.reach)
@@ -129,9 +129,11 @@ def rehearse(scene: Scene, request: Request, *, steps: int = STEPS) -> Rehearsal
         except PenstockError:
             raise
         except Exception as error:  # it is somebody else's code
+            unit = notes.where()
+            where = f" in module {unit!r}" if unit else ""
             raise ConfigError(
-                f"{type(scene.model).__name__} cannot be rehearsed: {one_line(error)}. Check that it runs on such a "
-                "batch; `penstock plan --measure` runs two real steps instead."
+                f"{type(scene.model).__name__} cannot be rehearsed{where}: {one_line(error)}. Check that it runs on "
+                "such a batch; `penstock plan --measure` runs two real steps instead."
             ) from error
         program = notes.program(rule=rule, world_size=scene.grid.world_size, tokens=_tokens(batch))
     gc.collect()  # graphs refer to the engine that they were made in
@@ -168,13 +170,13 @@ def _pass(prepared: Any, model: nn.Module, inputs: Any, notes: Notes) -> None:
         output = model(*inputs)
     else:
         output = model(inputs)
-    loss = loss_of(output)
+    loss = loss_of(output, type(model).__name__)
     notes.enter(BACKWARD)
     prepared.backward(loss)
     notes.add(Tier.DEVICE, -given)
 
 
-def loss_of(output: Any) -> Tensor:
+def loss_of(output: Any, model: str = "the model") -> Tensor:
     """Find the loss in what a model returned, or make one of it.
 
     That is its `loss`, or what it returned if that is one number, else the mean of all floating-point tensors in it.
@@ -183,12 +185,14 @@ def loss_of(output: Any) -> Tensor:
         ConfigError: there is nothing that a backward could begin with.
     """
     named = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
-    if isinstance(named, Tensor):
+    if isinstance(named, Tensor) and named.requires_grad:
         return named
+    if isinstance(named, Tensor):
+        raise ConfigError(f"The loss that {model} returned requires no gradient. Train some of its parameters.")
     tensors = [value for value in tree_iter(output) if isinstance(value, Tensor) and value.requires_grad]
     if not tensors:
         raise ConfigError(
-            "What the model returned has no loss and no tensor that requires a gradient. Give it labels in the batch, "
+            f"What {model} returned has no loss and no tensor that requires a gradient. Give it labels in the batch, "
             "or train some of its parameters."
         )
     return sum((value.float().mean() for value in tensors[1:]), tensors[0].float().mean())
@@ -197,9 +201,16 @@ def loss_of(output: Any) -> Tensor:
 def _made(batch: Callable[[], Any]) -> Any:
     """Ask the user's function for a micro-batch."""
     try:
-        return batch()
+        made = batch()
     except Exception as error:  # it is somebody else's code
-        raise ConfigError(f"batch() failed: {one_line(error)}.") from error
+        raise ConfigError(f"batch() failed: {one_line(error)}. Call it by itself to see where.") from error
+    take = "Have it return what the model takes: keyword arguments by name, a tuple, or one tensor."
+    if not any(isinstance(value, Tensor) for value in tree_iter(dict(made) if isinstance(made, Mapping) else made)):
+        raise ConfigError(f"batch() made a {type(made).__name__} without a tensor in it. {take}")
+    wrong = [key for key in made if not isinstance(key, str)] if isinstance(made, Mapping) else []
+    if wrong:
+        raise ConfigError(f"batch() made a {type(made).__name__} with the key {wrong[0]!r}, which is no name. {take}")
+    return made
 
 
 def _on_cpu(inputs: Any) -> Any:
