@@ -102,7 +102,7 @@ def plan_here(
             model,
             optimizer,
             batch,
-            machine=machine.replace(devices=ranks),  # several ranks may have one cpu, and are on one host all the same
+            machine=machine,
             device_bytes=device_bytes,
             host_bytes=host_bytes,
             world_size=world_size,

@@ -119,6 +119,7 @@ def ask(
         batch,
         micro_batches=micro_batches,
         grid=Grid.first_of(world_size, sharded=sharded),
+        hosts=hosts,
         back_end=back_end,
         pinnable_bytes=_pinnable(machine, world_size // hosts),
         share=expert_share,
