@@ -21,6 +21,7 @@ from penstock.forecast.answer import Lack
 from penstock.forecast.machine import Machine
 from penstock.forecast.plan import Plan, model_fingerprint
 from penstock.machine.arena import HostMemory
+from penstock.machine.council import Council
 from penstock.planner import here
 from penstock.planner.here import plan_here
 from penstock.probe.fingerprint import fingerprint
@@ -268,6 +269,19 @@ class TestWithABatch:
         plan_here(model, adamw(model), net, {"options": options}, machine=machine, device=CPU, world_size=1)
         assert (asked[0]["device_bytes"], asked[0]["host_bytes"]) == limits
         assert asked[0]["options"] == options
+
+    @pytest.mark.parametrize(("timeout_s", "patience_s"), [(5.0, preparing.PATIENCE_S), (9000.0, 9000.0)])
+    def test_ranks_wait_longer_for_a_plan_than_for_each_other(self, timeout_s, patience_s, monkeypatch):
+        waits: list[float | None] = []
+        another = Council.another
+
+        def noted(self: Council, *, timeout_s: float | None = None, **rest: Any) -> Council:
+            waits.append(timeout_s)
+            return another(self, timeout_s=timeout_s, **rest)
+
+        monkeypatch.setattr(Council, "another", noted)
+        prepare(plan=plan(), options=Options(timeout_s=timeout_s)).close()
+        assert waits[0] == patience_s
 
     def test_a_failing_batch_is_said(self, laptop, nothing_built):
         def batch() -> torch.Tensor:

@@ -1,6 +1,5 @@
 """What is asked of the planner: a model, an optimizer and a batch on a machine, within limits."""
 
-import inspect
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -140,7 +139,7 @@ def made(model: nn.Module | Callable[[], nn.Module]) -> nn.Module:
     if isinstance(model, nn.Module):
         return model
     given: Any = model
-    if not callable(given) or inspect.isclass(given):
+    if not callable(given):
         raise ConfigError(f"model is a {type(model).__name__}. Give a module, or a function that makes one.")
     try:
         with torch.device("meta"):

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
+from penstock.blueprint import Request
 from penstock.config import Placement
 from penstock.errors import ConfigError, PenstockError, one_line
 from penstock.forecast.candidates import Choice
@@ -21,7 +22,7 @@ from penstock.kinds import TierName
 from penstock.machine.devices import device_for
 from penstock.planner.question import Question
 from penstock.rehearsal.measured import time_ops
-from penstock.rehearsal.rehearse import Rehearsal, rehearse
+from penstock.rehearsal.rehearse import Rehearsal, Scene, rehearse
 from penstock.trace import Timeline, to_chrome
 
 
@@ -74,9 +75,7 @@ class Trials:
             request = question.request(
                 placement, streamed=choice.streamed, unit_micro_batches=choice.unit_micro_batches
             )
-            rehearsal = rehearse(replace(question.scene, recompute=choice.recompute), request)
-            if self._measures:
-                self._time_ops(rehearsal)
+            rehearsal = self._rehearse(replace(question.scene, recompute=choice.recompute), request)
             self._found[key] = Trial(
                 placement,
                 choice,
@@ -110,6 +109,17 @@ class Trials:
         key = id(rehearsal)
         timings = self._timings.setdefault(key, Timings(rehearsal.program))
         return timings.on(machine_costs(machine, measured=self._measured))
+
+    def _rehearse(self, scene: Scene, request: Request) -> Rehearsal:
+        """Rehearse; where operations are measured, time them, and run for real what cannot be rehearsed without."""
+        if not self._measures:
+            return rehearse(scene, request)
+        try:
+            rehearsal = rehearse(scene, request)
+        except ConfigError:
+            rehearsal = rehearse(replace(scene, performs=True), request)
+        self._time_ops(rehearsal)
+        return rehearsal
 
     def _time_ops(self, rehearsal: Rehearsal) -> None:
         """Run what was not timed yet, once, on the device that is here."""

@@ -24,6 +24,7 @@ from penstock.machine.reach import Grid
 from penstock.recompute import recomputes, tell
 from penstock.rehearsal.doubles import double, double_optimizer
 from penstock.rehearsal.notes import NotedMemory, Notes
+from penstock.rehearsal.performed import Performed, random_values
 from penstock.rehearsal.ranks import VirtualRanks
 from penstock.rehearsal.rehearsed import Recipe, Rehearsed
 from penstock.rehearsal.streams import VirtualStreams
@@ -49,6 +50,7 @@ class Scene:
         pinnable_bytes: how much host memory can be pinned; `None` sets no limit.
         share: the part of the tokens that each expert gets, where a model chooses; `None` for equal parts.
         recompute: whether the model is told to compute activations again in backward, beside what it does already.
+        performs: whether operations run for real, on random parameters: for control flow that depends on values.
     """
 
     model: nn.Module
@@ -61,6 +63,7 @@ class Scene:
     pinnable_bytes: int | None = None
     share: float | None = None
     recompute: bool = False
+    performs: bool = False
 
 
 @dataclass(frozen=True)
@@ -101,15 +104,16 @@ def rehearse(scene: Scene, request: Request, *, steps: int = STEPS) -> Rehearsal
     batch = [_on_cpu(_made(scene.batch)) for _ in range(scene.micro_batches)]
     # Threads of updates would have nothing to do.
     request = replace(request, weights=None, options=replace(request.options, update_threads=1))
-    streams = VirtualStreams(notes, debug_release=request.debug_release)
+    fill = random_values if scene.performs else None
+    streams = VirtualStreams(notes, debug_release=request.debug_release, fill=fill)
     ranks = VirtualRanks(scene.grid, notes)
-    supply = Imagined(notes, scene.pinnable_bytes)
+    supply = Imagined(notes, scene.pinnable_bytes, fill)
     # People's code runs on their side, with gradients, wherever this is called.
     sides = theirs(), torch.inference_mode(False), torch.enable_grad(), torch.random.fork_rng(devices=[])
     with contextlib.ExitStack() as closing:
         for side in sides:
             closing.enter_context(side)
-        seen = Rehearsed(notes.op, module=notes.where, share=scene.share, memory=NotedMemory(notes))
+        seen = _mode(scene, notes)
         blueprint = draw_blueprint(model, optimizer, request, scene.grid, streams.reach)
         rule = blueprint.rule.name
         prepared = build(model, optimizer, request, ranks, streams, supply)
@@ -137,7 +141,16 @@ def rehearse(scene: Scene, request: Request, *, steps: int = STEPS) -> Rehearsal
     )
 
 
-def _step(prepared: Any, model: nn.Module, batch: Iterable[Any], notes: Notes, seen: Rehearsed) -> None:
+def _mode(scene: Scene, notes: Notes) -> Rehearsed | Performed:
+    """Make what sees every operation."""
+    memory = NotedMemory(notes)
+    if scene.performs:
+        torch.manual_seed(0)
+        return Performed(notes.op, memory)
+    return Rehearsed(notes.op, module=notes.where, share=scene.share, memory=memory)
+
+
+def _step(prepared: Any, model: nn.Module, batch: Iterable[Any], notes: Notes, seen: Rehearsed | Performed) -> None:
     """Run one step of some micro-batches."""
     *others, last = batch
     with noting(notes.touch):

@@ -30,13 +30,17 @@ class VirtualStreams(Streams):
     Arguments:
         notes: take what is submitted and waited for.
         debug_release: whether units are released also where compute reads them in place.
+        fill: gives a buffer that gets its memory values; `None` where nobody reads them.
     """
 
-    def __init__(self, notes: Notes, *, debug_release: bool = False) -> None:
+    def __init__(
+        self, notes: Notes, *, debug_release: bool = False, fill: Callable[[Tensor], None] | None = None
+    ) -> None:
         super().__init__(torch.device("cpu"))
         self.aliases_host = notes.back_end == "inline" and not debug_release
         self.reads_in_place = not debug_release
         self._notes = notes
+        self._fill = fill
         self.recorder = _Turns(notes)  # compute is told apart by unit, as in a trace
 
     @property
@@ -89,12 +93,16 @@ class VirtualStreams(Streams):
         before = buffer.untyped_storage().nbytes()
         super().lease(buffer)
         self._notes.add(Tier.DEVICE, buffer.untyped_storage().nbytes() - before)
+        if self._fill is not None and not before:
+            with _disable_current_modes():
+                self._fill(buffer)
 
     def make_buffer(self, numel: int, dtype: torch.dtype) -> Tensor:
         """Make a flat buffer with memory."""
         with _disable_current_modes():  # of memory that can be taken and given back
             buffer = super().make_buffer(numel, dtype)
-        mark(buffer)
+        if self._fill is None:
+            mark(buffer)
         self._notes.add(Tier.DEVICE, buffer.nbytes)
         return buffer
 

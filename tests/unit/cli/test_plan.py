@@ -283,6 +283,17 @@ def test_folders_need_figures_of_disks(
     assert [seen["precision"] for seen in asked] == ["fp32"]
 
 
+def test_a_figure_that_is_missed_is_stated_by_its_option(
+    penstock_command: Callable[..., Any], config_folder: str, tmp_path: Path
+) -> None:
+    machine = Machine.read("cpu-laptop")
+    figures = {name: figure for name, figure in machine.figures.items() if name != "host_memory"}
+    Machine("bare", "cpu", figures).write(tmp_path / "bare.json")
+    outcome = penstock_command("plan", "--model", config_folder, "--batch", "2x16", "--machine", "bare.json")
+    assert outcome.err.startswith("penstock: error: The machine 'bare' has no figure host_memory")
+    assert outcome.err.endswith("or state it: --what-if host_memory=NUMBER.\n")
+
+
 def test_this_machine_is_probed_where_none_is_named(
     penstock_command: Callable[..., Any],
     monkeypatch: pytest.MonkeyPatch,
