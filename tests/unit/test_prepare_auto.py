@@ -1,6 +1,7 @@
 """`prepare(placement="auto")`: what it is done by, what it refuses, and that it asks for what arguments by hand do."""
 
 import logging
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -123,6 +124,11 @@ class TestWithAPlan:
         assert {row.tier for row in optimizer.locations().rows} == {"device", "cpu"}
         optimizer.close()
         by_hand.close()
+
+    def test_a_plan_is_done_without_the_solver(self, monkeypatch):
+        for name in ("highspy", "penstock.planner", "penstock.planner.here"):
+            monkeypatch.setitem(sys.modules, name, None)  # to import it fails
+        prepare(plan=plan()).close()
 
     def test_options_that_no_plan_decides_stay_the_users(self, requests):
         prepare(plan=plan(), options=Options(max_skipped_steps=3)).close()
