@@ -210,6 +210,11 @@ REFUSED: dict[str, tuple[Callable[[], dict[str, Any]], str]] = {
         "The plan has the model compute activations again in backward. Nothing tells whether this Sequential does: "
         "wrap its blocks with torch.utils.checkpoint, and say so by its attribute gradient_checkpointing = True",
     ),
+    "folders that nobody named": (
+        lambda: {"plan": plan(placement=Placement(optimizer="nvme", nvme_path=("nvme0", "nvme1")))},
+        "The plan was made without names of folders, and nvme0, nvme1 stand for 2 of them. Plan again with penstock "
+        "plan --folders, or name them as placement.nvme_path in the plan.",
+    ),
     "a value beside": (lambda: {"plan": "/nowhere", "precision": "fp8"}, "precision='fp8': use one of"),
 }
 
