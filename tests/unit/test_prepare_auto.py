@@ -1,6 +1,7 @@
 """`prepare(placement="auto")`: what it is done by, what it refuses, and that it asks for what arguments by hand do."""
 
 import logging
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -124,6 +125,11 @@ class TestWithAPlan:
         optimizer.close()
         by_hand.close()
 
+    def test_a_plan_is_done_without_the_solver(self, monkeypatch):
+        for name in ("highspy", "penstock.planner", "penstock.planner.here"):
+            monkeypatch.setitem(sys.modules, name, None)  # to import it fails
+        prepare(plan=plan()).close()
+
     def test_options_that_no_plan_decides_stay_the_users(self, requests):
         prepare(plan=plan(), options=Options(max_skipped_steps=3)).close()
         assert requests[0].options == replace(TILES, max_skipped_steps=3)
@@ -203,6 +209,11 @@ REFUSED: dict[str, tuple[Callable[[], dict[str, Any]], str]] = {
         lambda: {"plan": plan(recompute=True)},
         "The plan has the model compute activations again in backward. Nothing tells whether this Sequential does: "
         "wrap its blocks with torch.utils.checkpoint, and say so by its attribute gradient_checkpointing = True",
+    ),
+    "folders that nobody named": (
+        lambda: {"plan": plan(placement=Placement(optimizer="nvme", nvme_path=("nvme0", "nvme1")))},
+        "The plan was made without names of folders, and nvme0, nvme1 stand for 2 of them. Plan again with penstock "
+        "plan --folders, or name them as placement.nvme_path in the plan.",
     ),
     "a value beside": (lambda: {"plan": "/nowhere", "precision": "fp8"}, "precision='fp8': use one of"),
 }

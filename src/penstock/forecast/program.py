@@ -121,6 +121,7 @@ class Program:
         peak_bytes: by tier ("device", "cpu", "nvme"), the most bytes that were there at once.
         rule: the rule of the optimizer, as checkpoints call it: "adamw".
         world_size: how many ranks there are.
+        hosts: on how many hosts they are, as many on each; 0 where nobody says it.
         tokens: elements of the batch's first tensor of integers, of one rank and step; 0 where there is none.
     """
 
@@ -134,4 +135,5 @@ class Program:
     peak_bytes: Mapping[str, int]
     rule: str = ""
     world_size: int = 1
+    hosts: int = 0
     tokens: int = 0

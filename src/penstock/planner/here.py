@@ -15,7 +15,7 @@ from penstock.machine.arena import available_host_memory
 from penstock.machine.border import theirs
 from penstock.machine.council import Council
 from penstock.machine.devices import free_device_memory, shares_host_memory
-from penstock.machine.threads import ranks_of_host
+from penstock.machine.threads import hosts_of
 from penstock.planner import plan
 from penstock.probe.cache import keep, recall
 from penstock.probe.collectives import measure_collectives
@@ -90,11 +90,8 @@ def plan_here(
     Raises:
         ConfigError: as for `plan`.
     """
-    local = ranks_of_host()
-    # A launcher that does not say how many ranks a host has has started all of them on one.
-    hosts = world_size // local if 1 < local < world_size and world_size % local == 0 else 1
-    ranks = world_size // hosts
-    device_bytes, host_bytes = _free_bytes(model, arguments, device, ranks)
+    hosts = hosts_of(world_size)
+    device_bytes, host_bytes = _free_bytes(model, arguments, device, world_size // hosts)
     devices = [] if device.type == "cpu" else [device]
     kind = "cuda" if device.type == "cpu" else device.type  # of no devices: torch wants to know it all the same
     with theirs(), torch.random.fork_rng(devices, device_type=kind):
@@ -102,7 +99,7 @@ def plan_here(
             model,
             optimizer,
             batch,
-            machine=machine.replace(devices=ranks),  # several ranks may have one cpu, and are on one host all the same
+            machine=machine,
             device_bytes=device_bytes,
             host_bytes=host_bytes,
             world_size=world_size,

@@ -13,6 +13,7 @@ from penstock.config import Options, Placement
 from penstock.errors import ConfigError, one_line
 from penstock.forecast.load import Limits
 from penstock.forecast.machine import Machine
+from penstock.forecast.plan import placeholders
 from penstock.forecast.program import BackEnd
 from penstock.kinds import TierName
 from penstock.machine.reach import Grid
@@ -118,13 +119,14 @@ def ask(
         batch,
         micro_batches=micro_batches,
         grid=Grid.first_of(world_size, sharded=sharded),
+        hosts=hosts,
         back_end=back_end,
         pinnable_bytes=_pinnable(machine, world_size // hosts),
         share=expert_share,
     )
     named = [os.fspath(folder) for folder in folders]
     if not named and machine.has("folders") and machine.has("disk_free"):
-        named = [f"nvme{number}" for number in range(int(machine.value("folders")))]
+        named = placeholders(int(machine.value("folders")))
     limits = _limits(machine, device_bytes, host_bytes, len(named), world_size // hosts)
     return Question(scene, machine, limits, placement, dict(arguments), named, hosts)
 

@@ -65,7 +65,9 @@ def find_best(question: Question, trials: Trials) -> Best:
         if isinstance(found, Found) and choices and choices[0].unit_micro_batches == 1 and choices[0].recompute:
             break  # to compute again or to keep elsewhere was weighed: slices are for what does not fit
     if isinstance(found, Found):
-        trial = trials.run(placement_of(found.best.fractions, found.best.choice, question), _fixed(found.best))
+        trial = trials.run(
+            placement_of(found.best.fractions, found.best.choice, question), _fixed(found.best, question)
+        )
         return Best(trial, found.lower_bound_s, found.gap, found.tried)
     if found is None:
         raise ConfigError("No choice of activations, recomputing and slices of the batch could be rehearsed.")
@@ -75,9 +77,7 @@ def find_best(question: Question, trials: Trials) -> Best:
 def given(question: Question, trials: Trials, placement: Placement) -> Best:
     """Look at one placement, with its lower bound."""
     slices = question.arguments.get("unit_micro_batches", 1)
-    streamed = question.options.streamed_updates
-    share = 0.0 if streamed == "auto" else float(streamed)
-    choice = Choice(placement.activations, False, slices, share if question.on_accelerator else 0.0)
+    choice = Choice(placement.activations, False, slices, _stated(question))
     trial = trials.run(placement, choice)
     load = _load(question, trials, choice)
     if load is None:
@@ -112,11 +112,13 @@ def _in_turn(question: Question) -> list[list[Choice]]:
         if again:
             less.append(Choice("cpu", True, slices, streamed[0]))
     elif question.folders:
-        less.append(Choice("nvme", again, slices, 0.0))
+        less.append(Choice("nvme", again, slices, streamed[0]))
     turns.append(less)
     if slices == 1:
         tier: TierName | None = "cpu" if accelerator else None
-        turns += [[Choice(None, False, count, 0.0), Choice(tier, False, count, 0.0)] for count in SLICES]
+        turns += [
+            [Choice(where, False, count, streamed[0]) for where in dict.fromkeys((None, tier))] for count in SLICES
+        ]
     return turns
 
 
@@ -149,15 +151,16 @@ def _search(question: Question, trials: Trials, loads: Mapping[Choice, Load]) ->
         return infeasible(loads, limits)
 
     def evaluate(candidate: Candidate) -> Evaluation:
-        trial = trials.run(placement_of(candidate.fractions, candidate.choice, question), _fixed(candidate))
+        trial = trials.run(placement_of(candidate.fractions, candidate.choice, question), _fixed(candidate, question))
         return Evaluation(trial.timing.step_s, trial.peak_bytes, not limits.excess(trial.peak_bytes))
 
     return search(among, evaluate, rehearsals=REHEARSALS)
 
 
-def _fixed(candidate: Candidate) -> Choice:
+def _fixed(candidate: Candidate, question: Question) -> Choice:
     """Give the choice with the share of updates that is to be streamed, in place of the most that may be."""
-    return candidate.choice._replace(streamed=round(candidate.streamed, 3))
+    is_free = question.options.streamed_updates == "auto"
+    return candidate.choice._replace(streamed=round(candidate.streamed, 3) if is_free else _stated(question))
 
 
 def _overlap(question: Question):  # type: ignore[no-untyped-def] # of the kinds that there are

@@ -155,7 +155,9 @@ class Notes:
         self._phases.clear()
         self._steps = [0]
 
-    def program(self, *, rule: str, world_size: int, tokens: int, peaks: Mapping[str, int] | None = None) -> Program:
+    def program(
+        self, *, rule: str, world_size: int, tokens: int, hosts: int = 0, peaks: Mapping[str, int] | None = None
+    ) -> Program:
         """Give all that was noted."""
         return Program(
             back_end=self.back_end,
@@ -168,6 +170,7 @@ class Notes:
             peak_bytes={str(tier): nbytes for tier, nbytes in self._peak.items()} | dict(peaks or {}),
             rule=rule,
             world_size=world_size,
+            hosts=hosts,
             tokens=tokens,
         )
 

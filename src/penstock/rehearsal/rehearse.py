@@ -47,6 +47,7 @@ class Scene:
         batch: makes one micro-batch, as the model takes it: a mapping of keyword arguments, a tuple, or one value.
         micro_batches: how many of them a step has.
         grid: the ranks, and which of them this is.
+        hosts: on how many hosts they are, as many on each; 0 where nobody says it.
         back_end: who would run what is submitted.
         pinnable_bytes: how much host memory can be pinned; `None` sets no limit.
         share: the part of the tokens that each expert gets, where a model chooses; `None` for equal parts.
@@ -59,6 +60,7 @@ class Scene:
     batch: Callable[[], Any]
     micro_batches: int = 1
     grid: Grid = Grid()  # noqa: RUF009 - a value
+    hosts: int = 0
     back_end: BackEnd = "inline"
     pinnable_bytes: int | None = None
     share: float | None = None
@@ -139,7 +141,8 @@ def rehearse(scene: Scene, request: Request, *, steps: int = STEPS) -> Rehearsal
                 f"{type(scene.model).__name__} cannot be rehearsed{where}: {one_line(error)}. Check that it runs on "
                 "such a batch; `penstock plan --measure` runs two real steps instead."
             ) from error
-        program = notes.program(rule=rule, world_size=scene.grid.world_size, tokens=_tokens(batch))
+        size = scene.grid.world_size
+        program = notes.program(rule=rule, world_size=size, hosts=scene.hosts, tokens=_tokens(batch))
     gc.collect()  # graphs refer to the engine that they were made in
     phases = {phase: notes.items_of(phase) for phase in (FORWARD, BACKWARD, STEP)}
     return Rehearsal(
