@@ -98,6 +98,11 @@ def rehearse(scene: Scene, request: Request, *, steps: int = STEPS) -> Rehearsal
     Raises:
         ConfigError: the model cannot be rehearsed: its control flow depends on values; it says where, and what to do.
     """
+    with torch.random.fork_rng(devices=[]):  # the batch and the model's first values may draw some
+        return _rehearse(scene, request, steps)
+
+
+def _rehearse(scene: Scene, request: Request, steps: int) -> Rehearsal:
     notes = Notes(scene.back_end)
     model = double(scene.model)
     if scene.recompute and not recomputes(model):
@@ -111,7 +116,7 @@ def rehearse(scene: Scene, request: Request, *, steps: int = STEPS) -> Rehearsal
     ranks = VirtualRanks(scene.grid, notes)
     supply = Imagined(notes, scene.pinnable_bytes, fill)
     # People's code runs on their side, with gradients, wherever this is called.
-    sides = theirs(), torch.inference_mode(False), torch.enable_grad(), torch.random.fork_rng(devices=[])
+    sides = theirs(), torch.inference_mode(False), torch.enable_grad()
     with contextlib.ExitStack() as closing:
         for side in sides:
             closing.enter_context(side)
