@@ -53,7 +53,7 @@ def test_a_configuration_alone_is_planned_for_a_machine_that_one_does_not_have(
     outcome = penstock_command("plan", *words, "--out", "p.json", "--trace", "t.json", "--explain")
     assert outcome.exit_code == 0, outcome.err
     assert outcome.out.startswith("fits: yes     step ")
-    assert "rtx4090-desktop, bf16, stage 3, 2x16 int64" in outcome.out
+    assert "rtx4090-desktop, bf16, stage 3, input_ids" in outcome.out
     run = "penstock train --plan p.json --model described --batch-size 2 --seq-length 16 --precision bf16"
     assert outcome.out.endswith(f"step of at most 9 s: met\nwritten: p.json\nrun: {run}\n")
     plan = Plan.read("p.json")
