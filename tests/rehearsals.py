@@ -11,6 +11,7 @@ from torch.utils._pytree import tree_map_only
 import penstock
 from penstock.blueprint import Request
 from penstock.build import build
+from penstock.forecast.program import Program
 from penstock.machine.collectives import Ranks
 from penstock.machine.streams import ON_DEVICE, Event, Pending, Streams, Work
 from penstock.rehearsal.order import Order
@@ -133,3 +134,13 @@ def rehearsed(scene: Scene, request: Request) -> tuple[list[Noted], Any]:
     found = rehearse(scene, request, steps=STEPS)
     jobs = [Noted(job.stream, str(job.label), job.nbytes, job.after) for job in found.program.jobs]
     return jobs, found
+
+
+def as_rehearsed(real: Sequence[Noted], program: Program) -> list[Noted]:
+    """Jobs of a real run as a rehearsal notes them: of what each follows the last one of each stream and folder."""
+    rows = [(job.stream, job.folder) for job in program.jobs]
+    found = []
+    for job in real:
+        last = {rows[number]: number for number in job.after if number < len(rows)}  # in order: the last one stays
+        found.append(job._replace(after=tuple(sorted(last.values()))))
+    return found

@@ -18,7 +18,7 @@ from penstock.blueprint import Request, request_for
 from penstock.machine.streams import Streams
 from penstock.rehearsal.rehearse import Scene, loss_of
 from tests.parity.rows import INPUTS, Movement, Net, changed, shares
-from tests.rehearsals import rehearsed, run_really
+from tests.rehearsals import as_rehearsed, rehearsed, run_really
 from tests.support import inline, separate
 
 TILES = (("tile_bytes", 4096),)
@@ -172,6 +172,7 @@ def test_a_rehearsal_submits_what_a_run_does(row: Row) -> None:
         back_end="inline" if row.streams == "inline" else "threads",
     )
     virtual, found = rehearsed(scene, row.request(meant))
+    real = as_rehearsed(real, found.program)
     for number, (one, other) in enumerate(zip(real, virtual, strict=False)):
         assert one == other, f"job {number} of {len(real)}"
     assert len(real) == len(virtual)

@@ -63,7 +63,7 @@ class Job(NamedTuple):
         stream: its name, a row of a trace.
         label: what it is for.
         nbytes: bytes that it moves, or that an update reads and writes.
-        after: numbers of the jobs that it waits for.
+        after: numbers of the jobs that it waits for: of each stream, and of files of each folder, the last one.
         collectives: those that it issues, in order.
         segment: what it computes beside, on the device.
         pageable: whether it copies between a device and host memory that is not pinned.

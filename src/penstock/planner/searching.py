@@ -42,8 +42,9 @@ class Best:
 def find_best(question: Question, trials: Trials) -> Best:
     """Find the placement whose step is shortest, of those that fit.
 
-    1. What costs nothing beside: activations where they are made, as the model is.
-    2. Where that does not fit, or memory of the device is what binds: activations computed again, or kept elsewhere.
+    1. Everything on the device, if that fits.
+    2. Activations where they are made, as the model is; computed again; or kept elsewhere: memory that they leave free
+       takes state in, so all of these are searched together.
     3. Where nothing fits yet: slices of the batch.
     """
     loads: dict[Choice, Load] = {}
@@ -60,10 +61,8 @@ def find_best(question: Question, trials: Trials) -> Best:
         if not loads:
             continue
         found = _search(question, trials, loads)
-        if isinstance(found, Found) and not _wants_memory(found):
+        if isinstance(found, Found):
             break
-        if isinstance(found, Found) and choices and choices[0].unit_micro_batches == 1 and choices[0].recompute:
-            break  # to compute again or to keep elsewhere was weighed: slices are for what does not fit
     if isinstance(found, Found):
         trial = trials.run(
             placement_of(found.best.fractions, found.best.choice, question), _fixed(found.best, question)
@@ -104,7 +103,6 @@ def _in_turn(question: Question) -> list[list[Choice]]:
     slices = question.arguments.get("unit_micro_batches", 1)
     streamed = (0.0, STREAMED) if accelerator and question.options.streamed_updates == "auto" else (_stated(question),)
     plain = [Choice(None, False, slices, share) for share in streamed]
-    turns = [plain]
     again = can_be_told(model) and not recomputes(model)
     less = [Choice(None, True, slices, share) for share in streamed] if again else []
     if accelerator:
@@ -113,7 +111,7 @@ def _in_turn(question: Question) -> list[list[Choice]]:
             less.append(Choice("cpu", True, slices, streamed[0]))
     elif question.folders:
         less.append(Choice("nvme", again, slices, streamed[0]))
-    turns.append(less)
+    turns = [[*plain, *less]]
     if slices == 1:
         tier: TierName | None = "cpu" if accelerator else None
         turns += [
@@ -166,11 +164,6 @@ def _fixed(candidate: Candidate, question: Question) -> Choice:
 def _overlap(question: Question):  # type: ignore[no-untyped-def] # of the kinds that there are
     overlap = question.arguments.get("overlap", "auto")
     return "forward" if overlap == "auto" else overlap
-
-
-def _wants_memory(found: Found) -> bool:
-    """Whether state rests off the device: what activations leave free there could take it in."""
-    return any(shares.get("device", 0.0) < 1 for shares in found.best.fractions.values())
 
 
 def _nearest(question: Question, trials: Trials, loads: Mapping[Choice, Load]) -> Trial:

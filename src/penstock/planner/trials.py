@@ -1,7 +1,9 @@
 """Placements that are tried: each is rehearsed once, and timed for as many machines as are asked for."""
 
+import contextlib
+import gc
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -138,6 +140,23 @@ class Trials:
                 file.writelines(to_chrome(Timeline(trial.timing.recording), rank=0))
         except OSError as error:
             raise ConfigError(f"The trace cannot be written: {one_line(error)}.") from error
+
+
+@contextlib.contextmanager
+def quick_collection() -> Iterator[None]:
+    """Keep Python's collector off what is there already: after each rehearsal it looks at what came since.
+
+    Modules of libraries are a million objects, which took longer than some rehearsals. Nothing changes where somebody
+    else has objects frozen: they would be thawed.
+    """
+    if gc.get_freeze_count():
+        yield
+        return
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
 
 
 def _twice(inputs: Any) -> Any:

@@ -1,7 +1,7 @@
 """What a rehearsal notes while the engine runs: the program, and how many bytes are where."""
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
 from penstock.forecast.program import BackEnd, Collective, Item, Job, Kind, Op, Program, Segment
@@ -193,8 +193,3 @@ class NotedMemory(Memory):
     def remove(self, nbytes: int) -> None:
         """Count memory that somebody gives back."""
         self._notes.add(Tier.DEVICE, -nbytes)
-
-
-def numbers_of(jobs: Sequence[int]) -> tuple[int, ...]:
-    """Put numbers of jobs in order, each once."""
-    return tuple(sorted(set(jobs)))

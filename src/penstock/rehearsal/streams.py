@@ -1,8 +1,9 @@
 """Streams on which nothing runs: what is submitted is noted, with what it follows."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from typing import NoReturn, Protocol, runtime_checkable
+from typing import NoReturn
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -12,16 +13,12 @@ from penstock.forecast.program import BackEnd, Job
 from penstock.kinds import Tier
 from penstock.machine.streams import COLLECTIVE, ON_DEVICE, Event, Streams, Work
 from penstock.rehearsal.hollow import mark
-from penstock.rehearsal.notes import Notes, numbers_of
+from penstock.rehearsal.notes import Notes
+from penstock.rehearsal.supply import HollowRecords
 from penstock.trace import NO_LABEL, Label
 
-
-@runtime_checkable
-class InFolders(Protocol):
-    """Records that know in which folder each tile's is."""
-
-    def folder(self, number: int) -> int:
-        """Give the number of the folder."""
+#: What runs its jobs in order: a stream; of files a stream in one folder.
+_Row = tuple[str, int]
 
 
 class VirtualStreams(Streams):
@@ -41,6 +38,7 @@ class VirtualStreams(Streams):
         self.reads_in_place = not debug_release
         self._notes = notes
         self._fill = fill
+        self._last: WeakKeyDictionary[Event, Mapping[_Row, int]] = WeakKeyDictionary()  # of events of several
         self.recorder = _Turns(notes)  # compute is told apart by unit, as in a trace
 
     @property
@@ -66,17 +64,38 @@ class VirtualStreams(Streams):
         """Note a job. Collectives alone are looked into: they say what they issue, and what is computed with it."""
         del writes
         self._let_go()
-        events = [part for event in after for part in event.parts() if isinstance(part, VirtualEvent)]
-        job = Job(stream, label, nbytes, numbers_of([event.number for event in events]), folder=_folder(work))
+        follows = tuple(sorted(self._last_of_each(after).values()))
+        job = Job(stream, label, nbytes, follows, folder=_folder(work))
         if stream == COLLECTIVE:
-            for event in events:  # issued by the caller, who waits for what the host does first
+            parts = [part for event in after for part in event.parts() if isinstance(part, VirtualEvent)]
+            for event in parts:  # issued by the caller, who waits for what the host does first
                 if self.computes_on_host or self._notes.jobs[event.number].stream not in ON_DEVICE:
                     self._notes.wait(event.number, by_host=True)
             with self._notes.inside_a_job() as found:
                 work()
             ((collectives, segment),) = found
             job = job._replace(collectives=collectives, segment=segment)
-        return VirtualEvent(self._notes.submit(job), self._notes)
+        return VirtualEvent(self._notes.submit(job), self._notes, (job.stream, job.folder))
+
+    def _last_of_each(self, events: Iterable[Event]) -> dict["_Row", int]:
+        """Find the last job of each row that events stand for: it is over no sooner than those before it there.
+
+        A home stands for a job of each tile, and each tile follows the home: all of them would be a job's square.
+        """
+        found: dict[_Row, int] = {}
+        for event in events:
+            if isinstance(event, VirtualEvent):
+                last: Mapping[_Row, int] = {event.row: event.number}
+            elif event.members() == (event,):
+                continue
+            elif event in self._last:
+                last = self._last[event]
+            else:
+                last = self._last[event] = self._last_of_each(event.members())
+            for row, number in last.items():
+                if number > found.get(row, -1):
+                    found[row] = number
+        return found
 
     def _submit(self, stream: str, work: Work, after: Sequence[Event], writes: Sequence[Tensor]) -> Event:
         raise AssertionError("work is noted by `submit`")
@@ -142,12 +161,13 @@ class VirtualEvent(Event):
     Arguments:
         number: of the job.
         notes: take who waits for it.
+        row: what runs it after the jobs before it there.
     """
 
-    __slots__ = ("_is_over", "_notes", "_step", "_stream", "_was_awaited", "number")
+    __slots__ = ("_is_over", "_notes", "_step", "_stream", "_was_awaited", "number", "row")
 
-    def __init__(self, number: int, notes: Notes) -> None:
-        self.number = number
+    def __init__(self, number: int, notes: Notes, row: _Row) -> None:
+        self.number, self.row = number, row
         self._notes = notes
         self._step = notes.step
         self._stream = notes.jobs[number].stream
@@ -185,6 +205,6 @@ def _folder(work: Work) -> int:
     """Find the folder that the record is in which work loads or stores; -1 for other work."""
     if isinstance(work, partial):
         records = getattr(work.func, "__self__", None)
-        if isinstance(records, InFolders):
+        if isinstance(records, HollowRecords):
             return records.folder(work.args[0])
     return -1
