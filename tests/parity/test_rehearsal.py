@@ -115,7 +115,7 @@ class Row:
             placement = replace(placement, activations=self.activations)
             if self.activations == "nvme" and not placement.nvme_folders():
                 placement = replace(placement, nvme_path=Movement(params="nvme").placement.nvme_path)
-        options = penstock.Options(**dict(TILES), streamed_updates=self.streamed, **dict(self.how.options))
+        options = penstock.Options(**{**dict(TILES), "streamed_updates": self.streamed, **dict(self.how.options)})
         return request_for(
             model,
             stage=self.how.stage,

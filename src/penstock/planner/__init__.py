@@ -50,6 +50,7 @@ __all__ = [
 ]
 
 
+@torch.random.fork_rng(devices=[])  # the batch, the model's first values and what is measured may draw some
 def plan(
     model: nn.Module | Callable[[], nn.Module],
     optimizer: type[torch.optim.Optimizer] | torch.optim.Optimizer,

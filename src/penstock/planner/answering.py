@@ -14,6 +14,7 @@ from penstock.kinds import GRAD, MASTER, OPTIMIZER, PARAM, SHADOW, Tier, TierNam
 from penstock.planner.question import Question
 from penstock.planner.searching import Best
 from penstock.planner.trials import Trial, Trials
+from penstock.recompute import recomputes
 
 _KINDS: Mapping[str, tuple[str, ...]] = {
     "params": (PARAM,),
@@ -39,7 +40,7 @@ def answer(question: Question, trials: Trials, best: Best) -> Plan:
         overlap=request.overlap,
         unit_micro_batches=request.unit_micro_batches,
         options=request.options,
-        recompute=trial.choice.recompute,
+        recompute=trial.choice.recompute or recomputes(question.scene.model),
         world_size=ranks,
         fits=not lacks,
         step_s=step_s,

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from penstock.forecast.program import BackEnd, Collective, Item, Job, Kind, Op, Program, Segment
 from penstock.kinds import Tier
 from penstock.rehearsal.memory import Memory
+from penstock.rehearsal.order import Order
 from penstock.trace import NO_LABEL, Label
 
 
@@ -19,12 +20,14 @@ class Notes:
     Attributes:
         jobs: what was submitted so far.
         step: the number of the step that is under way.
+        order: which jobs of the device must be over.
     """
 
     def __init__(self, back_end: BackEnd) -> None:
         self.back_end = back_end
         self.jobs: list[Job] = []
         self.step = 0
+        self.order = Order()
         self._ops: dict[Op, int] = {}
         self._segments: dict[Segment, int] = {}
         self._meetings: list[Collective] = []
@@ -96,6 +99,7 @@ class Notes:
     def synchronize(self) -> None:
         """Note that the host waits for all that compute was given."""
         self._end_segment()
+        self.order.synchronize()
         self._items.append(Item(Kind.SYNCHRONIZE, 0, self._label))
 
     # Ranks

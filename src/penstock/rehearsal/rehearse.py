@@ -23,6 +23,7 @@ from penstock.machine.border import theirs
 from penstock.machine.reach import Grid
 from penstock.recompute import recomputes, tell
 from penstock.rehearsal.doubles import double, double_optimizer
+from penstock.rehearsal.memory import BLOCK_BYTES, rounded
 from penstock.rehearsal.notes import NotedMemory, Notes
 from penstock.rehearsal.performed import Performed, random_values
 from penstock.rehearsal.ranks import VirtualRanks
@@ -32,6 +33,7 @@ from penstock.rehearsal.supply import Imagined
 from penstock.rules.imagined import noting
 
 FORWARD, BACKWARD, STEP = "forward", "backward", "step"
+_SMALL_OF_A_UNIT = 3  # what a parameter is while it is not there, an empty one, and the norms of the gradient
 STEPS = 2  # the first one teaches the order of units; the second one has the updates of the first beside it
 
 
@@ -96,6 +98,11 @@ def rehearse(scene: Scene, request: Request, *, steps: int = STEPS) -> Rehearsal
     Raises:
         ConfigError: the model cannot be rehearsed: its control flow depends on values; it says where, and what to do.
     """
+    with torch.random.fork_rng(devices=[]):  # the batch and the model's first values may draw some
+        return _rehearse(scene, request, steps)
+
+
+def _rehearse(scene: Scene, request: Request, steps: int) -> Rehearsal:
     notes = Notes(scene.back_end)
     model = double(scene.model)
     if scene.recompute and not recomputes(model):
@@ -109,16 +116,21 @@ def rehearse(scene: Scene, request: Request, *, steps: int = STEPS) -> Rehearsal
     ranks = VirtualRanks(scene.grid, notes)
     supply = Imagined(notes, scene.pinnable_bytes, fill)
     # People's code runs on their side, with gradients, wherever this is called.
-    sides = theirs(), torch.inference_mode(False), torch.enable_grad(), torch.random.fork_rng(devices=[])
+    sides = theirs(), torch.inference_mode(False), torch.enable_grad()
     with contextlib.ExitStack() as closing:
         for side in sides:
             closing.enter_context(side)
-        seen = _mode(scene, notes)
+        memory = NotedMemory(notes)
+        seen = _mode(scene, notes, memory)
         blueprint = draw_blueprint(model, optimizer, request, scene.grid, streams.reach)
         rule = blueprint.rule.name
         prepared = build(model, optimizer, request, ranks, streams, supply)
         closing.callback(prepared.close, keep_params=False)
         notes.begin()
+        for buffer in model.buffers():  # they go to the device as they are
+            memory.follow(buffer)
+        if scene.back_end == "accelerator":
+            notes.add(Tier.DEVICE, _SMALL_OF_A_UNIT * BLOCK_BYTES * len(blueprint.units))
         notes.forget_peak()
         rests = notes.bytes_on(Tier.DEVICE)
         try:
@@ -128,9 +140,11 @@ def rehearse(scene: Scene, request: Request, *, steps: int = STEPS) -> Rehearsal
         except PenstockError:
             raise
         except Exception as error:  # it is somebody else's code
+            unit = notes.where()
+            where = f" in module {unit!r}" if unit else ""
             raise ConfigError(
-                f"{type(scene.model).__name__} cannot be rehearsed: {one_line(error)}. Check that it runs on such a "
-                "batch; `penstock plan --measure` runs two real steps instead."
+                f"{type(scene.model).__name__} cannot be rehearsed{where}: {one_line(error)}. Check that it runs on "
+                "such a batch; `penstock plan --measure` runs two real steps instead."
             ) from error
         size = scene.grid.world_size
         program = notes.program(rule=rule, world_size=size, hosts=scene.hosts, tokens=_tokens(batch))
@@ -141,9 +155,8 @@ def rehearse(scene: Scene, request: Request, *, steps: int = STEPS) -> Rehearsal
     )
 
 
-def _mode(scene: Scene, notes: Notes) -> Rehearsed | Performed:
+def _mode(scene: Scene, notes: Notes, memory: NotedMemory) -> Rehearsed | Performed:
     """Make what sees every operation."""
-    memory = NotedMemory(notes)
     if scene.performs:
         torch.manual_seed(0)
         return Performed(notes.op, memory)
@@ -167,20 +180,23 @@ def _step(prepared: Any, model: nn.Module, batch: Iterable[Any], notes: Notes, s
 
 
 def _pass(prepared: Any, model: nn.Module, inputs: Any, notes: Notes) -> None:
-    """Run a forward and its backward."""
+    """Run a forward and its backward. Of micro-batches, one at a time is on the device."""
     notes.enter(FORWARD)
+    given = sum(rounded(value.nbytes) for value in tree_iter(inputs) if isinstance(value, Tensor))
+    notes.add(Tier.DEVICE, given)
     if isinstance(inputs, Mapping):
         output = model(**inputs)
     elif isinstance(inputs, list | tuple):
         output = model(*inputs)
     else:
         output = model(inputs)
-    loss = loss_of(output)
+    loss = loss_of(output, type(model).__name__)
     notes.enter(BACKWARD)
     prepared.backward(loss)
+    notes.add(Tier.DEVICE, -given)
 
 
-def loss_of(output: Any) -> Tensor:
+def loss_of(output: Any, model: str = "the model") -> Tensor:
     """Find the loss in what a model returned, or make one of it.
 
     That is its `loss`, or what it returned if that is one number, else the mean of all floating-point tensors in it.
@@ -189,12 +205,14 @@ def loss_of(output: Any) -> Tensor:
         ConfigError: there is nothing that a backward could begin with.
     """
     named = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
-    if isinstance(named, Tensor):
+    if isinstance(named, Tensor) and named.requires_grad:
         return named
+    if isinstance(named, Tensor):
+        raise ConfigError(f"The loss that {model} returned requires no gradient. Train some of its parameters.")
     tensors = [value for value in tree_iter(output) if isinstance(value, Tensor) and value.requires_grad]
     if not tensors:
         raise ConfigError(
-            "What the model returned has no loss and no tensor that requires a gradient. Give it labels in the batch, "
+            f"What {model} returned has no loss and no tensor that requires a gradient. Give it labels in the batch, "
             "or train some of its parameters."
         )
     return sum((value.float().mean() for value in tensors[1:]), tensors[0].float().mean())
@@ -203,9 +221,16 @@ def loss_of(output: Any) -> Tensor:
 def _made(batch: Callable[[], Any]) -> Any:
     """Ask the user's function for a micro-batch."""
     try:
-        return batch()
+        made = batch()
     except Exception as error:  # it is somebody else's code
-        raise ConfigError(f"batch() failed: {one_line(error)}.") from error
+        raise ConfigError(f"batch() failed: {one_line(error)}. Call it by itself to see where.") from error
+    take = "Have it return what the model takes: keyword arguments by name, a tuple, or one tensor."
+    if not any(isinstance(value, Tensor) for value in tree_iter(dict(made) if isinstance(made, Mapping) else made)):
+        raise ConfigError(f"batch() made a {type(made).__name__} without a tensor in it. {take}")
+    wrong = [key for key in made if not isinstance(key, str)] if isinstance(made, Mapping) else []
+    if wrong:
+        raise ConfigError(f"batch() made a {type(made).__name__} with the key {wrong[0]!r}, which is no name. {take}")
+    return made
 
 
 def _on_cpu(inputs: Any) -> Any:

@@ -144,12 +144,13 @@ class VirtualEvent(Event):
         notes: take who waits for it.
     """
 
-    __slots__ = ("_is_over", "_notes", "_step", "_was_awaited", "number")
+    __slots__ = ("_is_over", "_notes", "_step", "_stream", "_was_awaited", "number")
 
     def __init__(self, number: int, notes: Notes) -> None:
         self.number = number
         self._notes = notes
         self._step = notes.step
+        self._stream = notes.jobs[number].stream
         self._is_over = False
         self._was_awaited = False
 
@@ -158,6 +159,8 @@ class VirtualEvent(Event):
         if not (self._is_over or self._was_awaited):
             self._was_awaited = True
             self._notes.wait(self.number, by_host=False)
+            if self._stream in ON_DEVICE:
+                self._notes.order.await_by_compute(self._stream, self.number)
             self._is_over = self._notes.back_end != "accelerator"
 
     def synchronize(self) -> None:
@@ -165,10 +168,14 @@ class VirtualEvent(Event):
         if not self._is_over:
             self._is_over = True
             self._notes.wait(self.number, by_host=True)
+            if self._stream in ON_DEVICE:
+                self._notes.order.await_by_host(self._stream, self.number)
 
     def done(self) -> bool:
-        """Say whether it must be over: somebody has waited for it, or a whole step has ended since."""
-        return self._is_over or self._step + 1 < self._notes.step
+        """Say whether it must be over: for what somebody has waited for, or because a whole step has ended since."""
+        if self._is_over or self._step + 1 < self._notes.step:
+            return True
+        return self._notes.back_end == "accelerator" and self._notes.order.is_over(self._stream, self.number)
 
     def check(self) -> None:
         """Do nothing: nothing fails."""
