@@ -13,7 +13,7 @@ from penstock.errors import ConfigError
 from penstock.forecast.machine import Machine
 from penstock.forecast.plan import Plan
 from penstock.planner import searching
-from tests.planning import ON_HOST, Net, Tellable, desktop, planned
+from tests.planning import ON_HOST, Tellable, desktop, planned
 
 SMALL, TIGHT = 500_000, 300_000
 
@@ -22,8 +22,13 @@ SMALL, TIGHT = 500_000, 300_000
 def auto() -> Plan:
     """The best placement on a device that is too small for all state."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(searching, "REHEARSALS", 4)
+        patch.setattr(searching, "REHEARSALS", 2)
         return planned(device_bytes=TIGHT)
+
+
+@pytest.fixture(scope="module")
+def on_host() -> Plan:
+    return planned(placement=ON_HOST)
 
 
 def test_what_does_not_fit_on_the_device_goes_elsewhere_and_peaks_stay_within_limits(auto: Plan) -> None:
@@ -50,26 +55,23 @@ def test_the_placement_that_was_found_takes_as_long_when_it_is_given(auto: Plan)
     assert again.fits
 
 
-def test_the_same_question_has_the_same_answer() -> None:
-    assert planned(placement=ON_HOST).to_json() == planned(placement=ON_HOST).to_json()
+def test_the_same_question_has_the_same_answer(on_host: Plan) -> None:
+    assert planned(placement=ON_HOST).to_json() == on_host.to_json()
 
 
-@pytest.mark.parametrize("recompute", [False, True])
-def test_what_is_computed_again_is_so_only_where_the_model_can_be_told(
-    recompute: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_can_be_told_computes_again_where_the_device_is_short_of_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(searching, "REHEARSALS", 2)
-    found = planned(lambda: Tellable() if recompute else Net(), device_bytes=SMALL - 30_000)
+    found = planned(lambda: Tellable(), device_bytes=SMALL)
     assert found.fits
-    assert found.recompute is recompute
+    assert found.recompute
 
 
 class TestRanks:
     def steps(self, **changes: Any) -> Plan:
         return planned(placement=ON_HOST, **changes)
 
-    def test_ranks_share_state_and_a_network_is_slower_than_a_host(self) -> None:
-        one, two, apart = self.steps(), self.steps(world_size=2), self.steps(world_size=2, hosts=2)
+    def test_ranks_share_state_and_a_network_is_slower_than_a_host(self, on_host: Plan) -> None:
+        one, two, apart = on_host, self.steps(world_size=2), self.steps(world_size=2, hosts=2)
         assert two.bytes["cpu"] < one.bytes["cpu"]
         assert two.limit_bytes["cpu"] * 2 == pytest.approx(one.limit_bytes["cpu"], abs=2)
         assert apart.limit_bytes["cpu"] == one.limit_bytes["cpu"]
@@ -90,8 +92,8 @@ class TestRanks:
             planned(machine=Machine.read("cpu-laptop"), world_size=2)
 
 
-def test_several_micro_batches_take_longer_and_have_their_tokens() -> None:
-    one, two = planned(placement=ON_HOST), planned(placement=ON_HOST, micro_batches=2)
+def test_several_micro_batches_take_longer_and_have_their_tokens(on_host: Plan) -> None:
+    one, two = on_host, planned(placement=ON_HOST, micro_batches=2)
     assert one.step_s < two.step_s < 2 * one.step_s
     assert two.tokens_per_s == pytest.approx(2 * 8 * 16 / two.step_s)
     assert two.batch == "2 of ids 8x16 int64"
