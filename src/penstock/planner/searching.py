@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from penstock.config import Placement
 from penstock.errors import ConfigError, EngineError
 from penstock.forecast.candidates import Candidate, Choice
+from penstock.forecast.lacks import Change, fits
 from penstock.forecast.load import Load
 from penstock.forecast.solve import Evaluation, Found, Infeasible, candidates, infeasible, search
 from penstock.kinds import TierName
@@ -89,8 +90,10 @@ def given(question: Question, trials: Trials, placement: Placement) -> Best:
     excess = question.limits.excess(trial.peak_bytes)
     lacking = Infeasible(dict(excess)) if excess else None
     if lacking is not None:
-        other = infeasible({choice: load}, question.limits)
-        lacking = Infeasible(dict(excess), other.changes)
+        elsewhere = (Change("choice", 0, "another placement, which placement='auto' finds"),)
+        there = fits(load.beside(load.passing_bytes), question.limits)
+        changes = elsewhere if there else infeasible({choice: load}, question.limits).changes
+        lacking = Infeasible(dict(excess), changes)
     if bound is None or not bound.bound_s:
         return Best(trial, 0.0, 0.0, lacking=lacking)
     return Best(trial, bound.bound_s, max(0.0, trial.timing.step_s / bound.bound_s - 1), lacking=lacking)
