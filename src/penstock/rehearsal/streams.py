@@ -17,7 +17,6 @@ from penstock.rehearsal.notes import Notes
 from penstock.rehearsal.supply import HollowRecords
 from penstock.trace import NO_LABEL, Label
 
-
 #: What runs its jobs in order: a stream; of files a stream in one folder.
 _Row = tuple[str, int]
 
