@@ -226,7 +226,7 @@ def _counted(shares: Shares, args: Sequence[Any], kwargs: Mapping[str, Any], out
 def _positive(shares: Shares, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> Notes:
     """Count what is not none: of counts of ones, as many as there are ones, up to all."""
     known = shares.of(args[0])
-    if args[1] != 0 or not isinstance(known, (Share, Mean)):
+    if not _is_zero(args[1]) or not isinstance(known, (Share, Mean)):
         return []
     return [(out, known if isinstance(known, Share) else Share(min(known.value, 1.0)))]
 
@@ -235,7 +235,12 @@ def _equal(shares: Shares, args: Sequence[Any], kwargs: Mapping[str, Any], out: 
     known = shares.of(args[0])
     if isinstance(known, Indices):
         return [(out, Share(1 / max(known.bound, 1)))]
-    return [(out, Share(1 - known.ones))] if isinstance(known, Share) and args[1] == 0 else []
+    return [(out, Share(1 - known.ones))] if isinstance(known, Share) and _is_zero(args[1]) else []
+
+
+def _is_zero(value: Any) -> bool:
+    """Say whether an operand is the number 0. It may be a tensor, whose values nobody asks for."""
+    return not isinstance(value, Tensor) and bool(value == 0)
 
 
 def _inverted(shares: Shares, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> Notes:
