@@ -231,16 +231,16 @@ def _positive(shares: Shares, args: Sequence[Any], kwargs: Mapping[str, Any], ou
     return [(out, known if isinstance(known, Share) else Share(min(known.value, 1.0)))]
 
 
-def _is_zero(value: Any) -> bool:
-    """Whether a number is 0; a tensor is none."""
-    return not isinstance(value, Tensor) and value == 0
-
-
 def _equal(shares: Shares, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> Notes:
     known = shares.of(args[0])
     if isinstance(known, Indices):
         return [(out, Share(1 / max(known.bound, 1)))]
     return [(out, Share(1 - known.ones))] if isinstance(known, Share) and _is_zero(args[1]) else []
+
+
+def _is_zero(value: Any) -> bool:
+    """Say whether an operand is the number 0. It may be a tensor, whose values nobody asks for."""
+    return not isinstance(value, Tensor) and bool(value == 0)
 
 
 def _inverted(shares: Shares, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> Notes:

@@ -88,3 +88,13 @@ def test_what_is_chosen_is_told_with_its_cost(scores: Tensor) -> None:
         ("aten.nonzero.default", TOKENS + 8 * 8),
         ("aten.index.Tensor", 8 * 8 + 2 * 8 * EXPERTS * 4),
     ]
+
+
+def test_comparing_two_tensors_is_no_comparison_with_zero() -> None:
+    """Masks of packed rows are as large as attention: what they are made of is small, and real."""
+    rows = torch.arange(64).expand(2048, 64)
+    with Rehearsed():
+        for compare in (torch.eq, torch.ne, torch.gt):
+            mask = compare(rows[:, :, None], rows[:, None, :])
+            assert is_hollow(mask)
+            assert mask.shape == (2048, 64, 64)
