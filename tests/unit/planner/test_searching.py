@@ -21,12 +21,11 @@ def tellable() -> Tellable:
 class TestInTurn:
     def test_what_costs_nothing_comes_first_and_slices_last(self) -> None:
         turns = choices()
-        assert turns[0] == [Choice()]
-        assert turns[1] == [Choice("cpu")]
-        assert [[choice.unit_micro_batches for choice in turn] for turn in turns[2:]] == [[2, 2], [4, 4], [8, 8]]
+        assert turns[0] == [Choice(), Choice("cpu")]
+        assert [[choice.unit_micro_batches for choice in turn] for turn in turns[1:]] == [[2, 2], [4, 4], [8, 8]]
 
     def test_what_can_be_told_may_compute_again(self) -> None:
-        assert choices(model=tellable)[1] == [Choice(None, True), Choice("cpu"), Choice("cpu", True)]
+        assert choices(model=tellable)[0] == [Choice(), Choice(None, True), Choice("cpu"), Choice("cpu", True)]
 
     def test_slices_that_are_said_stay(self) -> None:
         turns = choices(arguments={"unit_micro_batches": 4})
@@ -38,7 +37,7 @@ class TestInTurn:
 
     def test_auto_leaves_it_to_the_planner(self) -> None:
         turns = choices(arguments={"options": Options(streamed_updates="auto")})
-        assert turns[0] == [Choice(), Choice(streamed=1.0)]
+        assert turns[0] == [Choice(), Choice(streamed=1.0), Choice("cpu")]
 
     def test_a_cpu_streams_nothing_and_has_no_choice_twice(self) -> None:
         machine = Machine.read("cpu-laptop")
