@@ -3,7 +3,6 @@
     python benchmarks/plan.py strict          # modelled time of the strict device: exact, also on a noisy machine
     python benchmarks/plan.py grid            # `auto` against the best of a grid, in the same time
     python benchmarks/plan.py simulated       # the clock, on streams that sleep as long as their bytes take
-    python benchmarks/plan.py cpu             # a model of 355M, on the cpu as the device, probed
     python benchmarks/plan.py planning        # seconds and memory of planning 8B and 70B
     python benchmarks/plan.py scale           # curves: GPUs, disks, memory of the host
 
@@ -22,7 +21,7 @@ import machine
 
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE.parent))  # the strict device is one of the tests
-PARTS = {"strict": "strict", "grid": "strict", "simulated": "simulated", "cpu": "host", "scale": "scale"}
+PARTS = {"strict": "strict", "grid": "strict", "simulated": "simulated", "scale": "scale"}
 
 
 def planning() -> dict[str, Any]:

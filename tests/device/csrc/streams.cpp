@@ -44,6 +44,7 @@ struct State {
   std::array<int, kDevices> handed_out{};
   std::condition_variable done;
   Clock host = Clock(kNumbers, 0);
+  double host_now = 0;
   std::array<double, 2> link_free{};  // up and down, in the modelled time
   std::exception_ptr error;
 };
@@ -60,7 +61,6 @@ State& state() {
 }
 
 thread_local int this_device = 0;
-thread_local double host_now = 0;  // in the modelled time: what one thread waited for, others need not have
 thread_local std::array<int, kDevices> these_streams = {0, kStreams};
 
 // A wait must not keep Python's lock: what is waited for may run Python.
@@ -161,7 +161,7 @@ Item& push(Stream& stream) {
 
 void learn(const Clock& clock, double when) {
   merge(state().host, clock);
-  host_now = std::max(host_now, when);
+  state().host_now = std::max(state().host_now, when);
 }
 
 }  // namespace
@@ -288,7 +288,7 @@ void enqueue_locked(int number, Work work) {
           stream.clock);
     }
   }
-  double start = std::max(stream.now, host_now), stop = start;
+  double start = std::max(stream.now, state().host_now), stop = start;
   if (work.bytes > 0 && settings().bytes_per_second > 0) {
     double& link = state().link_free[name.rfind("copy up", 0) == 0 ? 0 : 1];
     start = std::max(start, link);
@@ -322,7 +322,7 @@ void record(Event& event, int number) {
   event.stream = number;
   event.number = stream.issued;
   event.clock = stream.clock;
-  event.when = std::max(stream.now, host_now);
+  event.when = std::max(stream.now, state().host_now);
 }
 
 void wait_on_stream(const Event& event, int number) {
