@@ -38,12 +38,15 @@ _ARITHMETIC = frozenset(("float32", "bfloat16", "float16"))
 _UPDATE_IN_PLACE = "penstock.update"
 
 
-def machine_costs(machine: Figures, *, measured: Mapping[Op, float] | None = None) -> "MachineCosts":
+def machine_costs(
+    machine: Figures, *, measured: Mapping[Op, float] | None = None, measured_share: float = 1.0
+) -> "MachineCosts":
     """Say what a machine takes for the parts of a program.
 
     Arguments:
         machine: its figures (`penstock.planner.Machine`).
         measured: seconds of operations that were run for real on it; others follow from the figures.
+        measured_share: the part of the host's cores that they had, where the host computes.
 
     Example:
         >>> from penstock.planner import Machine
@@ -51,7 +54,7 @@ def machine_costs(machine: Figures, *, measured: Mapping[Op, float] | None = Non
         >>> costs.op(Op("aten.mm.default", flops=10**12, nbytes=10**8, dtype="bfloat16")) > 1e-3
         True
     """
-    return MachineCosts(machine, measured or {})
+    return MachineCosts(machine, measured or {}, measured_share)
 
 
 class MachineCosts:
@@ -60,11 +63,13 @@ class MachineCosts:
     Arguments:
         figures: of the machine.
         measured: seconds of operations.
+        measured_share: the part of the host's cores that they had.
     """
 
-    def __init__(self, figures: Figures, measured: Mapping[Op, float]) -> None:
+    def __init__(self, figures: Figures, measured: Mapping[Op, float], measured_share: float = 1.0) -> None:
         self.figures = figures
         self._measured = measured
+        self._measured_share = measured_share
         self._jobs: dict[tuple[object, ...], Demand] = {}
         self._segments: dict[tuple[object, ...], Demand] = {}
         self._program: Program | None = None
@@ -163,7 +168,11 @@ class MachineCosts:
         seconds, nbytes = 0.0, 0
         for number, count in segment:
             op = program.ops[number]
-            seconds += count * (self._update_in_place(op, program) if op.name == _UPDATE_IN_PLACE else self.op(op))
+            taken = self._update_in_place(op, program) if op.name == _UPDATE_IN_PLACE else self.op(op)
+            if op in self._measured and program.back_end != "accelerator":
+                # With a part of the cores: ranks that have as many each are in nobody's way until all are taken.
+                taken *= max(1 / self.by_host(program), self._measured_share)
+            seconds += count * taken
             nbytes += count * op.nbytes
         if program.back_end == "accelerator":
             # What caches keep from memory is not known: no more than it had time for.

@@ -110,7 +110,7 @@ class Trials:
         """Say how long a rehearsed step takes on a machine."""
         key = id(rehearsal)
         timings = self._timings.setdefault(key, Timings(rehearsal.program))
-        return timings.on(machine_costs(machine, measured=self._measured))
+        return timings.on(machine_costs(machine, measured=self._measured, measured_share=_share_of_cores()))
 
     def _rehearse(self, scene: Scene, request: Request) -> Rehearsal:
         """Rehearse; where operations are measured, time them, and run for real what cannot be rehearsed without."""
@@ -157,6 +157,11 @@ def quick_collection() -> Iterator[None]:
         yield
     finally:
         gc.unfreeze()
+
+
+def _share_of_cores() -> float:
+    """Say which part of the cores operations have that are timed here."""
+    return min(1.0, torch.get_num_threads() / len(os.sched_getaffinity(0)))
 
 
 def _twice(inputs: Any) -> Any:

@@ -74,6 +74,16 @@ class TestCompute:
     def test_an_operation_is_as_slow_as_its_arithmetic_or_its_memory(self, op: Op, seconds: float) -> None:
         assert machine_costs(MACHINE).op(op) == seconds
 
+    @pytest.mark.parametrize(("ranks", "factor"), [(1, 1), (2, 1), (4, 2)])
+    def test_ranks_that_were_timed_with_half_of_the_cores_are_in_nobodys_way_until_there_are_three(
+        self, ranks: int, factor: int
+    ) -> None:
+        """Figures are of a host with all its cores, and a time that was measured is of those that a rank has."""
+        op = Op("mm", 0, 0, "float32")
+        program = replace(computing((op, 1), program=CPU), world_size=ranks)
+        costs = machine_costs(without("devices"), measured={op: 3.0}, measured_share=0.5)
+        assert costs.segment(program, 0).seconds == 3.0 * factor
+
     def test_a_time_that_was_measured_counts(self) -> None:
         op, other = Op("mm", 200, 1, "bfloat16", "2x2"), Op("mm", 200, 1, "bfloat16", "1x4")
         costs = machine_costs(MACHINE, measured={op: 7.0})
