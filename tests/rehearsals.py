@@ -6,12 +6,15 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_map_only
 
 import penstock
 from penstock.blueprint import Request
 from penstock.build import build
+from penstock.forecast.program import Program
 from penstock.machine.collectives import Ranks
-from penstock.machine.streams import Event, Pending, Streams, Work
+from penstock.machine.streams import ON_DEVICE, Event, Pending, Streams, Work
+from penstock.rehearsal.order import Order
 from penstock.rehearsal.rehearse import Scene, rehearse
 from penstock.trace import Label
 
@@ -31,12 +34,14 @@ class Witness:
     """Takes the place of a trace's recorder: nothing is forgotten because it was quick.
 
     An event counts as over once somebody has waited for it, or a whole step has passed: as in a rehearsal, so that both
-    are asked the same questions and get the same answers.
+    are asked the same questions and get the same answers. A device keeps the order of its streams.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, on_host: bool = True) -> None:
         self.jobs: list[Noted] = []
         self.step = 0
+        self.order = Order()
+        self.on_host = on_host
 
     def submitted(self, stream: str, work: Work, after: Sequence[Event], nbytes: int, label: Label) -> "_Job":
         parts = [part for event in after for part in event.parts()]
@@ -63,18 +68,24 @@ class _Job:
 class _Seen(Event):
     def __init__(self, event: Event, number: int, witness: Witness) -> None:
         self._event, self.number, self._witness, self._step = event, number, witness, witness.step
-        self._is_over = False
+        self._is_over, self._stream = False, witness.jobs[number].stream
 
     def wait(self) -> None:
         self._event.wait()
-        self._is_over = True
+        self._is_over = self._is_over or self._witness.on_host
+        if self._stream in ON_DEVICE:
+            self._witness.order.await_by_compute(self._stream, self.number)
 
     def synchronize(self) -> None:
         self._event.synchronize()
         self._is_over = True
+        if self._stream in ON_DEVICE:
+            self._witness.order.await_by_host(self._stream, self.number)
 
     def done(self) -> bool:
-        return self._is_over or self._step + 1 < self._witness.step
+        if self._is_over or self._step + 1 < self._witness.step:
+            return True
+        return not self._witness.on_host and self._witness.order.is_over(self._stream, self.number)
 
     def check(self) -> None:
         self._event.check()
@@ -93,18 +104,23 @@ def run_really(
     ranks: Ranks | None = None,
     micro_batches: int = 1,
     loss_of: Callable[[Any], torch.Tensor],
+    when_built: Callable[[], object] = lambda: None,
 ) -> tuple[list[Noted], penstock.Optimizer]:
     """Run some steps of the engine, and note what it submits. The caller closes."""
     prepared = build(model, optimizer, request, ranks or Ranks(), streams)
-    witness = Witness()
+    when_built()
+    witness = Witness(on_host=streams.computes_on_host)
     streams.recorder = witness
     for _ in range(STEPS):
         for number in range(micro_batches):
             last = number == micro_batches - 1
-            inputs = batch()
+            inputs = tree_map_only(torch.Tensor, lambda tensor: tensor.to(streams.device, copy=True), batch())
             with prepared.no_sync() if not last else contextlib.nullcontext():
                 output = model(**inputs) if isinstance(inputs, Mapping) else model(inputs)
                 prepared.backward(loss_of(output))
+            del inputs, output
+        if not witness.on_host:
+            witness.order.synchronize()  # the step asks for the norm first
         prepared.step()
         prepared.zero_grad()
         witness.step += 1
@@ -118,3 +134,13 @@ def rehearsed(scene: Scene, request: Request) -> tuple[list[Noted], Any]:
     found = rehearse(scene, request, steps=STEPS)
     jobs = [Noted(job.stream, str(job.label), job.nbytes, job.after) for job in found.program.jobs]
     return jobs, found
+
+
+def as_rehearsed(real: Sequence[Noted], program: Program) -> list[Noted]:
+    """Jobs of a real run as a rehearsal notes them: of what each follows the last one of each stream and folder."""
+    rows = [(job.stream, job.folder) for job in program.jobs]
+    found = []
+    for job in real:
+        last = {rows[number]: number for number in job.after if number < len(rows)}  # in order: the last one stays
+        found.append(job._replace(after=tuple(sorted(last.values()))))
+    return found

@@ -6,13 +6,14 @@ A plan becomes the same arguments that somebody would write by hand, and goes th
 import os
 from collections.abc import Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
 from penstock.errors import ConfigError
-from penstock.forecast.plan import Plan
+from penstock.forecast.plan import Plan, placeholders
 from penstock.machine.reach import Grid
 from penstock.probe.fingerprint import fingerprint
 from penstock.recompute import can_be_told, recomputes
@@ -100,6 +101,7 @@ def planned(
         ConfigError: the plan does not fit, is for another run, or contradicts what was written by hand.
     """
     check_ranks(grid)
+    _check_folders(plan)
     there = fingerprint(device) if plan.machine_fingerprint else {}
     stage, precision = arguments.get("stage", 3), arguments.get("precision", "bf16")
     machine = {name: there[name] for name in _OF_A_MACHINE if name in there}
@@ -111,6 +113,16 @@ def planned(
     if trains and plan.recompute and not recomputes(model):
         raise ConfigError(f"The plan has the model compute activations again in backward. {_how_to_recompute(model)}")
     return {**arguments, **decided}
+
+
+def _check_folders(plan: Plan) -> None:
+    """Refuse folders that stand for those of a machine that was planned for without any by name."""
+    named = plan.placement.nvme_folders()
+    if named and named == [Path(name) for name in placeholders(len(named))] and not any(map(Path.exists, named)):
+        raise ConfigError(
+            f"The plan was made without names of folders, and {', '.join(map(str, named))} stand for {len(named)} of "
+            "them. Plan again with penstock plan --folders, or name them as placement.nvme_path in the plan."
+        )
 
 
 def check_ranks(grid: Grid) -> None:

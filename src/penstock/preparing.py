@@ -7,11 +7,12 @@
 
 import contextlib
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 import torch
 from torch import nn
+from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from penstock import checks
@@ -27,7 +28,7 @@ from penstock.kinds import Overlap, Precision
 from penstock.machine.accelerator import streams_for
 from penstock.machine.border import crossing
 from penstock.machine.collectives import Ranks
-from penstock.machine.council import DEFAULT_TIMEOUT_S
+from penstock.machine.council import DEFAULT_TIMEOUT_S, Council
 from penstock.machine.devices import check_apart, device_for, make_current, place_of
 from penstock.machine.groups import given_groups
 from penstock.optimizer import Optimizer
@@ -191,8 +192,6 @@ def _choose(
     batch: Callable[[], Any] | None,
 ) -> Plan:
     """Give every rank the plan of the first one: its own, the one in its file, or one that it makes now. Collective."""
-    from penstock.planner.here import machine_here, plan_here  # with the solver, which a placement by hand does without
-
     council = ranks.council
     with council.together(_PLANS, ConfigError) as facts:
         request = request_for(model, **arguments)  # what is wrong beside a plan is found before one is made
@@ -203,19 +202,37 @@ def _choose(
     # A council of its own: what ranks wait for elsewhere has an end after `timeout_s`, and planning may take longer.
     patience_s = max(PATIENCE_S, request.options.timeout_s)
     with contextlib.closing(council.another(error=EngineError, timeout_s=patience_s)) as waiting:
-        machine = None if batch is None else machine_here(device, waiting, given_groups(mesh)[0])
+        if batch is not None:
+            assert optimizer is not None
+            return _plan_now(model, optimizer, batch, arguments, device, ranks, waiting, given_groups(mesh)[0])
         found = ""
         with waiting.together(_PLANS, ConfigError):
             if waiting.is_first and plan is not None:
                 found = taken(plan).to_json()
-            elif waiting.is_first:
-                assert optimizer is not None
-                assert batch is not None
-                assert machine is not None
-                size = ranks.world_size
-                made = plan_here(model, optimizer, batch, arguments, machine=machine, device=device, world_size=size)
-                found = made.to_json()
         return Plan.from_json(waiting.share(found))
+
+
+def _plan_now(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    batch: Callable[[], Any],
+    arguments: Mapping[str, Any],
+    device: torch.device,
+    ranks: Ranks,
+    waiting: Council,
+    groups: Sequence[ProcessGroup],
+) -> Plan:
+    """Have the first rank plan, for all of them. Collective."""
+    from penstock.planner.here import machine_here, plan_here  # with the solver, which others do without
+
+    machine, found = machine_here(device, waiting, groups), ""
+    with waiting.together(_PLANS, ConfigError):
+        if waiting.is_first:
+            assert machine is not None
+            size = ranks.world_size
+            made = plan_here(model, optimizer, batch, arguments, machine=machine, device=device, world_size=size)
+            found = made.to_json()
+    return Plan.from_json(waiting.share(found))
 
 
 def _build_on(

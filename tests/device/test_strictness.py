@@ -266,6 +266,22 @@ def test_modelled_time_is_of_copies_and_of_nothing_else(native, pinned):
         native.model_time(0.0, 0.0, False)
 
 
+def test_memory_that_is_given_up_takes_no_modelled_time(native):
+    """No real device spoils it: a step with many temporaries would be modelled as twice its kernels."""
+    x = torch.ones(4, device=DEVICE)
+    start, stop = (torch.Event(DEVICE, enable_timing=True) for _ in range(2))
+    native.model_time(1e6, 1e-3, False)
+    try:
+        start.record()
+        for _ in range(3):
+            x + 1  # its result is given up
+        stop.record()
+        stop.synchronize()
+        assert start.elapsed_time(stop) == pytest.approx(3.0)
+    finally:
+        native.model_time(0.0, 0.0, False)
+
+
 def test_backward_runs_on_a_thread_of_the_device(native):
     import threading
 

@@ -12,7 +12,7 @@ from penstock.machine.reach import Grid
 from penstock.rehearsal.rehearse import Scene, loss_of
 from tests.parity.rows import Movement
 from tests.parity.test_rehearsal import MODELS, Row, optimizer_of
-from tests.rehearsals import STEPS, rehearsed, run_really
+from tests.rehearsals import STEPS, as_rehearsed, rehearsed, run_really
 from tests.support import inline, run_ranks, separate, thorough
 
 CPU = Movement(params="cpu", grads="cpu", optimizer="cpu", overlap="forward")
@@ -56,6 +56,7 @@ def each_rank(rank: int, rows: list[Row], hybrid: bool) -> list[tuple[bool, bool
         scene = Scene(meant, optimizer_of(meant), batch, micro_batches=row.micro_batches, grid=grid, back_end=back_end)
         virtual, rehearsal = rehearsed(scene, row.request(meant))
         program = rehearsal.program
+        real = as_rehearsed(real, program)
         noted = Counter(c.name for job in program.jobs for c in job.collectives if c.ranks > 1)
         noted += Counter(c.name for c in program.meetings)
         # The start gives every rank the first one's values, which a rehearsal leaves out.

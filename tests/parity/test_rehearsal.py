@@ -18,7 +18,7 @@ from penstock.blueprint import Request, request_for
 from penstock.machine.streams import Streams
 from penstock.rehearsal.rehearse import Scene, loss_of
 from tests.parity.rows import INPUTS, Movement, Net, changed, shares
-from tests.rehearsals import rehearsed, run_really
+from tests.rehearsals import as_rehearsed, rehearsed, run_really
 from tests.support import inline, separate
 
 TILES = (("tile_bytes", 4096),)
@@ -115,7 +115,7 @@ class Row:
             placement = replace(placement, activations=self.activations)
             if self.activations == "nvme" and not placement.nvme_folders():
                 placement = replace(placement, nvme_path=Movement(params="nvme").placement.nvme_path)
-        options = penstock.Options(**dict(TILES), streamed_updates=self.streamed, **dict(self.how.options))
+        options = penstock.Options(**{**dict(TILES), "streamed_updates": self.streamed, **dict(self.how.options)})
         return request_for(
             model,
             stage=self.how.stage,
@@ -172,6 +172,7 @@ def test_a_rehearsal_submits_what_a_run_does(row: Row) -> None:
         back_end="inline" if row.streams == "inline" else "threads",
     )
     virtual, found = rehearsed(scene, row.request(meant))
+    real = as_rehearsed(real, found.program)
     for number, (one, other) in enumerate(zip(real, virtual, strict=False)):
         assert one == other, f"job {number} of {len(real)}"
     assert len(real) == len(virtual)

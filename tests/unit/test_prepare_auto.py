@@ -1,6 +1,7 @@
 """`prepare(placement="auto")`: what it is done by, what it refuses, and that it asks for what arguments by hand do."""
 
 import logging
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -21,6 +22,7 @@ from penstock.forecast.answer import Lack
 from penstock.forecast.machine import Machine
 from penstock.forecast.plan import Plan, model_fingerprint
 from penstock.machine.arena import HostMemory
+from penstock.machine.council import Council
 from penstock.planner import here
 from penstock.planner.here import plan_here
 from penstock.probe.fingerprint import fingerprint
@@ -123,6 +125,11 @@ class TestWithAPlan:
         optimizer.close()
         by_hand.close()
 
+    def test_a_plan_is_done_without_the_solver(self, monkeypatch):
+        for name in ("highspy", "penstock.planner", "penstock.planner.here"):
+            monkeypatch.setitem(sys.modules, name, None)  # to import it fails
+        prepare(plan=plan()).close()
+
     def test_options_that_no_plan_decides_stay_the_users(self, requests):
         prepare(plan=plan(), options=Options(max_skipped_steps=3)).close()
         assert requests[0].options == replace(TILES, max_skipped_steps=3)
@@ -203,6 +210,11 @@ REFUSED: dict[str, tuple[Callable[[], dict[str, Any]], str]] = {
         "The plan has the model compute activations again in backward. Nothing tells whether this Sequential does: "
         "wrap its blocks with torch.utils.checkpoint, and say so by its attribute gradient_checkpointing = True",
     ),
+    "folders that nobody named": (
+        lambda: {"plan": plan(placement=Placement(optimizer="nvme", nvme_path=("nvme0", "nvme1")))},
+        "The plan was made without names of folders, and nvme0, nvme1 stand for 2 of them. Plan again with penstock "
+        "plan --folders, or name them as placement.nvme_path in the plan.",
+    ),
     "a value beside": (lambda: {"plan": "/nowhere", "precision": "fp8"}, "precision='fp8': use one of"),
 }
 
@@ -268,6 +280,19 @@ class TestWithABatch:
         plan_here(model, adamw(model), net, {"options": options}, machine=machine, device=CPU, world_size=1)
         assert (asked[0]["device_bytes"], asked[0]["host_bytes"]) == limits
         assert asked[0]["options"] == options
+
+    @pytest.mark.parametrize(("timeout_s", "patience_s"), [(5.0, preparing.PATIENCE_S), (9000.0, 9000.0)])
+    def test_ranks_wait_longer_for_a_plan_than_for_each_other(self, timeout_s, patience_s, monkeypatch):
+        waits: list[float | None] = []
+        another = Council.another
+
+        def noted(self: Council, *, timeout_s: float | None = None, **rest: Any) -> Council:
+            waits.append(timeout_s)
+            return another(self, timeout_s=timeout_s, **rest)
+
+        monkeypatch.setattr(Council, "another", noted)
+        prepare(plan=plan(), options=Options(timeout_s=timeout_s)).close()
+        assert waits[0] == patience_s
 
     def test_a_failing_batch_is_said(self, laptop, nothing_built):
         def batch() -> torch.Tensor:

@@ -31,7 +31,6 @@ _PHRASES = (
     (", a higher stage,", ", a higher --stage,"),
     ("The nvme path ", "--nvme-path "),
     ("overlap is ", "--overlap is "),
-    ("or state it: ", "or state it: --what-if "),
 )
 _VALUE = r"""(?:'[^']*'|\{[^{}]*\}|\.\.\.|-?[\w.,+]*[\w+])"""
 _NAMES = "|".join(sorted(NAMED, key=len, reverse=True))

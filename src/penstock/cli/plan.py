@@ -20,14 +20,15 @@ def plan(config: PlanConfig) -> None:
     with naming_options():
         # Here, not at the top: it imports torch and transformers, which --help does not wait for.
         from penstock.cli.planning.answer import about, is_short_enough, side_by_side
-        from penstock.cli.planning.question import ask
+        from penstock.cli.planning.question import ask, stating_figures
         from penstock.cli.training.planning import write_plan
 
         if config.compare:
             print(side_by_side(*config.compare))
             return
-        question = ask(config)
-        found = question.answer()
+        with stating_figures():
+            question = ask(config)
+            found = question.answer()
         if config.out:
             write_plan(found, Path(config.out))
         print(found.to_json().rstrip() if config.json else about(found, question))

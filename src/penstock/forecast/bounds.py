@@ -157,8 +157,13 @@ class _Rates:
         return self.fastest("host_bandwidth", "update", self._update)
 
 
-def collective_s(machine: Figures, collective: Collective) -> float:
+def collective_s(machine: Figures, collective: Collective, ranks_of_host: int = 0) -> float:
     """Give the least seconds of a collective, as a ring does it: each rank has all but its own part to receive.
+
+    Arguments:
+        machine: its figures.
+        collective: of a rank.
+        ranks_of_host: how many ranks are on a host; 0 for as many as the machine has devices, if it says so.
 
     Source: Thakur, Rabenseifner and Gropp, "Optimization of Collective Communication Operations in MPICH", 2005.
     """
@@ -166,11 +171,11 @@ def collective_s(machine: Figures, collective: Collective) -> float:
     if ranks < 2:
         return 0.0
     rounds = 2 if collective.name == "all_reduce" else 1
-    devices = machine.value("devices") if machine.has("devices") else ranks
-    if ranks <= devices and collective.dimension == "shard":
+    by_host = ranks_of_host or (machine.value("devices") if machine.has("devices") else ranks)
+    if ranks <= by_host and collective.dimension == "shard":
         part = collective.nbytes * (ranks - 1) / ranks
         return machine.value("link_seconds") + rounds * part / machine.value("link_bandwidth")
-    hosts = -(-ranks // devices)  # one from each host at least: the part of the others comes over the network
+    hosts = -(-ranks // by_host)  # one from each host at least: the part of the others comes over the network
     if hosts < 2:
         return 0.0
     return rounds * collective.nbytes * (hosts - 1) / hosts / machine.value("net_bandwidth")
@@ -264,7 +269,8 @@ class _Step:
             for name in ("compute", "update", "device update"):
                 work["cores"].take(work.get(name, Spread()), 1.0)
         work["collective"] = Spread()
-        seconds = [sum(collective_s(self._machine, each) for each in pass_) for pass_ in self._passes()]
+        by_host = self._load.ranks_of_host
+        seconds = [sum(collective_s(self._machine, each, by_host) for each in pass_) for pass_ in self._passes()]
         work["collective"].add("forward", {CONSTANT: seconds[0]})
         work["collective"].add("backward", {CONSTANT: seconds[0] * later + seconds[1] * later + seconds[2]})
         work["collective"].add("any", {CONSTANT: seconds[1] - seconds[2]})

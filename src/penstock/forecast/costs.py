@@ -116,7 +116,9 @@ class MachineCosts:
         return self._jobs[key]
 
     def by_host(self, program: Program) -> int:
-        """Say how many ranks are on a host."""
+        """Say how many ranks are on a host: as was asked, else as many as the machine has devices."""
+        if program.hosts:
+            return max(1, program.world_size // program.hosts)
         if program.world_size == 1:
             return 1
         if program.back_end != "accelerator" and not self.figures.has("devices"):

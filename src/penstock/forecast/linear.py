@@ -3,13 +3,18 @@
 What is asked in bytes has an exact answer: the basis that HiGHS ends with is solved again in fractions.
 """
 
+from __future__ import annotations
+
 from collections.abc import Mapping
 from dataclasses import dataclass
 from fractions import Fraction
 from math import inf
+from typing import TYPE_CHECKING
 
-import highspy
 import numpy as np
+
+if TYPE_CHECKING:  # it is imported where something is solved: whoever takes a plan from a file solves nothing
+    import highspy
 
 #: Terms of a sum, by variable. The constant has the name "".
 Terms = Mapping[str, float]
@@ -83,6 +88,8 @@ class Linear:
 
         What is apart by less than a billionth counts as equal until a basis is found.
         """
+        import highspy
+
         solver = self._solve(costs)
         if solver is None:
             return None
@@ -107,6 +114,8 @@ class Linear:
         self._rows.append(_Row(name, variables, lower - constant, upper - constant))
 
     def _solve(self, costs: Terms) -> highspy.Highs | None:
+        import highspy
+
         for variable in costs:
             if variable:
                 self._columns.setdefault(variable, len(self._columns))
@@ -121,6 +130,8 @@ class Linear:
         return solver if solver.getModelStatus() == highspy.HighsModelStatus.kOptimal else None
 
     def _model(self, costs: Terms) -> highspy.HighsLp:
+        import highspy
+
         model = highspy.HighsLp()
         model.num_col_, model.num_row_ = len(self._columns), len(self._rows)
         model.col_cost_ = np.array([costs.get(name, 0.0) for name in self._columns], dtype=np.double)

@@ -95,7 +95,8 @@ class Plan(Answer):
         """Give the arguments of `prepare` that the plan decides, beside what the user wrote by hand.
 
         Options that change neither the length of a step nor what it takes are the user's where these say something,
-        else the plan's. All others are the plan's; the user may say the same, or nothing.
+        else the plan's. All others are the plan's; the user may say the same, or nothing. "auto" says nothing, and a
+        share of updates that the device does has no effect where that is a cpu.
 
         Arguments:
             options: the user's options; `None` says nothing.
@@ -126,7 +127,9 @@ class Plan(Answer):
         unsaid, chosen = Options(), {}
         for name in (member.name for member in fields(Options)):
             value, planned = getattr(options, name), getattr(self.options, name)
-            if value == getattr(unsaid, name):
+            if name == "streamed_updates" and self.device == "cpu":
+                continue  # it has no effect there
+            if value == getattr(unsaid, name) or (name == "streamed_updates" and value == "auto"):
                 chosen[name] = planned
             elif name in PLANNED_OPTIONS and value != planned:
                 raise _conflict(f"Options({name})", value, planned)
@@ -172,6 +175,11 @@ class Plan(Answer):
                 differs.append(f"{what}, here it is {values.shown(there[name])}")
         if differs:
             raise ConfigError(f"The plan is for {'; for '.join(differs)}: {_AGAIN}.")
+
+
+def placeholders(folders: int) -> list[str]:
+    """Name folders of a machine that has none by name: of one that somebody does not have."""
+    return [f"nvme{number}" for number in range(folders)]
 
 
 def model_fingerprint(model: nn.Module) -> str:

@@ -63,7 +63,7 @@ class Job(NamedTuple):
         stream: its name, a row of a trace.
         label: what it is for.
         nbytes: bytes that it moves, or that an update reads and writes.
-        after: numbers of the jobs that it waits for.
+        after: numbers of the jobs that it waits for: of each stream, and of files of each folder, the last one.
         collectives: those that it issues, in order.
         segment: what it computes beside, on the device.
         pageable: whether it copies between a device and host memory that is not pinned.
@@ -121,6 +121,7 @@ class Program:
         peak_bytes: by tier ("device", "cpu", "nvme"), the most bytes that were there at once.
         rule: the rule of the optimizer, as checkpoints call it: "adamw".
         world_size: how many ranks there are.
+        hosts: on how many hosts they are, as many on each; 0 where nobody says it.
         tokens: elements of the batch's first tensor of integers, of one rank and step; 0 where there is none.
     """
 
@@ -134,4 +135,5 @@ class Program:
     peak_bytes: Mapping[str, int]
     rule: str = ""
     world_size: int = 1
+    hosts: int = 0
     tokens: int = 0

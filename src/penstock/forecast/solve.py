@@ -33,6 +33,8 @@ REHEARSALS = 12
 #: The share of the rehearsals that is left for the cuts of the best.
 FOR_CUTS = 1 / 3
 MOST_REPAIRS = 3
+#: A candidate that cannot be faster than the best by this share is not rehearsed, which takes seconds.
+WORTHWHILE = 0.01
 #: By how much cuts are shifted, as a share of a kind: less where nothing is gained; and how many are tried each time.
 SHIFTS, TRIED_AT_ONCE = (1 / 8, 1 / 16, 1 / 32, 1 / 64), 2
 #: No cut is shifted for less than this share of a step.
@@ -147,11 +149,11 @@ class _Search:
         for_cuts = int(self.left * FOR_CUTS)
         for number, candidate in enumerate(in_order):
             least = min(other.bound_s for other in in_order[number:])
-            if self.best is not None and (self.left <= for_cuts or self.best[1].step_s <= least):
+            if self.best is not None and (self.left <= for_cuts or self._wanted_s <= least):
                 return
             if self.left <= 0:
                 return
-            if self.best is None or candidate.bound_s < self.best[1].step_s:
+            if self.best is None or candidate.bound_s < self._wanted_s:
                 self._try_until_it_fits(candidate)
 
     def shift_cuts(self) -> None:
@@ -221,6 +223,12 @@ class _Search:
         possible = [self._repaired(candidate, peak_bytes), *tighter]
         fitting = [c for c in possible if c and not self._is_known(c) and self._has_room(choice, c.fractions)]
         return min(fitting, key=order_among(fitting), default=possible[0])
+
+    @property
+    def _wanted_s(self) -> float:
+        """The seconds that a step has to be below for a rehearsal to be worth its time."""
+        assert self.best is not None
+        return self.best[1].step_s * (1 - WORTHWHILE)
 
     def _is_known(self, candidate: Candidate) -> bool:
         return candidate.key in {tried.key for tried, _ in self.tried}

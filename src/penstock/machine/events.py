@@ -47,6 +47,10 @@ class Event(ABC):
         """List the events that this one stands for."""
         return (self,)
 
+    def members(self) -> Sequence["Event"]:
+        """List the events that this one was made of, which may stand for several themselves."""
+        return (self,)
+
     def unwatched(self) -> "Event":
         """Give the event itself, without whoever notes the waits for it."""
         return self
@@ -90,6 +94,9 @@ class _AllOf(Event):
 
     def parts(self) -> Sequence[Event]:
         return [part for event in self._events for part in event.parts()]
+
+    def members(self) -> Sequence[Event]:
+        return self._events
 
 
 def all_of(events: Iterable[Event]) -> Event:

@@ -93,6 +93,12 @@ def ranks_of_host(environment: Mapping[str, str] = os.environ) -> int:
     return max(1, _number(environment.get("LOCAL_WORLD_SIZE"), 1))
 
 
+def hosts_of(ranks: int, environment: Mapping[str, str] = os.environ) -> int:
+    """Return on how many hosts some ranks are; 1 where the launcher does not say: it has started all of them here."""
+    here = _number(environment.get("LOCAL_WORLD_SIZE"), 0)
+    return ranks // here if here > 0 and ranks % here == 0 else 1
+
+
 def _unbound(rank: int, ranks: int, cores: set[int], found: Sequence[set[int]], usable: Sequence[set[int]]) -> int:
     """Count the cores of this rank where nothing says which node its device is on.
 

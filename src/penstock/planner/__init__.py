@@ -35,7 +35,7 @@ from penstock.planner.answering import answer
 from penstock.planner.machines import machine_for
 from penstock.planner.question import ask
 from penstock.planner.searching import find_best, given
-from penstock.planner.trials import Trials
+from penstock.planner.trials import Trials, quick_collection
 
 __all__ = [
     "Machine",
@@ -50,6 +50,7 @@ __all__ = [
 ]
 
 
+@torch.random.fork_rng(devices=[])  # the batch, the model's first values and what is measured may draw some
 def plan(
     model: nn.Module | Callable[[], nn.Module],
     optimizer: type[torch.optim.Optimizer] | torch.optim.Optimizer,
@@ -120,7 +121,8 @@ def plan(
         arguments=prepare_arguments,
     )
     trials = Trials(question, measures=measure)
-    best = find_best(question, trials) if isinstance(placement, str) else given(question, trials, placement)
-    if trace is not None:
-        trials.write_trace(best.trial, trace)
-    return answer(question, trials, best)
+    with quick_collection():
+        best = find_best(question, trials) if isinstance(placement, str) else given(question, trials, placement)
+        if trace is not None:
+            trials.write_trace(best.trial, trace)
+        return answer(question, trials, best)

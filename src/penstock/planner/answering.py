@@ -1,10 +1,10 @@
 """From the best placement to a plan: what it takes, how long a step is, what binds, and what would change that."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import MappingKey, tree_flatten_with_path
 
 from penstock.forecast.answer import Lack, WhatIf, Why
 from penstock.forecast.machine import Machine
@@ -14,12 +14,15 @@ from penstock.kinds import GRAD, MASTER, OPTIMIZER, PARAM, SHADOW, Tier, TierNam
 from penstock.planner.question import Question
 from penstock.planner.searching import Best
 from penstock.planner.trials import Trial, Trials
+from penstock.recompute import recomputes
 
 _KINDS: Mapping[str, tuple[str, ...]] = {
     "params": (PARAM,),
     "grads": (GRAD,),
     "optimizer": (MASTER, OPTIMIZER, SHADOW),
 }
+#: What shortens a step by less than this share of it is not worth a word.
+LEAST_SAVING = 0.005
 _TIERS: tuple[TierName, ...] = ("device", "cpu", "nvme")
 
 
@@ -37,7 +40,7 @@ def answer(question: Question, trials: Trials, best: Best) -> Plan:
         overlap=request.overlap,
         unit_micro_batches=request.unit_micro_batches,
         options=request.options,
-        recompute=trial.choice.recompute,
+        recompute=trial.choice.recompute or recomputes(question.scene.model),
         world_size=ranks,
         fits=not lacks,
         step_s=step_s,
@@ -118,9 +121,10 @@ def _what_ifs(question: Question, trials: Trials, trial: Trial) -> tuple[WhatIf,
         lambda machine: trials.time(trial.rehearsal, machine).step_s,
         rules=(program.rule,),
     )
-    found = [WhatIf(each.what_if.name, each.saved_s) for each in timed if each.saved_s]
+    least = LEAST_SAVING * step_s
+    found = [WhatIf(each.what_if.name, each.saved_s) for each in timed if each.saved_s and each.saved_s >= least]
     smaller = trials.rehearse_other(trial, state_dtype="int8")
-    if smaller is not None and (saved := step_s - smaller.timing.step_s) > 0:
+    if smaller is not None and (saved := step_s - smaller.timing.step_s) > least:
         found.append(WhatIf("8-bit states", saved))
     larger = trials.rehearse_other(trial, twice=True)
     if larger is not None and program.tokens:
@@ -146,26 +150,19 @@ def _why(best: Best) -> tuple[Why, ...]:
     for kind in ("params", "grads", "optimizer"):
         home = best.trial.placement.home(kind)
         mine = {tier.value: share for tier, share in home.items()}
+        # What reads the same is the same to people.
         differ = sorted(
-            (step, str(_rounded(candidate.fractions[kind])))
-            for candidate, step in fit
-            if _rounded(candidate.fractions[kind]) != _rounded(mine)
+            (step, words) for candidate, step in fit if (words := _words(candidate.fractions[kind])) != _words(mine)
         )
         if differ:
-            reasons.append(Why(kind, _words(mine), _words_of(differ[0][1]), differ[0][0] - step_s))
+            reasons.append(Why(kind, _words(mine), differ[0][1], differ[0][0] - step_s))
     return tuple(reasons)
 
 
-def _rounded(shares: Mapping[Any, float]) -> dict[str, float]:
-    return {str(tier): round(share, 4) for tier, share in shares.items() if share > 0}
-
-
 def _words(shares: Mapping[Any, float]) -> str:
-    return ", ".join(f"{share:.0%} {tier}" for tier, share in _rounded(shares).items())
-
-
-def _words_of(text: str) -> str:
-    return text.strip("{}").replace("'", "").replace(": ", " ")
+    """Say in percent what is where, fastest tier first: "12% device, 88% cpu"."""
+    there = {tier: f"{shares[tier]:.0%}" for tier in _TIERS if shares.get(tier, 0.0) > 0}
+    return ", ".join(f"{share} {tier}" for tier, share in there.items() if share != "0%")
 
 
 def _rounding(question: Question, trial: Trial) -> tuple[str, ...]:
@@ -176,8 +173,21 @@ def _rounding(question: Question, trial: Trial) -> tuple[str, ...]:
 
 
 def _batch(question: Question) -> str:
-    """Put the shapes of a micro-batch into words."""
-    tensors = [leaf for leaf in tree_leaves(question.scene.batch()) if isinstance(leaf, Tensor)]
-    shapes = ", ".join(f"{'x'.join(map(str, t.shape))} {str(t.dtype).removeprefix('torch.')}" for t in tensors)
+    """Put names and shapes of a micro-batch into words, alike ones together: "input_ids, labels 4x8 int64"."""
+    named: dict[str, list[str]] = {}
+    for path, leaf in tree_flatten_with_path(question.scene.batch())[0]:
+        if isinstance(leaf, Tensor):
+            shape = "x".join(map(str, leaf.shape)) or "1"
+            names = [str(part.key) for part in path if isinstance(part, MappingKey)]
+            named.setdefault(f"{shape} {str(leaf.dtype).removeprefix('torch.')}", []).append(".".join(names))
+    shapes = "; ".join(" ".join(filter(None, (_listed(names), shape))) for shape, names in named.items())
     count = question.scene.micro_batches
     return f"{count} of {shapes}" if count > 1 else shapes
+
+
+def _listed(names: Sequence[str]) -> str:
+    """List names, or count what has none."""
+    given = [name for name in names if name]
+    if not given:
+        return f"{len(names)} x" if len(names) > 1 else ""
+    return ", ".join(given)

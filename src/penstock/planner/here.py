@@ -1,5 +1,7 @@
 """A plan for the run that asks: for this machine as it is now, and for ranks that are here already."""
 
+import contextlib
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -8,14 +10,17 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from penstock.errors import EngineError
 from penstock.forecast.figures import Figure
 from penstock.forecast.machine import Machine
 from penstock.forecast.plan import Plan
 from penstock.machine.arena import available_host_memory
 from penstock.machine.border import theirs
+from penstock.machine.collectives import council_of_all
 from penstock.machine.council import Council
-from penstock.machine.devices import free_device_memory, shares_host_memory
-from penstock.machine.threads import ranks_of_host
+from penstock.machine.devices import device_for, free_device_memory, shares_host_memory
+from penstock.machine.groups import given_groups
+from penstock.machine.threads import hosts_of
 from penstock.planner import plan
 from penstock.probe.cache import keep, recall
 from penstock.probe.collectives import measure_collectives
@@ -24,10 +29,32 @@ from penstock.probe.measure import measure
 from penstock.probe.sampling import Deadline
 
 SECONDS, SECONDS_OF_LINKS = 50.0, 10.0
+PATIENCE_S = 3600.0  # for the first rank
+
+
+def machine_of_ranks(folders: Sequence[str | os.PathLike[str]] = ()) -> Machine | None:
+    """Give the machine of the ranks of the default process group, as it was probed before, or probed now. Collective.
+
+    Arguments:
+        folders: the folders of the nvme tier.
+
+    Returns:
+        The machine, on the first rank; `None` on the others.
+
+    Raises:
+        ConfigError, EngineError: measuring failed on the first rank.
+    """
+    with contextlib.closing(council_of_all(timeout_s=PATIENCE_S, error=EngineError)) as council:
+        return machine_here(device_for((), None).device, council, given_groups(None)[0], folders=folders)
 
 
 def machine_here(
-    device: torch.device, council: Council, groups: Sequence[dist.ProcessGroup] = (), *, seconds: float = SECONDS
+    device: torch.device,
+    council: Council,
+    groups: Sequence[dist.ProcessGroup] = (),
+    *,
+    folders: Sequence[str | os.PathLike[str]] = (),
+    seconds: float = SECONDS,
 ) -> Machine | None:
     """Give this machine: as it was probed before, or probed now, which takes a minute. Collective.
 
@@ -37,6 +64,7 @@ def machine_here(
         device: the one that computes.
         council: the ranks, patient enough to wait for the first one.
         groups: the process groups of the ranks, one for each dimension of their mesh.
+        folders: the folders of the nvme tier.
         seconds: how long the first rank may measure.
 
     Returns:
@@ -49,10 +77,10 @@ def machine_here(
     is_new = False
     with council.together("probe"):
         if council.is_first:
-            found = recall(fingerprint(device), Machine.read)
+            found = recall(fingerprint(device, folders), Machine.read)
             is_new = found is None or (council.size > 1 and not _knows_links(found))
             if is_new:
-                found = _probed(device, seconds)
+                found = _probed(device, seconds, folders)
     if not council.share(is_new):
         return found
     if council.size > 1:
@@ -90,11 +118,8 @@ def plan_here(
     Raises:
         ConfigError: as for `plan`.
     """
-    local = ranks_of_host()
-    # A launcher that does not say how many ranks a host has has started all of them on one.
-    hosts = world_size // local if 1 < local < world_size and world_size % local == 0 else 1
-    ranks = world_size // hosts
-    device_bytes, host_bytes = _free_bytes(model, arguments, device, ranks)
+    hosts = hosts_of(world_size)
+    device_bytes, host_bytes = _free_bytes(model, arguments, device, world_size // hosts)
     devices = [] if device.type == "cpu" else [device]
     kind = "cuda" if device.type == "cpu" else device.type  # of no devices: torch wants to know it all the same
     with theirs(), torch.random.fork_rng(devices, device_type=kind):
@@ -102,7 +127,7 @@ def plan_here(
             model,
             optimizer,
             batch,
-            machine=machine.replace(devices=ranks),  # several ranks may have one cpu, and are on one host all the same
+            machine=machine,
             device_bytes=device_bytes,
             host_bytes=host_bytes,
             world_size=world_size,
@@ -111,9 +136,9 @@ def plan_here(
         )
 
 
-def _probed(device: torch.device, seconds: float) -> Machine:
+def _probed(device: torch.device, seconds: float, folders: Sequence[str | os.PathLike[str]]) -> Machine:
     """Measure this machine, without its collectives."""
-    name, kind, measured, found = measure(device=device, seconds=seconds, groups={})
+    name, kind, measured, found = measure(device=device, folders=folders, seconds=seconds, groups={})
     return Machine(name, kind, {each: Figure(*values) for each, values in measured.items()}, found, probed=True)
 
 

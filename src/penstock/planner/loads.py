@@ -1,8 +1,10 @@
 """What a step consists of, as the bound wants to know it: counted in a rehearsal with all state on the device."""
 
 from collections.abc import Iterable, Sequence
+from math import ceil
 
 from penstock.budgets import gradient_bytes
+from penstock.engine.units.discover import ROOT
 from penstock.engine.units.plan import UnitPlan
 from penstock.forecast.candidates import Choice
 from penstock.forecast.costs import machine_costs
@@ -12,6 +14,7 @@ from penstock.forecast.program import Collective, Kind, Program
 from penstock.kinds import GRAD, MASTER, OPTIMIZER, Tier
 from penstock.machine.reach import Grid, Reach
 from penstock.rehearsal.rehearse import BACKWARD, FORWARD, Rehearsal
+from penstock.tiers.staging import LEAST_FILE_SLOTS, RING_BYTES
 
 
 def load_of(rehearsal: Rehearsal, choice: Choice, machine: Machine, grid: Grid, *, micro_batches: int) -> Load:
@@ -29,7 +32,11 @@ def load_of(rehearsal: Rehearsal, choice: Choice, machine: Machine, grid: Grid, 
     frozen = [plan for plan in blueprint.units if not plan.spec.trainable]
     own, grads = _own(trained), _kind(trained, GRAD)
     optimizer = _kind(trained, MASTER) + _kind(trained, OPTIMIZER)
-    gathered = own + _own(frozen)
+    # Of several micro-batches only the first one gathers what stays gathered between uses.
+    gathered = _own(plan for plan in blueprint.units if micro_batches == 1 or not plan.spec.persistent)
+    # What is around all others stays from forward through backward. Where ranks have copies, each brings its own whole:
+    # but for the first forward, which has from the others what they have updated.
+    again = sum(cell.nbytes for plan in blueprint.units if not _stays(plan) for cell in _param_cells(plan))
     passes = {phase: rehearsal.phases[phase] for phase in (FORWARD, BACKWARD)}
     seconds = {phase: _seconds(program, items, machine) / len(items) for phase, items in passes.items()}
     on_device = program.peak_bytes.get("device", 0) - blueprint.bytes_on(Tier.DEVICE)
@@ -47,9 +54,9 @@ def load_of(rehearsal: Rehearsal, choice: Choice, machine: Machine, grid: Grid, 
         forward_s=seconds[FORWARD],
         backward_s=seconds[BACKWARD],
         forward_gathered_bytes=gathered,
-        backward_gathered_bytes=gathered,
+        backward_gathered_bytes=again,
         ahead_bytes=min(gathered, blueprint.request.options.prefetch_bytes + _largest(blueprint.units)),
-        kept_bytes=_RING_BYTES,
+        kept_bytes=_ring_bytes(blueprint.request.options.tile_bytes, own, own + grads + optimizer),
         activations=choice.activations,
         activation_peak_bytes={"device": max(0, on_device), "cpu": _more(rehearsal, Tier.CPU)},
         passing_bytes={
@@ -61,12 +68,24 @@ def load_of(rehearsal: Rehearsal, choice: Choice, machine: Machine, grid: Grid, 
         streamed=choice.streamed,
         rule=program.rule,
         ranks=grid.shards,
+        ranks_of_host=program.world_size // program.hosts if program.hosts else 0,
         sharded=frozenset(_sharded(blueprint.request.stage)),
     )
 
 
-# What rings hold of files, at most, and how many tiles buffers beside them have in all.
-_RING_BYTES, _PASSING_TILES = 2 * (256 << 20), 64
+# How many tiles buffers beside rings of files have in all.
+_PASSING_TILES = 64
+
+
+def _ring_bytes(tile_bytes: int, params_bytes: int, state_bytes: int) -> int:
+    """Count what the two rings of files hold at most: one of updates, and one of gathers and gradients."""
+    record = ceil(tile_bytes * state_bytes / max(params_bytes, 1))
+    return 2 * max(RING_BYTES, LEAST_FILE_SLOTS * record)
+
+
+def _stays(plan: UnitPlan) -> bool:
+    """Whether a unit is still gathered when backward comes to it."""
+    return plan.spec.persistent or plan.spec.name.split(".")[0] == ROOT
 
 
 def _own(plans: Iterable[UnitPlan]) -> int:

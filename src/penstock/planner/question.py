@@ -1,6 +1,5 @@
 """What is asked of the planner: a model, an optimizer and a batch on a machine, within limits."""
 
-import inspect
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -14,6 +13,7 @@ from penstock.config import Options, Placement
 from penstock.errors import ConfigError, one_line
 from penstock.forecast.load import Limits
 from penstock.forecast.machine import Machine
+from penstock.forecast.plan import placeholders
 from penstock.forecast.program import BackEnd
 from penstock.kinds import TierName
 from penstock.machine.reach import Grid
@@ -119,13 +119,14 @@ def ask(
         batch,
         micro_batches=micro_batches,
         grid=Grid.first_of(world_size, sharded=sharded),
+        hosts=hosts,
         back_end=back_end,
         pinnable_bytes=_pinnable(machine, world_size // hosts),
         share=expert_share,
     )
     named = [os.fspath(folder) for folder in folders]
     if not named and machine.has("folders") and machine.has("disk_free"):
-        named = [f"nvme{number}" for number in range(int(machine.value("folders")))]
+        named = placeholders(int(machine.value("folders")))
     limits = _limits(machine, device_bytes, host_bytes, len(named), world_size // hosts)
     return Question(scene, machine, limits, placement, dict(arguments), named, hosts)
 
@@ -139,7 +140,7 @@ def made(model: nn.Module | Callable[[], nn.Module]) -> nn.Module:
     if isinstance(model, nn.Module):
         return model
     given: Any = model
-    if not callable(given) or inspect.isclass(given):
+    if not callable(given):
         raise ConfigError(f"model is a {type(model).__name__}. Give a module, or a function that makes one.")
     try:
         with torch.device("meta"):

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from penstock.config import Placement
 from penstock.errors import ConfigError, EngineError
 from penstock.forecast.candidates import Candidate, Choice
+from penstock.forecast.lacks import Change, fits
 from penstock.forecast.load import Load
 from penstock.forecast.solve import Evaluation, Found, Infeasible, candidates, infeasible, search
 from penstock.kinds import TierName
@@ -42,8 +43,9 @@ class Best:
 def find_best(question: Question, trials: Trials) -> Best:
     """Find the placement whose step is shortest, of those that fit.
 
-    1. What costs nothing beside: activations where they are made, as the model is.
-    2. Where that does not fit, or memory of the device is what binds: activations computed again, or kept elsewhere.
+    1. Everything on the device, if that fits.
+    2. Activations where they are made, as the model is; computed again; or kept elsewhere: memory that they leave free
+       takes state in, so all of these are searched together.
     3. Where nothing fits yet: slices of the batch.
     """
     loads: dict[Choice, Load] = {}
@@ -60,12 +62,12 @@ def find_best(question: Question, trials: Trials) -> Best:
         if not loads:
             continue
         found = _search(question, trials, loads)
-        if isinstance(found, Found) and not _wants_memory(found):
+        if isinstance(found, Found):
             break
-        if isinstance(found, Found) and choices and choices[0].unit_micro_batches == 1 and choices[0].recompute:
-            break  # to compute again or to keep elsewhere was weighed: slices are for what does not fit
     if isinstance(found, Found):
-        trial = trials.run(placement_of(found.best.fractions, found.best.choice, question), _fixed(found.best))
+        trial = trials.run(
+            placement_of(found.best.fractions, found.best.choice, question), _fixed(found.best, question)
+        )
         return Best(trial, found.lower_bound_s, found.gap, found.tried)
     if found is None:
         raise ConfigError("No choice of activations, recomputing and slices of the batch could be rehearsed.")
@@ -75,9 +77,7 @@ def find_best(question: Question, trials: Trials) -> Best:
 def given(question: Question, trials: Trials, placement: Placement) -> Best:
     """Look at one placement, with its lower bound."""
     slices = question.arguments.get("unit_micro_batches", 1)
-    streamed = question.options.streamed_updates
-    share = 0.0 if streamed == "auto" else float(streamed)
-    choice = Choice(placement.activations, False, slices, share if question.on_accelerator else 0.0)
+    choice = Choice(placement.activations, False, slices, _stated(question))
     trial = trials.run(placement, choice)
     load = _load(question, trials, choice)
     if load is None:
@@ -90,8 +90,10 @@ def given(question: Question, trials: Trials, placement: Placement) -> Best:
     excess = question.limits.excess(trial.peak_bytes)
     lacking = Infeasible(dict(excess)) if excess else None
     if lacking is not None:
-        other = infeasible({choice: load}, question.limits)
-        lacking = Infeasible(dict(excess), other.changes)
+        elsewhere = (Change("choice", 0, "another placement, which placement='auto' finds"),)
+        there = fits(load.beside(load.passing_bytes), question.limits)
+        changes = elsewhere if there else infeasible({choice: load}, question.limits).changes
+        lacking = Infeasible(dict(excess), changes)
     if bound is None or not bound.bound_s:
         return Best(trial, 0.0, 0.0, lacking=lacking)
     return Best(trial, bound.bound_s, max(0.0, trial.timing.step_s / bound.bound_s - 1), lacking=lacking)
@@ -104,7 +106,6 @@ def _in_turn(question: Question) -> list[list[Choice]]:
     slices = question.arguments.get("unit_micro_batches", 1)
     streamed = (0.0, STREAMED) if accelerator and question.options.streamed_updates == "auto" else (_stated(question),)
     plain = [Choice(None, False, slices, share) for share in streamed]
-    turns = [plain]
     again = can_be_told(model) and not recomputes(model)
     less = [Choice(None, True, slices, share) for share in streamed] if again else []
     if accelerator:
@@ -112,11 +113,13 @@ def _in_turn(question: Question) -> list[list[Choice]]:
         if again:
             less.append(Choice("cpu", True, slices, streamed[0]))
     elif question.folders:
-        less.append(Choice("nvme", again, slices, 0.0))
-    turns.append(less)
+        less.append(Choice("nvme", again, slices, streamed[0]))
+    turns = [[*plain, *less]]
     if slices == 1:
         tier: TierName | None = "cpu" if accelerator else None
-        turns += [[Choice(None, False, count, 0.0), Choice(tier, False, count, 0.0)] for count in SLICES]
+        turns += [
+            [Choice(where, False, count, streamed[0]) for where in dict.fromkeys((None, tier))] for count in SLICES
+        ]
     return turns
 
 
@@ -149,25 +152,21 @@ def _search(question: Question, trials: Trials, loads: Mapping[Choice, Load]) ->
         return infeasible(loads, limits)
 
     def evaluate(candidate: Candidate) -> Evaluation:
-        trial = trials.run(placement_of(candidate.fractions, candidate.choice, question), _fixed(candidate))
+        trial = trials.run(placement_of(candidate.fractions, candidate.choice, question), _fixed(candidate, question))
         return Evaluation(trial.timing.step_s, trial.peak_bytes, not limits.excess(trial.peak_bytes))
 
     return search(among, evaluate, rehearsals=REHEARSALS)
 
 
-def _fixed(candidate: Candidate) -> Choice:
+def _fixed(candidate: Candidate, question: Question) -> Choice:
     """Give the choice with the share of updates that is to be streamed, in place of the most that may be."""
-    return candidate.choice._replace(streamed=round(candidate.streamed, 3))
+    is_free = question.options.streamed_updates == "auto"
+    return candidate.choice._replace(streamed=round(candidate.streamed, 3) if is_free else _stated(question))
 
 
 def _overlap(question: Question):  # type: ignore[no-untyped-def] # of the kinds that there are
     overlap = question.arguments.get("overlap", "auto")
     return "forward" if overlap == "auto" else overlap
-
-
-def _wants_memory(found: Found) -> bool:
-    """Whether state rests off the device: what activations leave free there could take it in."""
-    return any(shares.get("device", 0.0) < 1 for shares in found.best.fractions.values())
 
 
 def _nearest(question: Question, trials: Trials, loads: Mapping[Choice, Load]) -> Trial:

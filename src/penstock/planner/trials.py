@@ -1,7 +1,9 @@
 """Placements that are tried: each is rehearsed once, and timed for as many machines as are asked for."""
 
+import contextlib
+import gc
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -9,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
+from penstock.blueprint import Request
 from penstock.config import Placement
 from penstock.errors import ConfigError, PenstockError, one_line
 from penstock.forecast.candidates import Choice
@@ -21,7 +24,7 @@ from penstock.kinds import TierName
 from penstock.machine.devices import device_for
 from penstock.planner.question import Question
 from penstock.rehearsal.measured import time_ops
-from penstock.rehearsal.rehearse import Rehearsal, rehearse
+from penstock.rehearsal.rehearse import Rehearsal, Scene, rehearse
 from penstock.trace import Timeline, to_chrome
 
 
@@ -74,9 +77,7 @@ class Trials:
             request = question.request(
                 placement, streamed=choice.streamed, unit_micro_batches=choice.unit_micro_batches
             )
-            rehearsal = rehearse(replace(question.scene, recompute=choice.recompute), request)
-            if self._measures:
-                self._time_ops(rehearsal)
+            rehearsal = self._rehearse(replace(question.scene, recompute=choice.recompute), request)
             self._found[key] = Trial(
                 placement,
                 choice,
@@ -111,6 +112,17 @@ class Trials:
         timings = self._timings.setdefault(key, Timings(rehearsal.program))
         return timings.on(machine_costs(machine, measured=self._measured))
 
+    def _rehearse(self, scene: Scene, request: Request) -> Rehearsal:
+        """Rehearse; where operations are measured, time them, and run for real what cannot be rehearsed without."""
+        if not self._measures:
+            return rehearse(scene, request)
+        try:
+            rehearsal = rehearse(scene, request)
+        except ConfigError:
+            rehearsal = rehearse(replace(scene, performs=True), request)
+        self._time_ops(rehearsal)
+        return rehearsal
+
     def _time_ops(self, rehearsal: Rehearsal) -> None:
         """Run what was not timed yet, once, on the device that is here."""
         unknown = {op: recipe for op, recipe in rehearsal.recipes.items() if op not in self._measured}
@@ -128,6 +140,23 @@ class Trials:
                 file.writelines(to_chrome(Timeline(trial.timing.recording), rank=0))
         except OSError as error:
             raise ConfigError(f"The trace cannot be written: {one_line(error)}.") from error
+
+
+@contextlib.contextmanager
+def quick_collection() -> Iterator[None]:
+    """Keep Python's collector off what is there already: after each rehearsal it looks at what came since.
+
+    Modules of libraries are a million objects, which took longer than some rehearsals. Nothing changes where somebody
+    else has objects frozen: they would be thawed.
+    """
+    if gc.get_freeze_count():
+        yield
+        return
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
 
 
 def _twice(inputs: Any) -> Any:

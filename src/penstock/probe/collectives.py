@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from penstock.machine.council import Council
-from penstock.machine.threads import ranks_of_host
+from penstock.machine.threads import hosts_of
 from penstock.probe.arithmetic import Stopwatch
 from penstock.probe.sampling import Deadline, Measurement, quartiles
 
@@ -47,9 +47,7 @@ def measure_collectives(
         for name, (each, latency) in found.items()
     )
     told = f"; dimensions: {beside}" if len(found) > 1 else ""
-    # A launcher that does not say how many ranks a host has has started all of them on one.
-    across = 1 < ranks_of_host() < council.size
-    kind = "net" if across else "link"
+    kind = "net" if hosts_of(council.size) > 1 else "link"
     bandwidth, latency = found[slowest]
     return {
         f"{kind}_bandwidth": bandwidth._replace(how=bandwidth.how + told),

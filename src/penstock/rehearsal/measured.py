@@ -80,7 +80,7 @@ def _nbytes(recipe: Recipe, op: Op) -> int:
 def _timed(recipe: Recipe, device: torch.device) -> float | None:
     """Return the seconds of one call; `None` where it cannot be called on values of no meaning."""
     try:
-        call = _call(recipe, device)
+        call = call_of(recipe, device)
         call()
         once = _seconds(call, device, 1)
         calls = max(1, min(1000, int(_LEAST_SECONDS / max(once, 1e-9))))
@@ -89,8 +89,13 @@ def _timed(recipe: Recipe, device: torch.device) -> float | None:
         return None
 
 
-def _call(recipe: Recipe, device: torch.device) -> Callable[[], object]:
-    """Make an operation's arguments, and return what calls it. Kernels of a cpu have another name elsewhere."""
+def call_of(recipe: Recipe, device: torch.device) -> Callable[[], object]:
+    """Make an operation's arguments, of random values, and return what calls it.
+
+    Arguments:
+        recipe: an example of the operation. Kernels of a cpu have another name elsewhere.
+        device: where it is to run.
+    """
     args, kwargs = _filled(recipe, device)
     made = None if device.type == "cpu" else _ELSEWHERE.get(recipe.func._overloadpacket)
     return partial(recipe.func, *args, **kwargs) if made is None else made(*args, **kwargs)

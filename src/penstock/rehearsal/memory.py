@@ -5,12 +5,12 @@ from functools import partial
 
 from torch import Tensor
 
-_BLOCK_BYTES = 512  # the least that torch's caching allocator gives
+BLOCK_BYTES = 512  # the least that torch's caching allocator gives
 
 
 def rounded(nbytes: int) -> int:
     """Return how many bytes a caching allocator counts for a tensor's memory."""
-    return -(-nbytes // _BLOCK_BYTES) * _BLOCK_BYTES
+    return -(-nbytes // BLOCK_BYTES) * BLOCK_BYTES
 
 
 class Memory:

@@ -1,12 +1,13 @@
 """What a rehearsal notes while the engine runs: the program, and how many bytes are where."""
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
 from penstock.forecast.program import BackEnd, Collective, Item, Job, Kind, Op, Program, Segment
 from penstock.kinds import Tier
 from penstock.rehearsal.memory import Memory
+from penstock.rehearsal.order import Order
 from penstock.trace import NO_LABEL, Label
 
 
@@ -19,12 +20,14 @@ class Notes:
     Attributes:
         jobs: what was submitted so far.
         step: the number of the step that is under way.
+        order: which jobs of the device must be over.
     """
 
     def __init__(self, back_end: BackEnd) -> None:
         self.back_end = back_end
         self.jobs: list[Job] = []
         self.step = 0
+        self.order = Order()
         self._ops: dict[Op, int] = {}
         self._segments: dict[Segment, int] = {}
         self._meetings: list[Collective] = []
@@ -96,6 +99,7 @@ class Notes:
     def synchronize(self) -> None:
         """Note that the host waits for all that compute was given."""
         self._end_segment()
+        self.order.synchronize()
         self._items.append(Item(Kind.SYNCHRONIZE, 0, self._label))
 
     # Ranks
@@ -151,7 +155,9 @@ class Notes:
         self._phases.clear()
         self._steps = [0]
 
-    def program(self, *, rule: str, world_size: int, tokens: int, peaks: Mapping[str, int] | None = None) -> Program:
+    def program(
+        self, *, rule: str, world_size: int, tokens: int, hosts: int = 0, peaks: Mapping[str, int] | None = None
+    ) -> Program:
         """Give all that was noted."""
         return Program(
             back_end=self.back_end,
@@ -164,6 +170,7 @@ class Notes:
             peak_bytes={str(tier): nbytes for tier, nbytes in self._peak.items()} | dict(peaks or {}),
             rule=rule,
             world_size=world_size,
+            hosts=hosts,
             tokens=tokens,
         )
 
@@ -186,8 +193,3 @@ class NotedMemory(Memory):
     def remove(self, nbytes: int) -> None:
         """Count memory that somebody gives back."""
         self._notes.add(Tier.DEVICE, -nbytes)
-
-
-def numbers_of(jobs: Sequence[int]) -> tuple[int, ...]:
-    """Put numbers of jobs in order, each once."""
-    return tuple(sorted(set(jobs)))

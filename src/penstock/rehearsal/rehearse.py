@@ -23,7 +23,9 @@ from penstock.machine.border import theirs
 from penstock.machine.reach import Grid
 from penstock.recompute import recomputes, tell
 from penstock.rehearsal.doubles import double, double_optimizer
+from penstock.rehearsal.memory import BLOCK_BYTES, rounded
 from penstock.rehearsal.notes import NotedMemory, Notes
+from penstock.rehearsal.performed import Performed, random_values
 from penstock.rehearsal.ranks import VirtualRanks
 from penstock.rehearsal.rehearsed import Recipe, Rehearsed
 from penstock.rehearsal.streams import VirtualStreams
@@ -31,6 +33,7 @@ from penstock.rehearsal.supply import Imagined
 from penstock.rules.imagined import noting
 
 FORWARD, BACKWARD, STEP = "forward", "backward", "step"
+_SMALL_OF_A_UNIT = 3  # what a parameter is while it is not there, an empty one, and the norms of the gradient
 STEPS = 2  # the first one teaches the order of units; the second one has the updates of the first beside it
 
 
@@ -44,10 +47,12 @@ class Scene:
         batch: makes one micro-batch, as the model takes it: a mapping of keyword arguments, a tuple, or one value.
         micro_batches: how many of them a step has.
         grid: the ranks, and which of them this is.
+        hosts: on how many hosts they are, as many on each; 0 where nobody says it.
         back_end: who would run what is submitted.
         pinnable_bytes: how much host memory can be pinned; `None` sets no limit.
         share: the part of the tokens that each expert gets, where a model chooses; `None` for equal parts.
         recompute: whether the model is told to compute activations again in backward, beside what it does already.
+        performs: whether operations run for real, on random parameters: for control flow that depends on values.
     """
 
     model: nn.Module
@@ -55,10 +60,12 @@ class Scene:
     batch: Callable[[], Any]
     micro_batches: int = 1
     grid: Grid = Grid()  # noqa: RUF009 - a value
+    hosts: int = 0
     back_end: BackEnd = "inline"
     pinnable_bytes: int | None = None
     share: float | None = None
     recompute: bool = False
+    performs: bool = False
 
 
 @dataclass(frozen=True)
@@ -91,6 +98,11 @@ def rehearse(scene: Scene, request: Request, *, steps: int = STEPS) -> Rehearsal
     Raises:
         ConfigError: the model cannot be rehearsed: its control flow depends on values; it says where, and what to do.
     """
+    with torch.random.fork_rng(devices=[]):  # the batch and the model's first values may draw some
+        return _rehearse(scene, request, steps)
+
+
+def _rehearse(scene: Scene, request: Request, steps: int) -> Rehearsal:
     notes = Notes(scene.back_end)
     model = double(scene.model)
     if scene.recompute and not recomputes(model):
@@ -99,20 +111,26 @@ def rehearse(scene: Scene, request: Request, *, steps: int = STEPS) -> Rehearsal
     batch = [_on_cpu(_made(scene.batch)) for _ in range(scene.micro_batches)]
     # Threads of updates would have nothing to do.
     request = replace(request, weights=None, options=replace(request.options, update_threads=1))
-    streams = VirtualStreams(notes, debug_release=request.debug_release)
+    fill = random_values if scene.performs else None
+    streams = VirtualStreams(notes, debug_release=request.debug_release, fill=fill)
     ranks = VirtualRanks(scene.grid, notes)
-    supply = Imagined(notes, scene.pinnable_bytes)
+    supply = Imagined(notes, scene.pinnable_bytes, fill)
     # People's code runs on their side, with gradients, wherever this is called.
-    sides = theirs(), torch.inference_mode(False), torch.enable_grad(), torch.random.fork_rng(devices=[])
+    sides = theirs(), torch.inference_mode(False), torch.enable_grad()
     with contextlib.ExitStack() as closing:
         for side in sides:
             closing.enter_context(side)
-        seen = Rehearsed(notes.op, module=notes.where, share=scene.share, memory=NotedMemory(notes))
+        memory = NotedMemory(notes)
+        seen = _mode(scene, notes, memory)
         blueprint = draw_blueprint(model, optimizer, request, scene.grid, streams.reach)
         rule = blueprint.rule.name
         prepared = build(model, optimizer, request, ranks, streams, supply)
         closing.callback(prepared.close, keep_params=False)
         notes.begin()
+        for buffer in model.buffers():  # they go to the device as they are
+            memory.follow(buffer)
+        if scene.back_end == "accelerator":
+            notes.add(Tier.DEVICE, _SMALL_OF_A_UNIT * BLOCK_BYTES * len(blueprint.units))
         notes.forget_peak()
         rests = notes.bytes_on(Tier.DEVICE)
         try:
@@ -122,11 +140,14 @@ def rehearse(scene: Scene, request: Request, *, steps: int = STEPS) -> Rehearsal
         except PenstockError:
             raise
         except Exception as error:  # it is somebody else's code
+            unit = notes.where()
+            where = f" in module {unit!r}" if unit else ""
             raise ConfigError(
-                f"{type(scene.model).__name__} cannot be rehearsed: {one_line(error)}. Check that it runs on such a "
-                "batch; `penstock plan --measure` runs two real steps instead."
+                f"{type(scene.model).__name__} cannot be rehearsed{where}: {one_line(error)}. Check that it runs on "
+                "such a batch; `penstock plan --measure` runs two real steps instead."
             ) from error
-        program = notes.program(rule=rule, world_size=scene.grid.world_size, tokens=_tokens(batch))
+        size = scene.grid.world_size
+        program = notes.program(rule=rule, world_size=size, hosts=scene.hosts, tokens=_tokens(batch))
     gc.collect()  # graphs refer to the engine that they were made in
     phases = {phase: notes.items_of(phase) for phase in (FORWARD, BACKWARD, STEP)}
     return Rehearsal(
@@ -134,7 +155,15 @@ def rehearse(scene: Scene, request: Request, *, steps: int = STEPS) -> Rehearsal
     )
 
 
-def _step(prepared: Any, model: nn.Module, batch: Iterable[Any], notes: Notes, seen: Rehearsed) -> None:
+def _mode(scene: Scene, notes: Notes, memory: NotedMemory) -> Rehearsed | Performed:
+    """Make what sees every operation."""
+    if scene.performs:
+        torch.manual_seed(0)
+        return Performed(notes.op, memory)
+    return Rehearsed(notes.op, module=notes.where, share=scene.share, memory=memory)
+
+
+def _step(prepared: Any, model: nn.Module, batch: Iterable[Any], notes: Notes, seen: Rehearsed | Performed) -> None:
     """Run one step of some micro-batches."""
     *others, last = batch
     with noting(notes.touch):
@@ -151,20 +180,23 @@ def _step(prepared: Any, model: nn.Module, batch: Iterable[Any], notes: Notes, s
 
 
 def _pass(prepared: Any, model: nn.Module, inputs: Any, notes: Notes) -> None:
-    """Run a forward and its backward."""
+    """Run a forward and its backward. Of micro-batches, one at a time is on the device."""
     notes.enter(FORWARD)
+    given = sum(rounded(value.nbytes) for value in tree_iter(inputs) if isinstance(value, Tensor))
+    notes.add(Tier.DEVICE, given)
     if isinstance(inputs, Mapping):
         output = model(**inputs)
     elif isinstance(inputs, list | tuple):
         output = model(*inputs)
     else:
         output = model(inputs)
-    loss = loss_of(output)
+    loss = loss_of(output, type(model).__name__)
     notes.enter(BACKWARD)
     prepared.backward(loss)
+    notes.add(Tier.DEVICE, -given)
 
 
-def loss_of(output: Any) -> Tensor:
+def loss_of(output: Any, model: str = "the model") -> Tensor:
     """Find the loss in what a model returned, or make one of it.
 
     That is its `loss`, or what it returned if that is one number, else the mean of all floating-point tensors in it.
@@ -173,12 +205,14 @@ def loss_of(output: Any) -> Tensor:
         ConfigError: there is nothing that a backward could begin with.
     """
     named = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
-    if isinstance(named, Tensor):
+    if isinstance(named, Tensor) and named.requires_grad:
         return named
+    if isinstance(named, Tensor):
+        raise ConfigError(f"The loss that {model} returned requires no gradient. Train some of its parameters.")
     tensors = [value for value in tree_iter(output) if isinstance(value, Tensor) and value.requires_grad]
     if not tensors:
         raise ConfigError(
-            "What the model returned has no loss and no tensor that requires a gradient. Give it labels in the batch, "
+            f"What {model} returned has no loss and no tensor that requires a gradient. Give it labels in the batch, "
             "or train some of its parameters."
         )
     return sum((value.float().mean() for value in tensors[1:]), tensors[0].float().mean())
@@ -187,9 +221,16 @@ def loss_of(output: Any) -> Tensor:
 def _made(batch: Callable[[], Any]) -> Any:
     """Ask the user's function for a micro-batch."""
     try:
-        return batch()
+        made = batch()
     except Exception as error:  # it is somebody else's code
-        raise ConfigError(f"batch() failed: {one_line(error)}.") from error
+        raise ConfigError(f"batch() failed: {one_line(error)}. Call it by itself to see where.") from error
+    take = "Have it return what the model takes: keyword arguments by name, a tuple, or one tensor."
+    if not any(isinstance(value, Tensor) for value in tree_iter(dict(made) if isinstance(made, Mapping) else made)):
+        raise ConfigError(f"batch() made a {type(made).__name__} without a tensor in it. {take}")
+    wrong = [key for key in made if not isinstance(key, str)] if isinstance(made, Mapping) else []
+    if wrong:
+        raise ConfigError(f"batch() made a {type(made).__name__} with the key {wrong[0]!r}, which is no name. {take}")
+    return made
 
 
 def _on_cpu(inputs: Any) -> Any:

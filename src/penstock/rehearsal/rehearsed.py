@@ -19,6 +19,7 @@ from penstock.forecast.program import Op
 from penstock.rehearsal.hollow import hollow, is_hollow, mark, space
 from penstock.rehearsal.memory import Memory, rounded
 from penstock.rehearsal.ops import FREE, LIKE, cost, tensors_in
+from penstock.rehearsal.reading import Reading
 from penstock.rehearsal.shapes import UNTOLD, NoShapesError, Oracle, Outcome, Shaped, over
 from penstock.rehearsal.shares import Shares
 
@@ -127,15 +128,20 @@ class Rehearsed(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._kinds: dict[Any, _Kind] = {}
         self._outcomes: dict[Any, Outcome] = {}
         self._stances: list[Any] = []
+        self._reading = Reading(self.refusal)
 
     def __enter__(self) -> "Rehearsed":
         # What was compiled runs its own Python instead: kernels that were made for it would touch the memory. Torch
         # has not compiled anything where its compiler was never imported, which takes a second.
         self._stances.append(torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else None)
         super().__enter__()  # type: ignore[no-untyped-call]
+        if len(self._stances) == 1:  # parts of operations are rehearsed in a block inside of it
+            self._reading.__enter__()  # type: ignore[no-untyped-call]
         return self
 
     def __exit__(self, *raised: Any) -> None:
+        if len(self._stances) == 1:
+            self._reading.__exit__(*raised)  # type: ignore[no-untyped-call]
         super().__exit__(*raised)  # type: ignore[no-untyped-call]
         stance = self._stances.pop()
         if stance is not None:

@@ -1,8 +1,9 @@
 """Streams on which nothing runs: what is submitted is noted, with what it follows."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from typing import NoReturn, Protocol, runtime_checkable
+from typing import NoReturn
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -12,16 +13,12 @@ from penstock.forecast.program import BackEnd, Job
 from penstock.kinds import Tier
 from penstock.machine.streams import COLLECTIVE, ON_DEVICE, Event, Streams, Work
 from penstock.rehearsal.hollow import mark
-from penstock.rehearsal.notes import Notes, numbers_of
+from penstock.rehearsal.notes import Notes
+from penstock.rehearsal.supply import HollowRecords
 from penstock.trace import NO_LABEL, Label
 
-
-@runtime_checkable
-class InFolders(Protocol):
-    """Records that know in which folder each tile's is."""
-
-    def folder(self, number: int) -> int:
-        """Give the number of the folder."""
+#: What runs its jobs in order: a stream; of files a stream in one folder.
+_Row = tuple[str, int]
 
 
 class VirtualStreams(Streams):
@@ -30,13 +27,18 @@ class VirtualStreams(Streams):
     Arguments:
         notes: take what is submitted and waited for.
         debug_release: whether units are released also where compute reads them in place.
+        fill: gives a buffer that gets its memory values; `None` where nobody reads them.
     """
 
-    def __init__(self, notes: Notes, *, debug_release: bool = False) -> None:
+    def __init__(
+        self, notes: Notes, *, debug_release: bool = False, fill: Callable[[Tensor], None] | None = None
+    ) -> None:
         super().__init__(torch.device("cpu"))
         self.aliases_host = notes.back_end == "inline" and not debug_release
         self.reads_in_place = not debug_release
         self._notes = notes
+        self._fill = fill
+        self._last: WeakKeyDictionary[Event, Mapping[_Row, int]] = WeakKeyDictionary()  # of events of several
         self.recorder = _Turns(notes)  # compute is told apart by unit, as in a trace
 
     @property
@@ -62,17 +64,38 @@ class VirtualStreams(Streams):
         """Note a job. Collectives alone are looked into: they say what they issue, and what is computed with it."""
         del writes
         self._let_go()
-        events = [part for event in after for part in event.parts() if isinstance(part, VirtualEvent)]
-        job = Job(stream, label, nbytes, numbers_of([event.number for event in events]), folder=_folder(work))
+        follows = tuple(sorted(self._last_of_each(after).values()))
+        job = Job(stream, label, nbytes, follows, folder=_folder(work))
         if stream == COLLECTIVE:
-            for event in events:  # issued by the caller, who waits for what the host does first
+            parts = [part for event in after for part in event.parts() if isinstance(part, VirtualEvent)]
+            for event in parts:  # issued by the caller, who waits for what the host does first
                 if self.computes_on_host or self._notes.jobs[event.number].stream not in ON_DEVICE:
                     self._notes.wait(event.number, by_host=True)
             with self._notes.inside_a_job() as found:
                 work()
             ((collectives, segment),) = found
             job = job._replace(collectives=collectives, segment=segment)
-        return VirtualEvent(self._notes.submit(job), self._notes)
+        return VirtualEvent(self._notes.submit(job), self._notes, (job.stream, job.folder))
+
+    def _last_of_each(self, events: Iterable[Event]) -> dict["_Row", int]:
+        """Find the last job of each row that events stand for: it is over no sooner than those before it there.
+
+        A home stands for a job of each tile, and each tile follows the home: all of them would be a job's square.
+        """
+        found: dict[_Row, int] = {}
+        for event in events:
+            if isinstance(event, VirtualEvent):
+                last: Mapping[_Row, int] = {event.row: event.number}
+            elif event.members() == (event,):
+                continue
+            elif event in self._last:
+                last = self._last[event]
+            else:
+                last = self._last[event] = self._last_of_each(event.members())
+            for row, number in last.items():
+                if number > found.get(row, -1):
+                    found[row] = number
+        return found
 
     def _submit(self, stream: str, work: Work, after: Sequence[Event], writes: Sequence[Tensor]) -> Event:
         raise AssertionError("work is noted by `submit`")
@@ -89,12 +112,16 @@ class VirtualStreams(Streams):
         before = buffer.untyped_storage().nbytes()
         super().lease(buffer)
         self._notes.add(Tier.DEVICE, buffer.untyped_storage().nbytes() - before)
+        if self._fill is not None and not before:
+            with _disable_current_modes():
+                self._fill(buffer)
 
     def make_buffer(self, numel: int, dtype: torch.dtype) -> Tensor:
         """Make a flat buffer with memory."""
         with _disable_current_modes():  # of memory that can be taken and given back
             buffer = super().make_buffer(numel, dtype)
-        mark(buffer)
+        if self._fill is None:
+            mark(buffer)
         self._notes.add(Tier.DEVICE, buffer.nbytes)
         return buffer
 
@@ -134,14 +161,16 @@ class VirtualEvent(Event):
     Arguments:
         number: of the job.
         notes: take who waits for it.
+        row: what runs it after the jobs before it there.
     """
 
-    __slots__ = ("_is_over", "_notes", "_step", "_was_awaited", "number")
+    __slots__ = ("_is_over", "_notes", "_step", "_stream", "_was_awaited", "number", "row")
 
-    def __init__(self, number: int, notes: Notes) -> None:
-        self.number = number
+    def __init__(self, number: int, notes: Notes, row: _Row) -> None:
+        self.number, self.row = number, row
         self._notes = notes
         self._step = notes.step
+        self._stream = notes.jobs[number].stream
         self._is_over = False
         self._was_awaited = False
 
@@ -150,6 +179,8 @@ class VirtualEvent(Event):
         if not (self._is_over or self._was_awaited):
             self._was_awaited = True
             self._notes.wait(self.number, by_host=False)
+            if self._stream in ON_DEVICE:
+                self._notes.order.await_by_compute(self._stream, self.number)
             self._is_over = self._notes.back_end != "accelerator"
 
     def synchronize(self) -> None:
@@ -157,10 +188,14 @@ class VirtualEvent(Event):
         if not self._is_over:
             self._is_over = True
             self._notes.wait(self.number, by_host=True)
+            if self._stream in ON_DEVICE:
+                self._notes.order.await_by_host(self._stream, self.number)
 
     def done(self) -> bool:
-        """Say whether it must be over: somebody has waited for it, or a whole step has ended since."""
-        return self._is_over or self._step + 1 < self._notes.step
+        """Say whether it must be over: for what somebody has waited for, or because a whole step has ended since."""
+        if self._is_over or self._step + 1 < self._notes.step:
+            return True
+        return self._notes.back_end == "accelerator" and self._notes.order.is_over(self._stream, self.number)
 
     def check(self) -> None:
         """Do nothing: nothing fails."""
@@ -170,6 +205,6 @@ def _folder(work: Work) -> int:
     """Find the folder that the record is in which work loads or stores; -1 for other work."""
     if isinstance(work, partial):
         records = getattr(work.func, "__self__", None)
-        if isinstance(records, InFolders):
+        if isinstance(records, HollowRecords):
             return records.folder(work.args[0])
     return -1

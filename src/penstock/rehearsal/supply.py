@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from penstock.blueprint import Blueprint, Request
 from penstock.engine.units.discover import UnitSpec
 from penstock.engine.units.source import Flat, Source
-from penstock.kinds import Tier
+from penstock.kinds import PARAM, Tier
 from penstock.machine.arena import Arena, HostMemory
 from penstock.machine.collectives import Ranks
 from penstock.machine.reach import Grid, Reach
@@ -32,10 +32,14 @@ class Imagined(Supply):
     Arguments:
         notes: take the bytes.
         pinnable_bytes: how much host memory can be pinned on the machine that is meant; `None` sets no limit.
+        fill: gives what rests on the device values; `None` where nobody reads them.
     """
 
-    def __init__(self, notes: Notes, pinnable_bytes: int | None = None) -> None:
+    def __init__(
+        self, notes: Notes, pinnable_bytes: int | None = None, fill: Callable[[Tensor], None] | None = None
+    ) -> None:
         self._notes = notes
+        self._fill = fill
         self._pinnable_bytes = pinnable_bytes
 
     def check(self, blueprint: Blueprint, model: nn.Module, grid: Grid, reach: Reach, device: torch.device) -> None:
@@ -58,7 +62,7 @@ class Imagined(Supply):
                 return asynchronous
 
         return [
-            _HollowDevice(notes),
+            _HollowDevice(notes, self._fill),
             _HollowHost(device, min(limits, default=None), tile_bytes=options.tile_bytes, arena=NotedArena),
             _HollowFiles(notes, len(request.placement.nvme_folders())),
         ]
@@ -132,8 +136,9 @@ class _HollowDevice(TierMemory):
 
     name = Tier.DEVICE
 
-    def __init__(self, notes: Notes) -> None:
+    def __init__(self, notes: Notes, fill: Callable[[Tensor], None] | None) -> None:
         self._notes = notes
+        self._fill = fill
 
     def reserve(self, wanted: Mapping[str, Sequence[SectionPlan]], *, pin: bool = True) -> dict[str, Slab]:
         """Take nothing yet: a section is counted when it is made."""
@@ -142,6 +147,10 @@ class _HollowDevice(TierMemory):
 
     def _make(self, plan: SectionPlan) -> tuple[Section, int]:
         tensors = [hollow(cell.numel, cell.dtype) for cell in plan.cells]
+        if self._fill is not None and plan.home == PARAM:
+            tensors = [torch.empty(cell.numel, dtype=cell.dtype, device="cpu") for cell in plan.cells]
+            for tensor in tensors:
+                self._fill(tensor)
         return MemorySection(plan, tensors), sum(-(-t.nbytes // _ROUNDED_BYTES) * _ROUNDED_BYTES for t in tensors)
 
 

@@ -78,6 +78,7 @@ void put_back(Block* block, const std::vector<std::pair<int, uint64_t>>& over = 
   const size_t nbytes = block->nbytes;
   Work spoil;
   spoil.what = "(given up)";
+  spoil.untimed = true;
   spoil.operands.push_back({number(block->address), number(block->address) + nbytes, true});
   spoil.run = [bytes, nbytes] { std::memset(bytes, 0xFF, nbytes); };
   enqueue_locked(block->stream, std::move(spoil));

@@ -79,6 +79,7 @@ struct Work {
   std::vector<Operand> operands;
   std::function<void()> run;
   size_t bytes = 0;         // moved between host and device; 0 for kernels
+  bool untimed = false;     // no real device does it: it takes no modelled time
   bool prompt = false;      // others wait for it elsewhere: it is not put off until somebody here asks for it
 };
 

@@ -293,7 +293,7 @@ void enqueue_locked(int number, Work work) {
     double& link = state().link_free[name.rfind("copy up", 0) == 0 ? 0 : 1];
     start = std::max(start, link);
     stop = link = start + static_cast<double>(work.bytes) / settings().bytes_per_second;
-  } else if (work.bytes == 0) {
+  } else if (work.bytes == 0 && !work.untimed) {
     stop = start + settings().seconds_per_kernel;
   }
   stream.now = stop;

@@ -53,7 +53,7 @@ def test_a_configuration_alone_is_planned_for_a_machine_that_one_does_not_have(
     outcome = penstock_command("plan", *words, "--out", "p.json", "--trace", "t.json", "--explain")
     assert outcome.exit_code == 0, outcome.err
     assert outcome.out.startswith("fits: yes     step ")
-    assert "rtx4090-desktop, bf16, stage 3, 2x16 int64" in outcome.out
+    assert "rtx4090-desktop, bf16, stage 3, input_ids" in outcome.out
     run = "penstock train --plan p.json --model described --batch-size 2 --seq-length 16 --precision bf16"
     assert outcome.out.endswith(f"step of at most 9 s: met\nwritten: p.json\nrun: {run}\n")
     plan = Plan.read("p.json")
@@ -281,6 +281,17 @@ def test_folders_need_figures_of_disks(
     assert outcome.err == f"penstock: error: {said}\n"
     assert penstock_command(*words).exit_code == 0
     assert [seen["precision"] for seen in asked] == ["fp32"]
+
+
+def test_a_figure_that_is_missed_is_stated_by_its_option(
+    penstock_command: Callable[..., Any], config_folder: str, tmp_path: Path
+) -> None:
+    machine = Machine.read("cpu-laptop")
+    figures = {name: figure for name, figure in machine.figures.items() if name != "host_memory"}
+    Machine("bare", "cpu", figures).write(tmp_path / "bare.json")
+    outcome = penstock_command("plan", "--model", config_folder, "--batch", "2x16", "--machine", "bare.json")
+    assert outcome.err.startswith("penstock: error: The machine 'bare' has no figure host_memory")
+    assert outcome.err.endswith("or state it: --what-if host_memory=NUMBER.\n")
 
 
 def test_this_machine_is_probed_where_none_is_named(

@@ -222,6 +222,14 @@ def test_collectives_are_priced_by_what_each_rank_receives(name: str) -> None:
     assert collective_s(machine, collective) == pytest.approx(seconds)
 
 
+def test_ranks_of_a_host_come_before_the_devices_of_a_machine() -> None:
+    machine = Machine(devices=1, link_bandwidth=100, link_seconds=1, net_bandwidth=10)
+    gather = Collective("all_gather", 800, 4)
+    assert collective_s(machine, gather, 4) == pytest.approx(1 + 600 / 100)
+    assert collective_s(machine, gather, 2) == pytest.approx(400 / 10)
+    assert collective_s(machine, gather) == pytest.approx(600 / 10)
+
+
 def test_collectives_bind_where_they_are_slow() -> None:
     machine = MACHINE.replace(devices=8, link_bandwidth=10, link_seconds=0)
     gather, reduce = Collective("all_gather", 160, 4), Collective("reduce_scatter", 160, 4)

@@ -196,6 +196,12 @@ class TestDisks:
     def test_ranks_of_a_host_share_its_disks(self) -> None:
         assert cost(job("read", folder=0), replace(DEVICE, world_size=2)).seconds == 40.5
 
+    def test_ranks_of_a_host_are_as_many_as_was_asked_whatever_devices_a_launcher_shows(self) -> None:
+        one_device = Machine(**FIGURES | {"devices": 1})
+        assert cost(job("read", folder=0), replace(DEVICE, world_size=2, hosts=1), one_device).seconds == 40.5
+        assert cost(job("read", folder=0), replace(DEVICE, world_size=2, hosts=2)).seconds == 20.5
+        assert cost(job("read", folder=0), replace(DEVICE, world_size=2, hosts=1), without("devices")).seconds == 40.5
+
 
 class TestCollectives:
     def gather(self, name: str = "all_gather", ranks: int = 4, dimension: str = "shard", world: int = 4) -> Demand:
@@ -228,6 +234,13 @@ class TestCollectives:
 
     def test_copies_on_one_host_stay_there(self) -> None:
         assert set(self.gather(ranks=2, dimension="replicate", world=4).uses) == {"links between ranks"}
+
+    def test_hosts_say_which_links_ranks_have(self) -> None:
+        gather, costs = Collective("all_gather", 80, 4), machine_costs(Machine(**FIGURES | {"devices": 1}))
+        here = costs.meeting(gather, replace(DEVICE, world_size=4, hosts=1))
+        assert set(here.uses) == {"links between ranks"}
+        apart = costs.meeting(gather, replace(DEVICE, world_size=4, hosts=4))
+        assert set(apart.uses) == {"network"}
 
     def test_a_job_takes_its_collectives_and_what_it_computes(self) -> None:
         program = replace(computing((Op("copy", 0, 100, "float32"), 1)), world_size=4)

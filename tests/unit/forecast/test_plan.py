@@ -164,6 +164,25 @@ class TestPrepare:
         given = plan(options=options).prepare_arguments(options, overlap="forward", unit_micro_batches=2)
         assert given["options"] == options
 
+    @pytest.mark.parametrize(
+        ("device", "planned", "said", "merged"),
+        [
+            ("cuda", 0.25, "auto", 0.25),
+            ("cuda", 0.0, "auto", 0.0),
+            ("cpu", 0.0, "auto", "auto"),
+            ("cpu", 0.0, 0.5, 0.5),
+        ],
+    )
+    def test_auto_says_nothing_of_streamed_updates_and_a_cpu_has_none(self, device, planned, said, merged):
+        made = plan(device=device, options=Options(streamed_updates=planned))
+        given = made.prepare_arguments(Options(streamed_updates=said))["options"]
+        assert given == Options(streamed_updates=merged)
+
+    def test_another_share_of_updates_than_that_of_the_plan_is_refused(self):
+        made = plan(options=Options(streamed_updates=0.25))
+        with pytest.raises(ConfigError, match=r"Options\(streamed_updates\) is 0\.5 here and 0\.25 in the plan"):
+            made.prepare_arguments(Options(streamed_updates=0.5))
+
     def test_options_that_change_no_figure_are_the_users(self):
         made = plan(options=Options(streamed_updates=0.25, checksums=False, timeout_s=5.0))
         users = Options(timeout_s=7.0, rounding_seed=3, on_nonfinite="raise", device_bytes=1 << 30)
@@ -179,7 +198,7 @@ class TestPrepare:
             ("tile_bytes", 1 << 20),
             ("pinned_bytes", 0),
             ("update_threads", 3),
-            ("streamed_updates", "auto"),
+            ("streamed_updates", 0.5),
             ("io_queue_depth", 1),
             ("state_dtype", "int8"),
         ],

@@ -204,3 +204,9 @@ def test_a_file_of_a_strange_name_is_named_on_one_line(tmp_path):
     with pytest.raises(ConfigError) as refused:
         Plan.read(file)
     assert str(refused.value) == f"{tmp_path}/a\\nb.json: it is no plan. Name a file that penstock plan wrote."
+
+
+def test_the_text_of_a_plan_is_read_as_its_file_is() -> None:
+    assert Plan.from_json(DESKTOP.to_json()) == DESKTOP
+    with pytest.raises(ConfigError, match="it is no plan"):
+        Plan.from_json("[]")

@@ -7,7 +7,7 @@ import torch
 
 import penstock
 from penstock import construct
-from penstock.machine.threads import UpdateCores, share_of_cores, update_cores
+from penstock.machine.threads import UpdateCores, hosts_of, share_of_cores, update_cores
 from penstock.rules import Pool
 
 
@@ -133,3 +133,12 @@ def test_without_a_word_of_nodes_the_cores_are_shared(tmp_path: Path) -> None:
 def test_the_machine_it_runs_on() -> None:
     assert share_of_cores({}).count >= 1
     assert update_cores(torch.device("cpu")).cores is None
+
+
+@pytest.mark.parametrize(
+    ("said", "ranks", "hosts"),
+    [(None, 4, 1), ("1", 4, 4), ("2", 4, 2), ("4", 4, 1), ("8", 4, 1), ("3", 4, 1), ("0", 4, 1), ("", 4, 1)],
+)
+def test_hosts_are_those_that_the_launcher_says(said: str | None, ranks: int, hosts: int) -> None:
+    """One rank on each of several hosts is said by LOCAL_WORLD_SIZE=1, and nothing is said without it."""
+    assert hosts_of(ranks, {} if said is None else {"LOCAL_WORLD_SIZE": said}) == hosts

@@ -2,7 +2,8 @@
 
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -188,6 +189,16 @@ def check_target(option: str, path: Path) -> None:
     if is_other or not is_writable:
         why = "it is no file" if is_other else "its folder is none, or not writable"
         raise ConfigError(f"{option} {str(path)!r} cannot be written: {why}. Name another file.")
+
+
+@contextmanager
+def stating_figures() -> Iterator[None]:
+    """Say in errors by which option a figure is stated that a machine lacks."""
+    try:
+        yield
+    except ConfigError as error:
+        error.args = (str(error).replace("state it: ", "state it: --what-if "),)
+        raise
 
 
 def _source(run: TrainConfig) -> ModelSource:

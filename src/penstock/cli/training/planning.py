@@ -19,20 +19,38 @@ from penstock.cli.training.recipe import Recipe
 from penstock.cli.training.settings.common import AUTO, ON
 from penstock.errors import ConfigError
 from penstock.integrations.huggingface import enable_activation_checkpointing
-from penstock.planner import Plan, plan
+from penstock.planner import Machine, Plan, machine_for, plan
+from penstock.planner.here import machine_of_ranks
 
 PLAN_NAME = "plan.json"
 #: Segments of a packed sequence that is rehearsed: more of them cost the same.
 _SEGMENTS = 2
 
 
-def plan_for(prepared: Preparation, config: TrainConfig, recipe: Recipe, *, packed: bool, hosts: int) -> Plan:
+def machine_of(ranks: Ranks, config: TrainConfig) -> Machine | None:
+    """Give the machine that a plan is to be found for, on the first rank. Every rank calls it.
+
+    Several ranks have met: what lies between them is measured by all.
+    """
+    return machine_for(None, config.nvme_path) if ranks.world_size == 1 else machine_of_ranks(config.nvme_path)
+
+
+def plan_for(
+    prepared: Preparation,
+    config: TrainConfig,
+    recipe: Recipe,
+    machine: Machine | None,
+    *,
+    packed: bool,
+    hosts: int,
+) -> Plan:
     """Read the plan that a run names, or find the best one for it. The first rank calls it.
 
     Arguments:
         prepared: the model, which is told to recompute where that is asked for, its optimizer, and other arguments.
         config: the settings.
         recipe: what a step is, of how many ranks.
+        machine: what a plan is found for.
         packed: whether several rows may be in a sequence.
         hosts: on how many hosts the ranks are.
 
@@ -53,6 +71,7 @@ def plan_for(prepared: Preparation, config: TrainConfig, recipe: Recipe, *, pack
             prepared.model,
             prepared.optimizer,
             batches_of(prepared, recipe, packed=packed),
+            machine=machine,
             device_bytes=config.device_bytes,
             folders=config.nvme_path,
             world_size=recipe.world_size,

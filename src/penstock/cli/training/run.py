@@ -1,5 +1,6 @@
 """One run of `penstock train`, from the request to the saved model."""
 
+import contextlib
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,7 +22,7 @@ from penstock.cli.training.interruption import Interruption
 from penstock.cli.training.learning.model import build, computing
 from penstock.cli.training.learning.optimizer import Preparation, about_decay, preparation
 from penstock.cli.training.learning.schedule import rate_factor
-from penstock.cli.training.planning import about_batch, plan_for, planned, shared
+from penstock.cli.training.planning import about_batch, machine_of, plan_for, planned, shared
 from penstock.cli.training.recipe import Course
 from penstock.cli.training.reporting.reports import Reports
 from penstock.cli.training.request import Request, check_request
@@ -41,7 +42,7 @@ def run(config: TrainConfig, interruption: Interruption) -> bool:
     2. Build the model without its values, plan it where that is asked for, and hold what the run takes against what
        there is.
     3. Read the data, which may take long: by then nothing but the data can be wrong. A dry run ends here.
-    4. Meet the other ranks, and train.
+    4. Meet the other ranks, unless a plan was found by all of them together, and train.
 
     Returns:
         Whether it came to its end. If not, it was asked to end, and has saved a checkpoint to go on from.
@@ -53,8 +54,14 @@ def run(config: TrainConfig, interruption: Interruption) -> bool:
     """
     # 1.
     request = check_request(config, Ranks.from_environment())
-    with Reports(config, is_first_rank=request.ranks.is_first) as reports, computing(request.source):
+    with (
+        Reports(config, is_first_rank=request.ranks.is_first) as reports,
+        computing(request.source),
+        contextlib.ExitStack() as meeting,
+    ):
         # 2.
+        if config.plan == AUTO:  # what lies between the ranks is measured by all of them
+            meeting.enter_context(joined(request.ranks))
         outlook = _outlook(request, reports)
         if not config.dry_run:  # which tells what it takes before it says what is too small
             outlook.check()
@@ -77,15 +84,16 @@ def run(config: TrainConfig, interruption: Interruption) -> bool:
         # 4.
         prepared, recomputed = outlook.prepared, outlook.recomputed
         reports.note(about_decay(prepared.model, config))
-        with joined(request.ranks):
-            if config.plan:
-                chosen = shared(prepared.plan, request.ranks)
-                recomputed = chosen.recompute
-                prepared = planned(prepared, chosen, config) if prepared.plan is None else prepared
-                reports.planned(chosen)
-            session = Session(request, data, course, prepared, reports, interruption)
-            sizes = {} if outlook.found is None else plan_of(outlook.found)
-            return session.run(_resolved(request, course, recomputed=recomputed), sizes)
+        if config.plan != AUTO:
+            meeting.enter_context(joined(request.ranks))
+        if config.plan:
+            chosen = shared(prepared.plan, request.ranks)
+            recomputed = chosen.recompute
+            prepared = planned(prepared, chosen, config) if prepared.plan is None else prepared
+            reports.planned(chosen)
+        session = Session(request, data, course, prepared, reports, interruption)
+        sizes = {} if outlook.found is None else plan_of(outlook.found)
+        return session.run(_resolved(request, course, recomputed=recomputed), sizes)
 
 
 @dataclass(frozen=True)
@@ -134,12 +142,13 @@ def _outlook(request: Request, reports: Reports) -> _Outlook:
     )
     prepared = preparation(built, config, request.recipe, request.precision)
     if config.plan:
+        machine = machine_of(request.ranks, config) if config.plan == AUTO else None
         if not request.ranks.is_first:
             if config.recompute == ON:
                 enable_activation_checkpointing(built.model)
             return _Outlook(prepared)
         reports.passing("planning")
-        chosen = plan_for(prepared, config, request.recipe, packed=request.packed, hosts=request.ranks.hosts)
+        chosen = plan_for(prepared, config, request.recipe, machine, packed=request.packed, hosts=request.ranks.hosts)
         if note := about_batch(chosen, request.recipe):
             reports.note(note)
         if not chosen.fits:  # `planned` refuses it; a dry run shows it first

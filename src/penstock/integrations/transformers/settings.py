@@ -39,10 +39,12 @@ def check_arguments(arguments: Mapping[str, Any]) -> None:
             f"max_grad_norm={arguments['max_grad_norm']} beside Trainer, which clips by itself, to 1.0 unless said. "
             "Use TrainingArguments(max_grad_norm=) in its place; 0 does not clip."
         )
-    if arguments.get("overlap") == "backward":
+    # A plan that is in a file need not be on every rank: that one the engine refuses, when it is asked for a norm.
+    planned = getattr(arguments.get("plan"), "overlap", None)
+    if "backward" in (arguments.get("overlap"), planned):
         raise ConfigError(
             "overlap='backward': Trainer asks for the norm of all gradients before each step, and updates would have "
-            "begun. Use overlap='forward'."
+            f"begun. {'Plan again with' if planned == 'backward' else 'Use'} overlap='forward'."
         )
 
 

@@ -49,15 +49,16 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
 
 
 @pytest.fixture
-def prepared(monkeypatch: pytest.MonkeyPatch) -> list[Preparation]:
-    """What was handed to `penstock.prepare`: with a plan in place of a placement."""
-    seen: list[Preparation] = []
+def prepared(monkeypatch: pytest.MonkeyPatch) -> list[penstock.Optimizer]:
+    """What came out of `penstock.prepare`."""
+    seen: list[penstock.Optimizer] = []
+    prepare = penstock.prepare
 
-    def prepare(self: Preparation) -> penstock.Optimizer:
-        seen.append(self)
-        return penstock.prepare(self.model, self.optimizer, **self.by_hand())
+    def watched(*given: Any, **named: Any) -> penstock.Optimizer:
+        seen.append(prepare(*given, **named))
+        return seen[-1]
 
-    monkeypatch.setattr(Preparation, "prepare", prepare)
+    monkeypatch.setattr(penstock, "prepare", watched)
     return seen
 
 
@@ -72,7 +73,7 @@ def test_a_run_finds_its_plan_does_it_keeps_it_and_is_held_against_it(
     text_folder: Path,
     tmp_path: Path,
     asked: list[dict[str, Any]],
-    prepared: list[Preparation],
+    prepared: list[penstock.Optimizer],
 ) -> None:
     words = ["train", "--model", str(model_folder), "--data", str(text_folder), *RUN]
     outcome = penstock_command(*words, "--plan", "auto", "--out", "first")

@@ -1,0 +1,46 @@
+"""How far the planner is off, and what it takes: each part by itself.
+
+    python benchmarks/plan.py strict          # modelled time of the strict device: exact, also on a noisy machine
+    python benchmarks/plan.py grid            # `auto` against the best of a grid, in the same time
+    python benchmarks/plan.py simulated       # the clock, on streams that sleep as long as their bytes take
+    python benchmarks/plan.py planning        # seconds and memory of planning 8B and 70B
+    python benchmarks/plan.py scale           # curves: GPUs, disks, memory of the host
+
+Rows have the predicted and the measured seconds of a step; `benchmarks/results/plan-*.json` keeps them.
+"""
+
+import argparse
+import importlib
+import json
+import multiprocessing
+import sys
+from pathlib import Path
+from typing import Any
+
+import machine
+
+HERE = Path(__file__).parent
+sys.path.insert(0, str(HERE.parent))  # the strict device is one of the tests
+PARTS = {"strict": "strict", "grid": "strict", "simulated": "simulated", "scale": "scale"}
+
+
+def planning() -> dict[str, Any]:
+    """A process for each model: a peak is a process's."""
+    from planning import scale
+
+    with multiprocessing.get_context("spawn").Pool(1, maxtasksperchild=1) as pool:
+        return {"rows": [pool.apply(scale.planning, case) for case in scale.CASES]}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("part", choices=(*PARTS, "planning"))
+    part = parser.parse_args().part
+    found = planning() if part == "planning" else getattr(importlib.import_module(f"planning.{PARTS[part]}"), part)()
+    told = {"machine": machine.describe(), "part": part, **found}
+    (HERE / "results" / f"plan-{part}.json").write_text(json.dumps(told, indent=1) + "\n")
+    print({name: value for name, value in found.items() if name != "rows"})
+
+
+if __name__ == "__main__":
+    main()

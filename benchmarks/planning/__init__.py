@@ -1,0 +1,1 @@
+"""Parts of `benchmarks/plan.py`: how far the planner is off, and what it takes."""

@@ -1,0 +1,68 @@
+"""Forward and backward for real, with every operation told: for models whose control flow depends on values.
+
+What the engine does is noted and not done all the same. Parameters have random values wherever they are shown.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from penstock.forecast.program import Op
+from penstock.rehearsal.memory import Memory
+from penstock.rehearsal.ops import FREE, cost, tensors_in
+from penstock.rehearsal.rehearsed import Recipe
+from penstock.rehearsal.shapes import Shaped, over
+
+_SPREAD = 0.02  # of random values: those that most models begin with
+
+
+class Performed(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """A block in which operations run, and are told.
+
+    Arguments:
+        sink: told of each operation that is not a view, in order.
+        memory: where tensors that are made inside are counted.
+
+    Attributes:
+        recipes: for each kind of operation one example.
+    """
+
+    stays = True  # on our side of the border: operations of the engine are told as the user's are
+
+    def __init__(self, sink: Callable[[Op], object], memory: Memory) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.recipes: dict[Op, Recipe] = {}
+        self._sink = sink
+        self._memory = memory
+
+    def __torch_dispatch__(
+        self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """Run an operation and tell what it costs."""
+        kwargs = {} if kwargs is None else kwargs
+        out = func(*args, **kwargs)
+        if func.is_view or func._overloadpacket in FREE:
+            return out
+        op = cost(func, args, kwargs, out)
+        if op not in self.recipes:
+            self.recipes[op] = Recipe(func, _without_values(args), _without_values(kwargs))
+        self._sink(op)
+        given = {tensor.untyped_storage().data_ptr() for tensor in tensors_in((*args, *kwargs.values()))}
+        for tensor in tensors_in(out):
+            if tensor.untyped_storage().data_ptr() not in given:
+                self._memory.follow(tensor)
+        return out
+
+
+def random_values(buffer: Tensor) -> None:
+    """Fill a buffer with random values, as parameters have at the start."""
+    if buffer.is_floating_point():
+        buffer.normal_(0.0, _SPREAD)
+    else:
+        buffer.zero_()
+
+
+def _without_values(value: Any) -> Any:
+    return Shaped.of(value) if isinstance(value, Tensor) else over(value, _without_values)

@@ -1,0 +1,69 @@
+"""Placements that are tried: rehearsed once, timed for any machine, written for Perfetto."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from penstock.config import Placement
+from penstock.errors import ConfigError
+from penstock.forecast.candidates import Choice
+from penstock.planner.trials import Trials, placement_of
+from tests.planning import ON_HOST, asked
+
+
+def test_a_placement_is_rehearsed_once() -> None:
+    trials = Trials(asked())
+    one, other = trials.run(Placement(), Choice()), trials.run(ON_HOST, Choice())
+    assert trials.run(Placement(), Choice()) is one
+    assert len(trials) == 2
+    assert one.peak_bytes["device"] > other.peak_bytes["device"]
+    assert "cpu" not in one.peak_bytes
+    assert one.timing.step_s < other.timing.step_s
+
+
+def test_a_trace_is_json_with_a_span_for_each_job(tmp_path: Path) -> None:
+    trials = Trials(asked())
+    trials.write_trace(trials.run(ON_HOST, Choice()), tmp_path / "step.json")
+    written = json.loads((tmp_path / "step.json").read_text())
+    spans = [event for event in written["traceEvents"] if event["ph"] == "X"]
+    assert {"upload", "download", "update"} <= {event["name"].split()[0] for event in spans} | {
+        event.get("cat") for event in spans
+    } | {event.get("args", {}).get("stream") for event in spans} | {
+        event["args"]["name"] for event in written["traceEvents"] if event["name"] == "thread_name"
+    }
+    assert all(event["dur"] >= 0 for event in spans)
+    with pytest.raises(ConfigError, match=r"^The trace cannot be written: "):
+        trials.write_trace(trials.run(ON_HOST, Choice()), tmp_path)
+
+
+def test_other_states_and_twice_the_batch_are_other_trials() -> None:
+    trials = Trials(asked())
+    found = trials.run(Placement(), Choice())
+    smaller, larger = trials.rehearse_other(found, state_dtype="int8"), trials.rehearse_other(found, twice=True)
+    assert smaller is not None
+    assert larger is not None
+    assert smaller.peak_bytes["device"] < found.peak_bytes["device"] < larger.peak_bytes["device"]
+    assert larger.rehearsal.program.tokens == 2 * found.rehearsal.program.tokens
+    assert len(trials) == 1
+
+
+def test_measuring_times_each_kind_of_operation_for_real() -> None:
+    measured: dict = {}
+    trial = Trials(asked(), measures=True, measured=measured).run(Placement(), Choice())
+    assert measured.keys() == trial.rehearsal.recipes.keys()
+    assert all(seconds >= 0 for seconds in measured.values())
+    assert trial.timing.step_s > 0
+
+
+def test_fractions_become_a_placement() -> None:
+    question = asked(folders=["/a", "/b"])
+    shares = {"params": {"device": 1.0, "cpu": 0.0}, "grads": {"cpu": 1.0}, "optimizer": {"cpu": 0.5, "nvme": 0.5}}
+    made = placement_of(shares, Choice("cpu"), question)
+    assert (made.params, made.grads, made.optimizer) == ("device", "cpu", {"cpu": 0.5, "nvme": 0.5})
+    assert made.activations == "cpu"
+    assert [str(folder) for folder in made.nvme_folders()] == ["/a", "/b"]
+    in_memory = placement_of({**shares, "optimizer": {"cpu": 1.0}}, Choice(), question)
+    assert in_memory.nvme_folders() == []
+    assert torch.is_grad_enabled()
