@@ -3,6 +3,8 @@
     python benchmarks/plan.py strict          # modelled time of the strict device: exact, also on a noisy machine
     python benchmarks/plan.py grid            # `auto` against the best of a grid, in the same time
     python benchmarks/plan.py simulated       # the clock, on streams that sleep as long as their bytes take
+    python benchmarks/plan.py cpu             # the clock, with 355M parameters on a cpu, in memory and in files
+    python benchmarks/plan.py ranks           # the clock, with 2 and 4 ranks of this machine
     python benchmarks/plan.py planning        # seconds and memory of planning 8B and 70B
     python benchmarks/plan.py scale           # curves: GPUs, disks, memory of the host
 
@@ -21,7 +23,14 @@ import machine
 
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE.parent))  # the strict device is one of the tests
-PARTS = {"strict": "strict", "grid": "strict", "simulated": "simulated", "scale": "scale"}
+PARTS = {
+    "strict": "strict",
+    "grid": "strict",
+    "simulated": "simulated",
+    "cpu": "here",
+    "ranks": "here",
+    "scale": "scale",
+}
 
 
 def planning() -> dict[str, Any]:

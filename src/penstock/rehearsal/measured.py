@@ -34,7 +34,7 @@ def time_ops(
 
     Arguments:
         recipes: for each kind an example: `Rehearsed.recipes`.
-        roofline: seconds that a kind would take by FLOPs and bytes alone; positive.
+        roofline: seconds that a kind would take by FLOPs and bytes alone; 0 where nothing runs.
         device: where they run.
         most_seconds: how long all of it may take; the operation that runs is finished.
         most_bytes: of arguments and results of one operation.
@@ -48,7 +48,7 @@ def time_ops(
     devices = [] if device.type == "cpu" else [device]
     with torch.random.fork_rng(devices, device_type=device.type if devices else "cuda"), torch.no_grad():
         for op in sorted(recipes, key=roofline, reverse=True):
-            if time.perf_counter() > until:
+            if time.perf_counter() > until or roofline(op) <= 0:
                 break
             if _nbytes(recipes[op], op) <= most_bytes and (seconds := _timed(recipes[op], device)) is not None:
                 timed[op] = seconds

@@ -57,3 +57,10 @@ def test_attention_elsewhere_is_that_of_the_cpu_by_another_name() -> None:
     call = measured._attention_backward(out, query, key, value, out, lse, 0.0, True, attn_mask=None, scale=None)
     for _ in range(2):
         torch.testing.assert_close(call(), grads)
+
+
+def test_of_what_runs_nothing_no_time_is_taken(recipes: dict[Op, Recipe]) -> None:
+    """An operation on nothing has no roofline to be compared with."""
+    nothing = next(iter(recipes))
+    seconds = time_ops({nothing: recipes[nothing]}, lambda op: 0.0)
+    assert seconds == {nothing: 0.0}
