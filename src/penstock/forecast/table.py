@@ -41,7 +41,7 @@ def table(answer: Answer, *, run: str = "") -> str:
 def explain(answer: Answer) -> str:
     """Write for each choice of a plan what the next best one would have cost, and why."""
     if not answer.why:
-        return "The plan says nothing about its choices: they were given."
+        return "There was nothing to choose: the placement was given, or all of it fits where compute is."
     rows = [["choice", "chosen", "next best", "would cost"]]
     for reason in answer.why:
         cost = "does not fit" if reason.cost_s is None else signed(reason.cost_s, beside=answer.step_s)

@@ -63,7 +63,7 @@ class Imagined(Supply):
 
         return [
             _HollowDevice(notes, self._fill),
-            HostTier(device, min(limits, default=None), tile_bytes=options.tile_bytes, arena=NotedArena),
+            _HollowHost(device, min(limits, default=None), tile_bytes=options.tile_bytes, arena=NotedArena),
             _HollowFiles(notes, len(request.placement.nvme_folders())),
         ]
 
@@ -72,6 +72,13 @@ class Imagined(Supply):
     ) -> Source:
         """Give parameters no values."""
         return _NoValues()
+
+
+class _HollowHost(HostTier):
+    """Host memory that is only counted. Whoever runs is told what is not pinned, and nobody who only plans to."""
+
+    def _warn(self, pageable: Mapping[str, int]) -> None:
+        """Say nothing: what copies of it cost is in the program."""
 
 
 class _NoValues(Source):
