@@ -59,6 +59,7 @@ def test_the_same_question_has_the_same_answer(on_host: Plan) -> None:
     assert planned(placement=ON_HOST).to_json() == on_host.to_json()
 
 
+@pytest.mark.thorough  # a search
 def test_what_can_be_told_computes_again_where_the_device_is_short_of_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(searching, "REHEARSALS", 2)
     found = planned(lambda: Tellable(), device_bytes=SMALL)
