@@ -66,9 +66,14 @@ def penstock(
     overlap: str = "auto",
     options: dict[str, Any] | None = None,
     max_grad_norm: float | None = MAX_GRAD_NORM,
+    planned: tuple[int, int] | None = None,
 ) -> Training:
-    """Stage 3; `placement` and `options` are the arguments of their classes, or "auto"."""
+    """Stage 3; `placement` and `options` are the arguments of their classes, or "auto" for sequences of a length."""
     import penstock
+
+    def batch() -> dict[str, torch.Tensor]:
+        ids = torch.zeros(planned or (1, 1), dtype=torch.long)
+        return {"input_ids": ids, "labels": ids}
 
     optimizer = penstock.prepare(
         model,
@@ -77,6 +82,7 @@ def penstock(
         max_grad_norm=max_grad_norm,
         overlap=overlap,
         options=penstock.Options(**(options or {})),
+        batch=batch if planned else None,
     )
 
     def step() -> None:

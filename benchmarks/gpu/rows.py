@@ -107,14 +107,15 @@ CASES = {
 SCRIPTS = {"states": "residency.py", "checkpoint": "checkpoint.py"}
 
 
-def contenders(*, batch: int, folder: str, max_grad_norm: float | None) -> dict[str, Contender]:
+def contenders(*, batch: int, sequence: int, folder: str, max_grad_norm: float | None) -> dict[str, Contender]:
     """All contenders by name; files of the nvme tier go to `folder`."""
     clip = {"max_grad_norm": max_grad_norm}
 
     def penstock(needs: str = "torch", options: dict[str, Any] | None = None, **placement: Any) -> Contender:
         given: Any = placement or "auto"
+        planned = {} if placement else {"planned": (batch, sequence)}
         return Contender(
-            "penstock", {"placement": given, "overlap": "forward", "options": options or {}, **clip}, needs
+            "penstock", {"placement": given, "overlap": "forward", "options": options or {}, **planned, **clip}, needs
         )
 
     def deepspeed(stage: int, optimizer: str, params: str | None) -> Contender:

@@ -91,7 +91,9 @@ def run_case(case: Case, arguments: argparse.Namespace) -> Iterator[dict[str, An
     }
     chosen = arguments.contenders.split(",") if arguments.contenders else case.contenders
     with tempfile.TemporaryDirectory(dir=arguments.folder) as folder:
-        known = contenders(batch=case.batch, folder=folder, max_grad_norm=1.0 if arguments.clip else None)
+        known = contenders(
+            batch=case.batch, sequence=case.sequence, folder=folder, max_grad_norm=1.0 if arguments.clip else None
+        )
         if unknown := set(chosen) - set(known):
             sys.exit(f"--contenders: {', '.join(sorted(unknown))} is none of {', '.join(known)}")
         for memory_gb in arguments.memory_gb:
