@@ -116,7 +116,7 @@ MOVEMENTS: tuple[tuple[Callable[[], Streams], Movement], ...] = (
 
 @pytest.fixture(autouse=True)
 def _instead_of_files(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("penstock.construct.NvmeTier", DictionaryTier)
+    monkeypatch.setattr("penstock.supply.NvmeTier", DictionaryTier)
 
 
 @pytest.mark.parametrize("what", sampled(CORE, every=6), ids=changed)

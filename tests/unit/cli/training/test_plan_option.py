@@ -1,5 +1,6 @@
 """`penstock train --plan`: found or read, the same on every rank, done, and held against what was measured."""
 
+import contextlib
 import json
 import re
 from collections.abc import Callable
@@ -209,7 +210,7 @@ def test_the_model_is_told_to_recompute_where_the_plan_or_the_user_says_so(
     given, config = preparation(), TrainConfig(recompute=asked_for, plan="auto")
     answer = planning.plan
     monkeypatch.setattr(planning, "plan", lambda *args, **kw: replace(answer(*args, **kw), recompute=planned))
-    chosen = planning.plan_for(given, config, RECIPE, packed=False, hosts=1)
+    chosen = planning.plan_for(given, config, RECIPE, None, packed=False, hosts=1)
     made = planning.planned(given, chosen, config)
     assert asked[0]["told"] is told_before
     assert (chosen.recompute, recomputes(made.model)) == (told_after, told_after)
@@ -219,7 +220,7 @@ def test_folders_of_the_run_take_the_place_of_those_of_a_plan(tmp_path: Path) ->
     tiers = Placement(optimizer="nvme", nvme_path=("nvme0", "nvme1"))
     (tmp_path / "p.json").write_text(small(placement=tiers).to_json())
     config = TrainConfig(plan=str(tmp_path / "p.json"), nvme_path=("/a", "/b"))
-    chosen = planning.plan_for(preparation(), config, RECIPE, packed=False, hosts=1)
+    chosen = planning.plan_for(preparation(), config, RECIPE, None, packed=False, hosts=1)
     assert chosen.placement == replace(tiers, nvme_path=("/a", "/b"))
 
 
@@ -290,6 +291,8 @@ def test_others_than_the_first_rank_ask_for_no_plan_and_know_of_no_room(
         "penstock.cli.training.run.check_fits", lambda *rest: (_ for _ in ()).throw(MemoryBudgetError("no room"))
     )
     monkeypatch.setattr(Ranks, "from_environment", classmethod(lambda cls: Ranks(1, 2, torch.device("cpu"))))
+    monkeypatch.setattr("penstock.cli.training.run.joined", lambda ranks: contextlib.nullcontext())
+    monkeypatch.setattr("penstock.cli.training.run.machine_of", lambda ranks, config: None)
     config = TrainConfig(model=str(model_folder), data=(str(text_folder),), seq_length=16, plan="auto", dry_run=True)
     assert run(config, Interruption(speaks=False))
     assert asked == []
