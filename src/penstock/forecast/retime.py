@@ -8,6 +8,7 @@ at worst. `Timings` takes that out.
 """
 
 from collections import defaultdict
+from dataclasses import replace
 from itertools import pairwise
 from math import inf
 from typing import Generic, TypeVar
@@ -60,7 +61,7 @@ class Timings(Generic[AnyCosts]):
         if most is not None and timing.step_s > most[0]:
             timing = most[2].at_pace(most[1])
         elif timing.step_s < least:
-            timing = timing.at_pace(least / timing.step_s)
+            timing = _stretched(timing, least)
         self._known.append((costs, timing))
         return timing
 
@@ -113,6 +114,12 @@ def busiest(program: Program, costs: Costs, step: int) -> float:
         seconds[row] += taken.seconds
         demands.append(taken)
     return max([*seconds.values(), *total_loads(demands).values()], default=0.0)
+
+
+def _stretched(timing: Timing, step_s: float) -> Timing:
+    if not timing.step_s:  # a wait alone, which was over when earlier steps had taken long: no pace lengthens that
+        return replace(timing, step_s=step_s)
+    return timing.at_pace(step_s / timing.step_s)
 
 
 def _first(found: tuple[float, float, Timing]) -> float:

@@ -392,3 +392,19 @@ def test_a_part_of_a_recording() -> None:
         [Wait(0, 3, 4)],
         [(3, one), (3.5, two)],
     )
+
+
+def test_a_step_that_is_over_at_once_cannot_be_stretched() -> None:
+    """It is still no shorter than a faster machine's step allows."""
+    script = Script("inline")
+    script.submit("read", 1, folder=0)
+    script.end_step()
+    script.submit("upload", 4)
+    script.end_step()
+    script.wait(0)
+    script.end_step()
+    timings = Timings[Rates](script.program())
+    fast, slow = Rates({"read": 1 / 9, "upload": 1.0}), Rates({"read": 1 / 9, "upload": 0.25})
+    assert timings.on(fast).step_s == 5
+    assert timings.on(slow).step_s == 5
+    assert timings.on(slow).steps_s[-1] == 0
