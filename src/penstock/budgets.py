@@ -150,7 +150,7 @@ def _gradient_buffers(
     sections = [section for section in plan.sections[GRAD] if section.cells]
     in_place = len(sections) == 1 and in_reach(sections[0].tier, Tier.DEVICE, reach)
     exact = request.reduce_dtype in (plan.spec.dtype, torch.float32)
-    if grid.world_size == 1 and not collects_fp32 and in_place and exact:
+    if grid.data_size == 1 and not collects_fp32 and in_place and exact:
         return  # straight from autograd to its home
     collected = torch.float32 if collects_fp32 else request.reduce_dtype
     yield plan.layout.numel, collected
@@ -164,7 +164,7 @@ def _gradient_buffers(
 
 def _filling_bytes(plan: UnitPlan, grid: Grid, *, given: bool) -> int:
     """Count the device bytes that it takes, beside its homes, to fill those of a unit."""
-    sent = not given and grid.world_size > 1  # a copy of the first rank's values, in the model's own dtype
+    sent = not given and grid.data_size > 1  # a copy of the first rank's values, in the model's own dtype
     arrived = sum(parameter.nbytes for parameter in plan.spec.parameters) if sent else 0
     # A parameter at a time goes through the update's shadow of it where there is one, and its master is split there.
     numel = min(max(slot.numel for slot in plan.layout.slots), max(s.numel for s in plan.sections[PARAM]))

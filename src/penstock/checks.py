@@ -18,6 +18,7 @@ from penstock.engine.units.aliases import check_aliases
 from penstock.engine.units.discover import UnitSpec
 from penstock.errors import ConfigError, MemoryBudgetError
 from penstock.kinds import COMPUTE_DTYPES, Tier, parse_home
+from penstock.machine.mesh import roles_of
 from penstock.tiers.host import bounce_bytes
 
 _SUM_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -191,8 +192,7 @@ def check_ranks(mesh: DeviceMesh | None) -> None:
     """Refuse a process group that the launcher or the mesh contradicts."""
     initialised = dist.is_available() and dist.is_initialized()
     if mesh is not None:
-        if mesh.ndim > 2:
-            raise ConfigError(f"mesh has {mesh.ndim} dimensions: use one, or two (replicate, shard).")
+        roles_of(mesh)
         return
     announced = os.environ.get("WORLD_SIZE")
     if announced is None:

@@ -167,7 +167,7 @@ def _make_rig(
     pool = Pool(cores.count, sorted(cores.cores or ()))
     scales_loss = request.compute_dtype == torch.float16 and trains  # else a graph has the scale of who trains in it
     loss_scale = LossScale(options.initial_loss_scale, dynamic=options.dynamic_loss_scale) if scales_loss else None
-    gradient_scale = GradientScale(1 / ranks.world_size if options.reduce_op == "mean" else 1.0, loss_scale)
+    gradient_scale = GradientScale(1 / ranks.data_size if options.reduce_op == "mean" else 1.0, loss_scale)
     return Rig(model, units, ranks, streams, pool, blueprint.rule, gradient_scale, param_groups)
 
 
@@ -199,7 +199,7 @@ def _make_lasting(blueprint: Blueprint, rig: Rig, memory: _Memory, council: Coun
         accumulation_dtype=request.accumulation_dtype,
         collects_fp32=request.unit_micro_batches > 1,
         agrees=request.overlap == "backward",
-        may_hold_back=request.stage <= 1 and rig.ranks.world_size > 1,
+        may_hold_back=request.stage <= 1 and rig.ranks.data_size > 1,
     )
     at_once = options.on_nonfinite == "raise"
     skips = Skips(options.max_skipped_steps, at_once=at_once, loss_scale=rig.gradient_scale.loss)

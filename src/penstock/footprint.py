@@ -25,7 +25,7 @@ from penstock.kinds import MASTER, OPTIMIZER, PARAM, Tier
 from penstock.machine.accelerator import reach_for
 from penstock.machine.border import crossing
 from penstock.machine.devices import device_for, visible_devices
-from penstock.machine.groups import given_groups
+from penstock.machine.mesh import peers_of
 from penstock.machine.pinning import needs_pinning
 from penstock.machine.reach import Grid
 from penstock.machine.swap import existing_folder, free_disk_bytes
@@ -147,7 +147,7 @@ def footprint(
     device = device_for(model.parameters(), mesh).device
     sharded = request.stage != 0
     if world_size is None:
-        grid = Grid.of_groups(given_groups(mesh)[0], sharded=sharded)
+        grid = peers_of(mesh, sharded=sharded).grid
         ranks_here = ranks_of_host()
     else:
         grid = Grid.first_of(world_size, sharded=sharded)

@@ -7,12 +7,11 @@
 
 import contextlib
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
 import torch
 from torch import nn
-from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from penstock import checks
@@ -30,7 +29,6 @@ from penstock.machine.border import crossing
 from penstock.machine.collectives import Ranks
 from penstock.machine.council import DEFAULT_TIMEOUT_S, Council
 from penstock.machine.devices import check_apart, device_for, make_current, place_of
-from penstock.machine.groups import given_groups
 from penstock.optimizer import Optimizer
 from penstock.planned import PlanOrFile, asks_for_plan, check_asked, check_ranks, planned, taken
 
@@ -88,11 +86,12 @@ def prepare(
             (`Options(initial_loss_scale=, dynamic_loss_scale=)`), so its backward is `optimizer.backward(loss)`.
         units: classes of the modules that are gathered together, or a predicate on (name, module); `None` takes each
             repeated block, and the rest of the model as one.
-        mesh: a `DeviceMesh` of one dimension, or of two (replicate, shard) for hybrid sharding; `None` takes the
-            default process group, or a single process. Its type of device is taken; which one of them, and which
-            without a mesh: the one that the model lies on, else the one that the process group is bound to
-            (`init_process_group(device_id=)`), else torch's current one if that is not the first, else number
-            `LOCAL_RANK`. It becomes torch's current device.
+        mesh: a `DeviceMesh` with dimensions named `dp_replicate` (copies of the state), `dp_shard` and `cp` (which
+            share one) and `tp` (whose ranks have other parts of the parameters, which are DTensors); one or two
+            dimensions without such names are (shard) and (replicate, shard). `None` takes the default process group,
+            or a single process. Its type of device is taken; which one of them, and which without a mesh: the one that
+            the model lies on, else the one that the process group is bound to (`init_process_group(device_id=)`), else
+            torch's current one if that is not the first, else number `LOCAL_RANK`. It becomes torch's current device.
         max_grad_norm: clip the gradient's norm over all ranks; `None` does not clip.
         grad_accumulation_dtype: dtype in which micro-batches are summed; `None` for `reduce_dtype`.
         reduce_dtype: dtype in which gradients are summed over ranks; `None` for the compute dtype.
@@ -204,7 +203,7 @@ def _choose(
     with contextlib.closing(council.another(error=EngineError, timeout_s=patience_s)) as waiting:
         if batch is not None:
             assert optimizer is not None
-            return _plan_now(model, optimizer, batch, arguments, device, ranks, waiting, given_groups(mesh)[0])
+            return _plan_now(model, optimizer, batch, arguments, device, ranks, waiting)
         found = ""
         with waiting.together(_PLANS, ConfigError):
             if waiting.is_first and plan is not None:
@@ -220,12 +219,11 @@ def _plan_now(
     device: torch.device,
     ranks: Ranks,
     waiting: Council,
-    groups: Sequence[ProcessGroup],
 ) -> Plan:
     """Have the first rank plan, for all of them. Collective."""
     from penstock.planner.here import machine_here, plan_here  # with the solver, which others do without
 
-    machine, found = machine_here(device, waiting, groups), ""
+    machine, found = machine_here(device, waiting, ranks.groups), ""
     with waiting.together(_PLANS, ConfigError):
         if waiting.is_first:
             assert machine is not None

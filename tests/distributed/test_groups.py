@@ -61,8 +61,8 @@ def engines_in_turn_and_at_once(rank: int) -> tuple[list[int], bool]:
 
 
 def test_engines_in_turn_and_at_once_have_groups_of_their_own_and_leave_none() -> None:
-    """At stage 0 both dimensions of the mesh are copies."""
-    assert run_ranks(engines_in_turn_and_at_once, 4) == [([2, 4, 4, 2], True)] * 4
+    """At stage 0 both dimensions of the mesh are copies, in one group."""
+    assert run_ranks(engines_in_turn_and_at_once, 4) == [([2, 4, 2, 2], True)] * 4
 
 
 def two_of_four(rank: int) -> list[int]:
@@ -91,7 +91,7 @@ def test_two_ranks_of_four_with_other_groups_beside_need_nobody_else() -> None:
 
 def likeness(rank: int) -> tuple[bool, timedelta, str, str]:
     given = dist.new_group([1, 0], timeout=timedelta(seconds=17))
-    own = own_group(given, "a name")
+    own = own_group(dist.get_process_group_ranks(given), given, "a name")
     ranks = dist.get_process_group_ranks(own) == dist.get_process_group_ranks(given)
     timeout = own._get_backend(torch.device("cpu")).options._timeout
     found = ranks, timeout, dist.get_backend_config(own), dist.get_backend_config(given)

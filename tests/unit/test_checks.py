@@ -300,10 +300,11 @@ def test_the_launcher_and_the_process_group_agree(monkeypatch, nothing_allocated
     assert message().startswith("WORLD_SIZE=2, but the process group has 4 ranks.")
     monkeypatch.setenv("WORLD_SIZE", "two")
     assert message().startswith("WORLD_SIZE=two, but the process group has 4 ranks.")
-    mesh: Any = SimpleNamespace(ndim=3)
-    assert (
-        refused(lambda: penstock.prepare(model, adamw(model), mesh=mesh), model)
-        == "mesh has 3 dimensions: use one, or two (replicate, shard)."
+    mesh: Any = SimpleNamespace(ndim=3, mesh_dim_names=("a", "tp", "b"), mesh=torch.arange(8).view(2, 2, 2))
+    assert refused(lambda: penstock.prepare(model, adamw(model), mesh=mesh), model) == (
+        "mesh (a 2 x tp 2 x b 2; ranks [[[0, 1], [2, 3]], [[4, 5], [6, 7]]]): it does not say what 'a', 'b' is. Name "
+        "each dimension dp_replicate, dp_shard, cp, tp or ep; one or two without such names are (shard) and "
+        "(replicate, shard)."
     )
 
 

@@ -1,8 +1,8 @@
 """The collectives of one engine: issued in the order of the program, counted, and compared between ranks.
 
-Ranks form a grid: the shards of one copy of the training state, and the replicas of that copy. ZeRO stages 1 to 3 shard
-over all ranks (one replica); stage 0 replicates over all ranks (one shard); hybrid sharding takes a 2-D mesh
-(replicate, shard), as in FSDP.
+Ranks form a grid: the shards of one copy of the training state, the replicas of that copy, and the parts into which the
+parameters themselves are divided, each with a state of its own. ZeRO stages 1 to 3 shard over all ranks (one replica,
+one part); stage 0 replicates over all ranks (one shard); a mesh says otherwise (`machine/mesh.py`).
 """
 
 import contextlib
@@ -10,7 +10,7 @@ import secrets
 import time
 import zlib
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from functools import partial
 from itertools import zip_longest
@@ -23,8 +23,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from penstock.errors import EngineError, PenstockError
 from penstock.machine.arena import view_apart
 from penstock.machine.council import DEFAULT_TIMEOUT_S, Council
-from penstock.machine.groups import give_back, given_groups, is_alive, own_group
+from penstock.machine.groups import give_back, is_alive, own_group
 from penstock.machine.lifetime import at_end
+from penstock.machine.mesh import peers_of
 from penstock.machine.reach import Grid
 from penstock.machine.streams import DONE, Event, Pending
 
@@ -32,6 +33,9 @@ from penstock.machine.streams import DONE, Event, Pending
 _all_gather_flat = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter_flat = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
+
+Groups = tuple[dist.ProcessGroup | None, dist.ProcessGroup | None, dist.ProcessGroup | None]
+ALONE = Grid()
 
 _SAME = (
     "Every rank must run the same units in the same order. Where ranks choose what to run (experts, layers that are "
@@ -88,61 +92,57 @@ class Ranks:
     another time on each, and decides nothing.
 
     Arguments:
-        shard_group: the ranks that share one copy of the state; `None` when there is one shard.
-        replica_groups: the groups over which copies are kept equal.
-        council: the council of the ranks of all groups, for the user's thread.
-        own: those of the groups that were made for this object alone; they end with it.
+        grid: the ranks, and this one's place among them.
+        groups: our own, of the ranks that share one copy of the state, of those that have a copy of this rank's shard,
+            and of those that train other parts of the parameters; `None` where this rank is alone. They end with this
+            object.
+        council: the council of all ranks, for the user's thread.
 
     Attributes:
         rank: this rank's number among all ranks of the job.
-        shards, shard_rank: the number of shards, and which of them this rank has.
-        replicas, replica_rank: the number of copies, and which of them this rank has a shard of.
-        grid: these numbers, as a value.
+        shards, shard_rank, replicas, replica_rank: as the grid says.
         counts: how many collectives were issued so far, by name.
     """
 
-    def __init__(
-        self,
-        shard_group: dist.ProcessGroup | None = None,
-        replica_groups: tuple[dist.ProcessGroup, ...] = (),
-        council: Council | None = None,
-        own: Sequence[dist.ProcessGroup] = (),
-    ) -> None:
+    def __init__(self, grid: Grid = ALONE, groups: Groups = (None, None, None), council: Council | None = None) -> None:
         self.council = council or Council()
-        self._shard_group = shard_group
-        self._replica_groups = replica_groups
-        self._groups = (*replica_groups, shard_group) if shard_group else replica_groups
-        self._end_groups = at_end(self, give_back, own)
+        self.grid = grid
+        self.shards, self.shard_rank, self.replicas, self.replica_rank, _, _ = grid
+        self._shard_group, self._replica_group, self._part_group = groups
+        # Over the copies first: a value that goes from rank to rank is then in the first shard of each of them.
+        self._data_groups = [group for group in (self._replica_group, self._shard_group) if group is not None]
+        self._groups = [*self._data_groups, *([self._part_group] if self._part_group is not None else [])]
+        self._end_groups = at_end(self, give_back, self._groups)
         self._last: Event = DONE  # of the collectives that were submitted to a stream
         self.rank = dist.get_rank() if self._groups else 0
-        self.grid = Grid.of_groups(self._groups, sharded=shard_group is not None)
-        self.shards, self.shard_rank, self.replicas, self.replica_rank = self.grid
         self.counts: Counter[str] = Counter()
         self._issued: list[str] = []  # what was issued since ranks last compared it, in order
 
     @classmethod
     def from_mesh(cls, mesh: DeviceMesh | None, *, sharded: bool, timeout_s: float = DEFAULT_TIMEOUT_S) -> "Ranks":
-        """Make groups of our own like those of a mesh of one dimension, or of two (replicate, shard). Collective.
+        """Make groups of our own of the ranks of a mesh, by what its dimensions do (`machine/mesh.py`). Collective.
 
         Arguments:
             mesh: `None` stands for the default process group, if there is one.
-            sharded: whether the last dimension shards the state; else all dimensions replicate it.
+            sharded: whether ranks share the state where they may; else those have copies.
             timeout_s: how long the ranks' council waits for a rank, in seconds.
 
         Raises:
+            ConfigError: the mesh's dimensions have no meaning.
             EngineError: another rank does not take part.
         """
-        given, members, number = given_groups(mesh)
-        council = Council(members, number, timeout_s=timeout_s)
+        peers = peers_of(mesh, sharded=sharded)
+        council = Council(peers.members, peers.members.index(peers.rank), timeout_s=timeout_s)
         own: list[dist.ProcessGroup | None] = []
         try:
             # One name on all ranks, which no group had before: by it the members find each other in the job's store.
-            name = council.share(f"penstock {secrets.token_hex(8)}") if council.size > 1 else ""
+            # One stage as well: ranks that ask for others are told so later, and till then must not miss each other.
+            name, sharded = council.share([f"penstock {secrets.token_hex(8)}", sharded])
+            peers = peers_of(mesh, sharded=sharded)
             # In one order on all ranks: the members of a group make it together, and ranks that began with different
             # dimensions would wait for each other for ever. Of each dimension a rank is in one group.
-            for dimension, group in enumerate(given):
-                is_needed = dist.get_world_size(group) > 1
-                own.append(own_group(group, f"{name}, dimension {dimension}") if is_needed else None)
+            for line, like in zip(peers.lines, peers.likes, strict=True):
+                own.append(own_group(line, like, name) if len(line) > 1 and like is not None else None)
         except BaseException as error:
             give_back(group for group in own if group is not None)
             council.close()
@@ -152,9 +152,8 @@ class Ranks:
                     f"another one has ended, or does something else. ({error})"
                 ) from error
             raise
-        made = [group for group in own if group is not None]
-        shard_group = own.pop() if sharded and own else None
-        return cls(shard_group, tuple(group for group in own if group is not None), council, made)
+        shard, replica, part = own
+        return cls(peers.grid, (shard, replica, part), council)
 
     def close(self) -> None:
         """Give back the groups that are our own, and the council."""
@@ -167,9 +166,20 @@ class Ranks:
         return self.grid.world_size
 
     @property
+    def data_size(self) -> int:
+        """How many ranks sum the gradient of a parameter."""
+        return self.grid.data_size
+
+    @property
     def number(self) -> int:
         """The rank's number in the grid, which its files in a checkpoint have."""
-        return self.shard_rank + self.shards * self.replica_rank
+        return self.grid.number
+
+    @property
+    def groups(self) -> Mapping[str, dist.ProcessGroup]:
+        """The groups that this rank is in, by what their ranks do with the training state."""
+        named = {"shards": self._shard_group, "copies": self._replica_group, "parts": self._part_group}
+        return {name: group for name, group in named.items() if group is not None}
 
     def submitted(self, event: Event) -> None:
         """Note the event of work that issues collectives on a stream, so that what the caller issues comes after it."""
@@ -217,16 +227,15 @@ class Ranks:
 
     def all_reduce_replicas(self, tensor: Tensor, what: str = "") -> None:
         """Sum a tensor over the replicas, in place."""
-        for group in self._replica_groups:
-            reduce = partial(dist.all_reduce, tensor, op=dist.ReduceOp.SUM, group=group)
-            self._issue("all_reduce", f"the sum of {what}", group, reduce)
+        if self._replica_group is not None:
+            reduce = partial(dist.all_reduce, tensor, op=dist.ReduceOp.SUM, group=self._replica_group)
+            self._issue("all_reduce", f"the sum of {what}", self._replica_group, reduce)
 
     def agree(self, tensor: Tensor) -> None:
         """Sum a tensor over all ranks, in place."""
-        if self._shard_group is not None:
-            reduce = partial(dist.all_reduce, tensor, op=dist.ReduceOp.SUM, group=self._shard_group)
-            self._count("all_reduce", self._shard_group, reduce)
-        self.all_reduce_replicas(tensor)
+        for group in self._groups:
+            reduce = partial(dist.all_reduce, tensor, op=dist.ReduceOp.SUM, group=group)
+            self._count("all_reduce", group, reduce)
 
     def _issue(
         self,
@@ -363,9 +372,9 @@ class Ranks:
             self._count("all_reduce", group, partial(dist.all_reduce, tensor, op=dist.ReduceOp.MAX, group=group))
 
     def broadcast(self, tensor: Tensor) -> None:
-        """Overwrite a tensor with that of the grid's first rank, on every rank."""
+        """Overwrite a tensor with that of the first rank of those that have the same parts of the parameters."""
         self._come_after_submitted()
-        for group in self._groups:  # over the replicas first: then each of them has the value in its first shard
+        for group in self._data_groups:
             self._count("broadcast", group, partial(dist.broadcast, as_bytes(tensor), group=group, group_src=0))
 
     def broadcast_part(self, tensor: Tensor, shard_rank: int) -> None:
@@ -388,8 +397,8 @@ class Ranks:
 
 def council_of_all(*, timeout_s: float, error: type[PenstockError]) -> Council:
     """Make the council of the ranks of the default process group, where agreeing is all that they do. Collective."""
-    _, members, number = given_groups(None)
-    return Council(members, number, timeout_s=timeout_s, error=error)
+    peers = peers_of(None, sharded=True)
+    return Council(peers.members, peers.members.index(peers.rank), timeout_s=timeout_s, error=error)
 
 
 def as_bytes(tensor: Tensor) -> Tensor:

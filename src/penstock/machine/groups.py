@@ -9,58 +9,45 @@ is made after another one was destroyed gets that one's name, and would look for
 were.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh
 
 from penstock.machine.lifetime import Phase, exiting
 
 
-def given_groups(mesh: DeviceMesh | None) -> tuple[list[dist.ProcessGroup], list[int], int]:
-    """Return the groups of a mesh, or the default one if there is one; their ranks, and this one's index among them."""
-    if mesh is not None:
-        members = mesh.mesh.flatten().tolist()
-        return list(mesh.get_all_groups()), members, members.index(dist.get_rank())
-    if dist.is_available() and dist.is_initialized():
-        default = dist.distributed_c10d._get_default_group()
-        members = dist.get_process_group_ranks(default)
-        return [default], members, members.index(dist.get_rank())
-    return [], [0], 0
-
-
-def own_group(given: dist.ProcessGroup, name: str) -> dist.ProcessGroup:
-    """Make a group like another one: the same ranks, backends, timeout and device. Collective over those ranks alone.
+def own_group(members: Sequence[int], like: dist.ProcessGroup, name: str) -> dist.ProcessGroup:
+    """Make a group with the backends, timeout and device of another one. Collective over its members alone.
 
     Options of a backend (`pg_options`, such as NCCL's priority of streams) are not taken over: torch gives them to
     nobody.
 
     Arguments:
-        given: the group to be like.
+        members: the ranks of the job that are in it, in order; this one among them.
+        like: the other one.
         name: a name that no group of these ranks ever had. Groups of other ranks may have it as well.
 
     Raises:
         RuntimeError: torch's, where another rank does not take part.
     """
     c10d: Any = dist.distributed_c10d  # torch does not type what it does not show
-    members = dist.get_process_group_ranks(given)
     default = c10d._get_default_group()
-    backend, _ = c10d._world.pg_map[given]
-    bound = given.bound_device_id
+    backend, _ = c10d._world.pg_map[like]
+    bound = like.bound_device_id
     # Where the default group is bound to a device, NCCL makes a new group by splitting its communicator. In a split
     # every rank of the job takes part, and ranks that are no members are not here: the members would wait for ever.
     before, default.bound_device_id = default.bound_device_id, None
     try:
         group, _ = c10d._new_process_group_helper(
             len(members),
-            dist.get_rank(given),
-            members,
+            members.index(dist.get_rank()),
+            list(members),
             backend,
             c10d._get_default_store(),
             f"{name} of {'_'.join(map(str, members))}",
-            timeout=_timeout_of(given),
+            timeout=_timeout_of(like),
             device_id=bound,
             group_desc="penstock",
         )

@@ -1,10 +1,6 @@
 """What a plan knows of a device and of the ranks, before there are streams or process groups: two small values."""
 
-import math
-from collections.abc import Sequence
 from typing import NamedTuple
-
-import torch.distributed as dist
 
 
 class Reach(NamedTuple):
@@ -26,17 +22,31 @@ class Grid(NamedTuple):
     Attributes:
         shards, shard_rank: the number of shards, and which of them this rank has.
         replicas, replica_rank: the number of copies, and which of them this rank has a shard of.
+        parts, part_rank: into how many parts the parameters themselves are divided (tensor or expert parallel), each
+            with a state of its own, and which of them this rank trains.
     """
 
     shards: int = 1
     shard_rank: int = 0
     replicas: int = 1
     replica_rank: int = 0
+    parts: int = 1
+    part_rank: int = 0
 
     @property
     def world_size(self) -> int:
         """How many ranks there are in all."""
+        return self.data_size * self.parts
+
+    @property
+    def data_size(self) -> int:
+        """How many ranks sum the gradient of a parameter: those that have other batches, or other parts of a batch."""
         return self.shards * self.replicas
+
+    @property
+    def number(self) -> int:
+        """The number of this rank in the grid, from 0 on."""
+        return self.shard_rank + self.shards * (self.replica_rank + self.replicas * self.part_rank)
 
     @classmethod
     def first_of(cls, world_size: int, *, sharded: bool) -> "Grid":
@@ -47,19 +57,3 @@ class Grid(NamedTuple):
             sharded: whether they shard the state; else each has a copy.
         """
         return cls(shards=world_size) if sharded else cls(replicas=world_size)
-
-    @classmethod
-    def of_groups(cls, groups: Sequence[dist.ProcessGroup], *, sharded: bool) -> "Grid":
-        """Make the grid of the ranks of process groups, one for each dimension. Not collective.
-
-        Arguments:
-            groups: those that this rank is in.
-            sharded: whether the last dimension shards the state; else all dimensions replicate it.
-        """
-        sizes = [dist.get_world_size(group) for group in groups]
-        numbers = [dist.get_rank(group) for group in groups]
-        shards, shard_rank = (sizes.pop(), numbers.pop()) if sharded and groups else (1, 0)
-        replica_rank = 0
-        for size, number in zip(sizes, numbers, strict=True):
-            replica_rank = replica_rank * size + number
-        return cls(shards, shard_rank, math.prod(sizes), replica_rank)

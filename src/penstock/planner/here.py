@@ -19,7 +19,6 @@ from penstock.machine.border import theirs
 from penstock.machine.collectives import council_of_all
 from penstock.machine.council import Council
 from penstock.machine.devices import device_for, free_device_memory, shares_host_memory
-from penstock.machine.groups import given_groups
 from penstock.machine.threads import hosts_of
 from penstock.planner import plan
 from penstock.probe.cache import keep, recall
@@ -45,13 +44,14 @@ def machine_of_ranks(folders: Sequence[str | os.PathLike[str]] = ()) -> Machine 
         ConfigError, EngineError: measuring failed on the first rank.
     """
     with contextlib.closing(council_of_all(timeout_s=PATIENCE_S, error=EngineError)) as council:
-        return machine_here(device_for((), None).device, council, given_groups(None)[0], folders=folders)
+        every = {"ranks": dist.group.WORLD} if council.size > 1 else {}
+        return machine_here(device_for((), None).device, council, every, folders=folders)
 
 
 def machine_here(
     device: torch.device,
     council: Council,
-    groups: Sequence[dist.ProcessGroup] = (),
+    groups: Mapping[str, dist.ProcessGroup],
     *,
     folders: Sequence[str | os.PathLike[str]] = (),
     seconds: float = SECONDS,
@@ -63,7 +63,7 @@ def machine_here(
     Arguments:
         device: the one that computes.
         council: the ranks, patient enough to wait for the first one.
-        groups: the process groups of the ranks, one for each dimension of their mesh.
+        groups: the process groups that this rank is in, one for each dimension of the mesh, by name.
         folders: the folders of the nvme tier.
         seconds: how long the first rank may measure.
 
@@ -84,8 +84,7 @@ def machine_here(
     if not council.share(is_new):
         return found
     if council.size > 1:
-        named = {f"dimension {number}": group for number, group in enumerate(groups)}
-        links = measure_collectives(device, named, council, Deadline(SECONDS_OF_LINKS))
+        links = measure_collectives(device, groups, council, Deadline(SECONDS_OF_LINKS))
         if found is not None:
             figures = {**found.figures, **{name: Figure(*values) for name, values in links.items()}}
             found = replace(found, figures=figures)

@@ -20,9 +20,7 @@ class VirtualRanks(Ranks):
     """
 
     def __init__(self, grid: Grid, notes: Notes) -> None:
-        super().__init__()
-        self.grid = grid
-        self.shards, self.shard_rank, self.replicas, self.replica_rank = grid
+        super().__init__(grid)
         self._notes = notes
 
     def all_gather(self, full: Tensor, shard: Tensor, what: str = "") -> None:
@@ -46,6 +44,8 @@ class VirtualRanks(Ranks):
         if self.shards > 1:
             self._notes.issue(Collective("all_reduce", tensor.nbytes, self.shards))
         self.all_reduce_replicas(tensor)
+        if self.grid.parts > 1:
+            self._notes.issue(Collective("all_reduce", tensor.nbytes, self.grid.parts, "part"))
 
     def sum_numbers(self, numbers: Sequence[float], device: torch.device) -> list[float]:
         """Note a meeting; every rank says the same."""
@@ -76,3 +76,5 @@ class VirtualRanks(Ranks):
             self._notes.meet(Collective(name, nbytes, self.shards))
         if self.replicas > 1:
             self._notes.meet(Collective(name, nbytes, self.replicas, "replicate"))
+        if self.grid.parts > 1 and name != "broadcast":
+            self._notes.meet(Collective(name, nbytes, self.grid.parts, "part"))

@@ -5,6 +5,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from penstock.machine.collectives import Ranks
+from penstock.machine.reach import Grid
 from tests.support import run_ranks
 
 
@@ -47,6 +48,38 @@ def test_meshes_become_grids_of_shards_and_replicas() -> None:
             "replicated, shards": copies,
             "sharded, copies": copies,
             "sharded, shards": shards,
+        }
+
+
+def named_grids(rank: int) -> dict[str, Grid]:
+    meshes = {
+        "hybrid": init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp_replicate", "dp_shard")),
+        "context": init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp_shard", "cp")),
+        "tensor": init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp_shard", "tp")),
+        "three": init_device_mesh("cpu", (1, 2, 2), mesh_dim_names=("dp_replicate", "cp", "tp")),
+    }
+    found = {}
+    for name, mesh in meshes.items():
+        ranks = Ranks.from_mesh(mesh, sharded=True)
+        total = torch.ones(1)
+        ranks.all_reduce(total)
+        assert total.item() == 4, "of all ranks, whatever they do"
+        value = torch.tensor([float(rank)])
+        ranks.broadcast(value)
+        assert value.item() == (rank % 2 if "tp" in (mesh.mesh_dim_names or ()) else 0), "of the same parts"
+        found[name] = ranks.grid
+        ranks.close()
+    return found
+
+
+def test_names_say_what_the_dimensions_of_a_mesh_do() -> None:
+    for rank, found in enumerate(run_ranks(named_grids, 4)):
+        major, minor = divmod(rank, 2)
+        assert found == {
+            "hybrid": Grid(shards=2, shard_rank=minor, replicas=2, replica_rank=major),
+            "context": Grid(shards=4, shard_rank=rank),
+            "tensor": Grid(shards=2, shard_rank=major, parts=2, part_rank=minor),
+            "three": Grid(shards=2, shard_rank=major, parts=2, part_rank=minor),
         }
 
 

@@ -291,7 +291,7 @@ class Handles:
 
     def __init__(self, rig: Rig) -> None:
         self._units = [unit for unit in rig.units if unit.trained]
-        self._has_peers = rig.ranks.world_size > 1
+        self._has_peers = rig.ranks.data_size > 1
         self.answers: Answers | None = None
 
     def put_on(self) -> None:

@@ -62,7 +62,7 @@ class Reducer:
         self._accumulation_dtype = accumulation_dtype
         # On the host the pass that writes measures for nothing; on a device the norm would be kernels of its own.
         self._measures_late = not streams.computes_on_host
-        self._straight = ranks.world_size == 1 and not collects_fp32
+        self._straight = ranks.data_size == 1 and not collects_fp32
         self._collects_fp32 = collects_fp32
         self.buffers = BufferRing(streams.device, streams)
         self._told = Words(streams.device)
@@ -96,7 +96,7 @@ class Reducer:
     @property
     def has_peers(self) -> bool:
         """Whether gradients are reduced over ranks."""
-        return self._ranks.world_size > 1
+        return self._ranks.data_size > 1
 
     def expect(self, unit: Unit) -> None:
         """Have a unit reduced that backward has come to on every rank, also where this rank has no gradient."""

@@ -86,7 +86,7 @@ class FirstRank(Source):
     def _broadcast(self, value: Tensor) -> Tensor:
         """Give the first rank's value on every rank, flat."""
         flat = value.reshape(-1)
-        if self._ranks.world_size > 1:
+        if self._ranks.data_size > 1:
             # A copy: the broadcast overwrites it, and the model keeps its own values until they are in their homes.
             flat = flat.to(self._device, copy=True)
             self._ranks.broadcast(flat)

@@ -1,0 +1,128 @@
+"""What the dimensions of a mesh do with the training state: share it, copy it, or divide the model itself.
+
+    dp_replicate, replicate    ranks have copies of the state
+    dp_shard, cp, shard, dp    ranks share one copy; `cp` divides sequences, and its ranks share state as others do
+    tp, ep                     ranks have parts of the parameters (`torch.distributed.tensor`), and a state each
+
+Dimensions without a name, or with others than these, are what they are in FSDP: one shards, two replicate and shard.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from penstock.errors import ConfigError
+from penstock.machine.reach import Grid
+
+SHARE, COPY, PART = "share", "copy", "part"
+_ROLES = {
+    "dp_replicate": COPY,
+    "replicate": COPY,
+    "dp_shard": SHARE,
+    "shard": SHARE,
+    "dp": SHARE,
+    "cp": SHARE,
+    "tp": PART,
+    "ep": PART,
+}
+_POSITIONS = {1: (SHARE,), 2: (COPY, SHARE)}
+
+
+@dataclass(frozen=True)
+class Peers:
+    """The ranks with which one rank divides the training state.
+
+    Attributes:
+        rank: this rank's number in the job.
+        members: all ranks of the mesh, in its order.
+        shards: those that share one copy of the state, in the order of their shards; this one among them.
+        copies: those that have a copy of this one's shard, and this one.
+        parts: those that have other parts of the parameters, for the same batches, and this one.
+        likes: for each of the three a process group whose backend and timeout its own one takes; where there is one.
+    """
+
+    rank: int
+    members: Sequence[int]
+    shards: Sequence[int]
+    copies: Sequence[int]
+    parts: Sequence[int]
+    likes: Sequence[dist.ProcessGroup | None] = (None, None, None)
+
+    @property
+    def lines(self) -> Sequence[Sequence[int]]:
+        """The three lines of the mesh that this rank is on: of those that share, that copy, that have other parts."""
+        return self.shards, self.copies, self.parts
+
+    @property
+    def grid(self) -> Grid:
+        """These numbers, and this rank's place among them."""
+        return Grid(
+            len(self.shards),
+            self.shards.index(self.rank),
+            len(self.copies),
+            self.copies.index(self.rank),
+            len(self.parts),
+            self.parts.index(self.rank),
+        )
+
+
+def roles_of(mesh: DeviceMesh) -> Sequence[str]:
+    """Say what each dimension of a mesh does.
+
+    Raises:
+        ConfigError: a dimension has no meaning here, or the names do not say which has which.
+    """
+    names = mesh.mesh_dim_names or ()
+    known = [name for name in names if name in _ROLES]
+    if len(known) == mesh.ndim:
+        return [_ROLES[name] for name in names]
+    if mesh.ndim in _POSITIONS and not known:
+        return _POSITIONS[mesh.ndim]
+    others = ", ".join(repr(name) for name in names if name not in _ROLES)
+    why = f"it does not say what {others} is" if names else f"its {mesh.ndim} dimensions have no names"
+    raise ConfigError(
+        f"{describe(mesh)}: {why}. Name each dimension dp_replicate, dp_shard, cp, tp or ep; one or two without such "
+        "names are (shard) and (replicate, shard)."
+    )
+
+
+def peers_of(mesh: DeviceMesh | None, *, sharded: bool) -> Peers:
+    """Find the ranks with which this one divides the training state. Not collective.
+
+    Arguments:
+        mesh: `None` stands for the default process group, if there is one; this rank is in it.
+        sharded: whether ranks share the state where they may; else all of those have copies.
+
+    Raises:
+        ConfigError: the mesh's dimensions have no meaning, or this rank is not in it.
+    """
+    if mesh is None:
+        if not (dist.is_available() and dist.is_initialized()):
+            return Peers(0, (0,), (0,), (0,), (0,))
+        default = dist.distributed_c10d._get_default_group()
+        members = dist.get_process_group_ranks(default)
+        rank, likes = dist.get_rank(), (default, default, default)
+        shards, copies = (members, (rank,)) if sharded else ((rank,), members)
+        return Peers(rank, members, shards, copies, (rank,), likes)
+    roles = roles_of(mesh)
+    rank, place = dist.get_rank(), mesh.get_coordinate()
+    if place is None:
+        raise ConfigError(f"{describe(mesh)}: rank {rank} is not in it. Its ranks alone call prepare() with it.")
+    if not sharded:
+        roles = [COPY if role == SHARE else role for role in roles]
+    lines, likes = [], []
+    for role in (SHARE, COPY, PART):
+        at = tuple(slice(None) if each == role else place[number] for number, each in enumerate(roles))
+        lines.append(mesh.mesh[at].flatten().tolist())
+        likes.append(next((mesh.get_group(number) for number, each in enumerate(roles) if each == role), None))
+    shards, copies, parts = lines
+    return Peers(rank, mesh.mesh.flatten().tolist(), shards, copies, parts, tuple(likes))
+
+
+def describe(mesh: DeviceMesh) -> str:
+    """Print a mesh for a message: its dimensions with their sizes, and its ranks."""
+    names = mesh.mesh_dim_names or ["?"] * mesh.ndim
+    sizes = " x ".join(f"{name} {size}" for name, size in zip(names, mesh.mesh.shape, strict=True))
+    return f"mesh ({sizes}; ranks {mesh.mesh.tolist()})"
