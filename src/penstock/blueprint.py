@@ -225,7 +225,7 @@ class Blueprint:
             self.groups,
             placement=request.placement,
             options=request.options,
-            mesh=f"{grid.shards} shards, {grid.replicas} copies, {grid.parts} parts",
+            mesh=f"{grid.shards} shards, {grid.replicas} copies, tp {grid.tp}",
             stage=request.stage,
             compute_dtype=request.compute_dtype,
             reduce_dtype=request.reduce_dtype,

@@ -43,7 +43,7 @@ class Collective(NamedTuple):
         name: "all_gather", "reduce_scatter", "all_reduce" or "broadcast".
         nbytes: bytes of the whole buffer: what is there on every rank after a gather, or before a reduction.
         ranks: how many take part.
-        dimension: of the mesh, "shard", "replicate" or "part".
+        dimension: of the mesh, "shard", "replicate" or "tp".
     """
 
     name: str

@@ -1,8 +1,8 @@
 """The collectives of one engine: issued in the order of the program, counted, and compared between ranks.
 
-Ranks form a grid: the shards of one copy of the training state, the replicas of that copy, and the parts into which the
-parameters themselves are divided, each with a state of its own. ZeRO stages 1 to 3 shard over all ranks (one replica,
-one part); stage 0 replicates over all ranks (one shard); a mesh says otherwise (`machine/mesh.py`).
+Ranks form a grid: the shards of one copy of the training state, the replicas of that copy, and the ranks over which the
+parameters themselves are divided (tensor parallel), each with a state of its own. ZeRO stages 1 to 3 shard over all
+ranks; stage 0 replicates over all ranks (one shard); a mesh says otherwise (`machine/mesh.py`).
 """
 
 import contextlib
@@ -108,10 +108,10 @@ class Ranks:
         self.council = council or Council()
         self.grid = grid
         self.shards, self.shard_rank, self.replicas, self.replica_rank, _, _ = grid
-        self._shard_group, self._replica_group, self._part_group = groups
+        self._shard_group, self._replica_group, self._tp_group = groups
         # Over the copies first: a value that goes from rank to rank is then in the first shard of each of them.
         self._data_groups = [group for group in (self._replica_group, self._shard_group) if group is not None]
-        self._groups = [*self._data_groups, *([self._part_group] if self._part_group is not None else [])]
+        self._groups = [*self._data_groups, *([self._tp_group] if self._tp_group is not None else [])]
         self._end_groups = at_end(self, give_back, self._groups)
         self._last: Event = DONE  # of the collectives that were submitted to a stream
         self.rank = dist.get_rank() if self._groups else 0
@@ -152,8 +152,8 @@ class Ranks:
                     f"another one has ended, or does something else. ({error})"
                 ) from error
             raise
-        shard, replica, part = own
-        return cls(peers.grid, (shard, replica, part), council)
+        shard, replica, tp = own
+        return cls(peers.grid, (shard, replica, tp), council)
 
     def close(self) -> None:
         """Give back the groups that are our own, and the council."""
@@ -178,7 +178,7 @@ class Ranks:
     @property
     def groups(self) -> Mapping[str, dist.ProcessGroup]:
         """The groups that this rank is in, by what their ranks do with the training state."""
-        named = {"shards": self._shard_group, "copies": self._replica_group, "parts": self._part_group}
+        named = {"shards": self._shard_group, "copies": self._replica_group, "tp": self._tp_group}
         return {name: group for name, group in named.items() if group is not None}
 
     def submitted(self, event: Event) -> None:

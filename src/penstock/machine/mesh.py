@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from penstock.errors import ConfigError
 from penstock.machine.reach import Grid
 
-SHARE, COPY, PART = "share", "copy", "part"
+SHARE, COPY, DIVIDE = "share", "copy", "divide"
 _ROLES = {
     "dp_replicate": COPY,
     "replicate": COPY,
@@ -24,8 +24,8 @@ _ROLES = {
     "shard": SHARE,
     "dp": SHARE,
     "cp": SHARE,
-    "tp": PART,
-    "ep": PART,
+    "tp": DIVIDE,
+    "ep": DIVIDE,
 }
 _POSITIONS = {1: (SHARE,), 2: (COPY, SHARE)}
 
@@ -39,7 +39,7 @@ class Peers:
         members: all ranks of the mesh, in its order.
         shards: those that share one copy of the state, in the order of their shards; this one among them.
         copies: those that have a copy of this one's shard, and this one.
-        parts: those that have other parts of the parameters, for the same batches, and this one.
+        tp: those that have other parts of the parameters, for the same batches, and this one.
         likes: for each of the three a process group whose backend and timeout its own one takes; where there is one.
     """
 
@@ -47,13 +47,13 @@ class Peers:
     members: Sequence[int]
     shards: Sequence[int]
     copies: Sequence[int]
-    parts: Sequence[int]
+    tp: Sequence[int]
     likes: Sequence[dist.ProcessGroup | None] = (None, None, None)
 
     @property
     def lines(self) -> Sequence[Sequence[int]]:
         """The three lines of the mesh that this rank is on: of those that share, that copy, that have other parts."""
-        return self.shards, self.copies, self.parts
+        return self.shards, self.copies, self.tp
 
     @property
     def grid(self) -> Grid:
@@ -63,8 +63,8 @@ class Peers:
             self.shards.index(self.rank),
             len(self.copies),
             self.copies.index(self.rank),
-            len(self.parts),
-            self.parts.index(self.rank),
+            len(self.tp),
+            self.tp.index(self.rank),
         )
 
 
@@ -112,13 +112,14 @@ def peers_of(mesh: DeviceMesh | None, *, sharded: bool) -> Peers:
         raise ConfigError(f"{describe(mesh)}: rank {rank} is not in it. Its ranks alone call prepare() with it.")
     if not sharded:
         roles = [COPY if role == SHARE else role for role in roles]
-    lines, likes = [], []
-    for role in (SHARE, COPY, PART):
+    lines: list[list[int]] = []
+    groups: list[dist.ProcessGroup | None] = []
+    for role in (SHARE, COPY, DIVIDE):
         at = tuple(slice(None) if each == role else place[number] for number, each in enumerate(roles))
         lines.append(mesh.mesh[at].flatten().tolist())
-        likes.append(next((mesh.get_group(number) for number, each in enumerate(roles) if each == role), None))
-    shards, copies, parts = lines
-    return Peers(rank, mesh.mesh.flatten().tolist(), shards, copies, parts, tuple(likes))
+        groups.append(next((mesh.get_group(number) for number, each in enumerate(roles) if each == role), None))
+    shards, copies, tp = lines
+    return Peers(rank, mesh.mesh.flatten().tolist(), shards, copies, tp, groups)
 
 
 def describe(mesh: DeviceMesh) -> str:

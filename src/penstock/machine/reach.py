@@ -22,21 +22,21 @@ class Grid(NamedTuple):
     Attributes:
         shards, shard_rank: the number of shards, and which of them this rank has.
         replicas, replica_rank: the number of copies, and which of them this rank has a shard of.
-        parts, part_rank: into how many parts the parameters themselves are divided (tensor or expert parallel), each
-            with a state of its own, and which of them this rank trains.
+        tp, tp_rank: over how many ranks the parameters themselves are divided (tensor or expert parallel), each with a
+            state of its own, and which of them this rank is.
     """
 
     shards: int = 1
     shard_rank: int = 0
     replicas: int = 1
     replica_rank: int = 0
-    parts: int = 1
-    part_rank: int = 0
+    tp: int = 1
+    tp_rank: int = 0
 
     @property
     def world_size(self) -> int:
         """How many ranks there are in all."""
-        return self.data_size * self.parts
+        return self.data_size * self.tp
 
     @property
     def data_size(self) -> int:
@@ -46,7 +46,7 @@ class Grid(NamedTuple):
     @property
     def number(self) -> int:
         """The number of this rank in the grid, from 0 on."""
-        return self.shard_rank + self.shards * (self.replica_rank + self.replicas * self.part_rank)
+        return self.shard_rank + self.shards * (self.replica_rank + self.replicas * self.tp_rank)
 
     @classmethod
     def first_of(cls, world_size: int, *, sharded: bool) -> "Grid":

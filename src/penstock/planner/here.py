@@ -44,7 +44,8 @@ def machine_of_ranks(folders: Sequence[str | os.PathLike[str]] = ()) -> Machine 
         ConfigError, EngineError: measuring failed on the first rank.
     """
     with contextlib.closing(council_of_all(timeout_s=PATIENCE_S, error=EngineError)) as council:
-        every = {"ranks": dist.group.WORLD} if council.size > 1 else {}
+        world = dist.group.WORLD if council.size > 1 else None
+        every = {} if world is None else {"ranks": world}
         return machine_here(device_for((), None).device, council, every, folders=folders)
 
 

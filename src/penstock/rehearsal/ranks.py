@@ -44,8 +44,8 @@ class VirtualRanks(Ranks):
         if self.shards > 1:
             self._notes.issue(Collective("all_reduce", tensor.nbytes, self.shards))
         self.all_reduce_replicas(tensor)
-        if self.grid.parts > 1:
-            self._notes.issue(Collective("all_reduce", tensor.nbytes, self.grid.parts, "part"))
+        if self.grid.tp > 1:
+            self._notes.issue(Collective("all_reduce", tensor.nbytes, self.grid.tp, "tp"))
 
     def sum_numbers(self, numbers: Sequence[float], device: torch.device) -> list[float]:
         """Note a meeting; every rank says the same."""
@@ -76,5 +76,5 @@ class VirtualRanks(Ranks):
             self._notes.meet(Collective(name, nbytes, self.shards))
         if self.replicas > 1:
             self._notes.meet(Collective(name, nbytes, self.replicas, "replicate"))
-        if self.grid.parts > 1 and name != "broadcast":
-            self._notes.meet(Collective(name, nbytes, self.grid.parts, "part"))
+        if self.grid.tp > 1 and name != "broadcast":
+            self._notes.meet(Collective(name, nbytes, self.grid.tp, "tp"))

@@ -78,8 +78,8 @@ def test_names_say_what_the_dimensions_of_a_mesh_do() -> None:
         assert found == {
             "hybrid": Grid(shards=2, shard_rank=minor, replicas=2, replica_rank=major),
             "context": Grid(shards=4, shard_rank=rank),
-            "tensor": Grid(shards=2, shard_rank=major, parts=2, part_rank=minor),
-            "three": Grid(shards=2, shard_rank=major, parts=2, part_rank=minor),
+            "tensor": Grid(shards=2, shard_rank=major, tp=2, tp_rank=minor),
+            "three": Grid(shards=2, shard_rank=major, tp=2, tp_rank=minor),
         }
 
 

@@ -27,5 +27,5 @@ def test_a_grid_of_ranks_that_are_not_there() -> None:
     assert Grid.first_of(4, sharded=True) == Grid(shards=4, shard_rank=0, replicas=1, replica_rank=0)
     assert Grid.first_of(4, sharded=False) == Grid(shards=1, shard_rank=0, replicas=4, replica_rank=0)
     assert Grid.first_of(4, sharded=False).world_size == 4
-    whole = Grid(shards=2, shard_rank=1, replicas=3, replica_rank=2, parts=4, part_rank=3)
+    whole = Grid(shards=2, shard_rank=1, replicas=3, replica_rank=2, tp=4, tp_rank=3)
     assert (whole.world_size, whole.data_size, whole.number) == (24, 6, 23)
