@@ -227,7 +227,9 @@ class MachineCosts:
         read, write = self.figures.value("disk_read"), self.figures.value("disk_write")
         nbytes, reads = job.nbytes * self.by_host(program), job.stream != "write"
         mixed = self.figures.value("disk_mixed") if self.figures.has("disk_mixed") else 0.0
-        loads = _both_ways(f"disk {job.folder}", nbytes, reads, read, write, mixed)
+        loads = dict(_both_ways(f"disk {job.folder}", nbytes, reads, read, write, mixed))
+        if self.figures.has("disk_cores"):
+            loads[CORES] = nbytes / self.figures.value("disk_cores")
         seconds = self.figures.value("disk_seconds") + max(loads.values())
         return demand(seconds, loads | self._memory(job.nbytes, program))
 

@@ -60,6 +60,7 @@ FIGURES: Mapping[str, About] = {
     "disk_read": About("bytes/s", "read from one folder, a record at a time"),
     "disk_write": About("bytes/s", "written into one folder, a record at a time"),
     "disk_mixed": About("bytes/s", "read and written together in one folder, at the same time"),
+    "disk_cores": About("bytes/s", "that all cores could move from and to files: checksums, system calls"),
     "disk_seconds": About("s", "time until the first byte of a record is there"),
     "link_bandwidth": About("bytes/s", "of a collective between a host's devices: (n-1)/n of its buffer over time"),
     "link_seconds": About("s", "latency of a collective between a host's devices"),

@@ -4,6 +4,7 @@ import contextlib
 import errno
 import os
 import random
+import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -17,8 +18,9 @@ from penstock.config import Options
 from penstock.errors import ConfigError, one_line
 from penstock.machine.aio import File, Queue, Transfer
 from penstock.machine.arena import PAGE_BYTES, page_aligned
+from penstock.machine.cgroups import core_quota
 from penstock.machine.swap import SwapFolder, free_disk_bytes
-from penstock.probe.sampling import Deadline, Measurement, Turns, seconds_of, take_turns
+from penstock.probe.sampling import Deadline, Measurement, Turns, quartiles, seconds_of, take_turns
 
 MOUNTS = Path("/proc/self/mountinfo")
 MIB = 1 << 20
@@ -75,7 +77,7 @@ def measure_disks(folders: Sequence[Folder], deadline: Deadline) -> dict[str, Me
         deadline: when to be done.
 
     Returns:
-        `disk_read`, `disk_write`, `disk_mixed`, `disk_seconds` and `disk_free` of the slowest one, and
+        `disk_read`, `disk_write`, `disk_mixed`, `disk_seconds`, `disk_cores` and `disk_free` of the slowest one, and
         `folders`; nothing without folders.
 
     Raises:
@@ -89,10 +91,10 @@ def measure_disks(folders: Sequence[Folder], deadline: Deadline) -> dict[str, Me
     disks = [os.stat(folder).st_dev for folder in folders]
     sharing = [disks.count(disk) for disk in disks]
     figures = {}
-    for name in ("disk_read", "disk_write", "disk_mixed", "disk_seconds"):
+    for name in ("disk_read", "disk_write", "disk_mixed", "disk_seconds", "disk_cores"):
         # A record goes to the folder that is filled least, so folders are used alike, and the slowest one decides.
-        latency = name == "disk_seconds"
-        each = [one[name] if latency else _divided(one[name], count) for one, count in zip(found, sharing, strict=True)]
+        latency, whole = name == "disk_seconds", name in ("disk_seconds", "disk_cores")
+        each = [one[name] if whole else _divided(one[name], count) for one, count in zip(found, sharing, strict=True)]
         slowest = (max if latency else min)(each, key=lambda figure: figure.value)
         where = f"; of folder {each.index(slowest) + 1} of {len(folders)}, the slowest" if len(folders) > 1 else ""
         figures[name] = slowest._replace(how=slowest.how + where)
@@ -136,7 +138,7 @@ def _measure_folder(folder: Folder, deadline: Deadline) -> dict[str, Measurement
         }
         turns = take_turns(cases, deadline)
         where = _where(swap.path, direct=file.direct)
-    return _figures(turns, record, nbytes, where)
+    return _figures(turns, record, nbytes, where) | {"disk_cores": disk.cores_rate()}
 
 
 def _sizes(queue: Queue, folder: Path, free: int, deadline: Deadline) -> tuple[int, int]:
@@ -169,10 +171,21 @@ class _Disk:
         self._buffers = [page_aligned(record).random_(0, 256, generator=_generator()) for _ in range(IN_FLIGHT)]
         self._checksums: list[int | None] = [None] * self._count
         self._places = random.Random(0)
+        self._core_seconds: list[float] = []  # of a core, for each time that every record was moved
 
     def rate(self, *, reads: bool, writes: bool) -> float:
         """Move every record once, and return the bytes/s."""
-        return self._count * self._record / seconds_of(partial(self.move, reads=reads, writes=writes))
+        before = time.process_time()  # of all threads, and of what the system does for them
+        rate = self._count * self._record / seconds_of(partial(self.move, reads=reads, writes=writes))
+        self._core_seconds.append(max(time.process_time() - before, 1e-9))
+        return rate
+
+    def cores_rate(self) -> Measurement:
+        """Say how many bytes/s all cores could move if they did nothing else, of the runs until now."""
+        cores = min(float(len(os.sched_getaffinity(0))), core_quota() or float("inf"))
+        rates = [cores * self._count * self._record / seconds for seconds in self._core_seconds]
+        how = f"what {cores:g} cores could move, by the time of a core that {len(rates)} runs of the above took"
+        return Measurement(median(rates), *quartiles(rates), how)
 
     def move(self, *, reads: bool, writes: bool) -> None:
         """Read every record, or write it; where it is both, one half is read while the other is written."""

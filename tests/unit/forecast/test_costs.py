@@ -194,6 +194,13 @@ class TestDisks:
             loads = {name: share * taken.seconds for name, share in taken.uses.items()}
             assert loads == pytest.approx({"disk 1, one way": alone, "disk 1, other way": alone, "host memory": 5})
 
+    def test_a_transfer_keeps_cores_busy_that_would_compute(self) -> None:
+        taken = cost(job("read", folder=1), machine=Machine(**FIGURES | {"disk_cores": 8}))
+        assert taken.seconds == 20.5, "no longer than before, alone"
+        assert taken.uses["cores"] * taken.seconds == pytest.approx(10)
+        few = cost(job("read", folder=1), machine=Machine(**FIGURES | {"disk_cores": 2}))
+        assert few.seconds == 40.5, "no faster than its checksums"
+
     def test_disks_are_told_apart(self) -> None:
         assert not set(cost(job("read", folder=0)).uses) & set(cost(job("read", folder=1)).uses) - {"host memory"}
 
