@@ -15,9 +15,12 @@ import argparse
 import importlib
 import json
 import multiprocessing
+import os
 import sys
 from pathlib import Path
 from typing import Any
+
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # as `penstock train` has it; torch reads it when it is loaded
 
 import machine
 
