@@ -9,16 +9,16 @@ What is wrong with one is a `ConfigError` of one line. No more of it is read tha
 import difflib
 import json
 import os
-import stat
 from collections.abc import Mapping
 from contextlib import suppress
 from importlib import resources
 from os import PathLike
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from penstock.errors import ConfigError, one_line
 from penstock.forecast.figures import STATED, Figure, check_name, shown
+from penstock.forecast.jsonfile import parse_object, read_bytes
 
 KIND, VERSION = "machine", 1
 SUFFIX = ".json"
@@ -69,52 +69,23 @@ def _like_a_path(given: str) -> bool:
 
 def _bytes_of(path: str) -> bytes:
     """Read a file that may be anything, as far as a machine's can go."""
-    here = one_line(path)
     try:
-        # Without waiting: opening a pipe would wait for who writes into it.
-        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-        with open(descriptor, "rb") as file:
-            status = os.fstat(descriptor)
-            if not stat.S_ISREG(status.st_mode):
-                raise ConfigError(f"{here} is not a file. Name a machine's JSON file, or one that comes along.")
-            raw = file.read(_MOST_BYTES + 1)
+        return read_bytes(path, _MOST_BYTES)
+    except ConfigError as error:
+        raise ConfigError(f"{one_line(path)}: {error}. Name a machine's JSON file, or one that comes along.") from error
     except (OSError, ValueError) as error:
-        if isinstance(error, ConfigError):
-            raise
         why = error.strerror if isinstance(error, OSError) and error.strerror else one_line(error)
         raise ConfigError(
             f"The machine's file {shown(path)} cannot be read: {why}. Name another one, or one that comes along."
         ) from error
-    if len(raw) > _MOST_BYTES:
-        raise ConfigError(f"{here} has more than {_MOST_BYTES:,} bytes, and no machine's file has. Name another one.")
-    return raw
 
 
 def _object(where: str, raw: bytes) -> Mapping[str, Any]:
-    """Read JSON strictly: no key twice, no NaN, nothing but an object."""
+    """Read JSON strictly."""
     try:
-        found = json.loads(raw.decode("utf-8-sig"), object_pairs_hook=_once, parse_constant=_no_constant)
+        return parse_object(raw)
     except ConfigError as error:
-        raise ConfigError(f"{where}: {error}.") from error
-    except (ValueError, RecursionError) as error:
-        why = "it is nested too deep" if isinstance(error, RecursionError) else one_line(error)
-        raise ConfigError(f"{where} is no JSON: {why}. Mend it, or name another file.") from error
-    if not isinstance(found, dict):
-        raise ConfigError(f"{where} is {shown(found)} in JSON, not an object. Name a machine's file.")
-    return found
-
-
-def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for key, value in pairs:
-        if key in found:
-            raise ConfigError(f"the key {shown(key)} is there twice. Leave one out")
-        found[key] = value
-    return found
-
-
-def _no_constant(word: str) -> NoReturn:
-    raise ConfigError(f"it has {word}, which is no number of JSON. Use a finite number")
+        raise ConfigError(f"{where}: {error}. Mend it, or name another file.") from error
 
 
 def parts(content: Mapping[str, Any]) -> dict[str, Any]:

@@ -9,13 +9,13 @@ import json
 import os
 from collections.abc import Mapping
 from dataclasses import MISSING, Field, asdict, fields
-from pathlib import Path
 from typing import Any
 
 from penstock.config import Options, Placement
 from penstock.errors import ConfigError, one_line
 from penstock.forecast import values
 from penstock.forecast.answer import Answer, Lack, WhatIf, Why
+from penstock.forecast.jsonfile import parse_object, read_bytes
 
 KIND, VERSION = "plan", 1
 MOST_BYTES = 4 << 20
@@ -44,7 +44,11 @@ def read(path: str | os.PathLike[str]) -> dict[str, Any]:
         ConfigError: it is no file, is too large, is no JSON, is of another kind or version, or has a key that is
             unknown, missing or there twice; or its placement, options or reasons are refused.
     """
-    return parse(_read_bytes(path))
+    try:
+        raw = read_bytes(path, MOST_BYTES)
+    except ConfigError as error:
+        raise ConfigError(f"{error}. {_NAME_ANOTHER}") from error
+    return parse(raw)
 
 
 def parse(text: bytes) -> dict[str, Any]:
@@ -53,7 +57,10 @@ def parse(text: bytes) -> dict[str, Any]:
     Raises:
         ConfigError: as for `read`.
     """
-    content = _parse(text)
+    try:
+        content = parse_object(text)
+    except ConfigError as error:
+        raise ConfigError(f"{error}. {_NAME_ANOTHER}") from error
     kind, version = content.pop("penstock", None), content.pop("version", None)
     if kind != KIND:
         raise ConfigError(f"it is no plan. {_NAME_ANOTHER}")
@@ -77,45 +84,6 @@ def naming(path: str | os.PathLike[str], error: Exception) -> ConfigError:
     why = error.strerror if isinstance(error, OSError) and error.strerror else one_line(error)
     what = str(error) if isinstance(error, ConfigError) else f"it cannot be read: {why}. {_NAME_ANOTHER}"
     return ConfigError(f"{one_line(str(path), 200)}: {one_line(what, 500)}")
-
-
-def _read_bytes(path: str | os.PathLike[str]) -> bytes:
-    file = Path(path)
-    if file.exists() and not file.is_file():  # of a pipe nothing may ever come
-        raise ConfigError(f"it is no file. {_NAME_ANOTHER}")
-    with file.open("rb") as opened:
-        found = opened.read(MOST_BYTES + 1)
-    if len(found) > MOST_BYTES:
-        raise ConfigError(f"it has more than {MOST_BYTES:,} bytes. {_NAME_ANOTHER}")
-    return found
-
-
-def _parse(content: bytes) -> dict[str, Any]:
-    try:
-        found = json.loads(
-            content.decode("utf-8-sig"), object_pairs_hook=_without_repeats, parse_constant=_refuse_constant
-        )
-    except (ValueError, RecursionError) as error:
-        if isinstance(error, ConfigError):
-            raise
-        raise ConfigError(f"it is no JSON: {one_line(error)}. {_NAME_ANOTHER}") from error
-    if not isinstance(found, dict):
-        raise ConfigError(f"it is no plan. {_NAME_ANOTHER}")
-    return found
-
-
-def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Make an object of pairs. Of a key that is there twice nobody knows which value was meant."""
-    made: dict[str, Any] = {}
-    for key, value in pairs:
-        if key in made:
-            raise ConfigError(f"it has the key {values.shown(key)} twice. Leave one out.")
-        made[key] = value
-    return made
-
-
-def _refuse_constant(name: str) -> None:
-    raise ConfigError(f"it has {name}, which is no number of JSON. Put a finite number there.")
 
 
 def _placement(given: object) -> Placement:

@@ -293,17 +293,17 @@ def with_figures(figures: object) -> str:
 @pytest.mark.parametrize(
     ("content", "says"),
     [
-        ("", " is no JSON: Expecting value"),
-        ("{", " is no JSON: Expecting property name"),
-        ("\x00\x01\x02", " is no JSON: "),
-        (b"\x80\xff\xfe", " is no JSON: 'utf-8' codec can't decode"),
-        (b"PK\x03\x04", " is no JSON: "),
-        ("[" * 100_000, " is no JSON: it is nested too deep. Mend it, or name another file."),
-        ('{"figures": ' * 50_000, " is no JSON: it is nested too deep."),
-        ("[1]", " is a list in JSON, not an object. Name a machine's file."),
-        ("7", " is 7 in JSON, not an object."),
-        ("null", " is None in JSON, not an object."),
-        ('"machine"', " is 'machine' in JSON, not an object."),
+        ("", ": it is no JSON: Expecting value"),
+        ("{", ": it is no JSON: Expecting property name"),
+        ("\x00\x01\x02", ": it is no JSON: "),
+        (b"\x80\xff\xfe", ": it is no JSON: 'utf-8' codec can't decode"),
+        (b"PK\x03\x04", ": it is no JSON: "),
+        ("[" * 100_000, ": it is no JSON: it is nested too deep. Mend it, or name another file."),
+        ('{"figures": ' * 50_000, ": it is no JSON: it is nested too deep."),
+        ("[1]", ": it is a list in JSON, not an object. Mend it, or name another file."),
+        ("7", ": it is 7 in JSON, not an object."),
+        ("null", ": it is None in JSON, not an object."),
+        ('"machine"', ": it is 'machine' in JSON, not an object."),
         ("{}", ': it has no "penstock": "machine", so it is no machine\'s file.'),
         ('{"penstock": "plan", "version": 1}', ': it has no "penstock": "machine"'),
         ('{"penstock": {"penstock": "machine"}}', ': it has no "penstock": "machine"'),
@@ -341,13 +341,13 @@ def with_figures(figures: object) -> str:
         (with_figures({"disk_read": {"value": 1, "high": {}}}), ": figure disk_read: high is an object, not a"),
         (with_figures({"disk_read": {"value": 1, "how": 3}}), ": figure disk_read: how is 3, not a text."),
         (with_figures({"folders": 1.5}), ": folders is 1.5, and counts folders"),
-        ('{"figures": {"disk_read": NaN}}', ": it has NaN, which is no number of JSON. Use a finite number."),
-        ('{"figures": {"disk_read": Infinity}}', ": it has Infinity, which is no number of JSON."),
-        ('{"figures": {"disk_read": -Infinity}}', ": it has -Infinity, which is no number of JSON."),
+        ('{"figures": {"disk_read": NaN}}', ": it has NaN, which is no number of JSON: use a finite one. Mend it"),
+        ('{"figures": {"disk_read": Infinity}}', ": it has Infinity, which is no number of JSON: "),
+        ('{"figures": {"disk_read": -Infinity}}', ": it has -Infinity, which is no number of JSON: "),
         ('{"figures": {"disk_read": 1e999}}', ': it has no "penstock"'),
-        ('{"figures": {"disk_read": ' + "9" * 5000 + "}}", " is no JSON: Exceeds the limit"),
-        ('{"version": 1, "version": 2}', ": the key 'version' is there twice. Leave one out."),
-        ('{"figures": {"disk_read": 1, "disk_read": 2}}', ": the key 'disk_read' is there twice."),
+        ('{"figures": {"disk_read": ' + "9" * 5000 + "}}", ": it is no JSON: Exceeds the limit"),
+        ('{"version": 1, "version": 2}', ": it has the key 'version' twice: leave one out."),
+        ('{"figures": {"disk_read": 1, "disk_read": 2}}', ": it has the key 'disk_read' twice"),
         ('{"penstock": "machine", "version": 1, "\\u001b[31m\\n": 1}', ": it has a key '\\x1b[31m'"),
     ],
 )
@@ -372,7 +372,7 @@ def test_no_more_is_read_than_a_machine_can_have(tmp_path: Path, monkeypatch: py
     taken: list[int] = []
     monkeypatch.setattr(json, "loads", lambda text, **_: taken.append(len(text)))
     assert refusal(Machine.read, file) == (
-        f"{file} has more than 1,048,576 bytes, and no machine's file has. Name another one."
+        f"{file}: it has more than 1,048,576 bytes. Name a machine's JSON file, or one that comes along."
     )
     assert taken == []
 
@@ -382,11 +382,11 @@ def test_what_is_no_file_is_refused_without_waiting(tmp_path: Path) -> None:
     (tmp_path / "loop").symlink_to(tmp_path / "loop")
     (tmp_path / "one").symlink_to(tmp_path / "two")
     (tmp_path / "two").symlink_to(tmp_path / "one")
-    assert "pipe is not a file" in refusal(Machine.read, tmp_path / "pipe")
-    assert "/dev/zero is not a file" in refusal(Machine.read, "/dev/zero")
+    assert "pipe: it is no file" in refusal(Machine.read, tmp_path / "pipe")
+    assert "/dev/zero: it is no file" in refusal(Machine.read, "/dev/zero")
     assert "Too many levels of symbolic links" in refusal(Machine.read, tmp_path / "loop")
     assert "Too many levels of symbolic links" in refusal(Machine.read, str(tmp_path / "one"))
-    assert "Is a directory" in refusal(Machine.read, tmp_path)
+    assert ": it is no file. " in refusal(Machine.read, tmp_path)
     assert "No such file or directory" in refusal(Machine.read, tmp_path / "none.json")
     assert "embedded null byte" in refusal(Machine.read, "a\0b")
     assert "No such file or directory" in refusal(Machine.read, "")

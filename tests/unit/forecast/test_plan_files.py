@@ -149,15 +149,15 @@ def test_a_value_that_no_plan_has_is_refused_with_its_file_and_key(changes, word
         (b"\x00\xff\xfe\x80", "it is no JSON: 'utf-8' codec can't decode"),
         (TEXT.encode("utf-16"), "it is no JSON"),
         (TEXT[:-20], "it is no JSON"),
-        ("[]", "it is no plan."),
-        ("null", "it is no plan."),
-        ('"plan"', "it is no plan."),
-        ("[" * 100_000, "it is no JSON: maximum recursion depth exceeded"),
-        ('{"a":' * 100_000, "it is no JSON: maximum recursion depth exceeded"),
-        ('{"penstock": "plan", "version": 1, "version": 1}', "it has the key 'version' twice. Leave one out."),
-        (TEXT.replace('"params": {', '"params": "cpu", "params": {'), "it has the key 'params' twice."),
-        (TEXT.replace("4.12", "NaN"), "it has NaN, which is no number of JSON. Put a finite number there."),
-        (TEXT.replace("4.12", "-Infinity"), "it has -Infinity, which is no number of JSON."),
+        ("[]", "it is a list in JSON, not an object. Name a file that penstock plan wrote."),
+        ("null", "it is None in JSON, not an object."),
+        ('"plan"', "it is 'plan' in JSON, not an object."),
+        ("[" * 100_000, "it is no JSON: it is nested too deep"),
+        ('{"a":' * 100_000, "it is no JSON: it is nested too deep"),
+        ('{"penstock": "plan", "version": 1, "version": 1}', "it has the key 'version' twice: leave one out."),
+        (TEXT.replace('"params": {', '"params": "cpu", "params": {'), "it has the key 'params' twice: "),
+        (TEXT.replace("4.12", "NaN"), "it has NaN, which is no number of JSON: use a finite one."),
+        (TEXT.replace("4.12", "-Infinity"), "it has -Infinity, which is no number of JSON: "),
         (TEXT.replace("4.12", "1e999"), "step_s=inf: use a finite number"),
         (TEXT.replace("4.12", "9" * 5000), "it is no JSON: Exceeds the limit"),
         (TEXT + " " * MOST_BYTES, "it has more than 4,194,304 bytes. Name a file that penstock plan wrote."),
@@ -208,5 +208,5 @@ def test_a_file_of_a_strange_name_is_named_on_one_line(tmp_path):
 
 def test_the_text_of_a_plan_is_read_as_its_file_is() -> None:
     assert Plan.from_json(DESKTOP.to_json()) == DESKTOP
-    with pytest.raises(ConfigError, match="it is no plan"):
+    with pytest.raises(ConfigError, match="it is a list in JSON"):
         Plan.from_json("[]")
