@@ -136,6 +136,11 @@ def test_a_home_that_is_named_is_looked_at_beside_the_homes_of_a_run(
     ("words", "run"),
     [
         ([], "penstock train --plan auto --nvme-path DIR1 --model described"),
+        (
+            ["--host-memory", "64GB"],
+            "run, planned with --out plan.json: penstock train --plan plan.json --nvme-path DIR1",
+        ),
+        (["--host-memory", "64GB", "--out", "p"], "run: penstock train --plan p --nvme-path DIR1"),
         (["--out", "p q.json"], "penstock train --plan 'p q.json' --nvme-path DIR1 --model described"),
         (["--folders", "/a", "--out", "p"], "penstock train --plan p --model described"),
         (
@@ -160,7 +165,7 @@ def test_the_command_that_is_named_has_the_options_that_the_plan_was_made_for(
     outcome = penstock_command("plan", "--model", config_folder, "--batch", "2x16", *FOREIGN, *words)
     assert outcome.exit_code == 0, outcome.err
     named = outcome.out.splitlines()[-1]
-    assert named.startswith("run: ")
+    assert named.startswith("run")
     assert run in named
     assert named.endswith(" --batch-size 2 --seq-length 16 --precision bf16")
 

@@ -8,6 +8,8 @@ from penstock.cli.planning.question import Question
 from penstock.cli.training.settings.state import HOMES
 from penstock.planner import Plan, compare, explain
 
+_FILE = "plan.json"
+
 
 def about(found: Plan, question: Question) -> str:
     """Write what was found, in lines."""
@@ -23,13 +25,20 @@ def about(found: Plan, question: Question) -> str:
     if config.out:
         parts.append(f"written: {config.out}")
     if found.fits and not config.what_if:
-        parts.append(f"run: {command(found, question)}")
+        first = "" if is_found_again(config) else f", planned with --out {_FILE}"
+        parts.append(f"run{first}: {command(found, question)}")
     return "\n".join(parts)
 
 
 def is_short_enough(found: Plan, config: PlanConfig) -> bool:
     """Whether a step takes no longer than it may."""
     return config.max_step is None or found.step_s <= config.max_step
+
+
+def is_found_again(config: PlanConfig) -> bool:
+    """Whether a run can tell its placement by itself: from a file, from its own homes, or by planning for itself."""
+    # For less memory than there is, `train --plan auto` would find another placement.
+    return bool(config.out) or config.is_given or not (config.device_memory or config.host_memory)
 
 
 def command(found: Plan, question: Question) -> str:
@@ -58,7 +67,7 @@ def _where(found: Plan, config: PlanConfig) -> list[str]:
     elif config.is_given:
         words = [word for name in HOMES for word in _home(name, getattr(config, name))]
     else:
-        words = ["--plan", "auto"]
+        words = ["--plan", "auto" if is_found_again(config) else _FILE]
     return words + _folders(found, config)
 
 
