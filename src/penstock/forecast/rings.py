@@ -46,6 +46,13 @@ def rounds(collective: Collective) -> int:
     return _ROUNDS.get(collective.name, 1)
 
 
+def through(collective: Collective) -> float:
+    """Count the bytes that a rank sends, and receives."""
+    ranks = collective.ranks
+    part = 1.0 if collective.name == "broadcast" else (ranks - 1) / ranks
+    return collective.nbytes * rounds(collective) * part
+
+
 def ring(collective: Collective, figures: Figures, by_host: int) -> Demand:
     """Give what a collective takes.
 
@@ -57,19 +64,17 @@ def ring(collective: Collective, figures: Figures, by_host: int) -> Demand:
     Raises:
         ConfigError: the machine lacks the bandwidth or the latency of its links, or of its network.
     """
-    ranks = collective.ranks
-    if ranks < 2:
+    if collective.ranks < 2:
         return Demand(0.0)
-    whole = collective.name == "broadcast"
-    through = collective.nbytes * rounds(collective) * (1.0 if whole else (ranks - 1) / ranks)
+    nbytes = through(collective)
     here, hosts, rings = spread_of(collective, by_host)
     loads: dict[str, float] = {}
     latency = 0.0
     if here > 1:
-        loads[LINKS] = through / figures.value("link_bandwidth")
+        loads[LINKS] = nbytes / figures.value("link_bandwidth")
         latency += figures.value("link_seconds")
     if hosts > 1:
-        loads[NETWORK] = through * rings / figures.value("net_bandwidth")
+        loads[NETWORK] = nbytes * rings / figures.value("net_bandwidth")
         latency += figures.value("net_seconds")
     # The slowest link sets the pace of a ring, and what it waits for comes on top.
     slowest = max(loads.values())
