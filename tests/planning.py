@@ -61,6 +61,7 @@ def asked(model: nn.Module | Callable[[], nn.Module] = Net, **changes: Any) -> Q
         "folders": (),
         "world_size": 1,
         "hosts": 1,
+        "mesh": None,
         "placement": "auto",
         "micro_batches": 1,
         "expert_share": None,

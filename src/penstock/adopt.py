@@ -23,9 +23,10 @@ from penstock.engine.engine import Engine
 from penstock.engine.units.alike import align_buffers
 from penstock.engine.units.assemble import fill_unit, make_unit
 from penstock.engine.units.discover import UnitSpec, find_units
+from penstock.engine.units.flats import Flat, Whole
 from penstock.engine.units.plan import UnitPlan, plan_units
 from penstock.engine.units.regroup import lay_again, parameters_for, place, train_where_it_rests
-from penstock.engine.units.source import FirstRank, Flat, Whole
+from penstock.engine.units.source import FirstRank
 from penstock.engine.units.unit import Unit
 from penstock.errors import ConfigError, EngineError
 from penstock.kinds import PARAM
@@ -231,7 +232,7 @@ class Adoption:
         left = {p: self._left[p] for p in spec.parameters if p in self._left}
         come = tuple(p for p in spec.parameters if p not in left)
         ((_, values),) = FirstRank(ranks, streams.device).units([replace(spec, parameters=come)])
-        flats: dict[nn.Parameter, Flat] = dict(zip(come, values, strict=True))
+        flats: dict[nn.Parameter, Flat] = dict(zip(come, values or (), strict=True))
         sources = list(dict.fromkeys(unit for unit, _ in left.values()))
         for unit in sources:
             gatherer.acquire(unit)

@@ -137,8 +137,9 @@ def _take_memory(blueprint: Blueprint, model: nn.Module, ranks: Ranks, streams: 
         units: list[Unit] = []
         filled: list[Unit] = []  # whose parameters have given up their own memory
         undo.callback(empty_parameters, filled)
-        with agreeing(request.weights, ranks):
-            for number, flats in source.units(specs):
+        # Closed before ranks meet: one that fails tells others who wait for it in the next unit.
+        with agreeing(request.weights, ranks), contextlib.closing(source.units(specs)) as coming:
+            for number, flats in coming:
                 # Units come as their values do, and are made in their own order: slabs hand out their memory in it.
                 while len(units) <= number:
                     index = len(units)

@@ -107,7 +107,7 @@ def planned(
     machine = {name: there[name] for name in _OF_A_MACHINE if name in there}
     # What nothing trains has the plan of a model that is trained beside it, and is that one with other parts frozen.
     checked = plan if trains else replace(plan, model_fingerprint="")
-    checked.check_for(model, machine, grid.world_size, stage, precision)
+    checked.check_for(model, machine, grid.world_size, stage, precision, sizes=grid.sizes)
     said = {name: arguments[name] for name in ("options", "overlap", "unit_micro_batches") if name in arguments}
     decided = plan.prepare_arguments(**said)
     if trains and plan.recompute and not recomputes(model):
@@ -126,15 +126,15 @@ def _check_folders(plan: Plan) -> None:
 
 
 def check_ranks(grid: Grid) -> None:
-    """Refuse ranks that no plan is for: shards of several copies, as of a mesh with two dimensions.
+    """Refuse ranks that no plan is for: those that have parts of the parameters.
 
     Raises:
         ConfigError: there are such.
     """
-    if grid.shards > 1 and grid.replicas > 1:
+    if grid.tp > 1:
         raise ConfigError(
-            f"placement='auto' is for ranks that share one copy of the state, and the mesh has {grid.replicas} of "
-            f"{grid.shards} shards each. Give a penstock.Placement."
+            f"placement='auto' is for ranks that have whole parameters, and the mesh divides them over tp={grid.tp}. "
+            "Give a penstock.Placement."
         )
 
 

@@ -227,8 +227,7 @@ def _plan_now(
     with waiting.together(_PLANS, ConfigError):
         if waiting.is_first:
             assert machine is not None
-            size = ranks.world_size
-            made = plan_here(model, optimizer, batch, arguments, machine=machine, device=device, world_size=size)
+            made = plan_here(model, optimizer, batch, arguments, machine=machine, device=device, grid=ranks.grid)
             found = made.to_json()
     return Plan.from_json(waiting.share(found))
 

@@ -45,4 +45,4 @@ class Supply:
         self, model: nn.Module, request: Request, ranks: Ranks, device: torch.device, undo: contextlib.ExitStack
     ) -> Source:
         """Open where first values come from. Collective. See `open_source`."""
-        return open_source(model, request.weights, ranks, device, undo)
+        return open_source(model, request.weights, ranks, device, undo, keeps_whole=request.stage < 3)

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed.device_mesh import init_device_mesh
 
 import penstock
 from penstock.config import Options, Placement
@@ -139,3 +140,31 @@ def test_ranks_that_ask_for_different_things_are_told(ranks) -> None:
 
 def test_a_refusal_leaves_nothing_behind(ranks) -> None:
     assert [found["after all"] for found in ranks] == [plan(OTHER).to_json()] * 2
+
+
+def on_a_mesh(rank: int, folder: Path) -> dict[str, Any]:
+    probe_before(rank, folder)
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp_replicate", "dp_shard"))
+    flat, mine = folder / f"flat {rank}.json", folder / f"hybrid {rank}.json"
+    flat.write_text(small(placement=OTHER, world_size=4).to_json())
+    hybrid = small(placement=OTHER, world_size=4, mesh={"dp_replicate": 2, "dp_shard": 2})
+    mine.write_text(hybrid.to_json())
+    return {
+        "by hand": trained(mesh=mesh, placement=OTHER, overlap="forward", options=TILES)[1],
+        "file": trained(mesh=mesh, placement="auto", plan=mine)[1],
+        "batch": trained(mesh=mesh, placement="auto", batch=lambda: torch.randn(2, 32))[0],
+        "flat plan": refused(mesh=mesh, placement="auto", plan=flat),
+        "flat ranks": refused(placement="auto", plan=mine),
+        "tp": refused(mesh=init_device_mesh("cpu", (4,), mesh_dim_names=("tp",)), placement="auto", plan=mine),
+    }
+
+
+def test_copies_of_shards_are_planned_for_and_other_ranks_are_refused(tmp_path: Path) -> None:
+    for found in run_ranks(on_a_mesh, 4, tmp_path):
+        made = Plan.from_json(found["batch"])
+        assert (made.world_size, made.mesh) == (4, {"dp_replicate": 2, "dp_shard": 2, "tp": 1})
+        for value, by_hand in zip(found["file"], found["by hand"], strict=True):
+            assert torch.equal(value, by_hand)
+        assert "for a mesh of dp_shard 4, this run has dp_replicate 2 x dp_shard 2" in found["flat plan"]
+        assert "for a mesh of dp_replicate 2 x dp_shard 2, this run has dp_shard 4" in found["flat ranks"]
+        assert "for ranks that have whole parameters, and the mesh divides them over tp=4" in found["tp"]

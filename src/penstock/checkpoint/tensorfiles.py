@@ -89,9 +89,13 @@ class WeightFiles(StoredTensors):
 
     Raises:
         CheckpointError: a file is missing, is not safetensors, or does not hold what the index says.
+
+    Attributes:
+        read_bytes: how many bytes of tensors were read so far.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.read_bytes = 0
         self._opened: dict[Path, Any] = {}
         self.entries: dict[str, Entry] = {}
         path = Path(path)
@@ -119,10 +123,12 @@ class WeightFiles(StoredTensors):
         opened = self._opened[entry.file]
         if not entry.shape:
             scalar: Tensor = opened.get_tensor(name)
+            self.read_bytes += scalar.nbytes
             return scalar.reshape(1)[start:stop]
         row = max(1, prod(entry.shape[1:]))
         first = start // row
         rows: Tensor = opened.get_slice(name)[first : -(-stop // row)]
+        self.read_bytes += rows.nbytes
         return rows.reshape(-1)[start - first * row : stop - first * row]
 
     def close(self) -> None:

@@ -6,6 +6,7 @@ edited by hand is refused like an argument that somebody wrote by hand.
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from math import prod
 from typing import Any, get_args
 
 from penstock.config import Options, Placement
@@ -16,6 +17,8 @@ from penstock.kinds import Overlap, Precision, TierName
 #: What a plan has bytes of, by kind: three kinds of state at rest, and activations at their peak.
 KINDS = ("params", "grads", "optimizer", "activations")
 STAGES = (0, 1, 2, 3)
+#: What a plan has ranks along, the outermost first.
+DIMENSIONS = ("dp_replicate", "dp_shard", "tp")
 
 
 @dataclass(frozen=True)
@@ -109,6 +112,8 @@ class Answer:
         stage: what is sharded over ranks, as for `prepare`.
         precision: the compute dtype.
         hosts: how many hosts the ranks are on.
+        mesh: the ranks along each dimension that a mesh has ("dp_replicate", "dp_shard", "tp"); empty where all of them
+            share one copy of the state, or, in stage 0, have a copy each.
         machine: the name of the machine.
         device: what computes: "cuda"; where it is "cpu", the tiers device and cpu are one memory.
         machine_fingerprint: what tells the machine apart; empty where it was not probed.
@@ -159,6 +164,7 @@ class Answer:
     why: tuple[Why, ...] = ()
     rounding_notes: tuple[str, ...] = ()
     lacks: tuple[Lack, ...] = ()
+    mesh: Mapping[str, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         """Refuse values of the wrong type or out of range, by name, and keep each in one way."""
@@ -178,6 +184,7 @@ class Answer:
         _set(self, rounding_notes=tuple(values.words("rounding_notes", note) for note in self.rounding_notes))
         self._check_range()
         self._check_fits()
+        self._check_mesh()
 
     def _check_choices(self) -> None:
         """Check what `prepare` will be given, and for how many ranks."""
@@ -210,6 +217,24 @@ class Answer:
             )
         _set(self, step_range_s=(low, high))
 
+    def _check_mesh(self) -> None:
+        """Check that the ranks of the mesh are those that there are."""
+        given = values.plain("mesh", self.mesh)
+        for name, size in given.items():
+            values.one_of("mesh, a dimension", name, DIMENSIONS)
+            values.whole(f"mesh[{name!r}]", size, 1)
+        _set(self, mesh={name: given.get(name, 1) for name in DIMENSIONS} if given else {})
+        if given and prod(self.mesh.values()) != self.world_size:
+            raise ConfigError(
+                f"world_size={values.shown(self.world_size)} and mesh={values.shown(dict(self.mesh))} contradict each "
+                "other: use as many ranks as the product of its sizes."
+            )
+
+    @property
+    def sizes(self) -> Mapping[str, int]:
+        """The ranks along each dimension of a mesh, also where they are all along one."""
+        return along(self.mesh, self.world_size, self.stage)
+
     def _check_fits(self) -> None:
         """Check that something is missing just where the plan does not fit."""
         if self.fits == bool(self.lacks):
@@ -217,6 +242,18 @@ class Answer:
                 f"fits={self.fits} and {len(self.lacks)} lacks contradict each other: a plan that fits lacks nothing, "
                 "and one that does not says what it lacks."
             )
+
+
+def along(mesh: Mapping[str, int], world_size: int, stage: int) -> Mapping[str, int]:
+    """Give the ranks along each dimension: those of a mesh, or where there is none, all along one.
+
+    Example:
+        >>> along({}, 8, stage=3)
+        {'dp_replicate': 1, 'dp_shard': 8, 'tp': 1}
+    """
+    if mesh:
+        return mesh
+    return dict.fromkeys(DIMENSIONS, 1) | {"dp_shard" if stage else "dp_replicate": world_size}
 
 
 def _set(value: Answer | Why | WhatIf | Lack, **checked: Any) -> None:

@@ -19,6 +19,7 @@ from penstock.forecast.lacks import Infeasible, lacks
 from penstock.forecast.linear import CONSTANT, Linear, Solution
 from penstock.forecast.load import Figures, Fractions, Limits, Load
 from penstock.forecast.program import BackEnd, Collective
+from penstock.forecast.rings import rounds, spread_of
 from penstock.forecast.traffic import Flow, Spread, Traffic, add, fractions_of, variants
 from penstock.kinds import Overlap
 
@@ -170,15 +171,13 @@ def collective_s(machine: Figures, collective: Collective, ranks_of_host: int = 
     ranks = collective.ranks
     if ranks < 2:
         return 0.0
-    rounds = 2 if collective.name == "all_reduce" else 1
-    by_host = ranks_of_host or (machine.value("devices") if machine.has("devices") else ranks)
-    if ranks <= by_host and collective.dimension == "shard":
-        part = collective.nbytes * (ranks - 1) / ranks
-        return machine.value("link_seconds") + rounds * part / machine.value("link_bandwidth")
-    hosts = -(-ranks // by_host)  # one from each host at least: the part of the others comes over the network
+    devices = int(machine.value("devices")) if machine.has("devices") else ranks * collective.stride
+    _, hosts, rings = spread_of(collective, ranks_of_host or devices)
     if hosts < 2:
-        return 0.0
-    return rounds * collective.nbytes * (hosts - 1) / hosts / machine.value("net_bandwidth")
+        part = collective.nbytes * (ranks - 1) / ranks
+        return machine.value("link_seconds") + rounds(collective) * part / machine.value("link_bandwidth")
+    # One from each host at least: the part of the others comes over the network, that of other rings as well.
+    return rounds(collective) * rings * collective.nbytes * (hosts - 1) / hosts / machine.value("net_bandwidth")
 
 
 class _Step:

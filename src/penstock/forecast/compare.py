@@ -12,6 +12,7 @@ from penstock.forecast.table import (
     columns,
     home_in_words,
     lacks_in_words,
+    mesh_in_words,
     peaks,
     updates_in_words,
     waits_by_verb,
@@ -90,6 +91,7 @@ def _said(plan: Answer) -> dict[str, str]:
         said[f"at rest: {name}"] = size(sum(plan.bytes.get(tier, 0) for tier in tiers))
     said |= {f"peak / limit: {name}": peak for name, peak in peaks(plan).items()}
     said |= {"precision": plan.precision, "stage": str(plan.stage), "ranks": str(plan.world_size)}
+    said |= {"mesh": mesh_in_words(plan.sizes)} if plan.mesh else {}
     said |= {"hosts": str(plan.hosts), "machine": plan.machine or "-", "batch": plan.batch or "-"}
     return said | {"model": plan.model_fingerprint or "-"}
 

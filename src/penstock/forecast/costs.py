@@ -106,7 +106,7 @@ class MachineCosts:
 
     def meeting(self, meeting: Collective, program: Program) -> Demand:
         """Give what a collective takes that the host issues and waits for."""
-        return ring(meeting, self.figures, program.world_size, self.by_host(program))
+        return ring(meeting, self.figures, self.by_host(program))
 
     def job(self, job: Job, program: Program) -> Demand:
         """Give what a job takes."""
@@ -235,7 +235,7 @@ class MachineCosts:
 
     def _collective(self, job: Job, program: Program) -> Demand:
         by_host = self.by_host(program)
-        parts = [ring(each, self.figures, program.world_size, by_host) for each in job.collectives]
+        parts = [ring(each, self.figures, by_host) for each in job.collectives]
         parts.append(self._compute(program, job.segment))
         if not job.collectives and not job.segment:  # nothing is known but its bytes: a copy
             parts.append(self._host_pass(job.nbytes, _COPIED, program) if program.back_end != "accelerator" else NONE)

@@ -158,8 +158,8 @@ def _ranks(load: Load, limits: Limits) -> Change | None:
     enough = _least(lambda ranks: fits(load.over(ranks), limits), load.ranks, MOST_TIMES_RANKS * load.ranks)
     if enough is None:
         return None
-    more = enough - load.ranks
-    return Change("ranks", enough, f"{more} more rank{'s' if more > 1 else ''}, {enough} in all")
+    every, more = enough * load.copies, (enough - load.ranks) * load.copies
+    return Change("ranks", every, f"{more} more rank{'s' if more > 1 else ''}, {every} in all")
 
 
 def _least(enough: Callable[[int], bool], too_few: int, most: int) -> int | None:

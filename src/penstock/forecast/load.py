@@ -59,6 +59,7 @@ class Load:
         streamed: the most of the updates of state that rests off the device that the device may do, from 0 to 1.
         rule: the optimizer's rule, as figures call it: "adamw".
         ranks: among how many the state is sharded.
+        copies: how many copies of the sharded state there are, each among so many ranks.
         ranks_of_host: how many are on a host; 0 where nobody says it: as many as the machine has devices.
         sharded: the kinds of which each of them has a part.
     """
@@ -88,6 +89,7 @@ class Load:
     streamed: float = 0.0
     rule: str = ""
     ranks: int = 1
+    copies: int = 1
     ranks_of_host: int = 0
     sharded: frozenset[str] = frozenset()
 

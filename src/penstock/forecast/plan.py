@@ -14,8 +14,8 @@ from torch import nn
 from penstock.config import Options
 from penstock.errors import ConfigError
 from penstock.forecast import planfile, values
-from penstock.forecast.answer import Answer
-from penstock.forecast.table import lacks_in_words, table
+from penstock.forecast.answer import Answer, along
+from penstock.forecast.table import lacks_in_words, mesh_in_words, table
 from penstock.kinds import Overlap
 
 #: Options by which a step gets longer or shorter, or takes more or less: a plan is for these values of them.
@@ -142,6 +142,8 @@ class Plan(Answer):
         world_size: int,
         stage: int,
         precision: str,
+        *,
+        sizes: Mapping[str, int] | None = None,
     ) -> None:
         """Refuse a run that the plan is not for.
 
@@ -152,15 +154,20 @@ class Plan(Answer):
             world_size: how many ranks there are.
             stage: as for `prepare`.
             precision: as for `prepare`.
+            sizes: the ranks along each dimension of a mesh (`Answer.sizes`); `None`: they are all along one.
 
         Raises:
             ConfigError: it names all that differs.
         """
+        ranks = along({}, world_size, stage) if sizes is None else sizes
+        if (world_size, stage) != (self.world_size, self.stage):
+            ranks = self.sizes  # what differs is said by itself
         differs = [
             f"{what} {planned}, this run has {there}"
             for what, planned, there in (
                 ("world size", self.world_size, world_size),
                 ("stage", self.stage, stage),
+                ("a mesh of", mesh_in_words(self.sizes), mesh_in_words(ranks)),
                 ("precision", self.precision, precision),
             )
             if planned != there

@@ -44,12 +44,14 @@ class Collective(NamedTuple):
         nbytes: bytes of the whole buffer: what is there on every rank after a gather, or before a reduction.
         ranks: how many take part.
         dimension: of the mesh, "shard", "replicate" or "tp".
+        stride: how many ranks lie from one of them to the next: 1 where they are neighbours.
     """
 
     name: str
     nbytes: int
     ranks: int
     dimension: str = "shard"
+    stride: int = 1
 
 
 #: What compute does between two events: each kind of operation, by its number in `Program.ops`, and how often.

@@ -1,6 +1,7 @@
 """What collectives cost: by bytes, ranks, and whether they leave the host."""
 
 from math import ceil
+from typing import NamedTuple
 
 from penstock.forecast.program import Collective
 from penstock.forecast.sharing import Demand, Figures, demand
@@ -14,35 +15,67 @@ LINKS, NETWORK = "links between ranks", "network"
 _ROUNDS = {"all_gather": 1, "reduce_scatter": 1, "all_reduce": 2, "broadcast": 1}
 
 
-def ring(collective: Collective, figures: Figures, world_size: int, by_host: int) -> Demand:
+class Spread(NamedTuple):
+    """Where the ranks of a collective are.
+
+    Attributes:
+        here: how many of them are on this host.
+        hosts: on how many hosts they are.
+        rings: how many collectives of the kind ranks of this host take part in at the same time, each with ranks of
+            its own: they share the host's network.
+    """
+
+    here: int
+    hosts: int
+    rings: int
+
+
+def spread_of(collective: Collective, by_host: int) -> Spread:
+    """Say where the ranks of a collective are, by how far they lie apart.
+
+    Arguments:
+        collective: of this rank.
+        by_host: how many ranks are on a host, one after the other.
+    """
+    here = max(1, min(collective.ranks, by_host // collective.stride))
+    return Spread(here, ceil(collective.ranks / here), max(1, by_host // here))
+
+
+def rounds(collective: Collective) -> int:
+    """Say how often a collective goes around."""
+    return _ROUNDS.get(collective.name, 1)
+
+
+def through(collective: Collective) -> float:
+    """Count the bytes that a rank sends, and receives."""
+    ranks = collective.ranks
+    part = 1.0 if collective.name == "broadcast" else (ranks - 1) / ranks
+    return collective.nbytes * rounds(collective) * part
+
+
+def ring(collective: Collective, figures: Figures, by_host: int) -> Demand:
     """Give what a collective takes.
 
     Arguments:
-        collective: of this rank; the ranks of a shard are neighbours, copies of it are a whole shard apart.
+        collective: of this rank.
         figures: of the machine.
-        world_size: how many ranks there are.
-        by_host: how many of them are on a host.
+        by_host: how many ranks are on a host.
 
     Raises:
         ConfigError: the machine lacks the bandwidth or the latency of its links, or of its network.
     """
-    ranks = collective.ranks
-    if ranks < 2:
+    if collective.ranks < 2:
         return Demand(0.0)
-    whole = collective.name == "broadcast"
-    through = collective.nbytes * _ROUNDS.get(collective.name, 1) * (1.0 if whole else (ranks - 1) / ranks)
-    stride = 1 if collective.dimension == "shard" else max(1, world_size // ranks)
-    here = max(1, min(ranks, by_host // stride))  # of its ranks, how many are on this host
+    nbytes = through(collective)
+    here, hosts, rings = spread_of(collective, by_host)
     loads: dict[str, float] = {}
     latency = 0.0
     if here > 1:
-        loads[LINKS] = through / figures.value("link_bandwidth")
+        loads[LINKS] = nbytes / figures.value("link_bandwidth")
         latency += figures.value("link_seconds")
-    if ceil(ranks / here) > 1:
-        # Rings of other ranks of the host go through the same network at the same time.
-        rings = max(1, by_host // here)
-        loads[NETWORK] = through * rings / figures.value("net_bandwidth")
+    if hosts > 1:
+        loads[NETWORK] = nbytes * rings / figures.value("net_bandwidth")
         latency += figures.value("net_seconds")
     # The slowest link sets the pace of a ring, and what it waits for comes on top.
     slowest = max(loads.values())
-    return demand(latency * _ROUNDS.get(collective.name, 1) + slowest, loads)
+    return demand(latency * rounds(collective) + slowest, loads)

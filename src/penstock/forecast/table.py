@@ -144,6 +144,16 @@ def updates_in_words(answer: Answer) -> str:
     return f"overlap {answer.overlap}, {part} of the host's on the device"
 
 
+def mesh_in_words(sizes: Mapping[str, int]) -> str:
+    """Write the ranks along each dimension of a mesh, but for those of one rank.
+
+    Example:
+        >>> mesh_in_words({"dp_replicate": 16, "dp_shard": 8, "tp": 1})
+        'dp_replicate 16 x dp_shard 8'
+    """
+    return " x ".join(f"{name} {size}" for name, size in sizes.items() if size > 1) or "1 rank"
+
+
 def waits_by_verb(answer: Answer) -> list[tuple[str, float]]:
     """Add up exposed waits by the first word of their cause: the longest first."""
     waits: defaultdict[str, float] = defaultdict(float)
@@ -171,7 +181,8 @@ def _wide_rows(answer: Answer) -> list[list[str]]:
     run = [answer.machine, answer.precision, f"stage {answer.stage}", answer.batch]
     if answer.world_size > 1:
         hosts = "" if answer.hosts == 1 else f" on {answer.hosts} hosts"
-        run.append(f"one of {answer.world_size} ranks{hosts}")
+        copies = f", {mesh_in_words(answer.sizes)}" if answer.mesh else ""
+        run.append(f"one of {answer.world_size} ranks{hosts}{copies}")
     rows.append(["planned for", ", ".join(word for word in run if word)])
     return rows
 

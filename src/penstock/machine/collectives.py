@@ -7,9 +7,7 @@ ranks; stage 0 replicates over all ranks (one shard); a mesh says otherwise (`ma
 
 import contextlib
 import secrets
-import time
 import zlib
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from functools import partial
@@ -24,6 +22,7 @@ from penstock.errors import EngineError, PenstockError
 from penstock.machine.arena import view_apart
 from penstock.machine.council import DEFAULT_TIMEOUT_S, Council
 from penstock.machine.groups import give_back, is_alive, own_group
+from penstock.machine.issued import Tally, UnderWay
 from penstock.machine.lifetime import at_end
 from penstock.machine.mesh import peers_of
 from penstock.machine.reach import Grid
@@ -45,45 +44,6 @@ _MOST_NOTED = 1 << 16  # names of collectives, in a long evaluation without a st
 _HEARING = timedelta(seconds=5)  # how long to wait for each other rank's word once a collective has failed
 
 
-class _UnderWay:
-    """A collective that was issued and goes on, on the threads of its process group.
-
-    Arguments:
-        work: torch's handle. It holds the buffers; once the collective is over nothing here refers to it.
-        failed: makes the error that whoever waits gets, of torch's own.
-    """
-
-    def __init__(self, work: dist.Work, failed: Callable[[RuntimeError], Exception]) -> None:
-        self._left: tuple[dist.Work, Callable[[RuntimeError], Exception]] | None = work, failed
-        self._error: Exception | None = None
-        self._ended: float | None = None
-
-    def wait(self) -> None:
-        """Block until the collective is over; raise its error."""
-        left = self._left  # two threads may wait: the other one may clear the attribute at any moment
-        if left is not None:
-            work, failed = left
-            try:
-                work.wait()
-            except RuntimeError as error:
-                self._error = self._error or failed(error)
-                self._error.__cause__ = error
-            self._left = None  # torch's handle, and with it the buffers: whoever counts their users counts right
-        if self._error is not None:
-            raise self._error
-
-    def done(self) -> bool:
-        """Whether the collective is over."""
-        left = self._left
-        return left is None or bool(left[0].is_completed())
-
-    @property
-    def ended(self) -> float:
-        """When it was first asked for once it was over, in seconds of `time.monotonic`: torch does not tell more."""
-        self._ended = self._ended or time.monotonic()
-        return self._ended
-
-
 class Ranks:
     """The process groups of one engine, and every collective that it issues.
 
@@ -101,7 +61,7 @@ class Ranks:
     Attributes:
         rank: this rank's number among all ranks of the job.
         shards, shard_rank, replicas, replica_rank: as the grid says.
-        counts: how many collectives were issued so far, by name.
+        counts: how many collectives were issued so far, by name; and of how many bytes.
     """
 
     def __init__(self, grid: Grid = ALONE, groups: Groups = (None, None, None), council: Council | None = None) -> None:
@@ -115,7 +75,7 @@ class Ranks:
         self._end_groups = at_end(self, give_back, self._groups)
         self._last: Event = DONE  # of the collectives that were submitted to a stream
         self.rank = dist.get_rank() if self._groups else 0
-        self.counts: Counter[str] = Counter()
+        self.counts = Tally()
         self._issued: list[str] = []  # what was issued since ranks last compared it, in order
 
     @classmethod
@@ -208,7 +168,8 @@ class Ranks:
         if goes_on and type(full) is Tensor:  # no fake one
             every, own = view_apart(every, full), view_apart(own, full)
         gather = partial(_all_gather_flat, every, own, group=self._shard_group, async_op=goes_on)
-        work = self._issue("all_gather", f"the gather of {what}", self._shard_group, gather)
+        self.counts.note("all_gather", "shard", every)
+        work = self._issue(f"the gather of {what}", self._shard_group, gather)
         return work if goes_on else None
 
     def reduce_scatter(self, shard: Tensor, full: Tensor, what: str = "") -> None:
@@ -223,30 +184,30 @@ class Ranks:
             EngineError: another rank does not take part.
         """
         reduce = partial(_reduce_scatter_flat, shard, full, op=dist.ReduceOp.SUM, group=self._shard_group)
-        self._issue("reduce_scatter", f"the reduction of {what}", self._shard_group, reduce)
+        self.counts.note("reduce_scatter", "shard", full)
+        self._issue(f"the reduction of {what}", self._shard_group, reduce)
 
     def all_reduce_replicas(self, tensor: Tensor, what: str = "") -> None:
         """Sum a tensor over the replicas, in place."""
         if self._replica_group is not None:
             reduce = partial(dist.all_reduce, tensor, op=dist.ReduceOp.SUM, group=self._replica_group)
-            self._issue("all_reduce", f"the sum of {what}", self._replica_group, reduce)
+            self.counts.note("all_reduce", "replicate", tensor)
+            self._issue(f"the sum of {what}", self._replica_group, reduce)
 
     def agree(self, tensor: Tensor) -> None:
         """Sum a tensor over all ranks, in place."""
         for group in self._groups:
             reduce = partial(dist.all_reduce, tensor, op=dist.ReduceOp.SUM, group=group)
-            self._count("all_reduce", group, reduce)
+            self._count("all_reduce", tensor, group, reduce)
 
     def _issue(
         self,
-        name: str,
         what: str,
         group: dist.ProcessGroup | None,
         collective: Callable[[], dist.Work | None],
-    ) -> _UnderWay | None:
+    ) -> UnderWay | None:
         """Note a collective, for ranks to compare, and issue it. Return what goes on of it, if anything does."""
         self._check_alive(group)
-        self.counts[name] += 1
         # Collectives of equal size match on the wire whatever they are of, so ranks that run different units would
         # exchange their values and notice nothing. What each has issued is compared before anything is updated.
         self._issued.append(what)
@@ -257,7 +218,7 @@ class Ranks:
             work = collective()
         except RuntimeError as error:
             raise failed(error) from error
-        return None if work is None else _UnderWay(work, failed)
+        return None if work is None else UnderWay(work, failed)
 
     def _could_not_finish(self, what: str, number: int, error: RuntimeError) -> EngineError:
         """Make the error of a collective that failed, with where the other ranks stand."""
@@ -266,10 +227,13 @@ class Ranks:
             f"{_SAME} ({error})"
         )
 
-    def _count(self, name: str, group: dist.ProcessGroup | None, collective: Callable[[], object]) -> None:
+    def _count(
+        self, name: str, tensor: Tensor, group: dist.ProcessGroup | None, collective: Callable[[], object]
+    ) -> None:
         """Issue a collective that ranks need not compare: they have agreed on it before."""
         self._check_alive(group)
-        self.counts[name] += 1
+        dimensions = {id(self._shard_group): "shard", id(self._replica_group): "replicate", id(self._tp_group): "tp"}
+        self.counts.note(name, dimensions[id(group)], tensor)
         try:
             collective()
         except RuntimeError as error:
@@ -369,20 +333,22 @@ class Ranks:
         """Put the greatest value over all ranks into each element of a tensor."""
         self._come_after_submitted()
         for group in self._groups:
-            self._count("all_reduce", group, partial(dist.all_reduce, tensor, op=dist.ReduceOp.MAX, group=group))
+            self._count(
+                "all_reduce", tensor, group, partial(dist.all_reduce, tensor, op=dist.ReduceOp.MAX, group=group)
+            )
 
     def broadcast(self, tensor: Tensor) -> None:
         """Overwrite a tensor with that of the first rank of those that have the same parts of the parameters."""
         self._come_after_submitted()
         for group in self._data_groups:
-            self._count("broadcast", group, partial(dist.broadcast, as_bytes(tensor), group=group, group_src=0))
+            self._count("broadcast", tensor, group, partial(dist.broadcast, as_bytes(tensor), group=group, group_src=0))
 
     def broadcast_part(self, tensor: Tensor, shard_rank: int) -> None:
         """Overwrite a tensor with that of one of the shard ranks, on all of them."""
         self._come_after_submitted()
         if self._shard_group is not None:
             send = partial(dist.broadcast, as_bytes(tensor), group=self._shard_group, group_src=shard_rank)
-            self._count("broadcast", self._shard_group, send)
+            self._count("broadcast", tensor, self._shard_group, send)
 
     def _come_after_submitted(self) -> None:
         """Wait until the collectives that were submitted to a stream have been issued.

@@ -10,9 +10,11 @@ length is checked before it is believed. Nothing that another rank sends is ever
 
 import hashlib
 import json
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -83,7 +85,7 @@ class Council:
             # Wait here until all are present: inside gloo's constructor the store's own timeout would count, not ours.
             prefixed.set(f"here {self.rank}", "")
             prefixed.wait([f"here {rank}" for rank in range(self.size)], limit)
-            self._group = dist.ProcessGroupGloo(prefixed, self.rank, self.size, limit)
+            self._group = dist.ProcessGroupGloo(prefixed, self.rank, self.size, _options(limit))
         except RuntimeError as error:
             raise self._silence("prepare()", error) from error
 
@@ -197,8 +199,24 @@ class Council:
                 raise self._error(f"Rank {rank} of {self.size} failed{where}, and this one stops with it. {message}")
 
     def share(self, value: Any) -> Any:
-        """Return the first rank's value on every rank. Collective. It is anything that JSON has."""
-        return self.collect(value)[0]
+        """Return the first rank's value on every rank. Collective. It is anything that JSON has.
+
+        Raises:
+            PenstockError: a rank has ended, or does something else.
+        """
+        if self._group is None:
+            return value
+        # Of one rank's word there is one copy on each: gathered, a plan would be there once for every rank.
+        own = torch.frombuffer(bytearray(json.dumps(value if self.is_first else None).encode()), dtype=torch.uint8)
+        # Every rank says a number: whoever is not there is missed, as in all other meetings.
+        length, *_ = self._all_gather(torch.tensor([own.numel()], device="cpu"))
+        nbytes = _checked(int(length), self._error)
+        said = own if self.is_first else torch.zeros(nbytes, dtype=torch.uint8, device="cpu")
+        try:
+            self._group.broadcast(said, 0).wait()
+        except RuntimeError as error:
+            raise self._silence("", error) from error
+        return _parsed(said, self._error)
 
     def collect(self, value: Any) -> list[Any]:
         """Return the value of every rank, in the order of `members`. Collective. It is anything that JSON has.
@@ -210,16 +228,12 @@ class Council:
             return [value]
         own = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
         lengths = [int(length) for length in self._all_gather(torch.tensor([own.numel()], device="cpu"))]
-        # Before anything of these lengths is allocated: a rank that sends something else may have sent any number.
-        if not 0 < min(lengths) <= max(lengths) <= _MOST_BYTES:
-            raise self._error(f"A rank is about to say {max(lengths):,} bytes: it is not what it should be.")
+        for length in lengths:
+            _checked(length, self._error)
         padded = torch.zeros(max(lengths), dtype=torch.uint8, device="cpu")  # gloo gathers parts of one length
         padded[: own.numel()] = own
         parts = self._all_gather(padded)
-        try:
-            return [json.loads(part[:length].numpy().tobytes()) for part, length in zip(parts, lengths, strict=True)]
-        except (ValueError, RecursionError) as error:
-            raise self._error(f"A rank says what cannot be read: it is not what it should be. ({error})") from error
+        return [_parsed(part[:length], self._error) for part, length in zip(parts, lengths, strict=True)]
 
     def _all_gather(self, own: Tensor, verb: str = "") -> list[Tensor]:
         """Exchange tensors of one shape; wait for every other rank, at most as long as the timeout."""
@@ -244,6 +258,44 @@ class Council:
         for council in self._others:
             council.close()
         self._group = None
+
+
+def _options(timeout: timedelta, environment: Mapping[str, str] = os.environ) -> Any:
+    """Make the options that gloo has by itself, but for connections: each is made when it is first used.
+
+    By itself each member connects to every other one. Messages go around in a ring, or down a tree: of a thousand ranks
+    a member talks to about twenty, and has no thousand descriptors for each council.
+    """
+    gloo: Any = dist.ProcessGroupGloo
+    named = [name for name in environment.get("GLOO_SOCKET_IFNAME", "").split(",") if name]
+    how: list[dict[str, str]] = [{"interface": name} for name in named] or [{}]
+    options = gloo._Options()
+    options._timeout = timeout
+    make = [partial(gloo.create_device if each else gloo.create_default_device, **each) for each in how]
+    try:
+        options._devices = [device(lazy_init=True) for device in make]
+    except TypeError:  # an older torch, which connects all at once
+        options._devices = [device() for device in make]
+    options._threads = 2 * len(how)
+    return options
+
+
+def _checked(nbytes: int, error: type[PenstockError]) -> int:
+    """Refuse the length of a message that is none, before anything of that length is allocated.
+
+    A rank that sends something else than is expected may have sent any number.
+    """
+    if not 0 < nbytes <= _MOST_BYTES:
+        raise error(f"A rank is about to say {nbytes:,} bytes: it is not what it should be.")
+    return nbytes
+
+
+def _parsed(said: Tensor, error: type[PenstockError]) -> Any:
+    """Read a rank's words."""
+    try:
+        return json.loads(said.numpy().tobytes())
+    except (ValueError, RecursionError) as why:
+        raise error(f"A rank says what cannot be read: it is not what it should be. ({why})") from why
 
 
 def _first_difference(first: Mapping[str, Any], own: Facts) -> tuple[str, str, str] | None:

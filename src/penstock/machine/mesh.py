@@ -7,13 +7,14 @@
 Dimensions without a name, or with others than these, are what they are in FSDP: one shards, two replicate and shard.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from penstock.errors import ConfigError
+from penstock.errors import ConfigError, one_line
 from penstock.machine.reach import Grid
 
 SHARE, COPY, DIVIDE = "share", "copy", "divide"
@@ -27,6 +28,7 @@ _ROLES = {
     "tp": DIVIDE,
     "ep": DIVIDE,
 }
+_MOST_RANKS = 1 << 26  # along a dimension: of ranks that need not be there
 _POSITIONS = {1: (SHARE,), 2: (COPY, SHARE)}
 
 
@@ -86,6 +88,37 @@ def roles_of(mesh: DeviceMesh) -> Sequence[str]:
         f"{describe(mesh)}: {why}. Name each dimension dp_replicate, dp_shard, cp, tp or ep; one or two without such "
         "names are (shard) and (replicate, shard)."
     )
+
+
+def grid_of(sizes: Mapping[str, int], *, sharded: bool) -> Grid:
+    """Say how so many ranks divide the training state, as the first of them sees it: of a mesh that need not be there.
+
+    Arguments:
+        sizes: the number of ranks along each dimension, by its name.
+        sharded: whether ranks share the state where they may; else all of those have copies.
+
+    Raises:
+        ConfigError: a name has no meaning, or a size is no number of ranks.
+
+    Example:
+        >>> grid_of({"dp_replicate": 16, "dp_shard": 8}, sharded=True).shards
+        8
+    """
+    given: Any = sizes
+    if not isinstance(given, Mapping) or not given:
+        raise ConfigError(
+            f"mesh is {'empty' if isinstance(given, Mapping) else f'a {type(given).__name__}'}. Give the sizes of its "
+            'dimensions by their names, such as {"dp_replicate": 16, "dp_shard": 8}.'
+        )
+    counts = {SHARE: 1, COPY: 1, DIVIDE: 1}
+    for name, size in given.items():
+        if name not in _ROLES:
+            raise ConfigError(f"mesh has a dimension {one_line(repr(name), 80)}. Use {', '.join(_ROLES)}.")
+        if isinstance(size, bool) or not isinstance(size, int) or not 1 <= size <= _MOST_RANKS:
+            raise ConfigError(f"mesh has {name}={one_line(repr(size), 80)}. Use a number of ranks, 1 to {_MOST_RANKS}.")
+        role = COPY if _ROLES[name] == SHARE and not sharded else _ROLES[name]
+        counts[role] *= size
+    return Grid(shards=counts[SHARE], replicas=counts[COPY], tp=counts[DIVIDE])
 
 
 def peers_of(mesh: DeviceMesh | None, *, sharded: bool) -> Peers:

@@ -44,6 +44,15 @@ class Grid(NamedTuple):
         return self.shards * self.replicas
 
     @property
+    def sizes(self) -> dict[str, int]:
+        """How many ranks there are along each dimension, by the names that a mesh has for them."""
+        return {"dp_replicate": self.replicas, "dp_shard": self.shards, "tp": self.tp}
+
+    def stride(self, dimension: str) -> int:
+        """Say how far the ranks of a dimension lie apart in the job: "tp" innermost, then "shard", then "replicate"."""
+        return {"tp": 1, "shard": self.tp, "replicate": self.tp * self.shards}[dimension]
+
+    @property
     def number(self) -> int:
         """The number of this rank in the grid, from 0 on."""
         return self.shard_rank + self.shards * (self.replica_rank + self.replicas * self.tp_rank)

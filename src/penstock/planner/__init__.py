@@ -19,7 +19,7 @@ Example:
 """
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 import torch
@@ -62,6 +62,7 @@ def plan(
     folders: Sequence[str | os.PathLike[str]] = (),
     world_size: int = 1,
     hosts: int = 1,
+    mesh: Mapping[str, int] | None = None,
     placement: Placement | Literal["auto"] = "auto",
     micro_batches: int = 1,
     expert_share: float | None = None,
@@ -87,6 +88,9 @@ def plan(
         folders: folders of the nvme tier; of a machine that has folders by its figures none need be named.
         world_size: how many ranks there are.
         hosts: on how many hosts they are.
+        mesh: how many of them there are along each dimension, by the names that a `DeviceMesh` has for them, such as
+            `{"dp_replicate": 16, "dp_shard": 8}`: copies of the state, each shared by neighbours. `None`: all of them
+            share one copy.
         placement: one to be looked at; `"auto"` for the best one.
         micro_batches: how many of them a step has.
         expert_share: of models that choose experts, the part of the tokens that each one gets; `None` for equal parts.
@@ -115,6 +119,7 @@ def plan(
         folders=folders,
         world_size=world_size,
         hosts=hosts,
+        mesh=mesh,
         placement=placement,
         micro_batches=micro_batches,
         expert_share=expert_share,

@@ -11,6 +11,7 @@ from penstock.forecast.machine import Machine
 from penstock.forecast.plan import Plan, model_fingerprint
 from penstock.forecast.whatif import what_ifs
 from penstock.kinds import GRAD, MASTER, OPTIMIZER, PARAM, SHADOW, Tier, TierName
+from penstock.machine.reach import Grid
 from penstock.planner.question import Question
 from penstock.planner.searching import Best
 from penstock.planner.trials import Trial, Trials
@@ -31,7 +32,8 @@ def answer(question: Question, trials: Trials, best: Best) -> Plan:
     trial = best.trial
     request, timing = trial.rehearsal.blueprint.request, trial.timing
     program = trial.rehearsal.program
-    ranks, step_s = question.scene.grid.world_size, timing.step_s
+    grid, step_s = question.scene.grid, timing.step_s
+    flat = Grid.first_of(grid.world_size, sharded=request.stage != 0)
     kind_bytes = _kind_bytes(trial)
     lacking = best.lacking
     lacks = _lacks(lacking, question, trial)
@@ -41,7 +43,7 @@ def answer(question: Question, trials: Trials, best: Best) -> Plan:
         unit_micro_batches=request.unit_micro_batches,
         options=request.options,
         recompute=trial.choice.recompute or recomputes(question.scene.model),
-        world_size=ranks,
+        world_size=grid.world_size,
         fits=not lacks,
         step_s=step_s,
         step_range_s=_range(question.machine, lambda machine: trials.time(trial.rehearsal, machine).step_s, step_s),
@@ -53,12 +55,13 @@ def answer(question: Question, trials: Trials, best: Best) -> Plan:
         stage=request.stage,
         precision=question.arguments.get("precision", "bf16"),
         hosts=question.hosts,
+        mesh={} if grid == flat else grid.sizes,
         machine=question.machine.name,
         device=question.machine.device,
         machine_fingerprint=question.machine.fingerprint if question.machine.probed else {},
         model_fingerprint=model_fingerprint(question.scene.model),
         batch=_batch(question),
-        tokens_per_s=program.tokens * ranks / step_s if step_s else 0.0,
+        tokens_per_s=program.tokens * grid.data_size / step_s if step_s else 0.0,
         lower_bound_s=best.lower_bound_s,
         limit_bytes={tier: question.limits.of(tier) for tier in _TIERS if tier in question.limits.bytes},
         kind_bytes=kind_bytes,

@@ -19,6 +19,7 @@ from penstock.machine.border import theirs
 from penstock.machine.collectives import council_of_all
 from penstock.machine.council import Council
 from penstock.machine.devices import device_for, free_device_memory, shares_host_memory
+from penstock.machine.reach import Grid
 from penstock.machine.threads import hosts_of
 from penstock.planner import plan
 from penstock.probe.cache import keep, recall
@@ -102,7 +103,7 @@ def plan_here(
     *,
     machine: Machine,
     device: torch.device,
-    world_size: int,
+    grid: Grid,
 ) -> Plan:
     """Plan for a run that is about to be prepared on this machine, within the memory that is free on it.
 
@@ -113,11 +114,12 @@ def plan_here(
         arguments: other arguments of `prepare`, without a placement.
         machine: this one.
         device: the one that computes.
-        world_size: how many ranks there are.
+        grid: the ranks.
 
     Raises:
         ConfigError: as for `plan`.
     """
+    world_size = grid.world_size
     hosts = hosts_of(world_size)
     device_bytes, host_bytes = _free_bytes(model, arguments, device, world_size // hosts)
     devices = [] if device.type == "cpu" else [device]
@@ -130,8 +132,8 @@ def plan_here(
             machine=machine,
             device_bytes=device_bytes,
             host_bytes=host_bytes,
-            world_size=world_size,
             hosts=hosts,
+            mesh=grid.sizes,
             **arguments,
         )
 

@@ -68,6 +68,7 @@ def load_of(rehearsal: Rehearsal, choice: Choice, machine: Machine, grid: Grid, 
         streamed=choice.streamed,
         rule=program.rule,
         ranks=grid.shards,
+        copies=grid.replicas if grid.shards > 1 else 1,
         ranks_of_host=program.world_size // program.hosts if program.hosts else 0,
         sharded=frozenset(_sharded(blueprint.request.stage)),
     )

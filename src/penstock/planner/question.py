@@ -16,6 +16,7 @@ from penstock.forecast.machine import Machine
 from penstock.forecast.plan import placeholders
 from penstock.forecast.program import BackEnd
 from penstock.kinds import TierName
+from penstock.machine.mesh import grid_of
 from penstock.machine.reach import Grid
 from penstock.rehearsal.rehearse import Scene
 
@@ -86,6 +87,7 @@ def ask(
     folders: Sequence[str | os.PathLike[str]],
     world_size: int,
     hosts: int,
+    mesh: Mapping[str, int] | None,
     placement: Placement | Literal["auto"],
     micro_batches: int,
     expert_share: float | None,
@@ -96,6 +98,12 @@ def ask(
     Raises:
         ConfigError: an argument is of the wrong kind or out of range; nothing was rehearsed.
     """
+    sharded = arguments.get("stage", 3) != 0
+    if mesh is None:
+        grid = None
+    else:
+        grid = grid_of(mesh, sharded=sharded)
+        world_size = _size_of(grid, world_size)
     counts: dict[str, Any] = {"world_size": world_size, "hosts": hosts, "micro_batches": micro_batches}
     for name, value in counts.items():
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
@@ -108,17 +116,16 @@ def ask(
     for name, nbytes in sizes.items():
         if nbytes is not None and (not isinstance(nbytes, int) or isinstance(nbytes, bool) or nbytes <= 0):
             raise ConfigError(f"{name}={nbytes!r} is no number of bytes. Use 1 or more, or None.")
-    for name in ("placement", "plan", "batch", "mesh"):
+    for name in ("placement", "plan", "batch"):
         if name in arguments:
             raise ConfigError(f"{name}= is no argument of prepare() that a plan is made for. Leave it out.")
     back_end: BackEnd = "inline" if machine.device == "cpu" else "accelerator"
-    sharded = arguments.get("stage", 3) != 0
     scene = Scene(
         made(model),
         optimizer,
         batch,
         micro_batches=micro_batches,
-        grid=Grid.first_of(world_size, sharded=sharded),
+        grid=grid or Grid.first_of(world_size, sharded=sharded),
         hosts=hosts,
         back_end=back_end,
         pinnable_bytes=_pinnable(machine, world_size // hosts),
@@ -129,6 +136,20 @@ def ask(
         named = placeholders(int(machine.value("folders")))
     limits = _limits(machine, device_bytes, host_bytes, len(named), world_size // hosts)
     return Question(scene, machine, limits, placement, dict(arguments), named, hosts)
+
+
+def _size_of(grid: Grid, world_size: int) -> int:
+    """Count the ranks of a mesh; refuse another number of them, and ranks that divide the parameters."""
+    if grid.tp > 1:
+        raise ConfigError(
+            f"mesh divides the parameters over tp={grid.tp} ranks, and plans are for whole ones. Plan the model of one "
+            "of those ranks, with its part of each width, for a mesh of the other dimensions."
+        )
+    if world_size not in (1, grid.world_size):
+        raise ConfigError(
+            f"world_size={world_size} contradicts a mesh of {grid.world_size} ranks. Leave world_size out."
+        )
+    return grid.world_size
 
 
 def made(model: nn.Module | Callable[[], nn.Module]) -> nn.Module:

@@ -26,26 +26,26 @@ class VirtualRanks(Ranks):
     def all_gather(self, full: Tensor, shard: Tensor, what: str = "") -> None:
         """Note a gather."""
         del shard, what
-        self._notes.issue(Collective("all_gather", full.nbytes, self.shards))
+        self._notes.issue(self._along("shard", "all_gather", full.nbytes))
 
     def reduce_scatter(self, shard: Tensor, full: Tensor, what: str = "") -> None:
         """Note a reduction to shards."""
         del shard, what
-        self._notes.issue(Collective("reduce_scatter", full.nbytes, self.shards))
+        self._notes.issue(self._along("shard", "reduce_scatter", full.nbytes))
 
     def all_reduce_replicas(self, tensor: Tensor, what: str = "") -> None:
         """Note a sum over the copies."""
         del what
         if self.replicas > 1:
-            self._notes.issue(Collective("all_reduce", tensor.nbytes, self.replicas, "replicate"))
+            self._notes.issue(self._along("replicate", "all_reduce", tensor.nbytes))
 
     def agree(self, tensor: Tensor) -> None:
         """Note a sum over all ranks."""
         if self.shards > 1:
-            self._notes.issue(Collective("all_reduce", tensor.nbytes, self.shards))
+            self._notes.issue(self._along("shard", "all_reduce", tensor.nbytes))
         self.all_reduce_replicas(tensor)
         if self.grid.tp > 1:
-            self._notes.issue(Collective("all_reduce", tensor.nbytes, self.grid.tp, "tp"))
+            self._notes.issue(self._along("tp", "all_reduce", tensor.nbytes))
 
     def sum_numbers(self, numbers: Sequence[float], device: torch.device) -> list[float]:
         """Note a meeting; every rank says the same."""
@@ -73,8 +73,13 @@ class VirtualRanks(Ranks):
     def _meet(self, name: str, nbytes: int) -> None:
         """Note a collective of all ranks: one for each dimension of the mesh."""
         if self.shards > 1:
-            self._notes.meet(Collective(name, nbytes, self.shards))
+            self._notes.meet(self._along("shard", name, nbytes))
         if self.replicas > 1:
-            self._notes.meet(Collective(name, nbytes, self.replicas, "replicate"))
+            self._notes.meet(self._along("replicate", name, nbytes))
         if self.grid.tp > 1 and name != "broadcast":
-            self._notes.meet(Collective(name, nbytes, self.grid.tp, "tp"))
+            self._notes.meet(self._along("tp", name, nbytes))
+
+    def _along(self, dimension: str, name: str, nbytes: int) -> Collective:
+        """Make a collective of the ranks along a dimension of the mesh."""
+        ranks = {"shard": self.shards, "replicate": self.replicas, "tp": self.grid.tp}[dimension]
+        return Collective(name, nbytes, ranks, dimension, self.grid.stride(dimension))

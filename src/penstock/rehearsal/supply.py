@@ -1,7 +1,7 @@
 """Tiers without memory, and parameters without values: what an engine is built of that is only rehearsed."""
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import NoReturn
 
 import torch
@@ -9,7 +9,8 @@ from torch import Tensor, nn
 
 from penstock.blueprint import Blueprint, Request
 from penstock.engine.units.discover import UnitSpec
-from penstock.engine.units.source import Flat, Source
+from penstock.engine.units.flats import Flat
+from penstock.engine.units.source import Source
 from penstock.kinds import PARAM, Tier
 from penstock.machine.arena import Arena, HostMemory
 from penstock.machine.collectives import Ranks
@@ -84,7 +85,7 @@ class _HollowHost(HostTier):
 class _NoValues(Source):
     """Nobody has values."""
 
-    def units(self, specs: Sequence[UnitSpec]) -> Iterator[tuple[int, list[Flat] | None]]:
+    def units(self, specs: Sequence[UnitSpec]) -> Generator[tuple[int, list[Flat] | None]]:
         """Yield the units in order."""
         for number, _ in enumerate(specs):
             yield number, None

@@ -76,6 +76,8 @@ def test_every_option_reaches_the_planner(
         "4",
         "--hosts",
         "2",
+        "--mesh",
+        "dp_replicate=2,dp_shard=4",
         "--folders",
         "2",
         "--measure",
@@ -98,6 +100,7 @@ def test_every_option_reaches_the_planner(
     assert (machine.name, machine.value("disk_read"), machine.value("h2d")) == ("a100-80gb-node", 14e9, 20e9)
     expected = {"device_bytes": 10 << 30, "host_bytes": 64 * 10**9, "folders": ("nvme0", "nvme1"), "world_size": 8}
     expected |= {"hosts": 2, "placement": "auto", "micro_batches": 2, "measure": True, "trace": None, "stage": 2}
+    expected |= {"mesh": {"dp_replicate": 2, "dp_shard": 4}}
     expected |= {"precision": "fp16", "overlap": "none", "max_grad_norm": None}
     assert {name: seen[name] for name in expected} == expected
     assert (seen["options"].state_dtype, seen["options"].tile_bytes) == ("bf16", 8192)
@@ -236,6 +239,9 @@ def test_two_plans_are_compared_without_a_model(penstock_command: Callable[..., 
         (["--what-if", "disk_reed=7GB/s"], "--what-if: There is no figure 'disk_reed'. Did you mean disk_read?"),
         (["--what-if", "disk_read=7Gb/s"], "--what-if: "),
         (["--gpus", "9"], "--gpus 9 is more than the 8 of a host of a100-80gb-node. Use more --hosts"),
+        (["--mesh", "dp_shard"], "--mesh 'dp_shard' is no mesh. Write each dimension once"),
+        (["--mesh", "tp=2,tp=2"], "--mesh 'tp=2,tp=2' is no mesh."),
+        (["--mesh", "dp_shard=8"], "--mesh has 8 ranks, and --gpus 1 x --hosts 1 says 1. Make them agree."),
         (["--folders", "0"], "--folders 0: use a number from 1 to 64"),
         (["--machine", "", "--folders", "2"], "--folders 2 is a number: of this machine, name the folders themselves."),
         (["--max-step", "0"], "--max-step 0 is no time."),

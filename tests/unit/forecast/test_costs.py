@@ -222,8 +222,8 @@ class TestDisks:
 
 class TestCollectives:
     def gather(self, name: str = "all_gather", ranks: int = 4, dimension: str = "shard", world: int = 4) -> Demand:
-        program = replace(DEVICE, world_size=world)
-        return machine_costs(MACHINE).meeting(Collective(name, 80, ranks, dimension), program)
+        program, stride = replace(DEVICE, world_size=world), 1 if dimension == "shard" else world // ranks
+        return machine_costs(MACHINE).meeting(Collective(name, 80, ranks, dimension, stride), program)
 
     def test_a_ring_sends_all_but_its_own_part(self) -> None:
         assert self.gather() == Demand(4, {"links between ranks": 0.75})

@@ -26,8 +26,8 @@ def net(bias: bool = True, width: int = 3, **factory) -> nn.Sequential:
     return nn.Sequential(nn.Linear(2, width, bias=bias, **factory), nn.Linear(width, 2, bias=bias, **factory))
 
 
-def check(made: Plan, model: nn.Module, machine=None, world_size=1, stage=3, precision="bf16") -> None:
-    made.check_for(model, machine, world_size, stage, precision)
+def check(made: Plan, model: nn.Module, machine=None, world_size=1, stage=3, precision="bf16", **ranks) -> None:
+    made.check_for(model, machine, world_size, stage, precision, **ranks)
 
 
 def said(refused: pytest.ExceptionInfo) -> str:
@@ -51,6 +51,15 @@ def test_the_fields_of_the_contract_come_first():
         ("options", {}, "options={}: use Options"),
         ("recompute", 1, "recompute=1: use True or False"),
         ("world_size", 1.5, "world_size=1.5: use a whole number"),
+        ("mesh", {"pp": 1}, "mesh, a dimension='pp': use one of 'dp_replicate', 'dp_shard', 'tp'"),
+        ("mesh", {"tp": 0}, "mesh['tp']=0: use a whole number, 1 or more"),
+        ("mesh", {"dp_shard": 1.0}, "mesh['dp_shard']=1.0: use a whole number"),
+        ("mesh", [2], "mesh=[2]: use a mapping"),
+        (
+            "mesh",
+            {"dp_replicate": 2, "dp_shard": 3},
+            "'dp_shard': 3, 'tp': 1} contradict each other: use as many ranks",
+        ),
         ("hosts", 2, "world_size=1 and hosts=2 contradict each other"),
         ("fits", "yes", "fits='yes': use True or False"),
         ("fits", False, "fits=False and 0 lacks contradict each other"),
@@ -268,6 +277,25 @@ class TestCheck:
         with pytest.raises(ConfigError) as refused:
             check(DESKTOP, net(), **run)
         assert words in said(refused)
+
+    def test_ranks_that_lie_otherwise_are_named(self):
+        flat, hybrid = plan(world_size=8), plan(world_size=8, mesh={"dp_shard": 4, "dp_replicate": 2})
+        sizes = {"dp_replicate": 2, "dp_shard": 4, "tp": 1}
+        check(flat, net(), world_size=8)
+        check(hybrid, net(), world_size=8, sizes=sizes)
+        for made, run, words in (
+            (hybrid, {}, "for a mesh of dp_replicate 2 x dp_shard 4, this run has dp_shard 8: plan again"),
+            (flat, {"sizes": sizes}, "for a mesh of dp_shard 8, this run has dp_replicate 2 x dp_shard 4: plan"),
+        ):
+            with pytest.raises(ConfigError) as refused:
+                check(made, net(), world_size=8, **run)
+            assert words in said(refused)
+        with pytest.raises(ConfigError) as refused:
+            check(hybrid, net(), world_size=2)
+        assert said(refused) == "The plan is for world size 8, this run has 2: plan again with penstock plan."
+        check(
+            plan(world_size=8, stage=0), net(), world_size=8, stage=0, sizes={**sizes, "dp_replicate": 8, "dp_shard": 1}
+        )
 
     @pytest.mark.parametrize("machine", [None, {}, {"kernel": "6.1"}, {"cores": 16, "accelerators": ("RTX 4090",)}])
     def test_what_only_one_fingerprint_says_is_not_compared(self, machine):

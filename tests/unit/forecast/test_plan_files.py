@@ -46,6 +46,7 @@ def written(folder: Path, content: bytes | str) -> Path:
         plan(placement=Placement()),
         plan(placement=Placement(activations="nvme", nvme_path=["/a", "/b c"])),
         plan(options=Options(streamed_updates="auto", max_skipped_steps=None, state_dtype="int8", timeout_s=1e-3)),
+        plan(world_size=8, hosts=2, mesh={"dp_replicate": 2, "dp_shard": 4}),
         plan(world_size=8, hosts=2, stage=0, precision="fp16", rounding_notes=("ü ✓ \U0001f600",)),
     ],
 )
@@ -210,3 +211,11 @@ def test_the_text_of_a_plan_is_read_as_its_file_is() -> None:
     assert Plan.from_json(DESKTOP.to_json()) == DESKTOP
     with pytest.raises(ConfigError, match="it is a list in JSON"):
         Plan.from_json("[]")
+
+
+def test_a_plan_from_before_there_were_meshes_is_of_ranks_that_share_one_copy() -> None:
+    content = json.loads(plan(world_size=8).to_json())
+    del content["mesh"]
+    before = Plan.from_json(json.dumps(content))
+    assert (before.mesh, before.sizes) == ({}, {"dp_replicate": 1, "dp_shard": 8, "tp": 1})
+    assert before == plan(world_size=8)

@@ -79,6 +79,21 @@ class TestRanks:
         assert apart.step_s > two.step_s
         assert (two.world_size, two.hosts, apart.hosts) == (2, 1, 2)
 
+    def test_copies_of_shards_have_the_state_of_one_copy_and_their_own_sums(self) -> None:
+        shards, hybrid = self.steps(world_size=2), self.steps(mesh={"dp_replicate": 2, "dp_shard": 2}, hosts=2)
+        flat = self.steps(world_size=4, hosts=2)
+        assert (hybrid.world_size, hybrid.mesh) == (4, {"dp_replicate": 2, "dp_shard": 2, "tp": 1})
+        assert hybrid.bytes == shards.bytes
+        assert flat.bytes["cpu"] < hybrid.bytes["cpu"]
+        assert flat.mesh == {}
+        # Over the network go sums of a shard of the gradients in place of all gathers.
+        assert hybrid.step_s < flat.step_s
+        assert hybrid.lower_bound_s <= hybrid.step_s
+        assert "one of 4 ranks on 2 hosts, dp_replicate 2 x dp_shard 2" in str(hybrid)
+        assert hybrid.tokens_per_s == pytest.approx(2 * shards.tokens_per_s * shards.step_s / hybrid.step_s)
+        same = self.steps(mesh={"dp_shard": 4}, hosts=2)
+        assert same.to_json() == flat.to_json()
+
     def test_two_ranks_on_a_cpu_have_links_and_no_devices(self) -> None:
         """They share the cores and the memory of their host."""
         machine = Machine.read("cpu-laptop").replace(link_bandwidth=1e9, link_seconds=1e-5)

@@ -30,6 +30,10 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         {"world_size": 2, "hosts": 4},
         "world_size=2 ranks cannot be shared by hosts=4. Use a multiple of it.",
     ),
+    "no mesh": ({"mesh": {"pp": 2}}, "mesh has a dimension 'pp'. Use dp_replicate"),
+    "mesh and ranks": ({"mesh": {"dp_shard": 4}, "world_size": 2}, "world_size=2 contradicts a mesh of 4 ranks."),
+    "mesh and hosts": ({"mesh": {"dp_shard": 4}, "hosts": 3}, "world_size=4 ranks cannot be shared by hosts=3."),
+    "tensor parallel": ({"mesh": {"dp_shard": 4, "tp": 2}}, "over tp=2 ranks, and plans are for whole ones. Plan the"),
     "micro-batches": ({"micro_batches": -1}, "micro_batches=-1 is no number of micro batches. Use 1 or more."),
     "batch": ({"batch": {"ids": 3}}, "batch is a dict. Give a function that makes one micro-batch."),
     "device": ({"device_bytes": 0}, "device_bytes=0 is no number of bytes. Use 1 or more, or None."),
@@ -51,7 +55,7 @@ def test_refusals(case: str) -> None:
     assert "\n" not in str(refused.value)
 
 
-@pytest.mark.parametrize("name", ["placement", "plan", "batch", "mesh"])
+@pytest.mark.parametrize("name", ["placement", "plan", "batch"])
 def test_arguments_of_prepare_that_no_plan_is_made_for_are_refused_by_name(name: str) -> None:
     with pytest.raises(ConfigError, match=rf"^{name}= is no argument of prepare\(\) that a plan is made for"):
         asked(lambda: nn.Linear(2, 2), arguments={name: None})

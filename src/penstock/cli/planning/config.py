@@ -18,6 +18,7 @@ from penstock.errors import ConfigError
 
 _MACHINE, _ANSWER = "The machine", "The answer"
 _BATCH = re.compile(r"([0-9]{1,10})x([0-9]{1,10})")
+_DIMENSION = re.compile(r"([a-z_]{1,20})=([0-9]{1,8})")
 #: Of a machine that one does not have: more disks than any has.
 _MOST_FOLDERS = 64
 _MOST_DIGITS = 10
@@ -52,6 +53,27 @@ def _as_in_train(name: str, **other: Any) -> Any:
     each = options_of(TrainConfig)[name]
     default = other.pop("default", each.default)
     return field(default=default, metadata={"option": replace(about_of(each), rivals=(), before=(), **other)})
+
+
+def parse_mesh(text: str, *, option: str) -> dict[str, int]:
+    """Read the sizes of a mesh by the names of its dimensions.
+
+    Raises:
+        ConfigError: a dimension has no name or no size, or is there twice.
+
+    Example:
+        >>> parse_mesh("dp_replicate=16,dp_shard=8", option="--mesh")
+        {'dp_replicate': 16, 'dp_shard': 8}
+    """
+    found: dict[str, int] = {}
+    for part in text.split(","):
+        match = _DIMENSION.fullmatch(part.strip())
+        if match is None or match[1] in found:
+            raise ConfigError(
+                f"{option} {text[:200]!r} is no mesh. Write each dimension once: dp_replicate=16,dp_shard=8."
+            )
+        found[match[1]] = int(match[2])
+    return found
 
 
 # Of a home: where the planner puts it.
@@ -108,6 +130,13 @@ class PlanConfig:
     )
     gpus: int = count(1, "Devices of each host, a rank each.", _MACHINE, most=_MOST_GPUS)
     hosts: int = count(1, "Hosts.", _MACHINE, most=_MOST_HOSTS)
+    mesh: dict[str, int] | None = option(
+        None,
+        "The ranks along each dimension, such as dp_replicate=16,dp_shard=8: copies of the state, and their shards.",
+        _MACHINE,
+        parse=parse_mesh,
+        default_help="all share one copy",
+    )
     device_memory: int | None = _size(help="Memory of a device, such as 24GiB.")
     host_memory: int | None = _size(help="Memory of a host, such as 128GiB.")
     folders: tuple[str, ...] = option(
@@ -147,6 +176,11 @@ class PlanConfig:
             raise ConfigError(f"--compare takes two files of plans, and was given {len(self.compare)}. Name two.")
         if self.compare and self.json:
             raise ConfigError("--compare prints no JSON: the plans' files are. Leave --json out.")
+        if self.mesh and math.prod(self.mesh.values()) != self.gpus * self.hosts:
+            raise ConfigError(
+                f"--mesh has {math.prod(self.mesh.values())} ranks, and --gpus {self.gpus} x --hosts {self.hosts} "
+                f"says {self.gpus * self.hosts}. Make them agree."
+            )
         self._check_folders()
         self.training()
 

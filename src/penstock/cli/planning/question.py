@@ -84,6 +84,7 @@ class Question:
             folders=self.config.folder_names,
             world_size=self.recipe.world_size,
             hosts=self.config.hosts,
+            mesh=self.config.mesh,
             placement=self.run.placement() if self.config.is_given else "auto",
             micro_batches=self.recipe.accumulation,
             measure=self.config.measure,

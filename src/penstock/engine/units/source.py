@@ -5,59 +5,42 @@ unit and this rank's shards, whatever the size of the model.
 """
 
 import contextlib
-import math
 import os
+import zlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from penstock.checkpoint.tensorfiles import Forms, StoredTensors, WeightFiles
 from penstock.engine.units.discover import UnitSpec
+from penstock.engine.units.flats import Flat, InFile, Whole, misfit, oddity, same
 from penstock.engine.units.initialisation import containers, initialise, initialiser, initialisers, settled, visits
 from penstock.engine.units.originals import keep_values
 from penstock.engine.units.parameter import give_values
+from penstock.engine.units.together import SharedReads, broadcast_flat, groups_of
 from penstock.errors import ConfigError
 from penstock.machine.collectives import Ranks
+from penstock.machine.local import LocalRanks
 
 #: What `prepare(weights=...)` takes.
 Weights = str | os.PathLike[str] | StoredTensors | Mapping[str, Tensor] | Callable[[str], Tensor]
 
 INIT = "init"
-_COMPARED_NUMEL = 1 << 24  # of tied values, at once
-
-
-class Flat(ABC):
-    """The values of one parameter, as if it were flat."""
-
-    @abstractmethod
-    def read(self, start: int, stop: int) -> Tensor:
-        """Return elements `start` to `stop`, 1-D."""
-
-
-class Whole(Flat):
-    """Values that are in memory."""
-
-    def __init__(self, values: Tensor) -> None:
-        self._values = values.detach().reshape(-1)
-
-    def read(self, start: int, stop: int) -> Tensor:
-        """View them in place."""
-        return self._values[start:stop]
 
 
 class Source(ABC):
     """Values of all parameters and buffers."""
 
     @abstractmethod
-    def units(self, specs: Sequence[UnitSpec]) -> Iterator[tuple[int, list[Flat] | None]]:
+    def units(self, specs: Sequence[UnitSpec]) -> Generator[tuple[int, list[Flat] | None]]:
         """Yield each unit's number and the values of its parameters, as they become available. Collective.
 
         In place of values that nobody has there is `None`.
 
-        Whoever takes them has put a unit's values into its homes before he asks for the next one's.
+        Whoever takes them has put a unit's values into its homes before he asks for the next one's, and closes the
+        generator if he does not ask.
         """
 
     def close(self) -> None:  # noqa: B027 - most have nothing open
@@ -76,21 +59,20 @@ class FirstRank(Source):
         self._ranks = ranks
         self._device = device
 
-    def units(self, specs: Sequence[UnitSpec]) -> Iterator[tuple[int, list[Flat]]]:
+    def units(self, specs: Sequence[UnitSpec]) -> Generator[tuple[int, list[Flat] | None]]:
         """Yield the units in order: each rank has what the first one has of them."""
         # Ranks have compared their units before: broadcasts of equal size match whatever they are of, and a rank with
         # another order would take one parameter's values for another's.
-        for number, spec in enumerate(specs):
-            yield number, [Whole(self._broadcast(parameter.detach())) for parameter in spec.parameters]
-
-    def _broadcast(self, value: Tensor) -> Tensor:
-        """Give the first rank's value on every rank, flat."""
-        flat = value.reshape(-1)
-        if self._ranks.data_size > 1:
-            # A copy: the broadcast overwrites it, and the model keeps its own values until they are in their homes.
-            flat = flat.to(self._device, copy=True)
-            self._ranks.broadcast(flat)
-        return flat
+        if self._ranks.data_size == 1:
+            for number, spec in enumerate(specs):
+                yield number, [Whole(parameter) for parameter in spec.parameters]
+            return
+        for together in groups_of([sum(p.nbytes for p in spec.parameters) for spec in specs]):
+            values = [parameter.detach() for number in together for parameter in specs[number].parameters]
+            flats = broadcast_flat(values, self._ranks, self._device)[::-1]  # one after the other is let go of
+            del values
+            for number in together:
+                yield number, [Whole(flats.pop()) for _ in specs[number].parameters]
 
 
 class Given(Source):
@@ -119,14 +101,46 @@ class Given(Source):
         # Refused here, the model is as it was: no value was moved. What a function gives is looked at as it comes.
         self._check(names)
         self._fill_buffers()
+        self._shared: SharedReads | None = None
 
-    def units(self, specs: Sequence[UnitSpec]) -> Iterator[tuple[int, list[Flat]]]:
-        """Yield the units in order; of files each rank reads what it keeps, and ranks need not meet for it."""
+    def share(self, ranks: Ranks, device: torch.device, *, whole: bool) -> None:
+        """Have ranks of a host that need the same values read a part of them each. Collective over all ranks.
+
+        Arguments:
+            ranks: all that get values.
+            device: where the tensors of their collectives are.
+            whole: whether each rank keeps whole parameters, and not its shard alone.
+        """
+        files = self._weights if isinstance(self._weights, StoredTensors) else None
+        forms = self._held or {}
+        what = "" if files is None else f"{zlib.crc32(repr(sorted(forms.items())).encode()):08x}"
+        local = LocalRanks.that_read(what, ranks, device, whole=whole)
+        if local is not None and files is not None:
+            self._shared = SharedReads(files, forms, local)
+
+    def units(self, specs: Sequence[UnitSpec]) -> Generator[tuple[int, list[Flat] | None]]:
+        """Yield the units in order.
+
+        Of files each rank reads what it keeps, and ranks need not meet for it; but those of a host that keep the same.
+        """
+        shared = self._shared
         for number, spec in enumerate(specs):
-            yield number, [self._flat(parameter) for parameter in spec.parameters]
+            if shared is None:
+                yield number, [self._flat(parameter) for parameter in spec.parameters]
+                continue
+            values = shared.read([self._names[parameter][0] for parameter in spec.parameters])
+            try:
+                yield number, [Whole(value) for value in values]
+            except GeneratorExit:
+                if number + 1 < len(specs):
+                    shared.give_up()
+                raise
+            del values
 
     def close(self) -> None:
         """Close the files."""
+        if self._shared is not None:
+            self._shared.close()
         if isinstance(self._weights, StoredTensors):
             self._weights.close()
 
@@ -135,7 +149,7 @@ class Given(Source):
         if isinstance(self._weights, StoredTensors):
             return self._weights.forms()
         if isinstance(self._weights, Mapping):
-            faults = [fault for name, value in self._weights.items() for fault in _oddity(name, value)]
+            faults = [fault for name, value in self._weights.items() for fault in oddity(name, value)]
             if faults:
                 raise self._unfit(faults)
             return {name: (tuple(value.shape), value.dtype) for name, value in self._weights.items()}
@@ -153,7 +167,7 @@ class Given(Source):
             return
         faults = []
         for tensor, aliases in names.items():
-            misfits = [f for n in self._names[tensor] for f in _misfit(n, *held[n], tuple(tensor.shape), tensor.dtype)]
+            misfits = [f for n in self._names[tensor] for f in misfit(n, *held[n], tuple(tensor.shape), tensor.dtype)]
             faults += misfits or self._differences(tensor)
             if isinstance(tensor, nn.Parameter) and not self._names[tensor]:
                 faults.append(f"'{aliases[0]}' is missing")
@@ -173,12 +187,12 @@ class Given(Source):
         return [
             f"'{first}' and '{other}' are one parameter and have different values"
             for other in others
-            if not _same(self._values(first), self._values(other), self._shapes[tensor], tensor.dtype)
+            if not same(self._values(first), self._values(other), self._shapes[tensor], tensor.dtype)
         ]
 
     def _values(self, name: str) -> Flat:
         if isinstance(self._weights, StoredTensors):
-            return _InFile(self._weights, name)
+            return InFile(self._weights, name)
         assert isinstance(self._weights, Mapping)
         return Whole(self._weights[name])
 
@@ -189,7 +203,7 @@ class Given(Source):
             return self._values(names[0])
         first = self._ask(names[0], parameter)
         for other in names[1:]:
-            if not _same(first, self._ask(other, parameter), self._shapes[parameter], parameter.dtype):
+            if not same(first, self._ask(other, parameter), self._shapes[parameter], parameter.dtype):
                 raise self._unfit([f"'{names[0]}' and '{other}' are one parameter and have different values"])
         return first
 
@@ -200,7 +214,7 @@ class Given(Source):
             value = self._weights(name)
         except Exception as error:  # it is somebody else's code
             raise ConfigError(f"weights('{name}') failed: {error!r}.") from error
-        faults = _oddity(name, value) or _misfit(
+        faults = oddity(name, value) or misfit(
             name, tuple(value.shape), value.dtype, self._shapes[parameter], parameter.dtype
         )
         if faults:
@@ -222,17 +236,6 @@ class Given(Source):
                 # training is to go on with the same numbers.
                 with torch.random.fork_rng(devices=[]):
                     initialise(self._model, module, owners)
-
-
-class _InFile(Flat):
-    """Values in files, of which only what is asked for is read."""
-
-    def __init__(self, files: StoredTensors, name: str) -> None:
-        self._files = files
-        self._name = name
-
-    def read(self, start: int, stop: int) -> Tensor:
-        return self._files.read(self._name, start, stop)
 
 
 class Initialised(Source):
@@ -263,7 +266,7 @@ class Initialised(Source):
                 "reset_parameters(). Add one, or give values."
             )
 
-    def units(self, specs: Sequence[UnitSpec]) -> Iterator[tuple[int, list[Flat]]]:
+    def units(self, specs: Sequence[UnitSpec]) -> Generator[tuple[int, list[Flat] | None]]:
         """Yield each unit once nothing more initialises what is inside of its outermost module."""
         own_state = torch.get_rng_state()
         # Every rank initialises everything by itself, from one state: the values are the same and none has to be sent.
@@ -279,7 +282,7 @@ class Initialised(Source):
             if self._ranks.rank != 0:
                 torch.set_rng_state(own_state)
 
-    def _initialised(self, specs: Sequence[UnitSpec]) -> Iterator[tuple[int, list[Flat]]]:
+    def _initialised(self, specs: Sequence[UnitSpec]) -> Iterator[tuple[int, list[Flat] | None]]:
         """Initialise module after module, and yield each unit whose values nothing writes any more."""
         order = visits(self._model, self._owners)
         last = settled(order, self._owners)
@@ -307,7 +310,13 @@ class Initialised(Source):
 
 
 def open_source(
-    model: nn.Module, weights: Weights | None, ranks: Ranks, device: torch.device, undo: contextlib.ExitStack
+    model: nn.Module,
+    weights: Weights | None,
+    ranks: Ranks,
+    device: torch.device,
+    undo: contextlib.ExitStack,
+    *,
+    keeps_whole: bool,
 ) -> Source:
     """Choose where first values come from. Where that is not the model, it keeps its own until all of them are there.
 
@@ -319,6 +328,7 @@ def open_source(
         ranks: all that train the model; each opens a source at the same time.
         device: where the tensors of their collectives are.
         undo: what is closed where the values do not come: it puts the model's own back.
+        keeps_whole: whether each rank keeps whole parameters, and not its shard alone.
     """
     if weights is None:
         return FirstRank(ranks, device)
@@ -327,6 +337,8 @@ def open_source(
     with agreeing(weights, ranks):
         source = Initialised(model, ranks, device) if weights == INIT else Given(model, weights)
     assert source is not None
+    if isinstance(source, Given):  # on all ranks: those that fail have met
+        source.share(ranks, device, whole=keeps_whole)
     return source
 
 
@@ -346,42 +358,6 @@ def agreeing(weights: Weights | None, ranks: Ranks) -> Iterator[None]:
     except Exception as error:
         failure = error  # not raised yet: the others wait for this rank in the meeting
     ranks.council.agree(failure)
-
-
-def _oddity(name: str, value: object) -> list[str]:
-    """Say why a value is no plain tensor with values; an empty list where it is one."""
-    if not isinstance(value, Tensor):
-        return [f"'{name}' is a {type(value).__module__}.{type(value).__qualname__}".replace(" builtins.", " ")]
-    if value.is_meta:
-        return [f"'{name}' is on the meta device and has no values"]
-    is_wrapped = is_traceable_wrapper_subclass(value)
-    if value.is_nested or value.is_quantized or is_wrapped:
-        return [f"'{name}' is a {'nested' if value.is_nested else 'quantised or wrapped'} tensor, not a plain one"]
-    return [] if value.layout is torch.strided else [f"'{name}' is {value.layout}, not a dense tensor"]
-
-
-def _same(one: Flat, other: Flat, shape: tuple[int, ...], dtype: torch.dtype) -> bool:
-    """Whether two values are the same once they are in a dtype. Compares block by block; NaN is the same as NaN."""
-    numel = math.prod(shape)
-    for start in range(0, numel, _COMPARED_NUMEL):
-        a, b = (flat.read(start, min(start + _COMPARED_NUMEL, numel)).to(dtype) for flat in (one, other))
-        same = a == b.to(a.device)
-        if dtype.is_floating_point:
-            same |= a.isnan() & b.to(a.device).isnan()
-        if not bool(same.all()):
-            return False
-    return True
-
-
-def _misfit(
-    name: str, shape: tuple[int, ...], dtype: torch.dtype, wanted: tuple[int, ...], wanted_dtype: torch.dtype
-) -> list[str]:
-    """Say why a value of a shape and dtype does not fit where others are wanted; an empty list where it does."""
-    if shape != wanted:
-        return [f"'{name}' has shape {shape}, not {wanted}"]
-    if dtype != wanted_dtype and not (dtype.is_floating_point and wanted_dtype.is_floating_point):
-        return [f"'{name}' is {dtype}, not {wanted_dtype}"]
-    return []
 
 
 def _own(module: nn.Module) -> list[nn.Parameter]:

@@ -1,0 +1,129 @@
+"""Curves to 1,024 ranks by mesh: seconds of a step, and bytes over the links and the network. Predictions alone.
+
+full      one copy of the state, shared by all ranks
+hybrid    a copy of the state on each host, shared by its ranks
+hpZ       one copy, and of the parameters another one on each host, from which backward gathers (Wang et al., "ZeRO++",
+          2023, section 3.2): by formula, from the program of `full`
+"""
+
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+
+import penstock
+from penstock.blueprint import request_for
+from penstock.forecast.costs import machine_costs
+from penstock.forecast.program import Collective, Kind, Program
+from penstock.forecast.retime import Timings
+from penstock.forecast.rings import spread_of, through
+from penstock.machine.mesh import grid_of
+from penstock.planner import Machine
+from penstock.planner.question import made
+from penstock.rehearsal.rehearse import BACKWARD, Rehearsal, Scene, rehearse
+from planning.models import batch, large
+
+OF_HOST = 8
+PORTS = 8  # of a host, each of 400 Gb/s; the slower network has one
+MACHINE = "h100-node"
+PLACEMENTS = {"8b": penstock.Placement(), "70b": penstock.Placement(grads="cpu", optimizer="cpu")}
+RANKS = (8, 16, 64, 256, 1024)
+LENGTH = 4096
+
+
+def collectives(program: Program) -> Iterator[Collective]:
+    """Those of the last step, each as often as it is issued."""
+    for item in program.items[program.steps[-2] : program.steps[-1]]:
+        if item.kind is Kind.SUBMIT:
+            yield from program.jobs[item.index].collectives
+        elif item.kind is Kind.MEET:
+            yield program.meetings[item.index]
+
+
+def on_the_host(rehearsal: Rehearsal) -> Program:
+    """Let backward gather among the ranks of a host."""
+    program = rehearsal.program
+    jobs = list(program.jobs)
+    for phase in rehearsal.phases[BACKWARD]:
+        for item in (program.items[number] for number in phase):
+            if item.kind is Kind.SUBMIT:
+                inside = [_inside(each) for each in jobs[item.index].collectives]
+                jobs[item.index] = jobs[item.index]._replace(collectives=tuple(inside))
+    return replace(program, jobs=jobs)
+
+
+def _inside(each: Collective) -> Collective:
+    return each._replace(ranks=min(each.ranks, OF_HOST)) if each.name == "all_gather" else each
+
+
+def row(name: str, mesh: str, ranks: int, program: Program, machine: Machine, beside: int) -> dict[str, Any]:
+    """Time a step, and count what goes over links and network.
+
+    Arguments:
+        beside: bytes of the device that the program does not know of.
+    """
+    timings = Timings(program)
+    timing = timings.on(machine_costs(machine))
+    slow = timings.on(machine_costs(machine.replace(net_bandwidth=machine.value("net_bandwidth") / PORTS)))
+    links = network = 0.0
+    for each in collectives(program):
+        here, hosts, rings = spread_of(each, OF_HOST)
+        links += through(each) if here > 1 else 0
+        network += through(each) * rings if hosts > 1 else 0
+    peak = program.peak_bytes.get("device", 0) + beside
+    host = program.peak_bytes.get("cpu", 0) * OF_HOST
+    return dict(
+        model=name,
+        mesh=mesh,
+        ranks=ranks,
+        step_s=timing.step_s,
+        tokens_per_s=program.tokens * ranks / timing.step_s,
+        bound_by=timing.bound_by,
+        one_port_step_s=slow.step_s,
+        one_port_bound_by=slow.bound_by,
+        link_gb_of_a_rank=links / 1e9,
+        network_gb_of_a_host=network / 1e9,
+        device_gib=peak / 2**30,
+        host_gib=host / 2**30,
+        fits=peak <= 0.95 * machine.value("device_memory") and host <= 0.95 * machine.value("host_memory"),
+    )
+
+
+def meshes(names: Sequence[str] = ("8b", "70b")) -> dict[str, Any]:
+    """The placement is given, so that curves show the mesh and not the search."""
+    machine = Machine.read(MACHINE)
+    rows: list[dict[str, Any]] = []
+    for name in names:
+        model = made(partial(large, name))
+        # Of parameters alone: what a rank has of the copy on its host.
+        copy = 2 * sum(parameter.numel() for parameter in model.parameters()) // OF_HOST
+        for ranks in RANKS:
+            for mesh, sizes in (
+                ("full", {"dp_shard": ranks}),
+                ("hybrid", {"dp_replicate": ranks // OF_HOST, "dp_shard": OF_HOST}),
+            ):
+                if mesh == "hybrid" and ranks == OF_HOST:
+                    continue  # the same
+                started = time.perf_counter()
+                scene = Scene(
+                    model,
+                    torch.optim.AdamW,
+                    partial(batch, 1, LENGTH),
+                    grid=grid_of(sizes, sharded=True),
+                    hosts=ranks // OF_HOST,
+                    back_end="accelerator",
+                    recompute=True,
+                )
+                options = penstock.Options(streamed_updates=0.0)
+                request = request_for(model, placement=PLACEMENTS[name], weights="init", options=options)
+                found = rehearse(scene, request)
+                told = dict(rehearsed_in_s=time.perf_counter() - started)
+                rows.append(row(name, mesh, ranks, found.program, machine, 0) | told)
+                print(rows[-1], flush=True)
+                if mesh == "full" and ranks > OF_HOST:
+                    rows.append(row(name, "hpZ", ranks, on_the_host(found), machine, copy) | told)
+                    print(rows[-1], flush=True)
+    return {"machine_file": MACHINE, "sequence": LENGTH, "rows": rows}

@@ -1,0 +1,79 @@
+"""The values of one parameter, wherever they are, as if it were flat; and whether they fit."""
+
+import math
+from abc import ABC, abstractmethod
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from penstock.checkpoint.tensorfiles import StoredTensors
+
+_COMPARED_NUMEL = 1 << 24  # of tied values, at once
+
+
+class Flat(ABC):
+    """The values of one parameter, as if it were flat."""
+
+    @abstractmethod
+    def read(self, start: int, stop: int) -> Tensor:
+        """Return elements `start` to `stop`, 1-D."""
+
+
+class Whole(Flat):
+    """Values that are in memory."""
+
+    def __init__(self, values: Tensor) -> None:
+        self._values = values.detach().reshape(-1)
+
+    def read(self, start: int, stop: int) -> Tensor:
+        """View them in place."""
+        return self._values[start:stop]
+
+
+class InFile(Flat):
+    """Values in files, of which only what is asked for is read."""
+
+    def __init__(self, files: StoredTensors, name: str) -> None:
+        self._files = files
+        self._name = name
+
+    def read(self, start: int, stop: int) -> Tensor:
+        """Read them."""
+        return self._files.read(self._name, start, stop)
+
+
+def oddity(name: str, value: object) -> list[str]:
+    """Say why a value is no plain tensor with values; an empty list where it is one."""
+    if not isinstance(value, Tensor):
+        return [f"'{name}' is a {type(value).__module__}.{type(value).__qualname__}".replace(" builtins.", " ")]
+    if value.is_meta:
+        return [f"'{name}' is on the meta device and has no values"]
+    is_wrapped = is_traceable_wrapper_subclass(value)
+    if value.is_nested or value.is_quantized or is_wrapped:
+        return [f"'{name}' is a {'nested' if value.is_nested else 'quantised or wrapped'} tensor, not a plain one"]
+    return [] if value.layout is torch.strided else [f"'{name}' is {value.layout}, not a dense tensor"]
+
+
+def same(one: Flat, other: Flat, shape: tuple[int, ...], dtype: torch.dtype) -> bool:
+    """Whether two values are the same once they are in a dtype. Compares block by block; NaN is the same as NaN."""
+    numel = math.prod(shape)
+    for start in range(0, numel, _COMPARED_NUMEL):
+        a, b = (flat.read(start, min(start + _COMPARED_NUMEL, numel)).to(dtype) for flat in (one, other))
+        same = a == b.to(a.device)
+        if dtype.is_floating_point:
+            same |= a.isnan() & b.to(a.device).isnan()
+        if not bool(same.all()):
+            return False
+    return True
+
+
+def misfit(
+    name: str, shape: tuple[int, ...], dtype: torch.dtype, wanted: tuple[int, ...], wanted_dtype: torch.dtype
+) -> list[str]:
+    """Say why a value of a shape and dtype does not fit where others are wanted; an empty list where it does."""
+    if shape != wanted:
+        return [f"'{name}' has shape {shape}, not {wanted}"]
+    if dtype != wanted_dtype and not (dtype.is_floating_point and wanted_dtype.is_floating_point):
+        return [f"'{name}' is {dtype}, not {wanted_dtype}"]
+    return []
