@@ -275,6 +275,7 @@ inline bool flag(float scalar) {
 #include "sgd_impl.h"
 #include "storage_impl.h"
 #include "int8_impl.h"
+#include "wire_impl.h"
 
 template <class R, class Store, class Row>
 constexpr void add_grads(Row& row) {
@@ -308,6 +309,19 @@ constexpr void add_rule(Kernels& k) {
   add_grads<R, MasterRemainder>(rows[bf16][int(Master::remainder)]);
   add_grads<R, MasterFp32<Bf16>>(rows[bf16][int(Master::fp32)]);
   add_grads<R, MasterFp32<Fp16>>(rows[fp16][int(Master::fp32)]);
+}
+
+template <class Format>
+constexpr void add_wire(Kernels& k) {
+  auto& pack_row = k.pack[int(Format::id)];
+  pack_row[int(DType::fp32)] = pack<Format, Fp32>;
+  pack_row[int(DType::bf16)] = pack<Format, Bf16>;
+  pack_row[int(DType::fp16)] = pack<Format, Fp16>;
+  auto& unpack_row = k.unpack[int(Format::id)];
+  unpack_row[int(DType::fp32)][0] = unpack<Format, Fp32, false>;
+  unpack_row[int(DType::fp32)][1] = unpack<Format, Fp32, true>;
+  unpack_row[int(DType::bf16)][0] = unpack<Format, Bf16, false>;
+  unpack_row[int(DType::fp16)][0] = unpack<Format, Fp16, false>;
 }
 
 constexpr Kernels make_kernels(const char* isa) {
@@ -349,5 +363,9 @@ constexpr Kernels make_kernels(const char* isa) {
   k.decode_int8[1] = decode_int8<true>;
   k.encode_int8[0] = encode_int8<false>;
   k.encode_int8[1] = encode_int8<true>;
+
+  add_wire<WireInt8>(k);
+  add_wire<WireFp8>(k);
+  add_wire<WireInt4>(k);
   return k;
 }
