@@ -1,4 +1,4 @@
-"""Gathers that carry codes: every rank computes with the same values, which are those of the homes, rounded by block."""
+"""Gathers that carry codes: ranks compute with the same values, which are those of the homes, rounded by block."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
