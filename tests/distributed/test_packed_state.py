@@ -1,5 +1,6 @@
 """Gathers that carry codes, beside everything that shows, keeps and moves state; and the bytes that they carry."""
 
+import copy
 from collections import Counter
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -55,6 +56,9 @@ def steps(rank: int, look: bool, persistent_bytes: int) -> list[Tensor]:
         for name, value in used.items():
             assert torch.equal(value, carried(exact[name], "int8")), name
         optimizer.backward(loss)
+        gatherer = optimizer._engine.passes.gatherer
+        assert not gatherer._lingering
+        assert gatherer.live_bytes == sum(u.nbytes for u in optimizer._engine.rig.units if u.spec.persistent)
         if look:
             check()
         seen.append(loss.detach())
@@ -98,6 +102,26 @@ def writes(rank: int) -> None:
             p.copy_(optimizer.full_param(q))
     assert torch.equal(loss, loss_of(plain, batches(2, 1)[0][0][rank])), "inside of a block values are exact"
     optimizer.close()
+
+
+def idioms(rank: int) -> None:
+    """Of a model that stays gathered, with rounded values."""
+    model, optimizer = prepared(Arithmetic(), PLAIN.but(persistent_bytes=1 << 20))
+    loss_of(model, batches(2, 1)[0][0][rank])
+    for call in (model.state_dict, lambda: copy.deepcopy(model)):
+        with pytest.raises(penstock.EngineError, match=r"gather carried.*inside optimizer.gathered"):
+            call()
+        with optimizer.gathered():
+            found = call()
+            states = found if isinstance(found, dict) else found.state_dict()
+            exact = {name: value.clone() for name, value in states.items()}
+        for name, p in model.named_parameters():
+            assert torch.equal(exact[name], optimizer.full_param(p))
+    optimizer.close()
+
+
+def test_idioms_never_give_rounded_values() -> None:
+    run_ranks(idioms, 2)
 
 
 def test_what_is_written_is_exact_and_then_carried() -> None:

@@ -366,6 +366,7 @@ class Gatherer:
             label=Label("gather", unit.name),
         )
         self._in_part.remove(unit)
+        unit.is_rounded = False
         self._ranks.submitted(event)  # what the program issues next comes after it, on every rank
         if unit.replica is not None:  # it must hold every rank's part again
             unit.stale = False
