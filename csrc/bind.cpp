@@ -28,6 +28,7 @@ using penstock::Queue;
 using penstock::Rule;
 using penstock::Storage;
 using penstock::Transfer;
+using penstock::Wire;
 
 namespace {
 
@@ -148,6 +149,22 @@ NB_MODULE(_native, m) {
         return penstock::squared_norm(pool, numel, pointer<const void>(src), dtype);
       },
       Release(), "pool"_a.none(), "numel"_a, "src"_a, "dtype"_a);
+
+  nb::enum_<Wire>(m, "Wire").value("INT8", Wire::int8).value("FP8", Wire::fp8).value("INT4", Wire::int4);
+
+  m.def(
+      "pack",
+      [](Pool* pool, std::size_t blocks, Wire format, Address packed, Address values, DType dtype) {
+        penstock::pack(pool, blocks, format, pointer<void>(packed), pointer<const void>(values), dtype);
+      },
+      Release(), "pool"_a.none(), "blocks"_a, "format"_a, "packed"_a, "values"_a, "dtype"_a);
+
+  m.def(
+      "unpack",
+      [](Pool* pool, std::size_t blocks, Wire format, Address values, DType dtype, Address packed, bool add) {
+        penstock::unpack(pool, blocks, format, pointer<void>(values), dtype, pointer<const void>(packed), add);
+      },
+      Release(), "pool"_a.none(), "blocks"_a, "format"_a, "values"_a, "dtype"_a, "packed"_a, nb::kw_only(), "add"_a);
 
   m.attr("END_OF_FILE") = penstock::kEndOfFile;
 

@@ -47,6 +47,11 @@ struct Arrays {
 // Random bits belong to blocks of this many elements, and so do the scales of 8-bit states.
 inline constexpr std::size_t block_numel = 256;
 
+// What goes between ranks in fewer bits: for each block of 256 elements its scale in fp32, then its codes. The codes are
+// signed integers of 8 bits, fp8 (e4m3, without infinities), or signed integers of 4 bits.
+enum class Wire : int { int8 = 0, fp8 = 1, int4 = 2 };
+inline constexpr int wire_count = 3;
+
 // The finaliser of SplitMix64 (Steele, Lea and Flood, 2014): a bijection in which every bit depends on every other.
 namespace {
 inline std::uint64_t mix(std::uint64_t x) {
@@ -90,6 +95,13 @@ struct Kernels {
   // The dynamic 8-bit map, without and with sign. Encoding returns the scale.
   void (*decode_int8[2])(float* to, const unsigned char* from, float scale) noexcept;
   float (*encode_int8[2])(unsigned char* to, const float* from) noexcept;
+
+  // Wire formats, on blocks [begin, end): by format and dtype of the values; the second by whether to add as well, which
+  // goes into fp32 alone.
+  void (*pack[wire_count][dtype_count])(unsigned char* packed, const void* values, std::size_t begin,
+                                        std::size_t end) noexcept;
+  void (*unpack[wire_count][dtype_count][2])(void* values, const unsigned char* packed, std::size_t begin,
+                                             std::size_t end) noexcept;
 };
 
 extern const Kernels kernels_generic;

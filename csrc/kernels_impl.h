@@ -5,7 +5,7 @@
 //
 // V is `width` floats, in an order of its own, and offers: splat, load, store; + - * /; sqrt; fma (one rounding); Half, the
 // vector of `width` 16-bit words, with load_half and store_half; from_bf16, from_fp16, to_bf16, to_fp16 (nearest even);
-// join and split (the remainder form); larger (a NaN of either wins); sign (0 of a NaN); Wide, `width` doubles, with
+// load_e4m3 (as fp16 of 2^-8 of the value); join and split (the remainder form); larger (a NaN of either wins); sign (0 of a NaN); Wide, `width` doubles, with
 // add, add_squares and store; U, `width` unsigned words, with splat, count (0, 1, 2 ...), load and store (in V's order),
 // load_bytes, load_signed_bytes, store_bytes (the low 8 bits), bits, float_of, to_floats, truncate, larger, smaller,
 // largest (of all), + - * & | ^, shifts by a number, shifted_signed; sum_unless, which chooses by element; to_bf16_up
@@ -275,6 +275,7 @@ inline bool flag(float scalar) {
 #include "sgd_impl.h"
 #include "storage_impl.h"
 #include "int8_impl.h"
+#include "wire_impl.h"
 
 template <class R, class Store, class Row>
 constexpr void add_grads(Row& row) {
@@ -308,6 +309,19 @@ constexpr void add_rule(Kernels& k) {
   add_grads<R, MasterRemainder>(rows[bf16][int(Master::remainder)]);
   add_grads<R, MasterFp32<Bf16>>(rows[bf16][int(Master::fp32)]);
   add_grads<R, MasterFp32<Fp16>>(rows[fp16][int(Master::fp32)]);
+}
+
+template <class Format>
+constexpr void add_wire(Kernels& k) {
+  auto& pack_row = k.pack[int(Format::id)];
+  pack_row[int(DType::fp32)] = pack<Format, Fp32>;
+  pack_row[int(DType::bf16)] = pack<Format, Bf16>;
+  pack_row[int(DType::fp16)] = pack<Format, Fp16>;
+  auto& unpack_row = k.unpack[int(Format::id)];
+  unpack_row[int(DType::fp32)][0] = unpack<Format, Fp32, false>;
+  unpack_row[int(DType::fp32)][1] = unpack<Format, Fp32, true>;
+  unpack_row[int(DType::bf16)][0] = unpack<Format, Bf16, false>;
+  unpack_row[int(DType::fp16)][0] = unpack<Format, Fp16, false>;
 }
 
 constexpr Kernels make_kernels(const char* isa) {
@@ -349,5 +363,9 @@ constexpr Kernels make_kernels(const char* isa) {
   k.decode_int8[1] = decode_int8<true>;
   k.encode_int8[0] = encode_int8<false>;
   k.encode_int8[1] = encode_int8<true>;
+
+  add_wire<WireInt8>(k);
+  add_wire<WireFp8>(k);
+  add_wire<WireInt4>(k);
   return k;
 }

@@ -291,6 +291,22 @@ double squared_norm(Pool* pool, std::size_t numel, const void* src, DType dtype)
   return sum_blocks(pool, numel, [&](std::size_t begin, std::size_t end) noexcept { return kernel(src, begin, end); });
 }
 
+void pack(Pool* pool, std::size_t blocks, Wire format, void* packed, const void* values, DType dtype) {
+  const auto kernel = chosen().load()->pack[int(format)][int(dtype)];
+  for_ranges(pool, blocks, piece_numel / block_numel, [&](std::size_t begin, std::size_t end) noexcept {
+    const DefaultArithmetic arithmetic;
+    kernel(static_cast<unsigned char*>(packed), values, begin, end);
+  });
+}
+
+void unpack(Pool* pool, std::size_t blocks, Wire format, void* values, DType dtype, const void* packed, bool add) {
+  const auto kernel = require(chosen().load()->unpack[int(format)][int(dtype)][add], "codes are added to fp32 alone");
+  for_ranges(pool, blocks, piece_numel / block_numel, [&](std::size_t begin, std::size_t end) noexcept {
+    const DefaultArithmetic arithmetic;
+    kernel(values, static_cast<const unsigned char*>(packed), begin, end);
+  });
+}
+
 void copy(Pool* pool, void* dst, const void* src, std::size_t nbytes) {
   for_ranges(pool, nbytes, copy_piece_bytes, [&](std::size_t begin, std::size_t end) noexcept {
     std::memcpy(static_cast<char*>(dst) + begin, static_cast<const char*>(src) + begin, end - begin);

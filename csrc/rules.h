@@ -51,6 +51,9 @@ void update(Pool* pool, std::size_t numel, const Update& update);
 // dst = src or dst += src; returns the squared norm of dst afterwards.
 double deposit(Pool* pool, std::size_t numel, void* dst, DType dst_dtype, const void* src, DType src_dtype, bool add);
 double squared_norm(Pool* pool, std::size_t numel, const void* src, DType dtype);
+// Blocks of 256 elements into a wire format, and back: values = codes, or, of fp32 values, values += codes.
+void pack(Pool* pool, std::size_t blocks, Wire format, void* packed, const void* values, DType dtype);
+void unpack(Pool* pool, std::size_t blocks, Wire format, void* values, DType dtype, const void* packed, bool add);
 // memcpy by several threads.
 void copy(Pool* pool, void* dst, const void* src, std::size_t nbytes);
 

@@ -103,6 +103,21 @@ def deposit(
 ) -> float: ...
 def squared_norm(pool: Pool | None, numel: int, src: int, dtype: DType) -> float: ...
 
+class Wire(enum.Enum):
+    INT8 = 0
+    FP8 = 1
+    INT4 = 2
+
+def pack(pool: Pool | None, blocks: int, format: Wire, packed: int, values: int, dtype: DType) -> None:
+    """Write blocks of 256 elements at `values` in a wire format at `packed`."""
+
+def unpack(pool: Pool | None, blocks: int, format: Wire, values: int, dtype: DType, packed: int, *, add: bool) -> None:
+    """Write what blocks in a wire format stand for to `values`, or add it.
+
+    Raises:
+        ValueError: `add` with values that are not fp32.
+    """
+
 END_OF_FILE: int
 """What `Transfer.error` is where a read met the end of the file."""
 

@@ -235,7 +235,7 @@ class Adoption:
         flats: dict[nn.Parameter, Flat] = dict(zip(come, values or (), strict=True))
         sources = list(dict.fromkeys(unit for unit, _ in left.values()))
         for unit in sources:
-            gatherer.acquire(unit)
+            gatherer.acquire_exact(unit)
         flats |= {p: Whole(parameter.view_in(unit.full)) for p, (unit, parameter) in left.items()}
         parameters = parameters_for(plan, {p: parameter for p, (_, parameter) in left.items()})
         made = make_unit(plan, index, parameters, ranks.shard_rank, streams, self._reserved)

@@ -16,6 +16,7 @@ from torch import nn
 from penstock import checks
 from penstock.blueprint import Blueprint
 from penstock.engine.passes.buffers import BUFFERS_OF_A_SIZE
+from penstock.engine.passes.packing import packed_bytes
 from penstock.engine.units.plan import UnitPlan
 from penstock.errors import MemoryBudgetError
 from penstock.kinds import GRAD, MASTER, OPTIMIZER, PARAM, SHADOW, STAGING, Tier
@@ -28,7 +29,8 @@ from penstock.tiers.store import bytes_on
 
 #: What a device has at rest, as `Placement` calls it: the homes that it is made of.
 _AT_REST = {"params": (PARAM,), "grads": (GRAD,), "optimizer": (MASTER, OPTIMIZER, SHADOW)}
-GATHERED, ON_THEIR_WAY, TILES, BUFFERS, FIRST = "gathered", "gradients on their way", "tiles", "buffers", "first values"
+GATHERED, PACKED, ON_THEIR_WAY = "gathered", "packed", "gradients on their way"
+TILES, BUFFERS, FIRST = "tiles", "buffers", "first values"
 
 # Bytes per element that values take on their way to their homes: in fp32; and while they are split into bf16 and a
 # remainder, as integers beside that.
@@ -41,8 +43,8 @@ class DeviceNeed:
 
     Attributes:
         parts: the bytes by what they are for: `"params"`, `"grads"` and `"optimizer"` at rest, `"gathered"` parameters,
-            `"gradients on their way"`, `"tiles"` that pass buffers, the model's `"buffers"`, and `"first values"`: what
-            the start takes beyond all of these.
+            `"packed"` ones between ranks, `"gradients on their way"`, `"tiles"` that pass buffers, the model's
+            `"buffers"`, and `"first values"`: what the start takes beyond all of these.
         there: how many of them the model has there already: in buffers, and in parameters, whose own memory goes while
             their homes are filled.
     """
@@ -105,6 +107,7 @@ def device_need(blueprint: Blueprint, model: nn.Module, grid: Grid, reach: Reach
     parts = {
         **{what: sum(blueprint.bytes_on(Tier.DEVICE, home) for home in homes) for what, homes in _AT_REST.items()},
         GATHERED: blueprint.gathered_bytes,
+        PACKED: packed_bytes(blueprint.units, blueprint.request.options.gather_format),
         ON_THEIR_WAY: gradient_bytes(blueprint, grid, reach),
         TILES: blueprint.bytes_on(Tier.DEVICE, STAGING),
         BUFFERS: buffers,

@@ -48,6 +48,11 @@ def check_features(
     _one_of("master", master, ("remainder", "fp32", "none"))
     if not isinstance(options, Options):
         raise ConfigError(f"options={options!r}: give a penstock.Options.")
+    if options.gather_format != "exact" and stage != 3:
+        raise ConfigError(
+            f"Options(gather_format={options.gather_format!r}) with stage={stage}: gathers carry codes in stage 3 "
+            "alone, as each rank keeps the parameters in the others. Use stage=3 or gather_format='exact'."
+        )
     if placement is None:
         placement = Placement()
     if not isinstance(placement, Placement):

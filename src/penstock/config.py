@@ -10,6 +10,9 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 from penstock.errors import ConfigError
 from penstock.kinds import HomeChoice, Tier, TierName, parse_home, parse_tier
 
+#: What gathers of parameters carry: their values, or codes of a wire format (`rules/wire.py`).
+GatherFormat = Literal["exact", "int8", "fp8"]
+
 MIB = 1 << 20
 GIB = 1 << 30
 DEFAULT_LIVE_BYTES = 4 * GIB
@@ -134,6 +137,10 @@ class Options:
             wherever it stands, what a layer of `torch.nn` would refuse for its dtype: so fp32 buffers may take part
             before. `"model"`: those of the outermost call alone, for models that hand fp32 values to their blocks on
             purpose. `"none"`: nothing is cast.
+        gather_format: what the all-gathers of stage 3 carry. `"exact"`: the parameters as they are. `"int8"`, `"fp8"`:
+            codes of blocks of 256 elements and a scale for each, 0.508 of the bytes of bf16; forward and backward
+            compute with the rounded values, the same on every rank, and updates, looks, saves and exports with exact
+            ones (qwZ of ZeRO++; docs/compressed.md). It changes results. No effect where one rank has all parameters.
 
     Raises:
         ConfigError: a value is out of its range; the message names it.
@@ -164,6 +171,7 @@ class Options:
     debug_release: bool = False
     timeout_s: float = 600.0
     cast_inputs: Literal["units", "model", "none"] = "units"
+    gather_format: GatherFormat = "exact"
 
     def __post_init__(self) -> None:
         """Refuse values out of range, by name."""

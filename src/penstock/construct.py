@@ -25,6 +25,7 @@ from penstock.engine.passes.given import retire
 from penstock.engine.passes.hooks import Hooks
 from penstock.engine.passes.idioms import Idioms
 from penstock.engine.passes.mixing import MixedProducts
+from penstock.engine.passes.packing import Packing
 from penstock.engine.passes.planted import Planted
 from penstock.engine.passes.precision import InputCasts
 from penstock.engine.passes.reduce import Reducer
@@ -192,7 +193,8 @@ def _make_lasting(blueprint: Blueprint, rig: Rig, memory: _Memory, council: Coun
     store, staging = memory.store, memory.staging
     # Parts are made from the bottom up: each gets those that it uses in its constructor.
     movement = Movement(rig.streams, staging.transit, staging.landing)
-    gatherer = Gatherer(rig, movement, live_bytes=blueprint.live_bytes, prefetch_bytes=options.prefetch_bytes)
+    packing = Packing(rig, options.gather_format)
+    gatherer = Gatherer(rig, movement, packing, live_bytes=blueprint.live_bytes, prefetch_bytes=options.prefetch_bytes)
     reducer = Reducer(
         rig,
         movement,

@@ -15,7 +15,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from penstock.blueprint import Blueprint, draw_blueprint, request_for
-from penstock.budgets import BUFFERS, FIRST, GATHERED, ON_THEIR_WAY, DeviceNeed, Room, device_need, memories
+from penstock.budgets import BUFFERS, FIRST, GATHERED, ON_THEIR_WAY, PACKED, DeviceNeed, Room, device_need, memories
 from penstock.checkpoint.beside import persistent_buffers
 from penstock.checkpoint.fields import to_bytes
 from penstock.checkpoint.tables import HomeTable, Tiling, UnitTable, kept_homes, own_tiles
@@ -95,7 +95,7 @@ class Footprint:
         lines = [f"{'kind':<24} {'tier':<7} {'bytes':>18}"]
         kinds = dict.fromkeys((row.kind, row.tier) for row in self.at_rest.rows)
         lines += [f"{kind:<24} {tier:<7} {self.at_rest.bytes(kind=kind, tier=tier):>18,}" for kind, tier in kinds]
-        for what in (GATHERED, ON_THEIR_WAY, BUFFERS, FIRST):
+        for what in (GATHERED, PACKED, ON_THEIR_WAY, BUFFERS, FIRST):
             if self.device.parts[what]:
                 lines.append(f"{what:<24} {'device':<7} {self.device.parts[what]:>18,}")
         lines.append(f"{'at once, on this rank':<32} {'needed':>18} {'available':>18}")

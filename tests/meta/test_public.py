@@ -91,6 +91,7 @@ FIELDS = {
         "debug_release": False,
         "timeout_s": 600.0,
         "cast_inputs": "units",
+        "gather_format": "exact",
     },
     "StepResult": dict.fromkeys(("grad_norm", "skipped", "loss_scale"), dataclasses.MISSING) | {"loss": None},
     "Location": dict.fromkeys(

@@ -159,6 +159,7 @@ class Engine:
         # 2. What is under way, gathers too, ends before its memory goes: files are still being written from it, and
         # others are handed it at once.
         self.rig.streams.close()
+        self.passes.gatherer.rest()
         self.passes.reducer.close()
         self.passes.hooks.close()
         try:  # 3.

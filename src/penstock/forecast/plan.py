@@ -29,6 +29,7 @@ PLANNED_OPTIONS = (
     "streamed_updates",
     "io_queue_depth",
     "state_dtype",
+    "gather_format",
 )
 _AGAIN = "plan again with penstock plan"
 #: What modules around others put into the names of parameters: a model is the same with them.

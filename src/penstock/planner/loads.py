@@ -4,6 +4,7 @@ from collections.abc import Iterable, Sequence
 from math import ceil
 
 from penstock.budgets import gradient_bytes
+from penstock.engine.passes.packing import packed_bytes
 from penstock.engine.units.discover import ROOT
 from penstock.engine.units.plan import UnitPlan
 from penstock.forecast.candidates import Choice
@@ -111,6 +112,7 @@ def _passing(rehearsal: Rehearsal, grid: Grid) -> int:
     blueprint = rehearsal.blueprint
     full = [plan.full_bytes for plan in blueprint.units]
     gathered = min(sum(full), max(full, default=0) + blueprint.request.options.prefetch_bytes)
+    gathered += packed_bytes(blueprint.units, blueprint.request.options.gather_format)
     return gathered + gradient_bytes(blueprint, grid, Reach(aliases_host=False, reads_in_place=False))
 
 

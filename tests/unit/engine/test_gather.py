@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, nn
 
 import penstock
-from penstock.engine.passes.gather import Gatherer, Order
+from penstock.engine.passes.gather import Gatherer
+from penstock.engine.passes.turns import Order
 from penstock.engine.units.holding import Residency
 from penstock.engine.units.unit import Unit
 from tests.support import prepare_on, separate

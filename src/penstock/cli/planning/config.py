@@ -119,6 +119,7 @@ class PlanConfig:
     update_threads: int | None = _as_in_train("update_threads")
     streamed_updates: float | Literal["auto"] | None = _as_in_train("streamed_updates")
     state_dtype: str | None = _as_in_train("state_dtype")
+    gather_format: str | None = _as_in_train("gather_format")
     optimizer_name: str = _as_in_train("optimizer_name")
     optimizer_args: tuple[str, ...] = _as_in_train("optimizer_args")
     max_grad_norm: float | None = _as_in_train("max_grad_norm")

@@ -16,11 +16,12 @@ Nothing that differs between ranks decides where: not whether an event is done, 
 """
 
 import contextlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 
 import torch
 from torch import Tensor, nn
 
+from penstock.engine.passes.packing import Packing
 from penstock.engine.units.holding import Residency
 from penstock.engine.units.recorded import views_elsewhere
 from penstock.engine.units.unit import Unit
@@ -34,55 +35,12 @@ from penstock.trace import Label
 _EMPTY = (Residency.RELEASED, Residency.OUTDATED)  # of values that count
 
 
-class Order:
-    """The sequence in which units were last used, and how far the present use has come."""
-
-    def __init__(self, guess: Sequence[Unit]) -> None:
-        self._learned = list(guess)
-        self._current: list[Unit] = []
-        self._position = 0
-        self.was_observed = False
-
-    @property
-    def learned(self) -> Sequence[Unit]:
-        """The order of the last complete pass."""
-        return self._learned
-
-    def start(self) -> None:
-        """Begin a pass."""
-        self._current = []
-        self._position = 0
-
-    def note(self, unit: Unit) -> None:
-        """Note that a unit is used now: what is expected next is what came after it last time."""
-        self._current.append(unit)
-        for ahead in range(self._position, len(self._learned)):
-            if self._learned[ahead] is unit:
-                self._position = ahead + 1
-                return
-
-    def upcoming(self) -> Iterator[Unit]:
-        """Yield the units expected next, soonest first."""
-        yield from self._learned[self._position :]
-
-    def finish(self) -> None:
-        """End a pass that is complete: expect the same order next time."""
-        if self._current:
-            self._learned = self._current
-            self.was_observed = True
-        self.start()
-
-    def replace(self, guess: Sequence[Unit]) -> None:
-        """Expect another order until one is observed."""
-        self._learned = list(guess)
-        self.start()
-
-
 class Gatherer:
     """Gathers and releases units.
 
     Arguments:
         movement: brings what this rank has of a unit to its full buffer.
+        packing: gathers what other ranks have, where that is rounded on the way.
         live_bytes: see `live_budget`.
         prefetch_bytes: how much full buffers that are being filled ahead of use may take.
 
@@ -91,10 +49,11 @@ class Gatherer:
             gathered. Memory of released units that others have views of does not count.
     """
 
-    def __init__(self, rig: Rig, movement: Movement, *, live_bytes: int, prefetch_bytes: int) -> None:
+    def __init__(self, rig: Rig, movement: Movement, packing: Packing, *, live_bytes: int, prefetch_bytes: int) -> None:
         self._ranks = rig.ranks
         self._streams = rig.streams
         self._movement = movement
+        self._packing = packing
         self.live_budget = live_bytes
         self._prefetch_budget = prefetch_bytes
         self.live_bytes = 0
@@ -104,6 +63,7 @@ class Gatherer:
         self._updated: set[Unit] = set()  # by the host, since they were gathered last: that may go on
         self._buffers: dict[int, Unit] = {}  # by the address of the full buffer's storage
         self._lingering: dict[Unit, None] = {}  # released, and others have views of the buffer
+        self._exact: set[Unit] = set()  # of those whose gathers carry rounded values: gathered for a block, as they are
 
     def owner_of(self, tensor: Tensor) -> Unit | None:
         """Find the unit whose full buffer a tensor is a view of, among those that are released after use."""
@@ -130,6 +90,15 @@ class Gatherer:
             self._updated.discard(unit)
         unit.params.written.check()  # what stays gathered must not outlive a step that failed
 
+    def acquire_exact(self, unit: Unit) -> None:
+        """Make the unit's parameters usable with the values of its home, also where gathers carry rounded ones."""
+        if self._packing.carries(unit) and unit not in self._exact:
+            if unit.holding.residency not in _EMPTY and unit not in self._in_part:
+                self.acquire(unit)  # what fills the memory now comes before what fills it next
+                unit.holding.become(Residency.OUTDATED)
+            self._exact.add(unit)
+        self.acquire(unit)
+
     def prefetch(self, upcoming: Iterator[Unit]) -> None:
         """Start gathering the units that come next, as many as the budgets allow, in order."""
         soonest = next(iter(self._ahead), None)
@@ -155,6 +124,11 @@ class Gatherer:
         """
         if unit.is_released_after_use and not unit.holding.is_held:
             self._retire(unit)
+        elif unit in self._exact and not unit.holding.blocks:
+            # It stays gathered: what computes with it next gets what a gather would have carried.
+            self._exact.discard(unit)
+            if unit.holding.residency is Residency.GATHERED:
+                self._packing.round(unit)
 
     def drop_unused(self) -> None:
         """Take back what was gathered ahead and not used, and what others have no views of any longer."""
@@ -194,6 +168,10 @@ class Gatherer:
         """Give the memory of a unit that is not in use back, also where it would be kept for the next use."""
         if not unit.resident:
             self._retire(unit)
+
+    def rest(self) -> None:
+        """Give the memory of buffers back that are used between gathers. Nothing is being gathered."""
+        self._packing.clear()
 
     def lend(self, unit: Unit) -> Tensor:
         """Give the full buffer, with memory, to become the home of the parameters."""
@@ -292,6 +270,7 @@ class Gatherer:
         """
         recorded, holding = unit.recorded, unit.holding
         self._in_part.discard(unit)  # on no rank was its collective issued
+        self._exact.discard(unit)
         if not unit.leased:
             if recorded.shown is not None and not recorded.is_alive:
                 recorded.forget()
@@ -372,6 +351,10 @@ class Gatherer:
 
     def _all_gather(self, unit: Unit) -> None:
         """Gather what other ranks have. Where this rank's part still comes from the host, the caller waits for it."""
+        if self._packing.carries(unit) and unit not in self._exact:
+            self._packing.gather(unit)
+            self._in_part.remove(unit)
+            return
         start, stop = unit.own_range
         full, own, what = unit.full, unit.full[start:stop], unit.label
         # After the upload of this rank's part: else every other rank is sent what the memory held before.
@@ -383,6 +366,7 @@ class Gatherer:
             label=Label("gather", unit.name),
         )
         self._in_part.remove(unit)
+        unit.is_rounded = False
         self._ranks.submitted(event)  # what the program issues next comes after it, on every rank
         if unit.replica is not None:  # it must hold every rank's part again
             unit.stale = False

@@ -1,10 +1,10 @@
 """What compute is doing: which forwards and backwards are under way, and which units come next."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from torch import nn
 
-from penstock.engine.passes.gather import Gatherer, Order
+from penstock.engine.passes.gather import Gatherer
 from penstock.engine.passes.outputs import Call
 from penstock.engine.units.unit import Unit
 from penstock.machine.streams import Streams
@@ -36,6 +36,50 @@ class Turns:
         units = self.active[-1:] or [u for call in self.calls[::-1] for u in self.anchors.get(call.module, ())][:1]
         verb = "backward" if self.active else "forward"
         self._streams.recorder.turn_to(Label(verb, units[0].name) if units else NO_LABEL)
+
+
+class Order:
+    """The sequence in which units were last used, and how far the present use has come."""
+
+    def __init__(self, guess: Sequence[Unit]) -> None:
+        self._learned = list(guess)
+        self._current: list[Unit] = []
+        self._position = 0
+        self.was_observed = False
+
+    @property
+    def learned(self) -> Sequence[Unit]:
+        """The order of the last complete pass."""
+        return self._learned
+
+    def start(self) -> None:
+        """Begin a pass."""
+        self._current = []
+        self._position = 0
+
+    def note(self, unit: Unit) -> None:
+        """Note that a unit is used now: what is expected next is what came after it last time."""
+        self._current.append(unit)
+        for ahead in range(self._position, len(self._learned)):
+            if self._learned[ahead] is unit:
+                self._position = ahead + 1
+                return
+
+    def upcoming(self) -> Iterator[Unit]:
+        """Yield the units expected next, soonest first."""
+        yield from self._learned[self._position :]
+
+    def finish(self) -> None:
+        """End a pass that is complete: expect the same order next time."""
+        if self._current:
+            self._learned = self._current
+            self.was_observed = True
+        self.start()
+
+    def replace(self, guess: Sequence[Unit]) -> None:
+        """Expect another order until one is observed."""
+        self._learned = list(guess)
+        self.start()
 
 
 class Orders:

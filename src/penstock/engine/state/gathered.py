@@ -48,7 +48,7 @@ class Blocks:
         try:
             for unit in units:
                 unit.holding.take(Holder.BLOCK)
-                self._gatherer.acquire(unit)
+                self._gatherer.acquire_exact(unit)
             before = {unit: unit.full.clone() for unit in units} if modify else {}
         except BaseException:
             self._let_go(outer)

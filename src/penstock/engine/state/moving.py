@@ -121,6 +121,7 @@ class Mover:
             for unit in self._units:
                 if not self._in_use(unit):
                     self._gatherer.forget(unit)
+        self._gatherer.rest()
         wanted = {unit: self._offloaded(unit, homes, to) for unit in self._units}
         if any(_parts_from_shadow(unit, plans, homes, to) for unit, plans in wanted.items()):
             # Shadows stand between homes of parameters and of the optimizer. Tiles are brought instead. All shadows

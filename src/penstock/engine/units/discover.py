@@ -55,6 +55,12 @@ class UnitSpec:
         return self.contains(other) or not self._anchor_set.isdisjoint(other.anchors)
 
     @cached_property
+    def is_beside_codes(self) -> bool:
+        """Whether it is frozen, and modules that use it have codes: it may say what those mean (scales, offsets)."""
+        beside = (other for module in self.anchors for other in module.parameters(recurse=False))
+        return not self.trainable and any(_is_code(other, trains=False) for other in beside)
+
+    @cached_property
     def _anchor_set(self) -> frozenset[nn.Module]:
         return frozenset(self.anchors)
 

@@ -197,6 +197,7 @@ class Unit:
         # Replicated: the other ranks' parts are from before the last update. The same on every rank, because it decides
         # whether an all-gather is issued: a rank that issued one alone would wait for ever.
         self.stale = False
+        self.is_rounded = False  # what was last gathered are not the values of the home, but what codes stand for
         # NaN: what reads a parameter that is not there shows it, instead of computing with values of another unit.
         self.placeholder = torch.full((), float("nan"), dtype=torch.float32, device=full.device).to(spec.dtype)
         self._nothing = self.placeholder.clone()

@@ -63,6 +63,9 @@ class StateOptions:
     state_dtype: str | None = option(
         None, "How the optimizer's states are stored: fp32, bf16, int8.", _STATE, choices=("fp32", "bf16", "int8")
     )
+    gather_format: str | None = option(
+        None, "What gathers of parameters carry: exact, int8, fp8.", _STATE, choices=("exact", "int8", "fp8")
+    )
 
     def check_state(self) -> None:
         """Refuse what can be told of these options by themselves.

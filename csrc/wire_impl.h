@@ -1,0 +1,131 @@
+// What goes between ranks in fewer bits, packed and unpacked in one pass. Included by kernels_impl.h.
+//
+// The reference is src/penstock/rules/wire.py, operation by operation. Each format says what its largest code stands for
+// (`top`), the largest scale with which that is finite (`most`), and goes between codes and values counted in scales
+// (on the way back: times `unit`).
+
+// A sum with this is rounded to a whole number, to nearest even, which is in its low bits.
+constexpr float whole = 0x1.8p23f;
+
+struct WireInt8 {
+  static constexpr Wire id = Wire::int8;
+  static constexpr size_t code_bytes = block_numel;
+  static constexpr float top = 127.0f, most = 0x1.020406p121f, unit = 1.0f;
+
+  static void encode(unsigned char* to, const V* values, V inverse) {
+    for (size_t v = 0; v < block_vectors; ++v)
+      U::store_bytes(to + v * V::width, U::bits(values[v] * inverse + V::splat(whole)));
+  }
+  // Calls put(v, codes) for each vector of the block.
+  template <class Put>
+  static void decode(const unsigned char* from, Put&& put) {
+    for (size_t v = 0; v < block_vectors; ++v) put(v, U::to_floats(U::load_signed_bytes(from + v * V::width)));
+  }
+};
+
+// Two in a byte: the low bits are of the block's first half, the high ones of its second.
+struct WireInt4 {
+  static constexpr Wire id = Wire::int4;
+  static constexpr size_t code_bytes = block_numel / 2;
+  static constexpr float top = 7.0f, most = 0x1.249248p125f, unit = 1.0f;
+  static constexpr size_t half = block_vectors / 2;
+
+  static void encode(unsigned char* to, const V* values, V inverse) {
+    for (size_t v = 0; v < half; ++v) {
+      const U low = U::bits(values[v] * inverse + V::splat(whole));
+      const U high = U::bits(values[v + half] * inverse + V::splat(whole));
+      U::store_bytes(to + v * V::width, (low & U::splat(15)) | high << 4);
+    }
+  }
+  template <class Put>
+  static void decode(const unsigned char* from, Put&& put) {
+    for (size_t v = 0; v < half; ++v) {
+      const U both = U::load_signed_bytes(from + v * V::width);
+      put(v, U::to_floats(U::shifted_signed(both << 28, 28)));
+      put(v + half, U::to_floats(U::shifted_signed(both, 4)));
+    }
+  }
+};
+
+// Read as integers, the magnitudes of e4m3 are those of fp32 without their last 20 bits, with another bias; below 2^-6
+// they count 2^-9. Of the two ways to round, the right one is the smaller: both agree up to 2^-5.
+struct WireFp8 {
+  static constexpr Wire id = Wire::fp8;
+  static constexpr size_t code_bytes = block_numel;
+  static constexpr float top = 448.0f, most = 0x1.249248p119f;
+  static constexpr unsigned bias = 120u << 23;         // between the exponents of fp32 and e4m3
+  static constexpr unsigned least = bias + (8u << 20);  // the bits of 2^-6
+  static constexpr unsigned denormal = 0x46800000u;     // of 2^14, whose last place is 2^-9
+
+  static void encode(unsigned char* to, const V* values, V inverse) {
+    for (size_t v = 0; v < block_vectors; ++v) {
+      const U bits = U::bits(values[v] * inverse);
+      const U magnitude = bits & U::splat(0x7FFFFFFFu);
+      const U counted = U::bits(U::float_of(magnitude) + U::float_of(U::splat(denormal))) - U::splat(denormal);
+      const U normal = U::larger(magnitude, U::splat(least));
+      const U rounded = (normal + U::splat(0x7FFFFu - bias) + (normal >> 20 & U::splat(1))) >> 20;
+      U::store_bytes(to + v * V::width, U::smaller(rounded, counted) | (bits >> 24 & U::splat(0x80)));
+    }
+  }
+  // With the bits of fp16, which has the next exponents, a code stands for 2^-8 of its value.
+  static constexpr float unit = 256.0f;
+  template <class Put>
+  static void decode(const unsigned char* from, Put&& put) {
+    for (size_t v = 0; v < block_vectors; ++v) put(v, V::from_fp16(V::load_e4m3(from + v * V::width)));
+  }
+};
+
+// A block below 2^-96 is zero, and one that is not finite has NaN for a scale: codes of zero, which it makes NaN.
+template <class Format, class Stored>
+void pack(unsigned char* packed, const void* values_address, size_t begin, size_t end) noexcept {
+  const auto* from = static_cast<const typename Stored::Word*>(values_address) + begin * block_numel;
+  unsigned char* to = packed + begin * (sizeof(float) + Format::code_bytes);
+  for (size_t block = begin; block < end; ++block) {
+    V values[block_vectors];
+    U largest = U::splat(0);
+    for (size_t v = 0; v < block_vectors; ++v) {
+      look_ahead(v * V::width, from);
+      if constexpr (sizeof(*from) == 4) look_ahead(v * V::width + V::width / 2, from);
+      values[v] = Stored::get(from + v * V::width);
+      largest = U::larger(largest, U::bits(values[v]) & U::splat(0x7FFFFFFFu));
+    }
+    const unsigned top = U::largest(largest);
+    float scale = scale_of(top);
+    if (has_codes(top)) {
+      const float inverse = Format::top / scale;
+      scale = scale / Format::top;
+      if (scale > Format::most) scale = Format::most;
+      Format::encode(to + sizeof scale, values, V::splat(inverse));
+    } else {
+      for (size_t i = 0; i < Format::code_bytes; ++i) to[sizeof scale + i] = 0;
+    }
+    __builtin_memcpy(to, &scale, sizeof scale);
+    from += block_numel;
+    to += sizeof scale + Format::code_bytes;
+  }
+}
+
+template <class Format, class Stored, bool add>
+void unpack(void* values_address, const unsigned char* packed, size_t begin, size_t end) noexcept {
+  auto* to = static_cast<typename Stored::Word*>(values_address) + begin * block_numel;
+  const unsigned char* from = packed + begin * (sizeof(float) + Format::code_bytes);
+  for (size_t block = begin; block < end; ++block) {
+    float scale;
+    __builtin_memcpy(&scale, from, sizeof scale);
+    if constexpr (V::width > 1) {
+      for (size_t line = 0; line < Format::code_bytes; line += 64) __builtin_prefetch(from + ahead_bytes + line);
+    }
+    const V factor = V::splat(scale * Format::unit);  // a power of two: no scale of a block is too large for it
+    Format::decode(from + sizeof scale, [&](size_t v, V codes) {
+      V value = codes * factor;
+      if constexpr (add) {
+        look_ahead(v * V::width, to);
+        look_ahead(v * V::width + V::width / 2, to);
+        value = Stored::get(to + v * V::width) + value;
+      }
+      Stored::put(to + v * V::width, value);
+    });
+    to += block_numel;
+    from += sizeof scale + Format::code_bytes;
+  }
+}
