@@ -73,7 +73,9 @@ class _Pool:
 
     @property
     def share(self) -> int:
-        """How many bytes there are for these ranks: others that were started here train something else."""
+        """How many bytes there are for these ranks: of memory others that were started here, alone, have their part."""
+        if self.kind == _DISK:
+            return self.available
         return self.available * len(self.needed) // max(len(self.needed), self.started)
 
     @property
@@ -90,10 +92,11 @@ class _Pool:
         if len(self.needed) == 1:
             each = f" for each of its {self.started} ranks" if self.started > 1 else ""
             return f"{self.whose} {self.share:,} available{each}, {self.missing:,} too few"
+        room = "available for them" if self.kind == _MEMORY else "bytes free"
         ranks = ", ".join(f"rank {rank}: {nbytes:,}" for rank, nbytes in self.needed.items())
         return (
             f"the ranks of host {self.host.name} need {sum(self.needed.values()):,} bytes together ({ranks}), and "
-            f"{self.whose} {self.share:,} available for them, {self.missing:,} too few"
+            f"{self.whose} {self.share:,} {room}, {self.missing:,} too few"
         )
 
 
@@ -117,6 +120,8 @@ def check_hosts(council: Council, claims: Claims) -> None:
         NvmeError: a file system of a host has too little room for all of its ranks.
     """
     rank = council.members[council.rank]
+    if council.size == 1:
+        claims = Claims(claims.memory)  # whoever makes the files looks at the disks
     told = council.collect([this_host(), ranks_of_host(), _told(claims)])
     lacking = [pool for pool in _pools(dict(zip(council.members, told, strict=True))) if pool.lacks]
     if not lacking:

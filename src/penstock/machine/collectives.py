@@ -376,7 +376,9 @@ class Ranks:
         """Overwrite a tensor with that of the first rank of those that have the same parts of the parameters."""
         self._come_after_submitted()
         for group in self._data_groups:
-            self._count("broadcast", group, partial(dist.broadcast, as_bytes(tensor), group=group, group_src=0))
+            # Copies may be on other hosts: each gets one copy over the link, which goes from its first shard to others.
+            if group is not self._replica_group or self.shard_rank == 0:
+                self._count("broadcast", group, partial(dist.broadcast, as_bytes(tensor), group=group, group_src=0))
 
     def broadcast_part(self, tensor: Tensor, shard_rank: int) -> None:
         """Overwrite a tensor with that of one of the shard ranks, on all of them."""
