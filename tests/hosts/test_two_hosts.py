@@ -19,9 +19,9 @@ import torch
 
 from tests.hosts import two
 from tests.hosts.work import BLOCKS, DISKS, ROWS, STEPS, TINY, UNIT_BYTES, train_all
-from tests.support import run_ranks
+from tests.support import run_ranks, thorough
 
-MBIT, MIB = 500, 1 << 20
+MIB = 1 << 20
 MOST_SECONDS = 200
 # What frames add: 66 bytes of headers to each 1,448, and 66 for the acknowledgement of each two that come.
 OVERHEAD = (1448 + 66 + 33) / 1448
@@ -39,7 +39,7 @@ PER_BLOCK = {
     "sharded, stage 2": GATHER + ALL_REDUCE,
     "copies": ALL_REDUCE,
 }
-SPEC = {"mbit": MBIT, "hosts": [{"name": "a", "disk_bytes": 128 * MIB}, {"name": "b", "disk_bytes": 60 * MIB}]}
+SPEC = {"mbit": 500, "hosts": [{"name": "a", "disk_bytes": 128 * MIB}, {"name": "b", "disk_bytes": 60 * MIB}]}
 
 
 @contextlib.contextmanager
@@ -72,9 +72,9 @@ def _allowed() -> None:
         pytest.skip(f"two hosts on one machine: {refused()}")
 
 
-def on_two_hosts(folder: Path) -> list[dict[str, Any]]:
+def on_two_hosts(folder: Path, mbit: int) -> list[dict[str, Any]]:
     """What each rank has found."""
-    with hosts(folder, module="tests.hosts.work", arguments=[str(folder)]) as process:
+    with hosts(folder, mbit=mbit, module="tests.hosts.work", arguments=[str(folder)]) as process:
         _, said = process.communicate(timeout=MOST_SECONDS)
     logs = "\n".join(f"{log}:\n{log.read_text()[-3000:]}" for log in sorted(folder.glob("*/log")))
     assert process.returncode == 0, f"{said.decode()}\n{logs}"
@@ -88,15 +88,16 @@ def same_bits(found: dict[str, Any], expected: dict[str, Any]) -> None:
         assert torch.equal(one, other)
 
 
-def test_two_hosts_train_as_one_and_send_what_is_stated(tmp_path: Path) -> None:
-    on_each = on_two_hosts(tmp_path)
+@pytest.mark.parametrize("mbit", [500, thorough(50)])
+def test_two_hosts_train_as_one_and_send_what_is_stated(tmp_path: Path, mbit: int) -> None:
+    on_each = on_two_hosts(tmp_path, mbit)
     assert [found["host"] for found in on_each] == ["a", "a", "b", "b"]
     # 1. The same results as on one host, on disks too, whatever the clocks say.
     for found, expected in zip(on_each, run_ranks(train_all, 4), strict=True):
         for row in ROWS:
             same_bits(found["rows"][row.name], expected[row.name])
         same_bits(found["disks"], expected[DISKS.name])
-        check_link(found["rows"])
+        check_link(found["rows"], mbit)
         check_disks(found["disks"])
     # 2. Who refuses is named, with its host.
     *others, (kind, _) = (found["stranger"] for found in on_each)
@@ -106,7 +107,7 @@ def test_two_hosts_train_as_one_and_send_what_is_stated(tmp_path: Path) -> None:
         assert text.startswith("Rank 3 of 4 (host b) failed in full_param(), and this one stops with it. ConfigError: ")
 
 
-def check_link(rows: dict[str, Any]) -> None:
+def check_link(rows: dict[str, Any], mbit: int) -> None:
     """Hold the bytes that a host has sent against what is stated."""
     for name, per_block in PER_BLOCK.items():
         stated = STEPS * BLOCKS * UNIT_BYTES * per_block
@@ -121,7 +122,7 @@ def check_link(rows: dict[str, Any]) -> None:
             step = BLOCKS * UNIT_BYTES * PER_BLOCK[row.name]
             most = (values * (1 if row.copies == 2 else 2) + step) * OVERHEAD + 16 * CONTROL_BYTES
             assert nbytes < most, row.name
-            assert seconds < START_SECONDS + 2 * most / (MBIT * 1e6 / 8), row.name
+            assert seconds < START_SECONDS + 2 * most / (mbit * 1e6 / 8), row.name
 
 
 def check_disks(found: dict[str, Any]) -> None:

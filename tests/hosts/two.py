@@ -18,7 +18,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -52,24 +52,35 @@ def run(spec_file: Path) -> int:
     """Make both hosts, join them, and wait for what runs there. The first status that is not 0 ends all."""
     spec = json.loads(spec_file.read_text())
     hosts = [_start(spec_file, number) for number in range(len(spec["hosts"]))]
-    for host in hosts:
-        assert host.stdout is not None
-        if host.stdout.readline() != b"here\n":
-            print("A namespace of its own is refused to a host.", file=sys.stderr)
-            return 1
+    _meet(hosts, "here")
     first, second = (str(host.pid) for host in hosts)
     pair = ["ip", "link", "add", link_of(0), "netns", first, "type", "veth"]
     subprocess.run([*pair, "peer", "name", link_of(1), "netns", second], check=True)
-    for host in hosts:
-        assert host.stdin is not None
-        host.stdin.write(b"go\n")
-        host.stdin.close()
+    _tell(hosts)
+    _meet(hosts, "up")  # a host that ended before would take the link with it
+    _tell(hosts)
     for _ in hosts:
         _, ended = os.wait()
         status = os.waitstatus_to_exitcode(ended)
         if status:
             return status
     return 0
+
+
+def _meet(hosts: Sequence["subprocess.Popen[bytes]"], word: str) -> None:
+    """Wait until every host has said so."""
+    for host in hosts:
+        assert host.stdout is not None
+        if host.stdout.readline().decode().strip() != word:
+            sys.exit(f"A host is not {word}.")
+
+
+def _tell(hosts: Sequence["subprocess.Popen[bytes]"]) -> None:
+    """Have every host go on."""
+    for host in hosts:
+        assert host.stdin is not None
+        host.stdin.write(b"go\n")
+        host.stdin.flush()
 
 
 def _start(spec_file: Path, number: int) -> "subprocess.Popen[bytes]":
@@ -89,8 +100,7 @@ def be_host(spec_file: Path, number: int) -> None:
     disk = Path(own, "disk")
     disk.mkdir(exist_ok=True)
     _call("mount", "-t", "tmpfs", "-o", f"size={host.get('disk_bytes', 1 << 26)}", "none", str(disk))
-    print("here", flush=True)
-    sys.stdin.readline()  # the link is there now
+    _say("here")  # the link is there then
     link = link_of(number)
     _call("ip", "link", "set", "lo", "up")
     _call("ip", "address", "add", f"{ADDRESSES[number]}/24", "dev", link)
@@ -99,6 +109,7 @@ def be_host(spec_file: Path, number: int) -> None:
     _call(
         "tc", "qdisc", "add", "dev", link, "root", "tbf", "rate", f"{spec['mbit']}mbit", "burst", "64kb", "limit", "8mb"
     )
+    _say("up")
     os.environ.update({"GLOO_SOCKET_IFNAME": link, "TMPDIR": str(Path(own, "tmp")), "OMP_NUM_THREADS": "1"})
     if "module" not in spec:
         time.sleep(spec.get("seconds", 0))
@@ -110,6 +121,13 @@ def be_host(spec_file: Path, number: int) -> None:
     agent += ["--nproc-per-node", str(RANKS), "--node-rank", str(number)]
     agent += ["--master-addr", ADDRESSES[0], "--master-port", str(PORT), "--max-restarts", "0"]
     os.execv(sys.executable, [*agent, "-m", spec["module"], *spec["arguments"]])
+
+
+def _say(word: str) -> None:
+    """Say how far this host is, and wait for the others."""
+    print(word, flush=True)
+    if sys.stdin.readline() != "go\n":
+        sys.exit("The hosts are ended.")
 
 
 def sent_bytes(link: str) -> int:

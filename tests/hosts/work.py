@@ -142,7 +142,8 @@ def on_disks(rank: int, folder: Path) -> dict[str, Any]:
 def main(folder: Path) -> None:
     dist.init_process_group("gloo")
     rank, host = dist.get_rank(), os.uname().nodename
-    if host == "b":  # its clock is wrong
+    if host == "b":  # it has fewer cores, and its clock is wrong
+        os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
         real = time.time
         time.time = lambda: real() + 86_400
     link = os.environ["GLOO_SOCKET_IFNAME"]
