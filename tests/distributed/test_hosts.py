@@ -230,3 +230,20 @@ def test_what_a_dead_run_has_left_counts_as_free() -> None:
         patch.setattr(hosts, "nvme_bytes", lambda plan: [(folder, 5), ("/unused", 0)])
         assert claims_of(Need()).disks == [(folder, 5)]  # type: ignore[arg-type]
         assert not dead.exists()
+
+
+def unreachable(rank: int) -> str:
+    def refuse(*_: object) -> object:
+        raise RuntimeError("Connection refused")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.distributed, "ProcessGroupGloo", refuse)
+        return said_by(made)[1]
+
+
+def test_ranks_that_cannot_reach_other_hosts_are_told_of_the_interface() -> None:
+    for text in run_ranks(unreachable, 2):
+        assert "Connection refused" in text
+        assert "GLOO_SOCKET_IFNAME" not in text
+    for text in run_ranks(unreachable, 3, start=on_two_hosts):
+        assert "Ranks of several hosts find each other by GLOO_SOCKET_IFNAME: set it on each host" in text

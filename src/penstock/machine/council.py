@@ -27,6 +27,10 @@ Facts = dict[str, Any]
 
 _MOST_BYTES = 1 << 28  # that one rank may say at once
 DEFAULT_TIMEOUT_S = 600.0
+_INTERFACE = (
+    "Ranks of several hosts find each other by GLOO_SOCKET_IFNAME: set it on each host to the name of its interface on "
+    "the network between them. "
+)
 
 
 class Council:
@@ -92,6 +96,8 @@ class Council:
                 self._hosts = names_of_hosts(prefixed.multi_get(everyone))
             self._group = dist.ProcessGroupGloo(prefixed, self.rank, self.size, limit)
         except RuntimeError as error:
+            if self._hosts:  # all are present, and cannot reach each other
+                self._advice = _INTERFACE
             raise self._silence("prepare()", error) from error
 
     @property
