@@ -4,9 +4,11 @@ A device's memory holds what rests there, and beside it what is there for a whil
 their way home, buffers of tiles, and at the start the values of one unit on their way to their homes. What the model
 computes (activations, and what kernels take for themselves) is not known here, and not counted.
 
-Where device and host share memory, as on a cpu, both together are held against the host's.
+Where device and host share memory, as on a cpu, both together are held against the host's. A host's memory and disks
+are those of all its ranks: what they take together, they compare (`hosts.py`).
 """
 
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -20,17 +22,20 @@ from penstock.engine.passes.packing import packed_bytes
 from penstock.engine.units.plan import UnitPlan
 from penstock.errors import MemoryBudgetError
 from penstock.kinds import GRAD, MASTER, OPTIMIZER, PARAM, SHADOW, STAGING, Tier
-from penstock.machine.arena import available_host_memory
+from penstock.machine.arena import HostMemory, available_host_memory
 from penstock.machine.devices import free_device_memory, shares_host_memory
 from penstock.machine.reach import Grid, Reach
 from penstock.machine.threads import ranks_of_host
 from penstock.tiers.copies import in_reach
+from penstock.tiers.home import SectionPlan
+from penstock.tiers.nvme import bytes_by_folder, stripe
 from penstock.tiers.store import bytes_on
 
 #: What a device has at rest, as `Placement` calls it: the homes that it is made of.
 _AT_REST = {"params": (PARAM,), "grads": (GRAD,), "optimizer": (MASTER, OPTIMIZER, SHADOW)}
 GATHERED, PACKED, ON_THEIR_WAY = "gathered", "packed", "gradients on their way"
 TILES, BUFFERS, FIRST = "tiles", "buffers", "first values"
+DEVICE, HOST = "device", "host"  # names of rooms
 
 # Bytes per element that values take on their way to their homes: in fp32; and while they are split into bf16 and a
 # remainder, as integers beside that.
@@ -78,17 +83,64 @@ class Room:
     lack: str | None = None
 
 
-def check_memory(blueprint: Blueprint, model: nn.Module, grid: Grid, reach: Reach, device: torch.device) -> None:
-    """Refuse a blueprint that takes more memory than there is. Nothing was taken.
+@dataclass(frozen=True)
+class HostNeed:
+    """Bytes of the host's memory that a rank takes at once.
+
+    Attributes:
+        blueprint: what takes them.
+        shares: what the device takes, where its memory is the host's; `None` where it has memory of its own.
+    """
+
+    blueprint: Blueprint
+    shares: DeviceNeed | None
+
+    @property
+    def on_cpu(self) -> int:
+        """Those of the cpu tier."""
+        return self.blueprint.bytes_on(Tier.CPU)
+
+    @property
+    def nbytes(self) -> int:
+        """All of them."""
+        return self.on_cpu + (self.shares.nbytes - self.shares.there if self.shares else 0)
+
+    def lack(self, whose: str, missing: int) -> str:
+        """Say that it is too much, and what to do.
+
+        Arguments:
+            whose: what the host has.
+            missing: how many bytes are missing, for each rank.
+        """
+        if self.shares is None:
+            return (
+                f"The cpu tier needs {self.nbytes:,} bytes on this rank; {whose}. Use more ranks, a higher stage, or "
+                "keep less on the cpu tier."
+            )
+        what = f"{self.shares}, cpu tier {self.on_cpu:,}" if self.on_cpu else str(self.shares)
+        beside = f", beside {self.shares.there:,} that the model takes already" if self.shares.there else ""
+        return (
+            f"The device and the cpu tier share the host's memory, and need {self.nbytes:,} bytes of it on this rank"
+            f"{beside}, activations apart ({what}); {whose}. "
+            f"{_advice(self.blueprint, missing, (Tier.DEVICE, Tier.CPU), 'nvme')}"
+        )
+
+
+def check_device(blueprint: Blueprint, model: nn.Module, grid: Grid, reach: Reach, device: torch.device) -> HostNeed:
+    """Refuse a blueprint that takes more of its device than there is. Nothing was taken.
+
+    Returns:
+        What it takes of the host.
 
     Raises:
         MemoryBudgetError: it says of what, how much is missing, and what to do.
     """
     checks.check_pinned_memory(blueprint.copied_bytes, blueprint.staging_bytes, device, blueprint.request.options)
     need = device_need(blueprint, model, grid, reach, device)
-    lacks = [room.lack for room in memories(blueprint, need, device, ranks_of_host()) if room.lack is not None]
-    if lacks:
-        raise MemoryBudgetError(" ".join(lacks))
+    rooms = memories(blueprint, need, device, ranks_of_host())
+    if any(room.lack for room in rooms if room.name == DEVICE):
+        raise MemoryBudgetError(" ".join(room.lack for room in rooms if room.lack))
+    return HostNeed(blueprint, need if shares_host_memory(device) else None)
 
 
 def device_need(blueprint: Blueprint, model: nn.Module, grid: Grid, reach: Reach, device: torch.device) -> DeviceNeed:
@@ -209,7 +261,7 @@ def memories(blueprint: Blueprint, need: DeviceNeed, device: torch.device, ranks
     shared, options = shares_host_memory(device), blueprint.request.options
     if not shared or options.device_bytes is not None:
         rooms.append(_device_room(blueprint, need, device))
-    rooms.append(_host_room(blueprint, need if shared else None, ranks_here))
+    rooms.append(_host_room(HostNeed(blueprint, need if shared else None), ranks_here))
     return rooms
 
 
@@ -220,47 +272,52 @@ def _device_room(blueprint: Blueprint, need: DeviceNeed, device: torch.device) -
     else:
         free = free_device_memory(device)
         if free is None:
-            return Room("device", need.nbytes, None)
+            return Room(DEVICE, need.nbytes, None)
         available, whose = free + need.there, f"{device} has {free:,} free"
         if need.there:
             whose += f", and {need.there:,} that the model takes there now"
     missing = need.nbytes - available
     if missing <= 0:
-        return Room("device", need.nbytes, available)
+        return Room(DEVICE, need.nbytes, available)
     lack = (
         f"The device needs {need.nbytes:,} bytes on this rank, activations apart ({need}); {whose}, {missing:,} too "
         f"few. {_advice(blueprint, missing, (Tier.DEVICE,), 'cpu')}"
     )
-    return Room("device", need.nbytes, available, lack)
+    return Room(DEVICE, need.nbytes, available, lack)
 
 
-def _host_room(blueprint: Blueprint, shares: DeviceNeed | None, ranks_here: int) -> Room:
+def _host_room(need: HostNeed, ranks_here: int) -> Room:
     """Hold the cpu tier, and the device's state where that shares its memory, against what the host has."""
-    on_cpu = blueprint.bytes_on(Tier.CPU)
-    needed = on_cpu + (shares.nbytes - shares.there if shares else 0)
-    host = available_host_memory()
+    host = host_memory()
     if host is None:
-        return Room("host", needed, None)
+        return Room(HOST, need.nbytes, None)
     available = host.nbytes // ranks_here
-    missing = needed - available
+    missing = need.nbytes - available
     if missing <= 0:
-        return Room("host", needed, available)
+        return Room(HOST, need.nbytes, available)
     each = f" for each of its {ranks_here} ranks" if ranks_here > 1 else ""
-    whose = f"{host.whose} {available:,} available{each}, {missing:,} too few"
-    if shares is None:
-        lack = (
-            f"The cpu tier needs {needed:,} bytes on this rank; {whose}. Use more ranks, a higher stage, or keep less "
-            "on the cpu tier."
-        )
-    else:
-        what = f"{shares}, cpu tier {on_cpu:,}" if on_cpu else str(shares)
-        beside = f", beside {shares.there:,} that the model takes already" if shares.there else ""
-        lack = (
-            f"The device and the cpu tier share the host's memory, and need {needed:,} bytes of it on this rank"
-            f"{beside}, activations apart ({what}); {whose}. "
-            f"{_advice(blueprint, missing, (Tier.DEVICE, Tier.CPU), 'nvme')}"
-        )
-    return Room("host", needed, available, lack)
+    return Room(
+        HOST,
+        need.nbytes,
+        available,
+        need.lack(f"{host.whose} {available:,} available{each}, {missing:,} too few", missing),
+    )
+
+
+def host_memory() -> HostMemory | None:
+    """Look up what the host has for all of its ranks; `None` where nothing says it."""
+    return available_host_memory()
+
+
+def nvme_bytes(blueprint: Blueprint) -> Sequence[tuple[str | os.PathLike[str], int]]:
+    """Count the bytes that a rank puts into each folder of the nvme tier, those of activations apart."""
+    parents = blueprint.request.placement.nvme_folders()
+    wanted: dict[str, list[SectionPlan]] = {}
+    for section in blueprint.sections:
+        if section.tier is Tier.NVME and section.cells:
+            wanted.setdefault(section.home, []).append(section)
+    needed = bytes_by_folder(stripe(wanted, len(parents)), len(parents)) if wanted else []
+    return list(zip(parents, needed, strict=False))
 
 
 def _advice(blueprint: Blueprint, missing: int, tiers: Sequence[Tier], to: str) -> str:

@@ -1,6 +1,7 @@
 """`build`: draws the blueprint of a request, and has it built on given ranks and streams.
 
-1. Draw the blueprint (`blueprint.py`), hold it against the memory there is, and have all ranks compare theirs.
+1. Draw the blueprint (`blueprint.py`), hold it against the memory there is, and have all ranks compare theirs: those of
+   a host together as well (`hosts.py`).
 2. Build it (`construct.py`).
 """
 
@@ -15,6 +16,7 @@ from penstock.adopt import Adopter
 from penstock.blueprint import Request, draw_blueprint
 from penstock.construct import construct
 from penstock.errors import CheckpointError, ConfigError
+from penstock.hosts import check_hosts
 from penstock.machine.border import crossing
 from penstock.machine.collectives import Ranks
 from penstock.machine.streams import Streams
@@ -39,9 +41,10 @@ def build(
     with ranks.council.together("prepare()", ConfigError) as facts:  # before any other collective
         blueprint = draw_blueprint(model, optimizer, request, ranks.grid, streams.reach)
         # When all of it is known: memory that is too small is found before anything is taken, not halfway.
-        supply.check(blueprint, model, ranks.grid, streams.reach, streams.device)
+        claims = supply.check(blueprint, model, ranks.grid, streams.reach, streams.device)
         if ranks.world_size > 1:
             facts.update(blueprint.facts(model, ranks.grid))
+    check_hosts(ranks.council, claims)
     if optimizer is not None:
         warn_of_unowned(model, blueprint.groups)
     # Now, when all ranks are here and nothing has moved: one that dies later leaves none waiting for a group.

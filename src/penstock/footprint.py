@@ -15,7 +15,18 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from penstock.blueprint import Blueprint, draw_blueprint, request_for
-from penstock.budgets import BUFFERS, FIRST, GATHERED, ON_THEIR_WAY, PACKED, DeviceNeed, Room, device_need, memories
+from penstock.budgets import (
+    BUFFERS,
+    FIRST,
+    GATHERED,
+    ON_THEIR_WAY,
+    PACKED,
+    DeviceNeed,
+    Room,
+    device_need,
+    memories,
+    nvme_bytes,
+)
 from penstock.checkpoint.beside import persistent_buffers
 from penstock.checkpoint.fields import to_bytes
 from penstock.checkpoint.tables import HomeTable, Tiling, UnitTable, kept_homes, own_tiles
@@ -31,8 +42,6 @@ from penstock.machine.reach import Grid
 from penstock.machine.swap import existing_folder, free_disk_bytes
 from penstock.machine.threads import ranks_of_host
 from penstock.planned import asks_for_plan, check_asked, planned, taken
-from penstock.tiers.home import SectionPlan
-from penstock.tiers.nvme import bytes_by_folder, stripe
 from penstock.tiers.report import Location, LocationReport
 
 # What a checkpoint has beside tiles and buffers, at most, on any rank: states of random numbers, the model's
@@ -203,15 +212,9 @@ def _at_rest(blueprint: Blueprint, device: torch.device) -> LocationReport:
 
 def _folders(blueprint: Blueprint, ranks_here: int) -> list[Room]:
     """Hold what goes to each folder of the nvme tier against what is free there. Ranks of a host have the same ones."""
-    parents = blueprint.request.placement.nvme_folders()
-    wanted: dict[str, list[SectionPlan]] = {}
-    for section in blueprint.sections:
-        if section.tier is Tier.NVME and section.cells:
-            wanted.setdefault(section.home, []).append(section)
-    needed = bytes_by_folder(stripe(wanted, len(parents)), len(parents)) if wanted else []
     rooms: list[Room] = []
     taken: dict[int, int] = {}  # by file system: several folders may be on one
-    for parent, nbytes in zip(parents, needed, strict=False):
+    for parent, nbytes in nvme_bytes(blueprint):
         try:
             folder = existing_folder(parent)
             system, free = folder.stat().st_dev, free_disk_bytes(folder) // ranks_here

@@ -28,6 +28,7 @@ LAYERS = (
     ("accord", "checks", "optimizer", "recompute"),
     ("blueprint", "ema", "inference", "planned"),
     ("budgets",),
+    ("hosts",),
     ("supply",),
     ("construct",),
     ("adopt",),

@@ -223,8 +223,8 @@ class Ranks:
     def _could_not_finish(self, what: str, number: int, error: RuntimeError) -> EngineError:
         """Make the error of a collective that failed, with where the other ranks stand."""
         return EngineError(
-            f"Rank {self.rank} could not finish {what}, collective {number} since the last step; {self._others(what)}. "
-            f"{_SAME} ({error})"
+            f"Rank {self.rank}{self.council.host_of(self.rank)} could not finish {what}, collective {number} since the "
+            f"last step; {self._others(what)}. {_SAME} ({error})"
         )
 
     def _count(
@@ -238,8 +238,8 @@ class Ranks:
             collective()
         except RuntimeError as error:
             raise EngineError(
-                f"Rank {self.rank} could not finish the {name} that another one takes part in, which has ended or does "
-                f"something else. ({error})"
+                f"Rank {self.rank}{self.council.host_of(self.rank)} could not finish the {name} that another one takes "
+                f"part in, which has ended or does something else. ({error})"
             ) from error
 
     def _check_alive(self, group: dist.ProcessGroup | None) -> None:
@@ -265,9 +265,10 @@ class Ranks:
                 try:
                     # A rank that is stuck in another collective finds out later than this one: give it some seconds.
                     store.wait([f"penstock stopped {rank}"], _HEARING)
-                    said.append(f"rank {rank} could not finish {store.get(f'penstock stopped {rank}').decode()}")
+                    stopped = f"could not finish {store.get(f'penstock stopped {rank}').decode()}"
                 except RuntimeError:
-                    said.append(f"rank {rank} says nothing: it has ended, or runs something else")
+                    stopped = "says nothing: it has ended, or runs something else"
+                said.append(f"{self.council.named(rank)} {stopped}")
         return "; ".join(said)
 
     def digest(self) -> list[float]:
@@ -294,7 +295,7 @@ class Ranks:
         for number, names in enumerate(zip_longest(*everyone), start=1):
             if len(set(names)) > 1:
                 of_ranks = zip(self.council.members, names, strict=True)
-                by_rank = "; ".join(f"rank {rank}: {name or 'none'}" for rank, name in of_ranks)
+                by_rank = "; ".join(f"{self.council.named(rank)}: {name or 'none'}" for rank, name in of_ranks)
                 raise EngineError(
                     f"Ranks are out of step: collective {number} since the last step was not the same on all of them "
                     f"({by_rank}). Nothing was updated. {_SAME}"
@@ -341,7 +342,10 @@ class Ranks:
         """Overwrite a tensor with that of the first rank of those that have the same parts of the parameters."""
         self._come_after_submitted()
         for group in self._data_groups:
-            self._count("broadcast", tensor, group, partial(dist.broadcast, as_bytes(tensor), group=group, group_src=0))
+            # Copies may be on other hosts: each gets one copy over the link, which goes from its first shard to others.
+            if group is not self._replica_group or self.shard_rank == 0:
+                send = partial(dist.broadcast, as_bytes(tensor), group=group, group_src=0)
+                self._count("broadcast", tensor, group, send)
 
     def broadcast_part(self, tensor: Tensor, shard_rank: int) -> None:
         """Overwrite a tensor with that of one of the shard ranks, on all of them."""

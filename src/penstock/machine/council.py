@@ -22,12 +22,17 @@ import torch.distributed as dist
 from torch import Tensor
 
 from penstock.errors import EngineError, PenstockError
+from penstock.machine.host import host_name, names_of_hosts
 
 #: What ranks compare: values that JSON has, by a name that a message can show.
 Facts = dict[str, Any]
 
 _MOST_BYTES = 1 << 28  # that one rank may say at once
 DEFAULT_TIMEOUT_S = 600.0
+_INTERFACE = (
+    "Ranks of several hosts find each other by GLOO_SOCKET_IFNAME: set it on each host to the name of its interface on "
+    "the network between them. "
+)
 
 
 class Council:
@@ -44,6 +49,7 @@ class Council:
         error: the class of the error that is raised when another member does not answer.
         advice: a sentence that is added to the message of that error.
         name: a name that all members know and that no council had before; empty to have one chosen.
+        hosts: the names of the members' hosts, where there are several and somebody has asked already.
 
     Raises:
         PenstockError: of class `error`, when a member does not join in time.
@@ -58,6 +64,7 @@ class Council:
         error: type[PenstockError] = EngineError,
         advice: str = "",
         name: str = "",
+        hosts: Sequence[str] | None = None,
     ) -> None:
         self.members = tuple(members)
         self.rank = rank
@@ -66,6 +73,7 @@ class Council:
         self._advice = advice
         self._others: list[Council] = []  # councils of the same ranks, which end with this one
         self._name = name
+        self._hosts = hosts
         self._group: Any = None  # torch does not type what a backend does
         if self.size > 1:
             self._join()
@@ -83,10 +91,15 @@ class Council:
         limit = timedelta(seconds=min(self._timeout_s, 1e8))  # a timedelta's own limit is not far beyond
         try:
             # Wait here until all are present: inside gloo's constructor the store's own timeout would count, not ours.
-            prefixed.set(f"here {self.rank}", "")
-            prefixed.wait([f"here {rank}" for rank in range(self.size)], limit)
+            everyone = [f"here {rank}" for rank in range(self.size)]
+            prefixed.set(everyone[self.rank], host_name())
+            prefixed.wait(everyone, limit)
+            if self._hosts is None:  # now: when a message needs them, the host of the store may be the one that is gone
+                self._hosts = names_of_hosts(prefixed.multi_get(everyone))
             self._group = dist.ProcessGroupGloo(prefixed, self.rank, self.size, _options(limit))
         except RuntimeError as error:
+            if self._hosts:  # all are present, and cannot reach each other
+                self._advice = _INTERFACE
             raise self._silence("prepare()", error) from error
 
     @property
@@ -98,6 +111,14 @@ class Council:
     def is_first(self) -> bool:
         """Whether this rank is the one that speaks for all."""
         return self.rank == 0
+
+    def named(self, rank: int) -> str:
+        """Return how messages call a rank of the job: with the name of its host, where there are several."""
+        return f"rank {rank}{self.host_of(rank)}"
+
+    def host_of(self, rank: int) -> str:
+        """Say in brackets which host a rank of the job is on; nothing where all are on one, or it is no member."""
+        return f" (host {self._hosts[self.members.index(rank)]})" if self._hosts and rank in self.members else ""
 
     def another(self, *, error: type[PenstockError], advice: str = "", timeout_s: float | None = None) -> "Council":
         """Make a second council of the same ranks, for use by another thread, or with more patience. Collective.
@@ -111,7 +132,9 @@ class Council:
         """
         name = f"{self._name}, {len(self._others) + 1}"
         patience = self._timeout_s if timeout_s is None else timeout_s
-        council = Council(self.members, self.rank, timeout_s=patience, error=error, advice=advice, name=name)
+        council = Council(
+            self.members, self.rank, timeout_s=patience, error=error, advice=advice, name=name, hosts=self._hosts
+        )
         self._others.append(council)
         return council
 
@@ -164,7 +187,7 @@ class Council:
         # First the methods: ranks in different ones compare different facts, whose first difference would mislead.
         verbs = self.collect(verb)
         if len(set(verbs)) > 1:
-            called = "; ".join(f"rank {rank}: {other}" for rank, other in zip(self.members, verbs, strict=True))
+            called = "; ".join(f"{self.named(rank)}: {other}" for rank, other in zip(self.members, verbs, strict=True))
             raise EngineError(
                 f"Ranks are out of step: they have called different methods ({called}). Nothing was changed. Call "
                 "collective methods on every rank, in the same order."
@@ -174,8 +197,8 @@ class Council:
             if difference is not None:
                 name, there, here = difference
                 raise error(
-                    f"Ranks differ in {name}: rank {self.members[0]}: {there}; rank {rank}: {here}. Nothing was "
-                    f"changed: make it the same on every rank before {verb}."
+                    f"Ranks differ in {name}: {self.named(self.members[0])}: {there}; {self.named(rank)}: {here}. "
+                    f"Nothing was changed: make it the same on every rank before {verb}."
                 )
 
     def agree(self, failure: BaseException | None, verb: str = "") -> None:
@@ -196,7 +219,8 @@ class Council:
         where = f" in {verb}" if verb else ""
         for rank, message in zip(self.members, said, strict=True):
             if message is not None:
-                raise self._error(f"Rank {rank} of {self.size} failed{where}, and this one stops with it. {message}")
+                which = f"Rank {rank} of {self.size}{self.host_of(rank)}"
+                raise self._error(f"{which} failed{where}, and this one stops with it. {message}")
 
     def share(self, value: Any) -> Any:
         """Return the first rank's value on every rank. Collective. It is anything that JSON has.
@@ -246,9 +270,9 @@ class Council:
 
     def _silence(self, verb: str, error: RuntimeError) -> PenstockError:
         """Make the error of a rank that waited in vain."""
-        where = f" in {verb}" if verb else ""
+        where, rank = f" in {verb}" if verb else "", self.members[self.rank]
         return self._error(
-            f"Rank {self.members[self.rank]} of {self.size} hears nothing from another one{where}, which has ended or "
+            f"Rank {rank} of {self.size}{self.host_of(rank)} hears nothing from another one{where}, which has ended or "
             f"does something else. It waits for {self._timeout_s:g} s at most: Options(timeout_s=). "
             f"{self._advice}({error})"
         )

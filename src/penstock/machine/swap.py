@@ -199,6 +199,15 @@ def free_disk_bytes(folder: str | os.PathLike[str]) -> int:
     return system.f_bavail * system.f_frsize
 
 
+def remove_leftovers(parent: str | os.PathLike[str]) -> None:
+    """Remove what dead runs have left in a folder, so that the room that they take is counted as free.
+
+    One where no swap folder may be made is left alone: whoever makes one there is told why.
+    """
+    with contextlib.suppress(NvmeError, OSError):
+        _remove_leftovers(existing_folder(parent), Identity.own())
+
+
 def _check_space(folder: Path, nbytes: int) -> None:
     """Refuse a folder on a file system that has too little free space."""
     free_bytes = free_disk_bytes(folder)

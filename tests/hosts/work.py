@@ -1,0 +1,163 @@
+"""What the ranks of two hosts do, under torchrun: `python -m tests.hosts.work FOLDER`; and those of one, to compare."""
+
+import os
+import pickle
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+import penstock
+from penstock import Options, Placement
+from tests.hosts.two import RANKS, sent_bytes
+
+HOSTS, STEPS = 2, 3
+BLOCKS, WIDTH = 4, 512
+UNIT_BYTES = 2 * WIDTH * WIDTH  # in bf16, in whole pages of every shard: nothing is padded
+
+
+class Row(NamedTuple):
+    """A mesh and a stage: copies and shards over four ranks, or no mesh."""
+
+    name: str
+    stage: int
+    copies: int = 1
+    blocks: int = BLOCKS
+    width: int = WIDTH
+
+
+HYBRID = Row("hybrid", 3, copies=HOSTS)
+TINY = Row("hybrid, next to nothing", 3, copies=HOSTS, blocks=2, width=32)
+DISKS = Row("hybrid, on disks", 3, copies=HOSTS, blocks=2, width=256)
+ROWS = (
+    HYBRID,
+    Row("sharded", 3),
+    Row("hybrid, stage 2", 2, copies=HOSTS),
+    Row("sharded, stage 2", 2),
+    Row("copies", 0),
+    TINY,
+)
+
+
+class Net(nn.Module):
+    def __init__(self, blocks: int, width: int, seed: int) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.width = width
+        self.blocks = nn.ModuleList(nn.Linear(width, width, bias=False) for _ in range(blocks))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = x + torch.tanh(block(x))
+        return x
+
+
+def mesh_of(row: Row) -> DeviceMesh:
+    shards = HOSTS * RANKS // row.copies
+    return init_device_mesh("cpu", (row.copies, shards), mesh_dim_names=("dp_replicate", "dp_shard"))
+
+
+def prepared(row: Row, **rest: Any) -> tuple[Net, penstock.Optimizer]:
+    model = Net(row.blocks, row.width, seed=dist.get_rank())
+    return model, penstock.prepare(
+        model,
+        torch.optim.AdamW(model.parameters(), lr=1e-2),
+        stage=row.stage,
+        mesh=mesh_of(row),
+        units=(nn.Linear,),
+        **{"options": Options(persistent_bytes=0), "max_grad_norm": 1.0} | rest,
+    )
+
+
+def train(rank: int, row: Row, sent: Callable[[], int] = lambda: 0, **rest: Any) -> dict[str, Any]:
+    """Some steps: losses and states, the bytes that this host has sent meanwhile, and the collectives of a step."""
+    started, before = time.monotonic(), sent()
+    model, optimizer = prepared(row, **rest)
+    from_first = settled(sent)
+    first = zip(model.parameters(), Net(row.blocks, row.width, seed=0).parameters(), strict=True)
+    assert all(torch.equal(optimizer.full_param(p), q) for p, q in first)  # every rank has the first one's values
+    before += settled(sent) - from_first
+    losses, counts = [], {}
+    generator = torch.Generator().manual_seed(rank)
+    found: dict[str, Any] = {}
+    for step in range(1 + STEPS):
+        if step == 1:
+            found["first_step"] = (settled(sent) - before, time.monotonic() - started)
+            before = settled(sent)
+        optimizer._engine.rig.ranks.counts.clear()
+        x = torch.randn(2, row.width, generator=generator)
+        loss = model(x).float().square().mean()
+        optimizer.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+        counts = dict(optimizer._engine.rig.ranks.counts)
+    optimizer.synchronize()
+    found |= {"losses": losses, "counts": counts, "sent": settled(sent) - before}
+    found["states"] = [optimizer.full_param(p) for p in model.parameters()]
+    found["states"] += [optimizer.full_state(p, "exp_avg_sq") for p in model.parameters()]
+    optimizer.close()
+    return found
+
+
+def settled(sent: Callable[[], int]) -> int:
+    """What was sent once nothing is under way any more."""
+    dist.barrier()
+    time.sleep(0.1)  # acknowledgements
+    count = sent()
+    dist.barrier()
+    return count
+
+
+def train_all(rank: int) -> dict[str, Any]:
+    return {row.name: train(rank, row) for row in (*ROWS, DISKS)}
+
+
+def said_by(call: Callable[[], object]) -> tuple[str, str]:
+    try:
+        call()
+    except penstock.PenstockError as error:
+        return type(error).__name__, str(error)
+    return "", ""
+
+
+def on_disks(rank: int, folder: Path) -> dict[str, Any]:
+    """Files on each host's own disk, in a folder that the other host calls otherwise; and a disk for one rank alone."""
+    disk = Path(folder, os.uname().nodename, "disk")
+    placement = Placement(optimizer="nvme", nvme_path=disk)
+    found = train(rank, DISKS, placement=placement)
+    found["left"] = sorted(path.name for path in disk.iterdir())
+    large = DISKS._replace(blocks=8, width=1024)  # takes 40 MiB of files on each rank
+    found["refused"] = said_by(lambda: prepared(large, placement=placement))
+    found["left after"] = sorted(path.name for path in disk.iterdir())
+    return found
+
+
+def main(folder: Path) -> None:
+    dist.init_process_group("gloo")
+    rank, host = dist.get_rank(), os.uname().nodename
+    if host == "b":  # it has fewer cores, and its clock is wrong
+        os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
+        real = time.time
+        time.time = lambda: real() + 86_400
+    link = os.environ["GLOO_SOCKET_IFNAME"]
+    found: dict[str, Any] = {"host": host, "monotonic": time.monotonic()}
+    found["rows"] = {row.name: train(rank, row, lambda: sent_bytes(link)) for row in ROWS}
+    found["disks"] = on_disks(rank, folder)
+    model, optimizer = prepared(HYBRID)
+    stranger = nn.Parameter(torch.ones(2)) if rank == 3 else model.blocks[0].weight
+    found["stranger"] = said_by(lambda: optimizer.full_param(stranger))
+    optimizer.close()
+    Path(folder, f"rank{rank}").write_bytes(pickle.dumps(found))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
