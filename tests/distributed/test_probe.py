@@ -1,14 +1,17 @@
 """The probe of several ranks: one measures the machine, all measure what is between them, and all know the same."""
 
+import os
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
 
 from penstock.errors import ConfigError, PenstockError
 from penstock.machine.council import Council
+from penstock.probe import collectives
 from penstock.probe import measure as probing
 from penstock.probe.collectives import measure_collectives
 from penstock.probe.measure import measure
@@ -65,3 +68,33 @@ def test_one_rank_measures_and_all_get_the_same(tmp_path: Path) -> None:
     assert "dimensions" not in first["by dimension"]["link_bandwidth"].how
     assert first["refused"].startswith("ConfigError The folder ")
     assert "missing' cannot be probed" in second["refused"]
+
+
+def on_two_hosts(rank: int) -> dict[str, Any]:
+    """Four ranks, of which the launcher says that two are on each host."""
+    os.environ["LOCAL_WORLD_SIZE"] = "2"
+    every, rows = dist.new_group(range(4)), init_device_mesh("cpu", (2, 2))
+    columns = {"shards": rows.get_group(1), "copies": rows.get_group(0)}
+    council, found = Council(range(4), rank), {}
+    for name, groups in (("flat", {"shards": every}), ("hybrid", columns), ("apart", {"copies": columns["copies"]})):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(collectives, "_measure_group", lambda watch, group, *_: measured(group))
+            found[name] = measure_collectives(CPU, groups, council, Deadline(1))
+    council.close()
+    return {name: {key: figure.value for key, figure in figures.items()} for name, figures in found.items()}
+
+
+def measured(group: dist.ProcessGroup) -> tuple[Measurement, Measurement]:
+    """Ranks that are further apart are slower."""
+    ranks = dist.get_process_group_ranks(group)
+    rate, seconds = 100.0 / (ranks[-1] - ranks[0]), float(len(ranks))
+    return Measurement(rate, rate, rate, "made up"), Measurement(seconds, seconds, seconds, "made up")
+
+
+def test_each_dimension_is_measured_by_where_its_ranks_lie() -> None:
+    """Of copies each host has two rings at once, and a network is said for the host."""
+    links = {"link_bandwidth": 100.0, "link_seconds": 2.0}
+    for found in run_ranks(on_two_hosts, 4):
+        assert found["flat"] == {"net_bandwidth": 100 / 3, "net_seconds": 4.0} | links
+        assert found["hybrid"] == {"net_bandwidth": 2 * 50.0, "net_seconds": 2.0} | links
+        assert found["apart"] == found["hybrid"]

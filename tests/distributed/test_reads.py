@@ -15,7 +15,8 @@ from torch.distributed.device_mesh import init_device_mesh
 import penstock
 from penstock import construct
 from penstock.checkpoint.tensorfiles import WeightFiles
-from penstock.errors import PenstockError
+from penstock.checkpoint.tiles import TileReader
+from penstock.errors import CheckpointError, PenstockError
 from tests.support import run_ranks, thorough
 
 SIZES = (64, 512, 333, 7)
@@ -113,3 +114,69 @@ def test_what_fails_on_one_rank_stops_those_who_read_with_it(tmp_path: Path) -> 
     assert [words.partition(":")[0] for words, _ in first] == ["EngineError"] * 2
     assert all("could not read its part of the files" in words for words, _ in first)
     assert max(seconds for _, seconds in (*first, *second)) < 20
+
+
+def loaded(rank: int, folder: str, stage: int, shape: tuple[int, int] | None) -> dict[str, Any]:
+    """Save, change everything, and load; then load again, with a tile that this rank cannot read."""
+    mesh = None if shape is None else init_device_mesh("cpu", shape, mesh_dim_names=("dp_replicate", "dp_shard"))
+    torch.manual_seed(rank)
+    model = net()
+    optimizer = penstock.prepare(
+        model,
+        torch.optim.AdamW(model.parameters(), lr=1e-2),
+        stage=stage,
+        mesh=mesh,
+        units=(nn.Linear,),
+        options=penstock.Options(tile_bytes=1 << 14),
+    )
+
+    def step() -> None:
+        optimizer.backward(model(torch.ones(2, SIZES[0])).float().square().mean())
+        optimizer.step()
+        optimizer.zero_grad()
+
+    def values() -> list[torch.Tensor]:
+        every = [optimizer.full_param(p) for p in model.parameters()]
+        return every + [optimizer.full_state(p, "exp_avg_sq") for p in model.parameters()]
+
+    step()
+    optimizer.save(f"{folder}/checkpoint")
+    before = values()
+    step()
+    patch, read_bytes = pytest.MonkeyPatch(), []
+    start = TileReader._start
+
+    def count(self: TileReader, key: Any, buffer: torch.Tensor, homes: Any) -> Any:
+        read_bytes.append(sum(record.nbytes for record in key.unit.records(key.number)))
+        if fails and rank == 1 and len(read_bytes) == 2:
+            raise CheckpointError("broken")
+        return start(self, key, buffer, homes)
+
+    patch.setattr(TileReader, "_start", count)
+    fails, words = False, ""
+    optimizer.load(f"{folder}/checkpoint", verify=False)
+    found = {"bytes": sum(read_bytes), "same": [torch.equal(*pair) for pair in zip(before, values(), strict=True)]}
+    fails = True
+    read_bytes.clear()
+    try:
+        optimizer.load(f"{folder}/checkpoint", verify=True)
+    except CheckpointError as error:
+        words = str(error)
+    patch.undo()
+    optimizer.close(keep_params=False)
+    return found | {"words": words}
+
+
+@pytest.mark.parametrize(
+    ("world_size", "stage", "shape"), [(2, 0, None), (2, 3, None), (4, 3, (2, 2)), thorough(4, 1, (2, 2))]
+)
+def test_copies_on_a_host_read_a_checkpoint_once(
+    tmp_path: Path, world_size: int, stage: int, shape: tuple[int, int] | None
+) -> None:
+    found = run_ranks(loaded, world_size, str(tmp_path), stage, shape)
+    stored = sum(file.stat().st_size for file in (tmp_path / "checkpoint").glob("*.tiles"))
+    for of_rank in found:
+        assert all(of_rank["same"])
+        assert of_rank["words"]
+    assert "broken" in found[1]["words"]
+    assert 0.95 * stored <= sum(of_rank["bytes"] for of_rank in found) <= 1.05 * stored

@@ -1,5 +1,7 @@
 """Collectives between ranks: latency and bandwidth, of each dimension of a mesh, or of all ranks."""
 
+import contextlib
+import secrets
 import time
 from collections.abc import Mapping
 from statistics import median
@@ -9,7 +11,8 @@ import torch
 import torch.distributed as dist
 
 from penstock.machine.council import Council
-from penstock.machine.threads import hosts_of
+from penstock.machine.groups import give_back, own_group
+from penstock.machine.threads import hosts_of, ranks_of_host
 from penstock.probe.arithmetic import Stopwatch
 from penstock.probe.sampling import Deadline, Measurement, quartiles
 
@@ -34,25 +37,63 @@ def measure_collectives(
         deadline: when to be done, the first rank's.
 
     Returns:
-        `link_bandwidth` and `link_seconds` of the slowest dimension, or `net_*` where the ranks are on several hosts.
+        `link_bandwidth` and `link_seconds` of the slowest dimension whose ranks are on one host, `net_*` of the slowest
+        one whose ranks are on several: of each as far as there is one.
     """
     groups = {name: group for name, group in groups.items() if dist.get_world_size(group) > 1}
     if not groups:
         return {}
-    watch = Stopwatch(device)
-    found = {name: _measure_group(watch, group, council, deadline) for name, group in groups.items()}
+    with contextlib.ExitStack() as closing:
+        groups |= _within_hosts(groups, council, closing)
+        watch = Stopwatch(device)
+        found = {name: _measure_group(watch, group, council, deadline) for name, group in groups.items()}
+        spreads = {name: _spread(group, council.size) for name, group in groups.items()}
+    kinds: dict[str, dict[str, tuple[Measurement, Measurement]]] = {}
+    for name, (bandwidth, latency) in found.items():
+        hosts, rings = council.share(spreads[name])  # the first rank's, as what it has measured
+        if hosts > 1:  # rings of the host's other ranks went through its network at the same time
+            value, low, high = (each * rings for each in bandwidth[:3])
+            bandwidth = bandwidth._replace(value=value, low=low, high=high)
+        kinds.setdefault("net" if hosts > 1 else "link", {})[name] = bandwidth, latency
+    return {name: figure for kind, of_kind in kinds.items() for name, figure in _slowest(kind, of_kind).items()}
+
+
+def _slowest(kind: str, found: Mapping[str, tuple[Measurement, Measurement]]) -> dict[str, Measurement]:
+    """Give the figures of the slowest of some dimensions, and say what the others do."""
     slowest = min(found, key=lambda name: found[name][0].value)
     beside = ", ".join(
         f"{name} {each.value / 1e9:.2f} GB/s and {1e6 * latency.value:.0f} us"
         for name, (each, latency) in found.items()
     )
     told = f"; dimensions: {beside}" if len(found) > 1 else ""
-    kind = "net" if hosts_of(council.size) > 1 else "link"
     bandwidth, latency = found[slowest]
     return {
         f"{kind}_bandwidth": bandwidth._replace(how=bandwidth.how + told),
         f"{kind}_seconds": latency._replace(how=latency.how + told),
     }
+
+
+def _within_hosts(
+    groups: Mapping[str, dist.ProcessGroup], council: Council, closing: contextlib.ExitStack
+) -> dict[str, dist.ProcessGroup]:
+    """Make a group of the ranks of each host, where there are several hosts and no dimension lies within one."""
+    spreads = council.share([_spread(group, council.size)[0] for group in groups.values()])
+    here = ranks_of_host()
+    if min(spreads) == 1 or here == 1:
+        return {}
+    name = council.share(f"penstock probe {secrets.token_hex(8)}")
+    first = dist.get_rank() // here * here
+    members = [rank for rank in council.members if first <= rank < first + here]
+    group = own_group(members, next(iter(groups.values())), name)
+    closing.callback(give_back, [group])
+    return {"ranks of a host": group}
+
+
+def _spread(group: dist.ProcessGroup, ranks: int) -> tuple[int, int]:
+    """Say on how many hosts a group is, and how many such groups the ranks of this host are in."""
+    here = ranks // hosts_of(ranks)
+    hosts = [rank // here for rank in dist.get_process_group_ranks(group)]
+    return len(set(hosts)), max(1, here // hosts.count(dist.get_rank() // here))
 
 
 def _measure_group(

@@ -94,6 +94,14 @@ def test_as_many_ranks_are_enough_and_one_less_is_not(cpu: int) -> None:
     assert not fits(LOAD.over(ranks - 1), limits)
 
 
+def test_more_ranks_are_as_many_of_each_copy() -> None:
+    limits = Limits({"device": 24 * GIB, "cpu": 33 * GIB})
+    alone = change(lacks(LOAD, limits), "ranks")
+    four = change(lacks(replace(LOAD, copies=4), limits), "ranks")
+    assert four.amount == 4 * alone.amount
+    assert four.words.endswith(f", {4 * int(alone.amount)} in all")
+
+
 def test_more_ranks_do_not_help_what_is_not_sharded() -> None:
     found = lacks(replace(LOAD, sharded=frozenset()), Limits({"device": 24 * GIB, "cpu": 8 * GIB}))
     assert "ranks" not in [each.what for each in found.changes]

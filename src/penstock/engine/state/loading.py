@@ -10,7 +10,9 @@ What fails in the last two steps leaves the state in parts (`engine/state/torn.p
 checkpoint has been loaded.
 """
 
+import contextlib
 import logging
+from collections.abc import Generator
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -20,7 +22,8 @@ from torch import nn
 from penstock.checkpoint.beside import persistent_buffers, write_buffer, write_random
 from penstock.checkpoint.manifest import Manifest, SavedParameter
 from penstock.checkpoint.opened import Checkpoint
-from penstock.checkpoint.tiles import TileReader
+from penstock.checkpoint.shared import digest, read_together
+from penstock.checkpoint.tiles import Tile, TileReader
 from penstock.engine.passes.gather import Gatherer
 from penstock.engine.passes.reduce import Reducer
 from penstock.engine.state.access import Access
@@ -31,6 +34,7 @@ from penstock.engine.state.torn import is_torn, tear
 from penstock.engine.updates.rig import Rig
 from penstock.engine.updates.update import Updater
 from penstock.errors import CheckpointError, EngineError, PenstockError
+from penstock.machine.local import LocalRanks
 from penstock.machine.streams import DONE
 
 logger = logging.getLogger("penstock")
@@ -78,11 +82,12 @@ class Loader:
         candidates = choose(Path(path), self._ranks, failure)
         verify = self._was_trained() if verify is None else verify
         for candidate in candidates:
-            flaw, taken = self._examine(candidate, verify=verify)
-            if taken is not None:
-                flaw = self._write(taken)
-                if flaw is None:
-                    return taken.extra
+            with contextlib.ExitStack() as closing:
+                flaw, taken = self._examine(candidate, closing, verify=verify)
+                if taken is not None:
+                    flaw = self._write(taken)
+                    if flaw is None:
+                        return taken.extra
             assert flaw is not None
             if candidate is candidates[-1]:
                 raise flaw
@@ -95,8 +100,15 @@ class Loader:
 
     # Nothing has changed yet
 
-    def _examine(self, candidate: Candidate, *, verify: bool) -> tuple[PenstockError | None, Taken | None]:
+    def _examine(
+        self, candidate: Candidate, closing: contextlib.ExitStack, *, verify: bool
+    ) -> tuple[PenstockError | None, Taken | None]:
         """Find out what is to be written, or why the checkpoint is damaged, on this rank or another one.
+
+        Arguments:
+            candidate: the checkpoint.
+            closing: is closed when nothing more is read of it.
+            verify: whether to read every tile.
 
         Raises:
             CheckpointError: it is whole, as far as is known, and does not fit.
@@ -118,6 +130,7 @@ class Loader:
                 taken = self._taker.take(checkpoint, own)
             except Exception as error:
                 failure = error
+        self._find_readers(taken, closing)
         if verify and taken is not None:
             try:
                 self._verify(taken)
@@ -157,9 +170,27 @@ class Loader:
             return CheckpointError(str(error))
         return None
 
+    def _find_readers(self, taken: Taken | None, closing: contextlib.ExitStack) -> None:
+        """Find the ranks of this host that read the same tiles: copies of the same shard. Collective."""
+        self._readers: LocalRanks | None = None
+        if self._ranks.replicas == 1:
+            return
+        what = "" if taken is None else digest([key for key, _ in taken.plan])
+        self._readers = LocalRanks.that_read(what, self._ranks, self._streams.device, whole=False)
+        if self._readers is not None:
+            closing.callback(self._readers.close)
+
+    def _tiles(self, reader: TileReader, taken: Taken) -> Generator[Tile]:
+        """Read what is to be written, in order."""
+        keys = [key for key, _ in taken.plan]
+        if self._readers is None:
+            yield from reader.read(keys)
+        else:
+            yield from read_together(reader, keys, self._readers)
+
     def _verify(self, taken: Taken) -> None:
         with TileReader() as reader:
-            for _ in reader.read([key for key, _ in taken.plan]):
+            for _ in self._tiles(reader, taken):
                 pass
 
     def _is_of_as_many_ranks(self, checkpoint: Checkpoint) -> bool:
@@ -248,8 +279,8 @@ class Loader:
 
     def _read_tiles(self, taken: Taken) -> None:
         states = {state.name: state for state in taken.checkpoint.manifest.states}
-        with TileReader() as reader:
-            for tile, (_, runs) in zip(reader.read([key for key, _ in taken.plan]), taken.plan, strict=True):
+        with TileReader() as reader, contextlib.closing(self._tiles(reader, taken)) as tiles:
+            for tile, (_, runs) in zip(tiles, taken.plan, strict=True):
                 for run in runs:
                     write_weights(tile, run)
                     if run.unit.trained is not None:

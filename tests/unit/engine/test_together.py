@@ -1,0 +1,64 @@
+"""First values that ranks have from each other: what is sent together, and what comes out of it."""
+
+from typing import Any, cast
+
+import pytest
+import torch
+from torch import Tensor
+
+from penstock.engine.units.together import broadcast_flat, groups_of
+from penstock.machine.collectives import Ranks
+
+CPU = torch.device("cpu")
+MIB = 1 << 20
+
+
+class FirstRank:
+    """Keeps what goes over the wire; the values of the first rank are these, negated."""
+
+    def __init__(self) -> None:
+        self.sent: list[int] = []
+
+    def broadcast(self, tensor: Tensor) -> None:
+        self.sent.append(tensor.nbytes)
+        tensor.copy_(255 - tensor)
+
+
+def sent(values: list[Tensor]) -> tuple[list[Tensor], list[int]]:
+    ranks = FirstRank()
+    return broadcast_flat(values, cast(Ranks, ranks), CPU), ranks.sent
+
+
+@pytest.mark.parametrize(
+    ("sizes", "groups"),
+    [
+        ([], []),
+        ([0], [1]),
+        ([MIB, 1, MIB], [1, 1, 1]),
+        ([3 * MIB, 1, 1, MIB - 2, 1], [1, 3, 1]),
+        ([10] * 1000, [1000]),
+    ],
+)
+def test_few_bytes_go_together_and_many_alone(sizes: list[int], groups: list[int]) -> None:
+    found = list(groups_of(sizes))
+    assert [len(group) for group in found] == groups
+    assert [number for group in found for number in group] == list(range(len(sizes)))
+
+
+def test_values_of_any_dtype_and_stride_come_out_in_order_and_stay_where_they_were() -> None:
+    values: list[Any] = [
+        torch.arange(6, dtype=torch.float32).view(2, 3).T,
+        torch.tensor(3, dtype=torch.int64),
+        torch.zeros(0, 4),
+        torch.arange(5, dtype=torch.bfloat16),
+        torch.tensor([1, 0, 255], dtype=torch.uint8),
+        torch.randn(MIB, dtype=torch.float16),
+    ]
+    kept = [value.clone() for value in values]
+    flats, wires = sent(values)
+    assert wires == [32 + 16 + 16 + 16, 2 * MIB]  # whole grains of 16 bytes; what is large goes by itself
+    for flat, value, before in zip(flats, values, kept, strict=True):
+        assert torch.equal(value, before)
+        assert flat.dtype == value.dtype
+        expected = 255 - value.contiguous().reshape(-1).view(torch.uint8)
+        assert torch.equal(flat.view(torch.uint8), expected)
