@@ -36,7 +36,8 @@ def each_rank(rank: int, rows: list[Row], hybrid: bool) -> list[tuple[bool, bool
         torch.manual_seed(0)
         streams = {"inline": inline, "separate": separate}[row.streams]()
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard")) if hybrid else None
-        ranks = Ranks.from_mesh(mesh, sharded=row.how.stage != 0)
+        nodes = row.request(make()).options.nodes
+        ranks = Ranks.from_mesh(mesh, sharded=row.how.stage != 0, nodes=nodes)
         grid, model = ranks.grid, make()
         before = Counter(ranks.counts)
         real, prepared = run_really(

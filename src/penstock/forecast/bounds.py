@@ -172,7 +172,7 @@ def collective_s(machine: Figures, collective: Collective, ranks_of_host: int = 
         return 0.0
     rounds = 2 if collective.name == "all_reduce" else 1
     by_host = ranks_of_host or (machine.value("devices") if machine.has("devices") else ranks)
-    if ranks <= by_host and collective.dimension == "shard":
+    if ranks <= by_host and collective.dimension in ("shard", "inside"):
         part = collective.nbytes * (ranks - 1) / ranks
         return machine.value("link_seconds") + rounds * part / machine.value("link_bandwidth")
     hosts = -(-ranks // by_host)  # one from each host at least: the part of the others comes over the network

@@ -9,9 +9,10 @@ LINKS, NETWORK = "links between ranks", "network"
 
 #: How often the other ranks' part of the buffer goes through each link. Of a ring an all-gather and a reduce-scatter
 #: send (n-1)/n of the buffer, an all-reduce is one after the other (R. Thakur, R. Rabenseifner, W. Gropp, "Optimization
-#: of Collective Communication Operations in MPICH", 2005, sections 3 and 4). A broadcast in a pipeline sends all of it
-#: once. NCCL's "bus bandwidth" divides by the same numbers (nccl-tests, doc/PERFORMANCE.md), and so do our figures.
-_ROUNDS = {"all_gather": 1, "reduce_scatter": 1, "all_reduce": 2, "broadcast": 1}
+#: of Collective Communication Operations in MPICH", 2005, sections 3 and 4). In an all-to-all each rank keeps its own
+#: part, and sends the others. A broadcast in a pipeline sends all of it once. NCCL's "bus bandwidth" divides by the
+#: same numbers (nccl-tests, doc/PERFORMANCE.md), and so do our figures.
+_ROUNDS = {"all_gather": 1, "reduce_scatter": 1, "all_reduce": 2, "broadcast": 1, "all_to_all": 1}
 
 
 def ring(collective: Collective, figures: Figures, world_size: int, by_host: int) -> Demand:
@@ -31,7 +32,7 @@ def ring(collective: Collective, figures: Figures, world_size: int, by_host: int
         return Demand(0.0)
     whole = collective.name == "broadcast"
     through = collective.nbytes * _ROUNDS.get(collective.name, 1) * (1.0 if whole else (ranks - 1) / ranks)
-    stride = 1 if collective.dimension == "shard" else max(1, world_size // ranks)
+    stride = 1 if collective.dimension in ("shard", "inside") else max(1, world_size // ranks)
     here = max(1, min(ranks, by_host // stride))  # of its ranks, how many are on this host
     loads: dict[str, float] = {}
     latency = 0.0

@@ -24,6 +24,8 @@ class Grid(NamedTuple):
         replicas, replica_rank: the number of copies, and which of them this rank has a shard of.
         tp, tp_rank: over how many ranks the parameters themselves are divided (tensor or expert parallel), each with a
             state of its own, and which of them this rank is.
+        node: how many neighbours among the shards are a node, within which some collectives stay; 0 where all of them
+            are one.
     """
 
     shards: int = 1
@@ -32,6 +34,7 @@ class Grid(NamedTuple):
     replica_rank: int = 0
     tp: int = 1
     tp_rank: int = 0
+    node: int = 0
 
     @property
     def world_size(self) -> int:
@@ -42,6 +45,20 @@ class Grid(NamedTuple):
     def data_size(self) -> int:
         """How many ranks sum the gradient of a parameter: those that have other batches, or other parts of a batch."""
         return self.shards * self.replicas
+
+    @property
+    def inside(self) -> int:
+        """How many shards are on a node."""
+        return self.node or self.shards
+
+    @property
+    def across(self) -> int:
+        """How many nodes the shards are on."""
+        return self.shards // self.inside
+
+    def in_nodes(self, size: int) -> "Grid":
+        """Give the same grid, its shards in nodes of some size; in one, where that does not divide them."""
+        return self._replace(node=size if 1 < size < self.shards and self.shards % size == 0 else 0)
 
     @property
     def number(self) -> int:

@@ -16,6 +16,7 @@ from penstock.forecast.machine import Machine
 from penstock.forecast.plan import placeholders
 from penstock.forecast.program import BackEnd
 from penstock.kinds import TierName
+from penstock.machine.mesh import node_size
 from penstock.machine.reach import Grid
 from penstock.rehearsal.rehearse import Scene
 
@@ -112,13 +113,14 @@ def ask(
         if name in arguments:
             raise ConfigError(f"{name}= is no argument of prepare() that a plan is made for. Leave it out.")
     back_end: BackEnd = "inline" if machine.device == "cpu" else "accelerator"
-    sharded = arguments.get("stage", 3) != 0
+    grid = Grid.first_of(world_size, sharded=arguments.get("stage", 3) != 0)
+    nodes = getattr(arguments.get("options"), "nodes", None)
     scene = Scene(
         made(model),
         optimizer,
         batch,
         micro_batches=micro_batches,
-        grid=Grid.first_of(world_size, sharded=sharded),
+        grid=grid.in_nodes(node_size(range(grid.shards), nodes, world_size // hosts)),
         hosts=hosts,
         back_end=back_end,
         pinnable_bytes=_pinnable(machine, world_size // hosts),

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from penstock.forecast.program import Collective
-from penstock.machine.collectives import Ranks
+from penstock.machine.collectives import Hop, Ranks
 from penstock.machine.reach import Grid
 from penstock.rehearsal.notes import Notes
 
@@ -23,15 +23,22 @@ class VirtualRanks(Ranks):
         super().__init__(grid)
         self._notes = notes
 
-    def all_gather(self, full: Tensor, shard: Tensor, what: str = "") -> None:
+    def all_gather(self, full: Tensor, shard: Tensor, what: str = "", *, inside: bool = False) -> None:
         """Note a gather."""
         del shard, what
-        self._notes.issue(Collective("all_gather", full.nbytes, self.shards))
+        ranks, dimension = (self.grid.inside, "inside") if inside else (self.shards, "shard")
+        self._notes.issue(Collective("all_gather", full.nbytes, ranks, dimension))
 
     def reduce_scatter(self, shard: Tensor, full: Tensor, what: str = "") -> None:
         """Note a reduction to shards."""
         del shard, what
         self._notes.issue(Collective("reduce_scatter", full.nbytes, self.shards))
+
+    def all_to_all(self, received: Tensor, sent: Tensor, hop: Hop, what: str = "") -> None:
+        """Note an exchange. What other ranks would send is what this one does."""
+        del what
+        received.copy_(sent)
+        self._notes.issue(Collective("all_to_all", sent.nbytes, getattr(self.grid, hop), hop))
 
     def all_reduce_replicas(self, tensor: Tensor, what: str = "") -> None:
         """Note a sum over the copies."""
