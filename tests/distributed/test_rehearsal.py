@@ -22,6 +22,8 @@ ROWS = [
     Row("net", CPU),
     Row("net", CPU.but(stage=2), micro_batches=2),
     Row("net", NVME),
+    Row("net", CPU.but(gather_format="int8")),
+    Row("recomputed", Movement().but(gather_format="fp8", prefetch_bytes=1 << 14), "inline"),
     Row("llama", CPU.but(stage=1), micro_batches=2),
     Row("llama", Movement(stage=0)),
     Row("recomputed", CPU),

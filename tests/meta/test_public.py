@@ -91,6 +91,9 @@ FIELDS = {
         "debug_release": False,
         "timeout_s": 600.0,
         "cast_inputs": "units",
+        "gather_format": "exact",
+        "reduce_format": "exact",
+        "secondary_shard": None,
     },
     "StepResult": dict.fromkeys(("grad_norm", "skipped", "loss_scale"), dataclasses.MISSING) | {"loss": None},
     "Location": dict.fromkeys(

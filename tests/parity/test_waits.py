@@ -87,6 +87,7 @@ REDUNDANT = {
     "gather.py _retire: part.synchronize()": "only where a gather has failed in part: test_failing_work.py",
     "cuts.py rest: event.synchronize()": UNWANTED,
     "cuts.py _sweep: all of cut.home.written": UNWANTED,
+    "packing.py gather: COLLECTIVE after free of (arrived, free)": "this rank's part comes up after it, on its stream",
     "cuts.py take: home.note_read(under_way)": UNWANTED,
     "cuts.py take: all of (event for extent in extents for event in self._under_way.take(extent))": UNWANTED,
     "records.py visit: self.last_stores[number].synchronize()": "who visits waits for every home first",
@@ -439,6 +440,7 @@ EVERYTHING_ON_CPU = Movement(params="cpu", grads="cpu", optimizer="cpu").but(til
 OPTIMIZER_ON_DEVICE = Movement(params="cpu", grads="cpu").but(tile_bytes=4 * KIB)
 GRADS_IN_FILES = Movement(params="cpu", grads="nvme", optimizer="cpu").but(tile_bytes=16 * KIB)
 OPTIMIZER_ON_CPU = Movement(optimizer="cpu").but(tile_bytes=4 * KIB)
+PACKED = EVERYTHING_ON_CPU.but(gather_format="int8")
 IN_FILES = Movement(params="nvme", grads="nvme", optimizer="nvme", overlap="forward").but(tile_bytes=16 * KIB)
 OPTIMIZER_IN_FILES = Movement(optimizer="nvme", overlap="forward").but(tile_bytes=16 * KIB)
 REST_IN_FILES = Movement(params="nvme", grads="nvme").but(tile_bytes=16 * KIB)
@@ -508,6 +510,10 @@ class OfTwoRanks:
 OF_TWO_RANKS = {
     "gather.py _all_gather: COLLECTIVE after unit.event": OfTwoRanks(EVERYTHING_ON_CPU, UPLOAD),
     "gather.py _all_gather: buffer_home(full, written=event)": OfTwoRanks(EVERYTHING_ON_CPU.but(stage=1), COLLECTIVE),
+    "packing.py gather: COLLECTIVE after arrived of (arrived, free)": OfTwoRanks(PACKED, UPLOAD),
+    "packing.py gather: UPLOAD if self._streams.computes_on_host else COLLECTIVE after gathered": OfTwoRanks(
+        PACKED, COLLECTIVE
+    ),
     "routes.py _add: all of received": OfTwoRanks(EVERYTHING_ON_CPU, COLLECTIVE),
     "routes.py _add: DEVICE_UPDATE after received of (received, brought)": OfTwoRanks(IN_FILES, COLLECTIVE),
     "routes.py send_home: self._home.note_write(received)": OfTwoRanks(EVERYTHING_ON_DEVICE, COLLECTIVE),

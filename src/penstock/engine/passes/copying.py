@@ -98,6 +98,12 @@ class Copies:
                     "before prepare(), or inside optimizer.gathered(), on every rank: such a copy is a plain model. An "
                     "average of the parameters is penstock.EMA; to keep the model, use optimizer.save()."
                 )
+            if unit is not None and own is not None and unit.is_rounded:
+                raise EngineError(
+                    f"A prepared model cannot be copied or pickled here: '{own.name}' {tuple(parameter.shape)} shows "
+                    "what its gather carried, which Options(gather_format=) rounds. Copy it inside "
+                    "optimizer.gathered(), on every rank: such a copy is a plain model with the exact values."
+                )
 
 
 class CopiedParameter:

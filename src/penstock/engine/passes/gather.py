@@ -365,7 +365,7 @@ class Gatherer:
 
     def _all_gather(self, unit: Unit, *, inside: bool) -> None:
         """Gather what other ranks have, as it is; of this rank's node, or all."""
-        start, stop = unit.secondary_range if inside else unit.own_range
+        _, (start, stop) = self._secondary.source(unit, exact=not inside)
         full, own, what = unit.full, unit.full[start:stop], unit.label
         # After the upload of this rank's part: else every other rank is sent what the memory held before.
         event = unit.event = self._streams.submit(
@@ -375,6 +375,7 @@ class Gatherer:
             nbytes=unit.nbytes,
             label=Label("gather", unit.name),
         )
+        unit.is_rounded = inside and self._packing.carries(unit)  # what is kept is as it was gathered
         self._ranks.submitted(event)  # what the program issues next comes after it, on every rank
         if unit.replica is not None:  # it must hold every rank's part again
             unit.stale = False

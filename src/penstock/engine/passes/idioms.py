@@ -80,6 +80,12 @@ class Idioms:
                     "NaN. Call it inside optimizer.gathered(), on every rank, or use optimizer.save() and "
                     "penstock.export()."
                 )
+            if unit is not None and own is not None and unit.is_rounded:
+                raise EngineError(
+                    f"state_dict(): parameter '{own.name}' {tuple(parameter.shape)} shows what its gather carried, "
+                    "which Options(gather_format=) rounds. Call it inside optimizer.gathered(), on every rank, or use "
+                    "optimizer.save() and penstock.export()."
+                )
 
     def _before_load(self, module: nn.Module, state_dict: Any, prefix: str, metadata: Any, *_: Any) -> None:
         assign = bool(metadata.get("assign_to_params_buffers", False))

@@ -77,6 +77,7 @@ class Packing:
             label=Label("unpack", unit.name, form.name),
         )
         self._free[packed.nbytes].append((packed, unit.event))
+        unit.is_rounded = True
 
     def round(self, unit: Unit) -> None:
         """Give a full buffer that holds the home's values those that a gather would carry. Compute does it."""
@@ -90,6 +91,7 @@ class Packing:
                 form.unpack(packed, full[start : start + numel], self._pool)
 
         self._streams.compute(work, label=Label("unpack", unit.name, form.name), nbytes=2 * unit.nbytes)
+        unit.is_rounded = True
 
     def clear(self) -> None:
         """Give the buffers' memory back. Nothing is being gathered."""

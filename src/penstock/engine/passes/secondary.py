@@ -42,7 +42,7 @@ class SecondaryParts:
         """Say what of this rank's a gather begins with, and where in the flat buffer that is."""
         if self.has(unit, exact=exact):
             assert unit.secondary is not None
-            return unit.secondary, unit.secondary_range
+            return unit.secondary, _range_of(unit, unit.secondary)
         return unit.params, unit.own_range
 
     def keep(self, unit: Unit) -> None:
@@ -50,8 +50,14 @@ class SecondaryParts:
         # Reentrant checkpoints run forward without gradients, in a model that trains.
         if unit.secondary is None or not (self._model.training or user_records()):
             return
-        start, stop = unit.secondary_range
+        start, stop = _range_of(unit, unit.secondary)
         unit.stale = False
         # The buffer is released after this copy: else later gathers would get what the memory holds next.
         gathered = buffer_home(unit.full[start:stop], written=unit.event)
         unit.event = self._movement.copy(gathered, unit.secondary, Label("save", unit.name, SECONDARY))
+
+
+def _range_of(unit: Unit, secondary: Home) -> tuple[int, int]:
+    """Say which part of the flat buffer is kept on this rank: that of its place in its node."""
+    place = unit.rank % (unit.layout.numel // secondary.stop)
+    return place * secondary.stop, (place + 1) * secondary.stop

@@ -24,9 +24,8 @@ from penstock.engine.units.reads import ReadWatch
 from penstock.engine.units.recorded import Recorded
 from penstock.kinds import GRAD, MASTER, OPTIMIZER, PARAM, SECONDARY, SHADOW, Tier, is_average
 from penstock.layout import FlatLayout, Piece
-from penstock.machine.streams import DONE, Event, Streams
+from penstock.machine.streams import DONE, Event
 from penstock.rules.master import read_master, write_master
-from penstock.tiers.copies import in_reach
 from penstock.tiers.home import Home, Views, visit_together
 
 
@@ -200,6 +199,7 @@ class Unit:
         # nothing. The same on every rank, because it decides whether an all-gather is issued, and among which ranks: a
         # rank that issued one alone would wait for ever.
         self.stale = False
+        self.is_rounded = False  # what was last gathered are not the values of the home, but what codes stand for
         # NaN: what reads a parameter that is not there shows it, instead of computing with values of another unit.
         self.placeholder = torch.full((), float("nan"), dtype=torch.float32, device=full.device).to(spec.dtype)
         self._nothing = self.placeholder.clone()
@@ -360,14 +360,6 @@ class Unit:
         self.stale = self.layout.shards > 1 and (self.replica is not None or self.secondary is not None)
 
     @property
-    def secondary_range(self) -> tuple[int, int]:
-        """The part of the flat buffer that `secondary` has of it."""
-        assert self.secondary is not None
-        numel = self.secondary.stop
-        place = self.rank % (self.layout.numel // numel)
-        return place * numel, (place + 1) * numel
-
-    @property
     def is_dropped(self) -> bool:
         """Whether everything was given back."""
         return self.params is None
@@ -400,12 +392,3 @@ class Unit:
         for slot, start, stop in self.parts():
             if max(start, first) < min(stop, last):
                 yield Piece(slot, max(start, first), min(stop, last))
-
-
-def reached(home: Home, streams: Streams) -> Tensor | None:
-    """Return the values of a home of one kind, if compute reaches all of them in one piece, else `None`."""
-    section, *others = home.sections
-    if others or not in_reach(section.tier, Tier.DEVICE, streams.reach):
-        return None
-    (values,) = section.tensors
-    return values
