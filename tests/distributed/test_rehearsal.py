@@ -28,6 +28,7 @@ ROWS = [
     Row("llama", Movement(stage=0)),
     Row("recomputed", CPU),
     Row("recomputed", Movement(stage=2, grads="cpu", optimizer="cpu"), "inline"),
+    Row("net", CPU.but(stage=2, reduce_format="int4"), "inline"),
 ]
 
 
@@ -83,6 +84,12 @@ def test_ranks_submit_what_a_rehearsal_of_one_does(rows: list[Row]) -> None:
 @pytest.mark.parametrize("row", [thorough(ROWS[0]), ROWS[5]])
 def test_so_do_ranks_of_a_hybrid_mesh(row: Row) -> None:
     for of_rank in run_ranks(each_rank, 4, [row], True):
+        assert of_rank == [(True, True)]
+
+
+def test_so_do_ranks_in_nodes() -> None:
+    row = Row("recomputed", CPU.but(reduce_format="int8", secondary_shard=2))
+    for of_rank in run_ranks(each_rank, 4, [row], False):
         assert of_rank == [(True, True)]
 
 
