@@ -244,5 +244,6 @@ def prepare_on(
         options=options or penstock.Options(),
         **rest,
     )
-    ranks = Ranks.from_mesh(mesh, sharded=stage > 0, timeout_s=request.options.timeout_s)
+    options = request.options
+    ranks = Ranks.from_mesh(mesh, sharded=stage > 0, timeout_s=options.timeout_s, nodes=options.nodes)
     return build(model, optimizer, request, ranks, streams)

@@ -29,7 +29,7 @@ from penstock.engine.units.regroup import lay_again, parameters_for, place, trai
 from penstock.engine.units.source import FirstRank
 from penstock.engine.units.unit import Unit
 from penstock.errors import ConfigError, EngineError
-from penstock.kinds import PARAM
+from penstock.kinds import PARAM, SECONDARY
 from penstock.machine.council import Facts
 from penstock.rules.rule import Rule
 from penstock.rules.select import rule_for
@@ -193,7 +193,9 @@ class Adoption:
             if plan.spec.name not in self._stays:
                 yield from plan.all_sections()
             elif plan.spec.trainable and not self._is_trained(plan):
-                yield from (s for home, sections in plan.sections.items() if home != PARAM for s in sections)
+                yield from (
+                    s for home, sections in plan.sections.items() if home not in (PARAM, SECONDARY) for s in sections
+                )
 
     def _let_go(self) -> None:
         """Finish what is under way, and take the engine's hooks off the model."""

@@ -84,6 +84,8 @@ class Request:
             states=rule.states,
             tile_numel=self.options.tile_bytes // self.compute_dtype.itemsize // ALIGNMENT_NUMEL * ALIGNMENT_NUMEL,
             streamed=self.options.streamed_updates != 0 and not reach.aliases_host,
+            # Without an optimizer there is no backward of its own, for which anything were kept.
+            secondary=self.options.secondary_shard if rule is not NO_RULE else None,
         )
 
 
@@ -274,6 +276,7 @@ def draw_blueprint(
         check_blocks(_blocks(specs, model), request.batch_dim)
     homes = request.homes(rule, reach)
     units = plan_units(specs, homes, grid, reach)
+    checks.check_nodes(options, grid.shards, gathers=not all(spec.persistent for spec in specs))
     plan_staging = partial(StagingPlan, reduce_dtype=request.reduce_dtype, reach=reach, streamed=homes.streamed)
     return Blueprint(
         request=request,

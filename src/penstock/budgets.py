@@ -19,9 +19,10 @@ from penstock import checks
 from penstock.blueprint import Blueprint
 from penstock.engine.passes.buffers import BUFFERS_OF_A_SIZE
 from penstock.engine.passes.packing import packed_bytes
+from penstock.engine.passes.sums import summing_bytes
 from penstock.engine.units.plan import UnitPlan
 from penstock.errors import MemoryBudgetError
-from penstock.kinds import GRAD, MASTER, OPTIMIZER, PARAM, SHADOW, STAGING, Tier
+from penstock.kinds import GRAD, MASTER, OPTIMIZER, PARAM, SECONDARY, SHADOW, STAGING, Tier
 from penstock.machine.arena import HostMemory, available_host_memory
 from penstock.machine.devices import free_device_memory, shares_host_memory
 from penstock.machine.reach import Grid, Reach
@@ -32,7 +33,7 @@ from penstock.tiers.nvme import bytes_by_folder, stripe
 from penstock.tiers.store import bytes_on
 
 #: What a device has at rest, as `Placement` calls it: the homes that it is made of.
-_AT_REST = {"params": (PARAM,), "grads": (GRAD,), "optimizer": (MASTER, OPTIMIZER, SHADOW)}
+_AT_REST = {"params": (PARAM, SECONDARY), "grads": (GRAD,), "optimizer": (MASTER, OPTIMIZER, SHADOW)}
 GATHERED, PACKED, ON_THEIR_WAY = "gathered", "packed", "gradients on their way"
 TILES, BUFFERS, FIRST = "tiles", "buffers", "first values"
 DEVICE, HOST = "device", "host"  # names of rooms
@@ -181,9 +182,9 @@ def device_need(blueprint: Blueprint, model: nn.Module, grid: Grid, reach: Reach
 def gradient_bytes(blueprint: Blueprint, grid: Grid, reach: Reach) -> int:
     """Count the device bytes of gradients between autograd and their homes, at most.
 
-    That is what backward collects of a unit, whole, what is reduced of it, and the gradient of one parameter that
-    autograd hands over. Buffers are kept for reuse, a few of each size. Whole gradients that `no_sync` holds back in
-    stages 0 and 1 come on top: nobody knows beforehand whether it will be used.
+    That is what backward collects of a unit, whole, what is reduced of it, the codes that go between ranks, and the
+    gradient of one parameter that autograd hands over. Buffers are kept for reuse, a few of each size. Whole gradients
+    that `no_sync` holds back in stages 0 and 1 come on top: nobody knows beforehand whether it will be used.
     """
     sizes: set[tuple[int, torch.dtype]] = set()
     largest = 0
@@ -193,7 +194,8 @@ def gradient_bytes(blueprint: Blueprint, grid: Grid, reach: Reach) -> int:
         itemsize = plan.spec.dtype.itemsize
         largest = max(largest, max(parameter.numel() for parameter in plan.spec.parameters) * itemsize)
         sizes.update(_gradient_buffers(plan, blueprint, grid, reach))
-    return largest + sum(BUFFERS_OF_A_SIZE * numel * dtype.itemsize for numel, dtype in sizes)
+    summing = summing_bytes(blueprint.units, blueprint.request.options.reduce_format, grid)
+    return largest + summing + sum(BUFFERS_OF_A_SIZE * numel * dtype.itemsize for numel, dtype in sizes)
 
 
 def _gradient_buffers(

@@ -53,6 +53,16 @@ def check_features(
             f"Options(gather_format={options.gather_format!r}) with stage={stage}: gathers carry codes in stage 3 "
             "alone, as each rank keeps the parameters in the others. Use stage=3 or gather_format='exact'."
         )
+    if options.reduce_format != "exact" and stage == 0:
+        raise ConfigError(
+            f"Options(reduce_format={options.reduce_format!r}) with stage=0: sums over copies are exact, and no "
+            "gradient is sharded. Use stage=1, 2 or 3, or reduce_format='exact'."
+        )
+    if options.secondary_shard is not None and stage != 3:
+        raise ConfigError(
+            f"Options(secondary_shard={options.secondary_shard}) with stage={stage}: each rank keeps all parameters, "
+            "and backward gathers none. Use stage=3, or secondary_shard=None."
+        )
     if placement is None:
         placement = Placement()
     if not isinstance(placement, Placement):
@@ -70,6 +80,29 @@ def check_features(
     if isinstance(unit_micro_batches, bool) or not isinstance(unit_micro_batches, int) or unit_micro_batches < 1:
         raise ConfigError(f"unit_micro_batches={unit_micro_batches!r}: use a whole number, 1 or more.")
     return placement
+
+
+def check_nodes(options: Options, shards: int, *, gathers: bool) -> None:
+    """Refuse nodes into which the shard ranks cannot be divided, and those of ranks that gather nothing.
+
+    Arguments:
+        options: what was asked for.
+        shards: how many ranks share a copy of the state.
+        gathers: whether any unit is gathered for each use.
+    """
+    size = options.secondary_shard
+    if size is None:
+        return
+    if shards % size:
+        raise ConfigError(
+            f"Options(secondary_shard={size}): {shards} shard ranks are no whole nodes of {size}. Use a size that "
+            f"divides {shards}, or None."
+        )
+    if not gathers:
+        raise ConfigError(
+            f"Options(secondary_shard={size}): nothing is gathered in backward, since every unit stays gathered. Lower "
+            f"Options(persistent_bytes={options.persistent_bytes}), or use secondary_shard=None."
+        )
 
 
 def check_dtypes(reduce_dtype: object, grad_accumulation_dtype: object) -> None:

@@ -12,6 +12,8 @@ from penstock.kinds import HomeChoice, Tier, TierName, parse_home, parse_tier
 
 #: What gathers of parameters carry: their values, or codes of a wire format (`rules/wire.py`).
 GatherFormat = Literal["exact", "int8", "fp8"]
+#: What reductions of gradients over shards carry.
+ReduceFormat = Literal["exact", "int8", "int4"]
 
 MIB = 1 << 20
 GIB = 1 << 30
@@ -141,6 +143,14 @@ class Options:
             codes of blocks of 256 elements and a scale for each, 0.508 of the bytes of bf16; forward and backward
             compute with the rounded values, the same on every rank, and updates, looks, saves and exports with exact
             ones (qwZ of ZeRO++; docs/compressed.md). It changes results. No effect where one rank has all parameters.
+        reduce_format: what the reductions of gradients over shards carry. `"exact"`: the gradients as they are.
+            `"int8"`, `"int4"`: codes of blocks of 256 elements and a scale for each, 0.508 or 0.258 of the bytes of
+            bf16, summed in fp32: first among the ranks of a node, then among nodes, rounded once on each way (qgZ of
+            ZeRO++; docs/compressed.md). Sums over copies stay exact. It changes results. No effect on one rank.
+        secondary_shard: of how many neighbours among the shard ranks a node consists; each rank keeps its part, one of
+            so many, of every unit that forward has gathered, until the next update, so that backward gathers inside
+            the node alone (hpZ of ZeRO++). Stage 3 alone; results are the same, bit for bit. `None` keeps nothing.
+            Where it is not given, the nodes of `reduce_format` are hosts (`LOCAL_WORLD_SIZE`).
 
     Raises:
         ConfigError: a value is out of its range; the message names it.
@@ -172,6 +182,8 @@ class Options:
     timeout_s: float = 600.0
     cast_inputs: Literal["units", "model", "none"] = "units"
     gather_format: GatherFormat = "exact"
+    reduce_format: ReduceFormat = "exact"
+    secondary_shard: int | None = None
 
     def __post_init__(self) -> None:
         """Refuse values out of range, by name."""
@@ -195,6 +207,11 @@ class Options:
             if not (isinstance(number, int | float) and number > 0 and math.isfinite(number)):
                 raise ConfigError(f"Options({name}={number!r}): use a finite number above 0.")
 
+    @property
+    def nodes(self) -> int | Literal["host"] | None:
+        """Of what the nodes of the shard ranks consist: of so many ranks, of a host's; `None` where nothing asks."""
+        return self.secondary_shard or (None if self.reduce_format == "exact" else "host")
+
 
 _WHOLE_NUMBERS = {  # name -> (least value, None allowed)
     "prefetch_bytes": (0, False),
@@ -204,6 +221,7 @@ _WHOLE_NUMBERS = {  # name -> (least value, None allowed)
     "device_bytes": (1, True),
     "pinned_bytes": (0, True),
     "update_threads": (1, True),
+    "secondary_shard": (2, True),
     "io_queue_depth": (1, False),
     "rounding_seed": (0, False),
     "max_skipped_steps": (1, True),

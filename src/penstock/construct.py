@@ -30,6 +30,7 @@ from penstock.engine.passes.planted import Planted
 from penstock.engine.passes.precision import InputCasts
 from penstock.engine.passes.reduce import Reducer
 from penstock.engine.passes.slices import SlicedBlock, sliced_blocks
+from penstock.engine.passes.sums import Sums
 from penstock.engine.policy import StepPolicy
 from penstock.engine.state.access import Access, as_state
 from penstock.engine.state.averages import Averages
@@ -198,7 +199,7 @@ def _make_lasting(blueprint: Blueprint, rig: Rig, memory: _Memory, council: Coun
     reducer = Reducer(
         rig,
         movement,
-        reduce_dtype=request.reduce_dtype,
+        Sums(rig, request.reduce_dtype, options.reduce_format),
         accumulation_dtype=request.accumulation_dtype,
         collects_fp32=request.unit_micro_batches > 1,
         agrees=request.overlap == "backward",

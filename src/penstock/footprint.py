@@ -36,7 +36,7 @@ from penstock.kinds import MASTER, OPTIMIZER, PARAM, Tier
 from penstock.machine.accelerator import reach_for
 from penstock.machine.border import crossing
 from penstock.machine.devices import device_for, visible_devices
-from penstock.machine.mesh import peers_of
+from penstock.machine.mesh import node_size, peers_of
 from penstock.machine.pinning import needs_pinning
 from penstock.machine.reach import Grid
 from penstock.machine.swap import existing_folder, free_disk_bytes
@@ -156,16 +156,18 @@ def footprint(
     device = device_for(model.parameters(), mesh).device
     sharded = request.stage != 0
     if world_size is None:
-        grid = peers_of(mesh, sharded=sharded).grid
-        ranks_here = ranks_of_host()
+        peers = peers_of(mesh, sharded=sharded)
+        grid, line, of_host, ranks_here = peers.grid, peers.shards, ranks_of_host(default=0), ranks_of_host()
     else:
         grid = Grid.first_of(world_size, sharded=sharded)
         visible = visible_devices() if device.type != "cpu" else None
-        ranks_here = min(world_size, visible.count) if visible is not None else world_size
+        ranks_here = of_host = min(world_size, visible.count) if visible is not None else world_size
+        line = range(grid.shards)
     if plan is not None:
         by_hand = {name: value for name, value in arguments.items() if name != "placement"}
         trains = optimizer is not None
         request = request_for(model, **planned(model, taken(plan), by_hand, grid=grid, device=device, trains=trains))
+    grid = grid.in_nodes(node_size(line, request.options.nodes, of_host))
     reach = reach_for(device, debug_release=request.debug_release)
     blueprint = draw_blueprint(model, optimizer, request, grid, reach)
     need = device_need(blueprint, model, grid, reach, device)

@@ -18,6 +18,7 @@ PARAM = "param"
 GRAD = "grad"
 MASTER = "master"
 OPTIMIZER = "optimizer"  # every state of the rule, when asking
+SECONDARY = "secondary"  # this rank's part, among those of its node, of what was gathered
 SHADOW = "shadow"  # a home: parameters beside the update, where it cannot reach them; its kind is the master
 STAGING = "staging"  # buffers that cells pass through
 EMA = "ema"  # an average of the parameters; one with a name is `ema.<name>`

@@ -28,6 +28,7 @@ ROWS = [
     Row("recomputed", Movement(stage=2, grads="cpu", optimizer="cpu"), "inline"),
     Row("net", CPU.but(gather_format="int8")),
     Row("recomputed", Movement().but(gather_format="fp8", prefetch_bytes=1 << 14), "inline"),
+    Row("net", CPU.but(stage=2, reduce_format="int4"), "inline"),
 ]
 
 
@@ -38,7 +39,8 @@ def each_rank(rank: int, rows: list[Row], hybrid: bool) -> list[tuple[bool, bool
         torch.manual_seed(0)
         streams = {"inline": inline, "separate": separate}[row.streams]()
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard")) if hybrid else None
-        ranks = Ranks.from_mesh(mesh, sharded=row.how.stage != 0)
+        nodes = row.request(make()).options.nodes
+        ranks = Ranks.from_mesh(mesh, sharded=row.how.stage != 0, nodes=nodes)
         grid, model = ranks.grid, make()
         before = Counter(ranks.counts)
         real, prepared = run_really(
@@ -82,6 +84,12 @@ def test_ranks_submit_what_a_rehearsal_of_one_does(rows: list[Row]) -> None:
 @pytest.mark.parametrize("row", [thorough(ROWS[0]), ROWS[5]])
 def test_so_do_ranks_of_a_hybrid_mesh(row: Row) -> None:
     for of_rank in run_ranks(each_rank, 4, [row], True):
+        assert of_rank == [(True, True)]
+
+
+def test_so_do_ranks_in_nodes() -> None:
+    row = Row("recomputed", CPU.but(reduce_format="int8", secondary_shard=2))
+    for of_rank in run_ranks(each_rank, 4, [row], False):
         assert of_rank == [(True, True)]
 
 

@@ -92,6 +92,8 @@ FIELDS = {
         "timeout_s": 600.0,
         "cast_inputs": "units",
         "gather_format": "exact",
+        "reduce_format": "exact",
+        "secondary_shard": None,
     },
     "StepResult": dict.fromkeys(("grad_norm", "skipped", "loss_scale"), dataclasses.MISSING) | {"loss": None},
     "Location": dict.fromkeys(

@@ -514,6 +514,9 @@ OF_TWO_RANKS = {
     "packing.py gather: UPLOAD if self._streams.computes_on_host else COLLECTIVE after gathered": OfTwoRanks(
         PACKED, COLLECTIVE
     ),
+    "secondary.py keep: buffer_home(unit.full[start:stop], written=unit.event)": OfTwoRanks(
+        EVERYTHING_ON_CPU.but(secondary_shard=2), COLLECTIVE
+    ),
     "routes.py _add: all of received": OfTwoRanks(EVERYTHING_ON_CPU, COLLECTIVE),
     "routes.py _add: DEVICE_UPDATE after received of (received, brought)": OfTwoRanks(IN_FILES, COLLECTIVE),
     "routes.py send_home: self._home.note_write(received)": OfTwoRanks(EVERYTHING_ON_DEVICE, COLLECTIVE),

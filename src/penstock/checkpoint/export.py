@@ -30,8 +30,7 @@ from penstock.checkpoint.tiles import Tile, TileReader
 from penstock.errors import CheckpointError, ConfigError
 from penstock.kinds import COMPUTE_DTYPES, MASTER, PARAM, Precision, average_kind
 from penstock.machine.border import crossing
-from penstock.machine.collectives import council_of_all
-from penstock.machine.council import Council
+from penstock.machine.council import Council, council_of_all
 from penstock.rules.master import read_master
 
 MOST_SHARD_BYTES = 5 * 10**9

@@ -12,7 +12,7 @@ from penstock.errors import PenstockError
 NAMED = (
     *("stage", "params", "grads", "optimizer", "activations", "nvme_path", "precision", "overlap", "max_grad_norm"),
     *("device_bytes", "tile_bytes", "live_bytes", "prefetch_bytes", "persistent_bytes", "pinned_bytes"),
-    *("update_threads", "streamed_updates", "state_dtype", "gather_format"),
+    *("update_threads", "streamed_updates", "state_dtype", "gather_format", "reduce_format", "secondary_shard"),
 )
 #: Advice that no option of the command follows, and what stands in its place.
 _PHRASES = (

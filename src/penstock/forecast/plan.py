@@ -30,6 +30,8 @@ PLANNED_OPTIONS = (
     "io_queue_depth",
     "state_dtype",
     "gather_format",
+    "reduce_format",
+    "secondary_shard",
 )
 _AGAIN = "plan again with penstock plan"
 #: What modules around others put into the names of parameters: a model is the same with them.

@@ -40,10 +40,11 @@ class Collective(NamedTuple):
     """A collective of a rank.
 
     Attributes:
-        name: "all_gather", "reduce_scatter", "all_reduce" or "broadcast".
+        name: "all_gather", "reduce_scatter", "all_to_all", "all_reduce" or "broadcast".
         nbytes: bytes of the whole buffer: what is there on every rank after a gather, or before a reduction.
         ranks: how many take part.
-        dimension: of the mesh, "shard", "replicate" or "tp".
+        dimension: of the mesh, "shard", "replicate" or "tp"; or of the shard ranks, those "inside" a node or "across"
+            nodes.
         stride: how many ranks lie from one of them to the next: 1 where they are neighbours.
     """
 

@@ -10,9 +10,10 @@ LINKS, NETWORK = "links between ranks", "network"
 
 #: How often the other ranks' part of the buffer goes through each link. Of a ring an all-gather and a reduce-scatter
 #: send (n-1)/n of the buffer, an all-reduce is one after the other (R. Thakur, R. Rabenseifner, W. Gropp, "Optimization
-#: of Collective Communication Operations in MPICH", 2005, sections 3 and 4). A broadcast in a pipeline sends all of it
-#: once. NCCL's "bus bandwidth" divides by the same numbers (nccl-tests, doc/PERFORMANCE.md), and so do our figures.
-_ROUNDS = {"all_gather": 1, "reduce_scatter": 1, "all_reduce": 2, "broadcast": 1}
+#: of Collective Communication Operations in MPICH", 2005, sections 3 and 4). In an all-to-all each rank keeps its own
+#: part, and sends the others. A broadcast in a pipeline sends all of it once. NCCL's "bus bandwidth" divides by the
+#: same numbers (nccl-tests, doc/PERFORMANCE.md), and so do our figures.
+_ROUNDS = {"all_gather": 1, "reduce_scatter": 1, "all_reduce": 2, "broadcast": 1, "all_to_all": 1}
 
 
 class Spread(NamedTuple):

@@ -12,28 +12,33 @@ from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from functools import partial
 from itertools import zip_longest
+from typing import Literal
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from penstock.errors import EngineError, PenstockError
+from penstock.errors import EngineError
 from penstock.machine.arena import view_apart
 from penstock.machine.council import DEFAULT_TIMEOUT_S, Council
 from penstock.machine.groups import give_back, is_alive, own_group
 from penstock.machine.issued import Tally, UnderWay
 from penstock.machine.lifetime import at_end
-from penstock.machine.mesh import peers_of
+from penstock.machine.mesh import Nodes, node_size, nodes_of, peers_of
 from penstock.machine.reach import Grid
 from penstock.machine.streams import DONE, Event, Pending
+from penstock.machine.threads import ranks_of_host
 
 # torch 2.13 renamed the flat collectives; the older names still work in torch 2.8 to 2.12.
 _all_gather_flat = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter_flat = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+_all_to_all_flat = dist.all_to_all_single
 
 
-Groups = tuple[dist.ProcessGroup | None, dist.ProcessGroup | None, dist.ProcessGroup | None]
+Groups = Sequence[dist.ProcessGroup | None]
+#: Which of the shard ranks take part: those of this rank's node, or those of the same place in each node.
+Hop = Literal["inside", "across"]
 ALONE = Grid()
 
 _SAME = (
@@ -54,8 +59,9 @@ class Ranks:
     Arguments:
         grid: the ranks, and this one's place among them.
         groups: our own, of the ranks that share one copy of the state, of those that have a copy of this rank's shard,
-            and of those that train other parts of the parameters; `None` where this rank is alone. They end with this
-            object.
+            and of those that train other parts of the parameters; of the shard ranks of this rank's node, and of those
+            of its place in each node. `None` where this rank is alone, and where the shard ranks are one node. They end
+            with this object.
         council: the council of all ranks, for the user's thread.
 
     Attributes:
@@ -64,28 +70,33 @@ class Ranks:
         counts: how many collectives were issued so far, by name; and of how many bytes.
     """
 
-    def __init__(self, grid: Grid = ALONE, groups: Groups = (None, None, None), council: Council | None = None) -> None:
+    def __init__(self, grid: Grid = ALONE, groups: Groups = (None,) * 5, council: Council | None = None) -> None:
         self.council = council or Council()
         self.grid = grid
-        self.shards, self.shard_rank, self.replicas, self.replica_rank, _, _ = grid
-        self._shard_group, self._replica_group, self._tp_group = groups
+        self.shards, self.shard_rank, self.replicas, self.replica_rank, *_ = grid
+        self._shard_group, self._replica_group, self._tp_group, inside, self._across_group = groups
         # Over the copies first: a value that goes from rank to rank is then in the first shard of each of them.
         self._data_groups = [group for group in (self._replica_group, self._shard_group) if group is not None]
         self._groups = [*self._data_groups, *([self._tp_group] if self._tp_group is not None else [])]
-        self._end_groups = at_end(self, give_back, self._groups)
+        self._inside_group = inside or self._shard_group
+        self._end_groups = at_end(self, give_back, [group for group in groups if group is not None])
         self._last: Event = DONE  # of the collectives that were submitted to a stream
         self.rank = dist.get_rank() if self._groups else 0
         self.counts = Tally()
         self._issued: list[str] = []  # what was issued since ranks last compared it, in order
 
     @classmethod
-    def from_mesh(cls, mesh: DeviceMesh | None, *, sharded: bool, timeout_s: float = DEFAULT_TIMEOUT_S) -> "Ranks":
+    def from_mesh(
+        cls, mesh: DeviceMesh | None, *, sharded: bool, timeout_s: float = DEFAULT_TIMEOUT_S, nodes: Nodes = None
+    ) -> "Ranks":
         """Make groups of our own of the ranks of a mesh, by what its dimensions do (`machine/mesh.py`). Collective.
 
         Arguments:
             mesh: `None` stands for the default process group, if there is one.
             sharded: whether ranks share the state where they may; else those have copies.
             timeout_s: how long the ranks' council waits for a rank, in seconds.
+            nodes: of what the nodes of the shard ranks consist, which get groups of their own then. Where that does not
+                divide the shard ranks, all of them are one node.
 
         Raises:
             ConfigError: the mesh's dimensions have no meaning.
@@ -97,11 +108,15 @@ class Ranks:
         try:
             # One name on all ranks, which no group had before: by it the members find each other in the job's store.
             # One stage as well: ranks that ask for others are told so later, and till then must not miss each other.
-            name, sharded = council.share([f"penstock {secrets.token_hex(8)}", sharded])
+            # One size of nodes, too.
+            facts = [f"penstock {secrets.token_hex(8)}", sharded, nodes, ranks_of_host(default=0)]
+            name, sharded, nodes, of_host = council.share(facts)
             peers = peers_of(mesh, sharded=sharded)
+            grid = peers.grid.in_nodes(node_size(peers.shards, nodes, of_host))
             # In one order on all ranks: the members of a group make it together, and ranks that began with different
             # dimensions would wait for each other for ever. Of each dimension a rank is in one group.
-            for line, like in zip(peers.lines, peers.likes, strict=True):
+            likes = [*peers.likes, peers.likes[0], peers.likes[0]]
+            for line, like in zip([*peers.lines, *nodes_of(peers.shards, grid)], likes, strict=True):
                 own.append(own_group(line, like, name) if len(line) > 1 and like is not None else None)
         except BaseException as error:
             give_back(group for group in own if group is not None)
@@ -112,8 +127,7 @@ class Ranks:
                     f"another one has ended, or does something else. ({error})"
                 ) from error
             raise
-        shard, replica, tp = own
-        return cls(peers.grid, (shard, replica, tp), council)
+        return cls(grid, own, council)
 
     def close(self) -> None:
         """Give back the groups that are our own, and the council."""
@@ -147,13 +161,14 @@ class Ranks:
 
     # Collectives that are submitted to the stream of collectives.
 
-    def all_gather(self, full: Tensor, shard: Tensor, what: str = "") -> Pending | None:
+    def all_gather(self, full: Tensor, shard: Tensor, what: str = "", *, inside: bool = False) -> Pending | None:
         """Fill a flat buffer with the shards of all shard ranks.
 
         Arguments:
             full: of any dtype, [shards * n].
             shard: this rank's, of the same dtype, [n]. It may be its own place in `full`.
             what: the unit's name, for messages.
+            inside: whether the ranks of this one's node alone take part, each with an equal part of `full`.
 
         Returns:
             On the host what is to be waited for: the caller goes on meanwhile. On a device `None`: its stream waits.
@@ -167,9 +182,13 @@ class Ranks:
         goes_on = full.device.type == "cpu"
         if goes_on and type(full) is Tensor:  # no fake one
             every, own = view_apart(every, full), view_apart(own, full)
-        gather = partial(_all_gather_flat, every, own, group=self._shard_group, async_op=goes_on)
-        self.counts.note("all_gather", "shard", every)
-        work = self._issue(f"the gather of {what}", self._shard_group, gather)
+        if inside:
+            group, dimension, where = self._inside_group, "inside", " inside its node"
+        else:
+            group, dimension, where = self._shard_group, "shard", ""
+        gather = partial(_all_gather_flat, every, own, group=group, async_op=goes_on)
+        self.counts.note("all_gather", dimension, every)
+        work = self._issue(f"the gather of {what}{where}", group, gather)
         return work if goes_on else None
 
     def reduce_scatter(self, shard: Tensor, full: Tensor, what: str = "") -> None:
@@ -186,6 +205,23 @@ class Ranks:
         reduce = partial(_reduce_scatter_flat, shard, full, op=dist.ReduceOp.SUM, group=self._shard_group)
         self.counts.note("reduce_scatter", "shard", full)
         self._issue(f"the reduction of {what}", self._shard_group, reduce)
+
+    def all_to_all(self, received: Tensor, sent: Tensor, hop: Hop, what: str = "") -> None:
+        """Send each rank of a node, or of this place in each node, a part of its own, and receive one from each.
+
+        Arguments:
+            received: bytes, filled with what each rank sends to this one, in their order, [n].
+            sent: bytes, for each rank its part, in their order, [n].
+            hop: which ranks.
+            what: the unit's name, for messages.
+
+        Raises:
+            EngineError: another rank does not take part.
+        """
+        group = self._inside_group if hop == "inside" else self._across_group
+        exchange = partial(_all_to_all_flat, received, sent, group=group)
+        self.counts.note("all_to_all", hop, sent)
+        self._issue(f"the reduction of {what} {hop} nodes", group, exchange)
 
     def all_reduce_replicas(self, tensor: Tensor, what: str = "") -> None:
         """Sum a tensor over the replicas, in place."""
@@ -363,12 +399,6 @@ class Ranks:
         with contextlib.suppress(Exception):
             self._last.wait()
         self._last = DONE
-
-
-def council_of_all(*, timeout_s: float, error: type[PenstockError]) -> Council:
-    """Make the council of the ranks of the default process group, where agreeing is all that they do. Collective."""
-    peers = peers_of(None, sharded=True)
-    return Council(peers.members, peers.members.index(peers.rank), timeout_s=timeout_s, error=error)
 
 
 def as_bytes(tensor: Tensor) -> Tensor:

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from penstock.errors import EngineError, PenstockError
 from penstock.machine.host import host_name, names_of_hosts
+from penstock.machine.mesh import peers_of
 
 #: What ranks compare: values that JSON has, by a name that a message can show.
 Facts = dict[str, Any]
@@ -330,3 +331,9 @@ def _first_difference(first: Mapping[str, Any], own: Facts) -> tuple[str, str, s
         if there != here:
             return name, there, here
     return None
+
+
+def council_of_all(*, timeout_s: float, error: type[PenstockError]) -> Council:
+    """Make the council of the ranks of the default process group, where agreeing is all that they do. Collective."""
+    peers = peers_of(None, sharded=True)
+    return Council(peers.members, peers.members.index(peers.rank), timeout_s=timeout_s, error=error)

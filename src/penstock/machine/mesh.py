@@ -9,13 +9,17 @@ Dimensions without a name, or with others than these, are what they are in FSDP:
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from penstock.errors import ConfigError, one_line
 from penstock.machine.reach import Grid
+from penstock.machine.threads import neighbours_of_host
+
+#: Of what the nodes of the shard ranks consist: of so many neighbours, of those on a host; `None` where nobody asks.
+Nodes = int | Literal["host"] | None
 
 SHARE, COPY, DIVIDE = "share", "copy", "divide"
 _ROLES = {
@@ -153,6 +157,32 @@ def peers_of(mesh: DeviceMesh | None, *, sharded: bool) -> Peers:
         groups.append(next((mesh.get_group(number) for number, each in enumerate(roles) if each == role), None))
     shards, copies, tp = lines
     return Peers(rank, mesh.mesh.flatten().tolist(), shards, copies, tp, groups)
+
+
+def node_size(line: Sequence[int], nodes: Nodes, of_host: int) -> int:
+    """Return how many neighbours among the shard ranks are a node; 0 where nobody asks.
+
+    Arguments:
+        line: the shard ranks' numbers in the job, in the order of their shards.
+        nodes: what was asked for.
+        of_host: how many ranks there are on each host, which have consecutive numbers; 0 where nobody says it.
+    """
+    if nodes == "host":
+        return neighbours_of_host(line, of_host)
+    return nodes or 0
+
+
+def nodes_of(shards: Sequence[int], grid: Grid) -> tuple[Sequence[int], Sequence[int]]:
+    """List the shard ranks of this rank's node, and those of its place in each node; none where there is one node.
+
+    Arguments:
+        shards: the shard ranks, in the order of their shards.
+        grid: of this rank.
+    """
+    if not grid.node:
+        return (), ()
+    place, node = grid.shard_rank % grid.node, grid.shard_rank // grid.node
+    return shards[node * grid.node : (node + 1) * grid.node], shards[place :: grid.node]
 
 
 def describe(mesh: DeviceMesh) -> str:

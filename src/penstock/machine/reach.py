@@ -24,6 +24,8 @@ class Grid(NamedTuple):
         replicas, replica_rank: the number of copies, and which of them this rank has a shard of.
         tp, tp_rank: over how many ranks the parameters themselves are divided (tensor or expert parallel), each with a
             state of its own, and which of them this rank is.
+        node: how many neighbours among the shards are a node, within which some collectives stay; 0 where all of them
+            are one.
     """
 
     shards: int = 1
@@ -32,6 +34,7 @@ class Grid(NamedTuple):
     replica_rank: int = 0
     tp: int = 1
     tp_rank: int = 0
+    node: int = 0
 
     @property
     def world_size(self) -> int:
@@ -49,8 +52,26 @@ class Grid(NamedTuple):
         return {"dp_replicate": self.replicas, "dp_shard": self.shards, "tp": self.tp}
 
     def stride(self, dimension: str) -> int:
-        """Say how far the ranks of a dimension lie apart in the job: "tp" innermost, then "shard", then "replicate"."""
-        return {"tp": 1, "shard": self.tp, "replicate": self.tp * self.shards}[dimension]
+        """Say how far the ranks of a dimension lie apart in the job: "tp" innermost, then "shard", then "replicate".
+
+        Of the shard ranks, those "inside" a node are neighbours, and those "across" nodes lie a node apart.
+        """
+        inner = {"tp": 1, "shard": self.tp, "inside": self.tp, "across": self.tp * self.inside}
+        return (inner | {"replicate": self.tp * self.shards})[dimension]
+
+    @property
+    def inside(self) -> int:
+        """How many shards are on a node."""
+        return self.node or self.shards
+
+    @property
+    def across(self) -> int:
+        """How many nodes the shards are on."""
+        return self.shards // self.inside
+
+    def in_nodes(self, size: int) -> "Grid":
+        """Give the same grid, its shards in nodes of some size; in one, where that does not divide them."""
+        return self._replace(node=size if 1 < size < self.shards and self.shards % size == 0 else 0)
 
     @property
     def number(self) -> int:

@@ -88,9 +88,23 @@ def share_of_cores(
     return UpdateCores(max(1, count), bound)
 
 
-def ranks_of_host(environment: Mapping[str, str] = os.environ) -> int:
-    """Return how many ranks the launcher has started on this host; 1 where it does not say (`LOCAL_WORLD_SIZE`)."""
-    return max(1, _number(environment.get("LOCAL_WORLD_SIZE"), 1))
+def ranks_of_host(environment: Mapping[str, str] = os.environ, *, default: int = 1) -> int:
+    """Return how many ranks the launcher has started on this host (`LOCAL_WORLD_SIZE`), or a default."""
+    return _number(environment.get("LOCAL_WORLD_SIZE"), 0) or default
+
+
+def neighbours_of_host(line: Sequence[int], by_host: int) -> int:
+    """Return how many neighbours in a line of ranks share a host; all of them where hosts do not divide it evenly.
+
+    Arguments:
+        line: numbers of ranks in the job.
+        by_host: how many ranks there are on each host, which have consecutive numbers; 0 where nobody says it.
+    """
+    hosts = [rank // by_host for rank in line] if by_host > 0 else [0] * len(line)
+    size = hosts.count(hosts[0])
+    found = [hosts[first : first + size] for first in range(0, len(hosts), size)]
+    even = all(len(host) == size and len(set(host)) == 1 for host in found)
+    return size if even and len({host[0] for host in found}) == len(found) else len(line)
 
 
 def hosts_of(ranks: int, environment: Mapping[str, str] = os.environ) -> int:

@@ -16,8 +16,7 @@ from penstock.forecast.machine import Machine
 from penstock.forecast.plan import Plan
 from penstock.machine.arena import available_host_memory
 from penstock.machine.border import theirs
-from penstock.machine.collectives import council_of_all
-from penstock.machine.council import Council
+from penstock.machine.council import Council, council_of_all
 from penstock.machine.devices import device_for, free_device_memory, shares_host_memory
 from penstock.machine.reach import Grid
 from penstock.machine.threads import hosts_of

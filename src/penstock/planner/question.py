@@ -16,7 +16,7 @@ from penstock.forecast.machine import Machine
 from penstock.forecast.plan import placeholders
 from penstock.forecast.program import BackEnd
 from penstock.kinds import TierName
-from penstock.machine.mesh import grid_of
+from penstock.machine.mesh import grid_of, node_size
 from penstock.machine.reach import Grid
 from penstock.rehearsal.rehearse import Scene
 
@@ -120,12 +120,14 @@ def ask(
         if name in arguments:
             raise ConfigError(f"{name}= is no argument of prepare() that a plan is made for. Leave it out.")
     back_end: BackEnd = "inline" if machine.device == "cpu" else "accelerator"
+    grid = grid or Grid.first_of(world_size, sharded=sharded)
+    nodes = getattr(arguments.get("options"), "nodes", None)
     scene = Scene(
         made(model),
         optimizer,
         batch,
         micro_batches=micro_batches,
-        grid=grid or Grid.first_of(world_size, sharded=sharded),
+        grid=grid.in_nodes(node_size(range(grid.shards), nodes, world_size // hosts)),
         hosts=hosts,
         back_end=back_end,
         pinnable_bytes=_pinnable(machine, world_size // hosts),

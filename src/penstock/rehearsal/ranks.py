@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from penstock.forecast.program import Collective
-from penstock.machine.collectives import Ranks
+from penstock.machine.collectives import Hop, Ranks
 from penstock.machine.reach import Grid
 from penstock.rehearsal.notes import Notes
 
@@ -23,15 +23,21 @@ class VirtualRanks(Ranks):
         super().__init__(grid)
         self._notes = notes
 
-    def all_gather(self, full: Tensor, shard: Tensor, what: str = "") -> None:
+    def all_gather(self, full: Tensor, shard: Tensor, what: str = "", *, inside: bool = False) -> None:
         """Note a gather."""
         del shard, what
-        self._notes.issue(self._along("shard", "all_gather", full.nbytes))
+        self._notes.issue(self._along("inside" if inside else "shard", "all_gather", full.nbytes))
 
     def reduce_scatter(self, shard: Tensor, full: Tensor, what: str = "") -> None:
         """Note a reduction to shards."""
         del shard, what
         self._notes.issue(self._along("shard", "reduce_scatter", full.nbytes))
+
+    def all_to_all(self, received: Tensor, sent: Tensor, hop: Hop, what: str = "") -> None:
+        """Note an exchange. What other ranks would send is what this one does."""
+        del what
+        received.copy_(sent)
+        self._notes.issue(self._along(hop, "all_to_all", sent.nbytes))
 
     def all_reduce_replicas(self, tensor: Tensor, what: str = "") -> None:
         """Note a sum over the copies."""
@@ -81,5 +87,7 @@ class VirtualRanks(Ranks):
 
     def _along(self, dimension: str, name: str, nbytes: int) -> Collective:
         """Make a collective of the ranks along a dimension of the mesh."""
-        ranks = {"shard": self.shards, "replicate": self.replicas, "tp": self.grid.tp}[dimension]
+        grid = self.grid
+        counts = {"shard": grid.shards, "inside": grid.inside, "across": grid.across}
+        ranks = (counts | {"replicate": grid.replicas, "tp": grid.tp})[dimension]
         return Collective(name, nbytes, ranks, dimension, self.grid.stride(dimension))

@@ -120,6 +120,8 @@ class PlanConfig:
     streamed_updates: float | Literal["auto"] | None = _as_in_train("streamed_updates")
     state_dtype: str | None = _as_in_train("state_dtype")
     gather_format: str | None = _as_in_train("gather_format")
+    reduce_format: str | None = _as_in_train("reduce_format")
+    secondary_shard: int | None = _as_in_train("secondary_shard")
     optimizer_name: str = _as_in_train("optimizer_name")
     optimizer_args: tuple[str, ...] = _as_in_train("optimizer_args")
     max_grad_norm: float | None = _as_in_train("max_grad_norm")

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock.engine.passes.packing import Packing
+from penstock.engine.passes.secondary import SecondaryParts
 from penstock.engine.units.holding import Residency
 from penstock.engine.units.recorded import views_elsewhere
 from penstock.engine.units.unit import Unit
@@ -54,6 +55,7 @@ class Gatherer:
         self._streams = rig.streams
         self._movement = movement
         self._packing = packing
+        self._secondary = SecondaryParts(rig.model, movement)
         self.live_budget = live_bytes
         self._prefetch_budget = prefetch_bytes
         self.live_bytes = 0
@@ -82,7 +84,7 @@ class Gatherer:
             self._start(unit)
         if unit.holding.residency is Residency.GATHERING:
             if unit in self._in_part:
-                self._all_gather(unit)  # at the latest here: every rank comes to its units in this order
+                self._gather_rest(unit)  # at the latest here: every rank comes to its units in this order
             unit.event.wait()  # else compute reads what an upload or a collective has not filled yet
             unit.expose()
             unit.holding.become(Residency.GATHERED)
@@ -113,9 +115,9 @@ class Gatherer:
             self._ahead[unit] = None
             # A collective that follows a read or an update of the host would block its caller here: it comes later.
             if unit in self._in_part and not self._follows_host(unit):
-                self._all_gather(unit)
+                self._gather_rest(unit)
         if soonest in self._in_part:  # an earlier call has started it
-            self._all_gather(soonest)
+            self._gather_rest(soonest)
 
     def release(self, unit: Unit) -> None:
         """Give the full buffer's memory back; the parameters become placeholders.
@@ -346,27 +348,34 @@ class Gatherer:
         if replica is not None and not unit.stale:
             return self._movement.copy(replica, buffer_home(unit.full), Label("gather", unit.name))
         # The copy follows the last update of the home, and the home has the next one wait until this has read it.
-        start, stop = unit.own_range
-        return self._movement.copy(unit.params, buffer_home(unit.full[start:stop]), Label("gather", unit.name))
+        source, (start, stop) = self._secondary.source(unit, exact=unit in self._exact)
+        return self._movement.copy(source, buffer_home(unit.full[start:stop]), Label("gather", unit.name))
 
-    def _all_gather(self, unit: Unit) -> None:
+    def _gather_rest(self, unit: Unit) -> None:
         """Gather what other ranks have. Where this rank's part still comes from the host, the caller waits for it."""
-        if self._packing.carries(unit) and unit not in self._exact:
+        exact = unit in self._exact
+        kept = self._secondary.has(unit, exact=exact)
+        if not (kept or exact) and self._packing.carries(unit):
             self._packing.gather(unit)
-            self._in_part.remove(unit)
-            return
-        start, stop = unit.own_range
+        else:
+            self._all_gather(unit, inside=kept)
+        if not (kept or exact):
+            self._secondary.keep(unit)
+        self._in_part.remove(unit)
+
+    def _all_gather(self, unit: Unit, *, inside: bool) -> None:
+        """Gather what other ranks have, as it is; of this rank's node, or all."""
+        _, (start, stop) = self._secondary.source(unit, exact=not inside)
         full, own, what = unit.full, unit.full[start:stop], unit.label
         # After the upload of this rank's part: else every other rank is sent what the memory held before.
         event = unit.event = self._streams.submit(
             COLLECTIVE,
-            lambda: self._ranks.all_gather(full, own, what),
+            lambda: self._ranks.all_gather(full, own, what, inside=inside),
             after=(unit.event,),
             nbytes=unit.nbytes,
             label=Label("gather", unit.name),
         )
-        self._in_part.remove(unit)
-        unit.is_rounded = False
+        unit.is_rounded = inside and self._packing.carries(unit)  # what is kept is as it was gathered
         self._ranks.submitted(event)  # what the program issues next comes after it, on every rank
         if unit.replica is not None:  # it must hold every rank's part again
             unit.stale = False

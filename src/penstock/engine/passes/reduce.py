@@ -15,6 +15,7 @@ from torch import Tensor
 
 from penstock.engine.passes.buffers import BufferRing
 from penstock.engine.passes.routes import Means, Reduced, Route, route_to
+from penstock.engine.passes.sums import Sums
 from penstock.engine.units.norms import measure_late
 from penstock.engine.units.unit import Gradient, Unit
 from penstock.engine.updates.rig import Rig
@@ -31,7 +32,7 @@ class Reducer:
 
     Arguments:
         movement: brings reduced gradients to their homes, where compute does not reach those.
-        reduce_dtype: the dtype in which gradients are summed over ranks.
+        sums: sums gradients over shards.
         accumulation_dtype: the dtype in which micro-batches are summed, the homes' own.
         collects_fp32: whether gradients are summed in fp32 until they are reduced, because a parameter gets several in
             one backward.
@@ -47,8 +48,8 @@ class Reducer:
         self,
         rig: Rig,
         movement: Movement,
+        sums: Sums,
         *,
-        reduce_dtype: torch.dtype,
         accumulation_dtype: torch.dtype,
         collects_fp32: bool,
         agrees: bool,
@@ -58,7 +59,8 @@ class Reducer:
         self._ranks = ranks
         self._streams = streams
         self._pool = rig.pool
-        self._reduce_dtype = reduce_dtype
+        self._sums = sums
+        self._reduce_dtype = sums.dtype
         self._accumulation_dtype = accumulation_dtype
         # On the host the pass that writes measures for nothing; on a device the norm would be kernels of its own.
         self._measures_late = not streams.computes_on_host
@@ -154,11 +156,13 @@ class Reducer:
         reduced = self._begin(unit, gradient, self._shard_of(unit) if sharded else full)
         route = self._route(unit, gradient.home)
         flaws = gradient.flaws = self._no_flaws() if self._agrees and not self.accumulates else None
+        if sharded:
+            self._sums.make_room(unit)
 
         def communicate() -> None:
             # On one stream, and issued before `submit` returns: every rank issues its collectives in this order.
             if sharded:
-                self._ranks.reduce_scatter(reduced.values, full, unit.label)
+                self._sums.run(reduced.values, full, unit.label)
             self._ranks.all_reduce_replicas(reduced.values, unit.label)
             route.receive(gradient, reduced)
             if flaws is not None:  # now, in the program's order: the sum of micro-batches is measured when it is home
@@ -174,6 +178,7 @@ class Reducer:
             label=Label("reduce", unit.name),
         )
         self._ranks.submitted(received)  # what the program issues next comes after it
+        self._sums.note(received)
         sent = route.send_home(gradient, reduced, received)
         # Each buffer after its last reader: the whole gradient after the collective, the shard after the way home.
         self.buffers.give_back(full, received if sharded else sent)
@@ -230,6 +235,7 @@ class Reducer:
         """Give every buffer back. Work on them is over."""
         self._routes.clear()
         self.buffers.clear()
+        self._sums.clear()
         self._told.close()
 
     def drop_pending(self, units: Sequence[Unit]) -> None:
@@ -252,6 +258,7 @@ class Reducer:
                 self.buffers.forget(gradient.pending)
                 gradient.pending, gradient.rests = gradient.pending.to("cpu", copy=True), True
         self.buffers.clear()
+        self._sums.clear()
 
     def _collected(self, unit: Unit, gradient: Gradient) -> Tensor:
         """Give the flat gradient that is being collected, on the device: a new one, or what rested in host memory."""

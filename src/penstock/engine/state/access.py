@@ -161,7 +161,7 @@ class Access:
                     else:
                         weights.param.copy_(part)
             unit.count_writes([index])
-            unit.stale = unit.replica is not None and unit.layout.shards > 1
+            unit.outdate_parts()
             self._gatherer.outdate(unit)
             if unit.resident:
                 self._gatherer.acquire(unit)

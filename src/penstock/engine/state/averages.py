@@ -188,7 +188,7 @@ class Averages:
             self._access.finish()
             for unit in units:
                 # Each rank has exchanged its own part of a replica: the others' are old until they are gathered.
-                unit.stale = unit.replica is not None and unit.layout.shards > 1
+                unit.outdate_parts()
             self._gatherer.show_resident(units, wait=True)
 
     @property

@@ -110,6 +110,8 @@ class Blocks:
             kept = weights.read()
             changed = (new != old).to(kept.device)
             weights.write(torch.where(changed, new.to(kept.device).float(), kept))
+        if unit.secondary is not None:
+            unit.outdate_parts()
         if unit.replica is not None and not unit.resident:
             for first, last, (values,) in unit.replica.visit(0, unit.replica.stop, modify=True):
                 values.copy_(unit.full[first:last])

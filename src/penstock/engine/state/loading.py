@@ -309,7 +309,7 @@ class Loader:
                 home.note_write(DONE)  # in place of the error of a torn state, which everybody would meet
             unit.count_writes()  # a graph from before reads other weights: its backward is refused
             # Each rank has written its own part of a replica: those of the others are old until they are gathered.
-            unit.stale = unit.replica is not None and unit.layout.shards > 1
+            unit.outdate_parts()
             if unit.trained is not None:
                 for parameter in unit.parameters:
                     self._restore_counts(parameter.tensor, manifest.parameters[parameter.name])

@@ -19,7 +19,7 @@ from penstock.engine.units.holding import Residency
 from penstock.engine.units.plan import UnitPlan
 from penstock.engine.units.unit import Unit
 from penstock.engine.updates.rig import Rig
-from penstock.kinds import GRAD, MASTER, OPTIMIZER, PARAM, SHADOW, Tier
+from penstock.kinds import GRAD, MASTER, OPTIMIZER, PARAM, SECONDARY, SHADOW, Tier
 from penstock.machine.streams import DONE, UPDATE, Event, FailedEvent, all_of
 from penstock.tiers.home import Home, MemorySection, Section, SectionPlan
 from penstock.tiers.movement import Movement
@@ -215,13 +215,15 @@ class Mover:
     def _offloaded(self, unit: Unit, homes: Collection[str], to: Tier) -> dict[str, Sequence[SectionPlan]]:
         """Plan where the named homes of a unit will be once they are on a tier."""
         wanted: dict[str, Sequence[SectionPlan]] = {}
-        for name in set(homes) & unit.homes.keys():
+        named = {*homes, SECONDARY} if PARAM in homes else set(homes)
+        for name in named & unit.homes.keys():
             plans: Sequence[SectionPlan] = unit.homes[name].plans
             if name == PARAM and not to.is_memory:
                 plans = unit.params.plans  # files hold shards
             elif name == PARAM and unit.replica is None:
                 plans = self._plans[unit].sections[PARAM]
-            wanted[name] = [plan if plan.tier is to or not plan.cells else plan.on(to) for plan in plans]
+            there = to if name != SECONDARY or to.is_memory else Tier.CPU  # for backward: what files have takes longer
+            wanted[name] = [plan if plan.tier is there or not plan.cells else plan.on(there) for plan in plans]
         return wanted
 
     def _new_sections(self, unit: Unit, homes: Wanted) -> Iterator[SectionPlan]:
@@ -255,7 +257,8 @@ class Mover:
 
     def _copy_unit(self, move: _Move, movement: Movement) -> None:
         """Submit the copies of a unit. What cannot be submitted fails as a copy does."""
-        for name in (PARAM, GRAD, MASTER, OPTIMIZER, SHADOW):  # the shadow last: it is a copy of the parameters
+        # The shadow last: it is a copy of the parameters.
+        for name in (PARAM, SECONDARY, GRAD, MASTER, OPTIMIZER, SHADOW):
             if name in move.homes:
                 try:
                     self._copy_home(move, name, move.homes[name], movement)
@@ -273,7 +276,7 @@ class Mover:
         elif name == SHADOW:
             params = self._own_part(unit, move.homes[PARAM]) if PARAM in move.homes else unit.params
             movement.copy(params, new, label)  # follows the copy of the parameters, which their home knows
-        else:
+        elif name != SECONDARY or not unit.stale:  # else nothing is in it
             movement.copy(unit.homes[name], new, label)
 
     def _copy_params(self, move: _Move, new: Home, movement: Movement, label: Label) -> None:

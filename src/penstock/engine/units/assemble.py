@@ -8,7 +8,7 @@ from penstock.engine.units.flats import Flat
 from penstock.engine.units.parameter import UnitParameter
 from penstock.engine.units.plan import Homes, UnitPlan
 from penstock.engine.units.unit import Gradient, Trained, Unit
-from penstock.kinds import GRAD, MASTER, OPTIMIZER, PARAM, SHADOW
+from penstock.kinds import GRAD, MASTER, OPTIMIZER, PARAM, SECONDARY, SHADOW
 from penstock.machine.streams import Streams
 from penstock.rules.master import split_master, write_master
 from penstock.tiers.home import Home
@@ -43,6 +43,7 @@ def make_unit(
         # One object for good, and memory while the unit is gathered: views that autograd saves see the next gather.
         streams.retire(full)
     unit = Unit(spec, index, layout, parameters, rank=rank, home=homes[PARAM], replicated=plan.replicated, full=full)
+    unit.secondary, unit.stale = homes.get(SECONDARY), SECONDARY in homes  # nothing is in it yet
     if spec.trainable:
         unit.trained = make_trained(plan, homes, rank)
     return unit

@@ -6,10 +6,15 @@ one kernel, and its norm is taken when somebody asks: of the last micro-batch al
 
 from collections.abc import Iterable
 
-from penstock.engine.units.unit import Unit, reached
+from torch import Tensor
+
+from penstock.engine.units.unit import Unit
+from penstock.kinds import Tier
 from penstock.layout import Piece
 from penstock.machine.streams import Streams
 from penstock.rules.deposit import squared_norms_of
+from penstock.tiers.copies import in_reach
+from penstock.tiers.home import Home
 
 
 def measure_late(units: Iterable[Unit], streams: Streams) -> None:
@@ -33,3 +38,12 @@ def measure_late(units: Iterable[Unit], streams: Streams) -> None:
     for (unit, part), norm in zip(late, squared_norms_of(values), strict=True):
         assert unit.trained is not None
         unit.trained.gradient.measure([part], [norm])
+
+
+def reached(home: Home, streams: Streams) -> Tensor | None:
+    """Return the values of a home of one kind, if compute reaches all of them in one piece, else `None`."""
+    section, *others = home.sections
+    if others or not in_reach(section.tier, Tier.DEVICE, streams.reach):
+        return None
+    (values,) = section.tensors
+    return values

@@ -8,7 +8,7 @@ import torch
 
 from penstock.engine.units.discover import UnitSpec
 from penstock.engine.units.unit import Fields
-from penstock.kinds import GRAD, MASTER, OPTIMIZER, PARAM, SHADOW, Tier
+from penstock.kinds import GRAD, MASTER, OPTIMIZER, PARAM, SECONDARY, SHADOW, Tier
 from penstock.layout import FlatLayout
 from penstock.machine.reach import Grid, Reach
 from penstock.rules.rule import BLOCK_NUMEL, StateSpec
@@ -29,6 +29,7 @@ class Homes:
         states: the rule's states.
         tile_numel: elements of a tile.
         streamed: whether the device may update tiles whose state rests elsewhere.
+        secondary: among how many ranks of a node the parts of a gathered unit are kept; `None` where none are.
     """
 
     params: Mapping[Tier, float]
@@ -40,6 +41,7 @@ class Homes:
     states: tuple[StateSpec, ...]
     tile_numel: int
     streamed: bool
+    secondary: int | None = None
 
     def keeps_master(self, spec: UnitSpec) -> bool:
         """Whether a unit has master weights beside its parameters."""
@@ -157,6 +159,8 @@ def plan_units(
         own = part(params[i], *layout.shard_range(grid.shard_rank)) if replicated else tuple(params[i])
         in_place = len(params[i]) == 1 and in_reach(params[i][0].tier, Tier.DEVICE, reach) and reach.reads_in_place
         sections, fields = _plan_sections(spec, homes, spans, own, reach)
+        if homes.secondary is not None and not replicated and not spec.persistent:
+            sections[SECONDARY] = _secondary(spec, layout, homes, params[i])
         plans.append(
             UnitPlan(
                 spec=spec,
@@ -200,6 +204,14 @@ def _plan_sections(
         )
     ]
     return sections, fields
+
+
+def _secondary(spec: UnitSpec, layout: FlatLayout, homes: Homes, params: Sequence[TierRange]) -> list[SectionPlan]:
+    """Plan where this rank's part of a gathered unit rests: on the device, where its parameters do, else on the cpu."""
+    assert homes.secondary is not None
+    tier = Tier.DEVICE if all(span.tier is Tier.DEVICE for span in params) else Tier.CPU
+    span = TierRange(tier, 0, layout.numel // homes.secondary)
+    return _sections(SECONDARY, [Kind(SECONDARY, spec.dtype)], [span], spec, homes)
 
 
 def _optimizer_kinds(specs: Iterable[StateSpec]) -> tuple[list[Kind], Fields]:

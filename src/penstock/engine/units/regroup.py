@@ -14,7 +14,7 @@ from penstock.engine.units.discover import UnitSpec
 from penstock.engine.units.parameter import UnitParameter
 from penstock.engine.units.plan import UnitPlan
 from penstock.engine.units.unit import Unit
-from penstock.kinds import PARAM
+from penstock.kinds import PARAM, SECONDARY
 from penstock.layout import FlatLayout, Slot
 from penstock.rules.master import write_master
 from penstock.tiers.home import Home
@@ -34,7 +34,7 @@ def place(unit: Unit, plan: UnitPlan) -> None:
     known = {parameter.tensor: parameter for parameter in unit.parameters}
     unit.spec, unit.layout, unit.name = plan.spec, plan.layout, plan.spec.name
     unit.parameters = tuple(known[tensor].placed(slot, i) for i, (tensor, slot) in enumerate(_slots(plan)))
-    for home in {unit.params, unit.homes[PARAM]}:
+    for home in {unit.params, unit.homes[PARAM], *([unit.secondary] if unit.secondary is not None else [])}:
         for section in home.sections:
             section.plan = replace(
                 section.plan, cells=tuple(replace(cell, unit=unit.name) for cell in section.plan.cells)
@@ -57,7 +57,7 @@ def train_where_it_rests(unit: Unit, plan: UnitPlan, reserved: Reservation) -> N
     homes = {
         name: Home([reserved.make(section) for section in sections])
         for name, sections in plan.sections.items()
-        if name != PARAM
+        if name not in (PARAM, SECONDARY)
     }
     unit.trained = make_trained(plan, homes, unit.rank)
     for start in range(0, unit.layout.shard_numel, plan.homes.tile_numel):  # a tile at a time: in fp32 it is larger

@@ -5,6 +5,7 @@ replica    the whole unit, of which `params` is a part, where parameters are rep
 master     what the parameters lack of their fp32 values
 optimizer  the rule's states
 shadow     what an update writes where it cannot reach `params`: published there afterwards
+secondary  a part of the whole unit, as it was gathered last: the ranks of a node have all of it together
 full       the flat buffer that compute reads; for a resident unit it is the replica's own memory
 """
 
@@ -21,11 +22,10 @@ from penstock.engine.units.holding import Holding, Residency
 from penstock.engine.units.parameter import UnitParameter, count_writes
 from penstock.engine.units.reads import ReadWatch
 from penstock.engine.units.recorded import Recorded
-from penstock.kinds import GRAD, MASTER, OPTIMIZER, PARAM, SHADOW, Tier, is_average
+from penstock.kinds import GRAD, MASTER, OPTIMIZER, PARAM, SECONDARY, SHADOW, Tier, is_average
 from penstock.layout import FlatLayout, Piece
-from penstock.machine.streams import DONE, Event, Streams
+from penstock.machine.streams import DONE, Event
 from penstock.rules.master import read_master, write_master
-from penstock.tiers.copies import in_reach
 from penstock.tiers.home import Home, Views, visit_together
 
 
@@ -194,8 +194,10 @@ class Unit:
         # What fills the full buffer, or copies from it, is over. Whoever shows the buffer or takes its memory waits for
         # this first: else compute reads half a gather, or a copy under way writes into memory that is somebody else's.
         self.event: Event = DONE
-        # Replicated: the other ranks' parts are from before the last update. The same on every rank, because it decides
-        # whether an all-gather is issued: a rank that issued one alone would wait for ever.
+        self.secondary: Home | None = None
+        # Replicated: the other ranks' parts are from before the last update; so is what `secondary` has, or it has
+        # nothing. The same on every rank, because it decides whether an all-gather is issued, and among which ranks: a
+        # rank that issued one alone would wait for ever.
         self.stale = False
         self.is_rounded = False  # what was last gathered are not the values of the home, but what codes stand for
         # NaN: what reads a parameter that is not there shows it, instead of computing with values of another unit.
@@ -233,6 +235,8 @@ class Unit:
     def homes(self) -> dict[str, Home]:
         """Every home, by name."""
         homes = {PARAM: self.replica or self.params}
+        if self.secondary is not None:
+            homes[SECONDARY] = self.secondary
         if self.trained is not None:
             trained = self.trained
             homes |= {GRAD: trained.gradient.home, MASTER: trained.master, OPTIMIZER: trained.optimizer}
@@ -242,7 +246,7 @@ class Unit:
     @property
     def updated_homes(self) -> list[Home]:
         """Every home that an update writes."""
-        return [home for name, home in self.homes.items() if name != GRAD and not is_average(name)]
+        return [h for name, h in self.homes.items() if name not in (GRAD, SECONDARY) and not is_average(name)]
 
     @property
     def shard_homes(self) -> dict[str, Home]:
@@ -255,6 +259,9 @@ class Unit:
         The new one has events of its own, and nobody asks for those of the old one from here on. So the copy between
         the two has to follow those, and to be noted in the new one, before this.
         """
+        if name == SECONDARY:
+            self.secondary = home
+            return
         trained = self.trained
         assert trained is not None
         if name == GRAD:
@@ -348,6 +355,10 @@ class Unit:
         for parameter in self.parameters:
             parameter.check_written()
 
+    def outdate_parts(self) -> None:
+        """Note that this rank's part was written: what it has of others' is from before, until they are gathered."""
+        self.stale = self.layout.shards > 1 and (self.replica is not None or self.secondary is not None)
+
     @property
     def is_dropped(self) -> bool:
         """Whether everything was given back."""
@@ -357,7 +368,7 @@ class Unit:
         """Let go of every tensor. Work on them is over: nothing here waits for it."""
         self.trained = None
         self.full = torch.empty(0, dtype=self.spec.dtype, device="cpu")
-        self.params = self.replica = None  # type: ignore[assignment]
+        self.params = self.replica = self.secondary = None  # type: ignore[assignment]
 
     def contains(self, other: "Unit") -> bool:
         """Whether the other unit's forward runs inside a forward of this one."""
@@ -381,12 +392,3 @@ class Unit:
         for slot, start, stop in self.parts():
             if max(start, first) < min(stop, last):
                 yield Piece(slot, max(start, first), min(stop, last))
-
-
-def reached(home: Home, streams: Streams) -> Tensor | None:
-    """Return the values of a home of one kind, if compute reaches all of them in one piece, else `None`."""
-    section, *others = home.sections
-    if others or not in_reach(section.tier, Tier.DEVICE, streams.reach):
-        return None
-    (values,) = section.tensors
-    return values

@@ -259,7 +259,7 @@ class Updater:
             self.steps[unit.spec.parameters[index]] += 1
             self.scalars[unit.spec.parameters[index]] = scalars
         # Each rank has updated its own shard of a replicated unit: the next gather fetches the others, on every rank.
-        unit.stale = unit.replica is not None and unit.layout.shards > 1
+        unit.outdate_parts()
 
     def _base(self, unit: Unit, index: int) -> int:
         """Compute what, added to an index in the shard, numbers a slot's elements among all of the optimizer."""

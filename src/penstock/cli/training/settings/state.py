@@ -67,6 +67,13 @@ class StateOptions:
         None, "What gathers of parameters carry: exact, int8, fp8.", _STATE, choices=("exact", "int8", "fp8")
     )
 
+    reduce_format: str | None = option(
+        None, "What sums of gradients carry: exact, int8, int4.", _STATE, choices=("exact", "int8", "int4")
+    )
+    secondary_shard: int | None = option(
+        None, "Ranks of a node, inside which backward gathers what forward has gathered.", _STATE
+    )
+
     def check_state(self) -> None:
         """Refuse what can be told of these options by themselves.
 

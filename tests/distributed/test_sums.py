@@ -1,0 +1,245 @@
+"""Sums of gradients that carry codes: two hops, what comes out is the reference's, and bytes are a quarter or half."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+
+import penstock
+from penstock.machine.streams import Streams
+from penstock.rules.wire import WireName, pack_words, unpack_words
+from tests.parity.rows import Arithmetic, Block, Movement, batches, loss_of, make_model, prepared, train
+from tests.support import inline, released, run_ranks, separate, simulated, thorough
+from tests.wires import listening
+
+STREAMS: dict[str, Callable[[], Streams]] = {
+    "inline": inline,
+    "separate": separate,
+    "simulated": simulated,
+    "released": released,
+}
+TILES = {"tile_bytes": 4096}
+WORDS = {"int8": 65, "int4": 33}
+SHARES = {"int8": 260 / 512, "int4": 132 / 512}
+
+
+def carried(value: Tensor, name: WireName) -> Tensor:
+    """What a rank gets of summands: by the reference, of one parameter alone, since blocks never span two."""
+    padded = nn.functional.pad(value.detach().flatten(), (0, -value.numel() % 256))
+    words = torch.empty(padded.numel() // 256, WORDS[name], dtype=torch.int32)
+    pack_words(name, padded, words)
+    found = torch.empty_like(padded, dtype=torch.float32)
+    unpack_words(name, found, words)
+    return found[: value.numel()].view(value.shape)
+
+
+def in_order(summands: Sequence[Tensor], name: WireName) -> Tensor:
+    total = carried(summands[0], name)
+    for summand in summands[1:]:
+        total = total + carried(summand, name)
+    return total
+
+
+def hopped(summands: Sequence[Tensor], name: WireName, node: int) -> Tensor:
+    """The sum over shard ranks: of each node's, then of those."""
+    if node == len(summands):
+        return in_order(summands, name)
+    nodes = [in_order(summands[first : first + node], name) for first in range(0, len(summands), node)]
+    return in_order(nodes, name)
+
+
+@dataclass(frozen=True)
+class Row:
+    """What is trained, and how. `node` is the ranks of one; `shards` those that share a copy of the state."""
+
+    world_size: int
+    node: int
+    format: WireName = "int8"
+    what: Arithmetic = Arithmetic()  # noqa: RUF009 - a frozen value
+    how: Movement = Movement().but(**TILES)  # noqa: RUF009 - a frozen value
+    streams: str = "inline"
+    shards: int | None = None
+
+
+def expected_of(row: Row, values: Sequence[Tensor], micro_batches: Any) -> list[Tensor]:
+    """The mean gradient in plain torch, of a model that has these values."""
+    total: list[Tensor] | None = None
+    shards = row.shards or row.world_size
+    for ranks in micro_batches:
+        of_ranks = []
+        for batch in ranks:
+            model = make_model().to(row.what.compute)
+            with torch.no_grad():
+                for p, value in zip(model.parameters(), values, strict=True):
+                    p.copy_(value)
+            loss_of(model, batch, row.what.compute).backward()
+            of_ranks.append([p.grad.to(row.what.reduce) for p in model.parameters()])
+        reduced = []
+        for summands in zip(*of_ranks, strict=True):
+            copies = [summands[first : first + shards] for first in range(0, row.world_size, shards)]
+            first, *rest = (hopped(each, row.format, row.node).to(row.what.reduce) for each in copies)
+            for other in rest:
+                first = first + other
+            reduced.append(first.to(row.what.accumulate))
+        if total is None:
+            total = reduced
+        else:
+            added = zip(total, reduced, strict=True)
+            total = [(a.float() + b.float()).to(row.what.accumulate) for a, b in added]
+    assert total is not None
+    return [each.float() / row.world_size for each in total]
+
+
+def trained(row: Row, rank: int, steps: int = 2) -> list[Tensor]:
+    """Steps, each gradient compared to the reference; the states after them."""
+    mesh = None
+    if row.shards is not None:
+        copies = row.world_size // row.shards
+        mesh = init_device_mesh("cpu", (copies, row.shards), mesh_dim_names=("replicate", "shard"))
+    node = row.node if row.how.stage == 3 and row.node < (row.shards or row.world_size) else None
+    how = row.how.but(reduce_format=row.format, secondary_shard=node)
+    model, optimizer = prepared(row.what, how, STREAMS[row.streams](), mesh)
+    found = []
+    for number, micro_batches in enumerate(batches(row.world_size, row.what.accumulation)[:steps]):
+        with optimizer.gathered():
+            values = [p.detach().clone() for p in model.parameters()]
+        for ranks in micro_batches:
+            loss = loss_of(model, ranks[rank])
+            optimizer.backward(loss)
+        if number == 0:
+            for p, expected in zip(model.parameters(), expected_of(row, values, micro_batches), strict=True):
+                assert torch.equal(optimizer.full_grad(p), expected), row
+        norm = optimizer.step().grad_norm
+        found.append(torch.tensor(norm))
+        optimizer.zero_grad()
+    for p in model.parameters():
+        found += [optimizer.full_param(p), *(optimizer.full_state(p, name) for name in ("exp_avg", "exp_avg_sq"))]
+    optimizer.close()
+    return found
+
+
+CPU = Movement(params="cpu", grads="cpu", optimizer="cpu", overlap="forward").but(**TILES)
+ROWS = [
+    Row(4, 2, "int4", Arithmetic(clip=0.5)),
+    Row(4, 2, "int4", Arithmetic(clip=0.5), CPU, "simulated"),
+    Row(4, 4, "int8", Arithmetic(precision="bf16", accumulation=2, accumulation_dtype=torch.float32)),
+    Row(4, 2, "int8", how=CPU.but(prefetch_bytes=0), streams="released"),
+    Row(4, 2, "int4", how=Movement().but(**TILES), shards=2),
+]
+MORE = [
+    Row(4, 4, "int4", Arithmetic(reduce_dtype=torch.bfloat16), Movement(stage=1, grads="cpu").but(**TILES)),
+    Row(4, 4, "int4", Arithmetic(), Movement(stage=2, optimizer="cpu").but(**TILES), "separate"),
+    Row(4, 2, "int8", Arithmetic(), Movement(grads="cpu", optimizer="cpu", overlap="backward"), "simulated"),
+    Row(4, 2, "int4", Arithmetic(), Movement(params="nvme", grads="nvme", optimizer="nvme").but(tile_bytes=1 << 14)),
+]
+EIGHT = [Row(8, 2, "int4"), Row(8, 4, "int8", how=CPU, streams="simulated"), Row(8, 2, "int4", shards=4)]
+
+
+def rows(rank: int, of: list[Row]) -> list[list[Tensor]]:
+    return [trained(row, rank) for row in of]
+
+
+def same(one: list[Tensor], other: list[Tensor]) -> bool:
+    return len(one) == len(other) and all(map(torch.equal, one, other))
+
+
+def test_gradients_are_those_of_the_reference_and_ranks_never_drift() -> None:
+    of_ranks = run_ranks(rows, 4, ROWS)
+    first = of_ranks[0]
+    assert same(first[0], first[1]), "placement changes no bit"
+    for other in of_ranks[1:]:
+        assert all(map(same, first, other))
+
+
+@pytest.mark.parametrize(("world_size", "of"), [thorough(4, MORE, id="four"), thorough(8, EIGHT, id="eight")])
+def test_gradients_elsewhere(world_size: int, of: list[Row]) -> None:
+    first, *others = run_ranks(rows, world_size, of)
+    for other in others:
+        assert all(map(same, first, other))
+
+
+def one_step(optimizer: penstock.Optimizer, model: nn.Module, batch: Any) -> penstock.StepResult:
+    optimizer.backward(loss_of(model, batch))
+    result = optimizer.step()
+    optimizer.zero_grad()
+    return result
+
+
+def traffic(rank: int) -> None:
+    """Bytes by hop and group; of host ranks where nobody says how large a node is."""
+    for name in ("int8", "int4"):
+        for options, hosts in (({"secondary_shard": 2}, None), ({}, "2"), ({}, None)):
+            with pytest.MonkeyPatch.context() as patch:
+                patch.delenv("LOCAL_WORLD_SIZE", raising=False)
+                if hosts:
+                    patch.setenv("LOCAL_WORLD_SIZE", hosts)
+                model = make_model()
+                stock = torch.optim.AdamW(model.parameters())
+                chosen = penstock.Options(reduce_format=name, update_threads=1, **options)
+                optimizer = penstock.prepare(model, stock, units=(Block,), precision="bf16", options=chosen)
+            exact = sum(unit.nbytes for unit in optimizer._engine.rig.units)
+            with listening() as heard:
+                one_step(optimizer, model, batches(4, 1)[0][0][rank])
+            sent = {ranks: nbytes for (what, ranks), nbytes in heard.items() if what == "all_to_all"}
+            if options or hosts:
+                node, others = ((0, 1), (2, 3))[rank // 2], ((0, 2), (1, 3))[rank % 2]
+                assert sent == {node: exact * SHARES[name], others: exact * SHARES[name] / 2}
+            else:
+                assert sent == {(0, 1, 2, 3): exact * SHARES[name]}
+            assert not any(what == "reduce_scatter" for what, _ in heard)
+            optimizer.close()
+
+
+def test_bytes_by_hop_and_group() -> None:
+    run_ranks(traffic, 4)
+
+
+def failing(rank: int) -> list[Any]:
+    """What is not finite on one rank is hidden on none."""
+    found = []
+    for bad in (float("inf"), float("nan")):
+        how = Movement().but(reduce_format="int4", **TILES)
+        model, optimizer = prepared(Arithmetic(), how)
+        before = [optimizer.full_param(p) for p in model.parameters()]
+        x, y = batches(2, 1)[0][0][rank]
+        y = y.clone()
+        if rank == 1:
+            y[0, 0] = bad
+        found.append(one_step(optimizer, model, (x, y)).skipped)
+        assert all(map(torch.equal, before, (optimizer.full_param(p) for p in model.parameters())))
+        found.append(one_step(optimizer, model, batches(2, 1)[1][0][rank]).skipped)
+        optimizer.close()
+    how = Movement().but(reduce_format="int8", initial_loss_scale=2.0**40, **TILES)
+    model, optimizer = prepared(Arithmetic(precision="fp16"), how)
+    results = [one_step(optimizer, model, batches(2, 1)[0][0][rank]) for _ in range(40)]
+    found += [results[0].skipped, results[-1].skipped, results[-1].loss_scale]
+    optimizer.close()
+    return found
+
+
+def test_what_is_not_finite_skips_the_step_on_all_ranks() -> None:
+    one, other = run_ranks(failing, 2)
+    assert one == other
+    assert one[:4] == [True, False, True, False]
+    assert one[4:6] == [True, False]
+    assert one[6] < 2.0**40
+
+
+def held_back(rank: int) -> None:
+    """Under `no_sync` one sum goes between ranks, of the micro-batches' sum."""
+    how = Movement(stage=1).but(reduce_format="int8", **TILES)
+    trace = train(Arithmetic(accumulation=2, no_sync=True), how, rank=rank, world_size=2, steps=2)
+    exact = train(
+        Arithmetic(accumulation=2, no_sync=True), Movement(stage=1).but(**TILES), rank=rank, world_size=2, steps=2
+    )
+    for one, two in zip(trace.norms, exact.norms, strict=True):
+        assert one != two
+        assert one == pytest.approx(two, rel=0.02)
+
+
+def test_sums_that_are_held_back() -> None:
+    run_ranks(held_back, 2)

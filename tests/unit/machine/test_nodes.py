@@ -1,0 +1,65 @@
+"""Nodes of the shard ranks: which ranks are in one, and what that costs."""
+
+from collections.abc import Sequence
+
+import pytest
+
+from penstock.forecast.bounds import collective_s
+from penstock.forecast.program import Collective
+from penstock.forecast.rings import ring
+from penstock.machine.mesh import node_size, nodes_of
+from penstock.machine.reach import Grid
+from penstock.machine.threads import neighbours_of_host
+
+
+@pytest.mark.parametrize(
+    ("line", "by_host", "expected"),
+    [
+        (range(8), 4, 4),
+        (range(8), 8, 8),
+        (range(8), 0, 8),
+        (range(6), 4, 6),  # two hosts, of four ranks and of two
+        ((0, 2, 4, 6), 4, 2),  # each other rank is of another part of the parameters
+        ((0, 4, 1, 5), 4, 4),  # neighbours are not of one host
+        ((4, 5, 6, 7), 2, 2),
+        ((0, 4), 4, 1),
+    ],
+)
+def test_neighbours_of_a_host(line: Sequence[int], by_host: int, expected: int) -> None:
+    assert neighbours_of_host(line, by_host) == expected
+    assert node_size(line, "host", by_host) == expected
+    assert node_size(line, 3, by_host) == 3
+    assert node_size(line, None, by_host) == 0
+
+
+def test_grids_in_nodes() -> None:
+    grid = Grid(shards=8, shard_rank=5)
+    assert (grid.inside, grid.across) == (8, 1)
+    assert (grid.in_nodes(2).inside, grid.in_nodes(2).across) == (2, 4)
+    assert nodes_of(range(10, 18), grid.in_nodes(2)) == (range(14, 16), range(11, 18, 2))
+    for size in (0, 1, 3, 8, 16):
+        assert grid.in_nodes(size) == grid, "all of them are one node"
+        assert nodes_of(range(8), grid.in_nodes(size)) == ((), ())
+
+
+class Machine:
+    """Two hosts of four ranks: links of 100 bytes a second, a network of 10."""
+
+    def __init__(self) -> None:
+        self.figures = {"link_bandwidth": 100.0, "link_seconds": 0.0, "net_bandwidth": 10.0, "net_seconds": 0.0}
+
+    def has(self, name: str) -> bool:
+        return name in self.figures
+
+    def value(self, name: str) -> float:
+        return self.figures[name]
+
+
+def test_what_stays_inside_a_node_takes_no_network() -> None:
+    machine = Machine()
+    inside = Collective("all_to_all", 400, 4, "inside")
+    across = Collective("all_to_all", 400, 2, "across")
+    for collective, seconds in ((inside, 3.0), (across, 80.0), (Collective("all_gather", 400, 4, "inside"), 3.0)):
+        found = ring(collective, machine, 8, 4)  # type: ignore[arg-type]
+        assert found.seconds == pytest.approx(seconds)
+        assert collective_s(machine, collective, 4) <= found.seconds  # type: ignore[arg-type]

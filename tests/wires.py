@@ -1,0 +1,35 @@
+"""What goes between ranks, by the groups that it goes over."""
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from torch import Tensor
+
+from penstock.machine import collectives
+
+#: By the name of a collective and the ranks of its group: the bytes of whole buffers.
+Traffic = Counter[tuple[str, tuple[int, ...]]]
+_FLAT = {"all_gather": (0, "_all_gather_flat"), "reduce_scatter": (1, "_reduce_scatter_flat")}
+_FLAT |= {"all_to_all": (1, "_all_to_all_flat")}
+
+
+@contextmanager
+def listening() -> Iterator[Traffic]:
+    """Count the bytes of whole buffers that flat collectives of an engine have on this rank."""
+    found: Traffic = Counter()
+
+    def counted(name: str, whole: int, issue: Callable[..., Any]) -> Callable[..., Any]:
+        def count(*tensors: Tensor, group: Any, **rest: Any) -> Any:
+            found[name, tuple(dist.get_process_group_ranks(group))] += tensors[whole].nbytes
+            return issue(*tensors, group=group, **rest)
+
+        return count
+
+    with pytest.MonkeyPatch.context() as patch:
+        for name, (whole, attribute) in _FLAT.items():
+            patch.setattr(collectives, attribute, counted(name, whole, getattr(collectives, attribute)))
+        yield found
