@@ -216,6 +216,17 @@ def test_what_does_not_fit_or_is_too_slow_ends_with_status_1(
     assert ("\nrun: " in outcome.out) is changes.get("fits", True)
 
 
+def test_a_plan_of_a_mesh_is_for_prepare(penstock_command: Callable[..., Any], config_folder: str) -> None:
+    words = ["--batch", "1x16", "--gpus", "2", "--hosts", "2", "--params", "device", "--mesh"]
+    outcome = penstock_command("plan", "--model", config_folder, *FOREIGN, *words, "dp_replicate=2,dp_shard=2")
+    assert outcome.exit_code == 0, outcome.err
+    assert "one of 4 ranks on 2 hosts, dp_replicate 2 x dp_shard 2" in outcome.out
+    assert "run: a script of yours, with prepare(placement='auto', mesh=..., plan=...)" in outcome.out
+    refused = penstock_command("plan", "--model", config_folder, *FOREIGN, *words, "dp_replicate=2,tp=2")
+    assert refused.exit_code == 2
+    assert "over tp=2 ranks, and plans are for whole ones. Plan the model of one" in refused.err
+
+
 def test_two_plans_are_compared_without_a_model(penstock_command: Callable[..., Any], tmp_path: Path) -> None:
     (tmp_path / "a.json").write_text(desktop().to_json())
     (tmp_path / "b.json").write_text(desktop(step_s=4.5, overlap="none").to_json())

@@ -24,7 +24,9 @@ def about(found: Plan, question: Question) -> str:
         parts.append(f"step of at most {config.max_step:g} s: {met}")
     if config.out:
         parts.append(f"written: {config.out}")
-    if found.fits and not config.what_if:
+    if found.fits and found.mesh:  # which penstock train has no option for
+        parts.append("run: a script of yours, with prepare(placement='auto', mesh=..., plan=...)")
+    elif found.fits and not config.what_if:
         first = "" if is_found_again(config) else f", planned with --out {_FILE}"
         parts.append(f"run{first}: {command(found, question)}")
     return "\n".join(parts)
