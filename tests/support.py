@@ -244,5 +244,14 @@ def prepare_on(
         options=options or penstock.Options(),
         **rest,
     )
-    ranks = Ranks.from_mesh(mesh, sharded=stage > 0, timeout_s=request.options.timeout_s)
+    ranks = Ranks.from_mesh(mesh, sharded=stage > 0, timeout_s=min(request.options.timeout_s, _group_timeout_s()))
     return build(model, optimizer, request, ranks, streams)
+
+
+def _group_timeout_s() -> float:
+    """The timeout that `run_ranks` was given: a rank that is wrong must not leave the others waiting for longer."""
+    if not dist.is_initialized():
+        return math.inf
+    backend = dist.distributed_c10d._get_default_group()._get_backend(torch.device("cpu"))
+    seconds: float = backend.options._timeout.total_seconds()
+    return seconds

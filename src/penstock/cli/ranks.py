@@ -4,21 +4,35 @@ import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from penstock.errors import ConfigError, EngineError, one_line
 
+#: How long ranks wait for those that come last, in seconds: one may read its data from a slower disk.
+JOINING_S = 1800.0
+
 
 @dataclass(frozen=True)
 class Ranks:
-    """The place of this process: its rank, how many ranks there are, the device it computes on, and how many hosts."""
+    """The place of this process.
+
+    Attributes:
+        rank: its number.
+        world_size: how many ranks there are.
+        device: what it computes on.
+        hosts: how many hosts there are.
+        timeout_s: how long it waits for the others in a collective, in seconds.
+    """
 
     rank: int
     world_size: int
     device: torch.device
     hosts: int = 1
+    timeout_s: float = 600.0
 
     @classmethod
     def from_environment(cls, environ: Mapping[str, str] = os.environ) -> "Ranks":
@@ -78,7 +92,11 @@ def joined(ranks: Ranks) -> Iterator[None]:
         # Host tensors are reduced too, so gloo stands beside NCCL.
         backend = "cpu:gloo,cuda:nccl" if ranks.device.type == "cuda" else "gloo"
         try:
-            dist.init_process_group(backend, rank=ranks.rank, world_size=ranks.world_size)
+            store = _meet(ranks)
+            limit = timedelta(seconds=ranks.timeout_s)
+            dist.init_process_group(backend, store=store, rank=ranks.rank, world_size=ranks.world_size, timeout=limit)
+        except EngineError:
+            raise
         except Exception as error:
             raise EngineError(
                 f"Rank {ranks.rank} of {ranks.world_size} cannot join the others: {one_line(error)}. Start the command "
@@ -87,3 +105,34 @@ def joined(ranks: Ranks) -> Iterator[None]:
     yield
     if ranks.world_size > 1:
         dist.destroy_process_group()
+
+
+def _meet(ranks: Ranks) -> Any:  # a store, which torch does not type
+    """Wait at the launcher's store until every rank is there, and return it.
+
+    Torch would give this wait the timeout of collectives, and would not say who is missing.
+
+    Raises:
+        EngineError: ranks have not come in time; it names them.
+    """
+    patience_s = max(JOINING_S, ranks.timeout_s)
+    limit = timedelta(seconds=patience_s)
+    c10d: Any = dist.distributed_c10d
+    store, _, _ = next(c10d.rendezvous("env://", ranks.rank, ranks.world_size, timeout=limit))
+    store.set_timeout(limit)
+    here = [f"penstock train here {rank}" for rank in range(ranks.world_size)]
+    store.set(here[ranks.rank], "")
+    try:
+        store.wait(here, limit)
+    except RuntimeError as error:
+        try:
+            missing = [str(rank) for rank in range(ranks.world_size) if not store.check([here[rank]])]
+        except RuntimeError:
+            missing = []
+        who = f"rank {', '.join(missing[:8])} did not come" if missing else "the rank that has their store has ended"
+        raise EngineError(
+            f"Rank {ranks.rank} of {ranks.world_size} waited {patience_s:g} s for the others at most: {who}. "
+            f"({one_line(error)})"
+        ) from error
+    # Of its own: what the launcher keeps in the same store has other names.
+    return c10d.PrefixStore("penstock", store)

@@ -7,11 +7,9 @@ ranks; stage 0 replicates over all ranks (one shard); a mesh says otherwise (`ma
 
 import contextlib
 import secrets
-import time
 import zlib
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from datetime import timedelta
 from functools import partial
 from itertools import zip_longest
 
@@ -24,7 +22,8 @@ from penstock.errors import EngineError, PenstockError
 from penstock.machine.arena import view_apart
 from penstock.machine.council import DEFAULT_TIMEOUT_S, Council
 from penstock.machine.groups import give_back, is_alive, own_group
-from penstock.machine.lifetime import at_end
+from penstock.machine.issued import UnderWay, others_stand
+from penstock.machine.lifetime import Phase, at_end
 from penstock.machine.mesh import peers_of
 from penstock.machine.reach import Grid
 from penstock.machine.streams import DONE, Event, Pending
@@ -42,46 +41,6 @@ _SAME = (
     "skipped), the choice must lie inside a unit: units=(<class of the module that chooses>,)."
 )
 _MOST_NOTED = 1 << 16  # names of collectives, in a long evaluation without a step
-_HEARING = timedelta(seconds=5)  # how long to wait for each other rank's word once a collective has failed
-
-
-class _UnderWay:
-    """A collective that was issued and goes on, on the threads of its process group.
-
-    Arguments:
-        work: torch's handle. It holds the buffers; once the collective is over nothing here refers to it.
-        failed: makes the error that whoever waits gets, of torch's own.
-    """
-
-    def __init__(self, work: dist.Work, failed: Callable[[RuntimeError], Exception]) -> None:
-        self._left: tuple[dist.Work, Callable[[RuntimeError], Exception]] | None = work, failed
-        self._error: Exception | None = None
-        self._ended: float | None = None
-
-    def wait(self) -> None:
-        """Block until the collective is over; raise its error."""
-        left = self._left  # two threads may wait: the other one may clear the attribute at any moment
-        if left is not None:
-            work, failed = left
-            try:
-                work.wait()
-            except RuntimeError as error:
-                self._error = self._error or failed(error)
-                self._error.__cause__ = error
-            self._left = None  # torch's handle, and with it the buffers: whoever counts their users counts right
-        if self._error is not None:
-            raise self._error
-
-    def done(self) -> bool:
-        """Whether the collective is over."""
-        left = self._left
-        return left is None or bool(left[0].is_completed())
-
-    @property
-    def ended(self) -> float:
-        """When it was first asked for once it was over, in seconds of `time.monotonic`: torch does not tell more."""
-        self._ended = self._ended or time.monotonic()
-        return self._ended
 
 
 class Ranks:
@@ -106,6 +65,7 @@ class Ranks:
 
     def __init__(self, grid: Grid = ALONE, groups: Groups = (None, None, None), council: Council | None = None) -> None:
         self.council = council or Council()
+        self._whereabouts = self.council.whereabouts
         self.grid = grid
         self.shards, self.shard_rank, self.replicas, self.replica_rank, _, _ = grid
         self._shard_group, self._replica_group, self._tp_group = groups
@@ -125,7 +85,7 @@ class Ranks:
         Arguments:
             mesh: `None` stands for the default process group, if there is one.
             sharded: whether ranks share the state where they may; else those have copies.
-            timeout_s: how long the ranks' council waits for a rank, in seconds.
+            timeout_s: how long a rank waits for the others, in the council and in collectives, in seconds.
 
         Raises:
             ConfigError: the mesh's dimensions have no meaning.
@@ -142,7 +102,9 @@ class Ranks:
             # In one order on all ranks: the members of a group make it together, and ranks that began with different
             # dimensions would wait for each other for ever. Of each dimension a rank is in one group.
             for line, like in zip(peers.lines, peers.likes, strict=True):
-                own.append(own_group(line, like, name) if len(line) > 1 and like is not None else None)
+                own.append(
+                    own_group(line, like, name, timeout_s=timeout_s) if len(line) > 1 and like is not None else None
+                )
         except BaseException as error:
             give_back(group for group in own if group is not None)
             council.close()
@@ -153,10 +115,15 @@ class Ranks:
                 ) from error
             raise
         shard, replica, tp = own
-        return cls(peers.grid, (shard, replica, tp), council)
+        ranks = cls(peers.grid, (shard, replica, tp), council)
+        if council.size > 1:
+            council.whereabouts.watch(council.members, council.rank, name, timeout_s)
+            at_end(ranks, council.whereabouts.close, phase=Phase.THREADS)
+        return ranks
 
     def close(self) -> None:
         """Give back the groups that are our own, and the council."""
+        self._whereabouts.close()
         self._end_groups()
         self.council.close()
 
@@ -243,7 +210,7 @@ class Ranks:
         what: str,
         group: dist.ProcessGroup | None,
         collective: Callable[[], dist.Work | None],
-    ) -> _UnderWay | None:
+    ) -> UnderWay | None:
         """Note a collective, for ranks to compare, and issue it. Return what goes on of it, if anything does."""
         self._check_alive(group)
         self.counts[name] += 1
@@ -253,17 +220,21 @@ class Ranks:
         if len(self._issued) > _MOST_NOTED:
             del self._issued[: _MOST_NOTED // 2]  # at the same count on every rank
         failed = partial(self._could_not_finish, what, len(self._issued))
+        self._whereabouts.issued(what)
+        waiting = partial(self._whereabouts.waiting, what)
         try:
-            work = collective()
+            with waiting():
+                work = collective()
         except RuntimeError as error:
             raise failed(error) from error
-        return None if work is None else _UnderWay(work, failed)
+        return None if work is None else UnderWay(work, failed, waiting)
 
     def _could_not_finish(self, what: str, number: int, error: RuntimeError) -> EngineError:
         """Make the error of a collective that failed, with where the other ranks stand."""
+        others = others_stand(self.council.members, self.rank, what, self._whereabouts)
         return EngineError(
-            f"Rank {self.rank} could not finish {what}, collective {number} since the last step; {self._others(what)}. "
-            f"{_SAME} ({error})"
+            f"Rank {self.rank} (on {self._whereabouts.host}) could not finish {what}, collective {number} since the "
+            f"last step; {others}. {_SAME} {self._patience} ({error})"
         )
 
     def _count(self, name: str, group: dist.ProcessGroup | None, collective: Callable[[], object]) -> None:
@@ -271,12 +242,17 @@ class Ranks:
         self._check_alive(group)
         self.counts[name] += 1
         try:
-            collective()
+            with self._whereabouts.waiting(f"the {name} of all ranks"):
+                collective()
         except RuntimeError as error:
             raise EngineError(
-                f"Rank {self.rank} could not finish the {name} that another one takes part in, which has ended or does "
-                f"something else. ({error})"
+                f"Rank {self.rank} (on {self._whereabouts.host}) could not finish the {name} that another one takes "
+                f"part in, which has ended or does something else. {self._patience} ({error})"
             ) from error
+
+    @property
+    def _patience(self) -> str:
+        return f"Ranks wait for {self.council.timeout_s:g} s at most: Options(timeout_s=)."
 
     def _check_alive(self, group: dist.ProcessGroup | None) -> None:
         """Refuse a group that the user has destroyed."""
@@ -285,26 +261,6 @@ class Ranks:
                 "torch.distributed.destroy_process_group() has ended the process groups of this engine. Call close() "
                 "before it; close(keep_params=False) after it."
             )
-
-    def _others(self, what: str) -> str:
-        """Tell the other ranks where this one stands, and hear where they do.
-
-        By way of the job's store: a group in which a collective has failed carries nothing more.
-        """
-        if not dist.is_initialized():
-            return "torch.distributed has been ended meanwhile"
-        store = dist.distributed_c10d._get_default_store()
-        store.set(f"penstock stopped {self.rank}", what)
-        said = []
-        for rank in range(dist.get_world_size()):
-            if rank != self.rank:
-                try:
-                    # A rank that is stuck in another collective finds out later than this one: give it some seconds.
-                    store.wait([f"penstock stopped {rank}"], _HEARING)
-                    said.append(f"rank {rank} could not finish {store.get(f'penstock stopped {rank}').decode()}")
-                except RuntimeError:
-                    said.append(f"rank {rank} says nothing: it has ended, or runs something else")
-        return "; ".join(said)
 
     def digest(self) -> list[float]:
         """Return two numbers for ranks to sum, from which `check_digests` tells whether all issued the same."""
@@ -362,7 +318,8 @@ class Ranks:
         """
         message = torch.tensor(numbers, dtype=torch.float64, device="cpu").to(device)
         self.all_reduce(message)
-        summed: list[float] = message.tolist()
+        with self._whereabouts.waiting("the sums of a step"):  # on a device, for all that was issued before
+            summed: list[float] = message.tolist()
         return summed
 
     def all_reduce_max(self, tensor: Tensor) -> None:

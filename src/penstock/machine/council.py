@@ -12,7 +12,6 @@ import hashlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from datetime import timedelta
 from typing import Any
 
 import torch
@@ -20,6 +19,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from penstock.errors import EngineError, PenstockError
+from penstock.machine.groups import limit_of
+from penstock.machine.whereabouts import Whereabouts
 
 #: What ranks compare: values that JSON has, by a name that a message can show.
 Facts = dict[str, Any]
@@ -43,6 +44,10 @@ class Council:
         advice: a sentence that is added to the message of that error.
         name: a name that all members know and that no council had before; empty to have one chosen.
 
+    Attributes:
+        timeout_s: the same as the argument.
+        whereabouts: where this rank is, as others are told.
+
     Raises:
         PenstockError: of class `error`, when a member does not join in time.
     """
@@ -59,7 +64,8 @@ class Council:
     ) -> None:
         self.members = tuple(members)
         self.rank = rank
-        self._timeout_s = timeout_s
+        self.timeout_s = timeout_s
+        self.whereabouts = Whereabouts()
         self._error = error
         self._advice = advice
         self._others: list[Council] = []  # councils of the same ranks, which end with this one
@@ -78,7 +84,7 @@ class Council:
             number = store.add(f"penstock councils of {who} joined by {self.members[self.rank]}", 1)
             self._name = f"penstock council {number} of {hashlib.sha256(who.encode()).hexdigest()[:16]}"
         prefixed = dist.distributed_c10d.PrefixStore(self._name, store)
-        limit = timedelta(seconds=min(self._timeout_s, 1e8))  # a timedelta's own limit is not far beyond
+        limit = limit_of(self.timeout_s)
         try:
             # Wait here until all are present: inside gloo's constructor the store's own timeout would count, not ours.
             prefixed.set(f"here {self.rank}", "")
@@ -108,7 +114,7 @@ class Council:
             timeout_s: how long to wait for the other members, in seconds; `None`: as long as this council.
         """
         name = f"{self._name}, {len(self._others) + 1}"
-        patience = self._timeout_s if timeout_s is None else timeout_s
+        patience = self.timeout_s if timeout_s is None else timeout_s
         council = Council(self.members, self.rank, timeout_s=patience, error=error, advice=advice, name=name)
         self._others.append(council)
         return council
@@ -225,7 +231,8 @@ class Council:
         """Exchange tensors of one shape; wait for every other rank, at most as long as the timeout."""
         parts = [torch.empty_like(own) for _ in self.members]
         try:
-            self._group.allgather(parts, own).wait()
+            with self.whereabouts.waiting(verb or "a word between ranks"):
+                self._group.allgather(parts, own).wait()
         except RuntimeError as error:
             raise self._silence(verb, error) from error
         return parts
@@ -235,7 +242,7 @@ class Council:
         where = f" in {verb}" if verb else ""
         return self._error(
             f"Rank {self.members[self.rank]} of {self.size} hears nothing from another one{where}, which has ended or "
-            f"does something else. It waits for {self._timeout_s:g} s at most: Options(timeout_s=). "
+            f"does something else. It waits for {self.timeout_s:g} s at most: Options(timeout_s=). "
             f"{self._advice}({error})"
         )
 

@@ -63,6 +63,9 @@ class StateOptions:
     state_dtype: str | None = option(
         None, "How the optimizer's states are stored: fp32, bf16, int8.", _STATE, choices=("fp32", "bf16", "int8")
     )
+    timeout_s: float | None = option(
+        None, "Seconds that a rank waits for the others before it ends, with an error.", _STATE
+    )
 
     def check_state(self) -> None:
         """Refuse what can be told of these options by themselves.
