@@ -1,6 +1,8 @@
 """The place of this process among the ranks of a command, as a launcher such as torchrun describes it."""
 
 import os
+import secrets
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -14,6 +16,7 @@ from penstock.errors import ConfigError, EngineError, one_line
 
 #: How long ranks wait for those that come last, in seconds: one may read its data from a slower disk.
 JOINING_S = 1800.0
+_TOKEN = "penstock token"  # in the launcher's store
 
 
 @dataclass(frozen=True)
@@ -108,31 +111,47 @@ def joined(ranks: Ranks) -> Iterator[None]:
 
 
 def _meet(ranks: Ranks) -> Any:  # a store, which torch does not type
-    """Wait at the launcher's store until every rank is there, and return it.
+    """Wait until every rank is there, and return a store that nobody used before.
 
-    Torch would give this wait the timeout of collectives, and would not say who is missing.
+    torchrun keeps one store for all attempts of a job: what processes that have ended wrote there (addresses, ids)
+    would be taken for what those of now write. And torch would not say who is missing.
+
+    1. The first rank writes a token of its own.
+    2. Each rank writes a word of its own under the token that it finds, which may be that of an earlier attempt.
+    3. Once every rank has done so under its own token, the first rank writes all words down. Whoever finds its word
+       there has the right token: that of an earlier attempt has other words.
 
     Raises:
         EngineError: ranks have not come in time; it names them.
     """
     patience_s = max(JOINING_S, ranks.timeout_s)
     limit = timedelta(seconds=patience_s)
+    ends = time.monotonic() + patience_s
     c10d: Any = dist.distributed_c10d
     store, _, _ = next(c10d.rendezvous("env://", ranks.rank, ranks.world_size, timeout=limit))
     store.set_timeout(limit)
-    here = [f"penstock train here {rank}" for rank in range(ranks.world_size)]
-    store.set(here[ranks.rank], "")
-    try:
-        store.wait(here, limit)
-    except RuntimeError as error:
-        try:
+    word, pause_s = secrets.token_hex(8), 0.01
+    # 1.
+    token = secrets.token_hex(8)
+    if ranks.is_first:
+        store.set(_TOKEN, token)
+    while True:
+        # 2.
+        token = store.get(_TOKEN).decode()
+        here = [f"penstock {token} {rank}" for rank in range(ranks.world_size)]
+        store.set(here[ranks.rank], word)
+        # 3.
+        everyone = f"penstock {token} everyone"
+        if ranks.is_first and store.check(here):
+            store.set(everyone, " ".join(store.get(key).decode() for key in here))
+        if store.check([everyone]) and word in store.get(everyone).decode().split():
+            return c10d.PrefixStore(f"penstock {token}", store)
+        if time.monotonic() >= ends:
             missing = [str(rank) for rank in range(ranks.world_size) if not store.check([here[rank]])]
-        except RuntimeError:
-            missing = []
-        who = f"rank {', '.join(missing[:8])} did not come" if missing else "the rank that has their store has ended"
-        raise EngineError(
-            f"Rank {ranks.rank} of {ranks.world_size} waited {patience_s:g} s for the others at most: {who}. "
-            f"({one_line(error)})"
-        ) from error
-    # Of its own: what the launcher keeps in the same store has other names.
-    return c10d.PrefixStore("penstock", store)
+            who = f"rank {', '.join(missing[:8])} did not come" if missing else "they came and went"
+            raise EngineError(
+                f"Rank {ranks.rank} of {ranks.world_size} waited {patience_s:g} s for the others, which is the most: "
+                f"{who}. Look at what those have said, and start the job again."
+            )
+        time.sleep(pause_s)
+        pause_s = min(2 * pause_s, 0.5)
