@@ -141,7 +141,7 @@ class Checkpoints:
         if _counts(was, _MOST_STEPS) and was != self._course.world_size:
             course = self._course
             self._ranks = (
-                f"{course.world_size} ranks instead of {was} (steps of {course.per_step} sequences: --batch-size "
+                f"{course.world_size} instead of {was} ranks (steps of {course.per_step} sequences: --batch-size "
                 f"{course.batch_size} --accumulation {course.accumulation})"
             )
         return Position(step, sequences)
