@@ -13,6 +13,7 @@ from penstock.cli.training.config import TrainConfig
 from penstock.cli.training.learning.best import Best
 from penstock.cli.training.learning.schedule import rate_factor
 from penstock.cli.training.recipe import Course
+from penstock.cli.training.settings.common import MOST_COUNT
 from penstock.errors import CheckpointError, ConfigError, one_line
 
 AUTO = "auto"
@@ -259,4 +260,4 @@ def per_step_before(config: TrainConfig) -> int | None:
     names = ("model", "batch_size", "accumulation", "global_batch")
     if not isinstance(was, dict) or not all(_same(was.get(name), getattr(config, name)) for name in names):
         return None
-    return per_step if _counts(per_step, _MOST_SEQUENCES) and per_step else None
+    return per_step if _counts(per_step, MOST_COUNT) and per_step else None
