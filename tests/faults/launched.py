@@ -41,6 +41,11 @@ def parent_of(pid: int) -> int:
     return int(Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[1])
 
 
+def _listens(host: str, port: int) -> bool:
+    with socket.socket() as probe:
+        return probe.connect_ex((host, port)) == 0
+
+
 class Job:
     """Agents of torchrun on this machine, one for each host of a job, and what they run. A context.
 
@@ -66,6 +71,9 @@ class Job:
         with self._log.open("ab") as log:
             agent = subprocess.Popen([*launcher, *self._command], env=env, stdout=log, stderr=log)
         self.agents.append(agent)
+        # The first one has the rendezvous, and with it the job: another that came before it would take its part.
+        host, port = self._endpoint.split(":")
+        until(lambda: _listens(host, int(port)), "the first agent does not listen")
 
     def ranks_of(self, agent: int) -> list[int]:
         """The processes of an agent's ranks, by pid, as they were started."""

@@ -96,7 +96,7 @@ def joined(ranks: Ranks) -> Iterator[None]:
         backend = "cpu:gloo,cuda:nccl" if ranks.device.type == "cuda" else "gloo"
         try:
             store = _meet(ranks)
-            limit = timedelta(seconds=ranks.timeout_s)
+            limit = _limit_of(ranks.timeout_s)
             dist.init_process_group(backend, store=store, rank=ranks.rank, world_size=ranks.world_size, timeout=limit)
         except EngineError:
             raise
@@ -108,6 +108,11 @@ def joined(ranks: Ranks) -> Iterator[None]:
     yield
     if ranks.world_size > 1:
         dist.destroy_process_group()
+
+
+def _limit_of(seconds: float) -> timedelta:
+    """Write a timeout as torch takes it: at least a millisecond, at most three years, which a timedelta can hold."""
+    return timedelta(seconds=min(max(seconds, 1e-3), 1e8))
 
 
 def _meet(ranks: Ranks) -> Any:  # a store, which torch does not type
@@ -125,7 +130,7 @@ def _meet(ranks: Ranks) -> Any:  # a store, which torch does not type
         EngineError: ranks have not come in time; it names them.
     """
     patience_s = max(JOINING_S, ranks.timeout_s)
-    limit = timedelta(seconds=patience_s)
+    limit = _limit_of(patience_s)
     ends = time.monotonic() + patience_s
     c10d: Any = dist.distributed_c10d
     store, _, _ = next(c10d.rendezvous("env://", ranks.rank, ranks.world_size, timeout=limit))
