@@ -10,7 +10,7 @@ import threading
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, suppress
 
-_LOOK_S = 1.0
+_LOOK_S = 0.2
 
 
 class LauncherWatch(AbstractContextManager["LauncherWatch"]):
