@@ -245,5 +245,15 @@ def prepare_on(
         **rest,
     )
     options = request.options
-    ranks = Ranks.from_mesh(mesh, sharded=stage > 0, timeout_s=options.timeout_s, nodes=options.nodes)
+    timeout_s = min(options.timeout_s, _group_timeout_s())
+    ranks = Ranks.from_mesh(mesh, sharded=stage > 0, timeout_s=timeout_s, nodes=options.nodes)
     return build(model, optimizer, request, ranks, streams)
+
+
+def _group_timeout_s() -> float:
+    """The timeout that `run_ranks` was given: a rank that is wrong must not leave the others waiting for longer."""
+    if not dist.is_initialized():
+        return math.inf
+    backend = dist.distributed_c10d._get_default_group()._get_backend(torch.device("cpu"))
+    seconds: float = backend.options._timeout.total_seconds()
+    return seconds

@@ -13,6 +13,7 @@ NAMED = (
     *("stage", "params", "grads", "optimizer", "activations", "nvme_path", "precision", "overlap", "max_grad_norm"),
     *("device_bytes", "tile_bytes", "live_bytes", "prefetch_bytes", "persistent_bytes", "pinned_bytes"),
     *("update_threads", "streamed_updates", "state_dtype", "gather_format", "reduce_format", "secondary_shard"),
+    "timeout_s",
 )
 #: Advice that no option of the command follows, and what stands in its place.
 _PHRASES = (
@@ -31,6 +32,7 @@ _PHRASES = (
     (", a higher stage,", ", a higher --stage,"),
     ("The nvme path ", "--nvme-path "),
     ("overlap is ", "--overlap is "),
+    ("Options(timeout_s=)", "--timeout-s"),
 )
 _VALUE = r"""(?:'[^']*'|\{[^{}]*\}|\.\.\.|-?[\w.,+]*[\w+])"""
 _NAMES = "|".join(sorted(NAMED, key=len, reverse=True))

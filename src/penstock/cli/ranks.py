@@ -1,24 +1,41 @@
 """The place of this process among the ranks of a command, as a launcher such as torchrun describes it."""
 
 import os
+import secrets
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from penstock.errors import ConfigError, EngineError, one_line
 
+#: How long ranks wait for those that come last, in seconds: one may read its data from a slower disk.
+JOINING_S = 1800.0
+_TOKEN = "penstock token"  # in the launcher's store
+
 
 @dataclass(frozen=True)
 class Ranks:
-    """The place of this process: its rank, how many ranks there are, the device it computes on, and how many hosts."""
+    """The place of this process.
+
+    Attributes:
+        rank: its number.
+        world_size: how many ranks there are.
+        device: what it computes on.
+        hosts: how many hosts there are.
+        timeout_s: how long it waits for the others in a collective, in seconds.
+    """
 
     rank: int
     world_size: int
     device: torch.device
     hosts: int = 1
+    timeout_s: float = 600.0
 
     @classmethod
     def from_environment(cls, environ: Mapping[str, str] = os.environ) -> "Ranks":
@@ -78,7 +95,11 @@ def joined(ranks: Ranks) -> Iterator[None]:
         # Host tensors are reduced too, so gloo stands beside NCCL.
         backend = "cpu:gloo,cuda:nccl" if ranks.device.type == "cuda" else "gloo"
         try:
-            dist.init_process_group(backend, rank=ranks.rank, world_size=ranks.world_size)
+            store = _meet(ranks)
+            limit = _limit_of(ranks.timeout_s)
+            dist.init_process_group(backend, store=store, rank=ranks.rank, world_size=ranks.world_size, timeout=limit)
+        except EngineError:
+            raise
         except Exception as error:
             raise EngineError(
                 f"Rank {ranks.rank} of {ranks.world_size} cannot join the others: {one_line(error)}. Start the command "
@@ -87,3 +108,55 @@ def joined(ranks: Ranks) -> Iterator[None]:
     yield
     if ranks.world_size > 1:
         dist.destroy_process_group()
+
+
+def _limit_of(seconds: float) -> timedelta:
+    """Write a timeout as torch takes it: at least a millisecond, at most three years, which a timedelta can hold."""
+    return timedelta(seconds=min(max(seconds, 1e-3), 1e8))
+
+
+def _meet(ranks: Ranks) -> Any:  # a store, which torch does not type
+    """Wait until every rank is there, and return a store that nobody used before.
+
+    torchrun keeps one store for all attempts of a job: what processes that have ended wrote there (addresses, ids)
+    would be taken for what those of now write. And torch would not say who is missing.
+
+    1. The first rank writes a token of its own.
+    2. Each rank writes a word of its own under the token that it finds, which may be that of an earlier attempt.
+    3. Once every rank has done so under its own token, the first rank writes all words down. Whoever finds its word
+       there has the right token: that of an earlier attempt has other words.
+
+    Raises:
+        EngineError: ranks have not come in time; it names them.
+    """
+    patience_s = max(JOINING_S, ranks.timeout_s)
+    limit = _limit_of(patience_s)
+    ends = time.monotonic() + patience_s
+    c10d: Any = dist.distributed_c10d
+    store, _, _ = next(c10d.rendezvous("env://", ranks.rank, ranks.world_size, timeout=limit))
+    store.set_timeout(limit)
+    word, pause_s = secrets.token_hex(8), 0.01
+    # 1.
+    token = secrets.token_hex(8)
+    if ranks.is_first:
+        store.set(_TOKEN, token)
+    while True:
+        # 2.
+        token = store.get(_TOKEN).decode()
+        here = [f"penstock {token} {rank}" for rank in range(ranks.world_size)]
+        store.set(here[ranks.rank], word)
+        # 3.
+        everyone = f"penstock {token} everyone"
+        if ranks.is_first and store.check(here):
+            store.set(everyone, " ".join(store.get(key).decode() for key in here))
+        if store.check([everyone]) and word in store.get(everyone).decode().split():
+            return c10d.PrefixStore(f"penstock {token}", store)
+        if time.monotonic() >= ends:
+            missing = [str(rank) for rank in range(ranks.world_size) if not store.check([here[rank]])]
+            who = f"rank {', '.join(missing[:8])} did not come" if missing else "they came and went"
+            raise EngineError(
+                f"Rank {ranks.rank} of {ranks.world_size} waited {patience_s:g} s for the others, which is the most: "
+                f"{who}. Look at what those have said, and start the job again."
+            )
+        time.sleep(pause_s)
+        pause_s = min(2 * pause_s, 0.5)

@@ -8,6 +8,7 @@ from penstock.cli.commands import command_of, require_transformers
 from penstock.cli.naming import naming_options
 from penstock.cli.training.config import TrainConfig
 from penstock.cli.training.interruption import EXIT_INTERRUPTED, Ended, Interruption
+from penstock.cli.training.launcher import LauncherWatch
 
 
 @command_of(TrainConfig, file=TrainConfig)
@@ -24,7 +25,7 @@ def train(config: TrainConfig) -> None:
     rank = os.environ.get("RANK", "0")
     try:
         # Before what is imported next, which takes seconds.
-        with Interruption(speaks=rank == "0") as interruption, naming_options():
+        with Interruption(speaks=rank == "0") as interruption, LauncherWatch(), naming_options():
             # Here, not at the top: it imports torch and transformers, which --help does not wait for.
             from penstock.cli.training.run import run
 

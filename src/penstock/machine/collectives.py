@@ -9,7 +9,6 @@ import contextlib
 import secrets
 import zlib
 from collections.abc import Callable, Mapping, Sequence
-from datetime import timedelta
 from functools import partial
 from itertools import zip_longest
 from typing import Literal
@@ -23,8 +22,8 @@ from penstock.errors import EngineError
 from penstock.machine.arena import view_apart
 from penstock.machine.council import DEFAULT_TIMEOUT_S, Council
 from penstock.machine.groups import give_back, is_alive, own_group
-from penstock.machine.issued import Tally, UnderWay
-from penstock.machine.lifetime import at_end
+from penstock.machine.issued import Tally, UnderWay, others_stand
+from penstock.machine.lifetime import Phase, at_end
 from penstock.machine.mesh import Nodes, node_size, nodes_of, peers_of
 from penstock.machine.reach import Grid
 from penstock.machine.streams import DONE, Event, Pending
@@ -46,7 +45,6 @@ _SAME = (
     "skipped), the choice must lie inside a unit: units=(<class of the module that chooses>,)."
 )
 _MOST_NOTED = 1 << 16  # names of collectives, in a long evaluation without a step
-_HEARING = timedelta(seconds=5)  # how long to wait for each other rank's word once a collective has failed
 
 
 class Ranks:
@@ -72,6 +70,7 @@ class Ranks:
 
     def __init__(self, grid: Grid = ALONE, groups: Groups = (None,) * 5, council: Council | None = None) -> None:
         self.council = council or Council()
+        self._whereabouts = self.council.whereabouts
         self.grid = grid
         self.shards, self.shard_rank, self.replicas, self.replica_rank, *_ = grid
         self._shard_group, self._replica_group, self._tp_group, inside, self._across_group = groups
@@ -94,7 +93,7 @@ class Ranks:
         Arguments:
             mesh: `None` stands for the default process group, if there is one.
             sharded: whether ranks share the state where they may; else those have copies.
-            timeout_s: how long the ranks' council waits for a rank, in seconds.
+            timeout_s: how long a rank waits for the others, in the council and in collectives, in seconds.
             nodes: of what the nodes of the shard ranks consist, which get groups of their own then. Where that does not
                 divide the shard ranks, all of them are one node.
 
@@ -117,7 +116,9 @@ class Ranks:
             # dimensions would wait for each other for ever. Of each dimension a rank is in one group.
             likes = [*peers.likes, peers.likes[0], peers.likes[0]]
             for line, like in zip([*peers.lines, *nodes_of(peers.shards, grid)], likes, strict=True):
-                own.append(own_group(line, like, name) if len(line) > 1 and like is not None else None)
+                own.append(
+                    own_group(line, like, name, timeout_s=timeout_s) if len(line) > 1 and like is not None else None
+                )
         except BaseException as error:
             give_back(group for group in own if group is not None)
             council.close()
@@ -127,10 +128,15 @@ class Ranks:
                     f"another one has ended, or does something else. ({error})"
                 ) from error
             raise
-        return cls(grid, own, council)
+        ranks = cls(grid, own, council)
+        if council.size > 1:
+            council.whereabouts.watch(council.members, council.rank, name, timeout_s, council.host_of)
+            at_end(ranks, council.whereabouts.close, phase=Phase.THREADS)
+        return ranks
 
     def close(self) -> None:
         """Give back the groups that are our own, and the council."""
+        self._whereabouts.close()
         self._end_groups()
         self.council.close()
 
@@ -250,17 +256,21 @@ class Ranks:
         if len(self._issued) > _MOST_NOTED:
             del self._issued[: _MOST_NOTED // 2]  # at the same count on every rank
         failed = partial(self._could_not_finish, what, len(self._issued))
+        self._whereabouts.issued(what)
+        waiting = partial(self._whereabouts.waiting, what)
         try:
-            work = collective()
+            with waiting():
+                work = collective()
         except RuntimeError as error:
             raise failed(error) from error
-        return None if work is None else UnderWay(work, failed)
+        return None if work is None else UnderWay(work, failed, waiting)
 
     def _could_not_finish(self, what: str, number: int, error: RuntimeError) -> EngineError:
         """Make the error of a collective that failed, with where the other ranks stand."""
+        others = others_stand(self.council.members, self.rank, what, self._whereabouts, self.council.host_of)
         return EngineError(
             f"Rank {self.rank}{self.council.host_of(self.rank)} could not finish {what}, collective {number} since the "
-            f"last step; {self._others(what)}. {_SAME} ({error})"
+            f"last step; {others}. {_SAME} {self._patience} ({error})"
         )
 
     def _count(
@@ -271,12 +281,17 @@ class Ranks:
         dimensions = {id(self._shard_group): "shard", id(self._replica_group): "replicate", id(self._tp_group): "tp"}
         self.counts.note(name, dimensions[id(group)], tensor)
         try:
-            collective()
+            with self._whereabouts.waiting(f"the {name} of all ranks"):
+                collective()
         except RuntimeError as error:
             raise EngineError(
                 f"Rank {self.rank}{self.council.host_of(self.rank)} could not finish the {name} that another one takes "
-                f"part in, which has ended or does something else. ({error})"
+                f"part in, which has ended or does something else. {self._patience} ({error})"
             ) from error
+
+    @property
+    def _patience(self) -> str:
+        return f"Ranks wait for {self.council.timeout_s:g} s at most: Options(timeout_s=)."
 
     def _check_alive(self, group: dist.ProcessGroup | None) -> None:
         """Refuse a group that the user has destroyed."""
@@ -285,27 +300,6 @@ class Ranks:
                 "torch.distributed.destroy_process_group() has ended the process groups of this engine. Call close() "
                 "before it; close(keep_params=False) after it."
             )
-
-    def _others(self, what: str) -> str:
-        """Tell the other ranks where this one stands, and hear where they do.
-
-        By way of the job's store: a group in which a collective has failed carries nothing more.
-        """
-        if not dist.is_initialized():
-            return "torch.distributed has been ended meanwhile"
-        store = dist.distributed_c10d._get_default_store()
-        store.set(f"penstock stopped {self.rank}", what)
-        said = []
-        for rank in range(dist.get_world_size()):
-            if rank != self.rank:
-                try:
-                    # A rank that is stuck in another collective finds out later than this one: give it some seconds.
-                    store.wait([f"penstock stopped {rank}"], _HEARING)
-                    stopped = f"could not finish {store.get(f'penstock stopped {rank}').decode()}"
-                except RuntimeError:
-                    stopped = "says nothing: it has ended, or runs something else"
-                said.append(f"{self.council.named(rank)} {stopped}")
-        return "; ".join(said)
 
     def digest(self) -> list[float]:
         """Return two numbers for ranks to sum, from which `check_digests` tells whether all issued the same."""
@@ -363,7 +357,8 @@ class Ranks:
         """
         message = torch.tensor(numbers, dtype=torch.float64, device="cpu").to(device)
         self.all_reduce(message)
-        summed: list[float] = message.tolist()
+        with self._whereabouts.waiting("the sums of a step"):  # on a device, for all that was issued before
+            summed: list[float] = message.tolist()
         return summed
 
     def all_reduce_max(self, tensor: Tensor) -> None:

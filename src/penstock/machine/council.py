@@ -22,8 +22,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from penstock.errors import EngineError, PenstockError
+from penstock.machine.groups import limit_of
 from penstock.machine.host import host_name, names_of_hosts
 from penstock.machine.mesh import peers_of
+from penstock.machine.whereabouts import Whereabouts
 
 #: What ranks compare: values that JSON has, by a name that a message can show.
 Facts = dict[str, Any]
@@ -52,6 +54,10 @@ class Council:
         name: a name that all members know and that no council had before; empty to have one chosen.
         hosts: the names of the members' hosts, where there are several and somebody has asked already.
 
+    Attributes:
+        timeout_s: the same as the argument.
+        whereabouts: where this rank is, as others are told.
+
     Raises:
         PenstockError: of class `error`, when a member does not join in time.
     """
@@ -69,7 +75,8 @@ class Council:
     ) -> None:
         self.members = tuple(members)
         self.rank = rank
-        self._timeout_s = timeout_s
+        self.timeout_s = timeout_s
+        self.whereabouts = Whereabouts()
         self._error = error
         self._advice = advice
         self._others: list[Council] = []  # councils of the same ranks, which end with this one
@@ -89,7 +96,7 @@ class Council:
             number = store.add(f"penstock councils of {who} joined by {self.members[self.rank]}", 1)
             self._name = f"penstock council {number} of {hashlib.sha256(who.encode()).hexdigest()[:16]}"
         prefixed = dist.distributed_c10d.PrefixStore(self._name, store)
-        limit = timedelta(seconds=min(self._timeout_s, 1e8))  # a timedelta's own limit is not far beyond
+        limit = limit_of(self.timeout_s)
         try:
             # Wait here until all are present: inside gloo's constructor the store's own timeout would count, not ours.
             everyone = [f"here {rank}" for rank in range(self.size)]
@@ -132,7 +139,7 @@ class Council:
             timeout_s: how long to wait for the other members, in seconds; `None`: as long as this council.
         """
         name = f"{self._name}, {len(self._others) + 1}"
-        patience = self._timeout_s if timeout_s is None else timeout_s
+        patience = self.timeout_s if timeout_s is None else timeout_s
         council = Council(
             self.members, self.rank, timeout_s=patience, error=error, advice=advice, name=name, hosts=self._hosts
         )
@@ -264,7 +271,8 @@ class Council:
         """Exchange tensors of one shape; wait for every other rank, at most as long as the timeout."""
         parts = [torch.empty_like(own) for _ in self.members]
         try:
-            self._group.allgather(parts, own).wait()
+            with self.whereabouts.waiting(verb or "a word between ranks"):
+                self._group.allgather(parts, own).wait()
         except RuntimeError as error:
             raise self._silence(verb, error) from error
         return parts
@@ -274,7 +282,7 @@ class Council:
         where, rank = f" in {verb}" if verb else "", self.members[self.rank]
         return self._error(
             f"Rank {rank} of {self.size}{self.host_of(rank)} hears nothing from another one{where}, which has ended or "
-            f"does something else. It waits for {self._timeout_s:g} s at most: Options(timeout_s=). "
+            f"does something else. It waits for {self.timeout_s:g} s at most: Options(timeout_s=). "
             f"{self._advice}({error})"
         )
 

@@ -18,8 +18,8 @@ import torch.distributed as dist
 from penstock.machine.lifetime import Phase, exiting
 
 
-def own_group(members: Sequence[int], like: dist.ProcessGroup, name: str) -> dist.ProcessGroup:
-    """Make a group with the backends, timeout and device of another one. Collective over its members alone.
+def own_group(members: Sequence[int], like: dist.ProcessGroup, name: str, *, timeout_s: float) -> dist.ProcessGroup:
+    """Make a group with the backends and the device of another one. Collective over its members alone.
 
     Options of a backend (`pg_options`, such as NCCL's priority of streams) are not taken over: torch gives them to
     nobody.
@@ -28,6 +28,7 @@ def own_group(members: Sequence[int], like: dist.ProcessGroup, name: str) -> dis
         members: the ranks of the job that are in it, in order; this one among them.
         like: the other one.
         name: a name that no group of these ranks ever had. Groups of other ranks may have it as well.
+        timeout_s: how long a rank waits in a collective for the others, in seconds.
 
     Raises:
         RuntimeError: torch's, where another rank does not take part.
@@ -47,7 +48,7 @@ def own_group(members: Sequence[int], like: dist.ProcessGroup, name: str) -> dis
             backend,
             c10d._get_default_store(),
             f"{name} of {'_'.join(map(str, members))}",
-            timeout=_timeout_of(like),
+            timeout=limit_of(timeout_s),
             device_id=bound,
             group_desc="penstock",
         )
@@ -76,8 +77,6 @@ def give_back(groups: Iterable[dist.ProcessGroup]) -> None:
                 dist.destroy_process_group(group)
 
 
-def _timeout_of(group: Any) -> timedelta:
-    """Return the timeout of a group's collectives; torch's default where a wrapped backend does not tell its own."""
-    told = [getattr(group._get_backend(device), "options", None) for device in group._device_types]
-    timeouts = [options._timeout for options in told if options is not None]
-    return max(timeouts, default=dist.distributed_c10d.default_pg_timeout)
+def limit_of(timeout_s: float) -> timedelta:
+    """Write a timeout as torch takes it: at least a millisecond, at most three years, which a timedelta can hold."""
+    return timedelta(seconds=min(max(timeout_s, 1e-3), 1e8))

@@ -59,7 +59,8 @@ class LocalRanks:
         if not what or len(line) < 2 or (not whole and len(shards) == len(line)):
             return None
         like = next(iter(ranks.groups.values()))
-        return cls(own_group(line, like, name), len(line), line.index(ranks.rank), device)
+        group = own_group(line, like, name, timeout_s=council.timeout_s)
+        return cls(group, len(line), line.index(ranks.rank), device)
 
     def any(self, value: bool) -> bool:
         """Say whether something is so on any of them. Collective."""

@@ -84,7 +84,7 @@ def _within_hosts(
     name = council.share(f"penstock probe {secrets.token_hex(8)}")
     first = dist.get_rank() // here * here
     members = [rank for rank in council.members if first <= rank < first + here]
-    group = own_group(members, next(iter(groups.values())), name)
+    group = own_group(members, next(iter(groups.values())), name, timeout_s=council.timeout_s)
     closing.callback(give_back, [group])
     return {"ranks of a host": group}
 

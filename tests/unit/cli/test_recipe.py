@@ -162,3 +162,31 @@ def test_the_steps_cover_the_epochs_and_no_step_is_too_many(
     assert (course.steps - 1) * made.per_step < wanted
     assert 0 <= course.warmup_steps <= course.steps
     assert math.isclose(course.epochs, course.steps * made.per_step / epoch_count)
+
+
+@pytest.mark.parametrize(
+    ("asked", "world_size", "batch_size", "accumulation"),
+    [
+        # a run with steps of 16 sequences, of a folder, whose default is 4 of a rank
+        ({}, 4, 4, 1),
+        ({}, 2, 4, 2),
+        ({}, 1, 4, 4),
+        ({}, 8, 2, 1),
+        ({}, 16, 1, 1),
+        ({"batch_size": 6}, 2, 4, 2),
+        ({"batch_size": 8, "accumulation": 2}, 1, 8, 2),
+        ({"batch_size": 8, "accumulation": 2}, 2, 8, 1),
+    ],
+)
+def test_a_run_that_goes_on_keeps_its_steps_on_any_number_of_ranks(
+    asked: dict[str, Any], world_size: int, batch_size: int, accumulation: int
+) -> None:
+    config = TrainConfig(model="folder", **asked)
+    made = recipe_for(config, positions=None, world_size=world_size, per_step=16)
+    assert (made.batch_size, made.accumulation, made.per_step) == (batch_size, accumulation, 16)
+
+
+def test_ranks_that_cannot_share_the_steps_of_a_run_are_refused() -> None:
+    said = "has 16 sequences in a step, which 3 ranks cannot share. Use a number of ranks that divides 16"
+    with pytest.raises(ConfigError, match=said):
+        recipe_for(TrainConfig(model="folder"), positions=None, world_size=3, per_step=16)

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,7 +15,9 @@ import pytest
 import penstock
 from penstock.checkpoint.fields import to_bytes
 from penstock.checkpoint.manifest import MARKER, checksum
+from penstock.cli.training.config import TrainConfig
 from penstock.cli.training.interruption import EXIT_INTERRUPTED, Interruption
+from penstock.cli.training.learning import checkpoints
 from penstock.cli.training.reporting.reports import Reports
 from tests.support import thorough
 
@@ -227,6 +230,43 @@ def test_what_a_checkpoint_says_of_its_run_is_checked(
         assert outcome.err.count("\n") == 1, change
         assert len(outcome.err) < 600
         (folder / MARKER).write_bytes(marker)
+
+
+def test_a_run_keeps_its_steps_where_there_were_more_ranks_before(
+    penstock_command: Callable[..., Any], arguments: list[str], tmp_path: Path
+) -> None:
+    """A checkpoint of two ranks, as far as it says: what one rank of it did is done twice, for as many sequences."""
+    assert penstock_command(*arguments, "--out", "out", "--save-every", "4", "--steps", "4").exit_code == 0
+    folder = tmp_path / "out" / "checkpoints" / "step-00000004"
+    assert json.loads((folder / MARKER).read_bytes())["content"]["extra"]["per_step"] == 8
+    change_extra(folder, {"per_step": 16, "world_size": 2})
+    (tmp_path / "out" / "metrics.jsonl").unlink()
+    more = penstock_command(*arguments, "--out", "out", "--resume", "auto", "--steps", "6", "--warmup", "1")
+    assert more.exit_code == 0, more.err
+    said = "after step 4, with 1 instead of 2 ranks (steps of 16 sequences: --batch-size 4 --accumulation 4)"
+    assert said in more.out
+    assert "steps of 16 sequences" in more.out
+    # What is typed otherwise than before holds, and so does a size of all ranks.
+    for typed in (["--accumulation", "1"], ["--batch-size", "2"], ["--global-batch", "4"]):
+        command = [word for word in arguments if typed[0] != "--global-batch" or word != "--accumulation"]
+        if typed[0] == "--global-batch":
+            command.remove("2")
+        other = penstock_command(*command, "--out", "out", "--resume", str(folder), "--steps", "5", *typed, "--dry-run")
+        assert other.exit_code == 0, other.err
+        assert "of 4 sequences" in other.out, (typed, other.out)
+
+
+@pytest.mark.parametrize("per_step", HOSTILE)
+def test_a_size_of_steps_that_cannot_be_is_passed_over(per_step: Any, tmp_path: Path) -> None:
+    extra = {"per_step": per_step, "config": {"model": "tiny"}}
+    found = SimpleNamespace(extra=extra)
+    config = TrainConfig(out=tmp_path, resume="somewhere")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(checkpoints, "read_manifest", lambda path: found)
+        patch.setattr(checkpoints, "resolve", lambda path: path)
+        assert checkpoints.per_step_before(config) is None
+        extra["per_step"] = 12
+        assert checkpoints.per_step_before(config) == 12
 
 
 def test_a_schedule_in_a_checkpoint_changes_nothing_of_ours(

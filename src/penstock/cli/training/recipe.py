@@ -81,16 +81,18 @@ class Course(Recipe):
         return self.steps * self.per_step / self.epoch_count
 
 
-def recipe_for(config: TrainConfig, *, positions: int | None, world_size: int) -> Recipe:
+def recipe_for(config: TrainConfig, *, positions: int | None, world_size: int, per_step: int | None = None) -> Recipe:
     """Work out what a step is.
 
     Arguments:
         config: the settings.
         positions: how many positions the model knows; `None` where it does not say.
         world_size: how many ranks there are.
+        per_step: sequences of a step in the run that goes on, which it keeps; `None` for what the settings say.
 
     Raises:
-        ConfigError: batch, accumulation and global batch contradict each other, or are more than there can be.
+        ConfigError: batch, accumulation and global batch contradict each other, or are more than there can be; or the
+            ranks cannot share the steps of the run that goes on.
     """
     is_preset = config.model in PRESETS
     lr = config.lr
@@ -98,6 +100,8 @@ def recipe_for(config: TrainConfig, *, positions: int | None, world_size: int) -
         lr = LORA_LR if config.lora else PRESET_LR if is_preset else FOLDER_LR
     seq_length = seq_length_for(config.model, config.seq_length, positions=positions)
     batch_size, accumulation = _batch(config, world_size, PRESET_BATCH_SIZE if is_preset else FOLDER_BATCH_SIZE)
+    if per_step is not None and batch_size * accumulation * world_size != per_step:
+        batch_size, accumulation = _kept(per_step, batch_size, world_size)
     if batch_size * seq_length > MOST_COUNT:
         raise ConfigError(
             f"--batch-size {batch_size} of --seq-length {seq_length} is more than {MOST_COUNT} tokens. Use fewer, and "
@@ -131,3 +135,15 @@ def _batch(config: TrainConfig, world_size: int, default: int) -> tuple[int, int
             f"{world_size} ranks. Leave one of the first three out, or make them agree."
         )
     return size, accumulation
+
+
+def _kept(per_step: int, most: int, world_size: int) -> tuple[int, int]:
+    """Divide the steps of a run that goes on among another number of ranks, in micro-batches of at most `most`."""
+    of_rank, rest = divmod(per_step, world_size)
+    if rest:
+        raise ConfigError(
+            f"The run that --resume goes on with has {per_step} sequences in a step, which {world_size} ranks cannot "
+            f"share. Use a number of ranks that divides {per_step}, or --global-batch for steps of another size."
+        )
+    size = next(n for n in range(min(most, of_rank), 0, -1) if of_rank % n == 0)
+    return size, of_rank // size

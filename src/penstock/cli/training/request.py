@@ -13,6 +13,7 @@ from penstock.cli.training.data.reading.sources import Source
 from penstock.cli.training.data.sequences.isolation import why_not_isolated
 from penstock.cli.training.fitting import ITEMSIZES
 from penstock.cli.training.learning.checkpoints import AUTO as RESUME_AUTO
+from penstock.cli.training.learning.checkpoints import per_step_before
 from penstock.cli.training.learning.model import check_compiler
 from penstock.cli.training.learning.optimizer_arguments import optimizer_arguments
 from penstock.cli.training.planning import PLAN_NAME
@@ -103,7 +104,12 @@ def check_request(config: TrainConfig, ranks: Ranks) -> Request:
     if lora is not None:
         check_precision(lora, precision, option="--lora")
     source = find_model(config.model, seq_length=config.seq_length or 2, trust_remote_code=config.trust_remote_code)
-    recipe = recipe_for(config, positions=source.max_seq_length, world_size=ranks.world_size)
+    recipe = recipe_for(
+        config,
+        positions=source.max_seq_length,
+        world_size=ranks.world_size,
+        per_step=per_step_before(config),
+    )
     sources = find_all(config, without=[config.out, config.cache_folder])
     if config.plan not in ("", AUTO) and ranks.is_first:
         Plan.read(config.plan)  # is one

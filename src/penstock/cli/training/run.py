@@ -1,7 +1,7 @@
 """One run of `penstock train`, from the request to the saved model."""
 
 import contextlib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from penstock.cli.ranks import Ranks, joined
@@ -53,7 +53,8 @@ def run(config: TrainConfig, interruption: Interruption) -> bool:
         CheckpointError: the checkpoint to go on from is damaged, or one cannot be written.
     """
     # 1.
-    request = check_request(config, Ranks.from_environment())
+    ranks = replace(Ranks.from_environment(), timeout_s=config.options().timeout_s)
+    request = check_request(config, ranks)
     with (
         Reports(config, is_first_rank=request.ranks.is_first) as reports,
         computing(request.source),

@@ -13,11 +13,13 @@ from penstock.cli.training.config import TrainConfig
 from penstock.cli.training.recipe import recipe_for
 from penstock.cli.training.reporting import gauges as module
 from penstock.cli.training.reporting.gauges import Gauges
+from penstock.cli.training.reporting.spread import Spread
 from penstock.cli.training.reporting.waits import Waits
 from tests.unit.cli.reporting.test_reports import PROGRESS
 
 ALONE = Ranks(0, 1, torch.device("cpu"))
 WAITS = Waits(0.5, {"fetch": 0.5}, "NVMe reads")
+SPREAD = Spread((1.0, 1.5))
 
 
 class Noting:
@@ -33,6 +35,9 @@ class Noting:
 
     def end(self, step: int) -> Waits | None:
         return WAITS if step == 20 else None
+
+    def take_spread(self) -> Spread | None:
+        return SPREAD
 
     def __exit__(self, *error: Any) -> None:
         self.ended = True
@@ -74,7 +79,7 @@ def test_a_report_is_completed(tmp_path: Path) -> None:
     read = gauges(tmp_path).read(PROGRESS)
     assert read.host_peak_bytes is not None
     assert read.host_peak_bytes > 10 << 20
-    assert read == dataclasses.replace(PROGRESS, waits=WAITS, host_peak_bytes=read.host_peak_bytes)
+    assert read == dataclasses.replace(PROGRESS, waits=WAITS, spread=SPREAD, host_peak_bytes=read.host_peak_bytes)
     assert gauges(tmp_path).read(dataclasses.replace(PROGRESS, step=21)).waits is None
 
 

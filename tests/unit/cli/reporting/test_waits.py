@@ -14,6 +14,7 @@ import torch
 import penstock
 from penstock.cli.ranks import Ranks
 from penstock.cli.training.reporting import waits as module
+from penstock.cli.training.reporting.spread import Spread
 from penstock.cli.training.reporting.waits import Waits, Watch
 from penstock.errors import ConfigError
 from penstock.trace import Label, Recording, Span, Timeline, Wait, to_chrome
@@ -50,7 +51,8 @@ class Traced:
             yield report
         finally:
             self.closed += 1
-            report.summary = SimpleNamespace(rows={}, complete=self.complete, bound_by="host update")
+            rows = {"collective": SimpleNamespace(spans=0, busy_seconds=6.0)}
+            report.summary = SimpleNamespace(rows=rows, seconds=20.0, complete=self.complete, bound_by="host update")
             path.write_text(json.dumps({"traceEvents": self.events}))
             self.clock.now += 2
         if self.writing is not None:
@@ -130,7 +132,13 @@ def test_other_ranks_trace_the_same_steps_and_are_told_nothing(
     answers = iter([1.0, 0.0, 1.0])
     monkeypatch.setattr(Ranks, "from_first", lambda self, values: values.fill_(next(answers)))
     watch = Watch(traced, tmp_path / "trace.json", Ranks(1, 2, torch.device("cpu")))  # type: ignore[arg-type]
+    # What its two steps took without the time in collectives, in its place among those of all ranks.
+    given: list[list[float]] = []
+    monkeypatch.setattr(Ranks, "sum", lambda self, values: given.append(values.tolist()) or values + 2)
     assert run(watch, clock, 15, log_every=5) == {5: None, 10: None, 15: None}
+    assert given == [[0.0, 7.0], [0.0, 7.0]]
+    assert watch.take_spread() == Spread((2.0, 9.0))
+    assert watch.take_spread() is None
     assert (traced.opened, traced.closed) == (2, 2)  # as the first rank said, whatever this one's clock says
 
 

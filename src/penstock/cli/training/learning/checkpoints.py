@@ -13,6 +13,7 @@ from penstock.cli.training.config import TrainConfig
 from penstock.cli.training.learning.best import Best
 from penstock.cli.training.learning.schedule import rate_factor
 from penstock.cli.training.recipe import Course
+from penstock.cli.training.settings.common import MOST_COUNT
 from penstock.errors import CheckpointError, ConfigError, one_line
 
 AUTO = "auto"
@@ -55,6 +56,7 @@ class Checkpoints:
     ) -> None:
         self.best = Best()
         self.changed = ""
+        self._ranks = ""  # how many there are otherwise than before
         self._config = config
         self._course = course
         self._optimizer = optimizer
@@ -90,7 +92,8 @@ class Checkpoints:
                     option = _OPTION_NAMES.get(name, f"--optimizer-args {name}")
                     differing.setdefault(option, f"{option} {here} instead of {there}")
             group.update(asked)
-        self.changed = ", ".join(differing[option] for option in sorted(differing, key=_order))
+        said = [self._ranks] if self._ranks else []
+        self.changed = ", ".join(said + [differing[option] for option in sorted(differing, key=_order)])
         if self._config.resume == AUTO:  # of several others, the next one might take another
             self._saved = position
         return position
@@ -135,6 +138,13 @@ class Checkpoints:
                 f"{path} has made {step} steps, more than {asked}. Ask for {step} or more, or name another checkpoint."
             )
         self.best = best
+        was = extra.get("world_size")
+        if _counts(was, _MOST_STEPS) and was != self._course.world_size:
+            course = self._course
+            self._ranks = (
+                f"{course.world_size} instead of {was} ranks (steps of {course.per_step} sequences: --batch-size "
+                f"{course.batch_size} --accumulation {course.accumulation})"
+            )
         return Position(step, sequences)
 
     def schedule(self, position: Position) -> LambdaLR:
@@ -171,6 +181,8 @@ class Checkpoints:
         return {
             "step": position.step,
             "sequences": position.sequences,
+            "per_step": self._course.per_step,
+            "world_size": self._course.world_size,
             "data": self._identity,
             "best": self.best.to_dict(),
             "config": self._config.to_dict(),
@@ -228,3 +240,24 @@ def checkpoint_to_resume(config: TrainConfig) -> Path | None:
         return Path(config.resume) if config.resume else None
     folder = checkpoints_of(config)
     return folder / LATEST if checkpoints_in(folder) else None
+
+
+def per_step_before(config: TrainConfig) -> int | None:
+    """Look up how many sequences a step has of the run that these settings go on with, on however many ranks.
+
+    Returns:
+        `None` where it begins, where `--global-batch` says it, where the settings of a rank are others than they were,
+        and where the checkpoint does not say it or is damaged, which `Checkpoints.resume` tells.
+    """
+    path = checkpoint_to_resume(config)
+    if path is None or config.global_batch is not None:
+        return None
+    try:
+        extra: Any = read_manifest(resolve(path)).extra
+    except CheckpointError:
+        return None
+    was, per_step = (extra.get(name) if isinstance(extra, dict) else None for name in ("config", "per_step"))
+    names = ("model", "batch_size", "accumulation", "global_batch")
+    if not isinstance(was, dict) or not all(_same(was.get(name), getattr(config, name)) for name in names):
+        return None
+    return per_step if _counts(per_step, MOST_COUNT) and per_step else None

@@ -66,12 +66,14 @@ class Gauges(AbstractContextManager["Gauges"]):
         mfu = None
         if self._speed is not None:
             mfu = self._speed.mfu(progress.tokens_per_second, world_size=self._ranks.world_size)
+        waits = self._watch.end(progress.step)
         return replace(
             progress,
             mfu=mfu,
             device_peak_bytes=take_device_peak(self._ranks.device),
             host_peak_bytes=host_peak_bytes(),
-            waits=self._watch.end(progress.step),
+            waits=waits,
+            spread=self._watch.take_spread(),
         )
 
 

@@ -4,6 +4,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from penstock.cli.training.reporting.formats import format_bytes, format_seconds, format_sizes
+from penstock.cli.training.reporting.spread import Spread
 from penstock.cli.training.reporting.waits import Waits
 
 
@@ -26,6 +27,7 @@ class Progress:
         host_peak_bytes: most host memory that this process has had resident; `None` where the system does not say.
         waits: what steps wait for; `None` where no step was traced since the last report.
         begin: steps that were made before this process began, as of a run that goes on.
+        spread: how evenly the ranks work; `None` where no step was traced since the last report.
     """
 
     step: int
@@ -42,6 +44,7 @@ class Progress:
     host_peak_bytes: int | None = None
     waits: Waits | None = None
     begin: int = 0
+    spread: Spread | None = None
 
     @property
     def seconds_left(self) -> float:
@@ -51,9 +54,11 @@ class Progress:
     def to_dict(self) -> dict[str, Any]:
         """List what `metrics.jsonl` says of a step: what is not known is left out, and so are the settings' numbers."""
         values = asdict(self)
-        del values["steps"], values["begin"], values["waits"]
+        del values["steps"], values["begin"], values["waits"], values["spread"]
         known = {name: value for name, value in values.items() if value is not None}
-        return known if self.waits is None else known | self.waits.to_dict()
+        for more in (self.waits, self.spread):
+            known |= {} if more is None else more.to_dict()
+        return known
 
     def scalars(self) -> dict[str, float]:
         """List the numbers that trackers draw over the steps."""
@@ -85,6 +90,8 @@ class Progress:
             numbers.append(("peak", format_bytes(self.device_peak_bytes)))
         if self.waits is not None:
             numbers.append(("waited", str(self.waits)))
+        if self.spread is not None and str(self.spread):
+            numbers.append(("slow", str(self.spread)))
         numbers.append(("left", format_seconds(self.seconds_left)))
         return [*numbers, ("skipped", str(self.skipped_count))] if self.skipped_count else numbers
 

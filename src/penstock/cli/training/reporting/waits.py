@@ -16,6 +16,7 @@ import torch
 
 import penstock
 from penstock.cli.ranks import Ranks
+from penstock.cli.training.reporting.spread import Spread
 from penstock.errors import ConfigError
 
 TRACE_NAME = "trace.json"
@@ -26,6 +27,7 @@ COST_SHARE = 0.01
 #: What a span takes to note, at most (docs/trace.md).
 _SPAN_SECONDS = 1e-5
 _LEAST_SHOWN = 0.005
+_STEPS = 2  # of a trace
 _WAITING = "waiting"
 #: What a row of a trace stands for, as traces and plans call it.
 RESOURCES = {
@@ -93,6 +95,7 @@ class Watch(AbstractContextManager["Watch"]):
         self._second = -1
         self._cost = self._began = self._second_began = 0.0
         self._is_broken = False
+        self._spread: Spread | None = None
 
     def __exit__(self, *error: Any) -> None:
         if self._trace is not None:
@@ -124,11 +127,30 @@ class Watch(AbstractContextManager["Watch"]):
             self._is_broken = True
         waits = self._read(ended) if self._ranks.is_first and not self._is_broken else None
         summary = self._report.summary
+        self._spread = self._compared(summary)
         spans = 0 if summary is None else sum(use.spans for use in summary.rows.values())
         now = time.monotonic()
         self._cost += now - ended + spans * _SPAN_SECONDS
         self._next_time = now + self._cost / COST_SHARE
         return waits
+
+    def take_spread(self) -> Spread | None:
+        """Take how evenly the ranks have worked in the last trace; `None` where there was none since."""
+        spread, self._spread = self._spread, None
+        return spread
+
+    def _compared(self, summary: Any) -> Spread | None:
+        """Put together what the steps of all ranks took; as often as there are traces, so it costs what they may."""
+        if self._ranks.world_size == 1:
+            return None
+        own = 0.0
+        if summary is not None:
+            # Collectives include the time until the other ranks come: the one that comes last has least of it.
+            use = summary.rows.get("collective")
+            own = max(0.0, summary.seconds - (use.busy_seconds if use else 0.0)) / _STEPS
+        seconds = torch.zeros(self._ranks.world_size, dtype=torch.float64)
+        seconds[self._ranks.rank] = own
+        return Spread(tuple(self._ranks.sum(seconds).tolist()), self._ranks.hosts)
 
     def _is_due(self) -> bool:
         """Ask the first rank whether the last trace is paid off: clocks differ, and a trace is taken by all or none."""

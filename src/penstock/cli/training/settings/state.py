@@ -66,12 +66,14 @@ class StateOptions:
     gather_format: str | None = option(
         None, "What gathers of parameters carry: exact, int8, fp8.", _STATE, choices=("exact", "int8", "fp8")
     )
-
     reduce_format: str | None = option(
         None, "What sums of gradients carry: exact, int8, int4.", _STATE, choices=("exact", "int8", "int4")
     )
     secondary_shard: int | None = option(
         None, "Ranks of a node, inside which backward gathers what forward has gathered.", _STATE
+    )
+    timeout_s: float | None = option(
+        None, "Seconds that a rank waits for the others before it ends, with an error.", _STATE
     )
 
     def check_state(self) -> None:

@@ -1,0 +1,105 @@
+"""A rank that others wait for: they say who it is and where it stands, and end after the timeout that was asked for."""
+
+import json
+import logging
+import os
+import re
+import signal
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import penstock
+from penstock.errors import EngineError
+from penstock.machine.issued import HEARING_S
+from tests.support import run_ranks
+
+TIMEOUT_S = 4.0
+BUSY_SECONDS = 10.0  # that a machine may be late
+
+
+def prepared() -> tuple[nn.Module, penstock.Optimizer]:
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(16, 16) for _ in range(3)))
+    stock = torch.optim.AdamW(model.parameters())
+    options = penstock.Options(timeout_s=TIMEOUT_S)
+    return model, penstock.prepare(model, stock, units=(nn.Linear,), precision="fp32", options=options)
+
+
+class Heard(logging.Handler):
+    def __init__(self) -> None:
+        super().__init__()
+        self.messages: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.messages.append(record.getMessage())
+
+
+def step(model: nn.Module, optimizer: penstock.Optimizer) -> None:
+    optimizer.backward(model(torch.ones(2, 16)).sum())
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def late(rank: int) -> list[str]:
+    """Rank 1 comes late by more than half the timeout, to the second step and to the third."""
+    heard = Heard()
+    logging.getLogger("penstock").addHandler(heard)
+    model, optimizer = prepared()
+    for _ in range(3):
+        step(model, optimizer)
+        if rank == 1:
+            time.sleep(0.8 * TIMEOUT_S)
+    optimizer.close(keep_params=False)
+    assert not [thread for thread in threading.enumerate() if thread.name == "penstock-whereabouts"]
+    return heard.messages
+
+
+def test_a_rank_that_waits_for_long_says_once_who_is_missing_and_where() -> None:
+    waits, comes_late = run_ranks(late, 2)
+    assert comes_late == []
+    assert len(waits) == 2, "once for each wait, of two steps"
+    for said in waits:
+        assert re.match(r"Rank 0 has waited [23] s in \w.*\. Of the rest: rank 1 ", said), said
+        assert re.search(r"rank 1 does something else, after \w.*, since \d\d:\d\d:\d\d UTC\. ", said), said
+        assert said.endswith("Ranks wait for 4 s at most: Options(timeout_s=).")
+    assert "in the gather of unit '0'" in waits[0]
+
+
+def stopped(rank: int, folder: Path, how: signal.Signals) -> None:
+    """Rank 1 ends, or stops, between forward and backward. Rank 0 goes on, and writes down what becomes of that."""
+    heard = Heard()
+    logging.getLogger("penstock").addHandler(heard)
+    model, optimizer = prepared()
+    step(model, optimizer)
+    (folder / str(rank)).write_text(str(os.getpid()))
+    dist.barrier()
+    loss = model(torch.ones(2, 16)).sum()
+    if rank == 1:
+        os.kill(os.getpid(), how)
+    began = time.monotonic()
+    with pytest.raises(EngineError) as caught:
+        optimizer.backward(loss)
+    seconds = time.monotonic() - began
+    (folder / "outcome").write_text(json.dumps([str(caught.value), seconds, heard.messages]))
+    os.kill(int((folder / "1").read_text()), signal.SIGKILL)  # one that is stopped would never end
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_rank_that_ends_or_stops_ends_the_others_in_bounded_time(tmp_path: Path, how: signal.Signals) -> None:
+    with pytest.raises(AssertionError, match="rank 1 died with exit code -9"):
+        run_ranks(stopped, 2, tmp_path, how)
+    said, seconds, warned = json.loads((tmp_path / "outcome").read_text())
+    assert re.match(r"Rank 0 could not finish the \w+ of unit ", said), said
+    assert "rank 1 says nothing: it has ended, or runs something else" in said
+    assert "Ranks wait for 4 s at most: Options(timeout_s=)." in said
+    # The connection of one that is killed ends at once; one that is stopped is waited for. Then its word is waited for.
+    assert seconds < (0 if how is signal.SIGKILL else TIMEOUT_S) + HEARING_S + BUSY_SECONDS
+    if how is signal.SIGSTOP:
+        assert len(warned) == 1
+        assert "Of the rest: rank 1 says nothing. One that says nothing has ended, is stopped" in warned[0]

@@ -1,0 +1,84 @@
+"""The files of docs/failures.md: shells and YAML read them, and torchrun and `penstock train` have their options."""
+
+import re
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch.distributed.run import get_args_parser
+
+from penstock.cli.options import option_of, options_of
+from penstock.cli.training.config import TrainConfig
+
+PAGE = (Path(__file__).parents[2] / "docs" / "failures.md").read_text()
+
+
+def blocks(kind: str) -> list[str]:
+    found = re.findall(rf"```{kind}\n(.*?)```", PAGE, re.DOTALL)
+    assert found, kind
+    return found
+
+
+def words_of(value: Any) -> list[str]:
+    """Every text in a file of YAML, in order."""
+    if isinstance(value, dict):
+        return [word for part in value.values() for word in words_of(part)]
+    if isinstance(value, list):
+        return [word for part in value for word in words_of(part)]
+    return [value] if isinstance(value, str) else []
+
+
+def commands() -> list[list[str]]:
+    """The words of each torchrun on the page, up to the end of its line or list."""
+    yaml = pytest.importorskip("yaml")
+    shell = [block.replace("\\\n", " ") for kind in ("sh", "bash", "ini") for block in blocks(kind)]
+    found = [match.split() for text in shell for match in re.findall(r"torchrun (--.*?)(?: &)?$", text, re.MULTILINE)]
+    for block in blocks("yaml"):
+        for document in yaml.safe_load_all(block):
+            words = words_of(document)
+            if "torchrun" in words:
+                found.append(words[words.index("torchrun") + 1 :])
+    return found
+
+
+def test_every_torchrun_of_the_page_has_real_options() -> None:
+    parser = get_args_parser()
+    known = {option_of(name) for name in options_of(TrainConfig)}
+    assert len(commands()) == 5
+    for words in commands():
+        ours = words.index("penstock")
+        assert words[ours - 1 : ours + 2] == ["-m", "penstock", "train"]
+        # By torch's own parser, which takes what follows the module as the module's.
+        args, rest = parser.parse_known_args([*words[: ours - 1], "-m", "penstock"])
+        assert (args.module, args.training_script, rest) == (True, "penstock", [])
+        assert args.max_restarts == 10
+        options = {word.partition("=")[0] for word in words[ours + 2 :] if word.startswith("--")}
+        assert {"--resume", "--save-every", "--out"} <= options <= known, words
+
+
+def test_the_shell_reads_the_script() -> None:
+    for script in blocks("bash"):
+        done = subprocess.run(["bash", "-n"], input=script, text=True, capture_output=True, check=False)
+        assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_the_waits_that_the_page_names_are_those_of_the_code() -> None:
+    from penstock import Options
+    from penstock.cli.ranks import JOINING_S
+    from penstock.machine.issued import HEARING_S
+    from penstock.machine.whereabouts import WARN_S
+    from penstock.preparing import PATIENCE_S
+
+    assert f"any agreement | {Options().timeout_s:g} s | `--timeout-s`; `Options(timeout_s=)` |" in PAGE
+    assert f"for all ranks to join | {JOINING_S:g} s," in PAGE
+    assert f"for a plan that another rank makes | {PATIENCE_S:g} s," in PAGE
+    assert f"once a collective failed | {HEARING_S:g} s |" in PAGE
+    assert WARN_S == 60, "a minute"
+
+
+def test_every_link_of_the_page_leads_somewhere() -> None:
+    for page, anchor in re.findall(r"\]\(([\w-]+\.md)?(?:#([\w-]+))?\)", PAGE):
+        text = (Path(__file__).parents[2] / "docs" / page).read_text() if page else PAGE
+        headings = [re.sub(r"[^\w -]", "", line.lstrip("# ").lower()).replace(" ", "-") for line in text.splitlines()]
+        assert not anchor or anchor in headings, (page, anchor)
