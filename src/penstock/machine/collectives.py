@@ -97,6 +97,7 @@ class Ranks:
             and of those that train other parts of the parameters; `None` where this rank is alone. They end with this
             object.
         council: the council of all ranks, for the user's thread.
+        divided: the ranks of each dimension of the mesh over which parameters are divided, this one among them.
 
     Attributes:
         rank: this rank's number among all ranks of the job.
@@ -104,9 +105,16 @@ class Ranks:
         counts: how many collectives were issued so far, by name.
     """
 
-    def __init__(self, grid: Grid = ALONE, groups: Groups = (None, None, None), council: Council | None = None) -> None:
+    def __init__(
+        self,
+        grid: Grid = ALONE,
+        groups: Groups = (None, None, None),
+        council: Council | None = None,
+        divided: Sequence[Sequence[int]] = (),
+    ) -> None:
         self.council = council or Council()
         self.grid = grid
+        self.divided = divided
         self.shards, self.shard_rank, self.replicas, self.replica_rank, _, _ = grid
         self._shard_group, self._replica_group, self._tp_group = groups
         # Over the copies first: a value that goes from rank to rank is then in the first shard of each of them.
@@ -153,7 +161,7 @@ class Ranks:
                 ) from error
             raise
         shard, replica, tp = own
-        return cls(peers.grid, (shard, replica, tp), council)
+        return cls(peers.grid, (shard, replica, tp), council, peers.divided)
 
     def close(self) -> None:
         """Give back the groups that are our own, and the council."""
@@ -376,6 +384,24 @@ class Ranks:
         self._come_after_submitted()
         for group in self._data_groups:
             self._count("broadcast", group, partial(dist.broadcast, as_bytes(tensor), group=group, group_src=0))
+
+    def broadcast_alike(self, tensor: Tensor) -> None:
+        """Overwrite a tensor with that of the first of the ranks that have different parts of the parameters.
+
+        It is of what they have alike, and the same already on those with the same parts.
+        """
+        self._come_after_submitted()
+        if self._tp_group is not None:
+            send = partial(dist.broadcast, as_bytes(tensor), group=self._tp_group, group_src=0)
+            self._count("broadcast", self._tp_group, send)
+
+    def assemble(self, tensor: Tensor) -> None:
+        """Put a tensor together of which each of the ranks that divide parameters has a box, and zeros around it."""
+        self._come_after_submitted()
+        if self._tp_group is not None:
+            # The greatest byte: exact for every value, of boxes of any size, and where several ranks have the same one.
+            put = partial(dist.all_reduce, as_bytes(tensor), op=dist.ReduceOp.MAX, group=self._tp_group)
+            self._count("all_reduce", self._tp_group, put)
 
     def broadcast_part(self, tensor: Tensor, shard_rank: int) -> None:
         """Overwrite a tensor with that of one of the shard ranks, on all of them."""

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from penstock.engine.passes.gather import Gatherer
 from penstock.engine.passes.reduce import Reducer
 from penstock.engine.state.torn import torn_on_failure
+from penstock.engine.units.dtensors import cut, is_divided, own_part
 from penstock.engine.units.unit import Gradient, Trained, Unit
 from penstock.engine.updates.rig import Rig
 from penstock.engine.updates.update import Updater
@@ -72,6 +73,10 @@ class Access:
 
     def exact_param(self, parameter: nn.Parameter) -> Tensor:
         """Return the parameter at master precision; a frozen one in its own dtype."""
+        return self._assembled(*self._place(parameter), self.own_param(parameter))
+
+    def own_param(self, parameter: nn.Parameter) -> Tensor:
+        """Return the same, of one that ranks divide this rank's elements alone."""
         self.finish()  # an update that is under way writes what is read here
         unit, index = self._place(parameter)
         dtype = torch.float32 if unit.trained else unit.spec.dtype
@@ -80,7 +85,7 @@ class Access:
             for first, last, weights in unit.visit(start, stop):
                 yield first, last, weights.read() if unit.trained else weights.param
 
-        return self._whole(unit, index, read, dtype)
+        return self._own(unit, index, read, dtype)
 
     def grad(self, parameter: nn.Parameter) -> Tensor:
         """Return the gradient accumulated so far, over ranks and micro-batches; zeros where there is none."""
@@ -89,7 +94,7 @@ class Access:
         unit, index, trained = self._trained_place(parameter)
         gradient = trained.gradient
         if index not in gradient.held:
-            return torch.zeros(unit.layout.slots[index].shape, dtype=torch.float32, device="cpu")
+            return torch.zeros(unit.parameters[index].whole_shape, dtype=torch.float32, device="cpu")
 
         def read(start: int, stop: int) -> Pieces:
             for first, last, (values,) in gradient.home.visit(start, stop):
@@ -113,8 +118,9 @@ class Access:
             for index, start, stop in unit.parts():
                 if index not in gradient.held:
                     continue
+                counts = float(unit.parameters[index].counts)  # else other ranks have it alike, and one counts
                 for _, _, (values,) in gradient.home.visit(start, stop):
-                    norm = float(torch.linalg.vector_norm(values, norm_type, dtype=torch.float64))
+                    norm = counts * float(torch.linalg.vector_norm(values, norm_type, dtype=torch.float64))
                     of_unit[index] = _greater(of_unit[index], norm) if greatest else of_unit[index] + norm**norm_type
             totals += of_unit
         if self._ranks.world_size > 1:
@@ -267,7 +273,7 @@ class Access:
     def reset_state(self, parameter: nn.Parameter) -> None:
         """Reset every state of a parameter to what it was before the first update."""
         unit, index, _ = self._trained_place(parameter)
-        zeros = torch.zeros(unit.layout.slots[index].shape, dtype=torch.float32, device="cpu")
+        zeros = torch.zeros(unit.parameters[index].whole_shape, dtype=torch.float32, device="cpu")
         for spec in self._states:
             self.set_state(parameter, spec.name, zeros)
         self._scalars.pop(parameter, None)
@@ -337,7 +343,22 @@ class Access:
             raise ConfigError(f"There is no optimizer state {name!r}. This rule has {known}.")
         return names.index(name)
 
-    def _whole(
+    def _whole(self, unit: Unit, index: int, read: Callable[[int, int], Pieces]) -> Tensor:
+        """Put the parts of all ranks together, in fp32. Collective."""
+        return self._assembled(unit, index, self._own(unit, index, read))
+
+    def _assembled(self, unit: Unit, index: int, own: Tensor) -> Tensor:
+        """Put together what ranks have of a parameter that they divide. Collective."""
+        slot = unit.layout.slots[index]
+        if slot.region is None:
+            return own
+        whole = torch.zeros(slot.region.shape, dtype=own.dtype, device="cpu")
+        cut(whole, slot.shape, slot.region).copy_(own)
+        on_device = whole.to(self._device)
+        self._ranks.assemble(on_device)
+        return on_device.cpu()
+
+    def _own(
         self, unit: Unit, index: int, read: Callable[[int, int], Pieces], dtype: torch.dtype = torch.float32
     ) -> Tensor:
         """Put the parts of all shards together. `read` gives the values of a range of this rank's shard. Collective."""
@@ -378,7 +399,12 @@ class Access:
             return None
         start, stop = overlap
         first = unit.own_range[0]
-        values = value.detach().reshape(-1)[start - slot.start : stop - slot.start]
+        value = value.detach()
+        if is_divided(value):
+            value = own_part(value, unit.parameters[index].tensor)
+        elif slot.region is not None:
+            value = cut(value, slot.shape, slot.region)
+        values = value.reshape(-1)[start - slot.start : stop - slot.start]
         return start - first, stop - first, values.float() if unit.trained else values
 
 
@@ -396,5 +422,6 @@ def _check_value(name: str, slot: Slot, value: Tensor) -> None:
     """Refuse what cannot be written, before anything is."""
     if value.layout != torch.strided or value.is_meta or value.is_quantized or value.is_complex():
         raise ConfigError(f"The value for '{name}' is sparse, quantised, complex or meta. Give a dense, real tensor.")
-    if tuple(value.shape) != slot.shape:
-        raise ConfigError(f"The value for '{name}' has shape {tuple(value.shape)}; the parameter has {slot.shape}.")
+    shape = slot.shape if slot.region is None else slot.region.shape
+    if tuple(value.shape) != shape:
+        raise ConfigError(f"The value for '{name}' has shape {tuple(value.shape)}; the parameter has {shape}.")

@@ -16,10 +16,12 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from penstock.checkpoint.tensorfiles import Forms, StoredTensors, WeightFiles
 from penstock.engine.units.discover import UnitSpec
+from penstock.engine.units.divided import give_values
+from penstock.engine.units.dtensors import cut, is_divided, own_elements, own_shape, region_of
 from penstock.engine.units.initialisation import containers, initialise, initialiser, initialisers, settled, visits
 from penstock.engine.units.originals import keep_values
-from penstock.engine.units.parameter import give_values
 from penstock.errors import ConfigError
+from penstock.layout import Region
 from penstock.machine.collectives import Ranks
 
 #: What `prepare(weights=...)` takes.
@@ -46,6 +48,40 @@ class Whole(Flat):
     def read(self, start: int, stop: int) -> Tensor:
         """View them in place."""
         return self._values[start:stop]
+
+
+class Cut(Flat):
+    """A box of values, of which no more is read than the rows that it lies in.
+
+    Arguments:
+        whole: the values that the box is in.
+        shape: the box's.
+        region: where it lies.
+    """
+
+    def __init__(self, whole: Flat, shape: tuple[int, ...], region: Region) -> None:
+        self._whole = whole
+        self._shape = shape
+        self._region = region
+
+    def read(self, start: int, stop: int) -> Tensor:
+        """Cut them out of whole rows."""
+        row, whole_row = math.prod(self._shape[1:]), math.prod(self._region.shape[1:])
+        if start == stop:
+            return self._whole.read(0, 0)
+        first, last = start // row, -(-stop // row)
+        above = self._region.offsets[0]
+        rows = self._whole.read((above + first) * whole_row, (above + last) * whole_row)
+        rows = rows.view(last - first, *self._region.shape[1:])
+        offsets, shape = (0, *self._region.offsets[1:]), (last - first, *self._shape[1:])
+        box = cut(rows, shape, Region(tuple(rows.shape), offsets)).reshape(-1)
+        return box[start - first * row : stop - first * row]
+
+
+def cut_to(flat: Flat, parameter: nn.Parameter) -> Flat:
+    """Cut values to this rank's elements of a parameter."""
+    region = region_of(parameter)
+    return flat if region is None else Cut(flat, own_shape(parameter), region)
 
 
 class Source(ABC):
@@ -81,15 +117,17 @@ class FirstRank(Source):
         # Ranks have compared their units before: broadcasts of equal size match whatever they are of, and a rank with
         # another order would take one parameter's values for another's.
         for number, spec in enumerate(specs):
-            yield number, [Whole(self._broadcast(parameter.detach())) for parameter in spec.parameters]
+            yield number, [Whole(self._broadcast(parameter)) for parameter in spec.parameters]
 
-    def _broadcast(self, value: Tensor) -> Tensor:
-        """Give the first rank's value on every rank, flat."""
-        flat = value.reshape(-1)
-        if self._ranks.data_size > 1:
+    def _broadcast(self, parameter: nn.Parameter) -> Tensor:
+        """Give the first rank's value on every rank, flat; of one that ranks divide, this rank's elements."""
+        flat = own_elements(parameter).detach().reshape(-1)
+        if self._ranks.world_size > 1:
             # A copy: the broadcast overwrites it, and the model keeps its own values until they are in their homes.
             flat = flat.to(self._device, copy=True)
             self._ranks.broadcast(flat)
+            if region_of(parameter) is None:
+                self._ranks.broadcast_alike(flat)
         return flat
 
 
@@ -123,7 +161,7 @@ class Given(Source):
     def units(self, specs: Sequence[UnitSpec]) -> Iterator[tuple[int, list[Flat]]]:
         """Yield the units in order; of files each rank reads what it keeps, and ranks need not meet for it."""
         for number, spec in enumerate(specs):
-            yield number, [self._flat(parameter) for parameter in spec.parameters]
+            yield number, [cut_to(self._flat(parameter), parameter) for parameter in spec.parameters]
 
     def close(self) -> None:
         """Close the files."""
@@ -187,7 +225,7 @@ class Given(Source):
         names = self._names[parameter]
         if self._held is not None:
             return self._values(names[0])
-        first = self._ask(names[0], parameter)
+        first: Flat = self._ask(names[0], parameter)
         for other in names[1:]:
             if not _same(first, self._ask(other, parameter), self._shapes[parameter], parameter.dtype):
                 raise self._unfit([f"'{names[0]}' and '{other}' are one parameter and have different values"])
@@ -251,6 +289,12 @@ class Initialised(Source):
         self._ranks = ranks
         self._device = device
         self._shapes = {p: (tuple(p.shape), p.dtype) for p in model.parameters()}  # now: they go to homes one by one
+        divided = next((name for name, p in model.named_parameters() if is_divided(p)), None)
+        if divided is not None:
+            raise ConfigError(
+                f"weights='init': parameter '{divided}' is a DTensor, of which no rank has all to initialise. Give "
+                "weights as files, by name or by a function, or initialise the model before it is parallelised."
+            )
         self._owners = initialisers(model)
         without = [
             name or type(module).__name__
