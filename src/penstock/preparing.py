@@ -18,9 +18,9 @@ from penstock import checks
 from penstock.blueprint import Request, request_for
 from penstock.build import build
 from penstock.config import Options, Placement
-from penstock.dividing import check_divided
 from penstock.engine.passes.samples import BatchDim
 from penstock.engine.units.discover import UnitPolicy
+from penstock.engine.units.dividing import check_divided
 from penstock.engine.units.source import Weights
 from penstock.errors import ConfigError, EngineError
 from penstock.forecast.plan import Plan
