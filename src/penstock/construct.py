@@ -30,12 +30,13 @@ from penstock.engine.passes.precision import InputCasts
 from penstock.engine.passes.reduce import Reducer
 from penstock.engine.passes.slices import SlicedBlock, sliced_blocks
 from penstock.engine.policy import StepPolicy
-from penstock.engine.state.access import Access, as_state
+from penstock.engine.state.access import Access
 from penstock.engine.state.averages import Averages
 from penstock.engine.state.gathered import Blocks
 from penstock.engine.state.loading import Loader
 from penstock.engine.state.moving import Mover
 from penstock.engine.state.saving import Saver
+from penstock.engine.state.values import as_state
 from penstock.engine.units.alike import align_buffers
 from penstock.engine.units.assemble import fill_unit, make_unit
 from penstock.engine.units.divided import make_parameters

@@ -7,7 +7,6 @@ ranks; stage 0 replicates over all ranks (one shard); a mesh says otherwise (`ma
 
 import contextlib
 import secrets
-import time
 import zlib
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -24,6 +23,7 @@ from penstock.errors import EngineError, PenstockError
 from penstock.machine.arena import view_apart
 from penstock.machine.council import DEFAULT_TIMEOUT_S, Council
 from penstock.machine.groups import give_back, is_alive, own_group
+from penstock.machine.issued import UnderWay
 from penstock.machine.lifetime import at_end
 from penstock.machine.mesh import peers_of
 from penstock.machine.reach import Grid
@@ -43,45 +43,6 @@ _SAME = (
 )
 _MOST_NOTED = 1 << 16  # names of collectives, in a long evaluation without a step
 _HEARING = timedelta(seconds=5)  # how long to wait for each other rank's word once a collective has failed
-
-
-class _UnderWay:
-    """A collective that was issued and goes on, on the threads of its process group.
-
-    Arguments:
-        work: torch's handle. It holds the buffers; once the collective is over nothing here refers to it.
-        failed: makes the error that whoever waits gets, of torch's own.
-    """
-
-    def __init__(self, work: dist.Work, failed: Callable[[RuntimeError], Exception]) -> None:
-        self._left: tuple[dist.Work, Callable[[RuntimeError], Exception]] | None = work, failed
-        self._error: Exception | None = None
-        self._ended: float | None = None
-
-    def wait(self) -> None:
-        """Block until the collective is over; raise its error."""
-        left = self._left  # two threads may wait: the other one may clear the attribute at any moment
-        if left is not None:
-            work, failed = left
-            try:
-                work.wait()
-            except RuntimeError as error:
-                self._error = self._error or failed(error)
-                self._error.__cause__ = error
-            self._left = None  # torch's handle, and with it the buffers: whoever counts their users counts right
-        if self._error is not None:
-            raise self._error
-
-    def done(self) -> bool:
-        """Whether the collective is over."""
-        left = self._left
-        return left is None or bool(left[0].is_completed())
-
-    @property
-    def ended(self) -> float:
-        """When it was first asked for once it was over, in seconds of `time.monotonic`: torch does not tell more."""
-        self._ended = self._ended or time.monotonic()
-        return self._ended
 
 
 class Ranks:
@@ -251,7 +212,7 @@ class Ranks:
         what: str,
         group: dist.ProcessGroup | None,
         collective: Callable[[], dist.Work | None],
-    ) -> _UnderWay | None:
+    ) -> UnderWay | None:
         """Note a collective, for ranks to compare, and issue it. Return what goes on of it, if anything does."""
         self._check_alive(group)
         self.counts[name] += 1
@@ -265,7 +226,7 @@ class Ranks:
             work = collective()
         except RuntimeError as error:
             raise failed(error) from error
-        return None if work is None else _UnderWay(work, failed)
+        return None if work is None else UnderWay(work, failed)
 
     def _could_not_finish(self, what: str, number: int, error: RuntimeError) -> EngineError:
         """Make the error of a collective that failed, with where the other ranks stand."""

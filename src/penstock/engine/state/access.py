@@ -5,7 +5,6 @@ Every call is collective: all ranks make it, in the same order. Values are fp32 
 
 import math
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -13,12 +12,12 @@ from torch import Tensor, nn
 from penstock.engine.passes.gather import Gatherer
 from penstock.engine.passes.reduce import Reducer
 from penstock.engine.state.torn import torn_on_failure
-from penstock.engine.units.dtensors import cut, is_divided, own_part
+from penstock.engine.state.values import among_zeros, check_value, flat_part, greater
 from penstock.engine.units.unit import Gradient, Trained, Unit
 from penstock.engine.updates.rig import Rig
 from penstock.engine.updates.update import Updater
 from penstock.errors import ConfigError, EngineError, NvmeError
-from penstock.layout import Piece, Slot
+from penstock.layout import Piece
 from penstock.rules.rule import Scalars
 from penstock.rules.storage import read_state, write_state
 
@@ -121,7 +120,7 @@ class Access:
                 counts = float(unit.parameters[index].counts)  # else other ranks have it alike, and one counts
                 for _, _, (values,) in gradient.home.visit(start, stop):
                     norm = counts * float(torch.linalg.vector_norm(values, norm_type, dtype=torch.float64))
-                    of_unit[index] = _greater(of_unit[index], norm) if greatest else of_unit[index] + norm**norm_type
+                    of_unit[index] = greater(of_unit[index], norm) if greatest else of_unit[index] + norm**norm_type
             totals += of_unit
         if self._ranks.world_size > 1:
             summed = torch.tensor(totals, dtype=torch.float64, device=self._device)
@@ -235,7 +234,7 @@ class Access:
         """Refuse what `set_state` would refuse."""
         unit, index, _ = self._trained_place(parameter)
         if self.check_name(parameter, name):
-            _check_value(unit.spec.names[index], unit.layout.slots[index], value)
+            check_value(unit.spec.names[index], unit.layout.slots[index], value)
         elif value.numel() != 1 or value.is_complex() or not math.isfinite(value.item()):
             raise ConfigError(f"'{name}' of '{unit.spec.names[index]}' is {value}: give one finite number.")
 
@@ -252,7 +251,7 @@ class Access:
         unit, index = self._place(parameter)
         if unit.holding.is_held:
             raise EngineError(f"Unit '{unit.name}' is gathered. Set its parameters outside gathered() and forward.")
-        _check_value(unit.spec.names[index], unit.layout.slots[index], value)
+        check_value(unit.spec.names[index], unit.layout.slots[index], value)
 
     def check_grad(self, parameter: nn.Parameter, value: Tensor | None = None) -> None:
         """Refuse to read a gradient that is not whole, or to set one to a value of another shape."""
@@ -263,7 +262,7 @@ class Access:
                 "after the last backward."
             )
         if value is not None:
-            _check_value(unit.spec.names[index], unit.layout.slots[index], value)
+            check_value(unit.spec.names[index], unit.layout.slots[index], value)
 
     def name(self, parameter: nn.Parameter) -> str:
         """Return a parameter's name in the model."""
@@ -352,11 +351,9 @@ class Access:
         slot = unit.layout.slots[index]
         if slot.region is None:
             return own
-        whole = torch.zeros(slot.region.shape, dtype=own.dtype, device="cpu")
-        cut(whole, slot.shape, slot.region).copy_(own)
-        on_device = whole.to(self._device)
-        self._ranks.assemble(on_device)
-        return on_device.cpu()
+        whole = among_zeros(own, slot.region).to(self._device)
+        self._ranks.assemble(whole)
+        return whole.cpu()
 
     def _own(
         self, unit: Unit, index: int, read: Callable[[int, int], Pieces], dtype: torch.dtype = torch.float32
@@ -393,35 +390,11 @@ class Access:
         In fp32 for a trained unit, in the dtype that it came in for a frozen one.
         """
         slot = unit.layout.slots[index]
-        _check_value(unit.spec.names[index], slot, value)
+        check_value(unit.spec.names[index], slot, value)
         overlap = unit.layout.overlap(slot, unit.rank)
         if overlap is None:
             return None
         start, stop = overlap
         first = unit.own_range[0]
-        value = value.detach()
-        if is_divided(value):
-            value = own_part(value, unit.parameters[index].tensor)
-        elif slot.region is not None:
-            value = cut(value, slot.shape, slot.region)
-        values = value.reshape(-1)[start - slot.start : stop - slot.start]
+        values = flat_part(value, unit.parameters[index].tensor, slot)[start - slot.start : stop - slot.start]
         return start - first, stop - first, values.float() if unit.trained else values
-
-
-def as_state(value: Any) -> Tensor:
-    """Make a value of a `state_dict`, which may be a number, a tensor."""
-    return value if isinstance(value, Tensor) else torch.as_tensor(value, dtype=torch.float64, device="cpu")
-
-
-def _greater(one: float, other: float) -> float:
-    """Choose the greater of two numbers; NaN where one of them is, which `max` would drop."""
-    return math.nan if math.isnan(one) or math.isnan(other) else max(one, other)
-
-
-def _check_value(name: str, slot: Slot, value: Tensor) -> None:
-    """Refuse what cannot be written, before anything is."""
-    if value.layout != torch.strided or value.is_meta or value.is_quantized or value.is_complex():
-        raise ConfigError(f"The value for '{name}' is sparse, quantised, complex or meta. Give a dense, real tensor.")
-    shape = slot.shape if slot.region is None else slot.region.shape
-    if tuple(value.shape) != shape:
-        raise ConfigError(f"The value for '{name}' has shape {tuple(value.shape)}; the parameter has {shape}.")

@@ -88,11 +88,3 @@ def make_parameters(
         parameter.counts = counts_once(tensor, lines, rank)
         made.append(parameter)
     return tuple(made)
-
-
-def give_values(parameter: nn.Parameter, values: Tensor) -> None:
-    """Give a parameter that no unit has yet other values, of any shape and on any device; a DTensor its elements."""
-    if is_divided(parameter):
-        give_elements(parameter, values)
-    else:
-        parameter.data = values

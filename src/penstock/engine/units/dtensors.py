@@ -133,3 +133,11 @@ def divided_over(tensor: Tensor) -> list[list[int]]:
     held: Any = tensor
     lines = lines_along(held.device_mesh)
     return [line for line, placement in zip(lines, held.placements, strict=True) if placement.is_shard()]
+
+
+def give_values(parameter: Tensor, values: Tensor) -> None:
+    """Give a parameter that no unit has yet other values, of any shape and on any device; a DTensor its elements."""
+    if is_divided(parameter):
+        give_elements(parameter, values)
+    else:
+        parameter.data = values

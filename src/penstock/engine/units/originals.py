@@ -6,8 +6,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from penstock.engine.units.divided import give_values
-from penstock.engine.units.dtensors import emptied, is_divided, own_elements
+from penstock.engine.units.dtensors import emptied, give_values, is_divided, own_elements
 from penstock.errors import ConfigError
 
 

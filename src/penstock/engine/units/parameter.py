@@ -5,7 +5,7 @@
     left      the values that the engine leaves it with, or none
 
 Its `.grad` is empty, or a handle of ours that stands for the gradient (`engine/passes/handles.py`), or a tensor that
-somebody has set. Only this module and `divided.py` write `parameter.data`. These methods run
+somebody has set. Only this module and `dtensors.py` write `parameter.data`. These methods run
 for every parameter in every forward.
 """
 

@@ -16,12 +16,11 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from penstock.checkpoint.tensorfiles import Forms, StoredTensors, WeightFiles
 from penstock.engine.units.discover import UnitSpec
-from penstock.engine.units.divided import give_values
-from penstock.engine.units.dtensors import cut, is_divided, own_elements, own_shape, region_of
+from penstock.engine.units.dtensors import give_values, is_divided, own_elements, region_of
+from penstock.engine.units.flats import Flat, Whole, cut_to
 from penstock.engine.units.initialisation import containers, initialise, initialiser, initialisers, settled, visits
 from penstock.engine.units.originals import keep_values
 from penstock.errors import ConfigError
-from penstock.layout import Region
 from penstock.machine.collectives import Ranks
 
 #: What `prepare(weights=...)` takes.
@@ -29,59 +28,6 @@ Weights = str | os.PathLike[str] | StoredTensors | Mapping[str, Tensor] | Callab
 
 INIT = "init"
 _COMPARED_NUMEL = 1 << 24  # of tied values, at once
-
-
-class Flat(ABC):
-    """The values of one parameter, as if it were flat."""
-
-    @abstractmethod
-    def read(self, start: int, stop: int) -> Tensor:
-        """Return elements `start` to `stop`, 1-D."""
-
-
-class Whole(Flat):
-    """Values that are in memory."""
-
-    def __init__(self, values: Tensor) -> None:
-        self._values = values.detach().reshape(-1)
-
-    def read(self, start: int, stop: int) -> Tensor:
-        """View them in place."""
-        return self._values[start:stop]
-
-
-class Cut(Flat):
-    """A box of values, of which no more is read than the rows that it lies in.
-
-    Arguments:
-        whole: the values that the box is in.
-        shape: the box's.
-        region: where it lies.
-    """
-
-    def __init__(self, whole: Flat, shape: tuple[int, ...], region: Region) -> None:
-        self._whole = whole
-        self._shape = shape
-        self._region = region
-
-    def read(self, start: int, stop: int) -> Tensor:
-        """Cut them out of whole rows."""
-        row, whole_row = math.prod(self._shape[1:]), math.prod(self._region.shape[1:])
-        if start == stop:
-            return self._whole.read(0, 0)
-        first, last = start // row, -(-stop // row)
-        above = self._region.offsets[0]
-        rows = self._whole.read((above + first) * whole_row, (above + last) * whole_row)
-        rows = rows.view(last - first, *self._region.shape[1:])
-        offsets, shape = (0, *self._region.offsets[1:]), (last - first, *self._shape[1:])
-        box = cut(rows, shape, Region(tuple(rows.shape), offsets)).reshape(-1)
-        return box[start - first * row : stop - first * row]
-
-
-def cut_to(flat: Flat, parameter: nn.Parameter) -> Flat:
-    """Cut values to this rank's elements of a parameter."""
-    region = region_of(parameter)
-    return flat if region is None else Cut(flat, own_shape(parameter), region)
 
 
 class Source(ABC):
