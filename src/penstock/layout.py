@@ -17,21 +17,35 @@ from typing import NamedTuple
 ALIGNMENT_NUMEL = 256
 
 
+class Region(NamedTuple):
+    """Where a slot's elements lie in a whole parameter of which this rank has a part: a box of the slot's shape.
+
+    Attributes:
+        shape: the whole parameter's shape.
+        offsets: the box's first index in each dimension.
+    """
+
+    shape: tuple[int, ...]
+    offsets: tuple[int, ...]
+
+
 @dataclass(frozen=True)
 class Slot:
     """The place of one parameter in the flat buffer.
 
     Attributes:
         name: the parameter's name.
-        shape: its shape.
+        shape: its shape; of a parameter that is divided over ranks, that of this rank's part.
         numel: how many elements it has.
         start: its first element's index in the flat buffer.
+        region: where it lies in the whole parameter; `None` if it is the whole.
     """
 
     name: str
     shape: tuple[int, ...]
     numel: int
     start: int
+    region: Region | None = None
 
     @property
     def stop(self) -> int:
@@ -68,19 +82,26 @@ class FlatLayout:
     shards: int
 
     @classmethod
-    def build(cls, names: Sequence[str], shapes: Sequence[tuple[int, ...]], shards: int) -> "FlatLayout":
+    def build(
+        cls,
+        names: Sequence[str],
+        shapes: Sequence[tuple[int, ...]],
+        shards: int,
+        regions: Sequence[Region | None] | None = None,
+    ) -> "FlatLayout":
         """Lay parameters out one after the other, each aligned.
 
         Arguments:
             names: the parameters' names, in the order in which they are to lie.
             shapes: their shapes.
             shards: into how many shards the buffer is cut.
+            regions: where they lie in whole parameters; `None` if all are whole.
         """
         slots = []
         cursor = 0
-        for name, shape in zip(names, shapes, strict=True):
+        for name, shape, region in zip(names, shapes, regions or [None] * len(names), strict=True):
             numel = math.prod(shape)
-            slots.append(Slot(name, tuple(shape), numel, cursor))
+            slots.append(Slot(name, tuple(shape), numel, cursor, region))
             cursor = round_up(cursor + numel, ALIGNMENT_NUMEL)
         return cls(tuple(slots), round_up(max(cursor, 1), ALIGNMENT_NUMEL * shards), shards)
 

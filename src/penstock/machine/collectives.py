@@ -61,6 +61,7 @@ class Ranks:
             of its place in each node. `None` where this rank is alone, and where the shard ranks are one node. They end
             with this object.
         council: the council of all ranks, for the user's thread.
+        divided: the ranks of each dimension of the mesh over which parameters are divided, this one among them.
 
     Attributes:
         rank: this rank's number among all ranks of the job.
@@ -68,10 +69,17 @@ class Ranks:
         counts: how many collectives were issued so far, by name; and of how many bytes.
     """
 
-    def __init__(self, grid: Grid = ALONE, groups: Groups = (None,) * 5, council: Council | None = None) -> None:
+    def __init__(
+        self,
+        grid: Grid = ALONE,
+        groups: Groups = (None,) * 5,
+        council: Council | None = None,
+        divided: Sequence[Sequence[int]] = (),
+    ) -> None:
         self.council = council or Council()
         self._whereabouts = self.council.whereabouts
         self.grid = grid
+        self.divided = divided
         self.shards, self.shard_rank, self.replicas, self.replica_rank, *_ = grid
         self._shard_group, self._replica_group, self._tp_group, inside, self._across_group = groups
         # Over the copies first: a value that goes from rank to rank is then in the first shard of each of them.
@@ -128,7 +136,7 @@ class Ranks:
                     f"another one has ended, or does something else. ({error})"
                 ) from error
             raise
-        ranks = cls(grid, own, council)
+        ranks = cls(grid, own, council, peers.divided)
         if council.size > 1:
             council.whereabouts.watch(council.members, council.rank, name, timeout_s, council.host_of)
             at_end(ranks, council.whereabouts.close, phase=Phase.THREADS)
@@ -377,6 +385,24 @@ class Ranks:
             if group is not self._replica_group or self.shard_rank == 0:
                 send = partial(dist.broadcast, as_bytes(tensor), group=group, group_src=0)
                 self._count("broadcast", tensor, group, send)
+
+    def broadcast_alike(self, tensor: Tensor) -> None:
+        """Overwrite a tensor with that of the first of the ranks that have different parts of the parameters.
+
+        It is of what they have alike, and the same already on those with the same parts.
+        """
+        self._come_after_submitted()
+        if self._tp_group is not None:
+            send = partial(dist.broadcast, as_bytes(tensor), group=self._tp_group, group_src=0)
+            self._count("broadcast", tensor, self._tp_group, send)
+
+    def assemble(self, tensor: Tensor) -> None:
+        """Put a tensor together of which each of the ranks that divide parameters has a box, and zeros around it."""
+        self._come_after_submitted()
+        if self._tp_group is not None:
+            # The greatest byte: exact for every value, of boxes of any size, and where several ranks have the same one.
+            put = partial(dist.all_reduce, as_bytes(tensor), op=dist.ReduceOp.MAX, group=self._tp_group)
+            self._count("all_reduce", tensor, self._tp_group, put)
 
     def broadcast_part(self, tensor: Tensor, shard_rank: int) -> None:
         """Overwrite a tensor with that of one of the shard ranks, on all of them."""

@@ -1,13 +1,15 @@
-"""The values of one parameter, wherever they are, as if it were flat; and whether they fit."""
+"""The values of one parameter, wherever they are, as if it were flat; cut out of whole ones; and whether they fit."""
 
 import math
 from abc import ABC, abstractmethod
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from penstock.checkpoint.tensorfiles import StoredTensors
+from penstock.engine.units.dtensors import cut, own_shape, region_of
+from penstock.layout import Region
 
 _COMPARED_NUMEL = 1 << 24  # of tied values, at once
 
@@ -41,6 +43,40 @@ class InFile(Flat):
     def read(self, start: int, stop: int) -> Tensor:
         """Read them."""
         return self._files.read(self._name, start, stop)
+
+
+class Cut(Flat):
+    """A box of values, of which no more is read than the rows that it lies in.
+
+    Arguments:
+        whole: the values that the box is in.
+        shape: the box's.
+        region: where it lies.
+    """
+
+    def __init__(self, whole: Flat, shape: tuple[int, ...], region: Region) -> None:
+        self._whole = whole
+        self._shape = shape
+        self._region = region
+
+    def read(self, start: int, stop: int) -> Tensor:
+        """Cut them out of whole rows."""
+        row, whole_row = math.prod(self._shape[1:]), math.prod(self._region.shape[1:])
+        if start == stop:
+            return self._whole.read(0, 0)
+        first, last = start // row, -(-stop // row)
+        above = self._region.offsets[0]
+        rows = self._whole.read((above + first) * whole_row, (above + last) * whole_row)
+        rows = rows.view(last - first, *self._region.shape[1:])
+        offsets, shape = (0, *self._region.offsets[1:]), (last - first, *self._shape[1:])
+        box = cut(rows, shape, Region(tuple(rows.shape), offsets)).reshape(-1)
+        return box[start - first * row : stop - first * row]
+
+
+def cut_to(flat: Flat, parameter: nn.Parameter) -> Flat:
+    """Cut values to this rank's elements of a parameter."""
+    region = region_of(parameter)
+    return flat if region is None else Cut(flat, own_shape(parameter), region)
 
 
 def oddity(name: str, value: object) -> list[str]:

@@ -15,10 +15,10 @@ from torch import Tensor, nn
 
 from penstock.checkpoint.tensorfiles import Forms, StoredTensors, WeightFiles
 from penstock.engine.units.discover import UnitSpec
-from penstock.engine.units.flats import Flat, InFile, Whole, misfit, oddity, same
+from penstock.engine.units.dtensors import give_values, is_divided, own_elements, region_of
+from penstock.engine.units.flats import Flat, InFile, Whole, cut_to, misfit, oddity, same
 from penstock.engine.units.initialisation import containers, initialise, initialiser, initialisers, settled, visits
 from penstock.engine.units.originals import keep_values
-from penstock.engine.units.parameter import give_values
 from penstock.engine.units.together import SharedReads, broadcast_flat, groups_of
 from penstock.errors import ConfigError
 from penstock.machine.collectives import Ranks
@@ -63,13 +63,18 @@ class FirstRank(Source):
         """Yield the units in order: each rank has what the first one has of them."""
         # Ranks have compared their units before: broadcasts of equal size match whatever they are of, and a rank with
         # another order would take one parameter's values for another's.
-        if self._ranks.data_size == 1:
+        if self._ranks.world_size == 1:
             for number, spec in enumerate(specs):
                 yield number, [Whole(parameter) for parameter in spec.parameters]
             return
-        for together in groups_of([sum(p.nbytes for p in spec.parameters) for spec in specs]):
-            values = [parameter.detach() for number in together for parameter in specs[number].parameters]
-            flats = broadcast_flat(values, self._ranks, self._device)[::-1]  # one after the other is let go of
+        for together in groups_of([sum(own_elements(p).nbytes for p in spec.parameters) for spec in specs]):
+            parameters = [parameter for number in together for parameter in specs[number].parameters]
+            values = [own_elements(parameter).detach() for parameter in parameters]
+            flats = broadcast_flat(values, self._ranks, self._device)
+            for parameter, flat in zip(parameters, flats, strict=True):
+                if region_of(parameter) is None:
+                    self._ranks.broadcast_alike(flat)
+            flats = flats[::-1]  # one after the other is let go of
             del values
             for number in together:
                 yield number, [Whole(flats.pop()) for _ in specs[number].parameters]
@@ -126,11 +131,11 @@ class Given(Source):
         shared = self._shared
         for number, spec in enumerate(specs):
             if shared is None:
-                yield number, [self._flat(parameter) for parameter in spec.parameters]
+                yield number, [cut_to(self._flat(parameter), parameter) for parameter in spec.parameters]
                 continue
             values = shared.read([self._names[parameter][0] for parameter in spec.parameters])
             try:
-                yield number, [Whole(value) for value in values]
+                yield number, [cut_to(Whole(each), one) for each, one in zip(values, spec.parameters, strict=True)]
             except GeneratorExit:
                 if number + 1 < len(specs):
                     shared.give_up()
@@ -201,7 +206,7 @@ class Given(Source):
         names = self._names[parameter]
         if self._held is not None:
             return self._values(names[0])
-        first = self._ask(names[0], parameter)
+        first: Flat = self._ask(names[0], parameter)
         for other in names[1:]:
             if not same(first, self._ask(other, parameter), self._shapes[parameter], parameter.dtype):
                 raise self._unfit([f"'{names[0]}' and '{other}' are one parameter and have different values"])
@@ -254,6 +259,12 @@ class Initialised(Source):
         self._ranks = ranks
         self._device = device
         self._shapes = {p: (tuple(p.shape), p.dtype) for p in model.parameters()}  # now: they go to homes one by one
+        divided = next((name for name, p in model.named_parameters() if is_divided(p)), None)
+        if divided is not None:
+            raise ConfigError(
+                f"weights='init': parameter '{divided}' is a DTensor, of which no rank has all to initialise. Give "
+                "weights as files, by name or by a function, or initialise the model before it is parallelised."
+            )
         self._owners = initialisers(model)
         without = [
             name or type(module).__name__
