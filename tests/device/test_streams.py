@@ -15,6 +15,7 @@ import penstock
 from penstock.engine.passes import activations
 from penstock.machine.accelerator import AcceleratorStreams
 from penstock.machine.collectives import Ranks
+from penstock.machine.sequel import Sequel
 from penstock.machine.streams import DOWNLOAD, UPDATE, UPLOAD, Streams, copy
 from tests.parity.rows import Arithmetic, Movement, batches, loss_of, make_model, prepared, shares, train
 from tests.support import disks, prepare_on, thorough
@@ -118,7 +119,7 @@ def alone_but_with_peers(patch: pytest.MonkeyPatch) -> None:
     """One process that runs what ranks do: collectives are kernels on the same stream."""
     patch.setattr(Ranks, "world_size", property(lambda ranks: 2))
     patch.setattr(Ranks, "agree", lambda ranks, tensor: tensor.mul_(1))
-    patch.setattr(Ranks, "check_digests", lambda ranks, summed: None)
+    patch.setattr(Sequel, "check", lambda sequel, summed: None)
 
 
 class TestMemoryThatIsLetGoOf:

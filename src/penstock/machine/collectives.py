@@ -7,10 +7,8 @@ ranks; stage 0 replicates over all ranks (one shard); a mesh says otherwise (`ma
 
 import contextlib
 import secrets
-import zlib
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from itertools import zip_longest
 from typing import Literal
 
 import torch
@@ -26,6 +24,7 @@ from penstock.machine.issued import Tally, UnderWay, others_stand
 from penstock.machine.lifetime import Phase, at_end
 from penstock.machine.mesh import Nodes, node_size, nodes_of, peers_of
 from penstock.machine.reach import Grid
+from penstock.machine.sequel import SAME, Sequel
 from penstock.machine.streams import DONE, Event, Pending
 from penstock.machine.threads import ranks_of_host
 
@@ -39,12 +38,6 @@ Groups = Sequence[dist.ProcessGroup | None]
 #: Which of the shard ranks take part: those of this rank's node, or those of the same place in each node.
 Hop = Literal["inside", "across"]
 ALONE = Grid()
-
-_SAME = (
-    "Every rank must run the same units in the same order. Where ranks choose what to run (experts, layers that are "
-    "skipped), the choice must lie inside a unit: units=(<class of the module that chooses>,)."
-)
-_MOST_NOTED = 1 << 16  # names of collectives, in a long evaluation without a step
 
 
 class Ranks:
@@ -67,6 +60,7 @@ class Ranks:
         rank: this rank's number among all ranks of the job.
         shards, shard_rank, replicas, replica_rank: as the grid says.
         counts: how many collectives were issued so far, by name; and of how many bytes.
+        sequel: which ones since the last step, for ranks to compare.
     """
 
     def __init__(
@@ -90,7 +84,7 @@ class Ranks:
         self._last: Event = DONE  # of the collectives that were submitted to a stream
         self.rank = dist.get_rank() if self._groups else 0
         self.counts = Tally()
-        self._issued: list[str] = []  # what was issued since ranks last compared it, in order
+        self.sequel = Sequel(self.council)
 
     @classmethod
     def from_mesh(
@@ -258,12 +252,7 @@ class Ranks:
     ) -> UnderWay | None:
         """Note a collective, for ranks to compare, and issue it. Return what goes on of it, if anything does."""
         self._check_alive(group)
-        # Collectives of equal size match on the wire whatever they are of, so ranks that run different units would
-        # exchange their values and notice nothing. What each has issued is compared before anything is updated.
-        self._issued.append(what)
-        if len(self._issued) > _MOST_NOTED:
-            del self._issued[: _MOST_NOTED // 2]  # at the same count on every rank
-        failed = partial(self._could_not_finish, what, len(self._issued))
+        failed = partial(self._could_not_finish, what, self.sequel.note(what))
         self._whereabouts.issued(what)
         waiting = partial(self._whereabouts.waiting, what)
         try:
@@ -278,7 +267,7 @@ class Ranks:
         others = others_stand(self.council.members, self.rank, what, self._whereabouts, self.council.host_of)
         return EngineError(
             f"Rank {self.rank}{self.council.host_of(self.rank)} could not finish {what}, collective {number} since the "
-            f"last step; {others}. {_SAME} {self._patience} ({error})"
+            f"last step; {others}. {SAME} {self._patience} ({error})"
         )
 
     def _count(
@@ -308,37 +297,6 @@ class Ranks:
                 "torch.distributed.destroy_process_group() has ended the process groups of this engine. Call close() "
                 "before it; close(keep_params=False) after it."
             )
-
-    def digest(self) -> list[float]:
-        """Return two numbers for ranks to sum, from which `check_digests` tells whether all issued the same."""
-        value = float(zlib.crc32("|".join(self._issued).encode()) & 0xFFFF)  # 16 bits: sums of squares are exact
-        return [value, value * value]
-
-    def check_digests(self, summed: Sequence[float]) -> None:
-        """Compare what the ranks have issued since they last did so.
-
-        All values are equal where n times the sum of their squares is the square of their sum.
-
-        Arguments:
-            summed: the sums over all ranks of the two numbers of `digest`.
-
-        Raises:
-            EngineError: on every rank, where ranks have issued different collectives; it names the first difference.
-        """
-        issued, self._issued = self._issued, []
-        total, squares = summed
-        if total * total == squares * self.world_size:
-            return
-        everyone = self.council.collect(issued)
-        for number, names in enumerate(zip_longest(*everyone), start=1):
-            if len(set(names)) > 1:
-                of_ranks = zip(self.council.members, names, strict=True)
-                by_rank = "; ".join(f"{self.council.named(rank)}: {name or 'none'}" for rank, name in of_ranks)
-                raise EngineError(
-                    f"Ranks are out of step: collective {number} since the last step was not the same on all of them "
-                    f"({by_rank}). Nothing was updated. {_SAME}"
-                )
-        raise EngineError(f"Ranks are out of step. Nothing was updated. {_SAME}")
 
     def report(self, failure: Exception | None) -> list[float]:
         """Return a number for ranks to sum, from which `check_reports` tells whether any has failed."""

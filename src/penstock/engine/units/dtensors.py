@@ -135,6 +135,11 @@ def divided_over(tensor: Tensor) -> list[list[int]]:
     return [line for line, placement in zip(lines, held.placements, strict=True) if placement.is_shard()]
 
 
+def is_alike(tensor: Tensor) -> bool:
+    """Whether ranks that divide parameters have the same elements of it: of no dimension of its mesh a part each."""
+    return not (is_divided(tensor) and divided_over(tensor))
+
+
 def give_values(parameter: Tensor, values: Tensor) -> None:
     """Give a parameter that no unit has yet other values, of any shape and on any device; a DTensor its elements."""
     if is_divided(parameter):

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from penstock.checkpoint.tensorfiles import Forms, StoredTensors, WeightFiles
 from penstock.engine.units.discover import UnitSpec
-from penstock.engine.units.dtensors import give_values, is_divided, own_elements, region_of
+from penstock.engine.units.dtensors import give_values, is_alike, is_divided, own_elements
 from penstock.engine.units.flats import Flat, InFile, Whole, cut_to, misfit, oddity, same
 from penstock.engine.units.initialisation import containers, initialise, initialiser, initialisers, settled, visits
 from penstock.engine.units.originals import keep_values
@@ -72,7 +72,7 @@ class FirstRank(Source):
             values = [own_elements(parameter).detach() for parameter in parameters]
             flats = broadcast_flat(values, self._ranks, self._device)
             for parameter, flat in zip(parameters, flats, strict=True):
-                if region_of(parameter) is None:
+                if is_alike(parameter):  # not by their regions: of an uneven one a rank may have all
                     self._ranks.broadcast_alike(flat)
             flats = flats[::-1]  # one after the other is let go of
             del values

@@ -171,7 +171,7 @@ class Stepper:
         if self._ranks.world_size > 1:
             report = self._ranks.report(failure)
             # One message for all of it: each all-reduce is a wait for the slowest rank.
-            numbers = [*norms, *flags, *report, *self._ranks.digest()]
+            numbers = [*norms, *flags, *report, *self._ranks.sequel.digest()]
             # Waits for the device: the host decides on it.
             *summed, digest, digest_squared = self._ranks.sum_numbers(numbers, self._streams.device)
             # Replicas have the same gradient, and each has added its norm.
@@ -184,7 +184,7 @@ class Stepper:
                 self._fail(error)  # on every rank: a close that gathers parameters would wait for the others
                 raise
             # Before anything is updated: ranks that ran different units have gathered and reduced each other's.
-            self._ranks.check_digests([digest, digest_squared])
+            self._ranks.sequel.check([digest, digest_squared])
         elif failure is not None:
             raise failure
         present, cursor = {}, 0
