@@ -46,6 +46,10 @@ struct V {
     const __m256 y = _mm256_cvtph_ps(_mm256_extracti128_si256(half, 1));
     return apart(_mm256_permute2f128_ps(x, y, 0x20), _mm256_permute2f128_ps(x, y, 0x31));
   }
+  static Half load_e4m3(const unsigned char* from) {
+    const __m256i words = _mm256_cvtepu8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from)));
+    return _mm256_and_si256(_mm256_srai_epi16(_mm256_slli_epi16(words, 8), 1), _mm256_set1_epi16(short(0xBFFF)));
+  }
   static Half to_fp16(V x) {
     constexpr int nearest = _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC;
     const __m128i low = _mm256_cvtps_ph(_mm256_unpacklo_ps(x.a, x.b), nearest);

@@ -41,6 +41,10 @@ struct V {
   static V from_fp16(Half half) {
     return apart(_mm512_cvtph_ps(_mm512_castsi512_si256(half)), _mm512_cvtph_ps(_mm512_extracti64x4_epi64(half, 1)));
   }
+  static Half load_e4m3(const unsigned char* from) {
+    const __m512i words = _mm512_cvtepu8_epi16(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(from)));
+    return _mm512_and_si512(_mm512_srai_epi16(_mm512_slli_epi16(words, 8), 1), _mm512_set1_epi16(short(0xBFFF)));
+  }
   static Half to_fp16(V x) {
     constexpr int nearest = _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC;
     return _mm512_inserti64x4(_mm512_castsi256_si512(_mm512_cvtps_ph(first(x), nearest)),

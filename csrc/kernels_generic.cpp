@@ -54,6 +54,9 @@ struct V {
     if (magnitude < 0x7C00u) return {value_of(sign | bits_of(value_of(magnitude << 13) * 0x1p112f))};
     return {value_of(sign | 0x7F800000u | magnitude << 13 | (magnitude > 0x7C00u ? 0x400000u : 0u))};
   }
+  static Half load_e4m3(const unsigned char* from) {
+    return static_cast<Half>((*from & 0x7Fu) << 7 | (*from & 0x80u) << 8);
+  }
   static Half to_fp16(V value) {
     const std::uint32_t bits = bits_of(value.v);
     const std::uint32_t sign = bits >> 16 & 0x8000u;

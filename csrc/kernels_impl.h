@@ -5,7 +5,7 @@
 //
 // V is `width` floats, in an order of its own, and offers: splat, load, store; + - * /; sqrt; fma (one rounding); Half, the
 // vector of `width` 16-bit words, with load_half and store_half; from_bf16, from_fp16, to_bf16, to_fp16 (nearest even);
-// join and split (the remainder form); larger (a NaN of either wins); sign (0 of a NaN); Wide, `width` doubles, with
+// load_e4m3 (as fp16 of 2^-8 of the value); join and split (the remainder form); larger (a NaN of either wins); sign (0 of a NaN); Wide, `width` doubles, with
 // add, add_squares and store; U, `width` unsigned words, with splat, count (0, 1, 2 ...), load and store (in V's order),
 // load_bytes, load_signed_bytes, store_bytes (the low 8 bits), bits, float_of, to_floats, truncate, larger, smaller,
 // largest (of all), + - * & | ^, shifts by a number, shifted_signed; sum_unless, which chooses by element; to_bf16_up

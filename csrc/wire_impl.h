@@ -1,7 +1,8 @@
 // What goes between ranks in fewer bits, packed and unpacked in one pass. Included by kernels_impl.h.
 //
 // The reference is src/penstock/rules/wire.py, operation by operation. Each format says what its largest code stands for
-// (`top`), the largest scale with which that is finite (`most`), and goes between codes and values counted in scales.
+// (`top`), the largest scale with which that is finite (`most`), and goes between codes and values counted in scales
+// (on the way back: times `unit`).
 
 // A sum with this is rounded to a whole number, to nearest even, which is in its low bits.
 constexpr float whole = 0x1.8p23f;
@@ -9,7 +10,7 @@ constexpr float whole = 0x1.8p23f;
 struct WireInt8 {
   static constexpr Wire id = Wire::int8;
   static constexpr size_t code_bytes = block_numel;
-  static constexpr float top = 127.0f, most = 0x1.020406p121f;
+  static constexpr float top = 127.0f, most = 0x1.020406p121f, unit = 1.0f;
 
   static void encode(unsigned char* to, const V* values, V inverse) {
     for (size_t v = 0; v < block_vectors; ++v)
@@ -26,7 +27,7 @@ struct WireInt8 {
 struct WireInt4 {
   static constexpr Wire id = Wire::int4;
   static constexpr size_t code_bytes = block_numel / 2;
-  static constexpr float top = 7.0f, most = 0x1.249248p125f;
+  static constexpr float top = 7.0f, most = 0x1.249248p125f, unit = 1.0f;
   static constexpr size_t half = block_vectors / 2;
 
   static void encode(unsigned char* to, const V* values, V inverse) {
@@ -66,15 +67,11 @@ struct WireFp8 {
       U::store_bytes(to + v * V::width, U::smaller(rounded, counted) | (bits >> 24 & U::splat(0x80)));
     }
   }
+  // With the bits of fp16, which has the next exponents, a code stands for 2^-8 of its value.
+  static constexpr float unit = 256.0f;
   template <class Put>
   static void decode(const unsigned char* from, Put&& put) {
-    for (size_t v = 0; v < block_vectors; ++v) {
-      const U code = U::load_bytes(from + v * V::width);
-      const U magnitude = code & U::splat(0x7F);
-      const U counted = U::bits(U::to_floats(magnitude) * V::splat(0x1p-9f));
-      const U value = U::sum_unless(magnitude >> 3, U::splat(0), magnitude << 20, U::splat(bias), counted);
-      put(v, U::float_of(value | (code & U::splat(0x80)) << 24));
-    }
+    for (size_t v = 0; v < block_vectors; ++v) put(v, V::from_fp16(V::load_e4m3(from + v * V::width)));
   }
 };
 
@@ -118,8 +115,9 @@ void unpack(void* values_address, const unsigned char* packed, size_t begin, siz
     if constexpr (V::width > 1) {
       for (size_t line = 0; line < Format::code_bytes; line += 64) __builtin_prefetch(from + ahead_bytes + line);
     }
+    const V factor = V::splat(scale * Format::unit);  // a power of two: no scale of a block is too large for it
     Format::decode(from + sizeof scale, [&](size_t v, V codes) {
-      V value = codes * V::splat(scale);
+      V value = codes * factor;
       if constexpr (add) {
         look_ahead(v * V::width, to);
         look_ahead(v * V::width + V::width / 2, to);

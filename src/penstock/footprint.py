@@ -96,7 +96,7 @@ class Footprint:
         kinds = dict.fromkeys((row.kind, row.tier) for row in self.at_rest.rows)
         lines += [f"{kind:<24} {tier:<7} {self.at_rest.bytes(kind=kind, tier=tier):>18,}" for kind, tier in kinds]
         for what in (GATHERED, PACKED, ON_THEIR_WAY, BUFFERS, FIRST):
-            if self.device.parts[what]:
+            if self.device.parts.get(what):
                 lines.append(f"{what:<24} {'device':<7} {self.device.parts[what]:>18,}")
         lines.append(f"{'at once, on this rank':<32} {'needed':>18} {'available':>18}")
         for room in self.rooms:

@@ -206,6 +206,43 @@ def test_checkpoints_have_exact_values() -> None:
     run_ranks(checkpoints, 4)
 
 
+def unfreezing(rank: int) -> None:
+    """A part of a frozen unit is trained from now on, and an average is shown."""
+    model = make_model()
+    model.blocks[0].requires_grad_(False)
+    given = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+    options = penstock.Options(gather_format="int8", tile_bytes=4096)
+    optimizer = prepare_on(separate(), model, given, precision="fp32", options=options)
+    (first,), (second,) = batches(2, 1)[:2]
+    optimizer.backward(loss_of(model, first[rank]))
+    optimizer.step()
+    optimizer.zero_grad()
+    before = {name: optimizer.full_param(p) for name, p in model.named_parameters()}
+    model.blocks[0].up.requires_grad_(True)
+    optimizer.add_param_group({"params": model.blocks[0].up.parameters()})
+    for name, p in model.named_parameters():
+        assert torch.equal(optimizer.full_param(p), before[name]), name
+    ema = penstock.EMA(optimizer, 0.5)
+    with watching(model) as used:
+        loss = loss_of(model, second[rank])
+    assert all(torch.equal(value, carried(before[name], "int8")) for name, value in used.items())
+    optimizer.backward(loss)
+    optimizer.step()
+    ema.update()
+    after = {name: optimizer.full_param(p) for name, p in model.named_parameters()}
+    assert not torch.equal(after["blocks.0.up.weight"], before["blocks.0.up.weight"])
+    with ema.applied(), torch.no_grad(), watching(model) as used:
+        shown = {name: optimizer.full_param(p) for name, p in model.named_parameters()}
+        loss_of(model, first[rank])
+    assert not torch.equal(shown["last.weight"], after["last.weight"])
+    assert all(torch.equal(value, carried(shown[name], "int8")) for name, value in used.items())
+    optimizer.close()
+
+
+def test_units_that_change_and_averages_keep_exact_values() -> None:
+    run_ranks(unfreezing, 2)
+
+
 def wire_bytes(rank: int, name: str) -> dict[str, int]:
     """Bytes of the buffers that all-gathers fill in one step."""
     found: Counter[str] = Counter()

@@ -22,12 +22,12 @@ ROWS = [
     Row("net", CPU),
     Row("net", CPU.but(stage=2), micro_batches=2),
     Row("net", NVME),
-    Row("net", CPU.but(gather_format="int8")),
-    Row("recomputed", Movement().but(gather_format="fp8", prefetch_bytes=1 << 14), "inline"),
     Row("llama", CPU.but(stage=1), micro_batches=2),
     Row("llama", Movement(stage=0)),
     Row("recomputed", CPU),
     Row("recomputed", Movement(stage=2, grads="cpu", optimizer="cpu"), "inline"),
+    Row("net", CPU.but(gather_format="int8")),
+    Row("recomputed", Movement().but(gather_format="fp8", prefetch_bytes=1 << 14), "inline"),
     Row("net", CPU.but(stage=2, reduce_format="int4"), "inline"),
 ]
 
@@ -102,3 +102,27 @@ def test_the_first_of_many_ranks_is_rehearsed_without_any() -> None:
     assert {c.ranks for job in found.program.jobs for c in job.collectives if c.name == "all_gather"} == {512}
     assert {c.ranks for job in found.program.jobs for c in job.collectives if c.name == "all_reduce"} == {2}
     assert len(found.program.meetings) == 2 * STEPS  # a norm over each dimension of the mesh
+
+
+def gathered_bytes(name: str) -> tuple[int, int]:
+    """Bytes that gathers of a rank of eight put on the wire, and those that it goes over to pack and unpack."""
+    make, batch = MODELS["net"]
+    model = make()
+    row = Row("net", CPU.but(gather_format=name))
+    scene = Scene(model, optimizer_of(model), batch, grid=Grid(shards=8), back_end="accelerator")
+    _, found = rehearsed(scene, row.request(model))
+    program = found.program
+    passes = [
+        op.nbytes * count for job in program.jobs for number, count in job.segment for op in [program.ops[number]]
+    ]
+    gathers = [c.nbytes for job in program.jobs for c in job.collectives if c.name == "all_gather"]
+    return sum(gathers), sum(passes)
+
+
+def test_a_rehearsal_counts_the_bytes_of_codes() -> None:
+    exact, nothing = gathered_bytes("exact")
+    for name in ("int8", "fp8"):
+        packed, passes = gathered_bytes(name)
+        assert packed == exact * 260 // 512  # of bf16
+        # An eighth is read and written as codes, and all of them are read and written as values.
+        assert passes - nothing == (exact + packed) // 8 + exact + packed

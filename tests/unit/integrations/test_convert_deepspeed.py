@@ -160,13 +160,14 @@ def test_everything_at_once() -> None:
             "prefetch_bytes": 100_000_000,
             "persistent_bytes": 200_000,
             "live_bytes": 2_000_000_000,
+            "gather_format": "int8",
         },
     }
     converted = convert_deepspeed(INFINITY)
     assert converted.training["gradient_accumulation_steps"] == 8
     assert converted.training["per_device_train_batch_size"] == 2
     assert converted.training["optimizer"] == "torch.optim.AdamW(model.parameters(), lr=0.0001, betas=(0.9, 0.95))"
-    for key in ("zero_hpz_partition_size", "zero_quantized_weights", "offload_param.max_in_cpu"):
+    for key in ("zero_hpz_partition_size", "offload_param.max_in_cpu"):
         assert note(converted, f"zero_optimization.{key}").startswith("no counterpart: "), key
     assert note(converted, "zero_optimization.zero_quantized_gradients") == "not needed: off"
     assert note(converted, "fp16.loss_scale_window").startswith("no counterpart: the scale is doubled after 2,000")

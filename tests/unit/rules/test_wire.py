@@ -69,6 +69,9 @@ def test_the_native_pass_unpacks_the_bits_of_the_reference(
 ) -> None:
     every = torch.arange(BYTES[name] - 4, dtype=torch.int32).to(torch.uint8)  # every code, and every pair of int4
     scales = torch.cat([hard_fp32[::97], torch.tensor([1.0, 0.1, -0.0, 3e38])]).view(torch.uint8).view(-1, 4)
+    if name == "fp8":  # as large as blocks have them
+        values = scales.contiguous().view(torch.float32).flatten()
+        scales = scales[~(values.isfinite() & (values.abs() > 2.0**119))]
     parts = [every, every + 128] if name == "int4" else [every]
     packed = torch.cat([torch.cat([scales, part.expand(len(scales), -1)], dim=1) for part in parts]).flatten()
     if name == "fp8":  # what no value is packed into

@@ -107,6 +107,7 @@ def _exact(what: str) -> Says:
     return no_counterpart(f"{what} travel exactly here: more bytes, and the result of plain stage 3")
 
 
+_CARRIED = argument("options.gather_format", "int8", "blocks of 256; the same values on every rank; in stage 3")
 _SAVE = loop("optimizer.save() writes shards; penstock export makes whole weights of them")
 _NEW = {
     "secondary": no_counterpart("there is no second shard inside a host (hpZ); a mesh of two dimensions is near"),
@@ -171,7 +172,7 @@ _BLOCK: Mapping[str, Row] = {
     "round_robin_gradients": not_needed("every rank copies the same share of every unit's gradient"),
     "parameter_alignment": not_needed("parameters begin at aligned places"),
     "zero_hpz_partition_size": default("1", "off", _NEW["secondary"]),
-    "zero_quantized_weights": default("false", "off", _exact("weights")),
+    "zero_quantized_weights": default("false", "off", _CARRIED),
     "zero_quantized_nontrainable_weights": default("false", "off", _exact("frozen weights")),
     "zero_quantized_gradients": default("false", "off", _exact("gradients")),
     "mics_shard_size": _NEW["mics"],
