@@ -23,6 +23,7 @@ from penstock.forecast.machine import Machine
 from penstock.forecast.plan import Plan, model_fingerprint
 from penstock.machine.arena import HostMemory
 from penstock.machine.council import Council
+from penstock.machine.reach import Grid
 from penstock.planner import here
 from penstock.planner.here import plan_here
 from penstock.probe.fingerprint import fingerprint
@@ -277,7 +278,7 @@ class TestWithABatch:
         asked: list[dict[str, Any]] = []
         monkeypatch.setattr(here, "plan", lambda *_, **arguments: asked.append(arguments))
         model, machine = nn.Linear(10, 10), Machine.read("cpu-laptop")
-        plan_here(model, adamw(model), net, {"options": options}, machine=machine, device=CPU, world_size=1)
+        plan_here(model, adamw(model), net, {"options": options}, machine=machine, device=CPU, grid=Grid())
         assert (asked[0]["device_bytes"], asked[0]["host_bytes"]) == limits
         assert asked[0]["options"] == options
 
