@@ -14,8 +14,8 @@ from types import TracebackType
 from typing import Self
 
 PATIENCE_S = 240.0  # for what takes seconds on a machine that does nothing else
-#: So that agents of one machine find out within seconds that another one is gone.
-_SOON = "last_call_timeout=2,keep_alive_interval=1,keep_alive_max_attempt=2"
+#: So that agents find out within seconds that another one is gone, and wait for one whose imports take long.
+_SOON = "last_call_timeout=20,keep_alive_interval=2,keep_alive_max_attempt=3"
 
 
 def until(is_so: Callable[[], bool], what: str) -> None:
