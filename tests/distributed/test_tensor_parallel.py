@@ -168,7 +168,7 @@ def everywhere(world: int, tp: int, plan: str, **changed: Any) -> list[Any]:
         thorough(4, 2, "plain", {"stage": 1, "clip": 0.5}),
         thorough(4, 2, "plain", {"stage": 0}),
         thorough(4, 2, "sequence", {"overlap": "backward"}),
-        thorough(8, 4, "sequence", {"clip": 0.5}),
+        thorough(8, 4, "plain", {"clip": 0.5, "vocabulary": 13}),
         thorough(8, 2, "plain", {"clip": 0.5, "overlap": "forward"}),
     ],
 )
