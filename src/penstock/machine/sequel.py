@@ -1,4 +1,4 @@
-"""What one rank has issued since the last step, in order: compared with what the others have, before anything is updated.
+"""What one rank has issued since the last step, in order: ranks compare it before anything is updated.
 
 Collectives of equal size match on the wire whatever they are of, so ranks that run different units would exchange their
 values and notice nothing.
