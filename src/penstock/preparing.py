@@ -171,8 +171,8 @@ def prepare(
             else:
                 device = device_for(model.parameters(), mesh).device
                 arguments = planned(model, chosen, arguments, grid=ranks.grid, device=device, trains=trains)
-            check_divided(model, mesh)
             request = request_for(model, **arguments)
+            check_divided(model, mesh)  # of what is sharded by FSDP itself more is known
             choice = device_for(model.parameters(), mesh)
             place = place_of(choice)
             facts["device"] = choice.device.type
