@@ -1,6 +1,6 @@
 """Checkpoints whose parameters are in parts: any boxes in, whole parameters out, and no box that cannot be."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise, product
 from math import prod
@@ -84,7 +84,7 @@ def test_parts_that_overlap_are_none_of_a_whole(cuts: Cuts, which: int, offsets:
     assert "12 of its 24" in str(why_not_whole((4, 6), extents([[0, 2, 4], [0, 6]])[:1]))
 
 
-def write(folder: Path, values: dict[str, Tensor], cuts: dict[str, Cuts], monkeypatch: pytest.MonkeyPatch) -> None:
+def write(folder: Path, values: dict[str, Tensor], cuts: Mapping[str, Cuts], monkeypatch: pytest.MonkeyPatch) -> None:
     """Write a checkpoint whose parameters are in parts, each a unit of its own."""
     plain = importing._sources
 
@@ -126,7 +126,7 @@ CUTS = [
 
 @pytest.mark.parametrize("cuts", CUTS)
 def test_whole_parameters_are_loaded_and_exported(
-    cuts: dict[str, Cuts], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    cuts: Mapping[str, Cuts], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(importing, "_TILE_NUMEL", 256)
     model, values = build()
