@@ -23,9 +23,10 @@ from penstock.engine.engine import Engine
 from penstock.engine.units.alike import align_buffers
 from penstock.engine.units.assemble import fill_unit, make_unit
 from penstock.engine.units.discover import UnitSpec, find_units
+from penstock.engine.units.flats import Flat, Whole
 from penstock.engine.units.plan import UnitPlan, plan_units
 from penstock.engine.units.regroup import lay_again, parameters_for, place, train_where_it_rests
-from penstock.engine.units.source import FirstRank, Flat, Whole
+from penstock.engine.units.source import FirstRank
 from penstock.engine.units.unit import Unit
 from penstock.errors import ConfigError, EngineError
 from penstock.kinds import PARAM

@@ -16,6 +16,7 @@ from penstock.engine.passes.anchor import Anchor
 from penstock.engine.passes.idioms import is_owned
 from penstock.engine.units.aliases import check_aliases
 from penstock.engine.units.discover import UnitSpec
+from penstock.engine.units.dtensors import is_divided
 from penstock.errors import ConfigError, MemoryBudgetError
 from penstock.kinds import COMPUTE_DTYPES, Tier, parse_home
 from penstock.machine.mesh import roles_of
@@ -152,7 +153,7 @@ def check_model(model: nn.Module, *, has_values: bool) -> None:
 
 def _check_parameter(name: str, parameter: nn.Parameter) -> None:
     """Refuse a parameter whose memory is not its own, or nobody's to change."""
-    if type(parameter).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
+    if not is_divided(parameter) and type(parameter).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
         raise ConfigError(
             f"Parameter '{name}' is a {type(parameter).__name__}, a tensor subclass with bytes of its own inside. "
             "Keep its parts as plain parameters (codes and scales, requires_grad=False), or leave it out of the "
@@ -169,6 +170,11 @@ def check_newcomers(newcomers: Mapping[str, nn.Parameter]) -> None:
     """Refuse parameters that came into a prepared model and cannot be laid out; by name."""
     for name, parameter in newcomers.items():
         _check_parameter(name, parameter)
+        if is_divided(parameter):
+            raise ConfigError(
+                f"Parameter '{name}' {tuple(parameter.shape)} is a DTensor: add_param_group() takes plain ones. "
+                "Parallelise the model before prepare()."
+            )
         tensor: torch.Tensor = parameter
         is_lazy = bool(nn.parameter.is_lazy(tensor))
         shape = "no shape yet" if is_lazy else tuple(parameter.shape)

@@ -30,17 +30,18 @@ from penstock.engine.passes.precision import InputCasts
 from penstock.engine.passes.reduce import Reducer
 from penstock.engine.passes.slices import SlicedBlock, sliced_blocks
 from penstock.engine.policy import StepPolicy
-from penstock.engine.state.access import Access, as_state
+from penstock.engine.state.access import Access
 from penstock.engine.state.averages import Averages
 from penstock.engine.state.gathered import Blocks
 from penstock.engine.state.loading import Loader
 from penstock.engine.state.moving import Mover
 from penstock.engine.state.saving import Saver
+from penstock.engine.state.values import as_state
 from penstock.engine.units.alike import align_buffers
 from penstock.engine.units.assemble import fill_unit, make_unit
+from penstock.engine.units.divided import make_parameters
 from penstock.engine.units.freeze import Freeze
 from penstock.engine.units.originals import replace_meta
-from penstock.engine.units.parameter import make_parameters
 from penstock.engine.units.source import agreeing
 from penstock.engine.units.unit import Unit
 from penstock.engine.updates.averaging import Averaging
@@ -133,7 +134,7 @@ def _take_memory(blueprint: Blueprint, model: nn.Module, ranks: Ranks, streams: 
             undo.callback(replace_meta(model))
         specs, plans = blueprint.specs, blueprint.units
         # Noted before the first of them gives up its memory: what dtype and device each of them had.
-        parameters = [make_parameters(plan.spec.parameters, plan.layout) for plan in plans]
+        parameters = [make_parameters(plan.spec.parameters, plan.layout, ranks.divided, ranks.rank) for plan in plans]
         units: list[Unit] = []
         filled: list[Unit] = []  # whose parameters have given up their own memory
         undo.callback(empty_parameters, filled)

@@ -22,8 +22,8 @@ from penstock.engine.refusals import (
     check_step,
     scalars_of,
 )
-from penstock.engine.state.access import as_state
 from penstock.engine.state.torn import torn_on_failure
+from penstock.engine.state.values import as_state
 from penstock.engine.tracing import TraceReport, take_trace
 from penstock.engine.updates.step import StepResult
 from penstock.errors import ConfigError, EngineError

@@ -20,6 +20,7 @@ from penstock.build import build
 from penstock.config import Options, Placement
 from penstock.engine.passes.samples import BatchDim
 from penstock.engine.units.discover import UnitPolicy
+from penstock.engine.units.dividing import check_divided
 from penstock.engine.units.source import Weights
 from penstock.errors import ConfigError, EngineError
 from penstock.forecast.plan import Plan
@@ -169,6 +170,7 @@ def prepare(
             else:
                 device = device_for(model.parameters(), mesh).device
                 arguments = planned(model, chosen, arguments, grid=ranks.grid, device=device, trains=trains)
+            check_divided(model, mesh)
             request = request_for(model, **arguments)
             choice = device_for(model.parameters(), mesh)
             place = place_of(choice)

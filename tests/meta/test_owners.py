@@ -8,7 +8,7 @@ import pytest
 from tests.meta.source import modules
 
 HOLDING = "engine.units.holding"
-PARAMETER = "engine.units.parameter"
+PARAMETERS = ("engine.units.parameter", "engine.units.dtensors")
 
 
 def written(tree: ast.Module) -> Iterator[ast.expr]:
@@ -32,7 +32,9 @@ def test_nobody_else_writes_who_holds_a_unit(module: str) -> None:
             assert not is_called(target.value, "holding"), f"penstock.{module}, line {target.lineno}"
 
 
-@pytest.mark.parametrize("module", [m for m in modules() if m.startswith(("engine", "construct")) and m != PARAMETER])
+@pytest.mark.parametrize(
+    "module", [m for m in modules() if m.startswith(("engine", "construct")) and m not in PARAMETERS]
+)
 def test_nobody_else_gives_a_parameter_other_memory(module: str) -> None:
     for target in written(modules()[module]):
         if isinstance(target, ast.Attribute) and target.attr == "data":

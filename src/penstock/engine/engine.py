@@ -140,7 +140,7 @@ class Engine:
         return (parameter for unit in self.rig.units for parameter in unit.parameters)
 
     def _restored(self, parameter: UnitParameter) -> Tensor:
-        return parameter.as_before(self.state.access.exact_param(parameter.tensor))
+        return parameter.as_before(self.state.access.own_param(parameter.tensor))
 
     def _give_back(self, values: Mapping[UnitParameter, Tensor]) -> None:
         """Leave the model with these values of its parameters, or none, and without hooks; free all memory.

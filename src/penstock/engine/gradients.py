@@ -16,6 +16,7 @@ from penstock.engine.parts import Passes, Updates
 from penstock.engine.passes.handles import is_handle_of
 from penstock.engine.passes.under_way import in_backward
 from penstock.engine.state.access import Access
+from penstock.engine.units.dtensors import is_divided
 from penstock.engine.units.parameter import UnitParameter
 from penstock.engine.updates.rig import Rig
 from penstock.errors import EngineError
@@ -128,7 +129,9 @@ class Gradients:
         self._check_not_begun("A gradient was set")
         self._access.set_grad(parameter, value)
         if self._ranks.world_size > 1:
-            self._note(f"the gradient that was set for '{self._access.name(parameter)}'", _digest(value))
+            # Of a value that ranks divide each sets its own elements.
+            digest = "its own elements" if is_divided(value) else _digest(value)
+            self._note(f"the gradient that was set for '{self._access.name(parameter)}'", digest)
         self._hooks.handles.show(self._by_tensor[parameter])
 
     @crossing

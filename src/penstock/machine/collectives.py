@@ -7,7 +7,6 @@ ranks; stage 0 replicates over all ranks (one shard); a mesh says otherwise (`ma
 
 import contextlib
 import secrets
-import time
 import zlib
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -24,6 +23,7 @@ from penstock.errors import EngineError, PenstockError
 from penstock.machine.arena import view_apart
 from penstock.machine.council import DEFAULT_TIMEOUT_S, Council
 from penstock.machine.groups import give_back, is_alive, own_group
+from penstock.machine.issued import UnderWay
 from penstock.machine.lifetime import at_end
 from penstock.machine.mesh import peers_of
 from penstock.machine.reach import Grid
@@ -45,45 +45,6 @@ _MOST_NOTED = 1 << 16  # names of collectives, in a long evaluation without a st
 _HEARING = timedelta(seconds=5)  # how long to wait for each other rank's word once a collective has failed
 
 
-class _UnderWay:
-    """A collective that was issued and goes on, on the threads of its process group.
-
-    Arguments:
-        work: torch's handle. It holds the buffers; once the collective is over nothing here refers to it.
-        failed: makes the error that whoever waits gets, of torch's own.
-    """
-
-    def __init__(self, work: dist.Work, failed: Callable[[RuntimeError], Exception]) -> None:
-        self._left: tuple[dist.Work, Callable[[RuntimeError], Exception]] | None = work, failed
-        self._error: Exception | None = None
-        self._ended: float | None = None
-
-    def wait(self) -> None:
-        """Block until the collective is over; raise its error."""
-        left = self._left  # two threads may wait: the other one may clear the attribute at any moment
-        if left is not None:
-            work, failed = left
-            try:
-                work.wait()
-            except RuntimeError as error:
-                self._error = self._error or failed(error)
-                self._error.__cause__ = error
-            self._left = None  # torch's handle, and with it the buffers: whoever counts their users counts right
-        if self._error is not None:
-            raise self._error
-
-    def done(self) -> bool:
-        """Whether the collective is over."""
-        left = self._left
-        return left is None or bool(left[0].is_completed())
-
-    @property
-    def ended(self) -> float:
-        """When it was first asked for once it was over, in seconds of `time.monotonic`: torch does not tell more."""
-        self._ended = self._ended or time.monotonic()
-        return self._ended
-
-
 class Ranks:
     """The process groups of one engine, and every collective that it issues.
 
@@ -97,6 +58,7 @@ class Ranks:
             and of those that train other parts of the parameters; `None` where this rank is alone. They end with this
             object.
         council: the council of all ranks, for the user's thread.
+        divided: the ranks of each dimension of the mesh over which parameters are divided, this one among them.
 
     Attributes:
         rank: this rank's number among all ranks of the job.
@@ -104,9 +66,16 @@ class Ranks:
         counts: how many collectives were issued so far, by name.
     """
 
-    def __init__(self, grid: Grid = ALONE, groups: Groups = (None, None, None), council: Council | None = None) -> None:
+    def __init__(
+        self,
+        grid: Grid = ALONE,
+        groups: Groups = (None, None, None),
+        council: Council | None = None,
+        divided: Sequence[Sequence[int]] = (),
+    ) -> None:
         self.council = council or Council()
         self.grid = grid
+        self.divided = divided
         self.shards, self.shard_rank, self.replicas, self.replica_rank, _, _ = grid
         self._shard_group, self._replica_group, self._tp_group = groups
         # Over the copies first: a value that goes from rank to rank is then in the first shard of each of them.
@@ -153,7 +122,7 @@ class Ranks:
                 ) from error
             raise
         shard, replica, tp = own
-        return cls(peers.grid, (shard, replica, tp), council)
+        return cls(peers.grid, (shard, replica, tp), council, peers.divided)
 
     def close(self) -> None:
         """Give back the groups that are our own, and the council."""
@@ -243,7 +212,7 @@ class Ranks:
         what: str,
         group: dist.ProcessGroup | None,
         collective: Callable[[], dist.Work | None],
-    ) -> _UnderWay | None:
+    ) -> UnderWay | None:
         """Note a collective, for ranks to compare, and issue it. Return what goes on of it, if anything does."""
         self._check_alive(group)
         self.counts[name] += 1
@@ -257,7 +226,7 @@ class Ranks:
             work = collective()
         except RuntimeError as error:
             raise failed(error) from error
-        return None if work is None else _UnderWay(work, failed)
+        return None if work is None else UnderWay(work, failed)
 
     def _could_not_finish(self, what: str, number: int, error: RuntimeError) -> EngineError:
         """Make the error of a collective that failed, with where the other ranks stand."""
@@ -376,6 +345,24 @@ class Ranks:
         self._come_after_submitted()
         for group in self._data_groups:
             self._count("broadcast", group, partial(dist.broadcast, as_bytes(tensor), group=group, group_src=0))
+
+    def broadcast_alike(self, tensor: Tensor) -> None:
+        """Overwrite a tensor with that of the first of the ranks that have different parts of the parameters.
+
+        It is of what they have alike, and the same already on those with the same parts.
+        """
+        self._come_after_submitted()
+        if self._tp_group is not None:
+            send = partial(dist.broadcast, as_bytes(tensor), group=self._tp_group, group_src=0)
+            self._count("broadcast", self._tp_group, send)
+
+    def assemble(self, tensor: Tensor) -> None:
+        """Put a tensor together of which each of the ranks that divide parameters has a box, and zeros around it."""
+        self._come_after_submitted()
+        if self._tp_group is not None:
+            # The greatest byte: exact for every value, of boxes of any size, and where several ranks have the same one.
+            put = partial(dist.all_reduce, as_bytes(tensor), op=dist.ReduceOp.MAX, group=self._tp_group)
+            self._count("all_reduce", self._tp_group, put)
 
     def broadcast_part(self, tensor: Tensor, shard_rank: int) -> None:
         """Overwrite a tensor with that of one of the shard ranks, on all of them."""

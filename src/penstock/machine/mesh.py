@@ -41,6 +41,7 @@ class Peers:
         copies: those that have a copy of this one's shard, and this one.
         tp: those that have other parts of the parameters, for the same batches, and this one.
         likes: for each of the three a process group whose backend and timeout its own one takes; where there is one.
+        divided: the ranks of each dimension over which parameters are divided, this one among them.
     """
 
     rank: int
@@ -49,6 +50,7 @@ class Peers:
     copies: Sequence[int]
     tp: Sequence[int]
     likes: Sequence[dist.ProcessGroup | None] = (None, None, None)
+    divided: Sequence[Sequence[int]] = ()
 
     @property
     def lines(self) -> Sequence[Sequence[int]]:
@@ -119,7 +121,19 @@ def peers_of(mesh: DeviceMesh | None, *, sharded: bool) -> Peers:
         lines.append(mesh.mesh[at].flatten().tolist())
         groups.append(next((mesh.get_group(number) for number, each in enumerate(roles) if each == role), None))
     shards, copies, tp = lines
-    return Peers(rank, mesh.mesh.flatten().tolist(), shards, copies, tp, groups)
+    divided = [line for line, role in zip(lines_along(mesh), roles, strict=True) if role == DIVIDE]
+    return Peers(rank, mesh.mesh.flatten().tolist(), shards, copies, tp, groups, divided)
+
+
+def lines_along(mesh: DeviceMesh) -> list[list[int]]:
+    """List the ranks along each dimension of a mesh, this one among them, which is in it."""
+    place = mesh.get_coordinate()
+    assert place is not None
+    lines = []
+    for dimension in range(mesh.ndim):
+        at = tuple(slice(None) if each == dimension else place[each] for each in range(mesh.ndim))
+        lines.append(mesh.mesh[at].flatten().tolist())
+    return lines
 
 
 def describe(mesh: DeviceMesh) -> str:

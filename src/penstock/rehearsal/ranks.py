@@ -65,6 +65,16 @@ class VirtualRanks(Ranks):
         """Note a meeting."""
         self._meet("broadcast", tensor.nbytes)
 
+    def broadcast_alike(self, tensor: Tensor) -> None:
+        """Note a meeting."""
+        if self.grid.tp > 1:
+            self._notes.meet(Collective("broadcast", tensor.nbytes, self.grid.tp, "tp"))
+
+    def assemble(self, tensor: Tensor) -> None:
+        """Note a meeting."""
+        if self.grid.tp > 1:
+            self._notes.meet(Collective("all_reduce", tensor.nbytes, self.grid.tp, "tp"))
+
     def broadcast_part(self, tensor: Tensor, shard_rank: int) -> None:
         """Note a meeting."""
         del shard_rank

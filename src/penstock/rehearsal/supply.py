@@ -9,7 +9,8 @@ from torch import Tensor, nn
 
 from penstock.blueprint import Blueprint, Request
 from penstock.engine.units.discover import UnitSpec
-from penstock.engine.units.source import Flat, Source
+from penstock.engine.units.flats import Flat
+from penstock.engine.units.source import Source
 from penstock.kinds import PARAM, Tier
 from penstock.machine.arena import Arena, HostMemory
 from penstock.machine.collectives import Ranks

@@ -18,6 +18,7 @@ from types import FrameType
 import torch
 from torch import Tensor, nn
 
+from penstock.engine.units.dtensors import own_elements
 from penstock.engine.units.versions import Version
 from penstock.kinds import ACTIVATION, Tier
 from penstock.machine.streams import DONE, Event, Streams, all_of
@@ -129,7 +130,7 @@ class Activations:
     def begin(self) -> None:
         """Begin to take what autograd saves: the outermost forward begins on this thread."""
         self.end()
-        self._kept_storages = {tensor.untyped_storage()._cdata for tensor in self.kept()}
+        self._kept_storages = {own_elements(tensor).untyped_storage()._cdata for tensor in self.kept()}
         self._forward = _call_of_module()
 
     def end(self) -> None:

@@ -22,6 +22,7 @@ from penstock.engine.passes.transforms import check_transform
 from penstock.engine.passes.turns import Orders, Turns
 from penstock.engine.passes.under_way import UnderWay, in_backward
 from penstock.engine.passes.uses import Use
+from penstock.engine.units.dtensors import own_elements
 from penstock.engine.units.holding import Holder
 from penstock.engine.units.membership import Membership
 from penstock.engine.units.unit import Unit
@@ -230,7 +231,7 @@ class Forward:
         releasable = [unit for unit in units if unit.is_released_after_use]
         if not releasable:
             return
-        returned = {self._gatherer.owner_of(tensor) for tensor in tensors_of(output)}
+        returned = {self._gatherer.owner_of(own_elements(tensor)) for tensor in tensors_of(output)}
         for unit in releasable:
             if unit in returned and self._calls:
                 self._hold_for(self._calls[-1], unit)

@@ -59,7 +59,7 @@ class Handle(Tensor):
         """Make one of the parameter's shape, dtype and device."""
         tensor = parameter.tensor
         made: Handle = torch.Tensor._make_wrapper_subclass(
-            cls, parameter.slot.shape, dtype=tensor.dtype, device=tensor.device
+            cls, parameter.whole_shape, dtype=tensor.dtype, device=tensor.device
         )
         made._name = parameter.name
         # Weakly, both: torch does not show collection what a parameter's `.grad` refers to.

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock.engine.passes.activations import Activations, Saved
+from penstock.engine.units.dtensors import is_divided, own_elements, spec_of, wrapped
 from penstock.engine.units.unit import Unit
 from penstock.engine.units.versions import Kept, check_version
 from penstock.errors import EngineError
@@ -29,6 +30,7 @@ class SavedView:
         index: the number of the slot that it begins in.
         start: its first element, counted from the beginning of the buffer.
         version: what the slot's parameter had when it was saved; `None` where the view counts writes of its own.
+        outside: how ranks divide the tensor of which these are this rank's elements; `None` for a plain one.
     """
 
     unit: Unit
@@ -38,10 +40,13 @@ class SavedView:
     stride: tuple[int, ...]
     version: int | None
 
+    outside: Any = None
+
     def rebuilt(self) -> Tensor:
         """Make the same view of the buffer that the unit has now."""
         full = self.unit.full
-        return full.as_strided(self.shape, self.stride, full.storage_offset() + self.start)
+        view = full.as_strided(self.shape, self.stride, full.storage_offset() + self.start)
+        return view if self.outside is None else wrapped(view, self.outside)
 
 
 class SavedTensors:
@@ -118,14 +123,17 @@ class SavedTensors:
         return parameter
 
     def _view(self, tensor: Tensor) -> SavedView | None:
+        outside, version_of = None, tensor
+        if is_divided(tensor):
+            outside, tensor = spec_of(tensor), own_elements(tensor)
         unit = self._owner_of(tensor)
         if unit is None or tensor.dtype != unit.full.dtype or tensor.is_conj() or tensor.is_neg():
             return None
         start = int(tensor.storage_offset() - unit.full.storage_offset())
         index = unit.layout.slot_at(start)
         version = unit.parameters[index].tensor._version
-        same = version == tensor._version  # else it is of `.data`, which has a count of its own
-        return SavedView(unit, index, start, tensor.shape, tensor.stride(), version if same else None)
+        same = version == version_of._version  # else it is of `.data`, which has a count of its own
+        return SavedView(unit, index, start, tensor.shape, tensor.stride(), version if same else None, outside)
 
     def _rebuilt(self, saved: SavedView) -> Tensor:
         parameter = saved.unit.parameters[saved.index]

@@ -5,7 +5,6 @@ Every call is collective: all ranks make it, in the same order. Values are fp32 
 
 import math
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -13,11 +12,12 @@ from torch import Tensor, nn
 from penstock.engine.passes.gather import Gatherer
 from penstock.engine.passes.reduce import Reducer
 from penstock.engine.state.torn import torn_on_failure
+from penstock.engine.state.values import among_zeros, check_value, flat_part, greater
 from penstock.engine.units.unit import Gradient, Trained, Unit
 from penstock.engine.updates.rig import Rig
 from penstock.engine.updates.update import Updater
 from penstock.errors import ConfigError, EngineError, NvmeError
-from penstock.layout import Piece, Slot
+from penstock.layout import Piece
 from penstock.rules.rule import Scalars
 from penstock.rules.storage import read_state, write_state
 
@@ -72,6 +72,10 @@ class Access:
 
     def exact_param(self, parameter: nn.Parameter) -> Tensor:
         """Return the parameter at master precision; a frozen one in its own dtype."""
+        return self._assembled(*self._place(parameter), self.own_param(parameter))
+
+    def own_param(self, parameter: nn.Parameter) -> Tensor:
+        """Return the same, of one that ranks divide this rank's elements alone."""
         self.finish()  # an update that is under way writes what is read here
         unit, index = self._place(parameter)
         dtype = torch.float32 if unit.trained else unit.spec.dtype
@@ -80,7 +84,7 @@ class Access:
             for first, last, weights in unit.visit(start, stop):
                 yield first, last, weights.read() if unit.trained else weights.param
 
-        return self._whole(unit, index, read, dtype)
+        return self._own(unit, index, read, dtype)
 
     def grad(self, parameter: nn.Parameter) -> Tensor:
         """Return the gradient accumulated so far, over ranks and micro-batches; zeros where there is none."""
@@ -89,7 +93,7 @@ class Access:
         unit, index, trained = self._trained_place(parameter)
         gradient = trained.gradient
         if index not in gradient.held:
-            return torch.zeros(unit.layout.slots[index].shape, dtype=torch.float32, device="cpu")
+            return torch.zeros(unit.parameters[index].whole_shape, dtype=torch.float32, device="cpu")
 
         def read(start: int, stop: int) -> Pieces:
             for first, last, (values,) in gradient.home.visit(start, stop):
@@ -113,9 +117,10 @@ class Access:
             for index, start, stop in unit.parts():
                 if index not in gradient.held:
                     continue
+                counts = float(unit.parameters[index].counts)  # else other ranks have it alike, and one counts
                 for _, _, (values,) in gradient.home.visit(start, stop):
-                    norm = float(torch.linalg.vector_norm(values, norm_type, dtype=torch.float64))
-                    of_unit[index] = _greater(of_unit[index], norm) if greatest else of_unit[index] + norm**norm_type
+                    norm = counts * float(torch.linalg.vector_norm(values, norm_type, dtype=torch.float64))
+                    of_unit[index] = greater(of_unit[index], norm) if greatest else of_unit[index] + norm**norm_type
             totals += of_unit
         if self._ranks.world_size > 1:
             summed = torch.tensor(totals, dtype=torch.float64, device=self._device)
@@ -229,7 +234,7 @@ class Access:
         """Refuse what `set_state` would refuse."""
         unit, index, _ = self._trained_place(parameter)
         if self.check_name(parameter, name):
-            _check_value(unit.spec.names[index], unit.layout.slots[index], value)
+            check_value(unit.spec.names[index], unit.layout.slots[index], value)
         elif value.numel() != 1 or value.is_complex() or not math.isfinite(value.item()):
             raise ConfigError(f"'{name}' of '{unit.spec.names[index]}' is {value}: give one finite number.")
 
@@ -246,7 +251,7 @@ class Access:
         unit, index = self._place(parameter)
         if unit.holding.is_held:
             raise EngineError(f"Unit '{unit.name}' is gathered. Set its parameters outside gathered() and forward.")
-        _check_value(unit.spec.names[index], unit.layout.slots[index], value)
+        check_value(unit.spec.names[index], unit.layout.slots[index], value)
 
     def check_grad(self, parameter: nn.Parameter, value: Tensor | None = None) -> None:
         """Refuse to read a gradient that is not whole, or to set one to a value of another shape."""
@@ -257,7 +262,7 @@ class Access:
                 "after the last backward."
             )
         if value is not None:
-            _check_value(unit.spec.names[index], unit.layout.slots[index], value)
+            check_value(unit.spec.names[index], unit.layout.slots[index], value)
 
     def name(self, parameter: nn.Parameter) -> str:
         """Return a parameter's name in the model."""
@@ -267,7 +272,7 @@ class Access:
     def reset_state(self, parameter: nn.Parameter) -> None:
         """Reset every state of a parameter to what it was before the first update."""
         unit, index, _ = self._trained_place(parameter)
-        zeros = torch.zeros(unit.layout.slots[index].shape, dtype=torch.float32, device="cpu")
+        zeros = torch.zeros(unit.parameters[index].whole_shape, dtype=torch.float32, device="cpu")
         for spec in self._states:
             self.set_state(parameter, spec.name, zeros)
         self._scalars.pop(parameter, None)
@@ -337,7 +342,20 @@ class Access:
             raise ConfigError(f"There is no optimizer state {name!r}. This rule has {known}.")
         return names.index(name)
 
-    def _whole(
+    def _whole(self, unit: Unit, index: int, read: Callable[[int, int], Pieces]) -> Tensor:
+        """Put the parts of all ranks together, in fp32. Collective."""
+        return self._assembled(unit, index, self._own(unit, index, read))
+
+    def _assembled(self, unit: Unit, index: int, own: Tensor) -> Tensor:
+        """Put together what ranks have of a parameter that they divide. Collective."""
+        slot = unit.layout.slots[index]
+        if slot.region is None:
+            return own
+        whole = among_zeros(own, slot.region).to(self._device)
+        self._ranks.assemble(whole)
+        return whole.cpu()
+
+    def _own(
         self, unit: Unit, index: int, read: Callable[[int, int], Pieces], dtype: torch.dtype = torch.float32
     ) -> Tensor:
         """Put the parts of all shards together. `read` gives the values of a range of this rank's shard. Collective."""
@@ -372,29 +390,11 @@ class Access:
         In fp32 for a trained unit, in the dtype that it came in for a frozen one.
         """
         slot = unit.layout.slots[index]
-        _check_value(unit.spec.names[index], slot, value)
+        check_value(unit.spec.names[index], slot, value)
         overlap = unit.layout.overlap(slot, unit.rank)
         if overlap is None:
             return None
         start, stop = overlap
         first = unit.own_range[0]
-        values = value.detach().reshape(-1)[start - slot.start : stop - slot.start]
+        values = flat_part(value, unit.parameters[index].tensor, slot)[start - slot.start : stop - slot.start]
         return start - first, stop - first, values.float() if unit.trained else values
-
-
-def as_state(value: Any) -> Tensor:
-    """Make a value of a `state_dict`, which may be a number, a tensor."""
-    return value if isinstance(value, Tensor) else torch.as_tensor(value, dtype=torch.float64, device="cpu")
-
-
-def _greater(one: float, other: float) -> float:
-    """Choose the greater of two numbers; NaN where one of them is, which `max` would drop."""
-    return math.nan if math.isnan(one) or math.isnan(other) else max(one, other)
-
-
-def _check_value(name: str, slot: Slot, value: Tensor) -> None:
-    """Refuse what cannot be written, before anything is."""
-    if value.layout != torch.strided or value.is_meta or value.is_quantized or value.is_complex():
-        raise ConfigError(f"The value for '{name}' is sparse, quantised, complex or meta. Give a dense, real tensor.")
-    if tuple(value.shape) != slot.shape:
-        raise ConfigError(f"The value for '{name}' has shape {tuple(value.shape)}; the parameter has {slot.shape}.")

@@ -100,6 +100,9 @@ class Blocks:
     def _take_over(self, unit: Unit, before: Tensor) -> None:
         """Take over a modified full buffer, the first rank's on every rank; masters keep what did not change."""
         self._ranks.broadcast(unit.full)  # else each rank would go on with what was written on it
+        for slot in unit.layout.slots:
+            if slot.region is None:  # the same on all ranks that divide others
+                self._ranks.broadcast_alike(unit.full[slot.start : slot.stop])
         start, stop = unit.own_range
         now, before = unit.full[start:stop], before[start:stop]
         for first, last, weights in unit.visit(0, stop - start, modify=True):

@@ -6,6 +6,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor, nn
 
+from penstock.engine.units.dtensors import is_divided, own_elements
 from penstock.errors import ConfigError
 
 
@@ -20,6 +21,8 @@ def check_aliases(model: nn.Module) -> None:
     """
     by_storage: dict[int, list[tuple[str, Tensor]]] = {}
     for name, tensor in _tensors(model):
+        if is_divided(tensor):
+            tensor = own_elements(tensor).detach().requires_grad_(tensor.requires_grad)
         plain = type(tensor) in (Tensor, nn.Parameter)  # wrappers have no memory of their own
         if plain and tensor.layout is torch.strided and not tensor.is_meta and tensor.numel():
             by_storage.setdefault(tensor.untyped_storage().data_ptr(), []).append((name, tensor))

@@ -4,9 +4,9 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
+from penstock.engine.units.flats import Flat
 from penstock.engine.units.parameter import UnitParameter
 from penstock.engine.units.plan import Homes, UnitPlan
-from penstock.engine.units.source import Flat
 from penstock.engine.units.unit import Gradient, Trained, Unit
 from penstock.kinds import GRAD, MASTER, OPTIMIZER, PARAM, SHADOW
 from penstock.machine.streams import Streams

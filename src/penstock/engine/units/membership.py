@@ -12,6 +12,7 @@ from types import FrameType
 import torch
 from torch import nn
 
+from penstock.engine.units.dtensors import is_divided, own_elements
 from penstock.engine.units.parameter import UnitParameter
 from penstock.engine.units.unit import Unit
 from penstock.errors import EngineError
@@ -31,6 +32,7 @@ class Membership:
             (unit, unit.spec.parameters, [slot.start * unit.spec.dtype.itemsize for slot in unit.layout.slots])
             for unit in units
         ]
+        self._divided = {unit for unit in units if any(map(is_divided, unit.spec.parameters))}
         self._known = {parameter for unit in units for parameter in unit.spec.parameters}
         self._note()
 
@@ -54,7 +56,8 @@ class Membership:
         for unit, parameters, offsets in self._places:
             if unit.holding.blocks:
                 continue
-            addresses = [parameter.data_ptr() for parameter in parameters]
+            held = map(own_elements, parameters) if unit in self._divided else parameters
+            addresses = [parameter.data_ptr() for parameter in held]
             hidden = unit.placeholder.data_ptr()
             if addresses.count(hidden) < len(addresses):
                 first = unit.shown.data_ptr()
@@ -88,7 +91,7 @@ class Membership:
     def _take_in(self, unit: Unit, index: int) -> None:
         """Take over the values of a parameter that was given other memory, where that loses nothing; else refuse."""
         parameter = unit.parameters[index]
-        given = parameter.tensor
+        given = parameter.memory
         if given.shape != parameter.slot.shape or given.device != unit.full.device or not unit.resident:
             raise _lost(parameter)
         own = parameter.view_in(unit.full)
@@ -105,7 +108,7 @@ def _ids_in(dicts: Iterable[Mapping[str, object]]) -> list[int]:
 
 
 def _lost(parameter: UnitParameter) -> EngineError:
-    given = parameter.tensor
+    given = parameter.memory
     return EngineError(
         f"Parameter '{parameter.name}' {tuple(parameter.slot.shape)} was given other memory ({given.dtype} "
         f"{tuple(given.shape)} on {given.device}) after prepare(), by 'parameter.data = ...' or by to() of a "

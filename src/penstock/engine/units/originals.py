@@ -6,7 +6,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from penstock.engine.units.parameter import give_values
+from penstock.engine.units.dtensors import emptied, give_values, is_divided, own_elements
 from penstock.errors import ConfigError
 
 
@@ -16,7 +16,7 @@ def keep_values(model: nn.Module) -> Callable[[], None]:
     Their memory is there until that is dropped: values that come from elsewhere may not fit, or not come. Parameters on
     the meta device have none.
     """
-    values = {p: p.detach() for p in model.parameters() if not p.is_meta}
+    values = {p: own_elements(p).detach() for p in model.parameters() if not p.is_meta}
     buffers = [(module, dict(module._buffers)) for module in model.modules() if module._buffers]
 
     def undo() -> None:
@@ -51,7 +51,7 @@ def replace_meta(model: nn.Module) -> Callable[[], None]:
             if parameter.is_meta:
                 value = parameter.detach()
                 try:
-                    _exchange(parameter, torch.empty(0, dtype=parameter.dtype))
+                    _exchange(parameter, _empty(parameter))
                 except RuntimeError as error:
                     raise ConfigError(
                         f"Parameter '{name}' is on the meta device and cannot be given values: something else holds a "
@@ -78,6 +78,10 @@ def renew_references(model: nn.Module) -> None:
         if isinstance(module, nn.RNNBase):
             weights = module._flat_weights
             module._flat_weight_refs = [None if w is None else weakref.ref(w) for w in weights]
+
+
+def _empty(parameter: nn.Parameter) -> Tensor:
+    return emptied(parameter) if is_divided(parameter) else torch.empty(0, dtype=parameter.dtype)
 
 
 def _exchange(parameter: nn.Parameter, value: Tensor) -> None:

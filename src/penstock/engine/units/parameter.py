@@ -5,7 +5,8 @@
     left      the values that the engine leaves it with, or none
 
 Its `.grad` is empty, or a handle of ours that stands for the gradient (`engine/passes/handles.py`), or a tensor that
-somebody has set. Only this module writes `parameter.data`. These methods run for every parameter in every forward.
+somebody has set. Only this module and `dtensors.py` write `parameter.data`. These methods run
+for every parameter in every forward.
 """
 
 import torch
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 
 from penstock.engine.units.versions import count_write
 from penstock.errors import EngineError
-from penstock.layout import FlatLayout, Slot
+from penstock.layout import Slot
 
 
 class UnitParameter:
@@ -30,6 +31,7 @@ class UnitParameter:
         handle: what stands for its gradient in `.grad`, once one was made.
         shows_gradient: whether the handle was put there, and not taken away by us.
         arrived: the gradient that autograd has added to the handle, until it is taken.
+        counts: whether this rank's elements count in a norm: of those that `tp` ranks have alike, the first one's do.
     """
 
     __slots__ = (
@@ -38,6 +40,7 @@ class UnitParameter:
         "_dtype",
         "_version",
         "arrived",
+        "counts",
         "handle",
         "index",
         "name",
@@ -56,6 +59,7 @@ class UnitParameter:
         self.handle: Tensor | None = None
         self.shows_gradient = False
         self.arrived: Tensor | None = None
+        self.counts = True
         self._dtype = tensor.dtype
         self._device = tensor.device
         # Torch counts every write but those through `.data`, which are ours: another number tells that people wrote.
@@ -63,10 +67,21 @@ class UnitParameter:
 
     def placed(self, slot: Slot, index: int) -> "UnitParameter":
         """Note the same parameter in another place. What it was before `prepare` stays noted."""
-        other = UnitParameter(self.tensor, index, slot)
+        other = type(self)(self.tensor, index, slot)
         other._dtype, other._device, other._version = self._dtype, self._device, self._version
-        other.required_grad = self.required_grad
+        other.required_grad, other.counts = self.required_grad, self.counts
         return other
+
+    @property
+    def whole_shape(self) -> tuple[int, ...]:
+        """Its shape; of one that ranks divide, that of the whole."""
+        region = self.slot.region
+        return self.slot.shape if region is None else region.shape
+
+    @property
+    def memory(self) -> Tensor:
+        """The tensor whose memory it shows."""
+        return self.tensor
 
     def view_in(self, buffer: Tensor) -> Tensor:
         """View its elements in the unit's full buffer, or in another one like it, in its shape."""
@@ -177,19 +192,8 @@ class UnitParameter:
         return self.tensor.grad is (self.handle if self.shows_gradient else None)
 
 
-def make_parameters(tensors: tuple[nn.Parameter, ...], layout: FlatLayout) -> tuple[UnitParameter, ...]:
-    """Note what the parameters of a unit are, before they give up their own memory."""
-    pairs = zip(tensors, layout.slots, strict=True)
-    return tuple(UnitParameter(tensor, index, slot) for index, (tensor, slot) in enumerate(pairs))
-
-
 def count_writes(parameters: list[UnitParameter]) -> None:
     """Have torch count a write of these parameters: a graph from before it cannot be used any more."""
     count_write(parameter.tensor for parameter in parameters)  # one call for all of them
     for parameter in parameters:  # else the next step would take this count for a write by people, and refuse it
         parameter.note_version()
-
-
-def give_values(parameter: nn.Parameter, values: Tensor) -> None:
-    """Give a parameter that no unit has yet other values, of any shape and on any device."""
-    parameter.data = values

@@ -7,6 +7,7 @@ from typing import NamedTuple
 import torch
 
 from penstock.engine.units.discover import UnitSpec
+from penstock.engine.units.dtensors import own_shape, region_of
 from penstock.engine.units.unit import Fields
 from penstock.kinds import GRAD, MASTER, OPTIMIZER, PARAM, SHADOW, Tier
 from penstock.layout import FlatLayout
@@ -130,7 +131,9 @@ def plan_units(
     layouts = [
         resting[s.name].layout
         if s.name in resting
-        else FlatLayout.build(s.names, [tuple(p.shape) for p in s.parameters], grid.shards)
+        else FlatLayout.build(
+            s.names, [own_shape(p) for p in s.parameters], grid.shards, [region_of(p) for p in s.parameters]
+        )
         for s in specs
     ]
     # A file holds every byte once, whatever the stage: what is replicated elsewhere is gathered from shards there.

@@ -11,6 +11,7 @@ from torch import nn
 
 from penstock.engine.units.assemble import make_trained
 from penstock.engine.units.discover import UnitSpec
+from penstock.engine.units.divided import make_parameter
 from penstock.engine.units.parameter import UnitParameter
 from penstock.engine.units.plan import UnitPlan
 from penstock.engine.units.unit import Unit
@@ -44,7 +45,7 @@ def place(unit: Unit, plan: UnitPlan) -> None:
 def parameters_for(plan: UnitPlan, known: Mapping[nn.Parameter, UnitParameter]) -> tuple[UnitParameter, ...]:
     """Note the parameters of a new unit: those of other units as they were before `prepare`."""
     return tuple(
-        known[tensor].placed(slot, index) if tensor in known else UnitParameter(tensor, index, slot)
+        known[tensor].placed(slot, index) if tensor in known else make_parameter(tensor, index, slot)
         for index, (tensor, slot) in enumerate(_slots(plan))
     )
 

@@ -16,9 +16,10 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from penstock.checkpoint.tensorfiles import Forms, StoredTensors, WeightFiles
 from penstock.engine.units.discover import UnitSpec
+from penstock.engine.units.dtensors import give_values, is_divided, own_elements, region_of
+from penstock.engine.units.flats import Flat, Whole, cut_to
 from penstock.engine.units.initialisation import containers, initialise, initialiser, initialisers, settled, visits
 from penstock.engine.units.originals import keep_values
-from penstock.engine.units.parameter import give_values
 from penstock.errors import ConfigError
 from penstock.machine.collectives import Ranks
 
@@ -27,25 +28,6 @@ Weights = str | os.PathLike[str] | StoredTensors | Mapping[str, Tensor] | Callab
 
 INIT = "init"
 _COMPARED_NUMEL = 1 << 24  # of tied values, at once
-
-
-class Flat(ABC):
-    """The values of one parameter, as if it were flat."""
-
-    @abstractmethod
-    def read(self, start: int, stop: int) -> Tensor:
-        """Return elements `start` to `stop`, 1-D."""
-
-
-class Whole(Flat):
-    """Values that are in memory."""
-
-    def __init__(self, values: Tensor) -> None:
-        self._values = values.detach().reshape(-1)
-
-    def read(self, start: int, stop: int) -> Tensor:
-        """View them in place."""
-        return self._values[start:stop]
 
 
 class Source(ABC):
@@ -81,15 +63,17 @@ class FirstRank(Source):
         # Ranks have compared their units before: broadcasts of equal size match whatever they are of, and a rank with
         # another order would take one parameter's values for another's.
         for number, spec in enumerate(specs):
-            yield number, [Whole(self._broadcast(parameter.detach())) for parameter in spec.parameters]
+            yield number, [Whole(self._broadcast(parameter)) for parameter in spec.parameters]
 
-    def _broadcast(self, value: Tensor) -> Tensor:
-        """Give the first rank's value on every rank, flat."""
-        flat = value.reshape(-1)
-        if self._ranks.data_size > 1:
+    def _broadcast(self, parameter: nn.Parameter) -> Tensor:
+        """Give the first rank's value on every rank, flat; of one that ranks divide, this rank's elements."""
+        flat = own_elements(parameter).detach().reshape(-1)
+        if self._ranks.world_size > 1:
             # A copy: the broadcast overwrites it, and the model keeps its own values until they are in their homes.
             flat = flat.to(self._device, copy=True)
             self._ranks.broadcast(flat)
+            if region_of(parameter) is None:
+                self._ranks.broadcast_alike(flat)
         return flat
 
 
@@ -123,7 +107,7 @@ class Given(Source):
     def units(self, specs: Sequence[UnitSpec]) -> Iterator[tuple[int, list[Flat]]]:
         """Yield the units in order; of files each rank reads what it keeps, and ranks need not meet for it."""
         for number, spec in enumerate(specs):
-            yield number, [self._flat(parameter) for parameter in spec.parameters]
+            yield number, [cut_to(self._flat(parameter), parameter) for parameter in spec.parameters]
 
     def close(self) -> None:
         """Close the files."""
@@ -187,7 +171,7 @@ class Given(Source):
         names = self._names[parameter]
         if self._held is not None:
             return self._values(names[0])
-        first = self._ask(names[0], parameter)
+        first: Flat = self._ask(names[0], parameter)
         for other in names[1:]:
             if not _same(first, self._ask(other, parameter), self._shapes[parameter], parameter.dtype):
                 raise self._unfit([f"'{names[0]}' and '{other}' are one parameter and have different values"])
@@ -251,6 +235,12 @@ class Initialised(Source):
         self._ranks = ranks
         self._device = device
         self._shapes = {p: (tuple(p.shape), p.dtype) for p in model.parameters()}  # now: they go to homes one by one
+        divided = next((name for name, p in model.named_parameters() if is_divided(p)), None)
+        if divided is not None:
+            raise ConfigError(
+                f"weights='init': parameter '{divided}' is a DTensor, of which no rank has all to initialise. Give "
+                "weights as files, by name or by a function, or initialise the model before it is parallelised."
+            )
         self._owners = initialisers(model)
         without = [
             name or type(module).__name__

@@ -162,7 +162,10 @@ class Stepper:
         for unit in self._units:
             assert unit.trained is not None
             gradient, slots = unit.trained.gradient, range(len(unit.layout.slots))
-            squares += [gradient.squared_norms.get(index, 0.0) for index in slots]
+            # What other ranks have alike counts once; what is not finite, everywhere: 0 times it is NaN.
+            for parameter in unit.parameters:
+                square = gradient.squared_norms.get(parameter.index, 0.0)
+                squares.append(square if parameter.counts else square * 0.0)
             flags += [float(index in gradient.present) for index in slots]
         norms = _on_host(squares)
         if self._ranks.world_size > 1:

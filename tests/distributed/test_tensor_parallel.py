@@ -1,0 +1,353 @@
+"""Models whose parameters are DTensors, against plain torch with the same plan and against one rank."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import penstock
+from penstock import Options, Placement
+from penstock.errors import ConfigError
+from tests.support import run_ranks, thorough
+
+STEPS = 4
+
+
+class Block(nn.Module):
+    """A norm, and two products that ranks divide."""
+
+    def __init__(self, width: int, inner: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.up = nn.Linear(width, inner)
+        self.down = nn.Linear(inner, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(torch.tanh(self.up(self.norm(x))))
+
+
+class Model(nn.Module):
+    """Two blocks between an embedding and a head."""
+
+    def __init__(self, vocabulary: int = 12) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(vocabulary, 8)
+        self.blocks = nn.ModuleList(Block(8, 24) for _ in range(2))
+        self.norm = nn.LayerNorm(8)
+        self.head = nn.Linear(8, vocabulary)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embedding(ids)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.norm(x))
+
+
+def make(vocabulary: int = 12) -> Model:
+    torch.manual_seed(0)
+    return Model(vocabulary)
+
+
+def parallelize(model: Model, mesh: Any, plan: str) -> Model:
+    from torch.distributed.tensor import Replicate, Shard
+    from torch.distributed.tensor import parallel as tp
+
+    if plan == "sequence":
+        whole = {
+            "embedding": tp.RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
+            "norm": tp.SequenceParallel(),
+            "head": tp.ColwiseParallel(input_layouts=Shard(1), output_layouts=Replicate()),
+        }
+        block = {
+            "norm": tp.SequenceParallel(),
+            "up": tp.ColwiseParallel(input_layouts=Shard(1)),
+            "down": tp.RowwiseParallel(output_layouts=Shard(1)),
+        }
+    else:
+        whole = {"head": tp.ColwiseParallel(output_layouts=Replicate())}
+        block = {"up": tp.ColwiseParallel(), "down": tp.RowwiseParallel()}
+    tp.parallelize_module(model, mesh, whole)
+    for each in model.blocks:
+        tp.parallelize_module(each, mesh, block)
+    return model
+
+
+def meshes(tp: int) -> Any:
+    from torch.distributed.device_mesh import init_device_mesh
+
+    return init_device_mesh("cpu", (dist.get_world_size() // tp, tp), mesh_dim_names=("dp_shard", "tp"))
+
+
+def batches(step: int, data: int, size: int) -> Tensor:
+    """The rows of one data rank, of eight."""
+    ids = torch.randint(0, 12, (8, 6), generator=torch.Generator().manual_seed(step))
+    return ids.view(size, 8 // size, 6)[data]
+
+
+def loss_of(model: nn.Module, ids: Tensor) -> Tensor:
+    return nn.functional.cross_entropy(model(ids).float().flatten(0, 1), ids.roll(1, 1).flatten())
+
+
+def whole(tensor: Tensor) -> Tensor:
+    full = getattr(tensor, "full_tensor", None)
+    return (tensor if full is None else full()).detach().clone()
+
+
+def plainly(clip: float | None, vocabulary: int = 12) -> tuple[dict[str, Tensor], list[float]]:
+    """Train on one rank with torch alone."""
+    model = make(vocabulary)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    norms = []
+    for step in range(STEPS):
+        loss_of(model, batches(step, 0, 1)).backward()
+        norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), clip or 1e9)))
+        optimizer.step()
+        optimizer.zero_grad()
+    return {name: p.detach().clone() for name, p in model.named_parameters()}, norms
+
+
+def trained(
+    tp: int, plan: str, vocabulary: int, clip: float | None, stage: int, precision: str, overlap: str, **placed: Any
+) -> tuple[dict[str, Tensor], list[float], dict[str, Tensor], dict[str, Tensor]]:
+    """Train on all ranks; return parameters, norms, second moments and gradients, all whole."""
+    mesh = meshes(tp)
+    model = parallelize(make(vocabulary), mesh["tp"], plan)
+    of_torch = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    optimizer = penstock.prepare(
+        model,
+        of_torch,
+        mesh=mesh,
+        stage=stage,  # type: ignore[arg-type]
+        precision=precision,  # type: ignore[arg-type]
+        overlap=overlap,  # type: ignore[arg-type]
+        max_grad_norm=clip,
+        placement=Placement(**placed),
+        options=Options(tile_bytes=4096),
+    )
+    data = mesh.get_local_rank("dp_shard")
+    norms = []
+    for step in range(STEPS):
+        loss_of(model, batches(step, data, mesh.size(0))).backward()
+        grads = {name: optimizer.full_grad(p) for name, p in model.named_parameters()}
+        norms.append(optimizer.step().grad_norm)
+        optimizer.zero_grad()
+    full = {name: optimizer.full_param(p) for name, p in model.named_parameters()}
+    moments = {name: optimizer.full_state(p, "exp_avg_sq") for name, p in model.named_parameters()}
+    with optimizer.gathered():
+        for name, p in model.named_parameters():
+            torch.testing.assert_close(whole(p).float(), full[name], rtol=1e-2, atol=1e-2)
+    optimizer.close()
+    for name, p in model.named_parameters():
+        torch.testing.assert_close(whole(p), full[name], rtol=0, atol=0)  # as it was given: fp32, a proper DTensor
+    return full, norms, moments, grads
+
+
+def _rank(rank: int, *row: Any) -> Any:
+    *row, placed = row
+    return trained(*row, **placed)
+
+
+def everywhere(world: int, tp: int, plan: str, **changed: Any) -> list[Any]:
+    row = {"vocabulary": 12, "clip": None, "stage": 3, "precision": "fp32", "overlap": "auto"} | changed
+    names = ("vocabulary", "clip", "stage", "precision", "overlap")
+    placed = {name: value for name, value in row.items() if name not in names}
+    return run_ranks(_rank, world, tp, plan, *(row[name] for name in names), placed)
+
+
+@pytest.mark.parametrize(
+    ("world", "tp", "plan", "changed"),
+    [
+        (2, 2, "plain", {}),
+        (2, 2, "sequence", {"clip": 0.5}),
+        (2, 2, "plain", {"vocabulary": 13, "clip": 0.5}),
+        (4, 2, "sequence", {"clip": 0.5, "vocabulary": 13}),
+        thorough(4, 2, "plain", {"stage": 2}),
+        thorough(4, 2, "plain", {"stage": 1, "clip": 0.5}),
+        thorough(4, 2, "plain", {"stage": 0}),
+        thorough(4, 2, "sequence", {"overlap": "backward"}),
+        thorough(8, 4, "plain", {"clip": 0.5, "vocabulary": 13}),
+        thorough(8, 2, "plain", {"clip": 0.5, "overlap": "forward"}),
+    ],
+)
+def test_training_is_that_of_one_rank(world: int, tp: int, plan: str, changed: dict[str, Any]) -> None:
+    expected, norms = plainly(changed.get("clip"), changed.get("vocabulary", 12))
+    for found, found_norms, _, _ in everywhere(world, tp, plan, **changed):
+        assert found.keys() == expected.keys()
+        for name, value in expected.items():
+            torch.testing.assert_close(
+                found[name], value, rtol=1e-4, atol=2e-5, msg=lambda text, n=name: f"{n}: {text}"
+            )
+        torch.testing.assert_close(torch.tensor(found_norms), torch.tensor(norms), rtol=1e-5, atol=0)
+
+
+PLACED = [
+    {"params": "cpu", "grads": "cpu", "optimizer": "cpu"},
+    {"params": "nvme", "grads": "nvme", "optimizer": "nvme"},
+    {"params": "cpu", "optimizer": {"device": 0.5, "cpu": 0.25, "nvme": 0.25}},
+]
+
+
+@pytest.mark.parametrize("precision", ["fp32", thorough("bf16")])
+def test_placement_never_changes_the_result(precision: str, tmp_path: Path) -> None:
+    (expected, norms, moments, grads), *_ = everywhere(2, 2, "sequence", clip=0.5, vocabulary=13, precision=precision)
+    for placed in PLACED:
+        row = {"clip": 0.5, "vocabulary": 13, "precision": precision, "nvme_path": str(tmp_path), **placed}
+        found = everywhere(2, 2, "sequence", **row)[0]
+        assert found[1] == norms
+        for ours, theirs in zip((found[0], *found[2:]), (expected, moments, grads), strict=True):
+            for name, value in theirs.items():
+                assert torch.equal(ours[name], value), (placed, name)
+
+
+def _refusals(rank: int) -> list[str]:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import DTensor, Partial, Shard, distribute_tensor
+
+    both, tp_alone = meshes(2), init_device_mesh("cpu", (2,))
+    shared = init_device_mesh("cpu", (2,), mesh_dim_names=("dp_shard",))
+
+    def divided(mesh: Any, placement: Any) -> nn.Module:
+        model = nn.Linear(4, 4)
+        if isinstance(placement, Partial):
+            value = DTensor.from_local(model.weight.detach(), mesh, [placement])
+        else:
+            value = distribute_tensor(model.weight.detach(), mesh, [placement])
+        model.weight = nn.Parameter(value)
+        return model
+
+    uneven = nn.Linear(4, 4)
+    part = torch.zeros(1 + 2 * rank, 4)
+    uneven.weight = nn.Parameter(
+        DTensor.from_local(part, both["tp"], [Shard(0)], run_check=False, shape=(4, 4), stride=(4, 1))
+    )
+    cases: list[tuple[nn.Module, Any]] = [
+        (divided(tp_alone, Shard(0)), None),
+        (divided(shared, Shard(0)), shared),
+        (divided(both["tp"], Partial()), both),
+        (divided(both["tp"], Shard(0)), init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp_shard", "tp"))),
+        (uneven, both),
+    ]
+    said = []
+    for model, mesh in cases:
+        with pytest.raises(ConfigError) as caught:
+            penstock.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), mesh=mesh)
+        said.append(str(caught.value))
+    return said
+
+
+def test_what_cannot_be_trained_is_refused_with_both_meshes() -> None:
+    for said in run_ranks(_refusals, 2):
+        nothing, shared, partial, elsewhere, uneven = said
+        assert "'weight'" in nothing
+        assert "no mesh" in nothing
+        assert "before fully_shard()" in shared
+        assert "mesh (dp_shard 2; ranks [0, 1])" in shared
+        assert "partial sum" in partial
+        assert "before fully_shard()" in elsewhere
+        assert "torch.chunk()" in uneven
+
+
+def _by_hand(rank: int, folder: str) -> dict[str, Any]:
+    """Look at, set and average what ranks divide; first values by name; an optimizer that has made a step."""
+    mesh = meshes(2)
+    model = parallelize(make(13), mesh["tp"], "sequence")
+    of_torch = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    loss_of(model, batches(0, 0, 1)).backward()
+    of_torch.step()
+    of_torch.zero_grad()
+    weight = model.head.weight
+    moment = whole(of_torch.state[weight]["exp_avg"])
+    values = {name: whole(p) for name, p in model.named_parameters()}
+    optimizer = penstock.prepare(
+        model, of_torch, mesh=mesh, precision="fp32", placement=Placement(params="cpu"), weights=values
+    )
+    assert torch.equal(optimizer.full_state(weight, "exp_avg"), moment)
+    for name, p in model.named_parameters():
+        assert torch.equal(optimizer.full_param(p), values[name]), name
+    new = torch.arange(weight.numel(), dtype=torch.float32).view(13, 8)
+    optimizer.set_full_param(weight, new)
+    assert torch.equal(optimizer.full_param(weight), new)
+    with optimizer.gathered(modify=True), torch.no_grad():
+        assert torch.equal(whole(weight), new)
+        weight.mul_(2)
+        model.norm.weight.fill_(float(dist.get_rank()))
+    assert torch.equal(optimizer.full_param(weight), 2 * new)
+    assert torch.equal(optimizer.full_param(model.norm.weight), torch.zeros(8))  # the first rank's on every rank
+    optimizer.set_full_param(model.norm.weight, torch.ones(8))
+
+    average = penstock.EMA(optimizer, decay=0.5)
+    loss_of(model, batches(1, 0, 1)).backward()
+    grads = {name: optimizer.full_grad(p) for name, p in model.named_parameters()}
+    norm = float(nn.utils.clip_grad_norm_(model.parameters(), 0.1))
+    assert norm == pytest.approx(float(torch.cat([g.flatten() for g in grads.values()]).norm()), rel=1e-5)
+    assert repr(weight.grad).startswith("<gradient of 'head.weight' (13, 8)")
+    optimizer.set_full_grad(weight, new)
+    torch.testing.assert_close(optimizer.full_grad(weight), new)  # with the clip in it, which rounds
+    optimizer.step()
+    average.update()
+    optimizer.zero_grad()
+    optimizer.offload_states()
+    optimizer.reload_states()
+    with average.applied():
+        shown = optimizer.full_param(weight)
+    now = optimizer.full_param(weight)
+    torch.testing.assert_close(shown, (2 * new + now) / 2)
+    optimizer.close()
+    assert torch.equal(whole(weight), now)
+    return {"shown": shown, "now": now}
+
+
+def test_whole_values_go_in_and_out(tmp_path: Path) -> None:
+    one, other = run_ranks(_by_hand, 2, str(tmp_path))
+    for name in one:
+        assert torch.equal(one[name], other[name])
+
+
+def _of_transformers(rank: int, folder: str) -> tuple[list[float], dict[str, Tensor]]:
+    from torch.distributed.device_mesh import init_device_mesh
+    from transformers import AutoModelForCausalLM
+
+    size = dist.get_world_size()
+    torch.manual_seed(0)
+    if size == 1:
+        model, mesh = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32), None
+    else:
+        mesh = init_device_mesh("cpu", (size,), mesh_dim_names=("tp",))
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, tp_plan="auto", device_mesh=mesh)
+        assert any(hasattr(p, "full_tensor") for p in model.parameters())
+    optimizer = penstock.prepare(
+        model, torch.optim.AdamW(model.parameters(), lr=1e-3), mesh=mesh, precision="fp32", max_grad_norm=1.0
+    )
+    norms = []
+    for step in range(3):
+        ids = batches(step, 0, 1)
+        optimizer.backward(model(input_ids=ids, labels=ids).loss)
+        norms.append(optimizer.step().grad_norm)
+        optimizer.zero_grad()
+    full = {name: optimizer.full_param(p) for name, p in model.named_parameters()}
+    optimizer.close()
+    return norms, full
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_model_of_transformers_with_its_own_plan(tmp_path: Path, tied: bool) -> None:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.LlamaConfig(
+        vocab_size=16,
+        hidden_size=16,
+        intermediate_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        tie_word_embeddings=tied,
+    )
+    torch.manual_seed(0)
+    transformers.LlamaForCausalLM(config).save_pretrained(tmp_path)
+    (norms, expected), *_ = run_ranks(_of_transformers, 1, str(tmp_path))
+    for found_norms, found in run_ranks(_of_transformers, 2, str(tmp_path)):
+        assert found_norms == pytest.approx(norms, rel=1e-5)
+        for name, value in expected.items():
+            torch.testing.assert_close(found[name], value, rtol=1e-4, atol=2e-5)
