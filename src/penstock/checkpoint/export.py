@@ -166,16 +166,10 @@ def _sources(checkpoint: Checkpoint, file_set: FileSet, dtype: torch.dtype) -> I
 
 def _check_whole(checkpoint: Checkpoint) -> None:
     """Refuse a checkpoint in which an element of a parameter is not in one tile, in a form that there is."""
-    covered: dict[str, list[tuple[int, int]]] = {name: [] for name in checkpoint.manifest.parameters}
     for table in checkpoint.tables:
         for unit in table.units:
             checkpoint.check_kinds(unit)
-    for key in checkpoint.tiles():
-        for piece in key.unit.pieces(key.number):
-            if piece.name in covered:
-                covered[piece.name].append((piece.start, piece.stop))
-    for name, saved in checkpoint.manifest.parameters.items():
-        checkpoint.check_covered(name, covered[name], 0, torch.Size(saved.shape).numel())
+    checkpoint.check_whole()
 
 
 def _kind_of(checkpoint: Checkpoint, name: str) -> str:

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from penstock.checkpoint.boxes import Extent, why_not_whole
 from penstock.checkpoint.fields import Field
 from penstock.checkpoint.manifest import (
     MARKER,
@@ -34,6 +35,7 @@ from penstock.kinds import MASTER, OPTIMIZER, PARAM, is_average
 from penstock.rules.rule import BLOCK_NUMEL
 
 LATEST = "latest"
+_MANY_PARTS = 64
 
 logger = logging.getLogger("penstock")
 
@@ -246,6 +248,51 @@ class Checkpoint:
         wrong = _wrong_kinds(self.manifest, unit)
         if wrong is not None:
             raise CheckpointError(f"Unit '{unit.name}' of {self.folder} {wrong}.", field="homes")
+
+    def check_whole(self) -> None:
+        """Refuse a checkpoint in which an element of a parameter is not there, or is there twice.
+
+        Raises:
+            CheckpointError: names the file and the parameter.
+        """
+        found: dict[str, dict[Extent, list[tuple[int, int]]]] = {name: {} for name in self.manifest.parameters}
+        for files, table in zip(self.manifest.ranks, self.tables, strict=True):
+            for slot in (slot for unit in table.units for slot in unit.slots if slot.name in found):
+                extent = Extent.of(slot)
+                shape = self.manifest.parameters[slot.name].shape
+                if slot.region is not None and extent.shape != shape:
+                    file = str(self.folder / files.table.name)
+                    raise CheckpointError(
+                        f"{file}: '{slot.name}' is a part of shape {extent.shape}, and {MARKER} says {shape}. Load "
+                        "another checkpoint.",
+                        file=file,
+                        field="slots",
+                    )
+                found[slot.name].setdefault(extent, [])
+        for key in self.tiles():
+            for part in key.unit.parts(key.number):
+                if part.slot.name in found:
+                    found[part.slot.name][Extent.of(part.slot)].append((part.start, part.stop))
+        for name, extents in found.items():
+            self._check_parts(name, extents)
+
+    def _check_parts(self, name: str, extents: Mapping[Extent, list[tuple[int, int]]]) -> None:
+        """Refuse a parameter whose parts are not all of it, or have no tiles."""
+        saved = self.manifest.parameters[name]
+        whole = Extent(saved.shape, (0,) * len(saved.shape), saved.shape)
+        if all(extent.sizes == extent.shape for extent in extents):  # wherever it is a whole
+            ranges = [pair for of_extent in extents.values() for pair in of_extent]
+            self.check_covered(name, ranges, 0, whole.numel)
+            return
+        if any(extent.shape != saved.shape for extent in extents):
+            raise self.fail(f"parameters.{name}", f"has parts of another shape than {saved.shape}. Load another one.")
+        if len(extents) > max(len(self.manifest.ranks), _MANY_PARTS):  # else a look at each pair could take for ever
+            raise self.fail(f"parameters.{name}", "has more parts than any rank wrote. Load another one.")
+        why = why_not_whole(saved.shape, list(extents))
+        if why is not None:
+            raise self.fail(f"parameters.{name}", f"{why}. Load another one.")
+        for extent, ranges in extents.items():
+            self.check_covered(name, ranges, 0, extent.numel)
 
     def check_covered(self, name: str, ranges: Iterable[tuple[int, int]], first: int, last: int) -> None:
         """Refuse a parameter whose elements `first` to `last` are not all there, or some of them twice.

@@ -18,9 +18,10 @@ from typing import Annotated, NamedTuple
 
 import torch
 
+from penstock.checkpoint.boxes import Extent
 from penstock.checkpoint.fields import MOST_CHECKSUM, Field, dtype_name, members, parse, reader
 from penstock.kinds import MASTER, PARAM, Tier
-from penstock.layout import ALIGNMENT_NUMEL, Slot
+from penstock.layout import ALIGNMENT_NUMEL, Region, Slot
 from penstock.machine.arena import PAGE_BYTES
 from penstock.machine.reach import Grid
 from penstock.tiers.home import CellPlan
@@ -29,6 +30,7 @@ from penstock.tiers.records import RecordLayout
 #: A tile of a checkpoint is in memory as a whole when it is read.
 MOST_TILE_BYTES = 1 << 30
 _TABLE_BYTES_OF_ANY = 1 << 28
+_SLOT_FIELDS = 3  # a fourth where it is a part of its parameter
 
 
 def _read_cells(field: Field) -> tuple[CellPlan, ...]:
@@ -96,7 +98,8 @@ class UnitTable:
 
     Attributes:
         name: the unit's, for people.
-        slots: the unit's parameters in its flat buffer.
+        slots: the unit's parameters in its flat buffer; of those that every tensor-parallel rank has whole, the first
+            one's alone.
         tiling: how the shard is cut, and which tile is the first one here.
         homes: the unit's homes, in the order of a tile's records.
         offset: where the first tile begins in the file, in bytes.
@@ -147,14 +150,23 @@ class UnitTable:
         """Where slots begin, and where they stop: in order, so that a tile's are found without a look at all."""
         return [slot.start for slot in self.slots], [slot.stop for slot in self.slots]
 
-    def pieces(self, number: int) -> Iterator["Piece"]:
-        """Go through what a tile holds of each parameter, in order."""
+    def parts(self, number: int) -> Iterator["Part"]:
+        """Go through what a tile holds of each slot, in order."""
         start, stop = (self.tiling.shard_start + element for element in self.tile_range(number))
         starts, stops = self._slot_ends
         for slot in self.slots[bisect_right(stops, start) : bisect_left(starts, stop)]:
             first, last = max(slot.start, start), min(slot.stop, stop)
             if first < last:
-                yield Piece(slot.name, first - slot.start, last - slot.start, first - start)
+                yield Part(slot, first - slot.start, last - slot.start, first - start)
+
+    def pieces(self, number: int) -> Iterator["Piece"]:
+        """Go through what a tile holds of each whole parameter: of one that is cut in columns, a piece for each row."""
+        for slot, start, stop, inside in self.parts(number):
+            if slot.region is None:
+                yield Piece(slot.name, start, stop, inside)
+                continue
+            for first, last, at in Extent.of(slot).places(start, stop):
+                yield Piece(slot.name, first, last, inside + at - start)
 
     @property
     def largest_tile_bytes(self) -> int:
@@ -177,7 +189,7 @@ class UnitTable:
         """Give what the table file says of it, for `read`."""
         return {
             "name": self.name,
-            "slots": [[slot.name, slot.shape, slot.start] for slot in self.slots],
+            "slots": [_slot_to_json(slot) for slot in self.slots],
             **members(self.tiling),
             "homes": self.homes,
             "offset": self.offset,
@@ -221,12 +233,33 @@ def _read_slots(field: Field) -> tuple[Slot, ...]:
     """Read the slots of a unit, `[name, shape, start]` each, one after the other."""
     slots: list[Slot] = []
     for item in field.items():
-        name, shape, start = item.items(3)
+        name, shape, start, *region = item.items() if _has_region(item) else item.items(3)
         if start.multiple(ALIGNMENT_NUMEL) < (slots[-1].stop if slots else 0):
             raise start.fail("lies in the slot before it")
         sizes = shape.shape()
-        slots.append(Slot(name.string(), sizes, prod(sizes), start.integer()))
+        where = _read_region(region[0], name.string(), sizes) if region else None
+        slots.append(Slot(name.string(), sizes, prod(sizes), start.integer(), where))
     return tuple(slots)
+
+
+def _has_region(item: Field) -> bool:
+    return isinstance(item.value, list) and len(item.value) == _SLOT_FIELDS + 1
+
+
+def _read_region(field: Field, name: str, sizes: tuple[int, ...]) -> Region:
+    """Read where a slot lies in its parameter, `[shape, offsets]`."""
+    shape, offsets = field.items(2)
+    region = Region(shape.shape(), offsets.integers())
+    if not len(region.shape) == len(region.offsets) == len(sizes):
+        raise field.fail(f"of '{name}' has other dimensions than its {len(sizes)}")
+    if any(begin + size > most for begin, size, most in zip(region.offsets, sizes, region.shape, strict=True)):
+        raise field.fail(f"of '{name}' reaches past its shape {region.shape}")
+    return region
+
+
+def _slot_to_json(slot: Slot) -> list[object]:
+    region = [] if slot.region is None else [[slot.region.shape, slot.region.offsets]]
+    return [slot.name, slot.shape, slot.start, *region]
 
 
 @dataclass(frozen=True)
@@ -271,6 +304,11 @@ def kept_homes(cells: Mapping[str, Sequence[CellPlan]]) -> list[str]:
     return kept
 
 
+def own_slots(slots: Sequence[Slot], grid: Grid) -> tuple[Slot, ...]:
+    """Choose the slots that a rank's table names: of tensor-parallel ranks that have one whole, the first names it."""
+    return tuple(slot for slot in slots if slot.region is not None or grid.tp_rank == 0)
+
+
 def own_tiles(shard_numel: int, tile_numel: int, grid: Grid) -> tuple[int, int]:
     """Say which tiles of a shard a rank saves, of those that have a copy of it: the first, and one past the last."""
     count = -(-shard_numel // tile_numel)
@@ -293,6 +331,15 @@ class Record(NamedTuple):
     offset: int
     nbytes: int
     checksum: int
+
+
+class Part(NamedTuple):
+    """Elements `start` to `stop` of a slot that one tile holds, the first of them at element `inside` of it."""
+
+    slot: Slot
+    start: int
+    stop: int
+    inside: int
 
 
 class Piece(NamedTuple):

@@ -4,6 +4,7 @@ import contextlib
 from dataclasses import dataclass, replace
 from typing import Any
 
+from penstock.checkpoint.sharing import check_shared
 from penstock.cli.ranks import Ranks, joined
 from penstock.cli.training.config import TrainConfig
 from penstock.cli.training.data.dataset import Data, read_data
@@ -92,6 +93,7 @@ def run(config: TrainConfig, interruption: Interruption) -> bool:
             recomputed = chosen.recompute
             prepared = planned(prepared, chosen, config) if prepared.plan is None else prepared
             reports.planned(chosen)
+        check_shared(config.out)  # here: found by the first save, it would cost every step before
         session = Session(request, data, course, prepared, reports, interruption)
         sizes = {} if outlook.found is None else plan_of(outlook.found)
         return session.run(_resolved(request, course, recomputed=recomputed), sizes)

@@ -29,7 +29,7 @@ from penstock.engine.passes.reduce import Reducer
 from penstock.engine.state.access import Access
 from penstock.engine.state.choosing import Candidate, choose
 from penstock.engine.state.placing import write_averages, write_states, write_weights
-from penstock.engine.state.taking import Taken, Taker
+from penstock.engine.state.taking import Taken, Taker, spread
 from penstock.engine.state.torn import is_torn, tear
 from penstock.engine.updates.rig import Rig
 from penstock.engine.updates.update import Updater
@@ -281,7 +281,7 @@ class Loader:
         states = {state.name: state for state in taken.checkpoint.manifest.states}
         with TileReader() as reader, contextlib.closing(self._tiles(reader, taken)) as tiles:
             for tile, (_, runs) in zip(tiles, taken.plan, strict=True):
-                for run in runs:
+                for run in spread(runs):
                     write_weights(tile, run)
                     if run.unit.trained is not None:
                         write_states(tile, run, states, self._rule.states)

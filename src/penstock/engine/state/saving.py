@@ -20,11 +20,13 @@ from torch import Tensor
 
 from penstock.checkpoint import folder as folders
 from penstock.checkpoint.beside import other_than, persistent_buffers, read_random, to_tensors
+from penstock.checkpoint.boxes import Extent
 from penstock.checkpoint.manifest import Manifest, SavedGroup, SavedParameter, checksum_of
 from penstock.checkpoint.opened import LATEST, next_serial
 from penstock.checkpoint.pretrained import describe
 from penstock.checkpoint.save import Save, Target
-from penstock.checkpoint.tables import HomeTable, Tiling, UnitTable, kept_homes, own_tiles
+from penstock.checkpoint.sharing import check_seen
+from penstock.checkpoint.tables import HomeTable, Tiling, UnitTable, kept_homes, own_slots, own_tiles
 from penstock.checkpoint.tiles import RingMemory, UnitSource
 from penstock.checkpoint.values import encode
 from penstock.engine.state.access import Access
@@ -153,6 +155,7 @@ class Saver:
         token, made, sums = self._council.share(
             (own.manifest.token if own.manifest is not None else "", [str(path) for path in own.made], own.sums)
         )
+        check_seen(folder, self._council)
         return Save(
             council=self._council,
             target=Target(folder, [Path(path) for path in made], token, keep),
@@ -227,11 +230,12 @@ class Saver:
             homes = _homes(unit)
             tile_numel = unit.params.sections[0].tile_numel
             first, last = own_tiles(unit.layout.shard_numel, tile_numel, self._ranks.grid)
-            if first == last:
+            slots = own_slots(unit.layout.slots, self._ranks.grid)
+            if first == last or not slots:
                 continue
             table = UnitTable(
                 name=unit.name,
-                slots=unit.layout.slots,
+                slots=slots,
                 tiling=Tiling(unit.own_range[0], unit.layout.shard_numel, tile_numel, first),
                 homes=tuple(_home_table(name, home) for name, home in homes.items()),
                 offset=offset,
@@ -283,7 +287,7 @@ class Saver:
                 yield (
                     parameter.name,
                     SavedParameter(
-                        shape=parameter.slot.shape,
+                        shape=Extent.of(parameter.slot).shape,
                         dtype=unit.spec.dtype,
                         trained=trained,
                         step=self._access.steps()[parameter.tensor] if trained else 0,

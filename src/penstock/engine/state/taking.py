@@ -1,20 +1,22 @@
 """What an engine takes from a checkpoint: everything that can be wrong is found here, and nothing has changed."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from torch import Tensor
 
 from penstock.checkpoint.beside import RandomStates, decode_random, from_tensor, persistent_buffers, why_no_fit
+from penstock.checkpoint.boxes import Extent, meet
 from penstock.checkpoint.fields import Field
 from penstock.checkpoint.opened import Checkpoint
-from penstock.checkpoint.tables import TileKey
+from penstock.checkpoint.tables import Part, TileKey
 from penstock.engine.units.unit import Unit
 from penstock.engine.updates.rig import Rig
 from penstock.engine.updates.update import Updater
 from penstock.errors import ConfigError
-from penstock.layout import ALIGNMENT_NUMEL
+from penstock.layout import ALIGNMENT_NUMEL, Slot
+from penstock.rules.rule import BLOCK_NUMEL
 
 _MOST_NAMED = 8
 
@@ -28,8 +30,52 @@ class Destination(NamedTuple):
     inside: int
 
 
+class _Place(NamedTuple):
+    """Where elements `first` to `last` of a slot rest: in a unit's shard, the slot's first one at element `base`."""
+
+    unit: Unit
+    slot: Slot
+    first: int
+    last: int
+    base: int
+
+
+class Scattered(NamedTuple):
+    """What a tile has of a slot that is another box of its parameter here: runs that are counted when they are read."""
+
+    place: _Place
+    part: Part
+
+    def runs(self) -> Iterator[Destination]:
+        """Go through the runs that are both in the tile and in this rank's shard."""
+        (unit, slot, first, last, base), part = self
+        for begin, end, at in meet(Extent.of(part.slot), part.start, part.stop, Extent.of(slot)):
+            start, stop = max(begin, first), min(end, last)
+            if start < stop:
+                inside = part.inside + at - part.start + start - begin
+                yield Destination(unit, start + base, stop + base, inside)
+
+    def cuts_blocks(self) -> bool:
+        """Whether a block of 8-bit states here would be of parts of several."""
+        base, slot, part = self.place.base, self.place.slot, self.part
+        for run in self.runs():
+            start, stop, there = run.start - base, run.stop - base, part.start + run.inside - part.inside
+            if start % BLOCK_NUMEL or there % BLOCK_NUMEL or (stop % BLOCK_NUMEL and stop != slot.numel):
+                return True
+        return False
+
+
 #: What is read, in order, and where it goes.
-Plan = list[tuple[TileKey, list[Destination]]]
+Plan = list[tuple[TileKey, list[Destination | Scattered]]]
+
+
+def spread(runs: Sequence[Destination | Scattered]) -> Iterator[Destination]:
+    """Go through the runs of a tile, one by one."""
+    for run in runs:
+        if isinstance(run, Destination):
+            yield run
+        else:
+            yield from run.runs()
 
 
 @dataclass(frozen=True)
@@ -97,7 +143,7 @@ class Taker:
         """Check that the parameters have the model's names, shapes and kinds of dtypes."""
         saved = checkpoint.manifest.parameters
         own = {
-            slot.name: (slot.shape, unit.spec.dtype.is_floating_point)
+            slot.name: (Extent.of(slot).shape, unit.spec.dtype.is_floating_point)
             for unit in self._units
             for slot in unit.layout.slots
         }
@@ -187,30 +233,46 @@ class Taker:
 
     def _plan(self, checkpoint: Checkpoint) -> Plan:
         """Plan what of each tile goes where. Every element of this rank's shards comes from one place."""
-        places: dict[str, tuple[Unit, int, int, int]] = {}  # by name: unit, own elements, and where the slot begins
+        places: dict[str, _Place] = {}
         for unit in self._units:
             for index, start, stop in unit.parts():
                 slot = unit.layout.slots[index]
                 base = slot.start - unit.own_range[0]
-                places[slot.name] = unit, start - base, stop - base, base
+                places[slot.name] = _Place(unit, slot, start - base, stop - base, base)
+        checkpoint.check_whole()
         plan: Plan = []
-        covered: dict[str, list[tuple[int, int]]] = {name: [] for name in places}
         for key in checkpoint.tiles():
-            runs: list[Destination] = []
-            for piece in key.unit.pieces(key.number):
-                if piece.name not in places:
+            runs: list[Destination | Scattered] = []
+            for part in key.unit.parts(key.number):
+                place = places.get(part.slot.name)
+                if place is None:
                     continue
-                unit, first, last, base = places[piece.name]
-                start, stop = max(piece.start, first), min(piece.stop, last)
+                if Extent.of(part.slot) != Extent.of(place.slot):
+                    scattered = Scattered(place, part)
+                    if next(scattered.runs(), None) is not None:
+                        self._check_blocks(checkpoint, scattered)
+                        runs.append(scattered)
+                    continue
+                unit, _, first, last, base = place
+                start, stop = max(part.start, first), min(part.stop, last)
                 if start < stop:
-                    covered[piece.name].append((start, stop))
-                    _append(runs, Destination(unit, start + base, stop + base, piece.inside + start - piece.start))
+                    _append(runs, Destination(unit, start + base, stop + base, part.inside + start - part.start))
             if runs:
                 plan.append((key, runs))
-        for name, (_, first, last, _) in places.items():
-            checkpoint.check_covered(name, covered[name], first, last)
         self._check_kinds(checkpoint, plan)
         return plan
+
+    def _check_blocks(self, checkpoint: Checkpoint, scattered: Scattered) -> None:
+        """Refuse 8-bit states that are cut inside of a block: codes of two scales do not make one, exactly."""
+        states = (*self._rule.states, *checkpoint.manifest.states)
+        if scattered.place.unit.trained is None or all(state.scale_name is None for state in states):
+            return
+        if scattered.cuts_blocks():
+            raise checkpoint.fail(
+                f"parameters.{scattered.place.slot.name}",
+                f"has 8-bit states in blocks of {BLOCK_NUMEL} elements, which would be cut when its parts change. Load "
+                "it over as many tensor-parallel ranks as it was saved by.",
+            )
 
     def _check_kinds(self, checkpoint: Checkpoint, plan: Plan) -> None:
         """Check that each tile has the kinds that its parameters need, in the dtypes that they can have."""
@@ -218,10 +280,10 @@ class Taker:
             checkpoint.check_kinds(unit)
 
 
-def _append(runs: list[Destination], run: Destination) -> None:
+def _append(runs: list[Destination | Scattered], run: Destination) -> None:
     """Add a run, or make the last one longer: between neighbouring slots is a gap that holds zeros in every layout."""
-    if runs:
-        last = runs[-1]
+    last = runs[-1] if runs else None
+    if isinstance(last, Destination):
         gap = run.start - last.stop
         alike = run.unit is last.unit and run.start - run.inside == last.start - last.inside
         if alike and 0 <= gap < ALIGNMENT_NUMEL:
