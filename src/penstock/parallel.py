@@ -99,7 +99,7 @@ def ulysses_attention(
     value: Tensor,
     group: dist.ProcessGroup | None = None,
 ) -> Tensor:
-    """Attend over a sequence of which each rank has a chunk: all tokens of some heads, for all heads of some tokens.
+    """Return the attention over a sequence of which each rank has a chunk: each rank computes it for some heads.
 
     Where there are fewer heads of keys than ranks, each of them is copied to all ranks that need it.
 
