@@ -1,0 +1,116 @@
+"""Models of transformers on a sequence that several ranks share."""
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from penstock.errors import ConfigError
+from penstock.parallel import check_heads, ulysses_attention
+
+
+@contextmanager
+def sequence_parallel(model: Any, group: dist.ProcessGroup | None = None) -> Iterator[None]:
+    """Let a causal language model of transformers attend over a sequence that the ranks of a group share.
+
+    Inside, call the model with what `penstock.parallel.cut` returns, shifted labels apart, and `use_cache=False`;
+    backward belongs inside too where activations are recomputed. The model's attention, "sdpa" or "eager", is called
+    with all tokens of some heads. Afterwards the model and transformers are as they were.
+
+    Arguments:
+        model: a `PreTrainedModel` whose layers all attend to the whole sequence.
+        group: the ranks that share the sequence, chunks in their order; `None` for all there are.
+
+    Raises:
+        ConfigError: the attention is of another kind, or the ranks do not divide its heads.
+
+    Example:
+        >>> with sequence_parallel(model, group):  # doctest: +SKIP
+        ...     logits = model(**chunk, use_cache=False).logits
+    """
+    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    config = model.config
+    before = config._attn_implementation
+    _check(config, dist.get_world_size(group))
+    name = f"penstock_ulysses_{id(model):x}"  # its own, so that models of several groups live side by side
+    if name in ALL_ATTENTION_FUNCTIONS:
+        raise ConfigError("sequence_parallel is already around this model: leave it before entering it again")
+    ALL_ATTENTION_FUNCTIONS[name] = _attention(before, group)
+    ALL_MASK_ATTENTION_FUNCTIONS[name] = _no_mask
+    try:
+        config._attn_implementation = name
+        yield
+    finally:
+        config._attn_implementation = before
+        del ALL_ATTENTION_FUNCTIONS[name]
+        del ALL_MASK_ATTENTION_FUNCTIONS[name]
+
+
+def _check(config: Any, ranks: int) -> None:
+    if config._attn_implementation not in ("sdpa", "eager"):
+        raise ConfigError(
+            f"attention {config._attn_implementation!r} cannot be shared over ranks: load the model with "
+            'attn_implementation="sdpa" or "eager"'
+        )
+    kinds = set(getattr(config, "layer_types", None) or ()) - {"full_attention"}
+    window = getattr(config, "sliding_window", None) if getattr(config, "use_sliding_window", True) else None
+    if kinds or window is not None:
+        what = ", ".join(sorted(kinds)) or f"a sliding window of {window}"
+        raise ConfigError(f"layers with {what} cannot share a sequence over ranks: only full attention can")
+    heads = getattr(config, "num_attention_heads", None)
+    if not isinstance(heads, int):
+        raise ConfigError("the model's config has no num_attention_heads: its attention cannot be shared over ranks")
+    check_heads(heads, getattr(config, "num_key_value_heads", None) or heads, ranks)
+
+
+def _no_mask(*_: Any, **__: Any) -> None:
+    """Return no mask: the model sees a chunk, and the mask is of the whole sequence."""
+
+
+def _attention(kind: str, group: dist.ProcessGroup | None) -> Callable[..., tuple[Tensor, None]]:
+    def forward(
+        module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **rest: Any
+    ) -> tuple[Tensor, None]:
+        function = _function(kind, module)
+
+        def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+            # What the functions ask of a layer: with copied keys the groups are smaller than the layer's own.
+            layer = SimpleNamespace(
+                num_key_value_groups=query.shape[1] // key.shape[1],
+                is_causal=getattr(module, "is_causal", True),
+                training=module.training,
+            )
+            mask = _additive(attention_mask, query) if kind == "eager" else attention_mask
+            result: Tensor = function(layer, query, key, value, mask, **rest)[0]
+            return result.transpose(1, 2)
+
+        return ulysses_attention(attend, query, key, value, group).transpose(1, 2).contiguous(), None
+
+    return forward
+
+
+def _function(kind: str, module: Any) -> Callable[..., Any]:
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    if kind == "sdpa":
+        sdpa: Callable[..., Any] = ALL_ATTENTION_FUNCTIONS["sdpa"]
+        return sdpa
+    eager: Callable[..., Any] = sys.modules[type(module).__module__].eager_attention_forward
+    return eager
+
+
+def _additive(mask: Tensor | None, query: Tensor) -> Tensor:
+    """Return the mask that eager attention adds to its scores; it has no causal mask of its own."""
+    length = query.shape[2]
+    if mask is None:
+        mask = torch.ones(length, length, dtype=torch.bool, device=query.device).tril()[None, None]
+    return torch.zeros(mask.shape, dtype=query.dtype, device=query.device).masked_fill_(
+        ~mask, torch.finfo(query.dtype).min
+    )

@@ -1,0 +1,161 @@
+"""One sequence over several ranks gives the gradients, and the training, of one rank that has all of it."""
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.nn import functional as F
+
+import penstock
+from penstock.integrations.ulysses import sequence_parallel
+from penstock.parallel import cut, token_mean
+from tests.support import run_ranks
+
+LENGTH = 11  # which neither 2 nor 4 divides
+
+
+def llama(attention: str, dtype: torch.dtype = torch.float32) -> Any:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    sizes: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "vocab_size": 40}
+    config = LlamaConfig(
+        num_attention_heads=4, num_key_value_heads=2, use_cache=False, attn_implementation=attention, **sizes
+    )
+    return LlamaForCausalLM(config).to(dtype)
+
+
+def batch(kind: str, seed: int = 1) -> dict[str, Tensor]:
+    """Two rows, most labels of the first half of which do not count: the ranks have different numbers of tokens."""
+    made = torch.Generator().manual_seed(seed)
+    tokens = torch.randint(40, (2, LENGTH), generator=made)
+    labels = tokens.clone()
+    labels[:, :4] = -100
+    found = {"input_ids": tokens, "labels": labels}
+    if kind == "padded":
+        found["attention_mask"] = torch.ones_like(tokens)
+        found["attention_mask"][0, -3:] = 0
+        found["attention_mask"][1, :2] = 0
+        labels[found["attention_mask"] == 0] = -100
+    if kind == "packed":
+        found["position_ids"] = torch.tensor([[*range(5), *range(6)], [*range(2), *range(7), *range(2)]])
+        labels[found["position_ids"] == 0] = -100
+    return found
+
+
+def sum_of(logits: Tensor, labels: Tensor) -> Tensor:
+    return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=-100, reduction="sum")
+
+
+def whole_loss(model: Any, rows: list[dict[str, Tensor]]) -> Tensor:
+    """The mean over all tokens of all rows, on one rank."""
+    total, tokens = torch.zeros(()), 0
+    for row in rows:
+        inputs = {name: values for name, values in row.items() if name != "labels"}
+        labels = row["labels"][:, 1:]
+        total = total + sum_of(model(**inputs).logits[:, :-1], labels)
+        tokens += int((labels != -100).sum())
+    return total / tokens
+
+
+def gradients(rank: int, ranks: int) -> dict[str, list[tuple[str, Tensor, Tensor]]]:
+    """Of each row of the table, the gradients of one rank and the mean of those of all."""
+    found = {}
+    for attention in ("sdpa", "eager"):
+        for kind in ("causal", "padded", "packed"):
+            # In fp64 the eager mask of a row that sees nothing (padding on the left) is -inf in its fp32 softmax: NaN.
+            dtype = torch.float32 if attention == "eager" else torch.float64
+            model, other = llama(attention, dtype), llama(attention, dtype)
+            whole_loss(model, [batch(kind)]).backward()
+            mine = cut(batch(kind), rank, ranks)
+            labels = mine.pop("shift_labels")
+            assert labels is not None
+            with sequence_parallel(other):
+                loss = token_mean(sum_of(other(**mine).logits, labels), (labels != -100).sum())
+            loss.backward()
+            pairs = []
+            for (name, one), many in zip(model.named_parameters(), other.parameters(), strict=True):
+                dist.all_reduce(many.grad)
+                pairs.append((name, one.grad, many.grad / ranks))
+            found[f"{attention} {kind}"] = pairs
+            assert other.config._attn_implementation == attention
+    return found
+
+
+@pytest.mark.parametrize("ranks", [2, 4])  # over 4, two heads of keys are copied
+def test_gradients_are_those_of_one_rank(ranks: int) -> None:
+    for found in run_ranks(gradients, ranks, ranks):
+        for row, pairs in found.items():
+            for name, one, many in pairs:
+                close = 1e-10 if one.dtype == torch.float64 else 1e-6
+                least = close * one.abs().max().item()  # elements that are sums of larger ones
+                torch.testing.assert_close(many, one, rtol=close, atol=least, msg=lambda text: f"{row} {name} {text}")  # noqa: B023
+
+
+def train(rank: int, ranks: int, shape: tuple[int, int], how: dict[str, Any], recompute: bool) -> dict[str, Tensor]:
+    """The parameters after two steps of two micro-batches; the rows are shared out over `dp_shard`."""
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("dp_shard", "cp"))
+    group, place, cp = mesh["cp"].get_group(), mesh["cp"].get_local_rank(), shape[1]
+    model = llama("sdpa")
+    if recompute:
+        model.gradient_checkpointing_enable()
+    optimizer = penstock.prepare(
+        model,
+        torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9),
+        precision="fp32",
+        mesh=mesh,
+        max_grad_norm=0.5,
+        **how,
+    )
+    for step in range(2):
+        chunks = [
+            cut(batch("packed", 100 * step + 10 * micro + mesh["dp_shard"].get_local_rank()), place, cp)
+            for micro in range(2)
+        ]
+        labels = [chunk.pop("shift_labels") for chunk in chunks]
+        tokens = sum((each != -100).sum() for each in labels if each is not None)
+        for chunk, label in zip(chunks, labels, strict=True):
+            assert label is not None
+            with sequence_parallel(model, group):
+                optimizer.backward(token_mean(sum_of(model(**chunk).logits, label), tokens))
+        optimizer.step()
+        optimizer.zero_grad()
+    with optimizer.gathered():
+        found = {name: values.detach().clone() for name, values in model.named_parameters()}
+    optimizer.close()
+    return found
+
+
+def trained_on_one(data: int) -> dict[str, Tensor]:
+    model = llama("sdpa")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9)
+    for step in range(2):
+        rows = [batch("packed", 100 * step + 10 * micro + rank) for micro in range(2) for rank in range(data)]
+        whole_loss(model, rows).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        optimizer.step()
+        optimizer.zero_grad()
+    return {name: values.detach().clone() for name, values in model.named_parameters()}
+
+
+@pytest.mark.parametrize(
+    ("shape", "params", "activations", "overlap", "recompute"),
+    [
+        ((1, 2), "nvme", "device", "none", False),
+        ((2, 2), "cpu", "cpu", "forward", False),
+        ((1, 2), "cpu", "device", "forward", True),
+    ],
+)
+def test_training_is_that_of_one_rank(
+    shape: tuple[int, int], params: str, activations: str, overlap: str, recompute: bool, tmp_path: Any
+) -> None:
+    """With clipping and accumulation, wherever the state is."""
+    placement = penstock.Placement(params=params, activations=activations, nvme_path=tmp_path)
+    expected = trained_on_one(shape[0])
+    how = {"placement": placement, "overlap": overlap}
+    for found in run_ranks(train, shape[0] * shape[1], shape[0] * shape[1], shape, how, recompute):
+        for name, values in expected.items():
+            torch.testing.assert_close(found[name], values, rtol=1e-5, atol=1e-6, msg=lambda t: f"{name} {t}")  # noqa: B023
