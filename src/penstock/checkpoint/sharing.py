@@ -12,8 +12,7 @@ from penstock.checkpoint.folder import Hold, make_folder, remove_file, remove_fo
 from penstock.checkpoint.manifest import MARKER
 from penstock.errors import CheckpointError
 from penstock.machine.border import crossing
-from penstock.machine.collectives import council_of_all
-from penstock.machine.council import Council
+from penstock.machine.council import Council, council_of_all
 
 TIMEOUT_S = 60.0
 #: A file of another host is not there at once on every network file system.
