@@ -16,6 +16,7 @@ import penstock
 from penstock import MemoryBudgetError, NvmeError, Options, Placement, budgets, hosts
 from penstock.errors import PenstockError
 from penstock.hosts import claims_of
+from penstock.machine import council
 from penstock.machine.arena import HostMemory
 from penstock.machine.host import Host, host_name, names_of_hosts
 from tests.support import disks, inline, prepare_on, run_ranks, separate
@@ -237,6 +238,7 @@ def unreachable(rank: int) -> str:
         raise RuntimeError("Connection refused")
 
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(council, "_options", lambda limit: None)
         patch.setattr(torch.distributed, "ProcessGroupGloo", refuse)
         return said_by(made)[1]
 

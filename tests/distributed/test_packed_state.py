@@ -248,9 +248,9 @@ def wire_bytes(rank: int, name: str) -> dict[str, int]:
     found: Counter[str] = Counter()
     issue = Ranks.all_gather
 
-    def note(self: Ranks, full: Tensor, shard: Tensor, what: str = "") -> Any:
+    def note(self: Ranks, full: Tensor, shard: Tensor, what: str = "", **rest: Any) -> Any:
         found[what] += full.nbytes
-        return issue(self, full, shard, what)
+        return issue(self, full, shard, what, **rest)
 
     model, optimizer = prepared(Arithmetic(precision="bf16"), Movement().but(gather_format=name))
     with pytest.MonkeyPatch.context() as patch, TemporaryDirectory() as folder:

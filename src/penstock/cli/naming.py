@@ -32,13 +32,13 @@ _PHRASES = (
     (", a higher stage,", ", a higher --stage,"),
     ("The nvme path ", "--nvme-path "),
     ("overlap is ", "--overlap is "),
-    ("Options(timeout_s=)", "--timeout-s"),
 )
 _VALUE = r"""(?:'[^']*'|\{[^{}]*\}|\.\.\.|-?[\w.,+]*[\w+])"""
 _NAMES = "|".join(sorted(NAMED, key=len, reverse=True))
 # What an argument is called in a message: alone, with its value, or as one of the values that it is a part of.
 _WITH_VALUE = re.compile(rf"(?:Options|Placement)\(({_NAMES})=({_VALUE})\)|(?<![\w./'-])({_NAMES})=({_VALUE})")
 _FRACTION = re.compile(rf"(?<![\w./'-])({_NAMES})\['(\w+)'\]=")
+_EMPTY = re.compile(rf"(?:Options|Placement)\(({_NAMES})=\)")
 # Several arguments at once, by now as options.
 _SEVERAL = re.compile(r"(?:Options|Placement)\((--[^()]*)\)")
 # One of the library's options, where a message has no value of it.
@@ -79,6 +79,7 @@ def in_options(text: str) -> str:
     for said, instead in _PHRASES:
         text = text.replace(said, instead)
     text = _WITH_VALUE.sub(lambda match: _option(match[1] or match[3], match[2] or match[4]), text)
+    text = _EMPTY.sub(lambda match: option_of(match[1]), text)
     text = _SEVERAL.sub(lambda match: match[1].replace(", --", " --"), text)
     text = _FRACTION.sub(lambda match: f"{option_of(match[1])} {match[2]}=", text)
     text = _ALONE.sub(lambda match: option_of(match[1]), text)

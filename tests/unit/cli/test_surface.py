@@ -52,6 +52,10 @@ TRAIN = {
     "--update-threads": None,
     "--streamed-updates": None,
     "--state-dtype": None,
+    "--gather-format": None,
+    "--reduce-format": None,
+    "--secondary-shard": None,
+    "--timeout-s": None,
     "--optimizer-name": "adamw",
     "--optimizer-args": None,
     "--lr": None,
@@ -112,11 +116,13 @@ PLAN = {
     **dict.fromkeys(("--params", "--grads", "--optimizer", "--activations"), "auto"),
     **{name: TRAIN[name] for name in ("--overlap", "--tile-bytes", "--live-bytes", "--prefetch-bytes")},
     **{name: TRAIN[name] for name in ("--persistent-bytes", "--pinned-bytes", "--update-threads")},
-    **{name: TRAIN[name] for name in ("--streamed-updates", "--state-dtype", "--optimizer-name", "--optimizer-args")},
+    **{name: TRAIN[name] for name in ("--streamed-updates", "--state-dtype", "--gather-format", "--reduce-format")},
+    **{name: TRAIN[name] for name in ("--secondary-shard", "--optimizer-name", "--optimizer-args")},
     "--max-grad-norm": 1.0,
     "--machine": "",
     "--gpus": 1,
     "--hosts": 1,
+    "--mesh": None,
     "--device-memory": None,
     "--host-memory": None,
     "--folders": None,
@@ -200,7 +206,7 @@ def test_the_options_of_a_plan_are_the_fields_of_its_settings_and_as_in_train_wh
     of_train = {p.name: p for p in train}
     own = {"model", "params", "grads", "optimizer", "activations", "recompute", "out"}
     both = [p for p in plan if p.name in of_train and p.name not in own]
-    assert len(both) == 20
+    assert len(both) == 23
     assert [(p.opts, p.default) for p in both] == [(of_train[p.name].opts, of_train[p.name].default) for p in both]
 
 
@@ -266,6 +272,10 @@ GIVEN: dict[str, tuple[str, Any]] = {
     "--update-threads": ("3", 3),
     "--streamed-updates": ("auto", "auto"),
     "--state-dtype": ("int8", "int8"),
+    "--gather-format": ("int8", "int8"),
+    "--reduce-format": ("int4", "int4"),
+    "--secondary-shard": ("2", 2),
+    "--timeout-s": ("30", 30.0),
     "--optimizer-name": ("lion", "lion"),
     "--optimizer-args": ("eps=1 x=2", ("eps=1", "x=2")),
     "--lr": ("0.1", 0.1),

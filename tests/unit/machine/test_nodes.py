@@ -58,8 +58,8 @@ class Machine:
 def test_what_stays_inside_a_node_takes_no_network() -> None:
     machine = Machine()
     inside = Collective("all_to_all", 400, 4, "inside")
-    across = Collective("all_to_all", 400, 2, "across")
+    across = Collective("all_to_all", 400, 2, "across", 4)
     for collective, seconds in ((inside, 3.0), (across, 80.0), (Collective("all_gather", 400, 4, "inside"), 3.0)):
-        found = ring(collective, machine, 8, 4)  # type: ignore[arg-type]
+        found = ring(collective, machine, 4)  # type: ignore[arg-type]
         assert found.seconds == pytest.approx(seconds)
         assert collective_s(machine, collective, 4) <= found.seconds  # type: ignore[arg-type]
