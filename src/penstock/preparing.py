@@ -142,8 +142,7 @@ def prepare(
     """
     checks.check_ranks(mesh)  # raised without a meeting: the council is made of these ranks
     timeout_s = getattr(options, "timeout_s", DEFAULT_TIMEOUT_S)  # they are not checked yet
-    nodes = getattr(options, "nodes", None)
-    ranks = Ranks.from_mesh(mesh, sharded=stage != 0, timeout_s=timeout_s, nodes=nodes)
+    ranks = Ranks.from_mesh(mesh, sharded=stage != 0, timeout_s=timeout_s, nodes=getattr(options, "nodes", None))
     arguments: dict[str, Any] = {
         "stage": stage,
         "precision": precision,
