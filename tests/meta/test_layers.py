@@ -25,7 +25,7 @@ LAYERS = (
     ("forecast",),
     ("checkpoint",),
     ("engine",),
-    ("accord", "checks", "optimizer", "parallel", "recompute"),
+    ("accord", "checks", "optimizer", "parallel", "recompute", "ring"),
     ("blueprint", "ema", "inference", "planned"),
     ("budgets",),
     ("hosts",),
@@ -73,7 +73,7 @@ def test_imports_point_down(module: str) -> None:
 @pytest.mark.parametrize("module", [m for m in modules() if part_of(m) in OUTSIDE])
 def test_the_command_line_and_integrations_use_public_names_only(module: str) -> None:
     # Files are as public as names.
-    public = {"", "errors", "losses", "optim", "parallel", "checkpoint", "footprint", "planner", *OUTSIDE}
+    public = {"", "errors", "losses", "optim", "parallel", "ring", "checkpoint", "footprint", "planner", *OUTSIDE}
     assert {part_of(target) for target in imports(module)} <= public
 
 
