@@ -20,6 +20,7 @@ from penstock.blueprint import Blueprint
 from penstock.engine.passes.buffers import BUFFERS_OF_A_SIZE
 from penstock.engine.passes.packing import packed_bytes
 from penstock.engine.passes.sums import summing_bytes
+from penstock.engine.units.dtensors import own_elements
 from penstock.engine.units.plan import UnitPlan
 from penstock.errors import MemoryBudgetError
 from penstock.kinds import GRAD, MASTER, OPTIMIZER, PARAM, SECONDARY, SHADOW, STAGING, Tier
@@ -192,7 +193,7 @@ def gradient_bytes(blueprint: Blueprint, grid: Grid, reach: Reach) -> int:
         if not plan.spec.trainable:
             continue
         itemsize = plan.spec.dtype.itemsize
-        largest = max(largest, max(parameter.numel() for parameter in plan.spec.parameters) * itemsize)
+        largest = max(largest, max(own_elements(parameter).numel() for parameter in plan.spec.parameters) * itemsize)
         sizes.update(_gradient_buffers(plan, blueprint, grid, reach))
     summing = summing_bytes(blueprint.units, blueprint.request.options.reduce_format, grid)
     return largest + summing + sum(BUFFERS_OF_A_SIZE * numel * dtype.itemsize for numel, dtype in sizes)

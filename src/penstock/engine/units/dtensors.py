@@ -108,7 +108,9 @@ def region_of(tensor: Tensor) -> Region | None:
             f"this rank's part of the DTensor {tuple(held.shape)} has shape {own_shape(tensor)}, and torch divides it "
             f"into {tuple(sizes)}: make it with distribute_tensor(), or from_local() of parts of torch.chunk()."
         )
-    return None if tuple(sizes) == tuple(held.shape) else Region(tuple(held.shape), tuple(offsets))
+    # Where another rank has a part, this one says so too, be it all rows: they put whole tensors together as one.
+    parted = any(len(line) > 1 for line in divided_over(tensor))
+    return Region(tuple(held.shape), tuple(offsets)) if parted else None
 
 
 def cut(whole: Tensor, shape: Sequence[int], region: Region) -> Tensor:
