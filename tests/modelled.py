@@ -83,6 +83,7 @@ def predicted(case: Case) -> float:
         folders=(),
         world_size=1,
         hosts=1,
+        mesh=None,
         placement=case.placement,
         micro_batches=case.micro_batches,
         expert_share=None,

@@ -292,7 +292,6 @@ def _loaded(rank: int, folder: str, path: str) -> None:
         optimizer.close()
 
 
-@pytest.mark.xfail(strict=True, reason="meta DTensors are emptied before their region is asked for")
 def test_inference_and_meta_parameters(tmp_path: Path) -> None:
     files, tier = tmp_path / "files", tmp_path / "tier"
     files.mkdir()
@@ -320,11 +319,10 @@ def _formats(rank: int, path: str, options: dict[str, Any], exact: bool) -> list
     ("options", "exact"),
     [
         thorough({"secondary_shard": 2}, True),
-        thorough({"secondary_shard": 1}, True),
         thorough({"gather_format": "int8"}, False),
         thorough({"gather_format": "fp8", "secondary_shard": 2}, False),
         thorough({"reduce_format": "int8"}, False),
-        thorough({"reduce_format": "fp8", "gather_format": "int8"}, False),
+        thorough({"reduce_format": "int4", "gather_format": "int8"}, False),
     ],
 )
 def test_wire_formats_beside_tensor_parallelism(options: dict[str, Any], exact: bool, tmp_path: Path) -> None:
@@ -370,16 +368,17 @@ def test_a_rank_without_rows_of_a_parameter(tmp_path: Path) -> None:
 def _asked(rank: int) -> tuple[int, int, str, str]:
     from torch.distributed.tensor import Shard, distribute_tensor
 
+    from penstock.footprint import footprint
     from penstock.planner import plan
 
     mesh = mesh_of(1, 2)
     model = nn.Sequential(nn.Linear(512, 512, bias=False))
     model[0].weight = nn.Parameter(distribute_tensor(model[0].weight.detach(), mesh["tp"], [Shard(0)]))
     plain = nn.Sequential(nn.Linear(512, 256, bias=False))
-    needed = [
-        penstock.footprint(each, torch.optim.AdamW(each.parameters()), mesh=mesh, precision="fp32").rooms[0].needed
-        for each in (model, plain)
-    ]
+    needed = []
+    for each in (model, plain):
+        found = footprint(each, torch.optim.AdamW(each.parameters()), mesh=mesh, precision="fp32")
+        needed.append(found.at_rest.bytes() + sum(found.device.parts.values()))
     said = []
     for ask in (
         lambda: plan(model, torch.optim.AdamW, lambda: torch.zeros(2, 512), machine="h100-node"),
@@ -391,7 +390,6 @@ def _asked(rank: int) -> tuple[int, int, str, str]:
     return needed[0], needed[1], said[0], said[1]
 
 
-@pytest.mark.skip(reason="the planner does not refuse DTensors yet")
 def test_footprint_counts_own_elements_and_the_planner_refuses_dtensors() -> None:
     for divided, plain, planned, initialised in run_ranks(_asked, 2):
         assert divided == plain

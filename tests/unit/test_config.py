@@ -83,6 +83,7 @@ WHOLE_NUMBERS = {
     "io_queue_depth": 1,
     "rounding_seed": 0,
     "max_skipped_steps": 1,
+    "secondary_shard": 2,
 }
 
 
@@ -104,7 +105,7 @@ def test_only_some_sizes_may_be_left_to_penstock() -> None:
         except ConfigError:
             continue
         optional.add(name)
-    assert optional == {"device_bytes", "pinned_bytes", "update_threads", "max_skipped_steps"}
+    assert optional == {"device_bytes", "pinned_bytes", "update_threads", "max_skipped_steps", "secondary_shard"}
 
 
 @pytest.mark.parametrize(
@@ -118,6 +119,8 @@ def test_only_some_sizes_may_be_left_to_penstock() -> None:
         ("dynamic_loss_scale", None, "True, False"),
         ("debug_release", "late", "True, False"),
         ("cast_inputs", "blocks", "'units', 'model', 'none'"),
+        ("gather_format", "int4", "'exact', 'int8', 'fp8'"),
+        ("reduce_format", "fp8", "'exact', 'int8', 'int4'"),
     ],
 )
 def test_choices_are_named(name: str, wrong: Any, choices: str) -> None:
@@ -145,6 +148,8 @@ def test_every_option_is_checked() -> None:
         "dynamic_loss_scale",
         "debug_release",
         "cast_inputs",
+        "gather_format",
+        "reduce_format",
         "initial_loss_scale",
         "timeout_s",
         "streamed_updates",

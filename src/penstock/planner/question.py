@@ -10,6 +10,7 @@ from torch import nn
 
 from penstock.blueprint import Request, request_for
 from penstock.config import Options, Placement
+from penstock.engine.units.dtensors import is_divided
 from penstock.errors import ConfigError, one_line
 from penstock.forecast.load import Limits
 from penstock.forecast.machine import Machine
@@ -122,8 +123,15 @@ def ask(
     back_end: BackEnd = "inline" if machine.device == "cpu" else "accelerator"
     grid = grid or Grid.first_of(world_size, sharded=sharded)
     nodes = getattr(arguments.get("options"), "nodes", None)
+    given = made(model)
+    divided = next((name for name, parameter in given.named_parameters() if is_divided(parameter)), None)
+    if divided is not None:
+        raise ConfigError(
+            f"Parameter '{divided}' is a DTensor, and plans are for whole ones. Plan the model of one of its tp ranks, "
+            "with its part of each width, for a mesh of the other dimensions."
+        )
     scene = Scene(
-        made(model),
+        given,
         optimizer,
         batch,
         micro_batches=micro_batches,

@@ -70,16 +70,16 @@ def test_parameters_that_do_not_fit_are_not_lost(monkeypatch: pytest.MonkeyPatch
     model, optimizer = after_one_step(BreakingStreams())
     expected = [optimizer.full_param(p) for p in model.parameters()]
     access = optimizer._engine.state.access
-    whole = access.exact_param
+    whole = access.own_param
     given = []
 
-    def exact_param(parameter: torch.nn.Parameter) -> torch.Tensor:
+    def own_param(parameter: torch.nn.Parameter) -> torch.Tensor:
         if len(given) == 3:
             raise torch.OutOfMemoryError("no room for the fourth")
         given.append(parameter)
         return whole(parameter)
 
-    monkeypatch.setattr(access, "exact_param", exact_param)
+    monkeypatch.setattr(access, "own_param", own_param)
     with pytest.raises(torch.OutOfMemoryError):
         optimizer.close()
     monkeypatch.undo()

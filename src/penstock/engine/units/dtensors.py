@@ -91,6 +91,20 @@ def region_of(tensor: Tensor) -> Region | None:
     Raises:
         ConfigError: they are not where torch divides tensors of its size.
     """
+    box = box_of(tensor)
+    if box is not None and box[0] != own_shape(tensor):
+        raise ConfigError(
+            f"this rank's part of the DTensor {tuple(tensor.shape)} has shape {own_shape(tensor)}, and torch divides "
+            f"it into {box[0]}: make it with distribute_tensor(), or from_local() of parts of torch.chunk()."
+        )
+    return None if box is None else box[1]
+
+
+def box_of(tensor: Tensor) -> tuple[tuple[int, ...], Region] | None:
+    """Say by its placements alone which box of a whole tensor is this rank's: its shape, and where it lies.
+
+    `None` where each rank has all of it. One that is about to get values may have no elements yet.
+    """
     if not is_divided(tensor):
         return None
     held: Any = tensor
@@ -103,14 +117,9 @@ def region_of(tensor: Tensor) -> Region | None:
             start = min(sizes[along], chunk * coordinate[dimension])
             sizes[along] = min(sizes[along], start + chunk) - start
             offsets[along] += start
-    if tuple(sizes) != own_shape(tensor):
-        raise ConfigError(
-            f"this rank's part of the DTensor {tuple(held.shape)} has shape {own_shape(tensor)}, and torch divides it "
-            f"into {tuple(sizes)}: make it with distribute_tensor(), or from_local() of parts of torch.chunk()."
-        )
     # Where another rank has a part, this one says so too, be it all rows: they put whole tensors together as one.
     parted = any(len(line) > 1 for line in divided_over(tensor))
-    return Region(tuple(held.shape), tuple(offsets)) if parted else None
+    return (tuple(sizes), Region(tuple(held.shape), tuple(offsets))) if parted else None
 
 
 def cut(whole: Tensor, shape: Sequence[int], region: Region) -> Tensor:

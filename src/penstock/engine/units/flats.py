@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from penstock.checkpoint.tensorfiles import StoredTensors
-from penstock.engine.units.dtensors import cut, own_shape, region_of
+from penstock.engine.units.dtensors import box_of, cut
 from penstock.layout import Region
 
 _COMPARED_NUMEL = 1 << 24  # of tied values, at once
@@ -75,8 +75,8 @@ class Cut(Flat):
 
 def cut_to(flat: Flat, parameter: nn.Parameter) -> Flat:
     """Cut values to this rank's elements of a parameter."""
-    region = region_of(parameter)
-    return flat if region is None else Cut(flat, own_shape(parameter), region)
+    box = box_of(parameter)
+    return flat if box is None else Cut(flat, *box)
 
 
 def oddity(name: str, value: object) -> list[str]:
