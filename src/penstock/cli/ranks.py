@@ -29,6 +29,7 @@ class Ranks:
         device: what it computes on.
         hosts: how many hosts there are.
         timeout_s: how long it waits for the others in a collective, in seconds.
+        cp: how many ranks with consecutive numbers share each sequence; it divides `world_size`.
     """
 
     rank: int
@@ -36,6 +37,7 @@ class Ranks:
     device: torch.device
     hosts: int = 1
     timeout_s: float = 600.0
+    cp: int = 1
 
     @classmethod
     def from_environment(cls, environ: Mapping[str, str] = os.environ) -> "Ranks":
@@ -54,6 +56,21 @@ class Ranks:
     def is_first(self) -> bool:
         """Tell whether this is the rank that prints and saves."""
         return self.rank == 0
+
+    @property
+    def dp_rank(self) -> int:
+        """Number the rows that this rank reads: ranks that share a sequence read the same ones."""
+        return self.rank // self.cp
+
+    @property
+    def dp_world_size(self) -> int:
+        """Count the ranks that read rows of their own."""
+        return self.world_size // self.cp
+
+    @property
+    def counts_rows(self) -> bool:
+        """Tell whether this is the rank that counts what is in its rows, for all that share them."""
+        return self.rank % self.cp == 0
 
     def sum(self, values: torch.Tensor) -> torch.Tensor:
         """Add the values up over all ranks, in place. Every rank calls it."""

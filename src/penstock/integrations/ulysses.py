@@ -38,7 +38,7 @@ def sequence_parallel(model: Any, group: dist.ProcessGroup | None = None) -> Ite
 
     config = model.config
     before = config._attn_implementation
-    _check(config, dist.get_world_size(group))
+    check_shareable(config, dist.get_world_size(group))
     name = f"penstock_ulysses_{id(model):x}"  # its own, so that models of several groups live side by side
     if name in ALL_ATTENTION_FUNCTIONS:
         raise ConfigError("sequence_parallel is already around this model: leave it before entering it again")
@@ -53,7 +53,16 @@ def sequence_parallel(model: Any, group: dist.ProcessGroup | None = None) -> Ite
         del ALL_MASK_ATTENTION_FUNCTIONS[name]
 
 
-def _check(config: Any, ranks: int) -> None:
+def check_shareable(config: Any, ranks: int) -> None:
+    """Refuse a model whose attention ranks cannot share, by its configuration, once it is built.
+
+    Arguments:
+        config: of a `PreTrainedModel`.
+        ranks: how many share a sequence.
+
+    Raises:
+        ConfigError: the attention is not "sdpa" or "eager" over whole sequences, or the ranks do not divide its heads.
+    """
     if config._attn_implementation not in ("sdpa", "eager"):
         raise ConfigError(
             f"attention {config._attn_implementation!r} cannot be shared over ranks: load the model with "

@@ -51,6 +51,7 @@ TABLE: dict[str, dict[str, list[str]]] = {
         "--out": OUT,
         "--lora": LORA,
         "--plan": [path for path in PATHS if path],
+        "--cp": [*COUNTS, "3"],
         "--stage": [*NUMBERS, "4"],
         "--params": HOMES,
         "--grads": HOMES,

@@ -36,6 +36,7 @@ TRAIN = {
     "--cache": "",
     "--seed": 0,
     "--plan": "",
+    "--cp": 1,
     "--stage": 3,
     "--params": "device",
     "--grads": "device",

@@ -27,7 +27,7 @@ class Recipe:
         lr: the peak learning rate.
         batch_size: sequences of a micro-batch of one rank.
         accumulation: micro-batches of a step.
-        world_size: ranks.
+        world_size: ranks that read rows of their own.
     """
 
     seq_length: int
@@ -87,7 +87,7 @@ def recipe_for(config: TrainConfig, *, positions: int | None, world_size: int, p
     Arguments:
         config: the settings.
         positions: how many positions the model knows; `None` where it does not say.
-        world_size: how many ranks there are.
+        world_size: how many ranks read rows of their own.
         per_step: sequences of a step in the run that goes on, which it keeps; `None` for what the settings say.
 
     Raises:

@@ -16,6 +16,7 @@ from penstock.cli.training.learning.checkpoints import AUTO as RESUME_AUTO
 from penstock.cli.training.learning.checkpoints import per_step_before
 from penstock.cli.training.learning.model import check_compiler
 from penstock.cli.training.learning.optimizer_arguments import optimizer_arguments
+from penstock.cli.training.learning.sharing import check_cp
 from penstock.cli.training.planning import PLAN_NAME
 from penstock.cli.training.precision import Precision, resolve_precision
 from penstock.cli.training.recipe import Recipe, recipe_for
@@ -95,6 +96,7 @@ def check_request(config: TrainConfig, ranks: Ranks) -> Request:
         ConfigError: the first thing that is wrong.
     """
     logging.disable_progress_bar()  # the display of the run is the only one
+    check_cp(config, ranks.world_size)
     optimizer_arguments(config)
     check_trackers(config.report_to)
     if config.compile:
@@ -107,7 +109,7 @@ def check_request(config: TrainConfig, ranks: Ranks) -> Request:
     recipe = recipe_for(
         config,
         positions=source.max_seq_length,
-        world_size=ranks.world_size,
+        world_size=ranks.dp_world_size,
         per_step=per_step_before(config),
     )
     sources = find_all(config, without=[config.out, config.cache_folder])
@@ -122,7 +124,7 @@ def check_request(config: TrainConfig, ranks: Ranks) -> Request:
         source.config,
         vocab_size=vocab_size,
         batch_size=recipe.batch_size,
-        seq_length=recipe.seq_length,
+        seq_length=-(-recipe.seq_length // config.cp),
         itemsize=ITEMSIZES[precision],
     )
     chunks_loss = chunks_loss_of(config, source, sizes)
@@ -169,7 +171,8 @@ def chunks_loss_of(config: TrainConfig, source: ModelSource, sizes: StepSizes | 
         check_chunkable(source.model_class)
     is_known = source.model_class.__name__ in CHUNKABLE
     is_large = sizes is not None and sizes.logits_are_largest
-    return config.chunked_loss == ON or (config.chunked_loss == AUTO and is_known and is_large)
+    allowed = config.chunked_loss == AUTO and config.cp == 1
+    return config.chunked_loss == ON or (allowed and is_known and is_large)
 
 
 def _check_out(config: TrainConfig, source: ModelSource) -> None:

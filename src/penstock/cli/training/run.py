@@ -23,6 +23,7 @@ from penstock.cli.training.interruption import Interruption
 from penstock.cli.training.learning.model import build, computing
 from penstock.cli.training.learning.optimizer import Preparation, about_decay, preparation
 from penstock.cli.training.learning.schedule import rate_factor
+from penstock.cli.training.learning.sharing import check_model
 from penstock.cli.training.planning import about_batch, machine_of, plan_for, planned, shared
 from penstock.cli.training.recipe import Course
 from penstock.cli.training.reporting.reports import Reports
@@ -54,7 +55,7 @@ def run(config: TrainConfig, interruption: Interruption) -> bool:
         CheckpointError: the checkpoint to go on from is damaged, or one cannot be written.
     """
     # 1.
-    ranks = replace(Ranks.from_environment(), timeout_s=config.options().timeout_s)
+    ranks = replace(Ranks.from_environment(), timeout_s=config.options().timeout_s, cp=config.cp)
     request = check_request(config, ranks)
     with (
         Reports(config, is_first_rank=request.ranks.is_first) as reports,
@@ -143,6 +144,8 @@ def _outlook(request: Request, reports: Reports) -> _Outlook:
         compiles=config.compile,
         seed=config.seed,
     )
+    if config.cp > 1:
+        check_model(built.model, config.cp)
     prepared = preparation(built, config, request.recipe, request.precision)
     if config.plan:
         machine = machine_of(request.ranks, config) if config.plan == AUTO else None

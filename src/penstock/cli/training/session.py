@@ -16,6 +16,7 @@ from penstock.cli.training.learning.evaluation import Evaluations
 from penstock.cli.training.learning.loop import Ending, Stepper, Training, Why
 from penstock.cli.training.learning.loss import Loss
 from penstock.cli.training.learning.optimizer import Preparation
+from penstock.cli.training.learning.sharing import SharedLoss, mesh_of
 from penstock.cli.training.planning import PLAN_NAME, write_plan
 from penstock.cli.training.recipe import Course
 from penstock.cli.training.reporting.formats import format_seconds
@@ -57,8 +58,9 @@ class Session:
         self._interruption = interruption
         self._began = time.perf_counter()
         self._about = _about(request, data, prepared)  # before it is sharded, which changes its parameters
-        self._loss = Loss(prepared.model)
-        self._optimizer = prepared.prepare()
+        mesh = mesh_of(request.ranks)
+        self._loss = Loss(prepared.model) if mesh is None else SharedLoss(prepared.model, mesh)
+        self._optimizer = prepared.prepare(mesh)
         self._feed = DataFeed(data, request.config, course, request.ranks, pad_id=request.pad_id)
         self._checkpoints = Checkpoints(request.config, course, self._optimizer, self._feed.identity())
         self._best = BestCheckpoint(best_of(request.config), self._optimizer, request.ranks, reports)

@@ -45,7 +45,7 @@ class DataFeed:
         self._config = config
         self._ranks = ranks
         self._order = Order(data.counts, data.weights, config.seed)
-        self._dealer = Dealer(course.batch_size, course.accumulation, ranks.rank, ranks.world_size)
+        self._dealer = Dealer(course.batch_size, course.accumulation, ranks.dp_rank, ranks.dp_world_size)
         # What is compiled is compiled for a shape.
         self._padding = Padding(course.seq_length, pad_id, "seq_length" if config.compile else "longest")
 

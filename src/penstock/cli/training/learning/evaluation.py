@@ -99,10 +99,11 @@ class Evaluations:
                 # Ranks break off together: a forward may be a collective.
                 if ranks.any(self._interruption.asked):
                     return None
-                loss = self._loss(batch, batch.label_count)
+                with self._loss.around():
+                    loss = self._loss(batch, batch.label_count)
                 if counts and batch.label_count:
                     total += loss.double() * batch.label_count
-                    label_count += batch.label_count
+                    label_count += batch.label_count if ranks.counts_rows else 0
         # Until here nothing has waited for the device. A number is filled in there: to copy it the host would wait too.
         sums = ranks.sum(torch.stack([total, torch.full_like(total, label_count)]))
         loss_sum, count = ranks.from_first(sums).tolist()

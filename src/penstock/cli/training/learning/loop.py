@@ -76,12 +76,13 @@ class Stepper:
         for micro_batch in range(1, self.course.accumulation + 1):
             batch, label_count = next(batches)
             # Ranks exchange gradients once a step, with the last micro-batch.
-            with nullcontext() if micro_batch == self.course.accumulation else self.optimizer.no_sync():
+            sync = nullcontext() if micro_batch == self.course.accumulation else self.optimizer.no_sync()
+            with self._loss.around(), sync:
                 loss = self._loss(batch, label_count)
                 # A rank's part of the sum over all labels: gradients are summed over ranks (`Preparation`).
                 self.optimizer.backward(loss)
             total += loss.detach()
-            token_count += batch.token_count
+            token_count += batch.token_count if self.ranks.counts_rows else 0
         outcome = self.optimizer.step()
         self.optimizer.zero_grad()
         window.add(total, label_count, token_count, skipped=outcome.skipped)

@@ -1,6 +1,7 @@
 """The loss of a causal language model over the labels of many batches, as transformers' Trainer takes it."""
 
 import inspect
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from torch import Tensor, nn
@@ -39,6 +40,10 @@ class Loss:
             logits.float().flatten(0, -2), shifted.flatten(), ignore_index=NOT_TRAINED, reduction="sum"
         )
         return total / max(1, label_count)
+
+    def around(self) -> AbstractContextManager[None]:
+        """Surround the calls of a step, and what goes backward from them."""
+        return nullcontext()
 
     def arguments(self, batch: Batch, label_count: int) -> dict[str, Any]:
         """List what the model is called with where it returns its loss, by the names of its arguments."""

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
 import penstock
 from penstock.cli.training.config import TrainConfig
@@ -39,15 +40,15 @@ class Preparation:
     arguments: Mapping[str, Any]
     plan: Plan | None = None
 
-    def prepare(self) -> penstock.Optimizer:
-        """Hand it to penstock. Every rank calls it.
+    def prepare(self, mesh: DeviceMesh | None = None) -> penstock.Optimizer:
+        """Hand it to penstock, with the mesh of the ranks where there is one. Every rank calls it.
 
         Raises:
             ConfigError: what the settings ask for cannot be done.
             MemoryBudgetError, NvmeError: there is no room for it.
         """
         chosen = {} if self.plan is None else {"placement": "auto", "plan": self.plan}
-        return penstock.prepare(self.model, self.optimizer, **{**self.arguments, **chosen})
+        return penstock.prepare(self.model, self.optimizer, mesh=mesh, **{**self.arguments, **chosen})
 
     def footprint(self, *, world_size: int) -> Footprint:
         """Say what it will take of a rank, of so many. Takes nothing."""

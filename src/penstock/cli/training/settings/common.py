@@ -7,7 +7,7 @@ from penstock.errors import ConfigError
 
 # What every reader of a number takes: tensors' extents, threads, generators of random numbers.
 MOST_COUNT = (1 << 31) - 1
-MOST_THREADS = 1 << 16
+MOST_THREADS = MOST_RANKS = 1 << 16
 MOST_SEED = (1 << 63) - 1
 
 #: Values of an option that a run decides by itself unless told.

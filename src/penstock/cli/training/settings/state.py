@@ -10,7 +10,7 @@ from penstock import Options, Placement
 from penstock.cli.naming import naming_options
 from penstock.cli.options import option, option_of
 from penstock.cli.parse import parse_home, parse_share, parse_size_bytes
-from penstock.cli.training.settings.common import AUTO, MOST_THREADS, OFF, check_paths
+from penstock.cli.training.settings.common import AUTO, MOST_RANKS, MOST_THREADS, OFF, check_paths
 from penstock.errors import ConfigError
 
 _STATE = "Where state lives (tiers: device, cpu, nvme) and when it moves"
@@ -36,6 +36,7 @@ class StateOptions:
         _STATE,
         rivals=HOMES,
     )
+    cp: int = option(1, "Ranks that share each sequence (Ulysses).", _STATE, least=1, most=MOST_RANKS)
     stage: int = option(3, "ZeRO stage, 0 to 3.", _STATE)
     params: Home = _home("device", "Home of the parameters: a tier, or device=0.5,cpu=0.5.")
     grads: Home = _home("device", "Home of the gradients.")
