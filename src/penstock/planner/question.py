@@ -123,15 +123,8 @@ def ask(
     back_end: BackEnd = "inline" if machine.device == "cpu" else "accelerator"
     grid = grid or Grid.first_of(world_size, sharded=sharded)
     nodes = getattr(arguments.get("options"), "nodes", None)
-    given = made(model)
-    divided = next((name for name, parameter in given.named_parameters() if is_divided(parameter)), None)
-    if divided is not None:
-        raise ConfigError(
-            f"Parameter '{divided}' is a DTensor, and plans are for whole ones. Plan the model of one of its tp ranks, "
-            "with its part of each width, for a mesh of the other dimensions."
-        )
     scene = Scene(
-        given,
+        _whole(made(model)),
         optimizer,
         batch,
         micro_batches=micro_batches,
@@ -160,6 +153,17 @@ def _size_of(grid: Grid, world_size: int) -> int:
             f"world_size={world_size} contradicts a mesh of {grid.world_size} ranks. Leave world_size out."
         )
     return grid.world_size
+
+
+def _whole(model: nn.Module) -> nn.Module:
+    """Refuse a model whose parameters ranks divide."""
+    divided = next((name for name, parameter in model.named_parameters() if is_divided(parameter)), None)
+    if divided is not None:
+        raise ConfigError(
+            f"Parameter '{divided}' is a DTensor, and plans are for whole ones. Plan the model of one of its tp ranks, "
+            "with its part of each width, for a mesh of the other dimensions."
+        )
+    return model
 
 
 def made(model: nn.Module | Callable[[], nn.Module]) -> nn.Module:
