@@ -257,6 +257,7 @@ GIVEN: dict[str, tuple[str, Any]] = {
     "--packing": ("on", "on"),
     "--cache": ("k", "k"),
     "--seed": ("7", 7),
+    "--cp": ("2", 2),
     "--stage": ("1", 1),
     "--params": ("cpu", "cpu"),
     "--grads": ("nvme", "nvme"),
