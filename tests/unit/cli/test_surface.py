@@ -278,7 +278,6 @@ GIVEN: dict[str, tuple[str, Any]] = {
     "--reduce-format": ("int4", "int4"),
     "--secondary-shard": ("2", 2),
     "--timeout-s": ("30", 30.0),
-    "--cp": ("2", 2),
     "--optimizer-name": ("lion", "lion"),
     "--optimizer-args": ("eps=1 x=2", ("eps=1", "x=2")),
     "--lr": ("0.1", 0.1),
