@@ -378,7 +378,7 @@ class Noting(SimulatedStreams):
     """Notes when copies of activations begin and end; those up are late."""
 
     def __init__(self) -> None:
-        super().__init__(lambda stream, nbytes: 0.02 if stream == UPLOAD else 0.0)
+        super().__init__(lambda stream, nbytes: 0.1 if stream == UPLOAD else 0.0)
         self.notes: list[tuple[str, str, int]] = []
 
     def submit(self, stream: str, work: Work, *, label: Label = NO_LABEL, **rest: Any) -> Event:
