@@ -42,9 +42,9 @@ class Separate(InlineStreams):
     aliases_host = False
 
 
-def make_streams(device: torch.device) -> Streams:
+def make_streams(device: torch.device, *, debug_release: bool = False) -> Streams:
     """The streams of an accelerator, or of what stands for one."""
-    return Separate(device) if device.type == "cpu" else streams_for(device)
+    return Separate(device) if device.type == "cpu" else streams_for(device, debug_release=debug_release)
 
 
 def prepare(settings: dict[str, Any], device: torch.device) -> penstock.Optimizer:

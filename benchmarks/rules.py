@@ -158,7 +158,7 @@ def measure(numel: int, threads: int, rounds: int, library: Any) -> dict[str, An
                 elapsed = time.perf_counter() - start
                 if turn > 0:
                     seconds.append(elapsed)
-    figures = {}
+    figures: dict[str, dict[str, Any]] = {}
     for name, row in rows.items():
         median = statistics.median(row.seconds)
         figures[name] = {
@@ -170,6 +170,7 @@ def measure(numel: int, threads: int, rounds: int, library: Any) -> dict[str, An
             "of_bound": round(statistics.median(b / s for b, s in zip(row.bound_seconds, row.seconds, strict=True)), 3),
         }
         print(f"{name:40}", *(f"{key} {value:8.3f}" for key, value in figures[name].items()), flush=True)
+        figures[name]["rounds"] = {"seconds": row.seconds, "bound_seconds": row.bound_seconds}
     return {"numel": numel, "threads": threads, "rounds": rounds, "rows": figures, "left_out": left_out}
 
 

@@ -161,7 +161,7 @@ def disk(**settings: Any) -> Iterator[Figures]:
                     slot = (index - 4) % 8
                     under_way[slot].wait()
                     under_way[slot] = file.write((index - 4) % count * record, slots[slot])
-            for transfer in under_way:
+            for transfer in filter(None, under_way):
                 transfer.wait()
             elapsed = (time.perf_counter() - started) * 1e3 / settings["steps"]
             moved = count * record / 1e6

@@ -27,7 +27,7 @@ struct Map8 {
     return U::splat(bits - octaves * top);
   }
 
-  // The codes of values under the largest magnitude of their block, in the low 8 bits. Without sign, values are not
+  // The codes of values under the largest magnitude of their block, as integers; of a block without scale anything. Without sign, values are not
   // negative, and none but 0 becomes 0.
   static U encode(V value, U largest) {
     const U distance = magnitude_of(value) - largest;
@@ -71,7 +71,7 @@ float encode_int8(unsigned char* to, const float* from) noexcept {
   }
   const unsigned top = U::largest(largest);
   for (size_t v = 0; v < block_vectors; ++v)
-    U::store_bytes(to + v * V::width, Map8<is_signed>::encode(values[v], U::splat(top)));
+    U::template store_codes<is_signed>(to + v * V::width, Map8<is_signed>::encode(values[v], U::splat(top)));
   clear_unless(has_codes(top), to);
   return scale_of(top);
 }
@@ -100,7 +100,8 @@ void update_int8(const Arrays& arrays, const float* scalars, size_t begin, size_
   V values[2][count][block_vectors];
   unsigned top[count] = {};
   const auto write = [&]<int k>(size_t at, size_t v, int turn) {
-    U::store_bytes(states[k] + at + v * V::width, Map8<R::is_signed[k]>::encode(values[turn][k][v], U::splat(top[k])));
+    U::template store_codes<R::is_signed[k]>(states[k] + at + v * V::width,
+                                             Map8<R::is_signed[k]>::encode(values[turn][k][v], U::splat(top[k])));
   };
   int turn = 0;
   for (size_t at = begin; at < end; at += block_numel, turn = !turn) {

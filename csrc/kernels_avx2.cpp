@@ -12,6 +12,7 @@ using std::size_t;
 
 struct V {
   static constexpr size_t width = 16;
+  static constexpr bool knows_e4m3 = true;
   using Half = __m256i;
   __m256 a, b;
 
@@ -29,6 +30,14 @@ struct V {
   }
   static Half load_half(const unsigned short* from) { return _mm256_loadu_si256(reinterpret_cast<const Half*>(from)); }
   static void store_half(unsigned short* to, Half half) { _mm256_storeu_si256(reinterpret_cast<Half*>(to), half); }
+  static Half larger_half(Half so_far, Half half) {
+    return _mm256_max_epu16(so_far, _mm256_and_si256(half, _mm256_set1_epi16(0x7FFF)));
+  }
+  static unsigned short largest_half(Half half) {
+    // There is an instruction for the smallest.
+    const __m128i eight = _mm_max_epu16(_mm256_castsi256_si128(half), _mm256_extracti128_si256(half, 1));
+    return (unsigned short)~_mm_cvtsi128_si32(_mm_minpos_epu16(_mm_xor_si128(eight, _mm_set1_epi32(-1))));
+  }
 
   static V sqrt(V x) { return {_mm256_sqrt_ps(x.a), _mm256_sqrt_ps(x.b)}; }
   static V fma(V x, V y, V z) { return {_mm256_fmadd_ps(x.a, y.a, z.a), _mm256_fmadd_ps(x.b, y.b, z.b)}; }
@@ -50,6 +59,54 @@ struct V {
     const __m256i words = _mm256_cvtepu8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from)));
     return _mm256_and_si256(_mm256_srai_epi16(_mm256_slli_epi16(words, 8), 1), _mm256_set1_epi16(short(0xBFFF)));
   }
+  // See store_e4m3 in wire_impl.h: here what is of 16 bits at the end is taken together.
+  static void store_e4m3(unsigned char* to, V x, V y) {
+    const Half high_x = high_words(bits(x.a), bits(x.b)), high_y = high_words(bits(y.a), bits(y.b));
+    const Half signs = _mm256_and_si256(_mm256_packs_epi16(high_x, high_y), _mm256_set1_epi8(char(0x80)));
+    const Half both = _mm256_or_si256(_mm256_packus_epi16(e4m3(x, high_x), e4m3(y, high_y)), signs);
+    _mm256_storeu_si256(reinterpret_cast<Half*>(to), _mm256_permute4x64_epi64(both, _MM_SHUFFLE(3, 1, 2, 0)));
+  }
+  // The bf16 of codes of e4m3 times a factor. The low four bits of a code choose from a table, a byte at a time; what is
+  // above is two steps of the exponent each, 1 of the high byte. Codes below 16 have tables of their own.
+  class Bf16OfE4m3 {
+   public:
+    static constexpr size_t width = 32;
+    explicit Bf16OfE4m3(V factor) {
+      const __m256i below = words_of(0, factor), above = words_of(16, factor);
+      low_below_ = low_bytes(below), high_below_ = low_bytes(_mm256_srli_epi16(below, 8));
+      low_ = low_bytes(above);
+      high_ = _mm256_sub_epi8(low_bytes(_mm256_srli_epi16(above, 8)), _mm256_set1_epi8(1));
+    }
+    void put(unsigned short* to, const unsigned char* from) const {
+      const __m256i loaded = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from));
+      const __m256i codes = _mm256_permute4x64_epi64(loaded, _MM_SHUFFLE(3, 1, 2, 0));  // unpacking is by halves
+      const __m256i choice = _mm256_and_si256(codes, _mm256_set1_epi8(15));
+      const __m256i steps = _mm256_and_si256(_mm256_srli_epi16(codes, 4), _mm256_set1_epi8(7));
+      const __m256i is_below = _mm256_cmpeq_epi8(steps, _mm256_setzero_si256());
+      const __m256i above = _mm256_add_epi8(_mm256_shuffle_epi8(high_, choice), steps);
+      const __m256i magnitude = _mm256_blendv_epi8(above, _mm256_shuffle_epi8(high_below_, choice), is_below);
+      const __m256i high = _mm256_or_si256(magnitude, _mm256_and_si256(codes, _mm256_set1_epi8(char(0x80))));
+      const __m256i low = _mm256_blendv_epi8(_mm256_shuffle_epi8(low_, choice),
+                                             _mm256_shuffle_epi8(low_below_, choice), is_below);
+      store_half(to, _mm256_unpacklo_epi8(low, high));
+      store_half(to + V::width, _mm256_unpackhi_epi8(low, high));
+    }
+
+   private:
+    static __m256i words_of(char first, V factor) {
+      const __m128i count = _mm_setr_epi8(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+      alignas(16) unsigned char codes[16];
+      _mm_store_si128(reinterpret_cast<__m128i*>(codes), _mm_add_epi8(count, _mm_set1_epi8(first)));
+      return to_bf16(from_fp16(load_e4m3(codes)) * factor);
+    }
+    static __m256i low_bytes(__m256i words) {
+      const __m256i low = _mm256_and_si256(words, _mm256_set1_epi16(0xFF));
+      return _mm256_broadcastsi128_si256(
+          _mm_packus_epi16(_mm256_castsi256_si128(low), _mm256_extracti128_si256(low, 1)));
+    }
+
+    __m256i low_, high_, low_below_, high_below_;
+  };
   static Half to_fp16(V x) {
     constexpr int nearest = _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC;
     const __m128i low = _mm256_cvtps_ph(_mm256_unpacklo_ps(x.a, x.b), nearest);
@@ -95,6 +152,14 @@ struct V {
       const __m256i words = alternate(_mm256_and_si256(x.a, low), _mm256_slli_epi32(_mm256_and_si256(x.b, low), 16));
       _mm_storeu_si128(reinterpret_cast<__m128i*>(to),
                        _mm_packus_epi16(_mm256_castsi256_si128(words), _mm256_extracti128_si256(words, 1)));
+    }
+    // Without masks: packing saturates, and what is a byte stays as it is.
+    template <bool is_signed>
+    static void store_codes(unsigned char* to, U x) {
+      const __m256i words = alternate(x.a, _mm256_slli_epi32(x.b, 16));
+      const __m128i first = _mm256_castsi256_si128(words), second = _mm256_extracti128_si256(words, 1);
+      _mm_storeu_si128(reinterpret_cast<__m128i*>(to),
+                       is_signed ? _mm_packs_epi16(first, second) : _mm_packus_epi16(first, second));
     }
     static U bits(V x) { return {V::bits(x.a), V::bits(x.b)}; }
     static V float_of(U x) { return {_mm256_castsi256_ps(x.a), _mm256_castsi256_ps(x.b)}; }
@@ -155,6 +220,18 @@ struct V {
   };
 
  private:
+  // Codes of e4m3 without their signs; `high` are the high words.
+  static Half e4m3(V x, Half high) {
+    const Half exponents = _mm256_max_epi16(_mm256_and_si256(high, _mm256_set1_epi16(0x7F80)), _mm256_set1_epi16(121 << 7));
+    const __m256i a = sum_e4m3(x.a, _mm256_slli_epi32(exponents, 16));
+    const __m256i b = sum_e4m3(x.b, _mm256_and_si256(exponents, high_mask()));
+    return _mm256_add_epi16(alternate(a, _mm256_slli_epi32(b, 16)), _mm256_srli_epi16(exponents, 4));
+  }
+  static __m256i sum_e4m3(__m256 x, __m256i exponent) {
+    const __m256 magnitude = _mm256_and_ps(x, _mm256_castsi256_ps(_mm256_set1_epi32(0x7FFFFFFF)));
+    const __m256i power = _mm256_add_epi32(exponent, _mm256_set1_epi32((20 << 23) + 0x10000 - 8 * (127 - 6)));
+    return bits(_mm256_add_ps(magnitude, _mm256_castsi256_ps(power)));
+  }
   static __m256 larger(__m256 x, __m256 y) {
     return _mm256_blendv_ps(_mm256_max_ps(x, y), x, _mm256_cmp_ps(x, x, _CMP_UNORD_Q));
   }

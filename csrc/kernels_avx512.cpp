@@ -15,6 +15,7 @@ using std::size_t;
 
 struct V {
   static constexpr size_t width = 32;
+  static constexpr bool knows_e4m3 = false;
   using Half = __m512i;
   __m512 a, b;
 
@@ -26,6 +27,15 @@ struct V {
   }
   static Half load_half(const unsigned short* from) { return _mm512_loadu_si512(from); }
   static void store_half(unsigned short* to, Half half) { _mm512_storeu_si512(to, half); }
+  static Half larger_half(Half so_far, Half half) {
+    return _mm512_max_epu16(so_far, _mm512_and_si512(half, _mm512_set1_epi16(0x7FFF)));
+  }
+  static unsigned short largest_half(Half half) {
+    // There is an instruction for the smallest.
+    const __m256i half_of_it = _mm256_max_epu16(_mm512_castsi512_si256(half), _mm512_extracti64x4_epi64(half, 1));
+    const __m128i eight = _mm_max_epu16(_mm256_castsi256_si128(half_of_it), _mm256_extracti128_si256(half_of_it, 1));
+    return (unsigned short)~_mm_cvtsi128_si32(_mm_minpos_epu16(_mm_xor_si128(eight, _mm_set1_epi32(-1))));
+  }
 
   static V sqrt(V x) { return {_mm512_sqrt_ps(x.a), _mm512_sqrt_ps(x.b)}; }
   static V fma(V x, V y, V z) { return {_mm512_fmadd_ps(x.a, y.a, z.a), _mm512_fmadd_ps(x.b, y.b, z.b)}; }
@@ -86,6 +96,8 @@ struct V {
       const __m512i words = alternate(x.a, _mm512_slli_epi32(x.b, 16));
       _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), _mm512_cvtepi16_epi8(words));
     }
+    template <bool>
+    static void store_codes(unsigned char* to, U x) { store_bytes(to, x); }
     static U bits(V x) { return {V::bits(x.a), V::bits(x.b)}; }
     static V float_of(U x) { return {_mm512_castsi512_ps(x.a), _mm512_castsi512_ps(x.b)}; }
     static V to_floats(U x) { return {_mm512_cvtepi32_ps(x.a), _mm512_cvtepi32_ps(x.b)}; }

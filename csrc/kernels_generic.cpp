@@ -25,6 +25,7 @@ inline float value_of(std::uint32_t bits) {
 
 struct V {
   static constexpr size_t width = 1;
+  static constexpr bool knows_e4m3 = false;
   using Half = std::uint16_t;
   float v;
 
@@ -33,6 +34,11 @@ struct V {
   static void store(float* to, V value) { *to = value.v; }
   static Half load_half(const unsigned short* from) { return *from; }
   static void store_half(unsigned short* to, Half half) { *to = half; }
+  static Half larger_half(Half so_far, Half half) {
+    const Half magnitude = half & 0x7FFFu;
+    return magnitude > so_far ? magnitude : so_far;
+  }
+  static unsigned short largest_half(Half half) { return half; }
 
   static V sqrt(V a) { return {std::sqrt(a.v)}; }
   static V fma(V a, V b, V c) { return {std::fma(a.v, b.v, c.v)}; }
@@ -95,6 +101,8 @@ struct V {
       return {static_cast<std::uint32_t>(static_cast<signed char>(*from))};
     }
     static void store_bytes(unsigned char* to, U x) { *to = static_cast<unsigned char>(x.v); }
+    template <bool>
+    static void store_codes(unsigned char* to, U x) { store_bytes(to, x); }
     static U bits(V x) { return {bits_of(x.v)}; }
     static V float_of(U x) { return {value_of(x.v)}; }
     static V to_floats(U x) { return {static_cast<float>(static_cast<std::int32_t>(x.v))}; }

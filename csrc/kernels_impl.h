@@ -4,12 +4,14 @@
 // instruction set can be linked into the code of another. For the same reason nothing here calls the standard library.
 //
 // V is `width` floats, in an order of its own, and offers: splat, load, store; + - * /; sqrt; fma (one rounding); Half, the
-// vector of `width` 16-bit words, with load_half and store_half; from_bf16, from_fp16, to_bf16, to_fp16 (nearest even);
-// load_e4m3 (as fp16 of 2^-8 of the value); join and split (the remainder form); larger (a NaN of either wins); sign (0 of a NaN); Wide, `width` doubles, with
-// add, add_squares and store; U, `width` unsigned words, with splat, count (0, 1, 2 ...), load and store (in V's order),
-// load_bytes, load_signed_bytes, store_bytes (the low 8 bits), bits, float_of, to_floats, truncate, larger, smaller,
-// largest (of all), + - * & | ^, shifts by a number, shifted_signed; sum_unless, which chooses by element; to_bf16_up
-// (bits added below the last one before truncating).
+// vector of `width` 16-bit words, with load_half, store_half, larger_half (of magnitudes; the first is one) and
+// largest_half (of all magnitudes); from_bf16, from_fp16, to_bf16, to_fp16 (nearest even); load_e4m3 (as fp16 of 2^-8 of
+// the value), and knows_e4m3: whether it has store_e4m3 (of two vectors) and Bf16OfE4m3 (see wire_impl.h); join and split
+// (the remainder form); larger (a NaN of either wins); sign (0 of a NaN); Wide, `width` doubles, with add, add_squares and
+// store; U, `width` unsigned words, with splat, count (0, 1, 2 ...), load and store (in V's order), load_bytes,
+// load_signed_bytes, store_bytes (the low 8 bits), store_codes (of words that are a byte, signed or not, else anything), bits, float_of, to_floats, truncate, larger, smaller, largest (of
+// all), + - * & | ^, shifts by a number, shifted_signed; sum_unless, which chooses by element; to_bf16_up (bits added
+// below the last one before truncating).
 
 // Asks for memory before it is needed. The processor's own prefetching stops at the end of a page, and behind this much
 // arithmetic it does not look far enough ahead. One element at a time, asking would cost more than it gives.

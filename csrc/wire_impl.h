@@ -12,9 +12,11 @@ struct WireInt8 {
   static constexpr size_t code_bytes = block_numel;
   static constexpr float top = 127.0f, most = 0x1.020406p121f, unit = 1.0f;
 
-  static void encode(unsigned char* to, const V* values, V inverse) {
+  // Calls get(v) for each vector of the block.
+  template <class Get>
+  static void encode(unsigned char* to, Get&& get, V inverse) {
     for (size_t v = 0; v < block_vectors; ++v)
-      U::store_bytes(to + v * V::width, U::bits(values[v] * inverse + V::splat(whole)));
+      U::store_bytes(to + v * V::width, U::bits(get(v) * inverse + V::splat(whole)));
   }
   // Calls put(v, codes) for each vector of the block.
   template <class Put>
@@ -30,10 +32,11 @@ struct WireInt4 {
   static constexpr float top = 7.0f, most = 0x1.249248p125f, unit = 1.0f;
   static constexpr size_t half = block_vectors / 2;
 
-  static void encode(unsigned char* to, const V* values, V inverse) {
+  template <class Get>
+  static void encode(unsigned char* to, Get&& get, V inverse) {
     for (size_t v = 0; v < half; ++v) {
-      const U low = U::bits(values[v] * inverse + V::splat(whole));
-      const U high = U::bits(values[v + half] * inverse + V::splat(whole));
+      const U low = U::bits(get(v) * inverse + V::splat(whole));
+      const U high = U::bits(get(v + half) * inverse + V::splat(whole));
       U::store_bytes(to + v * V::width, (low & U::splat(15)) | high << 4);
     }
   }
@@ -47,25 +50,37 @@ struct WireInt4 {
   }
 };
 
-// Read as integers, the magnitudes of e4m3 are those of fp32 without their last 20 bits, with another bias; below 2^-6
-// they count 2^-9. Of the two ways to round, the right one is the smaller: both agree up to 2^-5.
+// Rounds to e4m3, to nearest even. Of a value from 2^e to 2^(e+1), or below 2^-6 with e = -6, a sum with 2^(e+20) has
+// 2^(e-3) for its last place, as e4m3 has: in its low bits are the eighths, `base` of them there before. With 8 for each
+// of the exponent's steps they make the code, up to multiples of 2^16.
+constexpr unsigned e4m3_least = 121u << 23;                    // the bits of 2^-6
+constexpr unsigned e4m3_base = 0x10000u - 8 * (127 - 6);       // even: it changes no tie
+constexpr unsigned e4m3_power = (20u << 23) + e4m3_base;
+template <class Vec>
+void store_e4m3(unsigned char* to, Vec x, Vec y) {
+  if constexpr (Vec::knows_e4m3) {
+    Vec::store_e4m3(to, x, y);
+  } else {
+    const auto store = [](unsigned char* at, V value) {
+      const U bits = U::bits(value);
+      const U exponent = U::larger(bits & U::splat(0x7F800000u), U::splat(e4m3_least));
+      const V sum = U::float_of(bits & U::splat(0x7FFFFFFFu)) + U::float_of(exponent + U::splat(e4m3_power));
+      U::store_bytes(at, (U::bits(sum) + (exponent >> 20)) | (bits >> 24 & U::splat(0x80)));
+    };
+    store(to, x);
+    store(to + V::width, y);
+  }
+}
+
 struct WireFp8 {
   static constexpr Wire id = Wire::fp8;
   static constexpr size_t code_bytes = block_numel;
   static constexpr float top = 448.0f, most = 0x1.249248p119f;
-  static constexpr unsigned bias = 120u << 23;         // between the exponents of fp32 and e4m3
-  static constexpr unsigned least = bias + (8u << 20);  // the bits of 2^-6
-  static constexpr unsigned denormal = 0x46800000u;     // of 2^14, whose last place is 2^-9
 
-  static void encode(unsigned char* to, const V* values, V inverse) {
-    for (size_t v = 0; v < block_vectors; ++v) {
-      const U bits = U::bits(values[v] * inverse);
-      const U magnitude = bits & U::splat(0x7FFFFFFFu);
-      const U counted = U::bits(U::float_of(magnitude) + U::float_of(U::splat(denormal))) - U::splat(denormal);
-      const U normal = U::larger(magnitude, U::splat(least));
-      const U rounded = (normal + U::splat(0x7FFFFu - bias) + (normal >> 20 & U::splat(1))) >> 20;
-      U::store_bytes(to + v * V::width, U::smaller(rounded, counted) | (bits >> 24 & U::splat(0x80)));
-    }
+  template <class Get>
+  static void encode(unsigned char* to, Get&& get, V inverse) {
+    for (size_t v = 0; v < block_vectors; v += 2)
+      store_e4m3<V>(to + v * V::width, get(v) * inverse, get(v + 1) * inverse);
   }
   // With the bits of fp16, which has the next exponents, a code stands for 2^-8 of its value.
   static constexpr float unit = 256.0f;
@@ -76,26 +91,48 @@ struct WireFp8 {
 };
 
 // A block below 2^-96 is zero, and one that is not finite has NaN for a scale: codes of zero, which it makes NaN.
+
+// The bits of the largest magnitude of a block. Those of 16-bit values are compared as they are, 2 bytes each.
+template <class Stored>
+unsigned largest_of(const typename Stored::Word* from) {
+  if constexpr (sizeof(*from) == 2) {
+    typename V::Half largest[2] = {};  // one after the other would be a chain
+    for (size_t v = 0; v < block_vectors; ++v) {
+      look_ahead(v * V::width, from);
+      largest[v % 2] = V::larger_half(largest[v % 2], V::load_half(from + v * V::width));
+    }
+    const unsigned short word = V::largest_half(V::larger_half(largest[0], largest[1]));
+    if constexpr (std::is_same_v<Stored, Bf16>) return unsigned{word} << 16;
+    const typename Stored::Word words[V::width] = {word};
+    return U::largest(U::bits(Stored::get(words)));
+  } else {
+    U largest = U::splat(0);
+    for (size_t v = 0; v < block_vectors; ++v) {
+      look_ahead(v * V::width, from);
+      look_ahead(v * V::width + V::width / 2, from);
+      largest = U::larger(largest, U::bits(Stored::get(from + v * V::width)) & U::splat(0x7FFFFFFFu));
+    }
+    return U::largest(largest);
+  }
+}
+
 template <class Format, class Stored>
 void pack(unsigned char* packed, const void* values_address, size_t begin, size_t end) noexcept {
   const auto* from = static_cast<const typename Stored::Word*>(values_address) + begin * block_numel;
   unsigned char* to = packed + begin * (sizeof(float) + Format::code_bytes);
+  // Of the next block, while this one is packed: a division is between the largest magnitude and the first code.
+  unsigned next = begin < end ? largest_of<Stored>(from) : 0;
   for (size_t block = begin; block < end; ++block) {
-    V values[block_vectors];
-    U largest = U::splat(0);
-    for (size_t v = 0; v < block_vectors; ++v) {
-      look_ahead(v * V::width, from);
-      if constexpr (sizeof(*from) == 4) look_ahead(v * V::width + V::width / 2, from);
-      values[v] = Stored::get(from + v * V::width);
-      largest = U::larger(largest, U::bits(values[v]) & U::splat(0x7FFFFFFFu));
-    }
-    const unsigned top = U::largest(largest);
+    const unsigned top = next;
+    if (block + 1 < end) next = largest_of<Stored>(from + block_numel);
     float scale = scale_of(top);
     if (has_codes(top)) {
       const float inverse = Format::top / scale;
       scale = scale / Format::top;
       if (scale > Format::most) scale = Format::most;
-      Format::encode(to + sizeof scale, values, V::splat(inverse));
+      // From the cache: the registers do not hold a block.
+      const auto get = [=](size_t v) { return Stored::get(from + v * V::width); };
+      Format::encode(to + sizeof scale, get, V::splat(inverse));
     } else {
       for (size_t i = 0; i < Format::code_bytes; ++i) to[sizeof scale + i] = 0;
     }
@@ -103,6 +140,16 @@ void pack(unsigned char* packed, const void* values_address, size_t begin, size_
     from += block_numel;
     to += sizeof scale + Format::code_bytes;
   }
+}
+
+// A block of bf16 by tables of its 32 least codes, each times the scale: of a scale with which all of them are normal
+// numbers, and finite, all other values are those of 16 to 31 with larger exponents. Says whether it did.
+template <class Vec>
+bool unpack_by_tables(unsigned short* to, const unsigned char* codes, float scale) {
+  if (!(scale >= 0x1p-100f && scale <= 0x1p119f)) return false;
+  const typename Vec::Bf16OfE4m3 tables(Vec::splat(scale * WireFp8::unit));
+  for (size_t i = 0; i < block_numel; i += tables.width) tables.put(to + i, codes + i);
+  return true;
 }
 
 template <class Format, class Stored, bool add>
@@ -114,6 +161,13 @@ void unpack(void* values_address, const unsigned char* packed, size_t begin, siz
     __builtin_memcpy(&scale, from, sizeof scale);
     if constexpr (V::width > 1) {
       for (size_t line = 0; line < Format::code_bytes; line += 64) __builtin_prefetch(from + ahead_bytes + line);
+    }
+    if constexpr (V::knows_e4m3 && Format::id == Wire::fp8 && std::is_same_v<Stored, Bf16>) {
+      if (unpack_by_tables<V>(to, from + sizeof scale, scale)) {
+        to += block_numel;
+        from += sizeof scale + Format::code_bytes;
+        continue;
+      }
     }
     const V factor = V::splat(scale * Format::unit);  // a power of two: no scale of a block is too large for it
     Format::decode(from + sizeof scale, [&](size_t v, V codes) {

@@ -1,0 +1,41 @@
+"""What a start waits for, counted in modules: seconds differ between machines, and between hours of one."""
+
+import subprocess
+import sys
+
+import pytest
+
+
+def imported_by(statement: str) -> set[str]:
+    code = f"import sys; {statement}; print('\\n'.join(['', *sys.modules]))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120)
+    return set(done.stdout.split())
+
+
+@pytest.fixture(scope="module")
+def of_python() -> set[str]:
+    return imported_by("pass")
+
+
+def test_the_command_line_starts_without_torch(of_python: set[str]) -> None:
+    found = imported_by("from penstock.cli import main") - of_python
+    assert "penstock.cli.app" in found
+    assert not found & {"torch", "numpy", "rich", "transformers", "safetensors", "highspy", "asyncio"}
+    assert len(found) <= 230  # 197 in all, 35 of them ours
+    assert sum(name.startswith("penstock") for name in found) <= 45
+
+
+def test_the_package_is_itself_and_nothing_else(of_python: set[str]) -> None:
+    found = {name for name in imported_by("import penstock") - of_python if name.startswith("penstock")}
+    assert found == {"penstock"}
+
+
+def test_prepare_adds_few_modules_that_are_not_ours_to_those_of_torch() -> None:
+    code = (
+        "import sys, torch; before = {*sys.modules}; import penstock; penstock.prepare; print(*{*sys.modules} - before)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120)
+    found = set(done.stdout.split())
+    assert "penstock.preparing" in found
+    assert len({name for name in found if not name.startswith("penstock")}) <= 12  # 7
+    assert len(found) <= 230  # 207
