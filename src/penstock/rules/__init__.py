@@ -1,4 +1,4 @@
-"""The arithmetic of the optimizers: pure and element-wise, without movement. docs/rules.md has the equations."""
+"""The arithmetic of the optimizers: pure, without movement. docs/rules.md has the equations."""
 
 from penstock._native import Pool
 from penstock.rules.deposit import deposit, squared_norm

@@ -17,7 +17,7 @@ from penstock.rules.dither import step_key
 from penstock.rules.exact import fp32
 from penstock.rules.master import read_master
 from penstock.rules.native import dtype_of, master_kind_of, storage_of
-from penstock.rules.rule import BLOCK_NUMEL, PIECE_NUMEL, Hyper, Scalars, Segment, StateSpec
+from penstock.rules.rule import BLOCK_NUMEL, PIECE_NUMEL, Hyper, Rule, Scalars, Segment, StateSpec
 from penstock.rules.storage import StateFormat, read_state, rounding_of, write_param, write_state
 
 
@@ -82,6 +82,25 @@ class Fused(ABC):
     def scalar_names(self) -> tuple[str, ...]:
         """None beside the step count."""
         return ()
+
+    @property
+    def whole(self) -> bool:
+        """No: elements are updated each by itself, wherever a parameter is cut."""
+        return False
+
+    def part(self, group: Mapping[str, Any]) -> Rule:
+        """Return this rule, which is every group's."""
+        del group
+        return self
+
+    def state_shape(self, name: str, shape: tuple[int, ...]) -> tuple[int, ...] | None:
+        """Return the parameter's: there is a value for each element; see `Rule.state_shape`."""
+        return shape if name in (spec.name for spec in self.states) else None
+
+    def working_bytes(self, shape: tuple[int, ...]) -> int:
+        """Return 0: temporaries are of pieces; see `Rule.working_bytes`."""
+        del shape
+        return 0
 
     def _check(self, group: Mapping[str, Any]) -> None:
         """Refuse a parameter group with an option that the update would not obey.

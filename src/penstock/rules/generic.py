@@ -14,20 +14,19 @@ believed.
 """
 
 import inspect
-from collections import OrderedDict, defaultdict
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from penstock._native import Pool
 from penstock.errors import ConfigError
 from penstock.rules.exact import fp32
 from penstock.rules.master import read_master
-from penstock.rules.rule import BLOCK_NUMEL, Hyper, Scalars, Segment
+from penstock.rules.rule import BLOCK_NUMEL, Hyper, Rule, Scalars, Segment
+from penstock.rules.running import GenericHyper, Running, number, options_of
 from penstock.rules.storage import StateFormat, read_state, rounding_of, write_param, write_state
 
 #: torch shares an operation on up to 32,768 elements with no other thread.
@@ -73,26 +72,6 @@ def is_declared(cls: type) -> bool:
     return bool(vars(cls).get(_MARK))
 
 
-@dataclass(frozen=True, eq=False)
-class GenericHyper(Hyper):
-    """A group's options at one step, and the scalars of the parameters that share them.
-
-    Arguments:
-        group: the group's options, without its parameters.
-        step: the number of the update, 1 at the first.
-        scalars: the parameters' own scalars, as they are before the update.
-    """
-
-    group: Mapping[str, Any]
-    step: int
-    scalars: Scalars
-
-    @property
-    def keeps_zeros(self) -> bool:
-        """Whether zeros stay zero: nothing is known of what the class makes of them."""
-        return False
-
-
 class Generic:
     """The rule that is the user's own class.
 
@@ -113,24 +92,38 @@ class Generic:
                 f"Options(state_dtype='int8') is not for {self.name}, whose states may have any range. Use 'fp32' or "
                 "'bf16', or one of AdamW, Adam, SGD, Adagrad, Lion."
             )
-        # What the class's constructor has set beside state and groups. LR schedulers replace `step` on the object; the
-        # class's own is wanted here.
-        hidden = ("state", "param_groups", "step")
-        self._attributes = {name: value for name, value in vars(optimizer).items() if name not in hidden}
-        # Hooks of the user's optimizer are for whole steps: they would run for every piece.
-        self._attributes |= {name: OrderedDict() for name in self._attributes if name.endswith("_hooks")}
+        self._running = Running(optimizer)
         names: dict[str, None] = {}
         self._scalars: dict[str, Any] = {}  # how each scalar is made of a number
         for group in optimizer.param_groups:
-            states, scalars = self._try_out(_options(group))
+            states, scalars = self._try_out(options_of(group))
             names |= dict.fromkeys(states)
             self._scalars |= scalars
         self.states = tuple(format_.spec(name, signed=True, begins_with_update=True) for name in names)
         self.scalar_names = tuple(self._scalars)
 
+    @property
+    def whole(self) -> bool:
+        """No: elements are updated each by itself, wherever a parameter is cut."""
+        return False
+
+    def part(self, group: Mapping[str, Any]) -> Rule:
+        """Return this rule, which is every group's."""
+        del group
+        return self
+
+    def state_shape(self, name: str, shape: tuple[int, ...]) -> tuple[int, ...] | None:
+        """Return the parameter's: there is a value for each element; see `Rule.state_shape`."""
+        return shape if name in (spec.name for spec in self.states) else None
+
+    def working_bytes(self, shape: tuple[int, ...]) -> int:
+        """Return 0: temporaries are of pieces; see `Rule.working_bytes`."""
+        del shape
+        return 0
+
     def hyper(self, group: Mapping[str, Any], step: int, scalars: Scalars = {}) -> GenericHyper:  # noqa: B006
         """Read a parameter group; see `Rule.hyper`."""
-        options = _options(group)
+        options = options_of(group)
         scalars = {name: value for name, value in scalars.items() if name in self._scalars}
         if step > 1 and "step" in self._scalars:  # which is not kept twice
             scalars.setdefault("step", step - 1)
@@ -146,7 +139,7 @@ class Generic:
             return torch.zeros(1, dtype=torch.float32, device="cpu")
 
         _, state = self._run(hyper, zero(), zero(), {spec.name: zero() for spec in self.states})
-        return {name: _number(state[name]) for name in self._scalars if state.get(name) is not None}
+        return {name: number(state[name]) for name in self._scalars if state.get(name) is not None}
 
     def update(self, segment: Segment, hyper: Hyper, grad_scale: float, pool: Pool | None) -> None:
         """Run the class on a segment, piece by piece; see `Rule.update`. With a pool torch uses its own threads."""
@@ -200,19 +193,8 @@ class Generic:
             grads: the gradients; the class may change them in place.
             state: what the class keeps of the parameter before; empty at the first update.
         """
-        # Without the constructor, whose arguments nobody knows: what it has set on the user's optimizer is copied.
-        optimizer: torch.optim.Optimizer = object.__new__(self._class)
-        vars(optimizer).update(self._attributes)
-        parameter = nn.Parameter(value)
-        optimizer.param_groups = [{**group, "params": [parameter]}]
-        optimizer.state = defaultdict(dict)
-        if state:
-            optimizer.state[parameter] = state
-        with torch.no_grad():
-            for grad in grads:
-                parameter.grad = grad
-                optimizer.step()
-        return parameter.detach(), dict(optimizer.state[parameter])
+        values, states = self._running.steps(group, [value], [[grad] for grad in grads], state)
+        return values[0], states[0]
 
     def _try_out(self, group: Mapping[str, Any]) -> tuple[tuple[str, ...], dict[str, Any]]:
         """Take two steps on a small parameter, whole and in flat halves, and refuse a class for which they differ.
@@ -257,7 +239,7 @@ class Generic:
                 b is not None and torch.allclose(a.flatten()[part], b, rtol=1e-4, atol=1e-7, equal_nan=True)
                 for a, b in pairs
             )
-            if not alike or any(_number(state[name]) != _number(whole[name]) for name in scalars):
+            if not alike or any(number(state[name]) != number(whole[name]) for name in scalars):
                 raise ConfigError(
                     f"{self._class.__qualname__} is not element-wise: on a part of a parameter it computes something "
                     "else than on the whole. Penstock cuts parameters into flat parts."
@@ -281,19 +263,6 @@ def _pieces(segment: Segment, pool: Pool | None) -> Iterator[Segment]:
             yield piece
         else:
             yield from piece.pieces(_ALONE_NUMEL)
-
-
-def _options(group: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a group without its parameters; refuse options that change how the class runs, not what it computes."""
-    for option in ("capturable", "differentiable"):
-        if group.get(option):
-            raise ConfigError(f"{option}=True is not supported. Set {option}=False in every parameter group.")
-    return {name: value for name, value in group.items() if name != "params"}
-
-
-def _number(value: Any) -> Any:
-    """Return a scalar as a Python number."""
-    return value.item() if isinstance(value, Tensor) else value
 
 
 def _padded(value: Tensor) -> Tensor:

@@ -81,3 +81,29 @@ def write_master(param: Tensor, master: Tensor | None, value: Tensor) -> None:
     else:
         master.copy_(value)
         param.copy_(value)
+
+
+def write_given(param: Tensor, master: Tensor | None, value: Tensor) -> None:
+    """Write values as they were given; the same bits as `write_master` of them in fp32.
+
+    Arguments:
+        param: where compute reads the parameter, of any shape.
+        master: int16 remainders, an fp32 copy, or `None`.
+        value: the values, of any dtype and the same shape, from anywhere.
+    """
+    if master is not None and master.dtype == torch.int16 and _is_numbers_in_bf16(value):
+        # Such a value is the parameter, and nothing is left of it: one copy instead of ten passes over fp32.
+        param.copy_(value)
+        master.zero_()
+    else:
+        write_master(param, master, value.float().to(param.device))
+
+
+def show_given(value: Tensor) -> Tensor:
+    """Return the parameters, bf16, that `write_given` leaves beside remainders."""
+    return value if _is_numbers_in_bf16(value) else split_master(value.float())[0]
+
+
+def _is_numbers_in_bf16(value: Tensor) -> bool:
+    """Whether all of them are bf16, and none is a NaN: the largest of them would be one."""
+    return value.dtype == torch.bfloat16 and value.numel() > 0 and not bool(value.amax().isnan())

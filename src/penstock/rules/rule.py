@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -62,9 +63,12 @@ class Segment:
             out where all are `None`.
         first: the number of the first element among all elements of the optimizer: a multiple of 256, the same in every
             partition. It chooses the random bits.
+        shape: the parameter's shape, where the segment is one whole parameter and the rule looks at whole ones. Then
+            a state has as many elements as the rule's `state_shape` says, or more, which are padding; and scales are
+            for those states that have the parameter's shape. Else ().
 
     Raises:
-        ValueError: a tensor is not contiguous, or the tensors differ in numel or device.
+        ValueError: a tensor is not contiguous, or tensors differ in numel or device, or `shape` in numel.
     """
 
     param: Tensor
@@ -73,12 +77,17 @@ class Segment:
     states: tuple[Tensor, ...]
     scales: tuple[Tensor | None, ...] = ()
     first: int = 0
+    shape: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         # The native update trusts these addresses and lengths with memory that is not its own.
         numel, device = self.param.numel(), self.param.device
-        for tensor in (self.param, self.grad, *self.states, *([] if self.master is None else [self.master])):
+        for tensor in (self.param, self.grad, *([] if self.master is None else [self.master])):
             _require_alike(tensor, numel, numel, device)
+        for state in self.states:
+            _require_alike(state, state.numel() if self.shape else numel, numel, device)
+        if self.shape and math.prod(self.shape) != numel:
+            raise ValueError(f"a segment of {numel} elements is no parameter of shape {self.shape}")
         for scale in self.scales:
             if scale is not None:
                 _require_alike(scale, -(-numel // BLOCK_NUMEL), numel, device)
@@ -124,19 +133,49 @@ class Hyper:
 
 
 class Rule(Protocol):
-    """The arithmetic of one optimizer: element-wise, the same bits on every back end and in every partition."""
+    """The arithmetic of one optimizer.
+
+    Most are element-wise: the same bits on every back end and in every partition. Those that look at whole parameters
+    say so by `whole`. An optimizer with several parameter groups of different arithmetic has a rule of several parts:
+    `states` and `scalar_names` are the union, and updates are asked of `part(group)` alone.
+    """
 
     @property
     def name(self) -> str:
         """The name in reports and checkpoints, such as "adamw"."""
 
     @property
+    def whole(self) -> bool:
+        """Whether some update looks at whole parameters: a tile is one, and its segment has the parameter's shape."""
+
+    @property
     def states(self) -> tuple[StateSpec, ...]:
-        """The per-element states that some parameter group needs, and how they are stored."""
+        """The states that some parameter group needs, and how they are stored."""
 
     @property
     def scalar_names(self) -> tuple[str, ...]:
         """The names of a parameter's own scalars, beside its step count."""
+
+    def part(self, group: Mapping[str, Any]) -> Rule:
+        """Return the rule of one parameter group: this one itself, unless the optimizer has several.
+
+        Raises:
+            ConfigError: the group does not say which.
+        """
+
+    def state_shape(self, name: str, shape: tuple[int, ...]) -> tuple[int, ...] | None:
+        """Return the shape of a state of a parameter of that shape; `None` where it has no such state.
+
+        Arguments:
+            name: the state's name, one of `states`.
+            shape: the parameter's shape, which every state of an element-wise rule has.
+        """
+
+    def working_bytes(self, shape: tuple[int, ...]) -> int:
+        """Return the most bytes that an update of a whole parameter holds beside its segment.
+
+        0 where the rule is element-wise: its temporaries are of pieces.
+        """
 
     def hyper(self, group: Mapping[str, Any], step: int, scalars: Scalars = {}) -> Hyper:  # noqa: B006 - never changed
         """Read the scalars of an update from a parameter group.

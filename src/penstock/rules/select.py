@@ -1,21 +1,24 @@
 """The choice of the rule that computes what a user's optimizer would."""
 
-import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import Any
 
 import torch
 
 from penstock.errors import ConfigError
+from penstock.optim.matrix import is_per_parameter, rule_of
 from penstock.rules.adagrad import Adagrad
 from penstock.rules.adam import Adam
+from penstock.rules.alone import Alone
 from penstock.rules.fused import Fused
 from penstock.rules.generic import Generic, is_declared
 from penstock.rules.lion import Lion
+from penstock.rules.muon import muon, muon_adamw
+from penstock.rules.registered import believed
 from penstock.rules.rule import Rule
 from penstock.rules.sgd import Sgd
 from penstock.rules.storage import StateFormat
+from penstock.rules.versions import unknown_options
 
 Make = Callable[[torch.optim.Optimizer, StateFormat], Fused]
 
@@ -32,21 +35,6 @@ def _lion_of_lion_pytorch(optimizer: torch.optim.Optimizer, format_: StateFormat
     return Lion("lion", format_)
 
 
-def _unknown_options(optimizer: torch.optim.Optimizer, rule: Fused) -> dict[str, Any]:
-    """Find options of the user's class that the rule does not know, such as those of a newer torch.
-
-    Returns:
-        The default of the class's constructor for each, at which the option asks for nothing.
-    """
-    constructor = inspect.signature(type(optimizer)).parameters
-    known = {*rule.honoured, *rule.refused, *rule.without_effect}
-    return {
-        name: constructor[name].default if name in constructor else None
-        for name in optimizer.defaults
-        if name not in known
-    }
-
-
 #: How a rule with native kernels is made, by the full name of the exact class: a subclass may compute anything, and the
 #: package of the class need not be imported.
 FUSED: Mapping[str, Make] = {
@@ -54,7 +42,7 @@ FUSED: Mapping[str, Make] = {
     "torch.optim.adam.Adam": lambda o, f: Adam("adam", f, amsgrad=_uses(o, "amsgrad")),
     "torch.optim.sgd.SGD": lambda o, f: Sgd("sgd", f, momentum=_uses(o, "momentum")),
     "torch.optim.adagrad.Adagrad": lambda _, f: Adagrad("adagrad", f),
-    "penstock.optim.Lion": lambda _, f: Lion("lion", f),
+    "penstock.optim.lion.Lion": lambda _, f: Lion("lion", f),
     "lion_pytorch.lion_pytorch.Lion": _lion_of_lion_pytorch,
 }
 
@@ -64,10 +52,15 @@ ELEMENTWISE = frozenset(
     for name in ("RMSprop", "Adadelta", "Adamax", "NAdam", "RAdam", "ASGD", "Rprop")
 )
 
-#: Classes that compute across elements, and why they do not fit.
-NOT_ELEMENTWISE: Mapping[str, str] = {
-    "torch.optim.Muon": "it makes whole matrices orthogonal, and Penstock cuts parameters into flat parts",
-    "torch.optim.Adafactor": "it keeps second moments by row and column, and Penstock cuts parameters into flat parts",
+#: Classes that look at whole parameters, by the full name of the exact class.
+WHOLE: Mapping[str, Callable[[torch.optim.Optimizer, StateFormat], Rule]] = {
+    "torch.optim.Muon": muon,
+    "penstock.optim.muon_adamw.MuonAdamW": muon_adamw,
+    "torch.optim.Adafactor": Alone,
+}
+
+#: Classes that compute across parameters, and why they do not fit.
+UNFIT: Mapping[str, str] = {
     "torch.optim.lbfgs.LBFGS": "it looks at all parameters at once and calls a closure several times per step",
     "torch.optim.sparse_adam.SparseAdam": "it takes sparse gradients, and Penstock reduces dense ones",
 }
@@ -98,16 +91,23 @@ def rule_for(optimizer: torch.optim.Optimizer, format_: StateFormat = StateForma
     rule: Rule
     if name in FUSED:
         fused = FUSED[name](optimizer, format_)
-        rule = replace(fused, unknown=_unknown_options(optimizer, fused))
+        rule = replace(fused, unknown=unknown_options(fused, optimizer.defaults, cls))
+    elif name in WHOLE:
+        rule = WHOLE[name](optimizer, format_)
+    elif registered := rule_of(cls):
+        rule = believed(optimizer, registered, format_)
+    elif is_per_parameter(cls):
+        rule = Alone(optimizer, format_)
     elif name in ELEMENTWISE or is_declared(cls):
         rule = Generic(optimizer, format_)
-    elif name in NOT_ELEMENTWISE:
-        raise ConfigError(f"{name} is not supported: {NOT_ELEMENTWISE[name]}.")
+    elif name in UNFIT:
+        raise ConfigError(f"{name} is not supported: {UNFIT[name]}.")
     else:
         raise ConfigError(
             f"{name} is not supported. Use exactly one of torch.optim.AdamW, Adam, SGD, Adagrad, RMSprop, Adadelta, "
-            "Adamax, NAdam, RAdam, ASGD, Rprop or penstock.optim.Lion; a subclass may compute something else. If the "
-            "class updates every element by itself, say so: penstock.elementwise(...)."
+            "Adamax, NAdam, RAdam, ASGD, Rprop, Muon, Adafactor or penstock.optim.Lion, Lamb, MuonAdamW; a subclass "
+            "may compute something else. If the class updates every element by itself, say so: "
+            "penstock.elementwise(...); if every parameter by itself: penstock.optim.per_parameter(...)."
         )
     for index, group in enumerate(optimizer.param_groups):
         try:

@@ -173,12 +173,6 @@ def test_only_the_declared_class_is_believed() -> None:
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        pytest.param(
-            lambda p: torch.optim.Muon([nn.Parameter(torch.zeros(2, 2))]),
-            "Muon is not supported: it makes whole",
-            marks=pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="torch 2.9 brought it"),
-        ),
-        (torch.optim.Adafactor, "Adafactor is not supported: it keeps second moments by row"),
         (torch.optim.LBFGS, "LBFGS is not supported: it looks at all parameters at once"),
         (torch.optim.SparseAdam, "SparseAdam is not supported: it takes sparse gradients"),
     ],

@@ -2,13 +2,14 @@
 
 from collections.abc import Callable
 
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
 from penstock.rules import join_master, split_master
-from penstock.rules.master import read_master, write_master
+from penstock.rules.master import read_master, show_given, write_given, write_master
 
 Check = Callable[[Tensor, Tensor], None]
 
@@ -77,3 +78,27 @@ def test_read_and_write_every_form(assert_same_bits: Check) -> None:
         assert_same_bits(read_master(param, master), value)
         if master is None or master.dtype == torch.float32:
             assert_same_bits(param, value.to(dtype))
+
+
+@pytest.mark.parametrize("has_nans", [False, True])
+@pytest.mark.parametrize("form", ["remainder", "copy", "alone"])
+def test_every_bf16_pattern_is_written_as_the_same_value_in_fp32(form: str, has_nans: bool) -> None:
+    value = torch.arange(-(1 << 15), 1 << 15, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
+    value = value if has_nans else value[~value.isnan()]
+    masters = {"remainder": torch.int16, "copy": torch.float32}
+    found, wanted = (
+        (torch.full_like(value, 7), torch.full_like(value, 7, dtype=masters[form]) if form in masters else None)
+        for _ in range(2)
+    )
+    write_given(*found, value)
+    write_master(*wanted, value.float())
+    for ours, theirs in zip(found, wanted, strict=True):
+        assert (ours is None) == (theirs is None)
+        if ours is not None:
+            assert torch.equal(ours.view(torch.int16), theirs.view(torch.int16))
+    if form == "remainder":
+        assert torch.equal(show_given(value).view(torch.int16), wanted[0].view(torch.int16))
+
+
+def test_no_values_are_written() -> None:
+    write_given(torch.empty(0, dtype=torch.bfloat16), torch.empty(0, dtype=torch.int16), torch.empty(0).bfloat16())

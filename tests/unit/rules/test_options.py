@@ -12,7 +12,7 @@ from penstock.optim import Lion
 from penstock.rules import Segment, StateFormat, rule_for
 from penstock.rules.fused import Fused
 from penstock.rules.generic import Generic
-from penstock.rules.select import ELEMENTWISE, FUSED, NOT_ELEMENTWISE
+from penstock.rules.select import ELEMENTWISE, FUSED, UNFIT, WHOLE
 from tests.unit.rules import test_against_torch, test_generic
 
 ADAMW, ADAM, SGD, ADAGRAD = torch.optim.AdamW, torch.optim.Adam, torch.optim.SGD, torch.optim.Adagrad
@@ -206,11 +206,13 @@ def test_every_class_of_torch_is_run_like_torch_or_refused_with_the_reason() -> 
     for cls in stock_classes():
         name = name_of(cls)
         matrix = nn.Parameter(torch.zeros(2, 2))
-        if name in NOT_ELEMENTWISE:
+        if name in UNFIT:
             with pytest.raises(ConfigError, match=rf"{cls.__name__} is not supported: \w+"):
                 rule_for(cls([matrix]))
         elif name in FUSED:
             assert cls in compared, name
+        elif name in WHOLE:  # test_whole.py compares them
+            assert rule_for(cls([matrix])).whole
         else:
             assert name in ELEMENTWISE, f"{name} is neither run nor refused with a reason"
             assert cls in compared_generic, name

@@ -7,7 +7,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor
+from torch import Tensor, nn
 
 from penstock.rules import Pool
 from penstock.rules.imagined import noting
@@ -104,6 +104,37 @@ def test_fp8_rounds_as_torch_does(hard_fp32: Tensor) -> None:
     codes = packed_by_reference("fp8", values.flatten()).view(-1, 260)[:, 4:]
     inverse = torch.full((len(values),), 448.0) / values.abs().amax(1)
     assert codes.tolist() == (values * inverse[:, None]).to(torch.float8_e4m3fn).view(torch.uint8).tolist()
+
+
+def test_fp8_rounds_every_tie_and_its_neighbours_as_torch_does(isa: str) -> None:
+    """With a largest value of 448 the codes are those of the values themselves."""
+    codes = torch.arange(0x7F, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
+    ties = (codes[:-1] + codes[1:]) / 2
+    near = torch.cat([codes, *(ties.nextafter(ties + step) for step in (-1, 0, 1)), torch.tensor([1e-30, 1e-44])])
+    near = torch.cat([near, -near, codes.nextafter(codes - 1)[1:]])
+    near = nn.functional.pad(near, (0, -near.numel() % 255)).view(-1, 255)
+    values = torch.cat([near, torch.full((len(near), 1), 448.0)], dim=1)
+    packed = torch.empty(WireFormat("fp8").packed_bytes(values.numel()), dtype=torch.uint8)
+    WireFormat("fp8").pack(values.flatten(), packed)
+    assert packed.view(-1, 260)[:, 4:].tolist() == values.to(torch.float8_e4m3fn).view(torch.uint8).tolist()
+
+
+def test_bf16_of_fp8_is_rounded_alike_at_every_scale(isa: str, assert_same_bits: Check) -> None:
+    """Also where the least values of a block are hardly normal numbers, and where the largest ones overflow bf16."""
+    mantissas = torch.linspace(1, 2, 65)[:-1]
+    powers = [-126.0, -125.0, -101.0, -100.0, -99.0, -3.0, 0.0, 117.0, 118.0, 119.0]
+    edges = torch.tensor([2.0**-100, 2.0**119])
+    scales = torch.cat([(mantissas[:, None] * 2.0 ** torch.tensor(powers)[None]).flatten(), edges])
+    scales = torch.cat([scales, edges.nextafter(edges * 2), edges.nextafter(edges * 0)])
+    scales = scales[scales <= 2.0**119]
+    codes = torch.arange(256, dtype=torch.int32).to(torch.uint8)
+    codes[codes & 0x7F == 0x7F] = 0  # what no value is packed into
+    packed = torch.cat([scales.view(torch.uint8).view(-1, 4), codes.expand(len(scales), -1)], dim=1).flatten()
+    found = torch.zeros(256 * len(scales), dtype=torch.bfloat16)
+    WireFormat("fp8").unpack(packed, found)
+    assert_same_bits(found, unpacked_by_reference("fp8", packed, torch.zeros_like(found)))
+    exact = codes.view(torch.float8_e4m3fn).float() * scales[:, None]
+    assert_same_bits(found, exact.bfloat16().flatten())
 
 
 @st.composite

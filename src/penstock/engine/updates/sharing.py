@@ -63,7 +63,7 @@ class Sharing:
         divided: list[TileUpdate] = []
         passed = taken = 0
         for group in self._groups(tiles):
-            if group[0].beside is not Tier.CPU:
+            if not _is_divided(group[0]):
                 divided += group
                 continue
             passed += len(group)
@@ -74,7 +74,7 @@ class Sharing:
             divided += group
         if self._steps_left:
             self._clock = self._clock or self._streams.device_clock()
-            self._race = _Race([tile for tile in divided if tile.beside is Tier.CPU], self._clock)
+            self._race = _Race([tile for tile in divided if _is_divided(tile)], self._clock)
         return divided
 
     def _groups(self, tiles: Sequence[TileUpdate]) -> Iterator[list[TileUpdate]]:
@@ -86,7 +86,7 @@ class Sharing:
             if not follows or len(group) >= most:
                 if group:
                     yield group
-                group, most = [], self._at_once(tile) if tile.beside is Tier.CPU else 1
+                group, most = [], self._at_once(tile) if _is_divided(tile) else 1
             group.append(tile)
         if group:
             yield group
@@ -101,6 +101,11 @@ class Sharing:
             self.share = share
         if self._steps_left == 0:
             log.info("The device updates %.0f %% of the tiles whose optimizer state rests elsewhere.", 100 * share)
+
+
+def _is_divided(tile: TileUpdate) -> bool:
+    """Whether a tile is one of those that both sides may update."""
+    return tile.divisible and tile.beside is Tier.CPU
 
 
 class _Race:

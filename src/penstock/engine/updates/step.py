@@ -257,7 +257,7 @@ class Stepper:
         # would else wait for tiles that have nothing to do with theirs.
         complete = self._updater.complete(unit)
         tiles = self._updater.tiles(unit, plan, self._gradient_scale.value, complete)
-        begun = _Begun(plan, [tile for tile in tiles if tile.beside is not Tier.DEVICE], complete)
+        begun = _Begun(plan, [tile for tile in tiles if tile.runs_on is not Tier.DEVICE], complete)
         self._early.units[unit] = begun  # before anything is submitted: what fails in between has begun
         if not begun.tiles:
             return

@@ -1,7 +1,7 @@
 """Updates of tiles: what the rule is applied to, where, and what moves for it."""
 
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import groupby, zip_longest
 from typing import Any
@@ -30,6 +30,7 @@ class Run:
     stop: int
     hyper: Hyper
     base: int = 0  # what added to an element's index in the shard numbers it among all elements of the optimizer
+    slot: int = field(default=0, compare=False)  # of the first piece
 
 
 @dataclass
@@ -49,6 +50,7 @@ class TileUpdate:
             written it: whatever is submitted later follows compute.
         count: how many tiles the stretch has.
         in_place: whether compute itself updates it, and reaches all of it where it rests.
+        divisible: whether it may be the device's or the host's, as the share of each wants it.
     """
 
     unit: Unit
@@ -62,6 +64,7 @@ class TileUpdate:
     written: Event = DONE
     count: int = 1
     in_place: bool = False
+    divisible: bool = True
 
     @property
     def runs_on(self) -> Tier:
@@ -113,8 +116,8 @@ class Updater:
             scalars = self.scalars.get(parameter, {})
             key = group, step, tuple(scalars.items())
             if key not in known:
-                hyper = self._rule.hyper(param_groups[group], step, scalars)
-                known[key] = hyper, self._rule.advance(hyper)
+                hyper = unit.rule.hyper(param_groups[group], step, scalars)
+                known[key] = hyper, unit.rule.advance(hyper)
             plan[index] = known[key]
         return plan
 
@@ -141,19 +144,26 @@ class Updater:
         while number < len(trained.tiles):
             beside = trained.update_tier(number)
             stretch = Stretch(1, in_place=False)
-            if beside is Tier.DEVICE:  # where a call costs the same for few elements as for many
+            # Where a call costs the same for few elements as for many. A parameter that is looked at as a whole is one.
+            if beside is Tier.DEVICE and not unit.spec.whole_numel:
                 stretch = self._pipelines[beside].stretch(number, _homes(unit, number))
             count = stretch.tiles
             runs = merge(unit.pieces(number, count) if count > 1 else trained.tiles[number], hypers, bases)
             if runs:
                 update = TileUpdate(unit, number, beside, runs, scale, complete)
                 update.count, update.in_place = stretch
+                # The section may have moved since it was planned: what rests on the device is updated there.
+                section, _ = trained.optimizer.tile(number)
+                update.streamed = section.plan.streamed == "all" and beside is not Tier.DEVICE
+                update.divisible = section.plan.streamed == "some"
                 updates.append(update)
             number += count
         return updates
 
     def taken_at_once(self, tile: TileUpdate) -> int:
         """Count the tiles from this one on that the device takes at once, if it is to update what the host would."""
+        if tile.unit.spec.whole_numel:
+            return 1
         return self._pipelines[Tier.DEVICE].stretch(tile.number, _homes(tile.unit, tile.number)).tiles
 
     def submit(self, tiles: Iterable[TileUpdate], allowed: Callable[[], bool] | None = None) -> None:
@@ -178,8 +188,12 @@ class Updater:
                 side.append(partial(self._submit, tile, allowed))
         # All in one call: what is small in each unit is a launch together. A trace tells units apart.
         recorded = self._streams.recorder is not None
-        together = groupby(in_place, key=lambda tile: tile.unit.name if recorded else "on the device")
-        calls = [partial(self._update_in_place, list(group), Label("update", name)) for name, group in together]
+        of_rule = {tile.unit.rule: "on the device" for tile in in_place}
+        together = groupby(
+            in_place if recorded else sorted(in_place, key=lambda tile: list(of_rule).index(tile.unit.rule)),
+            key=lambda tile: (tile.unit.rule, tile.unit.name if recorded else of_rule[tile.unit.rule]),
+        )
+        calls = [partial(self._update_in_place, list(group), Label("update", name)) for (_, name), group in together]
         # Neither side waits until all of the other's work is submitted.
         turns = [submit for pair in zip_longest(on_host, on_device) for submit in pair if submit is not None]
         # On a cpu the calls of compute itself end when all of it is updated: the host's tiles are on their way before.
@@ -201,8 +215,8 @@ class Updater:
             brought.ready.wait()
             segments += self._segments(tile, tile.unit.trained.fields, brought.views)
             nbytes += _touched(brought.views)
-        (scale,) = {tile.scale for tile in tiles}
-        work = partial(self._rule.update_many, segments, scale, self._pool)
+        (scale,), (rule,) = {tile.scale for tile in tiles}, {tile.unit.rule for tile in tiles}
+        work = partial(rule.update_many, segments, scale, self._pool)
         self._streams.compute(work, label=label, nbytes=nbytes)
 
     def _submit(self, tile: TileUpdate, allowed: Callable[[], bool] | None) -> None:
@@ -271,7 +285,7 @@ class Updater:
         """Update every run of a tile, as the work of a stream, once all of it is there."""
         if allowed is not None and not allowed():
             return
-        self._rule.update_many(self._segments(tile, fields, views), tile.scale, self._pool)
+        tile.unit.rule.update_many(self._segments(tile, fields, views), tile.scale, self._pool)
         if tile.then is not None:
             tile.then()
 
@@ -279,7 +293,8 @@ class Updater:
         self, tile: TileUpdate, fields: Fields, views: Mapping[str, Views]
     ) -> Iterator[tuple[Segment, Hyper]]:
         """Yield what the rule works on in each run of a tile: views of its values, as they were brought."""
-        first = tile.number * tile.unit.params.sections[0].tile_numel  # where the values begin in the shard
+        unit = tile.unit
+        first = tile.number * unit.params.sections[0].tile_numel  # where the values begin in the shard
         (grad,) = views[GRAD]
         # The shadow where there is one: the parameter is out of reach, and gets the same bits when it is published.
         (param,) = views[SHADOW] if SHADOW in views else views[PARAM]
@@ -292,9 +307,11 @@ class Updater:
                 param=param[part],
                 grad=grad[part],
                 master=None if master is None else master[part],
-                states=tuple(state[part] for state in states),
+                # A state of another shape than its parameter has all of its values in the tile.
+                states=tuple(state[part] if len(state) == len(param) else state for state in states),
                 scales=tuple(None if scale is None else scale[blocks] for scale in scales),
                 first=run.base + run.start,
+                shape=unit.layout.slots[run.slot].shape if unit.spec.whole_numel else (),
             )
             yield segment, run.hyper
 
@@ -345,8 +362,8 @@ def merge(pieces: Iterable[Piece], hypers: Mapping[int, Hyper], bases: Mapping[i
             and (runs[-1].hyper, runs[-1].base) == (hyper, base)
             and (hyper.keeps_zeros or runs[-1].stop == piece.start)
         ):
-            runs[-1] = Run(runs[-1].start, piece.stop, hyper, base)
+            runs[-1] = replace(runs[-1], stop=piece.stop)
         else:
-            runs.append(Run(piece.start, piece.stop, hyper, base))
+            runs.append(Run(piece.start, piece.stop, hyper, base, piece.slot))
             extends = True
     return runs

@@ -1,4 +1,4 @@
-"""Optimizers that torch does not have, as stock classes to hand to `prepare` or to use alone."""
+"""Lion, as a stock class."""
 
 from collections.abc import Callable, Iterable
 from typing import Any

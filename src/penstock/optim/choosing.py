@@ -1,0 +1,138 @@
+"""Which parameters are matrices that Muon is for, and which are not."""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Literal
+
+from torch import nn
+from torch.nn.modules.conv import _ConvNd
+
+from penstock.errors import ConfigError
+from penstock.optim.muon import Split, require_matrix, sizes_of
+
+Which = Literal["muon", "adamw"]
+
+#: Modules that end a model, by the usual names, and what input embeddings are called.
+_HEADS = frozenset(
+    ("lm_head", "head", "heads", "classifier", "score", "output_projection", "out_proj_head", "qa_outputs", "fc_out")
+)
+_EMBEDDINGS = frozenset(("wte", "wpe", "emb", "shared"))
+
+
+@dataclass(frozen=True)
+class Choice:
+    """One parameter, who updates it, and why.
+
+    Arguments:
+        name: its name in the model.
+        shape: its shape.
+        parameter: the parameter.
+        rule: who updates it.
+        reason: why, in a few words.
+        split: how the rows of its matrices are cut before they are made orthogonal.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    parameter: nn.Parameter
+    rule: Which
+    reason: str
+    split: Split = None
+
+
+@dataclass(frozen=True)
+class Wishes:
+    """What the user says by patterns of names, as `fnmatch` has them.
+
+    Arguments:
+        muon: names of parameters for Muon.
+        adamw: names of parameters for AdamW, which comes first.
+        split: how parameters of these names are cut.
+    """
+
+    muon: Sequence[str] = ()
+    adamw: Sequence[str] = ()
+    split: Mapping[str, Split] | None = None
+
+
+def choose(model: nn.Module | None, named: Iterable[tuple[str, nn.Parameter]], wishes: Wishes) -> list[Choice]:
+    """Choose who updates each trainable parameter.
+
+    Arguments:
+        model: tells what the modules are; `None` where names have to.
+        named: the parameters by name.
+        wishes: what the user says.
+
+    Raises:
+        ConfigError: a pattern names nothing, or Muon gets what is no matrix.
+    """
+    modules = _by_modules(model) if model is not None else {}
+    choices = []
+    for name, parameter in named:
+        if not parameter.requires_grad:
+            continue
+        shape = tuple(parameter.shape)
+        rule, reason = _wanted(name, wishes) or _usual(name, shape, modules.get(id(parameter)))
+        split = None
+        if rule == "muon":
+            split = next((cut for pattern, cut in (wishes.split or {}).items() if fnmatchcase(name, pattern)), None)
+            try:
+                require_matrix(shape)
+                sizes_of(shape, split)
+            except ConfigError as error:
+                raise ConfigError(f"{name}: {error}") from None
+        choices.append(Choice(name, shape, parameter, rule, reason, split))
+    for option, patterns in (("muon", wishes.muon), ("adamw", wishes.adamw), ("split", wishes.split or ())):
+        for pattern in patterns:
+            if not any(fnmatchcase(c.name, pattern) and (option != "split" or c.rule == "muon") for c in choices):
+                who = "Muon's" if option == "split" else "trainable"
+                raise ConfigError(f"{option}: the pattern {pattern!r} names none of the {who} parameters.")
+    return choices
+
+
+def _wanted(name: str, wishes: Wishes) -> tuple[Which, str] | None:
+    """Say whom the user has named for a parameter, if anybody."""
+    if any(fnmatchcase(name, pattern) for pattern in wishes.adamw):
+        return "adamw", "named by adamw="
+    if any(fnmatchcase(name, pattern) for pattern in wishes.muon):
+        return "muon", "named by muon="
+    return None
+
+
+def _usual(name: str, shape: tuple[int, ...], module: str | None) -> tuple[Which, str]:
+    """Say who updates a parameter that the user has not named, by its shape, its module and its name."""
+    if len(shape) not in (2, 3):
+        return "adamw", f"{len(shape)}-D"
+    if min(shape[-2:]) == 1:
+        return "adamw", "vectors"
+    if module is not None:
+        return "adamw", module
+    parts = name.lower().split(".")
+    own = parts[-2] if len(parts) > 1 else parts[-1]
+    if any("embed" in part or part in _EMBEDDINGS or part.endswith("_emb") for part in parts):
+        return "adamw", "an embedding by its name"
+    if own in _HEADS or (own == "output" and len(parts) <= 3):
+        return "adamw", "a head by its name"
+    if "norm" in own or "conv" in own:
+        return "adamw", "a norm by its name" if "norm" in own else "a convolution by its name"
+    return "muon", "a matrix" if len(shape) == 2 else "a stack of matrices"
+
+
+def _by_modules(model: nn.Module) -> dict[int, str]:
+    """Say which parameters are of modules that Muon is not for, by the parameter's `id`."""
+    return {id(parameter): reason for module, reason in _not_hidden(model) for parameter in module.parameters()}
+
+
+def _not_hidden(model: nn.Module) -> Iterator[tuple[nn.Module, str]]:
+    """Give the modules whose matrices are no hidden layers, each with what it is."""
+    head = getattr(model, "get_output_embeddings", None)
+    if callable(head) and isinstance(found := head(), nn.Module):
+        yield found, "the head"
+    for module in model.modules():
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag):
+            yield module, "an embedding"
+        elif isinstance(module, _ConvNd):
+            yield module, "a convolution"
+        elif isinstance(module, nn.LayerNorm | nn.RMSNorm | nn.GroupNorm):
+            yield module, "a norm"

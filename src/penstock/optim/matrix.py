@@ -1,0 +1,161 @@
+"""Rules over whole parameters: what one is, whose it is, and an optimizer that is nothing but one."""
+
+import inspect
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, Protocol, TypeVar
+
+import torch
+from torch import Tensor
+
+from penstock.errors import ConfigError
+
+_RULE = "__penstock_matrix_rule__"
+_ALONE = "__penstock_per_parameter__"
+
+C = TypeVar("C", bound=type[torch.optim.Optimizer])
+R = TypeVar("R")
+
+
+class MatrixRule(Protocol):
+    """The arithmetic of one optimizer on one whole parameter.
+
+    What it does may depend on the parameter, its gradient, its states, the options of its group and the number of the
+    update alone; not on other parameters, or on anything that it keeps itself.
+
+    A rule may have a method `working_bytes(shape: tuple[int, ...]) -> int`: the most bytes of temporaries that one
+    update of a parameter of that shape holds at once, beside what it is given. Without it, four fp32 tensors of the
+    parameter's shape are taken for granted.
+
+    Example:
+        >>> class NormalisedDescent:
+        ...     def states(self, shape):
+        ...         return {}
+        ...     def update(self, matrix, grad, states, group, step):
+        ...         matrix.sub_(grad / grad.norm().clamp(min=1e-12), alpha=group["lr"])
+    """
+
+    def states(self, shape: tuple[int, ...]) -> Mapping[str, tuple[int, ...]]:
+        """Name the states of a parameter of that shape, each with its own shape; they begin as zeros.
+
+        Raises:
+            ConfigError: the rule takes no parameters of that shape.
+        """
+
+    def update(
+        self, matrix: Tensor, grad: Tensor, states: Mapping[str, Tensor], group: Mapping[str, Any], step: int
+    ) -> None:
+        """Update a parameter and its states in place.
+
+        Arguments:
+            matrix: the parameter, fp32, in its own shape.
+            grad: its gradient, unscaled and clipped, fp32, of the same shape; not to be changed.
+            states: the states by name, fp32, each in the shape that `states` says.
+            group: the options of the parameter's group, without its parameters.
+            step: how many updates the parameter will have had with this one; 1 at the first.
+        """
+
+
+def register(cls: type[torch.optim.Optimizer], rule: Any = None) -> Any:
+    """Say which rule computes what an optimizer class does, so that `prepare` takes the class.
+
+    The rule is tried out before it is believed: two updates of small parameters, beside the class itself with the
+    options of each group. A subclass of the class is another one.
+
+    Arguments:
+        cls: a class of `torch.optim.Optimizer`.
+        rule: a `MatrixRule`, or a class of them that is made without arguments. Left out, this is a decorator of such
+            a class.
+
+    Returns:
+        The rule as given; the decorator, where none is given.
+
+    Raises:
+        ConfigError: one of the two is nothing of the kind.
+
+    Example:
+        >>> @register(torch.optim.ASGD)
+        ... class Rule:
+        ...     def states(self, shape): ...
+        ...     def update(self, matrix, grad, states, group, step): ...
+    """
+    _require_optimizer(cls, "register")
+    if rule is None:
+        return lambda given: register(cls, given)
+    made = rule() if inspect.isclass(rule) else rule
+    if not all(callable(getattr(made, name, None)) for name in ("states", "update")):
+        raise ConfigError(f"register({cls.__name__}, {rule!r}): give a rule with the methods `states` and `update`.")
+    setattr(cls, _RULE, made)
+    return rule
+
+
+def per_parameter(cls: C) -> C:
+    """Declare that an optimizer class updates each parameter by itself, so that `prepare` may run it on one at a time.
+
+    What the class does to a parameter may depend on the whole of it, its gradient, its own state and its group; not on
+    other parameters, or on closures. It is tried out before it is believed: two small parameters together, and one
+    after the other. A subclass has to be declared itself.
+
+    Arguments:
+        cls: a class of `torch.optim.Optimizer`.
+
+    Returns:
+        The same class.
+
+    Raises:
+        ConfigError: this is no such class.
+
+    Example:
+        >>> @per_parameter
+        ... class Mine(torch.optim.SGD):
+        ...     pass
+    """
+    _require_optimizer(cls, "per_parameter")
+    setattr(cls, _ALONE, True)
+    return cls
+
+
+def rule_of(cls: type) -> MatrixRule | None:
+    """Return the rule that was registered for the class itself; `None` without one."""
+    rule: MatrixRule | None = vars(cls).get(_RULE)
+    return rule
+
+
+def is_per_parameter(cls: type) -> bool:
+    """Whether `per_parameter` was said of the class itself."""
+    return bool(vars(cls).get(_ALONE))
+
+
+def _require_optimizer(cls: object, name: str) -> None:
+    """Refuse what is no class of optimizers."""
+    if not (inspect.isclass(cls) and issubclass(cls, torch.optim.Optimizer)):
+        raise ConfigError(f"{name}({cls!r}): give a class of torch.optim.Optimizer.")
+
+
+def update_by(rule: MatrixRule, groups: Iterable[Mapping[str, Any]], state: Mapping[Tensor, dict[str, Any]]) -> None:
+    """Update every parameter that has a gradient by a rule: the step of an optimizer that is nothing else.
+
+    Arguments:
+        rule: the rule.
+        groups: the groups, whose parameters and states are updated.
+        state: the optimizer's state: what the rule keeps of each parameter, and "step", its count of updates.
+    """
+    for group in groups:
+        options = {name: value for name, value in group.items() if name != "params"}
+        for p in group["params"]:
+            if p.grad is None:
+                continue
+            kept = state[p]
+            if not kept:
+                kept["step"] = 0
+                kept |= {name: p.new_zeros(shape) for name, shape in rule.states(tuple(p.shape)).items()}
+            kept["step"] += 1
+            states = {name: value for name, value in kept.items() if name != "step"}
+            rule.update(p, p.grad, states, options, kept["step"])
+
+
+def run_closure(closure: Callable[[], Any] | None) -> Any:
+    """Run the closure of a step with gradients on, if there is one; return the loss."""
+    if closure is None:
+        return None
+    with torch.enable_grad():
+        return closure()

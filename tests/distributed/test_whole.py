@@ -1,0 +1,166 @@
+"""Rules over whole parameters on several ranks: each matrix is one rank's; only gradients and parameters travel.
+
+With M matrices of F bytes in a unit, at stage 3: M F are reduced, each matrix to its owner, and M F broadcast twice, by
+their owners, for forward and for backward. A rank that has none sends a gap of 256 elements. Where each rank has as
+many, flat collectives do the same. Nothing else goes but what decides on the step.
+"""
+
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+from penstock.blueprint import request_for
+from penstock.build import build
+from penstock.engine.units.owners import Owners
+from penstock.layout import ALIGNMENT_NUMEL
+from penstock.machine.collectives import Ranks
+from penstock.optim import MuonAdamW
+from tests.parity.rows import Movement
+from tests.parity.whole import different, furthest, plain, train
+from tests.support import run_ranks, separate, thorough
+
+pytestmark = pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="torch has no Muon before 2.9")
+
+CPU = Movement(params="cpu", grads="cpu", optimizer="cpu")
+NVME = Movement(params="nvme", grads="nvme", optimizer="nvme")
+BF16: dict[str, Any] = {"precision": "bf16", "accumulation": 2, "max_grad_norm": 0.05}
+
+ROWS = [
+    (3, CPU),
+    (3, NVME),
+    (3, Movement(optimizer="nvme", overlap="forward")),
+    (3, CPU.but(whole_updates="home")),
+    (2, Movement(3, "cpu", "cpu", "nvme", "forward")),
+    (1, CPU),
+]
+WITHOUT_CLIPPING = [
+    (3, Movement(3, "cpu", "cpu", "cpu", "backward")),
+    (2, Movement(3, "cpu", "cpu", "nvme", "backward")),
+]
+
+
+def compare(
+    rank: int, rows: list[tuple[int, Movement]], what: dict[str, Any], shape: tuple[int, int] | None
+) -> list[str]:
+    """Names of what is not as with all state on the device, by row."""
+    world_size = 4 if shape else int(torch.distributed.get_world_size())
+    mesh = None if shape is None else init_device_mesh("cpu", shape, mesh_dim_names=("dp_replicate", "dp_shard"))
+    given = {"rank": rank, "world_size": world_size, "mesh": mesh, **what}
+    expected = {stage: train(Movement(stage=stage), **given) for stage in {stage for stage, _ in rows}}
+    found = []
+    for stage, how in rows:
+        ours = train(how.but(stage), streams=separate(), **given)
+        found += [f"{stage} {how}: {name}" for name in different(ours, expected[stage])]
+    return found
+
+
+@pytest.mark.parametrize(
+    ("world_size", "rows", "what", "shape"),
+    [
+        (2, ROWS, BF16, None),
+        (4, [(3, CPU), (3, NVME), (1, Movement(optimizer="nvme", overlap="forward"))], BF16, None),
+        thorough(2, WITHOUT_CLIPPING, {"precision": "bf16"}, None),
+        thorough(4, ROWS[3:], BF16, None),
+        thorough(4, WITHOUT_CLIPPING, {"precision": "bf16"}, None),
+        thorough(4, ROWS[:3], {"precision": "fp32"}, None),
+        thorough(4, [(3, CPU), (3, NVME)], BF16, (2, 2)),
+    ],
+    ids=lambda value: str(value) if isinstance(value, int | tuple) else "",
+)
+def test_placement_does_not_change_the_result_of_several_ranks(
+    world_size: int, rows: list[tuple[int, Movement]], what: dict[str, Any], shape: tuple[int, int] | None
+) -> None:
+    assert run_ranks(compare, world_size, rows, what, shape) == [[]] * world_size
+
+
+def against_plain(rank: int, shape: tuple[int, int]) -> float:
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("dp_replicate", "dp_shard"))
+    return furthest(train(CPU, rank=rank, world_size=4, mesh=mesh), plain(world_size=4))
+
+
+def test_copies_of_shards_train_what_one_rank_does() -> None:
+    # Ranks sum in another order than one does: the last bit of a matrix before it is rounded to bf16.
+    assert max(run_ranks(against_plain, 4, (2, 2))) < 2e-2
+
+
+class Layers(nn.Module):
+    """One unit of matrices of one size."""
+
+    def __init__(self, count: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(16, 16, bias=False) for _ in range(count))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+MATRIX = 256  # elements
+
+
+def volumes(rank: int, counts: list[int]) -> list[dict[str, Any]]:
+    found = []
+    for count in counts:
+        for how in (CPU, NVME):
+            model = nn.Sequential(Layers(count))
+            placement = how.placement
+            request = request_for(model, units=(Layers,), placement=placement, max_grad_norm=1.0)
+            ranks = Ranks.from_mesh(None, sharded=True)
+            optimizer = build(model, MuonAdamW(model, muon=["*"]), request, ranks, separate())
+            for _ in range(2):  # the first one learns the order
+                ranks.counts.clear()
+                optimizer.backward(model(torch.ones(2, 16)).float().mean())
+                optimizer.step()
+                optimizer.zero_grad()
+            found.append({"counts": dict(ranks.counts), "bytes": dict(ranks.counts.nbytes)})
+            optimizer.close()
+    return found
+
+
+def formula(world_size: int, count: int) -> dict[str, Any]:
+    owned = Owners(world_size).choose([(16, 16)] * count)
+    shards = [max(matrices * MATRIX, ALIGNMENT_NUMEL) for matrices in owned]
+    nbytes = 2 * sum(shards)  # bf16
+    agreed = 8 * (2 * count + 3)  # fp64: of each parameter its norm and whether it has one; three of the step
+    if len(set(shards)) == 1:
+        named: Counter[str] = Counter(all_gather=2, reduce_scatter=1, all_reduce=1)
+        gathered = {("all_gather", "shard"): 2 * nbytes, ("reduce_scatter", "shard"): nbytes}
+    else:
+        named = Counter(broadcast=2 * world_size, reduce=world_size, all_reduce=1)
+        gathered = {("broadcast", "shard"): 2 * nbytes, ("reduce", "shard"): nbytes}
+    return {"counts": dict(named), "bytes": {**gathered, ("all_reduce", "shard"): agreed}}
+
+
+@pytest.mark.parametrize(("world_size", "counts"), [(2, [5, 4, 1]), (4, [5, 4, 2])])
+def test_each_matrix_is_reduced_to_its_owner_once_and_comes_from_it(world_size: int, counts: list[int]) -> None:
+    for of_rank in run_ranks(volumes, world_size, counts):
+        assert of_rank == [formula(world_size, count) for count in counts for _ in range(2)]
+
+
+LLAMA = [(4096, 4096), (1024, 4096), (1024, 4096), (4096, 4096), (14336, 4096), (14336, 4096), (4096, 14336)]
+
+
+@pytest.mark.parametrize("ranks", [2, 4, 8, 16])
+@pytest.mark.parametrize("layers", [16, 32])
+def test_ranks_get_alike_work_and_bytes(ranks: int, layers: int) -> None:
+    """Of Llama 3 8B: no rank has more than the mean and the work of one matrix, nor a quarter more bytes than the mean.
+
+    No rule can promise less work before it knows all units: matrices are not cut. Wide ones have more work for their
+    bytes, hence the bytes.
+    """
+    owners = Owners(ranks)
+    work, nbytes = [0.0] * ranks, [0] * ranks
+    for _ in range(layers):
+        for shape in sorted(set(LLAMA), reverse=True):
+            shapes = [shape] * LLAMA.count(shape)
+            for rank, count in enumerate(owners.choose(shapes)):
+                work[rank] += count * shape[0] * shape[1] * min(shape)
+                nbytes[rank] += count * shape[0] * shape[1]
+    largest = max(shape[0] * shape[1] * min(shape) for shape in LLAMA)
+    assert max(work) <= sum(work) / ranks + largest, work
+    assert max(nbytes) <= 1.25 * sum(nbytes) / ranks, nbytes

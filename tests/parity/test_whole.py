@@ -1,0 +1,134 @@
+"""Rules over whole parameters: the same bits in every placement, and those of torch's classes."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+import penstock
+from penstock.machine.streams import Streams
+from tests.parity.rows import Movement, shares
+from tests.parity.whole import Outcome, different, furthest, plain, train
+from tests.support import inline, run_ranks, sampled, separate, simulated
+
+pytestmark = pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="torch has no Muon before 2.9")
+
+CPU = Movement(params="cpu", grads="cpu", optimizer="cpu")
+NVME = Movement(params="nvme", grads="nvme", optimizer="nvme")
+KIB = 1 << 10
+
+PLACES: list[tuple[Callable[[], Streams], Movement]] = [
+    (inline, Movement()),
+    (separate, Movement()),
+    (separate, CPU),
+    (separate, Movement(optimizer="cpu")),
+    (separate, Movement(optimizer="nvme")),
+    (separate, NVME),
+    (separate, Movement(params="cpu", optimizer=shares(device=0.3, cpu=0.4, nvme=0.3))),
+    (separate, CPU.but(whole_updates="home")),
+    (separate, CPU.but(tile_bytes=4 * KIB)),
+    (separate, CPU.but(persistent_bytes=600)),
+    (simulated, CPU),
+    (simulated, NVME),
+    (simulated, CPU.but(whole_updates="home")),
+    *((separate, Movement(3, "cpu", "cpu", "cpu", overlap)) for overlap in ("none", "forward", "backward")),
+    *((simulated, Movement(3, "cpu", "cpu", "nvme", overlap)) for overlap in ("none", "forward", "backward")),
+    *((separate, CPU.but(stage=stage)) for stage in (0, 1, 2)),
+]
+
+ARITHMETIC: list[dict[str, Any]] = [
+    {},
+    {"precision": "bf16"},
+    {"precision": "bf16", "accumulation": 2},
+    {"precision": "bf16", "master": "fp32"},
+    {"precision": "fp16", "initial_loss_scale": 256.0},
+]
+
+
+def name_of(place: tuple[Callable[[], Streams], Movement]) -> str:
+    streams, how = place
+    fields = ("stage", "params", "grads", "optimizer", "overlap")
+    return f"{streams.__name__} {'-'.join(str(getattr(how, field)) for field in fields)} {dict(how.options)}"
+
+
+def reference(what: dict[str, Any], **rest: Any) -> Outcome:
+    return train(Movement(), **what, **rest)
+
+
+@pytest.mark.parametrize("what", ARITHMETIC, ids=str)
+def test_placement_does_not_change_the_result(what: dict[str, Any]) -> None:
+    expected = reference(what)
+    failures = []
+    for streams, how in PLACES if what == ARITHMETIC[1] else PLACES[::4]:
+        if how.overlap == "backward" and what.get("precision") == "fp16":
+            continue
+        skip = ("norm",) if "persistent_bytes" in dict(how.options) else ()
+        found = different(train(how, streams=streams(), **what), expected, skip)
+        failures += [f"{name_of((streams, how))}: {', '.join(found)}"] if found else []
+    assert not failures, "\n".join(failures)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_it_is_what_torch_computes(precision: str, accumulation: int) -> None:
+    ours, theirs = (
+        train(CPU, precision=precision, accumulation=accumulation),
+        plain(precision, accumulation=accumulation),
+    )
+    assert ours["loss"] == pytest.approx(theirs["loss"], rel=1e-6 if accumulation == 1 else 1e-3)
+    # Sums of micro-batches in bf16 are rounded as they are; a bit of the momentum is one of the orthogonal matrix.
+    assert furthest(ours, theirs) < (1e-6 if accumulation == 1 else 2e-2)
+
+
+@pytest.mark.parametrize("state_dtype", ["bf16", "int8"])
+@pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
+def test_states_in_fewer_bits_are_the_same_in_every_placement(state_dtype: str, rounding: str) -> None:
+    options = {"state_dtype": state_dtype, "rounding": rounding}
+    expected = train(Movement().but(**options), precision="bf16")
+    for how in (CPU, NVME):
+        assert different(train(how.but(**options), precision="bf16", streams=separate()), expected) == []
+    assert all(torch.isfinite(torch.tensor(loss)) for loss in expected["loss"])
+
+
+def test_clipping_scales_what_the_momentum_sees() -> None:
+    free, clipped = train(CPU), train(CPU, max_grad_norm=1e-3)
+    assert different(clipped, train(Movement(), max_grad_norm=1e-3)) == []
+    ratio = free["blocks.0.q.weight"][1].norm() / clipped["blocks.0.q.weight"][1].norm()
+    assert ratio > 10
+
+
+def test_state_may_move_between_steps() -> None:
+    def move(optimizer: penstock.Optimizer, step: int) -> None:
+        optimizer.offload_states(to="nvme" if step % 2 else "cpu")
+        optimizer.reload_states()
+
+    for how in (Movement(optimizer="nvme"), NVME):
+        assert different(train(how, between=move, streams=separate()), reference({})) == []
+
+
+def _ranks(rank: int, rows: list[tuple[int, Movement]], what: dict[str, Any], world_size: int) -> list[str]:
+    expected = train(Movement(stage=rows[0][0]), rank=rank, world_size=world_size, **what)
+    found = []
+    for stage, how in rows:
+        ours = train(how.but(stage=stage), rank=rank, world_size=world_size, streams=separate(), **what)
+        found += [f"{stage} {how}: {name}" for name in different(ours, expected)]
+    return found
+
+
+def _against_plain(rank: int, world_size: int) -> float:
+    ours = train(CPU, rank=rank, world_size=world_size)
+    return furthest(ours, plain(world_size=world_size))
+
+
+@pytest.mark.parametrize("what", sampled(ARITHMETIC[:3], 3), ids=str)
+def test_two_ranks_in_every_placement(what: dict[str, Any]) -> None:
+    rows = [(stage, how) for stage in (3, 2, 1) for how in (Movement(), CPU, NVME)]
+    assert run_ranks(_ranks, 2, rows, what, 2) == [[], []]
+
+
+@pytest.mark.parametrize("world_size", [2, *[p for p in ()]])
+def test_ranks_train_what_one_does(world_size: int) -> None:
+    # Two ranks sum their gradients in another order than one does: the last bit of a matrix before it is rounded to
+    # bf16 for its orthogonal one.
+    assert max(run_ranks(_against_plain, world_size, world_size)) < 2e-2

@@ -1,0 +1,243 @@
+"""`penstock.optim` alone: Muon with AdamW is torch's two classes, and says who updates what."""
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from penstock.errors import ConfigError
+from penstock.optim import Lamb, MuonAdamW
+from penstock.rules import StateFormat, rule_for
+
+MUON = pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="torch 2.9 brought it")
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(8)
+        self.qkv_proj = nn.Linear(8, 24, bias=False)
+        self.out_proj = nn.Linear(8, 8)
+        self.experts = nn.Parameter(torch.zeros(3, 8, 4))
+        self.conv = nn.Conv1d(8, 8, 3)
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(16, 8)
+        self.block = Block()
+        self.lm_head = nn.Linear(8, 16, bias=False)
+        self.scale = nn.Parameter(torch.ones(()))
+        self.frozen = nn.Parameter(torch.ones(4, 4), requires_grad=False)
+        torch.manual_seed(0)
+        for parameter in self.parameters():
+            nn.init.normal_(parameter)
+
+
+MATRICES = ["block.experts", "block.qkv_proj.weight", "block.out_proj.weight"]
+
+
+def who(optimizer: MuonAdamW) -> dict[str, str]:
+    return {line.split()[0]: line.split()[1] for line in optimizer.describe().splitlines()}
+
+
+def set_grads(model: nn.Module, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            parameter.grad = torch.randn(parameter.shape, generator=generator)
+
+
+def test_matrices_of_hidden_layers_go_to_muon() -> None:
+    model = Model()
+    chosen = who(MuonAdamW(model))
+    assert sorted(name for name, rule in chosen.items() if rule == "muon") == sorted(MATRICES)
+    assert set(chosen) == {name for name, p in model.named_parameters() if p.requires_grad}
+
+
+def test_names_tell_where_there_are_no_modules() -> None:
+    shapes: dict[str, tuple[int, ...]] = {
+        "model.embed_tokens.weight": (16, 8),
+        "model.layers.0.attn.output.dense.weight": (8, 8),
+        "model.layers.0.attn.output.weight": (8, 8),
+        "model.layers.0.mamba.conv1d.weight": (8, 8, 4),
+        "model.layers.0.mlp.experts": (2, 8, 8),
+        "wte.weight": (16, 8),
+        "output.weight": (16, 8),
+        "cls_token": (1, 1, 8),
+        "score.weight": (2, 8),
+        "patch.weight": (8, 3, 4, 4),
+    }
+    chosen = who(MuonAdamW([(name, nn.Parameter(torch.zeros(shape))) for name, shape in shapes.items()]))
+    assert [name for name, rule in chosen.items() if rule == "muon"] == [
+        "model.layers.0.attn.output.dense.weight",
+        "model.layers.0.attn.output.weight",
+        "model.layers.0.mlp.experts",
+    ]
+
+
+def test_the_user_has_the_last_word_and_it_is_told_why() -> None:
+    optimizer = MuonAdamW(Model(), muon=["tokens.*", "lm_head.*"], adamw="*head*")
+    assert (who(optimizer)["tokens.weight"], who(optimizer)["lm_head.weight"]) == ("muon", "adamw")
+    lines = optimizer.describe().splitlines()
+    assert "tokens.weight          muon   [16, 8]    named by muon=" in lines
+    assert "scale                  adamw  []         0-D" in lines
+    assert "muon: 4 parameters" in repr(optimizer)
+
+
+@MUON
+@pytest.mark.parametrize("adjust", ["match_rms_adamw", "original"])
+def test_alone_it_is_torchs_two_classes_bit_for_bit(adjust: str) -> None:
+    ours, theirs = Model(), Model()
+    optimizer = MuonAdamW(ours, lr=0.02, adamw_lr=0.003, adjust_lr_fn=adjust, adamw_betas=(0.8, 0.9))
+    named = dict(theirs.named_parameters())
+    stack = [nn.Parameter(matrix.clone()) for matrix in named["block.experts"].detach()]
+    matrices = [*stack, named["block.qkv_proj.weight"], named["block.out_proj.weight"]]
+    rest = [p for name, p in named.items() if p.requires_grad and name not in MATRICES]
+    both = [
+        torch.optim.Muon(matrices, lr=0.02, adjust_lr_fn=adjust),
+        torch.optim.AdamW(rest, lr=0.003, betas=(0.8, 0.9), weight_decay=0.1),
+    ]
+    schedulers = [torch.optim.lr_scheduler.StepLR(o, 1, 0.5) for o in (optimizer, *both)]
+    for seed in (1, 2, 3):
+        set_grads(ours, seed)
+        set_grads(theirs, seed)
+        grads = named["block.experts"].grad
+        assert grads is not None
+        for matrix, grad in zip(stack, grads, strict=True):
+            matrix.grad = grad.clone()
+        for each in (optimizer, *both, *schedulers):
+            each.step()
+    for name, parameter in ours.named_parameters():
+        found = torch.stack(list(stack)) if name == "block.experts" else named[name]
+        assert torch.equal(parameter, found), name
+    assert all(group["lr"] < 0.003 for group in optimizer.param_groups)
+
+
+def test_a_tensor_as_learning_rate_is_each_groups_own() -> None:
+    """One tensor in all groups had the last one's value in all of them."""
+    optimizer = MuonAdamW(Model(), lr=torch.tensor(0.8), split={"*.qkv_proj.weight": 3})
+    torch.optim.lr_scheduler.LambdaLR(optimizer, [lambda _: 1.0, lambda _: 0.5, lambda _: 0.25])
+    assert [float(group["lr"]) for group in optimizer.param_groups] == pytest.approx([0.8, 0.4, 0.2])
+
+
+@MUON
+def test_its_rule_is_its_step() -> None:
+    from tests.unit.rules.test_whole import segment_of
+
+    model = Model()
+    optimizer = MuonAdamW(model, lr=0.02, adamw_lr=0.003, split={"*.qkv_proj.weight": 3})
+    rule = rule_for(optimizer)
+    assert [spec.name for spec in rule.states] == ["momentum_buffer", "exp_avg", "exp_avg_sq"]
+    assert rule.whole
+    assert [(g["rule"], g.get("split")) for g in optimizer.param_groups] == [
+        ("muon", None),
+        ("muon", 3),
+        ("adamw", None),
+    ]
+    before = {p: p.detach().clone() for p in model.parameters()}
+    set_grads(model, 1)
+    optimizer.step()
+    for group in optimizer.param_groups:
+        part = rule.part(group)
+        assert part.whole == (group["rule"] == "muon")
+        for p in group["params"]:
+            segment = segment_of(part, before[p], padding=0)
+            assert p.grad is not None
+            segment.grad.copy_(p.grad.flatten())
+            part.update(segment, rule.hyper(group, 1), 1.0, None)
+            if part.whole:
+                assert torch.equal(segment.param.view(p.shape), p)
+            else:
+                torch.testing.assert_close(segment.param.view(p.shape), p.detach(), rtol=1e-6, atol=1e-7)
+
+
+def test_groups_of_the_union_say_which_part() -> None:
+    optimizer = MuonAdamW(Model())
+    rule = rule_for(optimizer, StateFormat("int8"))
+    assert [spec.dtype for spec in rule.states] == [torch.uint8] * 3
+    with pytest.raises(ConfigError, match="rule='sgd': a parameter group of muon_adamw says rule='muon' or 'adamw'"):
+        rule.part({"rule": "sgd"})
+    assert rule.state_shape("exp_avg", (4, 5)) == (4, 5)
+    assert rule.state_shape("momentum_buffer", (4,)) is None
+    assert rule.part(optimizer.param_groups[0]).state_shape("exp_avg", (4, 5)) is None
+    assert rule.working_bytes((4, 5)) == rule.part(optimizer.param_groups[0]).working_bytes((4, 5)) > 0
+    assert rule.working_bytes((4,)) == rule.part(optimizer.param_groups[-1]).working_bytes((4,)) == 0
+    optimizer.param_groups[-1]["capturable"] = True
+    with pytest.raises(ConfigError, match="Parameter group 1: capturable=True"):
+        rule_for(optimizer)
+
+
+def test_groups_are_added_saved_and_loaded() -> None:
+    model = Model()
+    optimizer = MuonAdamW(model, lr=0.02)
+    more = nn.Parameter(torch.ones(4, 6))
+    optimizer.add_param_group({"params": more, "rule": "muon", "lr": 0.5})
+    assert (optimizer.param_groups[-1]["lr"], optimizer.param_groups[-1]["momentum"]) == (0.5, 0.95)
+    set_grads(model, 1)
+    optimizer.step()
+    other = MuonAdamW(optimizer.param_groups[:0] + [{**g} for g in optimizer.param_groups])
+    other.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    for key, kept in optimizer.state_dict()["state"].items():
+        for name, value in kept.items():
+            found: Tensor = other.state_dict()["state"][key][name]
+            assert torch.equal(found, value), name
+    for bad, message in (
+        ({"params": [nn.Parameter(torch.ones(2, 2))]}, "says 'rule': 'muon' or 'adamw', not None"),
+        ({"params": [nn.Parameter(torch.ones(2))], "rule": "muon"}, r"not a parameter of shape \(2,\)"),
+        ({"params": [nn.Parameter(torch.ones(4, 2))], "rule": "muon", "split": 3}, "split=3"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            optimizer.add_param_group(bad)
+    assert copy.deepcopy(optimizer).describe() == optimizer.describe()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"muon": ["nothing.*"]}, r"muon: the pattern 'nothing\.\*' names none of the trainable"),
+        ({"adamw": ["frozen"]}, "adamw: the pattern 'frozen' names none"),
+        ({"split": {"tokens.weight": 2}}, "split: the pattern 'tokens.weight' names none of the Muon's"),
+        ({"split": {"block.qkv_proj.weight": 5}}, r"block\.qkv_proj\.weight: split=5: .*\(24, 8\) has 24 rows"),
+        ({"split": {"block.qkv_proj.weight": (8, 8)}}, "has 16 rows, a parameter of shape"),
+        ({"split": {"block.qkv_proj.weight": "three"}}, "give a number of equal parts"),
+        ({"muon": ["block.norm.bias"]}, r"block\.norm\.bias: Muon takes matrices"),
+        ({"adamw": ["*"]}, "found no matrix for Muon"),
+        ({"lr": -1.0}, "Invalid learning rate|lr=-1.0: use 0 or more"),
+        ({"momentum": -1.0}, "momentum=-1.0: use 0 or more"),
+        ({"ns_dtype": "fp16"}, "ns_dtype='fp16': use 'bf16' or 'fp32'"),
+    ],
+)
+def test_what_cannot_be_is_refused_by_name(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        MuonAdamW(Model(), **options)
+
+
+def test_names_and_known_options_are_needed() -> None:
+    with pytest.raises(ConfigError, match="decides by names: give the model"):
+        MuonAdamW(Model().parameters())
+    with pytest.raises(TypeError, match="has no option 'beta1'; there are momentum"):
+        MuonAdamW(Model(), beta1=0.9)  # type: ignore[call-arg]
+
+
+@pytest.mark.parametrize("options", [{"lr": -1.0}, {"betas": (1.0, 0.9)}, {"eps": -1.0}, {"weight_decay": -0.1}])
+def test_lamb_refuses_values_out_of_range(options: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=next(iter(options))):
+        Lamb([nn.Parameter(torch.zeros(2))], **options)
+
+
+def test_a_closure_is_called_with_gradients() -> None:
+    for make in (lambda p: Lamb([p]), lambda p: MuonAdamW([("w", p)])):
+        parameter = nn.Parameter(torch.ones(2, 2))
+
+        def closure(parameter: nn.Parameter = parameter) -> Tensor:
+            loss = parameter.square().sum()
+            loss.backward()
+            return loss
+
+        optimizer: Any = make(parameter)
+        assert optimizer.step(closure) == 4
+        assert not torch.equal(parameter, torch.ones(2, 2))

@@ -1,0 +1,87 @@
+"""What docs/muon.md and docs/rules.md show runs as it is written."""
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+DOCS = Path(__file__).parents[2] / "docs"
+
+
+@pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="torch has no Muon before 2.9")
+def test_the_example_of_muon_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    (code,) = re.findall(r"^```python\n(.*?)^```", (DOCS / "muon.md").read_text(), re.MULTILINE | re.DOTALL)
+    exec(code, {})
+    said = [line.split()[:2] for line in capsys.readouterr().out.splitlines()]
+    assert ["0.weight", "adamw"] in said
+    assert ["1.weight", "muon"] in said
+    assert ["5.weight", "adamw"] in said
+
+
+@pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="torch has no Muon before 2.9")
+def test_a_group_of_new_matrices_joins_with_its_rules_options() -> None:
+    """`add_param_group` filled in torch's defaults alone, of which MuonAdamW has none: a `KeyError`."""
+    import penstock
+
+    class Net(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.frozen = torch.nn.Linear(8, 8), torch.nn.Linear(8, 8).requires_grad_(False)
+            self.added: torch.nn.Module = torch.nn.Identity()
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.added(self.frozen(self.first(x)))
+
+    def step() -> None:
+        optimizer.backward(model(torch.ones(2, 8)).square().mean())
+        optimizer.step()
+        optimizer.zero_grad()
+
+    model = Net()
+    placement = penstock.Placement(params="cpu", grads="cpu", optimizer="cpu")
+    optimizer = penstock.prepare(model, penstock.optim.MuonAdamW(model), placement=placement)
+    step()
+    model.frozen.requires_grad_(True)
+    with pytest.raises(penstock.ConfigError, match=r"'frozen.weight' \(8, 8\) rests in parts, as it was frozen"):
+        optimizer.add_param_group({"params": [model.frozen.weight], "rule": "muon"})
+    model.frozen.requires_grad_(False)
+    model.added = torch.nn.Linear(8, 8, bias=False)
+    with pytest.raises(penstock.ConfigError, match="a parameter group says 'rule'"):
+        optimizer.add_param_group({"params": [model.added.weight]})
+    optimizer.add_param_group({"params": [model.added.weight], "rule": "muon"})
+    before = optimizer.full_param(model.added.weight)
+    step()
+    assert optimizer.full_state(model.added.weight, "momentum_buffer").any()
+    assert not torch.equal(optimizer.full_param(model.added.weight), before)
+    optimizer.close()
+
+
+def test_a_rule_of_ones_own_trains_as_its_class() -> None:
+    import penstock
+
+    blocks = re.findall(r"^```python\n(.*?)^```", (DOCS / "rules.md").read_text(), re.MULTILINE | re.DOTALL)
+    (code,) = (block for block in blocks if "class RowNormalised" in block)
+    assert len([line for line in code.split("@penstock.optim.register")[1].splitlines() if line.strip()]) <= 20
+    shown: dict[str, type[torch.optim.Optimizer]] = {}
+    exec(code, shown)
+    torch.manual_seed(0)
+    plain = torch.nn.Linear(6, 4)
+    model = torch.nn.Linear(6, 4)
+    model.load_state_dict(plain.state_dict())
+    stock = shown["RowNormalised"](plain.parameters())
+    placement = penstock.Placement(params="cpu", grads="cpu", optimizer="cpu")
+    optimizer = penstock.prepare(
+        model, shown["RowNormalised"](model.parameters()), precision="fp32", placement=placement
+    )
+    for step in range(3):
+        x = torch.full((2, 6), 1.0 + step)
+        optimizer.backward(model(x).square().sum())
+        optimizer.step()
+        optimizer.zero_grad()
+        plain(x).square().sum().backward()
+        stock.step()
+        stock.zero_grad()
+    for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(optimizer.full_param(ours), theirs.detach(), rtol=1e-6, atol=1e-7)
+    optimizer.close()
