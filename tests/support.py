@@ -21,7 +21,7 @@ from torch import Tensor
 import penstock
 from penstock.blueprint import Request
 from penstock.build import build
-from penstock.kinds import COMPUTE_DTYPES
+from penstock.dtypes import COMPUTE_DTYPES
 from penstock.machine import pinning
 from penstock.machine.arena import Arena
 from penstock.machine.collectives import Ranks

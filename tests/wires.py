@@ -10,7 +10,16 @@ import torch.distributed as dist
 from torch import Tensor
 
 from penstock.machine import collectives
+from penstock.machine.streams import Streams
+from tests.support import inline, released, separate, simulated
 
+STREAMS: dict[str, Callable[[], Streams]] = {
+    "inline": inline,
+    "separate": separate,
+    "simulated": simulated,
+    "released": released,
+}
+TILES = {"tile_bytes": 4096}
 #: By the name of a collective and the ranks of its group: the bytes of whole buffers.
 Traffic = Counter[tuple[str, tuple[int, ...]]]
 _FLAT = {"all_gather": (0, "_all_gather_flat"), "reduce_scatter": (1, "_reduce_scatter_flat")}

@@ -2,6 +2,8 @@
 
 full      one copy of the state, shared by all ranks
 hybrid    a copy of the state on each host, shared by its ranks
+tp        eight ranks of a host have parts of the parameters and one batch, of eight times the samples; what they have
+          is shared by the ranks of other hosts
 hpZ       one copy, and of the parameters another one on each host, from which backward gathers (Wang et al., "ZeRO++",
           2023, section 3.2): by formula, from the program of `full`
 """
@@ -13,6 +15,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch import nn
 
 import penstock
 from penstock.blueprint import request_for
@@ -20,8 +23,9 @@ from penstock.forecast.costs import machine_costs
 from penstock.forecast.program import Collective, Kind, Program
 from penstock.forecast.retime import Timings
 from penstock.forecast.rings import spread_of, through
+from penstock.integrations.tensor_parallel import divide
 from penstock.machine.mesh import grid_of
-from penstock.planner import Machine
+from penstock.planner import Machine, imagined_mesh
 from penstock.planner.question import made
 from penstock.rehearsal.rehearse import BACKWARD, Rehearsal, Scene, rehearse
 from planning.models import batch, large
@@ -59,11 +63,14 @@ def _inside(each: Collective) -> Collective:
     return each._replace(ranks=min(each.ranks, OF_HOST)) if each.name == "all_gather" else each
 
 
-def row(name: str, mesh: str, ranks: int, program: Program, machine: Machine, beside: int) -> dict[str, Any]:
+def row(
+    name: str, mesh: str, ranks: int, program: Program, machine: Machine, beside: int = 0, lines: int = 1
+) -> dict[str, Any]:
     """Time a step, and count what goes over links and network.
 
     Arguments:
         beside: bytes of the device that the program does not know of.
+        lines: how many ranks have one batch.
     """
     timings = Timings(program)
     timing = timings.on(machine_costs(machine))
@@ -80,7 +87,7 @@ def row(name: str, mesh: str, ranks: int, program: Program, machine: Machine, be
         mesh=mesh,
         ranks=ranks,
         step_s=timing.step_s,
-        tokens_per_s=program.tokens * ranks / timing.step_s,
+        tokens_per_s=program.tokens * ranks // lines / timing.step_s,
         bound_by=timing.bound_by,
         one_port_step_s=slow.step_s,
         one_port_bound_by=slow.bound_by,
@@ -90,6 +97,25 @@ def row(name: str, mesh: str, ranks: int, program: Program, machine: Machine, be
         host_gib=host / 2**30,
         fits=peak <= 0.95 * machine.value("device_memory") and host <= 0.95 * machine.value("host_memory"),
     )
+
+
+def rehearsed(name: str, model: nn.Module, sizes: dict[str, int], samples: int) -> tuple[Rehearsal, dict[str, float]]:
+    """Rehearse the first rank of a mesh; say how long that took."""
+    started = time.perf_counter()
+    grid = grid_of(sizes, sharded=True)
+    scene = Scene(
+        model,
+        torch.optim.AdamW,
+        partial(batch, samples, LENGTH),
+        grid=grid,
+        hosts=grid.world_size // OF_HOST,
+        back_end="accelerator",
+        recompute=True,
+    )
+    options = penstock.Options(streamed_updates=0.0)
+    request = request_for(model, placement=PLACEMENTS[name], weights="init", options=options)
+    found = rehearse(scene, request)
+    return found, dict(rehearsed_in_s=time.perf_counter() - started)
 
 
 def meshes(names: Sequence[str] = ("8b", "70b")) -> dict[str, Any]:
@@ -107,23 +133,17 @@ def meshes(names: Sequence[str] = ("8b", "70b")) -> dict[str, Any]:
             ):
                 if mesh == "hybrid" and ranks == OF_HOST:
                     continue  # the same
-                started = time.perf_counter()
-                scene = Scene(
-                    model,
-                    torch.optim.AdamW,
-                    partial(batch, 1, LENGTH),
-                    grid=grid_of(sizes, sharded=True),
-                    hosts=ranks // OF_HOST,
-                    back_end="accelerator",
-                    recompute=True,
-                )
-                options = penstock.Options(streamed_updates=0.0)
-                request = request_for(model, placement=PLACEMENTS[name], weights="init", options=options)
-                found = rehearse(scene, request)
-                told = dict(rehearsed_in_s=time.perf_counter() - started)
-                rows.append(row(name, mesh, ranks, found.program, machine, 0) | told)
+                found, told = rehearsed(name, model, sizes, 1)
+                rows.append(row(name, mesh, ranks, found.program, machine) | told)
                 print(rows[-1], flush=True)
                 if mesh == "full" and ranks > OF_HOST:
                     rows.append(row(name, "hpZ", ranks, on_the_host(found), machine, copy) | told)
                     print(rows[-1], flush=True)
+            sizes = {"dp_shard": ranks // OF_HOST, "tp": OF_HOST}
+            with imagined_mesh(sizes) as within:
+                part = made(partial(large, name))
+                divide(part, within["tp"])
+                found, told = rehearsed(name, part, sizes, OF_HOST)
+            rows.append(row(name, "tp", ranks, found.program, machine, lines=OF_HOST) | told)
+            print(rows[-1], flush=True)
     return {"machine_file": MACHINE, "sequence": LENGTH, "rows": rows}

@@ -17,6 +17,7 @@ _OWN = {
     "pinned_bytes",
     "update_threads",
     "streamed_updates",
+    "whole_updates",
     "io_queue_depth",
     "checksums",
     "timeout_s",

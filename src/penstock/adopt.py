@@ -12,6 +12,7 @@ and reduce units, whichever they are.
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import nn
@@ -23,6 +24,7 @@ from penstock.engine.engine import Engine
 from penstock.engine.units.alike import align_buffers
 from penstock.engine.units.assemble import fill_unit, make_unit
 from penstock.engine.units.discover import UnitSpec, find_units
+from penstock.engine.units.dividing import check_divided
 from penstock.engine.units.flats import Flat, Whole
 from penstock.engine.units.plan import UnitPlan, plan_units
 from penstock.engine.units.regroup import lay_again, parameters_for, place, train_where_it_rests
@@ -68,8 +70,9 @@ class Adopter:
         known = {parameter for unit in engine.rig.units for parameter in unit.spec.parameters}
         newcomers = {name: p for name, p in model.named_parameters() if p not in known}
         checks.check_newcomers(newcomers)
+        check_divided(newcomers.items(), engine.rig.ranks.mesh)
         _check_group(given.param_groups[-1]["params"], known | set(newcomers.values()))
-        blueprint, stays = self._extended(engine, self._rule(given), groups)
+        blueprint, stays = self._extended(engine, self._rule(given), groups, given.param_groups)
         facts.update(blueprint.facts(model, engine.rig.ranks.grid))
         return Adoption(self, engine, blueprint, stays)
 
@@ -86,17 +89,22 @@ class Adopter:
         return rule
 
     def _extended(
-        self, engine: Engine, rule: Rule, groups: Mapping[nn.Parameter, int]
+        self,
+        engine: Engine,
+        rule: Rule,
+        groups: Mapping[nn.Parameter, int],
+        given_groups: Sequence[Mapping[str, Any]],
     ) -> tuple[Blueprint, dict[str, Unit]]:
         """Draw the blueprint of the engine as it will be, and say by name which of its units there are already."""
         before, units = self.blueprint, engine.rig.units
         ranks, streams = engine.rig.ranks, engine.rig.streams
         request, options = before.request, before.request.options
-        known = [_what_stays(unit.spec, groups.keys(), request.compute_dtype) for unit in units]
+        rules = {p: rule.part(group) for group in given_groups for p in group["params"]}
+        known = [_what_stays(unit.spec, rules, request.compute_dtype) for unit in units]
         specs = find_units(
             engine.rig.model,
             request.units,
-            owned=groups.keys(),
+            rules=rules,
             compute_dtype=request.compute_dtype,
             persistent_bytes=options.persistent_bytes,
             known=known,
@@ -239,7 +247,7 @@ class Adoption:
         for unit in sources:
             gatherer.acquire_exact(unit)
         flats |= {p: Whole(parameter.view_in(unit.full)) for p, (unit, parameter) in left.items()}
-        parameters = parameters_for(plan, {p: parameter for p, (_, parameter) in left.items()})
+        parameters = parameters_for(plan, {p: parameter for p, (_, parameter) in left.items()}, ranks)
         made = make_unit(plan, index, parameters, ranks.shard_rank, streams, self._reserved)
         self._new.append(made)  # from here on its parameters give up what they had
         fill_unit(made, self._blueprint.homes, [flats[p] for p in spec.parameters])
@@ -285,11 +293,21 @@ def _check_group(parameters: Sequence[nn.Parameter], of_model: Set[nn.Parameter]
         )
 
 
-def _what_stays(spec: UnitSpec, owned: Set[nn.Parameter], compute_dtype: torch.dtype) -> UnitSpec:
+def _what_stays(spec: UnitSpec, rules: Mapping[nn.Parameter, Rule], compute_dtype: torch.dtype) -> UnitSpec:
     """Say what a unit consists of once its parameters that are owned and unfrozen are trained."""
-    left = [p for p in spec.parameters if p.requires_grad and p in owned]
-    if spec.trainable or not left:
+    left = [p for p in spec.parameters if p.requires_grad and p in rules]
+    if spec.trainable:
+        return replace(spec, rule=rules[spec.parameters[0]])
+    if not left:
         return spec
+    rule = rules[left[0]]
+    if rule.whole or any(rules[p] is not rule for p in left):
+        name = spec.names[spec.parameters.index(left[0])]
+        raise ConfigError(
+            f"add_param_group: parameter '{name}' {tuple(left[0].shape)} rests in parts, as it was frozen, and "
+            f"{rule.name} looks at whole parameters. Have it trained when the model is prepared, or give it to an "
+            "element-wise rule."
+        )
     if spec.dtype not in (compute_dtype, torch.float32):
         name = spec.names[spec.parameters.index(left[0])]
         raise ConfigError(
@@ -297,8 +315,10 @@ def _what_stays(spec: UnitSpec, owned: Set[nn.Parameter], compute_dtype: torch.d
             "frozen until the model is prepared again."
         )
     if len(left) == len(spec.parameters):
-        return replace(spec, trainable=True, name=spec.name.replace(".frozen", "", 1), parameters=tuple(left))
-    pairs = [(n, p) for n, p in zip(spec.names, spec.parameters, strict=True) if not (p.requires_grad and p in owned)]
+        return replace(
+            spec, trainable=True, name=spec.name.replace(".frozen", "", 1), parameters=tuple(left), rule=rule
+        )
+    pairs = [(n, p) for n, p in zip(spec.names, spec.parameters, strict=True) if not (p.requires_grad and p in rules)]
     return replace(spec, names=tuple(n for n, _ in pairs), parameters=tuple(p for _, p in pairs))
 
 

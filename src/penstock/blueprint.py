@@ -17,11 +17,12 @@ from torch import nn
 from penstock import checks
 from penstock.accord import facts_of
 from penstock.config import Options, Placement
+from penstock.dtypes import COMPUTE_DTYPES
 from penstock.engine.passes.samples import BatchDim, check_batch_dim, check_blocks
 from penstock.engine.units.discover import UnitPolicy, UnitSpec, find_units
 from penstock.engine.units.plan import Homes, UnitPlan, plan_units
 from penstock.engine.units.source import INIT, Weights
-from penstock.kinds import COMPUTE_DTYPES, Overlap, Precision, Tier
+from penstock.kinds import Overlap, Precision, Tier
 from penstock.layout import ALIGNMENT_NUMEL
 from penstock.machine.council import Facts
 from penstock.machine.reach import Grid, Reach
@@ -81,9 +82,9 @@ class Request:
             sharded_params=self.stage == 3,
             grad_dtype=self.accumulation_dtype,
             master_dtype=MASTER_DTYPES[master] if low_precision else None,
-            states=rule.states,
             tile_numel=self.options.tile_bytes // self.compute_dtype.itemsize // ALIGNMENT_NUMEL * ALIGNMENT_NUMEL,
             streamed=self.options.streamed_updates != 0 and not reach.aliases_host,
+            streams_whole=self.options.whole_updates == "device" and not reach.aliases_host,
             # Without an optimizer there is no backward of its own, for which anything were kept.
             secondary=self.options.secondary_shard if rule is not NO_RULE else None,
         )
@@ -259,16 +260,17 @@ def draw_blueprint(
         MemoryBudgetError: a budget is too small.
     """
     options = request.options
-    rule, groups = NO_RULE, dict[nn.Parameter, int]()
+    rule, groups, rules = NO_RULE, dict[nn.Parameter, int](), dict[nn.Parameter, Rule]()
     if optimizer is not None:
         rule = rule_for(optimizer, StateFormat(options.state_dtype, options.rounding, options.rounding_seed))
         groups = {p: number for number, group in enumerate(optimizer.param_groups) for p in group["params"]}
+        rules = {p: rule.part(group) for group in optimizer.param_groups for p in group["params"]}
     checks.check_ownership(model, groups)
     checks.check_no_gradients(model)
     specs = find_units(
         model,
         request.units,
-        owned=groups.keys() if optimizer is not None else None,
+        rules=rules if optimizer is not None else None,
         compute_dtype=request.compute_dtype,
         persistent_bytes=options.persistent_bytes,
     )
@@ -276,8 +278,9 @@ def draw_blueprint(
         check_blocks(_blocks(specs, model), request.batch_dim)
     homes = request.homes(rule, reach)
     units = plan_units(specs, homes, grid, reach)
+    checks.check_whole(model, rules, specs, options, grid)
     checks.check_nodes(options, grid.shards, gathers=not all(spec.persistent for spec in specs))
-    plan_staging = partial(StagingPlan, reduce_dtype=request.reduce_dtype, reach=reach, streamed=homes.streamed)
+    plan_staging = partial(StagingPlan, reduce_dtype=request.reduce_dtype, reach=reach)
     return Blueprint(
         request=request,
         rule=rule,

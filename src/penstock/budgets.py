@@ -20,7 +20,7 @@ from penstock.blueprint import Blueprint
 from penstock.engine.passes.buffers import BUFFERS_OF_A_SIZE
 from penstock.engine.passes.packing import packed_bytes
 from penstock.engine.passes.sums import summing_bytes
-from penstock.engine.units.dtensors import own_elements
+from penstock.engine.units.dtensors import own_elements, own_shape
 from penstock.engine.units.plan import UnitPlan
 from penstock.errors import MemoryBudgetError
 from penstock.kinds import GRAD, MASTER, OPTIMIZER, PARAM, SECONDARY, SHADOW, STAGING, Tier
@@ -36,7 +36,7 @@ from penstock.tiers.store import bytes_on
 #: What a device has at rest, as `Placement` calls it: the homes that it is made of.
 _AT_REST = {"params": (PARAM, SECONDARY), "grads": (GRAD,), "optimizer": (MASTER, OPTIMIZER, SHADOW)}
 GATHERED, PACKED, ON_THEIR_WAY = "gathered", "packed", "gradients on their way"
-TILES, BUFFERS, FIRST = "tiles", "buffers", "first values"
+TILES, UPDATE, BUFFERS, FIRST = "tiles", "an update", "buffers", "first values"
 DEVICE, HOST = "device", "host"  # names of rooms
 
 # Bytes per element that values take on their way to their homes: in fp32; and while they are split into bf16 and a
@@ -50,8 +50,9 @@ class DeviceNeed:
 
     Attributes:
         parts: the bytes by what they are for: `"params"`, `"grads"` and `"optimizer"` at rest, `"gathered"` parameters,
-            `"packed"` ones between ranks, `"gradients on their way"`, `"tiles"` that pass buffers, the model's
-            `"buffers"`, and `"first values"`: what the start takes beyond all of these.
+            `"packed"` ones between ranks, `"gradients on their way"`, `"tiles"` that pass buffers, temporaries of
+            `"an update"` of a whole parameter, the model's `"buffers"`, and `"first values"`: what the start takes
+            beyond all of these.
         there: how many of them the model has there already: in buffers, and in parameters, whose own memory goes while
             their homes are filled.
     """
@@ -103,9 +104,14 @@ class HostNeed:
         return self.blueprint.bytes_on(Tier.CPU)
 
     @property
+    def updating(self) -> int:
+        """Those of temporaries of one update, where it looks at a whole parameter."""
+        return updating_bytes(self.blueprint, Tier.CPU)
+
+    @property
     def nbytes(self) -> int:
         """All of them."""
-        return self.on_cpu + (self.shares.nbytes - self.shares.there if self.shares else 0)
+        return self.on_cpu + self.updating + (self.shares.nbytes - self.shares.there if self.shares else 0)
 
     def lack(self, whose: str, missing: int) -> str:
         """Say that it is too much, and what to do.
@@ -115,9 +121,10 @@ class HostNeed:
             missing: how many bytes are missing, for each rank.
         """
         if self.shares is None:
+            beside = f" and {self.updating:,} for an update" if self.updating else ""
             return (
-                f"The cpu tier needs {self.nbytes:,} bytes on this rank; {whose}. Use more ranks, a higher stage, or "
-                "keep less on the cpu tier."
+                f"The cpu tier needs {self.on_cpu:,} bytes{beside} on this rank; {whose}. Use more ranks, a higher "
+                "stage, or keep less on the cpu tier."
             )
         what = f"{self.shares}, cpu tier {self.on_cpu:,}" if self.on_cpu else str(self.shares)
         beside = f", beside {self.shares.there:,} that the model takes already" if self.shares.there else ""
@@ -164,6 +171,7 @@ def device_need(blueprint: Blueprint, model: nn.Module, grid: Grid, reach: Reach
         PACKED: packed_bytes(blueprint.units, blueprint.request.options.gather_format),
         ON_THEIR_WAY: gradient_bytes(blueprint, grid, reach),
         TILES: blueprint.bytes_on(Tier.DEVICE, STAGING),
+        UPDATE: updating_bytes(blueprint, Tier.DEVICE),
         BUFFERS: buffers,
     }
     training = sum(parts.values())
@@ -178,6 +186,24 @@ def device_need(blueprint: Blueprint, model: nn.Module, grid: Grid, reach: Reach
     beside_own = max(training - sum(own) - buffers_there, loading_beside_own)
     parts[FIRST] = max(0, loading - training)
     return DeviceNeed(parts, max(0, sum(parts.values()) - beside_own))
+
+
+def updating_bytes(blueprint: Blueprint, tier: Tier) -> int:
+    """Count the most bytes of temporaries that an update of a whole parameter holds, on the device or on the cpu tier.
+
+    One is updated after the other. Temporaries of element-wise updates are of pieces, and not counted.
+    """
+    most = 0
+    for plan in blueprint.units:
+        if not plan.spec.whole_numel or plan.spec.rule is None:
+            continue
+        rests = {section.tier for section in plan.sections[OPTIMIZER]}
+        on_device = plan.homes.streams(plan.spec) == "all" or Tier.DEVICE in rests
+        on_host = plan.homes.streams(plan.spec) != "all" and rests != {Tier.DEVICE}
+        if on_device if tier is Tier.DEVICE else on_host:
+            shapes = {own_shape(parameter) for parameter in plan.spec.parameters}
+            most = max(most, *(plan.spec.rule.working_bytes(shape) for shape in shapes))
+    return most
 
 
 def gradient_bytes(blueprint: Blueprint, grid: Grid, reach: Reach) -> int:
@@ -215,15 +241,15 @@ def _gradient_buffers(
     if collected != request.reduce_dtype:
         yield plan.layout.numel, request.reduce_dtype
     if grid.shards > 1:
-        yield plan.layout.shard_numel, request.reduce_dtype
+        yield plan.shard_numel, request.reduce_dtype
     if len(sections) > 1 or not all(section.tier.is_memory for section in sections):
-        yield plan.layout.shard_numel, request.accumulation_dtype  # what the home holds comes up to be added to
+        yield plan.shard_numel, request.accumulation_dtype  # what the home holds comes up to be added to
 
 
 def _filling_bytes(plan: UnitPlan, grid: Grid, *, given: bool) -> int:
     """Count the device bytes that it takes, beside its homes, to fill those of a unit."""
-    sent = not given and grid.data_size > 1  # a copy of the first rank's values, in the model's own dtype
-    arrived = sum(parameter.nbytes for parameter in plan.spec.parameters) if sent else 0
+    sent = not given and grid.world_size > 1  # a copy of the first rank's values, in the model's own dtype
+    arrived = sum(own_elements(parameter).nbytes for parameter in plan.spec.parameters) if sent else 0
     # A parameter at a time goes through the update's shadow of it where there is one, and its master is split there.
     numel = min(max(slot.numel for slot in plan.layout.slots), max(s.numel for s in plan.sections[PARAM]))
     splits = plan.homes.keeps_master(plan.spec) and plan.homes.master_dtype == torch.int16

@@ -12,16 +12,20 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from penstock.checkpoint.beside import persistent_buffers, why_not
 from penstock.config import DEFAULT_LIVE_BYTES, Options, Placement
+from penstock.dtypes import COMPUTE_DTYPES
 from penstock.engine.passes.anchor import Anchor
 from penstock.engine.passes.idioms import is_owned
 from penstock.engine.units.aliases import check_aliases
 from penstock.engine.units.discover import UnitSpec
 from penstock.engine.units.dtensors import is_divided
 from penstock.errors import ConfigError, MemoryBudgetError
-from penstock.kinds import COMPUTE_DTYPES, Tier, parse_home
+from penstock.kinds import Tier, parse_home
 from penstock.machine.mesh import roles_of
+from penstock.machine.reach import Grid
+from penstock.rules.rule import Rule
 from penstock.tiers.host import bounce_bytes
 
+MUON = "muon"
 _SUM_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -103,6 +107,47 @@ def check_nodes(options: Options, shards: int, *, gathers: bool) -> None:
         raise ConfigError(
             f"Options(secondary_shard={size}): nothing is gathered in backward, since every unit stays gathered. Lower "
             f"Options(persistent_bytes={options.persistent_bytes}), or use secondary_shard=None."
+        )
+
+
+def check_whole(
+    model: nn.Module, rules: Mapping[nn.Parameter, Rule], specs: Sequence[UnitSpec], options: Options, grid: Grid
+) -> None:
+    """Refuse what does not go with rules that look at whole parameters.
+
+    Arguments:
+        model: the one that is trained.
+        rules: what updates each of its parameters.
+        specs: its units.
+        options: what was asked for.
+        grid: the ranks that share its state.
+    """
+    whole = [spec for spec in specs if spec.whole_numel]
+    if not whole:
+        return
+    rule = whole[0].rule
+    assert rule is not None
+    left_out = unowned(model, rules)
+    if left_out and {each.name for each in rules.values()} == {MUON}:
+        parameter = model.get_parameter(left_out[0])
+        raise ConfigError(
+            f"torch.optim.Muon does not own {len(left_out)} trainable parameters; the first is '{left_out[0]}' "
+            f"{tuple(parameter.shape)}. Train all of them with penstock.optim.MuonAdamW(model), or freeze them: "
+            "requires_grad_(False)."
+        )
+    for spec in whole:
+        for name, parameter in zip(spec.names, spec.parameters, strict=True):
+            if is_divided(parameter):
+                raise ConfigError(
+                    f"Parameter '{name}' {tuple(parameter.shape)} is divided over ranks (a DTensor), and "
+                    f"{rule.name} looks at whole parameters. Give it to AdamW, or do not divide it."
+                )
+    formats = {"gather_format": options.gather_format, "reduce_format": options.reduce_format}
+    given = [f"{name}={value!r}" for name, value in formats.items() if value != "exact"]
+    given += [f"secondary_shard={options.secondary_shard}"] if options.secondary_shard is not None else []
+    if given and grid.shards > 1:
+        raise ConfigError(
+            f"Options({given[0]}) goes by equal shards, and {rule.name} has each parameter on one rank. Leave it out."
         )
 
 
@@ -208,11 +253,6 @@ def check_newcomers(newcomers: Mapping[str, nn.Parameter]) -> None:
     """Refuse parameters that came into a prepared model and cannot be laid out; by name."""
     for name, parameter in newcomers.items():
         _check_parameter(name, parameter)
-        if is_divided(parameter):
-            raise ConfigError(
-                f"Parameter '{name}' {tuple(parameter.shape)} is a DTensor: add_param_group() takes plain ones. "
-                "Parallelise the model before prepare()."
-            )
         tensor: torch.Tensor = parameter
         is_lazy = bool(nn.parameter.is_lazy(tensor))
         shape = "no shape yet" if is_lazy else tuple(parameter.shape)

@@ -115,6 +115,10 @@ class Options:
             at most), while the host updates the others. `"auto"` measures both sides in the first steps and keeps what
             it finds. A device may round otherwise than the host in the last place, so state a number where a run has to
             be repeated bit by bit. No effect where the device is a cpu.
+        whole_updates: where parameters are updated by a rule that looks at whole ones (Muon), if its states rest on the
+            cpu or on nvme: `"device"` brings them up and down again, one parameter after the other through a ring of
+            three slots, since a product of matrices is what a device is for; `"home"` updates them where they rest, on
+            the host. No effect where the device is a cpu.
         io_queue_depth: how many requests may be in flight for each folder of the nvme tier.
         checksums: whether stored tiles have a checksum, which is compared when they are read.
         on_nonfinite: whether a step whose gradient norm is not finite is skipped, or raises `EngineError`.
@@ -168,6 +172,7 @@ class Options:
     pinned_bytes: int | None = None
     update_threads: int | None = None
     streamed_updates: float | Literal["auto"] = 0.0
+    whole_updates: Literal["device", "home"] = "device"
     io_queue_depth: int = 8
     checksums: bool = True
     on_nonfinite: Literal["skip", "raise"] = "skip"

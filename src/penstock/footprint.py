@@ -5,7 +5,7 @@ need be no process group: `world_size` says how many ranks there will be.
 """
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,7 @@ from penstock.budgets import (
     GATHERED,
     ON_THEIR_WAY,
     PACKED,
+    UPDATE,
     DeviceNeed,
     Room,
     device_need,
@@ -36,7 +37,7 @@ from penstock.kinds import MASTER, OPTIMIZER, PARAM, Tier
 from penstock.machine.accelerator import reach_for
 from penstock.machine.border import crossing
 from penstock.machine.devices import device_for, visible_devices
-from penstock.machine.mesh import node_size, peers_of
+from penstock.machine.mesh import grid_of, node_size, peers_of
 from penstock.machine.pinning import needs_pinning
 from penstock.machine.reach import Grid
 from penstock.machine.swap import existing_folder, free_disk_bytes
@@ -104,7 +105,7 @@ class Footprint:
         lines = [f"{'kind':<24} {'tier':<7} {'bytes':>18}"]
         kinds = dict.fromkeys((row.kind, row.tier) for row in self.at_rest.rows)
         lines += [f"{kind:<24} {tier:<7} {self.at_rest.bytes(kind=kind, tier=tier):>18,}" for kind, tier in kinds]
-        for what in (GATHERED, PACKED, ON_THEIR_WAY, BUFFERS, FIRST):
+        for what in (GATHERED, PACKED, ON_THEIR_WAY, UPDATE, BUFFERS, FIRST):
             if self.device.parts.get(what):
                 lines.append(f"{what:<24} {'device':<7} {self.device.parts[what]:>18,}")
         lines.append(f"{'at once, on this rank':<32} {'needed':>18} {'available':>18}")
@@ -120,7 +121,7 @@ def footprint(
     model: nn.Module,
     optimizer: torch.optim.Optimizer | None,
     *,
-    mesh: DeviceMesh | None = None,
+    mesh: DeviceMesh | Mapping[str, int] | None = None,
     world_size: int | None = None,
     **arguments: Any,
 ) -> Footprint:
@@ -129,7 +130,8 @@ def footprint(
     Arguments:
         model: what `prepare` would be given, on any device; with `weights` it may be on the meta device.
         optimizer: what `prepare` would be given; `None` for inference.
-        mesh: as for `prepare`.
+        mesh: as for `prepare`; or, of ranks that there will be, how many there are along each dimension, by its name:
+            `{"dp_replicate": 2, "dp_shard": 8}`.
         world_size: how many ranks there will be, seen by the first of them; on an accelerator as many of them on a host
             as it has devices. `None` for those of the mesh, or of the default process group, or one.
         arguments: all other arguments of `prepare`; `placement="auto"` with a `plan`, since nothing is rehearsed here.
@@ -153,15 +155,19 @@ def footprint(
         )
     check_asked(arguments.get("placement"), plan, batch, trains=optimizer is not None)
     request = request_for(model, **arguments | ({"placement": None} if auto else {}))
-    device = device_for(model.parameters(), mesh).device
+    made = None if isinstance(mesh, Mapping) else mesh
+    device = device_for(model.parameters(), made).device
     sharded = request.stage != 0
-    if world_size is None:
-        peers = peers_of(mesh, sharded=sharded)
+    future = grid_of(mesh, sharded=sharded) if isinstance(mesh, Mapping) else None
+    if world_size is not None:
+        future = Grid.first_of(world_size, sharded=sharded)
+    if future is None:
+        peers = peers_of(made, sharded=sharded)
         grid, line, of_host, ranks_here = peers.grid, peers.shards, ranks_of_host(default=0), ranks_of_host()
     else:
-        grid = Grid.first_of(world_size, sharded=sharded)
+        grid = future
         visible = visible_devices() if device.type != "cpu" else None
-        ranks_here = of_host = min(world_size, visible.count) if visible is not None else world_size
+        ranks_here = of_host = grid.world_size if visible is None else min(grid.world_size, visible.count)
         line = range(grid.shards)
     if plan is not None:
         by_hand = {name: value for name, value in arguments.items() if name != "placement"}
@@ -181,7 +187,7 @@ def footprint(
     )
 
 
-def _check_world_size(world_size: object, mesh: DeviceMesh | None) -> None:
+def _check_world_size(world_size: object, mesh: object) -> None:
     """Refuse a number of ranks that cannot be, or that contradicts a mesh."""
     if world_size is None:
         return
@@ -253,7 +259,7 @@ def _table_of(plan: UnitPlan, grid: Grid) -> UnitTable:
     """Draw up the table of a unit's tiles as a save of this rank will."""
     homes = {name: plan.sections[name][0].cells for name in (MASTER, OPTIMIZER) if plan.sections.get(name)}
     cells = {PARAM: plan.own_params[0].cells, **homes}
-    tile_numel, shard_numel = plan.homes.tile_numel, plan.layout.shard_numel
+    tile_numel, shard_numel = plan.tile_numel, plan.shard_numel
     first, last = own_tiles(shard_numel, tile_numel, grid)
     kept = kept_homes(cells)
     return UnitTable(

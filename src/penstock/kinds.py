@@ -1,10 +1,11 @@
-"""The columns and the tiers of the table of training state, and the dtypes that a precision stands for."""
+"""The columns and the tiers of the table of training state.
+
+The command line reads them for its options, and does not wait for torch: nothing here imports it.
+"""
 
 from collections.abc import Mapping
 from enum import StrEnum
 from typing import Literal
-
-import torch
 
 from penstock.errors import ConfigError
 
@@ -58,8 +59,6 @@ _TIER_SPELLINGS = {
     "nvme": Tier.NVME,
     "disk": Tier.NVME,
 }
-
-COMPUTE_DTYPES: Mapping[str, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def parse_tier(name: object, *, what: str) -> Tier:

@@ -1,15 +1,23 @@
 """Where each parameter lies in its unit's flat buffer, and how that buffer is cut. Pure arithmetic.
 
 flat buffer   | slot 0 | gap | slot 1 | ... | slot k | tail gap |         layout.numel elements
-shards        |   rank 0    |   rank 1    |  ...  |   rank N-1  |         layout.shard_numel elements each
+shards        |   rank 0    |   rank 1    |  ...  |   rank N-1  |         equal, whatever slots they cut
 tiles         | tile 0 | tile 1 | ... |  of one shard, tile_numel elements each, the last one shorter
 pieces        the part of a slot that lies in one tile of one shard: one param group, one step count
+
+Where a rule looks at whole parameters, none is cut. All of the unit are of one size, which is that of a tile:
+
+flat buffer   | slot 0   | slot 1   | slot 2   |  |                       of three parameters, over three ranks
+shards        |   rank 0            |  rank 1  |r2|                       whole slots; a rank without one has a gap
+tiles         | tile 0   | tile 1   | tile 0   |t0|                       one slot each
 """
 
 import math
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
 from typing import NamedTuple
 
 # Parameters, shards and tiles start at multiples of this many elements: the blocks of 8-bit states and of random bits
@@ -69,17 +77,15 @@ class Piece(NamedTuple):
 
 @dataclass(frozen=True)
 class FlatLayout:
-    """The plan of a unit's flat buffer, which is padded so that it divides evenly into aligned shards.
+    """The plan of a unit's flat buffer, which is padded so that it divides into aligned shards.
 
     Attributes:
         slots: the places of the parameters, in order.
-        numel: how many elements the buffer has, with padding.
-        shards: into how many shards it is cut.
+        cuts: where shards begin, in elements, and where the last one ends.
     """
 
     slots: tuple[Slot, ...]
-    numel: int
-    shards: int
+    cuts: tuple[int, ...]
 
     @classmethod
     def build(
@@ -103,16 +109,53 @@ class FlatLayout:
             numel = math.prod(shape)
             slots.append(Slot(name, tuple(shape), numel, cursor, region))
             cursor = round_up(cursor + numel, ALIGNMENT_NUMEL)
-        return cls(tuple(slots), round_up(max(cursor, 1), ALIGNMENT_NUMEL * shards), shards)
+        shard_numel = round_up(max(cursor, 1), ALIGNMENT_NUMEL * shards) // shards
+        return cls(tuple(slots), tuple(range(0, (shards + 1) * shard_numel, shard_numel)))
+
+    @classmethod
+    def build_whole(
+        cls, names: Sequence[str], shapes: Sequence[tuple[int, ...]], counts: Sequence[int], tile_numel: int
+    ) -> "FlatLayout":
+        """Lay parameters out of which none is cut: each is a tile of the rank that has it.
+
+        Arguments:
+            names: the parameters' names, in the order in which they are to lie.
+            shapes: their shapes, none with more elements than a tile.
+            counts: how many of them each rank has.
+            tile_numel: elements of a tile.
+        """
+        slots: list[Slot] = []
+        cuts = [0]
+        given = zip(names, shapes, strict=True)
+        for count in counts:
+            for number, (name, shape) in zip(range(count), given, strict=False):
+                slots.append(Slot(name, tuple(shape), math.prod(shape), cuts[-1] + number * tile_numel))
+            # A rank that has none gets a gap: it has homes like the others, which nothing uses.
+            cuts.append(cuts[-1] + max(count * tile_numel, ALIGNMENT_NUMEL))
+        return cls(tuple(slots), tuple(cuts))
 
     @property
-    def shard_numel(self) -> int:
-        """How many elements a shard has."""
-        return self.numel // self.shards
+    def shards(self) -> int:
+        """Into how many shards it is cut."""
+        return len(self.cuts) - 1
+
+    @property
+    def numel(self) -> int:
+        """How many elements the buffer has, with padding."""
+        return self.cuts[-1]
+
+    @cached_property
+    def is_even(self) -> bool:
+        """Whether all shards have as many elements."""
+        return len({stop - start for start, stop in pairwise(self.cuts)}) == 1
 
     def shard_range(self, rank: int) -> tuple[int, int]:
         """Return the first element of a rank's shard in the flat buffer, and the one after its last."""
-        return rank * self.shard_numel, (rank + 1) * self.shard_numel
+        return self.cuts[rank], self.cuts[rank + 1]
+
+    def shard_numel(self, rank: int) -> int:
+        """Count the elements of a rank's shard."""
+        return self.cuts[rank + 1] - self.cuts[rank]
 
     def slot_at(self, element: int) -> int:
         """Return the index of the slot that an element of the flat buffer is in, or in the gap behind it."""
@@ -161,6 +204,11 @@ class FlatLayout:
                 tiles[tile].append(Piece(index, cursor, end))
                 cursor = end
         return [tuple(tile) for tile in tiles]
+
+
+def least_divisor(value: int, least: int) -> int:
+    """Return the least divisor of a number that is not below `least`, which is no more than the number."""
+    return next(found for found in range(max(least, 1), value + 1) if value % found == 0)
 
 
 def round_up(value: int, multiple: int) -> int:

@@ -130,7 +130,7 @@ class Optimizer(torch.optim.Optimizer):
             check_step(engine)
             if engine.rig.ranks.world_size > 1:
                 # Each rank updates its own shard with these: where they differ, ranks would part in silence.
-                facts.update(scalars_of(self.param_groups, list(self._given.defaults)))
+                facts.update(scalars_of(self.param_groups))
                 facts["the scale of gradients"] = engine.rig.gradient_scale.value
                 facts.update(engine.gradients.by_hand)
         self._given._opt_called = True  # type: ignore[attr-defined] # its schedulers look here for a step before theirs
@@ -240,8 +240,9 @@ class Optimizer(torch.optim.Optimizer):
         for other in self.param_groups:
             if not new.isdisjoint(other["params"]):
                 other["params"] = [p for p in other["params"] if p not in new]
-        super().add_param_group(group)
-        self._given.param_groups.append(self.param_groups[-1])
+        # By the given optimizer's class: what fills in may be more than torch's defaults, as by the group's rule.
+        type(self._given).add_param_group(self._given, group)
+        self.param_groups.append(self._given.param_groups[-1])
 
     # State
 
@@ -359,9 +360,8 @@ class Optimizer(torch.optim.Optimizer):
         access = engine.state.access
         packed = super().state_dict()
         numbers = {p: index for index, p in enumerate(p for group in self.param_groups for p in group["params"])}
-        names = access.state_names
         packed["state"] = {
-            numbers[p]: {name: access.state(p, name) for name in ("step", *names)}
+            numbers[p]: {name: access.state(p, name) for name in ("step", *access.state_names(p))}
             for p in access.steps()
             if access.has_state(p)
         }

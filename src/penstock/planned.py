@@ -17,6 +17,7 @@ from penstock.forecast.plan import Plan, placeholders
 from penstock.machine.reach import Grid
 from penstock.probe.fingerprint import fingerprint
 from penstock.recompute import can_be_told, recomputes
+from penstock.rules import rule_for
 
 AUTO = "auto"
 #: What a plan and a run have to share of their machines. What a launcher decides (threads, cores, ranks of a host), and
@@ -24,6 +25,26 @@ AUTO = "auto"
 _OF_A_MACHINE = ("cpu", "memory_bytes", "device", "device_name", "device_memory_bytes")
 
 PlanOrFile = Plan | str | os.PathLike[str]
+
+
+def check_elementwise(optimizer: type[torch.optim.Optimizer] | torch.optim.Optimizer) -> None:
+    """Refuse an optimizer that looks at whole parameters: machines have figures of updates by bytes alone.
+
+    Raises:
+        ConfigError: it names the optimizer.
+    """
+    made = optimizer
+    if isinstance(made, type):
+        try:
+            made = made([nn.Parameter(torch.zeros(8, 8))])  # type: ignore[call-arg]
+        except Exception:  # it takes something else: the rehearsal says so
+            return
+    if rule_for(made).whole:
+        raise ConfigError(
+            f"{type(made).__name__} looks at whole parameters, and a plan times updates by their bytes, which does not "
+            "hold for products of matrices. Say where state should be: prepare(placement=Placement(...)); "
+            "penstock.footprint tells whether it fits."
+        )
 
 
 def asks_for_plan(placement: object) -> bool:
@@ -100,7 +121,6 @@ def planned(
     Raises:
         ConfigError: the plan does not fit, is for another run, or contradicts what was written by hand.
     """
-    check_ranks(grid)
     _check_folders(plan)
     there = fingerprint(device) if plan.machine_fingerprint else {}
     stage, precision = arguments.get("stage", 3), arguments.get("precision", "bf16")
@@ -122,19 +142,6 @@ def _check_folders(plan: Plan) -> None:
         raise ConfigError(
             f"The plan was made without names of folders, and {', '.join(map(str, named))} stand for {len(named)} of "
             "them. Plan again with penstock plan --folders, or name them as placement.nvme_path in the plan."
-        )
-
-
-def check_ranks(grid: Grid) -> None:
-    """Refuse ranks that no plan is for: those that have parts of the parameters.
-
-    Raises:
-        ConfigError: there are such.
-    """
-    if grid.tp > 1:
-        raise ConfigError(
-            f"placement='auto' is for ranks that have whole parameters, and the mesh divides them over tp={grid.tp}. "
-            "Give a penstock.Placement."
         )
 
 

@@ -31,7 +31,7 @@ from penstock.machine.collectives import Ranks
 from penstock.machine.council import DEFAULT_TIMEOUT_S, Council
 from penstock.machine.devices import check_apart, device_for, make_current, place_of
 from penstock.optimizer import Optimizer
-from penstock.planned import PlanOrFile, asks_for_plan, check_asked, check_ranks, planned, taken
+from penstock.planned import PlanOrFile, asks_for_plan, check_asked, check_elementwise, planned, taken
 
 _PLANS = "prepare(placement='auto')"
 #: How long ranks wait for the first one's plan, at least: it may probe the machine, and rehearse a large model.
@@ -171,7 +171,7 @@ def prepare(
                 device = device_for(model.parameters(), mesh).device
                 arguments = planned(model, chosen, arguments, grid=ranks.grid, device=device, trains=trains)
             request = request_for(model, **arguments)
-            check_divided(model, mesh)  # of what is sharded by FSDP itself more is known
+            check_divided(model.named_parameters(), mesh)  # of what is sharded by FSDP itself more is known
             choice = device_for(model.parameters(), mesh)
             place = place_of(choice)
             facts["device"] = choice.device.type
@@ -197,7 +197,8 @@ def _choose(
     with council.together(_PLANS, ConfigError) as facts:
         request = request_for(model, **arguments)  # what is wrong beside a plan is found before one is made
         check_asked("auto", plan, batch, trains=optimizer is not None)
-        check_ranks(ranks.grid)
+        if batch is not None and optimizer is not None:
+            check_elementwise(optimizer)
         facts["plan or batch"] = "plan" if batch is None else "batch"
         device = device_for(model.parameters(), mesh).device
     # A council of its own: what ranks wait for elsewhere has an end after `timeout_s`, and planning may take longer.

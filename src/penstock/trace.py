@@ -24,6 +24,7 @@ RESOURCES: Mapping[str, str] = {
     "upload": "host-to-device link",
     "download": "device-to-host link",
     "collective": "links between ranks",
+    "model collective": "links within the model",
     "update": "host update",
     "device update": "device update",
     "read": "NVMe reads",

@@ -76,9 +76,16 @@ class LateGroup(dist.ProcessGroup):
         own, all_of_it = _for_gloo(output), _for_gloo(whole)
         return self._issue([whole], [output], lambda: _reduce(self._host, own, all_of_it, opts))
 
+    def all_to_all_single(
+        self, output: Tensor, sent: Tensor, output_splits: list[int], splits: list[int], opts: Any = None
+    ) -> Work:
+        theirs, own = _for_gloo(output), _for_gloo(sent)
+        return self._issue([sent], [output], lambda: _exchange(self._host, theirs, own, output_splits, splits))
+
     # The names before torch 2.13.
     _allgather_base = all_gather_single
     _reduce_scatter_base = reduce_scatter_single
+    alltoall_base = all_to_all_single
 
     def barrier(self, opts: Any = None) -> Work:
         return self._host.barrier(dist.BarrierOptions())
@@ -96,6 +103,11 @@ def _gather(group: Any, whole: Tensor, own: Tensor) -> Work:
 def _reduce(group: Any, own: Tensor, whole: Tensor, opts: Any) -> Work:
     reduce = getattr(group, "reduce_scatter_single", None) or group._reduce_scatter_base
     return reduce(own, whole, opts)
+
+
+def _exchange(group: Any, received: Tensor, sent: Tensor, *splits: list[int]) -> Work:
+    exchange = getattr(group, "all_to_all_single", None) or group.alltoall_base
+    return exchange(received, sent, *splits, dist.AllToAllOptions())
 
 
 def _create(store: Any, rank: int, size: int, timeout: timedelta) -> LateGroup:

@@ -4,13 +4,14 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import penstock
 from penstock import MemoryBudgetError, Options, Placement, budgets
 from penstock.machine.devices import free_device_memory
-from tests.device.running import strict
-from tests.measured import SHARES, deep
+from penstock.rules.wire import WireFormat
+from tests.device.running import late_ranks, strict
+from tests.measured import KIB, SHARES, deep
 from tests.support import disks, prepare_on
 
 DEVICE = "strict:0"
@@ -97,3 +98,64 @@ def test_what_is_counted_is_what_the_allocator_has(
     (need,) = counted
     assert need.nbytes <= 1.25 * peak
     assert peak <= need.nbytes + BESIDE
+
+
+#: Options of what goes between two ranks of one node.
+COMPRESSED: list[dict[str, Any]] = [
+    {},
+    {"gather_format": "int8"},
+    {"reduce_format": "int4"},
+    {"secondary_shard": 2},
+    {"gather_format": "int8", "reduce_format": "int4", "secondary_shard": 2},
+]
+
+
+def on_the_host(form: WireFormat, number: int, values: Tensor, words: Tensor, add: bool = False) -> None:
+    """Pack or unpack without memory of the device: a compiled pass takes none, plain operations do."""
+    there, codes = values.cpu(), words.cpu().flatten().view(torch.uint8)
+    if number == 0:
+        form.pack(there, codes)
+        words.copy_(codes.view(torch.int32).view(words.shape))
+    else:
+        form.unpack(codes, there, add=add)
+        values.copy_(there)
+
+
+def compressed(rank: int) -> list[tuple[int, dict[str, int]]]:
+    """The device's peak with each option, and what was counted before, by part."""
+    from tests.device.backend import native
+
+    found = []
+    for options in COMPRESSED:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(WireFormat, "_on_device", on_the_host)
+            counted: list[budgets.DeviceNeed] = []
+            count = budgets.device_need
+            patch.setattr(budgets, "device_need", lambda *g, c=count, n=counted: n.append(c(*g)) or n[-1])
+            device = torch.device("strict", rank)
+            model = deep(width=128, depth=3)
+            torch.accelerator.synchronize()
+            torch.strict.reset_peak_memory_stats(device)
+            before = native.memory(device.index)["allocated"]
+            chosen = Options(tile_bytes=16 << 10, **options)
+            placement = Placement(params="device", grads="cpu", optimizer="cpu")
+            optimizer = penstock.prepare(model, adamw(model), placement=placement, options=chosen)
+            for _ in range(2):
+                for _ in range(2):
+                    optimizer.backward(model(torch.ones(1, 128, device=device)).square().mean())
+                optimizer.step()
+                optimizer.zero_grad()
+            torch.accelerator.synchronize()
+            found.append((native.memory(device.index)["peak"] - before, dict(counted[0].parts)))
+            optimizer.close()
+    return found
+
+
+def test_what_is_counted_of_compressed_communication_is_what_the_allocator_has() -> None:
+    """Nothing of an option is left out: each has larger buffers than what is allowed beside the count."""
+    for (_, exact), *others in late_ranks(compressed):
+        for (peak, parts), options in zip(others, COMPRESSED[1:], strict=True):
+            needed = sum(parts.values())
+            assert needed - sum(exact.values()) > 32 * KIB, options
+            assert peak <= needed + 8 * KIB, options
+            assert needed <= 1.1 * peak, options

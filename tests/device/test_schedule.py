@@ -146,7 +146,7 @@ def test_device_memory_is_the_formula(native, ids, name):
     rings = optimizer.locations().bytes(kind="staging", tier="device")
     # Nothing compiles updates here: fp32 temporaries of what the device updates at once, twelve at a time.
     tile = penstock.Options(**options).tile_bytes // 2 if name == "streamed" else 0
-    working = 12 * 4 * min(tile, max(unit.layout.shard_numel for unit in engine.rig.units))
+    working = 12 * 4 * min(tile, max(unit.shard_numel for unit in engine.rig.units))
     formula = (
         engine.passes.gatherer.peak_live_bytes
         + engine.passes.reducer.buffers.nbytes

@@ -167,4 +167,4 @@ def test_copies_of_shards_are_planned_for_and_other_ranks_are_refused(tmp_path: 
             assert torch.equal(value, by_hand)
         assert "for a mesh of dp_shard 4, this run has dp_replicate 2 x dp_shard 2" in found["flat plan"]
         assert "for a mesh of dp_replicate 2 x dp_shard 2, this run has dp_shard 4" in found["flat ranks"]
-        assert "for ranks that have whole parameters, and the mesh divides them over tp=4" in found["tp"]
+        assert "for a mesh of dp_replicate 2 x dp_shard 2, this run has tp 4" in found["tp"]

@@ -12,8 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 import penstock
 from penstock import Options, Placement
-from penstock.errors import ConfigError
-from tests.distributed.test_tensor_parallel import Model, batches, loss_of, make, parallelize, whole
+from tests.distributed.test_tensor_parallel import batches, loss_of, make, parallelize, whole
 from tests.support import run_ranks, thorough
 
 STEPS = 3
@@ -119,6 +118,8 @@ def made(kind: str, mesh: Any) -> nn.Module:
         name = "ep" if "ep" in mesh.mesh_dim_names else "tp"
         return mixture(int(kind.removeprefix("experts ")), mesh[name])
     model = parallelize(make(13), mesh["tp"], "sequence")
+    if kind == "tied":
+        model.head.weight = model.embedding.weight  # each rank's rows of it are those of the other
     if kind == "again":
         for block in model.blocks:
             inner = block.forward
@@ -130,7 +131,7 @@ def data_of(mesh: Any) -> Any:
     return mesh[mesh.mesh_dim_names[0]]
 
 
-def reference(kind: str, mesh: Any, micro: int) -> tuple[dict[str, Tensor], list[float]]:
+def reference(kind: str, mesh: Any, micro: int, clip: float | None) -> tuple[dict[str, Tensor], list[float]]:
     """Train by plain torch: AdamW over DTensors, gradients averaged over data ranks, and torch's clipping."""
     model, data, norms = made(kind, mesh), data_of(mesh), []
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=False)
@@ -140,28 +141,40 @@ def reference(kind: str, mesh: Any, micro: int) -> tuple[dict[str, Tensor], list
         average(model, data.get_group(), data.size())
         norm = float(norm_of(model))
         norms.append(norm)
-        if any(type(p.grad) is Tensor for p in model.parameters()):  # torch has no norm of both kinds
+        if clip is None:
+            pass
+        elif any(type(p.grad) is Tensor for p in model.parameters()):  # torch has no norm of both kinds
             for p in model.parameters():
-                p.grad.mul_(min(1.0, CLIP / (norm + 1e-6)))
+                p.grad.mul_(min(1.0, clip / (norm + 1e-6)))
         else:
-            of_torch = nn.utils.clip_grad_norm_(model.parameters(), CLIP, foreach=False)
+            of_torch = nn.utils.clip_grad_norm_(model.parameters(), clip, foreach=False)
             torch.testing.assert_close(whole(of_torch), torch.tensor(norm), rtol=1e-5, atol=0)
         optimizer.step()
         optimizer.zero_grad()
     return {name: whole(p) for name, p in model.named_parameters()}, norms
 
 
-def ours(
-    kind: str, mesh: Any, micro: int, by_torch: bool, options: dict[str, Any], placed: dict[str, Any]
-) -> tuple[dict[str, Tensor], list[float]]:
-    model, data, norms = made(kind, mesh), data_of(mesh), []
-    optimizer = penstock.prepare(
+def prepared(model: nn.Module, mesh: Any, placed: dict[str, Any], **arguments: Any) -> Any:
+    return penstock.prepare(
         model,
         torch.optim.AdamW(model.parameters(), lr=1e-2),
         mesh=mesh,
-        precision="fp32",
-        max_grad_norm=None if by_torch else CLIP,
         placement=Placement(**placed),
+        **{"precision": "fp32", **arguments},
+    )
+
+
+def ours(
+    kind: str, mesh: Any, row: dict[str, Any], placed: dict[str, Any], **options: Any
+) -> tuple[dict[str, Tensor], list[float]]:
+    model, data, norms = made(kind, mesh), data_of(mesh), []
+    micro, by_torch = row.get("micro", 1), row.get("by_torch", False)
+    optimizer = prepared(
+        model,
+        mesh,
+        placed,
+        overlap=row.get("overlap", "auto"),
+        max_grad_norm=None if by_torch else row.get("clip", CLIP),
         options=Options(tile_bytes=4096, **options),
     )
     for step in range(STEPS):
@@ -182,10 +195,9 @@ def ours(
 
 def _both(rank: int, sizes: tuple[int, ...], names: tuple[str, ...], kind: str, row: dict[str, Any], path: str) -> Any:
     mesh = mesh_of(*sizes, names=names)
-    micro, by_torch = row.get("micro", 1), row.get("by_torch", False)
-    expected, expected_norms = reference(kind, mesh, micro)
+    expected, expected_norms = reference(kind, mesh, row.get("micro", 1), row.get("clip", CLIP))
     for placed in [{}, {**NVME, "nvme_path": path}]:
-        found, norms = ours(kind, mesh, micro, by_torch, {}, placed)
+        found, norms = ours(kind, mesh, row, placed)
         torch.testing.assert_close(torch.tensor(norms), torch.tensor(expected_norms), rtol=1e-5, atol=0)
         for name, value in expected.items():
             torch.testing.assert_close(
@@ -203,6 +215,10 @@ TP = ("dp_shard", "tp")
         ((1, 2), TP, "sequence", {}),
         ((1, 2), ("dp_shard", "ep"), "experts 4", {"by_torch": True}),
         ((2, 2), TP, "again", {"micro": 2}),
+        ((1, 2), TP, "tied", {}),
+        thorough((2, 2), TP, "tied", {"micro": 2}),
+        thorough((2, 2), TP, "again", {"micro": 2, "overlap": "forward"}),
+        thorough((2, 2), TP, "again", {"micro": 2, "overlap": "backward", "clip": None}),
         thorough((1, 2), TP, "sequence", {"by_torch": True}),
         thorough((2, 2), TP, "sequence", {"by_torch": True, "micro": 2}),
         thorough((1, 2), TP, "experts 3", {}),
@@ -221,20 +237,42 @@ def test_training_is_that_of_torch_on_the_same_dtensors(
     assert all(other == one for other in others)
 
 
+def _partial(rank: int, sizes: tuple[int, ...]) -> list[str]:
+    """Compare gradients that autograd leaves as partial sums with what torch makes of them."""
+    mesh, partial = mesh_of(*sizes), []
+    data = data_of(mesh)
+    model, same = made("sequence", mesh), made("sequence", mesh)
+    rows = batches(0, data.get_local_rank(), data.size())
+    loss_of(model, rows).backward()
+    average(model, data.get_group(), data.size())
+    expected = {}
+    for name, p in model.named_parameters():
+        partial += [name] if any(placement.is_partial() for placement in p.grad.placements) else []
+        expected[name] = whole(p.grad)
+        assert p.grad.to_local().equal(expected[name]) <= (name not in partial), name  # a part, and not all of it
+    optimizer = prepared(same, mesh, {})
+    loss_of(same, rows).backward()
+    for name, p in same.named_parameters():
+        torch.testing.assert_close(optimizer.full_grad(p), expected[name], rtol=1e-6, atol=1e-7)
+    norm = torch.cat([value.flatten() for value in expected.values()]).norm()
+    torch.testing.assert_close(torch.tensor(optimizer.step().grad_norm), norm, rtol=1e-6, atol=0)
+    optimizer.close()
+    return partial
+
+
+@pytest.mark.parametrize("sizes", [(1, 2), thorough((2, 2))])
+def test_partial_gradients_are_summed_over_the_ranks_that_have_parts(sizes: tuple[int, ...]) -> None:
+    for partial in run_ranks(_partial, sizes[0] * sizes[1], sizes):
+        assert {"norm.weight", "norm.bias", "blocks.0.norm.weight", "blocks.1.norm.bias"} <= set(partial)
+
+
 def _overflow(rank: int, path: str) -> list[Any]:
     """One rank's gradient is not finite in the second step."""
     mesh = mesh_of(1, 2)
     found: list[Any] = []
     for placed in [{}, {**NVME, "nvme_path": path}]:
         model = parallelize(make(13), mesh["tp"], "plain")
-        optimizer = penstock.prepare(
-            model,
-            torch.optim.AdamW(model.parameters(), lr=1e-2),
-            mesh=mesh,
-            precision="fp16",
-            placement=Placement(**placed),
-            options=Options(initial_loss_scale=256.0),
-        )
+        optimizer = prepared(model, mesh, placed, precision="fp16", options=Options(initial_loss_scale=256.0))
         for step in range(3):
             optimizer.backward(loss_of(model, batches(step, 0, 1)))
             if step == 1:
@@ -256,55 +294,12 @@ def test_ranks_skip_together_where_one_overflows(tmp_path: Path) -> None:
         assert found == 2 * [(False, False), (True, True), (False, False)]
 
 
-def _loaded(rank: int, folder: str, path: str) -> None:
-    """Inference, and meta DTensors that take their values from files, are the model."""
-    from safetensors.torch import save_file
-
-    mesh = mesh_of(1, 2)
-    expected = make(13)
-    if rank == 0:
-        save_file(expected.state_dict(), f"{folder}/model.safetensors")
-    dist.barrier()
-    ids = batches(0, 0, 1)
-    values = {name: p.detach() for name, p in expected.named_parameters()}
-    for placed in [{}, {"params": "nvme", "nvme_path": path}]:
-        for optimize in (False, True):
-            with torch.device("meta"):
-                model = Model(13)
-            parallelize(model, mesh["tp"], "sequence")
-            assert all(p.is_meta for p in model.parameters())
-            of_torch = torch.optim.AdamW(model.parameters(), lr=1e-2) if optimize else None
-            optimizer = penstock.prepare(
-                model, of_torch, mesh=mesh, precision="fp32", weights=folder, placement=Placement(**placed)
-            )
-            with torch.no_grad():
-                torch.testing.assert_close(model(ids), expected(ids))
-            for name, p in model.named_parameters():
-                assert torch.equal(optimizer.full_param(p), values[name]), name
-            if optimize:
-                loss_of(model, ids).backward()
-                optimizer.step()
-            optimizer.close()
-        given = parallelize(make(13), mesh["tp"], "plain")
-        optimizer = penstock.prepare(given, None, mesh=mesh, precision="fp32", placement=Placement(**placed))
-        with torch.no_grad():
-            torch.testing.assert_close(given(ids), expected(ids))
-        optimizer.close()
-
-
-def test_inference_and_meta_parameters(tmp_path: Path) -> None:
-    files, tier = tmp_path / "files", tmp_path / "tier"
-    files.mkdir()
-    tier.mkdir()
-    run_ranks(_loaded, 2, str(files), str(tier))
-
-
 def _formats(rank: int, path: str, options: dict[str, Any], exact: bool) -> list[float]:
     mesh = mesh_of(2, 2)
     placed = {**NVME, "nvme_path": path}
-    found, norms = ours("sequence", mesh, 1, False, options, {})
-    again, norms_again = ours("sequence", mesh, 1, False, options, placed)
-    expected, expected_norms = ours("sequence", mesh, 1, False, {}, {})
+    found, norms = ours("sequence", mesh, {}, {}, **options)
+    again, norms_again = ours("sequence", mesh, {}, placed, **options)
+    expected, expected_norms = ours("sequence", mesh, {}, {})
     for name, value in expected.items():
         assert found[name].isfinite().all(), name
         assert torch.equal(found[name], again[name]), name
@@ -338,13 +333,7 @@ def _uneven(rank: int, folder: str, path: str) -> None:
         for load in (False, True):
             model = mixture(1, mesh["ep"])
             assert model.blocks[0].weight.to_local().shape[0] == 1 - rank
-            optimizer = penstock.prepare(
-                model,
-                torch.optim.AdamW(model.parameters(), lr=1e-2),
-                mesh=mesh,
-                precision="fp32",
-                placement=Placement(**placed),
-            )
+            optimizer = prepared(model, mesh, placed)
             if load:
                 optimizer.load(f"{folder}/{number}")
             else:
@@ -363,37 +352,3 @@ def _uneven(rank: int, folder: str, path: str) -> None:
 
 def test_a_rank_without_rows_of_a_parameter(tmp_path: Path) -> None:
     run_ranks(_uneven, 2, str(tmp_path / "saved"), str(tmp_path))
-
-
-def _asked(rank: int) -> tuple[int, int, str, str]:
-    from torch.distributed.tensor import Shard, distribute_tensor
-
-    from penstock.footprint import footprint
-    from penstock.planner import plan
-
-    mesh = mesh_of(1, 2)
-    model = nn.Sequential(nn.Linear(512, 512, bias=False))
-    model[0].weight = nn.Parameter(distribute_tensor(model[0].weight.detach(), mesh["tp"], [Shard(0)]))
-    plain = nn.Sequential(nn.Linear(512, 256, bias=False))
-    needed = []
-    for each in (model, plain):
-        found = footprint(each, torch.optim.AdamW(each.parameters()), mesh=mesh, precision="fp32")
-        needed.append(found.at_rest.bytes() + sum(found.device.parts.values()))
-    said = []
-    for ask in (
-        lambda: plan(model, torch.optim.AdamW, lambda: torch.zeros(2, 512), machine="h100-node"),
-        lambda: penstock.prepare(model, torch.optim.AdamW(model.parameters()), mesh=mesh, weights="init"),
-    ):
-        with pytest.raises(ConfigError) as caught:
-            ask()
-        said.append(str(caught.value))
-    return needed[0], needed[1], said[0], said[1]
-
-
-def test_footprint_counts_own_elements_and_the_planner_refuses_dtensors() -> None:
-    for divided, plain, planned, initialised in run_ranks(_asked, 2):
-        assert divided == plain
-        assert "'0.weight'" in planned
-        assert "\n" not in planned
-        assert "DTensor" in planned
-        assert "DTensor" in initialised

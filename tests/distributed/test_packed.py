@@ -11,18 +11,11 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import penstock
-from penstock.machine.streams import Streams
 from penstock.rules.wire import WireName, pack_words, unpack_words
 from tests.parity.rows import Arithmetic, Movement, batches, loss_of, make_model, prepared, shares
-from tests.support import inline, released, run_ranks, separate, simulated, thorough
+from tests.support import run_ranks, thorough
+from tests.wires import STREAMS, TILES
 
-STREAMS: dict[str, Callable[[], Streams]] = {
-    "inline": inline,
-    "separate": separate,
-    "simulated": simulated,
-    "released": released,
-}
-TILES = {"tile_bytes": 4096}
 WORDS = {"int8": 65, "fp8": 65}
 
 

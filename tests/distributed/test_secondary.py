@@ -1,6 +1,5 @@
 """Parts that a node keeps of gathered units: backward gathers inside it, and no bit of a result changes."""
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -14,18 +13,10 @@ from torch.utils.checkpoint import checkpoint
 import penstock
 from penstock.errors import ConfigError
 from penstock.kinds import SECONDARY
-from penstock.machine.streams import Streams
 from tests.parity.rows import Arithmetic, Block, Movement, batches, loss_of, make_model, prepared, shares, train
-from tests.support import inline, released, run_ranks, separate, simulated, thorough
-from tests.wires import listening
+from tests.support import run_ranks, separate, thorough
+from tests.wires import STREAMS, TILES, listening
 
-STREAMS: dict[str, Callable[[], Streams]] = {
-    "inline": inline,
-    "separate": separate,
-    "simulated": simulated,
-    "released": released,
-}
-TILES = {"tile_bytes": 4096}
 NODE = 2
 
 

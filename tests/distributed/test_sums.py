@@ -1,6 +1,6 @@
 """Sums of gradients that carry codes: two hops, what comes out is the reference's, and bytes are a quarter or half."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,19 +10,12 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import penstock
-from penstock.machine.streams import Streams
+from penstock.engine.passes.sums import summing_bytes
 from penstock.rules.wire import WireName, pack_words, unpack_words
 from tests.parity.rows import Arithmetic, Block, Movement, batches, loss_of, make_model, prepared, train
-from tests.support import inline, released, run_ranks, separate, simulated, thorough
-from tests.wires import listening
+from tests.support import run_ranks, thorough
+from tests.wires import STREAMS, TILES, listening
 
-STREAMS: dict[str, Callable[[], Streams]] = {
-    "inline": inline,
-    "separate": separate,
-    "simulated": simulated,
-    "released": released,
-}
-TILES = {"tile_bytes": 4096}
 WORDS = {"int8": 65, "int4": 33}
 SHARES = {"int8": 260 / 512, "int4": 132 / 512}
 
@@ -196,6 +189,43 @@ def traffic(rank: int) -> None:
 
 def test_bytes_by_hop_and_group() -> None:
     run_ranks(traffic, 4)
+
+
+def together(rank: int) -> None:
+    """All that ZeRO++ has, on two nodes of two ranks: scales included, by hop, forward and backward apart."""
+    model = make_model()
+    options = penstock.Options(gather_format="int8", reduce_format="int4", secondary_shard=2, prefetch_bytes=0)
+    stock = torch.optim.AdamW(model.parameters())
+    optimizer = penstock.prepare(model, stock, units=(Block,), precision="bf16", options=options)
+    units = optimizer._engine.rig.units
+    bf16 = 2 * sum(unit.layout.numel for unit in units)
+    blocks = 2 * sum(unit.layout.numel for unit in units if "blocks" in unit.name)
+    everyone = (0, 1, 2, 3)
+    node, others = ((0, 1), (2, 3))[rank // 2], ((0, 2), (1, 3))[rank % 2]
+    for number in range(2):
+        with listening() as heard:
+            loss = loss_of(model, batches(4, 1)[number][0][rank])
+        assert heard.keys() == {("all_gather", everyone)}
+        assert heard["all_gather", everyone] / bf16 == pytest.approx(0.508, abs=5e-4)
+        with listening() as heard:
+            optimizer.backward(loss)
+        assert heard.keys() == {("all_gather", node), ("all_to_all", node), ("all_to_all", others)}, (
+            "no parameter comes from another node"
+        )
+        assert heard["all_gather", node] == blocks, "what is kept is gathered as it is; the root unit is there still"
+        assert heard["all_to_all", node] / bf16 == pytest.approx(0.258, abs=5e-4)
+        assert heard["all_to_all", others] / bf16 == pytest.approx(0.258 / 2, abs=5e-4)
+        optimizer.step()
+        optimizer.zero_grad()
+    memory = optimizer._engine.passes.reducer._sums._memory
+    assert memory.numel() == summing_bytes(units, "int4", optimizer._engine.rig.ranks.grid), (
+        "what is counted of two hops"
+    )
+    optimizer.close()
+
+
+def test_bytes_of_everything_together() -> None:
+    run_ranks(together, 4)
 
 
 def failing(rank: int) -> list[Any]:

@@ -10,6 +10,7 @@ from tests.meta.source import imports, modules
 LAYERS = (
     (
         "errors",
+        "dtypes",
         "kinds",
         "config",
         "layout",
@@ -22,6 +23,7 @@ LAYERS = (
     ("machine", "rules"),
     ("tiers",),
     ("probe",),
+    ("doctor",),
     ("forecast",),
     ("checkpoint",),
     ("engine",),
@@ -73,7 +75,19 @@ def test_imports_point_down(module: str) -> None:
 @pytest.mark.parametrize("module", [m for m in modules() if part_of(m) in OUTSIDE])
 def test_the_command_line_and_integrations_use_public_names_only(module: str) -> None:
     # Files are as public as names.
-    public = {"", "errors", "losses", "optim", "parallel", "ring", "checkpoint", "footprint", "planner", *OUTSIDE}
+    public = {
+        "",
+        "errors",
+        "losses",
+        "optim",
+        "parallel",
+        "ring",
+        "checkpoint",
+        "footprint",
+        "planner",
+        "doctor",
+        *OUTSIDE,
+    }
     assert {part_of(target) for target in imports(module)} <= public
 
 

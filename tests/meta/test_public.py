@@ -78,6 +78,7 @@ FIELDS = {
         "pinned_bytes": None,
         "update_threads": None,
         "streamed_updates": 0.0,
+        "whole_updates": "device",
         "io_queue_depth": 8,
         "checksums": True,
         "on_nonfinite": "skip",

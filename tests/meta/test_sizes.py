@@ -15,7 +15,6 @@ MOST_OF_A_FUNCTION, MOST_OF_A_CLASS, MOST_ARGUMENTS, MOST_OF_A_FILE = 60, 300, 8
 FUNCTIONS: dict[str, str] = {}
 CONSTRUCTORS = {
     "blueprint.Request": "what the user asked for, as it is named there",
-    "engine.units.plan.Homes": "what the user asked for, of every unit",
     "engine.units.discover.UnitSpec": "what belongs to a unit, told in one place",
     "checkpoint.manifest.Manifest": "the fields of the file",
     "cli.training.reporting.progress.Progress": "the fields of the file",

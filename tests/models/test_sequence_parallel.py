@@ -1,5 +1,6 @@
 """One sequence over several ranks gives the gradients, and the training, of one rank that has all of it."""
 
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -10,9 +11,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn import functional as F
 
 import penstock
+from penstock.integrations.chunked import chunk_loss
 from penstock.integrations.ulysses import sequence_parallel
 from penstock.parallel import cut, token_mean
-from tests.support import run_ranks
+from tests.support import run_ranks, thorough
 
 LENGTH = 11  # which neither 2 nor 4 divides
 
@@ -50,6 +52,15 @@ def sum_of(logits: Tensor, labels: Tensor) -> Tensor:
     return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=-100, reduction="sum")
 
 
+def sum_over(model: Any, chunk: dict[str, Any], labels: Tensor, *, chunked: bool) -> Tensor:
+    """The sum of the losses of a rank's chunk, with logits that are never whole where `chunked`."""
+    if not chunked:
+        return sum_of(model(**chunk).logits, labels)
+    chunk_loss(model, chunk_bytes=1)  # blocks of 128 classes, the least
+    loss: Tensor = model(**chunk, shift_labels=labels, num_items_in_batch=1).loss
+    return loss
+
+
 def whole_loss(model: Any, rows: list[dict[str, Tensor]]) -> Tensor:
     """The mean over all tokens of all rows, on one rank."""
     total, tokens = torch.zeros(()), 0
@@ -64,7 +75,7 @@ def whole_loss(model: Any, rows: list[dict[str, Tensor]]) -> Tensor:
 def gradients(rank: int, ranks: int) -> dict[str, list[tuple[str, Tensor, Tensor]]]:
     """Of each row of the table, the gradients of one rank and the mean of those of all."""
     found = {}
-    for attention in ("sdpa", "eager"):
+    for attention, chunked in (("sdpa", False), ("eager", False), ("sdpa", True)):
         for kind in ("causal", "padded", "packed"):
             # In fp64 the eager mask of a row that sees nothing (padding on the left) is -inf in its fp32 softmax: NaN.
             dtype = torch.float32 if attention == "eager" else torch.float64
@@ -74,13 +85,13 @@ def gradients(rank: int, ranks: int) -> dict[str, list[tuple[str, Tensor, Tensor
             labels = mine.pop("shift_labels")
             assert labels is not None
             with sequence_parallel(other):
-                loss = token_mean(sum_of(other(**mine).logits, labels), (labels != -100).sum())
+                loss = token_mean(sum_over(other, mine, labels, chunked=chunked), (labels != -100).sum())
             loss.backward()
             pairs = []
             for (name, one), many in zip(model.named_parameters(), other.parameters(), strict=True):
                 dist.all_reduce(many.grad)
                 pairs.append((name, one.grad, many.grad / ranks))
-            found[f"{attention} {kind}"] = pairs
+            found[f"{attention} {kind}{' chunked' * chunked}"] = pairs
             assert other.config._attn_implementation == attention
     return found
 
@@ -105,10 +116,8 @@ def train(rank: int, ranks: int, shape: tuple[int, int], how: dict[str, Any], re
     optimizer = penstock.prepare(
         model,
         torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9),
-        precision="fp32",
         mesh=mesh,
-        max_grad_norm=0.5,
-        **how,
+        **{"precision": "fp32", "max_grad_norm": 0.5} | how,
     )
     for step in range(2):
         chunks = [
@@ -117,25 +126,25 @@ def train(rank: int, ranks: int, shape: tuple[int, int], how: dict[str, Any], re
         ]
         labels = [chunk.pop("shift_labels") for chunk in chunks]
         tokens = sum((each != -100).sum() for each in labels if each is not None)
-        for chunk, label in zip(chunks, labels, strict=True):
+        for micro, (chunk, label) in enumerate(zip(chunks, labels, strict=True)):
             assert label is not None
-            with sequence_parallel(model, group):
-                optimizer.backward(token_mean(sum_of(model(**chunk).logits, label), tokens))
-        optimizer.step()
+            with sequence_parallel(model, group), nullcontext() if micro else optimizer.no_sync():
+                optimizer.backward(token_mean(sum_of(model(**chunk).logits.float(), label), tokens))
+        assert not optimizer.step().skipped
         optimizer.zero_grad()
-    with optimizer.gathered():
-        found = {name: values.detach().clone() for name, values in model.named_parameters()}
+    found = {name: optimizer.full_param(values) for name, values in model.named_parameters()}
     optimizer.close()
     return found
 
 
-def trained_on_one(data: int) -> dict[str, Tensor]:
+def trained_on_one(data: int, most: float | None) -> dict[str, Tensor]:
     model = llama("sdpa")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9)
     for step in range(2):
         rows = [batch("packed", 100 * step + 10 * micro + rank) for micro in range(2) for rank in range(data)]
         whole_loss(model, rows).backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        if most is not None:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), most)
         optimizer.step()
         optimizer.zero_grad()
     return {name: values.detach().clone() for name, values in model.named_parameters()}
@@ -147,15 +156,59 @@ def trained_on_one(data: int) -> dict[str, Tensor]:
         ((1, 2), "nvme", "device", "none", False),
         ((2, 2), "cpu", "cpu", "forward", False),
         ((1, 2), "cpu", "device", "forward", True),
+        ((1, 2), "cpu", "cpu", "backward", True),
+        thorough((2, 2), "nvme", "cpu", "forward", True),
+        thorough((1, 4), "nvme", "cpu", "backward", False),
+        thorough((2, 2), "cpu", "device", "backward", False),
+        thorough((1, 4), "device", "nvme", "auto", True),
     ],
 )
 def test_training_is_that_of_one_rank(
     shape: tuple[int, int], params: str, activations: str, overlap: str, recompute: bool, tmp_path: Any
 ) -> None:
-    """With clipping and accumulation, wherever the state is."""
-    placement = penstock.Placement(params=params, activations=activations, nvme_path=tmp_path)
-    expected = trained_on_one(shape[0])
-    how = {"placement": placement, "overlap": overlap}
-    for found in run_ranks(train, shape[0] * shape[1], shape[0] * shape[1], shape, how, recompute):
+    """With clipping, where there can be any, and accumulation, wherever the state is."""
+    most = None if overlap == "backward" else 0.5
+    expected = trained_on_one(shape[0], most)
+    for found in run_ranks(
+        train,
+        shape[0] * shape[1],
+        shape[0] * shape[1],
+        shape,
+        how_of(params, activations, overlap, most, tmp_path),
+        recompute,
+    ):
         for name, values in expected.items():
             torch.testing.assert_close(found[name], values, rtol=1e-5, atol=1e-6, msg=lambda t: f"{name} {t}")  # noqa: B023
+
+
+def how_of(params: str, activations: str, overlap: str, most: float | None, folder: Any) -> dict[str, Any]:
+    # The host updates what rests there, so in backward too.
+    placement = penstock.Placement(
+        params=params, grads="cpu", optimizer="cpu", activations=activations, nvme_path=folder
+    )
+    return {"placement": placement, "overlap": overlap, "max_grad_norm": most}
+
+
+@pytest.mark.parametrize(
+    ("precision", "cp", "params", "activations", "overlap"),
+    [
+        ("bf16", 2, "nvme", "cpu", "forward"),
+        thorough("fp16", 2, "cpu", "cpu", "forward"),
+        thorough("bf16", 4, "cpu", "device", "backward"),
+        thorough("fp16", 4, "nvme", "cpu", "none"),
+    ],
+)
+def test_training_in_half_precision_is_that_of_one_rank_to_rounding(
+    precision: str, cp: int, params: str, activations: str, overlap: str, tmp_path: Any
+) -> None:
+    how = how_of(params, activations, overlap, None if overlap == "backward" else 0.5, tmp_path)
+    how |= {"precision": precision, "options": penstock.Options(initial_loss_scale=256.0)}
+    start = dict(llama("sdpa").named_parameters())
+    (expected,) = run_ranks(train, 1, 1, (1, 1), how, False)
+    for found in run_ranks(train, cp, cp, (1, cp), how, False):
+        for name, values in expected.items():
+            made, wanted = found[name] - start[name], values - start[name]
+            # A few roundings of what is summed in another order, beside the largest change of the parameter.
+            least = 0.02 * wanted.abs().max().item()
+            assert least > 0
+            torch.testing.assert_close(made, wanted, rtol=0, atol=least, msg=lambda t: f"{name} {t}")  # noqa: B023

@@ -135,7 +135,7 @@ def values(model: nn.Module, optimizer: penstock.Optimizer) -> Values:
     for name, parameter in model.named_parameters():
         found[name] = optimizer.full_param(parameter)
         if id(parameter) in trained:
-            found |= {f"{name} {s}": optimizer.full_state(parameter, s) for s in ("step", *names)}
+            found |= {f"{name} {s}": optimizer.full_state(parameter, s) for s in ("step", *names(parameter))}
     found |= {f"buffer {name}": buffer.clone() for name, buffer in model.named_buffers() if name != "scratch"}
     for number, group in enumerate(optimizer.param_groups):
         numbers = {k: v for k, v in group.items() if isinstance(v, int | float)}

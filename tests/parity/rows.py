@@ -15,7 +15,8 @@ import torch
 from torch import Tensor, nn
 
 import penstock
-from penstock.kinds import COMPUTE_DTYPES, Tier
+from penstock.dtypes import COMPUTE_DTYPES
+from penstock.kinds import Tier
 from penstock.machine.streams import Streams
 from tests.support import disks, inline, prepare_on
 

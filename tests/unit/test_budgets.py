@@ -15,6 +15,7 @@ from penstock.kinds import Tier
 from penstock.machine import devices
 from penstock.machine.arena import HostMemory
 from penstock.machine.reach import Grid, Reach
+from penstock.rules import rule_for
 from penstock.tiers.device import DeviceTier
 from penstock.tiers.host import HostTier
 from tests.measured import PLACEMENTS, SHARES, measured
@@ -278,3 +279,18 @@ def test_the_bytes_on_every_tier_are_those_of_the_blueprint() -> None:
     need = budgets.device_need(blueprint, model, ONE, SEPARATE, CUDA)
     at_rest = sum(need.parts[what] for what in ("params", "grads", "optimizer", "tiles"))
     assert at_rest == blueprint.bytes_on(Tier.DEVICE)
+
+
+@pytest.mark.parametrize("whole", ["device", "home"])
+def test_an_update_of_a_whole_parameter_is_counted_where_it_runs(whole: str) -> None:
+    model = Stack()
+    optimizer = penstock.optim.Lamb(model.parameters())
+    arguments = {"placement": Placement(params="cpu", grads="cpu", optimizer="cpu"), "precision": "bf16"}
+    request = request_for(model, **arguments, options=Options(whole_updates=whole))
+    blueprint = draw_blueprint(model, optimizer, request, ONE, SEPARATE)
+    needs = [rule.working_bytes(tuple(p.shape)) for p in model.parameters() if (rule := rule_for(optimizer))]
+    need = budgets.device_need(blueprint, model, ONE, SEPARATE, CUDA)
+    on_host = budgets.HostNeed(blueprint, None)
+    counts = (need.parts["an update"], on_host.nbytes - on_host.on_cpu)
+    assert counts == ((max(needs), 0) if whole == "device" else (0, max(needs)))
+    assert budgets.device_need(drawn(model), model, ONE, SEPARATE, CUDA).parts["an update"] == 0

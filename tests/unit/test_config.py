@@ -120,6 +120,7 @@ def test_only_some_sizes_may_be_left_to_penstock() -> None:
         ("debug_release", "late", "True, False"),
         ("cast_inputs", "blocks", "'units', 'model', 'none'"),
         ("gather_format", "int4", "'exact', 'int8', 'fp8'"),
+        ("whole_updates", "cpu", "'device', 'home'"),
         ("reduce_format", "fp8", "'exact', 'int8', 'int4'"),
     ],
 )
@@ -153,6 +154,7 @@ def test_every_option_is_checked() -> None:
         "initial_loss_scale",
         "timeout_s",
         "streamed_updates",
+        "whole_updates",
     }
     assert {f.name for f in dataclasses.fields(Options)} == checked
 

@@ -143,6 +143,9 @@ def test_ranks_that_are_not_there_yet() -> None:
         assert sum(row.numel for row in four.at_rest.rows if row.kind == kind) == sum(padded) // 4
     replicated = told(model, world_size=4, stage=0)
     assert replicated.at_rest.bytes() == alone.at_rest.bytes()
+    hybrid = told(model, mesh={"dp_replicate": 2, "dp_shard": 1, "cp": 2})
+    assert hybrid.world_size == 4
+    assert hybrid.at_rest.bytes() == told(model, world_size=2).at_rest.bytes()
     host = next(room for room in four.rooms if room.name == "host")
     assert host.available is not None
     whole = next(room for room in alone.rooms if room.name == "host").available
@@ -178,6 +181,9 @@ def test_it_prints_as_a_table(tmp_path: Path) -> None:
         ({"stage": 7}, "stage=7: use 0"),
         ({"world_size": 0}, "world_size=0: use a whole number of ranks, 1 or more, or None."),
         ({"world_size": True}, "world_size=True: use a whole number"),
+        ({"mesh": {"rows": 2}}, "mesh has a dimension 'rows'. Use dp_replicate"),
+        ({"mesh": {}}, "mesh is empty."),
+        ({"world_size": 2, "mesh": {"cp": 2}}, "world_size=2 and a mesh both say how many ranks there are."),
         ({"world_size": 2, "mesh": object()}, "world_size=2 and a mesh both say how many ranks there are."),
         ({"placement": Placement(params="nvme")}, "params='nvme' needs a folder"),
     ],

@@ -46,8 +46,8 @@ def test_shards_are_equal_aligned_and_cover_the_buffer_with_the_least_padding(la
     assert ranges[0][0] == 0
     assert ranges[-1][1] == layout.numel
     assert all(stop == start for (_, stop), (start, _) in pairwise(ranges))
-    assert {stop - start for start, stop in ranges} == {layout.shard_numel}
-    assert layout.shard_numel % ALIGNMENT_NUMEL == 0
+    assert {stop - start for start, stop in ranges} == {layout.shard_numel(0)}
+    assert layout.shard_numel(0) % ALIGNMENT_NUMEL == 0
     used = max((slot.stop for slot in layout.slots), default=0)
     assert layout.numel - max(used, 1) < ALIGNMENT_NUMEL * layout.shards
 
@@ -76,7 +76,7 @@ def test_pieces_of_all_tiles_of_all_ranks_cover_every_slot_once(layout: FlatLayo
     seen: dict[int, list[int]] = {index: [] for index in range(len(layout.slots))}
     for rank in range(layout.shards):
         tiles = layout.tiles(rank, tile_numel)
-        assert len(tiles) == -(-layout.shard_numel // tile_numel)
+        assert len(tiles) == -(-layout.shard_numel(rank) // tile_numel)
         for number, tile in enumerate(tiles):
             cursor = number * tile_numel
             for piece in tile:

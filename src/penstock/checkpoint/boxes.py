@@ -93,6 +93,8 @@ def meet(source: Extent, start: int, stop: int, own: Extent) -> Iterator[tuple[i
     Yields:
         For each run its first element in `own` and the one after its last, and where it begins in `source`.
     """
+    if not _overlap(source, own):  # most of what other ranks have: not a look at each of its rows
+        return
     for first, last, at in source.places(start, stop):
         for begin, end, inside in own.runs(first, last):
             yield inside, inside + end - begin, at + begin - first
@@ -107,11 +109,14 @@ def why_not_whole(shape: tuple[int, ...], extents: Sequence[Extent]) -> str | No
         for other in filled[number + 1 :]:
             if shape and other.offsets[along] >= one.offsets[along] + one.sizes[along]:
                 break
-            if all(
-                a < b + m and b < a + n
-                for a, n, b, m in zip(one.offsets, one.sizes, other.offsets, other.sizes, strict=True)
-            ):
+            if _overlap(one, other):
                 return f"has parts that overlap, at {list(one.offsets)} and {list(other.offsets)}"
     if (there := sum(extent.numel for extent in filled)) != prod(shape):
         return f"has parts of {there:,} of its {prod(shape):,} elements"
     return None
+
+
+def _overlap(one: Extent, other: Extent) -> bool:
+    """Whether two boxes of a tensor have elements in common."""
+    pairs = zip(one.offsets, one.sizes, other.offsets, other.sizes, strict=True)
+    return all(a < b + m and b < a + n for a, n, b, m in pairs)

@@ -27,8 +27,9 @@ from penstock.checkpoint.pretrained import FileSet, file_sets
 from penstock.checkpoint.tables import Piece
 from penstock.checkpoint.tensorfiles import DTYPES, TensorFile, TensorSpec, divide, failed, index_of
 from penstock.checkpoint.tiles import Tile, TileReader
+from penstock.dtypes import COMPUTE_DTYPES
 from penstock.errors import CheckpointError, ConfigError
-from penstock.kinds import COMPUTE_DTYPES, MASTER, PARAM, Precision, average_kind
+from penstock.kinds import MASTER, PARAM, Precision, average_kind
 from penstock.machine.border import crossing
 from penstock.machine.council import Council, council_of_all
 from penstock.rules.master import read_master

@@ -79,6 +79,7 @@ class SavedParameter:
         scalars: its own scalars, where the rule has some.
         has_state: whether the optimizer has state of it.
         left_out: whether its values are not in the checkpoint: it was frozen, and comes from where it first came from.
+        states: names of its states; `None` where every trained parameter has all of those of the rule.
     """
 
     shape: Annotated[tuple[int, ...], Field.shape]
@@ -88,6 +89,7 @@ class SavedParameter:
     scalars: Mapping[str, float]
     has_state: bool
     left_out: bool | None = None  # `True` or nothing: most checkpoints are whole
+    states: tuple[str, ...] | None = None
 
 
 @dataclass(frozen=True)
@@ -158,6 +160,13 @@ class Manifest:
                 field="extra",
             )
         return text
+
+    def states_of(self, name: str) -> list[StateSpec]:
+        """List the states of a parameter, in the order of all of them."""
+        saved = self.parameters[name]
+        if not saved.trained:
+            return []
+        return [state for state in self.states if saved.states is None or state.name in saved.states]
 
     @classmethod
     def read(cls, file: Path, text: bytes) -> "Manifest":

@@ -349,8 +349,10 @@ def _wrong_kinds(manifest: Manifest, unit: UnitTable) -> str | None:
     if any(param not in (None, p.dtype) or (master is not None and not p.dtype.is_floating_point) for p in saved):
         return "has parameters of another dtype"
     needed = {(home, home): (dtype, 1) for home, dtype in ((PARAM, param), (MASTER, master)) if dtype is not None}
-    for state in manifest.states if any(p.trained for p in saved) else ():
-        needed[OPTIMIZER, state.name] = state.dtype, 1
+    for state in {state.name: state for slot in unit.slots for state in manifest.states_of(slot.name)}.values():
+        # How many elements a value stands for is the shape's, which the rule that reads it knows.
+        _, grain = kinds.get(OPTIMIZER, {}).get(state.name, (None, 1))
+        needed[OPTIMIZER, state.name] = state.dtype, grain
         if state.scale_name is not None:
             needed[OPTIMIZER, state.scale_name] = torch.float32, BLOCK_NUMEL
     needed |= {(name, name): (torch.float32, 1) for name in kinds if is_average(name)}

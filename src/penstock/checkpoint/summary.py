@@ -12,6 +12,7 @@ from penstock.checkpoint.manifest import MARKER, files_of
 from penstock.checkpoint.opened import Checkpoint
 from penstock.checkpoint.tiles import TileReader
 from penstock.errors import CheckpointError
+from penstock.layout import ALIGNMENT_NUMEL, round_up
 
 _MOST_CHARS = 120
 
@@ -21,9 +22,10 @@ def summarize(checkpoint: Checkpoint) -> dict[str, Any]:
 
     Returns:
         `path`, `created`, `versions`, `world_size`, `model`; `steps`: the least and the greatest count of a trained
-        parameter; `parameters`: their count and elements, and how many elements were left out; `optimizer`: rule,
-        states, param groups; `kinds`: what is in the files; `tiers`: bytes of each home where it rested when it was
-        saved, over all ranks; `buffers`, `loss_scale`, `extra`, shortened; `files`; `bytes`: of them all.
+        parameter; `parameters`: their count and elements, how many elements were left out, and how many parameters
+        are divided, saved in parts; `optimizer`: rule, states, param groups; `kinds`: what there is of them; `tiers`:
+        bytes of each home where it rested when it was saved, over all ranks; `buffers`, `loss_scale`, `extra`,
+        shortened; `files`; `bytes`: of them all.
     """
     manifest = checkpoint.manifest
     saved = manifest.parameters.values()
@@ -44,6 +46,7 @@ def summarize(checkpoint: Checkpoint) -> dict[str, Any]:
             "numel": sum(prod(parameter.shape) for parameter in saved),
             "trained_numel": sum(prod(parameter.shape) for parameter in saved if parameter.trained),
             "left_out_numel": sum(prod(parameter.shape) for parameter in saved if parameter.left_out),
+            "divided": len(_divided(checkpoint)),
         },
         "optimizer": {
             "rule": manifest.rule,
@@ -82,15 +85,28 @@ def damaged_tiles(checkpoint: Checkpoint) -> Iterator[CheckpointError]:
                 position += 1
 
 
+def _divided(checkpoint: Checkpoint) -> set[str]:
+    """Find the parameters that ranks have saved parts of."""
+    slots = (slot for table in checkpoint.tables for unit in table.units for slot in unit.slots)
+    return {slot.name for slot in slots if slot.region is not None}
+
+
 def _kinds(checkpoint: Checkpoint) -> list[dict[str, Any]]:
-    """Add up bytes in the files by kind and dtype; padding of parameters and shards counts, that of pages does not."""
+    """Add up bytes by kind and dtype. Padding of parameters counts; that of shards and pages, and copies, do not.
+
+    Of a parameter that tensor-parallel ranks have whole each has written it, and the first one's table names it.
+    """
     nbytes: Counter[tuple[str, str]] = Counter()
     for unit in (unit for table in checkpoint.tables for unit in table.units if unit.checksums):
-        start, stop = unit.tile_range(unit.tiles[-1])
-        whole = len(unit.tiles) - 1
+        first, last = unit.tile_range(unit.tiles[0])[0], unit.tile_range(unit.tiles[-1])[1]
+        first, last = first + unit.tiling.shard_start, last + unit.tiling.shard_start
+        ends = (
+            (max(slot.start, first), min(slot.start + round_up(slot.numel, ALIGNMENT_NUMEL), last))
+            for slot in unit.slots
+        )
+        named = sum(max(0, stop - start) for start, stop in ends)
         for cell in (cell for home in unit.homes for cell in home.cells):
-            numel = whole * cell.part(0, unit.tiling.tile_numel).stop + cell.part(0, stop - start).stop
-            nbytes[cell.kind, dtype_name(cell.dtype)] += numel * cell.dtype.itemsize
+            nbytes[cell.kind, dtype_name(cell.dtype)] += cell.part(0, named).stop * cell.dtype.itemsize
     return [{"kind": kind, "dtype": dtype, "bytes": count} for (kind, dtype), count in nbytes.items()]
 
 

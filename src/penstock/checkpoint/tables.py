@@ -38,9 +38,7 @@ def _read_cells(field: Field) -> tuple[CellPlan, ...]:
     cells = []
     for item in field.items():
         kind, dtype, grain = item.items(3)
-        if grain.integer(least=1) not in (1, ALIGNMENT_NUMEL):
-            raise grain.fail(f"is {grain.value}, neither 1 nor {ALIGNMENT_NUMEL}")
-        cells.append(CellPlan("", kind.string(), Tier.NVME, dtype.dtype(), 0, grain.integer()))
+        cells.append(CellPlan("", kind.string(), Tier.NVME, dtype.dtype(), 0, grain.integer(least=1)))
     if not cells:
         raise field.fail("is empty")
     return tuple(cells)

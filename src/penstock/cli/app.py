@@ -11,6 +11,7 @@ import typer
 from penstock.cli.commands import words_of
 from penstock.cli.convert_config import convert_config
 from penstock.cli.data import data
+from penstock.cli.doctor import DoctorConfig, doctor
 from penstock.cli.export import export
 from penstock.cli.import_dcp import import_dcp
 from penstock.cli.import_deepspeed import import_deepspeed
@@ -61,6 +62,7 @@ app.command()(import_dcp)
 app.command(context_settings={"allow_interspersed_args": False})(launch)
 app.command()(convert_config)
 app.command(cls=words_of(ProbeConfig))(probe)
+app.command(cls=words_of(DoctorConfig))(doctor)
 
 
 def main() -> None:

@@ -56,6 +56,7 @@ def _show(summary: Mapping[str, Any]) -> None:
         ("parameters", f"{parameters['numel']:,} in {parameters['count']:,} tensors"),
         ("trained", f"{parameters['trained_numel']:,} in {parameters['trained']:,} tensors"),
         *((("left out", f"{left_out:,} of them, frozen"),) if (left_out := parameters["left_out_numel"]) else ()),
+        *((("divided", f"{divided:,} tensors, saved in parts"),) if (divided := parameters["divided"]) else ()),
         ("buffers", summary["buffers"]),
         ("optimizer", optimizer["rule"]),
         *((f"group {number}", _line(group)) for number, group in enumerate(optimizer["groups"])),

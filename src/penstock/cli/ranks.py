@@ -29,7 +29,8 @@ class Ranks:
         device: what it computes on.
         hosts: how many hosts there are.
         timeout_s: how long it waits for the others in a collective, in seconds.
-        cp: how many ranks with consecutive numbers share each sequence; it divides `world_size`.
+        dp_replicate: how many copies of the training state there are, each shared by ranks with consecutive numbers.
+        cp: how many of those, with consecutive numbers, share each sequence; the product divides `world_size`.
     """
 
     rank: int
@@ -37,6 +38,7 @@ class Ranks:
     device: torch.device
     hosts: int = 1
     timeout_s: float = 600.0
+    dp_replicate: int = 1
     cp: int = 1
 
     @classmethod
@@ -56,6 +58,12 @@ class Ranks:
     def is_first(self) -> bool:
         """Tell whether this is the rank that prints and saves."""
         return self.rank == 0
+
+    @property
+    def mesh(self) -> dict[str, int]:
+        """Count the ranks along each dimension of the mesh, the outermost first, by the names that it has for them."""
+        shards = self.world_size // (self.dp_replicate * self.cp)
+        return {"dp_replicate": self.dp_replicate, "dp_shard": shards, "cp": self.cp}
 
     @property
     def dp_rank(self) -> int:

@@ -58,11 +58,12 @@ def check_outside(verb: str, engine: Engine) -> None:
         raise EngineError(f"{verb}() was called inside a forward or a backward. Call it between steps.")
 
 
-def scalars_of(param_groups: Sequence[Mapping[str, Any]], names: Sequence[str]) -> Iterator[tuple[str, object]]:
+def scalars_of(param_groups: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, object]]:
     """List what an update reads of param groups, for ranks to compare: each updates its own shard with its own."""
     for number, group in enumerate(param_groups):
-        for name in names:
-            value = group.get(name)
+        for name, value in group.items():
+            if name == "params":
+                continue
             if isinstance(value, torch.Tensor) and value.numel() == 1:
                 value = value.item()
             if isinstance(value, tuple | list) and all(isinstance(item, int | float) for item in value):

@@ -9,7 +9,7 @@ from itertools import chain
 from math import inf
 
 from penstock.forecast.figures import FIGURES
-from penstock.forecast.program import Collective, Job, Op, Program
+from penstock.forecast.program import OF_MODEL, Collective, Job, Op, Program
 from penstock.forecast.rings import ring
 from penstock.forecast.running import Costs
 from penstock.forecast.sharing import Demand, Figures, demand
@@ -190,7 +190,7 @@ class MachineCosts:
     def _job(self, job: Job, program: Program) -> Demand:
         if job.folder >= 0:
             return self._transfer(job, program)
-        if job.stream == "collective":
+        if job.stream in ("collective", OF_MODEL):
             return self._collective(job, program)
         if job.stream == "device update" and program.back_end == "accelerator":
             seconds = job.nbytes / self.figures.value("device_update")

@@ -18,6 +18,10 @@ from penstock.trace import NO_LABEL, Label
 BackEnd = Literal["accelerator", "threads", "inline"]
 
 
+#: The stream of collectives that the model itself issues (tensor parallel, sequences over ranks): groups of its own.
+OF_MODEL = "model collective"
+
+
 class Op(NamedTuple):
     """One kind of operation of compute: those of equal name, shapes and dtypes cost the same.
 
@@ -40,11 +44,11 @@ class Collective(NamedTuple):
     """A collective of a rank.
 
     Attributes:
-        name: "all_gather", "reduce_scatter", "all_to_all", "all_reduce" or "broadcast".
+        name: "all_gather", "reduce_scatter", "all_to_all", "all_reduce", "broadcast" or "reduce".
         nbytes: bytes of the whole buffer: what is there on every rank after a gather, or before a reduction.
         ranks: how many take part.
         dimension: of the mesh, "shard", "replicate" or "tp"; or of the shard ranks, those "inside" a node or "across"
-            nodes.
+            nodes. Of those that the model issues, as its own mesh calls it.
         stride: how many ranks lie from one of them to the next: 1 where they are neighbours.
     """
 

@@ -13,7 +13,7 @@ LINKS, NETWORK = "links between ranks", "network"
 #: of Collective Communication Operations in MPICH", 2005, sections 3 and 4). In an all-to-all each rank keeps its own
 #: part, and sends the others. A broadcast in a pipeline sends all of it once. NCCL's "bus bandwidth" divides by the
 #: same numbers (nccl-tests, doc/PERFORMANCE.md), and so do our figures.
-_ROUNDS = {"all_gather": 1, "reduce_scatter": 1, "all_reduce": 2, "broadcast": 1, "all_to_all": 1}
+_ROUNDS = {"all_gather": 1, "reduce_scatter": 1, "all_reduce": 2, "broadcast": 1, "reduce": 1, "all_to_all": 1}
 
 
 class Spread(NamedTuple):
@@ -50,7 +50,7 @@ def rounds(collective: Collective) -> int:
 def through(collective: Collective) -> float:
     """Count the bytes that a rank sends, and receives."""
     ranks = collective.ranks
-    part = 1.0 if collective.name == "broadcast" else (ranks - 1) / ranks
+    part = 1.0 if collective.name in ("broadcast", "reduce") else (ranks - 1) / ranks
     return collective.nbytes * rounds(collective) * part
 
 

@@ -38,6 +38,10 @@ def chunk_loss(model: nn.Module, *, chunk_bytes: int = CHUNK_BYTES) -> None:
     and where no gradients are recorded, the model does what it did. Its class, its parameters and their names stay,
     tied weights stay tied, and a copy of the model does as it does.
 
+    As transformers' own losses do it takes `num_items_in_batch`, a number that the sum of the losses is divided by
+    instead of the tokens that count, and `shift_labels`, labels that are shifted already, in the place of `labels`:
+    with these two it is the loss of a chunk of a sequence that several ranks share (`penstock.parallel.cut`).
+
     Arguments:
         model: a model of a class in `CHUNKABLE`, or a peft model around one; before `prepare` or after it.
         chunk_bytes: how large a block of logits may be, in bytes of fp32, as in `linear_cross_entropy`.
@@ -113,20 +117,23 @@ def _forward(self: Any, *args: Any, **kwargs: Any) -> Any:
     from transformers.modeling_outputs import CausalLMOutputWithCrossAttentions
 
     original = type(self).forward
-    given = inspect.signature(original).bind(self, *args, **kwargs).arguments
+    bound = inspect.signature(original).bind(self, *args, **kwargs)
+    given = dict(bound.arguments)
     given |= given.pop("kwargs", {})
-    labels = given.get("labels")
-    if labels is None or not torch.is_grad_enabled():
-        return original(self, *args, **kwargs)
+    labels, shifted = given.pop("labels", None), given.pop("shift_labels", None)
+    if (labels is None and shifted is None) or not torch.is_grad_enabled():
+        if labels is None and shifted is not None:
+            bound.arguments["labels"] = shifted  # without labels the model has no loss, whatever else there is
+        return original(*bound.args, **bound.kwargs)
     head = self.get_output_embeddings()
     if not isinstance(head, ChunkedHead):
         raise ConfigError(f"The head was replaced by a {type(head).__name__} after chunk_loss. Call chunk_loss last.")
-    del given["self"], given["labels"]
+    del given["self"]
     kept = given.pop("logits_to_keep", 0)  # how many of the last tokens, or which; all for 0
     count = given.pop("num_items_in_batch", None)
     ignore_index = given.pop("ignore_index", -100)
-    shifted = given.pop("shift_labels", None)
     if shifted is None:
+        assert labels is not None
         shifted = F.pad(labels, (0, 1), value=ignore_index)[..., 1:]
     outputs = self.base_model(**given)
     hidden = outputs.last_hidden_state[:, slice(-kept, None) if isinstance(kept, int) else kept]

@@ -10,8 +10,34 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from penstock.errors import ConfigError
+from penstock.errors import ConfigError, one_line
 from penstock.parallel import check_heads, ulysses_attention
+
+#: Types of models in transformers whose layers see other tokens in attention alone, which they call by its interface.
+SHAREABLE = (
+    "cohere",
+    "cohere2",
+    "gemma",
+    "gemma2",
+    "gemma3_text",
+    "gpt2",
+    "gpt_neox",
+    "granite",
+    "llama",
+    "mistral",
+    "mixtral",
+    "olmo",
+    "olmo2",
+    "olmo3",
+    "phi",
+    "phi3",
+    "qwen2",
+    "qwen3",
+    "qwen3_moe",
+    "smollm3",
+    "stablelm",
+    "starcoder2",
+)
 
 
 @contextmanager
@@ -23,11 +49,11 @@ def sequence_parallel(model: Any, group: dist.ProcessGroup | None = None) -> Ite
     with all tokens of some heads. Afterwards the model and transformers are as they were.
 
     Arguments:
-        model: a `PreTrainedModel` whose layers all attend to the whole sequence.
+        model: a `PreTrainedModel` of a type in `SHAREABLE`, whose layers attend to the whole sequence or to a window.
         group: the ranks that share the sequence, chunks in their order; `None` for all there are.
 
     Raises:
-        ConfigError: the attention is of another kind, or the ranks do not divide its heads.
+        ConfigError: the model or its attention is of another kind, or the ranks do not divide its heads.
 
     Example:
         >>> with sequence_parallel(model, group):  # doctest: +SKIP
@@ -38,7 +64,7 @@ def sequence_parallel(model: Any, group: dist.ProcessGroup | None = None) -> Ite
 
     config = model.config
     before = config._attn_implementation
-    check_shareable(config, dist.get_world_size(group))
+    check_shareable(model, dist.get_world_size(group))
     name = f"penstock_ulysses_{id(model):x}"  # its own, so that models of several groups live side by side
     if name in ALL_ATTENTION_FUNCTIONS:
         raise ConfigError("sequence_parallel is already around this model: leave it before entering it again")
@@ -53,26 +79,38 @@ def sequence_parallel(model: Any, group: dist.ProcessGroup | None = None) -> Ite
         del ALL_MASK_ATTENTION_FUNCTIONS[name]
 
 
-def check_shareable(config: Any, ranks: int) -> None:
-    """Refuse a model whose attention ranks cannot share, by its configuration, once it is built.
+def check_shareable(model: Any, ranks: int) -> None:
+    """Refuse a model whose attention ranks cannot share, once it is built.
 
     Arguments:
-        config: of a `PreTrainedModel`.
+        model: a `PreTrainedModel`, or one around it that has its attributes.
         ranks: how many share a sequence.
 
     Raises:
-        ConfigError: the attention is not "sdpa" or "eager" over whole sequences, or the ranks do not divide its heads.
+        ConfigError: the attention is the model's own, or not "sdpa" or "eager"; the model is of a type that is not
+            known; or the ranks do not divide its heads.
     """
+    if not getattr(model, "_supports_attention_backend", False):  # its layers would go on as if a chunk were all
+        raise ConfigError(
+            f"the model's attention is its own, that of {type(model).__name__}, not one of transformers', and cannot "
+            "be shared over ranks"
+        )
+    config = model.config
     if config._attn_implementation not in ("sdpa", "eager"):
         raise ConfigError(
             f"attention {config._attn_implementation!r} cannot be shared over ranks: load the model with "
             'attn_implementation="sdpa" or "eager"'
         )
-    kinds = set(getattr(config, "layer_types", None) or ()) - {"full_attention"}
-    window = getattr(config, "sliding_window", None) if getattr(config, "use_sliding_window", True) else None
-    if kinds or window is not None:
-        what = ", ".join(sorted(kinds)) or f"a sliding window of {window}"
-        raise ConfigError(f"layers with {what} cannot share a sequence over ranks: only full attention can")
+    kind = getattr(config, "model_type", None)
+    if kind not in SHAREABLE:
+        raise ConfigError(
+            f"a model of type {one_line(repr(kind), 40)} is not known to share a sequence over ranks: "
+            f"{', '.join(SHAREABLE)} are"
+        )
+    others = set(getattr(config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
+    if others:
+        what = ", ".join(sorted(map(str, others)))
+        raise ConfigError(f"layers with {what} cannot share a sequence over ranks: full and sliding attention can")
     heads = getattr(config, "num_attention_heads", None)
     if not isinstance(heads, int):
         raise ConfigError("the model's config has no num_attention_heads: its attention cannot be shared over ranks")
@@ -84,6 +122,8 @@ def _no_mask(*_: Any, **__: Any) -> None:
 
 
 def _attention(kind: str, group: dist.ProcessGroup | None) -> Callable[..., tuple[Tensor, None]]:
+    windows = _Windows()
+
     def forward(
         module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **rest: Any
     ) -> tuple[Tensor, None]:
@@ -96,13 +136,39 @@ def _attention(kind: str, group: dist.ProcessGroup | None) -> Callable[..., tupl
                 is_causal=getattr(module, "is_causal", True),
                 training=module.training,
             )
-            mask = _additive(attention_mask, query) if kind == "eager" else attention_mask
+            mask = windows.within(attention_mask, rest.get("sliding_window"), query)
+            mask = _additive(mask, query) if kind == "eager" else mask
             result: Tensor = function(layer, query, key, value, mask, **rest)[0]
             return result.transpose(1, 2)
 
         return ulysses_attention(attend, query, key, value, group).transpose(1, 2).contiguous(), None
 
     return forward
+
+
+class _Windows:
+    """The masks of layers that see the last tokens alone: one for all layers, each of which keeps it for backward."""
+
+    def __init__(self) -> None:
+        self._made: dict[int, tuple[Tensor | None, Tensor]] = {}  # by window, with the mask that it was made of
+
+    def within(self, mask: Tensor | None, window: int | None, query: Tensor) -> Tensor | None:
+        """Return what of a mask, bool or `None` for plain causal, is within a window of so many tokens.
+
+        Arguments:
+            mask: of the whole sequence, (batch, 1, length, length).
+            window: a token sees itself and the `window - 1` before it; `None` for all of them.
+            query: (batch, some heads, length, width).
+        """
+        length = query.shape[2]
+        if window is None or window >= length:
+            return mask
+        of, made = self._made.get(window, (None, None))
+        if made is None or of is not mask or made.shape[-1] != length or made.device != query.device:
+            near = torch.ones(length, length, dtype=torch.bool, device=query.device).tril().triu(1 - window)
+            made = near[None, None] if mask is None else mask & near
+            self._made[window] = mask, made
+        return made
 
 
 def _function(kind: str, module: Any) -> Callable[..., Any]:

@@ -6,7 +6,6 @@ ranks; stage 0 replicates over all ranks (one shard); a mesh says otherwise (`ma
 """
 
 import contextlib
-import secrets
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Literal
@@ -17,22 +16,21 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from penstock.errors import EngineError
+from penstock.machine import uneven
 from penstock.machine.arena import view_apart
 from penstock.machine.council import DEFAULT_TIMEOUT_S, Council
-from penstock.machine.groups import give_back, is_alive, own_group
+from penstock.machine.forming import form
+from penstock.machine.groups import all_gather_flat as _all_gather_flat
+from penstock.machine.groups import give_back, is_alive
+from penstock.machine.groups import reduce_scatter_flat as _reduce_scatter_flat
 from penstock.machine.issued import Tally, UnderWay, others_stand
 from penstock.machine.lifetime import Phase, at_end
-from penstock.machine.mesh import Nodes, node_size, nodes_of, peers_of
+from penstock.machine.mesh import Nodes
 from penstock.machine.reach import Grid
 from penstock.machine.sequel import SAME, Sequel
 from penstock.machine.streams import DONE, Event, Pending
-from penstock.machine.threads import ranks_of_host
 
-# torch 2.13 renamed the flat collectives; the older names still work in torch 2.8 to 2.12.
-_all_gather_flat = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-_reduce_scatter_flat = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 _all_to_all_flat = dist.all_to_all_single
-
 
 Groups = Sequence[dist.ProcessGroup | None]
 #: Which of the shard ranks take part: those of this rank's node, or those of the same place in each node.
@@ -61,6 +59,7 @@ class Ranks:
         shards, shard_rank, replicas, replica_rank: as the grid says.
         counts: how many collectives were issued so far, by name; and of how many bytes.
         sequel: which ones since the last step, for ranks to compare.
+        mesh: the one that the groups were made of; `None` where there was none.
     """
 
     def __init__(
@@ -74,6 +73,7 @@ class Ranks:
         self._whereabouts = self.council.whereabouts
         self.grid = grid
         self.divided = divided
+        self.mesh: DeviceMesh | None = None
         self.shards, self.shard_rank, self.replicas, self.replica_rank, *_ = grid
         self._shard_group, self._replica_group, self._tp_group, inside, self._across_group = groups
         # Over the copies first: a value that goes from rank to rank is then in the first shard of each of them.
@@ -103,36 +103,12 @@ class Ranks:
             ConfigError: the mesh's dimensions have no meaning.
             EngineError: another rank does not take part.
         """
-        peers = peers_of(mesh, sharded=sharded)
-        council = Council(peers.members, peers.members.index(peers.rank), timeout_s=timeout_s)
-        own: list[dist.ProcessGroup | None] = []
-        try:
-            # One name on all ranks, which no group had before: by it the members find each other in the job's store.
-            # One stage as well: ranks that ask for others are told so later, and till then must not miss each other.
-            # One size of nodes, too.
-            facts = [f"penstock {secrets.token_hex(8)}", sharded, nodes, ranks_of_host(default=0)]
-            name, sharded, nodes, of_host = council.share(facts)
-            peers = peers_of(mesh, sharded=sharded)
-            grid = peers.grid.in_nodes(node_size(peers.shards, nodes, of_host))
-            # In one order on all ranks: the members of a group make it together, and ranks that began with different
-            # dimensions would wait for each other for ever. Of each dimension a rank is in one group.
-            likes = [*peers.likes, peers.likes[0], peers.likes[0]]
-            for line, like in zip([*peers.lines, *nodes_of(peers.shards, grid)], likes, strict=True):
-                own.append(
-                    own_group(line, like, name, timeout_s=timeout_s) if len(line) > 1 and like is not None else None
-                )
-        except BaseException as error:
-            give_back(group for group in own if group is not None)
-            council.close()
-            if isinstance(error, RuntimeError):  # torch's
-                raise EngineError(
-                    f"Rank {dist.get_rank()} could not make a process group of the same ranks as the one it was given: "
-                    f"another one has ended, or does something else. ({error})"
-                ) from error
-            raise
-        ranks = cls(grid, own, council, peers.divided)
+        formed = form(mesh, sharded=sharded, timeout_s=timeout_s, nodes=nodes)
+        council = formed.council
+        ranks = cls(formed.grid, formed.groups, council, formed.divided)
+        ranks.mesh = mesh
         if council.size > 1:
-            council.whereabouts.watch(council.members, council.rank, name, timeout_s, council.host_of)
+            council.whereabouts.watch(council.members, council.rank, formed.name, timeout_s, council.host_of)
             at_end(ranks, council.whereabouts.close, phase=Phase.THREADS)
         return ranks
 
@@ -214,6 +190,36 @@ class Ranks:
         self.counts.note("reduce_scatter", "shard", full)
         self._issue(f"the reduction of {what}", self._shard_group, reduce)
 
+    def broadcast_shards(self, full: Tensor, cuts: Sequence[int], what: str = "") -> Pending | None:
+        """Fill a flat buffer with shards of any sizes, as `all_gather` with equal ones (`machine/uneven.py`).
+
+        Arguments:
+            full: of any dtype; this rank's shard is there.
+            cuts: where shards begin in it, in elements, and where the last one ends.
+            what: the unit's name, for messages.
+        """
+        parts = [as_bytes(part) for part in uneven.parts_of(full, cuts)]
+        for part in parts:
+            self.counts.note("broadcast", "shard", part)
+        broadcast = partial(uneven.broadcast_shards, parts, full, self._shard_group)
+        return self._issue(f"the gather of {what}", self._shard_group, broadcast)
+
+    def reduce_to_owners(self, shard: Tensor, full: Tensor, cuts: Sequence[int], what: str = "") -> None:
+        """Sum a flat buffer over the shard ranks, as `reduce_scatter`, into parts of any sizes.
+
+        Arguments:
+            shard: filled with the sum of this rank's part.
+            full: this rank's summands, of the same dtype; spoilt.
+            cuts: where parts begin in it, in elements, and where the last one ends.
+            what: the unit's name, for messages.
+        """
+        parts = uneven.parts_of(full, cuts)
+        for part in parts:
+            self.counts.note("reduce", "shard", part)
+        reduce = partial(uneven.reduce_to_owners, parts, self._shard_group)
+        self._issue(f"the reduction of {what}", self._shard_group, reduce)
+        shard.copy_(parts[self.shard_rank])
+
     def all_to_all(self, received: Tensor, sent: Tensor, hop: Hop, what: str = "") -> None:
         """Send each rank of a node, or of this place in each node, a part of its own, and receive one from each.
 
@@ -248,7 +254,7 @@ class Ranks:
         self,
         what: str,
         group: dist.ProcessGroup | None,
-        collective: Callable[[], dist.Work | None],
+        collective: Callable[[], dist.Work | uneven.Together | None],
     ) -> UnderWay | None:
         """Note a collective, for ranks to compare, and issue it. Return what goes on of it, if anything does."""
         self._check_alive(group)

@@ -18,8 +18,8 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from penstock.errors import ConfigError
+from penstock.machine.host import BOOT_ID, boot_id
 
-BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 CPU = torch.device("cpu")
 
 
@@ -214,16 +214,13 @@ class Place(NamedTuple):
 
 
 def place_of(
-    choice: Choice, environment: Mapping[str, str] = os.environ, boot_id: Path = BOOT_ID
+    choice: Choice, environment: Mapping[str, str] = os.environ, boot_file: Path = BOOT_ID
 ) -> tuple[str, ...] | None:
     """Describe a device to the other ranks, as the values of a `Place`; `None` for a cpu, which ranks share."""
     device = choice.device
     if device.type == "cpu":
         return None
-    try:
-        machine = boot_id.read_text().strip()
-    except (OSError, ValueError):
-        machine = platform.node()
+    machine = boot_id(boot_file) or platform.node()
     unique = ""
     with contextlib.suppress(Exception):  # where a device has none, its module says so in a way of its own
         unique = str(torch.get_device_module(device).get_device_properties(device).uuid)

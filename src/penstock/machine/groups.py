@@ -17,6 +17,10 @@ import torch.distributed as dist
 
 from penstock.machine.lifetime import Phase, exiting
 
+# torch 2.13 renamed the flat collectives; the older names still work in torch 2.8 to 2.12.
+all_gather_flat: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+reduce_scatter_flat: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
 
 def own_group(members: Sequence[int], like: dist.ProcessGroup, name: str, *, timeout_s: float) -> dist.ProcessGroup:
     """Make a group with the backends and the device of another one. Collective over its members alone.

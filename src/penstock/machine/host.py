@@ -25,11 +25,19 @@ class Host(NamedTuple):
 
 def this_host() -> Host:
     """Say which host this process is on."""
+    return Host(host_name(), boot_id())
+
+
+def boot_id(file: Path = BOOT_ID) -> str:
+    """Return what the kernel calls its start; empty where it does not say.
+
+    Arguments:
+        file: where it says so.
+    """
     try:
-        boot = BOOT_ID.read_text().strip()
+        return file.read_text().strip()
     except (OSError, ValueError):
-        boot = ""
-    return Host(host_name(), boot)
+        return ""
 
 
 def host_name() -> str:

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from penstock.machine.groups import limit_of
+from penstock.machine.uneven import Together
 from penstock.machine.whereabouts import Whereabouts
 
 HEARING_S = 5.0  # how long to wait for the other ranks' words once a collective has failed
@@ -32,7 +33,7 @@ class Tally(Counter[str]):
         """Count one.
 
         Arguments:
-            name: "all_gather", "reduce_scatter", "all_to_all", "all_reduce" or "broadcast".
+            name: "all_gather", "reduce_scatter", "all_to_all", "all_reduce", "broadcast" or "reduce".
             dimension: of the mesh, along which it is.
             buffer: the whole of it: what is there on every rank after a gather, or before a reduction.
         """
@@ -56,11 +57,11 @@ class UnderWay:
 
     def __init__(
         self,
-        work: dist.Work,
+        work: dist.Work | Together,
         failed: Callable[[RuntimeError], Exception],
         waiting: Callable[[], contextlib.AbstractContextManager[None]],
     ) -> None:
-        self._left: tuple[dist.Work, Callable[[RuntimeError], Exception]] | None = work, failed
+        self._left: tuple[dist.Work | Together, Callable[[RuntimeError], Exception]] | None = work, failed
         self._waiting = waiting
         self._error: Exception | None = None
         self._ended: float | None = None

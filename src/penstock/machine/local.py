@@ -4,19 +4,15 @@ import os
 import platform
 import secrets
 from collections.abc import Mapping
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from penstock.machine.collectives import Ranks
-from penstock.machine.devices import BOOT_ID
-from penstock.machine.groups import give_back, own_group
+from penstock.machine.groups import all_gather_flat, give_back, own_group
+from penstock.machine.host import boot_id
 from penstock.machine.threads import ranks_of_host
-
-# torch 2.13 renamed the flat collectives; the older names still work in torch 2.8 to 2.12.
-_all_gather_flat = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
 class LocalRanks:
@@ -75,7 +71,7 @@ class LocalRanks:
             own: this rank's bytes, as many as each one's, 1-D.
         """
         whole = torch.empty(self.size * own.numel(), dtype=own.dtype, device=self.device)
-        _all_gather_flat(whole, own.to(self.device), group=self._group)
+        all_gather_flat(whole, own.to(self.device), group=self._group)
         return whole
 
     def close(self) -> None:
@@ -83,10 +79,7 @@ class LocalRanks:
         give_back([self._group])
 
 
-def _place(rank: int, environment: Mapping[str, str] = os.environ, boot_id: Path = BOOT_ID) -> tuple[str, int]:
+def _place(rank: int, environment: Mapping[str, str] = os.environ) -> tuple[str, int]:
     """Tell apart the host of a rank: by the machine, and by what the launcher calls one."""
-    try:
-        machine = boot_id.read_text().strip()
-    except (OSError, ValueError):
-        machine = platform.node()
+    machine = boot_id() or platform.node()
     return machine, rank // ranks_of_host(environment) if "LOCAL_WORLD_SIZE" in environment else 0

@@ -46,7 +46,7 @@ class Peers:
         shards: those that share one copy of the state, in the order of their shards; this one among them.
         copies: those that have a copy of this one's shard, and this one.
         tp: those that have other parts of the parameters, for the same batches, and this one.
-        likes: for each of the three a process group whose backend and timeout its own one takes; where there is one.
+        likes: for each of the three a process group whose backend and device its own one takes; where there is one.
         divided: the ranks of each dimension over which parameters are divided, this one among them.
     """
 

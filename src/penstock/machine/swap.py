@@ -30,6 +30,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from penstock.errors import NvmeError, one_line
+from penstock.machine.host import boot_id
 from penstock.machine.lifetime import at_end
 
 LOCK = "lock"
@@ -37,7 +38,6 @@ IDENTITY = "identity.json"
 _MOST_IDENTITY_BYTES = 1 << 22  # a command line is as long as the kernel takes one
 UNFINISHED = re.compile(r"\.penstock-.+-\d+-[0-9a-f]{8}")
 UNFINISHED_SECONDS = 3600.0
-BOOT_ID = Path("/proc/sys/kernel/random/boot_id")  # tells two machines of one name apart; Linux only
 ELSEWHERE = "choose another folder with Placement(nvme_path=...)"
 
 _logger = logging.getLogger("penstock")
@@ -60,9 +60,8 @@ class Identity:
     @classmethod
     def own(cls) -> "Identity":
         """Describe this process, as of now."""
-        boot = BOOT_ID.read_text().strip() if BOOT_ID.exists() else ""
         started = datetime.now().astimezone().isoformat(timespec="seconds")
-        return cls(os.getpid(), os.uname().nodename, boot, started, sys.argv, version("penstock"))
+        return cls(os.getpid(), os.uname().nodename, boot_id(), started, sys.argv, version("penstock"))
 
     @classmethod
     def read(cls, folder: Path) -> "Identity | None":

@@ -32,10 +32,12 @@ from penstock.forecast.machine import Machine
 from penstock.forecast.plan import Plan, model_fingerprint
 from penstock.forecast.table import block, explain
 from penstock.planner.answering import answer
+from penstock.planner.divided import on_mesh
 from penstock.planner.machines import machine_for
-from penstock.planner.question import ask
+from penstock.planner.question import Question, ask
 from penstock.planner.searching import find_best, given
 from penstock.planner.trials import Trials, quick_collection
+from penstock.rehearsal.imagined import imagined_mesh
 
 __all__ = [
     "Machine",
@@ -43,6 +45,7 @@ __all__ = [
     "block",
     "compare",
     "explain",
+    "imagined_mesh",
     "machine_for",
     "model_fingerprint",
     "parse_figure",
@@ -52,7 +55,7 @@ __all__ = [
 
 @torch.random.fork_rng(devices=[])  # the batch, the model's first values and what is measured may draw some
 def plan(
-    model: nn.Module | Callable[[], nn.Module],
+    model: nn.Module | Callable[..., nn.Module],
     optimizer: type[torch.optim.Optimizer] | torch.optim.Optimizer,
     batch: Callable[[], Any],
     *,
@@ -77,7 +80,8 @@ def plan(
 
     Arguments:
         model: on any device, as it would be prepared, or a function that makes one, which is called for the meta
-            device. It stays as it is.
+            device. It stays as it is. With DTensors each rank has its part. A function that takes an argument is given
+            a `DeviceMesh` of the mesh's `cp`, `tp` and `ep` dimensions, whose ranks need not be there.
         optimizer: the class, which takes all parameters with its defaults, or an optimizer over the model's parameters.
         batch: makes one micro-batch, as the model takes it: a mapping of keyword arguments, a tuple of positional ones,
             or one value. What the model returns has a `loss`, or is the loss; else the mean of it stands for one.
@@ -109,23 +113,29 @@ def plan(
     Source: docs/planner.md; the idea of a simulator that is the engine, and its accuracy, are there.
     """
     there = machine_for(machine, folders)
-    question = ask(
-        model,
-        optimizer,
-        batch,
-        machine=there,
-        device_bytes=device_bytes,
-        host_bytes=host_bytes,
-        folders=folders,
-        world_size=world_size,
-        hosts=hosts,
-        mesh=mesh,
-        placement=placement,
-        micro_batches=micro_batches,
-        expert_share=expert_share,
-        arguments=prepare_arguments,
-    )
-    trials = Trials(question, measures=measure)
+    with on_mesh(model, mesh) as maker:
+        question = ask(
+            maker,
+            optimizer,
+            batch,
+            machine=there,
+            device_bytes=device_bytes,
+            host_bytes=host_bytes,
+            folders=folders,
+            world_size=world_size,
+            hosts=hosts,
+            mesh=mesh,
+            placement=placement,
+            micro_batches=micro_batches,
+            expert_share=expert_share,
+            arguments=prepare_arguments,
+        )
+        return _answered(question, measure=measure, trace=trace)
+
+
+def _answered(question: Question, *, measure: bool, trace: str | os.PathLike[str] | None) -> Plan:
+    """Look for the best placement, or at the one that was given."""
+    trials, placement = Trials(question, measures=measure), question.placement
     with quick_collection():
         best = find_best(question, trials) if isinstance(placement, str) else given(question, trials, placement)
         if trace is not None:

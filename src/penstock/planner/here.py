@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from penstock.engine.units.dtensors import own_elements
 from penstock.errors import EngineError
 from penstock.forecast.figures import Figure
 from penstock.forecast.machine import Machine
@@ -151,7 +152,11 @@ def _free_bytes(
     model: nn.Module, arguments: Mapping[str, Any], device: torch.device, ranks: int
 ) -> tuple[int | None, int | None]:
     """Say what a rank can have of its device, and all ranks of a host of its memory; `None` where nobody knows."""
-    own = {id(tensor): tensor.nbytes for tensor in [*model.parameters(), *model.buffers()] if tensor.device == device}
+    own = {
+        id(tensor): own_elements(tensor).nbytes
+        for tensor in [*model.parameters(), *model.buffers()]
+        if tensor.device == device
+    }
     host = available_host_memory()
     if shares_host_memory(device):
         return None, None if host is None else host.nbytes + ranks * sum(own.values())

@@ -11,7 +11,7 @@ from penstock.forecast.candidates import Choice
 from penstock.forecast.costs import machine_costs
 from penstock.forecast.load import Load
 from penstock.forecast.machine import Machine
-from penstock.forecast.program import Collective, Kind, Program
+from penstock.forecast.program import OF_MODEL, Collective, Kind, Program
 from penstock.kinds import GRAD, MASTER, OPTIMIZER, Tier
 from penstock.machine.reach import Grid, Reach
 from penstock.rehearsal.rehearse import BACKWARD, FORWARD, Rehearsal
@@ -49,7 +49,7 @@ def load_of(rehearsal: Rehearsal, choice: Choice, machine: Machine, grid: Grid, 
         grads_bytes=grads,
         optimizer_bytes=optimizer,
         update_bytes=2 * own + grads + 2 * optimizer,
-        reduced_bytes=sum(plan.layout.shard_numel for plan in trained) * blueprint.request.reduce_dtype.itemsize,
+        reduced_bytes=sum(plan.shard_numel for plan in trained) * blueprint.request.reduce_dtype.itemsize,
         reductions=1 if held_back else micro_batches,
         micro_batches=micro_batches,
         forward_s=seconds[FORWARD],
@@ -92,7 +92,7 @@ def _stays(plan: UnitPlan) -> bool:
 
 def _own(plans: Iterable[UnitPlan]) -> int:
     """Count the bytes of this rank's shard of parameters."""
-    return sum(plan.layout.shard_numel * plan.spec.dtype.itemsize for plan in plans)
+    return sum(plan.shard_numel * plan.spec.dtype.itemsize for plan in plans)
 
 
 def _kind(plans: Iterable[UnitPlan], home: str) -> int:
@@ -132,6 +132,10 @@ def _seconds(program: Program, passes: Sequence[range], machine: Machine) -> flo
                 if item.index not in known:
                     known[item.index] = costs.segment(program, item.index).seconds
                 total += known[item.index]
+            elif item.kind is Kind.SUBMIT and program.jobs[item.index].stream == OF_MODEL:
+                # Compute waits for it at once. On a host it takes none of the cores, which the bound counts too.
+                job = program.jobs[item.index]
+                total += costs.job(job, program).seconds if program.back_end == "accelerator" else 0.0
     return total
 
 
@@ -141,7 +145,7 @@ def _collectives(program: Program, passes: Sequence[range]) -> tuple[Collective,
         collective
         for items in passes
         for item in (program.items[number] for number in items)
-        if item.kind is Kind.SUBMIT
+        if item.kind is Kind.SUBMIT and program.jobs[item.index].stream != OF_MODEL
         for collective in program.jobs[item.index].collectives
         if collective.ranks > 1
     )

@@ -10,7 +10,6 @@ from torch import nn
 
 from penstock.blueprint import Request, request_for
 from penstock.config import Options, Placement
-from penstock.engine.units.dtensors import is_divided
 from penstock.errors import ConfigError, one_line
 from penstock.forecast.load import Limits
 from penstock.forecast.machine import Machine
@@ -19,6 +18,8 @@ from penstock.forecast.program import BackEnd
 from penstock.kinds import TierName
 from penstock.machine.mesh import grid_of, node_size
 from penstock.machine.reach import Grid
+from penstock.planned import check_elementwise
+from penstock.planner.divided import check_parts
 from penstock.rehearsal.rehearse import Scene
 
 #: What is left free of each memory: others take some, and allocators lose some to gaps.
@@ -120,11 +121,12 @@ def ask(
     for name in ("placement", "plan", "batch"):
         if name in arguments:
             raise ConfigError(f"{name}= is no argument of prepare() that a plan is made for. Leave it out.")
+    check_elementwise(optimizer)
     back_end: BackEnd = "inline" if machine.device == "cpu" else "accelerator"
     grid = grid or Grid.first_of(world_size, sharded=sharded)
     nodes = getattr(arguments.get("options"), "nodes", None)
     scene = Scene(
-        _whole(made(model)),
+        check_parts(made(model), grid),
         optimizer,
         batch,
         micro_batches=micro_batches,
@@ -142,28 +144,12 @@ def ask(
 
 
 def _size_of(grid: Grid, world_size: int) -> int:
-    """Count the ranks of a mesh; refuse another number of them, and ranks that divide the parameters."""
-    if grid.tp > 1:
-        raise ConfigError(
-            f"mesh divides the parameters over tp={grid.tp} ranks, and plans are for whole ones. Plan the model of one "
-            "of those ranks, with its part of each width, for a mesh of the other dimensions."
-        )
+    """Count the ranks of a mesh; refuse another number of them."""
     if world_size not in (1, grid.world_size):
         raise ConfigError(
             f"world_size={world_size} contradicts a mesh of {grid.world_size} ranks. Leave world_size out."
         )
     return grid.world_size
-
-
-def _whole(model: nn.Module) -> nn.Module:
-    """Refuse a model whose parameters ranks divide."""
-    divided = next((name for name, parameter in model.named_parameters() if is_divided(parameter)), None)
-    if divided is not None:
-        raise ConfigError(
-            f"Parameter '{divided}' is a DTensor, and plans are for whole ones. Plan the model of one of its tp ranks, "
-            "with its part of each width, for a mesh of the other dimensions."
-        )
-    return model
 
 
 def made(model: nn.Module | Callable[[], nn.Module]) -> nn.Module:

@@ -5,22 +5,18 @@ import secrets
 import time
 from collections.abc import Mapping
 from statistics import median
-from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from penstock.machine.council import Council
-from penstock.machine.groups import give_back, own_group
+from penstock.machine.groups import all_gather_flat, give_back, own_group
 from penstock.machine.threads import hosts_of, ranks_of_host
 from penstock.probe.arithmetic import Stopwatch
 from penstock.probe.sampling import Deadline, Measurement, quartiles
 
 SIZES = (1 << 10, 1 << 20, 1 << 26)  # bytes of the whole buffer
 MOST_ROUNDS = 15
-
-# torch 2.13 renamed the flat collectives; the older names still work in torch 2.8 to 2.12.
-_all_gather_flat: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
 def measure_collectives(
@@ -133,5 +129,5 @@ def _gather(watch: Stopwatch, group: dist.ProcessGroup, numel: int) -> float:
     """Gather once, after all ranks have come; the seconds of it."""
     own = torch.ones(numel, dtype=torch.float32, device=watch.device)
     whole = torch.empty(numel * dist.get_world_size(group), dtype=torch.float32, device=watch.device)
-    _all_gather_flat(whole[: dist.get_world_size(group)], own[:1], group=group)
-    return watch.seconds(lambda: _all_gather_flat(whole, own, group=group))
+    all_gather_flat(whole[: dist.get_world_size(group)], own[:1], group=group)
+    return watch.seconds(lambda: all_gather_flat(whole, own, group=group))

@@ -33,7 +33,7 @@ def fingerprint(device: torch.device, folders: Sequence[Folder] = ()) -> dict[st
         `cpu`, `cores`, `core_quota`, `ranks`, `memory_bytes`, `device`, `device_name`, `device_memory_bytes`,
         `devices`, `driver`, `torch`, `threads`, `kernel` and `disks`.
     """
-    name, nbytes, count = _accelerator(device)
+    name, nbytes, count = accelerator(device)
     return {
         "cpu": cpu_model(),
         "cores": len(os.sched_getaffinity(0)),
@@ -44,7 +44,7 @@ def fingerprint(device: torch.device, folders: Sequence[Folder] = ()) -> dict[st
         "device_name": name,
         "device_memory_bytes": nbytes,
         "devices": count,
-        "driver": _driver(device),
+        "driver": driver(device),
         "torch": torch.__version__,
         "threads": torch.get_num_threads(),
         "kernel": platform.release(),
@@ -80,7 +80,7 @@ def _memory_bytes(meminfo: Path = MEMINFO) -> int:
     return 0
 
 
-def _accelerator(device: torch.device) -> tuple[str, int, int]:
+def accelerator(device: torch.device) -> tuple[str, int, int]:
     """Return the name of an accelerator, its bytes of memory, and how many of them there are; of a cpu, itself."""
     if device.type == "cpu":
         return "cpu", 0, 1
@@ -96,13 +96,13 @@ def _accelerator(device: torch.device) -> tuple[str, int, int]:
     return name, nbytes, count
 
 
-def _driver(device: torch.device, driver: Path = DRIVER) -> str:
+def driver(device: torch.device, file: Path = DRIVER) -> str:
     """Return the versions of an accelerator's driver and runtime, as far as they are told."""
     if device.type == "cpu":
         return ""
     found = [str(version) for version in (torch.version.cuda, getattr(torch.version, "hip", None)) if version]
     with contextlib.suppress(OSError, ValueError):
-        found.insert(0, driver.read_text().strip())
+        found.insert(0, file.read_text().strip())
     return one_line(" / ".join(found))
 
 

@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
-from penstock.forecast.program import BackEnd, Collective, Item, Job, Kind, Op, Program, Segment
+from penstock.forecast.program import OF_MODEL, BackEnd, Collective, Item, Job, Kind, Op, Program, Segment
 from penstock.kinds import Tier
 from penstock.rehearsal.memory import Memory
 from penstock.rehearsal.order import Order
@@ -107,6 +107,10 @@ class Notes:
     def issue(self, collective: Collective) -> None:
         """Note a collective of the job that is being noted."""
         self._issued.append(collective)
+
+    def communicate(self, collective: Collective) -> None:
+        """Note a collective that the model issues, for which compute waits at once."""
+        self.wait(self.submit(Job(OF_MODEL, self._label, collective.nbytes, collectives=(collective,))), by_host=False)
 
     def meet(self, collective: Collective) -> None:
         """Note a collective that the host issues and waits for."""

@@ -6,14 +6,17 @@ What the engine does is noted and not done all the same. Parameters have random 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from penstock.forecast.program import Op
+from penstock.errors import ConfigError
+from penstock.forecast.program import Collective, Op
+from penstock.rehearsal.between import NAMESPACES, Between
 from penstock.rehearsal.memory import Memory
 from penstock.rehearsal.ops import FREE, cost, tensors_in
 from penstock.rehearsal.rehearsed import Recipe
-from penstock.rehearsal.shapes import Shaped, over
+from penstock.rehearsal.shapes import Shaped, asks_for_shapes, over
 
 _SPREAD = 0.02  # of random values: those that most models begin with
 
@@ -24,6 +27,7 @@ class Performed(TorchDispatchMode):  # type: ignore[no-untyped-call]
     Arguments:
         sink: told of each operation that is not a view, in order.
         memory: where tensors that are made inside are counted.
+        collectives: told of each collective of several ranks that the model itself issues; none is sent.
 
     Attributes:
         recipes: for each kind of operation one example.
@@ -31,17 +35,26 @@ class Performed(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     stays = True  # on our side of the border: operations of the engine are told as the user's are
 
-    def __init__(self, sink: Callable[[Op], object], memory: Memory) -> None:
+    def __init__(
+        self, sink: Callable[[Op], object], memory: Memory, collectives: Callable[[Collective], object] | None = None
+    ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.recipes: dict[Op, Recipe] = {}
         self._sink = sink
         self._memory = memory
+        self._between = Between(_made, _refusal, collectives)
 
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         """Run an operation and tell what it costs."""
         kwargs = {} if kwargs is None else kwargs
+        if asks_for_shapes():
+            return func(*args, **kwargs)
+        if types and any(each not in (Tensor, nn.Parameter) for each in types):
+            return NotImplemented  # a class of tensors with rules of its own: it comes back with what it consists of
+        if func.namespace in NAMESPACES:
+            return self._between.run(func, args, kwargs)
         out = func(*args, **kwargs)
         if func.is_view or func._overloadpacket in FREE:
             return out
@@ -54,6 +67,14 @@ class Performed(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if tensor.untyped_storage().data_ptr() not in given:
                 self._memory.follow(tensor)
         return out
+
+
+def _made(shaped: Shaped) -> Tensor:
+    return torch.zeros(shaped.shape, dtype=shaped.dtype, device="cpu")
+
+
+def _refusal(func: object, why: str) -> ConfigError:
+    return ConfigError(f"rehearsal: {func} {why}. Leave it out, or plan without --measure.")
 
 
 def random_values(buffer: Tensor) -> None:

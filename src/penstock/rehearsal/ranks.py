@@ -1,6 +1,7 @@
 """Ranks that are not there: collectives are noted, and what other ranks would say is what this one says."""
 
 from collections.abc import Sequence
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -32,6 +33,18 @@ class VirtualRanks(Ranks):
         """Note a reduction to shards."""
         del shard, what
         self._notes.issue(self._along("shard", "reduce_scatter", full.nbytes))
+
+    def broadcast_shards(self, full: Tensor, cuts: Sequence[int], what: str = "") -> None:
+        """Note a gather of shards of any sizes."""
+        del what
+        for start, stop in pairwise(cuts):
+            self._notes.issue(self._along("shard", "broadcast", (stop - start) * full.element_size()))
+
+    def reduce_to_owners(self, shard: Tensor, full: Tensor, cuts: Sequence[int], what: str = "") -> None:
+        """Note a reduction of parts of any sizes."""
+        del shard, what
+        for start, stop in pairwise(cuts):
+            self._notes.issue(self._along("shard", "reduce", (stop - start) * full.element_size()))
 
     def all_to_all(self, received: Tensor, sent: Tensor, hop: Hop, what: str = "") -> None:
         """Note an exchange. What other ranks would send is what this one does."""

@@ -159,8 +159,8 @@ def _mode(scene: Scene, notes: Notes, memory: NotedMemory) -> Rehearsed | Perfor
     """Make what sees every operation."""
     if scene.performs:
         torch.manual_seed(0)
-        return Performed(notes.op, memory)
-    return Rehearsed(notes.op, module=notes.where, share=scene.share, memory=memory)
+        return Performed(notes.op, memory, notes.communicate)
+    return Rehearsed(notes.op, module=notes.where, share=scene.share, memory=memory, collectives=notes.communicate)
 
 
 def _step(prepared: Any, model: nn.Module, batch: Iterable[Any], notes: Notes, seen: Rehearsed | Performed) -> None:

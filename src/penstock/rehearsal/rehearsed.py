@@ -15,12 +15,13 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from penstock.errors import ConfigError, one_line
-from penstock.forecast.program import Op
+from penstock.forecast.program import Collective, Op
+from penstock.rehearsal.between import NAMESPACES, Between
 from penstock.rehearsal.hollow import hollow, is_hollow, mark, space
 from penstock.rehearsal.memory import Memory, rounded
 from penstock.rehearsal.ops import FREE, LIKE, cost, tensors_in
 from penstock.rehearsal.reading import Reading
-from penstock.rehearsal.shapes import UNTOLD, NoShapesError, Oracle, Outcome, Shaped, over
+from penstock.rehearsal.shapes import UNTOLD, NoShapesError, Oracle, Outcome, Shaped, asks_for_shapes, over
 from penstock.rehearsal.shares import Shares
 
 aten = torch.ops.aten
@@ -45,7 +46,8 @@ _UNSAID = {aten.native_batch_norm: (3, 4), aten.cudnn_batch_norm: (3, 4), aten.m
 class _Way(Enum):
     """How an operation is treated, whatever it is called with."""
 
-    RUN = "run"  # views, questions about shapes, collectives
+    RUN = "run"  # views, questions about shapes
+    BETWEEN = "between"  # collectives, of ranks that are not there
     PARTS = "parts"  # torch has it as a composition of others, which are treated instead
     LIKE = "like"  # values of what it takes do not matter
     RESIZE = "resize"
@@ -90,6 +92,7 @@ class Rehearsed(TorchDispatchMode):  # type: ignore[no-untyped-call]
         module: says which module is in flight, for errors; empty where none is.
         share: of ones in masks whose share is not known, between 0 and 1.
         memory: where tensors that are made inside are counted; one of its own where none is given.
+        collectives: told of each collective of several ranks that the model itself issues.
 
     Attributes:
         memory: bytes of tensors that were made inside and are still there.
@@ -117,6 +120,7 @@ class Rehearsed(TorchDispatchMode):  # type: ignore[no-untyped-call]
         module: Callable[[], str] = lambda: "",
         share: float | None = None,
         memory: Memory | None = None,
+        collectives: Callable[[Collective], object] | None = None,
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.memory = Memory() if memory is None else memory
@@ -129,6 +133,7 @@ class Rehearsed(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._outcomes: dict[Any, Outcome] = {}
         self._stances: list[Any] = []
         self._reading = Reading(self.refusal)
+        self._between = Between(self.make, self.refusal, collectives)
 
     def __enter__(self) -> "Rehearsed":
         # What was compiled runs its own Python instead: kernels that were made for it would touch the memory. Torch
@@ -151,6 +156,8 @@ class Rehearsed(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         """Run an operation, or return what it would return."""
+        if asks_for_shapes():
+            return func(*args, **({} if kwargs is None else kwargs))
         if types and any(each not in _PLAIN for each in types):
             return NotImplemented  # a class of tensors with rules of its own: it comes back with what it consists of
         kwargs = {} if kwargs is None else kwargs
@@ -159,6 +166,8 @@ class Rehearsed(TorchDispatchMode):  # type: ignore[no-untyped-call]
             kind = self._kinds[func] = _kind_of(func)
         if kind.way is _Way.RUN:
             return func(*args, **kwargs)
+        if kind.way is _Way.BETWEEN:
+            return self._between.run(func, args, kwargs)
         if kind.way is not _Way.OTHER and (settled := self._settled(kind, func, args, kwargs)) is not None:
             return settled[0]
         signature: list[Any] = [func]
@@ -292,8 +301,8 @@ def _way_of(func: Any, packet: Any) -> _Way:
         return _Way.RESIZE
     if func.is_view or torch.Tag.inplace_view in func.tags or packet in _SHARING or packet in _ASKING:
         return _Way.RUN
-    if func.namespace in ("c10d", "_c10d_functional"):
-        return _Way.RUN  # of ranks that are not there either
+    if func.namespace in NAMESPACES:
+        return _Way.BETWEEN
     if packet in LIKE and packet not in FREE and torch.Tag.nondeterministic_seeded not in func.tags:
         return _Way.LIKE
     own, parts = (

@@ -106,6 +106,11 @@ class Oracle:
         return Outcome(_shaped(out), nbytes, cost(func, fake_args, fake_kwargs, out))
 
 
+def asks_for_shapes() -> bool:
+    """Whether somebody else asks torch for shapes right now, as DTensor does before each operation: none is run."""
+    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
+
+
 def _plainly(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """Ask torch. Its rule for contiguous operands of one shape is not that of the kernels where a size is 1."""
     out = func(*args, **kwargs)

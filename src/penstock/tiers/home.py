@@ -16,7 +16,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -29,6 +29,9 @@ from penstock.tiers.ring import Ring
 
 #: The values of a home's kinds for some range of elements, in the order of its cells.
 Views = tuple[Tensor, ...]
+
+#: Which tiles a device updates whose state rests elsewhere.
+Streamed = Literal["none", "some", "all"]
 
 
 @dataclass(frozen=True)
@@ -74,6 +77,7 @@ class SectionPlan:
         numel: its elements.
         tile_numel: elements of a tile; the last one may be shorter.
         copied: whether a device copies it from or to the cpu tier, where it is there; else the host alone works on it.
+        streamed: which of its tiles a device updates, where it is on another tier.
     """
 
     home: str
@@ -83,6 +87,7 @@ class SectionPlan:
     numel: int
     tile_numel: int
     copied: bool = field(default=True, compare=False)  # says nothing of where it is
+    streamed: Streamed = field(default="none", compare=False)
 
     @property
     def stop(self) -> int:

@@ -65,7 +65,7 @@ class Movement:
         """
         # Not before the source is complete, nor while anybody still writes the target or reads what is in it.
         after = all_of([source.memory.written, target.memory.free])
-        copied: list[Event] = [after]
+        copied: list[Event] = []
         for start, stop, here, there in shared_sections(source, target):
             if here is there or not here.plan.cells or not there.plan.cells:
                 continue
@@ -78,7 +78,9 @@ class Movement:
                 bounce = (here.bounce or there.bounce) if crosses else None
                 way = Way(there.tier, crosses, None if bounce is None else bounce())
                 copied += self._copy_all(way, _at(there, start, stop), _at(here, start, stop), after, label)
-        event = all_of(copied)
+        # What was copied came after it. Named beside that it would keep the events of all copies of a run: a target
+        # that nothing but copies writes would wait for each of them.
+        event = all_of(copied) if copied else after
         # Both hear of it: else an update would write the source under the copy, or a gather read the target before it.
         source.note_read(event)
         target.note_write(event)

@@ -56,15 +56,13 @@ class StagingPlan:
         units: where the homes are.
         reduce_dtype: what gradients on their way have.
         reach: what compute reads where it rests.
-        streamed: whether the device updates tiles whose state rests elsewhere.
 
     Attributes:
         stretch: how many tiles a slot of the ring of updates on the device holds.
     """
 
-    def __init__(self, units: Sequence[Sections], *, reduce_dtype: torch.dtype, reach: Reach, streamed: bool) -> None:
+    def __init__(self, units: Sequence[Sections], *, reduce_dtype: torch.dtype, reach: Reach) -> None:
         self._reach = reach
-        self._streamed = streamed
         plans = [plan for unit in units for sections in unit.values() for plan in sections]
         self._tile = max((min(plan.numel, plan.tile_numel) for plan in plans), default=0)
         self.landing = self._landing_slots(units, reduce_dtype)
@@ -93,10 +91,10 @@ class StagingPlan:
 
     def _slots_beside(self, beside: Tier, units: Sequence[Sections]) -> list[SlotPlan]:
         """Plan the ring of the updates beside one tier."""
-        streamed = self._streamed and beside is Tier.DEVICE
         updated = (GRAD, MASTER, OPTIMIZER, SHADOW, PARAM)
-        sections = (each for unit in units for each in worked_on(beside, unit, OPTIMIZER, updated, streamed=streamed))
-        in_memory = STREAMED_SLOTS if streamed else MEMORY_SLOTS
+        sections = (each for unit in units for each in worked_on(beside, unit, OPTIMIZER, updated, streams=True))
+        streams = any(plan.streamed != "none" for unit in units for plan in unit.get(OPTIMIZER, ()))
+        in_memory = STREAMED_SLOTS if streams and beside is Tier.DEVICE else MEMORY_SLOTS
         slots, stretch = plan_ring("update", beside, sections, self._reach, in_memory)
         if beside is Tier.DEVICE:
             self.stretch = stretch
@@ -247,7 +245,7 @@ class Staging:
 
 
 def worked_on(
-    beside: Tier, unit: Sections, at: str, homes: Sequence[str], *, streamed: bool = False
+    beside: Tier, unit: Sections, at: str, homes: Sequence[str], *, streams: bool = False
 ) -> Iterator[tuple[str, SectionPlan]]:
     """Find the sections of a unit that work beside one tier needs, by home.
 
@@ -256,11 +254,14 @@ def worked_on(
         unit: where its homes are.
         at: the home whose tiles are worked on where they rest: beside the device, or else beside the host.
         homes: what the work needs of each tile; of the parameters nothing where there is a shadow of them.
-        streamed: whether tiles that rest elsewhere are brought there too.
+        streams: whether the device also works on tiles that rest elsewhere, as their sections say.
     """
     for section in unit.get(at, ()):
-        rests_beside = (section.tier is Tier.DEVICE) == (beside is Tier.DEVICE)
-        if not (rests_beside or streamed):
+        if section.tier is Tier.DEVICE or not streams:
+            works = (section.tier is Tier.DEVICE) == (beside is Tier.DEVICE)
+        else:
+            works = section.streamed != ("none" if beside is Tier.DEVICE else "all")
+        if not works:
             continue
         shadowed = [plan for plan in unit[SHADOW] if plan.cells and _overlap(plan, section)]
         for home in homes:

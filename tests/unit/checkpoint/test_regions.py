@@ -1,5 +1,6 @@
 """Checkpoints whose parameters are in parts: any boxes in, whole parameters out, and no box that cannot be."""
 
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise, product
@@ -20,7 +21,7 @@ from penstock.checkpoint.boxes import Extent, meet, why_not_whole
 from penstock.checkpoint.fields import parse, to_bytes
 from penstock.checkpoint.importing import Incoming, write_checkpoint
 from penstock.checkpoint.opened import Checkpoint
-from penstock.checkpoint.tables import Part, UnitTable, own_slots
+from penstock.checkpoint.tables import Part, Tiling, UnitTable, own_slots
 from penstock.checkpoint.tiles import UnitSource
 from penstock.engine.state.taking import Scattered, _Place
 from penstock.errors import CheckpointError
@@ -209,3 +210,40 @@ def test_blocks_of_8_bit_states_are_cut_or_not() -> None:
     assert scattered(extents([[0, 100, 300]])[0], extents([[0, 300]])[0]).cuts_blocks()
     narrow = extents([[0, 4], [0, 128, 512]])
     assert scattered(rows[0], narrow[1]).cuts_blocks()
+
+
+def many_tiles(opened: Checkpoint, ranks: int, tiles: int) -> Checkpoint:
+    """A checkpoint of one parameter whose ranks have some columns of it each, in many tiles."""
+    rows, width = tiles * ranks, 256 // ranks
+    unit = opened.tables[0].units[0]
+    tables = []
+    for rank in range(ranks):
+        region = Region((rows, 256), (0, rank * width))
+        slot = Slot("weight", (rows, width), rows * width, 0, region)
+        tiling = Tiling(0, rows * width, 256, 0)
+        units = (replace(unit, slots=(slot,), tiling=tiling, checksums=((0,) * len(unit.homes),) * tiles),)
+        tables.append(replace(opened.tables[0], units=units))
+    saved = replace(opened.manifest.parameters["weight"], shape=(rows, 256))
+    files = opened.manifest.ranks * ranks
+    manifest = replace(opened.manifest, parameters={"weight": saved}, ranks=files)
+    return replace(opened, manifest=manifest, tables=tables)
+
+
+def test_ten_thousand_tiles_are_checked_within_a_second(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Time that this process computed: it grows with the tiles, not with tiles times ranks."""
+    _, values = build()
+    write(tmp_path / "in", values, CUTS[0], monkeypatch)
+    opened = Checkpoint.open(tmp_path / "in")
+    for ranks in (1, 64):
+        many = many_tiles(opened, ranks, 10_000 // ranks)
+        begun = time.process_time()
+        many.check_whole()
+        assert time.process_time() - begun < 1, ranks
+
+
+def test_tiles_of_other_ranks_are_passed_over_without_a_look_at_their_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    left, right = extents([[0, 1000], [0, 256, 512]])
+    looks = []
+    monkeypatch.setattr(Extent, "runs", lambda *_: looks.append(1) or [])
+    assert list(meet(left, 0, left.numel, right)) == []
+    assert not looks

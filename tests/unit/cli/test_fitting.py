@@ -168,7 +168,7 @@ def found_of(built: Built | None = None, **settings: Any) -> tuple[Footprint, Tr
         source = find_model("tiny", seq_length=16)
         built = build(source, vocab_size=source.vocab_size, lora=None, chunks_loss=False, compiles=False, seed=0)
     recipe = recipe_for(config, positions=None, world_size=1)
-    return preparation(built, config, recipe, "fp32").footprint(world_size=1), config, built
+    return preparation(built, config, recipe, "fp32").footprint(mesh={"dp_shard": 1}), config, built
 
 
 def test_checkpoints_of_adapters_have_nothing_of_the_base() -> None:

@@ -51,6 +51,7 @@ TABLE: dict[str, dict[str, list[str]]] = {
         "--out": OUT,
         "--lora": LORA,
         "--plan": [path for path in PATHS if path],
+        "--dp-replicate": [*COUNTS, "3"],
         "--cp": [*COUNTS, "3"],
         "--stage": [*NUMBERS, "4"],
         "--params": HOMES,
@@ -178,6 +179,8 @@ TABLE: dict[str, dict[str, list[str]]] = {
         "--out": [path for path in OUT if path],
         "--json": ["=x"],
     },
+    # A folder that cannot be written is what it finds, and no mistake of who asks.
+    "doctor": {"--folders": ["", "a\x00b"], "--json": ["=x"]},
     "launch": {
         "script": [path for path in PATHS if path not in ("a-file", "/proc/self/mem")],
         "arguments": [],

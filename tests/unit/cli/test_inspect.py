@@ -67,6 +67,7 @@ def test_what_is_said_is_what_was_saved(penstock_command: Callable[..., Any], tm
     linear = 64 * 64 + 64
     assert found["parameters"] == {
         "count": 8, "trained": 6, "numel": 4 * linear, "trained_numel": 3 * linear, "left_out_numel": 0,
+        "divided": 0,
     }  # fmt: skip
     assert found["optimizer"]["states"] == {"exp_avg": "float32", "exp_avg_sq": "float32"}
     assert [(g["parameters"], g["options"]["lr"]) for g in found["optimizer"]["groups"]] == [(2, 1e-3), (4, 0.5)]

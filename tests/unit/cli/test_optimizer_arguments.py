@@ -27,6 +27,7 @@ from penstock.errors import ConfigError
             "decoupled_weight_decay": True
         }),
         ("lion", ("maximize=false",), {"maximize": False}),
+        ("muon", ("ns_steps=3", "momentum=0.9"), {"betas": (0.9, 0.95), "ns_steps": 3, "momentum": 0.9}),
     ],
 )  # fmt: skip
 def test_what_the_constructor_is_given(name: str, given: tuple[str, ...], read: dict[str, Any]) -> None:
@@ -140,3 +141,23 @@ def test_matrices_decay_and_vectors_do_not() -> None:
 def test_the_names_are_those_of_the_option() -> None:
     assert tuple(CLASSES) == OPTIMIZERS
     assert [name for name in OPTIMIZERS if not takes_weight_decay(name)] == ["rprop"]
+
+
+def test_muon_gets_the_matrices_and_adamw_the_rest() -> None:
+    model = torch.nn.Sequential(torch.nn.Embedding(7, 4), torch.nn.Linear(4, 8), torch.nn.LayerNorm(8))
+    config = TrainConfig(optimizer_name="muon", lr=1e-2)
+    groups = parameter_groups(model, config)
+    named = {id(p): name for name, p in model.named_parameters()}
+    said = [(group["rule"], group["weight_decay"], [named[id(p)] for p in group["params"]]) for group in groups]
+    assert said == [
+        ("muon", 0.1, ["1.weight"]),
+        ("adamw", 0.1, ["0.weight"]),
+        ("adamw", 0.0, ["1.bias", "2.weight", "2.bias"]),
+    ]
+    optimizer = CLASSES["muon"](groups, lr=1e-2, **optimizer_arguments(config))
+    assert [group["lr"] for group in optimizer.param_groups] == [1e-2] * 3
+    assert optimizer.param_groups[-1]["betas"] == (0.9, 0.95)
+    with pytest.raises(ConfigError, match=r"^--optimizer-args ns_steps=2\.5: muon takes a whole number"):
+        optimizer_arguments(TrainConfig(optimizer_name="muon", optimizer_args=("ns_steps=2.5",)))
+    with pytest.raises(ConfigError, match="no matrix for Muon"):
+        parameter_groups(torch.nn.LayerNorm(8), config)

@@ -222,9 +222,62 @@ def test_a_plan_of_a_mesh_is_for_prepare(penstock_command: Callable[..., Any], c
     assert outcome.exit_code == 0, outcome.err
     assert "one of 4 ranks on 2 hosts, dp_replicate 2 x dp_shard 2" in outcome.out
     assert "run: a script of yours, with prepare(placement='auto', mesh=..., plan=...)" in outcome.out
-    refused = penstock_command("plan", "--model", config_folder, *FOREIGN, *words, "dp_replicate=2,tp=2")
+
+
+def test_a_plan_of_a_mesh_with_tp_is_of_one_of_its_parts(
+    penstock_command: Callable[..., Any], config_folder: str
+) -> None:
+    words = [
+        "plan",
+        "--model",
+        config_folder,
+        *FOREIGN,
+        "--batch",
+        "1x16",
+        "--gpus",
+        "4",
+        "--params",
+        "device",
+        "--json",
+    ]
+    whole, half = (
+        json.loads(penstock_command(*words, "--mesh", mesh).out) for mesh in ("dp_shard=4", "dp_shard=2,tp=2")
+    )
+    assert half["mesh"] == {"dp_replicate": 1, "dp_shard": 2, "tp": 2}
+    assert half["bytes"] == whole["bytes"]  # a quarter either way: norms, of which each has all, are lost in padding
+    assert half["tokens_per_s"] < whole["tokens_per_s"]  # half the ranks have a batch of their own
+
+
+def test_a_plan_of_ranks_that_share_sequences_is_of_a_chunk(
+    penstock_command: Callable[..., Any], config_folder: str
+) -> None:
+    words = ["plan", "--model", config_folder, *FOREIGN, "--batch", "1x16", "--gpus", "4", "--params", "device"]
+    outcome = penstock_command(*words, "--mesh", "dp_shard=2,cp=2")
+    assert (outcome.exit_code, outcome.err) == (0, "")
+    assert "shift_labels, labels 1x8 int64; attention_mask 1x1x16x16 bool, one of 4 ranks" in outcome.out
+    assert "run: a script of yours" in outcome.out
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--mesh", "cp=4"], "--mesh cp=4: 2 attention heads cannot be shared by 4 ranks"),
+        (["--mesh", "tp=4"], "--mesh tp=4: the model has num_attention_heads=2, which 4 ranks cannot share. Use a"),
+        (["--mesh", "ep=4"], "--mesh has ep, and models are divided by their plans for tp alone. Use tp, or plan() in"),
+        (["--mesh", "dp_shard=2,tp=2", "--lora", "r=4"], "--lora is for whole parameters, which --mesh tp divides. Le"),
+        (
+            ["--mesh", "dp_shard=2,tp=2", "--chunked-loss", "on"],
+            "--chunked-loss on is for whole parameters and sequences. Le",
+        ),
+    ],
+)
+def test_what_cannot_be_divided_is_refused(
+    penstock_command: Callable[..., Any], config_folder: str, words: list[str], said: str
+) -> None:
+    refused = penstock_command("plan", "--model", config_folder, *FOREIGN, "--gpus", "4", *words)
     assert refused.exit_code == 2
-    assert "over tp=2 ranks, and plans are for whole ones. Plan the model of one" in refused.err
+    assert said in refused.err
+    assert refused.err.count("\n") == 1
 
 
 def test_two_plans_are_compared_without_a_model(penstock_command: Callable[..., Any], tmp_path: Path) -> None:

@@ -190,3 +190,15 @@ def test_ranks_that_cannot_share_the_steps_of_a_run_are_refused() -> None:
     said = "has 16 sequences in a step, which 3 ranks cannot share. Use a number of ranks that divides 16"
     with pytest.raises(ConfigError, match=said):
         recipe_for(TrainConfig(model="folder"), positions=None, world_size=3, per_step=16)
+
+
+def test_where_ranks_share_sequences_their_groups_share_the_steps() -> None:
+    said = "which 3 data-parallel groups of 2 ranks cannot share. Use a number of data-parallel groups that divides 16"
+    with pytest.raises(ConfigError, match=said):
+        recipe_for(TrainConfig(model="folder", cp=2), positions=None, world_size=3, per_step=16)
+    asked = TrainConfig(model="folder", cp=4, global_batch=7)
+    said = "--global-batch 7 is not --batch-size 3 x --accumulation 1 x 2 data-parallel groups of 4 ranks. Leave one"
+    with pytest.raises(ConfigError, match=said):
+        recipe_for(asked, positions=None, world_size=2)
+    made = recipe_for(TrainConfig(model="folder", cp=4, global_batch=8), positions=None, world_size=2)
+    assert (made.batch_size, made.accumulation, made.per_step) == (4, 1, 8)

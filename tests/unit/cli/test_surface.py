@@ -36,6 +36,7 @@ TRAIN = {
     "--cache": "",
     "--seed": 0,
     "--plan": "",
+    "--dp-replicate": 1,
     "--cp": 1,
     "--stage": 3,
     "--params": "device",
@@ -153,6 +154,7 @@ IMPORT_DCP = IMPORT | {"--buffer": None}
 CONVERT = {"file": None, "--out": "None"}
 LAUNCH = {"script": None, "arguments": None, "--config": "", "--nproc-per-node": ""}
 PROBE = {"--folders": None, "--seconds": 60.0, "--out": "", "--json": False}
+DOCTOR = {"--folders": None, "--json": False}
 COMMANDS = {
     "train": TRAIN,
     "data": DATA,
@@ -164,6 +166,7 @@ COMMANDS = {
     "convert-config": CONVERT,
     "launch": LAUNCH,
     "probe": PROBE,
+    "doctor": DOCTOR,
 }
 
 HEAVY = ("transformers", "tokenizers", "numpy.random", "tensorboard", "datasets", "peft", "accelerate", "yaml")
@@ -257,6 +260,7 @@ GIVEN: dict[str, tuple[str, Any]] = {
     "--packing": ("on", "on"),
     "--cache": ("k", "k"),
     "--seed": ("7", 7),
+    "--dp-replicate": ("2", 2),
     "--cp": ("2", 2),
     "--stage": ("1", 1),
     "--params": ("cpu", "cpu"),

@@ -78,7 +78,7 @@ def test_what_is_there_stays_and_what_comes_is_accounted_for() -> None:
     report = optimizer.locations()
     assert {row.unit for row in report.rows if row.kind == "param"} == set(after)
     assert {row.unit for row in report.rows if row.kind == "exp_avg"} == {"root", "blocks.0", "blocks.1"}
-    numel = {name: unit.layout.shard_numel for name, unit in after.items()}
+    numel = {name: unit.shard_numel for name, unit in after.items()}
     for name in ("root", "blocks.0", "blocks.1"):
         assert report.bytes(kind="exp_avg", unit=name) == 4 * numel[name]
         assert report.bytes(kind="master", unit=name) == 2 * numel[name]

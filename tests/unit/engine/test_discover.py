@@ -10,6 +10,7 @@ from torch import nn
 
 from penstock.engine.units.discover import UnitSpec, find_units
 from penstock.errors import ConfigError
+from penstock.rules.select import NO_RULE
 
 
 def layer() -> nn.Linear:
@@ -20,7 +21,13 @@ def units_of(
     model: nn.Module, policy: Any = None, *, owned: Any = None, dtype: torch.dtype = torch.float32, persistent: int = 0
 ) -> dict[str, UnitSpec]:
     owned = set(model.parameters()) if owned is None else owned
-    specs = find_units(model, policy, owned=owned, compute_dtype=dtype, persistent_bytes=persistent)
+    specs = find_units(
+        model,
+        policy,
+        rules=None if owned is None else dict.fromkeys(owned, NO_RULE),
+        compute_dtype=dtype,
+        persistent_bytes=persistent,
+    )
     assert len({spec.name for spec in specs}) == len(specs)
     return {spec.name: spec for spec in specs}
 

@@ -6,8 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from penstock.engine.units.together import broadcast_flat, groups_of
+from penstock.engine.units.together import broadcast_alike, broadcast_flat, groups_of
 from penstock.machine.collectives import Ranks
+from penstock.machine.reach import Grid
 
 CPU = torch.device("cpu")
 MIB = 1 << 20
@@ -16,12 +17,16 @@ MIB = 1 << 20
 class FirstRank:
     """Keeps what goes over the wire; the values of the first rank are these, negated."""
 
-    def __init__(self) -> None:
+    def __init__(self, tp: int = 1) -> None:
+        self.grid = Grid(tp=tp)
         self.sent: list[int] = []
 
     def broadcast(self, tensor: Tensor) -> None:
         self.sent.append(tensor.nbytes)
         tensor.copy_(255 - tensor)
+
+    def broadcast_alike(self, tensor: Tensor) -> None:
+        self.broadcast(tensor)
 
 
 def sent(values: list[Tensor]) -> tuple[list[Tensor], list[int]]:
@@ -62,3 +67,18 @@ def test_values_of_any_dtype_and_stride_come_out_in_order_and_stay_where_they_we
         assert flat.dtype == value.dtype
         expected = 255 - value.contiguous().reshape(-1).view(torch.uint8)
         assert torch.equal(flat.view(torch.uint8), expected)
+
+
+def test_small_parameters_that_ranks_have_alike_travel_together_into_their_places() -> None:
+    buffer = torch.zeros(2 * MIB + 4000, dtype=torch.uint8)
+    places = [(0, 3), (8, 8), (16, 1016), (2000, 2000 + 2 * MIB), (2000 + 2 * MIB, 3000 + 2 * MIB)]
+    tensors = [buffer[start:stop] for start, stop in places]
+    alone, several = FirstRank(), FirstRank(tp=2)
+    broadcast_alike(tensors, cast(Ranks, alone))
+    assert alone.sent == []  # nobody has other parts
+    broadcast_alike(tensors, cast(Ranks, several))
+    assert several.sent == [1003, 2 * MIB, 1000]
+    expected = torch.zeros_like(buffer)
+    for start, stop in places:
+        expected[start:stop] = 255
+    assert torch.equal(buffer, expected)

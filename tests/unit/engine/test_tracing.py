@@ -14,6 +14,7 @@ from torch import nn
 
 import penstock
 from penstock.errors import ConfigError, EngineError
+from penstock.forecast.program import OF_MODEL
 from penstock.machine.aio import File
 from penstock.machine.simulated import SimulatedStreams
 from penstock.machine.streams import COLLECTIVE, DOWNLOAD, FETCH, READ, SAVE, STREAMS, UPDATE, UPLOAD, WRITE, Streams
@@ -217,7 +218,7 @@ class TestFile:
         assert drawn.nbytes(READ, FETCH, WRITE) == 0
 
     def test_every_stream_has_a_row(self) -> None:
-        assert {COMPUTE, *STREAMS} == set(RESOURCES)
+        assert {COMPUTE, OF_MODEL, *STREAMS} == set(RESOURCES)  # the second is of planned steps alone
 
     def test_a_save_is_drawn(self, path: Path, tmp_path: Path) -> None:
         model, optimizer = prepared(simulated())

@@ -255,7 +255,9 @@ def test_two_ranks_read_what_they_keep(tmp_path: Path) -> None:
 def initialised_on(rank: int) -> dict[str, Tensor]:
     torch.manual_seed(3 + rank)
     model = on_meta()
+    before = torch.get_rng_state()
     optimizer = penstock.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), weights="init")
+    assert torch.equal(torch.get_rng_state(), before) == bool(rank)  # the first one draws; the others go on with theirs
     values = {name: optimizer.full_param(p) for name, p in model.named_parameters()}
     optimizer.close()
     return values

@@ -109,6 +109,21 @@ def test_arguments_of_the_loss() -> None:
         assert_trains_alike(model, plain, **chosen | changes)
 
 
+def test_labels_that_are_shifted_already_need_no_others() -> None:
+    """So a chunk of a sequence that ranks share has its loss, also where no gradients are recorded."""
+    given = batch()
+    shifted = torch.nn.functional.pad(given.pop("labels"), (0, 1), value=-100)[:, 1:].contiguous()
+    plain, model = (tiny("LlamaForCausalLM") for _ in range(2))
+    chunk_loss(model, chunk_bytes=LEAST)
+    wanted = plain(**given, labels=shifted, shift_labels=shifted, num_items_in_batch=1).loss
+    found = model(**given, shift_labels=shifted, num_items_in_batch=1)
+    torch.testing.assert_close(found.loss, wanted, rtol=1e-5, atol=0)
+    assert found.logits is None
+    with torch.no_grad():
+        torch.testing.assert_close(model(**given, shift_labels=shifted, num_items_in_batch=1).loss, wanted)
+        assert model(given["input_ids"], labels=None, shift_labels=shifted).loss is not None
+
+
 def test_arguments_by_position_and_what_comes_out_beside_the_loss() -> None:
     plain, model = (tiny("LlamaForCausalLM") for _ in range(2))
     chunk_loss(model)

@@ -7,6 +7,8 @@ import pytest
 import torch
 
 import penstock
+from penstock import Options
+from penstock.errors import ConfigError
 from penstock.integrations.convert import Converted, convert_deepspeed
 from penstock.integrations.convert.calls import command_lines, prepare_call, report
 
@@ -160,6 +162,7 @@ def test_everything_at_once() -> None:
             "prefetch_bytes": 100_000_000,
             "persistent_bytes": 200_000,
             "live_bytes": 2_000_000_000,
+            "secondary_shard": 8,
             "gather_format": "int8",
         },
     }
@@ -167,10 +170,72 @@ def test_everything_at_once() -> None:
     assert converted.training["gradient_accumulation_steps"] == 8
     assert converted.training["per_device_train_batch_size"] == 2
     assert converted.training["optimizer"] == "torch.optim.AdamW(model.parameters(), lr=0.0001, betas=(0.9, 0.95))"
-    for key in ("zero_hpz_partition_size", "offload_param.max_in_cpu"):
-        assert note(converted, f"zero_optimization.{key}").startswith("no counterpart: "), key
+    assert note(converted, "zero_optimization.offload_param.max_in_cpu").startswith("no counterpart: ")
     assert note(converted, "zero_optimization.zero_quantized_gradients") == "not needed: off"
     assert note(converted, "fp16.loss_scale_window").startswith("no counterpart: the scale is doubled after 2,000")
+
+
+ZEROPP = {"zero_quantized_weights": "true", "zero_quantized_gradients": True, "zero_hpz_partition_size": 4}
+
+
+def test_what_zeropp_sends_in_fewer_bits() -> None:
+    arguments = of_zero(stage=3, **ZEROPP)
+    assert arguments["options"] == {"gather_format": "int8", "reduce_format": "int4", "secondary_shard": 4}
+    options = Options(**arguments["options"])
+    assert (options.gather_format, options.reduce_format, options.nodes) == ("int8", "int4", 4)
+    assert of_zero(stage=3, zero_quantized_gradients=True)["options"] == {"reduce_format": "int4"}
+    converted = convert_deepspeed({"zero_optimization": {"stage": 3, **ZEROPP}})
+    assert not converted.of("no counterpart")
+    for key, words in {
+        "zero_quantized_weights": "blocks of 256 where DeepSpeed has larger groups",
+        "zero_quantized_gradients": "those of one dimension too, which DeepSpeed sends exactly",
+        "zero_hpz_partition_size": "nodes of a reduce_format are of as many ranks",
+    }.items():
+        assert words in note(converted, f"zero_optimization.{key}")
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_zeropp_is_of_stage_3_alone(stage: int) -> None:
+    """DeepSpeed lets these be in other stages; `prepare` would refuse the options that they become."""
+    converted = convert_deepspeed(
+        {"zero_optimization": {"stage": stage, **ZEROPP, "zero_quantized_nontrainable_weights": True}}
+    )
+    assert "options" not in converted.arguments
+    for key in (*ZEROPP, "zero_quantized_nontrainable_weights"):
+        assert note(converted, f"zero_optimization.{key}") == "not needed: DeepSpeed reads it at stage 3 alone"
+
+
+def test_zeropp_that_is_off() -> None:
+    off = {"zero_quantized_weights": "False", "zero_quantized_gradients": False, "zero_hpz_partition_size": 1.0}
+    converted = convert_deepspeed(
+        {"zero_optimization": {"stage": 3, **off, "zero_quantized_nontrainable_weights": False}}
+    )
+    assert "options" not in converted.arguments
+    for key in (*off, "zero_quantized_nontrainable_weights"):
+        assert note(converted, f"zero_optimization.{key}") == "not needed: off"
+
+
+def test_frozen_weights_go_with_the_others_or_exactly() -> None:
+    key = "zero_quantized_nontrainable_weights"
+    alone = convert_deepspeed({"zero_optimization": {"stage": 3, key: True}})
+    assert "options" not in alone.arguments
+    assert note(alone, f"zero_optimization.{key}").startswith("no counterpart: ")
+    both = convert_deepspeed({"zero_optimization": {"stage": 3, key: True, "zero_quantized_weights": True}})
+    assert both.arguments["options"] == {"gather_format": "int8"}
+    assert note(both, f"zero_optimization.{key}").startswith("not needed: ")
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        *[("zero_hpz_partition_size", value) for value in (0, -2, 2.5, "eight", True, [8], float("inf"))],
+        *[(f"zero_quantized_{name}", "int8") for name in ("weights", "gradients", "nontrainable_weights")],
+    ],
+)
+def test_values_of_zeropp_that_make_no_sense(key: str, value: Any) -> None:
+    with pytest.raises(ConfigError, match=f"'zero_optimization.{key}' is ") as caught:
+        of_zero(stage=3, **{key: value})
+    assert "\n" not in str(caught.value)
 
 
 def test_bf16_without_masters() -> None:

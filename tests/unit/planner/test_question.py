@@ -6,8 +6,10 @@ import pytest
 import torch
 from torch import nn
 
+import penstock
 from penstock.errors import ConfigError
 from penstock.forecast.machine import Machine
+from penstock.optim import Lamb
 from tests.planning import asked, desktop
 
 
@@ -33,7 +35,10 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "no mesh": ({"mesh": {"pp": 2}}, "mesh has a dimension 'pp'. Use dp_replicate"),
     "mesh and ranks": ({"mesh": {"dp_shard": 4}, "world_size": 2}, "world_size=2 contradicts a mesh of 4 ranks."),
     "mesh and hosts": ({"mesh": {"dp_shard": 4}, "hosts": 3}, "world_size=4 ranks cannot be shared by hosts=3."),
-    "tensor parallel": ({"mesh": {"dp_shard": 4, "tp": 2}}, "over tp=2 ranks, and plans are for whole ones. Plan the"),
+    "whole parameters": (
+        {"mesh": {"dp_shard": 4, "tp": 2}},
+        "mesh divides the parameters over 2 ranks, and no parameter of Linear is a DTensor. Give a function that makes",
+    ),
     "micro-batches": ({"micro_batches": -1}, "micro_batches=-1 is no number of micro batches. Use 1 or more."),
     "batch": ({"batch": {"ids": 3}}, "batch is a dict. Give a function that makes one micro-batch."),
     "device": ({"device_bytes": 0}, "device_bytes=0 is no number of bytes. Use 1 or more, or None."),
@@ -87,3 +92,15 @@ class TestLimits:
         machine = desktop().replace(folders=2)
         assert asked(linear, machine=machine).folders == ["nvme0", "nvme1"]
         assert asked(linear, machine=machine, folders=["/a"]).folders == ["/a"]
+
+
+@pytest.mark.parametrize("form", ["class", "instance"])
+def test_rules_over_whole_parameters_have_no_plan(form: str) -> None:
+    """The update of a matrix is made of products, and no figure of a machine says how long these take."""
+    optimizer = Lamb if form == "class" else Lamb([nn.Parameter(torch.zeros(2, 2))])
+    with pytest.raises(ConfigError, match=r"^Lamb looks at whole parameters, and a plan times updates by their bytes"):
+        asked(lambda: nn.Linear(2, 2), optimizer=optimizer)
+    model = nn.Linear(4, 4)
+    with pytest.raises(ConfigError, match=r"^Lamb looks at whole parameters"):
+        penstock.prepare(model, Lamb(model.parameters()), placement="auto", batch=lambda: torch.zeros(2, 4))
+    assert model.weight.shape == (4, 4)

@@ -66,3 +66,26 @@ def test_parts_of_a_home_and_the_whole_know_the_same(movement: Movement) -> None
     part, written = whole.part(0, 128), HostEvent()
     part.note_write(written)
     assert whole.written is written
+
+
+def test_copies_that_repeat_make_no_chain(movement: Movement) -> None:
+    """A part that every step's gather writes, and nothing else does, kept the events of all steps."""
+    source, target = home(1.0), home(2.0)
+    begin = HostEvent()
+    source.note_write(begin)
+    for _ in range(5):
+        movement.copy(source, target, NO_LABEL)
+    assert len(target.written.parts()) == 1
+    begin.run(lambda: None)
+    target.written.synchronize()
+    assert values(target) == [1.0]
+    assert source.read.done()
+
+
+def test_a_copy_of_nothing_comes_after_what_it_would_have_followed(movement: Movement) -> None:
+    same, written = home(1.0), HostEvent()
+    same.note_write(written)
+    copied = movement.copy(same, same, NO_LABEL)
+    assert not copied.done()
+    written.run(lambda: None)
+    assert copied.done()

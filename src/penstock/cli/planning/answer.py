@@ -5,6 +5,7 @@ from pathlib import Path
 
 from penstock.cli.planning.config import PlanConfig, told
 from penstock.cli.planning.question import Question
+from penstock.cli.planning.within import is_within
 from penstock.cli.training.settings.state import HOMES
 from penstock.planner import Plan, compare, explain
 
@@ -24,7 +25,7 @@ def about(found: Plan, question: Question) -> str:
         parts.append(f"step of at most {config.max_step:g} s: {met}")
     if config.out:
         parts.append(f"written: {config.out}")
-    if found.fits and found.mesh:  # which penstock train has no option for
+    if found.fits and (found.mesh or is_within(config)):  # which penstock train has no option for
         parts.append("run: a script of yours, with prepare(placement='auto', mesh=..., plan=...)")
     elif found.fits and not config.what_if:
         first = "" if is_found_again(config) else f", planned with --out {_FILE}"

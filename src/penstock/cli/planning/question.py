@@ -2,15 +2,17 @@
 
 import os
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch.distributed.device_mesh import DeviceMesh
 
 from penstock.cli.planning.config import PlanConfig
+from penstock.cli.planning.within import check_mesh, chunks_of, is_within, part_of, sharing
 from penstock.cli.training.config import TrainConfig
 from penstock.cli.training.fitting import ITEMSIZES
 from penstock.cli.training.learning.model import Built, build_described
@@ -28,7 +30,7 @@ from penstock.integrations.huggingface import PRESETS, ModelSource, enable_activ
 from penstock.integrations.lora import Lora, check_precision, parse_lora
 from penstock.integrations.tokenizers import has_tokenizer, tokenizer_for
 from penstock.integrations.vocabulary import vocabulary_for
-from penstock.planner import Machine, Plan, machine_for, parse_figure, plan
+from penstock.planner import Machine, Plan, imagined_mesh, machine_for, parse_figure, plan
 
 
 @dataclass(frozen=True)
@@ -72,12 +74,22 @@ class Question:
 
     def answer(self) -> Plan:
         """Build the model without values, and have the planner find the best placement, or look at the one given."""
-        prepared = self._prepared()
+        if not is_within(self.config):
+            prepared = self._prepared(None)
+            return self._answer(prepared, batches_of(prepared, self.recipe, packed=self.packed))
+        cp = (self.config.mesh or {}).get("cp", 1)
+        with imagined_mesh(self.config.mesh or {}) as mesh:
+            prepared = self._prepared(mesh)
+            whole = batches_of(prepared, self.recipe, packed=self.packed)
+            with sharing(prepared.model, mesh):
+                return self._answer(prepared, whole if cp == 1 else chunks_of(self.recipe, cp, packed=self.packed))
+
+    def _answer(self, prepared: Preparation, batch: Callable[[], Mapping[str, Any]]) -> Plan:
         arguments = {name: value for name, value in prepared.arguments.items() if name not in ("placement", "weights")}
         found = plan(
             prepared.model,
             prepared.optimizer,
-            batches_of(prepared, self.recipe, packed=self.packed),
+            batch,
             machine=self.machine,
             device_bytes=self.config.device_memory,
             host_bytes=self.config.host_memory,
@@ -94,7 +106,7 @@ class Question:
         # The planner says what it adds, and the model may have been told already.
         return replace(found, recompute=found.recompute or self.config.recompute == ON)
 
-    def _prepared(self) -> Preparation:
+    def _prepared(self, mesh: DeviceMesh | None) -> Preparation:
         built: Built = build_described(
             self.source,
             vocab_size=self.changes.vocab_size,
@@ -102,6 +114,7 @@ class Question:
             chunks_loss=self.changes.chunks_loss,
             seed=self.run.seed,
         )
+        part_of(built.model, mesh)
         if self.config.recompute == ON:
             enable_activation_checkpointing(built.model)
         if self.config.recompute == OFF:
@@ -135,6 +148,7 @@ def ask(config: PlanConfig) -> Question:
     precision = precision_on(machine, run.precision)
     if lora is not None:
         check_precision(lora, precision, option="--lora")
+    check_mesh(config)
     folders = config.folder_names or tuple(_folders_of(machine))
     on_disk = [name for name in ("params", "grads", "optimizer", "activations") if "nvme" in getattr(run, name)]
     if on_disk and not folders:
@@ -155,7 +169,7 @@ def ask(config: PlanConfig) -> Question:
         precision=precision,
         recipe=recipe,
         packed=packed,
-        changes=_Changes(vocab_size, lora, chunks_loss_of(run, source, sizes)),
+        changes=_Changes(vocab_size, lora, not is_within(config) and chunks_loss_of(run, source, sizes)),
     )
 
 

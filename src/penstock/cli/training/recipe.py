@@ -99,9 +99,12 @@ def recipe_for(config: TrainConfig, *, positions: int | None, world_size: int, p
     if lr is None:
         lr = LORA_LR if config.lora else PRESET_LR if is_preset else FOLDER_LR
     seq_length = seq_length_for(config.model, config.seq_length, positions=positions)
-    batch_size, accumulation = _batch(config, world_size, PRESET_BATCH_SIZE if is_preset else FOLDER_BATCH_SIZE)
+    sharing = "ranks" if config.cp == 1 else f"data-parallel groups of {config.cp} ranks"
+    batch_size, accumulation = _batch(
+        config, world_size, sharing, PRESET_BATCH_SIZE if is_preset else FOLDER_BATCH_SIZE
+    )
     if per_step is not None and batch_size * accumulation * world_size != per_step:
-        batch_size, accumulation = _kept(per_step, batch_size, world_size)
+        batch_size, accumulation = _kept(per_step, batch_size, world_size, sharing)
     if batch_size * seq_length > MOST_COUNT:
         raise ConfigError(
             f"--batch-size {batch_size} of --seq-length {seq_length} is more than {MOST_COUNT} tokens. Use fewer, and "
@@ -117,7 +120,7 @@ def seq_length_for(model: str, wanted: int | None, *, positions: int | None) -> 
     return PRESET_SEQ_LENGTH if model in PRESETS else min(FOLDER_SEQ_LENGTH, positions or FOLDER_SEQ_LENGTH)
 
 
-def _batch(config: TrainConfig, world_size: int, default: int) -> tuple[int, int]:
+def _batch(config: TrainConfig, world_size: int, sharing: str, default: int) -> tuple[int, int]:
     """Work out the size of a micro-batch and how many of them a step has."""
     size, accumulation, whole = config.batch_size, config.accumulation, config.global_batch
     if whole is None:
@@ -132,18 +135,20 @@ def _batch(config: TrainConfig, world_size: int, default: int) -> tuple[int, int
     if not whole or size * accumulation * world_size != whole:
         raise ConfigError(
             f"--global-batch {whole} is not --batch-size {size or 1} x --accumulation {accumulation or 1} x "
-            f"{world_size} ranks. Leave one of the first three out, or make them agree."
+            f"{world_size} {sharing}. Leave one of the first three out, or make them agree."
         )
     return size, accumulation
 
 
-def _kept(per_step: int, most: int, world_size: int) -> tuple[int, int]:
+def _kept(per_step: int, most: int, world_size: int, sharing: str) -> tuple[int, int]:
     """Divide the steps of a run that goes on among another number of ranks, in micro-batches of at most `most`."""
     of_rank, rest = divmod(per_step, world_size)
     if rest:
+        kind = sharing.partition(" of ")[0]
         raise ConfigError(
-            f"The run that --resume goes on with has {per_step} sequences in a step, which {world_size} ranks cannot "
-            f"share. Use a number of ranks that divides {per_step}, or --global-batch for steps of another size."
+            f"The run that --resume goes on with has {per_step} sequences in a step, which {world_size} {sharing} "
+            f"cannot share. Use a number of {kind} that divides {per_step}, or --global-batch for steps of another "
+            "size."
         )
     size = next(n for n in range(min(most, of_rank), 0, -1) if of_rank % n == 0)
     return size, of_rank // size

@@ -16,7 +16,7 @@ from penstock.cli.training.learning.checkpoints import AUTO as RESUME_AUTO
 from penstock.cli.training.learning.checkpoints import per_step_before
 from penstock.cli.training.learning.model import check_compiler
 from penstock.cli.training.learning.optimizer_arguments import optimizer_arguments
-from penstock.cli.training.learning.sharing import check_cp
+from penstock.cli.training.learning.sharing import check_mesh
 from penstock.cli.training.planning import PLAN_NAME
 from penstock.cli.training.precision import Precision, resolve_precision
 from penstock.cli.training.recipe import Recipe, recipe_for
@@ -96,7 +96,7 @@ def check_request(config: TrainConfig, ranks: Ranks) -> Request:
         ConfigError: the first thing that is wrong.
     """
     logging.disable_progress_bar()  # the display of the run is the only one
-    check_cp(config, ranks.world_size)
+    check_mesh(config, ranks.world_size)
     optimizer_arguments(config)
     check_trackers(config.report_to)
     if config.compile:
@@ -171,8 +171,7 @@ def chunks_loss_of(config: TrainConfig, source: ModelSource, sizes: StepSizes | 
         check_chunkable(source.model_class)
     is_known = source.model_class.__name__ in CHUNKABLE
     is_large = sizes is not None and sizes.logits_are_largest
-    allowed = config.chunked_loss == AUTO and config.cp == 1
-    return config.chunked_loss == ON or (allowed and is_known and is_large)
+    return config.chunked_loss == ON or (config.chunked_loss == AUTO and is_known and is_large)
 
 
 def _check_out(config: TrainConfig, source: ModelSource) -> None:

@@ -55,7 +55,9 @@ def run(config: TrainConfig, interruption: Interruption) -> bool:
         CheckpointError: the checkpoint to go on from is damaged, or one cannot be written.
     """
     # 1.
-    ranks = replace(Ranks.from_environment(), timeout_s=config.options().timeout_s, cp=config.cp)
+    ranks = replace(
+        Ranks.from_environment(), timeout_s=config.options().timeout_s, dp_replicate=config.dp_replicate, cp=config.cp
+    )
     request = check_request(config, ranks)
     with (
         Reports(config, is_first_rank=request.ranks.is_first) as reports,
@@ -160,7 +162,7 @@ def _outlook(request: Request, reports: Reports) -> _Outlook:
         if not chosen.fits:  # `planned` refuses it; a dry run shows it first
             reports.note(str(chosen))
         prepared = planned(prepared, chosen, config)
-    found = of_checkpoints(prepared.footprint(world_size=request.ranks.world_size), config, built)
+    found = of_checkpoints(prepared.footprint(mesh=request.ranks.mesh), config, built)
     disk = disk_of(found, config, model_bytes(built, request.precision))
     if prepared.plan is not None:
         return _Outlook(prepared, prepared.plan.recompute, found, disk)

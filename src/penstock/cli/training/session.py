@@ -14,9 +14,8 @@ from penstock.cli.training.learning.best import BestCheckpoint
 from penstock.cli.training.learning.checkpoints import Checkpoints, Position, best_of, checkpoint_to_resume
 from penstock.cli.training.learning.evaluation import Evaluations
 from penstock.cli.training.learning.loop import Ending, Stepper, Training, Why
-from penstock.cli.training.learning.loss import Loss
 from penstock.cli.training.learning.optimizer import Preparation
-from penstock.cli.training.learning.sharing import SharedLoss, mesh_of
+from penstock.cli.training.learning.sharing import loss_of, mesh_of
 from penstock.cli.training.planning import PLAN_NAME, write_plan
 from penstock.cli.training.recipe import Course
 from penstock.cli.training.reporting.formats import format_seconds
@@ -59,7 +58,7 @@ class Session:
         self._began = time.perf_counter()
         self._about = _about(request, data, prepared)  # before it is sharded, which changes its parameters
         mesh = mesh_of(request.ranks)
-        self._loss = Loss(prepared.model) if mesh is None else SharedLoss(prepared.model, mesh)
+        self._loss = loss_of(prepared.model, mesh, chunks_loss=request.chunks_loss)
         self._optimizer = prepared.prepare(mesh)
         self._feed = DataFeed(data, request.config, course, request.ranks, pad_id=request.pad_id)
         self._checkpoints = Checkpoints(request.config, course, self._optimizer, self._feed.identity())

@@ -60,7 +60,8 @@ class Gatherer:
         self._prefetch_budget = prefetch_bytes
         self.live_bytes = 0
         self.peak_live_bytes = 0
-        self._ahead: dict[Unit, None] = {}  # gathered ahead of use, in order
+        self._ahead: dict[Unit, int] = {}  # gathered ahead of use, in order; the bytes of memory that each takes
+        self._ahead_bytes = 0  # of them all: a sum at every use of a unit would grow with the square of their number
         self._in_part: set[Unit] = set()  # being gathered, and the collective for what others have is still to come
         self._updated: set[Unit] = set()  # by the host, since they were gathered last: that may go on
         self._buffers: dict[int, Unit] = {}  # by the address of the full buffer's storage
@@ -88,7 +89,7 @@ class Gatherer:
             unit.event.wait()  # else compute reads what an upload or a collective has not filled yet
             unit.expose()
             unit.holding.become(Residency.GATHERED)
-            self._ahead.pop(unit, None)
+            self._ahead_bytes -= self._ahead.pop(unit, 0)
             self._updated.discard(unit)
         unit.params.written.check()  # what stays gathered must not outlive a step that failed
 
@@ -104,15 +105,15 @@ class Gatherer:
     def prefetch(self, upcoming: Iterator[Unit]) -> None:
         """Start gathering the units that come next, as many as the budgets allow, in order."""
         soonest = next(iter(self._ahead), None)
-        ahead_bytes = sum(unit.nbytes for unit in self._ahead if not unit.resident)
         for unit in upcoming:
             if unit.holding.residency not in _EMPTY:
                 continue
-            ahead_bytes += 0 if unit.resident else unit.nbytes
-            if ahead_bytes > self._prefetch_budget or self._live_bytes_with(unit) > self.live_budget:
+            nbytes = 0 if unit.resident else unit.nbytes
+            if self._ahead_bytes + nbytes > self._prefetch_budget or self._live_bytes_with(unit) > self.live_budget:
                 break
             self._start(unit)
-            self._ahead[unit] = None
+            self._ahead[unit] = nbytes
+            self._ahead_bytes += nbytes
             # A collective that follows a read or an update of the host would block its caller here: it comes later.
             if unit in self._in_part and not self._follows_host(unit):
                 self._gather_rest(unit)
@@ -259,7 +260,7 @@ class Gatherer:
         if unit.resident or unit.spec.persistent:
             self.acquire(unit)
         else:
-            del self._ahead[unit]
+            self._ahead_bytes -= self._ahead.pop(unit)
             self._retire(unit)
 
     def _retire(self, unit: Unit) -> None:
@@ -366,11 +367,15 @@ class Gatherer:
     def _all_gather(self, unit: Unit, *, inside: bool) -> None:
         """Gather what other ranks have, as it is; of this rank's node, or all."""
         _, (start, stop) = self._secondary.source(unit, exact=not inside)
-        full, own, what = unit.full, unit.full[start:stop], unit.label
+        full, own, layout, what = unit.full, unit.full[start:stop], unit.layout, unit.label
         # After the upload of this rank's part: else every other rank is sent what the memory held before.
         event = unit.event = self._streams.submit(
             COLLECTIVE,
-            lambda: self._ranks.all_gather(full, own, what, inside=inside),
+            lambda: (
+                self._ranks.all_gather(full, own, what, inside=inside)
+                if layout.is_even
+                else self._ranks.broadcast_shards(full, layout.cuts, what)
+            ),
             after=(unit.event,),
             nbytes=unit.nbytes,
             label=Label("gather", unit.name),

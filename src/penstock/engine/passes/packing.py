@@ -82,7 +82,7 @@ class Packing:
     def round(self, unit: Unit) -> None:
         """Give a full buffer that holds the home's values those that a gather would carry. Compute does it."""
         form, full = self._formatted, unit.full
-        numel = unit.layout.shard_numel
+        numel = unit.shard_numel
 
         def work() -> None:
             packed = torch.empty(form.packed_bytes(numel), dtype=torch.uint8, device=full.device)

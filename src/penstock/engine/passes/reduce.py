@@ -16,8 +16,9 @@ from torch import Tensor
 from penstock.engine.passes.buffers import BufferRing
 from penstock.engine.passes.routes import Means, Reduced, Route, route_to
 from penstock.engine.passes.sums import Sums
+from penstock.engine.units.gradient import Gradient
 from penstock.engine.units.norms import measure_late
-from penstock.engine.units.unit import Gradient, Unit
+from penstock.engine.units.unit import Unit
 from penstock.engine.updates.rig import Rig
 from penstock.machine.arena import Words
 from penstock.machine.streams import COLLECTIVE, DONE, DOWNLOAD, across
@@ -162,7 +163,7 @@ class Reducer:
         def communicate() -> None:
             # On one stream, and issued before `submit` returns: every rank issues its collectives in this order.
             if sharded:
-                self._sums.run(reduced.values, full, unit.label)
+                self._sums.run(reduced.values, full, unit.layout, unit.label)
             self._ranks.all_reduce_replicas(reduced.values, unit.label)
             route.receive(gradient, reduced)
             if flaws is not None:  # now, in the program's order: the sum of micro-batches is measured when it is home
@@ -187,7 +188,7 @@ class Reducer:
 
     def _shard_of(self, unit: Unit) -> Tensor:
         """Lease a buffer for this rank's shard of a unit's gradient."""
-        return self.buffers.lease(unit.layout.shard_numel, self._reduce_dtype)
+        return self.buffers.lease(unit.shard_numel, self._reduce_dtype)
 
     def _begin(self, unit: Unit, gradient: Gradient, values: Tensor) -> Reduced:
         """Describe what a reduction will leave in `values`; from now on the home holds a gradient of every slot."""

@@ -18,8 +18,8 @@ from torch import Tensor
 
 from penstock._native import Pool
 from penstock.engine.passes.buffers import BufferRing
+from penstock.engine.units.gradient import Gradient
 from penstock.engine.units.norms import reached
-from penstock.engine.units.unit import Gradient
 from penstock.kinds import GRAD
 from penstock.layout import Piece
 from penstock.machine.streams import DEVICE_UPDATE, DONE, Event, Streams, all_of

@@ -22,6 +22,7 @@ from penstock.config import ReduceFormat
 from penstock.engine.units.plan import UnitPlan
 from penstock.engine.units.unit import Unit
 from penstock.engine.updates.rig import Rig
+from penstock.layout import FlatLayout
 from penstock.machine.collectives import Hop
 from penstock.machine.reach import Grid
 from penstock.machine.streams import DONE, Event
@@ -66,15 +67,18 @@ class Sums:
                 self._streams.give_up((self._memory,), until=self._last)
             self._memory = torch.empty(nbytes, dtype=torch.uint8, device=self._streams.device)
 
-    def run(self, shard: Tensor, full: Tensor, what: str) -> None:
+    def run(self, shard: Tensor, full: Tensor, layout: FlatLayout, what: str) -> None:
         """Sum a flat gradient over the shard ranks, as the work of the stream of collectives.
 
         Arguments:
             shard: filled with the sum of this rank's part, [n].
-            full: this rank's summands, [shards * n].
+            full: this rank's summands, of all shards.
+            layout: says which are whose.
             what: the unit's name, for messages.
         """
-        if self._format is None:
+        if not layout.is_even:
+            self._ranks.reduce_to_owners(shard, full, layout.cuts, what)
+        elif self._format is None:
             self._ranks.reduce_scatter(shard, full, what)
         else:
             self._hop_twice(self._format, shard, full, what)

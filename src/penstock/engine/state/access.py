@@ -4,25 +4,24 @@ Every call is collective: all ranks make it, in the same order. Values are fp32 
 """
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor, nn
 
 from penstock.engine.passes.gather import Gatherer
 from penstock.engine.passes.reduce import Reducer
+from penstock.engine.state.parts import Parts, Pieces, own_part
 from penstock.engine.state.torn import torn_on_failure
-from penstock.engine.state.values import among_zeros, check_value, flat_part, greater
-from penstock.engine.units.unit import Gradient, Trained, Unit
+from penstock.engine.state.values import check_value, greater
+from penstock.engine.units.gradient import Gradient
+from penstock.engine.units.unit import Trained, Unit
 from penstock.engine.updates.rig import Rig
 from penstock.engine.updates.update import Updater
-from penstock.errors import ConfigError, EngineError, NvmeError
+from penstock.errors import ConfigError, EngineError
 from penstock.layout import Piece
-from penstock.rules.rule import Scalars
+from penstock.rules.rule import Scalars, StateSpec
 from penstock.rules.storage import read_state, write_state
-
-#: Values of a range of this rank's shard, piece by piece: first element, one past the last, values.
-Pieces = Iterator[tuple[int, int, Tensor]]
 
 
 class Access:
@@ -45,12 +44,13 @@ class Access:
         self._ranks = rig.ranks
         self._gatherer = gatherer
         self._reducer = reducer
-        self._states = rig.rule.states
+        self._rule = rig.rule
         self._scalar_names = rig.rule.scalar_names
         self._steps = updater.steps
         self._scalars = updater.scalars
         self._gradient_scale = rig.gradient_scale
         self._device = rig.streams.device
+        self._parts = Parts(rig.ranks, rig.streams.device)
         self._places = {p: (unit, index) for unit in rig.units for index, p in enumerate(unit.spec.parameters)}
         self._given_state: set[nn.Parameter] = set()  # by `set_state`: they have state before their first update
 
@@ -72,7 +72,7 @@ class Access:
 
     def exact_param(self, parameter: nn.Parameter) -> Tensor:
         """Return the parameter at master precision; a frozen one in its own dtype."""
-        return self._assembled(*self._place(parameter), self.own_param(parameter))
+        return self._parts.assembled(*self._place(parameter), self.own_param(parameter))
 
     def own_param(self, parameter: nn.Parameter) -> Tensor:
         """Return the same, of one that ranks divide this rank's elements alone."""
@@ -84,7 +84,7 @@ class Access:
             for first, last, weights in unit.visit(start, stop):
                 yield first, last, weights.read() if unit.trained else weights.param
 
-        return self._own(unit, index, read, dtype)
+        return self._parts.own(unit, index, read, dtype)
 
     def grad(self, parameter: nn.Parameter) -> Tensor:
         """Return the gradient accumulated so far, over ranks and micro-batches; zeros where there is none."""
@@ -99,7 +99,7 @@ class Access:
             for first, last, (values,) in gradient.home.visit(start, stop):
                 yield first, last, values.float() * self._gradient_scale.value
 
-        return self._whole(unit, index, read)
+        return self._parts.whole(unit, index, read)
 
     def grad_norms(self, norm_type: float) -> list[float]:
         """Take the norm of each trained parameter's gradient so far, over ranks, by unit and slot. Collective.
@@ -141,21 +141,24 @@ class Access:
         if name in self._scalar_names:
             number = float(self._scalars.get(parameter, {}).get(name, 0.0))
             return torch.tensor(number, dtype=torch.float32, device="cpu")
-        state = self._state_index(name)
+        state, spec, shape = self._state_of(unit, index, name)
 
         def read(start: int, stop: int) -> Pieces:
             for first, last, views in trained.optimizer.visit(start, stop):
                 states, scales = trained.fields.name(views)
-                yield first, last, read_state(self._states[state], states[state], scales[state])
+                yield first, last, read_state(spec, states[state], scales[state])
 
-        return self._whole(unit, index, read)
+        if shape == unit.layout.slots[index].shape:
+            return self._parts.whole(unit, index, read)
+        # Values of another shape stand at the beginning of the parameter's tile.
+        return self._parts.of_owner(unit, index, shape, lambda: next(read(*_tile(unit, index)))[2][: math.prod(shape)])
 
     def set_param(self, parameter: nn.Parameter, value: Tensor) -> None:
         """Overwrite the parameter and its master weights."""
         self.finish()
         self.check_param(parameter, value)
         unit, index = self._place(parameter)
-        found = self._own_part(unit, index, value)
+        found = own_part(unit, index, value)
         with torn_on_failure([unit], f"Setting parameter '{unit.spec.names[index]}'"):
             if found is not None:
                 start, stop, values = found
@@ -176,7 +179,7 @@ class Access:
         self.finish()
         unit, index, trained = self._trained_place(parameter)
         self.check_grad(parameter, value)
-        found = self._own_part(unit, index, value)
+        found = own_part(unit, index, value)
         if found is not None:
             start, stop, values = found
             self._write_grad(trained.gradient, Piece(index, start, stop), values / self._gradient_scale.value)
@@ -216,35 +219,39 @@ class Access:
             self._steps[parameter] = int(value)
         if name == "step" or name in self._scalar_names:
             return
-        state = self._state_index(name)
-        spec = self._states[state]
+        state, spec, shape = self._state_of(unit, index, name)
         if spec.begins_with_update:
             self._steps[parameter] = max(1, self._steps[parameter])
-        found = self._own_part(unit, index, value)
+        if shape == unit.layout.slots[index].shape:
+            found = own_part(unit, index, value)
+        elif unit.layout.overlap(unit.layout.slots[index], unit.rank) is None:
+            found = None
+        else:
+            found = (*_tile(unit, index), value.detach().float().reshape(-1))
         if found is None:
             return
         start, stop, new = found
         with torn_on_failure([unit], f"Setting '{name}' of '{unit.spec.names[index]}'"):
             for first, last, views in trained.optimizer.visit(start, stop, modify=True):
                 states, scales = trained.fields.name(views)
-                kept = states[state]
-                write_state(spec, kept, scales[state], new[first - start : last - start].to(kept.device))
+                values = new[first - start : last - start]
+                # Of another shape there are fewer values than elements, and padding behind them.
+                kept = states[state][: len(values)]
+                write_state(spec, kept, scales[state], values.to(kept.device))
 
     def check_state(self, parameter: nn.Parameter, name: str, value: Tensor) -> None:
         """Refuse what `set_state` would refuse."""
         unit, index, _ = self._trained_place(parameter)
-        if self.check_name(parameter, name):
-            check_value(unit.spec.names[index], unit.layout.slots[index], value)
+        shape = self.check_name(parameter, name)
+        if shape is not None:
+            check_value(unit.spec.names[index], unit.layout.slots[index], value, shape)
         elif value.numel() != 1 or value.is_complex() or not math.isfinite(value.item()):
             raise ConfigError(f"'{name}' of '{unit.spec.names[index]}' is {value}: give one finite number.")
 
-    def check_name(self, parameter: nn.Parameter, name: str) -> bool:
-        """Refuse a state that there is not; return whether it has the parameter's shape."""
-        self._trained_place(parameter)
-        is_whole = name != "step" and name not in self._scalar_names
-        if is_whole:
-            self._state_index(name)
-        return is_whole
+    def check_name(self, parameter: nn.Parameter, name: str) -> tuple[int, ...] | None:
+        """Refuse a state that there is not; return its shape, `None` of one that is a single number."""
+        unit, index, _ = self._trained_place(parameter)
+        return None if name == "step" or name in self._scalar_names else self._state_of(unit, index, name)[2]
 
     def check_param(self, parameter: nn.Parameter, value: Tensor) -> None:
         """Refuse what `set_param` would refuse."""
@@ -272,9 +279,10 @@ class Access:
     def reset_state(self, parameter: nn.Parameter) -> None:
         """Reset every state of a parameter to what it was before the first update."""
         unit, index, _ = self._trained_place(parameter)
-        zeros = torch.zeros(unit.parameters[index].whole_shape, dtype=torch.float32, device="cpu")
-        for spec in self._states:
-            self.set_state(parameter, spec.name, zeros)
+        whole = unit.layout.slots[index].region
+        for name, shape in self._shapes(unit, index).items():
+            zeros = torch.zeros(shape if whole is None else whole.shape, dtype=torch.float32, device="cpu")
+            self.set_state(parameter, name, zeros)
         self._scalars.pop(parameter, None)
         self._steps[parameter] = 0
         self._given_state.discard(parameter)
@@ -297,10 +305,10 @@ class Access:
         """Whether it was updated, or its state was set."""
         return self._steps[parameter] > 0 or parameter in self._given_state
 
-    @property
-    def state_names(self) -> tuple[str, ...]:
-        """What `state` knows beside `"step"`."""
-        return (*(spec.name for spec in self._states), *(name for name in self._scalar_names if name != "step"))
+    def state_names(self, parameter: nn.Parameter) -> tuple[str, ...]:
+        """Name what `state` knows of a parameter beside `"step"`."""
+        unit, index, _ = self._trained_place(parameter)
+        return (*self._shapes(unit, index), *(name for name in self._scalar_names if name != "step"))
 
     def steps(self) -> Mapping[nn.Parameter, int]:
         """Count the updates of each trained parameter."""
@@ -335,66 +343,23 @@ class Access:
             )
         return unit, index, unit.trained
 
-    def _state_index(self, name: str) -> int:
-        names = [spec.name for spec in self._states]
-        if name not in names:
-            known = ", ".join(map(repr, (*self.state_names, "step")))
-            raise ConfigError(f"There is no optimizer state {name!r}. This rule has {known}.")
-        return names.index(name)
+    def _shapes(self, unit: Unit, index: int) -> dict[str, tuple[int, ...]]:
+        """Return the shapes of the states that a parameter has, by their names."""
+        own = unit.layout.slots[index].shape
+        shapes = {spec.name: unit.rule.state_shape(spec.name, own) for spec in unit.rule.states}
+        return {name: shape for name, shape in shapes.items() if shape is not None}
 
-    def _whole(self, unit: Unit, index: int, read: Callable[[int, int], Pieces]) -> Tensor:
-        """Put the parts of all ranks together, in fp32. Collective."""
-        return self._assembled(unit, index, self._own(unit, index, read))
+    def _state_of(self, unit: Unit, index: int, name: str) -> tuple[int, StateSpec, tuple[int, ...]]:
+        """Find a state of a parameter by its name: its number, how it is stored, and its shape."""
+        shapes = self._shapes(unit, index)
+        for number, spec in enumerate(unit.rule.states):
+            if spec.name == name and name in shapes:
+                return number, spec, shapes[name]
+        known = ", ".join(map(repr, (*shapes, *(name for name in self._scalar_names if name != "step"), "step")))
+        raise ConfigError(f"There is no optimizer state {name!r}. This rule has {known}.")
 
-    def _assembled(self, unit: Unit, index: int, own: Tensor) -> Tensor:
-        """Put together what ranks have of a parameter that they divide. Collective."""
-        slot = unit.layout.slots[index]
-        if slot.region is None:
-            return own
-        whole = among_zeros(own, slot.region).to(self._device)
-        self._ranks.assemble(whole)
-        return whole.cpu()
 
-    def _own(
-        self, unit: Unit, index: int, read: Callable[[int, int], Pieces], dtype: torch.dtype = torch.float32
-    ) -> Tensor:
-        """Put the parts of all shards together. `read` gives the values of a range of this rank's shard. Collective."""
-        slot = unit.layout.slots[index]
-        whole = torch.empty(slot.numel, dtype=dtype, device="cpu")
-        failure: NvmeError | None = None
-        for rank in range(unit.layout.shards):
-            overlap = unit.layout.overlap(slot, rank)
-            if overlap is None:
-                continue
-            start, stop = overlap
-            first = unit.layout.shard_range(rank)[0]
-            part = torch.empty(stop - start, dtype=dtype, device=self._device)
-            if rank == unit.rank:
-                try:
-                    for begin, end, values in read(start - first, stop - first):
-                        part[begin + first - start : end + first - start] = values
-                except NvmeError as error:
-                    failure = error  # raised below: the other ranks wait for this part, whatever it holds
-            self._ranks.broadcast_part(part, rank)
-            whole[start - slot.start : stop - slot.start] = part.cpu()
-        # Only a read of a file fails on one rank alone: the others would go on with a part that is not there.
-        if unit.layout.shards > 1 and any(home.in_files for home in unit.homes.values()):
-            self._ranks.council.agree(failure)
-        elif failure is not None:
-            raise failure
-        return whole.view(slot.shape)
-
-    def _own_part(self, unit: Unit, index: int, value: Tensor) -> tuple[int, int, Tensor] | None:
-        """Find the range of this rank's shard that holds a part of the slot, and that part of `value`.
-
-        In fp32 for a trained unit, in the dtype that it came in for a frozen one.
-        """
-        slot = unit.layout.slots[index]
-        check_value(unit.spec.names[index], slot, value)
-        overlap = unit.layout.overlap(slot, unit.rank)
-        if overlap is None:
-            return None
-        start, stop = overlap
-        first = unit.own_range[0]
-        values = flat_part(value, unit.parameters[index].tensor, slot)[start - slot.start : stop - slot.start]
-        return start - first, stop - first, values.float() if unit.trained else values
+def _tile(unit: Unit, index: int) -> tuple[int, int]:
+    """Say where the tile of a whole parameter lies in its rank's shard."""
+    start = unit.layout.slots[index].start - unit.own_range[0]
+    return start, start + unit.spec.whole_numel

@@ -22,7 +22,6 @@ from penstock.engine.updates.averaging import Averaging
 from penstock.engine.updates.rig import Rig
 from penstock.errors import ConfigError, EngineError
 from penstock.kinds import Tier
-from penstock.layout import FlatLayout
 from penstock.rules.average import begin, follow, hide, show
 from penstock.tiers.home import CellPlan, Home, Section, SectionPlan
 from penstock.tiers.store import Store
@@ -87,7 +86,7 @@ class Averages:
 
     def _make(self, kind: str, tier: Tier) -> None:
         plans = [
-            _plan(unit.name, unit.layout, unit.params.sections[0].tile_numel, kind, tier) for unit in self._trained
+            _plan(unit.name, unit.shard_numel, unit.params.sections[0].tile_numel, kind, tier) for unit in self._trained
         ]
         reserved = self._store.reserve(plans)
         for unit, plan in zip(self._trained, plans, strict=True):
@@ -98,7 +97,7 @@ class Averages:
     def plans_for(self, plans: Iterable[UnitPlan]) -> list[SectionPlan]:
         """Plan the homes that every average has of units that are to be trained."""
         return [
-            _plan(plan.spec.name, plan.layout, plan.homes.tile_numel, kind, tier)
+            _plan(plan.spec.name, plan.shard_numel, plan.tile_numel, kind, tier)
             for plan in plans
             for kind, tier in self.tiers.items()
         ]
@@ -196,8 +195,8 @@ class Averages:
         return [unit for unit in self._units if unit.trained is not None]
 
 
-def _plan(name: str, layout: FlatLayout, tile_numel: int, kind: str, tier: Tier) -> SectionPlan:
+def _plan(name: str, shard_numel: int, tile_numel: int, kind: str, tier: Tier) -> SectionPlan:
     """Plan the home of an average of a unit: one section, of the tiles of the parameters."""
-    cell = CellPlan(name, kind, tier, torch.float32, layout.shard_numel)
+    cell = CellPlan(name, kind, tier, torch.float32, shard_numel)
     # The host works on what rests there: a device copies none of it.
-    return SectionPlan(kind, tier, (cell,), 0, layout.shard_numel, tile_numel, copied=False)
+    return SectionPlan(kind, tier, (cell,), 0, shard_numel, tile_numel, copied=False)

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from penstock.engine.passes.gather import Gatherer
 from penstock.engine.state.access import Access
 from penstock.engine.units.holding import Holder
+from penstock.engine.units.together import broadcast_alike
 from penstock.engine.units.unit import Unit
 from penstock.engine.updates.rig import Rig
 from penstock.kinds import PARAM
@@ -100,9 +101,8 @@ class Blocks:
     def _take_over(self, unit: Unit, before: Tensor) -> None:
         """Take over a modified full buffer, the first rank's on every rank; masters keep what did not change."""
         self._ranks.broadcast(unit.full)  # else each rank would go on with what was written on it
-        for slot in unit.layout.slots:
-            if slot.region is None:  # the same on all ranks that divide others
-                self._ranks.broadcast_alike(unit.full[slot.start : slot.stop])
+        alike = [slot for slot in unit.layout.slots if slot.region is None]  # on all ranks that divide others
+        broadcast_alike([unit.full[slot.start : slot.stop] for slot in alike], self._ranks)
         start, stop = unit.own_range
         now, before = unit.full[start:stop], before[start:stop]
         for first, last, weights in unit.visit(0, stop - start, modify=True):

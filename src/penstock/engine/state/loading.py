@@ -284,7 +284,7 @@ class Loader:
                 for run in spread(runs):
                     write_weights(tile, run)
                     if run.unit.trained is not None:
-                        write_states(tile, run, states, self._rule.states)
+                        write_states(tile, run, states, run.unit.rule.states)
                         write_averages(tile, run)
 
     def _replace(self, taken: Taken) -> None:

@@ -71,11 +71,18 @@ def write_states(tile: Tile, run: Destination, saved: Mapping[str, StateSpec], o
     trained = run.unit.trained
     assert trained is not None
     there = tile.homes.get(OPTIMIZER, {})
+    of_other_shapes = {
+        spec.name: numel for spec in own if (numel := run.unit.spec.numel_of_its_own(spec.name)) is not None
+    }
+    if of_other_shapes:
+        _write_other_shapes(run, there, saved, of_other_shapes)
     for first, last, views in trained.optimizer.visit(run.start, run.stop, modify=True):
         inside = slice(run.inside + first - run.start, run.inside + last - run.start)
         blocks = slice(inside.start // BLOCK_NUMEL, -(-inside.stop // BLOCK_NUMEL))
         states, scales = trained.fields.name(views)
         for spec, values, scale in zip(own, states, scales, strict=True):
+            if spec.name in of_other_shapes:
+                continue
             if spec.name not in there:  # it was frozen
                 values.zero_()
                 if scale is not None:
@@ -89,3 +96,18 @@ def write_states(tile: Tile, run: Destination, saved: Mapping[str, StateSpec], o
                     scale.copy_(source_scale)
             else:
                 write_state(spec, values, scale, read_state(was, source, source_scale).to(values.device))
+
+
+def _write_other_shapes(
+    run: Destination, there: Mapping[str, Tensor], saved: Mapping[str, StateSpec], numels: Mapping[str, int]
+) -> None:
+    """Write states that have not a value for each element: they stand at the beginning of the parameter's tile."""
+    unit, trained = run.unit, run.unit.trained
+    assert trained is not None
+    for _, _, views in trained.optimizer.visit(run.start, run.start + unit.spec.whole_numel, modify=True):
+        for spec, values in zip(unit.rule.states, trained.fields.name(views)[0], strict=True):
+            if spec.name in numels:
+                values.zero_()
+                if spec.name in there:
+                    source = there[spec.name][: numels[spec.name]]
+                    values[: len(source)].copy_(read_state(saved[spec.name], source, None))

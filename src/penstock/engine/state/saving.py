@@ -229,14 +229,14 @@ class Saver:
                 continue
             homes = _homes(unit)
             tile_numel = unit.params.sections[0].tile_numel
-            first, last = own_tiles(unit.layout.shard_numel, tile_numel, self._ranks.grid)
+            first, last = own_tiles(unit.shard_numel, tile_numel, self._ranks.grid)
             slots = own_slots(unit.layout.slots, self._ranks.grid)
             if first == last or not slots:
                 continue
             table = UnitTable(
                 name=unit.name,
                 slots=slots,
-                tiling=Tiling(unit.own_range[0], unit.layout.shard_numel, tile_numel, first),
+                tiling=Tiling(unit.own_range[0], unit.shard_numel, tile_numel, first),
                 homes=tuple(_home_table(name, home) for name, home in homes.items()),
                 offset=offset,
                 checksums=((0,) * len(homes),) * (last - first),
@@ -283,6 +283,9 @@ class Saver:
     def _parameters(self, *, frozen: bool) -> Iterator[tuple[str, SavedParameter]]:
         for unit in self._units:
             trained = unit.trained is not None
+            states = tuple(state.name for state in unit.rule.states) if trained else None
+            if states == tuple(state.name for state in self._rule.states):
+                states = None
             for parameter in unit.parameters:
                 yield (
                     parameter.name,
@@ -294,6 +297,7 @@ class Saver:
                         scalars={name: float(value) for name, value in self._access.scalars(parameter.tensor).items()},
                         has_state=trained and self._access.has_state(parameter.tensor),
                         left_out=True if not trained and not frozen else None,
+                        states=states,
                     ),
                 )
 

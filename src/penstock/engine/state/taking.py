@@ -10,11 +10,12 @@ from penstock.checkpoint.beside import RandomStates, decode_random, from_tensor,
 from penstock.checkpoint.boxes import Extent, meet
 from penstock.checkpoint.fields import Field
 from penstock.checkpoint.opened import Checkpoint
-from penstock.checkpoint.tables import Part, TileKey
+from penstock.checkpoint.tables import Part, TileKey, UnitTable
 from penstock.engine.units.unit import Unit
 from penstock.engine.updates.rig import Rig
 from penstock.engine.updates.update import Updater
-from penstock.errors import ConfigError
+from penstock.errors import CheckpointError, ConfigError
+from penstock.kinds import OPTIMIZER
 from penstock.layout import ALIGNMENT_NUMEL, Slot
 from penstock.rules.rule import BLOCK_NUMEL
 
@@ -170,6 +171,15 @@ class Taker:
                 f"are {sorted(there)} of {manifest.rule}, and {self._rule.name} has {sorted(here)}. Prepare "
                 "with the optimizer that it was saved from.",
             )
+        for unit in (unit for unit in self._units if unit.trained is not None):
+            for name in unit.spec.names:
+                own, kept = ({s.name for s in states} for states in (unit.rule.states, manifest.states_of(name)))
+                if own != kept and manifest.parameters[name].has_state:
+                    raise checkpoint.fail(
+                        f"parameters.{name}.states",
+                        f"are {sorted(kept)}, and {unit.rule.name}, which updates it here, has {sorted(own)}. Give it "
+                        "to the rule that it was saved from.",
+                    )
         for name, saved in manifest.parameters.items():
             if saved.scalars and saved.scalars.keys() != set(self._rule.scalar_names):
                 raise checkpoint.fail(f"parameters.{name}.scalars", f"are not those of {self._rule.name}.")
@@ -260,12 +270,17 @@ class Taker:
             if runs:
                 plan.append((key, runs))
         self._check_kinds(checkpoint, plan)
+        for key, runs in plan:
+            for run in runs:
+                _check_grains(checkpoint, key.unit, run)
         return plan
 
     def _check_blocks(self, checkpoint: Checkpoint, scattered: Scattered) -> None:
         """Refuse 8-bit states that are cut inside of a block: codes of two scales do not make one, exactly."""
-        states = (*self._rule.states, *checkpoint.manifest.states)
-        if scattered.place.unit.trained is None or all(state.scale_name is None for state in states):
+        unit = scattered.place.unit
+        if unit.trained is None:
+            return
+        if all(state.scale_name is None for state in (*unit.rule.states, *checkpoint.manifest.states)):
             return
         if scattered.cuts_blocks():
             raise checkpoint.fail(
@@ -278,6 +293,30 @@ class Taker:
         """Check that each tile has the kinds that its parameters need, in the dtypes that they can have."""
         for unit in {id(key.unit): key.unit for key, _ in plan}.values():
             checkpoint.check_kinds(unit)
+
+
+def _check_grains(checkpoint: Checkpoint, table: UnitTable, run: Destination | Scattered) -> None:
+    """Refuse states that have not as many values in a tile as the rule reads from it, of whatever shape they are."""
+    grains = {cell.kind: cell.grain for home in table.homes if home.name == OPTIMIZER for cell in home.cells}
+    unit = run.unit if isinstance(run, Destination) else run.place.unit
+    for state in unit.rule.states if unit.trained is not None else ():
+        grain = grains.get(state.name, 1)
+        if state.name not in grains:
+            continue  # it was frozen there
+        needed = unit.spec.numel_of_its_own(state.name)
+        if needed is None:
+            why = None if grain == 1 else f"has a value for {grain} elements, and {unit.rule.name} one for each"
+        elif not isinstance(run, Destination) or run.inside or run.stop - run.start > table.tiling.tile_numel:
+            why = "is cut, and its states are of whole parameters"
+        elif table.tiling.tile_numel // grain < needed:
+            why = f"has {table.tiling.tile_numel // grain} values, and {unit.rule.name} keeps {needed}"
+        else:
+            why = None
+        if why is not None:
+            raise CheckpointError(
+                f"'{state.name}' of unit '{table.name}' of {checkpoint.folder} {why}. Load another checkpoint.",
+                field="homes",
+            )
 
 
 def _append(runs: list[Destination | Scattered], run: Destination) -> None:

@@ -21,13 +21,17 @@ def greater(one: float, other: float) -> float:
     return math.nan if math.isnan(one) or math.isnan(other) else max(one, other)
 
 
-def check_value(name: str, slot: Slot, value: Tensor) -> None:
-    """Refuse what cannot be written, before anything is."""
+def check_value(name: str, slot: Slot, value: Tensor, shape: tuple[int, ...] | None = None) -> None:
+    """Refuse what cannot be written, before anything is. `shape` is a state's, where it has another than its slot."""
     if value.layout != torch.strided or value.is_meta or value.is_quantized or value.is_complex():
         raise ConfigError(f"The value for '{name}' is sparse, quantised, complex or meta. Give a dense, real tensor.")
-    shape = slot.shape if slot.region is None else slot.region.shape
-    if tuple(value.shape) != shape:
-        raise ConfigError(f"The value for '{name}' has shape {tuple(value.shape)}; the parameter has {shape}.")
+    if shape not in (None, slot.shape):
+        if tuple(value.shape) != shape:
+            raise ConfigError(f"The value for '{name}' has shape {tuple(value.shape)}; this state of it has {shape}.")
+        return
+    whole = slot.shape if slot.region is None else slot.region.shape
+    if tuple(value.shape) != whole:
+        raise ConfigError(f"The value for '{name}' has shape {tuple(value.shape)}; the parameter has {whole}.")
 
 
 def flat_part(value: Tensor, like: Tensor, slot: Slot) -> Tensor:

@@ -5,12 +5,13 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from penstock.engine.units.flats import Flat
+from penstock.engine.units.gradient import Gradient
 from penstock.engine.units.parameter import UnitParameter
 from penstock.engine.units.plan import Homes, UnitPlan
-from penstock.engine.units.unit import Gradient, Trained, Unit
+from penstock.engine.units.unit import Trained, Unit
 from penstock.kinds import GRAD, MASTER, OPTIMIZER, PARAM, SECONDARY, SHADOW
 from penstock.machine.streams import Streams
-from penstock.rules.master import split_master, write_master
+from penstock.rules.master import show_given, write_given
 from penstock.tiers.home import Home
 from penstock.tiers.store import Reservation
 
@@ -57,7 +58,7 @@ def make_trained(plan: UnitPlan, homes: Mapping[str, Home], rank: int) -> Traine
         optimizer=homes[OPTIMIZER],
         shadow=homes[SHADOW],
         fields=plan.fields,
-        tiles=plan.layout.tiles(rank, plan.homes.tile_numel),
+        tiles=plan.layout.tiles(rank, plan.tile_numel),
     )
 
 
@@ -87,10 +88,10 @@ def _write(unit: Unit, homes: Homes, flats: Sequence[Flat]) -> None:
                 value = flat.read(start - slot.start, stop - slot.start)
                 # As the master splits it: copied as it is, a tie would be rounded otherwise than in the rank's own
                 # part.
-                values.copy_(split_master(value.float())[0] if remainder else value)
+                values.copy_(show_given(value) if remainder else value)
     parts = unit.parts()
     first = unit.own_range[0]
-    for begin, end, weights in unit.visit(0, unit.layout.shard_numel, modify=True):
+    for begin, end, weights in unit.visit(0, unit.shard_numel, modify=True):
         for index, start, stop in parts:
             start, stop = max(start, begin), min(stop, end)
             if start >= stop:
@@ -104,6 +105,6 @@ def _write(unit: Unit, homes: Homes, flats: Sequence[Flat]) -> None:
             # The update starts from the shadow where there is one, and the gather from the parameter: the same bits.
             written = (weights.param if weights.shadow is None else weights.shadow)[inside]
             rest = None if weights.master is None else weights.master[inside]
-            write_master(written, rest, value.float().to(written.device))
+            write_given(written, rest, value)
             if weights.shadow is not None:
                 weights.param[inside].copy_(written)

@@ -2,17 +2,22 @@
 
 A unit holds the parameters of one block (by default each repeated block of the model), or the rest of the model. Its
 parameters share one flat buffer, so they agree on dtype and on whether they are trained: a block with frozen and
-trained parameters gives two units.
+trained parameters gives two units. So they do on what updates them; where that looks at whole parameters, a unit has
+those of one size, each of which is a tile.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import NamedTuple
 
 import torch
 from torch import nn
 
 from penstock.errors import ConfigError
+from penstock.layout import ALIGNMENT_NUMEL, round_up
+from penstock.rules.rule import Rule
 
 UnitPolicy = Iterable[type[nn.Module]] | Callable[[str, nn.Module], bool] | None
 ROOT = "root"
@@ -34,6 +39,7 @@ class UnitSpec:
         dtype: the dtype that the parameters have while computing.
         trainable: whether the unit has gradients and optimizer state.
         persistent: whether the unit stays gathered between uses.
+        rule: what updates its parameters; `None` where nothing does.
     """
 
     name: str
@@ -45,6 +51,21 @@ class UnitSpec:
     dtype: torch.dtype
     trainable: bool
     persistent: bool
+    rule: Rule | None = None
+
+    @cached_property
+    def whole_numel(self) -> int:
+        """How many elements a tile has where the rule looks at whole parameters, each of which is one; else 0."""
+        if self.rule is None or not self.rule.whole:
+            return 0
+        return max(round_up(max(parameter.numel(), 1), ALIGNMENT_NUMEL) for parameter in self.parameters)
+
+    def numel_of_its_own(self, state: str) -> int | None:
+        """Count the values of a state that has not one for each element; `None` of one that has. See `state_numel`."""
+        if not self.whole_numel or self.rule is None:
+            return None
+        numel = state_numel(self.rule, state, self.parameters[0])  # alike in all of them
+        return None if numel == self.parameters[0].numel() else numel
 
     def contains(self, other: "UnitSpec") -> bool:
         """Whether the other unit's forward runs inside a forward of this one."""
@@ -65,11 +86,44 @@ class UnitSpec:
         return frozenset(self.anchors)
 
 
+def state_numel(rule: Rule, name: str, parameter: nn.Parameter) -> int:
+    """Count the values of a state of a parameter; 0 where it has no such state."""
+    shape = rule.state_shape(name, tuple(parameter.shape))
+    return 0 if shape is None else math.prod(shape)
+
+
+class _Grain(NamedTuple):
+    """What parameters of one unit have alike: what updates them; where that looks at whole ones, also their sizes.
+
+    Attributes:
+        rule: what updates them.
+        numel: elements of a tile, 0 where tiles cut parameters.
+        states: how many values each state has, of such a parameter.
+    """
+
+    rule: Rule
+    numel: int = 0
+    states: tuple[int, ...] = ()
+
+    @classmethod
+    def of(cls, parameter: nn.Parameter, rule: Rule) -> "_Grain":
+        if not rule.whole:
+            return cls(rule)
+        states = tuple(state_numel(rule, state.name, parameter) for state in rule.states)
+        return cls(rule, round_up(max(parameter.numel(), 1), ALIGNMENT_NUMEL), states)
+
+    def suffix(self, parameter: nn.Parameter, *, several: bool) -> str:
+        """Name what tells a unit from others of its block."""
+        if self.numel:
+            return f".{self.rule.name}.{'x'.join(map(str, parameter.shape)) or '1'}"
+        return f".{self.rule.name}" if several else ""
+
+
 def find_units(
     model: nn.Module,
     policy: UnitPolicy,
     *,
-    owned: Set[nn.Parameter] | None,
+    rules: Mapping[nn.Parameter, Rule] | None,
     compute_dtype: torch.dtype,
     persistent_bytes: int,
     known: Sequence[UnitSpec] = (),
@@ -79,8 +133,8 @@ def find_units(
     Arguments:
         model: the one whose parameters are grouped.
         policy: classes of the blocks, or a predicate on (name, module); `None` finds the repeated blocks.
-        owned: parameters that the optimizer updates; `None` without one: then all count as frozen, and no unit's name
-            says so.
+        rules: the parameters that the optimizer updates, and what updates each of them; `None` without one: then all
+            count as frozen, and no unit's name says so.
         compute_dtype: dtype of floating-point parameters while computing; those of batch norms stay in fp32, and
             quantised ones, with what is frozen beside them, as they are.
         persistent_bytes: parameters up to this size join a unit of their own that stays gathered.
@@ -93,25 +147,30 @@ def find_units(
     owners = _owners(model, blocks)
     names = {parameter: name for name, parameter in model.named_parameters()}
     stay = {parameter for spec in known for parameter in spec.parameters}
-    groups: dict[tuple[str, torch.dtype, bool, bool], list[nn.Parameter]] = {}
+    groups: dict[tuple[str, torch.dtype, bool, bool, _Grain | None], list[nn.Parameter]] = {}
+    several = rules is not None and len({rule.name for rule in rules.values()}) > 1
     for parameter, name in names.items():
         if parameter in stay:
             continue
         if parameter.is_complex():
             raise ConfigError(f"Parameter '{name}' is {parameter.dtype}. Store its real and imaginary parts apart.")
         modules = [module for _, module in owners[parameter]]
-        dtype = _dtype_in_use(parameter, modules, compute_dtype, trains=owned is not None)
+        dtype = _dtype_in_use(parameter, modules, compute_dtype, trains=rules is not None)
         small = 0 < parameter.numel() * dtype.itemsize <= persistent_bytes
-        trainable = owned is not None and parameter.requires_grad and parameter in owned
+        trainable = rules is not None and parameter.requires_grad and parameter in rules
+        grain = _Grain.of(parameter, rules[parameter]) if rules is not None and trainable else None
         block = _block_of_all(owners, [parameter])
-        groups.setdefault((ROOT if small else block, dtype, trainable, small), []).append(parameter)
+        groups.setdefault((ROOT if small else block, dtype, trainable, small, grain), []).append(parameter)
 
     specs = []
-    for (block, dtype, trainable, small), members in groups.items():
-        name = block + ("" if trainable or owned is None else ".frozen") + (".small" if small else "")
+    for (block, dtype, trainable, small, grain), members in groups.items():
+        name = block + ("" if trainable or rules is None else ".frozen") + (".small" if small else "")
+        if grain is not None:
+            name += grain.suffix(members[0], several=several)
         if dtype != compute_dtype:
             name += f".{str(dtype).removeprefix('torch.')}"
-        like = UnitSpec(name, (), frozenset(), "", (), tuple(members), dtype, trainable, small)
+        rule = grain.rule if grain is not None else None
+        like = UnitSpec(name, (), frozenset(), "", (), tuple(members), dtype, trainable, small, rule)
         specs.append(_placed(like, model, block, blocks, owners, names))
     for spec in known:
         block = ROOT if spec.persistent else _block_of_all(owners, spec.parameters)

@@ -1,5 +1,6 @@
 """What `prepare` refuses of models whose parameters are DTensors, before anything is allocated."""
 
+from collections.abc import Iterable
 from typing import Any
 
 from torch import nn
@@ -10,13 +11,17 @@ from penstock.errors import ConfigError
 from penstock.machine.mesh import DIVIDE, describe, lines_along, roles_of
 
 
-def check_divided(model: nn.Module, mesh: DeviceMesh | None) -> None:
+def check_divided(parameters: Iterable[tuple[str, nn.Parameter]], mesh: DeviceMesh | None) -> None:
     """Refuse DTensors that are not divided over `tp` or `ep` dimensions of the mesh.
+
+    Arguments:
+        parameters: those of a model, with their names.
+        mesh: the one that `prepare` was given.
 
     Raises:
         ConfigError: names the parameter, and prints both meshes.
     """
-    divided = {name: parameter for name, parameter in model.named_parameters() if is_divided(parameter)}
+    divided = {name: parameter for name, parameter in parameters if is_divided(parameter)}
     if divided and mesh is None:
         name, parameter = next(iter(divided.items()))
         raise ConfigError(

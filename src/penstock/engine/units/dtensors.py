@@ -6,6 +6,7 @@ module of them takes seconds to import, so it is asked for only where somebody h
 
 import sys
 from collections.abc import Sequence
+from math import prod
 from typing import Any
 
 import torch
@@ -83,6 +84,19 @@ def wrapped(values: Tensor, spec: Any) -> Tensor:
 def own_shape(tensor: Tensor) -> tuple[int, ...]:
     """Return the shape of this rank's elements."""
     return tuple(own_elements(tensor).shape)
+
+
+def most_bytes(tensor: Tensor) -> int:
+    """Return the bytes of the largest part that a rank has of a tensor: the same number on each of them."""
+    if not is_divided(tensor):
+        return tensor.nbytes
+    held: Any = tensor
+    sizes = list(held.shape)
+    for dimension, placement in enumerate(held.placements):
+        if placement.is_shard():
+            sizes[placement.dim] = -(-sizes[placement.dim] // held.device_mesh.size(dimension))
+    nbytes: int = prod(sizes) * held.dtype.itemsize
+    return nbytes
 
 
 def region_of(tensor: Tensor) -> Region | None:

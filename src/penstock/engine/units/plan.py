@@ -6,16 +6,16 @@ from typing import NamedTuple
 
 import torch
 
-from penstock.engine.units.discover import UnitSpec
-from penstock.engine.units.dtensors import own_shape, region_of
+from penstock.engine.units.discover import UnitSpec, state_numel
+from penstock.engine.units.owners import Owners, lay_out
 from penstock.engine.units.unit import Fields
 from penstock.kinds import GRAD, MASTER, OPTIMIZER, PARAM, SECONDARY, SHADOW, Tier
-from penstock.layout import FlatLayout
+from penstock.layout import FlatLayout, least_divisor
 from penstock.machine.reach import Grid, Reach
 from penstock.rules.rule import BLOCK_NUMEL, StateSpec
 from penstock.split import TierRange, part, split
 from penstock.tiers.copies import in_reach
-from penstock.tiers.home import CellPlan, SectionPlan
+from penstock.tiers.home import CellPlan, SectionPlan, Streamed
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,9 +27,9 @@ class Homes:
         sharded_params: whether parameters are sharded over ranks (stage 3), not replicated.
         grad_dtype: the dtype in which micro-batches are summed.
         master_dtype: int16 (remainder), float32 (full), or `None` where the parameter is its own master.
-        states: the rule's states.
-        tile_numel: elements of a tile.
+        tile_numel: elements of a tile, where no rule looks at whole parameters.
         streamed: whether the device may update tiles whose state rests elsewhere.
+        streams_whole: whether it updates all of them where a rule looks at whole parameters.
         secondary: among how many ranks of a node the parts of a gathered unit are kept; `None` where none are.
     """
 
@@ -39,18 +39,28 @@ class Homes:
     sharded_params: bool
     grad_dtype: torch.dtype
     master_dtype: torch.dtype | None
-    states: tuple[StateSpec, ...]
     tile_numel: int
     streamed: bool
+    streams_whole: bool = False
     secondary: int | None = None
 
     def keeps_master(self, spec: UnitSpec) -> bool:
         """Whether a unit has master weights beside its parameters."""
         return self.master_dtype is not None and spec.trainable and spec.dtype != torch.float32
 
+    def streams(self, spec: UnitSpec) -> Streamed:
+        """Say which tiles of a unit the device updates though their state rests elsewhere."""
+        if spec.whole_numel:
+            return "all" if self.streams_whole else "none"
+        return "some" if self.streamed else "none"
+
+    def tile_of(self, spec: UnitSpec) -> int:
+        """Count the elements of a unit's tile: of one parameter, where its rule looks at whole ones."""
+        return spec.whole_numel or self.tile_numel
+
     def optimizer_bytes(self, spec: UnitSpec) -> float:
         """Count the bytes of master weights and states of one element, or of the parameter where there are none."""
-        nbytes = sum(state.dtype.itemsize + (4 / BLOCK_NUMEL if state.scale_name else 0) for state in self.states)
+        nbytes = sum(kind.dtype.itemsize / kind.grain for kind in _optimizer_kinds(spec, self.tile_of(spec))[0])
         if self.master_dtype is not None and self.keeps_master(spec):
             nbytes += self.master_dtype.itemsize
         return nbytes or spec.dtype.itemsize
@@ -98,6 +108,16 @@ class UnitPlan:
     fields: Fields
 
     @property
+    def shard_numel(self) -> int:
+        """How many elements this rank's shard has."""
+        return self.own_params[-1].stop
+
+    @property
+    def tile_numel(self) -> int:
+        """How many elements a tile has."""
+        return self.homes.tile_of(self.spec)
+
+    @property
     def full_bytes(self) -> int:
         """Bytes of the unit when it is gathered."""
         return self.layout.numel * self.spec.dtype.itemsize
@@ -130,32 +150,35 @@ def plan_units(
         resting: by name, units whose parameters rest somewhere already, and stay there.
     """
     resting = resting or {}
-    layouts = [
-        resting[s.name].layout
-        if s.name in resting
-        else FlatLayout.build(
-            s.names, [own_shape(p) for p in s.parameters], grid.shards, [region_of(p) for p in s.parameters]
-        )
-        for s in specs
-    ]
+    owners = Owners(grid.shards)
+    layouts = [resting[s.name].layout if s.name in resting else lay_out(s, grid.shards, owners) for s in specs]
     # A file holds every byte once, whatever the stage: what is replicated elsewhere is gathered from shards there.
     replicated = all(tier.is_memory for tier in homes.params) and (not homes.sharded_params or grid.shards == 1)
-    tiles = [_tiles(layout.shard_numel, homes.tile_numel) for layout in layouts]
+    tiles = [
+        [_tiles(layout.shard_numel(rank), homes.tile_of(spec)) for rank in range(grid.shards)]
+        for spec, layout in zip(specs, layouts, strict=True)
+    ]
     trained = [index for index, spec in enumerate(specs) if spec.trainable]
 
     def cut(
-        chosen: Sequence[int], fractions: Mapping[Tier, float], bytes_of: Callable[[UnitSpec], float], copies: int = 1
+        chosen: Sequence[int],
+        fractions: Mapping[Tier, float],
+        bytes_of: Callable[[UnitSpec], float],
+        ranks: Sequence[int],
     ) -> dict[int, tuple[TierRange, ...]]:
         bytes_of_units = [bytes_of(specs[index]) for index in chosen]
-        return dict(zip(chosen, split([tiles[i] * copies for i in chosen], fractions, bytes_of_units), strict=True))
+        of_units = [[numel for rank in ranks for numel in tiles[index][rank]] for index in chosen]
+        return dict(zip(chosen, split(of_units, fractions, bytes_of_units), strict=True))
+
+    mine = [grid.shard_rank]
 
     new = [index for index, spec in enumerate(specs) if spec.name not in resting]
-    params = cut(new, homes.params, lambda spec: spec.dtype.itemsize, grid.shards if replicated else 1)
+    params = cut(new, homes.params, lambda spec: spec.dtype.itemsize, range(grid.shards) if replicated else mine)
     for index, spec in enumerate(specs):
         if spec.name in resting:
             params[index] = tuple(TierRange(p.tier, p.start, p.stop) for p in resting[spec.name].sections[PARAM])
-    grads = cut(trained, homes.grads, lambda spec: homes.grad_dtype.itemsize)
-    optimizer = cut(trained, homes.optimizer, homes.optimizer_bytes)
+    grads = cut(trained, homes.grads, lambda spec: homes.grad_dtype.itemsize, mine)
+    optimizer = cut(trained, homes.optimizer, homes.optimizer_bytes, mine)
     plans = []
     for i, (spec, layout) in enumerate(zip(specs, layouts, strict=True)):
         spans = Spans(params[i], grads.get(i, ()), optimizer.get(i, ()))
@@ -189,7 +212,7 @@ def _plan_sections(
     if not spec.trainable:
         return sections, Fields((), ())
     master = [Kind(MASTER, homes.master_dtype)] if homes.master_dtype and homes.keeps_master(spec) else []
-    kinds, fields = _optimizer_kinds(homes.states)
+    kinds, fields = _optimizer_kinds(spec, homes.tile_of(spec))
     sections[GRAD] = _sections(GRAD, [Kind(GRAD, homes.grad_dtype)], spans.grads, spec, homes)
     sections[MASTER] = _sections(MASTER, master, spans.optimizer, spec, homes)
     sections[OPTIMIZER] = _sections(OPTIMIZER, kinds, spans.optimizer, spec, homes)
@@ -217,17 +240,30 @@ def _secondary(spec: UnitSpec, layout: FlatLayout, homes: Homes, params: Sequenc
     return _sections(SECONDARY, [Kind(SECONDARY, spec.dtype)], [span], spec, homes)
 
 
-def _optimizer_kinds(specs: Iterable[StateSpec]) -> tuple[list[Kind], Fields]:
+def _optimizer_kinds(spec: UnitSpec, tile_numel: int) -> tuple[list[Kind], Fields]:
     """List the kinds of the optimizer's home: each state, followed by its scales where it has some."""
     kinds: list[Kind] = []
     states: list[int] = []
     scales: list[int | None] = []
-    for state in specs:
+    for state in spec.rule.states if spec.rule is not None else ():
         states.append(len(kinds))
-        kinds.append(Kind(state.name, state.dtype))
+        kinds.append(Kind(state.name, state.dtype, _grain(spec, state, tile_numel)))
         scales.append(len(kinds) if state.scale_name else None)
         kinds += [Kind(state.scale_name, torch.float32, BLOCK_NUMEL)] if state.scale_name else []
     return kinds, Fields(tuple(states), tuple(scales))
+
+
+def _grain(spec: UnitSpec, state: StateSpec, tile_numel: int) -> int:
+    """Say how many elements of a shard one value of a state stands for.
+
+    A state of another shape than its parameter's has equally many values in each tile, which is one parameter: as many
+    as are needed, and as divide a tile.
+    """
+    if not spec.whole_numel:
+        return 1
+    assert spec.rule is not None
+    needed = max(state_numel(spec.rule, state.name, p) for p in spec.parameters)
+    return 1 if needed >= spec.parameters[0].numel() else tile_numel // least_divisor(tile_numel, needed)
 
 
 def _needs_shadow(params: Tier, optimizer: Tier, reach: Reach) -> bool:
@@ -247,12 +283,13 @@ def _sections(
         SectionPlan(
             home,
             tier,
-            tuple(CellPlan(spec.name, k.name, tier, k.dtype, (stop - start) // k.grain, k.grain) for k in kinds),
+            tuple(CellPlan(spec.name, k.name, tier, k.dtype, -(-(stop - start) // k.grain), k.grain) for k in kinds),
             start,
             stop - start,
-            homes.tile_numel,
+            homes.tile_of(spec),
             # The host updates what rests there, and the device gets the parameters or their shadow alone.
-            copied=homes.streamed or home not in (MASTER, OPTIMIZER),
+            copied=homes.streams(spec) != "none" or home not in (MASTER, OPTIMIZER),
+            streamed=homes.streams(spec),
         )
         for tier, start, stop in spans
     ]

@@ -11,12 +11,13 @@ from torch import nn
 
 from penstock.engine.units.assemble import make_trained
 from penstock.engine.units.discover import UnitSpec
-from penstock.engine.units.divided import make_parameter
+from penstock.engine.units.divided import make_parameters
 from penstock.engine.units.parameter import UnitParameter
 from penstock.engine.units.plan import UnitPlan
 from penstock.engine.units.unit import Unit
 from penstock.kinds import PARAM, SECONDARY
 from penstock.layout import FlatLayout, Slot
+from penstock.machine.collectives import Ranks
 from penstock.rules.master import write_master
 from penstock.tiers.home import Home
 from penstock.tiers.store import Reservation
@@ -42,10 +43,13 @@ def place(unit: Unit, plan: UnitPlan) -> None:
             )
 
 
-def parameters_for(plan: UnitPlan, known: Mapping[nn.Parameter, UnitParameter]) -> tuple[UnitParameter, ...]:
+def parameters_for(
+    plan: UnitPlan, known: Mapping[nn.Parameter, UnitParameter], ranks: Ranks
+) -> tuple[UnitParameter, ...]:
     """Note the parameters of a new unit: those of other units as they were before `prepare`."""
+    new = make_parameters(plan.spec.parameters, plan.layout, ranks.divided, ranks.rank)
     return tuple(
-        known[tensor].placed(slot, index) if tensor in known else make_parameter(tensor, index, slot)
+        known[tensor].placed(slot, index) if tensor in known else new[index]
         for index, (tensor, slot) in enumerate(_slots(plan))
     )
 
@@ -61,8 +65,8 @@ def train_where_it_rests(unit: Unit, plan: UnitPlan, reserved: Reservation) -> N
         if name not in (PARAM, SECONDARY)
     }
     unit.trained = make_trained(plan, homes, unit.rank)
-    for start in range(0, unit.layout.shard_numel, plan.homes.tile_numel):  # a tile at a time: in fp32 it is larger
-        stop = min(start + plan.homes.tile_numel, unit.layout.shard_numel)
+    for start in range(0, unit.shard_numel, plan.tile_numel):  # a tile at a time: in fp32 it is larger
+        stop = min(start + plan.tile_numel, unit.shard_numel)
         for _, _, weights in unit.visit(start, stop, modify=True):
             if weights.shadow is None and weights.master is None:
                 continue  # the parameters are all there is

@@ -15,11 +15,12 @@ from torch import Tensor, nn
 
 from penstock.checkpoint.tensorfiles import Forms, StoredTensors, WeightFiles
 from penstock.engine.units.discover import UnitSpec
-from penstock.engine.units.dtensors import give_values, is_alike, is_divided, own_elements
+from penstock.engine.units.dtensors import give_values, is_alike, most_bytes, own_elements
 from penstock.engine.units.flats import Flat, InFile, Whole, cut_to, misfit, oddity, same
 from penstock.engine.units.initialisation import containers, initialise, initialiser, initialisers, settled, visits
 from penstock.engine.units.originals import keep_values
-from penstock.engine.units.together import SharedReads, broadcast_flat, groups_of
+from penstock.engine.units.standins import let_go, standing_in
+from penstock.engine.units.together import SharedReads, broadcast_alike, broadcast_flat, groups_of
 from penstock.errors import ConfigError
 from penstock.machine.collectives import Ranks
 from penstock.machine.local import LocalRanks
@@ -67,13 +68,15 @@ class FirstRank(Source):
             for number, spec in enumerate(specs):
                 yield number, [Whole(parameter) for parameter in spec.parameters]
             return
-        for together in groups_of([sum(own_elements(p).nbytes for p in spec.parameters) for spec in specs]):
+        # By sizes that are the same on ranks which divide a parameter into uneven parts: they meet once for each group.
+        for together in groups_of([sum(most_bytes(p) for p in spec.parameters) for spec in specs]):
             parameters = [parameter for number in together for parameter in specs[number].parameters]
             values = [own_elements(parameter).detach() for parameter in parameters]
             flats = broadcast_flat(values, self._ranks, self._device)
-            for parameter, flat in zip(parameters, flats, strict=True):
-                if is_alike(parameter):  # not by their regions: of an uneven one a rank may have all
-                    self._ranks.broadcast_alike(flat)
+            # Not by their regions: of an uneven one a rank may have all.
+            alike = [flat for parameter, flat in zip(parameters, flats, strict=True) if is_alike(parameter)]
+            broadcast_alike(alike, self._ranks)
+            del alike
             flats = flats[::-1]  # one after the other is let go of
             del values
             for number in together:
@@ -132,6 +135,8 @@ class Given(Source):
         for number, spec in enumerate(specs):
             if shared is None:
                 yield number, [cut_to(self._flat(parameter), parameter) for parameter in spec.parameters]
+                if isinstance(self._weights, StoredTensors):
+                    self._weights.close()  # the pages that this unit was read from are this process's until then
                 continue
             values = shared.read([self._names[parameter][0] for parameter in spec.parameters])
             try:
@@ -246,7 +251,8 @@ class Given(Source):
 class Initialised(Source):
     """Values from the model's own initialisation, module by module, with the first rank's random numbers.
 
-    They are those of initialising the whole model on one cpu, in the order of `model.apply`.
+    They are those of initialising the whole model on one cpu, in the order of `model.apply`. Each rank does all of it,
+    and keeps its part of what ranks divide.
 
     Arguments:
         model: one in which each module with parameters has a `reset_parameters`, or lies in a transformers model.
@@ -259,12 +265,6 @@ class Initialised(Source):
         self._ranks = ranks
         self._device = device
         self._shapes = {p: (tuple(p.shape), p.dtype) for p in model.parameters()}  # now: they go to homes one by one
-        divided = next((name for name, p in model.named_parameters() if is_divided(p)), None)
-        if divided is not None:
-            raise ConfigError(
-                f"weights='init': parameter '{divided}' is a DTensor, of which no rank has all to initialise. Give "
-                "weights as files, by name or by a function, or initialise the model before it is parallelised."
-            )
         self._owners = initialisers(model)
         without = [
             name or type(module).__name__
@@ -282,28 +282,33 @@ class Initialised(Source):
         own_state = torch.get_rng_state()
         # Every rank initialises everything by itself, from one state: the values are the same and none has to be sent.
         if self._ranks.world_size > 1:
-            state = own_state.to(self._device)
+            state = own_state.to(self._device, copy=True)  # the broadcast overwrites it
             self._ranks.broadcast(state)
+            self._ranks.broadcast_alike(state)
             torch.set_rng_state(state.cpu())
         try:
-            yield from self._initialised(specs)
+            with standing_in(self._model) as stand_ins:
+                yield from self._initialised(specs, stand_ins)
         finally:
             # The first rank has drawn numbers, as it would have without us. The others go on with their own state: that
             # of the first rank would give all of them the same dropout.
             if self._ranks.rank != 0:
                 torch.set_rng_state(own_state)
 
-    def _initialised(self, specs: Sequence[UnitSpec]) -> Iterator[tuple[int, list[Flat] | None]]:
+    def _initialised(
+        self, specs: Sequence[UnitSpec], stand_ins: Mapping[nn.Parameter, nn.Parameter]
+    ) -> Iterator[tuple[int, list[Flat] | None]]:
         """Initialise module after module, and yield each unit whose values nothing writes any more."""
         order = visits(self._model, self._owners)
         last = settled(order, self._owners)
+        shapes = self._shapes | {whole: self._shapes[p] for p, whole in stand_ins.items()}
         done: set[nn.Parameter] = set()
         around = containers(order)
         gone: dict[nn.Module, list[nn.Parameter]] = {module: [] for module in order}  # inside of it, one of each unit
         for number, module in enumerate(order):
             fresh = [p for p in _own(module) if p not in done]
             for parameter in fresh:
-                shape, dtype = self._shapes[parameter]
+                shape, dtype = shapes[parameter]
                 # NaN, by which `initialise` finds what a module leaves out.
                 nothing = float("nan") if dtype.is_floating_point else 0
                 give_values(parameter, torch.full(shape, nothing, dtype=dtype, device="cpu"))
@@ -312,12 +317,15 @@ class Initialised(Source):
             initialise(self._model, module, self._owners, gone[module])
             for index, spec in enumerate(specs):
                 if last[spec.anchors[0]] == number:
-                    yield index, [Whole(parameter) for parameter in spec.parameters]
+                    yield index, [cut_to(Whole(stand_ins.get(p, p)), p) for p in spec.parameters]
+                    for parameter in spec.parameters:
+                        if parameter in stand_ins:
+                            let_go(stand_ins[parameter])
                     # Its parameters are placeholders from here on, and read as NaN. What a module around them writes
                     # there later would be lost in silence: `initialise` looks whether one of each unit still does.
                     if spec.dtype.is_floating_point:
                         for outer in around[spec.anchors[0]]:
-                            gone[outer].append(spec.parameters[0])
+                            gone[outer].append(stand_ins.get(spec.parameters[0], spec.parameters[0]))
 
 
 def open_source(

@@ -42,6 +42,24 @@ def broadcast_flat(values: Sequence[Tensor], ranks: Ranks, device: torch.device)
     return found
 
 
+def broadcast_alike(tensors: Sequence[Tensor], ranks: Ranks) -> None:
+    """Overwrite what ranks that divide parameters have alike with the first one's; small ones together. Collective.
+
+    Arguments:
+        tensors: contiguous, in the same order, and of the same shapes and dtypes as on the others.
+        ranks: all that have them.
+    """
+    if ranks.grid.tp == 1:
+        return
+    for numbers in _packs([tensor.nbytes for tensor in tensors]):
+        several = [tensors[number].view(-1).view(torch.uint8) for number in numbers]
+        packed = several[0] if len(several) == 1 else torch.cat(several)
+        if packed.numel():
+            ranks.broadcast_alike(packed)
+        if len(several) > 1:
+            torch._foreach_copy_(several, list(torch.split(packed, [each.numel() for each in several])))
+
+
 def groups_of(sizes: Sequence[int]) -> Iterator[range]:
     """Divide units into those whose values are sent together: tiny ones, so that a model of many has few broadcasts.
 

@@ -9,7 +9,6 @@ secondary  a part of the whole unit, as it was gathered last: the ranks of a nod
 full       the flat buffer that compute reads; for a resident unit it is the replica's own memory
 """
 
-import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -18,6 +17,7 @@ import torch
 from torch import Tensor
 
 from penstock.engine.units.discover import UnitSpec
+from penstock.engine.units.gradient import Gradient
 from penstock.engine.units.holding import Holding, Residency
 from penstock.engine.units.parameter import UnitParameter, count_writes
 from penstock.engine.units.reads import ReadWatch
@@ -26,54 +26,8 @@ from penstock.kinds import GRAD, MASTER, OPTIMIZER, PARAM, SECONDARY, SHADOW, Ti
 from penstock.layout import FlatLayout, Piece
 from penstock.machine.streams import DONE, Event
 from penstock.rules.master import read_master, write_master
+from penstock.rules.rule import Rule
 from penstock.tiers.home import Home, Views, visit_together
-
-
-@dataclass
-class Gradient:
-    """The gradient of a unit since the last `zero_grad`.
-
-    Attributes:
-        home: this rank's shard of the reduced gradient, summed over ranks and micro-batches.
-        present: slots that got a gradient on this rank.
-        squared_norms: squared norm of this rank's part of each slot, of the values that `home` has once it is written.
-        unmeasured: slots whose norm is yet to be taken, of what `home` has then (`engine/units/norms.py`).
-        held: slots whose values `home` holds, which the next micro-batch is added to. Elsewhere in it is what a step
-            before has left.
-        pending: the flat gradient of the backward under way, not reduced yet (reduce dtype, whole unit).
-        rests: whether `pending` waits in host memory, which no tier counts, for the next micro-batch.
-        arrived: slots that `pending` holds.
-        due: whether other ranks may have one to be reduced: this rank takes part, with zeros where it has none.
-        flaws: once `home` is written, on how many ranks it is not finite; `None` where the norms on the host say it,
-            and where nobody asks.
-        flawed: whether a micro-batch was not finite in this rank's shard, where the home measures their sum too late
-            for `flaws`.
-    """
-
-    home: Home
-    present: set[int] = field(default_factory=set)
-    squared_norms: dict[int, float | Tensor] = field(default_factory=dict)
-    unmeasured: set[int] = field(default_factory=set)
-    held: set[int] = field(default_factory=set)
-    pending: Tensor | None = None
-    rests: bool = False
-    arrived: set[int] = field(default_factory=set)
-    due: bool = False
-    flaws: Tensor | None = None
-    flawed: Tensor | None = None
-
-    def measure(self, parts: Sequence[Piece], squared_norms: Sequence[float | Tensor]) -> None:
-        """Note the squared norms of these parts, which are then no longer to be taken."""
-        for (index, _, _), norm in zip(parts, squared_norms, strict=True):
-            self.squared_norms[index] = norm
-            self.unmeasured.discard(index)
-
-    def is_finite(self) -> bool:
-        """Whether its norm is, over all ranks. The home is written, and the host was told."""
-        # Read without a wait: the copy that told the host is the home's last write, which the caller has waited for.
-        if self.flaws is not None:
-            return float(self.flaws) == 0
-        return all(math.isfinite(float(norm)) for norm in self.squared_norms.values())
 
 
 class Weights(NamedTuple):
@@ -212,6 +166,11 @@ class Unit:
         return self.layout.shard_range(self.rank)
 
     @property
+    def shard_numel(self) -> int:
+        """How many elements of the flat buffer are this rank's."""
+        return self.layout.shard_numel(self.rank)
+
+    @property
     def is_released_after_use(self) -> bool:
         """Whether its parameters are there only while somebody needs them."""
         return not (self.resident or self.spec.persistent)
@@ -225,6 +184,12 @@ class Unit:
     def label(self) -> str:
         """What messages about ranks call it."""
         return f"unit '{self.name}'" + (f" (run by {self.spec.run_by})" if self.spec.run_by else "")
+
+    @property
+    def rule(self) -> Rule:
+        """What updates the parameters, of a unit that is trained."""
+        assert self.spec.rule is not None, f"unit '{self.name}' is not trained"
+        return self.spec.rule
 
     @property
     def wants_gradient(self) -> bool:

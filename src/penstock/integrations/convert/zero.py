@@ -103,14 +103,56 @@ def _old_offload(argument_of: str) -> Row:
     return row
 
 
-def _exact(what: str) -> Says:
-    return no_counterpart(f"{what} travel exactly here: more bytes, and the result of plain stage 3")
+def _carried(name: str, says: Says) -> Row:
+    """Make the row of a switch of ZeRO++, which is nothing but in stage 3."""
+
+    def row(value: Any, keys: Keys) -> Says:
+        if not keys.as_flag(f"{ZERO}.{name}", value):
+            return not_needed("off")
+        return says if stage_of(keys) == 3 else _AT_STAGE_3
+
+    return row
 
 
-_CARRIED = argument("options.gather_format", "int8", "blocks of 256; the same values on every rank; in stage 3")
+def _frozen(value: Any, keys: Keys) -> Says:
+    if not keys.as_flag(f"{ZERO}.zero_quantized_nontrainable_weights", value):
+        return not_needed("off")
+    if stage_of(keys) != 3:
+        return _AT_STAGE_3
+    if keys.flag(f"{ZERO}.zero_quantized_weights"):
+        return not_needed("gather_format='int8' carries frozen weights as the others; their homes stay exact")
+    return no_counterpart("Options(gather_format='int8') rounds the gathers of all weights, not of frozen ones alone")
+
+
+def _secondary(value: Any, keys: Keys) -> Says:
+    path = f"{ZERO}.zero_hpz_partition_size"
+    size = keys.as_number(path, value)
+    if size != int(size) or size < 1:
+        raise keys.fail(path, value, "a whole number of ranks, 1 or more (1: no second shard)")
+    if size == 1:
+        return not_needed("off")
+    if stage_of(keys) != 3:
+        return _AT_STAGE_3
+    return argument("options.secondary_shard", int(size), _SECONDARY)
+
+
+_WEIGHTS = argument(
+    "options.gather_format",
+    "int8",
+    "blocks of 256 where DeepSpeed has larger groups; what is kept inside a node is not rounded again",
+)
+_GRADIENTS = argument(
+    "options.reduce_format",
+    "int4",
+    "on both hops, in blocks of 256, summed in fp32; those of one dimension too, which DeepSpeed sends exactly; one "
+    "node is one hop, rounded once",
+)
+_SECONDARY = (
+    "the part is on the device where parameters are at home there, else on the cpu tier; nodes of a reduce_format are "
+    "of as many ranks, where DeepSpeed takes a host's devices"
+)
 _SAVE = loop("optimizer.save() writes shards; penstock export makes whole weights of them")
 _NEW = {
-    "secondary": no_counterpart("there is no second shard inside a host (hpZ); a mesh of two dimensions is near"),
     "mics": no_counterpart("removed from DeepSpeed; a mesh of two dimensions shards within groups"),
     "buffers": not_needed("buffers on the way to files are of tiles, as many as there are requests"),
     "pinned": not_needed("what the device copies is pinned, in exact size; Options(pinned_bytes=) bounds it"),
@@ -171,19 +213,21 @@ _BLOCK: Mapping[str, Row] = {
     "legacy_stage1": not_needed("stage 1 has one form"),
     "round_robin_gradients": not_needed("every rank copies the same share of every unit's gradient"),
     "parameter_alignment": not_needed("parameters begin at aligned places"),
-    "zero_hpz_partition_size": default("1", "off", _NEW["secondary"]),
-    "zero_quantized_weights": default("false", "off", _CARRIED),
-    "zero_quantized_nontrainable_weights": default("false", "off", _exact("frozen weights")),
-    "zero_quantized_gradients": default("false", "off", _exact("gradients")),
+    "zero_hpz_partition_size": _secondary,
+    "zero_quantized_weights": _carried("zero_quantized_weights", _WEIGHTS),
+    "zero_quantized_nontrainable_weights": _frozen,
+    "zero_quantized_gradients": _carried("zero_quantized_gradients", _GRADIENTS),
     "mics_shard_size": _NEW["mics"],
     "mics_hierarchical_params_gather": _NEW["mics"],
-    "zeropp_loco_param": no_counterpart("removed from DeepSpeed; gradients travel exactly here"),
+    "zeropp_loco_param": no_counterpart("removed from DeepSpeed; no rounding error is added to the next gradient"),
     "memory_efficient_linear": not_needed("autograd keeps a place of a released weight, of any layer"),
     "pipeline_loading_checkpoint": not_needed("weights are read unit by unit: prepare(weights=)"),
     "override_module_apply": not_needed("models are made on the meta device, and filled by prepare(weights=)"),
     "log_trace_cache_warnings": not_needed("another order of modules costs time at most"),
     "enable_sanity_checks": not_needed("ranks always compare what they issue; Options(debug_release=) finds misuse"),
-    "save_muon_momentum_buffer_in_memory": no_counterpart("Muon has no rule here"),
+    "save_muon_momentum_buffer_in_memory": no_counterpart(
+        "momentum rests where Placement(optimizer=...) says; the optimizer is penstock.optim.MuonAdamW"
+    ),
     "leaf_module.*": loop("say which modules are gathered as one: prepare(units=[TheExpertBlock])"),
 }
 

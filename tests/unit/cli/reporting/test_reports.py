@@ -30,6 +30,7 @@ PROGRESS = Progress(
     seconds=10.0,
     skipped_count=0,
     bytes_by_tier={"cpu": 8},
+    token_count=1000,
 )
 SHOWN = dataclasses.replace(PROGRESS, tokens_per_second=12345.6, bytes_by_tier={"device": 5 << 20, "cpu": 13 << 20})
 WAITS = Waits(0.12, {"fetch": 0.09, "collective": 0.03, "upload": 0.0001}, "host update")
@@ -130,12 +131,13 @@ def test_what_is_measured_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_a_run_ends_with_its_numbers(capsys: pytest.CaptureFixture[str]) -> None:
-    first = dataclasses.replace(SHOWN, step=300, seconds=10.0, host_peak_bytes=1 << 30, waits=WAITS)
+    first = dataclasses.replace(SHOWN, step=300, seconds=11.0, token_count=123456, host_peak_bytes=1 << 30, waits=WAITS)
     second = dataclasses.replace(
         SHOWN,
         step=600,
-        seconds=30.0,
+        seconds=33.0,  # 3 of them in evaluations
         tokens_per_second=200.0,
+        token_count=4000,
         bytes_by_tier={"device": 6 << 20, "cpu": 1},
         waits=Waits(0.0, {"collective": 0.01}, "host update"),
     )
@@ -147,7 +149,7 @@ def test_a_run_ends_with_its_numbers(capsys: pytest.CaptureFixture[str]) -> None
         capsys.readouterr()
         reports.end(model="out/folder")
     assert capsys.readouterr().out.splitlines() == [
-        "steps          600/600 in 0:30, 127,456 tokens, 4,249 a second",
+        "steps          600/600 in 0:33, 127,456 tokens, 4,249 a second",
         "held-out loss  5.5000 after step 0, 2.5000 after step 600, lowest 2.0000 after step 300",
         "state          device 6.0 MiB cpu 13.0 MiB",
         "peak memory    process 1.0 GiB",

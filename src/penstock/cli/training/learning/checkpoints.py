@@ -141,8 +141,11 @@ class Checkpoints:
         was = extra.get("world_size")
         if _counts(was, _MOST_STEPS) and was != self._course.world_size:
             course = self._course
+            before = extra.get("config")
+            shared = self._config.cp > 1 or (isinstance(before, dict) and not _same(before.get("cp", 1), 1))
+            who = "data-parallel groups" if shared else "ranks"
             self._ranks = (
-                f"{course.world_size} instead of {was} ranks (steps of {course.per_step} sequences: --batch-size "
+                f"{course.world_size} instead of {was} {who} (steps of {course.per_step} sequences: --batch-size "
                 f"{course.batch_size} --accumulation {course.accumulation})"
             )
         return Position(step, sequences)

@@ -259,6 +259,7 @@ class Window:
             skipped_count=self.skipped_count,
             bytes_by_tier=sizes,
             begin=self.begin,
+            token_count=round(token_count),
         )
         self.window_began, self.losses, self.label_count, self.token_count = now, [], 0, 0
         return progress

@@ -11,6 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 import penstock
 from penstock.cli.training.config import TrainConfig
 from penstock.cli.training.learning.model import Built
+from penstock.cli.training.learning.muon import muon_groups
 from penstock.cli.training.learning.optimizer_arguments import (
     CLASSES,
     optimizer_arguments,
@@ -50,9 +51,9 @@ class Preparation:
         chosen = {} if self.plan is None else {"placement": "auto", "plan": self.plan}
         return penstock.prepare(self.model, self.optimizer, mesh=mesh, **{**self.arguments, **chosen})
 
-    def footprint(self, *, world_size: int) -> Footprint:
-        """Say what it will take of a rank, of so many. Takes nothing."""
-        return footprint(self.model, self.optimizer, world_size=world_size, **self.by_hand())
+    def footprint(self, *, mesh: Mapping[str, int]) -> Footprint:
+        """Say what it will take of a rank, of so many along each dimension. Takes nothing."""
+        return footprint(self.model, self.optimizer, mesh=mesh, **self.by_hand())
 
     def by_hand(self) -> dict[str, Any]:
         """List the arguments as they are without a plan: with what it says in them.
@@ -78,8 +79,9 @@ def preparation(built: Built, config: TrainConfig, recipe: Recipe, precision: Pr
     Raises:
         ConfigError: nothing of the model is trained.
     """
-    maker: Any = CLASSES[config.optimizer_name]
-    optimizer = maker(parameter_groups(built.model, config), lr=recipe.lr, **optimizer_arguments(config))
+    optimizer = CLASSES[config.optimizer_name](
+        parameter_groups(built.model, config), lr=recipe.lr, **optimizer_arguments(config)
+    )
     arguments = {
         "stage": config.stage,
         "placement": config.placement(),
@@ -102,6 +104,8 @@ def parameter_groups(model: nn.Module, config: TrainConfig) -> list[dict[str, An
     decayed, others = _divided(model)
     if not decayed and not others:
         raise ConfigError("No parameter of the model is trained: all are frozen. Name another model.")
+    if config.optimizer_name == "muon":
+        return muon_groups(model, weight_decay_of(config))
     has_decay = takes_weight_decay(config.optimizer_name)
     groups = [(decayed, weight_decay_of(config)), (others, 0.0)]
     return [

@@ -3,23 +3,25 @@
 import difflib
 import inspect
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import nn
 
 from penstock.cli.training.config import TrainConfig
+from penstock.cli.training.learning.muon import muon
 from penstock.errors import ConfigError, one_line
 from penstock.optim import Lion
 
 #: By the names of `settings.learning.OPTIMIZERS`.
-CLASSES: Mapping[str, type[torch.optim.Optimizer]] = {
+CLASSES: Mapping[str, Callable[..., torch.optim.Optimizer]] = {
     "adamw": torch.optim.AdamW,
     "adam": torch.optim.Adam,
     "sgd": torch.optim.SGD,
     "adagrad": torch.optim.Adagrad,
     "lion": Lion,
+    "muon": muon,
     "rmsprop": torch.optim.RMSprop,
     "adadelta": torch.optim.Adadelta,
     "adamax": torch.optim.Adamax,
@@ -31,7 +33,8 @@ CLASSES: Mapping[str, type[torch.optim.Optimizer]] = {
 ADAMW_BETAS = (0.9, 0.95)
 DECOUPLED_DECAY = 0.1
 #: Whose weight decay is beside the gradient, and not in it.
-_DECOUPLED = ("adamw", "lion")
+_DECOUPLED = ("adamw", "lion", "muon")
+_WITH_ADAMW_BETAS = ("adamw", "muon")
 #: Arguments that options of their own say.
 _OWN_OPTIONS = {"lr": "--lr", "betas": "--betas", "weight_decay": "--weight-decay"}
 #: What is no number of the update, but how torch would run it: the library runs it its own way.
@@ -61,7 +64,7 @@ def optimizer_arguments(config: TrainConfig) -> dict[str, Any]:
             raise ConfigError(_unknown(name, key, _known(parameters)))
         given[key] = _value(name, parameters[key], value)
     if "betas" in parameters:
-        if config.betas is not None or name == "adamw":
+        if config.betas is not None or name in _WITH_ADAMW_BETAS:
             given["betas"] = config.betas or ADAMW_BETAS
     elif config.betas is not None:
         raise ConfigError(f"--betas: {name} has none. Leave the option out.")
@@ -77,8 +80,7 @@ def takes_weight_decay(name: str) -> bool:
 def weight_decay_of(config: TrainConfig) -> float:
     """Say how much matrices decay: as asked for, or as is usual for an optimizer.
 
-    In the others than adamw and lion it would be a part of the gradient (L2), which is another thing, and as much of it
-    too much.
+    In others than these it would be a part of the gradient (L2), which is another thing, and as much of it too much.
     """
     if config.weight_decay is not None:
         return config.weight_decay
@@ -111,9 +113,9 @@ def _value(name: str, parameter: inspect.Parameter, text: str) -> Any:
             raise ConfigError(f"{said} {len(parameter.default)} numbers, such as 0.5,1.2.")
         return tuple(parts)
     number = _number(text)
-    if number is None:
-        raise ConfigError(f"{said} a number.")
-    return number
+    if number is None or (parameter.annotation is int and number % 1):
+        raise ConfigError(f"{said} a {'whole ' if parameter.annotation is int else ''}number.")
+    return int(number) if parameter.annotation is int else number
 
 
 def _number(text: str) -> float | None:
@@ -125,10 +127,10 @@ def _number(text: str) -> float | None:
     return number if math.isfinite(number) else None
 
 
-def _try(name: str, kind: type[torch.optim.Optimizer], given: Mapping[str, Any]) -> None:
+def _try(name: str, maker: Callable[..., torch.optim.Optimizer], given: Mapping[str, Any]) -> None:
     """Make one of a single element: its constructor checks the values, and what goes with what."""
-    maker: Any = kind
+    one = nn.Parameter(torch.zeros(1, 1))
     try:
-        maker([nn.Parameter(torch.zeros(1))], lr=1e-3, **given)
+        maker([{"params": [one], "rule": "muon"}] if maker is muon else [one], lr=1e-3, **given)
     except Exception as error:
         raise ConfigError(f"--optimizer-args: {name} does not take them: {one_line(error)}. Mend them.") from error

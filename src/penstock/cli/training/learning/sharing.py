@@ -3,6 +3,7 @@
 from contextlib import AbstractContextManager
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.nn import functional as F
@@ -11,7 +12,6 @@ from penstock.cli.ranks import Ranks
 from penstock.cli.training.config import TrainConfig
 from penstock.cli.training.data.sequences.batches import NOT_TRAINED, Batch
 from penstock.cli.training.learning.loss import Loss
-from penstock.cli.training.settings.common import ON
 from penstock.errors import ConfigError
 from penstock.integrations.ulysses import check_shareable, sequence_parallel
 from penstock.parallel import cut
@@ -25,10 +25,12 @@ class SharedLoss(Loss):
     Arguments:
         model: a causal language model of transformers, or a peft model around one; before it is prepared.
         mesh: of all ranks, as `mesh_of` makes it.
+        chunks_loss: whether the model makes its loss without whole logits, by `chunk_loss`.
     """
 
-    def __init__(self, model: nn.Module, mesh: DeviceMesh) -> None:
+    def __init__(self, model: nn.Module, mesh: DeviceMesh, *, chunks_loss: bool = False) -> None:
         super().__init__(model)
+        self._chunks_loss = chunks_loss
         self._group = mesh.get_group("cp")
         self._rank, self._ranks = mesh.get_local_rank("cp"), self._group.size()
 
@@ -45,6 +47,9 @@ class SharedLoss(Loss):
         # Padding is on the right, and no label is in it: causal attention alone keeps it out of what counts.
         inputs.pop("attention_mask", None)
         chunk: dict[str, Any] = cut({**inputs, "labels": batch.labels}, self._rank, self._ranks)
+        if self._chunks_loss and torch.is_grad_enabled():
+            loss: Tensor = self._model(**chunk, num_items_in_batch=max(1, label_count), use_cache=False).loss
+            return loss
         labels = chunk.pop("shift_labels")
         logits: Tensor = self._model(**chunk, use_cache=False).logits
         total = F.cross_entropy(
@@ -53,34 +58,48 @@ class SharedLoss(Loss):
         return total / max(1, label_count)
 
 
+def loss_of(model: nn.Module, mesh: DeviceMesh | None, *, chunks_loss: bool) -> Loss:
+    """Make the loss of a model that is not prepared yet: of whole sequences, or of those that ranks of `mesh` share."""
+    if mesh is None or "cp" not in (mesh.mesh_dim_names or ()):
+        return Loss(model)
+    return SharedLoss(model, mesh, chunks_loss=chunks_loss)
+
+
 def mesh_of(ranks: Ranks) -> DeviceMesh | None:
-    """Make the mesh (dp_shard, cp) of the ranks; `None` where none share a sequence. Every rank calls it."""
-    if ranks.cp == 1:
+    """Make the mesh (dp_replicate, dp_shard, cp) of the ranks; `None` where all share one copy, and no sequence.
+
+    Every rank calls it.
+    """
+    if ranks.dp_replicate == ranks.cp == 1:
         return None
-    shape = (ranks.dp_world_size, ranks.cp)
-    return init_device_mesh(ranks.device.type, shape, mesh_dim_names=("dp_shard", "cp"))
+    # One rank along a dimension needs no groups of its own.
+    sizes = {name: size for name, size in ranks.mesh.items() if size > 1 or name == "dp_shard"}
+    return init_device_mesh(ranks.device.type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
 
 
-def check_cp(config: TrainConfig, world_size: int) -> None:
-    """Refuse what `--cp` cannot be beside.
+def check_mesh(config: TrainConfig, world_size: int) -> None:
+    """Refuse what `--dp-replicate` and `--cp` cannot be beside.
 
     Raises:
-        ConfigError: it does not divide the ranks, or another option does not go with it.
+        ConfigError: they do not divide the ranks, or another option does not go with them.
     """
-    if config.cp == 1:
+    asked = {"--dp-replicate": config.dp_replicate, "--cp": config.cp}
+    given = " x ".join(f"{name} {size}" for name, size in asked.items() if size > 1)
+    if not given:
         return
-    if world_size % config.cp:
+    least = config.dp_replicate * config.cp
+    if world_size % least:
+        mesh = f"mesh (dp_replicate {config.dp_replicate} x dp_shard {world_size}/{least} x cp {config.cp})"
         raise ConfigError(
-            f"--cp {config.cp} does not divide the {world_size} rank{'s' * (world_size > 1)} there are. Start a "
-            f"multiple of {config.cp} with torchrun, or use a divisor of {world_size}."
+            f"{given} does not divide the {world_size} rank{'s' * (world_size > 1)} there are: {mesh}. Start a "
+            f"multiple of {least} with torchrun, or use sizes whose product divides {world_size}."
         )
-    others = {
-        "--plan": bool(config.plan),
-        "--chunked-loss on": config.chunked_loss == ON,
-        "--compile": config.compile,
-    }
-    if asked := next((name for name, is_asked in others.items() if is_asked), None):
-        raise ConfigError(f"{asked} is for whole sequences, which --cp {config.cp} cuts. Leave one of them out.")
+    if config.dp_replicate > 1 and not config.stage:
+        raise ConfigError(f"--dp-replicate {config.dp_replicate} is for --stage 1 to 3: at 0 every rank has a copy.")
+    if config.plan:
+        raise ConfigError(f"--plan is for ranks that share one copy and no sequence, unlike {given}. Leave one out.")
+    if config.compile and config.cp > 1:
+        raise ConfigError(f"--compile is for whole sequences, which --cp {config.cp} cuts. Leave one of them out.")
 
 
 def check_model(model: nn.Module, cp: int) -> None:
@@ -90,12 +109,9 @@ def check_model(model: nn.Module, cp: int) -> None:
         ConfigError: its attention or its loss are others than they are shared, or its heads cannot be divided.
     """
     known: Any = model
-    config = known.config
     try:
-        if not getattr(known, "_supports_attention_backend", False):
-            raise ConfigError("the model's attention is its own, not one of transformers'")
-        if getattr(config, "output_router_logits", False):
+        if getattr(known.config, "output_router_logits", False):
             raise ConfigError("the model's loss has a part of its router, which is of whole sequences")
-        check_shareable(config, cp)
+        check_shareable(model, cp)
     except ConfigError as error:
         raise ConfigError(f"--cp {cp}: {error}. Leave --cp out, or use another model.") from error

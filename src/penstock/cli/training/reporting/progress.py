@@ -28,6 +28,7 @@ class Progress:
         waits: what steps wait for; `None` where no step was traced since the last report.
         begin: steps that were made before this process began, as of a run that goes on.
         spread: how evenly the ranks work; `None` where no step was traced since the last report.
+        token_count: tokens of all ranks together, since the last report.
     """
 
     step: int
@@ -45,6 +46,7 @@ class Progress:
     waits: Waits | None = None
     begin: int = 0
     spread: Spread | None = None
+    token_count: int = 0
 
     @property
     def seconds_left(self) -> float:
@@ -54,7 +56,7 @@ class Progress:
     def to_dict(self) -> dict[str, Any]:
         """List what `metrics.jsonl` says of a step: what is not known is left out, and so are the settings' numbers."""
         values = asdict(self)
-        del values["steps"], values["begin"], values["waits"], values["spread"]
+        del values["steps"], values["begin"], values["token_count"], values["waits"], values["spread"]
         known = {name: value for name, value in values.items() if value is not None}
         for more in (self.waits, self.spread):
             known |= {} if more is None else more.to_dict()

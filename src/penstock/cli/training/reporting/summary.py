@@ -18,6 +18,7 @@ class Summary:
         losses: held-out losses in nats per token, by the step after which they were measured.
         last: the newest report.
         token_count: tokens of all ranks, without padding.
+        training_seconds: what they took, without evaluations.
         state_peaks: the most bytes of training state, by tier.
         device_peak_bytes: the most of all reports; `None` where it is not known.
         host_peak_bytes: the same of the host.
@@ -26,7 +27,8 @@ class Summary:
 
     losses: dict[int, float] = field(default_factory=dict)
     last: Progress | None = None
-    token_count: float = 0.0
+    token_count: int = 0
+    training_seconds: float = 0.0
     state_peaks: dict[str, int] = field(default_factory=dict)
     device_peak_bytes: int | None = None
     host_peak_bytes: int | None = None
@@ -34,8 +36,9 @@ class Summary:
 
     def add(self, progress: Progress) -> None:
         """Count a report."""
-        since = progress.seconds - (self.last.seconds if self.last is not None else 0.0)
-        self.token_count += progress.tokens_per_second * since
+        self.token_count += progress.token_count
+        if progress.tokens_per_second:
+            self.training_seconds += progress.token_count / progress.tokens_per_second
         for tier, size_bytes in progress.bytes_by_tier.items():
             self.state_peaks[tier] = max(size_bytes, self.state_peaks.get(tier, 0))
         self.device_peak_bytes = _most(self.device_peak_bytes, progress.device_peak_bytes)
@@ -74,8 +77,8 @@ class Summary:
         rows: list[tuple[str, str]] = []
         last = self.last
         if last is not None:
-            pace = self.token_count / last.seconds if last.seconds else 0.0
-            tokens = f"{round(self.token_count):,} tokens, {pace:,.0f} a second"
+            pace = self.token_count / self.training_seconds if self.training_seconds else 0.0
+            tokens = f"{self.token_count:,} tokens, {pace:,.0f} a second"
             rows.append(("steps", f"{last.step:,}/{last.steps:,} in {format_seconds(last.seconds)}, {tokens}"))
         if self.losses:
             rows.append(("held-out loss", self._losses()))
@@ -94,7 +97,7 @@ class Summary:
 
     def to_dict(self) -> dict[str, object]:
         """List what the last line of `metrics.jsonl` says."""
-        values: dict[str, object] = {"token_count": round(self.token_count), "peak_bytes_by_tier": self.state_peaks}
+        values: dict[str, object] = {"token_count": self.token_count, "peak_bytes_by_tier": self.state_peaks}
         values |= {"device_peak_bytes": self.device_peak_bytes, "host_peak_bytes": self.host_peak_bytes}
         best = self.best_step()
         if best is not None:

@@ -35,6 +35,7 @@ RESOURCES = {
     "upload": "host-to-device link",
     "download": "device-to-host link",
     "collective": "links between ranks",
+    "model collective": "links within the model",
     "update": "host update",
     "device update": "device update",
     "read": "NVMe reads",

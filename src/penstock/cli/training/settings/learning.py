@@ -9,9 +9,10 @@ from penstock.cli.training.settings.common import count
 from penstock.errors import ConfigError
 
 _LEARNING = "Learning"
-#: Of torch, by the names that people give them; lion is penstock's.
+#: Of torch, by the names that people give them; lion and muon (with adamw for what is no matrix) are penstock's.
 OPTIMIZERS = (
-    *("adamw", "adam", "sgd", "adagrad", "lion", "rmsprop", "adadelta", "adamax", "nadam", "radam", "asgd", "rprop"),
+    *("adamw", "adam", "sgd", "adagrad", "lion", "muon", "rmsprop"),
+    *("adadelta", "adamax", "nadam", "radam", "asgd", "rprop"),
 )
 #: transformers' names, and those that people use for two of them.
 SCHEDULES = (
@@ -41,10 +42,10 @@ class LearningOptions:
         default_help="2e-3 for a preset, 2e-5 for a folder, 2e-4 with --lora",
     )
     betas: tuple[float, float] | None = option(
-        None, "Decay rates of two moments.", _LEARNING, parse=parse_betas, default_help="0.9,0.95 for adamw"
+        None, "Decay rates of two moments.", _LEARNING, parse=parse_betas, default_help="0.9,0.95 for adamw and muon"
     )
     weight_decay: float | None = option(
-        None, "Of matrices; norms and biases have none.", _LEARNING, default_help="0.1 for adamw and lion, else 0"
+        None, "Of matrices; norms and biases have none.", _LEARNING, default_help="0.1 for adamw, lion and muon, else 0"
     )
     max_grad_norm: float | None = option(
         1.0, "Clip the gradient's norm to this; 0 does not clip.", _LEARNING, parse=_parse_norm, none=0
@@ -82,7 +83,7 @@ class LearningOptions:
         None,
         "Sequences per step, of all ranks.",
         _LEARNING,
-        default_help="--batch-size x --accumulation x ranks",
+        default_help="--batch-size x --accumulation x ranks / --cp",
         rivals=("accumulation",),
     )
 

@@ -36,6 +36,9 @@ class StateOptions:
         _STATE,
         rivals=HOMES,
     )
+    dp_replicate: int = option(
+        1, "Copies of the state, each shared by ranks with consecutive numbers.", _STATE, least=1, most=MOST_RANKS
+    )
     cp: int = option(1, "Ranks that share each sequence (Ulysses).", _STATE, least=1, most=MOST_RANKS)
     stage: int = option(3, "ZeRO stage, 0 to 3.", _STATE)
     params: Home = _home("device", "Home of the parameters: a tier, or device=0.5,cpu=0.5.")

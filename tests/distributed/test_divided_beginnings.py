@@ -1,0 +1,369 @@
+"""How models whose parameters are DTensors begin: first values, parameters that come later, and what they need."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import penstock
+from penstock import Options, Placement
+from penstock.errors import ConfigError
+from tests.distributed.test_divided_parameters import CLIP, NVME, mesh_of, norm_of, prepared
+from tests.distributed.test_tensor_parallel import Model, batches, loss_of, make, parallelize, whole
+from tests.support import run_ranks, thorough
+
+
+def _loaded(rank: int, folder: str, path: str) -> None:
+    """Inference, and meta DTensors that take their values from files, are the model."""
+    from safetensors.torch import save_file
+
+    mesh = mesh_of(1, 2)
+    expected = make(13)
+    if rank == 0:
+        save_file(expected.state_dict(), f"{folder}/model.safetensors")
+    dist.barrier()
+    ids = batches(0, 0, 1)
+    values = {name: p.detach() for name, p in expected.named_parameters()}
+    for placed in [{}, {"params": "nvme", "nvme_path": path}]:
+        for optimize in (False, True):
+            with torch.device("meta"):
+                model = Model(13)
+            parallelize(model, mesh["tp"], "sequence")
+            assert all(p.is_meta for p in model.parameters())
+            of_torch = torch.optim.AdamW(model.parameters(), lr=1e-2) if optimize else None
+            optimizer = penstock.prepare(
+                model, of_torch, mesh=mesh, precision="fp32", weights=folder, placement=Placement(**placed)
+            )
+            with torch.no_grad():
+                torch.testing.assert_close(model(ids), expected(ids))
+            for name, p in model.named_parameters():
+                assert torch.equal(optimizer.full_param(p), values[name]), name
+            if optimize:
+                loss_of(model, ids).backward()
+                optimizer.step()
+            optimizer.close()
+        given = parallelize(make(13), mesh["tp"], "plain")
+        optimizer = penstock.prepare(given, None, mesh=mesh, precision="fp32", placement=Placement(**placed))
+        with torch.no_grad():
+            torch.testing.assert_close(given(ids), expected(ids))
+        optimizer.close()
+
+
+def test_inference_and_meta_parameters(tmp_path: Path) -> None:
+    files, tier = tmp_path / "files", tmp_path / "tier"
+    files.mkdir()
+    tier.mkdir()
+    run_ranks(_loaded, 2, str(files), str(tier))
+
+
+class Halved(Model):
+    """A model that changes what modules inside of it have drawn."""
+
+    def reset_parameters(self) -> None:
+        self.head.weight.mul_(0.5)
+
+
+class Failing(Model):
+    """A model that cannot be initialised, which shows once its embedding is."""
+
+    def reset_parameters(self) -> None:
+        raise ArithmeticError("by its last module")
+
+
+def on_meta(kind: type[Model], mesh: Any, tied: bool) -> Model:
+    with torch.device("meta"):
+        model = kind(13)
+    parallelize(model, mesh["tp"], "sequence")
+    if tied:
+        model.head.weight = model.embedding.weight
+    return model
+
+
+def _initialised(rank: int, sizes: tuple[int, ...], path: str) -> None:
+    """Each rank has its part of what one rank draws, and draws numbers of its own afterwards."""
+    mesh = mesh_of(*sizes)
+    for kind, tied, placed in [
+        (Model, False, {}),
+        (Model, True, {}),
+        (Halved, False, {**NVME, "nvme_path": path}),
+    ]:
+        torch.manual_seed(7)
+        expected = kind(13)
+        if tied:
+            expected.embedding.reset_parameters()
+            torch.manual_seed(7)
+            expected.head.weight = expected.embedding.weight
+            for module in expected.modules():
+                if module is not expected and hasattr(module, "reset_parameters"):
+                    module.reset_parameters()
+        elif kind is Halved:
+            with torch.no_grad():
+                expected.reset_parameters()
+        drawn = torch.get_rng_state()
+        torch.manual_seed(7 + rank)
+        own = torch.get_rng_state()
+        model = on_meta(kind, mesh, tied)
+        optimizer = prepared(model, mesh, placed, weights="init")
+        assert torch.equal(torch.get_rng_state(), own if rank else drawn)
+        values = dict(expected.named_parameters())
+        for name, p in model.named_parameters():
+            assert torch.equal(optimizer.full_param(p), values[name]), (kind, tied, name)
+        with torch.no_grad():
+            torch.testing.assert_close(model(batches(0, 0, 1)), expected(batches(0, 0, 1)))
+        loss_of(model, batches(0, 0, 1)).backward()
+        optimizer.step()
+        optimizer.close()
+
+
+@pytest.mark.parametrize("sizes", [(1, 2), thorough((2, 2))])
+def test_divided_parameters_are_initialised_as_on_one_rank(sizes: tuple[int, ...], tmp_path: Path) -> None:
+    run_ranks(_initialised, sizes[0] * sizes[1], sizes, str(tmp_path))
+
+
+def _llama(rank: int) -> None:
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes = {"vocab_size": 16, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2}
+    config = LlamaConfig(**sizes, num_attention_heads=2, num_key_value_heads=2, tie_word_embeddings=False)
+
+    def built() -> Any:
+        with torch.device("meta"):
+            return LlamaForCausalLM(config)
+
+    mesh = mesh_of(1, 2)
+    one, model = built(), built()
+    for layer in model.model.layers:
+        parallelize_module(
+            layer.mlp,
+            mesh["tp"],
+            {"gate_proj": ColwiseParallel(), "up_proj": ColwiseParallel(), "down_proj": RowwiseParallel()},
+        )
+    found = []
+    for each, shift in ((one, 0), (model, rank)):
+        torch.manual_seed(11 + shift)
+        optimizer = prepared(each, mesh, {}, weights="init")
+        found.append({name: optimizer.full_param(p) for name, p in each.named_parameters()})
+        optimizer.close()
+    whole_values, divided = found
+    assert any(hasattr(p, "full_tensor") for p in model.parameters())
+    assert all(torch.equal(divided[name], value) for name, value in whole_values.items())
+
+
+@pytest.mark.thorough
+def test_models_of_transformers_are_initialised_as_on_one_rank() -> None:
+    pytest.importorskip("transformers")
+    run_ranks(_llama, 2)
+
+
+def _not_initialised(rank: int) -> str:
+    mesh = mesh_of(1, 2)
+    model = on_meta(Failing, mesh, tied=True)
+    before = dict(model.named_parameters())
+    with pytest.raises(ConfigError) as caught:
+        prepared(model, mesh, {}, weights="init")
+    assert all(p is before[name] and p.is_meta for name, p in model.named_parameters())
+    assert model.head.weight is model.embedding.weight
+    return str(caught.value)
+
+
+def test_a_model_that_is_not_initialised_has_its_dtensors_again() -> None:
+    for said in run_ranks(_not_initialised, 2):
+        assert "by its last module" in said
+        assert "\n" not in said
+
+
+def _standing(rank: int) -> None:
+    from penstock.engine.units.standins import let_go, standing_in
+
+    model = on_meta(Model, mesh_of(1, 2), tied=True)
+    weight = model.head.weight
+    with standing_in(model) as stand_ins:
+        whole = model.head.weight
+        assert whole is stand_ins[weight] is model.embedding.weight
+        assert type(whole) is nn.Parameter
+        assert (whole.shape, whole.is_meta) == ((13, 8), False)
+        whole.data = torch.ones(13, 8)
+        let_go(whole)
+        assert whole.untyped_storage().nbytes() == 4
+        assert bool(whole.isnan().all())
+        with pytest.raises(RuntimeError), torch.no_grad():
+            whole.normal_()  # somebody who comes too late hears of it
+    assert model.head.weight is model.embedding.weight is weight
+
+
+def test_what_stands_in_has_no_memory_once_its_values_are_home() -> None:
+    run_ranks(_standing, 2)
+
+
+def _joining(rank: int) -> None:
+    """Layers that were frozen, and new ones, are trained as torch trains them."""
+    from torch.distributed.tensor import DTensor, Partial
+
+    mesh = mesh_of(1, 2)
+
+    def begun(plan: str) -> Any:
+        model = parallelize(make(13), mesh["tp"], plan)
+        model.blocks[1].requires_grad_(False)
+        return model, torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2, foreach=False)
+
+    def joined(model: Any, plan: str) -> list[nn.Parameter]:
+        # All of what a frozen unit has, which is trained where it rests; or a part, which leaves it.
+        thawed = model.blocks[1] if plan == "plain" else model.blocks[1].up
+        thawed.requires_grad_(True)
+        model.blocks.append(parallelize(make(13), mesh["tp"], plan).blocks[0])
+        return [*thawed.parameters(), *model.blocks[2].parameters()]
+
+    for plan in ("plain", "sequence"):
+        (model, of_torch), (same, given) = begun(plan), begun(plan)
+        optimizer = penstock.prepare(same, given, mesh=mesh, precision="fp32", max_grad_norm=CLIP)
+        for step in range(3):
+            if step == 1:
+                of_torch.add_param_group({"params": joined(model, plan), "lr": 5e-3})
+                same.partial = nn.Parameter(DTensor.from_local(torch.ones(2), mesh["tp"], [Partial()]))
+                with pytest.raises(ConfigError, match=r"'partial'.*a partial sum is no value"):
+                    optimizer.add_param_group({"params": [same.partial]})
+                del same.partial
+                optimizer.add_param_group({"params": joined(same, plan), "lr": 5e-3})
+            loss_of(model, batches(step, 0, 1)).backward()
+            loss_of(same, batches(step, 0, 1)).backward()
+            of_all = [p for p in model.parameters() if p.requires_grad]
+            norm = norm_of(nn.ParameterList(of_all))
+            for p in of_all:
+                p.grad.mul_(min(1.0, CLIP / (float(norm) + 1e-6)))
+            torch.testing.assert_close(torch.tensor(optimizer.step().grad_norm), norm, rtol=1e-5, atol=0)
+            of_torch.step()
+            of_torch.zero_grad()
+            optimizer.zero_grad()
+        for (name, p), mine in zip(model.named_parameters(), same.parameters(), strict=True):
+            torch.testing.assert_close(optimizer.full_param(mine), whole(p), rtol=1e-6, atol=1e-6, msg=f"{plan} {name}")
+        optimizer.close()
+
+
+def test_divided_parameters_join_later() -> None:
+    run_ranks(_joining, 2)
+
+
+class Wide(nn.Module):
+    """A row table that ranks divide unevenly, and what they have alike."""
+
+    def __init__(self, mesh: Any, rank: int) -> None:
+        from torch.distributed.tensor import Shard, distribute_tensor
+
+        super().__init__()
+        self.table = nn.Parameter(distribute_tensor(torch.zeros(3, 40_000), mesh, [Shard(0)]))
+        self.scale, self.shift = (nn.Parameter(torch.full((8,), float(rank + more))) for more in (1, 2))
+
+
+def _together(rank: int) -> tuple[int, int, list[float]]:
+    """Count the broadcasts over `tp` of first values, and of those written by hand."""
+    from penstock.machine.collectives import Ranks
+
+    sent: list[int] = []
+    send = Ranks.broadcast_alike
+
+    def counted(ranks: Ranks, tensor: Tensor) -> None:
+        sent.append(tensor.nbytes)
+        send(ranks, tensor)
+
+    Ranks.broadcast_alike = counted  # type: ignore[method-assign]
+    mesh = mesh_of(1, 2)
+    model = nn.ModuleList(Wide(mesh["tp"], rank) for _ in range(9))
+    optimizer = prepared(model, mesh, {}, options=Options(timeout_s=20))
+    first = len(sent)
+    with optimizer.gathered(modify=True), torch.no_grad():
+        for each in model:
+            each.scale.mul_(2 + rank)
+            each.shift.fill_(rank)
+    found = [float(optimizer.full_param(p).sum()) for each in model for p in (each.scale, each.shift)]
+    optimizer.close()
+    return first, len(sent) - first, found
+
+
+def test_what_ranks_have_alike_travels_together_beside_uneven_parts() -> None:
+    for first, written, found in run_ranks(_together, 2):
+        # Of 320 kB at most on a rank, three tables are sent at once: the second rank, with 160 kB each, waits for it.
+        assert first == 3
+        assert written == 9  # a unit each
+        assert found == 9 * [8.0 * 1 * 2, 0.0]
+
+
+class Twice(nn.Module):
+    """A product with a matrix, of an odd number of rows, that two dimensions of a mesh divide."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(7, 6))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        nn.init.normal_(self.weight)
+
+    def forward(self, x: Tensor) -> Tensor:
+        full = getattr(self.weight, "full_tensor", None)
+        return x @ (self.weight if full is None else full())
+
+
+def _twice(rank: int, path: str) -> None:
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+    mesh = mesh_of(1, 2, 2, names=("dp_shard", "tp", "ep"))
+    x = torch.randn(3, 7, generator=torch.Generator().manual_seed(1))
+    for number, placements in enumerate(
+        [[Shard(0), Shard(0)], [Shard(1), Shard(0)], [Shard(0), Replicate()], [Replicate(), Shard(1)]]
+    ):
+        torch.manual_seed(3)
+        expected = Twice()
+        of_torch = torch.optim.AdamW(expected.parameters(), lr=1e-2)
+        with torch.device("meta"):
+            model = Twice()
+        model.weight = nn.Parameter(distribute_tensor(model.weight.detach(), mesh["tp", "ep"], placements))
+        torch.manual_seed(3 + rank)
+        placed = {**NVME, "nvme_path": path} if number % 2 else {}
+        optimizer = prepared(model, mesh, placed, weights="init", max_grad_norm=CLIP)
+        for _ in range(2):
+            torch.testing.assert_close(optimizer.full_param(model.weight), expected.weight.detach())
+            expected(x).square().mean().backward()
+            model(x).square().mean().backward()
+            norm = nn.utils.clip_grad_norm_(expected.parameters(), CLIP)
+            of_torch.step()
+            torch.testing.assert_close(torch.tensor(optimizer.step().grad_norm), norm, msg=f"{placements}")
+            of_torch.zero_grad()
+            optimizer.zero_grad()
+        torch.testing.assert_close(optimizer.full_param(model.weight), expected.weight.detach(), msg=f"{placements}")
+        optimizer.close()
+        torch.testing.assert_close(whole(model.weight), expected.weight.detach())
+
+
+def test_two_dimensions_divide_one_parameter(tmp_path: Path) -> None:
+    run_ranks(_twice, 4, str(tmp_path))
+
+
+def _asked(rank: int) -> tuple[int, int, str]:
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    from penstock.footprint import footprint
+    from penstock.planner import plan
+
+    mesh = mesh_of(1, 2)
+    model = nn.Sequential(nn.Linear(512, 512, bias=False))
+    model[0].weight = nn.Parameter(distribute_tensor(model[0].weight.detach(), mesh["tp"], [Shard(0)]))
+    plain = nn.Sequential(nn.Linear(512, 256, bias=False))
+    needed = []
+    for each in (model, plain):
+        found = footprint(each, torch.optim.AdamW(each.parameters()), mesh=mesh, precision="fp32")
+        needed.append(found.at_rest.bytes() + sum(found.device.parts.values()))
+    with pytest.raises(ConfigError) as caught:
+        plan(model, torch.optim.AdamW, lambda: torch.zeros(2, 512), machine="h100-node")
+    return needed[0], needed[1], str(caught.value)
+
+
+def test_footprint_counts_own_elements_and_the_planner_refuses_dtensors() -> None:
+    for divided, plain, planned in run_ranks(_asked, 2):
+        assert divided == plain
+        assert "'0.weight'" in planned
+        assert "\n" not in planned
+        assert "DTensor" in planned

@@ -1,0 +1,112 @@
+"""Each kind of model that can share sequences over ranks has the gradients of one rank, also with sliding windows."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from penstock.errors import ConfigError
+from penstock.integrations.ulysses import SHAREABLE, check_shareable, sequence_parallel
+from penstock.parallel import cut, token_mean
+from tests.models.test_sequence_parallel import batch, sum_of, whole_loss
+from tests.support import run_ranks, thorough
+
+WINDOW = 4  # of sequences of 11 tokens, of which a rank has 6, or 3
+SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+SIZES |= {"num_key_value_heads": 2, "head_dim": 8}
+MIXED = {"sliding_window": WINDOW, "layer_types": ["sliding_attention", "full_attention"]}
+#: What a type needs beside that: windows, in all layers or in some.
+CHANGES: dict[str, dict[str, Any]] = {
+    "cohere2": MIXED,
+    "gemma2": MIXED | {"query_pre_attn_scalar": 8},
+    "gemma3_text": MIXED | {"query_pre_attn_scalar": 8},
+    "mistral": {"sliding_window": WINDOW},
+    "mixtral": {"sliding_window": WINDOW, "num_local_experts": 2},
+    "olmo3": MIXED,
+    "phi3": {"sliding_window": WINDOW},
+    "qwen2": MIXED | {"use_sliding_window": True},
+    "qwen3": MIXED | {"use_sliding_window": True},
+    "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16},
+    "smollm3": MIXED | {"use_sliding_window": True},
+    "starcoder2": {"sliding_window": WINDOW},
+}
+
+
+def tiny(kind: str, attention: str) -> Any:
+    """A model of a type, the same every time, without dropout."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = AutoConfig.for_model(
+        kind, vocab_size=40, bos_token_id=0, eos_token_id=1, pad_token_id=None, **SIZES | CHANGES.get(kind, {})
+    )
+    for name in ("attn_pdrop", "embd_pdrop", "resid_pdrop", "attention_dropout", "hidden_dropout"):
+        if hasattr(config, name):
+            setattr(config, name, 0.0)
+    config.use_cache = False
+    torch.manual_seed(0)
+    return AutoModelForCausalLM.from_config(config, attn_implementation=attention)
+
+
+def gradients(rank: int, ranks: int, kinds: tuple[str, ...]) -> dict[str, list[tuple[str, Tensor, Tensor]]]:
+    """Of each type, attention and kind of batch, the gradients of one rank and the sum of those of all."""
+    found = {}
+    for kind in kinds:
+        for attention in ("eager",) if kind == "gemma2" else ("sdpa", "eager"):  # which caps its scores
+            for rows in ("causal", "packed"):
+                model, other = tiny(kind, attention), tiny(kind, attention)
+                whole_loss(model, [batch(rows)]).backward()
+                mine = cut(batch(rows), rank, ranks)
+                labels = mine.pop("shift_labels")
+                assert labels is not None
+                with sequence_parallel(other):
+                    loss = token_mean(sum_of(other(**mine).logits, labels), (labels != -100).sum())
+                    loss.backward()
+                pairs = []
+                for (name, one), many in zip(model.named_parameters(), other.parameters(), strict=True):
+                    if one.grad is None:
+                        assert many.grad is None
+                        continue
+                    summed = torch.zeros_like(many) if many.grad is None else many.grad
+                    dist.all_reduce(summed)
+                    pairs.append((name, one.grad, summed / ranks))
+                found[f"{kind} {attention} {rows}"] = pairs
+    return found
+
+
+@pytest.mark.parametrize(
+    ("ranks", "kinds"),
+    [
+        (2, ("gemma2", "qwen2")),
+        thorough(2, tuple(kind for kind in SHAREABLE if kind not in ("gemma2", "qwen2"))),
+        thorough(4, SHAREABLE),
+    ],
+)
+def test_gradients_of_every_type_are_those_of_one_rank(ranks: int, kinds: tuple[str, ...]) -> None:
+    for found in run_ranks(gradients, ranks, ranks, kinds):
+        for row, pairs in found.items():
+            assert pairs
+            for name, one, many in pairs:
+                least = 5e-6 * one.abs().max().item()  # elements that are sums of larger ones
+                torch.testing.assert_close(many, one, rtol=5e-6, atol=least, msg=lambda text: f"{row} {name} {text}")  # noqa: B023
+
+
+@pytest.mark.parametrize("kind", ["gpt_oss", "falcon_h1", "bloom", "llama4_text", "jamba"])
+def test_types_that_are_not_known_are_refused_by_name(kind: str) -> None:
+    from transformers import AutoConfig
+
+    config = AutoConfig.for_model(kind)
+    config._attn_implementation = "sdpa"
+    with pytest.raises(ConfigError, match=f"'{kind}' is not known to share a sequence"):
+        check_shareable(SimpleNamespace(config=config, _supports_attention_backend=True), 2)
+
+
+def test_layers_of_other_kinds_are_refused() -> None:
+    from transformers import Qwen3Config
+
+    config = Qwen3Config(layer_types=["full_attention", "linear_attention"], num_hidden_layers=2)
+    config._attn_implementation = "sdpa"
+    with pytest.raises(ConfigError, match="layers with linear_attention cannot share"):
+        check_shareable(SimpleNamespace(config=config, _supports_attention_backend=True), 2)

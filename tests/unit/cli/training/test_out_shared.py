@@ -1,0 +1,56 @@
+"""`penstock train` on two ranks that see a folder each under the name of `--out`: both end before they train."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+RANK = """
+import sys
+from penstock.checkpoint import sharing
+sharing._PATIENCE_S = 0.2
+from penstock.cli import main
+main()
+"""
+
+
+@pytest.mark.thorough
+def test_every_rank_ends_with_one_line_before_training(model_folder: Path, tmp_path: Path) -> None:
+    data = tmp_path / "rows.jsonl"
+    data.write_text("".join(json.dumps({"text": "the quick brown fox"}) + "\n" for _ in range(40)))
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    around = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+    arguments = ["train", "--model", str(model_folder), "--data", str(data), "--out", "run", "--steps", "2"]
+    arguments += ["--seq-length", "16", "--batch-size", "2", "--eval-sequences", "0", "--sample-tokens", "0"]
+    arguments += ["--precision", "fp32"]
+    ranks = []
+    for rank in range(2):
+        host = tmp_path / f"host{rank}"  # what is relative to it is another folder on each rank
+        host.mkdir()
+        env = {**os.environ, **around, "RANK": str(rank), "LOCAL_RANK": str(rank), "GLOO_SOCKET_IFNAME": "lo"}
+        env["OMP_NUM_THREADS"] = "1"
+        with (host / "said.log").open("wb") as said:
+            command = [sys.executable, "-c", RANK, *arguments]
+            ranks.append(subprocess.Popen(command, env=env, cwd=host, stdout=said, stderr=said))
+    try:
+        codes = [each.wait(100) for each in ranks]
+    finally:
+        for each in ranks:
+            each.kill()
+    for rank in range(2):
+        host = tmp_path / f"host{rank}"
+        said = (host / "said.log").read_text()
+        assert codes[rank] == 2, said
+        assert "Traceback" not in said
+        assert len([line for line in said.splitlines() if "is not one folder for all ranks" in line]) == 1, said
+        assert "is not seen by rank 1 (" in said
+        metrics = host / "run" / "metrics.jsonl"
+        lines = [json.loads(line) for line in metrics.read_text().splitlines()] if metrics.exists() else []
+        assert not [line for line in lines if line["event"] == "step"]
+        assert not (host / "run" / "checkpoints").exists()
