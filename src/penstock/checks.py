@@ -147,7 +147,7 @@ def check_whole(
     given += [f"secondary_shard={options.secondary_shard}"] if options.secondary_shard is not None else []
     if given and grid.shards > 1:
         raise ConfigError(
-            f"Options({given[0]}) goes by equal shards, and {rule.name} has each parameter on one rank. Leave it out."
+            f"{given[0]} goes by equal shards, and {rule.name} has each parameter on one rank. Leave it out."
         )
 
 

@@ -42,8 +42,8 @@ def check_elementwise(optimizer: type[torch.optim.Optimizer] | torch.optim.Optim
     if rule_for(made).whole:
         raise ConfigError(
             f"{type(made).__name__} looks at whole parameters, and a plan times updates by their bytes, which does not "
-            "hold for products of matrices. Say where state should be: prepare(placement=Placement(...)); "
-            "penstock.footprint tells whether it fits."
+            "hold for products of matrices. Say where state should be with a penstock.Placement; penstock.footprint "
+            "tells whether it fits."
         )
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import penstock
-from penstock.kinds import COMPUTE_DTYPES
+from penstock.dtypes import COMPUTE_DTYPES
 from penstock.machine.streams import Streams
 from penstock.optim import MuonAdamW
 from tests.parity.rows import Movement, round_half_away

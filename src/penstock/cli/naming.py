@@ -29,6 +29,7 @@ _PHRASES = (
     ("base=int8: ", "--lora base=int8: "),
     (", or choose smaller units.", "."),
     ("Give a penstock.Placement.", "Name a tier."),
+    ("be with a penstock.Placement;", "be with --params, --grads and --optimizer;"),
     (", a higher stage,", ", a higher --stage,"),
     ("The nvme path ", "--nvme-path "),
     ("overlap is ", "--overlap is "),

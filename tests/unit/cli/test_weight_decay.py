@@ -19,7 +19,7 @@ from penstock.cli.training.settings.learning import OPTIMIZERS
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_only_decoupled_weight_decay_is_on_unasked(name: str) -> None:
     """What is added to the gradient (L2) would be another thing."""
-    assert weight_decay_of(TrainConfig(optimizer_name=name)) == (0.1 if name in ("adamw", "lion") else 0.0)
+    assert weight_decay_of(TrainConfig(optimizer_name=name)) == (0.1 if name in ("adamw", "lion", "muon") else 0.0)
     assert weight_decay_of(TrainConfig(optimizer_name=name, weight_decay=0.3)) == 0.3
     assert weight_decay_of(TrainConfig(optimizer_name=name, weight_decay=0.0)) == 0.0
 
