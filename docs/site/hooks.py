@@ -1,7 +1,7 @@
 """What the site has beside the pages of docs/: the README, files of other folders, and the table of commands.
 
-A file of another folder is a page under a name of its own. Links are written as they work in the repository, so those that
-lead out of docs/ are led to that page, or become plain text where the site has none.
+A file of another folder is a page under a name of its own. Links are written as they work in the repository, so those
+that lead out of docs/ are led to that page, or become plain text where the site has none.
 """
 
 import re
@@ -46,7 +46,7 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
 
 
 def in_site(markdown: str, folder: Path) -> str:
-    """Rewrite the links of a page that lies in `folder` of the repository, for a page that lies at the top of the site."""
+    """Rewrite the links of a page that lies in `folder` of the repository, for one at the top of the site."""
 
     def led(link: re.Match[str]) -> str:
         text, target, anchor = link[1], link[2], link[3] or ""

@@ -12,7 +12,9 @@ ROOT = Path(__file__).parents[2]
 #: By their names in the repository. The reference is made of docstrings, which have their own tests.
 PAGES = ["README.md", "CONTRIBUTING.md", *sorted(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md"))]
 
-_FENCE = re.compile(r"(?:^<!-- not run: (?P<reason>[^\n]+?) -->\n+)?^```(?P<kind>[^\n]*)\n(?P<text>.*?)^```$", re.M | re.S)
+_FENCE = re.compile(
+    r"(?:^<!-- not run: (?P<reason>[^\n]+?) -->\n+)?^```(?P<kind>[^\n]*)\n(?P<text>.*?)^```$", re.M | re.S
+)
 
 
 @dataclass(frozen=True)
