@@ -65,9 +65,10 @@ check: setup ## ruff, format, mypy --strict, layers
 	$(BIN)/mypy --strict src
 	$(BIN)/python -m pytest -q tests/meta/test_layers.py
 
-# The names of commands and options are read from the package, so it has to be installed.
+# The names of commands and options are read from the package, so it has to be installed. Not --quiet: mkdocs counts no
+# warnings then, and nothing is strict.
 docs: setup ## the site of the pages, in build/site: every link and anchor is checked
-	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet $(ARGS)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict $(ARGS)
 
 # Everything side by side, beside the stored run. QUICK=1 for three minutes; PEERS= names the interpreter of an
 # environment with DeepSpeed.

@@ -4,6 +4,7 @@ A file of another folder is a page under a name of its own. Links are written as
 that lead out of docs/ are led to that page, or become plain text where the site has none.
 """
 
+import os
 import re
 from pathlib import Path
 from typing import Any
@@ -46,16 +47,18 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
 
 
 def in_site(markdown: str, folder: Path) -> str:
-    """Rewrite the links of a page that lies in `folder` of the repository, for one at the top of the site."""
+    """Rewrite the links of a page that lies in `folder` of the repository: those out of docs/, and those into it."""
+    inside = folder.parts[:1] == ("docs",)
+    here = "/".join(folder.parts[1:]) if inside else ""  # where the page lies in the site
 
     def led(link: re.Match[str]) -> str:
         text, target, anchor = link[1], link[2], link[3] or ""
-        path = _normal(folder / target)
+        path = os.path.normpath(folder / target)
         if path in ELSEWHERE:
-            return f"[{text}]({ELSEWHERE[path]}{anchor})"
-        if folder == Path("docs"):
-            return text if path.partition("/")[0] != "docs" else link[0]
-        return f"[{text}]({path.removeprefix('docs/')}{anchor})" if path.startswith("docs/") else text
+            return f"[{text}]({os.path.relpath(ELSEWHERE[path], here or '.')}{anchor})"
+        if not path.startswith("docs/"):
+            return text
+        return link[0] if inside else f"[{text}]({path.removeprefix('docs/')}{anchor})"
 
     return "".join(
         part if number % 2 else _LINK.sub(led, part)  # what is between two fences is code
@@ -102,11 +105,3 @@ def _without(nav: Any, missing: set[str]) -> Any:
         kept = {name: _without(each, missing) for name, each in nav.items()}
         return {name: each for name, each in kept.items() if each is not None} or None
     return None if nav in missing else nav
-
-
-def _normal(path: Path) -> str:
-    """Resolve the dots of a path of the repository, without looking whether it is there."""
-    parts: list[str] = []
-    for part in path.parts:
-        parts = parts[:-1] if part == ".." else [*parts, part] if part != "." else parts
-    return "/".join(parts)

@@ -85,6 +85,17 @@ def saved_language_model() -> Generator[Names]:
 
 
 @contextlib.contextmanager
+def in_a_trainer() -> Generator[Names]:
+    """A model of transformers, rows, and the arguments of a Trainer for two steps."""
+    from transformers import LlamaConfig, LlamaForCausalLM, TrainingArguments
+
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+    rows = [{"input_ids": ids, "labels": ids} for ids in torch.randint(32, (8, 4))]
+    args = TrainingArguments("out", max_steps=2, report_to="none", use_cpu=True)
+    yield {"model": LlamaForCausalLM(LlamaConfig(vocab_size=32, **sizes)), "args": args, "rows": rows}
+
+
+@contextlib.contextmanager
 def with_matrices() -> Generator[Names]:
     """A model that is not prepared."""
     yield {"torch": torch, "penstock": penstock, "model": torch.nn.Sequential(torch.nn.Linear(8, 8))}

@@ -1,7 +1,7 @@
 """The texts that the package can say, and whether a page's quotation is one of them.
 
-A text is known by what is constant in it: the values of an f-string, and `%s` of a line of the log, are gaps. A quotation
-on a page writes `...` for its own gaps.
+A text is known by what is constant in it: the values of an f-string, and `%s` of a line of the log, are gaps. A
+quotation on a page writes `...` for its own gaps.
 """
 
 import ast

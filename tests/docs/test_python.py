@@ -1,9 +1,6 @@
 """The Python of the README and the pages runs as it is written: a page's blocks in order, in one namespace."""
 
 import ast
-import contextlib
-import sys
-from collections.abc import Iterator
 from importlib import import_module
 from pathlib import Path
 
@@ -11,6 +8,7 @@ import pytest
 import torch
 
 from tests.docs.blocks import ROOT, Block, blocks_of, every_block
+from tests.docs.executing import execute, started_anew
 from tests.docs.given import GIVEN, nothing
 
 #: Pages whose code other tests run, with the library that it needs or with more to say of what comes out.
@@ -27,7 +25,7 @@ RUN = sorted({block.page for block in every_block("python")} - BY_OTHERS.keys())
 
 @pytest.mark.parametrize("page", RUN)
 def test_the_code_of_the_page_runs(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    blocks = [block for block in blocks_of(page) if block.kind == "python" and not block.reason]
+    blocks = [block for block in blocks_of(page) if block.kind == "python" and not block.reason + block.needs]
     for library in ("peft", "transformers"):
         if any(f"from {library}" in block.text for block in blocks):
             pytest.importorskip(library)
@@ -35,26 +33,9 @@ def test_the_code_of_the_page_runs(page: str, tmp_path: Path, monkeypatch: pytes
     with started_anew(page) as module, GIVEN.get(page, nothing)() as names:
         module.update(names)
         for block in blocks:
-            # Lines of an error are those of the page.
-            exec(compile("\n" * (block.line - 1) + block.text, str(ROOT / page), "exec"), module)
+            execute(block, module)
         names.update(module)
     assert not torch.distributed.is_initialized(), "a page leaves no process group behind"
-
-
-@contextlib.contextmanager
-def started_anew(page: str) -> Iterator[dict[str, object]]:
-    """A module for a page's code, so that classes which it makes can be found; and torch as it was, afterwards."""
-    module = type(sys)(f"page_{Path(page).stem.replace('-', '_')}")
-    state, threads = torch.get_rng_state(), torch.get_num_threads()
-    sys.modules[module.__name__] = module
-    try:
-        torch.manual_seed(0)
-        yield module.__dict__
-    finally:
-        del sys.modules[module.__name__]
-        torch.set_rng_state(state)
-        torch.set_num_threads(threads)
-        torch.compiler.reset()
 
 
 @pytest.mark.parametrize("page", BY_OTHERS)
