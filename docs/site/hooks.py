@@ -89,6 +89,8 @@ def _default(each: Any) -> str:
     shown = getattr(each, "show_default", False)
     if isinstance(shown, str):
         return _told(shown)
+    if isinstance(each.default, bool):
+        return "on" if each.default else "off"
     return "" if each.default in (None, (), [], "") or callable(each.default) else f"`{each.default}`"
 
 

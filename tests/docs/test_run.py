@@ -13,6 +13,7 @@ import pytest
 from tests.docs.blocks import blocks_of
 from tests.docs.commands import COMMANDS, MIXED, Command, commands_of
 from tests.instruct import chat_file, instruct_folder
+from tests.support import thorough
 
 PAGES = ["README.md", "docs/start.md"]
 THEIR_SCRIPT = """
@@ -55,7 +56,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-@pytest.mark.parametrize("page", PAGES)
+@pytest.mark.parametrize("page", ["README.md", thorough("docs/start.md")])
 def test_what_the_page_types_works(
     page: str, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
