@@ -1,4 +1,4 @@
-# setup, train, test, check: a fresh clone needs python3 with venv, a C++ compiler and a package registry.
+# setup, train, test, check, docs: a fresh clone needs python3 with venv, a C++ compiler and a package registry.
 PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
@@ -11,7 +11,7 @@ PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 
 WHEELS := build/wheels/venv
 ARGS   ?=
 
-.PHONY: help setup setup-tests setup-integrations train test test-thorough test-integrations check bench wheels gpu-check gpu-bench clean
+.PHONY: help setup setup-tests setup-integrations train test test-thorough test-integrations check docs bench wheels gpu-check gpu-bench clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-18s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -26,7 +26,7 @@ setup-tests: $(STRICT) ## and the device of tests/device
 $(STAMP): pyproject.toml constraints.txt $(NATIVE)
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install -q -c constraints.txt scikit-build-core nanobind cmake ninja
-	$(BIN)/python -m pip install -q -c constraints.txt --no-build-isolation -e '.[train,tensorboard,dev]'
+	$(BIN)/python -m pip install -q -c constraints.txt --no-build-isolation -e '.[train,tensorboard,docs,dev]'
 	touch $@
 
 $(STRICT): $(STAMP) $(wildcard tests/device/csrc/*)
@@ -64,6 +64,11 @@ check: setup ## ruff, format, mypy --strict, layers
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy --strict src
 	$(BIN)/python -m pytest -q tests/meta/test_layers.py
+
+# The names of commands and options are read from the package, so it has to be installed. Not --quiet: mkdocs counts no
+# warnings then, and nothing is strict.
+docs: setup ## the site of the pages, in build/site: every link and anchor is checked
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict $(ARGS)
 
 # Everything side by side, beside the stored run. QUICK=1 for three minutes; PEERS= names the interpreter of an
 # environment with DeepSpeed.

@@ -1,0 +1,82 @@
+"""`make docs`: the site builds strictly, and is read without a network."""
+
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+from tests.docs.blocks import ROOT
+
+pytest.importorskip("mkdocs", reason="mkdocs is not installed: pip install 'penstock[docs]'")
+pytest.importorskip("material", reason="mkdocs-material is not installed: pip install 'penstock[docs]'")
+pytest.importorskip(
+    "mkdocstrings_handlers.python", reason="mkdocstrings is not installed: pip install 'penstock[docs]'"
+)
+
+
+class Built(NamedTuple):
+    status: int
+    said: str
+
+
+def build(settings: Path, site: Path) -> Built:
+    """Build a site as `make docs` does it, somewhere else."""
+    makefile = (ROOT / "Makefile").read_text()
+    command = re.search(r"-m (mkdocs build .*?) \$\(ARGS\)", makefile)
+    assert command is not None
+    words = [sys.executable, "-m", *command[1].split(), "-f", str(settings), "-d", str(site)]
+    environment = {"NO_MKDOCS_2_WARNING": "1", "PATH": "/usr/bin:/bin"}
+    done = subprocess.run(words, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    return Built(done.returncode, done.stderr)
+
+
+def test_it_builds_strictly_and_needs_no_network(tmp_path: Path) -> None:
+    """One test: the site is built once."""
+    site = tmp_path / "site"
+    built = build(ROOT / "mkdocs.yml", site)
+    assert built.status == 0, built.said
+    check_pages(site)
+    check_that_nothing_is_loaded_from_elsewhere(site)
+    check_search(site)
+
+
+def check_pages(site: Path) -> None:
+    for page in (ROOT / "docs").glob("*.md"):
+        assert (site / page.with_suffix(".html").name).is_file(), page.name
+    assert "never changes the result" in (site / "index.html").read_text()
+    assert "Shard and place the training state of a model" in (site / "reference" / "prepare.html").read_text()
+    command = (site / "reference" / "command.html").read_text()
+    assert "--global-batch" in command
+    assert "convert-config" in command
+
+
+def check_that_nothing_is_loaded_from_elsewhere(site: Path) -> None:
+    loaded = re.compile(r"<(?:script|link|img|iframe)[^>]*(?:src|href)=\"?(https?://[^\" >]+)")
+    for page in site.rglob("*.html"):
+        assert loaded.findall(page.read_text()) == [], page.name
+    for sheet in (site / "site").glob("*.css"):
+        assert "http" not in sheet.read_text()
+
+
+def check_search(site: Path) -> None:
+    assert (site / "search" / "search_index.js").read_text().startswith("var __index")
+    assert 'src="site/iframe-worker.js"' in (site / "index.html").read_text()
+    assert (site / "site" / "iframe-worker.js").is_file()
+    assert not list(site.rglob("*.py"))
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("link", ["no-such-page.md", "plan.md#no-such-heading"])
+def test_a_link_to_nothing_fails(tmp_path: Path, link: str) -> None:
+    for name in ("docs", "src", "licenses", "tests/device"):
+        shutil.copytree(ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__", "csrc", "*.so"))
+    for name in ("mkdocs.yml", "README.md", "CHANGELOG.md", "CONTRIBUTING.md"):
+        shutil.copy(ROOT / name, tmp_path / name)
+    (tmp_path / "docs" / "doctor.md").write_text(f"# Doctor\n\n[here]({link})\n")
+    built = build(tmp_path / "mkdocs.yml", tmp_path / "site")
+    assert built.status == 1
+    assert link.partition("#")[0] in built.said
