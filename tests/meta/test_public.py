@@ -79,7 +79,7 @@ FIELDS = {
         "update_threads": None,
         "streamed_updates": 0.0,
         "whole_updates": "device",
-        "io_queue_depth": 8,
+        "io_queue_depth": 16,
         "checksums": True,
         "on_nonfinite": "skip",
         "max_skipped_steps": 100,
