@@ -40,7 +40,7 @@ OPTIMIZER = {
     "zero_grad": "(self, set_to_none=True)",
     "no_sync": "(self)",
     "clip_grad_norm_": "(self, max_norm, norm_type=2.0)",
-    "offload_states": "(self, include=None, to='cpu', *, pin_memory=True, non_blocking=False)",
+    "offload_states": "(self, include=None, to='cpu', *, pin_memory=True, non_blocking=False, keep=False)",
     "reload_states": "(self, *, non_blocking=False)",
     "locations": "(self)",
     "gathered": "(self, parameters=None, *, modify=False)",

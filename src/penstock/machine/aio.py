@@ -25,8 +25,8 @@ from penstock.errors import EngineError, NvmeError
 from penstock.machine.arena import PAGE_BYTES
 from penstock.machine.lifetime import at_end
 
-# Transfers are cut into requests of this size: the system takes half as much processor time for each byte as with 1 MiB,
-# and a disk that is asked for reads and writes at once is faster. Of larger ones too few are under way (docs/lab-log.md).
+# Transfers are cut into requests of this size. With 1 MiB the system takes twice as much processor time, and a disk
+# that reads and writes at once is slower (docs/benchmarks.md).
 CHUNK_BYTES = 4 << 20
 
 # How long a wait stays in native code at a time: in between the interpreter handles signals, such as Ctrl-C.
