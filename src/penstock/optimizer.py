@@ -28,7 +28,7 @@ from penstock.engine.tracing import TraceReport, take_trace
 from penstock.engine.updates.step import StepResult
 from penstock.errors import ConfigError, EngineError
 from penstock.forecast.plan import Plan
-from penstock.kinds import GATHERED, LEAVING, KindName, Tier, parse_tier
+from penstock.kinds import GATHERED, KEPT, LEAVING, KindName, Tier, parse_tier
 from penstock.machine.border import Around, crossing, ours
 from penstock.machine.council import Facts
 from penstock.tiers.report import Location, LocationReport
@@ -264,6 +264,11 @@ class Optimizer(torch.optim.Optimizer):
             rows.append(
                 Location(plan.unit, kind, plan.tier.value, plan.dtype, plan.numel, plan.nbytes, cell.pinned, flies)
             )
+        for plan, pinned in engine.store.kept():
+            nowhere = False  # nothing is in it that could be in flight
+            rows.append(
+                Location(plan.unit, KEPT, plan.tier.value, plan.dtype, plan.numel, plan.nbytes, pinned, nowhere)
+            )
         for unit in engine.rig.units:
             if unit.leased:
                 flies, numel = not unit.event.done(), unit.layout.numel
@@ -412,6 +417,7 @@ class Optimizer(torch.optim.Optimizer):
         *,
         pin_memory: bool = True,
         non_blocking: bool = False,
+        keep: bool = False,
     ) -> None:
         """Move kinds of state to another tier now, wherever they are, until `reload_states`. Every rank calls it.
 
@@ -424,6 +430,10 @@ class Optimizer(torch.optim.Optimizer):
             to: `"cpu"` or `"nvme"`, which needs `Placement(nvme_path=...)`.
             pin_memory: page-lock the host memory that is taken: copies are faster, taking it is slower.
             non_blocking: return while copies are under way. The old memory goes once they have arrived.
+            keep: for state that goes and comes again and again: what this takes on `to`, and up to 256 MiB of buffers
+                for files, is kept by `reload_states` for the next offload, which then takes no page faults and makes no
+                files. It costs as much host memory or disk, as long as `locations()` lists it as `"kept"`: until an
+                offload without `keep`, until something else finds no room, or until `close`.
 
         Raises:
             ConfigError: an unknown kind or tier, or no folder for nvme. Nothing has changed.
@@ -440,10 +450,10 @@ class Optimizer(torch.optim.Optimizer):
         kinds = _movable(include)
         with self._together("offload_states") as (engine, facts):
             self._open("offload_states", writes=True)
-            facts.update({"include": kinds, "to": tier.value, "non_blocking": non_blocking})
+            facts.update({"include": kinds, "to": tier.value, "non_blocking": non_blocking, "keep": keep})
             engine.state.access.finish()  # inside the meeting: what has failed here stops every rank before it moves
             engine.passes.hooks.rest()
-        engine.state.mover.offload(kinds, tier, pin=pin_memory, wait=not non_blocking)
+        engine.state.mover.offload(kinds, tier, pin=pin_memory, wait=not non_blocking, keep=keep)
 
     @_public
     def reload_states(self, *, non_blocking: bool = False) -> None:
