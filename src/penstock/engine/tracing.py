@@ -3,10 +3,13 @@
 import os
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from os import PathLike
 from typing import TextIO
 
 from penstock.engine.engine import Engine
+from penstock.engine.marks import marks_of
+from penstock.engine.sizes import bytes_by_tier
 from penstock.errors import ConfigError, EngineError, PenstockError
 from penstock.machine.recorder import Recorder
 from penstock.trace import Summary, Timeline, to_chrome
@@ -48,7 +51,7 @@ def take_trace(path: str | PathLike[str], engine: Engine) -> Iterator[TraceRepor
         # What is under way was submitted without notes: nobody would know what a wait for it inside the block were for.
         engine.state.access.finish()
         report = TraceReport()
-        recorder = streams.recorder = Recorder(streams)
+        recorder = streams.recorder = Recorder(streams, sizes=partial(bytes_by_tier, engine))
         ended = False
         try:
             yield report
@@ -61,7 +64,7 @@ def take_trace(path: str | PathLike[str], engine: Engine) -> Iterator[TraceRepor
             report.summary = timeline.summary()
             if file is not None:
                 try:
-                    file.writelines(to_chrome(timeline, rank))
+                    file.writelines(to_chrome(timeline, rank, marks_of(timeline.recording, rank)))
                     file.flush()
                 except OSError as error:
                     raise _refused(name, error) from error
