@@ -63,7 +63,7 @@ class Optimizer(torch.optim.Optimizer):
     def __init__(self, optimizer: torch.optim.Optimizer, engine: Engine) -> None:
         self._engine: Engine | None = None  # torch's constructor adds the groups by methods of this one
         self._plan: Plan | None = None
-        self._record: Record | None = None
+        self._record = Record(None)
         super().__init__(optimizer.param_groups, optimizer.defaults)
         # Those that were registered before `prepare` see the steps that are made now.
         self._optimizer_step_pre_hooks = optimizer._optimizer_step_pre_hooks
@@ -559,8 +559,7 @@ class Optimizer(torch.optim.Optimizer):
             >>> print(report)  # doctest: +SKIP
         """
         engine = self._open("trace")
-        if self._record is not None:
-            self._record.end_trace()  # a trace that is asked for goes before the record's own
+        self._record.end_trace()  # a trace that is asked for goes before the record's own
         return Around(take_trace(path, engine), partial(engine.turn, "trace"))
 
     @_public
@@ -591,12 +590,11 @@ class Optimizer(torch.optim.Optimizer):
             ...         train_one_step(batch)
             ...         recorder.log(loss=loss, tokens=4096)
         """
-        about = {"optimizer": type(self._given).__name__, "config": config}
         with self._together("record") as (engine, facts):
             self._open("record")
             facts["begin"] = begin
             record = Record.open(engine, folder, begin, before=self._record)
-        self._record = record.start(engine, about, self._plan)
+        self._record = record.start(engine, self._given, self._plan, config)
         return record
 
     @_public
@@ -624,8 +622,7 @@ class Optimizer(torch.optim.Optimizer):
             self._check_here("close", engine)
             check_not_averaged("close", engine, writes=True)
             check_outside("close", engine)
-            if self._record is not None:
-                self._record.close()
+            self._record.close()
             try:
                 engine.close(keep_params=keep_params)
             finally:  # also of a close that raises: most have given everything back, and some nothing

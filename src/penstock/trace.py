@@ -292,8 +292,8 @@ def to_chrome(timeline: Timeline, rank: int, marks: Iterable[Mapping[str, Any]] 
                 "args": _arguments(span),
             }
             yield ",\n" + json.dumps(event)
-    for event in marks:
-        yield ",\n" + json.dumps(event)
+    for mark in marks:
+        yield ",\n" + json.dumps(mark)
     yield "\n]}\n"
 
 

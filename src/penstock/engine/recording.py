@@ -41,6 +41,7 @@ class Record(AbstractContextManager["Record"]):
     Every rank has one; the first writes, and the others' methods do nothing. Used as a context, closed at its end.
 
     Attributes:
+        closed: whether it has ended; one that was made of nothing never began.
         folder: where its files are.
         steps: steps that were made, those before it included.
 
@@ -54,10 +55,10 @@ class Record(AbstractContextManager["Record"]):
         ...         recorder.log(loss=loss, tokens=batch["input_ids"].numel())
     """
 
-    def __init__(self, engine: Engine, folder: str | PathLike[str], begin: int) -> None:
+    def __init__(self, engine: Engine | None, folder: str | PathLike[str] = "", begin: int = 0) -> None:
         self.folder = Path(folder)
         self.steps = begin
-        self._engine = weakref.ref(engine)  # whoever keeps a recorder does not keep a model
+        self._engine = None if engine is None else weakref.ref(engine)  # whoever keeps a recorder keeps no model
         self._begin = begin
         self._lines: Lines | None = None
         self._late: list[tuple[int, str, Tensor]] = []
@@ -66,7 +67,7 @@ class Record(AbstractContextManager["Record"]):
         self._is_traced = self._is_placed = False
         self._skipped_count = 0
         self._began = self._last = time.monotonic()
-        self.closed = False
+        self.closed = engine is None
 
     @classmethod
     def open(cls, engine: Engine, folder: str | PathLike[str], begin: int, *, before: "Record | None" = None) -> Self:
@@ -82,7 +83,7 @@ class Record(AbstractContextManager["Record"]):
             ConfigError: the file cannot be written, or an argument is not as `Optimizer.record` says.
             EngineError: nothing trains the model, or its steps are being recorded.
         """
-        if before is not None and not before.closed:
+        if not before.closed:
             raise EngineError(f"record() was called while steps are recorded in {before.folder}. Close that one first.")
         if not engine.rig.trains:
             raise EngineError("record() was called, and nothing trains this model: there are no steps to record.")
@@ -95,14 +96,16 @@ class Record(AbstractContextManager["Record"]):
             record._lines = Lines(record.folder / METRICS_NAME)
         return record
 
-    def start(self, engine: Engine, about: Mapping[str, Any], plan: Plan | None) -> Self:
+    def start(
+        self, engine: Engine, given: torch.optim.Optimizer, plan: Plan | None, config: Mapping[str, Any] | None
+    ) -> Self:
         """Write the first line, and begin to measure. What an earlier run has left goes, unless this one goes on."""
         if self._lines is not None:
             self._lines.begin(goes_on=self._begin > 0)
             for name in () if self._begin else (TRACE_NAME, PLAN_NAME):
                 with suppress(OSError):
                     (self.folder / name).unlink(missing_ok=True)
-            self._lines.write("start", {"begin": self._begin, **_about(engine), **about})
+            self._lines.write("start", {"begin": self._begin, **_about(engine, given), "config": config or {}})
             if plan is not None:
                 with suppress(OSError):
                     (self.folder / PLAN_NAME).write_text(plan.to_json(), encoding="utf-8")
@@ -234,7 +237,7 @@ class Record(AbstractContextManager["Record"]):
         if self.closed:
             return
         self.closed = True
-        engine = self._engine()
+        engine = None if self._engine is None else self._engine()
         if engine is not None and not engine.closed:
             self.end_trace()
             if not self._is_placed:
@@ -263,8 +266,8 @@ class Record(AbstractContextManager["Record"]):
             self._lines.write(event, values)
 
 
-def note_step(engine: Engine, record: Record | None, result: StepResult, groups: Sequence[Mapping[str, Any]]) -> None:
-    """Tell a trace and a record, where there are some, that a step was made. Collective where a record begins to trace.
+def note_step(engine: Engine, record: Record, result: StepResult, groups: Sequence[Mapping[str, Any]]) -> None:
+    """Tell a trace and a record, where there is one, that a step was made. Collective where a record begins to trace.
 
     Arguments:
         engine: what has made it.
@@ -274,7 +277,7 @@ def note_step(engine: Engine, record: Record | None, result: StepResult, groups:
     """
     if engine.rig.streams.recorder is not None:
         engine.rig.streams.recorder.step_made()
-    if record is not None and not record.closed:
+    if not record.closed:
         record.step_made(engine, result, groups)
 
 
@@ -297,7 +300,7 @@ def _rate(lr: Any) -> float | None:
     return float(lr) if isinstance(lr, numbers.Real) else None
 
 
-def _about(engine: Engine) -> dict[str, Any]:
+def _about(engine: Engine, given: torch.optim.Optimizer) -> dict[str, Any]:
     """Describe what is trained."""
     parameters = [(p.tensor.numel(), unit.trained is not None) for unit in engine.rig.units for p in unit.parameters]
     ranks, streams = engine.rig.ranks, engine.rig.streams
@@ -308,6 +311,7 @@ def _about(engine: Engine) -> dict[str, Any]:
         "world_size": ranks.world_size,
         "device": str(streams.device),
         "precision": ", ".join(dtypes),
+        "optimizer": type(given).__name__,
         "parameter_count": sum(count for count, _ in parameters),
         "trained_count": sum(count for count, trains in parameters if trains),
         "versions": {"torch": torch.__version__},
