@@ -70,7 +70,7 @@ class Record(AbstractContextManager["Record"]):
         self.closed = engine is None
 
     @classmethod
-    def open(cls, engine: Engine, folder: str | PathLike[str], begin: int, *, before: "Record | None" = None) -> Self:
+    def open(cls, engine: Engine, folder: str | PathLike[str], begin: int, *, before: "Record") -> Self:
         """Check what was asked for, and open the file on the first rank. Nothing that is there changes.
 
         Arguments:
