@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from statistics import median
 from typing import Any
 
-from penstock.cli.reporting.chart import Chart, Table
+from penstock.cli.reporting.chart import Chart, Table, unit_of
 from penstock.cli.reporting.markup import label
 from penstock.cli.reporting.resources import RESOURCES, TIERS, WAITING
 from penstock.cli.reporting.run import Run
@@ -31,6 +31,7 @@ _ROW_TONES = {
     WAITING: 3,
 }
 _KIND_TONES = {"param": 0, "grad": 1, "master": 2, "gathered": 5, "staging": 7, "activation": 6, "leaving": 3}
+_OTHER_TONES = (4, 6)
 #: Kinds that a plan does not count as state at rest.
 _NOT_AT_REST = ("gathered", "staging", "leaving", "activation")
 _HALF_BAR = 0.4
@@ -81,35 +82,36 @@ def timeline_chart(run: Run, name: str, number: int) -> Chart | None:
     return Chart(f"timeline-{number}", f"One step{name}", traces, _uses(found), layout, notes, True, height)
 
 
-def placement_chart(run: Run, name: str, number: int) -> Chart | None:
+def placement_chart(run: Run, name: str, which: int) -> Chart | None:
     """Draw the bytes of each kind on each tier."""
     found = bytes_by_kind(run)
     if not found:
         return None
     tiers = [tier for tier in TIERS if any(tier in by_tier for by_tier in found.values())]
+    totals = [sum(by_tier.get(tier, 0) for by_tier in found.values()) for tier in tiers]
+    unit, size = unit_of(max(totals))
     traces = [
         {
             "type": "bar",
             "orientation": "h",
             "name": label(kind),
             "y": [label(tier) for tier in tiers],
-            "x": [by_tier.get(tier, 0) for tier in tiers],
+            "x": [by_tier.get(tier, 0) / size for tier in tiers],
             "text": [f"{label(kind)}: {format_bytes(int(by_tier.get(tier, 0)))}" for tier in tiers],
             "textposition": "none",
             "hovertemplate": "%{text}<extra></extra>",
-            "tone": _KIND_TONES.get(kind, 4),
+            "tone": _KIND_TONES.get(kind, _OTHER_TONES[number % len(_OTHER_TONES)]),
         }
-        for kind, by_tier in found.items()
+        for number, (kind, by_tier) in enumerate(found.items())
     ]
     rows = [
         [kind, *(format_bytes(int(by_tier[tier])) if tier in by_tier else "" for tier in tiers)]
         for kind, by_tier in found.items()
     ]
-    totals = [sum(by_tier.get(tier, 0) for by_tier in found.values()) for tier in tiers]
     rows.append(["all", *(format_bytes(int(total)) for total in totals)])
     layout = {
         "barmode": "stack",
-        "xaxis": {"ticksuffix": "B", "tickformat": ".3s"},
+        "xaxis": {"ticksuffix": f" {unit}"},
         "yaxis": {"categoryorder": "array", "categoryarray": tiers[::-1], "fixedrange": True, "automargin": True},
         "hovermode": "closest",
         "showlegend": True,
@@ -117,7 +119,7 @@ def placement_chart(run: Run, name: str, number: int) -> Chart | None:
     ranks = run.about.get("world_size")
     notes = [f"After step {run.placement_step:,}{', on rank 0 alone' if isinstance(ranks, int) and ranks > 1 else ''}."]
     table = Table(["kind", *tiers], rows)
-    return Chart(f"placement-{number}", f"Where every byte was{name}", traces, table, layout, notes, True, 260)
+    return Chart(f"placement-{which}", f"Where every byte was{name}", traces, table, layout, notes, True, 260)
 
 
 def bytes_by_kind(run: Run) -> dict[str, dict[str, float]]:

@@ -7,6 +7,15 @@ from typing import Any
 Row = Sequence[object]
 
 
+#: Sizes as people write them, the largest first.
+_UNITS = (("TiB", 1 << 40), ("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10), ("B", 1))
+
+
+def unit_of(most: float) -> tuple[str, int]:
+    """Choose the unit of an axis of bytes, by the largest value on it."""
+    return next((unit for unit in _UNITS if most >= 2 * unit[1]), _UNITS[-1])
+
+
 @dataclass(frozen=True)
 class Table:
     """Rows of texts under heads; the first column names the row."""

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from penstock.cli.reporting.chart import Chart, Table
+from penstock.cli.reporting.chart import Chart, Table, unit_of
 from penstock.cli.reporting.markup import label
 from penstock.cli.reporting.resources import RESOURCES, TIERS
 from penstock.cli.reporting.run import Run
@@ -56,6 +56,7 @@ def memory_chart(run: Run, name: str, number: int) -> Chart | None:
     columns = {tier: column for tier, column in columns.items() if any(column)}
     world_size = run.about.get("world_size")
     ranks = f"Bytes are those of rank 0 of {world_size}." if isinstance(world_size, int) and world_size > 1 else ""
+    unit, size = unit_of(max((sum(of_step) for of_step in zip(*columns.values(), strict=True)), default=0.0))
     peaks = ", ".join(f"{tier} {format_bytes(int(max(column)))}" for tier, column in columns.items())
     return _stacked(
         f"memory-{number}",
@@ -65,7 +66,8 @@ def memory_chart(run: Run, name: str, number: int) -> Chart | None:
         tones=_TIER_TONES,
         notes=[f"The most at the end of a step: {peaks}." if peaks else "", ranks],
         written=lambda value: format_bytes(int(value)),
-        layout={"yaxis": {"ticksuffix": "B", "tickformat": ".3s"}},
+        layout={"yaxis": {"ticksuffix": f" {unit}", "rangemode": "tozero"}},
+        size=size,
     )
 
 
@@ -101,10 +103,11 @@ def peaks_chart(runs: Sequence[Run], names: Sequence[str]) -> Chart | None:
             ("host_peak_bytes", "process on the host", "dot"),
         ):
             if _has(run, name):
-                xs, ys, told = _points(run.steps, run.column(name))
+                xs, found, told = _points(run.steps, run.column(name))
+                ys = [None if size is None else size / (1 << 30) for size in found]
                 thinned = thinned or told
                 traces.append(_line(f"{said}{of_run}", xs, ys, tone=number, dash=dash))
-                known = [y for y in ys if y is not None]
+                known = [size for size in found if size is not None]
                 table.append([f"{said}{of_run}", format_bytes(int(known[-1])), format_bytes(int(max(known)))])
     if not traces:
         return None
@@ -113,7 +116,7 @@ def peaks_chart(runs: Sequence[Run], names: Sequence[str]) -> Chart | None:
         "Most memory in use",
         traces,
         Table(["", "at the end", "most"], table),
-        {"yaxis": {"ticksuffix": "B", "tickformat": ".3s", "rangemode": "tozero"}, "showlegend": True},
+        {"yaxis": {"ticksuffix": " GiB", "rangemode": "tozero"}, "showlegend": True},
         [thinned] if thinned else [],
     )
 
@@ -141,7 +144,7 @@ def _lines(runs: Sequence[Run], names: Sequence[str], name: str, title: str, uni
             traces.append(_line(f"held out{of_run}", steps, losses, tone=number + 3, mode="lines+markers"))
             columns.append((f"held out{of_run}", _known(steps, losses)))
     layout: dict[str, Any] = {"showlegend": len(traces) > 1, "yaxis": {}}
-    layout["yaxis"] |= {"tickformat": ".0e"} if name == "lr" else {}
+    layout["yaxis"] |= {"tickformat": ".2~e"} if name == "lr" else {}
     layout["yaxis"] |= {"rangemode": "tozero"} if name in ("tokens_per_second", "lr", "mfu") else {}
     layout["yaxis"] |= {"tickformat": ".1%"} if name == "mfu" else {}
     return Chart(
@@ -159,8 +162,9 @@ def _stacked(
     notes: Sequence[str],
     written: Callable[[float], str],
     layout: dict[str, Any],
+    size: float = 1.0,
 ) -> Chart:
-    """Draw columns on top of each other."""
+    """Draw columns on top of each other, in units of a size."""
     kept = kept_points(list(columns.values()))
     xs = [steps[index] for index in kept]
     mode = "lines+markers" if len(xs) <= 2 else "lines"
@@ -171,7 +175,7 @@ def _stacked(
             "stackgroup": "all",
             "name": label(name),
             "x": xs,
-            "y": [column[index] for index in kept],
+            "y": [column[index] / size for index in kept],
             "tone": tones.get(name, 3),
             "line": {"width": 1},
         }

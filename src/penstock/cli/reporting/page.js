@@ -23,10 +23,11 @@
     return {
       font: { family: "system-ui, sans-serif", size: narrow ? 11 : 12, color: colour("--text") },
       paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)",
-      margin: { l: narrow ? 44 : 56, r: 10, t: 10, b: 36 },
+      margin: { l: narrow ? 44 : 56, r: 12, t: narrow ? 10 : 28, b: 36 },
+      modebar: { bgcolor: "rgba(0,0,0,0)", color: colour("--soft"), activecolor: colour("--text") },
       hovermode: "x unified",
       hoverlabel: { bgcolor: colour("--card"), bordercolor: colour("--line"), font: { color: colour("--text") } },
-      legend: { orientation: "h", x: 0, y: -0.16, yanchor: "top", font: { size: 11 } },
+      legend: { orientation: "h", x: 0, y: -0.16, yanchor: "top", traceorder: "normal", font: { size: 11 } },
       dragmode: narrow ? false : "zoom",
       ...own,
       xaxis: { ...axis, ...(own.xaxis || {}) },
@@ -35,7 +36,7 @@
   };
 
   const config = {
-    responsive: true, displaylogo: false, displayModeBar: "hover",
+    responsive: true, displaylogo: false, displayModeBar: window.innerWidth < 600 ? false : "hover",
     modeBarButtonsToRemove: ["select2d", "lasso2d", "autoScale2d"],
   };
 
