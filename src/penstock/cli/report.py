@@ -5,7 +5,6 @@ from typing import Annotated
 import typer
 
 from penstock.cli.parse import parse_path
-from penstock.cli.reporting.page import write_page
 from penstock.errors import ConfigError
 
 
@@ -20,6 +19,9 @@ def report(
     """
     if len(runs) > 2:
         raise ConfigError(f"penstock report takes one run, or two to hold against each other, not {len(runs)}.")
+    # Here, not at the top: --help needs none of it.
+    from penstock.cli.reporting.page import write_page
+
     folders = [parse_path(run, option="RUN") for run in runs]
     path = write_page(folders, parse_path(out, option="--out") if out else None)
     print(f"{path}: open it in a browser")

@@ -10,19 +10,20 @@ from contextlib import AbstractContextManager, ExitStack, suppress
 from datetime import datetime
 from os import PathLike
 from pathlib import Path
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 from torch import Tensor
 
 from penstock.engine.engine import Engine
-from penstock.engine.lines import Lines
 from penstock.engine.sizes import bytes_by_tier, locate
 from penstock.engine.tracing import RANK, take_trace
 from penstock.engine.updates.step import StepResult
 from penstock.errors import ConfigError, EngineError, PenstockError, one_line
 from penstock.forecast.plan import Plan
-from penstock.machine.meter import WaitMeter
+
+if TYPE_CHECKING:
+    from penstock.engine.lines import Lines
 
 METRICS_NAME = "metrics.jsonl"
 TRACE_NAME = "trace.json"
@@ -91,6 +92,8 @@ class Record(AbstractContextManager["Record"]):
             raise ConfigError(f"record(begin={begin!r}): give the number of steps that were made before, such as 100.")
         if RANK in os.fspath(folder):
             raise ConfigError(f"record({os.fspath(folder)!r}): the first rank alone writes. Leave {RANK} out.")
+        from penstock.engine.lines import Lines  # here: most runs record nothing
+
         record = cls(engine, folder, begin)
         if engine.rig.ranks.rank == 0:
             record._lines = Lines(record.folder / METRICS_NAME)
@@ -109,6 +112,8 @@ class Record(AbstractContextManager["Record"]):
             if plan is not None:
                 with suppress(OSError):
                     (self.folder / PLAN_NAME).write_text(plan.to_json(), encoding="utf-8")
+        from penstock.machine.meter import WaitMeter  # here: most runs record nothing
+
         engine.rig.streams.meter = WaitMeter(engine.rig.streams)
         self._began = self._last = time.monotonic()
         return self

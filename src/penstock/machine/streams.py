@@ -127,8 +127,8 @@ class Recorder(Protocol):
 class Meter(Protocol):
     """Adds up how long compute waits (`machine/meter.py`)."""
 
-    def watch(self, stream: str, event: Event) -> Event:
-        """Wrap the event of submitted work, so that waits for it are counted."""
+    def watch(self, stream: str, event: Event, after: Sequence[Event]) -> Event:
+        """Wrap the event of submitted work, which follows others, so that waits for it are counted."""
 
     def take(self) -> dict[str, float]:
         """Give the seconds by stream of all waits that are over by now, and begin anew. Never blocks."""
@@ -191,7 +191,7 @@ class Streams(ABC):
                 return self._submit(stream, work, after, writes)
             # What work waits for is no wait of compute's.
             before = [part.unwatched() for event in after for part in event.parts()]
-            return self.meter.watch(stream, self._submit(stream, work, before, writes))
+            return self.meter.watch(stream, self._submit(stream, work, before, writes), after)
         job = self.recorder.submitted(stream, work, after, nbytes, label)
         return job.watch(self._submit(stream, job.run, job.after, writes))
 
