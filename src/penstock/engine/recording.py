@@ -189,11 +189,12 @@ class Record(AbstractContextManager["Record"]):
     ) -> dict[str, Any]:
         """List the figures of the step that was made last."""
         rates = [_rate(group.get("lr")) for group in groups]
+        clip = abs(engine.rig.gradient_scale.clip) or 1.0  # of the loop itself: the step has seen what was left
         line: dict[str, Any] = {
             "step": self.steps,
             "seconds": round(self._last - self._began, 6),
             "step_seconds": round(seconds, 6),
-            "grad_norm": result.grad_norm,
+            "grad_norm": result.grad_norm / clip,
             "lr": rates[0] if len(set(rates)) == 1 else rates,
             "loss_scale": result.loss_scale,
             "skipped_count": self._skipped_count,

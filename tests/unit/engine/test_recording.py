@@ -138,6 +138,22 @@ def test_a_skipped_step_is_counted_and_its_norm_is_null(tmp_path: Path) -> None:
     optimizer.close()
 
 
+@pytest.mark.parametrize("clip", ["ours", "torch", "prepare"])
+def test_the_norm_is_that_before_clipping_whoever_clips(clip: str, tmp_path: Path) -> None:
+    model, optimizer = prepared(max_grad_norm=1e-3 if clip == "prepare" else None)
+    with optimizer.record(tmp_path):
+        optimizer.backward(model(torch.ones(4, WIDTH)).square().mean())
+        norm = math.sqrt(sum(float(optimizer.full_grad(p).square().sum()) for p in model.parameters()))
+        if clip == "ours":
+            optimizer.clip_grad_norm_(1e-3)
+        elif clip == "torch":
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
+        optimizer.step()
+        optimizer.zero_grad()
+    assert whole(tmp_path)[0]["grad_norm"] == pytest.approx(norm, rel=1e-4)
+    optimizer.close()
+
+
 def test_waits_are_put_down_to_the_stream_that_is_late(tmp_path: Path) -> None:
     """The forward of a step waits for updates of the one before it, which take their time."""
     late = SimulatedStreams(lambda stream, nbytes: 0.03 if stream == UPDATE else 0.0)

@@ -94,7 +94,7 @@ def test_lines_of_penstock_train_are_read_as_they_are(tmp_path: Path) -> None:
 
 
 def test_a_folder_that_is_none_of_a_run_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="No such file.*Name the --out of a penstock train"):
+    with pytest.raises(ConfigError, match=r"No such file.*Name the --out of a penstock train"):
         read_run(tmp_path)
     with pytest.raises(ConfigError, match="has no line of a run"):
         read_run(write(tmp_path, "of an earlier run"))
