@@ -12,7 +12,8 @@ from tests.support import sampled
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
 PAGES = "".join(
-    (ROOT / "docs" / page).read_text() for page in ("placement.md", "overlap.md", "loops.md", "inference.md", "nvme.md")
+    (ROOT / "docs" / page).read_text()
+    for page in ("placement.md", "overlap.md", "loops.md", "inference.md", "nvme.md", "report.md")
 )
 
 
