@@ -54,6 +54,7 @@ OPTIMIZER = {
     "load": "(self, path, *, verify=None)",
     "synchronize": "(self)",
     "trace": "(self, path)",
+    "record": "(self, folder, *, begin=0, config=None)",
     "close": "(self, *, keep_params=True)",
 }
 REPORT = {
