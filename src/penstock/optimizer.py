@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from penstock.engine.engine import Engine
 from penstock.engine.passes.under_way import in_backward
-from penstock.engine.recording import Record, note_step
+from penstock.engine.recording import Record, recorded
 from penstock.engine.refusals import (
     check_at_rest,
     check_not_averaged,
@@ -137,9 +137,7 @@ class Optimizer(torch.optim.Optimizer):
                 facts["the scale of gradients"] = engine.rig.gradient_scale.value
                 facts.update(engine.gradients.by_hand)
         self._given._opt_called = True  # type: ignore[attr-defined] # its schedulers look here for a step before theirs
-        result = engine.policy.step()
-        note_step(engine, self._record, result, self.param_groups)
-        return result
+        return recorded(engine, self._record, engine.policy.step(), self.param_groups)
 
     @_public
     def zero_grad(self, set_to_none: bool = True) -> None:

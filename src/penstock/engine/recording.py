@@ -272,7 +272,7 @@ class Record(AbstractContextManager["Record"]):
             self._lines.write(event, values)
 
 
-def note_step(engine: Engine, record: Record, result: StepResult, groups: Sequence[Mapping[str, Any]]) -> None:
+def recorded(engine: Engine, record: Record, result: StepResult, groups: Sequence[Mapping[str, Any]]) -> StepResult:
     """Tell a trace and a record, where there is one, that a step was made. Collective where a record begins to trace.
 
     Arguments:
@@ -280,11 +280,15 @@ def note_step(engine: Engine, record: Record, result: StepResult, groups: Sequen
         record: the optimizer's, closed or not.
         result: what the step says.
         groups: the optimizer's param groups, with their learning rates.
+
+    Returns:
+        The result.
     """
     if engine.rig.streams.recorder is not None:
         engine.rig.streams.recorder.step_made()
     if not record.closed:
         record.step_made(engine, result, groups)
+    return result
 
 
 def placement_rows(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:

@@ -63,7 +63,7 @@ class KeptSlabs:
             before.slab.close()
 
     def forget(self, slab: Slab) -> None:
-        """Promise nothing any more for a slab, which its owner closes."""
+        """Drop what is promised for a slab, which its owner closes."""
         self._terms.pop(slab, None)
 
     def give_back(self) -> Sequence[Slab]:

@@ -269,8 +269,8 @@ def _grain(spec: UnitSpec, state: StateSpec, tile_numel: int) -> int:
 def _needs_shadow(params: Tier, optimizer: Tier, streamed: Streamed, reach: Reach) -> bool:
     """Whether the update cannot reach the parameters, and writes a copy beside its state, the master's other part.
 
-    Tiles that come from or go to a file are brought to the update anyway, and the parameters with them. Where the device
-    updates every tile, it has what rests there.
+    Tiles that come from or go to a file are brought to the update anyway, and the parameters with them. A device that
+    updates every tile has what rests there.
     """
     if streamed == "all" and params is Tier.DEVICE:
         return False
