@@ -10,6 +10,8 @@
 #include <chrono>
 #include <cstdint>
 #include <memory>
+#include <stdexcept>
+#include <string>
 #include <tuple>
 #include <vector>
 
@@ -202,8 +204,17 @@ NB_MODULE(_native, m) {
       "crc32c",
       [](Address memory, std::size_t nbytes) { return penstock::crc32c(pointer<const void>(memory), nbytes); },
       Release(), "memory"_a, "nbytes"_a);
+  m.def("crc32c_ways", [] {
+    std::vector<std::string> names;
+    for (const auto& way : penstock::crc32c_ways()) names.emplace_back(way.name);
+    return names;
+  });
   m.def(
-      "crc32c_portable",
-      [](Address memory, std::size_t nbytes) { return penstock::crc32c_portable(pointer<const void>(memory), nbytes); },
-      Release(), "memory"_a, "nbytes"_a);
+      "crc32c_by",
+      [](const std::string& name, Address memory, std::size_t nbytes) {
+        for (const auto& way : penstock::crc32c_ways())
+          if (name == way.name) return way.compute(pointer<const void>(memory), nbytes);
+        throw std::invalid_argument("this processor has no CRC-32C by " + name);
+      },
+      Release(), "way"_a, "memory"_a, "nbytes"_a);
 }

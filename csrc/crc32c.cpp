@@ -4,6 +4,8 @@
 #include <bit>
 #include <cstring>
 
+#include "crc32c_polynomial.h"
+
 #if defined(__x86_64__)
 #include <nmmintrin.h>
 #define PENSTOCK_CRC_TARGET __attribute__((target("sse4.2")))
@@ -19,24 +21,10 @@ static_assert(std::endian::native == std::endian::little);
 namespace penstock {
 namespace {
 
-// Polynomials over GF(2) modulo the one of CRC-32C, the highest power in the lowest bit.
-constexpr std::uint32_t kPolynomial = 0x82F63B78;
-
-constexpr std::uint32_t times_x(std::uint32_t a) { return (a >> 1) ^ (a & 1 ? kPolynomial : 0); }
-
-constexpr std::uint32_t multiply(std::uint32_t a, std::uint32_t b) {
-  std::uint32_t product = 0;
-  for (int bit = 31; bit >= 0; --bit) {
-    product ^= b & (0 - (a >> bit & 1));
-    b = times_x(b);
-  }
-  return product;
-}
-
 // [k] is x^(8 * 2^k): what 2^k bytes of zeros multiply a CRC by.
 constexpr auto kZeros = [] {
   std::array<std::uint32_t, 64> powers{};
-  powers[0] = 1u << 23;
+  powers[0] = power_of_x(8);
   for (std::size_t k = 1; k < powers.size(); ++k) powers[k] = multiply(powers[k - 1], powers[k - 1]);
   return powers;
 }();
@@ -89,7 +77,8 @@ PENSTOCK_CRC_TARGET inline std::uint32_t step(std::uint32_t state, unsigned char
 #endif
 
 // The instruction takes one word per cycle but answers after three: three thirds of the data go through it in turns.
-PENSTOCK_CRC_TARGET std::uint32_t crc32c_instruction(const unsigned char* data, std::size_t nbytes) noexcept {
+PENSTOCK_CRC_TARGET std::uint32_t crc32c_instruction(const void* bytes, std::size_t nbytes) noexcept {
+  const auto* data = static_cast<const unsigned char*>(bytes);
   const std::size_t third = nbytes / 24 * 8;
   std::uint32_t a = ~0u, b = 0, c = 0;
   for (std::size_t i = 0; i < third; i += 8) {
@@ -104,8 +93,6 @@ PENSTOCK_CRC_TARGET std::uint32_t crc32c_instruction(const unsigned char* data, 
 
 #endif
 
-}  // namespace
-
 std::uint32_t crc32c_portable(const void* data, std::size_t nbytes) noexcept {
   const auto* next = static_cast<const unsigned char*>(data);
   std::uint32_t state = ~0u;
@@ -118,12 +105,26 @@ std::uint32_t crc32c_portable(const void* data, std::size_t nbytes) noexcept {
   return ~state;
 }
 
-std::uint32_t crc32c(const void* data, std::size_t nbytes) noexcept {
+// What this processor has, the fastest one last.
+std::vector<Crc32cWay> find_ways() {
+  std::vector<Crc32cWay> ways{{"portable", crc32c_portable}};
 #ifdef PENSTOCK_CRC_TARGET
-  static const bool instruction = has_instruction();
-  if (instruction) return crc32c_instruction(static_cast<const unsigned char*>(data), nbytes);
+  if (has_instruction()) ways.push_back({"instruction", crc32c_instruction});
 #endif
-  return crc32c_portable(data, nbytes);
+  if (const auto folded = crc32c_folded()) ways.push_back(*folded);
+  return ways;
+}
+
+}  // namespace
+
+const std::vector<Crc32cWay>& crc32c_ways() {
+  static const std::vector<Crc32cWay> ways = find_ways();
+  return ways;
+}
+
+std::uint32_t crc32c(const void* data, std::size_t nbytes) noexcept {
+  static const auto fastest = crc32c_ways().back().compute;
+  return fastest(data, nbytes);
 }
 
 std::uint32_t crc32c_join(std::uint32_t a, std::uint32_t b, std::size_t b_nbytes) noexcept {

@@ -23,13 +23,6 @@ ELSEWHERE = {
 _LINK = re.compile(r"(?<!!)\[([^\]]*)\]\((?!\w+:)([^)#\s]+)(#[^)\s]*)?\)")
 
 
-def on_config(config: Any) -> Any:
-    """Leave out of the nav what is awaited and not there yet."""
-    missing = {name for name in config.extra["awaited"] if not Path(config.docs_dir, name).is_file()}
-    config.nav = _without(config.nav, missing)
-    return config
-
-
 def on_files(files: Files, config: Any) -> Files:
     """Add the pages that are made of files elsewhere, and of the commands."""
     for source, name in ELSEWHERE.items():
@@ -97,13 +90,3 @@ def _default(each: Any) -> str:
 def _told(text: str) -> str:
     """Put a text of the command line into a cell of a table."""
     return " ".join(text.replace("\b", "").split()).replace("|", r"\|").replace("<", "&lt;").replace("[", r"\[")
-
-
-def _without(nav: Any, missing: set[str]) -> Any:
-    """Drop pages from a nav."""
-    if isinstance(nav, list):
-        return [kept for each in nav if (kept := _without(each, missing)) is not None]
-    if isinstance(nav, dict):
-        kept = {name: _without(each, missing) for name, each in nav.items()}
-        return {name: each for name, each in kept.items() if each is not None} or None
-    return None if nav in missing else nav

@@ -173,5 +173,8 @@ class Queue:
         """Finish what was submitted and join the threads. May be called again; does nothing in a forked process."""
 
 def crc32c(memory: int, nbytes: int) -> int: ...
-def crc32c_portable(memory: int, nbytes: int) -> int:
-    """The same by table, as on a processor without the instruction."""
+def crc32c_ways() -> list[str]:
+    """What this processor can compute it by: from "portable", a table, to the fastest, which `crc32c` takes."""
+
+def crc32c_by(way: str, memory: int, nbytes: int) -> int:
+    """The same by one of them."""

@@ -173,7 +173,7 @@ class Options:
     update_threads: int | None = None
     streamed_updates: float | Literal["auto"] = 0.0
     whole_updates: Literal["device", "home"] = "device"
-    io_queue_depth: int = 8
+    io_queue_depth: int = 16
     checksums: bool = True
     on_nonfinite: Literal["skip", "raise"] = "skip"
     max_skipped_steps: int | None = 100

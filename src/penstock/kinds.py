@@ -25,6 +25,7 @@ STAGING = "staging"  # buffers that cells pass through
 EMA = "ema"  # an average of the parameters; one with a name is `ema.<name>`
 ACTIVATION = "activation"  # what forward saves for backward
 LEAVING = "leaving"  # memory of cells whose values are on the way to another tier
+KEPT = "kept"  # memory and files without values that the next move of state takes again
 GATHERED = "gathered"  # device memory of gathered parameters: a use of cells, not a cell
 
 

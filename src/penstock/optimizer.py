@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from penstock.engine.engine import Engine
 from penstock.engine.passes.under_way import in_backward
+from penstock.engine.recording import Record, note_step
 from penstock.engine.refusals import (
     check_at_rest,
     check_not_averaged,
@@ -22,16 +23,17 @@ from penstock.engine.refusals import (
     check_step,
     scalars_of,
 )
+from penstock.engine.sizes import locate
 from penstock.engine.state.torn import torn_on_failure
 from penstock.engine.state.values import as_state
 from penstock.engine.tracing import TraceReport, take_trace
 from penstock.engine.updates.step import StepResult
 from penstock.errors import ConfigError, EngineError
 from penstock.forecast.plan import Plan
-from penstock.kinds import GATHERED, LEAVING, KindName, Tier, parse_tier
+from penstock.kinds import KindName, Tier, parse_tier
 from penstock.machine.border import Around, crossing, ours
 from penstock.machine.council import Facts
-from penstock.tiers.report import Location, LocationReport
+from penstock.tiers.report import LocationReport
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -61,6 +63,7 @@ class Optimizer(torch.optim.Optimizer):
     def __init__(self, optimizer: torch.optim.Optimizer, engine: Engine) -> None:
         self._engine: Engine | None = None  # torch's constructor adds the groups by methods of this one
         self._plan: Plan | None = None
+        self._record = Record(None)
         super().__init__(optimizer.param_groups, optimizer.defaults)
         # Those that were registered before `prepare` see the steps that are made now.
         self._optimizer_step_pre_hooks = optimizer._optimizer_step_pre_hooks
@@ -134,7 +137,9 @@ class Optimizer(torch.optim.Optimizer):
                 facts["the scale of gradients"] = engine.rig.gradient_scale.value
                 facts.update(engine.gradients.by_hand)
         self._given._opt_called = True  # type: ignore[attr-defined] # its schedulers look here for a step before theirs
-        return engine.policy.step()
+        result = engine.policy.step()
+        note_step(engine, self._record, result, self.param_groups)
+        return result
 
     @_public
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -256,19 +261,7 @@ class Optimizer(torch.optim.Optimizer):
         Example:
             >>> print(optimizer.locations())  # doctest: +SKIP
         """
-        engine = self._open("locations")
-        rows = []
-        cells = [(c, c.plan.kind) for c in engine.store.cells()] + [(c, LEAVING) for c in engine.store.leaving()]
-        for cell, kind in cells:
-            plan, flies = cell.plan, kind == LEAVING or not engine.at_rest(cell.plan.unit, kind)
-            rows.append(
-                Location(plan.unit, kind, plan.tier.value, plan.dtype, plan.numel, plan.nbytes, cell.pinned, flies)
-            )
-        for unit in engine.rig.units:
-            if unit.leased:
-                flies, numel = not unit.event.done(), unit.layout.numel
-                rows.append(Location(unit.name, GATHERED, "device", unit.spec.dtype, numel, unit.nbytes, False, flies))
-        return LocationReport(rows)
+        return locate(self._open("locations"))
 
     def gathered(
         self, parameters: Iterable[nn.Parameter] | None = None, *, modify: bool = False
@@ -412,6 +405,7 @@ class Optimizer(torch.optim.Optimizer):
         *,
         pin_memory: bool = True,
         non_blocking: bool = False,
+        keep: bool = False,
     ) -> None:
         """Move kinds of state to another tier now, wherever they are, until `reload_states`. Every rank calls it.
 
@@ -424,6 +418,10 @@ class Optimizer(torch.optim.Optimizer):
             to: `"cpu"` or `"nvme"`, which needs `Placement(nvme_path=...)`.
             pin_memory: page-lock the host memory that is taken: copies are faster, taking it is slower.
             non_blocking: return while copies are under way. The old memory goes once they have arrived.
+            keep: for state that goes and comes again and again: what this takes on `to`, and up to 256 MiB of buffers
+                for files, is kept by `reload_states` for the next offload, which then takes no page faults and makes no
+                files. It costs as much host memory or disk, as long as `locations()` lists it as `"kept"`: until an
+                offload without `keep`, until something else finds no room, or until `close`.
 
         Raises:
             ConfigError: an unknown kind or tier, or no folder for nvme. Nothing has changed.
@@ -440,10 +438,10 @@ class Optimizer(torch.optim.Optimizer):
         kinds = _movable(include)
         with self._together("offload_states") as (engine, facts):
             self._open("offload_states", writes=True)
-            facts.update({"include": kinds, "to": tier.value, "non_blocking": non_blocking})
+            facts.update({"include": kinds, "to": tier.value, "non_blocking": non_blocking, "keep": keep})
             engine.state.access.finish()  # inside the meeting: what has failed here stops every rank before it moves
             engine.passes.hooks.rest()
-        engine.state.mover.offload(kinds, tier, pin=pin_memory, wait=not non_blocking)
+        engine.state.mover.offload(kinds, tier, pin=pin_memory, wait=not non_blocking, keep=keep)
 
     @_public
     def reload_states(self, *, non_blocking: bool = False) -> None:
@@ -566,7 +564,43 @@ class Optimizer(torch.optim.Optimizer):
             >>> print(report)  # doctest: +SKIP
         """
         engine = self._open("trace")
+        self._record.end_trace()  # a trace that is asked for goes before the record's own
         return Around(take_trace(path, engine), partial(engine.turn, "trace"))
+
+    @_public
+    def record(self, folder: str | PathLike[str], *, begin: int = 0, config: Mapping[str, Any] | None = None) -> Record:
+        """Write a line for each step from here on, which `penstock report FOLDER` makes a page of. Collective.
+
+        A line has the step's seconds, norm, learning rates, loss scale, what compute waited for and the bytes on each
+        tier, of the first rank, which alone writes; `log` of what is returned adds the loss and tokens. No line waits
+        for the device. Once, when steps are warm, two of them are traced, which waits before the first and after the
+        second. A disk that fails ends the record with a warning, and no step.
+
+        Arguments:
+            folder: made where it is missing. What a record has left there is replaced.
+            begin: steps that were made before; above 0 the record goes on behind what is there.
+            config: settings of the run, to be shown beside its figures: JSON-like values.
+
+        Returns:
+            The recorder: `log`, `evaluation`, `sample`, `close`. A context manager that closes it, as `close` of the
+            optimizer does.
+
+        Raises:
+            ConfigError: the folder cannot be written, or another recorder writes there.
+            EngineError: closed; steps are being recorded already; or nothing trains the model. Raised on every rank.
+
+        Example:
+            >>> with optimizer.record("runs/first") as recorder:  # doctest: +SKIP
+            ...     for batch in loader:
+            ...         train_one_step(batch)
+            ...         recorder.log(loss=loss, tokens=4096)
+        """
+        with self._together("record") as (engine, facts):
+            self._open("record")
+            facts["begin"] = begin
+            record = Record.open(engine, folder, begin, before=self._record)
+        self._record = record.start(engine, self._given, self._plan, config)
+        return record
 
     @_public
     def close(self, *, keep_params: bool = True) -> None:
@@ -593,6 +627,7 @@ class Optimizer(torch.optim.Optimizer):
             self._check_here("close", engine)
             check_not_averaged("close", engine, writes=True)
             check_outside("close", engine)
+            self._record.close()
             try:
                 engine.close(keep_params=keep_params)
             finally:  # also of a close that raises: most have given everything back, and some nothing

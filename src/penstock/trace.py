@@ -116,6 +116,8 @@ class Recording:
         waits: what compute or the host waited for.
         compute: what compute turned to, and when; an empty label is nothing in particular.
         complete: whether the limit of spans was not reached.
+        sizes: the bytes on each tier, from when on: as the host gives and takes memory, ahead of a device.
+        steps: when each step of the optimizer returned.
     """
 
     start: float
@@ -124,6 +126,8 @@ class Recording:
     waits: Sequence[Wait] = ()
     compute: Sequence[tuple[float, Label]] = ()
     complete: bool = True
+    sizes: Sequence[tuple[float, Mapping[str, int]]] = ()
+    steps: Sequence[float] = ()
 
 
 @dataclass(frozen=True)
@@ -263,10 +267,10 @@ class Timeline:
         return _length(merged(_interval(span) for row in rows for span in self.rows.get(row, ())))
 
 
-def to_chrome(timeline: Timeline, rank: int) -> Iterator[str]:
+def to_chrome(timeline: Timeline, rank: int, marks: Iterable[Mapping[str, Any]] = ()) -> Iterator[str]:
     """Write the JSON that Perfetto and chrome://tracing read, an event a line: a process for the rank, a thread a row.
 
-    `otherData` holds the summary, as numbers and as text.
+    `otherData` holds the summary, as numbers and as text; `marks` are events beside the rows.
     """
     summary = timeline.summary()
     other = {"rank": rank, "summary": summary.to_dict(), "text": str(summary)}
@@ -288,6 +292,8 @@ def to_chrome(timeline: Timeline, rank: int) -> Iterator[str]:
                 "args": _arguments(span),
             }
             yield ",\n" + json.dumps(event)
+    for mark in marks:
+        yield ",\n" + json.dumps(mark)
     yield "\n]}\n"
 
 

@@ -1,5 +1,8 @@
 """The promises of the engine, on the strict device: wherever state rests and whenever it moves, the cpu's own bits."""
 
+import json
+from collections import Counter
+from contextlib import nullcontext
 from functools import cache
 from itertools import product
 from pathlib import Path
@@ -14,6 +17,7 @@ from tests.gpu.models import HYPER
 from tests.gpu.models import batches as inputs
 from tests.gpu.models import build as make_blocks
 from tests.gpu.models import loss_of as loss_of_blocks
+from tests.parity import whole
 from tests.parity.rows import Arithmetic, Movement, batches, changed, loss_of, prepared, shares, train
 from tests.parity.test_simulated import everything
 from tests.support import inline, prepare_on, thorough
@@ -61,6 +65,50 @@ def as_on_the_cpu(what: Arithmetic, steps: int = STEPS) -> list[object]:
 @pytest.mark.parametrize(("what", "how"), list(rows()))
 def test_placement_changes_no_bit(what: Arithmetic, how: Movement) -> None:
     assert everything(train(what, how, streams=strict(), steps=STEPS)) == as_on_the_cpu(what)
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        Movement(3),
+        Movement(3, "device", "cpu", "cpu", "forward"),
+        thorough(Movement(3, "cpu", "cpu", "cpu", "backward")),
+        Movement(3, "nvme", "cpu", "nvme", "forward"),
+        thorough(Movement(3, "cpu", "cpu", shares(device=0.5, cpu=0.5)).but(state_dtype="int8")),
+    ],
+    ids=changed,
+)
+@pytest.mark.parametrize("where", ["device", "home"])
+def test_whole_matrices_come_up_and_go_back(how: Movement, where: str) -> None:
+    """Through the ring of tiles, or updated on the host."""
+    settings = dict(precision="bf16", accumulation=1 if how.overlap == "backward" else 2, steps=STEPS)
+    ours = whole.train(how.but(whole_updates=where), streams=strict(), **settings)
+    quiet = Movement(3).but(**{key: value for key, value in how.options if key == "state_dtype"})
+    assert whole.different(ours, whole.train(quiet, **settings)) == []
+
+
+@pytest.mark.parametrize(("tier", "kept"), [("cpu", 0), ("device", 2)])
+def test_each_matrix_moves_once_each_way(tier: str, kept: int, tmp_path: Path) -> None:
+    """By the trace of a step: parameter, momentum, the master's other part and the gradient of each matrix."""
+    model = whole.first_model()
+    placement = penstock.Placement(params=tier, grads=tier, optimizer="cpu")
+    optimizer = prepare_on(strict(), model, whole.muon(model), stage=3, placement=placement, precision="bf16")
+    moved: Counter[tuple[str, str]] = Counter()
+    for step, ((ids,),) in enumerate(whole.batches(1, 1, 2)):
+        with optimizer.trace(tmp_path / "trace.json") if step else nullcontext():
+            optimizer.backward(whole.loss_of(model, ids.to("strict")))
+            optimizer.step()
+            optimizer.zero_grad()
+    optimizer.close()
+    rows = [event for event in json.loads((tmp_path / "trace.json").read_text())["traceEvents"] if "dur" in event]
+    for row in rows:
+        unit = row["args"].get("unit", "")
+        if row["name"].startswith(("update", "save")) and row["tid"] in (1, 2) and ".muon." in unit:
+            moved[unit, ("up", "down")[row["tid"] - 1]] += row["args"]["bytes"]
+    numels = {"3x16x32": 3 * 16 * 32, "16x16": 3 * 16 * 16, "48x16": 2 * 48 * 16}
+    for block, (shape, numel) in product(range(2), numels.items()):
+        for direction in ("up", "down"):  # 2 bytes of the gradient, 4 of momentum, 2 of the parameter, 2 of the rest
+            assert moved[f"blocks.{block}.muon.{shape}", direction] == (10 - 2 * kept) * numel
 
 
 @pytest.mark.parametrize("how", [Movement(3), ON_CPU, FILES[0], STREAMED[0]], ids=changed)

@@ -13,10 +13,11 @@ import pytest
 import torch
 
 from penstock.errors import NvmeError
-from penstock.machine.aio import CHUNK_BYTES, File, Queue, checksum
+from penstock.machine.aio import File, Queue, checksum
 from penstock.machine.arena import PAGE_BYTES
 from tests.support import memory
 
+CHUNK_BYTES = 1 << 20
 NBYTES = 3 * CHUNK_BYTES
 WHAT = "exp_avg of unit 'layers.3', tile 4"
 ALWAYS = 10**9
@@ -38,7 +39,7 @@ def calls(kind: str) -> int:
 @pytest.fixture
 def file(tmp_path: Path) -> Iterator[File]:
     """Holds the bytes of `memory(NBYTES, seed=1)`; served by one thread, which takes chunks in order."""
-    with Queue(1) as queue, File(queue, tmp_path / "file", NBYTES + PAGE_BYTES) as file:
+    with Queue(1, chunk_bytes=CHUNK_BYTES) as queue, File(queue, tmp_path / "file", NBYTES + PAGE_BYTES) as file:
         file.write(0, memory(NBYTES, seed=1)).wait()
         yield file
         fault("read", ALWAYS)
@@ -122,7 +123,7 @@ def test_a_device_that_takes_nothing_is_an_error_and_no_endless_loop(file: File)
 
 
 def test_a_failure_that_nobody_waited_for_is_raised_by_close(tmp_path: Path) -> None:
-    with Queue(1) as queue:
+    with Queue(1, chunk_bytes=CHUNK_BYTES) as queue:
         file = File(queue, tmp_path / "file", NBYTES)
         fault("write", 2, error=errno.EIO)
         file.write(0, memory(NBYTES), what="first")
@@ -131,7 +132,7 @@ def test_a_failure_that_nobody_waited_for_is_raised_by_close(tmp_path: Path) -> 
         with pytest.raises(NvmeError, match=r"^Writing first, 3,145,728 bytes"):
             file.close()
         file.close()
-    queue = Queue(1)
+    queue = Queue(1, chunk_bytes=CHUNK_BYTES)
     file = File(queue, tmp_path / "other", NBYTES)
     fault("write", 2, error=errno.EIO)
     file.write(0, memory(NBYTES), what="second")
@@ -142,7 +143,7 @@ def test_a_failure_that_nobody_waited_for_is_raised_by_close(tmp_path: Path) -> 
 
 @pytest.mark.parametrize("depth", [1, 4])
 def test_one_of_many_fails_and_the_others_do_not(tmp_path: Path, depth: int) -> None:
-    with Queue(depth) as queue, File(queue, tmp_path / "file", 8 * NBYTES) as file:
+    with Queue(depth, chunk_bytes=CHUNK_BYTES) as queue, File(queue, tmp_path / "file", 8 * NBYTES) as file:
         sources = [memory(NBYTES, seed=i) for i in range(8)]
         fault("write", 10, error=errno.EIO)
         failed = []
@@ -204,7 +205,7 @@ def test_a_signal_interrupts_a_wait_and_the_transfer_goes_on(file: File) -> None
 
 def test_closing_waits_for_what_is_in_flight(tmp_path: Path) -> None:
     source = memory(NBYTES, seed=3)
-    with Queue(2) as queue:
+    with Queue(2, chunk_bytes=CHUNK_BYTES) as queue:
         file = File(queue, tmp_path / "file", NBYTES)
         fault("write", 1, ALWAYS, delay_ms=100)
         file.write(0, source)
@@ -216,7 +217,7 @@ def test_closing_waits_for_what_is_in_flight(tmp_path: Path) -> None:
 
 def test_a_forked_child_neither_hangs_nor_touches_the_file(tmp_path: Path) -> None:
     source, into = memory(NBYTES, seed=4), memory(NBYTES)
-    with Queue(2) as queue, File(queue, tmp_path / "file", 2 * NBYTES) as file:
+    with Queue(2, chunk_bytes=CHUNK_BYTES) as queue, File(queue, tmp_path / "file", 2 * NBYTES) as file:
         file.write(0, source).wait()
         fault("read", 1, ALWAYS, delay_ms=300)
         ended = file.read(NBYTES, memory(PAGE_BYTES))

@@ -13,17 +13,18 @@ import pytest
 import torch
 
 from penstock.errors import NvmeError
-from penstock.machine.aio import CHUNK_BYTES, File, Queue
+from penstock.machine.aio import File, Queue
 from penstock.machine.arena import PAGE_BYTES
 from tests.faults.preload import run_preloaded
 from tests.support import memory, thorough
 
 MIB = 1 << 20
+CHUNK_BYTES = MIB
 
 
 @pytest.fixture
 def queue() -> Iterator[Queue]:
-    with Queue(2) as queue:
+    with Queue(2, chunk_bytes=CHUNK_BYTES) as queue:
         yield queue
 
 

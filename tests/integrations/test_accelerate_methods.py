@@ -322,9 +322,10 @@ def test_save_pretrained_in_shards(placement: str, tmp_path: Path, monkeypatch: 
     torch.testing.assert_close(dict(again.state_dict()), before, rtol=0, atol=0)
 
 
-def test_state_in_files_leaves_none_behind(monkeypatch: pytest.MonkeyPatch) -> None:
-    folder = Path(PLACEMENTS["nvme"]["nvme_path"])
-    accelerator, model = ours(penstock={"placement": PLACEMENTS["nvme"]}), layers()
+def test_state_in_files_leaves_none_behind(tmp_path: Path) -> None:
+    folder = tmp_path / "disk"  # where nobody else makes files
+    folder.mkdir()
+    accelerator, model = ours(penstock={"placement": {**PLACEMENTS["nvme"], "nvme_path": str(folder)}}), layers()
     model, _ = accelerator.prepare(model, adam(model))
     names = set(folder.iterdir())
     state = accelerator.get_state_dict(model)

@@ -40,7 +40,7 @@ OPTIMIZER = {
     "zero_grad": "(self, set_to_none=True)",
     "no_sync": "(self)",
     "clip_grad_norm_": "(self, max_norm, norm_type=2.0)",
-    "offload_states": "(self, include=None, to='cpu', *, pin_memory=True, non_blocking=False)",
+    "offload_states": "(self, include=None, to='cpu', *, pin_memory=True, non_blocking=False, keep=False)",
     "reload_states": "(self, *, non_blocking=False)",
     "locations": "(self)",
     "gathered": "(self, parameters=None, *, modify=False)",
@@ -54,6 +54,7 @@ OPTIMIZER = {
     "load": "(self, path, *, verify=None)",
     "synchronize": "(self)",
     "trace": "(self, path)",
+    "record": "(self, folder, *, begin=0, config=None)",
     "close": "(self, *, keep_params=True)",
 }
 REPORT = {
@@ -79,7 +80,7 @@ FIELDS = {
         "update_threads": None,
         "streamed_updates": 0.0,
         "whole_updates": "device",
-        "io_queue_depth": 8,
+        "io_queue_depth": 16,
         "checksums": True,
         "on_nonfinite": "skip",
         "max_skipped_steps": 100,

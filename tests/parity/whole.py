@@ -102,8 +102,9 @@ def train(
 ) -> Outcome:
     """Losses and norms of each step, and all parameters and states afterwards."""
     model = deepcopy(first_model())
+    streams = streams or inline()
     optimizer = prepare_on(
-        streams or inline(),
+        streams,
         model,
         make(model),
         stage=how.stage,
@@ -118,7 +119,7 @@ def train(
     outcome: Outcome = {"loss": [], "norm": []}
     for step, micro_batches in enumerate(batches(world_size, accumulation, steps)):
         for ranks in micro_batches:
-            loss = loss_of(model, ranks[rank])
+            loss = loss_of(model, ranks[rank].to(streams.device))
             outcome["loss"].append(loss.item())
             optimizer.backward(loss / accumulation)
         outcome["norm"].append(optimizer.step().grad_norm)

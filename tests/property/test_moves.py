@@ -28,8 +28,8 @@ MOVES = ("offload", "reload", "report", "settle")
 class Moving(Ours):
     """What can be done at any moment: between operations, and where forward and backward pass the second block."""
 
-    def offload(self, kinds: tuple[str, ...] | None, to: str, non_blocking: bool) -> None:
-        self.optimizer.offload_states(kinds, to, non_blocking=non_blocking)
+    def offload(self, kinds: tuple[str, ...] | None, to: str, non_blocking: bool, keep: bool) -> None:
+        self.optimizer.offload_states(kinds, to, non_blocking=non_blocking, keep=keep)
         if not non_blocking:
             for kind in kinds or KINDS:
                 self.optimizer.locations().assert_on(kind, to)
@@ -80,7 +80,7 @@ class Moving(Ours):
 
 kinds = st.one_of(st.none(), st.lists(st.sampled_from(KINDS), min_size=1, unique=True).map(tuple))
 single = st.one_of(
-    st.tuples(st.just("offload"), kinds, st.sampled_from(["cpu", "nvme"]), st.booleans()),
+    st.tuples(st.just("offload"), kinds, st.sampled_from(["cpu", "nvme"]), st.booleans(), st.booleans()),
     st.tuples(st.just("reload"), st.booleans()),
     st.tuples(st.just("report")),
     st.tuples(st.just("settle")),
@@ -139,7 +139,8 @@ def random_move(chance: random.Random) -> Operation:
     what = chance.choice(["offload", "offload", "reload", "report", "settle"])
     if what == "offload":
         some = tuple(chance.sample(KINDS, chance.randint(1, 4)))
-        return what, chance.choice([None, some]), chance.choice(["cpu", "nvme"]), chance.random() < 0.5
+        to, non_blocking, keep = chance.choice(["cpu", "nvme"]), chance.random() < 0.5, chance.random() < 0.5
+        return what, chance.choice([None, some]), to, non_blocking, keep
     return (what, chance.random() < 0.5) if what == "reload" else (what,)
 
 

@@ -20,6 +20,7 @@ from penstock.cli.launch import launch
 from penstock.cli.plan import plan
 from penstock.cli.planning.config import PlanConfig
 from penstock.cli.probe import ProbeConfig, probe
+from penstock.cli.report import report
 from penstock.cli.train import train
 from penstock.cli.training.config import DataConfig, TrainConfig
 from penstock.errors import PenstockError, one_line
@@ -56,6 +57,7 @@ app.command(cls=words_of(DataConfig))(data)
 app.command(cls=words_of(PlanConfig))(plan)
 app.command()(export)
 app.command()(inspect)
+app.command()(report)
 app.command()(import_deepspeed)
 app.command()(import_dcp)
 # What follows the script is the script's.

@@ -1,17 +1,20 @@
 """Taking a trace: from the notes that streams let a recorder take to the file and the report."""
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from os import PathLike
-from typing import TextIO
+from typing import Any, TextIO
 
 from penstock.engine.engine import Engine
+from penstock.engine.sizes import bytes_by_tier
 from penstock.errors import ConfigError, EngineError, PenstockError
 from penstock.machine.recorder import Recorder
-from penstock.trace import Summary, Timeline, to_chrome
+from penstock.trace import Recording, Summary, Timeline, to_chrome
 
 RANK = "{rank}"
+STEP = "step"
 
 
 class TraceReport:
@@ -48,7 +51,7 @@ def take_trace(path: str | PathLike[str], engine: Engine) -> Iterator[TraceRepor
         # What is under way was submitted without notes: nobody would know what a wait for it inside the block were for.
         engine.state.access.finish()
         report = TraceReport()
-        recorder = streams.recorder = Recorder(streams)
+        recorder = streams.recorder = Recorder(streams, sizes=partial(bytes_by_tier, engine))
         ended = False
         try:
             yield report
@@ -61,10 +64,31 @@ def take_trace(path: str | PathLike[str], engine: Engine) -> Iterator[TraceRepor
             report.summary = timeline.summary()
             if file is not None:
                 try:
-                    file.writelines(to_chrome(timeline, rank))
+                    file.writelines(to_chrome(timeline, rank, _marks(timeline.recording, rank)))
                     file.flush()
                 except OSError as error:
                     raise _refused(name, error) from error
+
+
+def _marks(recording: Recording, rank: int) -> Iterator[dict[str, Any]]:
+    """Write what the file has beside its rows: an instant where each step returned, and a counter for each tier.
+
+    A counter has a value where its bytes change, and at the end, up to which the last one holds.
+    """
+
+    def at(when: float) -> float:
+        return (when - recording.start) * 1e6
+
+    for number, when in enumerate(recording.steps, 1):
+        yield {"ph": "i", "s": "p", "pid": rank, "tid": 0, "name": f"{STEP} {number}", "cat": STEP, "ts": at(when)}
+    tiers = list(dict.fromkeys(tier for _, sizes in recording.sizes for tier in sizes))
+    last: Mapping[str, int] = {}
+    for when, sizes in (*recording.sizes, *((recording.stop, sizes) for _, sizes in recording.sizes[-1:])):
+        for tier in tiers:
+            if sizes.get(tier, 0) != last.get(tier) or when == recording.stop:
+                value = {"bytes": sizes.get(tier, 0)}
+                yield {"ph": "C", "pid": rank, "name": f"bytes on {tier}", "ts": at(when), "args": value}
+        last = {tier: sizes.get(tier, 0) for tier in tiers}
 
 
 def _refused(name: str, error: OSError) -> ConfigError:

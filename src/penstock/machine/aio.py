@@ -25,8 +25,9 @@ from penstock.errors import EngineError, NvmeError
 from penstock.machine.arena import PAGE_BYTES
 from penstock.machine.lifetime import at_end
 
-# Transfers are cut into requests of this size.
-CHUNK_BYTES = 1 << 20
+# Transfers are cut into requests of this size. With 1 MiB the system takes twice as much processor time, and a disk
+# that reads and writes at once is slower (docs/benchmarks.md).
+CHUNK_BYTES = 4 << 20
 
 # How long a wait stays in native code at a time: in between the interpreter handles signals, such as Ctrl-C.
 SLICE_MS = 100
@@ -61,15 +62,16 @@ class Queue:
 
     Arguments:
         depth: how many requests may be in flight at once, 1 or more.
+        chunk_bytes: the largest request, in bytes: a multiple of 4096.
 
     Raises:
-        ValueError: `depth` is below 1.
+        ValueError: `depth` is below 1, or `chunk_bytes` is not whole pages.
     """
 
-    def __init__(self, depth: int = 8) -> None:
+    def __init__(self, depth: int = 16, *, chunk_bytes: int = CHUNK_BYTES) -> None:
         if depth < 1:
             raise ValueError(f"a queue of depth {depth} moves nothing; use 1 or more")
-        self._native = _native.Queue(depth, CHUNK_BYTES)
+        self._native = _native.Queue(depth, chunk_bytes)
         self._owner = os.getpid()
         self._said_buffered = False
         # Transfers stay here, and with them their tensors, until they are seen done: memory that went earlier would be

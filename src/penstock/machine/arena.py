@@ -30,6 +30,7 @@ from penstock.machine.numa import device_node, prefer_node
 from penstock.machine.threads import update_cores
 
 PAGE_BYTES = 4096
+HUGE_PAGE_BYTES = 2 << 20
 MEMINFO = Path("/proc/meminfo")
 MADV_WIPEONFORK = 18  # Linux's, which Python's mmap has no name for
 TOUCH_BYTES = 64 << 20  # what one thread faults in at a time
@@ -137,6 +138,10 @@ class Arena:
         self.used += nbytes
         return lease
 
+    def rewind(self) -> None:
+        """Cut leases from the start again. What is in the memory stays there: those are no zeros."""
+        self.used = 0
+
     def close(self) -> None:
         """End the page lock and drop the slab: its memory goes once no lease is referenced any more."""
         if self._slab is not None:
@@ -176,6 +181,20 @@ class Words:
 def page_aligned(nbytes: int) -> Tensor:
     """Allocate a buffer of `nbytes` zero bytes, uint8, [nbytes], that begins on a page and belongs to no arena."""
     return torch.frombuffer(_Memory(max(nbytes, 1)), dtype=torch.uint8)[:nbytes]
+
+
+def ask_for_huge_pages(memory: Tensor) -> None:
+    """Have the kernel give huge pages to what of some host memory has no pages yet, where it has some.
+
+    Faulting them in takes a third of the time of small ones, and giving them back next to none.
+
+    Arguments:
+        memory: of torch's allocator, contiguous, on the cpu.
+    """
+    start = -(-memory.data_ptr() // HUGE_PAGE_BYTES) * HUGE_PAGE_BYTES
+    nbytes = (memory.data_ptr() + memory.nbytes - start) // HUGE_PAGE_BYTES * HUGE_PAGE_BYTES
+    if nbytes > 0:  # what the kernel says does not matter: slower, not wrong
+        ctypes.CDLL(None).madvise(ctypes.c_void_p(start), ctypes.c_size_t(nbytes), mmap.MADV_HUGEPAGE)
 
 
 def view_apart(values: Tensor, buffer: Tensor) -> Tensor:

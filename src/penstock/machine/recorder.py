@@ -15,7 +15,7 @@ from penstock.machine.clocks import Clock, HostClock
 from penstock.machine.streams import DONE, ON_DEVICE, Event, Pending, Streams, Work, on_worker
 from penstock.trace import Label, Recording, Span, Wait
 
-#: Of spans, of waits, and of turns of compute. A span takes about half a KiB.
+#: Of spans, of waits, of turns of compute, and of sizes. A span takes about half a KiB.
 LIMIT = 1 << 18
 
 
@@ -99,10 +99,14 @@ class Recorder:
 
     Arguments:
         streams: its device, where there is one, is waited for.
+        sizes: says how many bytes are on each tier; asked whenever compute turns to something.
     """
 
-    def __init__(self, streams: Streams, limit: int = LIMIT) -> None:
+    def __init__(
+        self, streams: Streams, limit: int = LIMIT, *, sizes: Callable[[], Mapping[str, int]] | None = None
+    ) -> None:
         self._limit = limit
+        self._ask_sizes = sizes
         self._host: Clock = HostClock()
         self._device = streams.device_clock()
         self._lock = threading.Lock()  # autograd and the update's thread submit too
@@ -110,9 +114,12 @@ class Recorder:
         self._open: deque[Job] = deque()
         self._waits: list[tuple[Job, Clock, Any, Any]] = []
         self._turns: list[tuple[Any, Label]] = []
+        self._sizes: list[tuple[float, Mapping[str, int]]] = []
+        self._steps: list[float] = []
         self._began = time.monotonic()
         self._ended: float | None = None
         self._complete = True
+        self._measure()
 
     def submitted(self, stream: str, work: Work, after: Sequence[Event], nbytes: int, label: Label) -> Job:
         """Note that work is submitted."""
@@ -130,6 +137,23 @@ class Recorder:
         with self._lock:
             if self._has_room(self._turns):
                 self._turns.append((self._device.mark(), label))
+        self._measure()
+
+    def step_made(self) -> None:
+        """Note that a step of the optimizer has returned."""
+        with self._lock:
+            if self._ended is None:
+                self._steps.append(time.monotonic())
+        self._measure()
+
+    def _measure(self) -> None:
+        """Note the bytes on each tier, where they are others than before."""
+        if self._ask_sizes is None or self._ended is not None:
+            return
+        found = self._ask_sizes()
+        with self._lock:
+            if (not self._sizes or self._sizes[-1][1] != found) and self._has_room(self._sizes):
+                self._sizes.append((time.monotonic(), found))
 
     def clock(self, stream: str) -> Clock:
         """Choose the clock of a stream."""
@@ -168,11 +192,18 @@ class Recorder:
                     job.condense()
             spans, numbers = self._spans(stop)
             recording = Recording(
-                self._began, stop, spans, self._waits_for(numbers, stop), self._compute(stop), self._complete
+                self._began,
+                stop,
+                spans,
+                self._waits_for(numbers, stop),
+                self._compute(stop),
+                self._complete,
+                sizes=[(when, sizes) for when, sizes in self._sizes if when <= stop],
+                steps=[when for when in self._steps if when <= stop],
             )
             for job in self._jobs:  # an event may outlive the trace
                 job.before = []
-            for notes in (self._jobs, self._open, self._waits, self._turns):
+            for notes in (self._jobs, self._open, self._waits, self._turns, self._sizes, self._steps):
                 notes.clear()
         return recording
 

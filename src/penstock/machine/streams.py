@@ -78,6 +78,7 @@ __all__ = [
     "HostWorker",
     "InlineStreams",
     "Job",
+    "Meter",
     "Pending",
     "PendingEvent",
     "Recorder",
@@ -119,12 +120,26 @@ class Recorder(Protocol):
     def turn_to(self, label: Label) -> None:
         """Note that compute turns to something; to nothing in particular where the label is empty."""
 
+    def step_made(self) -> None:
+        """Note that a step of the optimizer has returned."""
+
+
+class Meter(Protocol):
+    """Adds up how long compute waits (`machine/meter.py`)."""
+
+    def watch(self, stream: str, event: Event, after: Sequence[Event]) -> Event:
+        """Wrap the event of submitted work, which follows others, so that waits for it are counted."""
+
+    def take(self) -> dict[str, float]:
+        """Give the seconds by stream of all waits that are over by now, and begin anew. Never blocks."""
+
 
 class Streams(ABC):
     """Side streams of one device.
 
     Attributes:
         recorder: while a trace is taken.
+        meter: while steps are recorded. A trace, which says more, goes before it.
     """
 
     #: compute reads and writes the cpu tier directly: nothing has to be copied to be used
@@ -135,6 +150,7 @@ class Streams(ABC):
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.recorder: Recorder | None = None
+        self.meter: Meter | None = None
         self._given_up: deque[tuple[Event, Sequence[Tensor]]] = deque()
         self._giving_up = threading.RLock()  # a tensor that goes may take others with it, which are given up then
 
@@ -171,7 +187,11 @@ class Streams(ABC):
         """
         self._let_go()  # nothing else comes by as often: memory that was given up would stay for long
         if self.recorder is None:
-            return self._submit(stream, work, after, writes)
+            if self.meter is None:
+                return self._submit(stream, work, after, writes)
+            # What work waits for is no wait of compute's.
+            before = [part.unwatched() for event in after for part in event.parts()]
+            return self.meter.watch(stream, self._submit(stream, work, before, writes), after)
         job = self.recorder.submitted(stream, work, after, nbytes, label)
         return job.watch(self._submit(stream, job.run, job.after, writes))
 

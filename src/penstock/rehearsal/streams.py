@@ -150,6 +150,9 @@ class _Turns:
         """Note what compute does from here on."""
         self._notes.turn_to(label)
 
+    def step_made(self) -> None:
+        """Note nothing: a rehearsal counts its steps."""
+
     def submitted(self, stream: str, work: Work, after: Sequence[Event], nbytes: int, label: Label) -> NoReturn:
         """Refuse; `VirtualStreams.submit` notes jobs."""
         raise AssertionError("jobs are noted where they are submitted")

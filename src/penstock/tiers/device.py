@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from penstock.kinds import Tier
+from penstock.machine.arena import ask_for_huge_pages
 from penstock.tiers.home import MemorySection, Section, SectionPlan
 from penstock.tiers.tier import Slab, TierMemory
 
@@ -28,9 +29,17 @@ class _DeviceSlab(Slab):
         self._device = device
 
     def make(self, plan: SectionPlan) -> Section:
-        return MemorySection(
-            plan, [torch.zeros(cell.numel, dtype=cell.dtype, device=self._device) for cell in plan.cells]
-        )
+        section = self.make_unset(plan)
+        for tensor in section.tensors:
+            tensor.zero_()
+        return section
+
+    def make_unset(self, plan: SectionPlan) -> MemorySection:
+        tensors = [torch.empty(cell.numel, dtype=cell.dtype, device=self._device) for cell in plan.cells]
+        if self._device.type == "cpu":
+            for tensor in tensors:
+                ask_for_huge_pages(tensor)  # before the first touch
+        return MemorySection(plan, tensors)
 
     def close(self) -> None:
         pass

@@ -172,11 +172,24 @@ class _HostSlab(Slab):
         self._arena = arena
         self.pinned = arena.pinned
         self.pageable = arena.pageable and arena.capacity > 0
+        self._used_before = False
         tier.pinned_bytes += arena.capacity if self.pinned else 0
 
     def make(self, plan: SectionPlan) -> MemorySection:
+        section = self.make_unset(plan)
+        if self._used_before:
+            for tensor in section.tensors:
+                tensor.zero_()
+        return section
+
+    def make_unset(self, plan: SectionPlan) -> MemorySection:
         bounce = self._tier.bounce if self.pageable and plan.home != STAGING else None
         return MemorySection(plan, [self._arena.lease(cell.numel, cell.dtype) for cell in plan.cells], bounce)
+
+    def rewind(self) -> bool:
+        self._arena.rewind()
+        self._used_before = True
+        return True
 
     def close(self) -> None:
         self._tier.pinned_bytes -= self._arena.capacity if self.pinned else 0

@@ -224,6 +224,11 @@ class FileSlab(Slab):
         places = [Place(self._files[file], *place) for file, *place in self._striping.place(record_sizes(plan))]
         return FileRecords(plan, places, checksums=self._checksums)
 
+    def rewind(self) -> bool:
+        """Hand out the same places again, as if nothing had been written there."""
+        self._striping = Striping(len(self._files))
+        return not any(file.closed for file in self._files)
+
     @property
     def bytes_read(self) -> int:
         """Bytes read from the files so far."""

@@ -11,6 +11,7 @@ from penstock.kinds import (
     ACTIVATION,
     GATHERED,
     GRAD,
+    KEPT,
     LEAVING,
     MASTER,
     OPTIMIZER,
@@ -21,7 +22,7 @@ from penstock.kinds import (
     parse_tier,
 )
 
-_NOT_A_STATE = frozenset((PARAM, GRAD, MASTER, STAGING, ACTIVATION, LEAVING, GATHERED))
+_NOT_A_STATE = frozenset((PARAM, GRAD, MASTER, STAGING, ACTIVATION, LEAVING, KEPT, GATHERED))
 
 
 @dataclass(frozen=True)
@@ -47,7 +48,8 @@ class LocationReport:
 
     Kinds are `"param"`, `"grad"`, `"master"` and the rule's states by name, which `"optimizer"` selects together;
     `"gathered"` is the device memory of parameters that are gathered now, `"staging"` buffers of a tile, `"leaving"`
-    what is given back once its values have arrived elsewhere. Print it for a table.
+    what is given back once its values have arrived elsewhere, `"kept"` what `offload_states(keep=True)` keeps for the
+    next time. Print it for a table.
 
     Example:
         >>> row = Location("layers.0", "param", "cpu", torch.bfloat16, 8, 16, False, False)

@@ -183,11 +183,11 @@ class Buffers:
             made.append(RingSlot(near, near | {home: self.make(plan, reserved) for home, plan in slot.host.items()}))
         return made
 
-    def free(self) -> None:
-        """Give all buffers back. Nothing works on them."""
+    def free(self, *, keep: bool = False) -> None:
+        """Give all buffers back. Nothing works on them. `keep`: for the next time, if they were reserved for that."""
         for section in self._sections:
             self._store.leave(section)
-            self._store.free(section)
+            self._store.free(section, keep=keep)
         self._sections.clear()
 
 

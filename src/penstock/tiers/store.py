@@ -8,9 +8,14 @@ import threading
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from penstock.kinds import Tier
+from penstock.errors import MemoryBudgetError, NvmeError
+from penstock.kinds import STAGING, Tier
 from penstock.tiers.home import CellPlan, MemorySection, Section, SectionPlan
+from penstock.tiers.kept import KeptSlabs, Want
 from penstock.tiers.tier import Slab, TierMemory
+
+#: A slab: its tier and its name.
+Place = tuple[Tier, str]
 
 
 @dataclass(frozen=True)
@@ -35,12 +40,17 @@ class Reservation:
         self._slabs = slabs
         self._apart = apart
 
-    def make(self, plan: SectionPlan) -> Section:
-        """Make one of the sections; those of one tier and home in the order in which they were reserved."""
+    def make(self, plan: SectionPlan, *, unset: bool = False) -> Section:
+        """Make one of the sections; those of one tier and home in the order in which they were reserved.
+
+        Arguments:
+            plan: the section.
+            unset: all of it will be written before anybody reads it. Else it is zeros.
+        """
         if not plan.cells:
             return MemorySection(plan, ())
         slab = self._slabs[plan.tier, _slab_name(plan, self._apart)]
-        section = slab.make(plan)
+        section = slab.make_unset(plan) if unset else slab.make(plan)
         self._store.enter(section, slab)
         return section
 
@@ -58,9 +68,15 @@ class Store:
         self._leaving: dict[Section, Slab | None] = {}  # their values are on the way to others
         self._lock = threading.Lock()  # state that is in flight is freed by the thread that sees it arrive
         self._left: dict[Slab, int] = {}  # sections that it still holds, or will
+        self._kept = KeptSlabs()
 
     def reserve(
-        self, plans: Sequence[SectionPlan], *, pin: bool = True, apart: Collection[SectionPlan] = frozenset()
+        self,
+        plans: Sequence[SectionPlan],
+        *,
+        pin: bool = True,
+        apart: Collection[SectionPlan] = frozenset(),
+        keep: bool = False,
     ) -> Reservation:
         """Take the memory and files for some sections. What one home has on one tier is given back together.
 
@@ -68,6 +84,7 @@ class Store:
             plans: sections, in the order in which those of a home will be made.
             apart: those of them that are given back while others of their home stay.
             pin: page-lock host memory that a device copies from.
+            keep: keep what `apart` and the buffers take, once they are freed, for the next one who wants the same.
 
         Raises:
             MemoryBudgetError, NvmeError: there is not enough; nothing was taken.
@@ -76,17 +93,46 @@ class Store:
         for plan in plans:
             if plan.cells:
                 wanted.setdefault(plan.tier, {}).setdefault(_slab_name(plan, apart), []).append(plan)
-        slabs: dict[tuple[Tier, str], Slab] = {}
         try:
+            slabs = self._take(wanted, pin)
+        except (MemoryBudgetError, NvmeError):
+            if not self.give_back_kept():
+                raise
+            slabs = self._take(wanted, pin)  # what was kept may be the room that was missing
+        self._left |= {slab: len(wanted[tier][home]) for (tier, home), slab in slabs.items()}
+        if keep:
+            names = {_slab_name(plan, apart) for plan in plans if plan in apart} | {STAGING}
+            for (tier, home), slab in slabs.items():
+                if home in names:
+                    self._kept.promise(slab, Want(tier, home, pin), wanted[tier][home])
+        return Reservation(self, slabs, apart)
+
+    def _take(self, wanted: Mapping[Tier, Mapping[str, Sequence[SectionPlan]]], pin: bool) -> dict[Place, Slab]:
+        """Take slabs, those that were kept for the same sections first."""
+        slabs: dict[Place, Slab] = {}
+        try:
+            with self._lock:
+                for tier, homes in wanted.items():
+                    kept = {home: self._kept.take(Want(tier, home, pin), plans) for home, plans in homes.items()}
+                    slabs |= {(tier, home): slab for home, slab in kept.items() if slab is not None}
             for tier in sorted(wanted, key=lambda tier: tier.is_memory):  # disks refuse before memory is taken
-                taken = self._tiers[tier].reserve(wanted[tier], pin=pin)
+                rest = {home: plans for home, plans in wanted[tier].items() if (tier, home) not in slabs}
+                taken = self._tiers[tier].reserve(rest, pin=pin) if rest else {}
                 slabs |= {(tier, home): slab for home, slab in taken.items()}
         except BaseException:
             for slab in slabs.values():
                 slab.close()
             raise
-        self._left |= {slab: len(wanted[tier][home]) for (tier, home), slab in slabs.items()}
-        return Reservation(self, slabs, apart)
+        return slabs
+
+    def give_back_kept(self) -> bool:
+        """Give back what was kept for the next time. Return whether there was anything."""
+        with self._lock:
+            slabs = self._kept.give_back()
+        with contextlib.ExitStack() as closing:
+            for slab in slabs:
+                closing.callback(slab.close)
+        return bool(slabs)
 
     def enter(self, section: Section, slab: Slab | None) -> None:
         """Put a section in the table. `slab`: what it is made of; `None` for memory that somebody else owns."""
@@ -99,10 +145,14 @@ class Store:
             if section in self._sections:  # one step: a report in between would miss its bytes, or count them twice
                 self._leaving[section] = self._sections.pop(section)
 
-    def free(self, section: Section) -> None:
+    def free(self, section: Section, *, keep: bool = False) -> None:
         """Give back the memory of a section that has left, or its part of a slab that goes with the last one.
 
         Nothing works on it.
+
+        Arguments:
+            section: one that has left.
+            keep: keep the slab, if it was reserved for that.
         """
         section.drop()
         with self._lock:
@@ -111,7 +161,7 @@ class Store:
                 self._left[slab] -= 1
                 if self._left[slab] == 0:
                     del self._left[slab]
-                    slab.close()
+                    self._kept.put(slab, keep=keep)
 
     def take_back(self, slabs: Collection[Slab]) -> None:
         """Give slabs back, with every section that was made of them. Nothing works on them."""
@@ -122,6 +172,7 @@ class Store:
             with contextlib.ExitStack() as closing:
                 for slab in slabs:
                     del self._left[slab]
+                    self._kept.forget(slab)
                     closing.callback(slab.close)
 
     def cells(self) -> Iterator[Cell]:
@@ -133,6 +184,21 @@ class Store:
     def leaving(self) -> Iterator[Cell]:
         """List the cells that have left the table and still have memory."""
         yield from self._cells(self._leaving)
+
+    def kept(self) -> Iterator[tuple[CellPlan, bool]]:
+        """List what has no values and is kept for the next time, and whether it is page-locked."""
+        yield from self._kept.cells()
+
+    def bytes_by_tier(self) -> dict[str, int]:
+        """Add up the bytes of all cells, of those that have left and still have memory, and of what is kept."""
+        with self._lock:
+            sections = [*self._sections, *self._leaving]
+        sections += [section for tier in self._tiers.values() for section, _ in tier.own]
+        plans = [cell for section in sections for cell in section.plan.cells]
+        found: dict[str, int] = {}
+        for cell in (*plans, *(cell for cell, _ in self.kept())):
+            found[cell.tier.value] = found.get(cell.tier.value, 0) + cell.nbytes
+        return found
 
     def _cells(self, sections: Mapping[Section, Slab | None]) -> Iterator[Cell]:
         with self._lock:
@@ -154,7 +220,7 @@ class Store:
         """
         self._sections.clear()
         self._leaving.clear()
-        slabs, self._left = list(self._left), {}
+        slabs, self._left = [*self._left, *self._kept.give_back()], {}
         with contextlib.ExitStack() as closing:  # the last one first: files before the memory that they read and write
             for slab in slabs:
                 closing.callback(slab.close)

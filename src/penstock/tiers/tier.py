@@ -16,6 +16,14 @@ class Slab(ABC):
     def make(self, plan: SectionPlan) -> Section:
         """Make the next of the sections that the slab was sized for: all zeros (in files: never written)."""
 
+    def make_unset(self, plan: SectionPlan) -> Section:
+        """Make the next of them with any values in it: the caller writes all before anybody reads one."""
+        return self.make(plan)
+
+    def rewind(self) -> bool:
+        """Begin anew: make the same sections again, from the first one on. Return whether the slab can do that."""
+        return False
+
     @abstractmethod
     def close(self) -> None:
         """Give the slab back. Its sections have been dropped, or hold nothing of use any more."""

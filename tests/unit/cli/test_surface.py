@@ -149,6 +149,7 @@ EXPORT = {
     "--average": False,
 }
 INSPECT = {"path": None, "--verify": False, "--json": False}
+REPORT = {"runs": None, "--out": ""}
 IMPORT = {"folder": None, "out": None}
 IMPORT_DCP = IMPORT | {"--buffer": None}
 CONVERT = {"file": None, "--out": "None"}
@@ -161,6 +162,7 @@ COMMANDS = {
     "plan": PLAN,
     "export": EXPORT,
     "inspect": INSPECT,
+    "report": REPORT,
     "import-deepspeed": IMPORT,
     "import-dcp": IMPORT_DCP,
     "convert-config": CONVERT,

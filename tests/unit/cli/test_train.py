@@ -251,7 +251,7 @@ def test_tensorboard(
     outcome = penstock_command("train", "--model", str(model_folder), "--data", str(text_folder), *MICRO, *arguments)
     assert outcome.exit_code == 0, outcome.err
     assert len(list((tmp_path / "out" / "tensorboard").iterdir())) == 1
-    assert [line["event"] for line in metrics(tmp_path / "out")] == ["start", "step", "end"]
+    assert [line["event"] for line in metrics(tmp_path / "out")] == ["start", "step", "placement", "end"]
 
 
 @pytest.mark.parametrize(

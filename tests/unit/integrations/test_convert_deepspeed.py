@@ -376,6 +376,19 @@ def test_what_is_printed_trains() -> None:
     assert rates == pytest.approx([0, 0, 1e-3, 1e-3])
 
 
+def test_muon_has_the_options_of_theirs() -> None:
+    """Its AdamW is the same class there; its scale is that of the first paper."""
+    given = {"lr": 1e-3, "muon_lr": 0.01, "momentum": 0.9, "betas": "auto", "weight_decay": 0.1, "ns_method": "gram"}
+    line = convert_deepspeed({"optimizer": {"type": "Muon", "params": given}}).training["optimizer"]
+    assert line == (
+        "penstock.optim.MuonAdamW(model, lr=0.01, adamw_lr=0.001, weight_decay=0.1, momentum=0.9, "
+        "adamw_betas=(0.9, 0.95), adamw_eps=1e-10, adjust_lr_fn='original')"
+    )
+    optimizer = eval(line, {"penstock": penstock, "model": torch.nn.Linear(4, 2)})
+    options = {group["rule"]: group for group in optimizer.param_groups}
+    assert (options["muon"]["lr"], options["muon"]["momentum"], options["adamw"]["lr"]) == (0.01, 0.9, 0.001)
+
+
 def test_the_commands() -> None:
     first, second = command_lines(convert_deepspeed({}), "p.yaml")
     assert first == "penstock launch --config p.yaml --nproc-per-node N train.py"

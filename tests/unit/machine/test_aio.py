@@ -8,7 +8,7 @@ import stat
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -17,16 +17,17 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from penstock import _native
-from penstock.machine.aio import CHUNK_BYTES, File, Queue, Transfer, checksum
+from penstock.machine.aio import File, Queue, Transfer, checksum
 from penstock.machine.arena import PAGE_BYTES
 from tests.support import memory
 
 MIB = 1 << 20
+CHUNK_BYTES = MIB
 
 
 @pytest.fixture
 def queue() -> Iterator[Queue]:
-    with Queue(3) as queue:
+    with Queue(3, chunk_bytes=CHUNK_BYTES) as queue:
         yield queue
 
 
@@ -85,7 +86,7 @@ def test_any_sequence_of_transfers_is_that_of_a_bytearray(
     in_flight: list[tuple[range, bool, Transfer]] = []
     reads = []
     try:
-        with Queue(depth) as queue, File(queue, path, len(model)) as file:
+        with Queue(depth, chunk_bytes=CHUNK_BYTES) as queue, File(queue, path, len(model)) as file:
             for write, page, pages, seed in steps:
                 where = range(page * PAGE_BYTES, min(page + pages, PAGES) * PAGE_BYTES)
                 for other, other_write, transfer in in_flight:
@@ -184,7 +185,7 @@ def test_what_nobody_keeps_ends_by_itself(tmp_path: Path) -> None:
 
 
 def test_a_tensor_lives_until_its_transfer_is_done_and_no_longer(tmp_path: Path) -> None:
-    with Queue(1) as queue, File(queue, tmp_path / "file", 64 * MIB) as file:
+    with Queue(1, chunk_bytes=CHUNK_BYTES) as queue, File(queue, tmp_path / "file", 64 * MIB) as file:
         source = memory(32 * MIB, seed=1)
         alive = weakref.ref(source)
         expected = source.clone()
@@ -271,11 +272,11 @@ def test_buffered_files_are_said_once(
     ]
 
 
-@pytest.mark.parametrize("native", [_native.crc32c, _native.crc32c_portable])
-def test_the_checksum_is_crc32c(native: Callable[[int, int], int]) -> None:
+@pytest.mark.parametrize("way", _native.crc32c_ways())
+def test_the_checksum_is_crc32c(way: str) -> None:
     def crc(data: bytes) -> int:
         tensor = torch.frombuffer(bytearray(data or b"?"), dtype=torch.uint8)
-        return native(tensor.data_ptr(), len(data))
+        return _native.crc32c_by(way, tensor.data_ptr(), len(data))
 
     # RFC 3720, B.4, and the check value of the catalogue of CRCs
     assert crc(b"123456789") == 0xE3069283
@@ -290,9 +291,14 @@ def test_the_checksum_is_crc32c(native: Callable[[int, int], int]) -> None:
 @given(nbytes=st.integers(0, 5000), start=st.integers(0, 9), seed=st.integers(0, 2**31))
 def test_the_checksum_does_not_depend_on_the_processor(nbytes: int, start: int, seed: int) -> None:
     tensor = memory(3 * PAGE_BYTES, seed)
-    assert _native.crc32c(tensor.data_ptr() + start, nbytes) == _native.crc32c_portable(
-        tensor.data_ptr() + start, nbytes
-    )
+    address = tensor.data_ptr() + start
+    found = {way: _native.crc32c_by(way, address, nbytes) for way in _native.crc32c_ways()}
+    assert set(found.values()) == {_native.crc32c(address, nbytes)}, found
+
+
+def test_a_way_to_compute_checksums_that_the_processor_has_not_is_an_error() -> None:
+    with pytest.raises(ValueError, match="this processor has no CRC-32C by abacus"):
+        _native.crc32c_by("abacus", 0, 0)
 
 
 def test_reads_and_writes_are_served_at_once(tmp_path: Path, queue: Queue) -> None:

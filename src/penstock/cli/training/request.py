@@ -7,6 +7,7 @@ from transformers.utils import logging
 
 from penstock.checkpoint.opened import resolve
 from penstock.cli.ranks import Ranks
+from penstock.cli.reporting.page import PAGE_NAME
 from penstock.cli.training.config import TrainConfig
 from penstock.cli.training.data.dataset import Shape, find_all
 from penstock.cli.training.data.reading.sources import Source
@@ -182,7 +183,14 @@ def _check_out(config: TrainConfig, source: ModelSource) -> None:
         config.out.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=config.out):
             pass
-        for name in (METRICS_NAME, TRACE_NAME, RUN_NAME, *((PLAN_NAME,) if config.plan else ()), *MODEL_FILES):
+        for name in (
+            METRICS_NAME,
+            TRACE_NAME,
+            RUN_NAME,
+            PAGE_NAME,
+            *((PLAN_NAME,) if config.plan else ()),
+            *MODEL_FILES,
+        ):
             file = config.out / name
             if file.is_symlink() or file.exists():
                 if not file.is_file():

@@ -117,7 +117,8 @@ class Session:
             self._best.look(self._checkpoints.best)
         # Nothing can be refused any more.
         self._interruption.defer()
-        self._reports.start(goes_on=resumed is not None, **self._about)
+        begin = {"begin": start.step} if resumed is not None else {}
+        self._reports.start(goes_on=resumed is not None, **self._about, **begin)
         return start
 
     def _sampler(self) -> Sampler:

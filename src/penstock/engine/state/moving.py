@@ -97,9 +97,10 @@ class Mover:
         self._staging = staging
         self._in_use = in_use
         self._plan_staging = plan_staging
+        self._keep = False  # what the last offload took, once a reload has left it
         self._cleaned: Event = DONE  # after it, what the last move left behind has been given back
 
-    def offload(self, homes: Collection[str], to: Tier, *, pin: bool, wait: bool) -> None:
+    def offload(self, homes: Collection[str], to: Tier, *, pin: bool, wait: bool, keep: bool) -> None:
         """Move homes to the cpu or the nvme tier. What is there already stays as it is. Collective.
 
         Updates are over, and gradients are there.
@@ -110,6 +111,7 @@ class Mover:
             pin: whether to page-lock the host memory.
             wait: whether to return when it is done; else the state is in flight, and its old memory goes once it has
                 arrived.
+            keep: whether the memory and the files that this takes are kept by the reload, for the next offload.
 
         Raises:
             MemoryBudgetError, NvmeError: there is no room for it, or a transfer failed that was waited for. Nothing has
@@ -129,13 +131,17 @@ class Mover:
             for unit in self._units:
                 if unit.trained is not None:
                     wanted[unit][SHADOW] = [replace(plan, cells=()) for plan in unit.homes[SHADOW].plans]
+        self._keep = keep
+        if not keep:
+            self._cleaned.synchronize()  # the last reload may still be about to keep something
+            self._store.give_back_kept()
         self._move(wanted, pin=pin, wait=wait)
 
     def reload(self, *, wait: bool) -> None:
         """Move every home to where the placement wants it. Collective. Needs and raises what `offload` does."""
         self._gatherer.drop_unused()
         self._reducer.rest(self._units)
-        self._move({unit: plan.sections for unit, plan in self._plans.items()}, pin=True, wait=wait)
+        self._move({unit: plan.sections for unit, plan in self._plans.items()}, pin=True, wait=wait, back=True)
         self._staging.take()  # not later, within a backward: to pin memory there may block what it waits for
 
     @property
@@ -149,7 +155,7 @@ class Mover:
         """Wait until what the last move left behind has been given back."""
         self._cleaned.synchronize()
 
-    def _move(self, wanted: Mapping[Unit, Wanted], *, pin: bool, wait: bool) -> None:
+    def _move(self, wanted: Mapping[Unit, Wanted], *, pin: bool, wait: bool, back: bool = False) -> None:
         self._cleaned.synchronize()  # else the memory of two moves would be taken at once
         changes = {
             unit: {name: plans for name, plans in homes.items() if tuple(plans) != unit.homes[name].plans}
@@ -157,11 +163,11 @@ class Mover:
         }
         changes = {unit: homes for unit, homes in changes.items() if homes}
         if changes:
-            self._exchange(changes, pin=pin, wait=wait)
+            self._exchange(changes, pin=pin, wait=wait, back=back)
             self._replan()
             self._gatherer.show_resident(self._units, wait=wait)
 
-    def _exchange(self, changes: Mapping[Unit, Wanted], *, pin: bool, wait: bool) -> None:
+    def _exchange(self, changes: Mapping[Unit, Wanted], *, pin: bool, wait: bool, back: bool) -> None:
         new = [plan for unit, homes in changes.items() for plan in self._new_sections(unit, homes)]
         old = [plan for unit, homes in changes.items() for name in homes for plan in unit.homes[name].plans]
         slots = transit_slots([*old, *new])
@@ -171,7 +177,7 @@ class Mover:
             undo.callback(self._take_back_lent, changes)  # undone in reverse: after whatever still copies to it
             try:  # 1.
                 buffered = [plan for slot in slots for plan in slot.sections()]
-                reserved = self._store.reserve([*new, *buffered], pin=pin, apart=self._away(new))
+                reserved = self._store.reserve([*new, *buffered], pin=pin, apart=self._away(new), keep=self._keep)
                 undo.callback(reserved.cancel)
                 moves += [_Move(unit, self._make(unit, homes, reserved)) for unit, homes in changes.items()]
                 ring.fill(buffers.make_slots(slots, reserved))
@@ -192,9 +198,9 @@ class Mover:
 
         def clean_up() -> None:
             ring.drop()
-            buffers.free()
+            buffers.free(keep=self._keep)
             for section in left:
-                self._store.free(section)
+                self._store.free(section, keep=back)  # an offload that follows another one is to give memory back
             self._streams.return_free_memory()
 
         if wait:
@@ -248,8 +254,19 @@ class Mover:
                 # The full buffer itself: views of it that autograd saved stay good.
                 made[name] = Home([MemorySection(plans[0], [self._gatherer.lend(unit)])])
             else:
-                made[name] = Home([here.get(plan) or reserved.make(plan) for plan in plans])
+                unset = self._writes_all(unit, name)
+                made[name] = Home([here.get(plan) or reserved.make(plan, unset=unset) for plan in plans])
         return made
+
+    def _writes_all(self, unit: Unit, name: str) -> bool:
+        """Whether the copy to a new home writes every element of it. Where in doubt it does not."""
+        if name == PARAM:
+            return not self._plans[unit].replicated
+        if name == GRAD:
+            assert unit.trained is not None
+            gradient = unit.trained.gradient
+            return bool(gradient.held) and gradient.home is unit.homes[GRAD] and _is_whole(gradient.home)
+        return name in (MASTER, OPTIMIZER) and _is_whole(unit.homes[name])
 
     def _take_back_lent(self, units: Collection[Unit]) -> None:
         for unit in units:
@@ -325,6 +342,12 @@ def _parts_from_shadow(unit: Unit, wanted: Wanted, homes: Collection[str], to: T
     moves = any(tuple(wanted[name]) != unit.homes[name].plans for name in wanted.keys() - {GRAD})
     shadow = unit.homes[SHADOW].plans
     return moves or (MASTER in homes and any(plan.cells and plan.tier is not to for plan in shadow))
+
+
+def _is_whole(home: Home) -> bool:
+    """Whether all sections of a home have the same cells, none of them nothing."""
+    kinds = {tuple((cell.kind, cell.dtype) for cell in section.plan.cells) for section in home.sections}
+    return len(kinds) == 1 and () not in kinds
 
 
 class _Over(Event):

@@ -223,7 +223,7 @@ def _plan_sections(
         if max(update.start, param.start) < min(update.stop, param.stop)
         for section in _sections(
             SHADOW,
-            [Kind(MASTER, spec.dtype)] if _needs_shadow(param.tier, update.tier, reach) else [],
+            [Kind(MASTER, spec.dtype)] if _needs_shadow(param.tier, update.tier, homes.streams(spec), reach) else [],
             [TierRange(update.tier, max(update.start, param.start), min(update.stop, param.stop))],
             spec,
             homes,
@@ -266,11 +266,14 @@ def _grain(spec: UnitSpec, state: StateSpec, tile_numel: int) -> int:
     return 1 if needed >= spec.parameters[0].numel() else tile_numel // least_divisor(tile_numel, needed)
 
 
-def _needs_shadow(params: Tier, optimizer: Tier, reach: Reach) -> bool:
+def _needs_shadow(params: Tier, optimizer: Tier, streamed: Streamed, reach: Reach) -> bool:
     """Whether the update cannot reach the parameters, and writes a copy beside its state, the master's other part.
 
-    Tiles that come from or go to a file are brought to the update anyway, and the parameters with them.
+    Tiles that come from or go to a file are brought to the update anyway, and the parameters with them. Where the device
+    updates every tile, it has what rests there.
     """
+    if streamed == "all" and params is Tier.DEVICE:
+        return False
     return params.is_memory and optimizer.is_memory and not in_reach(params, optimizer, reach)
 
 

@@ -15,7 +15,7 @@ _CLASSES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "adagrad": ("torch.optim.Adagrad", {}),
     "lion": ("penstock.optim.Lion", {"lr": 1e-3, "betas": (0.9, 0.999), "weight_decay": 0.0}),
 }
-_REFUSED = ("lamb", "muadam", "muadamw", "musgd", "muon", "onebitadam", "zerooneadam", "onebitlamb")
+_REFUSED = ("lamb", "muadam", "muadamw", "musgd", "onebitadam", "zerooneadam", "onebitlamb")
 _WARM = "lr_scheduler_type"
 
 
@@ -27,6 +27,8 @@ def optimizer_line(keys: Keys) -> str | None:
     name = str(keys.get("optimizer.type", ""))
     if not name or name.lower() in _REFUSED:
         return None
+    if name.lower() == "muon":
+        return _muon_line(keys)
     params = keys.get(_OPTIMIZER, {})
     kind, defaults = _CLASSES.get(name.lower(), (f"torch.optim.{name}", {}))
     if name.lower() == "adam" and not keys.flag(f"{_OPTIMIZER}.adam_w_mode", True):
@@ -40,6 +42,20 @@ def optimizer_line(keys: Keys) -> str | None:
         options["lr"] = _option(keys, "lr", highest)
     written = "".join(f", {key}={value!r}" for key, value in options.items())
     return f"{kind}(model.parameters(){written})"
+
+
+def _muon_line(keys: Keys) -> str:
+    """Write DeepSpeed's Muon, which has AdamW in it for what is no hidden matrix, with the defaults of both there."""
+    options: dict[str, Any] = {}
+    for key, name, default_rate in (("lr", "muon_lr", 0.02), ("adamw_lr", "adam_lr", 3e-4)):
+        own = keys.number(f"{_OPTIMIZER}.{name}", keys.number(f"{_OPTIMIZER}.lr", default_rate))
+        options[key] = keys.number(f"{_SCHEDULE}.warmup_max_lr", own)
+    of_both = {"weight_decay": 0.0, "momentum": 0.95, "betas": (0.9, 0.95), "eps": 1e-10}
+    for key, value in of_both.items():
+        ours = f"adamw_{key}" if key in ("betas", "eps") else key
+        options[ours] = _option(keys, key, keys.get(f"{_OPTIMIZER}.{key}", value))
+    options["adjust_lr_fn"] = "original"
+    return f"penstock.optim.MuonAdamW(model, {', '.join(f'{key}={value!r}' for key, value in options.items())})"
 
 
 #: Options of an optimizer that choose among DeepSpeed's implementations.
@@ -125,6 +141,7 @@ LOOP_ROWS: Mapping[str, Row] = {
     "optimizer.type": _type_of_optimizer,
     "optimizer.params.*": loop("in the line of optimizer.type"),
     "optimizer.params.bias_correction": default("true", "as in torch", no_counterpart("bias is always corrected")),
+    "optimizer.params.ns_method": not_needed("Newton-Schulz iterations as torch.optim.Muon has them"),
     "optimizer.params.max_grad_norm": no_counterpart("DeepSpeed refuses it; say gradient_clipping"),
     **{
         f"optimizer.params.{key}": not_needed("it chooses among DeepSpeed's implementations")

@@ -2,7 +2,8 @@
 
 strategy.py is what a Trainer takes, fabric.py what Fabric takes. precision.py maps Lightning's names of precisions and
 clips; parts.py says which optimizer trains which part of a module; prepared.py holds what `penstock.prepare` returned
-for them; refusals.py names what cannot be had; checkpoints.py writes and reads folders, and whole weights.
+for them; refusals.py names what cannot be had; checkpoints.py writes and reads folders, and whole weights;
+record.py records steps, for penstock report.
 """
 
 from lightning.fabric.strategies import STRATEGY_REGISTRY
@@ -11,6 +12,7 @@ from lightning.pytorch.strategies import StrategyRegistry
 from penstock.integrations.lightning.checkpoints import consolidate
 from penstock.integrations.lightning.fabric import PenstockFabricPrecision, PenstockFabricStrategy
 from penstock.integrations.lightning.precision import PenstockPrecision
+from penstock.integrations.lightning.record import RecordCallback
 from penstock.integrations.lightning.strategy import PenstockStrategy
 
 __all__ = [
@@ -18,6 +20,7 @@ __all__ = [
     "PenstockFabricStrategy",
     "PenstockPrecision",
     "PenstockStrategy",
+    "RecordCallback",
     "consolidate",
 ]
 

@@ -6,10 +6,12 @@ config       arguments of `prepare` from a file, from the environment, from a ca
 settings     what TrainingArguments and Penstock are both told, and what they cannot both be
 weights      models without values, and the weights of a folder for a model that is prepared
 accelerator  what a trainer goes on with, and what it takes over
+record       a callback that records steps, for penstock report
 trainer      the mixin that stands before a trainer's class, and the class of both
 """
 
+from penstock.integrations.transformers.record import RecordCallback
 from penstock.integrations.transformers.trainer import PenstockTrainerMixin, trainer_class
 from penstock.integrations.transformers.weights import from_pretrained_on_meta
 
-__all__ = ["PenstockTrainerMixin", "from_pretrained_on_meta", "trainer_class"]
+__all__ = ["PenstockTrainerMixin", "RecordCallback", "from_pretrained_on_meta", "trainer_class"]

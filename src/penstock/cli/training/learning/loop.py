@@ -149,9 +149,10 @@ class Training:
                 position = Position(position.step + 1, position.sequences + course.per_step)
                 # 3.
                 if self._is_due(position.step, self._config.log_every):
-                    sizes = bytes_by_tier(optimizer.locations())
-                    progress = window.close(position.step, outcome.grad_norm, lr, sizes)
+                    located = optimizer.locations()
+                    progress = window.close(position.step, outcome.grad_norm, lr, bytes_by_tier(located))
                     self._reports.step(self._gauges.read(progress))
+                    self._reports.placement(position.step, located)
                 # 4.
                 why = self._ending(position, measured=self._evaluations is None)
                 if why is not Why.ASKED and self._is_due(position.step, self._config.eval_every):

@@ -5,6 +5,8 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager, ExitStack
 from typing import Any
 
+from penstock import LocationReport
+from penstock.cli.reporting.page import INSTALL, plotly_script, write_page
 from penstock.cli.training.config import TrainConfig
 from penstock.cli.training.reporting.display import Display
 from penstock.cli.training.reporting.formats import printable
@@ -13,6 +15,7 @@ from penstock.cli.training.reporting.progress import Progress
 from penstock.cli.training.reporting.samples import Sample
 from penstock.cli.training.reporting.summary import Summary
 from penstock.cli.training.reporting.trackers import Trackers
+from penstock.errors import one_line
 from penstock.planner import Plan, block
 
 
@@ -33,6 +36,7 @@ class Reports(AbstractContextManager["Reports"]):
         self._trackers = Trackers(config.report_to if is_first_rank else (), self.note)
         self._summary = Summary()
         self._plan: Plan | None = None
+        self._is_placed = False
 
     def __exit__(self, *error: object) -> None:
         self._closing.close()
@@ -76,6 +80,12 @@ class Reports(AbstractContextManager["Reports"]):
         self._write("step", progress.to_dict())
         self._trackers.log(progress.scalars(), progress.step)
 
+    def placement(self, step: int, report: LocationReport) -> None:
+        """Tell where every byte is after `step` steps, once: steps are warm by the first report."""
+        if self._metrics is not None and not self._is_placed:
+            self._is_placed = True
+            self._write("placement", {"step": step, "rows": report.to_dict()["rows"]})
+
     def evaluation(
         self, step: int, loss: float, seconds: float, *, token_name: str, is_best: bool | None = None
     ) -> None:
@@ -118,6 +128,18 @@ class Reports(AbstractContextManager["Reports"]):
             measured = self._summary.measured_seconds()
             self.note(block(self._plan, measured) if measured else "plan: too few steps to hold it against a trace")
         self._write("end", about | self._summary.to_dict())
+        if self._metrics is not None:
+            self._page()
+
+    def _page(self) -> None:
+        """Make the run's page where plotly is installed, else say how. Nothing in it can fail a run."""
+        try:
+            if plotly_script() is None:
+                self.note(f"a page of this run: {INSTALL}, and then penstock report {self._config.out}")
+            else:
+                self.note(f"a page of this run is {write_page([self._config.out])}")
+        except Exception as error:
+            self.note(f"warning: the run's page was not made: {one_line(error)}")
 
     def _write(self, event: str, values: dict[str, Any]) -> None:
         """Write a line of `metrics.jsonl`."""

@@ -16,6 +16,7 @@ import torch
 
 import penstock
 from penstock.cli.ranks import Ranks
+from penstock.cli.reporting.resources import RESOURCES, WAITING
 from penstock.cli.training.reporting.spread import Spread
 from penstock.errors import ConfigError
 
@@ -28,21 +29,6 @@ COST_SHARE = 0.01
 _SPAN_SECONDS = 1e-5
 _LEAST_SHOWN = 0.005
 _STEPS = 2  # of a trace
-_WAITING = "waiting"
-#: What a row of a trace stands for, as traces and plans call it.
-RESOURCES = {
-    "compute": "device compute",
-    "upload": "host-to-device link",
-    "download": "device-to-host link",
-    "collective": "links between ranks",
-    "model collective": "links within the model",
-    "update": "host update",
-    "device update": "device update",
-    "read": "NVMe reads",
-    "fetch": "NVMe reads",
-    "write": "NVMe writes",
-    "save": "copies for a checkpoint",
-}
 #: The rows whose names do not say it.
 _UNSAID = ("read", "fetch", "write", "update")
 
@@ -185,10 +171,10 @@ class Watch(AbstractContextManager["Watch"]):
         busy: defaultdict[str, float] = defaultdict(float)
         for event in events:
             category = event.get("cat")
-            if category != _WAITING and category not in RESOURCES:
+            if category != WAITING and category not in RESOURCES:
                 continue
             within = max(0.0, min(event["ts"] + event["dur"], stop) - max(event["ts"], start))
-            if category == _WAITING:
+            if category == WAITING:
                 rows[event["name"].rpartition("(")[2].removesuffix(")")] += within
             else:
                 busy[RESOURCES[category]] += within / 1e6

@@ -1,0 +1,161 @@
+"""One step of a trace: what each resource did in it, and what compute waited for."""
+
+import json
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from penstock.cli.reporting.resources import OUTSIDE, RESOURCES, WAITING
+
+TRACE_NAME = "trace.json"
+#: Pieces of a row that are drawn, at most; and what lies between two that are drawn as one, as a share of the step.
+MOST_PIECES = 400
+_LEAST_GAP = 1 / 2000
+_DISK = ("read", "fetch", "write")
+
+Interval = tuple[float, float]
+
+
+@dataclass(frozen=True)
+class Piece:
+    """What a row did, in seconds from the begin of the step.
+
+    Attributes:
+        name: what it was for.
+        start: when it began.
+        stop: when it was over.
+        nbytes: how many bytes were moved.
+        count: how many pieces of the trace it is.
+    """
+
+    name: str
+    start: float
+    stop: float
+    nbytes: int = 0
+    count: int = 1
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """One step.
+
+    Attributes:
+        seconds: how long it was.
+        rows: what each row did, in the order of `RESOURCES`; at last what compute waited for.
+        waits: seconds of waiting by the row that compute waited for, the longest first.
+        steps: how many steps the trace has, of which this is the last.
+    """
+
+    seconds: float
+    rows: Mapping[str, list[Piece]]
+    waits: Mapping[str, float]
+    steps: int = 1
+
+    @property
+    def busy_seconds(self) -> dict[str, float]:
+        """How long each resource worked."""
+        rows: defaultdict[str, list[Interval]] = defaultdict(list)
+        for row, pieces in self.rows.items():
+            if row != WAITING:
+                rows[RESOURCES[row]] += [(piece.start, piece.stop) for piece in pieces]
+        return {name: _length(intervals) for name, intervals in rows.items()}
+
+    @property
+    def bound_by(self) -> str:
+        """The resource with the most busy time. Reads and writes share a disk: they count together."""
+        busy = {name: seconds for name, seconds in self.busy_seconds.items() if not name.startswith("NVMe")}
+        disk = [(piece.start, piece.stop) for row in _DISK for piece in self.rows.get(row, ())]
+        if disk:
+            reads, writes = (self.busy_seconds.get(f"NVMe {what}", 0.0) for what in ("reads", "writes"))
+            busy["NVMe reads" if reads >= writes else "NVMe writes"] = _length(disk)
+        every = [(piece.start, piece.stop) for pieces in self.rows.values() for piece in pieces]
+        busy[OUTSIDE] = self.seconds - _length(every)
+        return max(busy, key=lambda name: busy[name])
+
+
+def read_timeline(folder: Path) -> Timeline | None:
+    """Read the last step of a folder's trace; `None` where there is none that can be read.
+
+    The trace's file is that of `Optimizer.trace`: its steps end at instants of the category `step`.
+    """
+    try:
+        events = json.loads((folder / TRACE_NAME).read_bytes())["traceEvents"]
+        seen = [event for event in events if isinstance(event, dict)]
+        return _timeline(seen)
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        return None
+
+
+def _timeline(events: Iterable[Mapping[str, Any]]) -> Timeline | None:
+    ends: list[float] = []
+    found: dict[str, list[tuple[float, float, str, int]]] = {}
+    for event in events:
+        row = event.get("cat")
+        if row == "step" and event.get("ph") == "i":
+            ends.append(float(event["ts"]))
+        elif event.get("ph") == "X" and (row in RESOURCES or row == WAITING):
+            start, duration = float(event["ts"]), float(event["dur"])
+            nbytes = event.get("args", {}).get("bytes", 0)
+            found.setdefault(str(row), []).append((start, start + duration, str(event["name"]), int(nbytes)))
+    begin, end = _window(ends, found.values())
+    if not begin < end:
+        return None
+    rows: dict[str, list[Piece]] = {}
+    for row in (*RESOURCES, WAITING):
+        inside = [
+            Piece(name, (max(start, begin) - begin) / 1e6, (min(stop, end) - begin) / 1e6, nbytes)
+            for start, stop, name, nbytes in sorted(found.get(row, ()))
+            if start < end and stop > begin
+        ]
+        if inside:
+            rows[row] = inside
+    waits: defaultdict[str, float] = defaultdict(float)
+    for piece in rows.get(WAITING, ()):
+        waits[piece.name.rpartition("(")[2].removesuffix(")")] += piece.stop - piece.start
+    longest = dict(sorted(waits.items(), key=lambda item: -item[1]))
+    return Timeline((end - begin) / 1e6, rows, longest, max(1, len(ends))) if rows else None
+
+
+def _window(ends: list[float], rows: Iterable[list[tuple[float, float, str, int]]]) -> Interval:
+    """Find when the last step began and ended; all of the trace where it says nothing of steps."""
+    if ends:
+        return max(pairwise([0.0, *sorted(ends)]), key=lambda step: step[1])
+    spans = [span for row in rows for span in row]
+    return min((span[0] for span in spans), default=0.0), max((span[1] for span in spans), default=0.0)
+
+
+def joined(pieces: list[Piece], seconds: float, most: int = MOST_PIECES) -> list[Piece]:
+    """Draw pieces as one that nobody could tell apart: `most` of them at most, in order.
+
+    Arguments:
+        pieces: of one row, in order.
+        seconds: how long the step is.
+        most: how many are left, at most.
+    """
+    if len(pieces) <= most:
+        return pieces
+    gap = seconds * _LEAST_GAP
+    while True:
+        left: list[Piece] = []
+        for piece in pieces:
+            last = left[-1] if left else None
+            if last is None or piece.start - last.stop > gap or piece.stop - last.start > 50 * gap:
+                left.append(piece)
+            else:
+                stop, nbytes = max(last.stop, piece.stop), last.nbytes + piece.nbytes
+                left[-1] = Piece(last.name, last.start, stop, nbytes, last.count + piece.count)
+        if len(left) <= most:
+            return left
+        gap *= 2
+
+
+def _length(intervals: Iterable[Interval]) -> float:
+    """Add up intervals, and count nothing twice."""
+    length, reached = 0.0, float("-inf")
+    for start, stop in sorted(intervals):
+        length += max(0.0, stop - max(start, reached))
+        reached = max(reached, stop)
+    return length

@@ -1,0 +1,324 @@
+"""A record of a run: a line for each step, the bytes of a warm step, and a trace of it, in a folder."""
+
+import numbers
+import os
+import time
+import warnings
+import weakref
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, suppress
+from datetime import datetime
+from os import PathLike
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Self
+
+import torch
+from torch import Tensor
+
+from penstock.engine.engine import Engine
+from penstock.engine.sizes import bytes_by_tier, locate
+from penstock.engine.tracing import RANK, take_trace
+from penstock.engine.updates.step import StepResult
+from penstock.errors import ConfigError, EngineError, PenstockError, one_line
+from penstock.forecast.plan import Plan
+
+if TYPE_CHECKING:
+    from penstock.engine.lines import Lines
+
+METRICS_NAME = "metrics.jsonl"
+TRACE_NAME = "trace.json"
+PLAN_NAME = "plan.json"
+#: Steps before the trace: in the first, units learn their order and buffers are made.
+STEPS_BEFORE = 1
+#: Steps of the trace. The first of them finds nothing under way that it could wait for; the last one is looked at.
+STEPS_TRACED = 2
+
+Number = float | Tensor
+
+
+class Record(AbstractContextManager["Record"]):
+    """Writes the steps of an optimizer to a folder, for `penstock report`. `Optimizer.record` makes one.
+
+    Every rank has one; the first writes, and the others' methods do nothing. Used as a context, closed at its end.
+
+    Attributes:
+        closed: whether it has ended; one that was made of nothing never began.
+        folder: where its files are.
+        steps: steps that were made, those before it included.
+
+    Example:
+        >>> with optimizer.record("runs/first") as recorder:  # doctest: +SKIP
+        ...     for batch in loader:
+        ...         loss = model(**batch).loss
+        ...         optimizer.backward(loss)
+        ...         optimizer.step()
+        ...         optimizer.zero_grad()
+        ...         recorder.log(loss=loss, tokens=batch["input_ids"].numel())
+    """
+
+    def __init__(self, engine: Engine | None, folder: str | PathLike[str] = "", begin: int = 0) -> None:
+        self.folder = Path(folder)
+        self.steps = begin
+        self._engine = None if engine is None else weakref.ref(engine)  # whoever keeps a recorder keeps no model
+        self._begin = begin
+        self._lines: Lines | None = None
+        self._late: list[tuple[int, str, Tensor]] = []
+        self._trace: ExitStack | None = None
+        self._trace_ends = 0
+        self._is_traced = self._is_placed = False
+        self._skipped_count = 0
+        self._began = self._last = time.monotonic()
+        self.closed = engine is None
+
+    @classmethod
+    def open(cls, engine: Engine, folder: str | PathLike[str], begin: int, *, before: "Record") -> Self:
+        """Check what was asked for, and open the file on the first rank. Nothing that is there changes.
+
+        Arguments:
+            engine: whose steps will be recorded.
+            folder: where.
+            begin: steps that were made before.
+            before: the optimizer's last record.
+
+        Raises:
+            ConfigError: the file cannot be written, or an argument is not as `Optimizer.record` says.
+            EngineError: nothing trains the model, or its steps are being recorded.
+        """
+        if not before.closed:
+            raise EngineError(f"record() was called while steps are recorded in {before.folder}. Close that one first.")
+        if not engine.rig.trains:
+            raise EngineError("record() was called, and nothing trains this model: there are no steps to record.")
+        if type(begin) is not int or begin < 0:
+            raise ConfigError(f"record(begin={begin!r}): give the number of steps that were made before, such as 100.")
+        if RANK in os.fspath(folder):
+            raise ConfigError(f"record({os.fspath(folder)!r}): the first rank alone writes. Leave {RANK} out.")
+        from penstock.engine.lines import Lines  # here: most runs record nothing
+
+        record = cls(engine, folder, begin)
+        if engine.rig.ranks.rank == 0:
+            record._lines = Lines(record.folder / METRICS_NAME)
+        return record
+
+    def start(
+        self, engine: Engine, given: torch.optim.Optimizer, plan: Plan | None, config: Mapping[str, Any] | None
+    ) -> Self:
+        """Write the first line, and begin to measure. What an earlier run has left goes, unless this one goes on."""
+        if self._lines is not None:
+            self._lines.begin(goes_on=self._begin > 0)
+            for name in () if self._begin else (TRACE_NAME, PLAN_NAME):
+                with suppress(OSError):
+                    (self.folder / name).unlink(missing_ok=True)
+            self._lines.write("start", {"begin": self._begin, **_about(engine, given), "config": config or {}})
+            if plan is not None:
+                with suppress(OSError):
+                    (self.folder / PLAN_NAME).write_text(plan.to_json(), encoding="utf-8")
+        from penstock.machine.meter import WaitMeter  # here: most runs record nothing
+
+        engine.rig.streams.meter = WaitMeter(engine.rig.streams)
+        self._began = self._last = time.monotonic()
+        return self
+
+    # What is written by hand
+
+    def log(self, *, step: int | None = None, **figures: Number) -> None:
+        """Say more of a step: `loss`, `tokens`, and whatever else is to have a curve.
+
+        Tokens are those of the step, of whichever ranks you count, and become tokens a second. A tensor is read after
+        the next step, when the device has long computed it, so that nothing waits for it.
+
+        Arguments:
+            step: which one; `None` for the one that was made last: call it after `optimizer.step()`.
+            figures: numbers, or tensors of one element.
+
+        Raises:
+            ConfigError: one of them is something else.
+
+        Example:
+            >>> recorder.log(loss=loss, tokens=batch["input_ids"].numel())  # doctest: +SKIP
+        """
+        of_step = self.steps if step is None else step
+        now: dict[str, float] = {}
+        for name, value in figures.items():
+            given: object = value
+            if isinstance(given, Tensor) and given.numel() == 1:
+                self._late.append((of_step, name, given.detach()))
+            elif isinstance(given, numbers.Real) and name != "event":
+                now[name] = float(given)
+            else:
+                raise ConfigError(f"log({name}={given!r:.80}): give a number, or a tensor of one element.")
+        if now:
+            self._write("step", {"step": of_step, **now})
+
+    def evaluation(self, loss: float, *, step: int | None = None) -> None:
+        """Say what the loss on held-out data is, after the step that was made last or another one."""
+        self._write("eval", {"step": self.steps if step is None else step, "loss": float(loss)})
+
+    def sample(self, prompt: str, text: str, *, step: int | None = None) -> None:
+        """Keep what the model writes after a prompt, after the step that was made last or another one."""
+        of_step = self.steps if step is None else step
+        self._write("sample", {"step": of_step, "prompt": str(prompt), "text": str(text)})
+
+    # What the optimizer tells
+
+    def step_made(self, engine: Engine, result: StepResult, groups: Sequence[Mapping[str, Any]]) -> None:
+        """Write the line of a step. Collective where a trace begins; what fails here fails no step.
+
+        1. The line: nothing in it waits for the device.
+        2. Once: where every byte is, when the step was warm.
+        3. The trace of a warm step, which waits for what is under way before and behind it.
+        """
+        now = time.monotonic()
+        seconds, self._last = now - self._last, now
+        self.steps += 1
+        self._skipped_count += result.skipped
+        # 1.
+        late, self._late = self._late, []
+        if self._lines is not None:
+            self._write("step", self._line(engine, result, groups, seconds))
+            self._write_late(late)
+        # 2.
+        if not self._is_placed and self.steps - self._begin >= STEPS_BEFORE + STEPS_TRACED:
+            self._place(engine)
+        # 3.
+        begun = time.monotonic()
+        self._follow_trace(engine)
+        self._last += time.monotonic() - begun  # it waits, which no step does
+
+    def _line(
+        self, engine: Engine, result: StepResult, groups: Sequence[Mapping[str, Any]], seconds: float
+    ) -> dict[str, Any]:
+        """List the figures of the step that was made last."""
+        rates = [_rate(group.get("lr")) for group in groups]
+        clip = abs(engine.rig.gradient_scale.clip) or 1.0  # of the loop itself: the step has seen what was left
+        line: dict[str, Any] = {
+            "step": self.steps,
+            "seconds": round(self._last - self._began, 6),
+            "step_seconds": round(seconds, 6),
+            "grad_norm": result.grad_norm / clip,
+            "lr": rates[0] if len(set(rates)) == 1 else rates,
+            "loss_scale": result.loss_scale,
+            "skipped_count": self._skipped_count,
+            "bytes_by_tier": bytes_by_tier(engine),
+        }
+        meter = engine.rig.streams.meter
+        waits = {} if meter is None else meter.take()
+        if self._trace is not None:
+            return line | {"traced": True}  # a trace knows them, and the meter knows a part
+        shares = {row: round(waited / seconds, 6) for row, waited in waits.items() if waited and seconds}
+        return line | {"waited": sum(shares.values()), "waits": shares}
+
+    def _place(self, engine: Engine) -> None:
+        """Write where every byte is."""
+        self._is_placed = True
+        if self._lines is not None:
+            self._write("placement", {"step": self.steps, "rows": placement_rows(locate(engine).to_dict()["rows"])})
+
+    # The trace
+
+    def _follow_trace(self, engine: Engine) -> None:
+        """Begin or end the trace where its time has come. Collective where it begins."""
+        if self._trace is not None:
+            if self.steps >= self._trace_ends:
+                self.end_trace()
+        elif not self._is_traced and self.steps - self._begin >= STEPS_BEFORE and engine.rig.streams.recorder is None:
+            self._is_traced, self._trace_ends = True, self.steps + STEPS_TRACED
+            trace = ExitStack()
+            with suppress(PenstockError):  # the file cannot be opened, as all ranks have agreed
+                trace.enter_context(take_trace(self.folder / TRACE_NAME, engine))
+                self._trace = trace
+
+    def end_trace(self) -> None:
+        """End the trace of a step where one is being taken, such as for a trace that somebody asks for."""
+        trace, self._trace = self._trace, None
+        if trace is not None:
+            try:
+                trace.close()
+            except PenstockError as error:
+                warnings.warn(one_line(error), stacklevel=2)
+
+    # The end
+
+    def close(self) -> None:
+        """Write what is left, and close the files. Calling it again does nothing."""
+        if self.closed:
+            return
+        self.closed = True
+        engine = None if self._engine is None else self._engine()
+        if engine is not None and not engine.closed:
+            self.end_trace()
+            if not self._is_placed:
+                self._place(engine)
+            engine.rig.streams.meter = None
+        if self._lines is not None:
+            self._write_late(self._late)
+        self._late = []
+        self._write("end", {"steps": self.steps, "seconds": round(time.monotonic() - self._began, 6)})
+        if self._lines is not None:
+            self._lines.close()
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def _write_late(self, late: Sequence[tuple[int, str, Tensor]]) -> None:
+        """Write the tensors that were logged, a line for each step."""
+        of_steps: dict[int, dict[str, float]] = {}
+        for step, name, value in late:
+            of_steps.setdefault(step, {})[name] = value.item()
+        for step, figures in of_steps.items():
+            self._write("step", {"step": step, **figures})
+
+    def _write(self, event: str, values: Mapping[str, Any]) -> None:
+        if self._lines is not None:
+            self._lines.write(event, values)
+
+
+def note_step(engine: Engine, record: Record, result: StepResult, groups: Sequence[Mapping[str, Any]]) -> None:
+    """Tell a trace and a record, where there is one, that a step was made. Collective where a record begins to trace.
+
+    Arguments:
+        engine: what has made it.
+        record: the optimizer's, closed or not.
+        result: what the step says.
+        groups: the optimizer's param groups, with their learning rates.
+    """
+    if engine.rig.streams.recorder is not None:
+        engine.rig.streams.recorder.step_made()
+    if not record.closed:
+        record.step_made(engine, result, groups)
+
+
+def placement_rows(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Add up the rows of a `LocationReport` that differ in nothing but how much they are."""
+    keys = ("unit", "kind", "tier", "dtype", "pinned")
+    found: dict[tuple[Any, ...], dict[str, Any]] = {}
+    for row in rows:
+        name = tuple(row[key] for key in keys)
+        added = found.setdefault(name, {**dict(zip(keys, name, strict=True)), "numel": 0, "nbytes": 0})
+        added["numel"] += row["numel"]
+        added["nbytes"] += row["nbytes"]
+    return list(found.values())
+
+
+def _rate(lr: Any) -> float | None:
+    """Read a learning rate; `None` where it is on a device, which would have to be waited for."""
+    if isinstance(lr, Tensor):
+        return float(lr) if lr.device.type == "cpu" and lr.numel() == 1 else None
+    return float(lr) if isinstance(lr, numbers.Real) else None
+
+
+def _about(engine: Engine, given: torch.optim.Optimizer) -> dict[str, Any]:
+    """Describe what is trained."""
+    parameters = [(p.tensor.numel(), unit.trained is not None) for unit in engine.rig.units for p in unit.parameters]
+    ranks, streams = engine.rig.ranks, engine.rig.streams
+    dtypes = dict.fromkeys(str(unit.spec.dtype).removeprefix("torch.") for unit in engine.rig.units)
+    return {
+        "time": datetime.now().astimezone().isoformat(timespec="seconds"),
+        "rank": ranks.rank,
+        "world_size": ranks.world_size,
+        "device": str(streams.device),
+        "precision": ", ".join(dtypes),
+        "optimizer": type(given).__name__,
+        "parameter_count": sum(count for count, _ in parameters),
+        "trained_count": sum(count for count, trains in parameters if trains),
+        "versions": {"torch": torch.__version__},
+    }

@@ -1,0 +1,122 @@
+"""Callbacks of other libraries' loops that record their steps, and the page of such a run."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import lightning
+import pytest
+import torch
+from transformers import Trainer
+
+import penstock.integrations.lightning as of_lightning
+from penstock.cli.reporting.page import write_page
+from penstock.cli.reporting.run import read_run
+from penstock.errors import ConfigError
+from penstock.integrations.transformers import RecordCallback
+from tests.browser import assert_drawn, open_page
+from tests.integrations.trainers import arguments, history, llama, our_trainer, rows
+
+
+def trained(out: Path, callback: RecordCallback, **changes: Any) -> Any:
+    prepare = {"placement": {"params": "cpu", "optimizer": "cpu"}}
+    trainer = our_trainer(out, prepare=prepare, given={"callbacks": [callback]}, **changes)
+    trainer.train(resume_from_checkpoint=changes.get("resume_from_checkpoint"))
+    return trainer
+
+
+class TestTrainer:
+    def test_its_losses_rates_norms_and_tokens_are_in_the_record(self, tmp_path: Path) -> None:
+        counts = {"include_num_input_tokens_seen": "all", "eval_strategy": "steps", "eval_steps": 3}
+        trainer = trained(tmp_path, RecordCallback(), **counts)
+        run = read_run(tmp_path / "record")
+        logged = history(trainer, "loss", "grad_norm")
+        assert run.steps == list(range(1, 7))
+        assert run.column("loss") == [pytest.approx(loss) for loss, _ in logged]
+        assert run.column("grad_norm") == [pytest.approx(norm) for _, norm in logged]
+        assert run.evaluations.keys() == {3, 6}
+        assert sum(figures["tokens"] for figures in run.figures.values()) == trainer.state.num_input_tokens_seen
+        assert run.about["config"]["learning_rate"] == 1e-2
+        assert run.end["steps"] == 6
+        assert run.timeline is not None
+        trainer.penstock.close()
+
+    def test_a_second_training_goes_on_where_the_first_was(self, tmp_path: Path) -> None:
+        callback = RecordCallback(tmp_path / "record")
+        trainer = trained(tmp_path, callback, max_steps=4, save_strategy="steps", save_steps=2)
+        trainer.penstock.close()
+        args = arguments(tmp_path, max_steps=6, save_strategy="no")
+        again = type(trainer)(model=llama(), args=args, train_dataset=rows(), callbacks=[callback])
+        again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+        again.penstock.close()
+        lines = [json.loads(line) for line in (tmp_path / "record" / "metrics.jsonl").read_text().splitlines()]
+        assert [line["begin"] for line in lines if line["event"] == "start"] == [0, 2]
+        made = [line["step"] for line in lines if "grad_norm" in line]
+        assert made == [1, 2, 3, 4, 3, 4, 5, 6]
+        assert read_run(tmp_path / "record").steps == [1, 2, 3, 4, 5, 6]
+
+    def test_a_trainer_without_penstock_is_refused(self, tmp_path: Path) -> None:
+        trainer = Trainer(llama(), arguments(tmp_path), train_dataset=rows(), callbacks=[RecordCallback()])
+        with pytest.raises(ConfigError, match=r"Make it by trainer_class\(Trainer"):
+            trainer.train()
+
+    def test_a_browser_draws_it(self, tmp_path: Path) -> None:
+        pytest.importorskip("plotly")
+        trained(tmp_path, RecordCallback()).penstock.close()
+        drawn = open_page(write_page([tmp_path / "record"]), tmp_path / "profile")
+        assert_drawn(drawn, charts={"loss", "lr", "grad-norm", "memory-0", "timeline-0", "placement-0"})
+
+
+class Module(lightning.LightningModule):
+    def __init__(self, optimizers: int = 1) -> None:
+        super().__init__()
+        self.save_hyperparameters()
+        self.net = torch.nn.Sequential(*(torch.nn.Linear(8, 8) for _ in range(3)))
+        self.losses: list[float] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = self.net(batch).float().square().mean()
+        self.losses.append(loss.item())
+        return loss
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val_loss", self.net(batch).float().square().mean())
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=1e-2)
+
+
+def fit(folder: Path, module: Module, *callbacks: Any, **arguments: Any) -> None:
+    given = {"strategy": "penstock", "accelerator": "cpu", "devices": 1, "max_epochs": 1, **arguments}
+    quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
+    trainer = lightning.Trainer(default_root_dir=folder, callbacks=list(callbacks), **given, **quiet)
+    batches = torch.utils.data.DataLoader(torch.randn(32, 8), batch_size=4)
+    trainer.fit(module, batches, batches)
+
+
+class TestLightning:
+    def test_the_loss_of_a_step_is_the_mean_of_its_batches(self, tmp_path: Path) -> None:
+        module = Module()
+        fit(tmp_path, module, of_lightning.RecordCallback(), accumulate_grad_batches=2)
+        run = read_run(tmp_path / "record")
+        means = [sum(module.losses[n : n + 2]) / 2 for n in range(0, 8, 2)]
+        assert run.column("loss") == [pytest.approx(mean, rel=1e-6) for mean in means]
+        assert run.evaluations.keys() == {4}
+        assert run.about["config"] == {"optimizers": 1}
+        assert run.end["steps"] == 4
+
+    def test_an_exception_leaves_whole_lines(self, tmp_path: Path) -> None:
+        class Failing(Module):
+            def training_step(self, batch: Any, batch_idx: int) -> Any:
+                if batch_idx == 5:
+                    raise ZeroDivisionError
+                return super().training_step(batch, batch_idx)
+
+        with pytest.raises(ZeroDivisionError):
+            fit(tmp_path, Failing(), of_lightning.RecordCallback(tmp_path / "here"))
+        run = read_run(tmp_path / "here")
+        assert (run.steps, run.end["steps"], run.unread) == ([1, 2, 3, 4, 5], 5, 0)
+
+    def test_another_strategy_is_refused(self, tmp_path: Path) -> None:
+        with pytest.raises(ConfigError, match="strategy='penstock'"):
+            fit(tmp_path, Module(), of_lightning.RecordCallback(), strategy="auto")

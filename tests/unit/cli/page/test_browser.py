@@ -1,0 +1,47 @@
+"""Pages in a real browser: no script fails, every chart has marks, and no name of data becomes markup."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from penstock import Placement
+from penstock.cli.reporting.page import write_page
+from tests.browser import assert_drawn, open_page
+from tests.support import run_ranks
+from tests.unit.cli.page.runs import CURVES, FOLDER_NAME, HOSTILE, record_loop, record_on_rank, write_plan
+
+pytest.importorskip("plotly")
+
+
+def test_two_ranks_with_files_and_hostile_names(tmp_path: Path) -> None:
+    folder = tmp_path / FOLDER_NAME
+    run_ranks(record_on_rank, 2, str(folder))
+    write_plan(folder)
+    drawn = open_page(write_page([folder], tmp_path / "page.html"), tmp_path / "profile")
+    assert_drawn(drawn, charts=CURVES | {"plan-0", "own-0"})
+    assert not {"img", "a"} & drawn.tags.keys()
+    assert drawn.tags["script"] == 3
+    assert "2 ranks. Bytes are per rank" in drawn.text
+    for text in (*HOSTILE, FOLDER_NAME):
+        assert text in drawn.text
+
+
+def test_a_run_of_the_command(penstock_command: Callable[..., Any], tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    options = ["--steps", "8", "--log-every", "2", "--batch-size", "2", "--seq-length", "32", "--eval-sequences", "2"]
+    done = penstock_command("train", *options, "--sample-tokens", "4", "--prompt", HOSTILE[1], "--out", "run")
+    assert "a page of this run is run/report.html" in done.out
+    drawn = open_page(Path("run/report.html"), tmp_path / "profile")
+    assert_drawn(drawn, charts=CURVES)
+    assert HOSTILE[1] in drawn.text
+    assert "img" not in drawn.tags
+
+
+@pytest.mark.thorough
+def test_two_loops_side_by_side(tmp_path: Path) -> None:
+    record_loop(tmp_path / "a", Placement(params="cpu", optimizer="cpu"))
+    record_loop(tmp_path / "b", Placement(), steps=1, hostile=False)  # a curve of one point, and no trace
+    drawn = open_page(write_page([tmp_path / "a", tmp_path / "b"]), tmp_path / "profile")
+    assert_drawn(drawn, charts={"loss", "memory-0", "memory-1", "placement-1"})

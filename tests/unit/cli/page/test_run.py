@@ -1,0 +1,105 @@
+"""What is read of a run's folder, whatever is in it."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from penstock.cli.reporting.run import flattened, read_run
+from penstock.errors import ConfigError
+
+
+def write(folder: Path, *lines: Any, end: str = "\n") -> Path:
+    text = "\n".join(line if isinstance(line, str) else json.dumps(line) for line in lines)
+    (folder / "metrics.jsonl").write_text(text + end)
+    return folder
+
+
+def step(number: int, **values: Any) -> dict[str, Any]:
+    return {"event": "step", "step": number, **values}
+
+
+def test_what_several_lines_say_of_a_step_is_put_together(tmp_path: Path) -> None:
+    run = read_run(write(tmp_path, step(1, lr=0.1, step_seconds=0.5), step(2, lr=0.2), step(1, loss=3.0, tokens=8)))
+    assert run.steps == [1, 2]
+    assert run.figures[1] == {
+        "step": 1, "lr": 0.1, "step_seconds": 0.5, "loss": 3.0, "tokens": 8, "tokens_per_second": 16.0
+    }  # fmt: skip
+    assert run.column("loss") == [3.0, None]
+    assert run.names() == ["lr", "loss", "tokens_per_second"]
+
+
+def test_rates_of_groups_are_figures_of_their_own(tmp_path: Path) -> None:
+    assert read_run(write(tmp_path, step(1, lr=[0.1, 0.2]))).figures[1] == {
+        "step": 1, "lr": 0.1, "lr 0": 0.1, "lr 1": 0.2
+    }  # fmt: skip
+
+
+def test_a_last_line_that_is_torn_is_passed_over(tmp_path: Path) -> None:
+    run = read_run(write(tmp_path, step(1, loss=1.0), '{"event": "step", "step": 2, "lo', end=""))
+    assert (run.steps, run.unread) == ([1], 0)
+
+
+def test_even_where_what_is_there_of_it_is_whole(tmp_path: Path) -> None:
+    """A number of which the last digits are missing is another number."""
+    assert read_run(write(tmp_path, step(1), json.dumps(step(2, loss=1)), end="")).steps == [1]
+
+
+@pytest.mark.parametrize("bad", ["{", "[1]", "null", '"x"', "[" * 100_000, "\x00", '{"event": NaN'])
+def test_a_line_that_cannot_be_read_is_counted_and_left_out(tmp_path: Path, bad: str) -> None:
+    run = read_run(write(tmp_path, step(1), bad, step(2)))
+    assert (run.steps, run.unread) == ([1, 2], 1)
+
+
+@pytest.mark.parametrize("value", [None, "1", True, [1], {"a": 1}, float("nan"), float("inf"), 10**400])
+def test_what_is_no_number_is_not_known(tmp_path: Path, value: Any) -> None:
+    run = read_run(write(tmp_path, step(1, loss=value, bytes_by_tier={"cpu": value, "device": 2}, waits=value)))
+    assert run.column("loss") == [None]
+    assert run.bytes_by_tier == {1: {"device": 2}}
+
+
+@pytest.mark.parametrize("number", [-1, True, 1.5, "1", None, 1 << 60])
+def test_a_step_without_a_number_is_passed_over(tmp_path: Path, number: Any) -> None:
+    assert read_run(write(tmp_path, step(1), step(number, loss=2.0))).steps == [1]
+
+
+def test_what_came_after_the_point_that_a_run_goes_on_from_is_forgotten(tmp_path: Path) -> None:
+    lost = [step(3, loss=9.0), {"event": "eval", "step": 3, "loss": 9.0}]
+    lost += [{"event": "sample", "step": 3, "prompt": "", "text": "lost"}]
+    goes_on = {"event": "start", "begin": 2}
+    run = read_run(write(tmp_path, {"event": "start"}, step(1), step(2), *lost, goes_on, step(3, loss=1.0)))
+    assert run.column("loss") == [None, None, 1.0]
+    assert (run.evaluations, run.samples) == ({}, [])
+
+
+def test_lines_of_penstock_train_are_read_as_they_are(tmp_path: Path) -> None:
+    of_step = {"loss": 2.5, "grad_norm": 0.7, "lr": 1e-3, "tokens_per_second": 100.0, "seconds": 10.0}
+    waits = {"waited": 0.12, "waits": {"fetch": 0.12}, "bound_by": "host update"}
+    run = read_run(
+        write(
+            tmp_path,
+            {"event": "start", "config": {"model": "tiny"}, "world_size": 2},
+            {"event": "eval", "step": 0, "loss": 5.5, "perplexity": 244.0, "seconds": 0.25},
+            step(20, **of_step, **waits, bytes_by_tier={"cpu": 8}),
+            {"event": "placement", "step": 20, "rows": [{"unit": "u", "kind": "param", "tier": "cpu", "nbytes": 8}, 3]},
+            {"event": "sample", "step": 20, "prompt": "the ", "text": "fox"},
+            {"event": "end", "seconds": 9.0},
+        )
+    )
+    assert run.evaluations == {0: 5.5}
+    assert run.waits == {20: {"fetch": 0.12}}
+    assert [row["kind"] for row in run.placement] == ["param"]
+    assert (run.samples[0].prompt, run.samples[0].text, run.end) == ("the ", "fox", {"seconds": 9.0})
+
+
+def test_a_folder_that_is_none_of_a_run_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"No such file.*Name the --out of a penstock train"):
+        read_run(tmp_path)
+    with pytest.raises(ConfigError, match="has no line of a run"):
+        read_run(write(tmp_path, "of an earlier run"))
+
+
+def test_settings_are_names_and_texts() -> None:
+    nested: dict[str, Any] = {"a": {"b": {"c": 1}}, "list": [1, "x"], "none": None, "flag": False}
+    assert dict(flattened(nested)) == {"a.b.c": "1", "list": "1, x", "flag": "False"}

@@ -1,0 +1,340 @@
+"""optimizer.record: what its lines say, what it costs a run (nothing in its numbers), and how it ends."""
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import penstock
+from penstock.engine import lines
+from penstock.engine.recording import STEPS_BEFORE, STEPS_TRACED
+from penstock.errors import ConfigError, EngineError
+from penstock.machine.simulated import SimulatedStreams
+from penstock.machine.streams import UPDATE, Streams
+from tests.support import disks, inline, prepare_on, run_ranks, separate, simulated
+
+WIDTH = 16
+ON_CPU = penstock.Placement(params="cpu", grads="cpu", optimizer="cpu")
+
+
+def prepared(streams: Streams | None = None, **rest: Any) -> tuple[nn.Module, penstock.Optimizer]:
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(3)))
+    rest = {"placement": ON_CPU, "precision": "fp32", "overlap": "forward", **rest}
+    return model, prepare_on(streams or inline(), model, torch.optim.AdamW(model.parameters(), lr=1e-2), **rest)
+
+
+def one_step(model: nn.Module, optimizer: penstock.Optimizer, number: int = 0) -> Tensor:
+    loss = model(torch.full((4, WIDTH), 1.0 + number)).float().square().mean()
+    optimizer.backward(loss)
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss
+
+
+def train(model: nn.Module, optimizer: penstock.Optimizer, steps: int) -> list[float]:
+    return [one_step(model, optimizer, number).item() for number in range(steps)]
+
+
+def written(folder: Path, event: str = "step") -> list[dict[str, Any]]:
+    found = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [line for line in found if line["event"] == event]
+
+
+def whole(folder: Path) -> list[dict[str, Any]]:
+    """The lines that the optimizer has written, not those of `log`."""
+    return [line for line in written(folder) if "grad_norm" in line]
+
+
+@pytest.mark.parametrize("make_streams", [inline, separate, simulated])
+def test_a_line_for_each_step_says_what_it_was(make_streams: Any, tmp_path: Path) -> None:
+    model, optimizer = prepared(make_streams())
+    optimizer.param_groups[0]["lr"] = 0.5
+    with optimizer.record(tmp_path, config={"seed": 1, "far": math.inf}):
+        results = [one_step(model, optimizer, number) for number in range(5)]
+        optimizer.synchronize()
+        located = optimizer.locations()
+    steps = whole(tmp_path)
+    assert [line["step"] for line in steps] == [1, 2, 3, 4, 5]
+    assert all(line["lr"] == 0.5 and line["step_seconds"] > 0 and line["grad_norm"] > 0 for line in steps)
+    assert steps[-1]["seconds"] >= steps[0]["seconds"] >= steps[0]["step_seconds"] - 1e-6
+    assert steps[-1]["bytes_by_tier"]["cpu"] == located.bytes(tier="cpu")
+    (start,) = written(tmp_path, "start")
+    assert start["config"] == {"seed": 1, "far": None}
+    assert (start["world_size"], start["rank"], start["optimizer"]) == (1, 0, "AdamW")
+    assert start["parameter_count"] == 3 * (WIDTH * WIDTH + WIDTH) == start["trained_count"]
+    assert written(tmp_path, "end")[0]["steps"] == len(results)
+    optimizer.close()
+
+
+def test_losses_and_weights_are_those_without_a_record(tmp_path: Path) -> None:
+    plain, recorded = prepared(simulated(1)), prepared(simulated(1))
+    losses = train(*plain, 6)
+    with recorded[1].record(tmp_path) as recorder:
+        again = []
+        for number in range(6):
+            loss = one_step(*recorded, number)
+            recorder.log(loss=loss)
+            again.append(loss.item())
+    assert again == losses
+    for (model, optimizer), (other, ours) in [(plain, recorded)]:
+        for p, q in zip(model.parameters(), other.parameters(), strict=True):
+            assert torch.equal(optimizer.full_param(p), ours.full_param(q))
+        optimizer.close()
+        ours.close()
+
+
+def test_bytes_are_those_of_the_report_on_every_tier(tmp_path: Path) -> None:
+    placement = penstock.Placement(params="cpu", optimizer={"nvme": 0.5, "device": 0.5}, nvme_path=disks())
+    model, optimizer = prepared(placement=placement)
+    with optimizer.record(tmp_path):
+        train(model, optimizer, 3)
+        found = optimizer.locations()
+        assert whole(tmp_path)[-1]["bytes_by_tier"] == {
+            tier: size for tier in ("device", "cpu", "nvme") if (size := found.bytes(tier=tier))
+        }
+    (placed,) = written(tmp_path, "placement")
+    assert placed["step"] == 3
+    assert sum(row["nbytes"] for row in placed["rows"]) == sum(row.nbytes for row in found.rows)
+    optimizer.close()
+
+
+def test_a_tensor_is_read_a_step_later_and_the_last_at_the_end(tmp_path: Path) -> None:
+    model, optimizer = prepared()
+    with optimizer.record(tmp_path) as recorder:
+        losses = []
+        for number in range(3):
+            loss = one_step(model, optimizer, number)
+            recorder.log(loss=loss, tokens=7)
+            losses.append(loss.item())
+            assert [line["step"] for line in written(tmp_path) if "loss" in line] == list(range(1, number + 1))
+            assert [line["tokens"] for line in written(tmp_path) if "tokens" in line] == [7] * (number + 1)
+    assert [line["loss"] for line in written(tmp_path) if "loss" in line] == losses
+    optimizer.close()
+
+
+def test_groups_with_different_rates_have_one_each(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH))
+    groups = [{"params": model[0].parameters(), "lr": 1e-2}, {"params": model[1].parameters(), "lr": 1e-3}]
+    optimizer = prepare_on(inline(), model, torch.optim.AdamW(groups), precision="fp32")
+    with optimizer.record(tmp_path):
+        one_step(model, optimizer)
+    assert whole(tmp_path)[0]["lr"] == [1e-2, 1e-3]
+    optimizer.close()
+
+
+def test_a_skipped_step_is_counted_and_its_norm_is_null(tmp_path: Path) -> None:
+    model, optimizer = prepared()
+    with optimizer.record(tmp_path):
+        optimizer.backward(model(torch.full((4, WIDTH), math.nan)).mean())
+        assert optimizer.step().skipped
+        optimizer.zero_grad()
+        one_step(model, optimizer)
+    assert [(line["grad_norm"] is None, line["skipped_count"]) for line in whole(tmp_path)] == [(True, 1), (False, 1)]
+    optimizer.close()
+
+
+@pytest.mark.parametrize("clip", ["ours", "torch", "prepare"])
+def test_the_norm_is_that_before_clipping_whoever_clips(clip: str, tmp_path: Path) -> None:
+    model, optimizer = prepared(max_grad_norm=1e-3 if clip == "prepare" else None)
+    with optimizer.record(tmp_path):
+        optimizer.backward(model(torch.ones(4, WIDTH)).square().mean())
+        norm = math.sqrt(sum(float(optimizer.full_grad(p).square().sum()) for p in model.parameters()))
+        if clip == "ours":
+            optimizer.clip_grad_norm_(1e-3)
+        elif clip == "torch":
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
+        optimizer.step()
+        optimizer.zero_grad()
+    assert whole(tmp_path)[0]["grad_norm"] == pytest.approx(norm, rel=1e-4)
+    optimizer.close()
+
+
+def test_waits_are_put_down_to_the_stream_that_is_late(tmp_path: Path) -> None:
+    """The forward of a step waits for updates of the one before it, which take their time."""
+    late = SimulatedStreams(lambda stream, nbytes: 0.03 if stream == UPDATE else 0.0)
+    model, optimizer = prepared(late, options=penstock.Options(tile_bytes=4 << 10))
+    with optimizer.record(tmp_path):
+        train(model, optimizer, 5)
+    first, *_, last = whole(tmp_path)
+    assert "traced" not in first
+    assert last["waits"]["update"] > 0.5
+    assert last["waited"] == pytest.approx(sum(last["waits"].values()))
+    optimizer.close()
+
+
+class TestTrace:
+    def test_a_warm_step_is_traced_once(self, tmp_path: Path) -> None:
+        model, optimizer = prepared(simulated())
+        with optimizer.record(tmp_path):
+            train(model, optimizer, STEPS_BEFORE + STEPS_TRACED)
+            events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+            (tmp_path / "trace.json").unlink()
+            train(model, optimizer, 3)
+        assert not (tmp_path / "trace.json").exists()
+        ends = [event for event in events if event.get("cat") == "step"]
+        assert [event["ph"] for event in ends] == ["i", "i"]
+        assert [line["step"] for line in whole(tmp_path) if "traced" in line] == [2, 3]
+        optimizer.close()
+
+    def test_counters_say_the_bytes_on_each_tier(self, tmp_path: Path) -> None:
+        model, optimizer = prepared(separate())
+        with optimizer.trace(tmp_path / "trace.json"):
+            train(model, optimizer, 2)
+        counters = [e for e in json.loads((tmp_path / "trace.json").read_text())["traceEvents"] if e["ph"] == "C"]
+        on_cpu = {e["args"]["bytes"] for e in counters if e["name"] == "bytes on cpu"}
+        assert on_cpu == {optimizer.locations().bytes(tier="cpu")}
+        on_device = [e["args"]["bytes"] for e in counters if e["name"] == "bytes on device"]
+        assert max(on_device) > 0  # units come and go there
+        assert min(on_device) == 0
+        optimizer.close()
+
+    def test_a_trace_that_is_asked_for_goes_first(self, tmp_path: Path) -> None:
+        model, optimizer = prepared()
+        with optimizer.record(tmp_path):
+            train(model, optimizer, STEPS_BEFORE)  # its own begins here
+            with optimizer.trace(tmp_path / "mine.json") as report:
+                train(model, optimizer, 2)
+            train(model, optimizer, 2)
+        assert report.summary is not None
+        assert json.loads((tmp_path / "mine.json").read_text())["traceEvents"]
+        assert len(whole(tmp_path)) == STEPS_BEFORE + 4
+        optimizer.close()
+
+    def test_one_that_is_under_way_is_waited_for(self, tmp_path: Path) -> None:
+        model, optimizer = prepared()
+        with optimizer.record(tmp_path):
+            with optimizer.trace(tmp_path / "mine.json"):
+                train(model, optimizer, STEPS_BEFORE + 2)
+            train(model, optimizer, 1 + STEPS_TRACED)
+        assert (tmp_path / "trace.json").exists()
+        optimizer.close()
+
+
+class TestFile:
+    def test_a_run_that_goes_on_adds_behind_a_torn_line(self, tmp_path: Path) -> None:
+        model, optimizer = prepared()
+        with optimizer.record(tmp_path):
+            train(model, optimizer, 2)
+        file = tmp_path / "metrics.jsonl"
+        file.write_text(file.read_text() + '{"event": "step", "st')
+        with optimizer.record(tmp_path, begin=2):
+            train(model, optimizer, 1)
+        found = [line for line in file.read_text().splitlines() if line != '{"event": "step", "st']
+        assert [json.loads(line)["step"] for line in found if '"grad_norm"' in line] == [1, 2, 3]
+        assert json.loads(found[-2 if '"placement"' in found[-2] else -1])
+        optimizer.close()
+
+    def test_a_run_from_the_beginning_replaces_what_was_there(self, tmp_path: Path) -> None:
+        (tmp_path / "metrics.jsonl").write_text("of an earlier run\n")
+        (tmp_path / "plan.json").write_text("{}")
+        model, optimizer = prepared()
+        with optimizer.record(tmp_path):
+            train(model, optimizer, 1)
+        assert [line["step"] for line in whole(tmp_path)] == [1]
+        assert not (tmp_path / "plan.json").exists()
+        optimizer.close()
+
+    def test_two_do_not_write_one_file(self, tmp_path: Path) -> None:
+        (_, one), (_, other) = prepared(), prepared()
+        with one.record(tmp_path):
+            with pytest.raises(ConfigError, match=r"metrics\.jsonl is being written by another recorder"):
+                other.record(tmp_path)
+            with pytest.raises(EngineError, match=r"while steps are recorded in .*Close that one first"):
+                one.record(tmp_path / "else")
+        other.record(tmp_path).close()
+        one.close()
+        other.close()
+
+    def test_what_cannot_be_recorded_is_refused_before_anything_is_written(self, tmp_path: Path) -> None:
+        model, optimizer = prepared()
+        (tmp_path / "file").write_text("")
+        for folder, begin, error in (
+            (tmp_path / "file" / "below", 0, "cannot be written"),
+            (tmp_path / "a", -1, "number of steps that were made before"),
+            (tmp_path / "{rank}", 0, "the first rank alone writes"),
+        ):
+            with pytest.raises(ConfigError, match=error):
+                optimizer.record(folder, begin=begin)
+        recorder = optimizer.record(tmp_path / "b")
+        with pytest.raises(ConfigError, match=r"log\(loss='much'\): give a number"):
+            recorder.log(loss="much")  # type: ignore[arg-type]
+        optimizer.close()
+        with pytest.raises(EngineError, match="after close"):
+            optimizer.record(tmp_path)
+        del model
+
+    def test_nothing_is_recorded_of_a_model_that_nothing_trains(self, tmp_path: Path) -> None:
+        optimizer = penstock.prepare(nn.Linear(4, 4), None, precision="fp32")
+        with pytest.raises(EngineError, match="nothing trains this model"):
+            optimizer.record(tmp_path)
+        optimizer.close()
+
+    def test_closing_the_optimizer_closes_its_record(self, tmp_path: Path) -> None:
+        model, optimizer = prepared()
+        recorder = optimizer.record(tmp_path)
+        train(model, optimizer, 2)  # in the middle of its trace
+        optimizer.close()
+        assert recorder.closed
+        assert written(tmp_path, "end")
+        recorder.log(loss=1.0)  # says nothing any more
+        assert not [line for line in written(tmp_path) if "loss" in line]
+
+    def test_a_disk_that_is_full_ends_the_record_and_no_step(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        model, optimizer = prepared()
+        recorder = optimizer.record(tmp_path)
+        train(model, optimizer, 1)
+
+        class Full:
+            closed = False
+
+            def write(self, text: bytes) -> None:
+                raise OSError(28, "No space left on device")
+
+            def close(self) -> None:
+                Full.closed = True
+
+        assert recorder._lines is not None
+        recorder._lines._file.close()
+        monkeypatch.setattr(recorder._lines, "_file", Full())
+        with pytest.warns(UserWarning, match=r"metrics\.jsonl ends here: .*No space left"):
+            train(model, optimizer, 1)
+        train(model, optimizer, 2)
+        optimizer.close()
+
+    def test_what_json_does_not_have_is_text(self) -> None:
+        assert lines.to_json({1: {"a": (math.nan, 2.5, {3})}, "path": Path("x"), "flag": True}) == {
+            "1": {"a": [None, 2.5, [3]]},
+            "path": "x",
+            "flag": True,
+        }
+
+
+def record_on_rank(rank: int, folder: str) -> tuple[int, bool, list[str]]:
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(3)))
+    placement = penstock.Placement(params="cpu", optimizer="nvme", nvme_path=disks())
+    optimizer = penstock.prepare(model, torch.optim.AdamW(model.parameters()), placement=placement, precision="fp32")
+    with optimizer.record(folder) as recorder:
+        for number in range(4):
+            recorder.log(loss=one_step(model, optimizer, number), tokens=rank)
+        own = optimizer.locations().bytes()
+    optimizer.close()
+    return own, recorder._lines is None, sorted(path.name for path in Path(folder).iterdir())
+
+
+def test_of_several_ranks_the_first_writes_its_own_bytes(tmp_path: Path) -> None:
+    (own, writes_not, files), (_, other_writes_not, _) = run_ranks(record_on_rank, 2, str(tmp_path))
+    assert (writes_not, other_writes_not) == (False, True)
+    assert files == ["metrics.jsonl", "trace.json"]
+    steps = whole(tmp_path)
+    assert [line["step"] for line in steps] == [1, 2, 3, 4]
+    assert sum(steps[-1]["bytes_by_tier"].values()) == own
+    assert {line["tokens"] for line in written(tmp_path) if "tokens" in line} == {0}
+    assert written(tmp_path, "start")[0]["world_size"] == 2
