@@ -7,7 +7,8 @@
     ├── CheckpointError                         a checkpoint is damaged, incomplete or does not fit
     └── EngineError        (also RuntimeError)  used after close, ranks out of step, an update that failed
 
-Every message says what happened, to which object (with its shape, bytes and tier), and what to do next.
+Every message says what happened, to which object (with its shape, bytes and tier), and what to do next;
+docs/errors.md explains them one by one.
 """
 
 
