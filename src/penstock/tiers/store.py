@@ -134,15 +134,14 @@ class Store:
         """List the cells that have left the table and still have memory."""
         yield from self._cells(self._leaving)
 
-    def bytes_by_tier(self) -> dict[str, int]:
+    def bytes_by_tier(self) -> dict[Tier, int]:
         """Add up the bytes of all cells, those that have left and still have memory too."""
         with self._lock:
             sections = [*self._sections, *self._leaving]
         sections += [section for tier in self._tiers.values() for section, _ in tier.own]
-        found: dict[str, int] = {}
+        found: dict[Tier, int] = {}
         for section in sections:
-            for cell in section.plan.cells:
-                found[cell.tier.value] = found.get(cell.tier.value, 0) + cell.nbytes
+            found[section.plan.tier] = found.get(section.plan.tier, 0) + section.plan.nbytes
         return found
 
     def _cells(self, sections: Mapping[Section, Slab | None]) -> Iterator[Cell]:
