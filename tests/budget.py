@@ -147,7 +147,7 @@ BUDGETS: dict[str, tuple[float, float]] = {
     "unit/checkpoint/test_hostile.py": (4, 0),
     "unit/checkpoint/test_sharing.py": (5, 0),
     "unit/cli/encoding/test_samples.py": (4, 0),
-    "unit/cli/page/test_browser.py": (12, 4),
+    "unit/cli/page/test_browser.py": (16, 6),
     "unit/cli/page/test_report.py": (8, 0),
     "unit/cli/reporting/test_samples.py": (5, 0),
     "unit/cli/reporting/test_speed.py": (4, 0),

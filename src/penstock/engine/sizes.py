@@ -26,5 +26,5 @@ def bytes_by_tier(engine: Engine) -> dict[str, int]:
     """Add up what `locate` lists, by tier, the fastest first."""
     found = engine.store.bytes_by_tier()
     gathered = sum(unit.nbytes for unit in engine.rig.units if unit.leased)
-    found[Tier.DEVICE.value] = found.get(Tier.DEVICE.value, 0) + gathered
-    return {tier.value: nbytes for tier in Tier if (nbytes := found.get(tier.value, 0))}
+    found[Tier.DEVICE] = found.get(Tier.DEVICE, 0) + gathered
+    return {tier.value: nbytes for tier in Tier if (nbytes := found.get(tier, 0))}

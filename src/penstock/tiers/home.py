@@ -15,6 +15,7 @@ here, and whoever needs it asks here: nobody else keeps an event of it. Sections
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from itertools import pairwise
 from typing import Literal, NamedTuple
 
@@ -93,6 +94,11 @@ class SectionPlan:
     def stop(self) -> int:
         """One past the last element."""
         return self.start + self.numel
+
+    @cached_property
+    def nbytes(self) -> int:
+        """Bytes of the values of all its cells."""
+        return sum(cell.nbytes for cell in self.cells)
 
     def on(self, tier: Tier) -> "SectionPlan":
         """Plan the same on another tier, where it is brought."""

@@ -189,15 +189,17 @@ class Store:
         """List what has no values and is kept for the next time, and whether it is page-locked."""
         yield from self._kept.cells()
 
-    def bytes_by_tier(self) -> dict[str, int]:
+    def bytes_by_tier(self) -> dict[Tier, int]:
         """Add up the bytes of all cells, of those that have left and still have memory, and of what is kept."""
         with self._lock:
             sections = [*self._sections, *self._leaving]
         sections += [section for tier in self._tiers.values() for section, _ in tier.own]
-        plans = [cell for section in sections for cell in section.plan.cells]
-        found: dict[str, int] = {}
-        for cell in (*plans, *(cell for cell, _ in self.kept())):
-            found[cell.tier.value] = found.get(cell.tier.value, 0) + cell.nbytes
+        found: dict[Tier, int] = {}
+        for tier, nbytes in (
+            *((section.plan.tier, section.plan.nbytes) for section in sections),
+            *((cell.tier, cell.nbytes) for cell, _ in self.kept()),
+        ):
+            found[tier] = found.get(tier, 0) + nbytes
         return found
 
     def _cells(self, sections: Mapping[Section, Slab | None]) -> Iterator[Cell]:

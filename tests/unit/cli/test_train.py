@@ -146,7 +146,8 @@ def test_micro_batches_make_the_same_step(
     assert penstock_command(*common, "--out", str(tmp_path / "one")).exit_code == 0
     assert penstock_command(*common, "--out", "two", "--batch-size", "2", "--accumulation", "2").exit_code == 0
     one, two = metrics(tmp_path / "one"), metrics(tmp_path / "two")
-    assert [line["loss"] for line in two[1:-1]] == pytest.approx([line["loss"] for line in one[1:-1]], rel=1e-5)
+    losses = [[line["loss"] for line in lines if "loss" in line] for lines in (one, two)]
+    assert losses[1] == pytest.approx(losses[0], rel=1e-5)
 
 
 def test_a_chunked_loss_is_the_same_to_rounding(

@@ -1,7 +1,9 @@
 """optimizer.record: what its lines say, what it costs a run (nothing in its numbers), and how it ends."""
 
+import gc
 import json
 import math
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -283,6 +285,17 @@ class TestFile:
         assert written(tmp_path, "end")
         recorder.log(loss=1.0)  # says nothing any more
         assert not [line for line in written(tmp_path) if "loss" in line]
+
+    def test_who_keeps_a_recorder_keeps_no_engine(self, tmp_path: Path) -> None:
+        model, optimizer = prepared()
+        recorder = optimizer.record(tmp_path)
+        train(model, optimizer, 4)
+        dropped = weakref.ref(optimizer._engine)
+        del model, optimizer
+        gc.collect()
+        assert dropped() is None
+        recorder.close()
+        assert written(tmp_path, "end")
 
     def test_a_disk_that_is_full_ends_the_record_and_no_step(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

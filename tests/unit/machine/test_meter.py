@@ -1,0 +1,67 @@
+"""Waits that are added up by stream: whose fault they are, and that nothing is kept for them."""
+
+import gc
+import threading
+import time
+import weakref
+
+import pytest
+
+from penstock.machine.events import DONE
+from penstock.machine.meter import WaitMeter
+from penstock.machine.streams import FETCH, UPDATE, UPLOAD, WRITE
+from tests.support import inline, simulated
+
+
+def test_a_wait_is_put_down_to_what_is_at_work_when_it_begins() -> None:
+    streams = simulated(most_seconds=0.0)
+    streams.meter = meter = WaitMeter(streams)
+    read = streams.submit(FETCH, lambda: time.sleep(0.2))
+    update = streams.submit(UPDATE, lambda: None, after=[read])
+    upload = streams.submit(UPLOAD, lambda: time.sleep(0.1), after=[update, DONE])
+    upload.wait()
+    assert meter.take() == {FETCH: pytest.approx(0.3, abs=0.15)}
+    assert meter.take() == {}
+    streams.submit(WRITE, lambda: time.sleep(0.1), after=[read, update]).synchronize()  # which are over
+    assert list(meter.take()) == [WRITE]
+    streams.close()
+
+
+def test_what_is_done_costs_nothing_and_work_that_waits_is_not_counted() -> None:
+    streams = inline()
+    streams.meter = meter = WaitMeter(streams)
+    assert streams.submit(UPDATE, lambda: None) is DONE
+    streams.close()
+    late = simulated(most_seconds=0.0)
+    late.meter = meter = WaitMeter(late)
+    before = late.submit(FETCH, lambda: time.sleep(0.05))
+    behind = late.submit(UPDATE, before.synchronize, after=[before])
+    while not behind.done():
+        time.sleep(0.005)
+    behind.wait()
+    assert meter.take() == {}
+    late.close()
+
+
+def test_a_chain_of_events_is_let_go_of() -> None:
+    """Each event knows what it follows, and that what it followed: kept, a run would keep all of its steps."""
+    streams = simulated(most_seconds=0.0)
+    streams.meter = WaitMeter(streams)
+    go = threading.Event()
+
+    def held() -> None:
+        go.wait()
+
+    first = streams.submit(UPDATE, held)
+    gone = weakref.finalize(streams.submit(FETCH, lambda: None, after=[first]), lambda: None)
+    last = first
+    for _ in range(50):
+        last = streams.submit(UPLOAD, lambda: None, after=[last])
+    go.set()
+    last.synchronize()
+    streams.submit(UPLOAD, lambda: None, after=[last]).synchronize()
+    streams.submit(UPLOAD, lambda: None).synchronize()
+    gc.collect()
+    assert not gone.alive
+    assert last.before == []  # type: ignore[attr-defined]
+    streams.close()
