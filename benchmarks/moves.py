@@ -3,8 +3,8 @@
     python benchmarks/moves.py --before ../other/src --folder /disk --out benchmarks/results/moves.json
 
 `--before` is the `src` folder of another version with its native module built in it. Each version is a process of its
-own that has prepared a model; one of them works at a time. What the moves are held against is measured by the same process
-right before: copies to and from memory that is mapped, writes and reads of a file from memory that is mapped.
+own that has prepared a model; one of them works at a time. What the moves are held against is measured by the same
+process right before: copies to and from memory that is mapped, writes and reads of a file from memory that is mapped.
 """
 
 import argparse

@@ -258,16 +258,11 @@ class Optimizer(torch.optim.Optimizer):
         """
         engine = self._open("locations")
         rows = []
-        cells = [(c, c.plan.kind) for c in engine.store.cells()] + [(c, LEAVING) for c in engine.store.leaving()]
-        for cell, kind in cells:
-            plan, flies = cell.plan, kind == LEAVING or not engine.at_rest(cell.plan.unit, kind)
+        for cell, kind in engine.store.table():
+            plan = cell.plan
+            flies = kind != KEPT and (kind == LEAVING or not engine.at_rest(plan.unit, kind))
             rows.append(
                 Location(plan.unit, kind, plan.tier.value, plan.dtype, plan.numel, plan.nbytes, cell.pinned, flies)
-            )
-        for plan, pinned in engine.store.kept():
-            nowhere = False  # nothing is in it that could be in flight
-            rows.append(
-                Location(plan.unit, KEPT, plan.tier.value, plan.dtype, plan.numel, plan.nbytes, pinned, nowhere)
             )
         for unit in engine.rig.units:
             if unit.leased:
