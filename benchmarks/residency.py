@@ -34,6 +34,7 @@ from penstock.machine.streams import InlineStreams, Streams
 
 CHUNK_BYTES = 64 << 20
 step.MODELS["100m"] = {**step.MODELS["355m"], "num_hidden_layers": 6, "vocab_size": 16000}
+step.MODELS["23m"] = {**step.MODELS["355m"], "num_hidden_layers": 1, "vocab_size": 6000}
 
 
 class Separate(InlineStreams):
@@ -226,6 +227,25 @@ def report(arguments: argparse.Namespace) -> dict[str, Any]:
                 "read": copies.from_file,
                 "reload from nvme": optimizer.reload_states,
             }
+        # What follows keeps memory and files, and the last turn gives them back.
+        turns |= {
+            "first offload to cpu, kept": lambda: optimizer.offload_states(keep=True),
+            "reload, to be kept": optimizer.reload_states,
+            "copy down again": copies.down,
+            "offload to cpu, kept": lambda: optimizer.offload_states(keep=True),
+            "copy up again": copies.up,
+            "reload from cpu, kept": optimizer.reload_states,
+        }
+        if arguments.nvme:
+            turns |= {
+                "first offload to nvme, kept": lambda: optimizer.offload_states(to="nvme", keep=True),
+                "reload from nvme, to be kept": optimizer.reload_states,
+                "write again": copies.to_file,
+                "offload to nvme, kept": lambda: optimizer.offload_states(to="nvme", keep=True),
+                "read again": copies.from_file,
+                "reload from nvme, kept": optimizer.reload_states,
+            }
+        turns["give back"] = lambda: (optimizer.offload_states({"grad"}), optimizer.reload_states())
         rounds: dict[str, list[float]] = {name: [] for name in turns}
         for number in range(arguments.rounds + 1):
             for name, work in turns.items():
@@ -237,6 +257,10 @@ def report(arguments: argparse.Namespace) -> dict[str, Any]:
         "reload from cpu": ("copy up", "copy up, made for it"),
         "offload to nvme": ("write",),
         "reload from nvme": ("read",),
+        "offload to cpu, kept": ("copy down again",),
+        "reload from cpu, kept": ("copy up again",),
+        "offload to nvme, kept": ("write again",),
+        "reload from nvme, kept": ("read again",),
     }
     ratios = {
         f"{name} / {base}": statistics.median(b / a for a, b in zip(rounds[name], rounds[base], strict=True))

@@ -8,13 +8,10 @@ from penstock.tiers.report import Location, LocationReport
 def locate(engine: Engine) -> LocationReport:
     """List where every byte of the training state is, as `penstock.Optimizer.locations` says."""
     rows = []
-    cells = [(c, c.plan.kind) for c in engine.store.cells()] + [(c, LEAVING) for c in engine.store.leaving()]
-    for cell, kind in cells:
-        plan, flies = cell.plan, kind == LEAVING or not engine.at_rest(cell.plan.unit, kind)
+    for cell, kind in engine.store.table():
+        plan = cell.plan
+        flies = kind != KEPT and (kind == LEAVING or not engine.at_rest(plan.unit, kind))
         rows.append(Location(plan.unit, kind, plan.tier.value, plan.dtype, plan.numel, plan.nbytes, cell.pinned, flies))
-    for plan, pinned in engine.store.kept():
-        flies = False  # nothing is in it that could be in flight
-        rows.append(Location(plan.unit, KEPT, plan.tier.value, plan.dtype, plan.numel, plan.nbytes, pinned, flies))
     for unit in engine.rig.units:
         if unit.leased:
             flies, numel = not unit.event.done(), unit.layout.numel

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from penstock.kinds import Tier
-from penstock.tiers.home import CellPlan, SectionPlan
+from penstock.tiers.home import SectionPlan
 from penstock.tiers.tier import Slab
 
 
@@ -72,7 +72,7 @@ class KeptSlabs:
         self._kept.clear()
         return slabs
 
-    def cells(self) -> Iterator[tuple[CellPlan, bool]]:
-        """List what the kept slabs have room for, and whether that is page-locked."""
+    def plans(self) -> Iterator[tuple[SectionPlan, Slab]]:
+        """List what the kept slabs have room for."""
         for kept in list(self._kept.values()):
-            yield from ((cell, kept.slab.pinned) for plan in kept.plans for cell in plan.cells)
+            yield from ((plan, kept.slab) for plan in kept.plans)

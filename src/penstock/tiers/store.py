@@ -9,7 +9,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from penstock.errors import MemoryBudgetError, NvmeError
-from penstock.kinds import STAGING, Tier
+from penstock.kinds import KEPT, LEAVING, STAGING, Tier
 from penstock.tiers.home import CellPlan, MemorySection, Section, SectionPlan
 from penstock.tiers.kept import KeptSlabs, Want
 from penstock.tiers.tier import Slab, TierMemory
@@ -185,9 +185,12 @@ class Store:
         """List the cells that have left the table and still have memory."""
         yield from self._cells(self._leaving)
 
-    def kept(self) -> Iterator[tuple[CellPlan, bool]]:
-        """List what has no values and is kept for the next time, and whether it is page-locked."""
-        yield from self._kept.cells()
+    def table(self) -> Iterator[tuple[Cell, str]]:
+        """List all that takes memory or space, and its kind: also what is leaving, and what is kept without values."""
+        yield from ((cell, cell.plan.kind) for cell in self.cells())
+        yield from ((cell, LEAVING) for cell in self.leaving())
+        for plan, slab in self._kept.plans():
+            yield from ((Cell(cell, slab.pinned, MemorySection(plan, ())), KEPT) for cell in plan.cells)
 
     def bytes_by_tier(self) -> dict[Tier, int]:
         """Add up the bytes of all cells, of those that have left and still have memory, and of what is kept."""
@@ -195,11 +198,8 @@ class Store:
             sections = [*self._sections, *self._leaving]
         sections += [section for tier in self._tiers.values() for section, _ in tier.own]
         found: dict[Tier, int] = {}
-        for tier, nbytes in (
-            *((section.plan.tier, section.plan.nbytes) for section in sections),
-            *((cell.tier, cell.nbytes) for cell, _ in self.kept()),
-        ):
-            found[tier] = found.get(tier, 0) + nbytes
+        for plan in (*(section.plan for section in sections), *(plan for plan, _ in self._kept.plans())):
+            found[plan.tier] = found.get(plan.tier, 0) + plan.nbytes
         return found
 
     def _cells(self, sections: Mapping[Section, Slab | None]) -> Iterator[Cell]:

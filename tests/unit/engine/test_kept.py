@@ -11,6 +11,8 @@ from torch import Tensor, nn
 import penstock
 from penstock.errors import MemoryBudgetError
 from penstock.machine.arena import Arena, HostMemory
+from penstock.tiers.host import _HostSlab
+from penstock.tiers.nvme import FileSlab
 from tests.accounts import assert_table_agrees, file_bytes, slabs
 from tests.support import prepare_on, separate, simulated
 
@@ -158,7 +160,11 @@ def test_close_gives_back_what_is_kept(tmp_path: Path) -> None:
         for to in ("cpu", "nvme"):
             optimizer.offload_states(to=to, keep=True)
             optimizer.reload_states()
+        kept = [each.slab for each in optimizer._engine.store._kept._kept.values()]
+        assert {type(slab) for slab in kept} == {_HostSlab, FileSlab}
         optimizer.close()
+        assert all(slab._arena._slab is None for slab in kept if isinstance(slab, _HostSlab))
+        assert all(file.closed for slab in kept if isinstance(slab, FileSlab) for file in slab._files)
 
     all_of_it()
     gc.collect()
