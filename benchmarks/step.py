@@ -12,9 +12,9 @@ are processes of their own that take turns. `benchmarks/results/` keeps the repo
 
 A turn is one step; with state on nvme it is several, ended by waiting for everything that still goes on,
 so that what overlaps the next step is counted in full. `disk` is the limit there: it moves the bytes of those steps,
-reads and writes mixed as a step mixes them, and nothing else. `penstock8` keeps the moments in 8 bits, `memory` everything
-in memory. `before` is `penstock` of another checkout, whose sources hold a built extension; the tier `files` is nvme
-for everything.
+reads and writes mixed as a step mixes them, and nothing else. `penstock8` keeps the moments in 8 bits, `memory`
+everything in memory. `before` is `penstock` of another checkout, whose sources hold a built extension; the tier `files`
+is nvme for everything.
 """
 
 import argparse

@@ -59,7 +59,7 @@ class Reducer:
         ranks, streams = rig.ranks, rig.streams
         self._ranks = ranks
         self._streams = streams
-        self._pool = rig.pool
+        self._pool = rig.compute_pool
         self._sums = sums
         self._reduce_dtype = sums.dtype
         self._accumulation_dtype = accumulation_dtype
@@ -73,7 +73,9 @@ class Reducer:
             self._told.place(0)  # not later, within a backward: to pin memory there may block what it waits for
         self._agrees = agrees and ranks.world_size > 1
         self._may_hold_back = may_hold_back
-        self._means = Means(streams, movement, rig.pool, self.buffers, accumulation_dtype, self._agrees)
+        self._means = Means(
+            streams, movement, rig.pool, rig.compute_pool, self.buffers, accumulation_dtype, self._agrees
+        )
         self._routes: dict[Unit, tuple[Home, Route]] = {}
         self.changes = 0
         self.accumulates = False  # inside `held_back`: another micro-batch follows
