@@ -39,7 +39,6 @@ KEPT = "submitted work keeps its tensors here: tests/device"
 COPIES = "tests/unit/tiers/test_movement.py; here updates wait for saves, and forwards for updates, before"
 FORWARD = "the unit's forward, which waits for its update, comes before its backward"
 SAVES = "of the thread that saves, whose events no site drops: tests/unit/engine/test_saving.py"
-AHEAD = "what is written meanwhile is not taken from the slot; a file that is read meanwhile would fail its checksum"
 UNWANTED = "what is under way on bytes that were dropped is wanted by nobody: test_cuts.py, test_activations.py"
 REDUNDANT = {
     "checkpoints.py finish: self._optimizer.synchronize()": "the tests of the command see to it",
@@ -79,9 +78,6 @@ REDUNDANT = {
     "movement.py _store: WRITE after there.last_stores[number] of (landed, there.last_stores[number])": AT_ONCE,
     "ring.py add_use: all of self.free": "only where a slot is stored from and copied from, both late",
     "ring.py add_use: all of event": "only where a slot is stored from and copied from, both late",
-    "access.py finish: self._updater.loaded_ahead.synchronize()": AHEAD,
-    "update.py load_ahead: home.note_read(loaded)": AHEAD,
-    "update.py load_ahead: all of loads": AHEAD,
     "update.py publish: trained.gradient.home.note_read(written)": FORWARD,
     "update.py publish: all of written": "the tiles that are left to the step are compute's own",
     "moving.py _exchange: used.synchronize()": COMPUTE,
