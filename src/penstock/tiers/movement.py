@@ -20,7 +20,6 @@ from torch import Tensor
 from penstock.kinds import OPTIMIZER, Tier
 from penstock.machine.arena import PAGE_BYTES
 from penstock.machine.streams import (
-    DONE,
     FETCH,
     READ,
     SAVE,
@@ -265,31 +264,6 @@ class Pipeline:
                 extent = _stretch_range(section, local, count)
                 self._bring_memory(tile, name, section, extent, back=name in written)
         return tile
-
-    def load_ahead(self, number: int, homes: Mapping[str, Home], label: Label) -> Event:
-        """Load what a tile has in records into the slot that `bring` will take for it, unless another tile needs that.
-
-        Arguments:
-            number: the tile's number in the shard.
-            homes: those that it has records in and that nobody writes before it is brought; the optimizer's among them.
-            label: what it is for, in traces.
-
-        Returns:
-            The event after which the records are not read any more: whoever writes a home waits for it.
-        """
-        tile = self.bring(number, homes, after=DONE, label=label)
-        assert tile.slot is not None
-        tile.slot.free = loaded = tile.ready
-        for name, home in homes.items():
-            section, local = home.tile(number)
-            if isinstance(section, Records):
-                tile.slot.keep(section, local, tile.slot.host[name], loaded)
-        return loaded
-
-    @property
-    def slots(self) -> int:
-        """How many tiles there may be on their way at once."""
-        return len(self._ring)
 
     def _slot_for(self, places: Mapping[str, tuple[Section, int]]) -> RingSlot:
         """Take the next slot, or the one that still holds the tile's optimizer state."""

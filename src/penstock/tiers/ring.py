@@ -90,10 +90,6 @@ class Ring:
         """Use these slots."""
         self._slots.extend(slots)
 
-    def __len__(self) -> int:
-        """Count the slots that were made."""
-        return len(self._slots)
-
     def take(self, wanted: RingSlot | None = None) -> RingSlot:
         """Take the slot that was used least recently, or the one that is wanted."""
         if not self._slots:

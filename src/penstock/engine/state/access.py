@@ -5,7 +5,6 @@ Every call is collective: all ranks make it, in the same order. Values are fp32 
 
 import math
 from collections.abc import Mapping
-from contextlib import suppress
 
 import torch
 from torch import Tensor, nn
@@ -31,7 +30,7 @@ class Access:
     Arguments:
         gatherer: hears of parameters that were written.
         reducer: measures gradients that are set.
-        updater: knows how often each parameter was updated, and what is loaded for the next step.
+        updater: knows how often each parameter was updated.
     """
 
     def __init__(
@@ -47,7 +46,6 @@ class Access:
         self._reducer = reducer
         self._rule = rig.rule
         self._scalar_names = rig.rule.scalar_names
-        self._updater = updater
         self._steps = updater.steps
         self._scalars = updater.scalars
         self._gradient_scale = rig.gradient_scale
@@ -63,9 +61,7 @@ class Access:
         self._given_state |= other._given_state
 
     def finish(self) -> None:
-        """Wait until everything that was written has reached its home, and what is loaded ahead its slot."""
-        with suppress(Exception):  # whoever needs what failed to be loaded gets the error
-            self._updater.loaded_ahead.synchronize()
+        """Wait on the host until everything that was written has reached its home."""
         for unit in self._units:
             for home in unit.homes.values():
                 home.written.synchronize()

@@ -131,8 +131,6 @@ class Stepper:
         self._sharing = sharing
         self._overlaps = overlaps
         self._begins = begins
-        # The next step begins with the same tiles. Where its order is another, the ring holds what it begins with.
-        self._goes_on = overlaps and not begins and sharing is None
         self._forwards = False  # whether the last update went through the units in their order
         self._early = _Early()
 
@@ -234,8 +232,6 @@ class Stepper:
             for unit, plan in plans.items():
                 self._updater.publish(unit, tiles[unit], goes_on=unit in begun)
                 self._updater.count(unit, plan)
-            if self._goes_on:
-                self._updater.load_ahead(plans)
             if not self._overlaps:
                 for unit in self._units:
                     assert unit.trained is not None

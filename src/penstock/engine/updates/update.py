@@ -3,7 +3,7 @@
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import groupby, islice, zip_longest
+from itertools import groupby, zip_longest
 from typing import Any
 
 from torch import nn
@@ -85,7 +85,6 @@ class Updater:
     Attributes:
         steps: how often each trained parameter was updated.
         scalars: the parameters' own scalars, where the rule has some.
-        loaded_ahead: the event of what was loaded for the next step.
     """
 
     def __init__(
@@ -106,7 +105,6 @@ class Updater:
         self._movement = movement
         self.steps: dict[nn.Parameter, int] = dict.fromkeys(groups, 0)
         self.scalars: dict[nn.Parameter, Scalars] = {}
-        self.loaded_ahead: Event = DONE
 
     def plan(self, unit: Unit, slots: frozenset[int], param_groups: Sequence[Mapping[str, Any]]) -> Plan:
         """Say what the next step does to each slot, with its group as it is now: a scheduler may change it later."""
@@ -269,23 +267,6 @@ class Updater:
         if any(trained.is_shadowed(tile.number) for tile in tiles):
             self._movement.copy(trained.shadow, unit.params, Label("publish", unit.name))
 
-    def load_ahead(self, units: Iterable[Unit]) -> None:
-        """Begin to load what the next step updates first: as many tiles from files as the host's ring has slots.
-
-        What was submitted before comes first: a slot is filled when its last tile is where it rests. Files would have
-        nothing to do in backward else.
-        """
-        pipeline = self._pipelines[Tier.CPU]
-        loads: list[Event] = []
-        in_files = ((unit, number) for unit in units for number in _in_files(unit))
-        for unit, number in islice(in_files, pipeline.slots):
-            homes = {name: home for name, home in _homes(unit, number).items() if name != GRAD and home.in_files}
-            loaded = pipeline.load_ahead(number, homes, Label("update", unit.name, tile=number))
-            loads.append(loaded)
-            for home in homes.values():
-                home.note_read(loaded)  # what writes its records would else do so under the loads
-        self.loaded_ahead = all_of(loads)
-
     def count(self, unit: Unit, plan: Plan) -> None:
         """Count a step of each parameter: all tiles of its unit were submitted, on this rank and on the others."""
         for index, (_, scalars) in plan.items():
@@ -351,16 +332,6 @@ def _homes(unit: Unit, number: int) -> dict[str, Home]:
     assert trained is not None
     homes = {GRAD: trained.gradient.home, MASTER: trained.master, OPTIMIZER: trained.optimizer}
     return homes | ({SHADOW: trained.shadow} if trained.is_shadowed(number) else {PARAM: unit.params})
-
-
-def _in_files(unit: Unit) -> Iterator[int]:
-    """Number the tiles whose states are in files, and which the host updates."""
-    trained = unit.trained
-    if trained is not None:
-        for number in range(len(trained.tiles)):
-            section, _ = trained.optimizer.tile(number)
-            if not section.tier.is_memory and section.plan.cells and trained.update_tier(number) is not Tier.DEVICE:
-                yield number
 
 
 def _touched(views: Mapping[str, Views]) -> int:
