@@ -1,10 +1,14 @@
 """Memory of the process over many steps of sequences of varying lengths, with malloc as it is: does it grow?
 
-    python benchmarks/lengths.py                       # plain torch and penstock, a process each, one after the other
-    python benchmarks/lengths.py --steps 1000 --folder /disk
+    python benchmarks/lengths.py                       # plain torch and penstock, a process each
+    python benchmarks/lengths.py --contenders plain,before,penstock --before OTHER/src
 
 The host pays for what a length leaves behind: an allocator may keep it, in holes that the next length does not fit
-into. `files` has everything on nvme. Bytes, not seconds: other work on the machine changes nothing.
+into. `files` has everything on nvme, `before` is penstock of another checkout. Bytes, not seconds: other work on the
+machine changes nothing, and all run at once.
+
+`ONEDNN_PRIMITIVE_CACHE_CAPACITY=64 LRU_CACHE_CAPACITY=64` has torch keep fewer compiled products, of which it makes one
+for each length.
 """
 
 import argparse
@@ -21,13 +25,13 @@ import machine
 import step
 import torch
 
-MODEL = dict(hidden_size=512, num_hidden_layers=6, num_attention_heads=8, intermediate_size=1408, vocab_size=8000)
+MODEL = dict(hidden_size=256, num_hidden_layers=4, num_attention_heads=4, intermediate_size=704, vocab_size=4000)
 WINDOW = 20  # steps that a figure is the median, or the peak, of
 
 
 def placement(name: str, folder: str) -> dict[str, Any]:
     """Where a contender has everything."""
-    tier = {"penstock": "cpu", "files": "nvme"}[name]
+    tier = "nvme" if name == "files" else "cpu"
     return dict(params=tier, grads=tier, optimizer=tier, nvme_path=folder)
 
 
@@ -36,6 +40,8 @@ def run(name: str, arguments: argparse.Namespace, folder: str, pipe: Any) -> Non
     torch.set_num_threads(arguments.threads)
     step.MODELS["lengths"] = MODEL
     device = torch.device("cpu")
+    if name == "before":
+        step.import_other(arguments.before)
     empty = machine.process_bytes("VmRSS")
     model = step.build_model("lengths", torch.bfloat16)
     if name == "plain":
@@ -66,20 +72,24 @@ def run(name: str, arguments: argparse.Namespace, folder: str, pipe: Any) -> Non
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--contenders", default="plain,penstock,files")
+    parser.add_argument("--before", help="the `src` of another checkout, with a built extension beside its modules")
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--shortest", type=int, default=16)
-    parser.add_argument("--longest", type=int, default=384)
+    parser.add_argument("--longest", type=int, default=512)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--folder", default=tempfile.gettempdir(), help="a folder on the disk of the nvme tier")
     parser.add_argument("--out", type=Path, help="write the report as JSON")
     arguments = parser.parse_args()
     context = mp.get_context("spawn")
     found: dict[str, Any] = {}
+    running = {}
     for name in arguments.contenders.split(","):
         mine, theirs = context.Pipe()
         process = context.Process(target=run, args=(name, arguments, arguments.folder, theirs))
         process.start()
         theirs.close()
+        running[name] = mine, process
+    for name, (mine, process) in running.items():
         found[name] = mine.recv()
         process.join()
         windows = found[name]["windows"]

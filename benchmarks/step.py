@@ -153,15 +153,20 @@ def memory(**settings: Any) -> Iterator[Figures]:
     return penstock(**settings | {"tier": "cpu"})
 
 
-def before(**settings: Any) -> Iterator[Figures]:
-    """Penstock of another checkout."""
+def import_other(sources: str) -> None:
+    """Have this process import penstock from the sources of another checkout."""
     # What an editable installation has put there finds this checkout's modules before any path is asked.
     sys.meta_path[:] = [finder for finder in sys.meta_path if "ScikitBuild" not in type(finder).__name__]
-    sys.path.insert(0, settings["before"])
+    sys.path.insert(0, sources)
     import penstock as other
 
     assert other.__file__ is not None
-    assert Path(other.__file__).is_relative_to(Path(settings["before"]).resolve()), other.__file__
+    assert Path(other.__file__).is_relative_to(Path(sources).resolve()), other.__file__
+
+
+def before(**settings: Any) -> Iterator[Figures]:
+    """Penstock of another checkout."""
+    import_other(settings["before"])
     return penstock(**settings)
 
 

@@ -60,7 +60,6 @@ from penstock.machine.arena import return_free_memory
 from penstock.machine.collectives import Ranks
 from penstock.machine.council import Council
 from penstock.machine.lifetime import in_child
-from penstock.machine.openmp import compute_pool
 from penstock.machine.streams import Streams
 from penstock.machine.threads import update_cores
 from penstock.optimizer import ModelZeroGrad, Optimizer
@@ -173,8 +172,7 @@ def _make_rig(
     scales_loss = request.compute_dtype == torch.float16 and trains  # else a graph has the scale of who trains in it
     loss_scale = LossScale(options.initial_loss_scale, dynamic=options.dynamic_loss_scale) if scales_loss else None
     gradient_scale = GradientScale(1 / ranks.data_size if options.reduce_op == "mean" else 1.0, loss_scale)
-    awake = compute_pool(streams.device, pool)
-    return Rig(model, units, ranks, streams, pool, awake, blueprint.rule, gradient_scale, param_groups)
+    return Rig(model, units, ranks, streams, pool, blueprint.rule, gradient_scale, param_groups)
 
 
 class Lasting(NamedTuple):

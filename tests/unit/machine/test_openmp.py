@@ -53,8 +53,8 @@ def test_gradients_go_home_on_torch_s_threads(monkeypatch: pytest.MonkeyPatch) -
     model = torch.nn.Linear(8, 8)
     optimizer = penstock.prepare(model, torch.optim.AdamW(model.parameters()))
     optimizer.backward(model(torch.randn(2, 8)).sum())
-    rig = optimizer._open("backward").rig
-    assert set(seen) == {rig.compute_pool} != {rig.pool}
+    engine = optimizer._open("backward")
+    assert set(seen) == {engine.passes.reducer._pool} != {engine.rig.pool}
     optimizer.close()
 
 

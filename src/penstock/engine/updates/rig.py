@@ -24,7 +24,6 @@ class Rig:
         ranks: all that train it together.
         streams: where work runs beside compute.
         pool: the threads that do the host's arithmetic.
-        compute_pool: those of passes that compute's own thread makes on a cpu as the device.
         rule: the arithmetic of the optimizer.
         gradient_scale: what a gradient in its home is multiplied with.
         param_groups: the optimizer's own, which users and schedulers change between steps; none without an optimizer.
@@ -35,7 +34,6 @@ class Rig:
     ranks: Ranks
     streams: Streams
     pool: Pool
-    compute_pool: Pool
     rule: Rule
     gradient_scale: GradientScale
     param_groups: Sequence[dict[str, Any]]
