@@ -30,7 +30,6 @@ from penstock.machine.aio import File, Queue
 from penstock.machine.arena import page_aligned
 
 CHUNK_BYTES = 32 << 20
-step.MODELS["100m"] = {**step.MODELS["355m"], "num_hidden_layers": 6, "vocab_size": 16000}
 
 
 def prepare(settings: dict[str, Any], folder: Path, device: torch.device) -> penstock.Optimizer:

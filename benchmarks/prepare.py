@@ -28,7 +28,6 @@ from turns import Figures, medians, paired_ratio, take_turns
 
 SHARD_BYTES = 512 << 20
 step.MODELS |= {
-    "100m": {**step.MODELS["355m"], "num_hidden_layers": 6, "vocab_size": 16000},
     "1.3b": dict(
         hidden_size=2048, num_hidden_layers=24, num_attention_heads=32, intermediate_size=5504, vocab_size=32000
     ),

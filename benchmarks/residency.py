@@ -33,7 +33,6 @@ from penstock.machine.arena import Arena
 from penstock.machine.streams import InlineStreams, Streams
 
 CHUNK_BYTES = 64 << 20
-step.MODELS["100m"] = {**step.MODELS["355m"], "num_hidden_layers": 6, "vocab_size": 16000}
 step.MODELS["23m"] = {**step.MODELS["355m"], "num_hidden_layers": 1, "vocab_size": 6000}
 
 

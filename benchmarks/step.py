@@ -4,18 +4,23 @@
     python benchmarks/step.py --malloc tuned      # no page faults for anybody
     python benchmarks/step.py --model tiny        # a quick look
     python benchmarks/step.py --tier nvme --folder /disk --contenders plain,disk,penstock,penstock8,deepspeed
+    python benchmarks/step.py --tier files --folder /disk --contenders plain,memory,disk,penstock
+    python benchmarks/step.py --before OTHER/src --contenders plain,before,penstock
 
 bf16 weights, fp32 masters, AdamW, clipping at 1.0; a Llama-type model with random weights on random tokens. Contenders
 are processes of their own that take turns. `benchmarks/results/` keeps the reports.
 
-A turn is one step; with the optimizer state on nvme it is several, ended by waiting for everything that still goes on,
+A turn is one step; with state on nvme it is several, ended by waiting for everything that still goes on,
 so that what overlaps the next step is counted in full. `disk` is the limit there: it moves the bytes of those steps,
-reads and writes mixed as a step mixes them, and nothing else. `penstock8` keeps the moments in 8 bits.
+reads and writes mixed as a step mixes them, and nothing else. `penstock8` keeps the moments in 8 bits, `memory`
+everything in memory. `before` is `penstock` of another checkout, whose sources hold a built extension; the tier `files`
+is nvme for everything.
 """
 
 import argparse
 import json
 import os
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -31,6 +36,9 @@ from turns import Figures, medians, paired_ratio, take_turns
 MODELS = {
     "355m": dict(
         hidden_size=1024, num_hidden_layers=24, num_attention_heads=16, intermediate_size=2560, vocab_size=32000
+    ),
+    "100m": dict(
+        hidden_size=1024, num_hidden_layers=6, num_attention_heads=16, intermediate_size=2560, vocab_size=16000
     ),
     "tiny": dict(hidden_size=256, num_hidden_layers=4, num_attention_heads=4, intermediate_size=512, vocab_size=2000),
 }
@@ -112,17 +120,23 @@ def plain(**settings: Any) -> Iterator[Figures]:
     return prepared_once(lambda model, device, _: contenders.plain(model, device), **settings)
 
 
+#: Where the benchmark's tiers have parameters and gradients, and the optimizer.
+TIERS = {"cpu": ("cpu", "cpu"), "device": ("device", "device"), "nvme": ("cpu", "nvme"), "files": ("nvme", "nvme")}
+
+#: Bytes per parameter that a step reads from files and writes to them.
+DISK_BYTES = {"nvme": (10, 10), "files": (16, 14)}
+
+
 def penstock(state_dtype: str = "fp32", **settings: Any) -> Iterator[Figures]:
     """Stage 3, everything on one tier; with nvme, the optimizer there and the rest on the cpu."""
 
     def prepare(model: torch.nn.Module, device: torch.device, settings: dict[str, Any]) -> Training:
-        tier = settings["tier"]
-        rest = "cpu" if tier == "nvme" else tier
+        rest, optimizer = TIERS[settings["tier"]]
         return contenders.penstock(
             model,
             device,
-            placement=dict(params=rest, grads=rest, optimizer=tier, nvme_path=settings["folder"]),
-            overlap="forward" if tier == "nvme" else "auto",
+            placement=dict(params=rest, grads=rest, optimizer=optimizer, nvme_path=settings["folder"]),
+            overlap="forward" if optimizer == "nvme" else "auto",
             options=dict(update_threads=settings["threads"], state_dtype=state_dtype),
         )
 
@@ -134,41 +148,67 @@ def penstock8(**settings: Any) -> Iterator[Figures]:
     return penstock(state_dtype="int8", **settings)
 
 
+def memory(**settings: Any) -> Iterator[Figures]:
+    """The same with everything on the cpu tier: what a step with files takes to compute."""
+    return penstock(**settings | {"tier": "cpu"})
+
+
+def import_other(sources: str) -> None:
+    """Have this process import penstock from the sources of another checkout."""
+    # What an editable installation has put there finds this checkout's modules before any path is asked.
+    sys.meta_path[:] = [finder for finder in sys.meta_path if "ScikitBuild" not in type(finder).__name__]
+    sys.path.insert(0, sources)
+    import penstock as other
+
+    assert other.__file__ is not None
+    assert Path(other.__file__).is_relative_to(Path(sources).resolve()), other.__file__
+
+
+def before(**settings: Any) -> Iterator[Figures]:
+    """Penstock of another checkout."""
+    import_other(settings["before"])
+    return penstock(**settings)
+
+
 def disk(**settings: Any) -> Iterator[Figures]:
-    """Reads and writes the 10 + 10 bytes per parameter of a step, in records of a tile, and computes nothing."""
+    """Reads and writes the bytes of a step, in records of a tile, and computes nothing.
+
+    Per parameter 10 + 10 for the optimizer; with everything in files 16 + 14.
+    """
     from penstock.machine.aio import File, Queue
     from penstock.machine.arena import page_aligned
 
     numel = sum(p.numel() for p in build_model(settings["model"], torch.bfloat16).parameters())
     record = 5 * (4 << 20)
-    count = 10 * numel // record
+    reads, writes = (bytes_each * numel // record for bytes_each in DISK_BYTES[settings["tier"]])
     with tempfile.TemporaryDirectory(dir=settings["folder"]) as folder:
-        file = File(Queue(32), Path(folder, "limit"), count * record)
+        file = File(Queue(32), Path(folder, "limit"), reads * record)
         slots = [page_aligned(record) for _ in range(8)]
-        for index in range(count):
+        for index in range(reads):
             file.write(index * record, slots[index % 8]).wait()
         message = yield {}
         while message is not None:
             started = time.perf_counter()
             under_way: list[Any] = [None] * 8
-            for index in range(settings["steps"] * count + 4):
-                if index < settings["steps"] * count:
+            total = settings["steps"] * reads
+            for index in range(total + 4):
+                if index < total:
                     slot = index % 8
                     if under_way[slot] is not None:
                         under_way[slot].wait()
-                    under_way[slot] = file.read(index % count * record, slots[slot])
-                if index >= 4:
-                    slot = (index - 4) % 8
+                    under_way[slot] = file.read(index % reads * record, slots[slot])
+                back = index - 4
+                if back >= 0 and back * writes // reads != (back + 1) * writes // reads:  # fewer writes than reads
+                    slot = back % 8
                     under_way[slot].wait()
-                    under_way[slot] = file.write((index - 4) % count * record, slots[slot])
+                    under_way[slot] = file.write(back % reads * record, slots[slot])
             for transfer in filter(None, under_way):
                 transfer.wait()
             elapsed = (time.perf_counter() - started) * 1e3 / settings["steps"]
-            moved = count * record / 1e6
             message = yield {
                 "total_ms": elapsed,
-                "disk_read_mb": moved,
-                "disk_written_mb": moved,
+                "disk_read_mb": reads * record / 1e6,
+                "disk_written_mb": writes * record / 1e6,
                 **dict.fromkeys(("forward_ms", "backward_ms", "step_ms", "cpu_ms", "peak_gib"), 0.0),
             }
 
@@ -193,6 +233,8 @@ def deepspeed(**settings: Any) -> Iterator[Figures]:
 
 CONTENDERS = {
     "plain": plain,
+    "memory": memory,
+    "before": before,
     "penstock": penstock,
     "penstock8": penstock8,
     "fsdp2": fsdp2,
@@ -204,8 +246,8 @@ CONTENDERS = {
 def report(arguments: argparse.Namespace) -> dict[str, Any]:
     """Run the contenders and compare them with plain torch."""
     settings = {key: getattr(arguments, key) for key in ("model", "batch", "sequence", "threads", "tier", "steps")}
-    settings["steps"] = settings["steps"] or (4 if arguments.tier == "nvme" else 1)
-    settings["folder"] = arguments.folder
+    settings["steps"] = settings["steps"] or (4 if arguments.tier in ("nvme", "files") else 1)
+    settings |= {"folder": arguments.folder, "before": arguments.before and str(Path(arguments.before).resolve())}
     environment = {"OMP_NUM_THREADS": str(arguments.threads)}
     if arguments.malloc == "tuned":
         environment |= machine.TUNED_MALLOC
@@ -243,9 +285,10 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--model", choices=MODELS, default="355m")
     parser.add_argument("--contenders", default="plain,penstock", help="comma-separated: " + ",".join(CONTENDERS))
     parser.add_argument("--folder", default=tempfile.gettempdir(), help="a folder on the disk of the nvme tier")
+    parser.add_argument("--before", help="the `src` of another checkout, with a built extension beside its modules")
     parser.add_argument("--steps", type=int, help="steps of a turn")
     parser.add_argument("--malloc", choices=("default", "tuned"), default="default")
-    parser.add_argument("--tier", choices=("cpu", "device", "nvme"), default="cpu", help="home of penstock's state")
+    parser.add_argument("--tier", choices=TIERS, default="cpu", help="home of penstock's state")
     parser.add_argument("--sequence", type=int, default=128)
     parser.add_argument("--batch", type=int, default=1)
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))

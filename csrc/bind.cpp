@@ -3,6 +3,7 @@
 #include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/tuple.h>
+#include <nanobind/stl/unique_ptr.h>
 #include <nanobind/stl/vector.h>
 
 #include <unistd.h>
@@ -87,6 +88,9 @@ NB_MODULE(_native, m) {
 
   nb::class_<Pool>(m, "Pool")
       .def(nb::init<int, const std::vector<int>&>(), "threads"_a, "cores"_a = std::vector<int>{})
+      .def_static(
+          "openmp", [](Address parallel) { return std::make_unique<Pool>(reinterpret_cast<Pool::Parallel>(parallel)); },
+          "parallel"_a)
       .def_prop_ro("threads", &Pool::threads)
       .def(
           "copy",

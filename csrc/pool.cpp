@@ -113,6 +113,11 @@ Pool::Pool(int threads, const std::vector<int>& cores) : threads_(threads) {
   pthread_sigmask(SIG_SETMASK, &before, nullptr);
 }
 
+Pool::Pool(Parallel parallel) : threads_(1), parallel_(parallel) {
+  if (parallel == nullptr) throw std::invalid_argument("no address of GOMP_parallel");
+  shared_ = std::make_unique<Shared>();
+}
+
 Pool::~Pool() {
   close();
   // Destroying a std::thread that was never joined ends the process, and there is nothing to join after a fork.
@@ -139,6 +144,10 @@ void Pool::run(std::size_t count, Piece piece, const void* context) {
     std::lock_guard lock(shared.mutex);
     if (shared.closing) throw std::runtime_error("the pool is closed");
     if (count > 1 && threads_ > 1) shared.jobs.push_back(&job);
+  }
+  if (parallel_ != nullptr && count > 1) {
+    // As many threads as the caller's runtime has for it: another number would have it end some, or start more.
+    return parallel_([](void* data) { static_cast<Job*>(data)->work(); }, &job, 0, 0);
   }
   if (count <= 1 || threads_ == 1) return job.work();
   if (count == 2) {

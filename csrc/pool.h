@@ -17,6 +17,10 @@ class Pool {
   // `threads` counts the calling thread, so 1 starts none. Throws std::invalid_argument below 1.
   // The threads that it starts run on `cores` alone, unless there are none or the system refuses.
   explicit Pool(int threads, const std::vector<int>& cores = {});
+  // Starts none: work is done by the OpenMP threads of whoever calls, by way of a runtime's `GOMP_parallel`. Those that
+  // have just done other work for the caller may still be awake, and spin on the cores that workers would need.
+  using Parallel = void (*)(void (*body)(void*), void* data, unsigned threads, unsigned flags);
+  explicit Pool(Parallel parallel);
   // Joins the workers, as close() does.
   ~Pool();
   Pool(const Pool&) = delete;
@@ -43,6 +47,7 @@ class Pool {
   void run(std::size_t count, Piece piece, const void* context);
 
   int threads_;
+  Parallel parallel_ = nullptr;
   std::unique_ptr<Shared> shared_;
 };
 

@@ -56,6 +56,14 @@ class Pool:
     """
 
     def __init__(self, threads: int, cores: Sequence[int] = ()) -> None: ...
+    @staticmethod
+    def openmp(parallel: int) -> Pool:
+        """Make a pool without threads of its own: work is done by the OpenMP threads of whoever calls.
+
+        Args:
+            parallel: the address of the runtime's `GOMP_parallel`.
+        """
+
     @property
     def threads(self) -> int: ...
     def copy(self, dst: int, src: int, nbytes: int) -> None:

@@ -8,6 +8,7 @@ from torch import Tensor
 from penstock.engine.parts import Passes, Updates
 from penstock.engine.updates.rig import Rig
 from penstock.engine.updates.step import StepResult
+from penstock.machine.growth import Growth
 
 
 class StepPolicy:
@@ -38,6 +39,8 @@ class StepPolicy:
         self._skips = updates.skips
         self._max_grad_norm = max_grad_norm
         self._waits = waits
+        # A device has its own allocator, and the host of one makes nothing in forward and backward.
+        self._growth = Growth(rig.streams.return_free_memory) if rig.streams.computes_on_host else None
 
     def backward(self, loss: Tensor, *, retain_graph: bool) -> None:
         """Run the backward of a loss, which is scaled first where there is a loss scale (fp16)."""
@@ -79,4 +82,6 @@ class StepPolicy:
         # After the homes know of the updates: what is shown waits for them, or stays hidden until they are over.
         self._gatherer.show_resident(self._units, wait=self._waits)
         self._skips.step_made()
+        if self._growth is not None:  # now, when no activations are held
+            self._growth.look()
         return StepResult(measure.grad_norm, skipped=False, loss_scale=self._scale.loss_scale)

@@ -21,6 +21,7 @@ from penstock.engine.units.norms import measure_late
 from penstock.engine.units.unit import Unit
 from penstock.engine.updates.rig import Rig
 from penstock.machine.arena import Words
+from penstock.machine.openmp import compute_pool
 from penstock.machine.streams import COLLECTIVE, DONE, DOWNLOAD, across
 from penstock.rules.deposit import deposit, squared_norm
 from penstock.tiers.home import Home
@@ -59,7 +60,7 @@ class Reducer:
         ranks, streams = rig.ranks, rig.streams
         self._ranks = ranks
         self._streams = streams
-        self._pool = rig.pool
+        self._pool = compute_pool(streams.device, otherwise=rig.pool)  # compute's own thread does all that is here
         self._sums = sums
         self._reduce_dtype = sums.dtype
         self._accumulation_dtype = accumulation_dtype
@@ -73,7 +74,7 @@ class Reducer:
             self._told.place(0)  # not later, within a backward: to pin memory there may block what it waits for
         self._agrees = agrees and ranks.world_size > 1
         self._may_hold_back = may_hold_back
-        self._means = Means(streams, movement, rig.pool, self.buffers, accumulation_dtype, self._agrees)
+        self._means = Means(streams, movement, rig.pool, self._pool, self.buffers, accumulation_dtype, self._agrees)
         self._routes: dict[Unit, tuple[Home, Route]] = {}
         self.changes = 0
         self.accumulates = False  # inside `held_back`: another micro-batch follows

@@ -63,6 +63,8 @@ class Means:
     """What routes are made of.
 
     Attributes:
+        pool: the threads of what runs on the host beside compute.
+        compute_pool: those of what compute's own thread does.
         dtype: the homes' own, in which micro-batches are summed.
         agrees: whether ranks tell each other if a gradient is finite, as soon as it is reduced.
     """
@@ -70,6 +72,7 @@ class Means:
     streams: Streams
     movement: Movement
     pool: Pool
+    compute_pool: Pool
     buffers: BufferRing
     dtype: torch.dtype
     agrees: bool
@@ -116,7 +119,9 @@ class InPlace(Route):
         assert self.values is not None
         _clear(self.values, reduced.stale)
         gradient.flawed = None  # from when the home was elsewhere: the norms measured here say it from now on
-        norms = deposit_parts(self.values, reduced.values, reduced.ranges, add=reduced.adds, pool=self._means.pool)
+        norms = deposit_parts(
+            self.values, reduced.values, reduced.ranges, add=reduced.adds, pool=self._means.compute_pool
+        )
         gradient.measure(reduced.parts, norms)
 
     def send_home(self, gradient: Gradient, reduced: Reduced, received: Event) -> Event:
@@ -133,7 +138,7 @@ class Away(Route):
         """Measure the first micro-batch; of later ones, whose sum is measured at home, say whether they are finite."""
         if not reduced.adds:
             rounded = reduced.values.to(self._means.dtype)
-            gradient.measure(reduced.parts, squared_norms(rounded, reduced.ranges, pool=self._means.pool))
+            gradient.measure(reduced.parts, squared_norms(rounded, reduced.ranges, pool=self._means.compute_pool))
         if self._means.agrees:
             gradient.flawed = _flaw(reduced.values, gradient.flawed if reduced.adds else None)
 

@@ -1,0 +1,70 @@
+"""Free memory is given back when a process has grown, and not each time."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+import penstock
+from penstock.machine import growth
+from penstock.machine.growth import SETTLING_LOOKS, Growth, resident_bytes
+
+MIB = 1 << 20
+
+
+class Process:
+    """One that holds what it is told to."""
+
+    def __init__(self, resident: int) -> None:
+        self.resident = resident
+        self.given_back: list[int] = []
+        self.growth = Growth(lambda: self.given_back.append(self.resident), lambda: self.resident)
+
+    def look(self, *resident: int) -> None:
+        for self.resident in resident:
+            self.growth.look()
+
+
+def test_nothing_is_given_back_while_a_process_settles() -> None:
+    process = Process(100)
+    process.look(*range(100, 100 + 50 * SETTLING_LOOKS, 50))
+    assert process.given_back == []
+
+
+def test_it_is_given_back_once_the_process_has_grown_by_an_eighth() -> None:
+    process = Process(800)
+    process.look(*[800] * SETTLING_LOOKS, 900, 901)
+    assert process.given_back == [901]
+
+
+def test_what_grows_all_the_same_is_asked_for_again_only_when_it_has_grown_as_much() -> None:
+    process = Process(800)
+    process.look(*[800] * SETTLING_LOOKS, 901, *[900] * SETTLING_LOOKS, 1000, 1012, 1013)
+    assert process.given_back == [901, 1013]
+
+
+def test_a_system_that_says_nothing_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(growth, "STATM", Path("/nowhere"))
+    assert resident_bytes() == 0
+    process = Process(0)
+    process.look(*[0] * (SETTLING_LOOKS + 2))
+    assert process.given_back == []
+
+
+def test_this_process_holds_what_was_touched() -> None:
+    before = resident_bytes()
+    held = torch.ones(64 * MIB, dtype=torch.uint8)
+    assert resident_bytes() - before > 48 * MIB
+    del held
+
+
+def test_a_step_looks(monkeypatch: pytest.MonkeyPatch) -> None:
+    looks = []
+    monkeypatch.setattr(Growth, "look", lambda self: looks.append(self))
+    model = torch.nn.Linear(4, 4)
+    optimizer = penstock.prepare(model, torch.optim.AdamW(model.parameters()))
+    for _ in range(2):
+        optimizer.backward(model(torch.ones(1, 4)).sum())
+        optimizer.step()
+    optimizer.close()
+    assert len(looks) == 2

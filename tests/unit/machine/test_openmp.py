@@ -1,0 +1,95 @@
+"""Passes that compute makes on a cpu are made by the threads that torch computes with."""
+
+import os
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+
+import penstock
+from penstock.machine import openmp
+from penstock.machine.openmp import compute_pool
+from penstock.rules import Pool
+from penstock.rules.deposit import deposit, squared_norm
+
+CPU = torch.device("cpu")
+NUMEL = 5 * (1 << 16) + 77  # pieces for several threads, and a rest
+
+
+def native_threads() -> int:
+    return len(list(Path("/proc/self/task").iterdir()))
+
+
+@pytest.fixture
+def awake() -> Pool:
+    pool = compute_pool(CPU, Pool(1))
+    torch.ones(1 << 20).mul_(2)  # torch's threads are there
+    return pool
+
+
+@pytest.mark.parametrize("add", [False, True])
+def test_the_bits_do_not_depend_on_whose_threads_they_are(awake: Pool, add: bool) -> None:
+    src, homes = torch.randn(NUMEL), [torch.ones(NUMEL, dtype=torch.bfloat16) for _ in range(2)]
+    norms = [deposit(home, src, add=add, pool=pool) for home, pool in zip(homes, (None, awake), strict=True)]
+    assert torch.equal(*homes)
+    assert norms[0] == norms[1] == squared_norm(homes[0], pool=awake)
+
+
+def test_no_thread_is_started_beside_torch_s(awake: Pool) -> None:
+    before = native_threads()
+    squared_norm(torch.randn(NUMEL), pool=awake)
+    assert native_threads() == before
+
+
+def test_gradients_go_home_on_torch_s_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[Pool | None] = []
+
+    def noted(*arguments: object, pool: Pool | None, **rest: object) -> float:
+        seen.append(pool)
+        return 0.0
+
+    monkeypatch.setattr("penstock.engine.passes.reduce.deposit", noted)
+    model = torch.nn.Linear(8, 8)
+    optimizer = penstock.prepare(model, torch.optim.AdamW(model.parameters()))
+    optimizer.backward(model(torch.randn(2, 8)).sum())
+    engine = optimizer._open("backward")
+    assert set(seen) == {engine.passes.reducer._pool} != {engine.rig.pool}
+    optimizer.close()
+
+
+def test_a_runtime_without_that_interface_leaves_it_to_the_updates_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(openmp.torch, "__file__", "/nowhere/torch/__init__.py")
+    pool = Pool(1)
+    assert compute_pool(CPU, pool) is pool
+
+
+def test_a_device_has_no_use_for_them() -> None:
+    pool = Pool(1)
+    assert compute_pool(torch.device("meta"), pool) is pool
+
+
+def test_a_closed_pool_refuses(awake: Pool) -> None:
+    awake.close()
+    with pytest.raises(RuntimeError, match="closed"):
+        squared_norm(torch.randn(NUMEL), pool=awake)
+
+
+def test_several_threads_may_call_at_once(awake: Pool) -> None:
+    src, norms = torch.randn(NUMEL), []
+    threads = [threading.Thread(target=lambda: norms.append(squared_norm(src, pool=awake))) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert set(norms) == {squared_norm(src, pool=None)}
+
+
+def test_a_forked_child_works_alone(awake: Pool) -> None:
+    """The threads stay behind in the parent: to wait for them would be for ever."""
+    src = torch.randn(NUMEL)
+    expected = squared_norm(src, pool=awake)
+    child = os.fork()
+    if child == 0:
+        os._exit(0 if squared_norm(src, pool=awake) == expected else 1)
+    assert os.waitpid(child, 0)[1] == 0
