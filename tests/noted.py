@@ -25,7 +25,7 @@ class NotingRecorder(recorder.Recorder):
         self._noted: list[Job] = []
         self._items: list[Item] = []
         self._ticks: list[int] = []
-        self._steps = [0]
+        self._ends = [0]
         self._order = threading.RLock()
         self._since = time.monotonic()
         self.marks = [self._since]
@@ -56,7 +56,7 @@ class NotingRecorder(recorder.Recorder):
         """Note that a step is over."""
         with self._order:
             self._note_compute()
-            self._steps.append(len(self._items))
+            self._ends.append(len(self._items))
             self.marks.append(time.monotonic())
 
     def _note_compute(self) -> None:
@@ -71,7 +71,7 @@ class NotingRecorder(recorder.Recorder):
         """Give what was noted, as of threads."""
         ops = [Op("compute", 0, ticks, "float32") for ticks in self._ticks]
         segments = [((number, 1),) for number in range(len(ops))]
-        return Program("threads", ops, segments, self._noted, [], self._items, self._steps, {})
+        return Program("threads", ops, segments, self._noted, [], self._items, self._ends, {})
 
 
 def delays(bandwidths: Mapping[str, float]) -> Callable[[str, int], float]:

@@ -52,6 +52,9 @@ class Witness:
     def turn_to(self, label: Label) -> None:
         pass
 
+    def step_made(self) -> None:
+        pass
+
 
 class _Job:
     def __init__(self, witness: Witness, number: int, work: Work, after: Sequence[Event]) -> None:

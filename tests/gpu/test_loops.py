@@ -16,14 +16,14 @@ PLACEMENTS = {
 OPTIONS = penstock.Options(tile_bytes=16384)
 
 
-def run(streams, device, placement, *, clip=None, before=None, after=None) -> list[torch.Tensor]:
+def run(streams, device, placement, *, clip=None, before=None, after=None, precision="bf16") -> list[torch.Tensor]:
     """Losses, and parameters at the end."""
     model = build()
     if before is not None:
         before(model)
     owned = [p for p in model.parameters() if p.requires_grad]
     given = torch.optim.AdamW(owned, **HYPER)
-    optimizer = prepare_on(streams, model, given, placement=placement, options=OPTIONS)
+    optimizer = prepare_on(streams, model, given, placement=placement, precision=precision, options=OPTIONS)
     values, state = [], {}
     for step, x in enumerate(batches(STEPS, device)):
         loss = loss_of(model, x)
@@ -50,8 +50,9 @@ def test_torchs_clipping_is_the_optimizers(make_streams, device, uncompiled, nam
     def ours(model, optimizer):
         return optimizer.clip_grad_norm_(0.05)
 
-    found = run(make_streams(), device, PLACEMENTS[name], clip=torchs)
-    expected = run(make_streams(), device, PLACEMENTS[name], clip=ours)
+    # In bf16 the last bit of a norm may round a parameter otherwise, and a later gradient with it.
+    found = run(make_streams(), device, PLACEMENTS[name], clip=torchs, precision="fp32")
+    expected = run(make_streams(), device, PLACEMENTS[name], clip=ours, precision="fp32")
     for mine, other in zip(found, expected, strict=True):
         torch.testing.assert_close(mine, other, rtol=1e-4, atol=1e-5)
 

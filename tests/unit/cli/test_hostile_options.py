@@ -181,6 +181,7 @@ TABLE: dict[str, dict[str, list[str]]] = {
     },
     # A folder that cannot be written is what it finds, and no mistake of who asks.
     "doctor": {"--folders": ["", "a\x00b"], "--json": ["=x"]},
+    "report": {"runs": PATHS, "--out": [path for path in OUT if path]},
     "launch": {
         "script": [path for path in PATHS if path not in ("a-file", "/proc/self/mem")],
         "arguments": [],

@@ -96,6 +96,7 @@ CALLS: dict[str, Callable[[penstock.Optimizer, nn.Parameter], object]] = {
     "save": lambda o, p: o.save("never"),
     "load": lambda o, p: o.load("never"),
     "trace": lambda o, p: o.trace("never"),
+    "record": lambda o, p: o.record("never"),
     "add_param_group": lambda o, p: o.add_param_group({"params": [p]}),
     "close": lambda o, p: o.close(),
 }

@@ -246,6 +246,7 @@ METHODS: dict[str, tuple[tuple[Any, ...], str | None]] = {
     "gathered": ((), None),
     "no_sync": ((), None),
     "trace": (("file",), None),
+    "record": (("record",), None),
     "backward": (("loss",), None),
 }
 
@@ -266,13 +267,14 @@ def table(tmp_path: Path) -> Any:
         "state": optimizer.state_dict(),
         "path": tmp_path / "path",
         "file": tmp_path / "trace.json",
+        "record": tmp_path / "record",
         "loss": torch.ones(1, requires_grad=True).sum(),
     }
 
     def call(method: str) -> Any:
         arguments = [named.get(a, a) if isinstance(a, str) and a != "exp_avg" else a for a in METHODS[method][0]]
         result = getattr(optimizer, method)(*arguments)
-        if method in ("gathered", "no_sync", "trace"):
+        if method in ("gathered", "no_sync", "trace", "record"):
             with result:
                 pass
         return result

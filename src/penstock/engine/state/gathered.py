@@ -134,3 +134,8 @@ def _restore(unit: Unit, values: Tensor) -> None:
     if not unit.resident:
         for first, last, (kept,) in home.visit(0, stop - start, modify=True):
             kept.copy_(values[start + first : start + last])
+    if unit.trained is not None:  # a move inside has made a shadow of what was written
+        start, stop = unit.own_range
+        for first, last, weights in unit.visit(0, stop - start, modify=True):
+            if weights.shadow is not None:
+                weights.shadow.copy_(values[start + first : start + last])
