@@ -221,6 +221,8 @@ def surroundings(tmp_path: Path, checkpoint: Path) -> Iterator[Path]:
     (tmp_path / "a-dangling-link").symlink_to("nowhere")
     (tmp_path / "a-loop").symlink_to("a-loop")
     (tmp_path / "a-locked-folder").mkdir(mode=0o000)
+    (tmp_path / "a-run").mkdir()
+    (tmp_path / "a-run" / "metrics.jsonl").write_text('{"event": "step", "step": 1, "loss": 1.0}\n')
     shutil.copytree(checkpoint, tmp_path / "checkpoint")
     yield tmp_path
     (tmp_path / "a-locked-folder").chmod(0o700)
@@ -241,7 +243,7 @@ def arguments(command: str, option: str, value: str) -> list[str]:
     if command != "train":
         positional = {name: "" for name in COMMANDS[command] if not name.startswith("-")}
         given = {"checkpoint": "checkpoint", "path": "checkpoint", "folder": "a-folder", "out": "out"}
-        given |= {"file": "a-config", "script": "a-file", "arguments": "x"}
+        given |= {"file": "a-config", "script": "a-file", "arguments": "x", "runs": "a-run"}
         if option in positional:
             before = ["--config=a-config"] if command == "launch" else []
             return [command, *before, "--", *(value if name == option else given[name] for name in positional)]
@@ -269,7 +271,8 @@ def test_one_line_and_no_traceback(
     assert outcome.err.count("\n") == 1
     assert len(outcome.err) < 2100
     assert "Traceback" not in outcome.err
-    assert not list(surroundings.glob("**/metrics.jsonl"))
+    assert list(surroundings.glob("**/metrics.jsonl")) == [surroundings / "a-run" / "metrics.jsonl"]
+    assert not list(surroundings.glob("**/report.html"))
 
 
 @pytest.mark.parametrize("name", ["RANK", "WORLD_SIZE", "LOCAL_RANK"])

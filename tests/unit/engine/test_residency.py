@@ -458,6 +458,22 @@ def test_moves_while_parameters_are_gathered(
     expected[1].close()
 
 
+def test_what_a_block_wrote_that_failed_is_in_no_shadow_that_a_move_inside_has_made() -> None:
+    """Of parameters on the device and state on the cpu: the next update would have started from it."""
+    expected, model = prepared(inline()), prepared(separate(), optimizer="cpu")
+    for net, optimizer in (expected, model):
+        train(net, optimizer)
+        with pytest.raises(KeyError), optimizer.gathered(modify=True), torch.no_grad():
+            net.embed.weight.add_(1)
+            optimizer.offload_states()
+            optimizer.reload_states()
+            raise KeyError
+        train(net, optimizer, 5)
+    assert_equal(state(*model), state(*expected))
+    for _, optimizer in (expected, model):
+        optimizer.close()
+
+
 def test_a_parameter_that_may_be_written_where_it_rests_may_still_have_been_after_a_move() -> None:
     """In fp32 there is no master to disagree with."""
     model, optimizer = prepared(separate(), precision="fp32")

@@ -1,6 +1,7 @@
 """One file of a run, or of two: a page that needs nothing else, no network either."""
 
 import os
+import stat
 from collections.abc import Sequence
 from contextlib import suppress
 from importlib.util import find_spec
@@ -9,10 +10,11 @@ from pathlib import Path
 from penstock.cli.reporting import sections
 from penstock.cli.reporting.markup import Html, script_json, text
 from penstock.cli.reporting.run import Run, read_run
-from penstock.errors import ConfigError
+from penstock.errors import ConfigError, one_line
 
 PAGE_NAME, COMPARED_NAME = "report.html", "compared.html"
 INSTALL = "pip install 'penstock[report]'"
+_BEGINNING = b"<!doctype html>"
 _HERE = Path(__file__).parent
 _PLOTLY = Path("package_data", "plotly.min.js")
 
@@ -31,19 +33,21 @@ def write_page(folders: Sequence[Path], out: Path | None = None) -> Path:
 
     Arguments:
         folders: one or two, as `penstock train` or `Optimizer.record` have written them.
-        out: the file; `None` for one in the first folder. One that is there is replaced as a whole.
+        out: the file; `None` for one in the first folder. A page that is there is replaced as a whole.
 
     Returns:
         The path of the file.
 
     Raises:
-        ConfigError: plotly is not installed, a folder is not that of a run, or the file cannot be written.
+        ConfigError: plotly is not installed, a folder is not that of a run, or the file cannot be written, or is
+            something else than a page.
     """
     script = plotly_script()
     if script is None:
         raise ConfigError(f"penstock report needs plotly, which is not installed. Install it with: {INSTALL}")
     runs = [read_run(folder) for folder in folders]
     path = out or folders[0] / (PAGE_NAME if len(runs) == 1 else COMPARED_NAME)
+    _check_free(path)
     made = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         made.write_text(page(runs, script.read_text(encoding="utf-8")), encoding="utf-8")
@@ -51,8 +55,25 @@ def write_page(folders: Sequence[Path], out: Path | None = None) -> Path:
     except OSError as error:
         with suppress(OSError):
             made.unlink()
-        raise ConfigError(f"{path} cannot be written: {error.strerror}. Give --out another path.") from error
+        raise ConfigError(
+            f"{one_line(str(path))} cannot be written: {error.strerror}. Give --out another path."
+        ) from error
     return path
+
+
+def _check_free(path: Path) -> None:
+    """Refuse to put a page in the place of what is none: a device, a pipe, a link, somebody's file."""
+    try:
+        if stat.S_ISREG(path.lstat().st_mode):
+            with path.open("rb") as file:
+                if file.read(len(_BEGINNING)).lower() == _BEGINNING:
+                    return
+    except FileNotFoundError:
+        return
+    except (OSError, ValueError) as error:
+        why = error.strerror if isinstance(error, OSError) else error
+        raise ConfigError(f"{one_line(str(path))} cannot be written: {why}. Give --out another path.") from error
+    raise ConfigError(f"{path} is there, and is no page of a run. Give --out another path.")
 
 
 def page(runs: Sequence[Run], plotly: str) -> str:
