@@ -6,6 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from penstock.optim.matrix import run_closure
+
 
 class Lion(torch.optim.Optimizer):
     """Lion: the sign of an interpolated momentum (Chen et al., "Symbolic discovery of optimization algorithms", 2023).
@@ -55,10 +57,7 @@ class Lion(torch.optim.Optimizer):
         Returns:
             What the closure returned, or `None`.
         """
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = run_closure(closure)
         for group in self.param_groups:
             lr, (beta1, beta2) = group["lr"], group["betas"]
             for p in group["params"]:

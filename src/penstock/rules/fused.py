@@ -14,10 +14,11 @@ from penstock.errors import ConfigError
 from penstock.rules import exact
 from penstock.rules.device import DeviceUpdate, Operations, Traced, rounds_by_its_place
 from penstock.rules.dither import step_key
+from penstock.rules.elementwise import Elementwise
 from penstock.rules.exact import fp32
 from penstock.rules.master import read_master
 from penstock.rules.native import dtype_of, master_kind_of, storage_of
-from penstock.rules.rule import BLOCK_NUMEL, PIECE_NUMEL, Hyper, Rule, Scalars, Segment, StateSpec
+from penstock.rules.rule import BLOCK_NUMEL, PIECE_NUMEL, Hyper, Scalars, Segment, StateSpec
 from penstock.rules.storage import StateFormat, read_state, rounding_of, write_param, write_state
 
 
@@ -50,7 +51,7 @@ EXACT = Operations(exact.fma, exact.sqrt)
 
 
 @dataclass(frozen=True)
-class Fused(ABC):
+class Fused(Elementwise, ABC):
     """A rule with native kernels.
 
     Arguments:
@@ -82,25 +83,6 @@ class Fused(ABC):
     def scalar_names(self) -> tuple[str, ...]:
         """None beside the step count."""
         return ()
-
-    @property
-    def whole(self) -> bool:
-        """No: elements are updated each by itself, wherever a parameter is cut."""
-        return False
-
-    def part(self, group: Mapping[str, Any]) -> Rule:
-        """Return this rule, which is every group's."""
-        del group
-        return self
-
-    def state_shape(self, name: str, shape: tuple[int, ...]) -> tuple[int, ...] | None:
-        """Return the parameter's: there is a value for each element; see `Rule.state_shape`."""
-        return shape if name in (spec.name for spec in self.states) else None
-
-    def working_bytes(self, shape: tuple[int, ...]) -> int:
-        """Return 0: temporaries are of pieces; see `Rule.working_bytes`."""
-        del shape
-        return 0
 
     def _check(self, group: Mapping[str, Any]) -> None:
         """Refuse a parameter group with an option that the update would not obey.

@@ -23,9 +23,10 @@ from torch import Tensor
 
 from penstock._native import Pool
 from penstock.errors import ConfigError
+from penstock.rules.elementwise import Elementwise
 from penstock.rules.exact import fp32
 from penstock.rules.master import read_master
-from penstock.rules.rule import BLOCK_NUMEL, Hyper, Rule, Scalars, Segment
+from penstock.rules.rule import BLOCK_NUMEL, Hyper, Scalars, Segment
 from penstock.rules.running import GenericHyper, Running, number, options_of
 from penstock.rules.storage import StateFormat, read_state, rounding_of, write_param, write_state
 
@@ -72,7 +73,7 @@ def is_declared(cls: type) -> bool:
     return bool(vars(cls).get(_MARK))
 
 
-class Generic:
+class Generic(Elementwise):
     """The rule that is the user's own class.
 
     Arguments:
@@ -101,25 +102,6 @@ class Generic:
             self._scalars |= scalars
         self.states = tuple(format_.spec(name, signed=True, begins_with_update=True) for name in names)
         self.scalar_names = tuple(self._scalars)
-
-    @property
-    def whole(self) -> bool:
-        """No: elements are updated each by itself, wherever a parameter is cut."""
-        return False
-
-    def part(self, group: Mapping[str, Any]) -> Rule:
-        """Return this rule, which is every group's."""
-        del group
-        return self
-
-    def state_shape(self, name: str, shape: tuple[int, ...]) -> tuple[int, ...] | None:
-        """Return the parameter's: there is a value for each element; see `Rule.state_shape`."""
-        return shape if name in (spec.name for spec in self.states) else None
-
-    def working_bytes(self, shape: tuple[int, ...]) -> int:
-        """Return 0: temporaries are of pieces; see `Rule.working_bytes`."""
-        del shape
-        return 0
 
     def hyper(self, group: Mapping[str, Any], step: int, scalars: Scalars = {}) -> GenericHyper:  # noqa: B006
         """Read a parameter group; see `Rule.hyper`."""

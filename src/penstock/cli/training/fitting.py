@@ -6,11 +6,11 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from penstock.cli.reporting.resources import TIERS
 from penstock.cli.training.config import TrainConfig
 from penstock.cli.training.learning.checkpoints import best_of, checkpoints_of
 from penstock.cli.training.learning.model import Built
 from penstock.cli.training.reporting.formats import format_bytes
-from penstock.cli.training.reporting.memory import TIERS
 from penstock.cli.training.settings.common import AUTO, ON
 from penstock.cli.training.sizes import StepSizes
 from penstock.errors import MemoryBudgetError

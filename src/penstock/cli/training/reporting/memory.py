@@ -7,8 +7,8 @@ from typing import Any
 import torch
 
 import penstock
+from penstock.cli.reporting.resources import TIERS
 
-TIERS = ("device", "cpu", "nvme")
 _STATUS = Path("/proc/self/status")
 
 
