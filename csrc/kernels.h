@@ -47,6 +47,12 @@ struct Arrays {
 // Random bits belong to blocks of this many elements, and so do the scales of 8-bit states.
 inline constexpr std::size_t block_numel = 256;
 
+// How a deposit writes. What is written past the cache must start at a line of it; a line that is written whole need not be
+// read from memory first, and leaves the cache to others.
+enum class Write : int { over = 0, add = 1, past_cache = 2 };
+inline constexpr int write_count = 3;
+inline constexpr std::size_t line_bytes = 64;
+
 // What goes between ranks in fewer bits: for each block of 256 elements its scale in fp32, then its codes. The codes are
 // signed integers of 8 bits, fp8 (e4m3, without infinities), or signed integers of 4 bits.
 enum class Wire : int { int8 = 0, fp8 = 1, int4 = 2 };
@@ -78,10 +84,10 @@ struct Kernels {
   // The same with all states in 8 bits, for a bf16 parameter with remainder: by rule and gradient dtype.
   void (*update_int8[rule_count][dtype_count])(const Arrays&, const float* scalars, std::size_t begin,
                                                std::size_t end) noexcept;
-  // dst = src, or dst += src, by dtype of dst, dtype of src and whether to add; returns the squared norm of dst's
+  // dst = src, or dst += src, by dtype of dst, dtype of src and how to write; returns the squared norm of dst's
   // range afterwards. A range is at most one norm block and starts at one.
-  double (*deposit[dtype_count][dtype_count][2])(void* dst, const void* src, std::size_t begin,
-                                                 std::size_t end) noexcept;
+  double (*deposit[dtype_count][dtype_count][write_count])(void* dst, const void* src, std::size_t begin,
+                                                           std::size_t end) noexcept;
   // The squared norm of a range that is at most one norm block and starts at one.
   double (*squared_norm[dtype_count])(const void* src, std::size_t begin, std::size_t end) noexcept;
 

@@ -28,8 +28,16 @@ struct V {
     _mm_storeu_ps(to + 8, _mm256_extractf128_ps(low, 1));
     _mm_storeu_ps(to + 12, _mm256_extractf128_ps(high, 1));
   }
+  static void stream(float* to, V x) {
+    alignas(32) float ordered[width];
+    store(ordered, x);
+    _mm256_stream_ps(to, _mm256_load_ps(ordered));
+    _mm256_stream_ps(to + 8, _mm256_load_ps(ordered + 8));
+  }
+  static void end_stream() { _mm_sfence(); }
   static Half load_half(const unsigned short* from) { return _mm256_loadu_si256(reinterpret_cast<const Half*>(from)); }
   static void store_half(unsigned short* to, Half half) { _mm256_storeu_si256(reinterpret_cast<Half*>(to), half); }
+  static void stream_half(unsigned short* to, Half half) { _mm256_stream_si256(reinterpret_cast<Half*>(to), half); }
   static Half larger_half(Half so_far, Half half) {
     return _mm256_max_epu16(so_far, _mm256_and_si256(half, _mm256_set1_epi16(0x7FFF)));
   }

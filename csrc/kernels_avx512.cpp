@@ -25,8 +25,14 @@ struct V {
     _mm512_storeu_ps(to, first(x));
     _mm512_storeu_ps(to + 16, second(x));
   }
+  static void stream(float* to, V x) {
+    _mm512_stream_ps(to, first(x));
+    _mm512_stream_ps(to + 16, second(x));
+  }
+  static void end_stream() { _mm_sfence(); }
   static Half load_half(const unsigned short* from) { return _mm512_loadu_si512(from); }
   static void store_half(unsigned short* to, Half half) { _mm512_storeu_si512(to, half); }
+  static void stream_half(unsigned short* to, Half half) { _mm512_stream_si512(reinterpret_cast<Half*>(to), half); }
   static Half larger_half(Half so_far, Half half) {
     return _mm512_max_epu16(so_far, _mm512_and_si512(half, _mm512_set1_epi16(0x7FFF)));
   }

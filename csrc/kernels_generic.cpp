@@ -32,8 +32,11 @@ struct V {
   static V splat(float value) { return {value}; }
   static V load(const float* from) { return {*from}; }
   static void store(float* to, V value) { *to = value.v; }
+  static void stream(float* to, V value) { store(to, value); }
+  static void end_stream() {}
   static Half load_half(const unsigned short* from) { return *from; }
   static void store_half(unsigned short* to, Half half) { *to = half; }
+  static void stream_half(unsigned short* to, Half half) { store_half(to, half); }
   static Half larger_half(Half so_far, Half half) {
     const Half magnitude = half & 0x7FFFu;
     return magnitude > so_far ? magnitude : so_far;

@@ -3,8 +3,9 @@
 // A translation unit defines V and includes this file inside an unnamed namespace, so that nothing compiled for one
 // instruction set can be linked into the code of another. For the same reason nothing here calls the standard library.
 //
-// V is `width` floats, in an order of its own, and offers: splat, load, store; + - * /; sqrt; fma (one rounding); Half, the
-// vector of `width` 16-bit words, with load_half, store_half, larger_half (of magnitudes; the first is one) and
+// V is `width` floats, in an order of its own, and offers: splat, load, store, stream (past the cache, to an address that is
+// a multiple of a line's bytes) and end_stream (before others read); + - * /; sqrt; fma (one rounding); Half, the vector of
+// `width` 16-bit words, with load_half, store_half, stream_half, larger_half (of magnitudes; the first is one) and
 // largest_half (of all magnitudes); from_bf16, from_fp16, to_bf16, to_fp16 (nearest even); load_e4m3 (as fp16 of 2^-8 of
 // the value), and knows_e4m3: whether it has store_e4m3 (of two vectors) and Bf16OfE4m3 (see wire_impl.h); join and split
 // (the remainder form); larger (a NaN of either wins); sign (0 of a NaN); Wide, `width` doubles, with add, add_squares and
@@ -21,43 +22,42 @@ void look_ahead(size_t i, const Words*... arrays) {
   if constexpr (V::width > 1) (__builtin_prefetch(reinterpret_cast<const char*>(arrays + i) + ahead_bytes), ...);
 }
 
-// How one dtype is read, written and copied. `put` and `move` return the value that was stored, rounding included.
-struct Fp32 {
+// How one dtype is read and written. `put` returns the value that was stored, rounding included.
+template <class D>
+struct InMemory {
+  template <class Word>
+  static V get(const Word* from) {
+    return D::decode(D::load(from));
+  }
+  template <class Word>
+  static V put(Word* to, V value) {
+    const auto stored = D::encode(value);
+    D::store(to, stored);
+    return D::decode(stored);
+  }
+};
+struct Fp32 : InMemory<Fp32> {
   using Word = float;
-  static V get(const Word* from) { return V::load(from); }
-  static V put(Word* to, V value) {
-    V::store(to, value);
-    return value;
-  }
-  static V move(Word* to, const Word* from) { return put(to, get(from)); }
+  static V load(const Word* from) { return V::load(from); }
+  static void store(Word* to, V stored) { V::store(to, stored); }
+  static void stream(Word* to, V stored) { V::stream(to, stored); }
+  static V encode(V value) { return value; }
+  static V decode(V stored) { return stored; }
 };
-struct Bf16 {
+struct OfHalves {
   using Word = unsigned short;
-  static V get(const Word* from) { return V::from_bf16(V::load_half(from)); }
-  static V put(Word* to, V value) {
-    const auto half = V::to_bf16(value);
-    V::store_half(to, half);
-    return V::from_bf16(half);
-  }
-  static V move(Word* to, const Word* from) {
-    const auto half = V::load_half(from);
-    V::store_half(to, half);
-    return V::from_bf16(half);
-  }
+  using Stored = typename V::Half;
+  static Stored load(const Word* from) { return V::load_half(from); }
+  static void store(Word* to, Stored stored) { V::store_half(to, stored); }
+  static void stream(Word* to, Stored stored) { V::stream_half(to, stored); }
 };
-struct Fp16 {
-  using Word = unsigned short;
-  static V get(const Word* from) { return V::from_fp16(V::load_half(from)); }
-  static V put(Word* to, V value) {
-    const auto half = V::to_fp16(value);
-    V::store_half(to, half);
-    return V::from_fp16(half);
-  }
-  static V move(Word* to, const Word* from) {
-    const auto half = V::load_half(from);
-    V::store_half(to, half);
-    return V::from_fp16(half);
-  }
+struct Bf16 : OfHalves, InMemory<Bf16> {
+  static Stored encode(V value) { return V::to_bf16(value); }
+  static V decode(Stored stored) { return V::from_bf16(stored); }
+};
+struct Fp16 : OfHalves, InMemory<Fp16> {
+  static Stored encode(V value) { return V::to_fp16(value); }
+  static V decode(Stored stored) { return V::from_fp16(stored); }
 };
 
 // How the fp32 values behind parameters i, i + 1, ... are read and written back, by dtype and kind of master.
@@ -187,33 +187,43 @@ double squared_norm(const void* src_address, size_t begin, size_t end) noexcept 
   return squares_of<Src, false>(src, begin, end);
 }
 
-template <class Dst, class Src, bool add>
+template <class Dst, class Src, Write write>
 double deposit(void* dst_address, const void* src_address, size_t begin, size_t end) noexcept {
   using DstWord = typename Dst::Word;
   using SrcWord = typename Src::Word;
+  constexpr bool streams = write == Write::past_cache;
   DstWord* dst = static_cast<DstWord*>(dst_address);
   const SrcWord* src = static_cast<const SrcWord*>(src_address);
-  const auto one = [](DstWord* to, const SrcWord* from) {
-    if constexpr (add) {
-      return Dst::put(to, Dst::get(to) + Src::get(from));
+  const auto stored = [](const DstWord* to, const SrcWord* from) {
+    if constexpr (write == Write::add) {
+      return Dst::encode(Dst::get(to) + Src::get(from));
     } else if constexpr (std::is_same_v<Dst, Src>) {
-      return Dst::move(to, from);
+      return Src::load(from);  // as it is, also where it is a NaN
     } else {
-      return Dst::put(to, Src::get(from));
+      return Dst::encode(Src::get(from));
     }
   };
   const double sum = sum_squares<is_quick<Dst>>(
       begin, end,
       [=](size_t i) {
-        look_ahead(i, src, dst);
-        return one(dst + i, src + i);
+        look_ahead(i, src);
+        if constexpr (!streams) look_ahead(i, dst);
+        const auto value = stored(dst + i, src + i);
+        if constexpr (streams) {
+          Dst::stream(dst + i, value);
+        } else {
+          Dst::store(dst + i, value);
+        }
+        return Dst::decode(value);
       },
       [=](size_t i, size_t count) {
         Tail<DstWord> to(dst + i, count);
-        const V value = one(to.words, Tail<SrcWord>(src + i, count).words);
+        const auto value = stored(to.words, Tail<SrcWord>(src + i, count).words);
+        Dst::store(to.words, value);
         to.put(dst + i, count);
-        return value;
+        return Dst::decode(value);
       });
+  if constexpr (streams) V::end_stream();
   return !is_quick<Dst> || holds(sum) ? sum : squares_of<Dst, false>(dst, begin, end);
 }
 
@@ -339,8 +349,9 @@ constexpr Kernels make_kernels(const char* isa) {
   add_rule<Lion>(k);
 
   const auto add_deposit = [&]<class Dst, class Src>(Dst, Src, int dst, int src) {
-    k.deposit[dst][src][0] = deposit<Dst, Src, false>;
-    k.deposit[dst][src][1] = deposit<Dst, Src, true>;
+    k.deposit[dst][src][int(Write::over)] = deposit<Dst, Src, Write::over>;
+    k.deposit[dst][src][int(Write::add)] = deposit<Dst, Src, Write::add>;
+    k.deposit[dst][src][int(Write::past_cache)] = deposit<Dst, Src, Write::past_cache>;
   };
   add_deposit(Fp32{}, Fp32{}, fp32, fp32);
   add_deposit(Fp32{}, Bf16{}, fp32, bf16);

@@ -13,6 +13,9 @@ namespace {
 // imbalance at the end. A multiple of the norm block.
 constexpr std::size_t piece_numel = 2 * norm_block_numel;
 constexpr std::size_t copy_piece_bytes = std::size_t{1} << 19;
+// A deposit of as many bytes is not read again before others have taken its place in the cache: a model with such
+// parameters has many times as much state.
+constexpr std::size_t streamed_bytes = std::size_t{1} << 20;
 
 std::vector<const Kernels*> available() {
   std::vector<const Kernels*> found;
@@ -281,7 +284,10 @@ void update(Pool* pool, std::size_t numel, const Update& update) {
 }
 
 double deposit(Pool* pool, std::size_t numel, void* dst, DType dst_dtype, const void* src, DType src_dtype, bool add) {
-  const auto kernel = chosen().load()->deposit[int(dst_dtype)][int(src_dtype)][add];
+  const std::size_t nbytes = numel * (dst_dtype == DType::fp32 ? 4 : 2);
+  const bool on_line = reinterpret_cast<std::uintptr_t>(dst) % line_bytes == 0;
+  const Write write = add ? Write::add : nbytes >= streamed_bytes && on_line ? Write::past_cache : Write::over;
+  const auto kernel = chosen().load()->deposit[int(dst_dtype)][int(src_dtype)][int(write)];
   return sum_blocks(pool, numel,
                     [&](std::size_t begin, std::size_t end) noexcept { return kernel(dst, src, begin, end); });
 }

@@ -34,19 +34,23 @@ def deposit(dst: Tensor, src: Tensor, *, add: bool, pool: Pool | None) -> float 
         ValueError: the tensors are not contiguous, or differ in numel or device.
         TypeError: a dtype is none of the three.
     """
+    return deposit_part(dst, 0, dst.numel(), src, add=add, pool=pool)
+
+
+def deposit_part(dst: Tensor, start: int, stop: int, src: Tensor, *, add: bool, pool: Pool | None) -> float | Tensor:
+    """Write or add `src` into elements `start` to `stop` of `dst`, and return their squared norm: see `deposit`.
+
+    On the host no view of them is made: it would take longer than to write a small gradient.
+    """
     _require_flat(dst, "dst")
     _require_flat(src, "src")
-    if dst.numel() != src.numel() or dst.device != src.device:
+    if src.numel() != stop - start or src.device != dst.device:
         raise ValueError(
-            f"dst has {dst.numel()} elements on {dst.device}, src {src.numel()} on {src.device}: they must be alike"
+            f"dst has {stop - start} elements on {dst.device}, src {src.numel()} on {src.device}: they must be alike"
         )
-    if dst.device.type != "cpu":
-        return _deposit_in_torch(dst, src, [(0, dst.numel())], add=add)[0]
-    if is_imagined("penstock.deposit", src.nbytes + (2 if add else 1) * dst.nbytes):
-        return 0.0
-    return _native.deposit(
-        pool, dst.numel(), dst.data_ptr(), dtype_of(dst, "dst"), src.data_ptr(), dtype_of(src, "src"), add=add
-    )
+    if not dst.is_cpu:
+        return _deposit_in_torch(dst[start:stop], src.view(-1), [(0, stop - start)], add=add)[0]
+    return _deposit_on_host(dst, start, src, 0, stop - start, add=add, pool=pool)
 
 
 def deposit_parts(dst: Tensor, src: Tensor, parts: Ranges, *, add: bool, pool: Pool | None) -> Sequence[float | Tensor]:
@@ -67,14 +71,21 @@ def deposit_parts(dst: Tensor, src: Tensor, parts: Ranges, *, add: bool, pool: P
     """
     if dst.device.type != "cpu":
         return _deposit_in_torch(dst, src, parts, add=add)
-    return [deposit(dst[start:stop], src[start:stop], add=add, pool=pool) for start, stop in parts]
+    _require_flat(dst, "dst")
+    _require_flat(src, "src")
+    if dst.numel() != src.numel() or src.device != dst.device:
+        raise ValueError(
+            f"dst has {dst.numel()} elements on {dst.device}, src {src.numel()} on {src.device}: they must be alike"
+        )
+    return [_deposit_on_host(dst, start, src, start, stop - start, add=add, pool=pool) for start, stop in parts]
 
 
 def squared_norms(src: Tensor, parts: Ranges, *, pool: Pool | None) -> Sequence[float | Tensor]:
     """Return the sum of squares of each part of `src`, as `deposit_parts` does for what it wrote."""
     if src.device.type != "cpu":
         return _squared_norms_in_torch([src[start:stop] for start, stop in parts])
-    return [squared_norm(src[start:stop], pool=pool) for start, stop in parts]
+    _require_flat(src, "src")
+    return [_squared_norm_on_host(src, start, stop - start, pool=pool) for start, stop in parts]
 
 
 def squared_norms_of(tensors: Sequence[Tensor]) -> Sequence[float | Tensor]:
@@ -100,9 +111,25 @@ def squared_norm(src: Tensor, *, pool: Pool | None) -> float | Tensor:
     _require_flat(src, "src")
     if src.device.type != "cpu":
         return _squared_norms_in_torch([src])[0]
-    if is_imagined("penstock.norm", src.nbytes):
+    return _squared_norm_on_host(src, 0, src.numel(), pool=pool)
+
+
+def _deposit_on_host(
+    dst: Tensor, dst_start: int, src: Tensor, src_start: int, numel: int, *, add: bool, pool: Pool | None
+) -> float:
+    """Write or add elements of `src` from one on into `dst` from another one on. The ranges were checked."""
+    dst_bytes, src_bytes = dst.itemsize, src.itemsize
+    if is_imagined("penstock.deposit", numel * (src_bytes + (2 if add else 1) * dst_bytes)):
         return 0.0
-    return _native.squared_norm(pool, src.numel(), src.data_ptr(), dtype_of(src, "src"))
+    into, source = dst.data_ptr() + dst_start * dst_bytes, src.data_ptr() + src_start * src_bytes
+    return _native.deposit(pool, numel, into, dtype_of(dst, "dst"), source, dtype_of(src, "src"), add=add)
+
+
+def _squared_norm_on_host(src: Tensor, start: int, numel: int, *, pool: Pool | None) -> float:
+    """Sum the squares of elements of `src` from one on. The range was checked."""
+    if is_imagined("penstock.norm", numel * src.itemsize):
+        return 0.0
+    return _native.squared_norm(pool, numel, src.data_ptr() + start * src.itemsize, dtype_of(src, "src"))
 
 
 def _require_flat(tensor: Tensor, what: str) -> None:

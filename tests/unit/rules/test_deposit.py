@@ -13,7 +13,7 @@ from torch import Tensor
 
 from penstock import _native
 from penstock.rules import Pool, deposit, squared_norm
-from penstock.rules.deposit import _deposit_in_torch, deposit_parts, squared_norms
+from penstock.rules.deposit import _deposit_in_torch, deposit_part, deposit_parts, squared_norms
 
 Check = Callable[[Tensor, Tensor], None]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -52,6 +52,31 @@ def test_every_small_size_at_any_alignment(
         home.check()
         assert norm == pytest.approx(math.fsum(x * x for x in expected.tolist()), rel=tolerance(dst_dtype))
         assert norm == squared_norm(expected, pool=None)
+
+
+@pytest.mark.parametrize("offset", [0, 1], ids=["on a line", "beside it"])
+@pytest.mark.parametrize("src_dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("dst_dtype", DTYPES, ids=str)
+def test_what_is_written_past_the_cache_is_what_small_pieces_get(
+    dst_dtype: torch.dtype, src_dtype: torch.dtype, offset: int, isa: str, assert_same_bits: Check
+) -> None:
+    numel = (1 << 19) + 16384 + 37  # more than a MiB, with a block of the norm that is not whole
+    src = torch.randn(numel).to(src_dtype)
+    src[-70_000 : -70_000 + (1 << 16)] = all_halves(torch.bfloat16).to(src_dtype)
+    homes = [torch.full((numel + 128,), 7.0, dtype=dst_dtype) for _ in range(2)]
+    start = -homes[0].data_ptr() // dst_dtype.itemsize % 32 + offset
+    whole, pieces = (home[start : start + numel] for home in homes)
+    norm = deposit(whole, src, add=False, pool=None)
+    norms = [
+        deposit(to, one, add=False, pool=None) for to, one in zip(pieces.split(16384), src.split(16384), strict=True)
+    ]
+    assert_same_bits(homes[0], torch.cat([homes[0][:start], pieces, homes[0][start + numel :]]))
+    assert (homes[0][:start] == 7).all()
+    assert (homes[0][start + numel :] == 7).all()
+    assert math.isnan(norm)
+    assert math.isnan(sum(norms))
+    finite = torch.where(src.isfinite(), src, 0)
+    assert deposit(whole, finite, add=False, pool=None) == squared_norm(finite.to(dst_dtype), pool=None)
 
 
 @pytest.mark.parametrize("dst_dtype", DTYPES, ids=str)
@@ -193,3 +218,23 @@ def test_tensors_that_do_not_match_are_refused() -> None:
         deposit(torch.zeros(3, dtype=torch.int32), torch.zeros(3), add=False, pool=None)
     with pytest.raises(TypeError, match=r"src is torch\.float64"):
         squared_norm(torch.zeros(3, dtype=torch.float64), pool=None)
+
+
+@pytest.mark.parametrize("add", [False, True], ids=["write", "add"])
+@pytest.mark.parametrize("dst_dtype", DTYPES, ids=str)
+def test_a_part_is_written_as_a_view_of_it_would_be(dst_dtype: torch.dtype, add: bool, assert_same_bits: Check) -> None:
+    home, src = torch.randn(40).to(dst_dtype), torch.randn(3, 5).to(torch.bfloat16)
+    expected = home.clone()
+    norm = deposit(expected[7:22], src.view(-1), add=add, pool=None)
+    assert deposit_part(home, 7, 22, src, add=add, pool=None) == norm
+    assert_same_bits(home, expected)
+
+
+def test_a_part_of_another_length_or_that_is_not_contiguous_is_refused() -> None:
+    home = torch.zeros(40)
+    with pytest.raises(ValueError, match="dst has 15 elements on cpu, src 16 on cpu: they must be alike"):
+        deposit_part(home, 7, 22, torch.ones(16), add=False, pool=None)
+    with pytest.raises(ValueError, match="src must be contiguous"):
+        deposit_part(home, 7, 22, torch.ones(5, 3).t(), add=False, pool=None)
+    with pytest.raises(ValueError, match="dst has 40 elements on cpu, src 39 on cpu: they must be alike"):
+        deposit_parts(home, torch.ones(39), [(0, 39)], add=False, pool=None)
