@@ -18,6 +18,7 @@ LAYERS = (
         "trace",
         "optim",
         "losses",
+        "wholefiles",
         "_native",
     ),  # values and arithmetic
     ("machine", "rules"),
@@ -86,6 +87,7 @@ def test_the_command_line_and_integrations_use_public_names_only(module: str) ->
         "footprint",
         "planner",
         "doctor",
+        "wholefiles",
         *OUTSIDE,
     }
     assert {part_of(target) for target in imports(module)} <= public

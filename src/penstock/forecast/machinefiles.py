@@ -10,7 +10,6 @@ import difflib
 import json
 import os
 from collections.abc import Mapping
-from contextlib import suppress
 from importlib import resources
 from os import PathLike
 from pathlib import Path
@@ -19,6 +18,7 @@ from typing import Any
 from penstock.errors import ConfigError, one_line
 from penstock.forecast.figures import STATED, Figure, check_name, shown
 from penstock.forecast.jsonfile import parse_object, read_bytes
+from penstock.wholefiles import write_whole
 
 KIND, VERSION = "machine", 1
 SUFFIX = ".json"
@@ -203,15 +203,8 @@ def write(path: Path, content: Mapping[str, Any]) -> None:
     text = _lines(content)
     if len(text) > _MOST_BYTES:
         raise ConfigError(f"{one_line(str(path))} would have {len(text):,} bytes. Shorten what its figures say.")
-    made = path.parent / f".{path.name}.{os.getpid()}"
     try:
-        with open(made, "w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(made, path)
+        write_whole(path, text)
     except (OSError, ValueError) as error:
-        with suppress(OSError, ValueError):
-            made.unlink()
         why = error.strerror if isinstance(error, OSError) and error.strerror else one_line(error)
         raise ConfigError(f"{one_line(str(path))} cannot be written: {why}. Name another file.") from error

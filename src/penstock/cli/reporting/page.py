@@ -1,9 +1,7 @@
 """One file of a run, or of two: a page that needs nothing else, no network either."""
 
-import os
 import stat
 from collections.abc import Sequence
-from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -11,6 +9,7 @@ from penstock.cli.reporting import sections
 from penstock.cli.reporting.markup import Html, script_json, text
 from penstock.cli.reporting.run import Run, read_run
 from penstock.errors import ConfigError, one_line
+from penstock.wholefiles import write_whole
 
 PAGE_NAME, COMPARED_NAME = "report.html", "compared.html"
 INSTALL = "pip install 'penstock[report]'"
@@ -48,13 +47,9 @@ def write_page(folders: Sequence[Path], out: Path | None = None) -> Path:
     runs = [read_run(folder) for folder in folders]
     path = out or folders[0] / (PAGE_NAME if len(runs) == 1 else COMPARED_NAME)
     _check_free(path)
-    made = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        made.write_text(page(runs, script.read_text(encoding="utf-8")), encoding="utf-8")
-        os.replace(made, path)
+        write_whole(path, page(runs, script.read_text(encoding="utf-8")))
     except OSError as error:
-        with suppress(OSError):
-            made.unlink()
         raise ConfigError(
             f"{one_line(str(path))} cannot be written: {error.strerror}. Give --out another path."
         ) from error

@@ -1,9 +1,7 @@
 """The plan of a run: read from a file or found, held against the run, and the same on every rank."""
 
-import os
 import tempfile
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,6 +19,7 @@ from penstock.errors import ConfigError
 from penstock.integrations.huggingface import enable_activation_checkpointing
 from penstock.planner import Machine, Plan, machine_for, plan
 from penstock.planner.here import machine_of_ranks
+from penstock.wholefiles import write_whole
 
 PLAN_NAME = "plan.json"
 #: Segments of a packed sequence that is rehearsed: more of them cost the same.
@@ -146,16 +145,9 @@ def write_plan(chosen: Plan, path: Path) -> None:
     Raises:
         ConfigError: it cannot be written.
     """
-    made = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        with open(made, "w", encoding="utf-8") as file:
-            file.write(chosen.to_json())
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(made, path)
+        write_whole(path, chosen.to_json())
     except OSError as error:
-        with suppress(OSError):
-            made.unlink()
         raise ConfigError(f"{path} cannot be written: {error.strerror}. Use another --out.") from error
 
 

@@ -1,8 +1,6 @@
 """The file of a run, `OUT/run.yaml`: every option with the value that the run has, and where it was made."""
 
-import os
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import fields, replace
 from itertools import groupby
 from pathlib import Path
@@ -16,6 +14,7 @@ from penstock.cli.training.learning.optimizer_arguments import takes_weight_deca
 from penstock.cli.training.recipe import Course
 from penstock.errors import ConfigError
 from penstock.integrations.convert.reading import yaml_of
+from penstock.wholefiles import write_whole
 
 RUN_NAME = "run.yaml"
 _HEAD = "# penstock train --config of this file makes the run again. What is typed beside it wins.\n"
@@ -45,16 +44,9 @@ def write_run_file(
     path = config.out / RUN_NAME
     described = about(world_size=world_size) | ({"plan": dict(plan)} if plan else {})
     text = run_file(resolved_settings(config, resolved), described)
-    made = path.with_name(f".{RUN_NAME}.{os.getpid()}")
     try:
-        with open(made, "w") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(made, path)
+        write_whole(path, text)
     except OSError as error:
-        with suppress(OSError):
-            made.unlink()
         raise ConfigError(
             f"{path} cannot be written: {error.strerror}. Free space there, or use another --out."
         ) from error

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from penstock.errors import ConfigError, one_line
+from penstock.wholefiles import write_whole
 
 RUNS_NAME = "trackers.json"
 _PROJECT = "penstock"
@@ -286,6 +287,4 @@ def _read_runs(path: Path) -> dict[str, str]:
 
 def _write_runs(path: Path, runs: Mapping[str, str]) -> None:
     """Write what the trackers call their runs, whole or not at all."""
-    beside = path.with_suffix(".tmp")
-    beside.write_text(json.dumps(runs) + "\n", encoding="utf-8")
-    beside.replace(path)
+    write_whole(path, json.dumps(runs) + "\n")

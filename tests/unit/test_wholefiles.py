@@ -1,0 +1,73 @@
+"""Text files that are whole or not there, and what is no file keeps its place."""
+
+import os
+import stat
+import threading
+from pathlib import Path
+
+import pytest
+
+from penstock.planner import Machine
+from penstock.wholefiles import write_whole
+
+
+def test_a_file_is_replaced_as_a_whole(tmp_path: Path) -> None:
+    path = tmp_path / "kept"
+    write_whole(path, "one, of some length\n")
+    write_whole(path, "zwei: ü\n")
+    assert path.read_text(encoding="utf-8") == "zwei: ü\n"
+    assert os.listdir(tmp_path) == ["kept"]
+
+
+def test_what_fails_leaves_what_was_there_and_nothing_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "kept"
+    path.write_text("before")
+
+    def fail(_: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", fail)
+    with pytest.raises(OSError, match="No space left"):
+        write_whole(path, "after")
+    assert path.read_text() == "before"
+    assert os.listdir(tmp_path) == ["kept"]
+
+
+def test_an_interrupt_leaves_nothing_beside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt(_: int) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(os, "fsync", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        write_whole(tmp_path / "new", "text")
+    assert os.listdir(tmp_path) == []
+
+
+def test_a_link_is_followed(tmp_path: Path) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    target, link = tmp_path / "elsewhere" / "file", tmp_path / "link"
+    target.write_text("before")
+    link.symlink_to(target)
+    write_whole(link, "after")
+    assert link.is_symlink()
+    assert target.read_text() == "after"
+
+
+def test_a_pipe_is_written_to_and_stays_one(tmp_path: Path) -> None:
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    found: list[str] = []
+    reader = threading.Thread(target=lambda: found.append(pipe.read_text()))
+    reader.start()
+    Machine.read("h100-node").write(pipe)  # replaced by a file, as /dev/null was by the first of these writers
+    reader.join(timeout=30)
+    assert found
+    assert found[0].startswith("{")
+    assert stat.S_ISFIFO(pipe.lstat().st_mode)
+
+
+@pytest.mark.parametrize("path", ["folder", "missing/file"])
+def test_what_cannot_be_written_is_an_error(path: str, tmp_path: Path) -> None:
+    (tmp_path / "folder").mkdir()
+    with pytest.raises(OSError, match=r"folder|missing"):
+        write_whole(tmp_path / path, "text")
