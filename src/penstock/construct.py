@@ -40,7 +40,7 @@ from penstock.engine.state.moving import Mover
 from penstock.engine.state.saving import Saver
 from penstock.engine.state.values import as_state
 from penstock.engine.units.alike import align_buffers
-from penstock.engine.units.assemble import fill_unit, make_unit
+from penstock.engine.units.assemble import fill_unit, make_unit, reads_of
 from penstock.engine.units.divided import make_parameters
 from penstock.engine.units.freeze import Freeze
 from penstock.engine.units.originals import replace_meta
@@ -89,12 +89,12 @@ def construct(
         council: the ranks as they agree on saves, and on nothing else: a thread of its own talks there.
         supply: memory, files and first values.
     """
-    memory = _take_memory(blueprint, model, ranks, streams, supply)
+    memory = _take_memory(blueprint, model, ranks, streams, supply, trains=optimizer is not None)
     # Collective, as what follows: ranks have met over what may fail on one of them alone, such as taking memory.
     align_buffers(model, ranks, streams.device)
     return_free_memory()  # the parameters' own memory, which the cells have replaced
     param_groups = [] if optimizer is None else optimizer.param_groups
-    rig = _make_rig(blueprint, model, param_groups, memory.units, ranks, streams)
+    rig = _make_rig(blueprint, model, param_groups, memory.units, ranks, streams, memory.pool)
     lasting = _make_lasting(blueprint, rig, memory, council)
     engine = connect(blueprint, rig, lasting)
     in_child(engine, leave_to_parent)
@@ -119,9 +119,18 @@ class _Memory(NamedTuple):
     store: Store
     staging: Staging
     units: Sequence[Unit]
+    pool: Pool
 
 
-def _take_memory(blueprint: Blueprint, model: nn.Module, ranks: Ranks, streams: Streams, supply: Supply) -> _Memory:
+def _make_pool(blueprint: Blueprint, streams: Streams, *, trains: bool) -> Pool:
+    """Start the threads of the host's updates, which write first values before."""
+    cores = update_cores(streams.device).with_threads(blueprint.request.options.update_threads if trains else 1)
+    return Pool(cores.count, sorted(cores.cores or ()))
+
+
+def _take_memory(
+    blueprint: Blueprint, model: nn.Module, ranks: Ranks, streams: Streams, supply: Supply, *, trains: bool
+) -> _Memory:
     """Take the memory and files of every section, and move the parameters there. What fails gives all of it back."""
     request = blueprint.request
     with (
@@ -132,6 +141,8 @@ def _take_memory(blueprint: Blueprint, model: nn.Module, ranks: Ranks, streams: 
         undo.callback(store.close)  # what is noted later is undone first: parameters let go of its memory before
         with ranks.council.together("prepare()"):  # the other ranks would wait for this one's parameters
             reserved = store.reserve(blueprint.sections)
+        pool = _make_pool(blueprint, streams, trains=trains)
+        undo.callback(pool.close)
         with agreeing(request.weights, ranks):
             undo.callback(replace_meta(model))
         specs, plans = blueprint.specs, blueprint.units
@@ -140,21 +151,23 @@ def _take_memory(blueprint: Blueprint, model: nn.Module, ranks: Ranks, streams: 
         units: list[Unit] = []
         filled: list[Unit] = []  # whose parameters have given up their own memory
         undo.callback(empty_parameters, filled)
+        rank = ranks.shard_rank
         # Closed before ranks meet: one that fails tells others who wait for it in the next unit.
         with agreeing(request.weights, ranks), contextlib.closing(source.units(specs)) as coming:
+            source.expect(specs, [reads_of(plan.layout, rank, replicated=plan.replicated) for plan in plans])
             for number, flats in coming:
                 # Units come as their values do, and are made in their own order: slabs hand out their memory in it.
                 while len(units) <= number:
                     index = len(units)
-                    units.append(make_unit(plans[index], index, parameters[index], ranks.shard_rank, streams, reserved))
-                fill_unit(units[number], blueprint.homes, flats)
+                    units.append(make_unit(plans[index], index, parameters[index], rank, streams, reserved))
+                fill_unit(units[number], blueprint.homes, flats, pool)
                 filled.append(units[number])  # from here on what fails leaves its parameters empty
                 del flats  # before the next unit's come
         staging = Staging(store)
         staging.replan(blueprint.staging)
         staging.take(reserved)
         undo.pop_all()  # all of it is there, and stays
-    return _Memory(store, staging, units)
+    return _Memory(store, staging, units, pool)
 
 
 def _make_rig(
@@ -164,11 +177,10 @@ def _make_rig(
     units: Sequence[Unit],
     ranks: Ranks,
     streams: Streams,
+    pool: Pool,
 ) -> Rig:
-    """Put together what every part of the engine works with. Starts the threads of the host's updates."""
+    """Put together what every part of the engine works with."""
     request, options, trains = blueprint.request, blueprint.request.options, bool(param_groups)
-    cores = update_cores(streams.device).with_threads(options.update_threads if trains else 1)
-    pool = Pool(cores.count, sorted(cores.cores or ()))
     scales_loss = request.compute_dtype == torch.float16 and trains  # else a graph has the scale of who trains in it
     loss_scale = LossScale(options.initial_loss_scale, dynamic=options.dynamic_loss_scale) if scales_loss else None
     gradient_scale = GradientScale(1 / ranks.data_size if options.reduce_op == "mean" else 1.0, loss_scale)

@@ -70,6 +70,11 @@ class StoredTensors(ABC):
     def close(self) -> None:
         """Close what is open. It is opened again where more is read."""
 
+    def origin(self, name: str) -> "tuple[WeightFiles, str] | None":
+        """Say which tensor of which files one is, byte for byte; `None` where it is made of something."""
+        del name
+        return None
+
 
 @dataclass(frozen=True)
 class Entry:
@@ -130,6 +135,10 @@ class WeightFiles(StoredTensors):
         rows: Tensor = opened.get_slice(name)[first : -(-stop // row)]
         self.read_bytes += rows.nbytes
         return rows.reshape(-1)[start - first * row : stop - first * row]
+
+    def origin(self, name: str) -> "tuple[WeightFiles, str]":
+        """Name the tensor itself."""
+        return self, name
 
     def close(self) -> None:
         """Close the files."""

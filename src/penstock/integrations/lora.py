@@ -278,6 +278,10 @@ class LoraWeights(StoredTensors):
         except ConfigError as error:
             raise ConfigError(f"base=int8: '{self._of_codes[name]}' {error}. Train it with base=auto.") from error
 
+    def origin(self, name: str) -> tuple[WeightFiles, str] | None:
+        """Say where a tensor of the base lies in files."""
+        return self._files.origin(self._of_base[name]) if name in self._of_base else None
+
     def close(self) -> None:
         """Close the files, and let go of the adapter that was drawn last."""
         self._last = "", {}

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from penstock.checkpoint.tensorfiles import Forms, StoredTensors
+from penstock.checkpoint.tensorfiles import Forms, StoredTensors, WeightFiles
 from penstock.errors import ConfigError, one_line
 from penstock.integrations.tokenizers import Tokenizer
 
@@ -101,6 +101,10 @@ class GrownTensors(StoredTensors):
             places = torch.arange(max(start, held), stop) % width
             parts.append(self._mean(name, width, held)[places])
         return torch.cat(parts)
+
+    def origin(self, name: str) -> tuple[WeightFiles, str] | None:
+        """Say where a tensor that has not grown lies in files."""
+        return None if name in self._rows else self._files.origin(name)
 
     def close(self) -> None:
         """Close the files."""

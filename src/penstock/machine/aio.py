@@ -146,22 +146,25 @@ class File:
         self._adopt(queue, os.fspath(path), size, _create(os.fspath(path), size, mode), writable=True)
 
     @classmethod
-    def existing(cls, queue: Queue, path: str | PathLike[str]) -> File:
+    def existing(cls, queue: Queue, path: str | PathLike[str], *, direct: bool = True) -> File:
         """Open a file that is there already, to be read.
 
         Arguments:
             queue: the queue of the disk that the file is on.
             path: the path of the file.
+            direct: whether to read past the page cache, where the file system can.
 
         Raises:
             OSError: it cannot be opened.
         """
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         file = cls.__new__(cls)
-        file._adopt(queue, os.fspath(path), os.fstat(descriptor).st_size, descriptor, writable=False)
+        file._adopt(queue, os.fspath(path), os.fstat(descriptor).st_size, descriptor, writable=False, direct=direct)
         return file
 
-    def _adopt(self, queue: Queue, path: str, size: int, descriptor: int, *, writable: bool) -> None:
+    def _adopt(
+        self, queue: Queue, path: str, size: int, descriptor: int, *, writable: bool, direct: bool = True
+    ) -> None:
         """Set up the object for an open file; the descriptor is its own from here on."""
         self.path = path
         self.size = size
@@ -171,8 +174,8 @@ class File:
         self._plain: int | None = None
         self._native: _native.File | None = _native.File(descriptor)
         self._moved_bytes = (0, 0)  # read and written, of a closed file
-        self.direct = _set_direct(descriptor)
-        if not self.direct and not queue._said_buffered:
+        self.direct = direct and _set_direct(descriptor)
+        if direct and not self.direct and not queue._said_buffered:
             queue._said_buffered = True
             logger.warning("No direct I/O on the file system of %s: its files go through the page cache.", self.path)
 

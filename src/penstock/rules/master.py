@@ -10,8 +10,13 @@ the nearest even bf16 on half of the ties alone, one value in 131,072, and there
 quiet NaN with remainder 0: rounding 0x7FFFFFFF up would make it -0.
 """
 
+import math
+
 import torch
 from torch import Tensor
+
+from penstock._native import Pool
+from penstock.rules.deposit import deposit
 
 
 def split_master(value: Tensor) -> tuple[Tensor, Tensor]:
@@ -83,20 +88,33 @@ def write_master(param: Tensor, master: Tensor | None, value: Tensor) -> None:
         param.copy_(value)
 
 
-def write_given(param: Tensor, master: Tensor | None, value: Tensor) -> None:
+def write_given(
+    param: Tensor, master: Tensor | None, value: Tensor, *, zeroed: bool = False, pool: Pool | None = None
+) -> None:
     """Write values as they were given; the same bits as `write_master` of them in fp32.
 
     Arguments:
         param: where compute reads the parameter, of any shape.
         master: int16 remainders, an fp32 copy, or `None`.
         value: the values, of any dtype and the same shape, from anywhere.
+        zeroed: whether the master is zeros already.
+        pool: the threads to use on host memory; `None` for the calling thread alone.
     """
-    if master is not None and master.dtype == torch.int16 and _is_numbers_in_bf16(value):
-        # Such a value is the parameter, and nothing is left of it: one copy instead of ten passes over fp32.
-        param.copy_(value)
-        master.zero_()
-    else:
+    if master is None or master.dtype != torch.int16 or value.dtype != torch.bfloat16 or not value.numel():
         write_master(param, master, value.float().to(param.device))
+        return
+    # A number in bf16 is the parameter, and nothing is left of it: one pass that copies and tells whether all of them
+    # are finite, instead of ten over fp32. A NaN is not what it was when it is split.
+    if all(each.device.type == "cpu" and each.is_contiguous() for each in (param, value)):
+        is_kept = math.isfinite(deposit(param, value, add=False, pool=pool))
+    else:
+        is_kept = _is_numbers_in_bf16(value)
+        if is_kept:
+            param.copy_(value)
+    if not is_kept:
+        write_master(param, master, value.float().to(param.device))
+    elif not zeroed:
+        master.zero_()
 
 
 def show_given(value: Tensor) -> Tensor:

@@ -1,15 +1,18 @@
 """A unit's homes, made from their plan and filled from the model's parameters."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
+from torch import Tensor
 
-from penstock.engine.units.flats import Flat
+from penstock._native import Pool
+from penstock.engine.units.flats import Flat, Read
 from penstock.engine.units.gradient import Gradient
 from penstock.engine.units.parameter import UnitParameter
 from penstock.engine.units.plan import Homes, UnitPlan
-from penstock.engine.units.unit import Trained, Unit
+from penstock.engine.units.unit import Trained, Unit, Weights
 from penstock.kinds import GRAD, MASTER, OPTIMIZER, PARAM, SECONDARY, SHADOW
+from penstock.layout import FlatLayout
 from penstock.machine.streams import Streams
 from penstock.rules.master import show_given, write_given
 from penstock.tiers.home import Home
@@ -62,7 +65,7 @@ def make_trained(plan: UnitPlan, homes: Mapping[str, Home], rank: int) -> Traine
     )
 
 
-def fill_unit(unit: Unit, homes: Homes, flats: Sequence[Flat] | None) -> None:
+def fill_unit(unit: Unit, homes: Homes, flats: Sequence[Flat] | None, pool: Pool | None = None) -> None:
     """Put parameters into their home, and this rank's part of them into the master; their own memory goes.
 
     Nothing is waited for and no event is noted: nobody else knows the homes yet, and whatever is submitted later
@@ -72,39 +75,74 @@ def fill_unit(unit: Unit, homes: Homes, flats: Sequence[Flat] | None) -> None:
         unit: one whose homes are empty.
         homes: what was asked for of all units, which says what the master consists of.
         flats: the values of its parameters, in the order of its slots; `None` where nobody has any.
+        pool: the threads that write to host memory; `None` for the calling thread alone.
     """
     if flats is not None:
-        _write(unit, homes, flats)
+        _write(unit, homes, flats, pool)
     unit.hide()  # their own memory goes here, before the values of the next unit come
     unit.note_versions()  # after the last write here: only writes by others are to be refused
 
 
-def _write(unit: Unit, homes: Homes, flats: Sequence[Flat]) -> None:
-    """Write the values of a unit's parameters into its homes."""
+def reads_of(layout: FlatLayout, rank: int, *, replicated: bool) -> list[Read]:
+    """List what `fill_unit` reads of a unit's parameters, in order.
+
+    Arguments:
+        layout: where each parameter is in the flat buffer.
+        rank: the one whose shard this process has.
+        replicated: whether it has the others' too.
+    """
+    return [*(_reads_of_others(layout, rank) if replicated else ()), *_reads_of_own(layout, rank)]
+
+
+def _reads_of_own(layout: FlatLayout, rank: int) -> Iterator[Read]:
+    for index, slot in enumerate(layout.slots):
+        if own := layout.overlap(slot, rank):
+            yield Read(index, own[0] - slot.start, own[1] - slot.start)
+
+
+def _reads_of_others(layout: FlatLayout, rank: int) -> Iterator[Read]:
+    first, last = layout.shard_range(rank)
+    for index, slot in enumerate(layout.slots):
+        for start, stop in ((slot.start, min(slot.stop, first)), (max(slot.start, last), slot.stop)):
+            if start < stop:
+                yield Read(index, start - slot.start, stop - slot.start)
+
+
+def _write(unit: Unit, homes: Homes, flats: Sequence[Flat], pool: Pool | None) -> None:
+    """Write the values of a unit's parameters into its homes, which are zeros."""
     remainder = homes.master_dtype == torch.int16 and homes.keeps_master(unit.spec)
     if unit.replica is not None:
-        for slot, flat in zip(unit.layout.slots, flats, strict=True):
-            for start, stop, (values,) in unit.replica.visit(slot.start, slot.stop, modify=True):
-                value = flat.read(start - slot.start, stop - slot.start)
-                # As the master splits it: copied as it is, a tie would be rounded otherwise than in the rank's own
-                # part.
-                values.copy_(show_given(value) if remainder else value)
+        for index, start, stop in _reads_of_others(unit.layout, unit.rank):
+            first = unit.layout.slots[index].start
+            for begin, end, (values,) in unit.replica.visit(first + start, first + stop, modify=True):
+                for at, value in flats[index].pieces(begin - first, end - first):
+                    # As the master splits it: copied as it is, a tie would be rounded otherwise than in the rank's own
+                    # part.
+                    _at(values, first + at - begin, value).copy_(show_given(value) if remainder else value)
     parts = unit.parts()
     first = unit.own_range[0]
     for begin, end, weights in unit.visit(0, unit.shard_numel, modify=True):
         for index, start, stop in parts:
             start, stop = max(start, begin), min(stop, end)
-            if start >= stop:
-                continue
-            inside = slice(start - begin, stop - begin)
-            offset = first - unit.layout.slots[index].start
-            value = flats[index].read(start + offset, stop + offset)
-            if unit.trained is None:
-                weights.param[inside].copy_(value)
-                continue
-            # The update starts from the shadow where there is one, and the gather from the parameter: the same bits.
-            written = (weights.param if weights.shadow is None else weights.shadow)[inside]
-            rest = None if weights.master is None else weights.master[inside]
-            write_given(written, rest, value)
-            if weights.shadow is not None:
-                weights.param[inside].copy_(written)
+            if start < stop:
+                offset = first - unit.layout.slots[index].start
+                for at, value in flats[index].pieces(start + offset, stop + offset):
+                    _write_own(unit, weights, at - offset - begin, value, pool)
+
+
+def _write_own(unit: Unit, weights: Weights, at: int, value: Tensor, pool: Pool | None) -> None:
+    """Write values into a range of this rank's shard, from its element `at` on."""
+    param = _at(weights.param, at, value)
+    if unit.trained is None:
+        param.copy_(value)
+        return
+    # The update starts from the shadow where there is one, and the gather from the parameter: the same bits.
+    written = param if weights.shadow is None else _at(weights.shadow, at, value)
+    master = None if weights.master is None else _at(weights.master, at, value)
+    write_given(written, master, value, zeroed=True, pool=pool)
+    if weights.shadow is not None:
+        param.copy_(written)
+
+
+def _at(home: Tensor, start: int, value: Tensor) -> Tensor:
+    return home[start : start + value.numel()]

@@ -2,16 +2,32 @@
 
 import math
 from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from penstock.checkpoint.ahead import ReadAhead, Span
 from penstock.checkpoint.tensorfiles import StoredTensors
+from penstock.engine.units.discover import UnitSpec
 from penstock.engine.units.dtensors import box_of, cut
 from penstock.layout import Region
 
 _COMPARED_NUMEL = 1 << 24  # of tied values, at once
+
+
+class Read(NamedTuple):
+    """Elements of one of a unit's parameters, counted from its own first.
+
+    Attributes:
+        slot: the index of its slot in the unit's layout.
+    """
+
+    slot: int
+    start: int
+    stop: int
 
 
 class Flat(ABC):
@@ -20,6 +36,10 @@ class Flat(ABC):
     @abstractmethod
     def read(self, start: int, stop: int) -> Tensor:
         """Return elements `start` to `stop`, 1-D."""
+
+    def pieces(self, start: int, stop: int) -> Iterator[tuple[int, Tensor]]:
+        """Yield the same piece by piece: its first element, and the values, until the next one is asked for."""
+        yield start, self.read(start, stop)
 
 
 class Whole(Flat):
@@ -34,15 +54,26 @@ class Whole(Flat):
 
 
 class InFile(Flat):
-    """Values in files, of which only what is asked for is read."""
+    """Values in files, of which only what is asked for is read.
 
-    def __init__(self, files: StoredTensors, name: str) -> None:
+    Arguments:
+        files: the files.
+        name: the tensor's name there.
+        ahead: what reads it ahead, if anything.
+    """
+
+    def __init__(self, files: StoredTensors, name: str, ahead: ReadAhead | None = None) -> None:
         self._files = files
         self._name = name
+        self._ahead = ahead
 
     def read(self, start: int, stop: int) -> Tensor:
         """Read them."""
         return self._files.read(self._name, start, stop)
+
+    def pieces(self, start: int, stop: int) -> Iterator[tuple[int, Tensor]]:
+        """Yield them as they come from the disk."""
+        return super().pieces(start, stop) if self._ahead is None else self._ahead.pieces(self._name, start, stop)
 
 
 class Cut(Flat):
@@ -77,6 +108,25 @@ def cut_to(flat: Flat, parameter: nn.Parameter) -> Flat:
     """Cut values to this rank's elements of a parameter."""
     box = box_of(parameter)
     return flat if box is None else Cut(flat, *box)
+
+
+def foreseen(
+    names: Mapping[Tensor, str], specs: Sequence[UnitSpec], reads: Sequence[Sequence[Read]]
+) -> tuple[list[Span], int]:
+    """List what `pieces` will be asked for of values that are in files, in order, and the bytes of the largest unit.
+
+    Arguments:
+        names: the name in the files of each parameter.
+        specs: the units.
+        reads: what will be read of each of them.
+    """
+    spans, most_bytes = [], 0
+    for spec, of_unit in zip(specs, reads, strict=True):
+        most_bytes = max(most_bytes, sum(stop - start for _, start, stop in of_unit) * spec.dtype.itemsize)
+        for slot, start, stop in of_unit:
+            if box_of(spec.parameters[slot]) is None:  # else `Cut` asks for whole rows
+                spans.append(Span(names[spec.parameters[slot]], start, stop))
+    return spans, most_bytes
 
 
 def oddity(name: str, value: object) -> list[str]:

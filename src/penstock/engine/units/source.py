@@ -13,10 +13,11 @@ from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
+from penstock.checkpoint.ahead import ReadAhead
 from penstock.checkpoint.tensorfiles import Forms, StoredTensors, WeightFiles
 from penstock.engine.units.discover import UnitSpec
 from penstock.engine.units.dtensors import give_values, is_alike, most_bytes, own_elements
-from penstock.engine.units.flats import Flat, InFile, Whole, cut_to, misfit, oddity, same
+from penstock.engine.units.flats import Flat, InFile, Read, Whole, cut_to, foreseen, misfit, oddity, same
 from penstock.engine.units.initialisation import containers, initialise, initialiser, initialisers, settled, visits
 from penstock.engine.units.originals import keep_values
 from penstock.engine.units.standins import let_go, standing_in
@@ -43,6 +44,9 @@ class Source(ABC):
         Whoever takes them has put a unit's values into its homes before he asks for the next one's, and closes the
         generator if he does not ask.
         """
+
+    def expect(self, specs: Sequence[UnitSpec], reads: Sequence[Sequence[Read]]) -> None:  # noqa: B027 - few read ahead
+        """Note what will be read of each unit, in order, before `units` is asked for it."""
 
     def close(self) -> None:  # noqa: B027 - most have nothing open
         """Close what is open."""
@@ -98,6 +102,8 @@ class Given(Source):
     def __init__(self, model: nn.Module, weights: Weights) -> None:
         self._model = model
         self._weights = WeightFiles(weights) if isinstance(weights, str | os.PathLike) else weights
+        self._shared: SharedReads | None = None
+        self._ahead: ReadAhead | None = None
         self._held = self._list()
         names: dict[Tensor, list[str]] = {}
         for name, parameter in model.named_parameters(remove_duplicate=False):
@@ -109,7 +115,6 @@ class Given(Source):
         # Refused here, the model is as it was: no value was moved. What a function gives is looked at as it comes.
         self._check(names)
         self._fill_buffers()
-        self._shared: SharedReads | None = None
 
     def share(self, ranks: Ranks, device: torch.device, *, whole: bool) -> None:
         """Have ranks of a host that need the same values read a part of them each. Collective over all ranks.
@@ -125,6 +130,13 @@ class Given(Source):
         local = LocalRanks.that_read(what, ranks, device, whole=whole)
         if local is not None and files is not None:
             self._shared = SharedReads(files, forms, local)
+
+    def expect(self, specs: Sequence[UnitSpec], reads: Sequence[Sequence[Read]]) -> None:
+        """Begin to read what is in files as it is wanted, unless ranks of a host share the reads."""
+        if not isinstance(self._weights, StoredTensors) or self._shared is not None:
+            return
+        names = {tensor: aliases[0] for tensor, aliases in self._names.items() if aliases}
+        self._ahead = ReadAhead(self._weights, *foreseen(names, specs, reads))
 
     def units(self, specs: Sequence[UnitSpec]) -> Generator[tuple[int, list[Flat] | None]]:
         """Yield the units in order.
@@ -149,6 +161,8 @@ class Given(Source):
 
     def close(self) -> None:
         """Close the files."""
+        if self._ahead is not None:
+            self._ahead.close()
         if self._shared is not None:
             self._shared.close()
         if isinstance(self._weights, StoredTensors):
@@ -202,7 +216,7 @@ class Given(Source):
 
     def _values(self, name: str) -> Flat:
         if isinstance(self._weights, StoredTensors):
-            return InFile(self._weights, name)
+            return InFile(self._weights, name, self._ahead)
         assert isinstance(self._weights, Mapping)
         return Whole(self._weights[name])
 

@@ -1,0 +1,224 @@
+"""Tensors of files, read ahead in the order in which they will be asked for, past the page cache.
+
+    span of a tensor  |     [////////////////////////////]      |  in a file
+    requests          |   |-------------|-------------|-------|   whole pages, each in a slot of the ring
+
+Requests are in flight in as many slots as the ring has. What was not foreseen, what is asked for in another order, and
+tensors whose elements lie across pages are read as if nobody read ahead.
+"""
+
+import contextlib
+import json
+import os
+import random
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from penstock.checkpoint.tensorfiles import StoredTensors, WeightFiles
+from penstock.errors import CheckpointError, NvmeError
+from penstock.layout import round_up
+from penstock.machine.aio import CHUNK_BYTES, File, Queue, Transfer
+from penstock.machine.arena import PAGE_BYTES, page_aligned
+
+SLOTS = 8
+_LENGTH_BYTES = 8
+_ENDED = "it ends before its tensors do"
+_PROBES = 3  # places of a file that are looked for in the page cache
+
+
+class Span(NamedTuple):
+    """Elements of a tensor that will be read, counted as if it were flat."""
+
+    name: str
+    start: int
+    stop: int
+
+
+@dataclass
+class _Place:
+    """Where a tensor lies: its file, and its first byte there."""
+
+    files: WeightFiles
+    path: Path
+    offset: int
+
+
+@dataclass
+class _Request:
+    """Pages of a file from byte `first` on, in which bytes `begin` to `end` of the file are wanted."""
+
+    place: _Place
+    first: int
+    begin: int
+    end: int
+    slot: Tensor
+    transfer: Transfer | None
+
+
+class ReadAhead:
+    """Reads tensors of files before they are asked for.
+
+    Arguments:
+        tensors: what is read, of which some may be in files as they are.
+        spans: what will be asked for, in order.
+        most_bytes: what the ring may take; it takes less where this is plenty.
+    """
+
+    def __init__(self, tensors: StoredTensors, spans: Sequence[Span], most_bytes: int) -> None:
+        self._tensors = tensors
+        self._dtypes = {name: dtype for name, (_, dtype) in tensors.forms().items()}
+        self._places = self._find(spans)
+        slot_bytes = max(PAGE_BYTES, min(CHUNK_BYTES, most_bytes // SLOTS // PAGE_BYTES * PAGE_BYTES))
+        self._queue = Queue(SLOTS)
+        self._opened: dict[Path, File] = {}
+        self._wanted = self._cut(spans, slot_bytes)
+        self._flying: deque[_Request] = deque()
+        ring = page_aligned(slot_bytes * SLOTS)
+        with contextlib.ExitStack() as undo:
+            undo.callback(self.close)
+            for number in range(SLOTS):
+                self._submit(ring[number * slot_bytes :][:slot_bytes])
+            undo.pop_all()
+
+    def pieces(self, name: str, start: int, stop: int) -> Iterator[tuple[int, Tensor]]:
+        """Yield elements `start` to `stop`, piece by piece: its first element, and the values.
+
+        They are there until the next piece is asked for.
+
+        Raises:
+            CheckpointError: a file cannot be read.
+        """
+        place, dtype = self._places.get(name), self._dtypes[name]
+        while start < stop:
+            request = self._flying[0] if self._flying else None
+            begin = -1 if place is None else place.offset + start * dtype.itemsize
+            if request is None or request.place is not place or not request.begin <= begin < request.end:
+                yield start, self._tensors.read(name, start, stop)
+                return
+            self._wait(request)
+            end = min(request.end, begin + (stop - start) * dtype.itemsize)
+            yield start, request.slot[begin - request.first : end - request.first].view(dtype)
+            request.place.files.read_bytes += end - begin
+            start += (end - begin) // dtype.itemsize
+            if end == request.end:
+                self._flying.popleft()
+                self._submit(request.slot)
+
+    def close(self) -> None:
+        """End the reads that are under way, and close the files."""
+        with contextlib.suppress(NvmeError):  # of what nobody has asked for
+            self._queue.close()
+        for file in self._opened.values():
+            with contextlib.suppress(NvmeError):
+                file.close()
+        self._opened.clear()
+        self._flying.clear()
+
+    def _find(self, spans: Sequence[Span]) -> dict[str, _Place]:
+        """Find where tensors begin in files, of those that lie at whole elements."""
+        headers: dict[Path, dict[str, int]] = {}
+        places = {}
+        for name in dict.fromkeys(span.name for span in spans):
+            origin = self._tensors.origin(name)
+            if origin is None:
+                continue
+            files, stored = origin
+            path = files.entries[stored].file
+            if path not in headers:
+                headers[path] = _offsets(path)
+            offset = headers[path].get(stored)
+            if offset is not None and offset % self._dtypes[name].itemsize == 0:
+                places[name] = _Place(files, path, offset)
+        return places
+
+    def _cut(self, spans: Sequence[Span], slot_bytes: int) -> Iterator[tuple[_Place, int, int, int]]:
+        """Cut spans into what fits a slot: its place, its first page, and the bytes that are wanted of it."""
+        for name, start, stop in spans:
+            place, itemsize = self._places.get(name), self._dtypes[name].itemsize
+            if place is None:
+                continue
+            begin, end = place.offset + start * itemsize, place.offset + stop * itemsize
+            # Direct I/O takes whole pages, and what is behind the last one of a file is read apart.
+            whole = self._open(place.path).size // PAGE_BYTES * PAGE_BYTES
+            while begin < end:
+                first = begin // PAGE_BYTES * PAGE_BYTES
+                stop = min(end, first + slot_bytes, whole if begin < whole else end)
+                yield place, first, begin, stop
+                begin = stop
+
+    def _submit(self, slot: Tensor) -> None:
+        """Start to read what comes next into a slot."""
+        found = next(self._wanted, None)
+        if found is not None:
+            place, first, begin, end = found
+            file, pages = self._open(place.path), slot[: round_up(end - first, PAGE_BYTES)]
+            transfer = file.read(first, pages) if first + pages.nbytes <= file.size else None
+            if transfer is None:
+                _read_end(place.path, first, slot[: end - first])
+            self._flying.append(_Request(place, first, begin, end, slot, transfer))
+
+    def _open(self, path: Path) -> File:
+        if path not in self._opened:
+            try:
+                self._opened[path] = File.existing(self._queue, path, direct=not _is_cached(path))
+            except OSError as error:
+                raise _unread(path, error.strerror) from error
+        return self._opened[path]
+
+    def _wait(self, request: _Request) -> None:
+        if request.transfer is None:
+            return
+        path = request.place.path
+        try:
+            request.transfer.wait()
+        except NvmeError as error:
+            raise _unread(path, _ENDED if error.errno is None else os.strerror(error.errno)) from error
+
+
+def _offsets(path: Path) -> dict[str, int]:
+    """Read from a header where each tensor begins in the file; nothing where nobody but the library understands it."""
+    try:
+        with path.open("rb") as file:
+            header_bytes = int.from_bytes(file.read(_LENGTH_BYTES), "little")
+            header = json.loads(file.read(header_bytes))
+        first = _LENGTH_BYTES + header_bytes
+        return {name: first + about["data_offsets"][0] for name, about in header.items() if name != "__metadata__"}
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
+        return {}
+
+
+def _read_end(path: Path, first: int, into: Tensor) -> None:
+    """Read the bytes behind the last whole page of a file, at once."""
+    try:
+        with path.open("rb") as file:
+            data = bytearray(os.pread(file.fileno(), into.nbytes, first))
+    except OSError as error:
+        raise _unread(path, error.strerror) from error
+    if len(data) < into.nbytes:
+        raise _unread(path, _ENDED)
+    into.copy_(torch.frombuffer(data, dtype=torch.uint8))
+
+
+def _unread(path: Path, reason: str | None) -> CheckpointError:
+    return CheckpointError(f"Reading {path} failed: {reason}.", file=str(path))
+
+
+def _is_cached(path: Path) -> bool:
+    """Whether the page cache seems to have a file: then it is faster than the disk."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_RANDOM)  # a look brings in one page, and no more
+        # Elsewhere each time, and not where headers are: else a file would seem cached because it was looked at.
+        size, places = os.fstat(descriptor).st_size, random.Random()
+        page = [bytearray(1)]
+        return all(os.preadv(descriptor, page, places.randrange(size), os.RWF_NOWAIT) for _ in range(_PROBES))
+    except (OSError, ValueError):  # it is not there, the file system does not say, or the file is empty
+        return False
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,157 @@
+"""Tensors that are read ahead are those of the files, whatever is asked for, and never more than a ring of them."""
+
+import contextlib
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save, save_file
+from torch import Tensor
+
+from penstock.checkpoint import ahead
+from penstock.checkpoint.ahead import ReadAhead, Span
+from penstock.checkpoint.tensorfiles import WeightFiles
+from penstock.errors import CheckpointError
+
+PAGE = 4096
+
+
+def values() -> dict[str, Tensor]:
+    torch.manual_seed(0)
+    return {
+        "large": torch.randn(100, 333).bfloat16(),
+        "scalar": torch.tensor(3.0),
+        "none": torch.empty(0, 4),
+        "bytes": torch.randint(0, 255, (777,), dtype=torch.uint8),
+        "wide": torch.randn(31, 97, dtype=torch.float64),
+        "last": torch.randn(5000).half(),
+    }
+
+
+def write(folder: Path, *, spaces: int = 0, whole_pages: bool = False) -> dict[str, Tensor]:
+    """Two files; the header of the first is longer than it has to be."""
+    given = values()
+    first, second = (dict(list(given.items())[part]) for part in (slice(3), slice(3, None)))
+    data = save(first)
+    length = int.from_bytes(data[:8], "little")
+    header = data[8 : 8 + length] + b" " * spaces
+    (folder / "a.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + data[8 + length :])
+    if whole_pages:
+        second["filler"] = torch.zeros(0, dtype=torch.uint8)
+        second["filler"] = torch.zeros(-len(save(second)) % PAGE, dtype=torch.uint8)
+        while len(save(second)) % PAGE:  # its size is in the header too
+            second["filler"] = torch.zeros(second["filler"].numel() + -len(save(second)) % PAGE, dtype=torch.uint8)
+    save_file(second, folder / "b.safetensors")
+    return first | second
+
+
+def collect(reader: ReadAhead, name: str, start: int, stop: int, dtype: torch.dtype) -> Tensor:
+    found, at = torch.full((stop - start,), 1, dtype=dtype), start
+    for first, piece in reader.pieces(name, start, stop):
+        assert first == at
+        found[first - start : first - start + piece.numel()] = piece
+        at += piece.numel()
+    assert at == stop
+    return found
+
+
+@pytest.mark.parametrize("cached", [False, True])
+@pytest.mark.parametrize("spaces", [0, 1, 4091])  # at odd bytes elements lie across pages
+@pytest.mark.parametrize("whole_pages", [False, True])
+@pytest.mark.parametrize("most_bytes", [1, 1 << 20])
+def test_the_values_are_those_of_the_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cached: bool, spaces: int, whole_pages: bool, most_bytes: int
+) -> None:
+    monkeypatch.setattr(ahead, "_is_cached", lambda path: cached)
+    given = write(tmp_path, spaces=spaces, whole_pages=whole_pages)
+    files = WeightFiles(tmp_path)
+    # From the last to the first, and each in three parts, of which nobody has foreseen the second.
+    cuts = {name: [0, value.numel() // 3, value.numel() // 2, value.numel()] for name, value in given.items()}
+    foreseen = [Span(name, cuts[name][part], cuts[name][part + 1]) for name in reversed(given) for part in (0, 2)]
+    reader = ReadAhead(files, foreseen, most_bytes)
+    for name, value in reversed(given.items()):
+        for start, stop in zip(cuts[name], cuts[name][1:], strict=False):
+            found = collect(reader, name, start, stop, value.dtype)
+            assert torch.equal(found.view(torch.uint8), value.view(-1)[start:stop].view(torch.uint8)), name
+    reader.close()
+    files.close()
+
+
+def test_values_may_be_asked_for_in_smaller_parts_or_another_order(tmp_path: Path) -> None:
+    given = write(tmp_path)
+    files = WeightFiles(tmp_path)
+    reader = ReadAhead(files, [Span(name, 0, value.numel()) for name, value in given.items()], 40_000)
+    for name in ("large", "last", "wide", "bytes"):
+        flat = given[name].view(-1)
+        for start in range(0, flat.numel(), 1000):
+            stop = min(start + 1000, flat.numel())
+            assert torch.equal(collect(reader, name, start, stop, flat.dtype), flat[start:stop])
+    reader.close()
+    files.close()
+
+
+def test_reads_are_in_flight_before_anything_is_asked_for_and_take_no_more_than_they_may(tmp_path: Path) -> None:
+    save_file({"one": torch.zeros(1 << 20, dtype=torch.uint8)}, tmp_path / "a.safetensors")
+    files, most_bytes = WeightFiles(tmp_path), 10 * ahead.SLOTS * PAGE
+    reader = ReadAhead(files, [Span("one", 0, 1 << 20)], most_bytes)
+    slots = {request.slot.data_ptr(): request.slot.nbytes for request in reader._flying}
+    assert len(slots) == ahead.SLOTS
+    assert sum(slots.values()) <= most_bytes
+    seen = {piece.data_ptr() // PAGE for _, piece in reader.pieces("one", 0, 1 << 20)}
+    assert seen <= {slot // PAGE for slot in slots}
+    assert files.read_bytes == 1 << 20
+    reader.close()
+
+
+def test_headers_that_say_more_than_where_tensors_are(tmp_path: Path) -> None:
+    given = write(tmp_path)
+    file = tmp_path / "a.safetensors"
+    data = file.read_bytes()
+    length = int.from_bytes(data[:8], "little")
+    header = json.dumps({"__metadata__": None, **json.loads(data[8 : 8 + length])}).encode()
+    header += b" " * (-len(header) % 8)
+    file.write_bytes(len(header).to_bytes(8, "little") + header + data[8 + length :])
+    files = WeightFiles(tmp_path)
+    reader = ReadAhead(files, [Span("large", 0, given["large"].numel())], 1 << 20)
+    assert reader._flying
+    assert torch.equal(collect(reader, "large", 0, given["large"].numel(), torch.bfloat16), given["large"].view(-1))
+    reader.close()
+    files.close()
+
+
+@pytest.mark.parametrize("kept_bytes", [5 * PAGE, 80_050])  # within a request; behind the last whole page
+def test_a_file_that_ends_before_its_tensors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kept_bytes: int) -> None:
+    save_file({"large": torch.zeros(40_000, dtype=torch.bfloat16)}, tmp_path / "a.safetensors")
+    files, existing = WeightFiles(tmp_path), ahead.File.existing
+
+    def shortened(*arguments: Any, **named: Any) -> ahead.File:
+        file = existing(*arguments, **named)
+        os.truncate(tmp_path / "a.safetensors", kept_bytes)
+        return file
+
+    def read() -> None:
+        with contextlib.closing(ReadAhead(files, [Span("large", 0, 40_000)], 1 << 20)) as reader:
+            list(reader.pieces("large", 0, 40_000))
+
+    monkeypatch.setattr(ahead.File, "existing", shortened)
+    with pytest.raises(CheckpointError, match=r"a\.safetensors failed: it ends before its tensors do"):
+        read()
+
+
+def test_a_file_is_cached_once_it_was_read_and_not_once_it_was_looked_at(tmp_path: Path) -> None:
+    file = tmp_path / "file"
+    file.write_bytes(os.urandom(16 << 20))
+    descriptor = os.open(file, os.O_RDONLY)
+    os.fsync(descriptor)
+    os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+    before = ahead._is_cached(file)
+    if before:
+        pytest.skip("the file system keeps its pages")
+    assert not any(ahead._is_cached(file) for _ in range(3))
+    while os.read(descriptor, 1 << 20):
+        pass
+    os.close(descriptor)
+    assert ahead._is_cached(file)
