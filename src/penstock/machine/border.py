@@ -18,6 +18,14 @@ from typing import Any, ParamSpec, TypeVar
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+# By names of this module: a small step crosses the border at each of its gradients.
+_grad_is_on, _set_grad = torch._C.is_grad_enabled, torch._C._set_grad_enabled
+_FunctionsOff = torch._C.DisableTorchFunction
+_inference_is_on = torch._C.is_inference_mode_enabled
+_autocast_is_on = torch._C._is_any_autocast_enabled
+_functorch = torch._C._functorch.peek_interpreter_stack
+_dispatch_modes = torch._C._len_torch_dispatch_stack
+
 P = ParamSpec("P")
 R = TypeVar("R")
 T = TypeVar("T")
@@ -45,23 +53,23 @@ class ours:  # noqa: N801 - used as torch's own context managers are
 
     def __enter__(self) -> "ours":
         self._outer = outer = _thread.stay
-        self._grad = grad = torch._C.is_grad_enabled()
+        self._grad = grad = _grad_is_on()
         self.records = grad if outer is None else outer.records
         self._modes: list[TorchDispatchMode] = []
         self._guards: list[Any] = []
-        self._functions = torch._C.DisableTorchFunction()
+        self._functions = _FunctionsOff()
         try:
             _thread.stay = self  # before anything is changed: an interrupt from here on is undone by `go_back_to`
             self._functions.__enter__()
-            if torch._C.is_inference_mode_enabled():
+            if _inference_is_on():
                 self._guard(torch._C._InferenceMode(False))
-            if torch._C._is_any_autocast_enabled():
+            if _autocast_is_on():
                 self._guard(torch._C._DisableAutocast())
-            if torch._C._functorch.peek_interpreter_stack() is not None:
+            if _functorch() is not None:
                 self._guard(torch._C._DisableFuncTorch())
-            if torch._C._len_torch_dispatch_stack():
+            if _dispatch_modes():
                 self._take_modes()
-            torch._C._set_grad_enabled(False)  # last: leaving inference mode turns gradients on
+            _set_grad(False)  # last: leaving inference mode turns gradients on
             return self
         except BaseException:
             self.end()
@@ -98,7 +106,7 @@ class ours:  # noqa: N801 - used as torch's own context managers are
         while self._guards:
             self._guards[-1].__exit__(None, None, None)
             del self._guards[-1]
-        torch._C._set_grad_enabled(self._grad)
+        _set_grad(self._grad)
         self._functions.__exit__(None, None, None)  # after the grad mode: function modes would see that change
         _thread.stay = self._outer
 
@@ -121,7 +129,8 @@ class theirs:  # noqa: N801
 
 def user_records() -> bool:
     """Whether operations are recorded for backward on the user's side."""
-    return torch.is_grad_enabled() if _thread.stay is None else _thread.stay.records
+    stay = _thread.stay
+    return _grad_is_on() if stay is None else stay.records
 
 
 def innermost() -> ours | None:
@@ -143,7 +152,7 @@ def crossing(function: Callable[P, R]) -> Callable[P, R]:
 
     @wraps(function)
     def crossed(*args: P.args, **kwargs: P.kwargs) -> R:
-        before = innermost()
+        before = _thread.stay
         try:
             # An interrupt may come between entering the block and its first line, or before its `__exit__` has begun:
             # then the thread would stay on our side, and the user's next forward would record nothing for backward.

@@ -206,6 +206,8 @@ class MemorySection(Section):
 
     def views(self, start: int, stop: int) -> Views:
         """View the values of elements `start` to `stop` in place."""
+        if start == 0 and stop == self.numel:
+            return self.tensors
         return tuple(tensor[cell.part(start, stop)] for cell, tensor in zip(self.plan.cells, self.tensors, strict=True))
 
     def visit(self, start: int, stop: int, *, modify: bool = False) -> Iterator[tuple[int, int, Views]]:
@@ -284,6 +286,8 @@ class Home:
 
     def section_at(self, element: int) -> Section:
         """Find the section that holds an element."""
+        if len(self.sections) == 1:
+            return self.sections[0]
         return next(section for section in self.sections if element < section.plan.stop)
 
     def tile(self, number: int) -> tuple[Section, int]:
@@ -304,7 +308,8 @@ class Home:
     @property
     def written(self) -> Event:
         """The last write: after it everything is where it rests, in memory and in files. It raises what has failed."""
-        return all_of([self.memory.written, *(section.written for section in self.sections)])
+        beside = [event for section in self.sections if (event := section.written) is not DONE]
+        return all_of([self.memory.written, *beside]) if beside else self.memory.written
 
     @property
     def read(self) -> Event:

@@ -1,6 +1,6 @@
 """Fractions as bytes: each tier holds its share to within a tile, the first units in forward order on the fastest."""
 
-import time
+import threading
 from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
@@ -13,7 +13,7 @@ import penstock
 from penstock.engine.updates.update import Updater
 from penstock.kinds import Tier
 from penstock.machine.simulated import SimulatedStreams
-from penstock.machine.streams import UPDATE, UPLOAD, Event, Streams, Work
+from penstock.machine.streams import UPLOAD, Event, Streams, Work
 from tests.support import SeparateStreams, disks, inline, prepare_on, separate
 
 WIDTH, BLOCKS = 96, 4  # five tiles each
@@ -163,36 +163,32 @@ def test_a_unit_that_is_resident_beside_gathered_ones_shows_its_parameters() -> 
     optimizer.close()
 
 
-SLOW_SECONDS = 0.02
+class Sides:
+    """The device's updates and the host's: each goes on once the other has begun, or fails after a while."""
 
+    def __init__(self) -> None:
+        self.began = {side: threading.Event() for side in ("device", "host")}
+        self.tiles = dict.fromkeys(self.began, 0)
 
-def seconds_of_a_step(patch: pytest.MonkeyPatch, *, device: float, host: float, **homes: Any) -> float:
-    """With updates that take so long for each tile on the device and on the host. They run in turn on either side."""
-    streams = SimulatedStreams(lambda stream, nbytes: host if stream == UPDATE else 0.0)
-    apply = Updater._apply
+    def meet(self, side: str, tiles: int = 1) -> None:
+        self.tiles[side] += tiles
+        self.began[side].set()
+        (other,) = self.began.keys() - {side}
+        assert self.began[other].wait(10), f"the {side}'s updates ran, and none of the {other}'s had begun"
 
-    def slow(self: Updater, tile: Any, *rest: Any) -> None:
-        if tile.beside is Tier.DEVICE:
-            time.sleep(device)
-        apply(self, tile, *rest)
+    def watch(self, patch: pytest.MonkeyPatch) -> None:
+        apply, together = Updater._apply, Updater._update_in_place
 
-    together = Updater._update_in_place
+        def watched(updater: Updater, tile: Any, *rest: Any) -> None:
+            self.meet("device" if tile.beside is Tier.DEVICE else "host")
+            apply(updater, tile, *rest)
 
-    def slow_together(self: Updater, tiles: Any, what: str) -> None:
-        time.sleep(device * sum(tile.count for tile in tiles))
-        together(self, tiles, what)
+        def watched_together(updater: Updater, tiles: Any, what: Any) -> None:
+            self.meet("device", sum(tile.count for tile in tiles))
+            together(updater, tiles, what)
 
-    patch.setattr(Updater, "_apply", slow)
-    patch.setattr(Updater, "_update_in_place", slow_together)
-    model, optimizer = prepared(streams, **homes)
-    backward(model, optimizer)
-    optimizer.synchronize()
-    start = time.perf_counter()
-    optimizer.step()
-    optimizer.synchronize()
-    seconds = time.perf_counter() - start
-    optimizer.close()
-    return seconds
+        patch.setattr(Updater, "_apply", watched)
+        patch.setattr(Updater, "_update_in_place", watched_together)
 
 
 HALF = {"device": 0.5, "cpu": 0.5}
@@ -207,13 +203,15 @@ HALF = {"device": 0.5, "cpu": 0.5}
     ],
 )
 @pytest.mark.parametrize("overlap", ["none", "forward"])
-def test_tiles_of_the_device_and_of_the_host_are_updated_at_the_same_time(homes: Any, overlap: str) -> None:
-    def measure(device: float, host: float) -> float:
-        with pytest.MonkeyPatch.context() as patch:
-            return seconds_of_a_step(patch, device=device, host=host, overlap=overlap, **homes)
-
-    on_device, on_host = measure(SLOW_SECONDS, 0), measure(0, SLOW_SECONDS)
-    tiles = 5 * BLOCKS
-    assert min(on_device, on_host) >= tiles / 2 * SLOW_SECONDS, "half of the tiles each, one after the other"
-    both = measure(SLOW_SECONDS, SLOW_SECONDS)
-    assert both < max(on_device, on_host) + 0.4 * min(on_device, on_host)
+def test_tiles_of_the_device_and_of_the_host_are_updated_at_the_same_time(
+    homes: Any, overlap: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, optimizer = prepared(SimulatedStreams(lambda stream, nbytes: 0.0), overlap=overlap, **homes)
+    backward(model, optimizer)
+    sides = Sides()
+    sides.watch(monkeypatch)
+    optimizer.step()
+    optimizer.synchronize()
+    optimizer.close()
+    assert sum(sides.tiles.values()) == 5 * BLOCKS
+    assert min(sides.tiles.values()) >= 5 * BLOCKS // 2

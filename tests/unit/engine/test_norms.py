@@ -65,7 +65,9 @@ def test_norms_taken_late_have_the_same_bits(
 
 
 def test_a_gradient_is_one_operation_in_backward(late: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("penstock.engine.passes.reduce.deposit", lambda *_, **__: pytest.fail("measured in backward"))
+    monkeypatch.setattr(
+        "penstock.engine.passes.reduce.deposit_part", lambda *_, **__: pytest.fail("measured in backward")
+    )
     model, optimizer = small(separate())
     optimizer.backward(loss(model))
     assert late == []

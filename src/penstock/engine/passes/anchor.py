@@ -3,6 +3,8 @@
 `torch.compile` traces hooks into the graph of the code that calls a module. The border of a unit breaks the graph: the
 engine runs there, between two graphs, at every call. Inside of a unit that is gathered it has nothing to do, so modules
 there leave no trace and a unit is one graph. The compiler guards what that was decided by.
+
+What Python runs there is spared the way to the engine as well: most of a model's modules are layers inside of a unit.
 """
 
 from collections.abc import Callable, Sequence
@@ -22,6 +24,7 @@ HOOK_ID = -1
 
 Before = Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], Inputs | None]
 After = Callable[[nn.Module, tuple[Any, ...], dict[str, Any], Any], None]
+Passes = Callable[[nn.Module, Sequence[Unit]], bool]
 
 
 class Anchor:
@@ -31,6 +34,7 @@ class Anchor:
         units: the units whose parameters its forward needs.
         always: whether it begins a forward of the model, also inside of another one.
         before, after: what the engine does then. They are not to be traced.
+        passes: whether a forward that Python runs begins where the engine has nothing to do.
         cast: casts inputs that the module would refuse; it may be traced.
 
     Attributes:
@@ -38,12 +42,20 @@ class Anchor:
     """
 
     def __init__(
-        self, units: Sequence[Unit], *, always: bool, before: Before, after: After, cast: LayerCast | None = None
+        self,
+        units: Sequence[Unit],
+        *,
+        always: bool,
+        before: Before,
+        after: After,
+        passes: Passes,
+        cast: LayerCast | None = None,
     ) -> None:
         self._units = tuple(units)
         self._always = always
         self._before = before
         self._after = after
+        self._passes = passes
         self._cast = cast
         self.entered = 0
 
@@ -78,11 +90,15 @@ class Anchor:
         if cast is not None:
             args, kwargs = cast
         if not self._always:
-            if torch.compiler.is_dynamo_compiling() and not self.entered:
-                gathered = True
-                for unit in self._units:
-                    gathered = gathered and unit.holding.forwards > 0
-                if gathered:
+            # Not where it was told of an outer forward of the same module: `after` takes the inner one's end for its.
+            if not self.entered:
+                if not torch.compiler.is_dynamo_compiling():
+                    passed = self._passes(module, self._units)
+                else:
+                    passed = True
+                    for unit in self._units:
+                        passed = passed and unit.holding.forwards > 0
+                if passed:
                     return cast
             self.entered += 1
         return self._before(module, args, kwargs) or cast

@@ -44,7 +44,7 @@ class Forward:
 
     Attributes:
         membership: the modules of the parameters, looked at when a forward of the model begins.
-        anchors: the hooks that tell of modules.
+        anchors: the hooks that tell of each module.
     """
 
     def __init__(
@@ -68,14 +68,30 @@ class Forward:
         self._under_way = under_way
         self._casts = casts
         self._activations = activations
+        self._releases = True  # some units are released after their use
+        self._reach = crossing(backward.reach)
         self.membership = Membership(rig.model, rig.units)
-        self.anchors: list[Anchor] = []
+        self.anchors: dict[nn.Module, Anchor] = {}
         owners = {parameter.tensor: unit for unit in rig.units for parameter in unit.parameters}
         self._saved = SavedTensors(gatherer.owner_of, owners, backward.bring, activations)
 
     def watch_saved(self) -> AbstractContextManager[Any]:
         """See what autograd saves of parameters that are shown outside of a forward."""
         return (self._saved.hooks() if user_records() else None) or nullcontext()
+
+    def passes(self, module: nn.Module, units: Sequence[Unit]) -> bool:
+        """Whether a forward begins where there is nothing to do, so that it need not be told. On the user's side.
+
+        Those of layers do, inside of a forward that holds their units. What has parts is told always: it may read
+        parameters of parts that do not run, whose units are then held until its end and no longer.
+        """
+        if module._modules or not self._calls:
+            return False
+        for unit in units:
+            if not unit.holding.forwards:
+                return False
+        # As in `before`: those of other threads wait, or are refused, and calls may be left of a forward that was lost.
+        return in_backward() or self._under_way.goes_on_here()
 
     def before(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -84,8 +100,12 @@ class Forward:
         units = self._turns.anchors.get(module, ())
         recomputing = in_backward()
         # May block: a forward of another thread would release what this one computes with.
-        if not recomputing and self._under_way.enter_forward(module) and self._calls:
-            self.lose()  # a new forward, and calls are left: the last one has ended without a word
+        if not recomputing and self._under_way.enter_forward(module):
+            if self._calls:
+                self.lose()  # a new forward, and calls are left: the last one has ended without a word
+            # Whoever lost it has forgotten all that it was told of, and this one with them: its end would do nothing.
+            if (anchor := self.anchors.get(module)) is not None:
+                anchor.entered = anchor.entered or 1
         if self._calls and all(unit.holding.forwards for unit in units) and module is not self._model:
             self._enter(Call(module), units)  # a layer of a block that is under way: nothing to do
             return None
@@ -164,7 +184,7 @@ class Forward:
         self._calls.clear()
         if self._activations is not None:
             self._activations.end()
-        for anchor in self.anchors:
+        for anchor in self.anchors.values():
             anchor.entered = 0  # they were told of the beginning alone
         self._gatherer.drop_unused()
         for unit in self._units:
@@ -178,6 +198,7 @@ class Forward:
             self._backward.abandon()  # it failed, and autograd tells nobody: its units are held still
         self._backward.handles.look()
         self._orders.begin_forward()
+        self._releases = any(unit.is_released_after_use for unit in self._units)  # homes may have moved
         if self._activations is not None and user_records():
             self._activations.begin()
 
@@ -197,7 +218,7 @@ class Forward:
         """Have what autograd saves of the parameters in this forward not keep their memory."""
         if any(other.saved_hooks for other in self._calls):
             return
-        if self._activations is not None or any(unit.is_released_after_use for unit in self._units):
+        if self._activations is not None or self._releases:
             call.saved_hooks = self._saved.hooks()
         if call.saved_hooks is not None:
             call.saved_hooks.__enter__()
@@ -217,7 +238,7 @@ class Forward:
             use = Use(units) if for_saved else self._backward.uses.note(units)
             for tensor in made:
                 # Runs before the node that made the tensor, whose backward reads the weights: later, they would be NaN.
-                watch_first(tensor, crossing(partial(self._backward.reach, use)))
+                watch_first(tensor, partial(self._reach, use))
         elif complete and output is not None and not for_saved:
             self._backward.note_silent(units)
         if not complete:

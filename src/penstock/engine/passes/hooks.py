@@ -78,9 +78,10 @@ class Hooks:
             unit.watch_reads(watches)
         for module in {self._model: (), **self._turns.anchors}:
             units, cast = self._turns.anchors.get(module, ()), casts.of_layer(module)
-            anchor = Anchor(units, always=module is self._model, before=before, after=after, cast=cast)
+            always, passes = module is self._model, self.forward.passes
+            anchor = Anchor(units, always=always, before=before, after=after, passes=passes, cast=cast)
             self._handles += anchor.attach(module)
-            self.forward.anchors.append(anchor)
+            self.forward.anchors[module] = anchor
 
     def _attach_to_parameters(self) -> None:
         for unit in self._units:

@@ -17,6 +17,7 @@ from penstock.engine.units.unit import Unit
 from penstock.machine.border import user_records
 
 _PLAIN = (bool, int, float, complex, str, bytes, Enum, type, torch.dtype, torch.device, nn.Module)
+_LISTS = (list, tuple, set, frozenset, deque)
 _CLOSED = (FunctionType, MethodType, BuiltinFunctionType, GeneratorType)  # may hold tensors where nobody can look
 _MOST_OBJECTS = 1000  # looked into per output
 
@@ -47,7 +48,10 @@ class Call:
         in place takes the view's own node out of the graph.
         """
         inputs = {id(t): t for t in _with_bases(tensors_of((args, kwargs)))}
-        found, complete = look_into(output, _objects_in((args, kwargs)))
+        if isinstance(output, Tensor):  # which most are
+            found, complete = [output], True
+        else:
+            found, complete = look_into(output, _objects_in((args, kwargs)))
         handed_through = {key for key, t in inputs.items() if self._is_as_it_came(t)}
         candidates = {id(t): t for t in _with_bases(found)} | inputs
         return [t for key, t in candidates.items() if t.grad_fn is not None and key not in handed_through], complete
@@ -107,11 +111,9 @@ def look_into(value: Any, known: Set[int] = frozenset()) -> tuple[list[Tensor], 
 
 
 def _items(value: Any) -> list[Any] | None:
-    if isinstance(value, Mapping):
-        return list(value.values())
-    if isinstance(value, list | tuple | set | frozenset | deque):
+    if isinstance(value, _LISTS):  # first: most are arguments, and an abstract class is slow to say
         return list(value)
-    return None
+    return list(value.values()) if isinstance(value, (dict, Mapping)) else None
 
 
 def _attributes(value: Any) -> list[Any] | None:

@@ -23,7 +23,7 @@ from penstock.engine.updates.rig import Rig
 from penstock.machine.arena import Words
 from penstock.machine.openmp import compute_pool
 from penstock.machine.streams import COLLECTIVE, DONE, DOWNLOAD, across
-from penstock.rules.deposit import deposit, squared_norm
+from penstock.rules.deposit import deposit_part, squared_norm
 from penstock.tiers.home import Home
 from penstock.tiers.movement import Movement
 from penstock.trace import Label
@@ -114,21 +114,24 @@ class Reducer:
         self._streams.here()  # autograd hands over each gradient on the stream that its parameter was used on
         gradient = unit.trained.gradient
         slot = unit.layout.slots[slot_index]
-        flat = grad.reshape(-1)
+        start, stop = slot.start, slot.start + slot.numel
+        flat = grad if grad.is_contiguous() else grad.reshape(-1)
         values = self._route(unit, gradient.home).values if self._straight else None
         if values is not None and self._reduce_dtype in (flat.dtype, torch.float32):  # else reducing would round
             # Where the home has just moved, copies may still write it: they would undo what is written here.
             gradient.home.memory.written.wait()
-            target, held = values[slot.start : slot.stop], slot_index in gradient.present
+            held = slot_index in gradient.present
             if not self._measures_late:
-                gradient.squared_norms[slot_index] = deposit(target, flat, add=held, pool=self._pool)
+                norm = deposit_part(values, start, stop, flat, add=held, pool=self._pool)
+                gradient.squared_norms[slot_index] = norm
             else:
+                target, flat = values[start:stop], flat.view(-1)
                 target.add_(flat) if held else target.copy_(flat)
                 gradient.unmeasured.add(slot_index)
             gradient.present.add(slot_index)
             gradient.held.add(slot_index)
             return
-        target = self._collected(unit, gradient)[slot.start : slot.stop]
+        target, flat = self._collected(unit, gradient)[start:stop], flat.view(-1)
         if slot_index in gradient.arrived:
             target.add_(flat)
         else:

@@ -42,6 +42,10 @@ class UnderWay:
         self._frame: FrameType | None = None  # that runs as long as it; none for a backward on a device's thread
         self._module: nn.Module | None = None  # of the forward
 
+    def goes_on_here(self) -> bool:
+        """Whether the calling thread is inside of what is under way."""
+        return self._thread == threading.get_ident() and not self._is_over()
+
     def enter_forward(self, module: nn.Module) -> bool:
         """Enter a module's forward, outside of backward: in what is under way in this thread, or as a new one.
 
@@ -51,7 +55,7 @@ class UnderWay:
         Raises:
             EngineError: the module is a part of the one whose forward another thread runs; or that goes on for ever.
         """
-        if self._thread == threading.get_ident() and not self._is_over():
+        if self.goes_on_here():
             return False
         outer = self._module
         if outer is not None and outer is not module and not self._is_over() and module in set(outer.modules()):
@@ -70,7 +74,7 @@ class UnderWay:
 
     def enter_backward(self) -> None:
         """Begin a backward, which has come to its first unit: wait until what other threads do is over."""
-        if self._thread == threading.get_ident() and not self._is_over():
+        if self.goes_on_here():
             return  # inside of a forward, or of a method
         if self._what and _caller() is None and _runs_a_backward(self._thread):
             return  # the same, on a device's thread

@@ -36,20 +36,20 @@ class Uses:
     def note(self, units: Sequence[Unit]) -> Use:
         """Note that a forward has ended whose backward will be announced; return what it is announced by."""
         self._last = Use(units)
-        self._open.update(units)
+        self._add(units, 1)
         return self._last
 
     def note_silent(self, units: Sequence[Unit]) -> None:
         """Note that a forward has ended that made nothing with a backward."""
         self._last.silent.append(units)
-        self._open.update(units)
+        self._add(units, 1)
 
     def reach(self, use: Use) -> list[Sequence[Unit]]:
         """Note that a backward is announced; return the units of silent forwards whose turn is before it, in order."""
         if use in self._reached:
             return []
         self._reached.add(use)
-        self._open.subtract(use.units)
+        self._add(use.units, -1)
         return self._take_turns(use)
 
     def end(self) -> list[Sequence[Unit]]:
@@ -66,7 +66,11 @@ class Uses:
         self._reached.clear()
         self._open.clear()
 
+    def _add(self, units: Sequence[Unit], count: int) -> None:
+        for unit in units:  # by hand: a counter's own methods look first at what they are given, and mostly it is one
+            self._open[unit] += count
+
     def _take_turns(self, use: Use) -> list[Sequence[Unit]]:
         for units in use.silent:
-            self._open.subtract(units)
+            self._add(units, -1)
         return use.silent[::-1]

@@ -75,19 +75,21 @@ class Holding:
 
     def take(self, holder: Holder) -> None:
         """Count one more holder of this kind: the unit stays gathered until it lets go."""
-        setattr(self, holder.value, getattr(self, holder.value) + 1)
+        name = holder._value_  # `value` is a property, which takes longer than all the rest
+        setattr(self, name, getattr(self, name) + 1)
         self.used = True
         self.shown = self.shown or holder is Holder.BLOCK
 
     def drop(self, holder: Holder) -> None:
         """Count one holder of this kind less. Whoever was the last of all has the unit released after this."""
-        left = getattr(self, holder.value) - 1
+        name = holder._value_
+        left = getattr(self, name) - 1
         assert left >= 0, f"{holder.name} does not hold the unit"
-        setattr(self, holder.value, left)
+        setattr(self, name, left)
 
     def drop_all(self, holder: Holder) -> None:
         """Forget every holder of this kind: none of them needs the unit any longer."""
-        setattr(self, holder.value, 0)
+        setattr(self, holder._value_, 0)
 
     def lose_forwards(self) -> None:
         """Forget the forwards, which ended without a word, and what they kept for a backward that nothing announces."""

@@ -6,8 +6,11 @@ up at the beginning of each forward of the model and of each step.
 """
 
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
+from itertools import chain
+from operator import attrgetter, is_
 from types import FrameType
+from typing import Any
 
 import torch
 from torch import nn
@@ -16,6 +19,8 @@ from penstock.engine.units.dtensors import is_divided, own_elements
 from penstock.engine.units.parameter import UnitParameter
 from penstock.engine.units.unit import Unit
 from penstock.errors import EngineError
+
+_PARAMETERS = attrgetter("_parameters")
 
 
 class Membership:
@@ -38,11 +43,10 @@ class Membership:
 
     def _note(self) -> None:
         modules = list(self._model.modules())
-        # Modules, not their dicts: one whose parameters are hidden has another. They stay alive here, so that no other
-        # module gets an identity of theirs; units hold the parameters.
+        # Modules, not their dicts: one whose parameters are hidden has another.
         self._modules = modules
         self._children = [module._modules for module in modules if module._modules]
-        self._ids, self._child_ids = _ids_in(module._parameters for module in modules), _ids_in(self._children)
+        self._held, self._held_children = _held_by(map(_PARAMETERS, modules)), _held_by(self._children)
 
     def check(self) -> None:
         """Refuse what would not be trained, or not be computed with.
@@ -50,8 +54,8 @@ class Membership:
         Raises:
             EngineError: names the parameter, and what to call instead.
         """
-        ids = _ids_in(module._parameters for module in self._modules)
-        if ids != self._ids or _ids_in(self._children) != self._child_ids:
+        same = _are_the_same(_held_by(map(_PARAMETERS, self._modules)), self._held)
+        if not (same and _are_the_same(_held_by(self._children), self._held_children)):
             self._look_for_strangers()
         for unit, parameters, offsets in self._places:
             if unit.holding.blocks:
@@ -103,8 +107,16 @@ class Membership:
         parameter.expose(unit.full)
 
 
-def _ids_in(dicts: Iterable[Mapping[str, object]]) -> list[int]:
-    return [identity for held in dicts for identity in map(id, held.values())]
+# In no loop of Python's, both: they pass over all parameters and modules twice a step.
+
+
+def _held_by(dicts: Iterable[dict[str, Any]]) -> list[object]:
+    return list(chain.from_iterable(map(dict.values, dicts)))
+
+
+def _are_the_same(some: Sequence[object], others: Sequence[object]) -> bool:
+    """Whether these are the same objects, in the same order."""
+    return len(some) == len(others) and all(map(is_, some, others))
 
 
 def _lost(parameter: UnitParameter) -> EngineError:

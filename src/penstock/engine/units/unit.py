@@ -22,7 +22,7 @@ from penstock.engine.units.holding import Holding, Residency
 from penstock.engine.units.parameter import UnitParameter, count_writes
 from penstock.engine.units.reads import ReadWatch
 from penstock.engine.units.recorded import Recorded
-from penstock.kinds import GRAD, MASTER, OPTIMIZER, PARAM, SECONDARY, SHADOW, Tier, is_average
+from penstock.kinds import GRAD, MASTER, OPTIMIZER, PARAM, SECONDARY, SHADOW, Tier
 from penstock.layout import FlatLayout, Piece
 from penstock.machine.streams import DONE, Event
 from penstock.rules.master import read_master, write_master
@@ -211,7 +211,8 @@ class Unit:
     @property
     def updated_homes(self) -> list[Home]:
         """Every home that an update writes."""
-        return [h for name, h in self.homes.items() if name not in (GRAD, SECONDARY) and not is_average(name)]
+        trained = () if self.trained is None else (self.trained.master, self.trained.optimizer, self.trained.shadow)
+        return [self.replica or self.params, *trained]
 
     @property
     def shard_homes(self) -> dict[str, Home]:

@@ -13,13 +13,14 @@ def weakly(method: Callable[..., Any], owner: Owner, *values: int) -> Callable[.
 
     A parameter would else keep its engine, and the engine that parameter, for ever.
     """
-    call = weakref.WeakMethod(cast(MethodType, method))
-    reference = weakref.ref(owner)
+    bound = cast(MethodType, method)
+    function, of, reference = bound.__func__, weakref.ref(bound.__self__), weakref.ref(owner)
+    del method, bound
 
     def hook(*arguments: Any) -> None:
         # Both held for the length of the call: collection may come between the question and the use.
-        called, first = call(), reference()
-        if called is not None and first is not None:
-            called(first, *values, *arguments)
+        itself, first = of(), reference()
+        if itself is not None and first is not None:
+            function(itself, first, *values, *arguments)
 
     return hook

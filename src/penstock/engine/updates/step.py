@@ -211,11 +211,7 @@ class Stepper:
         scale = self._gradient_scale.value
         if max_grad_norm is not None:  # as torch.nn.utils.clip_grad_norm_
             scale *= min(1.0, max_grad_norm / (measure.grad_norm + 1e-6))
-        plans = {
-            unit: self._updater.plan(unit, slots, self._param_groups)
-            for unit, slots in measure.present.items()
-            if slots
-        }
+        plans = self._updater.plans(measure.present, self._param_groups)
         self._forwards = self._overlaps or not self._forwards
         # After the plans, which may refuse a group: what began is then still there to be given up.
         begun = self._take_early().units
@@ -225,7 +221,9 @@ class Stepper:
             left = [tile for of_unit in tiles.values() for tile in of_unit]
             if self._sharing is not None:
                 left = self._sharing.divide(left)
-                tiles = {unit: [tile for tile in left if tile.unit is unit] for unit in plans}
+                tiles = {unit: [] for unit in plans}
+                for tile in left:
+                    tiles[tile.unit].append(tile)
             self._updater.submit(left if self._forwards else left[::-1])
             # Once all are submitted, which gives them their events, and before any forward: it would find homes whose
             # last write is that of the step before, and gather parameters that are half updated.

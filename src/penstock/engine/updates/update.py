@@ -20,6 +20,8 @@ from penstock.trace import NO_LABEL, Label
 
 #: For each slot that has a gradient: what the rule reads of its group and step, and its scalars afterwards.
 Plan = dict[int, tuple[Hyper, Scalars]]
+#: The same of parameters of one rule, group and step, and with the same scalars.
+_Known = dict[Hashable, tuple[Hyper, Scalars]]
 
 
 @dataclass(frozen=True)
@@ -108,17 +110,30 @@ class Updater:
 
     def plan(self, unit: Unit, slots: frozenset[int], param_groups: Sequence[Mapping[str, Any]]) -> Plan:
         """Say what the next step does to each slot, with its group as it is now: a scheduler may change it later."""
+        return self._plan(unit, slots, param_groups, {})
+
+    def plans(
+        self, present: Mapping[Unit, frozenset[int]], param_groups: Sequence[Mapping[str, Any]]
+    ) -> dict[Unit, Plan]:
+        """Say what the next step does to each unit, of those that have a slot with a gradient."""
+        known: _Known = {}  # a group is read once, not again for every unit
+        return {unit: self._plan(unit, slots, param_groups, known) for unit, slots in present.items() if slots}
+
+    def _plan(
+        self, unit: Unit, slots: frozenset[int], param_groups: Sequence[Mapping[str, Any]], known: _Known
+    ) -> Plan:
         plan: Plan = {}
-        known: dict[Hashable, tuple[Hyper, Scalars]] = {}
+        rule = unit.rule
         for index in sorted(slots):
             parameter = unit.spec.parameters[index]
             group, step = self._groups[parameter], self.steps[parameter] + 1
             scalars = self.scalars.get(parameter, {})
-            key = group, step, tuple(scalars.items())
-            if key not in known:
-                hyper = unit.rule.hyper(param_groups[group], step, scalars)
-                known[key] = hyper, unit.rule.advance(hyper)
-            plan[index] = known[key]
+            key = id(rule), group, step, tuple(scalars.items()) if scalars else ()
+            found = known.get(key)
+            if found is None:
+                hyper = rule.hyper(param_groups[group], step, scalars)
+                found = known[key] = hyper, rule.advance(hyper)
+            plan[index] = found
         return plan
 
     def check_groups(self, param_groups: Sequence[Mapping[str, Any]]) -> None:
@@ -138,7 +153,7 @@ class Updater:
         trained = unit.trained
         assert trained is not None
         hypers = {index: hyper for index, (hyper, _) in plan.items()}
-        bases = {index: self._base(unit, index) for index in plan}
+        bases = self._bases(unit, plan)
         updates: list[TileUpdate] = []
         number = 0
         while number < len(trained.tiles):
@@ -275,9 +290,10 @@ class Updater:
         # Each rank has updated its own shard of a replicated unit: the next gather fetches the others, on every rank.
         unit.outdate_parts()
 
-    def _base(self, unit: Unit, index: int) -> int:
-        """Compute what, added to an index in the shard, numbers a slot's elements among all of the optimizer."""
-        return self._firsts[unit.spec.parameters[index]] + unit.own_range[0] - unit.layout.slots[index].start
+    def _bases(self, unit: Unit, slots: Iterable[int]) -> dict[int, int]:
+        """Compute what, added to an index in the shard, numbers each slot's elements among all of the optimizer."""
+        parameters, own, layout = unit.spec.parameters, unit.own_range[0], unit.layout.slots
+        return {index: self._firsts[parameters[index]] + own - layout[index].start for index in slots}
 
     def _apply(
         self, tile: TileUpdate, fields: Fields, views: Mapping[str, Views], allowed: Callable[[], bool] | None
@@ -302,6 +318,11 @@ class Updater:
         states, scales = fields.name(views[OPTIMIZER])
         for run in tile.runs:
             start, stop = run.start - first, run.stop - first
+            shape = unit.layout.slots[run.slot].shape if unit.spec.whole_numel else ()
+            if start == 0 and stop == len(param) and all(scale is None for scale in scales):
+                # All of it: views of the same elements would take as long as the update of a small unit.
+                yield Segment(param, grad, master, states, first=run.base + run.start, shape=shape), run.hyper
+                continue
             part, blocks = slice(start, stop), slice(start // BLOCK_NUMEL, -(-stop // BLOCK_NUMEL))
             segment = Segment(
                 param=param[part],
@@ -311,7 +332,7 @@ class Updater:
                 states=tuple(state[part] if len(state) == len(param) else state for state in states),
                 scales=tuple(None if scale is None else scale[blocks] for scale in scales),
                 first=run.base + run.start,
-                shape=unit.layout.slots[run.slot].shape if unit.spec.whole_numel else (),
+                shape=shape,
             )
             yield segment, run.hyper
 
@@ -336,11 +357,11 @@ def _homes(unit: Unit, number: int) -> dict[str, Home]:
 
 def _touched(views: Mapping[str, Views]) -> int:
     """Count the bytes that an update of values, by home, reads (all) and writes (all but the gradient)."""
-    return _bytes_of(views.values()) + _bytes_of(of_home for home, of_home in views.items() if home != GRAD)
-
-
-def _bytes_of(views: Iterable[Views]) -> int:
-    return sum(values.numel() * values.element_size() for of_home in views for values in of_home)
+    total = 0
+    for home, of_home in views.items():
+        for values in of_home:
+            total += values.nbytes if home == GRAD else 2 * values.nbytes
+    return total
 
 
 def merge(pieces: Iterable[Piece], hypers: Mapping[int, Hyper], bases: Mapping[int, int]) -> list[Run]:
@@ -350,20 +371,21 @@ def merge(pieces: Iterable[Piece], hypers: Mapping[int, Hyper], bases: Mapping[i
     and where neighbours are not numbered one after the other (`bases`, see `Run`), they stay apart.
     """
     runs: list[Run] = []
-    extends = False
+    first: Piece | None = None  # of the run that goes on
+    last = 0
     for piece in pieces:
         hyper = hypers.get(piece.slot)
-        if hyper is None:  # a parameter without a gradient, which no run may reach across: it is not touched
-            extends = False
-            continue
-        base = bases[piece.slot]
-        if (
-            extends
-            and (runs[-1].hyper, runs[-1].base) == (hyper, base)
-            and (hyper.keeps_zeros or runs[-1].stop == piece.start)
-        ):
-            runs[-1] = replace(runs[-1], stop=piece.stop)
-        else:
-            runs.append(Run(piece.start, piece.stop, hyper, base, piece.slot))
-            extends = True
+        if first is not None:
+            if (
+                hyper is not None
+                and (hypers[first.slot], bases[first.slot]) == (hyper, bases[piece.slot])
+                and (last == piece.start or hyper.keeps_zeros)
+            ):
+                last = piece.stop
+                continue
+            runs.append(Run(first.start, last, hypers[first.slot], bases[first.slot], first.slot))
+        # A parameter without a gradient, which no run may reach across, is not touched.
+        first, last = None if hyper is None else piece, piece.stop
+    if first is not None:
+        runs.append(Run(first.start, last, hypers[first.slot], bases[first.slot], first.slot))
     return runs

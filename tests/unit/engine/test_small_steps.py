@@ -1,0 +1,236 @@
+"""What is spared in small steps, and that nothing else changes by it."""
+
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import linear
+from torch.utils.checkpoint import checkpoint
+
+import penstock
+from penstock.engine.passes.forward import Forward
+from penstock.engine.passes.outputs import Call
+from penstock.engine.units.parameter import UnitParameter
+from penstock.engine.units.unit import Unit
+from penstock.errors import EngineError
+from penstock.layout import Slot
+from penstock.rules.fused import Fused
+from tests.support import prepare_on, separate
+
+WIDTH = 8
+ON_CPU = penstock.Placement(params="cpu", grads="cpu", optimizer="cpu")
+
+
+class Block(nn.Module):
+    """`watch` is called between its layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(WIDTH))
+        self.first = nn.Linear(WIDTH, WIDTH)
+        self.second = nn.Linear(WIDTH, WIDTH)
+        self.watch: Callable[[Tensor], None] = lambda x: None
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.tanh(self.first(x))
+        self.watch(x)
+        return self.second(x) * self.scale
+
+
+class Reader(nn.Module):
+    """Reads the weight of a part that it does not run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bias = nn.Parameter(torch.zeros(WIDTH))
+        self.inner = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return linear(x, self.inner.weight) + self.bias
+
+
+class Model(nn.Module):
+    def __init__(self, blocks: int = 2, *, checkpointed: bool = False) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(blocks))
+        self.reader = Reader()
+        self.checkpointed = checkpointed
+        self.after_reader: Callable[[], None] = lambda: None
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = x + (checkpoint(block, x, use_reentrant=False) if self.checkpointed else block(x))
+        x = self.reader(x)
+        self.after_reader()
+        return x
+
+
+def prepared(**rest: Any) -> tuple[Model, penstock.Optimizer, Tensor]:
+    torch.manual_seed(0)
+    model = Model(**rest)
+    stock = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    units = lambda name, module: isinstance(module, Block) or name == "reader.inner"  # noqa: E731
+    optimizer = prepare_on(separate(), model, stock, placement=ON_CPU, precision="fp32", units=units)
+    return model, optimizer, torch.randn(4, WIDTH)
+
+
+@pytest.fixture
+def told(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The modules whose forwards the engine is told of."""
+    found: list[str] = []
+    enter = Forward._enter
+
+    def noted(self: Forward, call: Call, units: Sequence[Unit]) -> None:
+        found.append(type(call.module).__name__)
+        enter(self, call, units)
+
+    monkeypatch.setattr(Forward, "_enter", noted)
+    return found
+
+
+def holders(optimizer: penstock.Optimizer) -> dict[str, int]:
+    """How many forwards hold each unit."""
+    assert optimizer._engine is not None
+    return {unit.name: unit.holding.forwards for unit in optimizer._engine.rig.units}
+
+
+def test_the_engine_is_told_of_units_and_not_of_their_layers(told: list[str]) -> None:
+    model, optimizer, x = prepared()
+    optimizer.backward(model(x).sum())
+    assert told == ["Model", "Block", "Block", "Reader"]
+    assert not any(holders(optimizer).values())
+    optimizer.close()
+
+
+def test_nor_where_a_block_runs_again_in_backward(told: list[str]) -> None:
+    model, optimizer, x = prepared(checkpointed=True)
+    loss = model(x).sum()
+    told.clear()
+    optimizer.backward(loss)
+    assert told == ["Block", "Block"]
+    assert not any(holders(optimizer).values())
+    optimizer.close()
+
+
+def test_a_layer_that_is_called_alone_is_told_of(told: list[str]) -> None:
+    model, optimizer, x = prepared()
+    with optimizer.gathered():
+        layer = model.blocks[1].second
+        expected = linear(x, layer.weight.clone(), layer.bias.clone())
+    assert torch.equal(model.blocks[1].second(x), expected)
+    assert told == ["Linear"]
+    assert not any(holders(optimizer).values())
+    optimizer.close()
+
+
+def test_a_layer_is_told_of_after_an_interrupt_left_the_forward_of_its_block(told: list[str]) -> None:
+    model, optimizer, x = prepared()
+
+    def interrupt(_: Tensor) -> None:
+        raise KeyboardInterrupt
+
+    def run() -> None:  # a frame of its own, which is over then
+        with pytest.raises(KeyboardInterrupt):
+            model(x)
+
+    model.blocks[0].watch = interrupt
+    run()
+    assert holders(optimizer)["blocks.0"]
+    told.clear()
+    model.blocks[0].second(x)
+    assert told == ["Linear"]
+    assert not any(holders(optimizer).values())
+    optimizer.close()
+
+
+def test_a_layer_is_refused_to_a_thread_that_another_one_runs_the_block_beside() -> None:
+    model, optimizer, x = prepared()
+    errors: list[BaseException] = []
+
+    def call(x: Tensor) -> None:
+        try:
+            model.blocks[0].second(x)
+        except EngineError as error:
+            errors.append(error)
+
+    def elsewhere(x: Tensor) -> None:
+        thread = threading.Thread(target=call, args=(x.detach(),))
+        thread.start()
+        thread.join()
+
+    model.blocks[0].watch = elsewhere
+    model(x)
+    (error,) = errors
+    assert "A Linear was called" in str(error)
+    assert not any(holders(optimizer).values())
+    optimizer.close()
+
+
+def test_what_a_module_reads_of_its_parts_is_held_until_its_end_and_no_longer() -> None:
+    model, optimizer, x = prepared()
+    held: list[int] = []
+    model.after_reader = lambda: held.append(holders(optimizer)["reader.inner"])
+    with torch.no_grad():
+        model(x)
+    assert held == [0]
+    optimizer.close()
+
+
+def test_a_group_is_read_once_a_step_whatever_the_number_of_units(monkeypatch: pytest.MonkeyPatch) -> None:
+    read: list[int] = []
+    hyper = Fused.hyper
+
+    def noted(self: Fused, *given: Any, **named: Any) -> Any:
+        read.append(1)
+        return hyper(self, *given, **named)
+
+    monkeypatch.setattr(Fused, "hyper", noted)
+    counts = []
+    for blocks in (1, 3):
+        model, optimizer, x = prepared(blocks=blocks)
+        optimizer.backward(model(x).sum())
+        read.clear()
+        optimizer.step()
+        counts.append(len(read))
+        optimizer.close()
+    assert counts[0] == counts[1]
+
+
+def parameter_of(values: Tensor, start: int) -> UnitParameter:
+    return UnitParameter(nn.Parameter(values), 0, Slot("weight", tuple(values.shape), values.numel(), start))
+
+
+def test_a_parameter_that_shows_its_slot_is_left_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    buffer, parameter = torch.arange(20.0), parameter_of(torch.zeros(3, 3), 4)
+    parameter.expose(buffer)
+    assert torch.equal(parameter.tensor, buffer[4:13].view(3, 3))
+    monkeypatch.setattr(UnitParameter, "view_in", lambda *_: pytest.fail("was made a view again"))
+    parameter.expose(buffer)
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        lambda own, buffer: own.t(),
+        lambda own, buffer: own.view(9),
+        lambda own, buffer: own.view(torch.int32),
+        lambda own, buffer: own.clone(),
+        lambda own, buffer: torch.zeros(20)[4:13].view(3, 3),
+        lambda own, buffer: buffer[5:14].view(3, 3),
+    ],
+)
+def test_a_parameter_that_shows_anything_else_is_made_its_view(given: Callable[[Tensor, Tensor], Tensor]) -> None:
+    buffer, parameter = torch.arange(20.0), parameter_of(torch.zeros(3, 3), 4)
+    parameter.expose(buffer)
+    with torch.no_grad():
+        data = given(parameter.tensor.data, buffer)
+    if data.dtype != buffer.dtype:
+        parameter.tensor.requires_grad_(False)
+    parameter.tensor.data = data
+    parameter.expose(buffer)
+    assert parameter.tensor.data_ptr() == buffer[4:].data_ptr()
+    assert (parameter.tensor.shape, parameter.tensor.stride()) == ((3, 3), (3, 1))
+    assert parameter.tensor.dtype == buffer.dtype
