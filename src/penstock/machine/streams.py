@@ -310,7 +310,8 @@ class InlineStreams(Streams):
             pending = work()
             return DONE if pending is None else PendingEvent(pending)
         if worker is None:
-            worker = self._workers[stream] = HostWorker(stream)
+            # Updates may be products of matrices, which want all threads; what else runs there moves values.
+            worker = self._workers[stream] = HostWorker(stream, alone=stream not in (UPDATE, DEVICE_UPDATE))
         return worker.submit(partial(after_all, tuple(after), work))
 
     def close(self) -> None:

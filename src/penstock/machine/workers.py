@@ -9,6 +9,7 @@ from penstock.errors import EngineError
 from penstock.machine.border import ours
 from penstock.machine.events import HostEvent, Work
 from penstock.machine.lifetime import Ending, Phase, at_end, exiting
+from penstock.machine.openmp import stay_alone
 
 # How long to wait, at most, for the end of a thread that nobody has closed. It may itself wait for a rank that is gone,
 # or for a lock that is held by whoever runs the collection which ends the thread.
@@ -33,11 +34,13 @@ class _Inbox:
         queue: the work, each piece with its event; `None` after the last one.
         dropped: whether nobody wants what is queued any more.
         promised: what the work is, in a word, where it is finished at the end; empty where it is given up.
+        alone: whether the thread computes without others.
         last: the event of the last piece of promised work. Of other work none is kept: if it has failed, its error
             holds all that it was about.
     """
 
-    def __init__(self, promised: str) -> None:
+    def __init__(self, promised: str, *, alone: bool) -> None:
+        self.alone = alone
         self.queue: queue.SimpleQueue[tuple[HostEvent, list[Work]] | None] = queue.SimpleQueue()
         self.dropped = False
         self.promised = promised
@@ -45,6 +48,8 @@ class _Inbox:
 
     def serve(self) -> None:
         """Run the work as it comes, in order, until the end; on the thread."""
+        if self.alone:
+            stay_alone()
         with ours():
             while (item := self.queue.get()) is not None:
                 event, box = item
@@ -87,15 +92,16 @@ class HostWorker:
         name: the name of the thread, behind "penstock-".
         promised: what the work is ("the save"), if it has to be finished also where nobody closes the worker; empty:
             what is queued then is given up.
+        alone: whether torch's operations there run in this thread alone: where compute needs the cores.
 
     Raises:
         EngineError: the interpreter is exiting.
     """
 
-    def __init__(self, name: str, *, promised: str = "") -> None:
+    def __init__(self, name: str, *, promised: str = "", alone: bool = False) -> None:
         if exiting():
             raise EngineError("The interpreter exits: work that needs a thread cannot be started any more.")
-        self._inbox = _Inbox(promised)
+        self._inbox = _Inbox(promised, alone=alone)
         self._process = os.getpid()
         self._closed = False
         self._last: HostEvent | None = None

@@ -1,6 +1,8 @@
 """Passes that compute makes on a cpu are made by the threads that torch computes with."""
 
 import os
+import subprocess
+import sys
 import threading
 from pathlib import Path
 
@@ -9,11 +11,30 @@ import torch
 
 import penstock
 from penstock.machine import openmp
-from penstock.machine.openmp import compute_pool
+from penstock.machine.openmp import compute_pool, stay_alone
+from penstock.machine.streams import copy, on_worker
 from penstock.rules import Pool
 from penstock.rules.deposit import deposit, squared_norm
 
 CPU = torch.device("cpu")
+TEAMS = """
+import torch
+from pathlib import Path
+from penstock.machine.workers import HostWorker
+
+def native_threads():
+    return len(list(Path("/proc/self/task").iterdir()))
+
+torch.set_num_threads(2)
+source, target = torch.ones(1 << 20), torch.empty(1 << 20)
+target.copy_(source)
+workers = []
+for alone in (True, False):
+    before = native_threads()
+    workers.append(HostWorker("copies", alone=alone))
+    workers[-1].submit(lambda: [None, target.copy_(source)][0]).synchronize()
+    print(native_threads() - before, torch.get_num_threads())
+"""
 NUMEL = 5 * (1 << 16) + 77  # pieces for several threads, and a rest
 
 
@@ -93,3 +114,44 @@ def test_a_forked_child_works_alone(awake: Pool) -> None:
     if child == 0:
         os._exit(0 if squared_norm(src, pool=awake) == expected else 1)
     assert os.waitpid(child, 0)[1] == 0
+
+
+def test_a_thread_that_moves_values_has_no_team() -> None:
+    """Else torch's threads are more than the cores, and none of them spins any more."""
+    found = subprocess.run([sys.executable, "-c", TEAMS], capture_output=True, text=True, check=True)
+    # Its own thread, and those that it has started; compute keeps its two.
+    assert found.stdout.splitlines() == ["1 2", "2 2"]
+
+
+def test_what_moves_on_threads_of_ours_beside_compute_moves_alone(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    found: set[tuple[bool, int]] = set()
+
+    def noted(target: torch.Tensor, source: torch.Tensor) -> None:
+        found.add((on_worker(), torch.get_num_threads()))
+        copy(target, source)
+
+    monkeypatch.setattr("penstock.tiers.copies.copy", noted)
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        model = torch.nn.Sequential(*[torch.nn.Linear(256, 256) for _ in range(4)])
+        placement = penstock.Placement(params="nvme", grads="nvme", optimizer="nvme", nvme_path=tmp_path)
+        optimizer = penstock.prepare(model, torch.optim.AdamW(model.parameters()), placement=placement)
+        for _ in range(3):
+            optimizer.backward(model(torch.randn(2, 256)).sum())
+            optimizer.step()
+            optimizer.zero_grad()
+        optimizer.close()
+    finally:
+        torch.set_num_threads(before)
+    assert (True, 1) in found
+    assert (True, 2) not in found
+
+
+def test_a_runtime_that_cannot_be_told_is_left_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(openmp.torch, "__file__", "/nowhere/torch/__init__.py")
+    before = torch.get_num_threads()
+    stay_alone()
+    assert torch.get_num_threads() == before

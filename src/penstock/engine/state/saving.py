@@ -174,7 +174,8 @@ class Saver:
                 # Else an update would write what is still being copied, and the tile would be of two steps.
                 home.note_read(source.copied)
         # A thread of its own: one that also served a stream would hold training up behind a disk.
-        worker = HostWorker("save", promised=f"Saving {save.target.folder}")
+        alone = self._streams.computes_on_host
+        worker = HostWorker("save", promised=f"Saving {save.target.folder}", alone=alone)
         copied = [source.copied for source in save.sources]
         self._job = _Job(worker, worker.submit(save.run), copied, save.ring)
 
