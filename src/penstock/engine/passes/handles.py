@@ -301,7 +301,7 @@ class Handles:
             gradient = unit.trained.gradient
             # Of several ranks one alone may have a gradient: it is reduced on all of them, and all clip the same.
             there = gradient.held if self._has_peers else gradient.present
-            own = gradient.present | gradient.arrived
+            own = gradient.present | gradient.arrived.keys()
             for parameter in unit.parameters:
                 index = parameter.index
                 if index in own or (index in there and parameter.tensor.requires_grad):

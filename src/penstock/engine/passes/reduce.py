@@ -7,7 +7,7 @@ host wait for the device. Norms are taken part by part (a slot's part in the sha
 so they do not depend on the path, the placement or the tile size. The way home is `engine/passes/routes.py`.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -67,6 +67,8 @@ class Reducer:
         # On the host the pass that writes measures for nothing; on a device the norm would be kernels of its own.
         self._measures_late = not streams.computes_on_host
         self._straight = ranks.data_size == 1 and not collects_fp32
+        # What is collected is what will be at home, bit for bit: the pass that collects it measures for nothing.
+        self._measures_collected = self._straight and streams.computes_on_host and sums.dtype == accumulation_dtype
         self._collects_fp32 = collects_fp32
         self.buffers = BufferRing(streams.device, streams)
         self._told = Words(streams.device)
@@ -131,12 +133,14 @@ class Reducer:
             gradient.present.add(slot_index)
             gradient.held.add(slot_index)
             return
-        target, flat = self._collected(unit, gradient)[start:stop], flat.view(-1)
-        if slot_index in gradient.arrived:
-            target.add_(flat)
-        else:
-            target.copy_(flat)
-        gradient.arrived.add(slot_index)
+        pending, held = self._collected(unit, gradient), slot_index in gradient.arrived
+        if self._measures_collected:
+            norm = deposit_part(pending, start, stop, flat, add=held, pool=self._pool)
+            gradient.arrived[slot_index] = norm
+            return
+        target, flat = pending[start:stop], flat.view(-1)
+        target.add_(flat) if held else target.copy_(flat)
+        gradient.arrived[slot_index] = None
 
     def flush(self, unit: Unit) -> None:
         """Reduce what is pending of a unit whose backward is over, and send it home."""
@@ -149,8 +153,8 @@ class Reducer:
         pending = self._collected(unit, gradient)
         self._clear_the_rest(unit, gradient)
         gradient.pending, gradient.due = None, False
-        gradient.present |= gradient.arrived
-        gradient.arrived = set()
+        gradient.present |= gradient.arrived.keys()
+        arrived, gradient.arrived = gradient.arrived, {}
 
         full = pending
         if pending.dtype != self._reduce_dtype:
@@ -158,7 +162,7 @@ class Reducer:
             full.copy_(pending)
             self.buffers.give_back(pending, DONE)  # compute alone has read it, and compute fills it next
         sharded = self._ranks.shards > 1
-        reduced = self._begin(unit, gradient, self._shard_of(unit) if sharded else full)
+        reduced = self._begin(unit, gradient, self._shard_of(unit) if sharded else full, arrived)
         route = self._route(unit, gradient.home)
         flaws = gradient.flaws = self._no_flaws() if self._agrees and not self.accumulates else None
         if sharded:
@@ -194,12 +198,15 @@ class Reducer:
         """Lease a buffer for this rank's shard of a unit's gradient."""
         return self.buffers.lease(unit.shard_numel, self._reduce_dtype)
 
-    def _begin(self, unit: Unit, gradient: Gradient, values: Tensor) -> Reduced:
+    def _begin(
+        self, unit: Unit, gradient: Gradient, values: Tensor, arrived: Mapping[int, float | Tensor | None]
+    ) -> Reduced:
         """Describe what a reduction will leave in `values`; from now on the home holds a gradient of every slot."""
         parts, adds = unit.parts(), bool(gradient.held)
         stale = [(start, stop) for index, start, stop in parts if adds and index not in gradient.held]
         gradient.held = set(range(len(unit.layout.slots)))
-        return Reduced(unit.name, values, parts, adds, stale)
+        norms = [norm for index, _, _ in parts if (norm := arrived.get(index)) is not None]
+        return Reduced(unit.name, values, parts, adds, stale, norms if len(norms) == len(parts) else None)
 
     def _route(self, unit: Unit, home: Home) -> Route:
         """Find the route to a unit's home: chosen when it is first seen, and again when it has moved."""
@@ -249,7 +256,7 @@ class Reducer:
             if gradient.pending is not None and not gradient.rests:
                 self.buffers.give_back(gradient.pending, DONE)  # no collective was begun on it
             gradient.pending, gradient.rests, gradient.due = None, False, False
-            gradient.arrived = set()
+            gradient.arrived = {}
 
     def rest(self, units: Sequence[Unit]) -> None:
         """Give the memory of buffers back. What was not reduced yet waits in host memory for the next gradient.
@@ -297,8 +304,9 @@ class Reducer:
         assert unit.trained is not None
         self.changes += 1
         gradient = unit.trained.gradient
-        for slots in (gradient.present, gradient.held, gradient.arrived, gradient.unmeasured):
+        for slots in (gradient.present, gradient.held, gradient.unmeasured):
             slots.discard(index)
+        gradient.arrived.pop(index, None)
         gradient.squared_norms.pop(index, None)
 
     def squared_norm(self, values: Tensor) -> float | Tensor:

@@ -39,6 +39,7 @@ class Reduced:
         parts: what each slot has of it.
         adds: whether the home holds earlier micro-batches, to which it is added.
         stale: the ranges of the home that a step before has left, where other slots hold a gradient of this one.
+        norms: the squared norm of each part, where it is known already.
     """
 
     unit: str
@@ -46,6 +47,7 @@ class Reduced:
     parts: Sequence[Piece]
     adds: bool
     stale: Ranges
+    norms: Sequence[float | Tensor] | None = None
 
     @property
     def ranges(self) -> Ranges:
@@ -137,8 +139,11 @@ class Away(Route):
     def receive(self, gradient: Gradient, reduced: Reduced) -> None:
         """Measure the first micro-batch; of later ones, whose sum is measured at home, say whether they are finite."""
         if not reduced.adds:
-            rounded = reduced.values.to(self._means.dtype)
-            gradient.measure(reduced.parts, squared_norms(rounded, reduced.ranges, pool=self._means.compute_pool))
+            norms = reduced.norms
+            if norms is None:
+                rounded = reduced.values.to(self._means.dtype)
+                norms = squared_norms(rounded, reduced.ranges, pool=self._means.compute_pool)
+            gradient.measure(reduced.parts, norms)
         if self._means.agrees:
             gradient.flawed = _flaw(reduced.values, gradient.flawed if reduced.adds else None)
 

@@ -23,7 +23,7 @@ class Gradient:
             before has left.
         pending: the flat gradient of the backward under way, not reduced yet (reduce dtype, whole unit).
         rests: whether `pending` waits in host memory, which no tier counts, for the next micro-batch.
-        arrived: slots that `pending` holds.
+        arrived: slots that `pending` holds, with the squared norm of what it holds; `None` where it was not taken.
         due: whether other ranks may have one to be reduced: this rank takes part, with zeros where it has none.
         flaws: once `home` is written, on how many ranks it is not finite; `None` where the norms on the host say it,
             and where nobody asks.
@@ -38,7 +38,7 @@ class Gradient:
     held: set[int] = field(default_factory=set)
     pending: Tensor | None = None
     rests: bool = False
-    arrived: set[int] = field(default_factory=set)
+    arrived: dict[int, float | Tensor | None] = field(default_factory=dict)
     due: bool = False
     flaws: Tensor | None = None
     flawed: Tensor | None = None
