@@ -15,10 +15,10 @@ def write_whole(path: Path, text: str) -> None:
         OSError: it cannot be written; what was there before is as it was.
         ValueError: the path is none, or the text has no UTF-8.
     """
-    place = Path(os.path.realpath(path))
-    if place.exists() and not place.is_file():
-        place.write_text(text, encoding="utf-8")
+    if path.exists() and not path.is_file():  # by the path itself: links to pipes without a name lead to no path
+        path.write_text(text, encoding="utf-8")
         return
+    place = Path(os.path.realpath(path))
     made = place.with_name(f".{place.name}.{os.getpid()}")
     try:
         with open(made, "w", encoding="utf-8") as file:

@@ -66,6 +66,14 @@ def test_a_pipe_is_written_to_and_stays_one(tmp_path: Path) -> None:
     assert stat.S_ISFIFO(pipe.lstat().st_mode)
 
 
+def test_a_pipe_without_a_name_is_written_to() -> None:
+    read, write = os.pipe()  # as `--out /dev/stdout | less` and `--out >(less)` have it
+    with os.fdopen(read) as reader:
+        with os.fdopen(write, "w"):
+            write_whole(Path(f"/dev/fd/{write}"), "text")
+        assert reader.read() == "text"
+
+
 @pytest.mark.parametrize("path", ["folder", "missing/file"])
 def test_what_cannot_be_written_is_an_error(path: str, tmp_path: Path) -> None:
     (tmp_path / "folder").mkdir()

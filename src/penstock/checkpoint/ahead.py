@@ -12,7 +12,7 @@ import json
 import os
 import random
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -114,10 +114,7 @@ class ReadAhead:
         """End the reads that are under way, and close the files."""
         with contextlib.suppress(NvmeError):  # of what nobody has asked for
             self._queue.close()
-        for file in self._opened.values():
-            with contextlib.suppress(NvmeError):
-                file.close()
-        self._opened.clear()
+        self._close(list(self._opened))
         self._flying.clear()
 
     def _find(self, spans: Sequence[Span]) -> dict[str, _Place]:
@@ -165,11 +162,18 @@ class ReadAhead:
 
     def _open(self, path: Path) -> File:
         if path not in self._opened:
+            self._close(self._opened.keys() - {request.place.path for request in self._flying})
             try:
                 self._opened[path] = File.existing(self._queue, path, direct=not _is_cached(path))
             except OSError as error:
                 raise _unread(path, error.strerror) from error
         return self._opened[path]
+
+    def _close(self, paths: Iterable[Path]) -> None:
+        """Close files: a model may have more of them than a process may have open."""
+        for path in paths:
+            with contextlib.suppress(NvmeError):
+                self._opened.pop(path).close()
 
     def _wait(self, request: _Request) -> None:
         if request.transfer is None:

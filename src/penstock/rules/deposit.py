@@ -48,8 +48,10 @@ def deposit_part(dst: Tensor, start: int, stop: int, src: Tensor, *, add: bool, 
         raise ValueError(
             f"dst has {stop - start} elements on {dst.device}, src {src.numel()} on {src.device}: they must be alike"
         )
+    if not 0 <= start <= stop <= dst.numel():  # native code trusts the addresses that it is given
+        raise ValueError(f"elements {start} to {stop} are not all in dst, which has {dst.numel()}")
     if not dst.is_cpu:
-        return _deposit_in_torch(dst[start:stop], src.view(-1), [(0, stop - start)], add=add)[0]
+        return _deposit_in_torch(dst.view(-1)[start:stop], src.view(-1), [(0, stop - start)], add=add)[0]
     return _deposit_on_host(dst, start, src, 0, stop - start, add=add, pool=pool)
 
 

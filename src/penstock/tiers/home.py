@@ -100,6 +100,12 @@ class SectionPlan:
         """Bytes of the values of all its cells."""
         return sum(cell.nbytes for cell in self.cells)
 
+    @cached_property
+    def label(self) -> str:
+        """Say which kinds of which unit they are, for errors: every transfer is named, in case that it fails."""
+        kinds = " and ".join(dict.fromkeys(cell.kind for cell in self.cells))
+        return f"{kinds} of unit '{self.cells[0].unit}'"
+
     def on(self, tier: Tier) -> "SectionPlan":
         """Plan the same on another tier, where it is brought."""
         return replace(self, tier=tier, copied=True, cells=tuple(replace(cell, tier=tier) for cell in self.cells))

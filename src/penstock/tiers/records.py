@@ -11,7 +11,6 @@ else is here and in `tiers/movement.py`.
 
 from abc import abstractmethod
 from collections.abc import Iterator, Sequence
-from functools import cached_property
 
 from torch import Tensor
 
@@ -139,9 +138,4 @@ class Records(Section):
 
     def name(self, number: int) -> str:
         """Say which tile of which unit a record is, for errors."""
-        return f"{self._name}, tile {self.plan.start // self.tile_numel + number}"
-
-    @cached_property
-    def _name(self) -> str:  # every transfer is named, in case that it fails
-        kinds = " and ".join(dict.fromkeys(cell.kind for cell in self.plan.cells))
-        return f"{kinds} of unit '{self.plan.cells[0].unit}'"
+        return f"{self.plan.label}, tile {self.plan.start // self.tile_numel + number}"

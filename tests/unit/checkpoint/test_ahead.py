@@ -106,6 +106,18 @@ def test_reads_are_in_flight_before_anything_is_asked_for_and_take_no_more_than_
     reader.close()
 
 
+def test_of_many_files_few_are_open_at_once(tmp_path: Path) -> None:
+    given = {f"{number:03d}": torch.full((100,), number, dtype=torch.uint8) for number in range(4 * ahead.SLOTS)}
+    for name, value in given.items():
+        save_file({name: value}, tmp_path / f"{name}.safetensors")
+    files, before = WeightFiles(tmp_path), len(os.listdir("/proc/self/fd"))
+    reader = ReadAhead(files, [Span(name, 0, 100) for name in given], 1 << 20)
+    for name, value in given.items():
+        assert torch.equal(collect(reader, name, 0, 100, torch.uint8), value)
+        assert len(os.listdir("/proc/self/fd")) <= before + ahead.SLOTS + 1
+    reader.close()
+
+
 def test_headers_that_say_more_than_where_tensors_are(tmp_path: Path) -> None:
     given = write(tmp_path)
     file = tmp_path / "a.safetensors"

@@ -199,6 +199,15 @@ def test_a_group_is_read_once_a_step_whatever_the_number_of_units(monkeypatch: p
     assert counts[0] == counts[1]
 
 
+def test_a_model_with_a_part_that_is_a_script() -> None:
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), torch.jit.script(nn.Sequential(nn.ReLU(), nn.Tanh())))
+    stock = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    optimizer = prepare_on(separate(), model, stock, placement=ON_CPU, precision="fp32")
+    optimizer.backward(model(torch.randn(4, WIDTH)).sum())
+    assert not optimizer.step().skipped
+    optimizer.close()
+
+
 def parameter_of(values: Tensor, start: int) -> UnitParameter:
     return UnitParameter(nn.Parameter(values), 0, Slot("weight", tuple(values.shape), values.numel(), start))
 

@@ -238,3 +238,10 @@ def test_a_part_of_another_length_or_that_is_not_contiguous_is_refused() -> None
         deposit_part(home, 7, 22, torch.ones(5, 3).t(), add=False, pool=None)
     with pytest.raises(ValueError, match="dst has 40 elements on cpu, src 39 on cpu: they must be alike"):
         deposit_parts(home, torch.ones(39), [(0, 39)], add=False, pool=None)
+    with pytest.raises(ValueError, match="elements 30 to 45 are not all in dst, which has 40"):
+        deposit_part(home, 30, 45, torch.ones(15), add=False, pool=None)
+
+
+def test_a_tensor_of_rows_is_written_on_a_device() -> None:
+    home, src = torch.zeros(3, 5, device="meta"), torch.ones(3, 5, device="meta")
+    assert isinstance(deposit(home, src, add=True, pool=None), Tensor)

@@ -1,6 +1,7 @@
 """Records: the kinds of a tile in whole pages of a file."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -195,3 +196,10 @@ def test_a_home_is_at_rest_when_its_writes_are_over(file: File) -> None:
     assert not later.waited, "of another tile"
     list(home.visit(2 * TILE, NUMEL))
     assert later.waited
+
+
+def test_a_record_has_the_name_that_its_unit_has_now(file: File) -> None:
+    home = records(file)
+    assert home.name(1) == "master and exp_avg and exp_avg_scale and exp_avg_sq of unit 'layers.0', tile 1"
+    home.plan = replace(home.plan, cells=tuple(replace(cell, unit="layers") for cell in home.plan.cells))
+    assert home.name(1).endswith("of unit 'layers', tile 1")

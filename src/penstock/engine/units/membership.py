@@ -6,11 +6,10 @@ up at the beginning of each forward of the model and of each step.
 """
 
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain
-from operator import attrgetter, is_
+from operator import attrgetter, is_, methodcaller
 from types import FrameType
-from typing import Any
 
 import torch
 from torch import nn
@@ -21,6 +20,7 @@ from penstock.engine.units.unit import Unit
 from penstock.errors import EngineError
 
 _PARAMETERS = attrgetter("_parameters")
+_VALUES = methodcaller("values")  # not those of `dict`: what a script holds is no dict
 
 
 class Membership:
@@ -110,8 +110,8 @@ class Membership:
 # In no loop of Python's, both: they pass over all parameters and modules twice a step.
 
 
-def _held_by(dicts: Iterable[dict[str, Any]]) -> list[object]:
-    return list(chain.from_iterable(map(dict.values, dicts)))
+def _held_by(dicts: Iterable[Mapping[str, object]]) -> list[object]:
+    return list(chain.from_iterable(map(_VALUES, dicts)))
 
 
 def _are_the_same(some: Sequence[object], others: Sequence[object]) -> bool:
