@@ -76,17 +76,25 @@ DONE: Event = _Done()
 class _AllOf(Event):
     def __init__(self, events: Sequence[Event]) -> None:
         self._events = events
+        # Every tile of a unit follows every tile of its last update: asked each time, that grows with their square.
+        self._done = False
+        self._went_well = False
 
     def wait(self) -> None:
-        for event in self._events:
-            event.wait()
+        if not self._went_well:
+            for event in self._events:
+                event.wait()
 
     def synchronize(self) -> None:
-        for event in self._events:
-            event.synchronize()
+        if not self._went_well:
+            for event in self._events:
+                event.synchronize()
+            self._went_well = self.done()  # which a wait that was left out, to see who misses it, does not make it
 
     def done(self) -> bool:
-        return all(event.done() for event in self._events)
+        if not self._done:
+            self._done = all(event.done() for event in self._events)
+        return self._done
 
     def check(self) -> None:
         for event in self._events:
@@ -184,7 +192,8 @@ class HostEvent(Event):
 
     def synchronize(self) -> None:
         """Block until done."""
-        self._finished.wait()
+        if not self._finished.is_set():  # to wait for what has happened takes a lock all the same
+            self._finished.wait()
         if self._error is not None:
             raise _again(self._error)
         if self._pending is not None:
