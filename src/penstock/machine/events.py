@@ -1,5 +1,6 @@
 """When submitted work is over: events, and transfers that go on after the work that started them."""
 
+import contextlib
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
@@ -45,6 +46,10 @@ class Event(ABC):
 
     def parts(self) -> Sequence["Event"]:
         """List the events that this one stands for."""
+        return (self,)
+
+    def left(self) -> Sequence["Event"]:
+        """List the same, less those that are known to be over and to have gone well: nobody has to follow them."""
         return (self,)
 
     def members(self) -> Sequence["Event"]:
@@ -102,6 +107,13 @@ class _AllOf(Event):
 
     def parts(self) -> Sequence[Event]:
         return [part for event in self._events for part in event.parts()]
+
+    def left(self) -> Sequence[Event]:
+        if not self._went_well and self.done():
+            with contextlib.suppress(Exception):  # it is raised by whoever waits for what failed
+                self.check()
+                self._went_well = True
+        return () if self._went_well else [part for event in self._events for part in event.left()]
 
     def members(self) -> Sequence[Event]:
         return self._events

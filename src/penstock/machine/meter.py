@@ -49,7 +49,7 @@ class WaitMeter:
             return event
         metered = _Metered(event, stream, self)
         if self._of_host:
-            parts = (part for each in after for part in each.parts())
+            parts = (part for each in after for part in each.left())
             metered.before = [part for part in parts if isinstance(part, _Metered) and not part.done()]
             with self._lock:
                 self._open.append(metered)

@@ -190,7 +190,7 @@ class Streams(ABC):
             if self.meter is None:
                 return self._submit(stream, work, after, writes)
             # What work waits for is no wait of compute's.
-            before = [part.unwatched() for event in after for part in event.parts()]
+            before = [part.unwatched() for event in after for part in event.left()]
             return self.meter.watch(stream, self._submit(stream, work, before, writes), after)
         job = self.recorder.submitted(stream, work, after, nbytes, label)
         return job.watch(self._submit(stream, job.run, job.after, writes))

@@ -1,10 +1,14 @@
 """Events of several pieces of work."""
 
 from collections.abc import Sequence
+from unittest.mock import MagicMock
 
 import pytest
+import torch
 
+from penstock.machine import accelerator
 from penstock.machine.events import Event, FailedEvent, HostEvent, all_of
+from penstock.machine.streams import UPLOAD
 
 
 class Counted(HostEvent):
@@ -54,6 +58,28 @@ def test_what_is_done_is_not_asked_again() -> None:
     asked = late.asked
     assert together.done()
     assert late.asked == asked
+
+
+def test_what_is_left_of_several_is_what_has_to_be_followed() -> None:
+    gone, failed, late = over(2), FailedEvent(ValueError("it failed")), Counted()
+    together = all_of([all_of(gone), all_of([gone[0], failed]), late])
+    assert list(together.left()) == [gone[0], failed, late], "of the second, one has failed: its error is to be raised"
+    assert list(all_of(gone).left()) == []
+    late.run(lambda: None)
+    assert len(together.left()) == 3
+
+
+def test_a_device_follows_no_tile_that_was_updated_long_ago(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It was given a wait for each tile of a unit before each tile of the unit."""
+    followed: list[Event] = []
+    monkeypatch.setattr(accelerator, "_follow", lambda side, event: followed.append(event))
+    monkeypatch.setattr(accelerator, "Hardware", lambda device: MagicMock())
+    streams = accelerator.AcceleratorStreams(torch.device("cpu"))
+    complete = all_of([all_of(over(100)), all_of(over(100))])
+    for _ in range(3):
+        streams.submit(UPLOAD, lambda: None, after=(complete,))
+    streams.close()
+    assert len(followed) == 3, "what compute has done until then"
 
 
 @pytest.mark.parametrize("first", ["done", "synchronize"])
