@@ -10,12 +10,14 @@ import torch
 from torch import nn
 
 import penstock
+from penstock.engine.passes import routes
 from penstock.engine.passes.reduce import Reducer
 from penstock.engine.units import norms
 from penstock.errors import EngineError
 from penstock.machine.streams import Streams
+from penstock.rules.deposit import Ranges
 from tests.parity.rows import CORE, Arithmetic, Movement, batches, changed, loss_of, prepared, train
-from tests.support import inline, prepare_on, separate, simulated
+from tests.support import disks, inline, prepare_on, separate, simulated
 
 WIDTH = 16
 EVERY = [inline, separate, simulated]
@@ -187,3 +189,56 @@ def test_updates_that_begin_in_backward_know_whether_it_is_finite(
     assert all(values.isfinite().all() for home in homes for section in home.sections for values in section.tensors)
     with suppress(EngineError):
         optimizer.close(keep_params=False)
+
+
+@pytest.fixture
+def read_again(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many parts were measured by a pass of their own, each time."""
+    counts: list[int] = []
+    measure = routes.squared_norms
+
+    def noted(values: torch.Tensor, parts: Ranges, **rest: Any) -> Any:
+        counts.append(len(parts))
+        return measure(values, parts, **rest)
+
+    monkeypatch.setattr(routes, "squared_norms", noted)
+    return counts
+
+
+def in_files(**rest: Any) -> tuple[nn.Sequential, penstock.Optimizer]:
+    placement = penstock.Placement(params="nvme", grads="nvme", optimizer="nvme", nvme_path=disks())
+    return small(inline(), placement=placement, **rest)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_a_gradient_that_goes_to_a_file_is_measured_by_the_pass_that_collects_it(
+    precision: str, read_again: list[int]
+) -> None:
+    found = []
+    for model, optimizer in (in_files(precision=precision), small(inline(), precision=precision)):
+        optimizer.backward(loss(model.to(torch.float32 if precision == "fp32" else torch.bfloat16)))
+        found.append(optimizer.step().grad_norm)
+        optimizer.close()
+    assert found[0] == found[1]
+    assert read_again == []
+
+
+def test_a_unit_of_which_not_all_has_a_gradient_is_measured_as_a_whole(read_again: list[int]) -> None:
+    model, optimizer = in_files(units=[nn.Sequential])
+    optimizer.backward(model[2](model[0](torch.ones(2, WIDTH))).square().mean())
+    unused = optimizer.full_grad(model[1].weight)
+    assert not unused.any()
+    assert optimizer.step().grad_norm > 0
+    assert len(read_again) == 1
+    optimizer.close()
+
+
+def test_gradients_that_are_summed_in_more_bits_than_they_come_in_are_measured_at_home(read_again: list[int]) -> None:
+    found = []
+    for make in (in_files, lambda **rest: small(inline(), **rest)):
+        model, optimizer = make(precision="bf16", grad_accumulation_dtype=torch.float32)
+        optimizer.backward(loss(model.to(torch.bfloat16)))
+        found.append(optimizer.step().grad_norm)
+        optimizer.close()
+    assert found[0] == found[1]
+    assert read_again
