@@ -119,7 +119,8 @@ NB_MODULE(_native, m) {
       "update",
       [](Pool* pool, Rule rule, std::size_t numel, Address param, DType param_dtype, Address grad, DType grad_dtype,
          Address master, Master master_kind, const std::vector<std::tuple<Address, Address, Storage>>& states,
-         const std::vector<float>& scalars, bool param_random, std::uint64_t random_key, std::uint64_t first_block) {
+         const std::vector<float>& scalars, bool param_random, std::uint64_t random_key, std::uint64_t first_block,
+         const std::vector<Address>& summed) {
         penstock::Update update{
             .rule = rule,
             .param_dtype = param_dtype,
@@ -136,11 +137,16 @@ NB_MODULE(_native, m) {
         };
         for (const auto& [values, scales, storage] : states)
           update.states.push_back({pointer<void>(values), pointer<float>(scales), storage});
-        penstock::update(pool, numel, update);
+        std::vector<const void*> addresses;
+        for (const Address address : summed) addresses.push_back(pointer<const void>(address));
+        std::vector<std::tuple<std::uint32_t, std::uint32_t>> sums;
+        for (const auto& [before, after] : penstock::update(pool, numel, update, addresses))
+          sums.emplace_back(before, after);
+        return sums;
       },
       Release(), "pool"_a.none(), "rule"_a, "numel"_a, "param"_a, "param_dtype"_a, "grad"_a, "grad_dtype"_a,
       "master"_a, "master_kind"_a, "states"_a, "scalars"_a, nb::kw_only(), "param_random"_a, "random_key"_a,
-      "first_block"_a);
+      "first_block"_a, "summed"_a = std::vector<Address>{});
 
   m.def(
       "deposit",
@@ -208,6 +214,7 @@ NB_MODULE(_native, m) {
       "crc32c",
       [](Address memory, std::size_t nbytes) { return penstock::crc32c(pointer<const void>(memory), nbytes); },
       Release(), "memory"_a, "nbytes"_a);
+  m.def("crc32c_join", &penstock::crc32c_join, "a"_a, "b"_a, "b_nbytes"_a);
   m.def("crc32c_ways", [] {
     std::vector<std::string> names;
     for (const auto& way : penstock::crc32c_ways()) names.emplace_back(way.name);

@@ -83,6 +83,12 @@ double sum_blocks(Pool* pool, std::size_t numel, BlockNorm&& block_norm) {
 constexpr std::size_t staged_numel = 4 * block_numel;
 static_assert(piece_numel % staged_numel == 0);
 
+std::size_t size_of(DType dtype) noexcept { return dtype == DType::fp32 ? 4 : 2; }
+std::size_t size_of(Master kind) noexcept { return kind == Master::fp32 ? 4 : 2; }
+std::size_t size_of(Storage storage) noexcept {
+  return storage == Storage::fp32 ? 4 : storage == Storage::bf16 || storage == Storage::bf16_random ? 2 : 1;
+}
+
 using UpdateKernel = void (*)(const Arrays&, const float*, std::size_t, std::size_t) noexcept;
 
 struct Words {
@@ -119,7 +125,7 @@ class Staged {
       return base == nullptr ? nullptr : const_cast<char*>(static_cast<const char*>(base)) + at * size;
     };
     arrays.grad = shift(update_.grad, size_of(update_.grad_dtype));
-    arrays.master = shift(update_.master, update_.master_kind == Master::fp32 ? 4 : 2);
+    arrays.master = shift(update_.master, size_of(update_.master_kind));
     arrays.param = shift(update_.param, size_of(update_.param_dtype));
     auto* const param = static_cast<unsigned short*>(arrays.param);
     if (update_.param_random) {
@@ -156,7 +162,7 @@ class Staged {
     };
     void* grad = const_cast<void*>(update_.grad);
     const std::size_t param_size = size_of(update_.param_dtype), grad_size = size_of(update_.grad_dtype);
-    const std::size_t master_size = update_.master_kind == Master::fp32 ? 4 : 2;
+    const std::size_t master_size = size_of(update_.master_kind);
     move(block.param, param_size, max_states);
     move(block.master, master_size, max_states + 1);
     move(grad, grad_size, max_states + 2);
@@ -201,11 +207,6 @@ class Staged {
     }
   }
 
-  static std::size_t size_of(DType dtype) { return dtype == DType::fp32 ? 4 : 2; }
-  static std::size_t size_of(Storage storage) {
-    return storage == Storage::fp32 ? 4 : storage == Storage::bf16 || storage == Storage::bf16_random ? 2 : 1;
-  }
-
   const Kernels& kernels_;
   UpdateKernel kernel_;
   const Update& update_;
@@ -224,6 +225,25 @@ UpdateKernel direct(const Kernels& kernels, const Update& update) {
     return nullptr;
   if (!remainder && update.param_random != random) return nullptr;
   return kernels.update_bf16[random][int(update.rule)][remainder][int(update.grad_dtype)];
+}
+
+// The arrays of an update that lie at these addresses.
+std::vector<SummedArray> arrays_at(const std::vector<const void*>& addresses, const Update& update) {
+  if (addresses.empty()) return {};
+  std::vector<SummedArray> all{{update.grad, size_of(update.grad_dtype), 1, false},
+                               {update.param, size_of(update.param_dtype), 1, true},
+                               {update.master, size_of(update.master_kind), 1, true}};
+  for (const State& state : update.states) {
+    all.push_back({state.values, size_of(state.storage), 1, true});
+    all.push_back({state.scales, sizeof(float), block_numel, true});
+  }
+  std::vector<SummedArray> found;
+  for (const void* const address : addresses) {
+    const auto at = std::find_if(all.begin(), all.end(), [&](const SummedArray& array) { return array.data == address; });
+    if (address == nullptr || at == all.end()) throw std::invalid_argument("what is summed is no array of the update");
+    found.push_back(*at);
+  }
+  return found;
 }
 
 template <class Kernel>
@@ -251,7 +271,7 @@ void set_isa(const std::string& name) {
   throw std::invalid_argument("no instruction set \"" + name + "\" on this machine");
 }
 
-void update(Pool* pool, std::size_t numel, const Update& update) {
+std::vector<Sums> update(Pool* pool, std::size_t numel, const Update& update, const std::vector<const void*>& summed) {
   const Kernels& kernels = *chosen().load();
   const int rule = int(update.rule);
   if (int(update.states.size()) != state_count[rule] || int(update.scalars.size()) != scalar_count[rule])
@@ -271,7 +291,7 @@ void update(Pool* pool, std::size_t numel, const Update& update) {
                               "no kernel for this dtype of the parameter with this kind of master");
   const Staged through_buffers(kernels, kernel, update);
   const auto without_buffers = direct(kernels, update);
-  for_ranges(pool, numel, piece_numel, [&](std::size_t begin, std::size_t end) noexcept {
+  const auto change = [&](std::size_t begin, std::size_t end) noexcept {
     const DefaultArithmetic arithmetic;
     if (without_buffers != nullptr) {
       const std::size_t whole = begin + (end - begin) / block_numel * block_numel;
@@ -280,7 +300,14 @@ void update(Pool* pool, std::size_t numel, const Update& update) {
     }
     if (staged) return through_buffers.run(begin, end);
     kernel(arrays, update.scalars.data(), begin, end);
+  };
+  PieceSums sums(arrays_at(summed, update), numel, piece_numel);
+  for_ranges(pool, numel, piece_numel, [&](std::size_t begin, std::size_t end) noexcept {
+    sums.before(begin);
+    change(begin, end);
+    sums.after(begin);
   });
+  return sums.join();
 }
 
 double deposit(Pool* pool, std::size_t numel, void* dst, DType dst_dtype, const void* src, DType src_dtype, bool add) {

@@ -8,6 +8,7 @@
 
 #include "kernels.h"
 #include "pool.h"
+#include "sums.h"
 
 namespace penstock {
 
@@ -46,8 +47,10 @@ struct Update {
   std::uint64_t first_block;  // number of the segment's first block of 256, in the order of all parameters
 };
 
-// One fused pass of a rule over `numel` elements, in place.
-void update(Pool* pool, std::size_t numel, const Update& update);
+// One fused pass of a rule over `numel` elements, in place. Returns the sums of those arrays of the update whose addresses
+// are `summed`, in their order; throws std::invalid_argument for another address.
+std::vector<Sums> update(Pool* pool, std::size_t numel, const Update& update,
+                         const std::vector<const void*>& summed = {});
 // dst = src or dst += src; returns the squared norm of dst afterwards.
 double deposit(Pool* pool, std::size_t numel, void* dst, DType dst_dtype, const void* src, DType src_dtype, bool add);
 double squared_norm(Pool* pool, std::size_t numel, const void* src, DType dtype);

@@ -88,7 +88,8 @@ def update(
     param_random: bool,
     random_key: int,
     first_block: int,
-) -> None:
+    summed: Sequence[int] = (),
+) -> list[tuple[int, int]]:
     """One fused pass of a rule, in place.
 
     Args:
@@ -101,9 +102,13 @@ def update(
         param_random: round a bf16 parameter without master stochastically.
         random_key: of this step.
         first_block: number of the first block of 256 elements in the order of all parameters.
+        summed: addresses of those of the arrays above, scales included, whose CRC-32C is taken in passing.
+
+    Returns:
+        For each of `summed` the CRC-32C of its values before and after.
 
     Raises:
-        ValueError: no kernel for this combination.
+        ValueError: no kernel for this combination, or an address in `summed` that is none of the arrays'.
     """
 
 def deposit(
@@ -181,6 +186,9 @@ class Queue:
         """Finish what was submitted and join the threads. May be called again; does nothing in a forked process."""
 
 def crc32c(memory: int, nbytes: int) -> int: ...
+def crc32c_join(a: int, b: int, b_nbytes: int) -> int:
+    """The CRC-32C of bytes A followed by B, of theirs and the length of B."""
+
 def crc32c_ways() -> list[str]:
     """What this processor can compute it by: from "portable", a table, to the fastest, which `crc32c` takes."""
 

@@ -18,6 +18,7 @@ import penstock
 from penstock.machine import collectives
 from penstock.machine.streams import Streams
 from penstock.tiers.nvme import FileRecords
+from penstock.tiers.sums import SummedRecord
 from tests.parity.rows import Movement
 from tests.support import disks, inline, prepare_on, run_ranks, separate, shorten_rings, simulated, thorough
 
@@ -88,15 +89,18 @@ class Late:
 @contextmanager
 def late_reads(seed: int) -> Iterator[None]:
     """Files are read at a pace of this rank's own."""
-    delays, read = random.Random(seed), FileRecords.load
+    delays, read, read_for_update = random.Random(seed), FileRecords.load, SummedRecord.load
 
     def late(records: FileRecords, number: int, buffer: Tensor) -> Any:
-        transfer = read(records, number, buffer)
+        return delayed(read(records, number, buffer))
+
+    def delayed(transfer: Any) -> Any:
         return None if transfer is None else Late(transfer, delays.uniform(0, MOST_SECONDS))
 
     with pytest.MonkeyPatch.context() as patch:
         shorten_rings(patch)
         patch.setattr(FileRecords, "load", late)
+        patch.setattr(SummedRecord, "load", lambda record: delayed(read_for_update(record)))
         yield
 
 

@@ -4,7 +4,8 @@
 // the repository's root; docs/lab-log.md has the outcome:
 //
 //     flags="-std=c++20 -O3 -ffp-contract=off -fno-math-errno -fno-trapping-math -Icsrc -pthread -static"
-//     files="tests/native/digests.cpp csrc/pool.cpp csrc/rules.cpp csrc/kernels_generic.cpp"
+//     files="tests/native/digests.cpp csrc/pool.cpp csrc/rules.cpp csrc/sums.cpp csrc/crc32c.cpp
+//       csrc/crc32c_folded.cpp csrc/kernels_generic.cpp"
 //     g++ $flags $files -o build/here && aarch64-linux-gnu-g++ $flags $files -o build/there
 //     diff <(build/here generic) <(qemu-aarch64-static build/there) && echo same bits
 #include <cstdint>

@@ -189,13 +189,17 @@ class File:
         """How many bytes writes have moved, failed ones included."""
         return self._native.bytes_written if self._native is not None else self._moved_bytes[1]
 
-    def read(self, offset: int, into: Tensor, *, checksum: int | None = None, what: str = "") -> Transfer:
+    def read(
+        self, offset: int, into: Tensor, *, checksum: int | None = None, sums: bool = True, what: str = ""
+    ) -> Transfer:
         """Start to read `into.nbytes` bytes at `offset`. They are in `into` once the transfer was waited for.
 
         Arguments:
             offset: where they begin in the file, in bytes: a multiple of 4096.
             into: the tensor to fill: contiguous, on the cpu, page-aligned, of whole pages, of any dtype.
             checksum: the checksum that the write of these bytes gave; `None` checks nothing.
+            sums: whether the queue's threads compute what is there; else whoever passes the bytes anyway does, and
+                tells `Transfer.check`.
             what: the name of the bytes in messages: "exp_avg of unit 'layers.3', tile 4".
 
         Raises:
@@ -203,21 +207,24 @@ class File:
             RuntimeError: file or queue are closed (as the interpreter's exit does), or belong to the process that this
                 one was forked from.
         """
-        return self._start(offset, into, what, write=False, checksum=checksum is not None, expected=checksum)
+        return self._start(offset, into, what, write=False, sums=sums and checksum is not None, known=checksum)
 
-    def write(self, offset: int, source: Tensor, *, checksum: bool = True, what: str = "") -> Transfer:
+    def write(
+        self, offset: int, source: Tensor, *, checksum: bool = True, known: int | None = None, what: str = ""
+    ) -> Transfer:
         """Start to write `source` at `offset`. It must not change until the transfer was waited for.
 
         Arguments:
             offset: where they go in the file, in bytes: a multiple of 4096.
             source: the tensor to write: contiguous, on the cpu, page-aligned, of whole pages, of any dtype.
             checksum: whether to compute one, which `Transfer.checksum` then returns.
+            known: the checksum, where the caller has computed it: none is computed then.
             what: the name of the bytes in messages.
 
         Raises:
             ValueError, RuntimeError: as `read`.
         """
-        return self._start(offset, source, what, write=True, checksum=checksum)
+        return self._start(offset, source, what, write=True, sums=checksum and known is None, known=known)
 
     def copy_from(self, source: File, source_offset: int, offset: int, nbytes: int) -> bool:
         """Copy bytes of another file inside the kernel, which shares the blocks where the file system can.
@@ -312,9 +319,7 @@ class File:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _start(
-        self, offset: int, memory: Tensor, what: str, *, write: bool, checksum: bool, expected: int | None = None
-    ) -> Transfer:
+    def _start(self, offset: int, memory: Tensor, what: str, *, write: bool, sums: bool, known: int | None) -> Transfer:
         """Check a transfer, since native code trusts the address and the length it is given, and start it."""
         if self._native is None:
             raise RuntimeError(f"{self.path} is closed")
@@ -332,11 +337,11 @@ class File:
             raise ValueError(f"{nbytes:,} bytes at offset {offset:,} are outside {self.path} of {self.size:,} bytes")
         try:
             native = self._queue._native.submit(
-                self._native, write=write, offset=offset, memory=address, nbytes=nbytes, checksum=checksum
+                self._native, write=write, offset=offset, memory=address, nbytes=nbytes, checksum=sums
             )
         except RuntimeError as error:
             raise EngineError(f"{self.path} takes no transfer: {error}.") from error
-        return self._queue._hold(Transfer(native, self, offset, memory, what, write=write, expected=expected))
+        return self._queue._hold(Transfer(native, self, offset, memory, what, write=write, sums=sums, known=known))
 
 
 class Transfer:
@@ -351,7 +356,8 @@ class Transfer:
         memory: the tensor that it fills or writes.
         what: the name of the bytes in messages.
         write: whether it writes.
-        expected: the checksum that a read must find; `None` for any.
+        sums: whether native code computes the checksum of the bytes.
+        known: the checksum that they have: that a read must find, or that whoever writes them has computed.
     """
 
     def __init__(
@@ -363,10 +369,11 @@ class Transfer:
         what: str,
         *,
         write: bool,
-        expected: int | None,
+        sums: bool,
+        known: int | None,
     ) -> None:
         self.file, self.offset, self.nbytes, self.what = file, offset, memory.nbytes, what
-        self._native, self._write, self._expected = native, write, expected
+        self._native, self._write, self._sums, self._known = native, write, sums, known
         self._memory: Tensor | None = memory
 
     def done(self) -> bool:
@@ -389,10 +396,19 @@ class Transfer:
         if failure is not None:
             raise failure
 
+    def check(self, found: int) -> None:
+        """Take the checksum of the bytes that were read from who has computed it, once waited for.
+
+        Raises:
+            NvmeError: they are not those that were written: what `wait` raises where the queue's threads compute it.
+        """
+        if self._known is not None and found != self._known:
+            raise self._mismatch(found, self._known)
+
     @property
     def checksum(self) -> int:
         """The CRC-32C of all bytes, once waited for; 0 where none was asked for."""
-        return self._native.checksum
+        return self._known if self._write and self._known is not None else self._native.checksum
 
     @property
     def ended(self) -> float:
@@ -401,18 +417,22 @@ class Transfer:
 
     def _failure(self) -> NvmeError | None:
         """Make the error of a transfer that is done; `None` where it went well."""
-        error = self._native.error
-        offset = self._native.error_offset
-        if error == 0:
-            if self._expected is None or self._native.checksum == self._expected:
-                return None
-            error, offset = errno.EBADMSG, self.offset
-            reason = f"the checksum is {self._native.checksum:#010x}, not {self._expected:#010x}"
-            advice = CHANGED
-        elif error == _native.END_OF_FILE:
-            reason, advice = "the file ends there", FILE_ENDED
-        else:
-            reason, advice = os.strerror(error), ADVICE.get(error, DISK_FAILED)
+        error, offset = self._native.error, self._native.error_offset
+        if error == _native.END_OF_FILE:
+            return self._failed(None, offset, "the file ends there", FILE_ENDED)
+        if error:
+            return self._failed(error, offset, os.strerror(error), ADVICE.get(error, DISK_FAILED))
+        if self._sums and self._known is not None and self._native.checksum != self._known:
+            return self._mismatch(self._native.checksum, self._known)
+        return None
+
+    def _mismatch(self, found: int, known: int) -> NvmeError:
+        """Make the error of bytes that are not those that were written."""
+        reason = f"the checksum is {found:#010x}, not {known:#010x}"
+        return self._failed(errno.EBADMSG, self.offset, reason, CHANGED)
+
+    def _failed(self, error: int | None, offset: int, reason: str, advice: str) -> NvmeError:
+        """Make an error that names what was moved, where it failed, why, and what to do."""
         verb = "Writing" if self._write else "Reading"
         what = f"{self.what}, " if self.what else ""
         return NvmeError(
@@ -420,7 +440,7 @@ class Transfer:
             f"{offset:,}: {reason}. {advice}",
             file=self.file.path,
             offset=offset,
-            errno=None if error == _native.END_OF_FILE else error,
+            errno=error,
         )
 
 

@@ -20,6 +20,7 @@ from penstock.rules.master import read_master
 from penstock.rules.native import dtype_of, master_kind_of, storage_of
 from penstock.rules.rule import BLOCK_NUMEL, PIECE_NUMEL, Hyper, Scalars, Segment, StateSpec
 from penstock.rules.storage import StateFormat, read_state, rounding_of, write_param, write_state
+from penstock.rules.sums import Sums
 
 
 @dataclass(frozen=True)
@@ -179,7 +180,18 @@ class Fused(Elementwise, ABC):
         if elsewhere:
             self.on_device(self, elsewhere, grad_scale, update_in_torch)
 
-    def _update_native(self, segment: Segment, hyper: FusedHyper, grad_scale: float, pool: Pool | None) -> None:
+    def update_summed(
+        self, segments: Iterable[tuple[Segment, Hyper]], grad_scale: float, pool: Pool | None, sums: Sums
+    ) -> None:
+        """Apply the rule to segments of host memory; see `Summing.update_summed`."""
+        for segment, hyper in segments:
+            assert isinstance(hyper, FusedHyper)
+            assert segment.param.device.type == "cpu"
+            self._update_native(segment, hyper, grad_scale, pool, sums)
+
+    def _update_native(
+        self, segment: Segment, hyper: FusedHyper, grad_scale: float, pool: Pool | None, sums: Sums | None = None
+    ) -> None:
         """Update a segment of host memory by the native kernel."""
         param, stochastic = segment.param, self.format.stochastic
         states = [
@@ -190,8 +202,10 @@ class Fused(Elementwise, ABC):
             )
             for k, spec in enumerate(self.states[: self.used(hyper)])
         ]
+        used = segment.states[: len(states)], segment.scales[: len(states)]
+        summed = [] if sums is None else sums.among((param, segment.grad, segment.master, *used[0], *used[1]))
         # Addresses alone: a `Segment` has checked lengths and devices, and the functions around them the dtypes.
-        _native.update(
+        found = _native.update(
             pool,
             hyper.kernel,
             param.numel(),
@@ -206,7 +220,10 @@ class Fused(Elementwise, ABC):
             param_random=stochastic and segment.master is None and param.dtype == torch.bfloat16,
             random_key=step_key(self.format.seed, hyper.step) if stochastic else 0,
             first_block=segment.first // BLOCK_NUMEL,
+            summed=[tensor.data_ptr() for tensor in summed],
         )
+        if sums is not None:
+            sums.note(summed, found)
 
 
 def update_reference(rule: Fused, segment: Segment, hyper: FusedHyper, grad_scale: float) -> None:

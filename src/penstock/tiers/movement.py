@@ -19,21 +19,12 @@ from torch import Tensor
 
 from penstock.kinds import OPTIMIZER, Tier
 from penstock.machine.arena import PAGE_BYTES
-from penstock.machine.streams import (
-    FETCH,
-    READ,
-    SAVE,
-    WRITE,
-    Event,
-    Streams,
-    across,
-    all_of,
-    copy,
-)
+from penstock.machine.streams import FETCH, READ, SAVE, WRITE, Event, Streams, Work, across, all_of, copy
 from penstock.tiers.copies import Copies, Use, Way, in_reach
 from penstock.tiers.home import Home, Section, Views, shared_sections
 from penstock.tiers.records import RecordLayout, Records
 from penstock.tiers.ring import PASSING, Ring, RingSlot
+from penstock.tiers.sums import SummedRecord
 from penstock.trace import Label
 
 #: Puts values back after an event, and says when they are there.
@@ -163,6 +154,7 @@ class BroughtTile:
         arrivals: the events of what has to be brought.
         to_memory: what puts values back to memory.
         to_records: what stores values in records.
+        summed: the records that the use has to sum, and to check, before anything is stored.
     """
 
     after: Event
@@ -172,6 +164,7 @@ class BroughtTile:
     arrivals: list[Event] = field(default_factory=list)
     to_memory: list[Back] = field(default_factory=list)
     to_records: list[Back] = field(default_factory=list)
+    summed: list[SummedRecord] = field(default_factory=list)
 
     @property
     def ready(self) -> Event:
@@ -240,6 +233,7 @@ class Pipeline:
         label: Label,
         written: Sequence[str] = (),
         count: int = 1,
+        sums: bool = False,
     ) -> BroughtTile:
         """Make a tile's values available where the update runs.
 
@@ -250,6 +244,7 @@ class Pipeline:
             label: what it is for, in traces.
             written: names of the homes that the use writes, and that have to be put back.
             count: how many tiles are brought at once: no more than `stretch` says.
+            sums: whether the use sums the records that it is told to.
         """
         places = {name: home.tile(number) for name, home in homes.items()}
         far = any(not self._reaches(section) for section, _ in places.values())
@@ -259,7 +254,7 @@ class Pipeline:
                 tile.views[name] = section.views(*_stretch_range(section, local, count))
             elif isinstance(section, Records):
                 assert count == 1, "a record is one tile"
-                self._bring_record(tile, name, section, local, back=name in written)
+                self._bring_record(tile, name, section, local, back=name in written, sums=sums)
             else:
                 extent = _stretch_range(section, local, count)
                 self._bring_memory(tile, name, section, extent, back=name in written)
@@ -292,7 +287,9 @@ class Pipeline:
             if back:
                 tile.to_memory.append(partial(self._copies.copy, back_again, source, target, label=tile.label))
 
-    def _bring_record(self, tile: BroughtTile, name: str, section: Records, number: int, *, back: bool) -> None:
+    def _bring_record(
+        self, tile: BroughtTile, name: str, section: Records, number: int, *, back: bool, sums: bool
+    ) -> None:
         """Load a record, by way of the host where the tile is used on a device."""
         slot = tile.slot
         assert slot is not None
@@ -300,10 +297,17 @@ class Pipeline:
         near, host = slot.near[name][:nbytes], slot.host[name][:nbytes]
         passes = slot.near[name] is not slot.host[name]
         up, down = Way(self._beside, True), Way(Tier.CPU, True)
+        load: Work = partial(section.load, number, host)
+        put: Work = partial(section.store, number, host)
+        # What a buffer still holds was checked, or made by an update: without a way back nobody needs its checksum.
+        if sums and (back or kept is None) and (summed := section.summed(number, host)) is not None:
+            assert not passes, "an update sums what it works on"
+            tile.summed.append(summed)
+            load, put = summed.load, summed.store
         if kept is not None and kept.slot is slot:
             event = slot.free  # the record is here: complete once its last use is over
         else:
-            event = self._fetch(section, number, host, tile)
+            event = self._fetch(section, number, host, tile, load)
             if passes:
                 event = self._copies.copy(up, near, host, event, tile.label)
         tile.arrivals.append(event)
@@ -312,16 +316,14 @@ class Pipeline:
         def store(used: Event) -> Event:
             landed = self._copies.copy(down, host, near, used, tile.label) if passes else used
             slot.keep(section, number, host, landed)  # who wants the record next need not wait for the file
-            written = self._streams.submit(
-                WRITE, partial(section.store, number, host), after=(landed,), nbytes=nbytes, label=tile.label
-            )
+            written = self._streams.submit(WRITE, put, after=(landed,), nbytes=nbytes, label=tile.label)
             section.last_stores[number] = written  # a load from the file before would bring the old values
             return written
 
         if back:
             tile.to_records.append(store)
 
-    def _fetch(self, section: Records, number: int, buffer: Tensor, tile: BroughtTile) -> Event:
+    def _fetch(self, section: Records, number: int, buffer: Tensor, tile: BroughtTile, load: Work) -> Event:
         """Bring a record to a buffer: from the slot that still holds it, or from where it rests."""
         assert tile.slot is not None
         kept = section.kept.get(number)
@@ -329,7 +331,7 @@ class Pipeline:
             # The record may still be on its way to where it rests, and the slot in use for another one.
             return self._streams.submit(
                 FETCH,
-                partial(section.load, number, buffer),
+                load,
                 after=(tile.after, section.last_stores[number], tile.slot.free),
                 writes=(buffer,),
                 nbytes=buffer.numel(),

@@ -3,6 +3,7 @@
 import contextlib
 import os
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 
 from torch import Tensor
@@ -13,6 +14,7 @@ from penstock.machine.aio import File, Queue, Transfer
 from penstock.machine.swap import SwapFolder
 from penstock.tiers.home import Place, Section, SectionPlan, Stored
 from penstock.tiers.records import Records, record_sizes
+from penstock.tiers.sums import SummedRecord
 from penstock.tiers.tier import Slab, TierMemory
 
 
@@ -32,21 +34,33 @@ class FileRecords(Records):
 
     def load(self, number: int, into: Tensor) -> Transfer | None:
         """Start to read a tile's record. One that was never written is zeros, at once."""
+        return self._read(number, into, sums=self._checksums)
+
+    def _read(self, number: int, into: Tensor, *, sums: bool) -> Transfer | None:
         place, last = self._places[number], self._transfers[number]
         if last is None:
             into[: place.nbytes].zero_()
             return None
         expected = last.checksum if self._checksums else None
-        return place.file.read(place.offset, into[: place.nbytes], checksum=expected, what=self.name(number))
+        return place.file.read(place.offset, into[: place.nbytes], checksum=expected, sums=sums, what=self.name(number))
 
     def store(self, number: int, source: Tensor) -> Transfer:
         """Start to write a tile's record."""
+        return self._write(number, source)
+
+    def _write(self, number: int, source: Tensor, known: int | None = None) -> Transfer:
         place = self._places[number]
         transfer = place.file.write(
-            place.offset, source[: place.nbytes], checksum=self._checksums, what=self.name(number)
+            place.offset, source[: place.nbytes], checksum=self._checksums, known=known, what=self.name(number)
         )
         self._transfers[number] = transfer
         return transfer
+
+    def summed(self, number: int, buffer: Tensor) -> SummedRecord | None:
+        """Have an update sum a tile's record; see `Records.summed`."""
+        if not self._checksums:
+            return None
+        return SummedRecord(buffer, partial(self._read, number, sums=False), partial(self._write, number))
 
     def stored(self, number: int) -> Stored | None:
         """Say where a tile's record is, and its checksum; `None` if none is known, or it was never written."""

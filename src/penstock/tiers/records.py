@@ -19,6 +19,7 @@ from penstock.machine.arena import PAGE_BYTES, page_aligned
 from penstock.machine.streams import DONE, Event, Pending, PendingEvent, all_of
 from penstock.tiers.home import CellPlan, Section, SectionPlan, Views
 from penstock.tiers.ring import Kept
+from penstock.tiers.sums import SummedRecord
 
 _FIELD_BYTES = 64  # fields begin on a cache line
 
@@ -86,6 +87,11 @@ class Records(Section):
     @abstractmethod
     def store(self, number: int, source: Tensor) -> Pending | None:
         """Start to put a tile's record from the front of a page-aligned buffer of bytes; returns the transfer."""
+
+    def summed(self, number: int, buffer: Tensor) -> SummedRecord | None:
+        """Have an update sum a tile's record in a buffer of its bytes; `None` where records have no checksums."""
+        del number, buffer
+        return None
 
     def record_bytes(self, number: int) -> int:
         """Count the bytes of a tile's record."""

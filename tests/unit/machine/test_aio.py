@@ -1,5 +1,6 @@
 """Files of the nvme tier against plain bytes: any order, any size, many threads, and how transfers end."""
 
+import contextlib
 import errno
 import gc
 import logging
@@ -17,6 +18,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from penstock import _native
+from penstock.errors import NvmeError
 from penstock.machine.aio import File, Queue, Transfer, checksum
 from penstock.machine.arena import PAGE_BYTES
 from tests.support import memory
@@ -270,6 +272,40 @@ def test_buffered_files_are_said_once(
     assert [record.getMessage() for record in caplog.records] == [
         f"No direct I/O on the file system of {tmp_path / 'a'}: its files go through the page cache."
     ]
+
+
+def test_checksums_that_the_caller_computes(tmp_path: Path) -> None:
+    """The queue's threads compute none: a read is checked when the caller says what is there, a write has his."""
+    source, into = memory(3 * PAGE_BYTES, seed=1), memory(3 * PAGE_BYTES)
+    with Queue(1) as queue, File(queue, tmp_path / "file", MIB) as file:
+        write = file.write(0, source, known=checksum(source))
+        write.wait()
+        assert (write.checksum, write._native.checksum) == (checksum(source), 0)
+        read = file.read(0, into, checksum=write.checksum, sums=False, what="param of unit 'head', tile 0")
+        read.wait()
+        assert read._native.checksum == 0
+        read.check(checksum(into))
+        wrong = file.read(0, into, checksum=write.checksum ^ 1, what="param of unit 'head', tile 0")
+        with pytest.raises(NvmeError) as seen_by_the_queue:
+            wrong.wait()
+        late = file.read(0, into, checksum=write.checksum ^ 1, sums=False, what="param of unit 'head', tile 0")
+        late.wait()
+        with pytest.raises(NvmeError) as seen_by_the_caller:
+            late.check(checksum(into))
+        first, second = seen_by_the_queue.value, seen_by_the_caller.value
+        assert str(first) == str(second)
+        assert (first.file, first.offset, first.errno) == (second.file, second.offset, second.errno)
+        with contextlib.suppress(NvmeError):  # the first one that failed
+            file.close()
+
+
+@settings(max_examples=50, deadline=None)
+@given(cut=st.integers(0, 5000), nbytes=st.integers(0, 5000), seed=st.integers(0, 2**31))
+def test_checksums_of_neighbours_are_joined(cut: int, nbytes: int, seed: int) -> None:
+    tensor = memory(3 * PAGE_BYTES, seed)
+    address = tensor.data_ptr()
+    parts = _native.crc32c(address, cut), _native.crc32c(address + cut, nbytes)
+    assert _native.crc32c_join(*parts, nbytes) == _native.crc32c(address, cut + nbytes)
 
 
 @pytest.mark.parametrize("way", _native.crc32c_ways())

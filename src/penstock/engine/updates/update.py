@@ -14,8 +14,9 @@ from penstock.kinds import GRAD, MASTER, OPTIMIZER, PARAM, SHADOW, Tier
 from penstock.layout import Piece
 from penstock.machine.streams import DEVICE_UPDATE, DONE, UPDATE, Event, all_of
 from penstock.rules.rule import BLOCK_NUMEL, Hyper, Scalars, Segment
+from penstock.rules.sums import Summing, Sums, update_many
 from penstock.tiers.home import Home, Views
-from penstock.tiers.movement import Movement, Pipeline, Stretch
+from penstock.tiers.movement import BroughtTile, Movement, Pipeline, Stretch
 from penstock.trace import NO_LABEL, Label
 
 #: For each slot that has a gradient: what the rule reads of its group and step, and its scalars afterwards.
@@ -244,10 +245,12 @@ class Updater:
         assert trained is not None
         homes = _homes(unit, tile.number)
         written, label = (MASTER, OPTIMIZER, SHADOW, PARAM), Label("update", unit.name, tile=tile.number)
+        # What a pass of the host touches anyway is summed by it, and not by those who move it.
+        sums = tile.runs_on is Tier.CPU and isinstance(unit.rule, Summing)
         brought = self._pipelines[tile.runs_on].bring(
-            tile.number, homes, after=tile.complete, written=written, label=label, count=tile.count
+            tile.number, homes, after=tile.complete, written=written, label=label, count=tile.count, sums=sums
         )
-        work = partial(self._apply, tile, trained.fields, brought.views, allowed)
+        work = partial(self._apply, tile, trained.fields, brought, allowed)
         nbytes = _touched(brought.views)
         if tile.beside is Tier.DEVICE:  # compute itself updates what is on the device
             brought.ready.wait()  # else it computes with what the slot held before
@@ -296,13 +299,17 @@ class Updater:
         return {index: self._firsts[parameters[index]] + own - layout[index].start for index in slots}
 
     def _apply(
-        self, tile: TileUpdate, fields: Fields, views: Mapping[str, Views], allowed: Callable[[], bool] | None
+        self, tile: TileUpdate, fields: Fields, brought: BroughtTile, allowed: Callable[[], bool] | None
     ) -> None:
         """Update every run of a tile, as the work of a stream, once all of it is there."""
-        if allowed is not None and not allowed():
-            return
-        tile.unit.rule.update_many(self._segments(tile, fields, views), tile.scale, self._pool)
-        if tile.then is not None:
+        updates = allowed is None or allowed()
+        sums = Sums(record.buffer for record in brought.summed)
+        if updates:
+            segments = self._segments(tile, fields, brought.views)
+            update_many(tile.unit.rule, segments, tile.scale, self._pool, sums)
+        for record in brought.summed:  # what has stayed as it was is put back all the same
+            record.check(sums)
+        if updates and tile.then is not None:
             tile.then()
 
     def _segments(

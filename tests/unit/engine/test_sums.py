@@ -1,0 +1,233 @@
+"""Checksums of records that updates take in passing: the same as of the bytes in the files, and taken once."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import penstock
+from penstock.machine.aio import File, Transfer, checksum
+from penstock.machine.arena import page_aligned
+from penstock.machine.streams import Streams
+from penstock.rules.sums import Sums
+from penstock.tiers.nvme import FileRecords
+from tests.support import disks, inline, prepare_on, separate, shorten_rings, simulated, thorough
+
+WIDTH, BLOCKS = 40, 2
+KINDS = ("params", "grads", "optimizer")
+
+
+class Block(nn.Module):
+    """Its parameters leave gaps of zeros behind them; one is trained and never used, one is frozen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+        self.unused = nn.Parameter(torch.ones(700))
+        self.scale = nn.Parameter(torch.ones(WIDTH), requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(torch.tanh(self.up(x))) * self.scale
+
+
+def model_and_groups() -> tuple[nn.Module, list[dict[str, Any]]]:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(3)
+        model = nn.Sequential(*(Block() for _ in range(BLOCKS)))
+    trained = [p for p in model.parameters() if p.requires_grad]
+    return model, [{"params": trained[::2]}, {"params": trained[1::2], "lr": 3e-3}]
+
+
+@dataclass(frozen=True)
+class Row:
+    name: str
+    optimizer: Callable[..., torch.optim.Optimizer] = torch.optim.AdamW
+    precision: str = "bf16"
+    master: str = "remainder"
+    homes: tuple[str, ...] = KINDS
+    overlap: str = "forward"
+    streams: Callable[[], Streams] = inline
+    tile_bytes: int = 4096
+    options: tuple[tuple[str, Any], ...] = ()
+    groups: bool = True
+
+    def prepare(self) -> tuple[nn.Module, penstock.Optimizer]:
+        model, groups = model_and_groups()
+        stock = self.optimizer(groups if self.groups else [p for g in groups for p in g["params"]], lr=1e-2)
+        homes = {kind: "nvme" if kind in self.homes else "cpu" for kind in KINDS}
+        return model, prepare_on(
+            self.streams(),
+            model,
+            stock,
+            placement=penstock.Placement(**homes, nvme_path=disks(1)),
+            precision=self.precision,
+            master=self.master,
+            overlap=self.overlap,
+            options=penstock.Options(tile_bytes=self.tile_bytes, **dict(self.options)),
+        )
+
+
+late = partial(simulated, most_seconds=0.0003)
+INT8 = (("state_dtype", "int8"),)
+ROWS = [
+    Row("default"),
+    Row("fp32", precision="fp32", streams=separate, tile_bytes=6144),
+    Row("fp32 master", master="fp32", overlap="none"),
+    Row("int8", options=INT8, tile_bytes=5120),
+    Row("int8, one group", options=(*INT8, ("update_threads", 3)), groups=False, streams=separate),
+    Row("bf16 states", options=(("state_dtype", "bf16"), ("rounding", "stochastic"))),
+    Row("optimizer alone", homes=("optimizer",), streams=late),
+    Row("all but gradients", homes=("params", "optimizer")),
+    Row("gradients alone", homes=("grads",)),
+    Row("amsgrad", optimizer=partial(torch.optim.Adam, amsgrad=True)),
+    Row("sgd", optimizer=torch.optim.SGD),
+    Row("late", streams=late),
+    Row("in backward", overlap="backward", streams=separate),
+    Row("large tiles", tile_bytes=1 << 20),
+]
+#: Whose update is not summed in passing.
+OTHERS = [
+    Row("another rule", optimizer=torch.optim.RMSprop),
+    Row("no checksums", options=(("checksums", False),)),
+]
+
+
+def backward(model: nn.Module, optimizer: penstock.Optimizer, scale: float = 1.0) -> None:
+    x = torch.linspace(-1, 1, 4 * WIDTH, dtype=torch.float32).view(4, WIDTH)
+    optimizer.backward(model(x).float().square().mean() * scale)
+
+
+def iterate(model: nn.Module, optimizer: penstock.Optimizer, scale: float = 1.0) -> None:
+    backward(model, optimizer, scale)
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def stored(optimizer: penstock.Optimizer) -> Iterator[tuple[str, int, int]]:
+    """Of every record that was written: its name, its checksum, and that of what is in the file."""
+    for unit in optimizer._engine.rig.units:
+        for home in unit.homes.values():
+            for section in home.sections:
+                for number in range(section.tiles if isinstance(section, FileRecords) else 0):
+                    found = section.stored(number)
+                    if found is not None:
+                        assert isinstance(section, FileRecords)
+                        buffer = page_aligned(found.place.nbytes)
+                        found.place.file.read(found.place.offset, buffer).wait()
+                        yield section.name(number), found.checksum, checksum(buffer)
+
+
+@pytest.fixture
+def transfers(monkeypatch: pytest.MonkeyPatch) -> list[Transfer]:
+    """All that are started, of rings that hold few records."""
+    started: list[Transfer] = []
+    start = File._start
+
+    def note(self: File, *args: Any, **kwargs: Any) -> Transfer:
+        started.append(start(self, *args, **kwargs))
+        return started[-1]
+
+    monkeypatch.setattr(File, "_start", note)
+    shorten_rings(monkeypatch)
+    return started
+
+
+@pytest.mark.parametrize("row", [*ROWS[:5], *map(thorough, ROWS[5:11]), *ROWS[11:]], ids=lambda row: row.name)
+def test_the_sum_of_each_record_is_that_of_its_bytes(row: Row, transfers: list[Transfer]) -> None:
+    model, optimizer = row.prepare()
+    for _ in range(2):
+        iterate(model, optimizer)
+        optimizer.synchronize()
+        records = list(stored(optimizer))
+        assert records or row.homes == ("grads",)
+        assert [(name, kept) for name, kept, _ in records] == [(name, found) for name, _, found in records]
+    optimizer.close()
+
+
+@pytest.mark.parametrize("row", ROWS[:5], ids=lambda row: row.name)
+def test_the_threads_of_files_sum_nothing_of_an_update(row: Row, transfers: list[Transfer]) -> None:
+    model, optimizer = row.prepare()
+    iterate(model, optimizer)
+    backward(model, optimizer)
+    optimizer.synchronize()
+    del transfers[:]
+    optimizer.step()
+    optimizer.synchronize()
+    kinds = {"param", "grad", "exp_avg and exp_avg_sq"} | ({"master"} if row.precision == "bf16" else set())
+    if "int8" in row.name:
+        kinds = kinds - {"exp_avg and exp_avg_sq"} | {"exp_avg and exp_avg_scale and exp_avg_sq and exp_avg_sq_scale"}
+    assert {kinds_of(transfer) for transfer in transfers if not transfer._write} == kinds
+    assert {kinds_of(transfer) for transfer in transfers if transfer._write} == kinds - {"grad"}
+    assert [transfer.what for transfer in transfers if transfer._native.checksum] == []
+    assert all(transfer.checksum for transfer in transfers if transfer._write)
+    optimizer.close()
+
+
+def kinds_of(transfer: Transfer) -> str:
+    return transfer.what.split(" of ")[0]
+
+
+def test_updates_in_backward_are_summed_too(transfers: list[Transfer]) -> None:
+    model, optimizer = Row("", overlap="backward").prepare()
+    iterate(model, optimizer)
+    optimizer.synchronize()
+    del transfers[:]
+    iterate(model, optimizer)
+    optimizer.synchronize()
+    of_updates = [transfer for transfer in transfers if "exp_avg" in transfer.what]
+    assert of_updates
+    assert not any(transfer._native.checksum for transfer in of_updates)
+    optimizer.close()
+
+
+@pytest.mark.parametrize("row", OTHERS, ids=lambda row: row.name)
+def test_other_updates_sum_as_they_did(row: Row, transfers: list[Transfer], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Sums, "of", lambda *_: pytest.fail("nothing is summed in passing"))
+    model, optimizer = row.prepare()
+    for _ in range(2):
+        iterate(model, optimizer)
+        optimizer.synchronize()
+    checksums = dict(row.options).get("checksums", True)
+    assert all(bool(transfer._native.checksum) == checksums for transfer in transfers if transfer._write)
+    assert all(kept == found for _, kept, found in stored(optimizer))
+    optimizer.close()
+
+
+@pytest.mark.parametrize("streams", [inline, thorough(late)])
+def test_a_tile_that_may_not_be_updated_is_put_back_as_it_was(
+    streams: Callable[[], Streams], transfers: list[Transfer]
+) -> None:
+    """In backward: its gradient is not finite."""
+    model, optimizer = Row("", overlap="backward", streams=streams).prepare()
+    iterate(model, optimizer)
+    optimizer.synchronize()
+    before = [optimizer.full_param(p) for p in model.parameters()]
+    backward(model, optimizer, float("inf"))
+    with pytest.warns(UserWarning, match="The step was skipped"):
+        assert optimizer.step().skipped
+    optimizer.synchronize()
+    assert all(kept == found for _, kept, found in stored(optimizer))
+    assert all(torch.equal(optimizer.full_param(p), b) for p, b in zip(model.parameters(), before, strict=True))
+    optimizer.close()
+
+
+def test_a_checkpoint_after_such_steps_is_whole(tmp_path: Path, transfers: list[Transfer]) -> None:
+    """Tiles are copied with the checksums that updates have left."""
+    row = Row("")
+    model, optimizer = row.prepare()
+    for _ in range(2):
+        iterate(model, optimizer)
+    optimizer.save(tmp_path / "a")
+    iterate(model, optimizer)
+    expected = [optimizer.full_param(p) for p in model.parameters()]
+    optimizer.close()
+    model, optimizer = row.prepare()
+    optimizer.load(tmp_path / "a")
+    iterate(model, optimizer)
+    assert all(torch.equal(optimizer.full_param(p), e) for p, e in zip(model.parameters(), expected, strict=True))
+    optimizer.close()

@@ -1,0 +1,176 @@
+"""What an update sums in passing is the CRC-32C of the same bytes, before and after."""
+
+from collections.abc import Callable
+from itertools import cycle
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from penstock import _native
+from penstock.machine.aio import checksum
+from penstock.machine.arena import page_aligned
+from penstock.rules import Pool, Segment, StateFormat, rule_for
+from penstock.rules.fused import Fused, FusedHyper
+from penstock.rules.rule import Hyper
+from penstock.rules.sums import Summing, Sums, update_many
+from tests.support import memory
+from tests.unit.rules.segments import (
+    FORMATS,
+    GRADS,
+    RULES,
+    STORAGES,
+    copy_of,
+    make,
+    parts,
+    random_inputs,
+    rule_and_hyper,
+)
+
+Check = Callable[[Tensor, Tensor], None]
+
+
+def touched(segment: Segment) -> list[Tensor]:
+    return [segment.grad, *(tensor for _, tensor in parts(segment))]
+
+
+def check(rule: Fused, hyper: FusedHyper, segment: Segment, pool: Pool | None, assert_same_bits: Check) -> None:
+    """Update a segment with sums of everything, hold them against those of the bytes, and the values against those of
+    an update without."""
+    plain, before = copy_of(segment), [checksum(tensor) for tensor in touched(segment)]
+    rule.update(plain, hyper, 0.7, pool)
+    sums = Sums(touched(segment))
+    rule.update_summed([(segment, hyper)], 0.7, pool, sums)
+    found = [sums.of(tensor) for tensor in touched(segment)]
+    assert found == [(b, checksum(tensor)) for b, tensor in zip(before, touched(segment), strict=True)]
+    for (_, actual), (_, expected) in zip(parts(segment), parts(plain), strict=True):
+        assert_same_bits(actual, expected)
+
+
+@pytest.mark.parametrize("format_", FORMATS, ids=lambda f: f"{f.dtype}-{f.rounding}")
+@pytest.mark.parametrize("name", RULES)
+def test_every_rule_storage_and_gradient(name: str, format_: StateFormat, isa: str, assert_same_bits: Check) -> None:
+    rule, hyper = rule_and_hyper(name, format_)
+    for storage, grad_dtype in zip(STORAGES, cycle(GRADS), strict=False):
+        check(rule, hyper, make(rule, *random_inputs(3 * 256 + 39), storage, grad_dtype), None, assert_same_bits)
+
+
+@pytest.mark.parametrize("format_", [FORMATS[0], FORMATS[3], FORMATS[4]], ids=lambda f: f.dtype)
+@pytest.mark.parametrize("threads", [1, 3])
+@pytest.mark.parametrize("numel", [1, 255, 256, 257, 32767, 32768, 32769, 100_001])
+def test_pieces_are_joined(format_: StateFormat, threads: int, numel: int, assert_same_bits: Check) -> None:
+    rule, hyper = rule_and_hyper("adamw", format_)
+    pool = Pool(threads)
+    check(rule, hyper, make(rule, *random_inputs(numel), STORAGES[2], GRADS[1]), pool, assert_same_bits)
+    pool.close()
+
+
+def test_native_code_sums_all_that_it_is_asked_to(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else everything would be right, and summed from memory by `Sums.of`."""
+    rule, hyper = rule_and_hyper("adamw", FORMATS[4])
+    segment = make(rule, *random_inputs(1000), STORAGES[2], GRADS[1])
+    sums = Sums(touched(segment))
+    rule.update_summed([(segment, hyper)], 0.7, None, sums)
+    lengths: list[int] = []
+    crc32c = _native.crc32c
+    monkeypatch.setattr(_native, "crc32c", lambda at, nbytes: lengths.append(nbytes) or crc32c(at, nbytes))
+    for tensor in touched(segment):
+        sums.of(tensor)
+    assert set(lengths) == {0}
+
+
+def test_states_that_a_group_does_not_use_are_as_they_were(assert_same_bits: Check) -> None:
+    rule, _ = rule_and_hyper("amsgrad")
+    _, hyper = rule_and_hyper("adamw")
+    assert rule.used(hyper) < len(rule.states)
+    check(rule, hyper, make(rule, *random_inputs(1000), STORAGES[2], GRADS[1]), None, assert_same_bits)
+
+
+def test_a_record_is_its_runs_and_what_no_run_touches() -> None:
+    """Two runs of a buffer with a gap between them, padding between the kinds and a tail."""
+    rule, hyper = rule_and_hyper("adamw", FORMATS[4])
+    numel = 5 * 256
+    whole = make(rule, *random_inputs(numel), STORAGES[2], GRADS[1])
+    assert whole.master is not None
+    scales = [scale for scale in whole.scales if scale is not None]
+    record, offset, views = memory(4 * 4096, seed=1), 0, []
+    for tensor in (whole.master, whole.states[0], scales[0], whole.states[1], scales[1]):
+        offset = -(-offset // 64) * 64 + 128
+        view = record[offset : offset + tensor.nbytes].view(tensor.dtype)
+        view.copy_(tensor)
+        views.append(view)
+        offset += tensor.nbytes
+    master, *states = views
+
+    def run(start: int, stop: int) -> tuple[Segment, Hyper]:
+        part, blocks = slice(start, stop), slice(start // 256, -(-stop // 256))
+        values, scales = states[::2], states[1::2]
+        segment = Segment(
+            whole.param[part],
+            whole.grad[part],
+            master[part],
+            tuple(state[part] for state in values),
+            tuple(scale[blocks] for scale in scales),
+            first=start,
+        )
+        return segment, hyper
+
+    before, param = checksum(record), whole.param.clone()
+    sums = Sums([record])
+    assert sums.among([whole.param, None, master, record]) == [master, record]
+    update_many(rule, [run(0, 300), run(512, 1200)], 0.7, None, sums)
+    assert sums.of(record) == (before, checksum(record))
+    assert before != checksum(record)
+    assert not torch.equal(param, whole.param)
+
+
+def test_memory_that_nothing_passed_is_summed_as_it_is() -> None:
+    record = memory(4096, seed=1)
+    assert Sums([record]).of(record) == (checksum(record), checksum(record))
+    assert bool(Sums([record]))
+    assert not Sums([])
+
+
+def test_nothing_is_summed_where_nobody_asks(monkeypatch: pytest.MonkeyPatch) -> None:
+    rule, hyper = rule_and_hyper("adamw")
+    asked: list[Any] = []
+    update = _native.update
+
+    def note(*args: Any, **kwargs: Any) -> list[tuple[int, int]]:
+        asked.append(kwargs["summed"])
+        return update(*args, **kwargs)
+
+    monkeypatch.setattr(_native, "update", note)
+    update_many(rule, [(make(rule, *random_inputs(300), STORAGES[2], GRADS[1]), hyper)], 1.0, None, Sums([]))
+    assert asked == [[]]
+
+
+def test_what_is_summed_is_of_the_update() -> None:
+    elsewhere, values = page_aligned(4096), torch.zeros(8)
+    for address in (elsewhere.data_ptr(), 0, values.data_ptr() + 4):
+        with pytest.raises(ValueError, match="what is summed is no array of the update"):
+            _native.update(
+                None,
+                _native.Rule.SGD,
+                8,
+                values.data_ptr(),
+                _native.DType.FP32,
+                torch.zeros(8).data_ptr(),
+                _native.DType.FP32,
+                0,
+                _native.Master.NONE,
+                [],
+                [1.0, *rule_and_hyper("sgd")[1].scalars, *map(float, rule_and_hyper("sgd")[1].flags)],
+                param_random=False,
+                random_key=0,
+                first_block=0,
+                summed=[address],
+            )
+
+
+def test_rules_with_kernels_sum_and_others_do_not() -> None:
+    for name in RULES:
+        assert isinstance(rule_and_hyper(name)[0], Summing)
+    for optimizer in (torch.optim.RMSprop, torch.optim.Adafactor):
+        assert not isinstance(rule_for(optimizer([torch.nn.Parameter(torch.zeros(4, 4))])), Summing)
