@@ -67,6 +67,14 @@ PARTS: dict[str, Part] = {
         contenders=("plain", "penstock", "fsdp2"),
         peers=("deepspeed",),
     ),
+    "step-tuned": Part(
+        "step.py",
+        "the same with a malloc that keeps its memory, for all of them",
+        figures.of_step,
+        full=("--rounds", "7", "--malloc", "tuned"),
+        quick=("--model", "tiny", "--rounds", "4", "--warmup", "1", "--sequence", "64", "--malloc", "tuned"),
+        contenders=("plain", "penstock"),
+    ),
     "step-nvme": Part(
         "step.py",
         "a training step with the optimizer's state in files; the disk alone moves the same bytes",
@@ -75,6 +83,14 @@ PARTS: dict[str, Part] = {
         quick=("--tier", "nvme", "--model", "tiny", "--rounds", "4", "--warmup", "1", "--sequence", "64"),
         contenders=("disk", "penstock"),
         peers=("deepspeed",),
+    ),
+    "step-files": Part(
+        "step.py",
+        "a training step with everything in files",
+        _reader(figures.of_step, base="disk"),
+        full=("--tier", "files", "--rounds", "4", "--warmup", "1", "--malloc", "tuned"),
+        quick=("--tier", "files", "--model", "tiny", "--rounds", "4", "--warmup", "1", "--sequence", "64"),
+        contenders=("plain", "disk", "penstock"),
     ),
     "rules": Part(
         "rules.py",

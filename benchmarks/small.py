@@ -2,10 +2,12 @@
 
     python benchmarks/small.py                                  # 64 and 256 layers
     python benchmarks/small.py --layers 64 --profile "penstock nvme"      # where the time of a step goes, by function
+    python benchmarks/small.py --before OTHER/src --contenders "plain,before cpu,penstock cpu"
 
 Contenders are processes of their own that take turns: plain torch, FSDP2, and Penstock with everything on the device,
 on the cpu tier, and with parameters, gradients and the optimizer's state in files. A turn is some steps, ended by
 waiting for everything that still goes on. What a layer costs more among 256 than among 64 grows with their number.
+`before` is Penstock of another checkout, whose sources hold a built extension.
 """
 
 import argparse
@@ -96,19 +98,23 @@ def training_of(name: str, device: torch.device, settings: dict[str, Any]) -> Tr
         return contenders.plain(model, device)
     if name == "fsdp2":
         return contenders.fsdp2(model, device)
-    tier = name.removeprefix("penstock ")
+    tier = name.split()[1]
     placement = dict(params=tier, grads=tier, optimizer=tier, nvme_path=settings["folder"])
     return contenders.penstock(model, device, placement=placement, options={"update_threads": settings["threads"]})
 
 
 def contender(name: str, **settings: Any) -> Iterator[Figures]:
     """A contender of `take_turns`."""
+    if name.startswith("before"):
+        step.import_other(settings["before"])
     device = step.device_of(settings)
     return trained(training_of(name, device, settings), device, settings)
 
 
 NAMES = ("plain", "fsdp2", *(f"penstock {tier}" for tier in TIERS))
-CONTENDERS: dict[str, Callable[..., Iterator[Figures]]] = {name: partial(contender, name) for name in NAMES}
+CONTENDERS: dict[str, Callable[..., Iterator[Figures]]] = {
+    name: partial(contender, name) for name in (*NAMES, *(f"before {tier}" for tier in TIERS))
+}
 
 
 def profile(name: str, settings: dict[str, Any], lines: int) -> None:
@@ -130,6 +136,7 @@ def profile(name: str, settings: dict[str, Any], lines: int) -> None:
 def report(arguments: argparse.Namespace) -> dict[str, Any]:
     """Let the contenders take turns at each number of layers."""
     settings = {key: getattr(arguments, key) for key in ("steps", "threads", "folder")}
+    settings["before"] = arguments.before and str(Path(arguments.before).resolve())
     chosen = {name: CONTENDERS[name] for name in arguments.contenders.split(",")}
     rounds: dict[str, dict[str, list[Figures]]] = {}
     for layers in arguments.layers:
@@ -153,6 +160,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--layers", type=int, nargs="+", default=[64, 256])
     parser.add_argument("--contenders", default=",".join(NAMES), help="comma-separated")
+    parser.add_argument("--before", help="the `src` of another checkout, with a built extension beside its modules")
     parser.add_argument("--steps", type=int, default=4, help="steps of a turn")
     parser.add_argument("--folder", default=tempfile.gettempdir(), help="a folder on the disk of the nvme tier")
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
