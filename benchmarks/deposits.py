@@ -39,12 +39,12 @@ Deposit = Callable[..., float | Tensor]
 
 def ways(threads: int) -> dict[str, Deposit]:
     """What stands for the deposit of a gradient."""
-    deposit, own = reduce.deposit, Pool(threads)
+    deposit, own = reduce.deposit_part, Pool(threads)
     return {
         "torch": deposit,
-        "own": lambda dst, src, *, add, pool: deposit(dst, src, add=add, pool=own),
-        "norm": lambda dst, src, *, add, pool: squared_norm(src, pool=pool),
-        "none": lambda dst, src, *, add, pool: 0.0,
+        "own": lambda dst, start, stop, src, *, add, pool: deposit(dst, start, stop, src, add=add, pool=own),
+        "norm": lambda dst, start, stop, src, *, add, pool: squared_norm(src, pool=pool),
+        "none": lambda dst, start, stop, src, *, add, pool: 0.0,
     }
 
 
@@ -74,13 +74,13 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
         times = {"plain": backward_ms(plain, tokens)}
         plain_model.zero_grad(set_to_none=True)
         for name, deposit in made.items():
-            reduce.deposit = deposit  # type: ignore[assignment]
+            reduce.deposit_part = deposit  # type: ignore[assignment]
             times[name] = backward_ms(mine, tokens)
             optimizer.zero_grad()
         if number >= 2:
             for name, elapsed in times.items():
                 found.setdefault(name, []).append(elapsed)
-    reduce.deposit = made["torch"]  # type: ignore[assignment]
+    reduce.deposit_part = made["torch"]  # type: ignore[assignment]
     optimizer.close(keep_params=False)
     ratios = {
         name: statistics.median(a / b for a, b in zip(of, found["plain"], strict=True)) for name, of in found.items()
