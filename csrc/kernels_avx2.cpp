@@ -161,14 +161,6 @@ struct V {
       _mm_storeu_si128(reinterpret_cast<__m128i*>(to),
                        _mm_packus_epi16(_mm256_castsi256_si128(words), _mm256_extracti128_si256(words, 1)));
     }
-    // Without masks: packing saturates, and what is a byte stays as it is.
-    template <bool is_signed>
-    static void store_codes(unsigned char* to, U x) {
-      const __m256i words = alternate(x.a, _mm256_slli_epi32(x.b, 16));
-      const __m128i first = _mm256_castsi256_si128(words), second = _mm256_extracti128_si256(words, 1);
-      _mm_storeu_si128(reinterpret_cast<__m128i*>(to),
-                       is_signed ? _mm_packs_epi16(first, second) : _mm_packus_epi16(first, second));
-    }
     static U bits(V x) { return {V::bits(x.a), V::bits(x.b)}; }
     static V float_of(U x) { return {_mm256_castsi256_ps(x.a), _mm256_castsi256_ps(x.b)}; }
     static V to_floats(U x) { return {_mm256_cvtepi32_ps(x.a), _mm256_cvtepi32_ps(x.b)}; }
@@ -197,6 +189,21 @@ struct V {
     friend U operator<<(U x, int by) { return {_mm256_slli_epi32(x.a, unsigned(by)), _mm256_slli_epi32(x.b, unsigned(by))}; }
     friend U operator>>(U x, int by) { return {_mm256_srli_epi32(x.a, unsigned(by)), _mm256_srli_epi32(x.b, unsigned(by))}; }
   };
+  template <bool is_signed>
+  static V load_middles(const unsigned char* from) {
+    return U::to_floats(is_signed ? U::load_signed_bytes(from) : U::load_bytes(from)) + splat(0.5f);
+  }
+  // Without masks: packing saturates, and what is a byte stays as it is.
+  template <bool is_signed>
+  static void store_codes(unsigned char* to, V x, float unit, V of) {
+    const U whole = U::truncate(is_signed ? x : x * splat(unit));
+    const U codes = is_signed ? whole ^ U::shifted_signed(U::bits(of), 31)
+                              : U::larger(whole, U::smaller(U::bits(of), U::splat(1)));
+    const __m256i words = alternate(codes.a, _mm256_slli_epi32(codes.b, 16));
+    const __m128i first = _mm256_castsi256_si128(words), second = _mm256_extracti128_si256(words, 1);
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(to),
+                     is_signed ? _mm_packs_epi16(first, second) : _mm_packus_epi16(first, second));
+  }
   // The instruction gives its second operand where either is a NaN.
   static V larger(V x, V y) { return {larger(x.a, y.a), larger(x.b, y.b)}; }
   static V sign(V x) { return {sign(x.a), sign(x.b)}; }

@@ -53,7 +53,7 @@ void update_bf16(const Arrays& arrays, const float* scalars, size_t begin, size_
       if constexpr (has_remainder) look_ahead(i, master);
       for (int k = 0; k < count; ++k) look_ahead(i, states[k]);
       for (int k = 0; k < count; ++k) values[k] = Bf16::get(states[k] + i);
-      const V p = rule.step(Store::get(param, master, i), Grad::get(grad + i), values);
+      const V p = step(rule, Store::get(param, master, i), Grad::get(grad + i), values);
       if constexpr (random) {
         const U words = random_words(i - begin, keys[0]);
         const U more = second_draw ? random_words(i - begin, keys[1]) : words;
