@@ -57,7 +57,7 @@ struct V {
   static V from_bf16(Half half) {
     return {_mm256_castsi256_ps(_mm256_slli_epi32(half, 16)), _mm256_castsi256_ps(_mm256_and_si256(half, high_mask()))};
   }
-  static Half to_bf16(V x) { return high_words(quiet(x.a, round_even(x.a)), quiet(x.b, round_even(x.b))); }
+  static Half to_bf16(V x) { return high_words(quiet<false>(x.a, round_even(x.a)), quiet<false>(x.b, round_even(x.b))); }
   static V from_fp16(Half half) {
     const __m256 x = _mm256_cvtph_ps(_mm256_castsi256_si128(half));
     const __m256 y = _mm256_cvtph_ps(_mm256_extracti128_si256(half, 1));
@@ -129,7 +129,8 @@ struct V {
   }
   static void split(V x, Half& high, Half& low) {
     const __m256i half = _mm256_set1_epi32(0x8000);
-    high = high_words(quiet(x.a, _mm256_add_epi32(bits(x.a), half)), quiet(x.b, _mm256_add_epi32(bits(x.b), half)));
+    high = high_words(quiet<true>(x.a, _mm256_add_epi32(bits(x.a), half)),
+                      quiet<true>(x.b, _mm256_add_epi32(bits(x.b), half)));
     low = alternate(bits_of_number(x.a), _mm256_slli_epi32(bits_of_number(x.b), 16));
   }
 
@@ -207,8 +208,10 @@ struct V {
   // The instruction gives its second operand where either is a NaN.
   static V larger(V x, V y) { return {larger(x.a, y.a), larger(x.b, y.b)}; }
   static V sign(V x) { return {sign(x.a), sign(x.b)}; }
+  template <bool is_quiet>
   static Half to_bf16_up(V x, U added) {
-    return high_words(quiet(x.a, _mm256_add_epi32(bits(x.a), added.a)), quiet(x.b, _mm256_add_epi32(bits(x.b), added.b)));
+    return high_words(quiet<is_quiet>(x.a, _mm256_add_epi32(bits(x.a), added.a)),
+                      quiet<is_quiet>(x.b, _mm256_add_epi32(bits(x.b), added.b)));
   }
 
   struct Wide {
@@ -261,9 +264,11 @@ struct V {
     return _mm256_add_epi32(bits(x), _mm256_add_epi32(odd, _mm256_set1_epi32(0x7FFF)));
   }
   // `rounded`, or the bits of a quiet NaN where the value is one: rounding could carry a NaN into -0.
+  template <bool is_quiet>
   static __m256i quiet(__m256 x, __m256i rounded) {
     const __m256i nan = _mm256_castps_si256(_mm256_cmp_ps(x, x, _CMP_UNORD_Q));
-    return _mm256_blendv_epi8(rounded, _mm256_or_si256(bits(x), _mm256_set1_epi32(0x400000)), nan);
+    const __m256i otherwise = is_quiet ? bits(x) : _mm256_or_si256(bits(x), _mm256_set1_epi32(0x400000));
+    return _mm256_blendv_epi8(rounded, otherwise, nan);
   }
   // The bits, or 0 of a NaN.
   static __m256i bits_of_number(__m256 x) {

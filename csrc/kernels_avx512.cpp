@@ -53,7 +53,7 @@ struct V {
   static V from_bf16(Half half) {
     return {_mm512_castsi512_ps(_mm512_slli_epi32(half, 16)), _mm512_castsi512_ps(_mm512_and_si512(half, high_mask()))};
   }
-  static Half to_bf16(V x) { return high_words(plus(x.a, to_even(x.a)), plus(x.b, to_even(x.b))); }
+  static Half to_bf16(V x) { return high_words(plus<false>(x.a, to_even(x.a)), plus<false>(x.b, to_even(x.b))); }
   static V from_fp16(Half half) {
     return apart(_mm512_cvtph_ps(_mm512_castsi512_si256(half)), _mm512_cvtph_ps(_mm512_extracti64x4_epi64(half, 1)));
   }
@@ -74,7 +74,7 @@ struct V {
   }
   static void split(V x, Half& high, Half& low) {
     const __m512i half = _mm512_set1_epi32(0x8000);
-    high = high_words(plus(x.a, half), plus(x.b, half));
+    high = high_words(plus<true>(x.a, half), plus<true>(x.b, half));
     low = alternate(_mm512_maskz_mov_epi32(numbers(x.a), bits(x.a)), _mm512_maskz_slli_epi32(numbers(x.b), bits(x.b), 16));
   }
 
@@ -167,7 +167,8 @@ struct V {
             _mm512_mask_mov_ps(_mm512_max_ps(x.b, y.b), nans(x.b), x.b)};
   }
   static V sign(V x) { return {sign(x.a), sign(x.b)}; }
-  static Half to_bf16_up(V x, U added) { return high_words(plus(x.a, added.a), plus(x.b, added.b)); }
+  template <bool is_quiet>
+  static Half to_bf16_up(V x, U added) { return high_words(plus<is_quiet>(x.a, added.a), plus<is_quiet>(x.b, added.b)); }
 
   struct Wide {
     __m512d parts[4];
@@ -211,8 +212,10 @@ struct V {
     return _mm512_add_epi32(odd, _mm512_set1_epi32(0x7FFF));
   }
   // The sum, or the bits of a quiet NaN where the value is one: rounding could carry a NaN into -0.
+  template <bool is_quiet>
   static __m512i plus(__m512 x, __m512i added) {
-    return _mm512_mask_add_epi32(_mm512_or_si512(bits(x), _mm512_set1_epi32(0x400000)), numbers(x), bits(x), added);
+    const __m512i otherwise = is_quiet ? bits(x) : _mm512_or_si512(bits(x), _mm512_set1_epi32(0x400000));
+    return _mm512_mask_add_epi32(otherwise, numbers(x), bits(x), added);
   }
   static __m512i high_mask() { return _mm512_set1_epi32(int(0xFFFF0000u)); }
   // The low words of one with the high words of the other.

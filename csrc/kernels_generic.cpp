@@ -134,6 +134,7 @@ struct V {
   }
   static V larger(V a, V b) { return a.v > b.v || a.v != a.v ? a : b; }
   static V sign(V x) { return {float(x.v > 0.0f) - float(x.v < 0.0f)}; }
+  template <bool>
   static Half to_bf16_up(V value, U added) {
     const std::uint32_t bits = bits_of(value.v);
     return quiet_high(value, bits, bits + added.v);

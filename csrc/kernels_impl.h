@@ -12,7 +12,7 @@
 // store; U, `width` unsigned words, with splat, count (0, 1, 2 ...), load and store (in V's order), load_bytes,
 // load_signed_bytes, store_bytes (the low 8 bits), bits, float_of, to_floats, truncate, larger, smaller, largest (of
 // all), + - * & | ^, shifts by a number, shifted_signed; sum_unless, which chooses by element; to_bf16_up (bits added
-// below the last one before truncating);
+// below the last one before truncating; all NaNs of a result of arithmetic are quiet, and split takes nothing else);
 // load_middles (bytes, signed or not, and 1/2) and store_codes, of m, the whole part of a vector times a number: signed, m
 // or -1 - m by the sign of another vector; else m, and at least 1 where that is not 0.
 
