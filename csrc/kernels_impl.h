@@ -19,9 +19,9 @@
 // Asks for memory before it is needed. The processor's own prefetching stops at the end of a page, and behind this much
 // arithmetic it does not look far enough ahead. One element at a time, asking would cost more than it gives.
 constexpr size_t ahead_bytes = 2048;
-template <class... Words>
+template <size_t by = ahead_bytes, class... Words>
 void look_ahead(size_t i, const Words*... arrays) {
-  if constexpr (V::width > 1) (__builtin_prefetch(reinterpret_cast<const char*>(arrays + i) + ahead_bytes), ...);
+  if constexpr (V::width > 1) (__builtin_prefetch(reinterpret_cast<const char*>(arrays + i) + by), ...);
 }
 
 // How one dtype is read and written. `put` returns the value that was stored, rounding included.
@@ -173,7 +173,7 @@ double squares_of(const typename Src::Word* src, size_t begin, size_t end) {
   return sum_squares<quick>(
       begin, end,
       [=](size_t i) {
-        look_ahead(i, src);
+        look_ahead<512>(i, src);  // with so little arithmetic, asking further ahead gets in the way of the processor's own
         return Src::get(src + i);
       },
       [=](size_t i, size_t count) { return Src::get(Tail<typename Src::Word>(src + i, count).words); });
