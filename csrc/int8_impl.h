@@ -133,7 +133,7 @@ void update_int8(const Arrays& arrays, const float* scalars, size_t begin, size_
     for (size_t v = 0; v < block_vectors; ++v) {
       const size_t i = at + v * V::width;
       V now[count], parts[R::parts];
-      look_ahead(i, param, master, grad);
+      look_ahead(i, grad);  // the processor keeps up with codes by itself
       each<count>([&]<int k>() { now[k] = U::float_of(U::load(values[turn][k] + v * V::width)); });
       rule.begin(MasterRemainder::get(param, master, i), Grad::get(grad + i), now, parts);
       each<R::parts>([&]<int k>() { U::store(begun[k] + v * V::width, U::bits(parts[k])); });
@@ -153,7 +153,7 @@ void update_int8(const Arrays& arrays, const float* scalars, size_t begin, size_
     });
     for (size_t v = 0; v < block_vectors; ++v) {
       V parts[R::parts];
-      if (v % 2 == 0) each<count>([&]<int k>() { look_ahead(next + v * V::width, states[k]); });
+      look_ahead<1024>(at + v * V::width, param, master);
       each<R::parts>([&]<int k>() { parts[k] = U::float_of(U::load(begun[k] + v * V::width)); });
       MasterRemainder::put(param, master, at + v * V::width, rule.end(parts));
       each<count>([&]<int k>() { read.template operator()<k>(next, v, !turn); });
