@@ -21,19 +21,26 @@ class Adam {
         divides_(flag(scalars[6] - 1.0f)),
         lerp_from_grad_(flag(scalars[10])) {}
 
-  V step(V param, V grad, V* states) const {
+  static constexpr int parts = 3;
+  void begin(V param, V grad, V* states, V* begun) const {
     V g = grad * grad_scale_;
     if (has_l2_) g = V::fma(l2_, param, g);
-    const V p = param * decay_;
     const V before = states[0];
-    const V exp_avg = V::fma(lerp_weight_, g - before, lerp_from_grad_ ? g : before);
+    V nearer = before;  // not by ?:, for which some compilers go through memory
+    if (lerp_from_grad_) nearer = g;
+    const V exp_avg = V::fma(lerp_weight_, g - before, nearer);
     V exp_avg_sq = V::fma(grad_sq_weight_ * g, g, states[1] * beta2_);
     states[0] = exp_avg;
     states[1] = exp_avg_sq;
     if constexpr (amsgrad) states[2] = exp_avg_sq = V::larger(states[2], exp_avg_sq);
-    V root = V::sqrt(exp_avg_sq);
+    begun[0] = param * decay_;
+    begun[1] = neg_step_size_ * exp_avg;
+    begun[2] = V::sqrt(exp_avg_sq);
+  }
+  V end(const V* begun) const {
+    V root = begun[2];
     if (divides_) root = root / bias2_sqrt_;
-    return p + neg_step_size_ * exp_avg / (root + eps_);
+    return begun[0] + begun[1] / (root + eps_);
   }
 
  private:

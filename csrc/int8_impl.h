@@ -12,9 +12,8 @@ struct Map8 {
   // What the codes of a block with this scale stand for; the two vectors are `zero_of` and `base_of` the scale. Negative
   // codes are -1 - m: adding 1/2 makes the middles symmetric, and three times the bits keeps the sign.
   static V decode(const unsigned char* from, U zero, U base) {
-    const U code = is_signed ? U::load_signed_bytes(from) : U::load_bytes(from);
-    const U log = U::bits(U::to_floats(code) + V::splat(0.5f));
-    const U shifted = is_signed ? log << 1 : log << 2;
+    const U log = U::bits(V::template load_middles<is_signed>(from));
+    const U shifted = is_signed ? log + log : log << 2;
     const U spread = is_signed ? log + shifted : shifted;
     return U::float_of(U::sum_unless(shifted, U::splat(half << (is_signed ? 1 : 2)), spread, base, zero));
   }
@@ -27,17 +26,20 @@ struct Map8 {
     return U::splat(bits - octaves * top);
   }
 
-  // The codes of values under the largest magnitude of their block, as integers; of a block without scale anything. Without sign, values are not
-  // negative, and none but 0 becomes 0.
-  static U encode(V value, U largest) {
-    const U distance = magnitude_of(value) - largest;
+  // Writes the codes of values, given `from_of` the largest magnitude of their block; of a block without scale anything.
+  static void encode(unsigned char* to, V value, U from) {
+    const U distance = magnitude_of(value) + from;
     if constexpr (is_signed) {
       const U log = U::truncate(V::fma(U::to_floats(distance), V::splat(1.0f / 3.0f), V::splat(float(top))));
-      return U::truncate(U::float_of(log)) ^ U::shifted_signed(U::bits(value), 31);
+      V::template store_codes<true>(to, U::float_of(log), 1.0f, value);
     } else {
-      const U log = U::shifted_signed(distance, 2) + U::splat(top);
-      return U::larger(U::truncate(U::float_of(log)), U::smaller(U::bits(value), U::splat(1)));
+      V::template store_codes<false>(to, U::float_of(distance >> 2), 0x1p64f, value);
     }
+  }
+  // What `encode` adds to a magnitude. Without sign that gives 4 logarithms at once, each less 2^29 (2^-64 of the float): so
+  // they are never negative and fit 32 bits.
+  static U from_of(unsigned largest) {
+    return U::splat((is_signed ? 0 : octaves * (top - (1u << 29))) - largest);
   }
   static U magnitude_of(V value) { return is_signed ? U::bits(value) & U::splat(0x7FFFFFFFu) : U::bits(value); }
 };
@@ -71,7 +73,7 @@ float encode_int8(unsigned char* to, const float* from) noexcept {
   }
   const unsigned top = U::largest(largest);
   for (size_t v = 0; v < block_vectors; ++v)
-    U::template store_codes<is_signed>(to + v * V::width, Map8<is_signed>::encode(values[v], U::splat(top)));
+    Map8<is_signed>::encode(to + v * V::width, values[v], Map8<is_signed>::from_of(top));
   clear_unless(has_codes(top), to);
   return scale_of(top);
 }
@@ -85,8 +87,10 @@ inline __attribute__((always_inline)) void each(Body&& body) {
   }
 }
 
-// One fused pass with 8-bit states over whole blocks, of a bf16 parameter with remainder. A block's codes are written
-// while the next one is updated: its largest magnitude is known by then, and neither waits for the other.
+// One fused pass with 8-bit states over whole blocks, of a bf16 parameter with remainder, in two loops over each block: one
+// begins the updates and writes the codes of the block before, whose largest magnitudes are known by then; the other
+// ends the updates and reads the codes of the block after. In one loop the chain from code to root to quotient is longer
+// than what a processor has registers to look ahead for, and it stands still most of the time.
 template <class R, class Grad>
 void update_int8(const Arrays& arrays, const float* scalars, size_t begin, size_t end) noexcept {
   constexpr int count = state_count[int(R::id)];
@@ -96,51 +100,67 @@ void update_int8(const Arrays& arrays, const float* scalars, size_t begin, size_
   unsigned char* states[count];
   for (int k = 0; k < count; ++k) states[k] = static_cast<unsigned char*>(arrays.states[k]);
   const R rule(scalars);
+  if (begin == end) return;
 
-  V values[2][count][block_vectors];
-  unsigned top[count] = {};
-  const auto write = [&]<int k>(size_t at, size_t v, int turn) {
-    U::template store_codes<R::is_signed[k]>(states[k] + at + v * V::width,
-                                             Map8<R::is_signed[k]>::encode(values[turn][k][v], U::splat(top[k])));
+  // Rows of a power of two would put the same element of all on one line of the cache.
+  constexpr size_t row = block_numel + 48;
+  alignas(64) unsigned values[2][count][row] = {}, begun[R::parts][row];
+  U zero[count], base[count], largest[count], from[count];
+  unsigned tops[count] = {};
+  const auto look_up = [&]<int k>(size_t at) {
+    const float scale = arrays.scales[k][at / block_numel];
+    zero[k] = Map8<R::is_signed[k]>::zero_of(scale);
+    base[k] = Map8<R::is_signed[k]>::base_of(scale);
   };
+  const auto read = [&]<int k>(size_t at, size_t v, int turn) {
+    const V value = Map8<R::is_signed[k]>::decode(states[k] + at + v * V::width, zero[k], base[k]);
+    U::store(values[turn][k] + v * V::width, U::bits(value));
+  };
+  const auto write = [&]<int k>(size_t at, size_t v, int turn) {
+    const V value = U::float_of(U::load(values[turn][k] + v * V::width));
+    Map8<R::is_signed[k]>::encode(states[k] + at + v * V::width, value, from[k]);
+  };
+
+  each<count>([&]<int k>() {
+    from[k] = U::splat(0);
+    look_up.template operator()<k>(begin);
+    for (size_t v = 0; v < block_vectors; ++v) read.template operator()<k>(begin, v, 0);
+  });
   int turn = 0;
   for (size_t at = begin; at < end; at += block_numel, turn = !turn) {
-    U zero[count], base[count], largest[count];
-    each<count>([&]<int k>() {
-      const float scale = arrays.scales[k][at / block_numel];
-      zero[k] = Map8<R::is_signed[k]>::zero_of(scale);
-      base[k] = Map8<R::is_signed[k]>::base_of(scale);
-      largest[k] = U::splat(0);
-    });
-    const auto pass = [&]<bool is_first>() {
-      for (size_t v = 0; v < block_vectors; ++v) {
-        const size_t i = at + v * V::width;
-        look_ahead(i, param, master, grad);
-        V now[count];
-        if (v % 2 == 0) each<count>([&]<int k>() { look_ahead(i, states[k]); });
-        each<count>([&]<int k>() { now[k] = Map8<R::is_signed[k]>::decode(states[k] + i, zero[k], base[k]); });
-        MasterRemainder::put(param, master, i, rule.step(MasterRemainder::get(param, master, i), Grad::get(grad + i), now));
-        each<count>([&]<int k>() {
-          values[turn][k][v] = now[k];
-          largest[k] = U::larger(largest[k], Map8<R::is_signed[k]>::magnitude_of(now[k]));
-          if constexpr (!is_first) write.template operator()<k>(at - block_numel, v, !turn);
-        });
-      }
-    };
-    if (at == begin) {
-      pass.template operator()<true>();
-    } else {
-      pass.template operator()<false>();
+    const size_t before = at > begin ? at - block_numel : at;  // the first is written twice, at first with anything
+    each<count>([&]<int k>() { largest[k] = U::splat(0); });
+    for (size_t v = 0; v < block_vectors; ++v) {
+      const size_t i = at + v * V::width;
+      V now[count], parts[R::parts];
+      look_ahead(i, grad);  // the processor keeps up with codes by itself
+      each<count>([&]<int k>() { now[k] = U::float_of(U::load(values[turn][k] + v * V::width)); });
+      rule.begin(MasterRemainder::get(param, master, i), Grad::get(grad + i), now, parts);
+      each<R::parts>([&]<int k>() { U::store(begun[k] + v * V::width, U::bits(parts[k])); });
+      each<count>([&]<int k>() {
+        U::store(values[turn][k] + v * V::width, U::bits(now[k]));
+        largest[k] = U::larger(largest[k], Map8<R::is_signed[k]>::magnitude_of(now[k]));
+        write.template operator()<k>(before, v, !turn);
+      });
     }
+    const size_t next = at + block_numel < end ? at + block_numel : at;  // the last is read again, for nothing
     each<count>([&]<int k>() {
-      if (at > begin) clear_unless(has_codes(top[k]), states[k] + at - block_numel);
-      top[k] = U::largest(largest[k]);
-      arrays.scales[k][at / block_numel] = scale_of(top[k]);
+      if (at > begin) clear_unless(has_codes(tops[k]), states[k] + at - block_numel);
+      tops[k] = U::largest(largest[k]);
+      from[k] = Map8<R::is_signed[k]>::from_of(tops[k]);
+      look_up.template operator()<k>(next);
+      arrays.scales[k][at / block_numel] = scale_of(tops[k]);
     });
+    for (size_t v = 0; v < block_vectors; ++v) {
+      V parts[R::parts];
+      look_ahead<1024>(at + v * V::width, param, master);
+      each<R::parts>([&]<int k>() { parts[k] = U::float_of(U::load(begun[k] + v * V::width)); });
+      MasterRemainder::put(param, master, at + v * V::width, rule.end(parts));
+      each<count>([&]<int k>() { read.template operator()<k>(next, v, !turn); });
+    }
   }
-  if (begin == end) return;
   each<count>([&]<int k>() {
     for (size_t v = 0; v < block_vectors; ++v) write.template operator()<k>(end - block_numel, v, !turn);
-    clear_unless(has_codes(top[k]), states[k] + end - block_numel);
+    clear_unless(has_codes(tops[k]), states[k] + end - block_numel);
   });
 }

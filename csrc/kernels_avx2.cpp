@@ -57,7 +57,7 @@ struct V {
   static V from_bf16(Half half) {
     return {_mm256_castsi256_ps(_mm256_slli_epi32(half, 16)), _mm256_castsi256_ps(_mm256_and_si256(half, high_mask()))};
   }
-  static Half to_bf16(V x) { return high_words(quiet(x.a, round_even(x.a)), quiet(x.b, round_even(x.b))); }
+  static Half to_bf16(V x) { return high_words(quiet<false>(x.a, round_even(x.a)), quiet<false>(x.b, round_even(x.b))); }
   static V from_fp16(Half half) {
     const __m256 x = _mm256_cvtph_ps(_mm256_castsi256_si128(half));
     const __m256 y = _mm256_cvtph_ps(_mm256_extracti128_si256(half, 1));
@@ -129,7 +129,8 @@ struct V {
   }
   static void split(V x, Half& high, Half& low) {
     const __m256i half = _mm256_set1_epi32(0x8000);
-    high = high_words(quiet(x.a, _mm256_add_epi32(bits(x.a), half)), quiet(x.b, _mm256_add_epi32(bits(x.b), half)));
+    high = high_words(quiet<true>(x.a, _mm256_add_epi32(bits(x.a), half)),
+                      quiet<true>(x.b, _mm256_add_epi32(bits(x.b), half)));
     low = alternate(bits_of_number(x.a), _mm256_slli_epi32(bits_of_number(x.b), 16));
   }
 
@@ -161,14 +162,6 @@ struct V {
       _mm_storeu_si128(reinterpret_cast<__m128i*>(to),
                        _mm_packus_epi16(_mm256_castsi256_si128(words), _mm256_extracti128_si256(words, 1)));
     }
-    // Without masks: packing saturates, and what is a byte stays as it is.
-    template <bool is_signed>
-    static void store_codes(unsigned char* to, U x) {
-      const __m256i words = alternate(x.a, _mm256_slli_epi32(x.b, 16));
-      const __m128i first = _mm256_castsi256_si128(words), second = _mm256_extracti128_si256(words, 1);
-      _mm_storeu_si128(reinterpret_cast<__m128i*>(to),
-                       is_signed ? _mm_packs_epi16(first, second) : _mm_packus_epi16(first, second));
-    }
     static U bits(V x) { return {V::bits(x.a), V::bits(x.b)}; }
     static V float_of(U x) { return {_mm256_castsi256_ps(x.a), _mm256_castsi256_ps(x.b)}; }
     static V to_floats(U x) { return {_mm256_cvtepi32_ps(x.a), _mm256_cvtepi32_ps(x.b)}; }
@@ -197,11 +190,28 @@ struct V {
     friend U operator<<(U x, int by) { return {_mm256_slli_epi32(x.a, unsigned(by)), _mm256_slli_epi32(x.b, unsigned(by))}; }
     friend U operator>>(U x, int by) { return {_mm256_srli_epi32(x.a, unsigned(by)), _mm256_srli_epi32(x.b, unsigned(by))}; }
   };
+  template <bool is_signed>
+  static V load_middles(const unsigned char* from) {
+    return U::to_floats(is_signed ? U::load_signed_bytes(from) : U::load_bytes(from)) + splat(0.5f);
+  }
+  // Without masks: packing saturates, and what is a byte stays as it is.
+  template <bool is_signed>
+  static void store_codes(unsigned char* to, V x, float unit, V of) {
+    const U whole = U::truncate(is_signed ? x : x * splat(unit));
+    const U codes = is_signed ? whole ^ U::shifted_signed(U::bits(of), 31)
+                              : U::larger(whole, U::smaller(U::bits(of), U::splat(1)));
+    const __m256i words = alternate(codes.a, _mm256_slli_epi32(codes.b, 16));
+    const __m128i first = _mm256_castsi256_si128(words), second = _mm256_extracti128_si256(words, 1);
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(to),
+                     is_signed ? _mm_packs_epi16(first, second) : _mm_packus_epi16(first, second));
+  }
   // The instruction gives its second operand where either is a NaN.
   static V larger(V x, V y) { return {larger(x.a, y.a), larger(x.b, y.b)}; }
   static V sign(V x) { return {sign(x.a), sign(x.b)}; }
+  template <bool is_quiet>
   static Half to_bf16_up(V x, U added) {
-    return high_words(quiet(x.a, _mm256_add_epi32(bits(x.a), added.a)), quiet(x.b, _mm256_add_epi32(bits(x.b), added.b)));
+    return high_words(quiet<is_quiet>(x.a, _mm256_add_epi32(bits(x.a), added.a)),
+                      quiet<is_quiet>(x.b, _mm256_add_epi32(bits(x.b), added.b)));
   }
 
   struct Wide {
@@ -254,9 +264,11 @@ struct V {
     return _mm256_add_epi32(bits(x), _mm256_add_epi32(odd, _mm256_set1_epi32(0x7FFF)));
   }
   // `rounded`, or the bits of a quiet NaN where the value is one: rounding could carry a NaN into -0.
+  template <bool is_quiet>
   static __m256i quiet(__m256 x, __m256i rounded) {
     const __m256i nan = _mm256_castps_si256(_mm256_cmp_ps(x, x, _CMP_UNORD_Q));
-    return _mm256_blendv_epi8(rounded, _mm256_or_si256(bits(x), _mm256_set1_epi32(0x400000)), nan);
+    const __m256i otherwise = is_quiet ? bits(x) : _mm256_or_si256(bits(x), _mm256_set1_epi32(0x400000));
+    return _mm256_blendv_epi8(rounded, otherwise, nan);
   }
   // The bits, or 0 of a NaN.
   static __m256i bits_of_number(__m256 x) {

@@ -53,7 +53,7 @@ struct V {
   static V from_bf16(Half half) {
     return {_mm512_castsi512_ps(_mm512_slli_epi32(half, 16)), _mm512_castsi512_ps(_mm512_and_si512(half, high_mask()))};
   }
-  static Half to_bf16(V x) { return high_words(plus(x.a, to_even(x.a)), plus(x.b, to_even(x.b))); }
+  static Half to_bf16(V x) { return high_words(plus<false>(x.a, to_even(x.a)), plus<false>(x.b, to_even(x.b))); }
   static V from_fp16(Half half) {
     return apart(_mm512_cvtph_ps(_mm512_castsi512_si256(half)), _mm512_cvtph_ps(_mm512_extracti64x4_epi64(half, 1)));
   }
@@ -68,13 +68,13 @@ struct V {
   }
 
   static V join(Half high, Half low) {
-    const __m512i even = _mm512_srai_epi32(_mm512_slli_epi32(low, 16), 16);
-    return {_mm512_castsi512_ps(_mm512_add_epi32(_mm512_slli_epi32(high, 16), even)),
-            _mm512_castsi512_ps(_mm512_add_epi32(_mm512_and_si512(high, high_mask()), _mm512_srai_epi32(low, 16)))};
+    const __m512i above = _mm512_add_epi16(high, _mm512_srai_epi16(low, 15));  // one less where the low word is negative
+    return {_mm512_castsi512_ps(alternate(low, _mm512_slli_epi32(above, 16))),
+            _mm512_castsi512_ps(alternate(_mm512_srli_epi32(low, 16), above))};
   }
   static void split(V x, Half& high, Half& low) {
     const __m512i half = _mm512_set1_epi32(0x8000);
-    high = high_words(plus(x.a, half), plus(x.b, half));
+    high = high_words(plus<true>(x.a, half), plus<true>(x.b, half));
     low = alternate(_mm512_maskz_mov_epi32(numbers(x.a), bits(x.a)), _mm512_maskz_slli_epi32(numbers(x.b), bits(x.b), 16));
   }
 
@@ -102,8 +102,6 @@ struct V {
       const __m512i words = alternate(x.a, _mm512_slli_epi32(x.b, 16));
       _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), _mm512_cvtepi16_epi8(words));
     }
-    template <bool>
-    static void store_codes(unsigned char* to, U x) { store_bytes(to, x); }
     static U bits(V x) { return {V::bits(x.a), V::bits(x.b)}; }
     static V float_of(U x) { return {_mm512_castsi512_ps(x.a), _mm512_castsi512_ps(x.b)}; }
     static V to_floats(U x) { return {_mm512_cvtepi32_ps(x.a), _mm512_cvtepi32_ps(x.b)}; }
@@ -127,13 +125,50 @@ struct V {
     friend U operator<<(U x, int by) { return {_mm512_slli_epi32(x.a, unsigned(by)), _mm512_slli_epi32(x.b, unsigned(by))}; }
     friend U operator>>(U x, int by) { return {_mm512_srli_epi32(x.a, unsigned(by)), _mm512_srli_epi32(x.b, unsigned(by))}; }
   };
+  // A float of 2^23 and more has ones in its lowest bits: with that exponent around it, a byte becomes a number by one
+  // difference. Odd bytes stay where they are and are counted in 256ths. Signed ones lose their sign by their top bit.
+  template <bool is_signed>
+  static V load_middles(const unsigned char* from) {
+    constexpr int flip = is_signed ? 0x80 : 0;
+    constexpr int flip_masked = 0x6A;  // the first and the second, exclusive or the third
+    const __m512i pairs = _mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(from)));
+    const __m512 even = _mm512_castsi512_ps(_mm512_ternarylogic_epi32(
+        pairs, _mm512_set1_epi32(0xFF), _mm512_set1_epi32(0x4B000000 | flip), flip_masked));
+    const __m512 odd = _mm512_castsi512_ps(_mm512_ternarylogic_epi32(
+        pairs, _mm512_set1_epi32(0xFF00), _mm512_set1_epi32(0x4B000000 | flip << 8), flip_masked));
+    return {is_signed ? _mm512_add_ps(_mm512_sub_ps(even, _mm512_set1_ps(0x1p23f + flip)), _mm512_set1_ps(0.5f))
+                      : _mm512_sub_ps(even, _mm512_set1_ps(0x1p23f - 0.5f)),
+            _mm512_fmadd_ps(odd, _mm512_set1_ps(0x1p-8f), _mm512_set1_ps(0.5f - flip - 0x1p15f))};
+  }
+  // A sum that is rounded down has the whole part in bits of its own: from the lowest of one register, from the ninth of the
+  // other. Every magnitude is made larger by less than any lacks to a whole number: so -m, too, goes down to -1 - m.
+  template <bool is_signed>
+  static void store_codes(unsigned char* to, V x, float unit, V of) {
+    constexpr int down = _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC;
+    if constexpr (is_signed) {
+      constexpr int with_masked = 0xF8;  // the first, or the second where the third
+      const __m512i sign = _mm512_set1_epi32(int(0x80000000u));
+      x = {_mm512_castsi512_ps(_mm512_ternarylogic_epi32(bits(x.a), bits(of.a), sign, with_masked)),
+           _mm512_castsi512_ps(_mm512_ternarylogic_epi32(bits(x.b), bits(of.b), sign, with_masked))};
+    } else {
+      const __m512i one = _mm512_castps_si512(_mm512_set1_ps(1 / unit));
+      x = {at_least(one, x.a, of.a), at_least(one, x.b, of.b)};
+    }
+    const __m512 factor = _mm512_set1_ps(is_signed ? unit + unit * 0x1p-22f : unit);
+    const __m512i low = bits(_mm512_fmadd_round_ps(x.a, factor, _mm512_set1_ps(0x1.8p23f), down));
+    const __m512i high = bits(_mm512_fmadd_round_ps(x.b, factor, _mm512_set1_ps(0x1.8p15f), down));
+    constexpr int second_where_masked = 0xD8;
+    const __m512i pairs = _mm512_ternarylogic_epi32(low, high, _mm512_set1_epi32(0xFF00), second_where_masked);
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), _mm512_cvtepi32_epi16(pairs));
+  }
   // The instruction gives its second operand where either is a NaN.
   static V larger(V x, V y) {
     return {_mm512_mask_mov_ps(_mm512_max_ps(x.a, y.a), nans(x.a), x.a),
             _mm512_mask_mov_ps(_mm512_max_ps(x.b, y.b), nans(x.b), x.b)};
   }
   static V sign(V x) { return {sign(x.a), sign(x.b)}; }
-  static Half to_bf16_up(V x, U added) { return high_words(plus(x.a, added.a), plus(x.b, added.b)); }
+  template <bool is_quiet>
+  static Half to_bf16_up(V x, U added) { return high_words(plus<is_quiet>(x.a, added.a), plus<is_quiet>(x.b, added.b)); }
 
   struct Wide {
     __m512d parts[4];
@@ -167,14 +202,20 @@ struct V {
   static __m512i bits(__m512 x) { return _mm512_castps_si512(x); }
   static __mmask16 nans(__m512 x) { return _mm512_cmp_ps_mask(x, x, _CMP_UNORD_Q); }
   static __mmask16 numbers(__m512 x) { return _mm512_cmp_ps_mask(x, x, _CMP_ORD_Q); }
+  // The bits of x, at least `least` where `of` is not 0.
+  static __m512 at_least(__m512i least, __m512 x, __m512 of) {
+    return _mm512_castsi512_ps(_mm512_mask_max_epu32(bits(x), _mm512_test_epi32_mask(bits(of), bits(of)), bits(x), least));
+  }
   // What rounding to nearest even adds before the low half is cut off.
   static __m512i to_even(__m512 x) {
     const __m512i odd = _mm512_and_si512(_mm512_srli_epi32(bits(x), 16), _mm512_set1_epi32(1));
     return _mm512_add_epi32(odd, _mm512_set1_epi32(0x7FFF));
   }
   // The sum, or the bits of a quiet NaN where the value is one: rounding could carry a NaN into -0.
+  template <bool is_quiet>
   static __m512i plus(__m512 x, __m512i added) {
-    return _mm512_mask_add_epi32(_mm512_or_si512(bits(x), _mm512_set1_epi32(0x400000)), numbers(x), bits(x), added);
+    const __m512i otherwise = is_quiet ? bits(x) : _mm512_or_si512(bits(x), _mm512_set1_epi32(0x400000));
+    return _mm512_mask_add_epi32(otherwise, numbers(x), bits(x), added);
   }
   static __m512i high_mask() { return _mm512_set1_epi32(int(0xFFFF0000u)); }
   // The low words of one with the high words of the other.

@@ -104,8 +104,6 @@ struct V {
       return {static_cast<std::uint32_t>(static_cast<signed char>(*from))};
     }
     static void store_bytes(unsigned char* to, U x) { *to = static_cast<unsigned char>(x.v); }
-    template <bool>
-    static void store_codes(unsigned char* to, U x) { store_bytes(to, x); }
     static U bits(V x) { return {bits_of(x.v)}; }
     static V float_of(U x) { return {value_of(x.v)}; }
     static V to_floats(U x) { return {static_cast<float>(static_cast<std::int32_t>(x.v))}; }
@@ -124,8 +122,19 @@ struct V {
     friend U operator<<(U a, int by) { return {a.v << by}; }
     friend U operator>>(U a, int by) { return {a.v >> by}; }
   };
+  template <bool is_signed>
+  static V load_middles(const unsigned char* from) {
+    return U::to_floats(is_signed ? U::load_signed_bytes(from) : U::load_bytes(from)) + splat(0.5f);
+  }
+  template <bool is_signed>
+  static void store_codes(unsigned char* to, V x, float unit, V of) {
+    const U whole = U::truncate(is_signed ? x : x * splat(unit));
+    U::store_bytes(to, is_signed ? whole ^ U::shifted_signed(U::bits(of), 31)
+                                 : U::larger(whole, U::smaller(U::bits(of), U::splat(1))));
+  }
   static V larger(V a, V b) { return a.v > b.v || a.v != a.v ? a : b; }
   static V sign(V x) { return {float(x.v > 0.0f) - float(x.v < 0.0f)}; }
+  template <bool>
   static Half to_bf16_up(V value, U added) {
     const std::uint32_t bits = bits_of(value.v);
     return quiet_high(value, bits, bits + added.v);

@@ -10,16 +10,18 @@
 // the value), and knows_e4m3: whether it has store_e4m3 (of two vectors) and Bf16OfE4m3 (see wire_impl.h); join and split
 // (the remainder form); larger (a NaN of either wins); sign (0 of a NaN); Wide, `width` doubles, with add, add_squares and
 // store; U, `width` unsigned words, with splat, count (0, 1, 2 ...), load and store (in V's order), load_bytes,
-// load_signed_bytes, store_bytes (the low 8 bits), store_codes (of words that are a byte, signed or not, else anything), bits, float_of, to_floats, truncate, larger, smaller, largest (of
+// load_signed_bytes, store_bytes (the low 8 bits), bits, float_of, to_floats, truncate, larger, smaller, largest (of
 // all), + - * & | ^, shifts by a number, shifted_signed; sum_unless, which chooses by element; to_bf16_up (bits added
-// below the last one before truncating).
+// below the last one before truncating; all NaNs of a result of arithmetic are quiet, and split takes nothing else);
+// load_middles (bytes, signed or not, and 1/2) and store_codes, of m, the whole part of a vector times a number: signed, m
+// or -1 - m by the sign of another vector; else m, and at least 1 where that is not 0.
 
 // Asks for memory before it is needed. The processor's own prefetching stops at the end of a page, and behind this much
 // arithmetic it does not look far enough ahead. One element at a time, asking would cost more than it gives.
 constexpr size_t ahead_bytes = 2048;
-template <class... Words>
+template <size_t by = ahead_bytes, class... Words>
 void look_ahead(size_t i, const Words*... arrays) {
-  if constexpr (V::width > 1) (__builtin_prefetch(reinterpret_cast<const char*>(arrays + i) + ahead_bytes), ...);
+  if constexpr (V::width > 1) (__builtin_prefetch(reinterpret_cast<const char*>(arrays + i) + by), ...);
 }
 
 // How one dtype is read and written. `put` returns the value that was stored, rounding included.
@@ -171,7 +173,7 @@ double squares_of(const typename Src::Word* src, size_t begin, size_t end) {
   return sum_squares<quick>(
       begin, end,
       [=](size_t i) {
-        look_ahead(i, src);
+        look_ahead<512>(i, src);  // with so little arithmetic, asking further ahead gets in the way of the processor's own
         return Src::get(src + i);
       },
       [=](size_t i, size_t count) { return Src::get(Tail<typename Src::Word>(src + i, count).words); });
@@ -227,6 +229,14 @@ double deposit(void* dst_address, const void* src_address, size_t begin, size_t 
   return !is_quick<Dst> || holds(sum) ? sum : squares_of<Dst, false>(dst, begin, end);
 }
 
+// An update of one vector. A rule begins it, which changes the states, and ends it from `parts` vectors that it left.
+template <class R>
+inline __attribute__((always_inline)) V step(const R& rule, V param, V grad, V* states) {
+  V begun[R::parts];
+  rule.begin(param, grad, states, begun);
+  return rule.end(begun);
+}
+
 // One fused pass: reads parameter, gradient and states, and writes back all but the gradient.
 template <class R, class Store, class Grad>
 void update(const Arrays& arrays, const float* scalars, size_t begin, size_t end) noexcept {
@@ -251,7 +261,7 @@ void update(const Arrays& arrays, const float* scalars, size_t begin, size_t end
     look_ahead(i, param, grad);
     if constexpr (Store::has_master) look_ahead(i, master);
     for (int k = 0; k < count; ++k) values[k] = V::load(states[k] + i);
-    const V p = rule.step(Store::get(param, master, i), Grad::get(grad + i), values);
+    const V p = step(rule, Store::get(param, master, i), Grad::get(grad + i), values);
     for (int k = 0; k < count; ++k) V::store(states[k] + i, values[k]);
     Store::put(param, master, i, p);
   }
@@ -264,7 +274,7 @@ void update(const Arrays& arrays, const float* scalars, size_t begin, size_t end
   const Tail<GradWord> g(grad + i, rest);
   V values[count + 1];
   for (int k = 0; k < count; ++k) values[k] = V::load(Tail<float>(states[k] + i, rest).words);
-  Store::put(p.words, m.words, 0, rule.step(Store::get(p.words, m.words, 0), Grad::get(g.words), values));
+  Store::put(p.words, m.words, 0, step(rule, Store::get(p.words, m.words, 0), Grad::get(g.words), values));
   for (int k = 0; k < count; ++k) {
     Tail<float> s;
     V::store(s.words, values[k]);

@@ -13,12 +13,14 @@ class Lion {
         grad_weight2_(V::splat(scalars[5])),
         neg_lr_(V::splat(scalars[6])) {}
 
-  V step(V param, V grad, V* states) const {
+  static constexpr int parts = 1;
+  void begin(V param, V grad, V* states, V* begun) const {
     const V g = grad * grad_scale_;
     const V direction = V::sign(V::fma(grad_weight1_, g, states[0] * beta1_));
     states[0] = V::fma(grad_weight2_, g, states[0] * beta2_);
-    return V::fma(neg_lr_, direction, param * decay_);
+    begun[0] = V::fma(neg_lr_, direction, param * decay_);
   }
+  V end(const V* begun) const { return begun[0]; }
 
  private:
   V grad_scale_, decay_, beta1_, grad_weight1_, beta2_, grad_weight2_, neg_lr_;

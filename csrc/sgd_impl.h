@@ -9,11 +9,13 @@ class Sgd {
         neg_lr_(V::splat(scalars[2])),
         has_l2_(flag(scalars[3])) {}
 
-  V step(V param, V grad, V*) const {
+  static constexpr int parts = 1;
+  void begin(V param, V grad, V*, V* begun) const {
     V g = grad * grad_scale_;
     if (has_l2_) g = V::fma(l2_, param, g);
-    return V::fma(neg_lr_, g, param);
+    begun[0] = V::fma(neg_lr_, g, param);
   }
+  V end(const V* begun) const { return begun[0]; }
 
  private:
   V grad_scale_, l2_, neg_lr_;
@@ -35,13 +37,15 @@ class SgdMomentum {
         first_(flag(scalars[6])),
         nesterov_(flag(scalars[7])) {}
 
-  V step(V param, V grad, V* states) const {
+  static constexpr int parts = 1;
+  void begin(V param, V grad, V* states, V* begun) const {
     V g = grad * grad_scale_;
     if (has_l2_) g = V::fma(l2_, param, g);
     const V buffer = first_ ? g : V::fma(grad_weight_, g, states[0] * momentum_);
     states[0] = buffer;
-    return V::fma(neg_lr_, nesterov_ ? V::fma(momentum_, buffer, g) : buffer, param);
+    begun[0] = V::fma(neg_lr_, nesterov_ ? V::fma(momentum_, buffer, g) : buffer, param);
   }
+  V end(const V* begun) const { return begun[0]; }
 
  private:
   V grad_scale_, l2_, neg_lr_, momentum_, grad_weight_;

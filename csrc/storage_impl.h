@@ -27,7 +27,7 @@ void encode_bf16(unsigned short* to, const float* from) noexcept {
 template <bool high>
 void encode_bf16_random(unsigned short* to, const float* from, const unsigned* random) noexcept {
   for (size_t i = 0; i < block_numel; i += V::width) {
-    V::store_half(to + i, V::to_bf16_up(V::load(from + i), random_half<high>(U::load(random + i))));
+    V::store_half(to + i, V::to_bf16_up<false>(V::load(from + i), random_half<high>(U::load(random + i))));
   }
 }
 
@@ -53,14 +53,14 @@ void update_bf16(const Arrays& arrays, const float* scalars, size_t begin, size_
       if constexpr (has_remainder) look_ahead(i, master);
       for (int k = 0; k < count; ++k) look_ahead(i, states[k]);
       for (int k = 0; k < count; ++k) values[k] = Bf16::get(states[k] + i);
-      const V p = rule.step(Store::get(param, master, i), Grad::get(grad + i), values);
+      const V p = step(rule, Store::get(param, master, i), Grad::get(grad + i), values);
       if constexpr (random) {
         const U words = random_words(i - begin, keys[0]);
         const U more = second_draw ? random_words(i - begin, keys[1]) : words;
-        V::store_half(states[0] + i, V::to_bf16_up(values[0], random_half<false>(words)));
-        if constexpr (count > 1) V::store_half(states[1] + i, V::to_bf16_up(values[1], random_half<true>(words)));
-        if constexpr (count > 2) V::store_half(states[2] + i, V::to_bf16_up(values[2], random_half<false>(more)));
-        if constexpr (!has_remainder) V::store_half(param + i, V::to_bf16_up(p, random_half<true>(more)));
+        V::store_half(states[0] + i, V::to_bf16_up<true>(values[0], random_half<false>(words)));
+        if constexpr (count > 1) V::store_half(states[1] + i, V::to_bf16_up<true>(values[1], random_half<true>(words)));
+        if constexpr (count > 2) V::store_half(states[2] + i, V::to_bf16_up<false>(values[2], random_half<false>(more)));
+        if constexpr (!has_remainder) V::store_half(param + i, V::to_bf16_up<true>(p, random_half<true>(more)));
         if constexpr (has_remainder) Store::put(param, master, i, p);
       } else {
         for (int k = 0; k < count; ++k) V::store_half(states[k] + i, V::to_bf16(values[k]));

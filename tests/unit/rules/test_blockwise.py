@@ -100,9 +100,12 @@ def test_blocks_that_are_not_finite_are_nan_and_leave_others_alone(signed: bool)
     assert torch.equal(decoded[2 * 256 :], value[2 * 256 :])
 
 
+@pytest.mark.parametrize("root_scale", [1.0, 2.0**-48], ids=["one", "least"])
 @pytest.mark.parametrize("name", ["sgd-momentum", "adagrad"])
-def test_borders_of_intervals_on_every_instruction_set(name: str, isa: str, assert_same_bits: Check) -> None:
-    """The first update of SGD stores its gradient, that of Adagrad its square: values around every border."""
+def test_borders_of_intervals_on_every_instruction_set(
+    name: str, root_scale: float, isa: str, assert_same_bits: Check
+) -> None:
+    """The first update of SGD stores its gradient, that of Adagrad its square: values around every border, and 0."""
     rule, hyper = rule_and_hyper(name, FORMATS[4], step=1)
     signed = rule.states[0].signed
     values = table(signed)[:128] if signed else table(signed)
@@ -113,7 +116,8 @@ def test_borders_of_intervals_on_every_instruction_set(name: str, isa: str, asse
     around = bits.clamp(min=0).flatten().view(torch.float32)
     around = (around if signed else around.sqrt()).clamp(max=1.0)
     grad = torch.nn.functional.pad(around, (1, -(around.numel() + 1) % 255)).view(-1, 255)
-    grad = torch.cat([torch.ones(grad.shape[0], 1), grad], dim=1).flatten()  # the scale of every block is 1
+    grad = torch.cat([torch.ones(grad.shape[0], 1), grad], dim=1).flatten()
+    grad *= root_scale**2 if signed else root_scale  # the scale of every block is the square
     zeros = torch.zeros_like(grad)
     expected = make(rule, zeros, grad * (1 if not signed else -1), (zeros,), (torch.float32, None), torch.float32)
     actual = copy_of(expected)
@@ -121,4 +125,4 @@ def test_borders_of_intervals_on_every_instruction_set(name: str, isa: str, asse
     rule.update(actual, hyper, 1.0, None)
     for (_, result), (_, reference) in zip(parts(actual), parts(expected), strict=True):
         assert_same_bits(result, reference)
-    assert (actual.scales[0] == 1).all()
+    assert (actual.scales[0] == root_scale**2).all()
