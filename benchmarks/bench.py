@@ -1,6 +1,6 @@
 """Everything side by side, with one command: plain torch, FSDP2, DeepSpeed where it is lent, the disk, and Penstock.
 
-    python benchmarks/bench.py                    # an hour; `make bench`
+    python benchmarks/bench.py                    # 18 minutes of a quiet machine; `make bench`
     python benchmarks/bench.py --quick            # three minutes; `make bench QUICK=1`
     python benchmarks/bench.py --only small,start
     python benchmarks/bench.py --list
