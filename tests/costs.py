@@ -77,7 +77,6 @@ class Meter:
         self.paces: list[float] = []
         self.since: float | None = None
         self.over: list[str] = []
-        self.fails = False
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_runtest_protocol(self, item: pytest.Item, nextitem: pytest.Item | None) -> Generator[None, Any, Any]:
@@ -112,15 +111,13 @@ class Meter:
         if hasattr(self.config, "workeroutput"):
             self.config.workeroutput["costs"] = {name: (c.quick, c.thorough) for name, c in self.costs.items()}
         else:
-            self.over, self.fails = findings(self.costs)
+            self.over = findings(self.costs)
             if COSTS_FILE in os.environ:
                 numbers = {name: (round(c.quick, 1), round(c.thorough, 1)) for name, c in sorted(self.costs.items())}
                 Path(os.environ[COSTS_FILE]).write_text(json.dumps(numbers, indent=0))
-            if self.fails and session.exitstatus == pytest.ExitCode.OK:
-                session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
     def pytest_terminal_summary(self, terminalreporter: Any) -> None:
         if self.over:
-            terminalreporter.section("CPU seconds above the budget" + (", by far" if self.fails else ""))
+            terminalreporter.section("CPU seconds above the budget (a report: it fails nothing)")
             for line in self.over:
                 terminalreporter.write_line(line)
