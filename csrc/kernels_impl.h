@@ -44,6 +44,7 @@ struct Fp32 : InMemory<Fp32> {
   static void store(Word* to, V stored) { V::store(to, stored); }
   static void stream(Word* to, V stored) { V::stream(to, stored); }
   static V encode(V value) { return value; }
+  static V encode_param(V value) { return value; }
   static V decode(V stored) { return stored; }
 };
 struct OfHalves {
@@ -55,10 +56,17 @@ struct OfHalves {
 };
 struct Bf16 : OfHalves, InMemory<Bf16> {
   static Stored encode(V value) { return V::to_bf16(value); }
+  // A parameter's ties go away from zero, whatever its master is: the remainder form knows no other way.
+  static Stored encode_param(V value) {
+    Stored high, low;
+    V::split(value, high, low);
+    return high;
+  }
   static V decode(Stored stored) { return V::from_bf16(stored); }
 };
 struct Fp16 : OfHalves, InMemory<Fp16> {
   static Stored encode(V value) { return V::to_fp16(value); }
+  static Stored encode_param(V value) { return encode(value); }
   static V decode(Stored stored) { return V::from_fp16(stored); }
 };
 
@@ -69,7 +77,9 @@ struct MasterNone {
   using MasterWord = char;
   static constexpr bool has_master = false;
   static V get(const ParamWord* param, const MasterWord*, size_t i) { return Param::get(param + i); }
-  static void put(ParamWord* param, MasterWord*, size_t i, V value) { Param::put(param + i, value); }
+  static void put(ParamWord* param, MasterWord*, size_t i, V value) {
+    Param::store(param + i, Param::encode_param(value));
+  }
 };
 struct MasterRemainder {
   using ParamWord = unsigned short;
@@ -93,7 +103,7 @@ struct MasterFp32 {
   static V get(const ParamWord*, const MasterWord* master, size_t i) { return V::load(master + i); }
   static void put(ParamWord* param, MasterWord* master, size_t i, V value) {
     V::store(master + i, value);
-    Param::put(param + i, value);
+    Param::store(param + i, Param::encode_param(value));
   }
 };
 

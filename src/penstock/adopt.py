@@ -250,7 +250,7 @@ class Adoption:
         parameters = parameters_for(plan, {p: parameter for p, (_, parameter) in left.items()}, ranks)
         made = make_unit(plan, index, parameters, ranks.shard_rank, streams, self._reserved)
         self._new.append(made)  # from here on its parameters give up what they had
-        fill_unit(made, self._blueprint.homes, [flats[p] for p in spec.parameters])
+        fill_unit(made, [flats[p] for p in spec.parameters])
         flats.clear()  # views of buffers that are given back next
         for unit in sources:
             gatherer.release(unit)

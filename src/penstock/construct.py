@@ -160,7 +160,7 @@ def _take_memory(
                 while len(units) <= number:
                     index = len(units)
                     units.append(make_unit(plans[index], index, parameters[index], rank, streams, reserved))
-                fill_unit(units[number], blueprint.homes, flats, pool)
+                fill_unit(units[number], flats, pool)
                 filled.append(units[number])  # from here on what fails leaves its parameters empty
                 del flats  # before the next unit's come
         staging = Staging(store)

@@ -32,7 +32,7 @@ from penstock.errors import CheckpointError, ConfigError
 from penstock.kinds import MASTER, PARAM, Precision, average_kind
 from penstock.machine.border import crossing
 from penstock.machine.council import Council, council_of_all
-from penstock.rules.master import read_master
+from penstock.rules.master import as_param, read_master
 
 MOST_SHARD_BYTES = 5 * 10**9
 TIMEOUT_S = 1800.0  # for the slowest rank's files
@@ -270,7 +270,7 @@ def _inside(piece: Piece) -> slice:
 
 def _converted(checkpoint: Checkpoint, name: str, value: Tensor, dtype: torch.dtype) -> Tensor:
     """Round to the dtype of a file, and refuse what would become infinite."""
-    converted = value.to(dtype)
+    converted = as_param(value, dtype)
     if dtype == torch.float16 and bool((converted.isinf() & value.isfinite()).any()):
         raise checkpoint.fail(
             f"parameters.{name}", "has values that are too large for fp16. Export as 'bf16' or 'fp32'."

@@ -14,6 +14,7 @@ from penstock.checkpoint.opened import Checkpoint
 from penstock.checkpoint.pretrained import FileSet
 from penstock.checkpoint.tensorfiles import WeightFiles
 from penstock.errors import CheckpointError, ConfigError
+from penstock.rules.master import as_param
 
 _BLOCK_NUMEL = 1 << 24
 
@@ -67,7 +68,7 @@ class LeftOut:
         for start in range(0, prod(saved.shape), step):
             values = self._files.read(out, start, min(start + step, prod(saved.shape)))
             if merge is None or merge.scale is None:
-                values = values.to(saved.dtype)
+                values = as_param(values, saved.dtype)
             else:
                 try:
                     rows = values.view(-1, row)

@@ -5,18 +5,32 @@ The remainder form is exact. With the bits of a value seen as integers:
     bf16 = (fp32 + 0x8000) >> 16        nearest, ties away from zero
     fp32 = (bf16 << 16) + remainder     the remainder is signed
 
-so the low 16 bits of the value are the remainder's bits, and bf16 is the parameter that a user sees. It differs from
-the nearest even bf16 on half of the ties alone, one value in 131,072, and there either is as near. A NaN is kept as a
-quiet NaN with remainder 0: rounding 0x7FFFFFFF up would make it -0.
-"""
+so the low 16 bits of the value are the remainder's bits, and bf16 is the parameter that a user sees. A NaN is kept as
+a quiet NaN with remainder 0: rounding 0x7FFFFFFF up would make it -0.
 
-import math
+Ties away from zero are the one rule for parameters, whatever their master is (`as_param`): the form of the master and
+the way of a value (prepare, update, load, set, export, average) change no bit of a parameter. To nearest even, as torch
+rounds, a value and its 16 bits would not fit: an even bf16 stands for 65,537 values then. The two rules differ on half
+of the ties, one value in 131,072. Gradients, optimizer states and activations are rounded to nearest even.
+"""
 
 import torch
 from torch import Tensor
 
 from penstock._native import Pool
 from penstock.rules.deposit import deposit
+
+
+def as_param(value: Tensor, dtype: torch.dtype) -> Tensor:
+    """Convert values to the dtype of a parameter: bf16 to nearest with ties away from zero, others as torch does.
+
+    Arguments:
+        value: the values, of any dtype and shape.
+        dtype: the parameter's.
+    """
+    if dtype != torch.bfloat16 or value.dtype == torch.bfloat16:
+        return value.to(dtype)
+    return split_master(value.to(torch.float32))[0]
 
 
 def split_master(value: Tensor) -> tuple[Tensor, Tensor]:
@@ -77,21 +91,20 @@ def write_master(param: Tensor, master: Tensor | None, value: Tensor) -> None:
         master: int16 remainders, an fp32 copy, or `None`.
         value: the values, fp32, of the same shape.
     """
-    if master is None:
-        param.copy_(value)
-    elif master.dtype == torch.int16:
+    if master is not None and master.dtype == torch.int16:
         high, low = _halves(value)  # the copies below keep the low 16 bits of each element
         param.view(torch.int16).copy_(high)
         master.copy_(low)
-    else:
+        return
+    param.copy_(as_param(value, param.dtype))
+    if master is not None:
         master.copy_(value)
-        param.copy_(value)
 
 
 def write_given(
     param: Tensor, master: Tensor | None, value: Tensor, *, zeroed: bool = False, pool: Pool | None = None
 ) -> None:
-    """Write values as they were given; the same bits as `write_master` of them in fp32.
+    """Write values as they were given; the same bits as `write_master` of them in fp32, signaling NaNs apart.
 
     Arguments:
         param: where compute reads the parameter, of any shape.
@@ -103,25 +116,10 @@ def write_given(
     if master is None or master.dtype != torch.int16 or value.dtype != torch.bfloat16 or not value.numel():
         write_master(param, master, value.float().to(param.device))
         return
-    # A number in bf16 is the parameter, and nothing is left of it: one pass that copies and tells whether all of them
-    # are finite, instead of ten over fp32. A NaN is not what it was when it is split.
+    # A bf16 value is the parameter, and nothing is left of it: one pass that copies, instead of ten over fp32.
     if all(each.device.type == "cpu" and each.is_contiguous() for each in (param, value)):
-        is_kept = math.isfinite(deposit(param, value, add=False, pool=pool))
+        deposit(param, value, add=False, pool=pool)
     else:
-        is_kept = _is_numbers_in_bf16(value)
-        if is_kept:
-            param.copy_(value)
-    if not is_kept:
-        write_master(param, master, value.float().to(param.device))
-    elif not zeroed:
+        param.copy_(value)
+    if not zeroed:
         master.zero_()
-
-
-def show_given(value: Tensor) -> Tensor:
-    """Return the parameters, bf16, that `write_given` leaves beside remainders."""
-    return value if _is_numbers_in_bf16(value) else split_master(value.float())[0]
-
-
-def _is_numbers_in_bf16(value: Tensor) -> bool:
-    """Whether all of them are bf16, and none is a NaN: the largest of them would be one."""
-    return value.dtype == torch.bfloat16 and value.numel() > 0 and not bool(value.amax().isnan())

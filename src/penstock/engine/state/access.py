@@ -20,6 +20,7 @@ from penstock.engine.updates.rig import Rig
 from penstock.engine.updates.update import Updater
 from penstock.errors import ConfigError, EngineError
 from penstock.layout import Piece
+from penstock.rules.master import as_param
 from penstock.rules.rule import Scalars, StateSpec
 from penstock.rules.storage import read_state, write_state
 
@@ -167,7 +168,7 @@ class Access:
                     if unit.trained:
                         weights.write(part)
                     else:
-                        weights.param.copy_(part)
+                        weights.param.copy_(as_param(part, weights.param.dtype))
             unit.count_writes([index])
             unit.outdate_parts()
             self._gatherer.outdate(unit)

@@ -2,19 +2,18 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 
-import torch
 from torch import Tensor
 
 from penstock._native import Pool
 from penstock.engine.units.flats import Flat, Read
 from penstock.engine.units.gradient import Gradient
 from penstock.engine.units.parameter import UnitParameter
-from penstock.engine.units.plan import Homes, UnitPlan
+from penstock.engine.units.plan import UnitPlan
 from penstock.engine.units.unit import Trained, Unit, Weights
 from penstock.kinds import GRAD, MASTER, OPTIMIZER, PARAM, SECONDARY, SHADOW
 from penstock.layout import FlatLayout
 from penstock.machine.streams import Streams
-from penstock.rules.master import show_given, write_given
+from penstock.rules.master import as_param, write_given
 from penstock.tiers.home import Home
 from penstock.tiers.store import Reservation
 
@@ -65,7 +64,7 @@ def make_trained(plan: UnitPlan, homes: Mapping[str, Home], rank: int) -> Traine
     )
 
 
-def fill_unit(unit: Unit, homes: Homes, flats: Sequence[Flat] | None, pool: Pool | None = None) -> None:
+def fill_unit(unit: Unit, flats: Sequence[Flat] | None, pool: Pool | None = None) -> None:
     """Put parameters into their home, and this rank's part of them into the master; their own memory goes.
 
     Nothing is waited for and no event is noted: nobody else knows the homes yet, and whatever is submitted later
@@ -73,12 +72,11 @@ def fill_unit(unit: Unit, homes: Homes, flats: Sequence[Flat] | None, pool: Pool
 
     Arguments:
         unit: one whose homes are empty.
-        homes: what was asked for of all units, which says what the master consists of.
         flats: the values of its parameters, in the order of its slots; `None` where nobody has any.
         pool: the threads that write to host memory; `None` for the calling thread alone.
     """
     if flats is not None:
-        _write(unit, homes, flats, pool)
+        _write(unit, flats, pool)
     unit.hide()  # their own memory goes here, before the values of the next unit come
     unit.note_versions()  # after the last write here: only writes by others are to be refused
 
@@ -108,17 +106,14 @@ def _reads_of_others(layout: FlatLayout, rank: int) -> Iterator[Read]:
                 yield Read(index, start - slot.start, stop - slot.start)
 
 
-def _write(unit: Unit, homes: Homes, flats: Sequence[Flat], pool: Pool | None) -> None:
+def _write(unit: Unit, flats: Sequence[Flat], pool: Pool | None) -> None:
     """Write the values of a unit's parameters into its homes, which are zeros."""
-    remainder = homes.master_dtype == torch.int16 and homes.keeps_master(unit.spec)
     if unit.replica is not None:
         for index, start, stop in _reads_of_others(unit.layout, unit.rank):
             first = unit.layout.slots[index].start
             for begin, end, (values,) in unit.replica.visit(first + start, first + stop, modify=True):
                 for at, value in flats[index].pieces(begin - first, end - first):
-                    # As the master splits it: copied as it is, a tie would be rounded otherwise than in the rank's own
-                    # part.
-                    _at(values, first + at - begin, value).copy_(show_given(value) if remainder else value)
+                    _at(values, first + at - begin, value).copy_(as_param(value, values.dtype))
     parts = unit.parts()
     first = unit.own_range[0]
     for begin, end, weights in unit.visit(0, unit.shard_numel, modify=True):
@@ -134,7 +129,7 @@ def _write_own(unit: Unit, weights: Weights, at: int, value: Tensor, pool: Pool 
     """Write values into a range of this rank's shard, from its element `at` on."""
     param = _at(weights.param, at, value)
     if unit.trained is None:
-        param.copy_(value)
+        param.copy_(as_param(value, param.dtype))
         return
     # The update starts from the shadow where there is one, and the gather from the parameter: the same bits.
     written = param if weights.shadow is None else _at(weights.shadow, at, value)

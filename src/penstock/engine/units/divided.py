@@ -9,6 +9,7 @@ from penstock.engine.units.dtensors import counts_once, give_elements, is_divide
 from penstock.engine.units.parameter import UnitParameter
 from penstock.errors import EngineError
 from penstock.layout import FlatLayout, Slot
+from penstock.rules.master import as_param
 
 
 class DividedParameter(UnitParameter):
@@ -46,7 +47,7 @@ class DividedParameter(UnitParameter):
                 f"{self.slot.shape}."
             )
         if given.data_ptr() != own.data_ptr():
-            own.copy_(given.detach())
+            own.copy_(as_param(given.detach(), own.dtype))
             give_elements(self.tensor, own)
 
     def leave(self, value: Tensor | None) -> None:

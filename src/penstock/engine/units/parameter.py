@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from penstock.engine.units.versions import count_write
 from penstock.errors import EngineError
 from penstock.layout import Slot
+from penstock.rules.master import as_param
 
 
 class UnitParameter:
@@ -126,7 +127,7 @@ class UnitParameter:
                 f"{self.slot.shape}."
             )
         if self.tensor.data_ptr() != own.data_ptr():
-            own.copy_(self.tensor.detach())
+            own.copy_(as_param(self.tensor.detach(), own.dtype))
             self.tensor.data = own
 
     def leave(self, value: Tensor | None) -> None:
@@ -137,7 +138,7 @@ class UnitParameter:
 
     def as_before(self, value: Tensor) -> Tensor:
         """Bring a value to the dtype and to the device that the parameter had before `prepare`."""
-        return value.to(device=self._device, dtype=self._dtype)
+        return as_param(value, self._dtype).to(self._device)
 
     def note_version(self) -> None:
         """Take what it shows for what its home and its master say: only writes after this are refused."""
