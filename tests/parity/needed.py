@@ -30,7 +30,11 @@ NEEDED_BY: Mapping[str, tuple[str, str]] = {
     "home.py free: all of self.written": ("stepping on the device while states move", "upload"),
     "home.py read: all of (part for part in self._read.parts() if not part.done())": ("saving beside a step", "read"),
     "home.py written: all of *beside": ("saving what is in files", "download"),
-    "home.py written: all of self.memory.written": ("looking right after backward", "upload"),
+    "home.py written: all of self.memory.written": ("looking at what is in parts while it moves", "upload"),
+    "moving.py offload: self._cleaned.synchronize()": (
+        "what was kept is given back while a reload is under way",
+        "upload",
+    ),
     "moving.py finish: self._cleaned.synchronize()": ("old memory went before parameters come", "upload"),
     "movement.py _bring_memory: all of tile.slot.free": ("shadows of parameters that move", "upload"),
     "movement.py _fetch: FETCH after tile.slot.free of (tile.after, kept.ready, tile.slot.free)": (

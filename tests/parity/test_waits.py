@@ -138,6 +138,17 @@ def looking_right_after_backward(streams: Streams) -> Values:
     return seen
 
 
+def looking_at_what_is_in_parts_while_it_moves(streams: Streams) -> Values:
+    """What goes into files may be there before what goes to the device."""
+    half = shares(device=0.5, nvme=0.5)
+    model, optimizer = prepared(Arithmetic(), Movement(params=half, optimizer=half).but(tile_bytes=4 * KIB), streams)
+    optimizer.offload_states()
+    optimizer.reload_states(non_blocking=True)
+    seen = list(values(optimizer, model))
+    optimizer.close()
+    return seen
+
+
 def setting_a_parameter_right_after_step(streams: Streams) -> Values:
     """The step publishes what it wrote beside the other tier; the rest of the unit must not be lost."""
     model, optimizer = prepared(Arithmetic(), Movement(params="cpu"), streams)
@@ -325,6 +336,17 @@ def nothing_in_flight_once_the_old_memory_went(streams: Streams) -> Values:
     return seen
 
 
+def what_was_kept_is_given_back_while_a_reload_is_under_way(streams: Streams) -> Values:
+    """The reload keeps memory once it is over: an offload that keeps none gives that back too."""
+    _, optimizer = prepared(Arithmetic(), EVERYTHING_ON_DEVICE, streams)
+    optimizer.offload_states({"optimizer"}, keep=True)
+    optimizer.reload_states(non_blocking=True)
+    optimizer.offload_states({"grad"})
+    seen = [str(plan) for plan, _ in optimizer._engine.store._kept.plans()]
+    optimizer.close()
+    return seen
+
+
 def old_memory_went_before_the_next_move_takes_some(streams: Streams) -> Values:
     _, optimizer = prepared(Arithmetic(), EVERYTHING_ON_DEVICE, streams)
     store, seen = optimizer._engine.store, []
@@ -454,6 +476,7 @@ SPLIT = Movement(
 
 ROWS: dict[str, RowRun] = {
     "looking right after backward": looking_right_after_backward,
+    "looking at what is in parts while it moves": looking_at_what_is_in_parts_while_it_moves,
     "setting a parameter right after step": setting_a_parameter_right_after_step,
     "two micro-batches on a cut": two_micro_batches_on_a_cut,
     "clearing right after backward": clearing_right_after_backward,
@@ -462,6 +485,7 @@ ROWS: dict[str, RowRun] = {
     "nothing in flight after synchronize": nothing_in_flight_after_synchronize,
     "activations away": activations_away,
     "nothing in flight after a move": nothing_in_flight_after_a_move,
+    "what was kept is given back while a reload is under way": what_was_kept_is_given_back_while_a_reload_is_under_way,
     "nothing in flight once the old memory went": nothing_in_flight_once_the_old_memory_went,
     "old memory went before the next move takes some": old_memory_went_before_the_next_move_takes_some,
     "old memory went before parameters come": old_memory_went_before_parameters_come,
