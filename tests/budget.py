@@ -205,6 +205,7 @@ BUDGETS: dict[str, tuple[float, float]] = {
     "unit/forecast/test_solve.py": (5, 0),
     "unit/integrations/test_chunked.py": (5, 0),
     "unit/integrations/test_dcp.py": (6, 0),
+    "unit/integrations/test_pickled.py": (7, 0),
     "unit/integrations/test_merging.py": (4, 0),
     "unit/integrations/test_vocabulary.py": (4, 0),
     "unit/machine/test_nodes.py": (4, 0),

@@ -61,6 +61,15 @@ class EngineError(PenstockError, RuntimeError):
     """The engine was used after `close`, its ranks are out of step, or an update failed on a worker."""
 
 
+def no_gradient() -> EngineError:
+    """Make the error of the backward of a loss that does not require a gradient."""
+    return EngineError(
+        "backward(): the loss does not require a gradient. It was computed under no_grad, from frozen parameters "
+        "alone, or by a model that was prepared for inference, by prepare(model, None), which freezes every parameter. "
+        "To train the model, close() and prepare(model, optimizer)."
+    )
+
+
 _MOST_CHARS = 300
 
 

@@ -86,7 +86,7 @@ class Optimizer(torch.optim.Optimizer):
             retain_graph: as in `torch.Tensor.backward`.
 
         Raises:
-            EngineError: the optimizer is closed.
+            EngineError: the optimizer is closed, or the loss does not require a gradient.
 
         Example:
             >>> optimizer.backward(model(**batch).loss)  # doctest: +SKIP

@@ -40,6 +40,8 @@ def test_model_without_an_optimizer_answers_as_it_did(placement: str, evaluation
         assert torch.equal(model(**sentences()).logits, expected)
     with pytest.raises(EngineError):
         accelerator.optimizer_of(model).step()
+    with pytest.raises(EngineError, match=r"does not require a gradient.*prepare\(model, None\)"):
+        accelerator.backward(model(**sentences()).loss)
     accelerator.free_memory()
     assert all(p.requires_grad for p in model.parameters())
 

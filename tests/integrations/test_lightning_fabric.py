@@ -199,5 +199,7 @@ def test_a_model_alone_is_for_inference() -> None:
     model = run.setup(raw)
     with torch.no_grad():
         torch.testing.assert_close(model(torch.ones(2, 8)), plain(torch.ones(2, 8)))
+    with pytest.raises(penstock.EngineError, match=r"does not require a gradient.*prepare\(model, None\)"):
+        run.backward(model(torch.ones(2, 8)).sum())
     run.strategy.teardown()
     assert_same_weights(weights(raw), weights(plain), tolerance=0.0)

@@ -4,10 +4,13 @@ import ast
 from collections.abc import Iterator
 
 import pytest
+import torch
 
+from penstock.integrations import deepspeed, pickled
+from penstock.integrations.dcp import files
 from tests.meta.source import modules
 
-#: The one reader of pickles that others wrote: by torch's unpickler of tensors and plain values, with a closed list.
+#: The one reader of pickles that others wrote: `find_class` knows a closed list of names, and stand-ins for them.
 READER = "integrations.pickled"
 
 #: Modules that make objects of bytes, or hand them to code that does.
@@ -72,22 +75,27 @@ def test_no_module_loads_a_pickle(module: str) -> None:
     assert not list(uses(modules()[module]))
 
 
-def test_the_one_reader_takes_tensors_and_plain_values_alone() -> None:
-    calls = [node for node in ast.walk(modules()[READER]) if isinstance(node, ast.Call)]
-    loads = [call for call in calls if ast.unparse(call.func) == "torch.load"]
-    assert len(loads) == 1
-    assert {k.arg: ast.unparse(k.value) for k in loads[0].keywords}["weights_only"] == "True"
-    assert [use.partition(": ")[2] for use in uses(modules()[READER])] == ["torch.load"]
+def test_the_one_reader_makes_what_its_list_names() -> None:
+    """Its unpickler is used where the scan has passed, finds names in its list alone, and imports nothing."""
+    tree = modules()[READER]
+    found = [use.partition(": ")[2] for use in uses(tree)]
+    assert found == ["import pickle", "import pickletools", "pickle.Unpickler"]
+    (unpickler,) = (node for node in ast.walk(tree) if isinstance(node, ast.ClassDef) and node.name == "_Unpickler")
+    assert [ast.unparse(base) for base in unpickler.bases] == ["pickle.Unpickler"]
+    (find_class,) = (n for n in unpickler.body if isinstance(n, ast.FunctionDef) and n.name == "find_class")
+    assert [ast.unparse(n) for n in ast.walk(find_class) if isinstance(n, ast.Return)] == ["return self._names[whole]"]
+    (read,) = (n for n in tree.body if isinstance(n, ast.FunctionDef) and n.name == "read_value")
+    called = [ast.unparse(n.func) for n in ast.walk(read) if isinstance(n, ast.Call)]
+    assert called.index("_scan") < called.index("_Unpickler")
+    named = {n.id for n in ast.walk(tree) if isinstance(n, ast.Name)}
+    assert not named & {"getattr", "eval", "exec", "compile", "__import__", "globals", "vars"}
+    assert sum(isinstance(n, ast.Call) and ast.unparse(n.func) == "_Unpickler" for n in ast.walk(tree)) == 1
 
 
-def test_the_reader_of_opcodes_makes_nothing() -> None:
-    """It keeps the names of classes as text: it has nothing to import them with, or to call."""
-    tree = modules()["integrations.dcp.opcodes"]
-    imported = {node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
-    imported |= {alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names}
-    assert imported == {"struct", "collections.abc", "dataclasses", "typing"}
-    called = {node.func.id for node in ast.walk(tree) if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)}
-    assert not called & {"getattr", "eval", "exec", "compile", "__import__", "globals", "vars"}
+def test_stand_ins_are_our_own() -> None:
+    """Of torch there are dtypes, which are constants."""
+    for name, stand_in in {**pickled.TENSOR_NAMES, **files._IN_INDEX, **deepspeed._NAMES}.items():
+        assert isinstance(stand_in, torch.dtype) or stand_in.__module__.startswith("penstock."), name
 
 
 @pytest.mark.parametrize(

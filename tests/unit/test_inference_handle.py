@@ -92,6 +92,23 @@ def test_what_trains_is_refused_by_name(what: str) -> None:
     optimizer.close()
 
 
+def test_backward_of_a_loss_without_a_graph_says_why() -> None:
+    """By the optimizer of another model: torch would say that element 0 of tensors does not require grad."""
+    policy, reference = stack(), stack(1)
+    trains = prepare_on(separate(), policy, torch.optim.AdamW(policy.parameters()), placement=ON_CPU)
+    optimizer = prepared(reference)
+    loss = squared(reference(INPUTS))
+    with pytest.raises(penstock.EngineError, match=r"does not require a gradient.*prepare\(model, None\)"):
+        trains.backward(loss)
+    with pytest.raises(RuntimeError, match="element 0 of tensors does not require grad"):
+        loss.backward()
+    trains.zero_grad()
+    trains.backward(squared(policy(INPUTS)) + loss)
+    assert not trains.step().skipped
+    optimizer.close()
+    trains.close()
+
+
 OF_TRAINED: dict[str, Refused] = {
     "full_grad": lambda o, m: o.full_grad(m.last.weight),
     "set_full_grad": lambda o, m: o.set_full_grad(m.last.weight, torch.zeros(4, 16)),

@@ -8,6 +8,7 @@ from torch import Tensor
 from penstock.engine.parts import Passes, Updates
 from penstock.engine.updates.rig import Rig
 from penstock.engine.updates.step import StepResult
+from penstock.errors import no_gradient
 from penstock.machine.growth import Growth
 
 
@@ -43,12 +44,18 @@ class StepPolicy:
         self._growth = Growth(rig.streams.return_free_memory) if rig.streams.computes_on_host else None
 
     def backward(self, loss: Tensor, *, retain_graph: bool) -> None:
-        """Run the backward of a loss, which is scaled first where there is a loss scale (fp16)."""
+        """Run the backward of a loss, which is scaled first where there is a loss scale (fp16).
+
+        Raises:
+            EngineError: the loss does not require a gradient.
+        """
         self._backward.handles.look()
         self._scale.check_not_clipped()  # before anything is dropped, as for a backward that fails
         scale = self._scale.loss_scale
         self._backward.loss_is_scaled = True
         try:
+            if not loss.requires_grad:
+                raise no_gradient()
             if scale != 1.0:
                 with torch.enable_grad():
                     loss = loss.float() * scale  # in fp32: a loss in fp16 would overflow

@@ -22,7 +22,7 @@ from penstock.checkpoint.importing import Incoming, write_checkpoint
 from penstock.errors import one_line
 from penstock.integrations.foreign import OPTIONS, most_bytes, reading
 from penstock.integrations.partitions import Flat, chained, concatenated, partitioned, reader
-from penstock.integrations.pickled import PickledFile, mapping, named, refused, shape
+from penstock.integrations.pickled import Made, PickledFile, PickleError, Stored, mapping, named, refused, shape
 
 _OPTIMIZER_FILE = re.compile(r"(?:bf16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")
 #: Kinds of a checkpoint that are the weights.
@@ -31,17 +31,20 @@ _MOST_TAG_CHARS = 256
 _COUNTS = ("global_steps", "global_samples", "skipped_steps")
 
 
-class _Ignored:
-    """Stands for an object of a class whose values nobody needs."""
+def _number(value: Any) -> int:
+    """Give the number of a member of an enumeration."""
+    if type(value) is not int:
+        raise PickleError("it has no number where one belongs")
+    return value
 
 
-#: What the pickles name, and what is made of it.
-_STAND_INS = (
-    (int, "deepspeed.runtime.zero.config.ZeroStageEnum"),
-    (_Ignored, "deepspeed.runtime.fp16.loss_scaler.LossScaler"),
-    (_Ignored, "deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler"),
-    (_Ignored, "deepspeed.utils.tensor_fragment.fragment_address"),
-)
+#: What the pickles name beside tensors, and the stand-in for each.
+_NAMES: Mapping[str, Any] = {
+    "deepspeed.runtime.zero.config.ZeroStageEnum": _number,
+    "deepspeed.runtime.fp16.loss_scaler.LossScaler": Made,
+    "deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler": Made,
+    "deepspeed.utils.tensor_fragment.fragment_address": Made,
+}
 
 
 def import_checkpoint(folder: str | PathLike[str], out: str | PathLike[str]) -> None:
@@ -103,7 +106,7 @@ class _Saved:
     """
 
     def __init__(self, folder: Path) -> None:
-        files = [PickledFile(file, _STAND_INS) for file in _optimizer_files(folder)]
+        files = [PickledFile(file, _NAMES) for file in _optimizer_files(folder)]
         self._optimizers = [(file.content["optimizer_state_dict"], file) for file in files]
         self._optimizer = self._optimizers[0][0]
         # The optimizer for bf16 that sums gradients in fp32 does not say it, and lays everything out as stage 1 does.
@@ -111,7 +114,7 @@ class _Saved:
         self._base = "optimizer_state_dict" if self._stage == 3 else "base_optimizer_state"
         # Before the model files, which stage 3 has one of for each rank: a missing optimizer file is named as such.
         self._check_ranks()
-        self._model_files = [PickledFile(file, _STAND_INS) for file in _model_files(folder, self._stage, len(files))]
+        self._model_files = [PickledFile(file, _NAMES) for file in _model_files(folder, self._stage, len(files))]
         self._file = self._model_files[0]
         self._model = self._file.content
         self.nbytes = sum(file.nbytes for file in (*files, *self._model_files))
@@ -156,8 +159,9 @@ class _Saved:
         """Refuse a folder that lacks the files of some ranks."""
         field = self._optimizer["partition_count"]
         counts = field.items() if isinstance(field.value, list) else [field]  # one for each param group
-        if any(count.integer() != len(self._optimizers) for count in counts):
-            raise field.fail(f"is {field.value}, and there are optimizer files of {len(self._optimizers)} ranks")
+        for count in counts:
+            if count.integer() != len(self._optimizers):
+                raise count.fail(f"is {count.value}, and there are optimizer files of {len(self._optimizers)} ranks")
 
     def _frozen_fragments(self) -> Iterator[tuple[str, tuple[int, ...], list[Tensor]]]:
         """Find what is frozen: the name, the shape, and flat tensors that follow each other."""
@@ -219,7 +223,7 @@ class _Saved:
                 raise optimizer[self._base]["param_groups"].fail(f"has no group {number}")
             step = file.count(of_rank["step"]) if "step" in of_rank else of_groups[number]
             for name, item in of_rank.items():
-                if isinstance(item.value, Tensor) and item.value.dim() > 0:
+                if type(item.value) is Stored and item.value.shape:
                     if name in _NO_STATES:
                         raise item.fail("is no state of an optimizer")
                     value = _flat(item, file)
@@ -297,6 +301,6 @@ def _model_files(folder: Path, stage: int, ranks: int) -> list[Path]:
 def _flat(field: Field, file: PickledFile) -> Tensor:
     """Map a tensor of numbers in one dimension."""
     value = file.tensor(field)
-    if value.is_complex() or value.dim() != 1:
+    if value.dim() != 1:
         raise field.fail("is not a flat tensor")
     return value

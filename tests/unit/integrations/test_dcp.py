@@ -223,6 +223,21 @@ def a_place_beyond(content: Any) -> None:
     next(iter(content.storage_data.values())).length = 1 << 40
 
 
+def one_item_for_all(content: Any) -> None:
+    for info in content.storage_data.values():
+        info.offset, info.length = 0, 60_000
+
+
+def a_chunk_twice(content: Any) -> None:
+    chunks = content.state_dict_metadata["model.blocks.0.weight"].chunks
+    chunks.append(chunks[0])
+
+
+def keys_without_an_end(content: Any) -> None:
+    name = "a" * 10_000
+    content.planner_data = dict.fromkeys(content.state_dict_metadata, (name,) * 200)
+
+
 def compressed(content: Any) -> None:
     next(iter(content.storage_data.values())).transform_descriptors = ["zstd"]
 
@@ -250,7 +265,10 @@ def no_optimizer(content: Any) -> None:
         (a_chunk_beyond, "'model.blocks.0.weight' has a chunk beyond its shape"),
         (a_hole, "'model.blocks.0.weight' is not whole"),
         (another_dtype, "not what the index says"),
-        (a_place_beyond, "does not lie in its file"),
+        (a_place_beyond, "its items are more than its files have bytes"),
+        (one_item_for_all, "its items are more than its files have bytes"),
+        (a_chunk_twice, "has a chunk that lies nowhere, or one twice"),
+        (keys_without_an_end, "more than its files are"),
         (compressed, "compressed or encrypted"),
         (another_folder, "elsewhere is missing"),
         (a_shape_beyond_any, "larger than any tensor"),

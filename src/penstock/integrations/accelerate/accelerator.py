@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 import penstock
-from penstock.errors import ConfigError, EngineError
+from penstock.errors import ConfigError, EngineError, no_gradient
 from penstock.integrations.accelerate import pairs, saving, settings
 from penstock.integrations.accelerate.pairs import Pair, PreparedOptimizer
 from penstock.integrations.arguments import prepare_arguments
@@ -210,6 +210,7 @@ class PenstockAccelerator(Accelerator):
 
         Raises:
             ConfigError: in fp16 with several trained models, each of which has a loss scale of its own.
+            EngineError: the loss does not require a gradient, as of a model that was prepared without an optimizer.
         """
         loss = loss / self.gradient_accumulation_steps
         trained = [pair.handle for pair in self._pairs if pair.wrapper is not None]
@@ -221,6 +222,8 @@ class PenstockAccelerator(Accelerator):
             )
         if trained and (scaled or (len(trained) == 1 and not kwargs.keys() - {"retain_graph"})):
             trained[0].backward(loss, **kwargs)
+        elif not loss.requires_grad:
+            raise no_gradient()
         else:
             # It reaches all models that it went through.
             loss.backward(**kwargs)  # type: ignore[no-untyped-call]

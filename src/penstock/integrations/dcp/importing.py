@@ -11,6 +11,7 @@ They do not say which tensors of a model are its buffers: see `import_checkpoint
 
 import fnmatch
 import functools
+import hashlib
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -36,6 +37,7 @@ _OF_ACCELERATE = ("pytorch_model_fsdp_0", "optimizer_0")
 _BUFFERS = ("*running_mean", "*running_var", "*num_batches_tracked", "*inv_freq", "*position_ids")
 _TILE_NUMEL = 1 << 20
 _MOST_EXTRA_BYTES = 1 << 26
+_MOST_STATES = 16
 
 
 def import_checkpoint(folder: str | PathLike[str], out: str | PathLike[str], *, buffers: Iterable[str] = ()) -> None:
@@ -115,6 +117,8 @@ class _Saved:
     def trained(self) -> Iterator[Incoming]:
         """List the parameters that the optimizer has."""
         names = sorted({state for states in self._states.values() for state in states if state != "step"})
+        if len(names) > _MOST_STATES:
+            raise self._fail(f"has an optimizer of {len(names):,} states of each parameter, which no optimizer has")
         for name in (name for names, _ in self.groups for name in names):
             where, saved = self._model[name]
             states = self._states.get(name, {})
@@ -126,6 +130,7 @@ class _Saved:
         owned = {name for names, _ in self.groups for name in names}
         sharded = any(len(self._model[name][1].chunks) > 1 for name in owned)
         rest = _Rest()
+        others: dict[str, Incoming] = {}
         for name, (where, saved) in self._model.items():
             if name in owned:
                 continue
@@ -137,8 +142,16 @@ class _Saved:
                 or any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
             ):
                 rest.buffers[name] = read(0, prod(saved.shape)).view(saved.shape)
-            elif not any(self._same(saved, read, other) for other in owned):
-                rest.frozen.append(Incoming(name, saved.shape, saved.dtype, 0, read, {}))
+            else:
+                others[name] = Incoming(name, saved.shape, saved.dtype, 0, read, {})
+        forms = {(other.shape, other.dtype) for other in others.values()}
+        trained = {
+            self._digest(name) for name in owned if (self._model[name][1].shape, self._model[name][1].dtype) in forms
+        }
+        for name, other in others.items():
+            digest = self._digest(name) if trained else None
+            if digest is None or digest not in trained:
+                rest.frozen.append(other)
         return rest
 
     def extra(self) -> dict[str, Any]:
@@ -190,7 +203,7 @@ class _Saved:
         if kind == "state" and name:
             self._states.setdefault(name, {})[last] = where, item
         elif kind == "param_groups" and name:
-            group = keys[1] if len(keys) == 3 and isinstance(keys[1], int) else name
+            group = keys[1:2] if len(keys) == 3 and keys[1].isdecimal() else name
             self._options[group, last] = self._value(where, item)
         else:
             raise self._fail(f"has '{one_line(whole, 200)}' in its optimizer, which belongs to none of torch")
@@ -244,21 +257,16 @@ class _Saved:
             raise self._fail(f"has a step of '{one_line(name, 200)}' that is no count")
         return int(value)
 
-    def _same(self, saved: SavedTensor, read: Read, name: str) -> bool:
-        """Whether a tensor is a trained parameter by another name: all its elements, which are not all the same."""
-        where, other = self._model[name]
-        numel = prod(saved.shape)
-        if (other.shape, other.dtype) != (saved.shape, saved.dtype) or numel < 2:
-            return False
-        theirs = _reader(where, other)
-        differs = False
+    def _digest(self, name: str) -> bytes | None:
+        """Hash a tensor's shape, dtype and elements. None for elements that are all the same, or fewer than two."""
+        where, saved = self._model[name]
+        numel, read = prod(saved.shape), _reader(where, saved)
+        digest, differ = hashlib.blake2b(repr((saved.shape, saved.dtype)).encode()), False
         for start in range(0, numel, _TILE_NUMEL):
-            stop = min(start + _TILE_NUMEL, numel)
-            values = read(start, stop)
-            if not torch.equal(values, theirs(start, stop)):
-                return False
-            differs |= bool((values != values[0]).any())
-        return differs
+            values = read(start, min(start + _TILE_NUMEL, numel))
+            differ |= bool((values != read(0, 1)).any())
+            digest.update(values.view(torch.uint8).numpy().tobytes())
+        return digest.digest() if differ else None
 
     def _fail(self, why: str) -> CheckpointError:
         return refused(self._folder, f"{self._folder} {why}.")

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import penstock
 from penstock.checkpoint.manifest import MARKER
-from penstock.errors import CheckpointError, ConfigError
+from penstock.errors import CheckpointError, ConfigError, no_gradient
 from penstock.integrations.lightning.checkpoints import read_file
 from penstock.integrations.lightning.precision import (
     ComputePrecision,
@@ -172,7 +172,10 @@ class PenstockFabricStrategy(DDPStrategy):
 
         Raises:
             ConfigError: in fp16, several models were prepared and `fabric.backward(loss, model=)` names none.
+            EngineError: the loss does not require a gradient, as that of a model which was set up without an optimizer.
         """
+        if not tensor.requires_grad:
+            raise no_gradient()
         if self.precision.compute != "fp16":
             super().backward(tensor, module, *args, **kwargs)
             return
