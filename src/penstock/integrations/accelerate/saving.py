@@ -24,7 +24,6 @@ from accelerate.utils import (
 from huggingface_hub import split_torch_state_dict_into_shards
 from torch import Tensor, nn
 
-from penstock.engine.passes.planted import Planted
 from penstock.errors import CheckpointError, ConfigError, EngineError
 from penstock.integrations.accelerate.pairs import Pair
 from penstock.integrations.weights import saved_entries, state_entries
@@ -118,12 +117,15 @@ def _save_pretrained(accelerator: Any, pair: Pair, original: Callable[..., Any],
     if not writes:
         return None
     dtypes = [value.dtype for value in state.values() if isinstance(value, Tensor) and value.is_floating_point()]
-    own = Planted()
-    own.plant(pair.model, "state_dict", lambda *_, **__: dict(state))
+    # Classes of other libraries have no argument for it: what they ask the model for is the same.
+    attributes = vars(pair.model)
+    before = {name: attributes[name] for name in ("state_dict",) if name in attributes}
+    attributes["state_dict"] = lambda *_, **__: dict(state)
     try:
         returned = original(*args, **given)
     finally:
-        own.remove()
+        del attributes["state_dict"]
+        attributes.update(before)
     config: Any = getattr(pair.model, "config", None)
     folder = Path(args[0] if args else given.get("save_directory", ""))
     if dtypes and (folder / "config.json").is_file() and getattr(config, "dtype", None) is not None:
