@@ -22,7 +22,7 @@ from penstock.engine.passes.samples import BatchDim, check_batch_dim, check_bloc
 from penstock.engine.units.discover import UnitPolicy, UnitSpec, find_units
 from penstock.engine.units.plan import Homes, UnitPlan, plan_units
 from penstock.engine.units.source import INIT, Weights
-from penstock.kinds import Overlap, Precision, Tier
+from penstock.kinds import UNSAID, Overlap, Precision, Tier, UnsaidPrecision
 from penstock.layout import ALIGNMENT_NUMEL
 from penstock.machine.council import Facts
 from penstock.machine.reach import Grid, Reach
@@ -45,6 +45,7 @@ class Request:
     Attributes:
         reduce_dtype: dtype in which gradients are summed over ranks.
         accumulation_dtype: dtype in which micro-batches are summed, and gradients rest.
+        precision_is_said: whether the call named the compute dtype.
     """
 
     stage: int
@@ -60,6 +61,7 @@ class Request:
     weights: Weights | None = None
     unit_micro_batches: int = 1
     batch_dim: BatchDim = 0
+    precision_is_said: bool = True
 
     @property
     def debug_release(self) -> bool:
@@ -95,7 +97,7 @@ def request_for(
     *,
     stage: Literal[0, 1, 2, 3] = 3,
     placement: Placement | None = None,
-    precision: Precision = "bf16",
+    precision: Precision = UNSAID,
     units: UnitPolicy = None,
     max_grad_norm: float | None = None,
     grad_accumulation_dtype: torch.dtype | None = None,
@@ -135,6 +137,7 @@ def request_for(
         weights=weights,
         unit_micro_batches=unit_micro_batches,
         batch_dim=batch_dim,
+        precision_is_said=not isinstance(precision, UnsaidPrecision),
     )
 
 

@@ -5,6 +5,7 @@
 2. Build it (`construct.py`).
 """
 
+import logging
 import warnings
 from collections.abc import Mapping
 
@@ -23,6 +24,8 @@ from penstock.machine.streams import Streams
 from penstock.optimizer import Optimizer
 from penstock.supply import Supply
 
+_logger = logging.getLogger("penstock")
+
 
 @crossing
 def build(
@@ -40,11 +43,14 @@ def build(
     supply = supply or Supply()
     with ranks.council.together("prepare()", ConfigError) as facts:  # before any other collective
         blueprint = draw_blueprint(model, optimizer, request, ranks.grid, streams.reach)
+        casts = checks.check_casts(blueprint.specs, request.compute_dtype, is_said=request.precision_is_said)
         # When all of it is known: memory that is too small is found before anything is taken, not halfway.
         claims = supply.check(blueprint, model, ranks.grid, streams.reach, streams.device)
         if ranks.world_size > 1:
             facts.update(blueprint.facts(model, ranks.grid))
     check_hosts(ranks.council, claims)
+    if casts and ranks.council.is_first:
+        _logger.warning("%s", casts)
     if optimizer is not None:
         warn_of_unowned(model, blueprint.groups)
     # Now, when all ranks are here and nothing has moved: one that dies later leaves none waiting for a group.

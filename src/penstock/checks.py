@@ -158,6 +158,51 @@ def check_dtypes(reduce_dtype: object, grad_accumulation_dtype: object) -> None:
             raise ConfigError(f"{what}={dtype!r}: use torch.float32, torch.bfloat16, torch.float16 or None.")
 
 
+def check_casts(specs: Sequence[UnitSpec], compute_dtype: torch.dtype, *, is_said: bool) -> str | None:
+    """Refuse to choose one dtype for parameters that are trained in several; tell of casts that nobody asked for.
+
+    Arguments:
+        specs: the units, of parameters in the dtypes that they came in.
+        compute_dtype: the dtype that floating-point parameters have while computing.
+        is_said: whether the call named it.
+
+    Returns:
+        A line for the log, where there is something to tell.
+
+    Raises:
+        ConfigError: it lists the dtypes, with a parameter of each.
+    """
+    of_trained, kept, cast = (dict[torch.dtype, list[str]]() for _ in range(3))
+    for spec in (spec for spec in specs if spec.dtype == compute_dtype):
+        for name, parameter in zip(spec.names, spec.parameters, strict=True):
+            for found in (*([of_trained] if spec.trainable else []), kept if parameter.dtype == spec.dtype else cast):
+                found.setdefault(parameter.dtype, []).append(name)
+    if not is_said and len(of_trained) > 1:
+        raise ConfigError(
+            f"The model is trained in several dtypes, and no precision was said: {_listed(of_trained)}. Use "
+            "prepare(precision='bf16'), 'fp16' or 'fp32', which all of them compute in; 16 bits keep fp32 masters. Or "
+            "cast the model: model.float(), model.bfloat16()."
+        )
+    wider = {dtype: names for dtype, names in cast.items() if dtype.itemsize > compute_dtype.itemsize}
+    if not is_said and wider:
+        return (
+            f"prepare() was told no precision, and computes {_listed(wider)} in bf16; trained ones have fp32 masters. "
+            "precision='fp32' computes in fp32; precision='bf16' says that bf16 is meant."
+        )
+    if compute_dtype == torch.float32 and kept and cast:
+        return (
+            f"precision='fp32' is that of all parameters: prepare() computes {_listed(cast)} in fp32, and updates them "
+            "in fp32."
+        )
+    return None
+
+
+def _listed(found: Mapping[torch.dtype, Sequence[str]]) -> str:
+    """Count parameters by dtype, and name the first of each."""
+    counted = ((len(names), str(dtype).removeprefix("torch."), names[0]) for dtype, names in found.items())
+    return ", ".join(f"{count} of {dtype} (such as '{name}')" for count, dtype, name in counted)
+
+
 def check_clip(max_grad_norm: object, overlap: str) -> None:
     """Refuse a norm that clips everything or nothing by accident, and one that updates in backward cannot wait for."""
     if max_grad_norm is None:

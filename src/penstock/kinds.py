@@ -15,6 +15,16 @@ KindName = Literal["param", "grad", "master", "optimizer"]
 Precision = Literal["fp32", "bf16", "fp16"]
 Overlap = Literal["none", "forward", "backward", "auto"]
 
+
+class UnsaidPrecision(str):
+    """The precision of a call that names none: what it casts is logged, or refused."""
+
+    __slots__ = ()
+
+
+#: What `precision` is by default.
+UNSAID: Precision = UnsaidPrecision("bf16")  # type: ignore[assignment]
+
 PARAM = "param"
 GRAD = "grad"
 MASTER = "master"

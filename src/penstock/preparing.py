@@ -24,7 +24,7 @@ from penstock.engine.units.dividing import check_divided
 from penstock.engine.units.source import Weights
 from penstock.errors import ConfigError, EngineError
 from penstock.forecast.plan import Plan
-from penstock.kinds import Overlap, Precision
+from penstock.kinds import UNSAID, Overlap, Precision
 from penstock.machine.accelerator import streams_for
 from penstock.machine.border import crossing
 from penstock.machine.collectives import Ranks
@@ -46,7 +46,7 @@ def prepare(
     *,
     stage: Literal[0, 1, 2, 3] = 3,
     placement: Placement | Literal["auto"] | None = None,
-    precision: Precision = "bf16",
+    precision: Precision = UNSAID,
     units: UnitPolicy = None,
     mesh: DeviceMesh | None = None,
     max_grad_norm: float | None = None,
@@ -83,8 +83,10 @@ def prepare(
             (Rajbhandari et al., "ZeRO", 2020).
         placement: home tier of each kind of state; `None` keeps everything on the device. `"auto"` takes what `plan`
             says, or what is planned for `batch`: the same, bit for bit, as those arguments by hand.
-        precision: compute dtype. bf16 and fp16 keep an fp32 master of every trained parameter; fp16 scales the loss
-            (`Options(initial_loss_scale=, dynamic_loss_scale=)`), so its backward is `optimizer.backward(loss)`.
+        precision: compute dtype of all floating-point parameters, as `param_dtype` of FSDP2's `MixedPrecisionPolicy`;
+            bf16 where none is named, which a model in fp32 is told of by a line in the log, and a model that is trained
+            in several dtypes is refused. bf16 and fp16 keep an fp32 master of every trained parameter; fp16 scales the
+            loss (`Options(initial_loss_scale=, dynamic_loss_scale=)`), so its backward is `optimizer.backward(loss)`.
         units: classes of the modules that are gathered together, or a predicate on (name, module); `None` takes each
             repeated block, and the rest of the model as one.
         mesh: a `DeviceMesh` with dimensions named `dp_replicate` (copies of the state), `dp_shard` and `cp` (which

@@ -132,6 +132,16 @@ def save_weights_on_two_ranks(rank: int, folder: Path) -> tuple[list[str], list[
         max_shard_size="4KB",
     )
     accelerator.save_model(model, folder / "model", max_shard_size="4KB")
+    unwrapped: Any = accelerator.unwrap_model(model)
+    unwrapped.save_pretrained(
+        folder / "gathered",
+        is_main_process=accelerator.is_main_process,
+        save_function=accelerator.save,
+        max_shard_size="4KB",
+    )
+    if accelerator.is_main_process:
+        with pytest.raises(EngineError, match=r"one rank cannot gather them\. Call it on every rank"):
+            unwrapped.save_pretrained(folder / "alone")
     accelerator.wait_for_everyone()
     with pytest.raises(ConfigError, match="join_uneven_inputs"), accelerator.join_uneven_inputs([model]):
         pass
@@ -145,7 +155,7 @@ def test_two_ranks_save_weights_once(tmp_path: Path) -> None:
     assert second == []  # the other rank keeps nothing
     torch.manual_seed(1)
     expected = bert().state_dict()
-    for folder in (tmp_path / "pretrained", tmp_path / "model"):
+    for folder in (tmp_path / "pretrained", tmp_path / "model", tmp_path / "gathered"):
         shards = sorted(folder.glob("model-*.safetensors"))
         assert len(shards) > 2
         found = {name: value for shard in shards for name, value in load_file(shard).items()}

@@ -322,6 +322,68 @@ def test_save_pretrained_in_shards(placement: str, tmp_path: Path, monkeypatch: 
     torch.testing.assert_close(dict(again.state_dict()), before, rtol=0, atol=0)
 
 
+def stepped(accelerator: PenstockAccelerator, model: nn.Module) -> Any:
+    """Train a step, so that weights have more than 16 bits."""
+    model, optimizer = accelerator.prepare(model, adam(model))
+    accelerator.backward(model(input_ids=torch.ones(2, 4, dtype=torch.int64)).logits.square().mean())
+    optimizer.step()
+    return model
+
+
+@pytest.mark.parametrize("loaded", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("placement", ["device", "cpu", "nvme"])
+def test_the_last_save_pretrained_of_a_script(placement: str, loaded: torch.dtype, tmp_path: Path) -> None:
+    accelerator = ours(mixed_precision="bf16", penstock={"placement": PLACEMENTS[placement]})
+    model = stepped(accelerator, llama().to(loaded))
+    unwrapped: Any = accelerator.unwrap_model(model)
+    main = accelerator.is_main_process
+    unwrapped.save_pretrained(tmp_path / "a", is_main_process=main, save_function=accelerator.save)
+    if main:
+        unwrapped.save_pretrained(tmp_path / "b", state_dict=accelerator.get_state_dict(model))
+        unwrapped.save_pretrained(tmp_path / "c", max_shard_size="20KB")
+    accelerator.save_model(model, tmp_path / "d")
+    unwrapped.save_pretrained(tmp_path / "no", is_main_process=False)
+    assert not (tmp_path / "no").exists()
+    accelerator.free_memory()
+    assert "save_pretrained" not in vars(model)
+    assert "state_dict" not in vars(model)
+    expected = dict(model.state_dict())
+    for name in "abc":
+        again = LlamaForCausalLM.from_pretrained(tmp_path / name)
+        assert again.dtype == loaded
+        torch.testing.assert_close(dict(again.state_dict()), expected, rtol=0, atol=0)
+    written = load_file(tmp_path / "d" / "model.safetensors")
+    torch.testing.assert_close(written, {name: expected[name] for name in written}, rtol=0, atol=0)
+
+
+def test_save_pretrained_of_classes_without_a_state_dict_argument(tmp_path: Path) -> None:
+    class Own(nn.Sequential):
+        def save_pretrained(self, folder: Path) -> None:
+            torch.save(self.state_dict(), folder / "own.pt")
+
+    accelerator, model = ours(penstock={"placement": PLACEMENTS["cpu"]}), Own(nn.Linear(4, 4))
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    model, _ = accelerator.prepare(model, adam(model))
+    model.save_pretrained(tmp_path)
+    torch.testing.assert_close(torch.load(tmp_path / "own.pt"), before, rtol=0, atol=0)
+    accelerator.free_memory()
+
+
+def test_save_pretrained_of_adapters_gathers_them_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    peft = pytest.importorskip("peft")
+    accelerator = ours(penstock={"placement": PLACEMENTS["cpu"]})
+    model = peft.get_peft_model(llama(), peft.LoraConfig(r=2, target_modules=["q_proj"]))
+    model = stepped(accelerator, model)
+    gathered: list[int] = []
+    original = accelerator.gather_entries
+    monkeypatch.setattr(accelerator, "gather_entries", lambda *a, **k: gathered.append(len(a[1])) or original(*a, **k))
+    model.save_pretrained(tmp_path, is_main_process=True)
+    accelerator.free_memory()
+    expected = peft.get_peft_model_state_dict(model)
+    assert gathered == [len(expected)]
+    torch.testing.assert_close(load_file(tmp_path / "adapter_model.safetensors"), dict(expected), rtol=0, atol=0)
+
+
 def test_state_in_files_leaves_none_behind(tmp_path: Path) -> None:
     folder = tmp_path / "disk"  # where nobody else makes files
     folder.mkdir()

@@ -1,4 +1,4 @@
-"""`Trainer(strategy="penstock")`: each run beside the same Trainer with DDP, on one rank."""
+"""`Trainer(strategy="penstock")`: each run beside the same Trainer on a single device, on one rank."""
 
 import warnings
 from pathlib import Path
@@ -10,6 +10,7 @@ import torch
 from lightning.pytorch.callbacks import EarlyStopping, StochasticWeightAveraging
 from lightning.pytorch.utilities import grad_norm
 from torch import nn
+from torch.utils.data import BatchSampler, DataLoader
 
 import penstock
 from penstock.integrations.lightning import PenstockPrecision, PenstockStrategy
@@ -40,11 +41,52 @@ def placements() -> dict[str, dict[str, Any]]:
 
 
 @pytest.mark.parametrize("placement", ["device", "cpu", "split", "nvme"])
-def test_a_fit_is_that_of_ddp(placement: str) -> None:
+def test_a_fit_is_that_of_a_single_device(placement: str) -> None:
     ours, plain = made(), made()
     strategy = PenstockStrategy(placement=penstock.Placement(**placements()[placement]), options=RELEASED)
-    assert_same_run(fit(ours, strategy), fit(plain, "ddp"))
+    assert_same_run(fit(ours, strategy), fit(plain, "auto"))
     assert_same_weights(weights(ours), weights(plain))
+
+
+class Order(lightning.Callback):
+    """Notes which rows each loader gives."""
+
+    def __init__(self) -> None:
+        self.rows: list[tuple[str, list[float]]] = []
+
+    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        torch.manual_seed(0)  # of loaders that shuffle
+
+    def _note(self, trainer: Any, pl_module: Any, batch: Any, *_: Any) -> None:
+        self.rows.append((str(trainer.state.stage), batch[0][:, 0].tolist()))
+
+    on_train_batch_start = on_validation_batch_start = on_test_batch_start = on_predict_batch_start = _note
+
+
+@pytest.mark.parametrize("loader", ["in order", "shuffled", "sampler", "batch sampler"])
+def test_one_rank_trains_and_evaluates_on_the_loaders_own_batches(loader: str) -> None:
+    rows = data().dataset
+    reverse: Any = list(range(31, -1, -1))
+    arguments: dict[str, dict[str, Any]] = {
+        "in order": {"batch_size": 4},
+        "shuffled": {"batch_size": 4, "shuffle": True},
+        "sampler": {"batch_size": 4, "sampler": reverse},
+        "batch sampler": {"batch_sampler": BatchSampler(reverse, 4, drop_last=False)},
+    }
+    seen = []
+    for strategy in ("penstock", "auto"):
+        order, module = Order(), made()
+        run = trainer(strategy, callbacks=[order])
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of evaluation in an order by chance
+            loaders = [DataLoader(rows, **arguments[loader]) for _ in range(2)]
+            run.fit(module, *loaders)
+            run.validate(module, loaders[1], verbose=False)
+            run.test(module, loaders[1], verbose=False)
+            run.predict(module, loaders[1])
+        seen.append(order.rows)
+    assert seen[0] == seen[1]
+    assert {stage for stage, _ in seen[0]} >= {"RunningStage.TRAINING", "RunningStage.PREDICTING"}
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2])
@@ -52,37 +94,37 @@ def test_a_fit_at_other_stages_that_accumulates_and_clips(stage: int) -> None:
     settings: dict[str, Any] = {"accumulate_grad_batches": 3, "gradient_clip_val": 0.3}
     ours, plain = made(), made()
     seen = fit(ours, PenstockStrategy(stage=stage, options=RELEASED), **settings)
-    assert_same_run(seen, fit(plain, "ddp", **settings))
+    assert_same_run(seen, fit(plain, "auto", **settings))
     assert_same_weights(weights(ours), weights(plain))
 
 
 def test_the_name_is_registered_by_the_import() -> None:
     ours, plain = made(), made()
-    assert_same_run(fit(ours, "penstock"), fit(plain, "ddp"))
+    assert_same_run(fit(ours, "penstock"), fit(plain, "auto"))
     assert_same_weights(weights(ours), weights(plain))
 
 
 def test_arguments_may_be_as_files_hold_them() -> None:
     ours, plain = made(), made()
     strategy = PenstockStrategy(placement={"params": "cpu", "optimizer": SPLIT}, options={"debug_release": True})
-    assert_same_run(fit(ours, strategy), fit(plain, "ddp"))
+    assert_same_run(fit(ours, strategy), fit(plain, "auto"))
     with pytest.raises(penstock.ConfigError, match="Did you mean 'placement'"):
         PenstockStrategy(placment="cpu")
 
 
 def test_the_norms_that_lightning_logs() -> None:
     """`lightning.pytorch.utilities.grad_norm` reads `.grad`, in the hook where its manual says to call it."""
-    logged: dict[str, list[dict[str, float]]] = {"penstock": [], "ddp": []}
+    logged: dict[str, list[dict[str, float]]] = {"penstock": [], "auto": []}
 
     class Logs(Net):
         def on_before_optimizer_step(self, optimizer: Any) -> None:
-            kind = "penstock" if isinstance(self.trainer.strategy, PenstockStrategy) else "ddp"
+            kind = "penstock" if isinstance(self.trainer.strategy, PenstockStrategy) else "auto"
             logged[kind].append({name: float(value) for name, value in grad_norm(self, norm_type=2).items()})
 
-    for strategy in ("penstock", "ddp"):
+    for strategy in ("penstock", "auto"):
         fit(made(Logs), strategy)
-    assert len(logged["penstock"]) == len(logged["ddp"]) > 1
-    for norms, expected in zip(logged["penstock"], logged["ddp"], strict=True):
+    assert len(logged["penstock"]) == len(logged["auto"]) > 1
+    for norms, expected in zip(logged["penstock"], logged["auto"], strict=True):
         assert norms == pytest.approx(expected, rel=1e-5, abs=1e-4)  # Lightning rounds them to four digits
         assert norms.keys() == expected.keys() > {"grad_2.0_norm_total"}
 
@@ -90,7 +132,7 @@ def test_the_norms_that_lightning_logs() -> None:
 def test_bf16_is_near_to_fp32_and_its_masters_are_fp32() -> None:
     ours, plain = made(), made()
     seen = fit(ours, PenstockStrategy(options=RELEASED), precision="bf16-mixed")
-    assert_same_run(seen, fit(plain, "ddp"), tolerance=0.05)
+    assert_same_run(seen, fit(plain, "auto"), tolerance=0.05)
     assert_same_weights(weights(ours), weights(plain), tolerance=0.02)
     # A bf16 value has 16 low bits that are zero: weights of a master do not.
     assert int((ours.first.weight.view(torch.int32) & 0xFFFF).count_nonzero()) > 0
@@ -100,7 +142,7 @@ def test_fp16_scales_the_loss_by_the_optimizer() -> None:
     ours, plain = made(), made()
     options = penstock.Options(initial_loss_scale=2.0**10)
     seen = fit(ours, PenstockStrategy(precision="fp16", options=options))
-    assert_same_run(seen, fit(plain, "ddp"), tolerance=0.02)
+    assert_same_run(seen, fit(plain, "auto"), tolerance=0.02)
     assert_same_weights(weights(ours), weights(plain), tolerance=0.02)
 
 
@@ -116,7 +158,7 @@ class Skips(Net):
 def test_a_training_step_that_returns_none(batches: int) -> None:
     ours, plain = made(Skips), made(Skips)
     seen = fit(ours, PenstockStrategy(options=RELEASED), accumulate_grad_batches=batches)
-    expected = fit(plain, "ddp", accumulate_grad_batches=batches)
+    expected = fit(plain, "auto", accumulate_grad_batches=batches)
     torch.testing.assert_close(seen.loss, expected.loss, rtol=1e-6, atol=1e-6)
     assert_same_weights(weights(ours), weights(plain))
 
@@ -143,7 +185,7 @@ def test_a_step_that_is_not_finite_is_skipped() -> None:
 
 def test_validate_inside_of_fit_and_early_stopping() -> None:
     metrics = []
-    for strategy in (PenstockStrategy(options=RELEASED), "ddp"):
+    for strategy in (PenstockStrategy(options=RELEASED), "auto"):
         module = made()
         run = trainer(strategy, max_epochs=5, callbacks=[EarlyStopping("val", patience=1)])
         run.fit(module, data(), data())
@@ -193,7 +235,7 @@ def test_configure_model_on_the_meta_device() -> None:
     torch.manual_seed(3)
     seen = fit(ours, strategy)
     torch.manual_seed(3)
-    expected = fit(plain, "ddp")
+    expected = fit(plain, "auto")
     assert ours.was_meta
     assert not plain.was_meta
     assert_same_run(seen, expected)

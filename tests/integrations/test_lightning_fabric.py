@@ -7,6 +7,7 @@ import pytest
 import torch
 from lightning.fabric import Fabric
 from torch import Tensor, nn
+from torch.utils.data import DataLoader
 
 import penstock
 from penstock.integrations.lightning import PenstockFabricPrecision, PenstockFabricStrategy
@@ -65,6 +66,17 @@ def test_a_loop_is_that_of_fabric(stage: int, precision: Any) -> None:
     tolerance = 1e-6 if compute == "fp32" else 0.03
     torch.testing.assert_close(losses, loop(expected, other, stepper), rtol=tolerance, atol=tolerance)
     assert_same_weights(weights(raw), weights(plain), tolerance)
+
+
+@pytest.mark.parametrize("shuffle", [False, True])
+def test_one_rank_has_the_loaders_own_batches(shuffle: bool) -> None:
+    seen = []
+    for strategy in ("penstock", "auto"):
+        run = fabric(strategy)
+        torch.manual_seed(0)
+        loader: Any = run.setup_dataloaders(DataLoader(data().dataset, batch_size=4, shuffle=shuffle))
+        seen.append([batch[0].tolist() for _ in range(2) for batch in loader])
+    assert seen[0] == seen[1]
 
 
 def test_the_name_is_registered_and_the_precision_is_fabrics() -> None:

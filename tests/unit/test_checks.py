@@ -214,6 +214,58 @@ def test_meta_tensors_are_refused(nothing_allocated):
     assert "'table' (3,) is on the meta device" in refused(lambda: penstock.prepare(model, adamw(model)), model)
 
 
+def mixed() -> nn.Module:
+    """A trained embedding in bf16 before layers in fp32."""
+    return nn.Sequential(nn.Embedding(8, 4, dtype=torch.bfloat16), nn.Linear(4, 4), nn.Linear(4, 4))
+
+
+def test_a_model_that_is_trained_in_several_dtypes_is_not_cast_in_silence(nothing_allocated):
+    model = mixed()
+    text = refused(lambda: penstock.prepare(model, adamw(model)), model)
+    assert "1 of bfloat16 (such as '0.weight'), 4 of float32 (such as '1.weight'). Use prepare(precision=" in text
+
+
+def frozen_below(adapter: torch.dtype) -> nn.Module:
+    """A frozen base in bf16, and what is trained on top of it, as peft makes it."""
+    model = nn.Sequential(nn.Linear(4, 4, dtype=torch.bfloat16), nn.Linear(4, 4, dtype=adapter))
+    model[0].requires_grad_(False)
+    return model
+
+
+TOLD = "prepare() was told no precision, and computes {} in bf16; trained ones have fp32 masters. precision='fp32'"
+CASTS: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], str]] = {
+    "fp32": (lambda: nn.Linear(4, 4), {}, TOLD.format("2 of float32 (such as 'weight')")),
+    "fp64": (lambda: nn.Linear(4, 4).double(), {}, TOLD.format("2 of float64 (such as 'weight')")),
+    "fp32 on the meta device": (
+        lambda: nn.Linear(4, 4, device="meta"),
+        {"weights": "init"},
+        TOLD.format("2 of float32 (such as 'weight')"),
+    ),
+    "fp32, and bf16 is said": (lambda: nn.Linear(4, 4), {"precision": "bf16"}, ""),
+    "bf16": (lambda: nn.Linear(4, 4).bfloat16(), {}, ""),
+    "bf16, and fp32 is said": (lambda: nn.Linear(4, 4).bfloat16(), {"precision": "fp32"}, ""),
+    "both, and bf16 is said": (mixed, {"precision": "bf16"}, ""),
+    "both, and fp32 is said": (
+        mixed,
+        {"precision": "fp32"},
+        "precision='fp32' is that of all parameters: prepare() computes 1 of bfloat16 (such as '0.weight') in fp32",
+    ),
+    "adapters in fp32": (lambda: frozen_below(torch.float32), {}, TOLD.format("2 of float32 (such as '1.weight')")),
+    "adapters in bf16": (lambda: frozen_below(torch.bfloat16), {}, ""),
+    "batch norms in fp32": (lambda: nn.Sequential(nn.Linear(4, 4).bfloat16(), nn.BatchNorm1d(4)), {}, ""),
+}
+
+
+@pytest.mark.parametrize("name", CASTS)
+def test_a_cast_that_nobody_asked_for_is_a_line_in_the_log(name, caplog):
+    make, arguments, line = CASTS[name]
+    model = make()
+    with caplog.at_level("INFO", logger="penstock"):
+        penstock.prepare(model, adamw(model), **arguments).close()
+    said = [record.getMessage() for record in caplog.records if "precision" in record.getMessage()]
+    assert [text[: len(line)] for text in said] == [line] * bool(line)
+
+
 def test_parameters_without_shape_are_refused(nothing_allocated):
     model = nn.Sequential(nn.Linear(4, 4), nn.LazyLinear(3))
     with pytest.raises(ConfigError) as caught:

@@ -1,6 +1,7 @@
 """A prepared model's `state_dict`, gathered batch by batch: whole values on the host of one rank, never on a device."""
 
 import os
+import sys
 import tempfile
 from collections.abc import Container, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -25,6 +26,30 @@ def state_entries(model: nn.Module) -> dict[str, Any]:
     for path, module in model.named_modules(remove_duplicate=False):
         module._save_to_state_dict(entries, f"{path}." if path else "", keep_vars=True)
     return entries
+
+
+def is_adapted(model: nn.Module) -> bool:
+    """Return True if peft has put adapters into the model: they are all that is saved of it."""
+    peft: Any = sys.modules.get("peft")  # which made the model, if it is one of its own
+    return isinstance(model, getattr(peft, "PeftModel", ()))
+
+
+def adapter_entries(model: Any, adapter: str) -> dict[str, Tensor]:
+    """List what peft saves of an adapter: parameters (and buffers) of the model, by their names in its files."""
+    from peft import get_peft_model_state_dict
+
+    # Given the tensors themselves, peft picks and renames them, and reads none.
+    picked: dict[str, Tensor] = get_peft_model_state_dict(model, state_dict=state_entries(model), adapter_name=adapter)
+    return picked
+
+
+def saved_entries(model: Any) -> dict[str, Any]:
+    """List what `save_pretrained` writes of a model, by names of its `state_dict`: of one with adapters, those."""
+    entries = state_entries(model)
+    if not is_adapted(model):
+        return entries
+    of_adapters = {id(entry) for adapter in model.peft_config for entry in adapter_entries(model, adapter).values()}
+    return {name: entry for name, entry in entries.items() if id(entry) in of_adapters}
 
 
 def nvme_folders(optimizer: Any, arguments: Mapping[str, Any]) -> Sequence[Path]:

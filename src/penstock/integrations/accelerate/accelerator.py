@@ -176,6 +176,7 @@ class PenstockAccelerator(Accelerator):
                     self._close(known[found.model])
                     self._models = models
                 made.append(pairs.prepare_pair(found.model, found.optimizer, self.arguments_of(found.model)))
+                saving.plant_save_pretrained(self, made[-1])
         except ConfigError:  # of all ranks: what one call gives is prepared together, or not
             for pair in made:
                 pair.close()
@@ -306,15 +307,26 @@ class PenstockAccelerator(Accelerator):
             unwrap: as for `Accelerator.get_state_dict`.
 
         Returns:
-            Whole values in the dtypes of training; an empty dict on the other ranks.
+            Whole values, in the dtypes that the model had before; an empty dict on the other ranks.
         """
-        pair = self._find(model)
-        if pair is None:
+        if self._find(model) is None:
             plain: dict[str, Any] = super().get_state_dict(model, unwrap=unwrap)
             return plain
-        folders = nvme_folders(pair.handle, self.arguments_of(pair.model))
         entries = state_entries(self.unwrap_model(model) if unwrap else model)
-        return gather_entries(entries, pair.handle, keep=saving.saves(self), folders=folders)
+        return self.gather_entries(model, entries, keep=saving.saves(self))
+
+    def gather_entries(self, model: nn.Module, entries: Mapping[str, Any], *, keep: bool) -> dict[str, Any]:
+        """Gather entries of a prepared model's state dict on the host, as `get_state_dict` does. Collective.
+
+        Arguments:
+            model: as `prepare` returned it.
+            entries: some or all of `penstock.integrations.weights.state_entries`, the same on every rank.
+            keep: whether this rank gets the values; it gets an empty dict otherwise.
+        """
+        pair = self._find(model)
+        assert pair is not None
+        folders = nvme_folders(pair.handle, self.arguments_of(pair.model))
+        return gather_entries(entries, pair.handle, keep=keep, folders=folders, masters=pair.masters)
 
     def save_model(
         self,

@@ -1,6 +1,7 @@
 """Models with their optimizers: which belong together, prepared by Penstock, wrapped for accelerate, given back."""
 
 from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from typing import Any, NamedTuple
 
 import torch
@@ -60,18 +61,26 @@ class Pair:
         model: the module that was prepared.
         handle: what `penstock.prepare` returned.
         wrapper: what the loop holds in the optimizer's place; `None` for a model that nothing trains.
+        masters: the parameters that were fp32 and are 16 bits in training; they are saved in fp32.
         in_16_bits: whether it computes in bf16 or fp16; what it returns is made fp32 then.
 
     Attributes:
-        model, handle, wrapper: as given.
+        model, handle, wrapper, masters: as given.
     """
 
     def __init__(
-        self, model: nn.Module, handle: penstock.Optimizer, wrapper: PreparedOptimizer | None, *, in_16_bits: bool
+        self,
+        model: nn.Module,
+        handle: penstock.Optimizer,
+        wrapper: PreparedOptimizer | None,
+        *,
+        masters: AbstractSet[nn.Parameter],
+        in_16_bits: bool,
     ) -> None:
         self.model = model
         self.handle = handle
         self.wrapper = wrapper
+        self.masters = masters
         # As accelerate's own wrapper around the forward of a model in 16 bits: losses and metrics of loops expect it.
         self._hook = model.register_forward_hook(_to_fp32) if in_16_bits else None
 
@@ -201,9 +210,11 @@ def prepare_pair(model: nn.Module, optimizer: Optimizer | None, arguments: Mappi
     Raises:
         ConfigError: as `penstock.prepare`. Nothing has changed.
     """
+    in_16_bits = arguments["precision"] != "fp32"
+    masters = {parameter for parameter in model.parameters() if in_16_bits and parameter.dtype == torch.float32}
     handle = penstock.prepare(model, optimizer, **arguments)
     wrapper = None if optimizer is None else PreparedOptimizer(handle, optimizer)
-    return Pair(model, handle, wrapper, in_16_bits=arguments["precision"] != "fp32")
+    return Pair(model, handle, wrapper, masters=masters, in_16_bits=in_16_bits)
 
 
 def clipped(pairs: Sequence[Pair], wanted: Mapping[Tensor, None]) -> Pair | None:

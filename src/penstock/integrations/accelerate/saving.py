@@ -1,11 +1,14 @@
 """What an accelerator writes and reads: weights in shards, and states for `save_state` and `load_state`."""
 
+import inspect
 import json
+import logging
 import os
 import re
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,11 +24,12 @@ from accelerate.utils import (
 from huggingface_hub import split_torch_state_dict_into_shards
 from torch import Tensor, nn
 
-from penstock.errors import CheckpointError, ConfigError
+from penstock.errors import CheckpointError, ConfigError, EngineError
 from penstock.integrations.accelerate.pairs import Pair
-from penstock.integrations.weights import gather_entries, state_entries
+from penstock.integrations.weights import saved_entries, state_entries
 
 _STEP = "accelerate_step"
+_logger = logging.getLogger("penstock")
 _OF_SEVERAL = re.compile(r"(.*?)-\d{5}-of-\d{5}")
 
 
@@ -50,7 +54,7 @@ def write_model(
         first = {id(entry): name for name, entry in reversed(entries.items()) if isinstance(entry, Tensor)}
         entries = {name: entry for name, entry in entries.items() if first.get(id(entry), name) == name}
     split = split_torch_state_dict_into_shards(
-        {name: _without_memory(entry) for name, entry in entries.items()},
+        {name: _without_memory(entry, pair.masters) for name, entry in entries.items()},
         filename_pattern=SAFE_WEIGHTS_PATTERN_NAME if safe else WEIGHTS_PATTERN_NAME,
         max_shard_size=max_shard_size,
     )
@@ -58,7 +62,7 @@ def write_model(
     if accelerator.is_main_process:
         _remove_others(folder, SAFE_WEIGHTS_NAME if safe else WEIGHTS_NAME, split.filename_to_tensors)
     for file, names in split.filename_to_tensors.items():
-        shard = gather_entries({name: entries[name] for name in names}, pair.handle, keep=saves(accelerator))
+        shard = accelerator.gather_entries(model, {name: entries[name] for name in names}, keep=saves(accelerator))
         whole = {name: value.contiguous() if isinstance(value, Tensor) else value for name, value in shard.items()}
         accelerator.save(whole, str(folder / file), safe_serialization=safe)
     if split.is_sharded and saves(accelerator):
@@ -73,8 +77,11 @@ def saves(accelerator: Any) -> bool:
     return bool(accelerator.is_local_main_process if on_each_node else accelerator.is_main_process)
 
 
-def _without_memory(entry: Any) -> Any:
-    return torch.empty(entry.shape, dtype=entry.dtype, device="meta") if isinstance(entry, Tensor) else entry
+def _without_memory(entry: Any, masters: Container[nn.Parameter]) -> Any:
+    if not isinstance(entry, Tensor):
+        return entry
+    dtype = torch.float32 if entry in masters else entry.dtype
+    return torch.empty(entry.shape, dtype=dtype, device="meta")
 
 
 def _remove_others(folder: Path, weights_name: str, files: Any) -> None:
@@ -84,6 +91,66 @@ def _remove_others(folder: Path, weights_name: str, files: Any) -> None:
         is_shard = _OF_SEVERAL.fullmatch(path.name.replace(".bin", "").replace(".safetensors", ""))
         if path.name.startswith(stem.replace(".safetensors", "")) and is_shard and path.name not in files:
             path.unlink()
+
+
+def plant_save_pretrained(accelerator: Any, pair: Pair) -> None:
+    """Have a model's own `save_pretrained` gather what it writes, until the pair is closed."""
+    original = getattr(pair.model, "save_pretrained", None)
+    if original is not None:
+        planted = pair.handle._engine.planted  # type: ignore[union-attr]  # it has just been prepared
+        planted.plant(pair.model, "save_pretrained", partial(_save_pretrained, accelerator, pair, original))
+
+
+def _save_pretrained(accelerator: Any, pair: Pair, original: Callable[..., Any], *args: Any, **given: Any) -> Any:
+    """Gather the state that `save_pretrained` writes, on the ranks that write. Collective, unless it is given.
+
+    Raises:
+        EngineError: called on one rank of several, which gathers nothing; it says what to do.
+    """
+    named = {**inspect.signature(original).bind(*args, **given).arguments, **given}
+    state = named.get("state_dict")
+    if state is None and accelerator.num_processes > 1 and "is_main_process" not in named:
+        return _save_alone(pair, original, *args, **given)
+    writes = bool(named.get("is_main_process", True))
+    if state is None:
+        state = accelerator.gather_entries(pair.model, saved_entries(pair.model), keep=writes)
+    if not writes:
+        return None
+    dtypes = [value.dtype for value in state.values() if isinstance(value, Tensor) and value.is_floating_point()]
+    # Classes of other libraries have no argument for it: what they ask the model for is the same.
+    attributes = vars(pair.model)
+    before = {name: attributes[name] for name in ("state_dict",) if name in attributes}
+    attributes["state_dict"] = lambda *_, **__: dict(state)
+    try:
+        returned = original(*args, **given)
+    finally:
+        del attributes["state_dict"]
+        attributes.update(before)
+    config: Any = getattr(pair.model, "config", None)
+    folder = Path(args[0] if args else given.get("save_directory", ""))
+    if dtypes and (folder / "config.json").is_file() and getattr(config, "dtype", None) is not None:
+        # transformers has written the dtype of training, in which `from_pretrained` would load the weights.
+        config.dtype = str(dtypes[0]).removeprefix("torch.")
+        config.save_pretrained(folder)
+    return returned
+
+
+def _save_alone(pair: Pair, original: Callable[..., Any], *args: Any, **given: Any) -> Any:
+    """Save on one rank what it has, where it has whole parameters."""
+    advice = (
+        "Call it on every rank, with is_main_process=accelerator.is_main_process; or give it "
+        "state_dict=accelerator.get_state_dict(model), called on every rank."
+    )
+    try:
+        returned = original(*args, **given)
+    except EngineError as error:
+        raise EngineError(
+            f"save_pretrained() without is_main_process= on a rank of several: parameters of "
+            f"{type(pair.model).__name__} are released, and one rank cannot gather them. {advice}"
+        ) from error
+    if pair.masters:
+        _logger.warning("save_pretrained() on one rank of several wrote the dtype of training, not fp32. %s", advice)
+    return returned
 
 
 # States

@@ -109,6 +109,11 @@ class PenstockFabricStrategy(DDPStrategy):
         compute = compute_of(plugin, self._wanted)
         self._precision = plugin if isinstance(plugin, PenstockFabricPrecision) else PenstockFabricPrecision(compute)
 
+    @property
+    def distributed_sampler_kwargs(self) -> dict[str, Any] | None:
+        """How loaders are divided over ranks; `None` on one rank, which has the loader's own batches."""
+        return super().distributed_sampler_kwargs if self.world_size > 1 else None
+
     # Models and optimizers
 
     def module_to_device(self, module: nn.Module) -> None:

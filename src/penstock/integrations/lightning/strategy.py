@@ -103,6 +103,9 @@ class PenstockStrategy(DDPStrategy):
         assert self.accelerator is not None
         self._failed = False
         check_trainer(trainer, self._arguments, sharded=self._sharded)
+        if self.world_size == 1:
+            # Lightning divides the loaders of every DDPStrategy, and shuffles those of training, also for one rank.
+            trainer._accelerator_connector.use_distributed_sampler = False
         self.accelerator.setup(trainer)
         if trainer.state.fn == TrainerFn.FITTING:
             if self._layer_sync:

@@ -12,7 +12,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-import torch
 from torch import nn
 
 from penstock import Optimizer
@@ -21,8 +20,8 @@ from penstock.integrations.accelerate.settings import PRECISIONS
 from penstock.integrations.transformers import settings
 from penstock.integrations.transformers.accelerator import TrainerAccelerator
 from penstock.integrations.transformers.config import told_to_trainer
-from penstock.integrations.transformers.weights import is_empty, load_weights, saved_entries
-from penstock.integrations.weights import gather_entries, nvme_folders
+from penstock.integrations.transformers.weights import is_empty, load_weights
+from penstock.integrations.weights import saved_entries
 
 if TYPE_CHECKING:
     from transformers import Trainer
@@ -76,7 +75,6 @@ class PenstockTrainerMixin(Trainer):
             self.args._n_gpu = 1
         if self.args.max_grad_norm is None:
             self.args.max_grad_norm = 0.0  # what Trainer compares with; it says the same
-        self._masters: set[nn.Parameter] = set()
         super().create_accelerator_and_postprocess()
         arguments = self._accelerator_arguments
         precision = settings.choose_precision(self.args, self.penstock_arguments, self.model)
@@ -125,9 +123,6 @@ class PenstockTrainerMixin(Trainer):
             self.accelerator.take_over(self.model)
             arguments = self.accelerator.prepare_arguments
             arguments["precision"] = settings.choose_precision(self.args, self.penstock_arguments, self.model)
-            # The class saves its model in the dtype that it was loaded in, also where autocast computes in another.
-            loaded = {parameter for parameter in self.model.parameters() if parameter.dtype == torch.float32}
-            self._masters = loaded if arguments["precision"] != "fp32" else set()
         return super().create_optimizer(*args, **kwargs)
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
@@ -148,13 +143,7 @@ class PenstockTrainerMixin(Trainer):
         if not self.accelerator.is_prepared(self.model):
             super().save_model(output_dir, _internal_call)
             return
-        state = gather_entries(
-            saved_entries(self.model),
-            self.penstock,
-            keep=self.args.should_save,
-            folders=nvme_folders(self.penstock, self.accelerator.prepare_arguments),
-            masters=self._masters,
-        )
+        state = self.accelerator.gather_entries(self.model, saved_entries(self.model), keep=self.args.should_save)
         if self.args.should_save:
             self._save(output_dir, state_dict=state)
         if self.args.push_to_hub and not _internal_call:

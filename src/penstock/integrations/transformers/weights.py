@@ -6,13 +6,12 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from transformers.utils import is_peft_available
 
 from penstock import Optimizer
 from penstock.checkpoint.tensorfiles import WeightFiles
 from penstock.errors import CheckpointError, ConfigError
 from penstock.integrations.huggingface import build_empty, find_model
-from penstock.integrations.weights import state_entries
+from penstock.integrations.weights import adapter_entries, is_adapted, state_entries
 
 
 class LoadResult(NamedTuple):
@@ -71,33 +70,6 @@ def folder_of(model: nn.Module) -> Path:
         f"The {type(model).__name__} is on the meta device, and names no folder of .safetensors weights. Use "
         "from_pretrained_on_meta(folder), or give trainer_class(weights=): a folder, or 'init'."
     )
-
-
-def is_adapted(model: nn.Module) -> bool:
-    """Tell whether peft has put adapters into a model, which are all that is saved of it."""
-    if not is_peft_available():
-        return False
-    from peft import PeftModel
-
-    return isinstance(model, PeftModel)
-
-
-def adapter_entries(model: Any, adapter: str) -> dict[str, Tensor]:
-    """List what peft saves of an adapter: parameters (and buffers) of the model, by their names in its files."""
-    from peft import get_peft_model_state_dict
-
-    # Given the tensors themselves, peft picks and renames them, and reads none.
-    picked: dict[str, Tensor] = get_peft_model_state_dict(model, state_dict=state_entries(model), adapter_name=adapter)
-    return picked
-
-
-def saved_entries(model: Any) -> dict[str, Any]:
-    """List what `save_pretrained` writes of a model, by names of its `state_dict`: of one with adapters, those."""
-    entries = state_entries(model)
-    if not is_adapted(model):
-        return entries
-    of_adapters = {id(entry) for adapter in model.peft_config for entry in adapter_entries(model, adapter).values()}
-    return {name: entry for name, entry in entries.items() if id(entry) in of_adapters}
 
 
 def load_weights(optimizer: Optimizer, model: Any, folder: Path) -> LoadResult:
