@@ -18,6 +18,7 @@ LAYERS = (
         "trace",
         "optim",
         "losses",
+        "lines",
         "wholefiles",
         "_native",
     ),  # values and arithmetic
@@ -87,6 +88,7 @@ def test_the_command_line_and_integrations_use_public_names_only(module: str) ->
         "footprint",
         "planner",
         "doctor",
+        "lines",
         "wholefiles",
         *OUTSIDE,
     }

@@ -12,6 +12,7 @@ from penstock.engine.sizes import bytes_by_tier
 from penstock.errors import ConfigError, EngineError, PenstockError
 from penstock.machine.recorder import Recorder
 from penstock.trace import Recording, Summary, Timeline, to_chrome
+from penstock.wholefiles import open_own
 
 RANK = "{rank}"
 STEP = "step"
@@ -43,7 +44,7 @@ def take_trace(path: str | PathLike[str], engine: Engine) -> Iterator[TraceRepor
             failure = EngineError("trace() was called inside another trace. Leave that block first.")
         elif rank == 0 or RANK in name:
             try:
-                file = opened.enter_context(open(name.replace(RANK, str(rank)), "w", encoding="utf-8"))
+                file = opened.enter_context(open_own(name.replace(RANK, str(rank)), "w", encoding="utf-8"))
             except OSError as error:
                 failure = _refused(name, error)
         # Before anything is recorded: where this rank alone raised, the others would go on into collectives without it.

@@ -14,7 +14,7 @@ from penstock.cli.training.learning.optimizer_arguments import takes_weight_deca
 from penstock.cli.training.recipe import Course
 from penstock.errors import ConfigError
 from penstock.integrations.convert.reading import yaml_of
-from penstock.wholefiles import write_whole
+from penstock.wholefiles import check_own, write_whole
 
 RUN_NAME = "run.yaml"
 _HEAD = "# penstock train --config of this file makes the run again. What is typed beside it wins.\n"
@@ -45,7 +45,7 @@ def write_run_file(
     described = about(world_size=world_size) | ({"plan": dict(plan)} if plan else {})
     text = run_file(resolved_settings(config, resolved), described)
     try:
-        write_whole(path, text)
+        write_whole(check_own(path), text)
     except OSError as error:
         raise ConfigError(
             f"{path} cannot be written: {error.strerror}. Free space there, or use another --out."

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from penstock.errors import ConfigError, one_line
-from penstock.wholefiles import write_whole
+from penstock.wholefiles import check_own, write_whole
 
 RUNS_NAME = "trackers.json"
 _PROJECT = "penstock"
@@ -197,7 +197,7 @@ class Trackers:
         runs = _read_runs(folder / RUNS_NAME) if goes_on else {}
         if not goes_on:
             with suppress(OSError):  # else a run that goes on from this one would go on with an earlier one's
-                (folder / RUNS_NAME).unlink(missing_ok=True)
+                check_own(folder / RUNS_NAME).unlink(missing_ok=True)
         flat = flattened(settings)
         for name in self._names:
             with self._border(name):
@@ -287,4 +287,4 @@ def _read_runs(path: Path) -> dict[str, str]:
 
 def _write_runs(path: Path, runs: Mapping[str, str]) -> None:
     """Write what the trackers call their runs, whole or not at all."""
-    write_whole(path, json.dumps(runs) + "\n")
+    write_whole(check_own(path), json.dumps(runs) + "\n")

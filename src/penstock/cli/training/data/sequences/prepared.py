@@ -32,6 +32,7 @@ from filelock import FileLock, Timeout
 from penstock.cli.training.data.sequences.rowfiles import DataFile, RowPlaces, map_file
 from penstock.cli.training.data.sequences.writing import ID_TYPES, Sample, SampleWriter
 from penstock.errors import ConfigError, one_line
+from penstock.wholefiles import check_own, write_whole
 
 #: Token ids as they lie on disk.
 Tokens = npt.NDArray[np.uint16 | np.uint32]
@@ -276,7 +277,7 @@ def _failure(folder: Path, fingerprint: str) -> dict[str, str] | None:
 def _note_failure(folder: Path, fingerprint: str, message: str) -> None:
     note = {"made_by": _MADE_BY, "attempt": secrets.token_hex(8), "message": message}
     with contextlib.suppress(OSError):  # on a full disk, the others find out for themselves
-        _failure_file(folder, fingerprint).write_text(json.dumps(note))
+        write_whole(check_own(_failure_file(folder, fingerprint)), json.dumps(note))
 
 
 @contextlib.contextmanager
