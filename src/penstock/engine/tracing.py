@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from os import PathLike
-from typing import Any, TextIO
+from typing import IO, Any
 
 from penstock.engine.engine import Engine
 from penstock.engine.sizes import bytes_by_tier
@@ -38,7 +38,7 @@ def take_trace(path: str | PathLike[str], engine: Engine) -> Iterator[TraceRepor
     streams, rank = engine.rig.streams, engine.rig.ranks.rank
     name = os.fspath(path)
     with ExitStack() as opened:
-        file: TextIO | None = None
+        file: IO[str] | None = None
         failure: PenstockError | None = None
         if streams.recorder is not None:
             failure = EngineError("trace() was called inside another trace. Leave that block first.")
