@@ -9,6 +9,7 @@ from tests.meta.source import imports, modules
 
 LAYERS = (
     (
+        "boundedfiles",
         "errors",
         "dtypes",
         "kinds",
@@ -79,6 +80,7 @@ def test_the_command_line_and_integrations_use_public_names_only(module: str) ->
     # Files are as public as names.
     public = {
         "",
+        "boundedfiles",
         "errors",
         "losses",
         "optim",

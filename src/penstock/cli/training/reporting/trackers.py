@@ -17,6 +17,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Protocol
 
+from penstock.boundedfiles import parse_object, read_bytes
 from penstock.errors import ConfigError, one_line
 from penstock.wholefiles import check_own, write_whole
 
@@ -278,11 +279,10 @@ def _name(start: Start) -> str:
 def _read_runs(path: Path) -> dict[str, str]:
     """Read what the trackers have called their runs; what cannot be one is left out."""
     try:
-        found = json.loads(path.read_bytes())
-    except (OSError, ValueError, RecursionError):
+        runs = parse_object(read_bytes(path))
+    except (OSError, ValueError):
         return {}
-    runs = found.items() if isinstance(found, dict) else ()
-    return {name: run for name, run in runs if name in _KINDS and isinstance(run, str) and _RUN.fullmatch(run)}
+    return {name: run for name, run in runs.items() if name in _KINDS and isinstance(run, str) and _RUN.fullmatch(run)}
 
 
 def _write_runs(path: Path, runs: Mapping[str, str]) -> None:

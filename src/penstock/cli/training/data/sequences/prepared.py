@@ -29,6 +29,7 @@ import numpy as np
 import numpy.typing as npt
 from filelock import FileLock, Timeout
 
+from penstock.boundedfiles import parse_object, read_bytes
 from penstock.cli.training.data.sequences.rowfiles import DataFile, RowPlaces, map_file
 from penstock.cli.training.data.sequences.writing import ID_TYPES, Sample, SampleWriter
 from penstock.errors import ConfigError, one_line
@@ -343,10 +344,9 @@ def _remove(place: Path) -> bool:
 def _read_json(path: Path) -> dict[str, Any]:
     """Read an object from a file; an empty one where there is none."""
     try:
-        found = json.loads(path.read_bytes())
-    except (OSError, ValueError, RecursionError):
+        return parse_object(read_bytes(path))
+    except (OSError, ValueError):
         return {}
-    return found if isinstance(found, dict) else {}
 
 
 def _write_json(path: Path, value: Mapping[str, object]) -> None:
