@@ -44,10 +44,10 @@ def read_bytes(path: str | PathLike[str], most: int = MOST_BYTES) -> bytes:
         OSError, ValueError: it is something else, is larger, cannot be read, or the path cannot be one.
     """
     with open_regular(path) as file:
-        raw = file.read(most + 1)
-    if len(raw) > most:
-        raise OSError(None, f"it has more than {most:,} bytes")
-    return raw
+        size = os.fstat(file.fileno()).st_size
+        if size > most:
+            raise OSError(None, f"it has more than {most:,} bytes")
+        return file.read(size)
 
 
 def parse_object(raw: bytes, suffix: str = ".json", *, is_strict: bool = True) -> dict[str, Any]:
