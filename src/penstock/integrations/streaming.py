@@ -50,6 +50,8 @@ class ModelFiles:
         self._open: dict[str, TensorFile] = {}
         self._place: dict[str, TensorFile] = {}
         try:
+            for name in self._texts:
+                check_own(out / name)
             for name, held in {**files, **(beside or {})}.items():
                 hidden = self._hidden(name)
                 check_own(hidden).parent.mkdir(parents=True, exist_ok=True)
