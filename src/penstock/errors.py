@@ -11,6 +11,8 @@ Every message says what happened, to which object (with its shape, bytes and tie
 docs/errors.md explains them one by one.
 """
 
+import reprlib
+
 
 class PenstockError(Exception):
     """Base of every error that Penstock raises for a user's mistake or a failing machine."""
@@ -96,3 +98,24 @@ def one_line(error: BaseException | str, most_chars: int = _MOST_CHARS) -> str:
     if isinstance(error, str):
         return plain
     return f"{plain.rstrip('. ')} ({type(error).__name__})" if plain else type(error).__name__
+
+
+_MOST_SHOWN = 80
+_MOST_SHOWN_BITS = 64
+_SHORT = reprlib.Repr()
+_SHORT.maxlevel, _SHORT.maxstring, _SHORT.maxlong, _SHORT.maxother = 3, 200, 200, 200
+
+
+def shown(value: object) -> str:
+    """Show a value in a message: on one line, and a little of what is large, whoever made it.
+
+    Example:
+        >>> shown(["text", 10**5000]), shown(10**5000)
+        ('a list', 'a number of 16610 bits')
+    """
+    if isinstance(value, int) and value.bit_length() > _MOST_SHOWN_BITS:
+        return f"a number of {value.bit_length()} bits"
+    try:
+        return one_line(_SHORT.repr(value), _MOST_SHOWN)
+    except Exception:  # a repr of somebody's own
+        return f"a {type(value).__name__}"

@@ -9,6 +9,7 @@ from tests.meta.source import imports, modules
 
 LAYERS = (
     (
+        "boundedfiles",
         "errors",
         "dtypes",
         "kinds",
@@ -18,6 +19,7 @@ LAYERS = (
         "trace",
         "optim",
         "losses",
+        "lines",
         "wholefiles",
         "_native",
     ),  # values and arithmetic
@@ -78,6 +80,7 @@ def test_the_command_line_and_integrations_use_public_names_only(module: str) ->
     # Files are as public as names.
     public = {
         "",
+        "boundedfiles",
         "errors",
         "losses",
         "optim",
@@ -87,6 +90,7 @@ def test_the_command_line_and_integrations_use_public_names_only(module: str) ->
         "footprint",
         "planner",
         "doctor",
+        "lines",
         "wholefiles",
         *OUTSIDE,
     }

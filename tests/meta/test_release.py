@@ -41,3 +41,9 @@ def test_make_help_lists_every_target() -> None:
 def test_a_bug_report_asks_for_the_doctor() -> None:
     asked = (ROOT / ".github" / "ISSUE_TEMPLATE" / "bug.yml").read_text()
     assert "penstock doctor --json" in asked
+
+
+def test_train_brings_what_its_page_needs() -> None:
+    """`penstock report` asked for another extra after `pip install 'penstock[train]'`."""
+    extras = PROJECT["optional-dependencies"]
+    assert set(extras["report"]) <= set(extras["train"])

@@ -2,13 +2,15 @@
 
 import os
 import stat
+import subprocess
+import sys
 import threading
 from pathlib import Path
 
 import pytest
 
 from penstock.planner import Machine
-from penstock.wholefiles import write_whole
+from penstock.wholefiles import check_own, open_own, write_whole
 
 
 def test_a_file_is_replaced_as_a_whole(tmp_path: Path) -> None:
@@ -79,3 +81,48 @@ def test_what_cannot_be_written_is_an_error(path: str, tmp_path: Path) -> None:
     (tmp_path / "folder").mkdir()
     with pytest.raises(OSError, match=r"folder|missing"):
         write_whole(tmp_path / path, "text")
+
+
+def test_standard_output_in_a_file_stays_that_file(tmp_path: Path) -> None:
+    """`--out /dev/stdout > file` put another file in its place, and what was printed went nowhere."""
+    code = (
+        "from pathlib import Path; from penstock.wholefiles import write_whole\n"
+        "print('before'); write_whole(Path('/dev/stdout'), 'text\\n'); print('after')"
+    )
+    with open(tmp_path / "file", "w") as file:
+        subprocess.run([sys.executable, "-c", code], stdout=file, check=True, timeout=120)
+        assert os.fstat(file.fileno()).st_ino == (tmp_path / "file").stat().st_ino
+    assert (tmp_path / "file").read_text() == "before\ntext\nafter\n"
+    assert os.listdir(tmp_path) == ["file"]
+
+
+def test_nothing_planted_beside_a_file_is_written_to(tmp_path: Path) -> None:
+    """The name beside its place could be told beforehand: it ended in the number of the process."""
+    theirs = tmp_path / "theirs"
+    theirs.write_text("before")
+    (tmp_path / f".kept.{os.getpid()}").symlink_to(theirs)
+    write_whole(tmp_path / "kept", "text")
+    assert theirs.read_text() == "before"
+
+
+@pytest.mark.parametrize("mode", ["w", "a"])
+def test_a_file_of_ours_is_no_link_no_pipe_and_no_folder(mode: str, tmp_path: Path) -> None:
+    (tmp_path / "theirs").write_text("before")
+    (tmp_path / "link").symlink_to(tmp_path / "theirs")
+    (tmp_path / "dangling").symlink_to(tmp_path / "new")
+    (tmp_path / "folder").mkdir()
+    os.mkfifo(tmp_path / "pipe")
+    reader = os.open(tmp_path / "pipe", os.O_RDONLY | os.O_NONBLOCK)  # so that opening it would not wait
+    for name in ("link", "dangling", "folder", "pipe"):
+        with pytest.raises(OSError, match=r"it is (a link, which is not followed|no file)|Is a directory"):
+            open_own(tmp_path / name, mode)
+        with pytest.raises(OSError, match=r"it is (a link, which is not followed|no file)"):
+            check_own(tmp_path / name)
+    os.close(reader)
+    assert (tmp_path / "theirs").read_text() == "before"
+    assert not (tmp_path / "new").exists()
+    with open_own(check_own(tmp_path / "ours"), mode) as file:
+        file.write("text")
+    with open_own("/dev/null", mode) as file:
+        file.write("text")
+    assert (tmp_path / "ours").read_text() == "text"

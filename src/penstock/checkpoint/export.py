@@ -36,6 +36,8 @@ from penstock.rules.master import as_param, read_master
 
 MOST_SHARD_BYTES = 5 * 10**9
 TIMEOUT_S = 1800.0  # for the slowest rank's files
+#: Tells a hidden folder of ours from somebody's.
+_MARK = ".penstock-export"
 
 
 class Source(NamedTuple):
@@ -304,19 +306,24 @@ def _hidden_name(folder: Path) -> Path:
 def _hidden(folder: Path, inside: Sequence[str]) -> Iterator[None]:
     """Make a hidden, empty folder beside `folder`, with some inside of it. It goes where the export fails.
 
-    It is locked: one that is there already and is not was left by an export that was killed.
+    It is locked: one that is there, has our mark and is not locked was left by an export that was killed. A link, and a
+    folder that somebody else has filled, are refused and stay as they are.
     """
     check_free(folder, "Export to")
     make_folder(folder.parent)
     hidden = _hidden_name(folder)
     with contextlib.ExitStack() as closing, contextlib.ExitStack() as undo:
         try:
+            if hidden.is_symlink():
+                raise _not_ours(hidden)
             hidden.mkdir(exist_ok=True)
             if not closing.enter_context(Hold(hidden)).take_alone():
                 raise CheckpointError(f"Another export to {folder} is running. Wait for it.", file=str(folder))
-            undo.callback(shutil.rmtree, hidden, ignore_errors=True)
-            for left in hidden.iterdir():
-                shutil.rmtree(left) if left.is_dir() else left.unlink()
+            if any(hidden.iterdir()) and not (hidden / _MARK).is_file():
+                raise _not_ours(hidden)
+            undo.callback(_remove, hidden)
+            _empty(hidden)
+            (hidden / _MARK).touch()
             for name in inside:
                 (hidden / name).mkdir(exist_ok=True)
         except OSError as error:
@@ -325,10 +332,30 @@ def _hidden(folder: Path, inside: Sequence[str]) -> Iterator[None]:
         undo.pop_all()
 
 
+def _not_ours(hidden: Path) -> CheckpointError:
+    return CheckpointError(
+        f"{hidden} is there, and no export has left it. Move it away, or export elsewhere.", file=str(hidden)
+    )
+
+
+def _empty(hidden: Path) -> None:
+    """Remove what is in a folder of ours; the mark last, so that what a kill leaves is still known."""
+    for left in sorted(hidden.iterdir(), key=lambda each: each.name == _MARK):
+        shutil.rmtree(left) if left.is_dir() and not left.is_symlink() else left.unlink()
+
+
+def _remove(hidden: Path) -> None:
+    with contextlib.suppress(OSError):
+        _empty(hidden)
+        hidden.rmdir()
+
+
 def _appear(folder: Path) -> None:
     """Give the folder its name, which an empty folder may have had."""
     try:
         os.rename(_hidden_name(folder), folder)  # at once: nobody sees a part of an export
+        (folder / _MARK).unlink()
+        sync_folder(folder)
         sync_folder(folder.parent)  # without it a power failure can take the name back
     except OSError as error:
         raise failed(folder, error) from error

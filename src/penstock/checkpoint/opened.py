@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from penstock.boundedfiles import read_bytes
 from penstock.checkpoint.boxes import Extent, why_not_whole
 from penstock.checkpoint.fields import Field
 from penstock.checkpoint.manifest import (
@@ -153,9 +154,7 @@ def read_file(folder: Path, entry: FileEntry) -> bytes:
 def _read(file: Path, *, most: int) -> bytes:
     """Read a file that has at most so many bytes."""
     try:
-        if file.stat().st_size > most:
-            raise CheckpointError(f"{file} has more than {most:,} bytes: it is damaged.", file=str(file))
-        return file.read_bytes()
+        return read_bytes(file, most)
     except OSError as error:
         raise _not_read(file, error) from error
 

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from penstock.boundedfiles import parse_object, read_bytes
 from penstock.errors import CheckpointError, one_line
 
 INDEX = "model.safetensors.index.json"
@@ -162,10 +163,9 @@ def _files(path: Path) -> Sequence[Path]:
 def _read_index(index: Path) -> dict[str, Path]:
     """Read in which file an index says that each tensor is; the files are there, each beside it."""
     try:
-        if index.stat().st_size > _MOST_INDEX_BYTES:
-            raise ValueError(f"more than {_MOST_INDEX_BYTES:,} bytes")
-        named = {str(name): str(file) for name, file in json.loads(index.read_text())["weight_map"].items()}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        content = parse_object(read_bytes(index, _MOST_INDEX_BYTES), is_strict=False)
+        named = {str(name): str(file) for name, file in content["weight_map"].items()}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{index} is no index: its 'weight_map' cannot be read ({one_line(error)}).") from error
     for file in dict.fromkeys(named.values()):
         if Path(file).name != file or "\0" in file:

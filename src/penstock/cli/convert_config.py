@@ -4,7 +4,9 @@ from typing import Annotated
 
 import typer
 
+from penstock.boundedfiles import yaml_of
 from penstock.cli.parse import parse_path
+from penstock.errors import ConfigError
 
 
 def convert_config(
@@ -21,9 +23,14 @@ def convert_config(
     target = None if out is None else parse_path(out, option="--out")
     from penstock.integrations.convert import convert_file
     from penstock.integrations.convert.calls import report
-    from penstock.integrations.convert.reading import write_yaml
 
     converted = convert_file(source)
     if target is not None:
-        write_yaml(target, converted.arguments)
+        text = yaml_of(converted.arguments)
+        try:
+            with open(target, "x") as made:
+                made.write(text)
+        except OSError as error:
+            why = "is there already" if isinstance(error, FileExistsError) else f"cannot be written: {error.strerror}"
+            raise ConfigError(f"{target} {why}. Name another file.") from error
     print(report(converted, str(target or "penstock.yaml")))

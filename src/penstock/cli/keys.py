@@ -11,14 +11,13 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, NoReturn, Union, get_args, get_origin
 
+from penstock.boundedfiles import read_mapping
 from penstock.cli.options import about_of, value_of
-from penstock.errors import ConfigError, one_line
+from penstock.errors import ConfigError, shown
 
 #: A key that says how a file came to be, and is passed over.
 ABOUT = "about"
 
-_MOST_BYTES = 1 << 20
-_MOST_SHOWN = 80
 _MOST_BITS = 64
 
 
@@ -35,11 +34,6 @@ def values_in(path: Path, options: Mapping[str, Field[Any]]) -> dict[str, Any]:
     Raises:
         ConfigError: it cannot be read, has a key that is no option, or a value of another kind than the option's.
     """
-    # Where torch is imported, which --help does not wait for.
-    from penstock.integrations.convert.reading import read_mapping
-
-    if path.is_file() and path.stat().st_size > _MOST_BYTES:
-        raise ConfigError(f"{path} is too large for a file of options. Name another one.")
     values: dict[str, Any] = {}
     seen: set[str] = set()
     for key, value in read_mapping(path).items():
@@ -165,12 +159,7 @@ def _is_number(value: object) -> bool:
 
 
 def _shown(value: object) -> str:
-    """Write a value in a few characters; one that may be of any size by its kind alone."""
-    if value is None:
-        return "null"
-    if isinstance(value, bool):
-        return str(value).lower()
-    if isinstance(value, str | float) or _is_number(value):
-        return one_line(repr(value), _MOST_SHOWN)
-    kinds = {dict: "a mapping", list: "a list", int: "a number with very many digits"}
-    return kinds.get(type(value), f"a {type(value).__name__}")
+    """Write a value in a few characters, with the words that a file has for it."""
+    if value is None or isinstance(value, bool):
+        return "null" if value is None else str(value).lower()
+    return shown(value)

@@ -21,9 +21,10 @@ from penstock.engine.tracing import RANK, take_trace
 from penstock.engine.updates.step import StepResult
 from penstock.errors import ConfigError, EngineError, PenstockError, one_line
 from penstock.forecast.plan import Plan
+from penstock.wholefiles import check_own, write_whole
 
 if TYPE_CHECKING:
-    from penstock.engine.lines import Lines
+    from penstock.lines import Lines
 
 METRICS_NAME = "metrics.jsonl"
 TRACE_NAME = "trace.json"
@@ -92,7 +93,7 @@ class Record(AbstractContextManager["Record"]):
             raise ConfigError(f"record(begin={begin!r}): give the number of steps that were made before, such as 100.")
         if RANK in os.fspath(folder):
             raise ConfigError(f"record({os.fspath(folder)!r}): the first rank alone writes. Leave {RANK} out.")
-        from penstock.engine.lines import Lines  # here: most runs record nothing
+        from penstock.lines import Lines  # here: most runs record nothing
 
         record = cls(engine, folder, begin)
         if engine.rig.ranks.rank == 0:
@@ -107,11 +108,11 @@ class Record(AbstractContextManager["Record"]):
             self._lines.begin(goes_on=self._begin > 0)
             for name in () if self._begin else (TRACE_NAME, PLAN_NAME):
                 with suppress(OSError):
-                    (self.folder / name).unlink(missing_ok=True)
+                    check_own(self.folder / name).unlink(missing_ok=True)
             self._lines.write("start", {"begin": self._begin, **_about(engine, given), "config": config or {}})
             if plan is not None:
                 with suppress(OSError):
-                    (self.folder / PLAN_NAME).write_text(plan.to_json(), encoding="utf-8")
+                    write_whole(check_own(self.folder / PLAN_NAME), plan.to_json())
         from penstock.machine.meter import WaitMeter  # here: most runs record nothing
 
         engine.rig.streams.meter = WaitMeter(engine.rig.streams)

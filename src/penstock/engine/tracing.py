@@ -5,13 +5,14 @@ from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from os import PathLike
-from typing import Any, TextIO
+from typing import IO, Any
 
 from penstock.engine.engine import Engine
 from penstock.engine.sizes import bytes_by_tier
 from penstock.errors import ConfigError, EngineError, PenstockError
 from penstock.machine.recorder import Recorder
 from penstock.trace import Recording, Summary, Timeline, to_chrome
+from penstock.wholefiles import open_own
 
 RANK = "{rank}"
 STEP = "step"
@@ -37,13 +38,13 @@ def take_trace(path: str | PathLike[str], engine: Engine) -> Iterator[TraceRepor
     streams, rank = engine.rig.streams, engine.rig.ranks.rank
     name = os.fspath(path)
     with ExitStack() as opened:
-        file: TextIO | None = None
+        file: IO[str] | None = None
         failure: PenstockError | None = None
         if streams.recorder is not None:
             failure = EngineError("trace() was called inside another trace. Leave that block first.")
         elif rank == 0 or RANK in name:
             try:
-                file = opened.enter_context(open(name.replace(RANK, str(rank)), "w", encoding="utf-8"))
+                file = opened.enter_context(open_own(name.replace(RANK, str(rank)), "w", encoding="utf-8"))
             except OSError as error:
                 failure = _refused(name, error)
         # Before anything is recorded: where this rank alone raised, the others would go on into collectives without it.

@@ -10,7 +10,7 @@ from math import prod
 from typing import Any, get_args
 
 from penstock.config import Options, Placement
-from penstock.errors import ConfigError
+from penstock.errors import ConfigError, shown
 from penstock.forecast import values
 from penstock.kinds import Overlap, Precision, TierName
 
@@ -200,7 +200,7 @@ class Answer:
             values.true_or_false(name, getattr(self, name))
         if self.world_size % self.hosts:
             raise ConfigError(
-                f"world_size={values.shown(self.world_size)} and hosts={values.shown(self.hosts)} contradict each "
+                f"world_size={shown(self.world_size)} and hosts={shown(self.hosts)} contradict each "
                 "other: use as many ranks on each host."
             )
 
@@ -226,7 +226,7 @@ class Answer:
         _set(self, mesh={name: given.get(name, 1) for name in DIMENSIONS} if given else {})
         if given and prod(self.mesh.values()) != self.world_size:
             raise ConfigError(
-                f"world_size={values.shown(self.world_size)} and mesh={values.shown(dict(self.mesh))} contradict each "
+                f"world_size={shown(self.world_size)} and mesh={shown(dict(self.mesh))} contradict each "
                 "other: use as many ranks as the product of its sizes."
             )
 

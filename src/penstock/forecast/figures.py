@@ -11,7 +11,7 @@ from decimal import Decimal
 from math import isfinite
 from typing import Any, Literal, NamedTuple
 
-from penstock.errors import ConfigError, one_line
+from penstock.errors import ConfigError, one_line, shown
 
 Unit = Literal["bytes", "bytes/s", "FLOP/s", "s", "count"]
 
@@ -258,17 +258,6 @@ def write_value(name: str, value: float) -> str:
 
 def _digits(count: float) -> str:
     return f"{count:.4g}" if count < 1e4 else f"{count:.3e}" if count >= 1e6 else f"{count:.0f}"
-
-
-def shown(value: object) -> str:
-    """Put anything from somebody's file into a message: no more than a piece of a line."""
-    if isinstance(value, Mapping | list | tuple | set):
-        return {dict: "an object", list: "a list"}.get(type(value), f"a {type(value).__name__}")
-    if isinstance(value, str):
-        return f"'{_text(value)}'"
-    if isinstance(value, int) and not isinstance(value, bool) and abs(value) >= 1 << 64:
-        return f"a number of {value.bit_length()} bits"
-    return one_line(repr(value), _MOST_CHARS)
 
 
 def _text(value: str) -> str:

@@ -119,7 +119,15 @@ class Linear:
         for variable in costs:
             if variable:
                 self._columns.setdefault(variable, len(self._columns))
-        solver = highspy.Highs()  # type: ignore[no-untyped-call]
+
+        class Silent(highspy.Highs):
+            """Prints nothing: since HiGHS 1.16 the first call, in the constructor, begins standard output."""
+
+            def enableCallbacks(self) -> None:  # noqa: N802
+                self.setOptionValue("output_flag", False)
+                super().enableCallbacks()  # type: ignore[no-untyped-call]
+
+        solver = Silent()  # type: ignore[no-untyped-call]
         # One thread and one method: the same programme has the same answer.
         for option, value in (("output_flag", False), ("threads", 1), ("parallel", "off"), ("solver", "simplex")):
             solver.setOptionValue(option, value)

@@ -6,7 +6,7 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
-from penstock.errors import ConfigError, one_line
+from penstock.errors import ConfigError, one_line, shown
 from penstock.forecast import machinefiles
 from penstock.forecast.figures import (
     FIGURES,
@@ -15,7 +15,6 @@ from penstock.forecast.figures import (
     check_name,
     number,
     parse_figure,
-    shown,
     write_value,
 )
 from penstock.forecast.machinefiles import shipped

@@ -15,9 +15,9 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
-from penstock.errors import ConfigError, one_line
-from penstock.forecast.figures import STATED, Figure, check_name, shown
-from penstock.forecast.jsonfile import parse_object, read_bytes
+from penstock.boundedfiles import parse_object, read_bytes
+from penstock.errors import ConfigError, one_line, shown
+from penstock.forecast.figures import STATED, Figure, check_name
 from penstock.wholefiles import write_whole
 
 KIND, VERSION = "machine", 1
@@ -71,8 +71,6 @@ def _bytes_of(path: str) -> bytes:
     """Read a file that may be anything, as far as a machine's can go."""
     try:
         return read_bytes(path, _MOST_BYTES)
-    except ConfigError as error:
-        raise ConfigError(f"{one_line(path)}: {error}. Name a machine's JSON file, or one that comes along.") from error
     except (OSError, ValueError) as error:
         why = error.strerror if isinstance(error, OSError) and error.strerror else one_line(error)
         raise ConfigError(

@@ -12,7 +12,7 @@ from typing import Any, Self
 from torch import nn
 
 from penstock.config import Options
-from penstock.errors import ConfigError
+from penstock.errors import ConfigError, shown
 from penstock.forecast import planfile, values
 from penstock.forecast.answer import Answer, along
 from penstock.forecast.table import lacks_in_words, mesh_in_words, table
@@ -181,8 +181,8 @@ class Plan(Answer):
         there = values.plain("machine_fingerprint", machine_fingerprint or {})
         for name, planned in self.machine_fingerprint.items():
             if name in there and there[name] != planned:
-                what = f"a machine whose {values.words('machine_fingerprint', name)} is {values.shown(planned)}"
-                differs.append(f"{what}, here it is {values.shown(there[name])}")
+                what = f"a machine whose {values.words('machine_fingerprint', name)} is {shown(planned)}"
+                differs.append(f"{what}, here it is {shown(there[name])}")
         if differs:
             raise ConfigError(f"The plan is for {'; for '.join(differs)}: {_AGAIN}.")
 
@@ -226,6 +226,5 @@ def model_fingerprint(model: nn.Module) -> str:
 
 def _conflict(what: str, given: object, planned: object) -> ConfigError:
     return ConfigError(
-        f"{what} is {values.shown(given)} here and {values.shown(planned)} in the plan. Leave it out, or {_AGAIN} "
-        "for it."
+        f"{what} is {shown(given)} here and {shown(planned)} in the plan. Leave it out, or {_AGAIN} for it."
     )

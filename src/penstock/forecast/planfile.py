@@ -11,11 +11,11 @@ from collections.abc import Mapping
 from dataclasses import MISSING, Field, asdict, fields
 from typing import Any
 
+from penstock.boundedfiles import parse_object, read_bytes
 from penstock.config import Options, Placement
-from penstock.errors import ConfigError, one_line
+from penstock.errors import ConfigError, one_line, shown
 from penstock.forecast import values
 from penstock.forecast.answer import Answer, Lack, WhatIf, Why
-from penstock.forecast.jsonfile import parse_object, read_bytes
 
 KIND, VERSION = "plan", 1
 MOST_BYTES = 4 << 20
@@ -44,11 +44,7 @@ def read(path: str | os.PathLike[str]) -> dict[str, Any]:
         ConfigError: it is no file, is too large, is no JSON, is of another kind or version, or has a key that is
             unknown, missing or there twice; or its placement, options or reasons are refused.
     """
-    try:
-        raw = read_bytes(path, MOST_BYTES)
-    except ConfigError as error:
-        raise ConfigError(f"{error}. {_NAME_ANOTHER}") from error
-    return parse(raw)
+    return parse(read_bytes(path, MOST_BYTES))
 
 
 def parse(text: bytes) -> dict[str, Any]:
@@ -66,8 +62,7 @@ def parse(text: bytes) -> dict[str, Any]:
         raise ConfigError(f"it is no plan. {_NAME_ANOTHER}")
     if type(version) is not int or version != VERSION:
         raise ConfigError(
-            f"it is a plan of version {values.shown(version)}, and version {VERSION} is read: plan again with "
-            "penstock plan."
+            f"it is a plan of version {shown(version)}, and version {VERSION} is read: plan again with penstock plan."
         )
     _check_keys(content, Answer, "")
     content["placement"] = _placement(content["placement"])
@@ -110,7 +105,7 @@ def _check_keys(content: Mapping[str, Any], kind: Any, where: str) -> None:
         if key not in known:
             near = difflib.get_close_matches(key[:100], known, 1)
             meant = f" Did you mean {near[0]!r}?" if near else ""
-            raise ConfigError(f"{values.shown(where + key)} is no key of a plan.{meant} Correct it, or leave it out.")
+            raise ConfigError(f"{shown(where + key)} is no key of a plan.{meant} Correct it, or leave it out.")
     for name, member in known.items():
         if _is_needed(member) and name not in content:
             raise ConfigError(f"{where + name!r} is missing. Add it, or plan again with penstock plan.")

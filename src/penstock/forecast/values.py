@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from penstock.config import Placement
-from penstock.errors import ConfigError, one_line
+from penstock.errors import ConfigError, one_line, shown
 from penstock.kinds import Tier, TierName, parse_tier
 
 _MOST_CHARS = 300
@@ -16,14 +16,6 @@ _KINDS: Mapping[type, str] = {dict: "an object", str: "a text"}
 def refuse(what: str, value: object, use: str) -> ConfigError:
     """Make the error of a value that cannot be; the caller raises it."""
     return ConfigError(f"{what}={shown(value)}: use {use}.")
-
-
-def shown(value: object) -> str:
-    """Show a value in a message: on one line, and not all of a long one."""
-    try:
-        return one_line(repr(value), 80)
-    except Exception:  # a number of too many digits, or a repr of somebody's own
-        return f"a {type(value).__name__}"
 
 
 def whole(what: str, value: object, least: int = 0) -> int:

@@ -12,8 +12,8 @@ import torch
 from torch import nn
 
 import penstock
-from penstock.errors import ConfigError
-from penstock.integrations.convert.reading import read_mapping
+from penstock.boundedfiles import read_mapping
+from penstock.errors import ConfigError, shown
 
 _Value = TypeVar("_Value", penstock.Placement, penstock.Options)
 
@@ -103,7 +103,7 @@ def check_names(mapping: Mapping[str, Any], known: Collection[str], source: str)
         if name not in known:
             near = difflib.get_close_matches(str(name), known, n=1)
             advice = f"Did you mean {near[0]!r}?" if near else f"Use some of {', '.join(known)}."
-            raise ConfigError(f"{source} has no {name!r}. {advice}")
+            raise ConfigError(f"{source} has no {shown(name)}. {advice}")
 
 
 def _as_it_is(value: Any, source: str) -> Any:
@@ -134,7 +134,7 @@ def _dtype(value: Any, source: str) -> Any:
         return value
     dtype = _DTYPES.get(value.removeprefix("torch."))
     if dtype is None:
-        raise ConfigError(f"{source}={value!r} is no dtype. Use one of 'fp32', 'bf16', 'fp16'.")
+        raise ConfigError(f"{source}={shown(value)} is no dtype. Use one of 'fp32', 'bf16', 'fp16'.")
     return dtype
 
 

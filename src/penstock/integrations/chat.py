@@ -6,11 +6,11 @@ template at all. Whatever it does is one line.
 
 import contextlib
 import re
-import stat
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from penstock.boundedfiles import read_bytes
 from penstock.errors import ConfigError, PenstockError, one_line
 
 TEMPLATE_OPTION = "--chat-template"
@@ -118,17 +118,12 @@ def read_chat_template(file: Path) -> str:
         ConfigError: it cannot be read, or is no Jinja template.
     """
     try:
-        about = file.stat()
-        if not stat.S_ISREG(about.st_mode):  # of a pipe nobody may ever write the end
-            raise ConfigError(f"{TEMPLATE_OPTION} {file} is no file. Name one with a Jinja template.")
-        nbytes = about.st_size
-        if nbytes > _MOST_TEMPLATE_BYTES:
-            raise ConfigError(f"{TEMPLATE_OPTION} {file} has {nbytes:,} bytes, more than any template.")
         # Not split and joined again: a template's own line ends are part of what it renders.
-        template = file.read_bytes().decode()
+        template = read_bytes(file, _MOST_TEMPLATE_BYTES).decode()
     except (OSError, UnicodeDecodeError) as error:
+        why = error.strerror if isinstance(error, OSError) else one_line(error)
         raise ConfigError(
-            f"{TEMPLATE_OPTION} {file} cannot be read: {one_line(error)}. Name a file with a Jinja template."
+            f"{TEMPLATE_OPTION} {file} cannot be read: {why}. Name a file with a Jinja template."
         ) from error
     _check_syntax(template, f"{TEMPLATE_OPTION} {file}")
     return template

@@ -1,7 +1,7 @@
 """The border to model folders: whatever goes wrong in a library that reads somebody's files is one line.
 
 Nothing in a folder runs unless its reader says so (`trust_remote_code`), and nothing in it is believed before it is
-held against the size of the files: `config.json` is read here first, by `json` alone.
+held against the size of the files: `config.json` is read here first, in bounds.
 """
 
 import contextlib
@@ -15,6 +15,7 @@ from typing import Any
 from torch import nn
 from torch.nn.modules import module as registration
 
+from penstock.boundedfiles import parse_object, read_bytes
 from penstock.errors import CheckpointError, ConfigError, PenstockError, one_line
 
 TRUST_OPTION = "--trust-remote-code"
@@ -80,19 +81,13 @@ def read_json(file: Path) -> Mapping[str, Any]:
         ConfigError: it is too large, is no JSON, is no object, or has a count that is beyond any model.
     """
     try:
-        nbytes = file.stat().st_size
-        if nbytes > MOST_CONFIG_BYTES:
-            raise ConfigError(f"{file} has {nbytes:,} bytes, more than any configuration. Name another folder.")
-        content = json.loads(file.read_bytes())
-        if not isinstance(content, dict):
-            raise ConfigError(f"{file} is not a JSON object. Mend it, or name another folder.")
-        _check_counts(file, content)
-    except (OSError, ValueError, RecursionError) as error:
-        if isinstance(error, ConfigError):
-            raise
+        content = parse_object(read_bytes(file, MOST_CONFIG_BYTES), is_strict=False)
+    except (OSError, ValueError) as error:
+        why = error.strerror if isinstance(error, OSError) else error
         raise ConfigError(
-            f"{file.parent}: its {file.name} cannot be read: {one_line(error)}. Mend it, or name another folder."
+            f"{file.parent}: its {file.name} cannot be read: {why}. Mend it, or name another folder."
         ) from error
+    _check_counts(file, content)
     return content
 
 

@@ -10,6 +10,7 @@ from typing import TypeVar
 from torch import Tensor
 
 from penstock.checkpoint.tensorfiles import INDEX, TensorFile, TensorSpec, divide, failed, index_of
+from penstock.wholefiles import check_own, write_whole
 
 MOST_SHARD_BYTES = 5 * 10**9
 _OF_MODEL = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors")
@@ -49,9 +50,13 @@ class ModelFiles:
         self._open: dict[str, TensorFile] = {}
         self._place: dict[str, TensorFile] = {}
         try:
+            for name in self._texts:
+                check_own(out / name)
             for name, held in {**files, **(beside or {})}.items():
                 hidden = self._hidden(name)
-                hidden.parent.mkdir(parents=True, exist_ok=True)
+                check_own(hidden).parent.mkdir(parents=True, exist_ok=True)
+                if hidden.parent != out and hidden.parent.is_symlink():
+                    check_own(hidden.parent)  # which says why
                 hidden.unlink(missing_ok=True)  # of a run that was killed
                 self._open[name] = file = TensorFile(hidden, held)
                 self._place |= {spec.name: file for spec in held}
@@ -85,7 +90,7 @@ class ModelFiles:
             for name in self._open:
                 os.replace(self._hidden(name), self._out / name)
             for name, text in self._texts.items():
-                (self._out / name).write_text(text, encoding="utf-8")
+                write_whole(check_own(self._out / name), text)
         except OSError as error:
             raise failed(self._out, error) from error
 

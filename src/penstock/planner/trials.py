@@ -26,6 +26,7 @@ from penstock.planner.question import Question
 from penstock.rehearsal.measured import time_ops
 from penstock.rehearsal.rehearse import Rehearsal, Scene, rehearse
 from penstock.trace import Timeline, to_chrome
+from penstock.wholefiles import open_own
 
 
 @dataclass(frozen=True)
@@ -136,7 +137,7 @@ class Trials:
             ConfigError: the file cannot be written.
         """
         try:
-            with open(path, "w", encoding="utf-8") as file:
+            with open_own(os.fspath(path), "w", encoding="utf-8") as file:
                 file.writelines(to_chrome(Timeline(trial.timing.recording), rank=0))
         except OSError as error:
             raise ConfigError(f"The trace cannot be written: {one_line(error)}.") from error

@@ -111,7 +111,7 @@ def _locked(path: Path) -> Iterator[None]:
     """Hold the lock of a file, which others wait for. Go on without where none can be had."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        descriptor = os.open(path.with_suffix(".lock"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        descriptor = os.open(path.with_suffix(".lock"), os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     except OSError:
         yield
         return

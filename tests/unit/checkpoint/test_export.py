@@ -415,6 +415,22 @@ def test_what_a_killed_export_has_left_is_replaced(tmp_path: Path) -> None:
     assert sorted(entry.name for entry in tmp_path.iterdir()) == ["out", "step"]
 
 
+@pytest.mark.parametrize("is_link", [True, False], ids=["link", "folder"])
+def test_what_somebody_has_beside_an_export_is_not_touched(is_link: bool, tmp_path: Path) -> None:
+    saved(llama(), tmp_path / "step", steps=0)
+    theirs = tmp_path / ("theirs" if is_link else ".out.export")
+    (theirs / "deep").mkdir(parents=True)
+    (theirs / "deep" / "mine").write_text("x")
+    if is_link:
+        (tmp_path / ".out.export").symlink_to(theirs)
+    with pytest.raises(penstock.CheckpointError, match=r"\.out\.export is there, and no export has left it"):
+        penstock.export(tmp_path / "step", tmp_path / "out")
+    assert [entry.name for entry in theirs.iterdir()] == ["deep"]
+    assert (theirs / "deep" / "mine").read_text() == "x"
+    assert (tmp_path / ".out.export").is_symlink() == is_link
+    assert not (tmp_path / "out").exists()
+
+
 def test_two_exports_to_one_folder(tmp_path: Path) -> None:
     saved(llama(), tmp_path / "step", steps=0)
     with (

@@ -40,7 +40,7 @@ def test_python_and_a_file(penstock_command: Callable[..., Any], config: str, tm
     ("content", "says"),
     [
         ("{", "c.json is not read"),
-        ("[]", "c.json holds no mapping"),
+        ("[]", "c.json is not read: it is [] in JSON, not an object"),
         ('{"zero_optimization": {"stage": 7}}', "c.json: 'zero_optimization.stage' is 7"),
         ('{"distributed_type": "FSDP", "mixed_precision": "int3"}', "c.json: 'mixed_precision' is 'int3'"),
     ],

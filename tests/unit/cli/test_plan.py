@@ -3,6 +3,8 @@
 import json
 import re
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import fields, replace
 from pathlib import Path
@@ -43,6 +45,20 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
 
     monkeypatch.setattr(question, "plan", plan)
     return seen
+
+
+def test_standard_output_of_the_process_is_json_and_nothing_else(config_folder: str, tmp_path: Path) -> None:
+    """With too little room on the device, so that a solver is asked: it is C, and prints past Python."""
+    words = ["plan", "--model", config_folder, "--batch", "2x16", "--machine", "rtx4090-desktop", "--json"]
+    done = subprocess.run(
+        [sys.executable, "-m", "penstock", *words, "--what-if", "device_memory=300000"],
+        capture_output=True,
+        check=False,
+        cwd=tmp_path,
+        timeout=300,
+    )
+    assert not done.returncode, done.stderr.decode()
+    assert json.loads(done.stdout)["penstock"] == "plan"
 
 
 def test_a_configuration_alone_is_planned_for_a_machine_that_one_does_not_have(

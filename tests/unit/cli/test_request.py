@@ -103,5 +103,15 @@ def test_the_first_rank_alone_makes_the_folder(asked: Any, tmp_path: Path) -> No
 @pytest.mark.parametrize("name", ["metrics.jsonl", "run.yaml", "model.safetensors", "trace.json"])
 def test_something_else_in_the_place_of_a_file(asked: Any, tmp_path: Path, name: str) -> None:
     (tmp_path / "out" / name).mkdir(parents=True)
-    with pytest.raises(ConfigError, match=rf"{name} is no file, and would be written\. Use another --out\.$"):
+    with pytest.raises(ConfigError, match=rf"cannot be written: it is no file \(.*{name}\)\. Use another\.$"):
         asked()
+
+
+@pytest.mark.parametrize("name", ["metrics.jsonl", "run.yaml", "report.html", "trace.json"])
+def test_a_link_in_the_place_of_a_file(asked: Any, tmp_path: Path, name: str) -> None:
+    (tmp_path / "out").mkdir()
+    (tmp_path / "theirs").write_text("before")
+    (tmp_path / "out" / name).symlink_to(tmp_path / "theirs")
+    with pytest.raises(ConfigError, match=rf"cannot be written: it is a link, which is not followed \(.*{name}\)"):
+        asked()
+    assert (tmp_path / "theirs").read_text() == "before"

@@ -132,11 +132,28 @@ def repository(tmp_path: Path) -> Path:
 
 
 def test_git_state(repository: Path) -> None:
+    """As git says it: of a loose and a packed name, of no name, below the folder, and in a tree of its own."""
     commit = git(repository, "rev-parse", "HEAD")
-    (repository / "untracked").write_text("")
-    assert git_state(repository) == {"commit": commit, "dirty": False}
-    (repository / "file").write_text("two")
-    assert git_state(repository) == {"commit": commit, "dirty": True}
+    (repository / "deep").mkdir()
+    git(repository, "worktree", "add", "-q", "-b", "other", str(repository / "tree"))
+    git(repository / "tree", "commit", "-q", "--allow-empty", "-m", "two")
+    other = git(repository / "tree", "rev-parse", "HEAD")
+    for words in (["status"], ["pack-refs", "--all"], ["checkout", "-q", "--detach"]):
+        git(repository, *words)
+        assert git_state(repository) == git_state(repository / "deep") == {"commit": commit}
+        assert git_state(repository / "tree") == {"commit": other} != {"commit": commit}
+
+
+@pytest.mark.parametrize(
+    "head", ["", "ref: ", "ref: refs/heads/none", "ref: ../../secret", "ref: /etc/passwd", "\0", "x" * 5000, "0" * 41]
+)
+def test_what_is_no_name_of_a_commit_is_none(repository: Path, head: str) -> None:
+    (repository / "secret").write_text("0" * 40)
+    (repository / ".git" / "HEAD").write_text(head)
+    assert git_state(repository) == {}
+    (repository / ".git" / "HEAD").unlink()
+    os.mkfifo(repository / ".git" / "HEAD")
+    assert git_state(repository) == {}
 
 
 def test_git_runs_nothing_of_the_folder_and_shows_no_remote(repository: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -150,15 +167,12 @@ def test_git_runs_nothing_of_the_folder_and_shows_no_remote(repository: Path, mo
     git(repository, "-c", "core.fsmonitor=false", "remote", "add", "origin", "https://name:secret@host/x")
     (repository / "ran").unlink(missing_ok=True)
     monkeypatch.chdir(repository)
-    assert git_state(repository)["dirty"] is False
+    (repository / ".gitattributes").write_text("file filter=planted\n")
+    git(repository, "config", "filter.planted.clean", str(script))
+    (repository / "file").write_text("two")  # which git status would clean, to tell whether it differs
+    assert git_state(repository).keys() == {"commit"}
     assert "secret" not in str(about(world_size=1))
     assert not (repository / "ran").exists()
-
-
-@pytest.mark.parametrize("path", ["", "/nonexistent"])
-def test_without_git_there_is_no_state(repository: Path, monkeypatch: pytest.MonkeyPatch, path: str) -> None:
-    monkeypatch.setenv("PATH", path)
-    assert git_state(repository) == {}
 
 
 def test_a_repository_without_a_commit_has_no_state(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import penstock
-from penstock.engine import lines
+from penstock import lines
 from penstock.engine.recording import STEPS_BEFORE, STEPS_TRACED
 from penstock.errors import ConfigError, EngineError
 from penstock.machine.simulated import SimulatedStreams
@@ -296,6 +296,30 @@ class TestFile:
         assert dropped() is None
         recorder.close()
         assert written(tmp_path, "end")
+
+    @pytest.mark.parametrize("begin", [0, 1])
+    def test_a_planted_link_is_not_followed(self, begin: int, tmp_path: Path) -> None:
+        theirs = tmp_path / "theirs"
+        theirs.write_text("before")
+        folder = tmp_path / "record"
+        folder.mkdir()
+        (folder / "metrics.jsonl").symlink_to(theirs)
+        model, optimizer = prepared()
+        with pytest.raises(ConfigError, match=r"metrics\.jsonl cannot be written: it is a link"):
+            optimizer.record(folder, begin=begin)
+        (folder / "metrics.jsonl").unlink()
+        for name in ("trace.json", "plan.json"):
+            (folder / name).symlink_to(theirs)
+        with optimizer.record(folder, begin=begin):
+            train(model, optimizer, 4)
+        with (
+            pytest.raises(ConfigError, match="it is a link, which is not followed"),
+            optimizer.trace(folder / "trace.json"),
+        ):
+            pass
+        assert theirs.read_text() == "before"
+        assert (folder / "plan.json").is_symlink()
+        optimizer.close()
 
     def test_a_disk_that_is_full_ends_the_record_and_no_step(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -164,7 +164,7 @@ def test_every_figure_has_a_unit_and_a_meaning_of_one_line() -> None:
         (("7", 1, 1), "value is '7', not a number"),
         ((True, 1, 1), "value is True, not a number"),
         ((1, None, 1), "low is None, not a number"),
-        ((1, 1, [1]), "high is a list, not a number"),
+        ((1, 1, [1]), r"high is \[1\], not a number"),
     ],
 )
 def test_a_figure_is_made_of_numbers_above_0_in_order(values: tuple[float, float, float], says: str) -> None:
@@ -193,14 +193,13 @@ def test_a_count_is_whole() -> None:
 
 def test_number_says_what_it_was_about() -> None:
     assert number(3, "seconds") == 3.0
-    with pytest.raises(ConfigError, match="seconds is an object, not a number"):
+    with pytest.raises(ConfigError, match=r"seconds is \{\}, not a number"):
         number({}, "seconds")
 
 
 def test_what_is_shown_of_a_file_is_short_and_harmless() -> None:
-    assert shown("x" * 1000) == f"'{'x' * 80}...'"
-    assert shown("\x1b[2J\n") == "'\\x1b[2J'"
-    assert shown({"a": 1}) == "an object"
-    assert shown([1]) == "a list"
+    assert shown("x" * 1000) == f"'{'x' * 79}..."
+    assert shown("\x1b[2J\n") == "'\\x1b[2J\\n'"
+    assert shown({"a": [1]}) == "{'a': [1]}"
     assert shown(None) == "None"
     assert shown(10**5000) == "a number of 16610 bits", "Python refuses to print it"

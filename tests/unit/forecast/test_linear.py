@@ -1,5 +1,6 @@
 from fractions import Fraction
 
+import highspy
 import pytest
 
 from penstock.forecast.linear import Linear
@@ -58,3 +59,14 @@ def test_a_row_without_variables_holds_or_does_not() -> None:
     assert linear.least({"x": 1.0}) is not None
     linear.at_most("does not", {"": 6.0}, 5.0)
     assert linear.least({"x": 1.0}) is None
+
+
+def test_nothing_is_printed_from_the_first_call_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """HiGHS 1.16 prints a banner in its constructor, and `penstock plan --json` was no JSON."""
+    flags = []
+    first = highspy.Highs.enableCallbacks
+    monkeypatch.setattr(
+        highspy.Highs, "enableCallbacks", lambda self: (flags.append(self.getOptionValue("output_flag")), first(self))
+    )
+    assert two_tiers(33e9).least({"far": 4.0}) is not None
+    assert [value for _, value in flags] == [False]

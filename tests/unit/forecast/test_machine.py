@@ -300,7 +300,7 @@ def with_figures(figures: object) -> str:
         (b"PK\x03\x04", ": it is no JSON: "),
         ("[" * 100_000, ": it is no JSON: it is nested too deep. Mend it, or name another file."),
         ('{"figures": ' * 50_000, ": it is no JSON: it is nested too deep."),
-        ("[1]", ": it is a list in JSON, not an object. Mend it, or name another file."),
+        ("[1]", ": it is [1] in JSON, not an object. Mend it, or name another file."),
         ("7", ": it is 7 in JSON, not an object."),
         ("null", ": it is None in JSON, not an object."),
         ('"machine"', ": it is 'machine' in JSON, not an object."),
@@ -316,29 +316,29 @@ def with_figures(figures: object) -> str:
         (json.dumps(HEAD), ": it has no 'figures'. Add it."),
         (json.dumps(HEAD | {"figures": {}, "speed": 1}), ": it has a key 'speed', which nothing reads. Keys are penst"),
         (json.dumps(HEAD | {"figures": {}, "name": 7}), ": A machine's name is 7."),
-        (json.dumps(HEAD | {"figures": {}, "name": ["a"]}), ": A machine's name is a list."),
+        (json.dumps(HEAD | {"figures": {}, "name": ["a"]}), ": A machine's name is ['a']."),
         (json.dumps(HEAD | {"figures": {}, "device": "a b"}), ": A machine's device is 'a b'."),
         (json.dumps(HEAD | {"figures": {}, "probed": 1}), ": A machine's probed is 1."),
-        (json.dumps(HEAD | {"figures": {}, "fingerprint": []}), ": its fingerprint is a list, not an object."),
+        (json.dumps(HEAD | {"figures": {}, "fingerprint": []}), ": its fingerprint is [], not an object."),
         (
             json.dumps(HEAD | {"figures": {}, "fingerprint": {"a": [[[[[[[[[]]]]]]]]]}}),
             ": A machine's fingerprint is nested",
         ),
-        (with_figures([]), ": its figures is a list, not an object. Mend it."),
+        (with_figures([]), ": its figures is [], not an object. Mend it."),
         (with_figures(None), ": its figures is None, not an object."),
         (with_figures({"disk_raed": 7}), ": There is no figure 'disk_raed'. Did you mean disk_read? All figures: "),
         (with_figures({"x" * 5000: 7}), ": There is no figure 'xxxx"),
         (with_figures({"disk_read": "7GB/s"}), ": figure disk_read: value is '7GB/s', not a number. Mend it."),
         (with_figures({"disk_read": None}), ": figure disk_read: value is None, not a number."),
         (with_figures({"disk_read": True}), ": figure disk_read: value is True, not a number."),
-        (with_figures({"disk_read": [7]}), ": figure disk_read: value is a list, not a number."),
+        (with_figures({"disk_read": [7]}), ": figure disk_read: value is [7], not a number."),
         (with_figures({"disk_read": 0}), ": figure disk_read: value is 0, not above 0."),
         (with_figures({"disk_read": -1}), ": figure disk_read: value is -1, not above 0."),
-        (with_figures({"disk_read": 10**400}), ": figure disk_read: value is inf, not a finite number."),
+        (with_figures({"disk_read": 10**400}), ": it has a number of 1329 bits."),
         (with_figures({"disk_read": {}}), ": figure disk_read: it has no value. Mend it."),
         (with_figures({"disk_read": {"value": 1, "unit": "GB/s"}}), ": figure disk_read: it has a key"),
         (with_figures({"disk_read": {"value": 1, "low": 2}}), ": figure disk_read: low 2, value 1, high 1 are not in"),
-        (with_figures({"disk_read": {"value": 1, "high": {}}}), ": figure disk_read: high is an object, not a"),
+        (with_figures({"disk_read": {"value": 1, "high": {}}}), ": figure disk_read: high is {}, not a"),
         (with_figures({"disk_read": {"value": 1, "how": 3}}), ": figure disk_read: how is 3, not a text."),
         (with_figures({"folders": 1.5}), ": folders is 1.5, and counts folders"),
         ('{"figures": {"disk_read": NaN}}', ": it has NaN, which is no number of JSON: use a finite one. Mend it"),
@@ -348,7 +348,7 @@ def with_figures(figures: object) -> str:
         ('{"figures": {"disk_read": ' + "9" * 5000 + "}}", ": it is no JSON: Exceeds the limit"),
         ('{"version": 1, "version": 2}', ": it has the key 'version' twice: leave one out."),
         ('{"figures": {"disk_read": 1, "disk_read": 2}}', ": it has the key 'disk_read' twice"),
-        ('{"penstock": "machine", "version": 1, "\\u001b[31m\\n": 1}', ": it has a key '\\x1b[31m'"),
+        ('{"penstock": "machine", "version": 1, "\\u001b[31m\\n": 1}', ": it has a key '\\x1b[31m\\n'"),
     ],
 )
 def test_a_file_that_is_not_a_machines_is_refused(tmp_path: Path, content: str | bytes, says: str) -> None:
@@ -372,7 +372,8 @@ def test_no_more_is_read_than_a_machine_can_have(tmp_path: Path, monkeypatch: py
     taken: list[int] = []
     monkeypatch.setattr(json, "loads", lambda text, **_: taken.append(len(text)))
     assert refusal(Machine.read, file) == (
-        f"{file}: it has more than 1,048,576 bytes. Name a machine's JSON file, or one that comes along."
+        f"The machine's file '{file}' cannot be read: it has more than 1,048,576 bytes. Name another one, or one that "
+        "comes along."
     )
     assert taken == []
 
@@ -382,8 +383,8 @@ def test_what_is_no_file_is_refused_without_waiting(tmp_path: Path) -> None:
     (tmp_path / "loop").symlink_to(tmp_path / "loop")
     (tmp_path / "one").symlink_to(tmp_path / "two")
     (tmp_path / "two").symlink_to(tmp_path / "one")
-    assert "pipe: it is no file" in refusal(Machine.read, tmp_path / "pipe")
-    assert "/dev/zero: it is no file" in refusal(Machine.read, "/dev/zero")
+    assert "pipe' cannot be read: it is no file" in refusal(Machine.read, tmp_path / "pipe")
+    assert "/dev/zero' cannot be read: it is no file" in refusal(Machine.read, "/dev/zero")
     assert "Too many levels of symbolic links" in refusal(Machine.read, tmp_path / "loop")
     assert "Too many levels of symbolic links" in refusal(Machine.read, str(tmp_path / "one"))
     assert ": it is no file. " in refusal(Machine.read, tmp_path)

@@ -115,9 +115,9 @@ def test_a_mark_of_byte_order_does_not_matter(tmp_path):
         ({"options": {"tile_bytes": 1}}, "Options(tile_bytes=1): use a whole number of bytes, 4096 or more."),
         ({"options": {"streamed_updates": 2}}, "Options(streamed_updates=2): use a number from 0 to 1, or 'auto'."),
         ({"options": {"state_dtype": ["fp32"]}}, "Options(state_dtype=['fp32']): use one of"),
-        ({"options": {"timeout_s": 10**400}}, "it cannot be read: int too large to convert to float"),
+        ({"options": {"timeout_s": 10**400}}, "it has a number of 1329 bits"),
         ({"step_s": "4"}, "step_s='4': use a finite number"),
-        ({"step_s": 10**400}, "step_s="),
+        ({"step_s": 10**70}, "step_s="),
         ({"step_s": None}, "step_s=None: use a finite number"),
         ({"step_range_s": [1, 2, 3]}, "step_range_s=[1, 2, 3]: use two numbers"),
         ({"step_range_s": {"low": 1}}, "step_range_s={'low': 1}: use two numbers"),
@@ -150,7 +150,7 @@ def test_a_value_that_no_plan_has_is_refused_with_its_file_and_key(changes, word
         (b"\x00\xff\xfe\x80", "it is no JSON: 'utf-8' codec can't decode"),
         (TEXT.encode("utf-16"), "it is no JSON"),
         (TEXT[:-20], "it is no JSON"),
-        ("[]", "it is a list in JSON, not an object. Name a file that penstock plan wrote."),
+        ("[]", "it is [] in JSON, not an object. Name a file that penstock plan wrote."),
         ("null", "it is None in JSON, not an object."),
         ('"plan"', "it is 'plan' in JSON, not an object."),
         ("[" * 100_000, "it is no JSON: it is nested too deep"),
@@ -209,7 +209,7 @@ def test_a_file_of_a_strange_name_is_named_on_one_line(tmp_path):
 
 def test_the_text_of_a_plan_is_read_as_its_file_is() -> None:
     assert Plan.from_json(DESKTOP.to_json()) == DESKTOP
-    with pytest.raises(ConfigError, match="it is a list in JSON"):
+    with pytest.raises(ConfigError, match=r"it is \[\] in JSON"):
         Plan.from_json("[]")
 
 

@@ -163,3 +163,17 @@ def test_a_write_that_fails_leaves_the_model_that_was_there(tmp_path: Path, monk
     assert all(
         torch.equal(after["model.safetensors"][key], value) for key, value in before["model.safetensors"].items()
     )
+
+
+@pytest.mark.parametrize("name", ["config.json", ".model.safetensors.partial"])
+def test_a_planted_link_is_not_followed(name: str, tmp_path: Path) -> None:
+    (tmp_path / "theirs").write_text("before")
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / name).symlink_to(tmp_path / "theirs")
+    model = llama()
+    optimizer = prepared(model)
+    with pytest.raises(CheckpointError, match="it is a link, which is not followed"):
+        save_pretrained(model, optimizer, tmp_path / "out")
+    optimizer.close()
+    assert (tmp_path / "theirs").read_text() == "before"
+    assert [entry.name for entry in (tmp_path / "out").iterdir()] == [name]

@@ -8,7 +8,7 @@ from typing import Any
 from penstock.cli.reporting.chart import Chart, Table, unit_of
 from penstock.cli.reporting.markup import label
 from penstock.cli.reporting.resources import RESOURCES, TIERS, WAITING
-from penstock.cli.reporting.run import Run
+from penstock.cli.reporting.run import MOST_NUMBER, Run
 from penstock.cli.reporting.timeline import Piece, Timeline, joined
 from penstock.cli.training.reporting.formats import format_bytes
 
@@ -116,8 +116,7 @@ def placement_chart(run: Run, name: str, which: int) -> Chart | None:
         "hovermode": "closest",
         "showlegend": True,
     }
-    ranks = run.about.get("world_size")
-    notes = [f"After step {run.placement_step:,}{', on rank 0 alone' if isinstance(ranks, int) and ranks > 1 else ''}."]
+    notes = [f"After step {run.placement_step:,}{', on rank 0 alone' if run.world_size > 1 else ''}."]
     table = Table(["kind", *tiers], rows)
     return Chart(f"placement-{which}", f"Where every byte was{name}", traces, table, layout, notes, True, 260)
 
@@ -194,7 +193,8 @@ def _measured(run: Run) -> dict[str, float]:
 
 def _sizes(run: Run, plan: Mapping[str, Any]) -> list[tuple[str, float | None, float | None]]:
     """List the bytes at rest and the most on each tier, planned and measured."""
-    rests, peaks = ({t: v for t, v in (plan.get(key) or {}).items() if _is_size(v)} for key in ("bytes", "peak_bytes"))
+    sizes = (plan.get(key) for key in ("bytes", "peak_bytes"))
+    rests, peaks = ({t: v for t, v in (of.items() if isinstance(of, dict) else ()) if _is_size(v)} for of in sizes)
     kinds = bytes_by_kind(run)
     rows: list[tuple[str, float | None, float | None]] = []
     for tier in TIERS:
@@ -217,7 +217,7 @@ def _seconds(value: float) -> str:
 
 
 def _is_size(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < 1e300
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value <= MOST_NUMBER
 
 
 def _about_piece(piece: Piece, scale: float, unit: str) -> str:

@@ -54,8 +54,7 @@ def memory_chart(run: Run, name: str, number: int) -> Chart | None:
     steps = sorted(run.bytes_by_tier)
     columns = {tier: [run.bytes_by_tier[step].get(tier, 0.0) for step in steps] for tier in TIERS}
     columns = {tier: column for tier, column in columns.items() if any(column)}
-    world_size = run.about.get("world_size")
-    ranks = f"Bytes are those of rank 0 of {world_size}." if isinstance(world_size, int) and world_size > 1 else ""
+    ranks = f"Bytes are those of rank 0 of {run.world_size}." if run.world_size > 1 else ""
     unit, size = unit_of(max((sum(of_step) for of_step in zip(*columns.values(), strict=True)), default=0.0))
     peaks = ", ".join(f"{tier} {format_bytes(int(max(column)))}" for tier, column in columns.items())
     return _stacked(

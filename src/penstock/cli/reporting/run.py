@@ -2,20 +2,28 @@
 
 import json
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-from penstock.cli.reporting.timeline import Timeline, read_timeline
-from penstock.errors import ConfigError
+from penstock.boundedfiles import open_regular, parse_object, read_bytes
+from penstock.cli.reporting.timeline import TRACE_NAME, Timeline, read_timeline
+from penstock.errors import ConfigError, shown
+
+T = TypeVar("T")
 
 METRICS_NAME = "metrics.jsonl"
 PLAN_NAME = "plan.json"
+_MOST_BYTES, _MOST_LINE_BYTES, _MOST_PLAN_BYTES = 1 << 30, 1 << 24, 1 << 22
 _MOST_TEXT = 20_000
+_MOST_ODD = 1000
+#: Far beyond anything that is measured, and few enough digits that sums, quotients and axes of them are numbers.
+MOST_NUMBER = 1e30
 _MOST_NESTED = 8
 #: Numbers of a step that are no curves of their own.
+_OF_ROW = ("unit", "kind", "tier", "dtype")
 _NOT_DRAWN = ("step", "seconds", "slowest_rank", "skipped_count", "tokens", "step_seconds")
 
 
@@ -46,6 +54,7 @@ class Run:
         plan: the file of the plan.
         timeline: one step of its trace.
         unread: lines that could not be read, a torn last one aside.
+        odd: what is left out because it cannot be drawn: figures and files, by name.
     """
 
     folder: Path
@@ -61,11 +70,36 @@ class Run:
     plan: dict[str, Any] | None = None
     timeline: Timeline | None = None
     unread: int = 0
+    odd: dict[str, None] = field(default_factory=dict)
 
     @property
     def name(self) -> str:
         """What people call it: its folder."""
         return self.folder.resolve().name or str(self.folder)
+
+    @property
+    def world_size(self) -> int:
+        """How many ranks there were; 1 where nothing says it."""
+        found = self.about.get("world_size")
+        return found if isinstance(found, int) and found <= MOST_NUMBER else 1
+
+    def numbers(self, values: object, above: str = "") -> dict[str, float]:
+        """Take the numbers of a mapping that can be drawn, and note the names of those that cannot."""
+        found: dict[str, float] = {}
+        if values is not None and not isinstance(values, dict):
+            self.leave_out(above.rstrip("."))
+        for name, value in values.items() if isinstance(values, dict) else ():
+            if isinstance(value, int | float) and not isinstance(value, bool):
+                if abs(value) <= MOST_NUMBER:  # which no NaN is
+                    found[str(name)[:100]] = value
+                else:
+                    self.leave_out(f"{above}{name}")
+        return found
+
+    def leave_out(self, name: str) -> None:
+        """Note what is left out."""
+        if len(self.odd) < _MOST_ODD:
+            self.odd[name[:100]] = None
 
     @cached_property
     def steps(self) -> list[int]:
@@ -90,7 +124,7 @@ def read_run(folder: Path) -> Run:
     """
     run = Run(folder)
     try:
-        with (folder / METRICS_NAME).open("rb") as file:
+        with open_regular(folder / METRICS_NAME) as file:
             for line in _objects(file, run):
                 _take(line, run)
     except OSError as error:
@@ -102,16 +136,23 @@ def read_run(folder: Path) -> Run:
         raise ConfigError(f"{folder / METRICS_NAME} has no line of a run. Name another folder.")
     for figures in run.figures.values():
         if figures.get("step_seconds") and "tokens" in figures:
-            figures.setdefault("tokens_per_second", figures["tokens"] / figures["step_seconds"])
-    run.plan = _plan(folder)
-    run.timeline = read_timeline(folder)
+            speed = {"tokens_per_second": figures["tokens"] / figures["step_seconds"]}
+            figures.update(run.numbers(speed) | figures)
+    run.plan = _read(run, PLAN_NAME, _read_plan)
+    run.timeline = _read(run, TRACE_NAME, read_timeline)
     return run
 
 
 def _objects(file: Any, run: Run) -> Iterator[dict[str, Any]]:
     """Read a file's lines. One without an end is being written, or was when its process ended: it is left out."""
-    for line in file:
-        if not line.endswith(b"\n"):
+    is_inside = False  # of a line that is longer than any of ours
+    while file.tell() < _MOST_BYTES and (line := file.readline(_MOST_LINE_BYTES)):
+        has_end = line.endswith(b"\n")
+        if is_inside or len(line) == _MOST_LINE_BYTES:
+            run.unread += has_end
+            is_inside = not has_end
+            continue
+        if not has_end:
             return
         try:
             found = json.loads(line)
@@ -147,36 +188,47 @@ def _take_step(event: Any, step: int, line: Mapping[str, Any], run: Run) -> None
         more = {f"lr {number}": rate for number, rate in enumerate(rates)} if isinstance(rates, list) else {}
         if more:
             more["lr"] = rates[0]  # type: ignore[index]
-        run.figures.setdefault(step, {}).update(_numbers({**line, **more}))
+        run.figures.setdefault(step, {}).update(run.numbers({**line, **more}))
         for name, table in (("bytes_by_tier", run.bytes_by_tier), ("waits", run.waits)):
-            if isinstance(found := line.get(name), dict):
-                table[step] = _numbers(found)
+            if found := run.numbers(line.get(name), f"{name}."):
+                table[step] = found
     elif event == "eval":
-        if "loss" in (found := _numbers({"loss": line.get("loss")})):
+        if "loss" in (found := run.numbers({"loss": line.get("loss")})):
             run.evaluations[step] = found["loss"]
     elif event == "sample":
-        texts = (str(line.get(name, ""))[:_MOST_TEXT] for name in ("prompt", "text"))
+        texts = (_text(line.get(name, "")) for name in ("prompt", "text"))
         run.samples.append(Sample(step, *texts))
     elif event == "placement" and isinstance(rows := line.get("rows"), list):
-        run.placement = [row for row in rows if isinstance(row, dict) and _numbers({"nbytes": row.get("nbytes")})]
+        of_rows = (row for row in rows if isinstance(row, dict))
+        run.placement = [
+            {**{key: _text(row.get(key, "")) for key in _OF_ROW}, "pinned": row.get("pinned"), **nbytes}
+            for row in of_rows
+            if (nbytes := run.numbers({"nbytes": row.get("nbytes")}, "placement."))
+        ]
         run.placement_step = step
 
 
-def _numbers(values: Mapping[str, Any]) -> dict[str, float]:
-    """Leave those that are finite numbers."""
-    return {
-        str(name)[:100]: value
-        for name, value in values.items()
-        if isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 1e300
-    }
-
-
-def _plan(folder: Path) -> dict[str, Any] | None:
+def _read(run: Run, name: str, read: Callable[[Path], T]) -> T | None:
+    """Read a file beside the lines; one that is there and cannot be read is noted."""
     try:
-        found = json.loads((folder / PLAN_NAME).read_bytes())
-    except (OSError, ValueError, RecursionError):
+        return read(run.folder / name)
+    except FileNotFoundError:
         return None
-    return found if isinstance(found, dict) else None
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError):
+        run.leave_out(name)
+        return None
+
+
+def _read_plan(file: Path) -> dict[str, Any]:
+    return parse_object(read_bytes(file, _MOST_PLAN_BYTES), is_strict=False)
+
+
+def _text(value: object) -> str:
+    """Write a value as text, of a length that a page can have."""
+    try:
+        return str(value)[:_MOST_TEXT]
+    except (ValueError, RecursionError):  # a number of thousands of digits, or what is nested as deep
+        return shown(value)
 
 
 def flattened(values: Mapping[str, Any], above: str = "", depth: int = 0) -> Iterator[tuple[str, str]]:
@@ -185,6 +237,6 @@ def flattened(values: Mapping[str, Any], above: str = "", depth: int = 0) -> Ite
         if isinstance(value, Mapping) and value and depth < _MOST_NESTED:
             yield from flattened(value, f"{above}{name}.", depth + 1)
         elif isinstance(value, list):
-            yield f"{above}{name}", ", ".join(map(str, value))[:_MOST_TEXT]
+            yield f"{above}{name}", _text(", ".join(map(_text, value)))
         elif value not in (None, {}):
-            yield f"{above}{name}", str(value)[:_MOST_TEXT]
+            yield f"{above}{name}", _text(value)

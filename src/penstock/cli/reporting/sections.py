@@ -11,6 +11,8 @@ from penstock.cli.training.reporting.formats import format_bytes, format_seconds
 
 #: Samples of a run that are shown, at most: the newest, with as many of the first as a quarter of them.
 MOST_SAMPLES = 40
+#: Names of what is left out.
+MOST_ODD = 20
 
 
 def charts_of(runs: Sequence[Run]) -> tuple[list[Chart], list[str]]:
@@ -107,14 +109,17 @@ def remarks(runs: Sequence[Run], told: Sequence[str]) -> list[Html]:
     said = list(told)
     for run, name in zip(runs, titles(runs), strict=True):
         of_run = f"{name}: " if len(runs) > 1 else ""
-        ranks = run.about.get("world_size")
-        if isinstance(ranks, int) and ranks > 1:
+        if run.world_size > 1:
             said.append(
-                f"{of_run}{ranks} ranks. Bytes are per rank: these, the waits and the timeline are those of rank 0 "
-                "alone. Losses and tokens are as the loop has logged them (penstock train: of all ranks)."
+                f"{of_run}{run.world_size} ranks. Bytes are per rank: these, the waits and the timeline are those of "
+                "rank 0 alone. Losses and tokens are as the loop has logged them (penstock train: of all ranks)."
             )
         if run.unread:
             said.append(f"{of_run}{run.unread:,} lines of metrics.jsonl could not be read, and are left out.")
+        if run.odd:
+            names = list(run.odd)
+            more = f" and {len(names) - MOST_ODD:,} more" if len(names) > MOST_ODD else ""
+            said.append(f"{of_run}left out, because it cannot be drawn: {', '.join(names[:MOST_ODD])}{more}.")
         if not run.end:
             said.append(f"{of_run}the run has not come to its end, or not yet.")
     return [element("p", each, class_="remark") for each in said]

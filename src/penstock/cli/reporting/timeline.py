@@ -8,12 +8,14 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from penstock.boundedfiles import read_bytes
 from penstock.cli.reporting.resources import OUTSIDE, RESOURCES, WAITING
 
 TRACE_NAME = "trace.json"
 #: Pieces of a row that are drawn, at most; and what lies between two that are drawn as one, as a share of the step.
 MOST_PIECES = 400
 _LEAST_GAP = 1 / 2000
+_MOST_BYTES, _MOST_NUMBER = 1 << 28, 1e30
 _DISK = ("read", "fetch", "write")
 
 Interval = tuple[float, float]
@@ -76,17 +78,13 @@ class Timeline:
         return max(busy, key=lambda name: busy[name])
 
 
-def read_timeline(folder: Path) -> Timeline | None:
-    """Read the last step of a folder's trace; `None` where there is none that can be read.
+def read_timeline(file: Path) -> Timeline | None:
+    """Read the last step of a trace; `None` where it has none. What is wrong with a file raises whatever it does.
 
-    The trace's file is that of `Optimizer.trace`: its steps end at instants of the category `step`.
+    It is a file of `Optimizer.trace`: its steps end at instants of the category `step`.
     """
-    try:
-        events = json.loads((folder / TRACE_NAME).read_bytes())["traceEvents"]
-        seen = [event for event in events if isinstance(event, dict)]
-        return _timeline(seen)
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):
-        return None
+    events = json.loads(read_bytes(file, _MOST_BYTES))["traceEvents"]
+    return _timeline([event for event in events if isinstance(event, dict)])
 
 
 def _timeline(events: Iterable[Mapping[str, Any]]) -> Timeline | None:
@@ -95,11 +93,11 @@ def _timeline(events: Iterable[Mapping[str, Any]]) -> Timeline | None:
     for event in events:
         row = event.get("cat")
         if row == "step" and event.get("ph") == "i":
-            ends.append(float(event["ts"]))
+            ends.append(_number(event["ts"]))
         elif event.get("ph") == "X" and (row in RESOURCES or row == WAITING):
-            start, duration = float(event["ts"]), float(event["dur"])
+            start, duration = _number(event["ts"]), _number(event["dur"])
             nbytes = event.get("args", {}).get("bytes", 0)
-            found.setdefault(str(row), []).append((start, start + duration, str(event["name"]), int(nbytes)))
+            found.setdefault(str(row), []).append((start, start + duration, str(event["name"]), int(_number(nbytes))))
     begin, end = _window(ends, found.values())
     if not begin < end:
         return None
@@ -117,6 +115,12 @@ def _timeline(events: Iterable[Mapping[str, Any]]) -> Timeline | None:
         waits[piece.name.rpartition("(")[2].removesuffix(")")] += piece.stop - piece.start
     longest = dict(sorted(waits.items(), key=lambda item: -item[1]))
     return Timeline((end - begin) / 1e6, rows, longest, max(1, len(ends))) if rows else None
+
+
+def _number(value: Any) -> float:
+    if not abs(number := float(value)) <= _MOST_NUMBER:
+        raise ValueError("no time, and no size")
+    return number
 
 
 def _window(ends: list[float], rows: Iterable[list[tuple[float, float, str, int]]]) -> Interval:

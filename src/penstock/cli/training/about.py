@@ -4,7 +4,6 @@ import os
 import platform
 import re
 import shlex
-import subprocess
 import sys
 from contextlib import suppress
 from datetime import datetime
@@ -12,13 +11,13 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+from penstock.boundedfiles import read_bytes
 from penstock.errors import one_line
 
 _PACKAGES = ("penstock", "torch", "transformers", "datasets", "peft", "accelerate", "tokenizers")
-_GIT_SECONDS = 10
 _MOST_CHARS = 4000
-# Of a folder that may be anybody's: git runs no hook and no watcher of its configuration, asks nobody, takes no lock.
-_GIT = ("git", "--no-optional-locks", "-c", "core.fsmonitor=false", "-c", "core.hooksPath=/dev/null")
+_MOST_BYTES = 1 << 24
+_COMMIT, _NAME = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}"), re.compile(r"refs/[\w./+@#-]+")
 
 
 def about(*, world_size: int) -> dict[str, Any]:
@@ -35,7 +34,7 @@ def about(*, world_size: int) -> dict[str, Any]:
         "versions": versions(),
         "machine": machine(),
     }
-    source = git_state(Path())  # which git resolves: the folder may be gone
+    source = git_state(Path())
     return described | ({"git": source} if source else {})
 
 
@@ -61,29 +60,40 @@ def machine() -> dict[str, Any]:
     return found | {"system": platform.platform()}
 
 
-def git_state(folder: Path) -> dict[str, Any]:
-    """Say which commit a folder is at, and whether tracked files differ from it; nothing where git cannot say."""
-    commit = _git(folder, "rev-parse", "--verify", "HEAD")
-    if commit is None or not re.fullmatch(r"[0-9a-f]{40,64}", commit.strip()):
-        return {}
-    changed = _git(folder, "status", "--porcelain", "--untracked-files=no", "--ignore-submodules=all")
-    return {"commit": commit.strip()} | ({} if changed is None else {"dirty": bool(changed.strip())})
+def git_state(folder: Path) -> dict[str, str]:
+    """Read which commit a folder is at; nothing where that cannot be told.
+
+    git is not run: the configuration of a repository names programs, which may be anybody's, and it would run them.
+    """
+    with suppress(OSError, ValueError):
+        folder = folder.resolve()
+        for above in (folder, *folder.parents):
+            if os.path.lexists(above / ".git"):
+                commit = _commit(above / ".git")
+                return {"commit": commit} if _COMMIT.fullmatch(commit) else {}
+    return {}
 
 
-def _git(folder: Path, *words: str) -> str | None:
-    """Ask git, and return what it prints; `None` where it fails, hangs or is not there."""
-    try:
-        done = subprocess.run(
-            [*_GIT, "-C", str(folder), *words],
-            capture_output=True,
-            stdin=subprocess.DEVNULL,
-            timeout=_GIT_SECONDS,
-            check=True,
-            env=os.environ | {"GIT_TERMINAL_PROMPT": "0"},
-        )
-    except (OSError, ValueError, subprocess.SubprocessError):
-        return None
-    return done.stdout.decode(errors="replace")
+def _commit(repository: Path) -> str:
+    """Read what HEAD leads to: a commit, if it is one."""
+    if repository.is_file():  # of a worktree, or a submodule: it says where the repository is
+        repository = repository.parent / _said(repository).removeprefix("gitdir: ")
+    head = _said(repository / "HEAD")
+    name = head.removeprefix("ref: ")
+    if name == head:
+        return head
+    if not _NAME.fullmatch(name) or ".." in name:
+        return ""
+    shared = repository / "commondir"  # a worktree has a HEAD of its own, and no branches
+    repository = repository / _said(shared) if shared.exists() else repository
+    if (repository / name).exists():
+        return _said(repository / name)
+    packed = _said(repository / "packed-refs").splitlines()
+    return next((commit for commit, _, of in (line.partition(" ") for line in packed) if of == name), "")
+
+
+def _said(file: Path) -> str:
+    return read_bytes(file, _MOST_BYTES).decode().strip()
 
 
 def _processor() -> str:

@@ -8,6 +8,7 @@ from transformers.utils import logging
 from penstock.checkpoint.opened import resolve
 from penstock.cli.ranks import Ranks
 from penstock.cli.reporting.page import PAGE_NAME
+from penstock.cli.reporting.run import METRICS_NAME
 from penstock.cli.training.config import TrainConfig
 from penstock.cli.training.data.dataset import Shape, find_all
 from penstock.cli.training.data.reading.sources import Source
@@ -21,7 +22,6 @@ from penstock.cli.training.learning.sharing import check_mesh
 from penstock.cli.training.planning import PLAN_NAME
 from penstock.cli.training.precision import Precision, resolve_precision
 from penstock.cli.training.recipe import Recipe, recipe_for
-from penstock.cli.training.reporting.metrics import METRICS_NAME
 from penstock.cli.training.reporting.trackers import check_trackers
 from penstock.cli.training.reporting.waits import TRACE_NAME
 from penstock.cli.training.runfile import RUN_NAME
@@ -34,6 +34,7 @@ from penstock.integrations.lora import Lora, check_precision, parse_lora
 from penstock.integrations.tokenizers import Tokenizer, tokenizer_for
 from penstock.integrations.vocabulary import vocabulary_for
 from penstock.planner import Plan
+from penstock.wholefiles import check_own
 
 MODEL_FILES = ("config.json", "generation_config.json", "model.safetensors", "model.safetensors.index.json")
 
@@ -191,10 +192,8 @@ def _check_out(config: TrainConfig, source: ModelSource) -> None:
             *((PLAN_NAME,) if config.plan else ()),
             *MODEL_FILES,
         ):
-            file = config.out / name
-            if file.is_symlink() or file.exists():
-                if not file.is_file():
-                    raise ConfigError(f"{file} is no file, and would be written. Use another --out.")
+            file = check_own(config.out / name)
+            if file.exists():
                 with file.open("r+b"):
                     pass
     except OSError as error:

@@ -6,6 +6,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
+from penstock.boundedfiles import yaml_of
 from penstock.cli.keys import ABOUT, key_value
 from penstock.cli.options import about_of, options_of
 from penstock.cli.training.about import about
@@ -13,8 +14,7 @@ from penstock.cli.training.config import TrainConfig
 from penstock.cli.training.learning.optimizer_arguments import takes_weight_decay, weight_decay_of
 from penstock.cli.training.recipe import Course
 from penstock.errors import ConfigError
-from penstock.integrations.convert.reading import yaml_of
-from penstock.wholefiles import write_whole
+from penstock.wholefiles import check_own, write_whole
 
 RUN_NAME = "run.yaml"
 _HEAD = "# penstock train --config of this file makes the run again. What is typed beside it wins.\n"
@@ -45,7 +45,7 @@ def write_run_file(
     described = about(world_size=world_size) | ({"plan": dict(plan)} if plan else {})
     text = run_file(resolved_settings(config, resolved), described)
     try:
-        write_whole(path, text)
+        write_whole(check_own(path), text)
     except OSError as error:
         raise ConfigError(
             f"{path} cannot be written: {error.strerror}. Free space there, or use another --out."
@@ -77,13 +77,13 @@ def resolved_settings(config: TrainConfig, resolved: Mapping[str, Any]) -> Train
 
 def run_file(config: TrainConfig, described: Mapping[str, Any]) -> str:
     """Write the text of the file: the options under the headings of `--help`, and a key that is passed over."""
-    path, parts = config.out / RUN_NAME, [_HEAD]
+    parts = [_HEAD]
     # The first heading's come first, as in --help.
     ordered = sorted(fields(config), key=lambda each: about_of(each).panel is not None)
     for panel, each_of_panel in groupby(ordered, key=lambda each: about_of(each).panel):
         values = {each.name: key_value(each, getattr(config, each.name)) for each in each_of_panel}
         parts.append(f"\n# {panel}\n" if panel else "\n")
-        parts.append(yaml_of(path, values))
+        parts.append(yaml_of(values))
     parts.append("\n# Where it was made: not read again.\n")
-    parts.append(yaml_of(path, {ABOUT: dict(described)}))
+    parts.append(yaml_of({ABOUT: dict(described)}))
     return "".join(parts)

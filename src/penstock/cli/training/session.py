@@ -25,6 +25,7 @@ from penstock.cli.training.request import Request
 from penstock.cli.training.runfile import write_run_file
 from penstock.cli.training.sampling import Sampler, prompts_of
 from penstock.cli.training.saving import save_model
+from penstock.wholefiles import check_own
 
 
 class Session:
@@ -85,7 +86,7 @@ class Session:
         if ranks.is_first:
             if self._plan is not None:
                 # So that the run is made again with this plan, whatever becomes of the file that it was read from.
-                write_plan(self._plan, config.out / PLAN_NAME)
+                write_plan(self._plan, check_own(config.out / PLAN_NAME))
                 config = replace(config, plan=str(config.out / PLAN_NAME))
             write_run_file(config, resolved, world_size=ranks.world_size, plan=plan)
         # 2.

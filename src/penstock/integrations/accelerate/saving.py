@@ -26,7 +26,10 @@ from torch import Tensor, nn
 
 from penstock.errors import CheckpointError, ConfigError, EngineError
 from penstock.integrations.accelerate.pairs import Pair
+from penstock.errors import CheckpointError, ConfigError, EngineError
+from penstock.integrations.accelerate.pairs import Pair
 from penstock.integrations.weights import saved_entries, state_entries
+from penstock.wholefiles import check_own, write_whole
 
 _STEP = "accelerate_step"
 _logger = logging.getLogger("penstock")
@@ -68,7 +71,7 @@ def write_model(
     if split.is_sharded and saves(accelerator):
         index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
         path = folder / (SAFE_WEIGHTS_INDEX_NAME if safe else WEIGHTS_INDEX_NAME)
-        path.write_text(json.dumps(index, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+        write_whole(check_own(path), json.dumps(index, indent=2, sort_keys=True) + "\n")
 
 
 def saves(accelerator: Any) -> bool:

@@ -5,11 +5,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from penstock.boundedfiles import read_mapping
 from penstock.errors import ConfigError
 from penstock.integrations.convert.converted import Converted, Note
 from penstock.integrations.convert.deepspeed import convert_deepspeed
 from penstock.integrations.convert.fsdp import FSDP_ROWS, STRATEGIES
-from penstock.integrations.convert.reading import read_mapping
 from penstock.integrations.convert.rows import (
     UNKNOWN,
     Keys,

@@ -3,10 +3,10 @@
 from os import PathLike
 from pathlib import Path
 
+from penstock.boundedfiles import read_mapping
 from penstock.integrations.convert.accelerate import convert_accelerate
 from penstock.integrations.convert.converted import Converted
 from penstock.integrations.convert.deepspeed import convert_deepspeed
-from penstock.integrations.convert.reading import read_mapping
 
 #: Keys that only a configuration of accelerate has.
 _OF_ACCELERATE = frozenset(("compute_environment", "distributed_type", "fsdp_config", "deepspeed_config"))

@@ -292,7 +292,7 @@ def test_ids_that_the_vocabulary_has_not(tmp_path: Path) -> None:
 def test_a_pipe_as_a_template_is_refused_and_not_waited_for(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     for name in (tmp_path / "pipe", Path("/dev/null"), tmp_path):
-        with pytest.raises(ConfigError, match=r"^--chat-template .* is no file\. Name one with a Jinja template\.$"):
+        with pytest.raises(ConfigError, match=r"^--chat-template .* cannot be read: it is no file\. Name a file with"):
             read_chat_template(name)
 
 
@@ -301,7 +301,7 @@ def test_a_pipe_as_a_template_is_refused_and_not_waited_for(tmp_path: Path) -> N
     [
         (b"{% for %}", "is no Jinja template: "),
         (b"\xff", "cannot be read: "),
-        (b" " * (1 << 20 | 1), "has 1,048,577 bytes, more than any template."),
+        (b" " * (1 << 20 | 1), "cannot be read: it has more than 1,048,576 bytes"),
         (None, "cannot be read: "),
     ],
 )

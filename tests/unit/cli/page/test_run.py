@@ -1,13 +1,17 @@
 """What is read of a run's folder, whatever is in it."""
 
 import json
+import math
+import os
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from penstock.cli.reporting import run as reading
+from penstock.cli.reporting.page import page
 from penstock.cli.reporting.run import flattened, read_run
-from penstock.errors import ConfigError
+from penstock.errors import ConfigError, shown
 
 
 def write(folder: Path, *lines: Any, end: str = "\n") -> Path:
@@ -57,6 +61,93 @@ def test_what_is_no_number_is_not_known(tmp_path: Path, value: Any) -> None:
     run = read_run(write(tmp_path, step(1, loss=value, bytes_by_tier={"cpu": value, "device": 2}, waits=value)))
     assert run.column("loss") == [None]
     assert run.bytes_by_tier == {1: {"device": 2}}
+
+
+@pytest.mark.parametrize(
+    ("line", "odd"),
+    [
+        (step(1, loss=1e299, tokens=10**31), ["loss", "tokens"]),
+        (step(1, bytes_by_tier=[1], waits=3), ["bytes_by_tier", "waits"]),
+        (step(1, bytes_by_tier={"cpu": float("inf")}), ["bytes_by_tier.cpu"]),
+        (step(1, tokens=1e29, step_seconds=1e-300), ["tokens_per_second"]),
+        ({"event": "eval", "step": 1, "loss": -1e31}, ["loss"]),
+        ({"event": "placement", "step": 1, "rows": [{"nbytes": 1e300}]}, ["placement.nbytes"]),
+        (step(1, loss=None), []),
+    ],
+)
+def test_what_cannot_be_drawn_is_left_out_and_named(tmp_path: Path, line: Any, odd: list[str]) -> None:
+    run = read_run(write(tmp_path, step(1), line))
+    assert list(run.odd) == odd
+    written = page([run], "")
+    assert (f"left out, because it cannot be drawn: {', '.join(odd)}." in written) == bool(odd)
+
+
+@pytest.mark.parametrize(
+    "text", ["", "{", "[]", "{}", '{"traceEvents": 3}', '{"traceEvents": [{"ph": "X", "cat": "read"}]}', "[" * 100_000]
+)
+def test_a_file_beside_that_cannot_be_read_is_named(tmp_path: Path, text: str) -> None:
+    run = read_run(write(tmp_path, step(1)))
+    assert not run.odd
+    (tmp_path / "trace.json").write_text(text)
+    (tmp_path / "plan.json").write_text(text.replace("{}", "{"))
+    run = read_run(tmp_path)
+    assert (run.timeline, list(run.odd)) == (None, ["plan.json", "trace.json"] if "E" not in text else ["trace.json"])
+
+
+ODD = (1e299, math.inf, math.nan, 10**400, 10**4000, -1, 5e-324, [], [[1]], {}, {"a": {"b": []}}, "x", True, None)
+
+
+@pytest.mark.parametrize("odd", ODD, ids=lambda value: shown(value)[:20])
+def test_a_page_is_made_whatever_a_value_is(tmp_path: Path, odd: Any) -> None:
+    """One odd number ended it with a traceback: here each value of a line, of a plan and of a trace is."""
+    lines = [
+        {"event": "start", "begin": odd, "world_size": odd, "config": {"a": odd, "b": [odd]}},
+        step(1, loss=1.0, tokens=8, step_seconds=0.5),
+        {name: odd for name in ("loss", "lr", "tokens", "step_seconds", "bytes_by_tier", "waits")} | step(2),
+        step(3, bytes_by_tier={"cpu": odd}, waits={"read": odd}, lr=[odd, odd], loss_scale=odd, own=odd),
+        *(
+            {"event": event, "step": 3, "loss": odd, "rows": odd, "text": odd}
+            for event in ("eval", "placement", "sample")
+        ),
+        {"event": "placement", "step": 3, "rows": [dict.fromkeys(("unit", "kind", "tier", "nbytes"), odd), odd]},
+        {"event": "end", "seconds": odd},
+    ]
+    write(tmp_path, *lines)
+    (tmp_path / "plan.json").write_text(
+        json.dumps({"step_s": odd, "busy_s": odd, "bytes": odd, "peak_bytes": {"cpu": odd}})
+    )
+    span = {"ph": "X", "cat": "compute", "name": odd, "ts": 1.0, "dur": 2.0, "args": {"bytes": odd}}
+    (tmp_path / "trace.json").write_text(json.dumps({"traceEvents": [span, {**span, "dur": odd}, odd]}))
+    run = read_run(tmp_path)
+    assert page([run, run], "").endswith("</html>\n")
+
+
+def test_a_line_without_an_end_and_a_file_without_one_are_not_read_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reading, "_MOST_LINE_BYTES", 1 << 10)
+    run = read_run(write(tmp_path, step(1), "x" * 5000, step(2), json.dumps(step(3)) + " " * 2000, step(4)))
+    assert (run.steps, run.unread) == ([1, 2, 4], 2)
+    monkeypatch.setattr(reading, "_MOST_BYTES", 1 << 12)
+    with open(tmp_path / "metrics.jsonl", "r+b") as file:
+        file.truncate(1 << 40)  # takes no space
+    assert read_run(tmp_path).steps == [1]
+
+
+@pytest.mark.parametrize("name", ["metrics.jsonl", "plan.json", "trace.json"])
+def test_what_is_no_file_is_not_waited_for(tmp_path: Path, name: str) -> None:
+    write(tmp_path, step(1))
+    (tmp_path / name).unlink(missing_ok=True)
+    os.mkfifo(tmp_path / name)
+    if name == "metrics.jsonl":
+        with pytest.raises(ConfigError, match=r"metrics\.jsonl: it is no file"):
+            read_run(tmp_path)
+        (tmp_path / name).unlink()
+        (tmp_path / name).symlink_to("/dev/zero")
+        with pytest.raises(ConfigError, match=r"metrics\.jsonl: it is no file"):
+            read_run(tmp_path)
+    else:
+        assert list(read_run(tmp_path).odd) == [name]
 
 
 @pytest.mark.parametrize("number", [-1, True, 1.5, "1", None, 1 << 60])

@@ -17,8 +17,9 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Protocol
 
+from penstock.boundedfiles import parse_object, read_bytes
 from penstock.errors import ConfigError, one_line
-from penstock.wholefiles import write_whole
+from penstock.wholefiles import check_own, write_whole
 
 RUNS_NAME = "trackers.json"
 _PROJECT = "penstock"
@@ -197,7 +198,7 @@ class Trackers:
         runs = _read_runs(folder / RUNS_NAME) if goes_on else {}
         if not goes_on:
             with suppress(OSError):  # else a run that goes on from this one would go on with an earlier one's
-                (folder / RUNS_NAME).unlink(missing_ok=True)
+                check_own(folder / RUNS_NAME).unlink(missing_ok=True)
         flat = flattened(settings)
         for name in self._names:
             with self._border(name):
@@ -278,13 +279,12 @@ def _name(start: Start) -> str:
 def _read_runs(path: Path) -> dict[str, str]:
     """Read what the trackers have called their runs; what cannot be one is left out."""
     try:
-        found = json.loads(path.read_bytes())
-    except (OSError, ValueError, RecursionError):
+        runs = parse_object(read_bytes(path))
+    except (OSError, ValueError):
         return {}
-    runs = found.items() if isinstance(found, dict) else ()
-    return {name: run for name, run in runs if name in _KINDS and isinstance(run, str) and _RUN.fullmatch(run)}
+    return {name: run for name, run in runs.items() if name in _KINDS and isinstance(run, str) and _RUN.fullmatch(run)}
 
 
 def _write_runs(path: Path, runs: Mapping[str, str]) -> None:
     """Write what the trackers call their runs, whole or not at all."""
-    write_whole(path, json.dumps(runs) + "\n")
+    write_whole(check_own(path), json.dumps(runs) + "\n")

@@ -29,9 +29,11 @@ import numpy as np
 import numpy.typing as npt
 from filelock import FileLock, Timeout
 
+from penstock.boundedfiles import parse_object, read_bytes
 from penstock.cli.training.data.sequences.rowfiles import DataFile, RowPlaces, map_file
 from penstock.cli.training.data.sequences.writing import ID_TYPES, Sample, SampleWriter
 from penstock.errors import ConfigError, one_line
+from penstock.wholefiles import check_own, write_whole
 
 #: Token ids as they lie on disk.
 Tokens = npt.NDArray[np.uint16 | np.uint32]
@@ -276,7 +278,7 @@ def _failure(folder: Path, fingerprint: str) -> dict[str, str] | None:
 def _note_failure(folder: Path, fingerprint: str, message: str) -> None:
     note = {"made_by": _MADE_BY, "attempt": secrets.token_hex(8), "message": message}
     with contextlib.suppress(OSError):  # on a full disk, the others find out for themselves
-        _failure_file(folder, fingerprint).write_text(json.dumps(note))
+        write_whole(check_own(_failure_file(folder, fingerprint)), json.dumps(note))
 
 
 @contextlib.contextmanager
@@ -342,10 +344,9 @@ def _remove(place: Path) -> bool:
 def _read_json(path: Path) -> dict[str, Any]:
     """Read an object from a file; an empty one where there is none."""
     try:
-        found = json.loads(path.read_bytes())
-    except (OSError, ValueError, RecursionError):
+        return parse_object(read_bytes(path))
+    except (OSError, ValueError):
         return {}
-    return found if isinstance(found, dict) else {}
 
 
 def _write_json(path: Path, value: Mapping[str, object]) -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from penstock.errors import ConfigError, one_line
+from penstock.wholefiles import open_own
 
 
 class Lines:
@@ -30,7 +31,7 @@ class Lines:
         self._lock = threading.Lock()  # people log from threads of their own
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            self._file = path.open("ab")
+            self._file = open_own(path, "ab")
         except OSError as error:
             raise ConfigError(
                 f"{path} cannot be written: {error.strerror}. Give a folder on a disk with space, that you can write."
