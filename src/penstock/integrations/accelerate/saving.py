@@ -26,8 +26,6 @@ from torch import Tensor, nn
 
 from penstock.errors import CheckpointError, ConfigError, EngineError
 from penstock.integrations.accelerate.pairs import Pair
-from penstock.errors import CheckpointError, ConfigError, EngineError
-from penstock.integrations.accelerate.pairs import Pair
 from penstock.integrations.weights import saved_entries, state_entries
 from penstock.wholefiles import check_own, write_whole
 
