@@ -48,6 +48,8 @@ ELSEWHERE = {
     "update.py _update_in_place: brought.ready.wait()",
     "movement.py _load: READ after here.last_stores[number] of (after, here.last_stores[number], slot.free)",
 }
+#: The device runs beside the host: on a busy machine its work may be over before anything meets it.
+TRIES = 3
 WAITS = [wait for wait in waits() if wait.name not in REDUNDANT and wait.name not in ELSEWHERE]
 
 ROWS: dict[str, Callable[[Any], Values]] = {
@@ -108,7 +110,7 @@ def test_without_the_wait_a_row_goes_wrong(wait: Wait) -> None:
     for row in ROWS:
         if wait.site in reached_by(row):
             rows.append(row)
-            if not attempt(row, wait.site)[0]:
+            if not all(attempt(row, wait.site)[0] for _ in range(TRIES)):
                 return
     if not rows:
         pytest.skip("no row waits there")
