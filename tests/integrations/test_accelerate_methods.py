@@ -232,6 +232,14 @@ def test_two_models_in_fp16_are_refused_by_name() -> None:
     accelerator.free_memory()
 
 
+def test_backward_through_a_model_without_an_optimizer_is_refused_by_name() -> None:
+    accelerator, model = ours(), layers()
+    model = accelerator.prepare(model)
+    with pytest.raises(EngineError, match=r"Sequential was prepared without an optimizer.*give prepare\(\) the model"):
+        accelerator.backward(model(torch.ones(2, 4)).sum())
+    accelerator.free_memory()
+
+
 def test_backward_retains_the_graph_where_it_is_told_to() -> None:
     accelerator, model = ours(), layers()
     model, optimizer = accelerator.prepare(model, adam(model))

@@ -211,7 +211,14 @@ class PenstockAccelerator(Accelerator):
 
         Raises:
             ConfigError: in fp16 with several trained models, each of which has a loss scale of its own.
+            EngineError: the loss needs no gradient, and there is a model that was prepared without an optimizer.
         """
+        idle = [type(pair.model).__name__ for pair in self._pairs if pair.wrapper is None]
+        if idle and not loss.requires_grad:
+            raise EngineError(
+                f"backward: the loss needs no gradient. {', '.join(idle)} was prepared without an optimizer, for "
+                "inference: give prepare() the model and its optimizer, in one call where the model is large."
+            )
         loss = loss / self.gradient_accumulation_steps
         trained = [pair.handle for pair in self._pairs if pair.wrapper is not None]
         scaled = self.mixed_precision == "fp16"
