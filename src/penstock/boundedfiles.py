@@ -4,6 +4,7 @@ One reader for everything that is configured: run files, plans, machines, config
 libraries, in JSON, YAML or TOML. Texts of errors begin with what is wrong and do not name the file: whoever reads does.
 """
 
+import errno
 import importlib
 import json
 import os
@@ -33,7 +34,7 @@ def open_regular(path: str | PathLike[str]) -> BinaryIO:
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
-        raise OSError(None, "it is no file")
+        raise OSError(errno.EINVAL, "it is no file")
     return open(descriptor, "rb")
 
 
@@ -46,7 +47,7 @@ def read_bytes(path: str | PathLike[str], most: int = MOST_BYTES) -> bytes:
     with open_regular(path) as file:
         size = os.fstat(file.fileno()).st_size
         if size > most:
-            raise OSError(None, f"it has more than {most:,} bytes")
+            raise OSError(errno.EFBIG, f"it has more than {most:,} bytes")
         return file.read(size)
 
 

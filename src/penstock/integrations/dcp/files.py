@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from penstock.boundedfiles import read_bytes
 from penstock.checkpoint.fields import MOST_DIMENSIONS, MOST_NUMEL
 from penstock.checkpoint.tensorfiles import DTYPES
 from penstock.errors import CheckpointError, one_line
@@ -105,14 +106,13 @@ class DcpFolder:
         self.values: dict[tuple[Any, ...], Place] = {}
         path = folder / INDEX
         try:
-            if path.stat().st_size > MOST_PICKLE_BYTES:
-                raise PickleError(f"it has more than {MOST_PICKLE_BYTES:,} bytes")
-            self._read_index(_fields(read_values(path.read_bytes(), _IN_INDEX), f"{_META}.Metadata"))
+            raw = read_bytes(path, MOST_PICKLE_BYTES)
+            self._read_index(_fields(read_values(raw, _IN_INDEX), f"{_META}.Metadata"))
         except CheckpointError:
             raise
         except Exception as error:  # somebody else's file
             raise refused(path, f"{path} is not read: {one_line(error)}.") from error
-        self.nbytes = sum(storage.nbytes() for storage in self._files.values()) + path.stat().st_size
+        self.nbytes = sum(storage.nbytes() for storage in self._files.values()) + len(raw)
 
     def _read_index(self, index: Mapping[str, Any]) -> None:
         """Read what there is, and map every file that the index names."""
