@@ -19,6 +19,7 @@ from penstock.errors import ConfigError, one_line, shown
 
 #: Of a configuration.
 MOST_BYTES = 1 << 20
+MOST_YAML_BYTES = 1 << 18  # whose reader takes ten seconds for a megabyte
 MOST_DEPTH = 100
 #: Of a whole number: tokenizers write 10**30 for "no limit".
 MOST_BITS = 256
@@ -116,6 +117,8 @@ def _json(text: str, is_strict: bool) -> Any:
 
 def _yaml(text: str, is_strict: bool) -> Any:
     del is_strict
+    if len(text) > MOST_YAML_BYTES:
+        raise ConfigError(f"it has more than {MOST_YAML_BYTES:,} characters of YAML")
     yaml = _library()
 
     class Loader(yaml.SafeLoader):  # type: ignore[misc, name-defined]
