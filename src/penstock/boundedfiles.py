@@ -4,6 +4,7 @@ One reader for everything that is configured: run files, plans, machines, config
 libraries, in JSON, YAML or TOML. Texts of errors begin with what is wrong and do not name the file: whoever reads does.
 """
 
+import errno
 import importlib
 import json
 import os
@@ -18,6 +19,7 @@ from penstock.errors import ConfigError, one_line, shown
 
 #: Of a configuration.
 MOST_BYTES = 1 << 20
+MOST_YAML_BYTES = 1 << 18  # whose reader takes ten seconds for a megabyte
 MOST_DEPTH = 100
 #: Of a whole number: tokenizers write 10**30 for "no limit".
 MOST_BITS = 256
@@ -33,7 +35,7 @@ def open_regular(path: str | PathLike[str]) -> BinaryIO:
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
-        raise OSError(None, "it is no file")
+        raise OSError(errno.EINVAL, "it is no file")
     return open(descriptor, "rb")
 
 
@@ -46,7 +48,7 @@ def read_bytes(path: str | PathLike[str], most: int = MOST_BYTES) -> bytes:
     with open_regular(path) as file:
         size = os.fstat(file.fileno()).st_size
         if size > most:
-            raise OSError(None, f"it has more than {most:,} bytes")
+            raise OSError(errno.EFBIG, f"it has more than {most:,} bytes")
         return file.read(size)
 
 
@@ -115,6 +117,8 @@ def _json(text: str, is_strict: bool) -> Any:
 
 def _yaml(text: str, is_strict: bool) -> Any:
     del is_strict
+    if len(text) > MOST_YAML_BYTES:
+        raise ConfigError(f"it has more than {MOST_YAML_BYTES:,} characters of YAML")
     yaml = _library()
 
     class Loader(yaml.SafeLoader):  # type: ignore[misc, name-defined]

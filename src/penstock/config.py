@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
-from penstock.errors import ConfigError
+from penstock.errors import ConfigError, shown
 from penstock.kinds import HomeChoice, Tier, TierName, parse_home, parse_tier
 
 #: What gathers of parameters carry: their values, or codes of a wire format (`rules/wire.py`).
@@ -72,7 +72,7 @@ class Placement:
         Source: Twin-Flow of ZeRO-Offload++ (DeepSpeed, 2023).
         """
         if not 0 <= ratio <= 1:
-            raise ConfigError(f"twin_flow(ratio={ratio!r}) is not a fraction. Use a number from 0 to 1.")
+            raise ConfigError(f"twin_flow(ratio={shown(ratio)}) is not a fraction. Use a number from 0 to 1.")
         return cls(optimizer={"cpu": ratio, "device": 1 - ratio}, **kwargs)
 
     def nvme_folders(self) -> list[Path]:
@@ -197,20 +197,20 @@ class Options:
             is_number = isinstance(value, int) and not isinstance(value, bool) and value >= least
             if not (is_number or (value is None and optional)):
                 unit = " of bytes" if name.endswith("_bytes") else ""
-                raise ConfigError(f"Options({name}={value!r}): use a whole number{unit}, {least} or more.")
+                raise ConfigError(f"Options({name}={shown(value)}): use a whole number{unit}, {least} or more.")
         for name, hint in get_type_hints(Options).items():
             choices = (True, False) if hint is bool else get_args(hint) if get_origin(hint) is Literal else ()
             if choices and getattr(self, name) not in choices:
                 raise ConfigError(
-                    f"Options({name}={getattr(self, name)!r}): use one of {', '.join(map(repr, choices))}."
+                    f"Options({name}={shown(getattr(self, name))}): use one of {', '.join(map(repr, choices))}."
                 )
         share: Any = self.streamed_updates
         if share != "auto" and (isinstance(share, bool) or not isinstance(share, int | float) or not 0 <= share <= 1):
-            raise ConfigError(f"Options(streamed_updates={share!r}): use a number from 0 to 1, or 'auto'.")
+            raise ConfigError(f"Options(streamed_updates={shown(share)}): use a number from 0 to 1, or 'auto'.")
         for name in ("initial_loss_scale", "timeout_s"):
             number: Any = getattr(self, name)
             if not (isinstance(number, int | float) and number > 0 and math.isfinite(number)):
-                raise ConfigError(f"Options({name}={number!r}): use a finite number above 0.")
+                raise ConfigError(f"Options({name}={shown(number)}): use a finite number above 0.")
 
     @property
     def nodes(self) -> int | Literal["host"] | None:

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from enum import StrEnum
 from typing import Literal
 
-from penstock.errors import ConfigError
+from penstock.errors import ConfigError, shown
 
 TierName = Literal["device", "cpu", "nvme"]
 HomeChoice = TierName | Mapping[TierName, float]
@@ -84,7 +84,7 @@ def parse_tier(name: object, *, what: str) -> Tier:
     """
     tier = _TIER_SPELLINGS.get(name) if isinstance(name, str) else None
     if tier is None:
-        raise ConfigError(f"{what}={name!r} is not a tier. Use one of 'device', 'cpu', 'nvme'.")
+        raise ConfigError(f"{what}={shown(name)} is not a tier. Use one of 'device', 'cpu', 'nvme'.")
     return tier
 
 
@@ -110,7 +110,7 @@ def parse_home(home: object, *, what: str) -> dict[Tier, float]:
         if tier in fractions:
             raise ConfigError(f"{what}={dict(home)!r} names the tier '{tier}' twice. Give each tier one fraction.")
         if isinstance(fraction, bool) or not isinstance(fraction, int | float) or not 0 <= fraction <= 1:
-            raise ConfigError(f"{what}[{name!r}]={fraction!r} is not a fraction. Use a number from 0 to 1.")
+            raise ConfigError(f"{what}[{shown(name)}]={shown(fraction)} is not a fraction. Use a number from 0 to 1.")
         fractions[tier] = float(fraction)
     total = sum(fractions.values())
     if abs(total - 1) > 1e-6:

@@ -24,7 +24,7 @@ REFUSED = [
     ("a.yaml", "steps: 0x" + "f" * 100, "it has a number of 400 bits"),
     ("a.yaml", "steps: 3\nsteps: 3", "it has the key 'steps' twice: leave one out"),
     ("a.yaml", "steps: !!python/object/apply:os.system [true]", "it is no YAML: could not determine a constructor"),
-    ("a.yaml", "a: " + "[" * 500_000, "it is no (YAML|JSON): it is nested too deep"),
+    ("a.yaml", "a: " + "[" * 600, "it is no (YAML|JSON): it is nested too deep"),
     ("a.yaml", "- a", "it is \\['a'\\] in YAML, not a mapping"),
     ("a.json", '{"steps": ' + "9" * 4000 + "}", "it has a number of 13288 bits"),
     ("a.json", '{"steps": ' + "9" * 5000 + "}", "it is no JSON: Exceeds the limit"),
@@ -34,6 +34,7 @@ REFUSED = [
     ("a.json", '{"a": 1, "a": 2}', "it has the key 'a' twice: leave one out"),
     ("a.toml", "lr = 0x" + "f" * 5000, "it has a number of 20000 bits"),
     ("a.toml", "a = 1\na = 2", "it is no TOML"),
+    ("a.yaml", "a: [" + "1," * (1 << 17) + "]", "it has more than 262,144 characters of YAML"),
     ("a.json", " " * (MOST_BYTES + 1), "it has more than 1,048,576 bytes"),
 ]
 

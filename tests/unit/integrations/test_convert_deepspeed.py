@@ -393,3 +393,20 @@ def test_the_commands() -> None:
     first, second = command_lines(convert_deepspeed({}), "p.yaml")
     assert first == "penstock launch --config p.yaml --nproc-per-node N train.py"
     assert second == "torchrun --nproc-per-node N train.py"
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"optimizer": {"type": "AdamW", "params": [1]}}, r"'optimizer\.params' is \[1\]\. Write a mapping"),
+        ({"zero_optimization": {"offload_optimizer": {"device": "nvme", "nvme_path": 0}}}, "Write a folder"),
+        ({"zero_optimization": {"stage": "x" * 9999}}, "'zero_optimization.stage' is 'x{79}\\.\\.\\."),
+    ],
+)
+def test_a_value_of_another_kind_is_named(config: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        convert_deepspeed(config)
+
+
+def test_a_type_that_is_no_text_has_no_line() -> None:
+    assert "scheduler" not in convert_deepspeed({"scheduler": {"type": {}}}).training

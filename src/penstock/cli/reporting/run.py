@@ -22,8 +22,8 @@ _MOST_ODD = 1000
 #: Far beyond anything that is measured, and few enough digits that sums, quotients and axes of them are numbers.
 MOST_NUMBER = 1e30
 _MOST_NESTED = 8
-#: Numbers of a step that are no curves of their own.
 _OF_ROW = ("unit", "kind", "tier", "dtype")
+#: Numbers of a step that are no curves of their own.
 _NOT_DRAWN = ("step", "seconds", "slowest_rank", "skipped_count", "tokens", "step_seconds")
 
 
@@ -190,7 +190,8 @@ def _take_step(event: Any, step: int, line: Mapping[str, Any], run: Run) -> None
             more["lr"] = rates[0]  # type: ignore[index]
         run.figures.setdefault(step, {}).update(run.numbers({**line, **more}))
         for name, table in (("bytes_by_tier", run.bytes_by_tier), ("waits", run.waits)):
-            if found := run.numbers(line.get(name), f"{name}."):
+            found = run.numbers(line.get(name), f"{name}.")
+            if isinstance(line.get(name), dict):
                 table[step] = found
     elif event == "eval":
         if "loss" in (found := run.numbers({"loss": line.get("loss")})):

@@ -30,6 +30,8 @@ def optimizer_line(keys: Keys) -> str | None:
     if name.lower() == "muon":
         return _muon_line(keys)
     params = keys.get(_OPTIMIZER, {})
+    if not isinstance(params, Mapping):
+        raise keys.fail(_OPTIMIZER, params, "a mapping")
     kind, defaults = _CLASSES.get(name.lower(), (f"torch.optim.{name}", {}))
     if name.lower() == "adam" and not keys.flag(f"{_OPTIMIZER}.adam_w_mode", True):
         kind = "torch.optim.Adam"
@@ -109,7 +111,7 @@ def _type_of_optimizer(value: Any, keys: Keys) -> Says:
 
 
 def _type_of_schedule(value: Any, keys: Keys) -> Says:
-    kind = {"WarmupLR": "constant_with_warmup", "WarmupDecayLR": "linear", "WarmupCosineLR": "cosine"}.get(value)
+    kind = {"WarmupLR": "constant_with_warmup", "WarmupDecayLR": "linear", "WarmupCosineLR": "cosine"}.get(str(value))
     line = schedule_line(keys)
     if line is not None:
         return loop(f"scheduler = {line}, after prepare()", scheduler=line, **{_WARM: kind})

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from penstock.errors import ConfigError, one_line
+from penstock.errors import ConfigError, shown
 from penstock.integrations.convert.converted import Converted, Note, Verdict
 
 AUTO = "auto"
@@ -125,7 +125,7 @@ class Keys:
 
     def fail(self, path: str, value: Any, what: str) -> ConfigError:
         """Make the error of a value that is not what it must be; the caller raises it."""
-        return ConfigError(f"{self.source}: '{path}' is {one_line(repr(value), 80)}. Write {what}.")
+        return ConfigError(f"{self.source}: '{path}' is {shown(value)}. Write {what}.")
 
 
 Row = Says | Callable[[Any, Keys], Says]

@@ -50,6 +50,8 @@ def _nvme_path(block: str) -> Row:
         if keys.get(f"{ZERO}.{block}.device") != "nvme" or (block == "offload_param" and stage_of(keys) != 3):
             return not_needed("nothing of it is on nvme")
         found = _folders(keys)
+        if not found:
+            raise keys.fail(f"{ZERO}.{block}.nvme_path", value, "a folder")
         text = "state is striped over both folders" if len(found) > 1 else ""
         return argument("placement.nvme_path", found if len(found) > 1 else found[0], text)
 

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from penstock.boundedfiles import read_bytes
 from penstock.errors import CheckpointError, one_line
 from penstock.integrations.pickled import (
     DTYPE_NAMES,
@@ -99,9 +100,7 @@ class DcpFolder:
         path = folder / INDEX
         self.nbytes = path.stat().st_size
         try:
-            if self.nbytes > MOST_PICKLE_BYTES:
-                raise PickleError(f"it has more than {MOST_PICKLE_BYTES:,} bytes")
-            self._read_index(_fields(read_value(path.read_bytes(), _IN_INDEX), "Metadata"))
+            self._read_index(_fields(read_value(read_bytes(path, MOST_PICKLE_BYTES), _IN_INDEX), "Metadata"))
         except CheckpointError:
             raise
         except PickleError as error:

@@ -7,6 +7,7 @@ Nothing is pickled: what Lightning keeps is JSON-like values and tensors. Files 
 the unpickler that makes tensors and plain values only.
 """
 
+import os
 import secrets
 import tempfile
 from collections.abc import Mapping
@@ -133,7 +134,7 @@ def consolidate(checkpoint: str | PathLike[str], out: str | PathLike[str]) -> No
         >>> model = Model.load_from_checkpoint("model.ckpt")  # doctest: +SKIP
     """
     path, target = Path(checkpoint), Path(out)
-    if target.exists():
+    if os.path.lexists(target):  # a link that leads nowhere is one that leads somewhere once it is written to
         raise ConfigError(f"{target} is there already. Name a new file.")
     names = _names_in(path)
     opened = Checkpoint.read(_folder(path, 0, len(names)))

@@ -72,7 +72,7 @@ def test_what_is_no_number_is_not_known(tmp_path: Path, value: Any) -> None:
         (step(1, tokens=1e29, step_seconds=1e-300), ["tokens_per_second"]),
         ({"event": "eval", "step": 1, "loss": -1e31}, ["loss"]),
         ({"event": "placement", "step": 1, "rows": [{"nbytes": 1e300}]}, ["placement.nbytes"]),
-        (step(1, loss=None), []),
+        (step(1, loss=None, waits={}), []),
     ],
 )
 def test_what_cannot_be_drawn_is_left_out_and_named(tmp_path: Path, line: Any, odd: list[str]) -> None:
