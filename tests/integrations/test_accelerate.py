@@ -149,6 +149,51 @@ def save_weights_on_two_ranks(rank: int, folder: Path) -> tuple[list[str], list[
     return names, list(model.state_dict())
 
 
+def with_hooks_of_diffusers(rank: int, placement: str, folder: Path) -> None:
+    """As train_text_to_image.py: weights are saved on the main process alone, and loaded on each."""
+    fresh()
+    accelerator = PenstockAccelerator(penstock={"placement": PLACEMENTS[placement]})
+    torch.manual_seed(1)
+    model: Any = bert()
+    loaded = []
+
+    def save(models: list[Any], weights: list[Any], output: str) -> None:
+        if accelerator.is_main_process:
+            for each in models:
+                accelerator.unwrap_model(each).save_pretrained(os.path.join(output, "unet"))
+                weights.pop()
+
+    def load(models: list[Any], source: str) -> None:
+        for _ in range(len(models)):
+            mine = models.pop()
+            theirs = type(accelerator.unwrap_model(mine)).from_pretrained(source, subfolder="unet")
+            mine.load_state_dict(theirs.state_dict())
+            loaded.append({name: value.clone() for name, value in mine.state_dict().items()})
+
+    accelerator.register_save_state_pre_hook(save)
+    accelerator.register_load_state_pre_hook(load)
+    model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=0.1))
+    ids = torch.arange(6)[None]
+    for _ in range(2):
+        accelerator.backward(model(input_ids=ids, labels=torch.zeros(1, dtype=torch.long)).loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        if not loaded:
+            accelerator.save_state(str(folder))
+            saved = {name: accelerator.optimizer_of(model).full_param(p) for name, p in model.named_parameters()}
+            loaded.append({})
+    accelerator.load_state(str(folder))
+    for name, parameter in model.named_parameters():
+        assert torch.equal(loaded[1][name], saved[name]), name
+        assert torch.equal(accelerator.optimizer_of(model).full_param(parameter), saved[name]), name
+    accelerator.free_memory()
+
+
+@pytest.mark.parametrize(("placement", "ranks"), [("device", 1), ("nvme", 1), ("nvme", 2), ("split", 2)])
+def test_hooks_of_diffusers_save_and_load_whole_models(placement: str, ranks: int, tmp_path: Path) -> None:
+    run_ranks(with_hooks_of_diffusers, ranks, placement, tmp_path)
+
+
 def test_two_ranks_save_weights_once(tmp_path: Path) -> None:
     (first, names), (second, _) = run_ranks(save_weights_on_two_ranks, 2, tmp_path)
     assert first == names

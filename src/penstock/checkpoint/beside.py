@@ -6,7 +6,8 @@ Persistent buffers are kept as tensors:
     complex128, complex32                      its real and imaginary parts, one dimension more
     anything else                              refused when the model is prepared
 
-A buffer is written in place, whatever it is: other modules may hold the same tensor.
+A buffer is written in place, whatever it is: other modules may hold the same tensor. One whose shape is another in the
+checkpoint, as of a memory that grows, stays the same tensor with other memory.
 
 The generators that a training loop draws from are torch's, Python's and numpy's; their states are kept as JSON.
 """
@@ -99,17 +100,24 @@ def from_tensor(key: str, tensor: Tensor) -> Tensor:
     return torch.view_as_complex(tensor.contiguous()) if in_parts else tensor
 
 
-def other_than(ours: Mapping[str, Tensor], checksums: Mapping[str, int]) -> dict[str, Tensor]:
-    """Pick the tensors that differ from those with these checksums."""
-    return {key: tensor for key, tensor in ours.items() if checksums.get(key) != checksum_of(tensor)}
+def fingerprint(tensor: Tensor) -> str:
+    """Write a tensor's shape, dtype and checksum: two of the same bytes may have other shapes."""
+    return f"{tuple(tensor.shape)} {tensor.dtype} {checksum_of(tensor)}"
+
+
+def other_than(ours: Mapping[str, Tensor], fingerprints: Mapping[str, str]) -> dict[str, Tensor]:
+    """Pick the tensors that differ from those with these fingerprints."""
+    return {key: tensor for key, tensor in ours.items() if fingerprints.get(key) != fingerprint(tensor)}
 
 
 def why_no_fit(buffer: Tensor, value: Tensor) -> str | None:
     """Say what about a value does not fit the buffer that is to take it; `None` where it fits. Nothing changes."""
-    if value.shape != buffer.shape:
-        return f"has shape {tuple(value.shape)}, not {tuple(buffer.shape)}"
     if _number_kind(value) != _number_kind(buffer):
         return f"is {value.dtype}, and the buffer is {buffer.dtype}"
+    if value.shape != buffer.shape:
+        is_view = buffer.is_conj() or buffer.is_neg()
+        shapes = f"has shape {tuple(value.shape)}, not {tuple(buffer.shape)}"
+        return f"{shapes}, and the buffer is a conjugate or negative view of other memory" if is_view else None
     few = _distinct(buffer, value)
     if few.shape != value.shape and not _alike(few.expand_as(value), value):
         return "has elements that differ, and the buffer is expanded: they are one element of its memory"
@@ -117,8 +125,15 @@ def why_no_fit(buffer: Tensor, value: Tensor) -> str | None:
 
 
 def write_buffer(buffer: Tensor, value: Tensor) -> None:
-    """Overwrite a buffer that a value fits, in place: also one that is expanded or of inference mode."""
+    """Overwrite a buffer that a value fits, in place: also one that is expanded or of inference mode.
+
+    A value of another shape is of the buffer's dtype and device. Its memory becomes the buffer's.
+    """
     with torch.inference_mode(buffer.is_inference()), torch.no_grad():
+        if value.shape != buffer.shape:
+            buffer.grad = None
+            buffer.set_(value)  # type: ignore[call-overload]
+            return
         _distinct(buffer, buffer).copy_(_distinct(buffer, value))
 
 

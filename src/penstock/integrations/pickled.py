@@ -35,6 +35,8 @@ from penstock.errors import CheckpointError, one_line
 MOST_PICKLE_BYTES = 1 << 26
 _MOST_COUNT = 1 << 53
 _MOST_DEPTH = 64
+#: Values and characters for each byte of a pickle, which can say the same thing often.
+_MOST_TIMES = 8
 #: Memory of a pickle's values, as `_BYTES` counts it: indices of torch need up to 32 bytes for each of theirs.
 _SLACK_BYTES, _BYTES_PER_BYTE = 1 << 18, 48
 #: Dict keys that are numbers. Python's hash of a number is known, so many of them can be made to collide.
@@ -303,6 +305,7 @@ class Archive:
             raise
         except Exception as error:  # another library's bytes: whatever they make of the reader
             raise PickleError(f"it is not what torch.save writes, {one_line(error)}") from error
+        self._pickle_bytes = len(data)
         self._records = {name: (part.header_offset, part.file_size) for name, part in parts.items()}
         self.value = read_value(data, names)
 
@@ -347,16 +350,16 @@ class Archive:
             PickleError: it holds something else, is nested deeply, or has more in it than the file has bytes: a pickle
                 can say the same thing often.
         """
-        left = self._mapped.numel()
+        left, tensors_left = _MOST_TIMES * self._pickle_bytes, self._mapped.numel()
 
         def copy(value: Any, depth: int) -> Any:
-            nonlocal left
-            left -= 1
+            nonlocal left, tensors_left
+            left -= 1 + (len(value) if isinstance(value, str | bytes) else 0)
             if depth > _MOST_DEPTH:
                 raise PickleError("it is nested too deeply")
             if type(value) is Stored:
-                left -= self.elements(value).numel()
-            if left < 0:
+                tensors_left -= self.elements(value).numel()
+            if left < 0 or tensors_left < 0:
                 raise PickleError("it has more in it than the file has bytes")
             if type(value) is Stored:
                 return self.tensor(value).clone()

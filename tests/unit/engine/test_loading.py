@@ -266,6 +266,102 @@ def test_a_buffer_that_a_value_does_not_fit_is_named_before_anything_changed(tmp
     other.close()
 
 
+class Growing(nn.Module):
+    """A memory that grows in training, which another module has too; `own` is for a view of it."""
+
+    def __init__(self, rows: int, *, view: bool = False) -> None:
+        super().__init__()
+        self.first = nn.Linear(12, 8)
+        self.register_buffer("memory", torch.zeros(rows, 3))
+        self.other = nn.Module()
+        self.other.register_buffer("memory", self.memory[:1] if view else self.memory)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.first(x)
+
+
+def growing(rows: int, *, view: bool = False) -> tuple[Growing, penstock.Optimizer]:
+    model = Growing(rows, view=view)
+    return model, penstock.prepare(model, torch.optim.AdamW(model.parameters()))
+
+
+@pytest.mark.parametrize(("rows", "now"), [(2, 5), (5, 2), (0, 3), (3, 0)])
+def test_a_buffer_that_has_grown_is_loaded(
+    rows: int, now: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Into the same tensor, so that whoever holds it has the values."""
+    model, optimizer = growing(rows)
+    model.memory = model.other.memory = torch.arange(3.0 * now).view(now, 3)
+    optimizer.save(tmp_path / "a")
+    there, other = growing(rows)
+    held = there.memory
+    with caplog.at_level(logging.WARNING, "penstock"):
+        other.load(tmp_path / "a")
+    assert there.memory is held
+    assert there.other.memory is held
+    assert torch.equal(held, model.memory)
+    assert f"has the buffer 'memory' in shape ({now}, 3), not ({rows}, 3)" in caplog.text
+    held.add_(1)  # memory of its own
+    other.load(tmp_path / "a")
+    assert torch.equal(held, model.memory)
+    optimizer.close()
+    other.close()
+
+
+def test_buffers_of_every_kind_take_another_shape(tmp_path: Path) -> None:
+    names = ("expanded", "learned", "frozen", "turned", "scalar", "empty", "phases")
+    model, optimizer = buffered(1.5)
+    for name in names:
+        old = getattr(model, name)
+        setattr(model, name, torch.arange(6.0).to(old.dtype).view(2, 1, 3))
+    optimizer.save(tmp_path / "a")
+    there, other = buffered(3.0)
+    kept = dict(there.named_buffers())
+    other.load(tmp_path / "a")
+    assert different(persistent(there), persistent(model)) == []
+    assert all(buffer is kept[name] for name, buffer in there.named_buffers())
+    assert there.learned.requires_grad
+    optimizer.close()
+    other.close()
+
+
+def test_a_buffer_that_cannot_take_another_shape_is_named_before_anything_changed(tmp_path: Path) -> None:
+    model, optimizer = growing(2)
+    model.memory = torch.ones(5, 3)
+    optimizer.save(tmp_path / "apart")
+    model.other.memory = torch.ones(1, 3)
+    optimizer.save(tmp_path / "view")
+    there, other = growing(2)
+    viewing, third = growing(2, view=True)
+    for loads, of, name, said in (
+        (other, there, "apart", "is the same tensor here as one of another shape there"),
+        (third, viewing, "view", "shares its memory with another tensor"),
+    ):
+        before = of.memory.clone(), loads.full_param(of.first.weight)
+        with pytest.raises(penstock.CheckpointError, match=f"memory'.* {said}.*Load it into the model"):
+            loads.load(tmp_path / name)
+        assert torch.equal(of.memory, before[0])
+        assert torch.equal(loads.full_param(of.first.weight), before[1])
+    for each in (optimizer, other, third):
+        each.close()
+
+
+def grown_on_two_ranks(rank: int, parent: Path) -> None:
+    """The same bytes on both ranks, in another shape."""
+    model, optimizer = growing(2)
+    model.memory = model.other.memory = torch.zeros((4, 3) if rank == 0 else (2, 6))
+    optimizer.save(parent / "a")
+    optimizer.close()
+    there, other = growing(2)
+    other.load(parent / "a")
+    assert there.memory.shape == ((4, 3) if rank == 0 else (2, 6))
+    other.close()
+
+
+def test_each_rank_gets_the_shape_of_its_own_buffer(tmp_path: Path) -> None:
+    run_ranks(grown_on_two_ranks, 2, tmp_path)
+
+
 # The newest that is whole
 
 

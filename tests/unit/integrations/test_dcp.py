@@ -319,8 +319,8 @@ def test_a_value_of_a_million_things(tmp_path: Path) -> None:
     value: Any = (0,) * 8
     for _ in range(40):
         value = (value, value)
-    save_whole(tmp_path / "whole", many=value)
-    with pytest.warns(UserWarning, match="Not taken over, no plain values: many"):
+    save_whole(tmp_path / "whole", many=value, long=["a" * 10_000] * 1_000)
+    with pytest.warns(UserWarning, match="Not taken over, no plain values: many, long"):
         import_checkpoint(tmp_path / "whole", tmp_path / "out")
 
 

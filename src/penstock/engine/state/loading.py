@@ -143,7 +143,7 @@ class Loader:
         if flaw is not None:
             return flaw, None
         assert taken is not None
-        self._tell_of_buffers(taken.checkpoint)
+        self._tell_of_buffers(taken)
         self._tell_of_averages(taken.checkpoint)
         return None, taken
 
@@ -196,11 +196,25 @@ class Loader:
     def _is_of_as_many_ranks(self, checkpoint: Checkpoint) -> bool:
         return len(checkpoint.manifest.ranks) == self._ranks.world_size
 
-    def _tell_of_buffers(self, checkpoint: Checkpoint) -> None:
-        """Say where buffers of single ranks cannot go back to them."""
+    def _tell_of_buffers(self, taken: Taken) -> None:
+        """Say which buffers get another shape, and where those of single ranks cannot go back to them."""
+        checkpoint = taken.checkpoint
         ranks = checkpoint.manifest.ranks
         apart = sum(files.tensors is not None for files in ranks)
-        if apart and not self._is_of_as_many_ranks(checkpoint) and self._ranks.number == 0:
+        if self._ranks.number != 0:
+            return
+        for name, buffer in persistent_buffers(self._model).items():
+            shape = tuple(taken.buffers[name].shape)
+            if shape != buffer.shape:
+                logger.warning(
+                    "%s has the buffer '%s' in shape %s, not %s: it takes that shape. If that is not meant, build the "
+                    "model as it was when it was saved.",
+                    checkpoint.folder,
+                    name,
+                    shape,
+                    tuple(buffer.shape),
+                )
+        if apart and not self._is_of_as_many_ranks(checkpoint):
             logger.warning(
                 "%s was saved by %d ranks, %d of which had buffers of their own (such as statistics of batches). All "
                 "%d ranks take those of the first one.",

@@ -19,9 +19,9 @@ import torch
 from torch import Tensor
 
 from penstock.checkpoint import folder as folders
-from penstock.checkpoint.beside import other_than, persistent_buffers, read_random, to_tensors
+from penstock.checkpoint.beside import fingerprint, other_than, persistent_buffers, read_random, to_tensors
 from penstock.checkpoint.boxes import Extent
-from penstock.checkpoint.manifest import Manifest, SavedGroup, SavedParameter, checksum_of
+from penstock.checkpoint.manifest import Manifest, SavedGroup, SavedParameter
 from penstock.checkpoint.opened import LATEST, next_serial
 from penstock.checkpoint.pretrained import describe
 from penstock.checkpoint.save import Save, Target
@@ -59,7 +59,7 @@ class _Own:
     Attributes:
         random: the states of its generators.
         tensors: the buffers of the model, and on the first rank what options and `extra` hold.
-        sums: checksums of the buffers, for the others to leave out what the first one has.
+        fingerprints: of the buffers, for the others to leave out what the first one has.
         sources: its tiles, where they rest.
         ring: the memory that they pass.
         manifest: on the first rank, the marker.
@@ -68,7 +68,7 @@ class _Own:
 
     random: object
     tensors: dict[str, Tensor]
-    sums: dict[str, int]
+    fingerprints: dict[str, str]
     sources: Sequence[UnitSource]
     ring: RingMemory
     manifest: Manifest | None = None
@@ -138,22 +138,22 @@ class Saver:
         # Copies: the user's thread goes on to change what they are of while tiles are written.
         random = read_random(self._streams.device)
         buffers, tensors = to_tensors(persistent_buffers(self._model))
-        sums = {key: checksum_of(tensor) for key, tensor in tensors.items()} if self._council.size > 1 else {}
+        prints = {key: fingerprint(tensor) for key, tensor in tensors.items()} if self._council.size > 1 else {}
         sources = self._sources(frozen=frozen)
         # Here, before training goes on: to pin memory may have the device finish its work first.
         ring = undo.enter_context(contextlib.closing(RingMemory(sources, self._streams.device)))
         if not self._council.is_first:
-            return _Own(random, tensors, sums, sources, ring)
+            return _Own(random, tensors, prints, sources, ring)
         manifest = self._manifest(folder, buffers, tensors, extra, frozen=frozen)
         made = folders.make_folder(folder)
         undo.callback(folders.remove_folders, made)
-        return _Own(random, tensors, sums, sources, ring, manifest, made)
+        return _Own(random, tensors, prints, sources, ring, manifest, made)
 
     def _agree(self, folder: Path, own: _Own, keep: int | None) -> Save:
         """Hear from the first rank what the checkpoint is called, and which buffers it has already. Collective."""
         # One token on every rank: names of this save's files begin with it, beside files that the folder has already.
-        token, made, sums = self._council.share(
-            (own.manifest.token if own.manifest is not None else "", [str(path) for path in own.made], own.sums)
+        token, made, prints = self._council.share(
+            (own.manifest.token if own.manifest is not None else "", [str(path) for path in own.made], own.fingerprints)
         )
         check_seen(folder, self._council)
         return Save(
@@ -164,7 +164,7 @@ class Saver:
             streams=self._streams,
             random=own.random,
             manifest=own.manifest,
-            tensors=own.tensors if self._council.is_first else other_than(own.tensors, sums),
+            tensors=own.tensors if self._council.is_first else other_than(own.tensors, prints),
         )
 
     def _run_beside_training(self, save: Save) -> None:

@@ -1,9 +1,11 @@
 """What an engine takes from a checkpoint: everything that can be wrong is found here, and nothing has changed."""
 
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from penstock.checkpoint.beside import RandomStates, decode_random, from_tensor, persistent_buffers, why_no_fit
@@ -219,6 +221,7 @@ class Taker:
     def _read_buffers(self, checkpoint: Checkpoint, own: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Read the values of every buffer of the model's state."""
         values = {}
+        shapes: dict[Tensor, torch.Size] = {}
         for name, buffer in persistent_buffers(self._model).items():
             key = checkpoint.manifest.buffers.get(name, "")
             value = own.get(key, checkpoint.tensors.get(key))
@@ -226,9 +229,25 @@ class Taker:
                 raise checkpoint.fail(f"buffers.{name}", "is missing.")
             values[name] = from_tensor(key, value)
             why = why_no_fit(buffer, values[name])
+            if why is None and values[name].shape != buffer.shape and self._shares_memory(buffer):
+                shapes_of = f"has shape {tuple(values[name].shape)}, not {tuple(buffer.shape)}"
+                why = f"{shapes_of}, and the buffer shares its memory with another tensor of the model"
+            if shapes.setdefault(buffer, values[name].shape) != values[name].shape:
+                why = (
+                    f"has shape {tuple(values[name].shape)}, and is the same tensor here as one of another shape there"
+                )
             if why is not None:
-                raise checkpoint.fail(f"buffers.{name}", f"{why}.")
+                raise checkpoint.fail(f"buffers.{name}", f"{why}. Load it into the model that it was saved of.")
+            if values[name].shape != buffer.shape:  # the memory that it is to have, before anything changes
+                values[name] = values[name].to(buffer.device, buffer.dtype, copy=True)
         return values
+
+    def _shares_memory(self, buffer: Tensor) -> bool:
+        """Whether another parameter or buffer has memory of a buffer, and would lose it."""
+        tensors = itertools.chain(self._model.parameters(), self._model.buffers())
+        storages = (t.untyped_storage() for t in tensors if t is not buffer and t.layout == torch.strided)
+        own = buffer.untyped_storage().data_ptr()
+        return own != 0 and any(storage.data_ptr() == own for storage in storages)
 
     def _read_random(self, checkpoint: Checkpoint) -> RandomStates | None:
         """Read the random states of the same rank; one that was not there, or has saved none, goes on with its own.

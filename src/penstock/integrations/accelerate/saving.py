@@ -7,7 +7,7 @@ import os
 import re
 from collections import OrderedDict
 from collections.abc import Callable, Container, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -159,7 +159,7 @@ def _save_alone(pair: Pair, original: Callable[..., Any], *args: Any, **given: A
 
 @contextmanager
 def saving_states(accelerator: Any, pairs: Sequence[Pair], **arguments: Any) -> Iterator[None]:
-    """Have `Accelerator.save_state` inside save pairs as checkpoints, and gather nothing.
+    """Have `Accelerator.save_state` inside save pairs as checkpoints, and gather nothing but for hooks.
 
     Arguments:
         accelerator: the one whose method runs inside.
@@ -170,8 +170,9 @@ def saving_states(accelerator: Any, pairs: Sequence[Pair], **arguments: Any) -> 
 
     def save(_models: object, _weights: object, folder: str) -> None:
         weights: list[dict[str, Tensor]] = [{} for _ in models]
-        for hook in hooks:
-            hook(models, weights, folder)
+        with _whole(pairs if hooks else (), modify=False):
+            for hook in hooks:
+                hook(models, weights, folder)
         for number, pair in enumerate(pairs):
             pair.handle.save(_checkpoint(folder, number), extra={_STEP: accelerator.step}, **arguments)
 
@@ -196,8 +197,9 @@ def loading_states(accelerator: Any, pairs: Sequence[Pair]) -> Iterator[None]:
     def load(_models: object, folder: str) -> None:
         _check_checkpoints(folder, len(pairs))
         left = list(models)
-        for hook in hooks:
-            hook(left, folder)
+        with _whole(pairs if hooks else (), modify=True):
+            for hook in hooks:
+                hook(left, folder)
         extras.extend(pair.handle.load(_checkpoint(folder, number)) for number, pair in enumerate(pairs))
 
     with _in_place_of_hooks(accelerator, "_load_model_state_pre_hook", load):
@@ -205,6 +207,15 @@ def loading_states(accelerator: Any, pairs: Sequence[Pair]) -> Iterator[None]:
     # accelerate has it in the file of each rank, and a rank that was not there then would count otherwise.
     for extra in extras:
         accelerator.step = extra[_STEP]
+
+
+@contextmanager
+def _whole(pairs: Sequence[Pair], *, modify: bool) -> Iterator[None]:
+    """Show whole parameters to hooks, on every rank: a hook may save or load a model on the first one alone."""
+    with ExitStack() as gathered:
+        for pair in pairs:
+            gathered.enter_context(pair.handle.gathered(modify=modify))
+        yield
 
 
 @contextmanager
