@@ -23,7 +23,7 @@ from penstock.machine.forming import form
 from penstock.machine.groups import all_gather_flat as _all_gather_flat
 from penstock.machine.groups import give_back, is_alive
 from penstock.machine.groups import reduce_scatter_flat as _reduce_scatter_flat
-from penstock.machine.issued import Tally, UnderWay, others_stand
+from penstock.machine.issued import Tally, UnderWay
 from penstock.machine.lifetime import Phase, at_end
 from penstock.machine.mesh import Nodes
 from penstock.machine.reach import Grid
@@ -270,10 +270,9 @@ class Ranks:
 
     def _could_not_finish(self, what: str, number: int, error: RuntimeError) -> EngineError:
         """Make the error of a collective that failed, with where the other ranks stand."""
-        others = others_stand(self.council.members, self.rank, what, self._whereabouts, self.council.host_of)
         return EngineError(
             f"Rank {self.rank}{self.council.host_of(self.rank)} could not finish {what}, collective {number} since the "
-            f"last step; {others}. {SAME} {self._patience} ({error})"
+            f"last step; {self.council.others_stand(what)}. {SAME} {self._patience} ({error})"
         )
 
     def _count(
@@ -289,7 +288,7 @@ class Ranks:
         except RuntimeError as error:
             raise EngineError(
                 f"Rank {self.rank}{self.council.host_of(self.rank)} could not finish the {name} that another one takes "
-                f"part in, which has ended or does something else. {self._patience} ({error})"
+                f"part in, which has ended or does something else{self.council.ended()}. {self._patience} ({error})"
             ) from error
 
     @property
