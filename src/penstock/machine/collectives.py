@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from penstock.errors import EngineError
 from penstock.machine import uneven
 from penstock.machine.arena import view_apart
-from penstock.machine.council import DEFAULT_TIMEOUT_S, Council
+from penstock.machine.council import DEFAULT_TIMEOUT_S, FORWARDS, Council
 from penstock.machine.forming import form
 from penstock.machine.groups import all_gather_flat as _all_gather_flat
 from penstock.machine.groups import give_back, is_alive
@@ -302,6 +302,19 @@ class Ranks:
                 "torch.distributed.destroy_process_group() has ended the process groups of this engine. Call close() "
                 "before it; close(keep_params=False) after it."
             )
+
+    def begin_forward(self, *, recorded: bool) -> None:
+        """Refuse a forward that only some ranks run, before its first gather. Collective over the shard ranks.
+
+        A gather would meet another collective: of another size, gloo aborts the process. Copies of the shards may run
+        forwards of their own, and are not asked.
+
+        Arguments:
+            recorded: whether autograd records it.
+        """
+        if self.council.size == self.shards:
+            with self.council.together(FORWARDS[recorded]):
+                pass
 
     def report(self, failure: Exception | None) -> list[float]:
         """Return a number for ranks to sum, from which `check_reports` tells whether any has failed."""

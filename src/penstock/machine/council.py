@@ -40,6 +40,12 @@ _MOST_NAMED = 8  # ranks in one message
 DEFAULT_TIMEOUT_S = 600.0
 JOINING_S = 300.0  # the longest wait for all members to join, also where the timeout is longer
 HEARING_S = 5.0  # how long to wait for the other ranks' words once something has failed
+#: How a forward of the model is called in messages: without, and with, a graph that autograd records.
+FORWARDS = ("a forward without gradients", "a forward with gradients")
+_ALONE = (
+    " Run a forward on every rank, also an evaluation under `if rank == 0`. One rank alone may run it inside of "
+    "`with optimizer.gathered():`, which every rank enters."
+)
 _INTERFACE = (
     "Ranks of several hosts find each other by GLOO_SOCKET_IFNAME: set it on each host to the name of its interface on "
     "the network between them. "
@@ -236,10 +242,11 @@ class Council:
         # First the methods: ranks in different ones compare different facts, whose first difference would mislead.
         verbs = self.collect(verb)
         if len(set(verbs)) > 1:
+            alone = _ALONE if set(verbs) & set(FORWARDS) else ""
             called = "; ".join(f"{self.named(rank)}: {other}" for rank, other in zip(self.members, verbs, strict=True))
             raise EngineError(
                 f"Ranks are out of step: they have called different methods ({called}). Nothing was changed. Call "
-                "collective methods on every rank, in the same order."
+                f"collective methods on every rank, in the same order.{alone}"
             )
         differences = self.collect(_first_difference(self.share(facts), facts))
         for rank, difference in zip(self.members, differences, strict=True):
