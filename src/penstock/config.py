@@ -133,7 +133,7 @@ class Options:
             size.
         initial_loss_scale: the first loss scale of fp16.
         dynamic_loss_scale: whether the loss scale of fp16 is adapted. It does not fall below 1.
-        timeout_s: how long a rank waits for the others before it raises, in seconds.
+        timeout_s: how long a rank waits for the others before it raises, in seconds; in `prepare` at most 300.
         debug_release: for tests of models and loops: release every unit after each use and fill its memory with NaN,
             also where compute could read it in place, and on a cpu run all movement late, on threads. What reads
             parameters where it must not gets a wrong number then, on one rank and any machine. Slow; the results are

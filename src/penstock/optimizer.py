@@ -607,7 +607,8 @@ class Optimizer(torch.optim.Optimizer):
         Arguments:
             keep_params: leave the model with whole parameters, at master precision in the dtype and on the device that
                 they had before `prepare`; else they are left empty (zero elements). Where they do not fit, the error
-                of the allocator is raised and the optimizer stays open.
+                of the allocator is raised and the optimizer stays open. While an exception is under way on one of
+                several ranks (`close` in a `finally`), `close` waits for no other, and leaves shared ones empty.
 
         Raises:
             CheckpointError: of a save beside training that failed. Everything is given back as asked.

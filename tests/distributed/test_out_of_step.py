@@ -2,12 +2,16 @@
 
 import re
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from typing import Literal
 
+import pytest
 import torch
 from torch import Tensor, nn
 
 import penstock
 from penstock.errors import EngineError
+from penstock.kinds import TierName
 from tests.support import run_ranks
 
 LAYERS = 4
@@ -102,3 +106,129 @@ def test_which_expert_is_run_inside_a_unit_is_no_error() -> None:
 def test_the_same_order_on_every_rank_is_no_error_whatever_it_is() -> None:
     orders = [[3, 1, 0], [3, 1, 0]]
     assert [said for said, _ in run_ranks(walk, 2, orders)] == ["", ""]
+
+
+# A forward that one rank runs alone
+
+
+class Gpt(nn.Module):
+    """Units of several sizes: gloo aborts the process where a gather meets a larger one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.wte = nn.Embedding(200, 32)
+        self.h = nn.ModuleList(nn.Linear(32, 32) for _ in range(LAYERS))
+        self.lm_head = nn.Linear(32, 200)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.wte(x)
+        for block in self.h:
+            x = x + torch.tanh(block(x))
+        return self.lm_head(x)
+
+
+TOKENS = torch.arange(8)[None]
+
+
+def loss_of(model: nn.Module) -> Tensor:
+    return model(TOKENS).square().mean()
+
+
+@torch.no_grad()
+def estimate_loss(model: nn.Module) -> None:
+    """As nanoGPT does, of several batches."""
+    model.eval()
+    for _ in range(3):
+        loss_of(model).item()
+    model.train()
+
+
+def evaluated_alone(rank: int, tier: TierName, where: str, folder: str, stage: Literal[2, 3] = 3) -> "Told":
+    """Rank 0 alone evaluates, in nanoGPT's loop. What each rank is told, and the losses of the steps around it."""
+    model = Gpt()
+    placement = penstock.Placement(params=tier, grads=tier, optimizer=tier, nvme_path=folder)
+    optimizer = penstock.prepare(
+        model,
+        torch.optim.AdamW(model.parameters()),
+        stage=stage,
+        units=(nn.Linear, nn.Embedding),
+        precision="fp32",
+        placement=placement,
+        options=penstock.Options(timeout_s=4 if where == "recorded" else 60),
+    )
+    said, losses = [], []
+    for iteration in range(3):
+        try:
+            with optimizer.gathered() if where == "gathered" else nullcontext():
+                if rank == 0 and iteration == 1 and where in ("before", "gathered"):
+                    estimate_loss(model)
+            if rank == 0 and iteration == 1 and where == "recorded":
+                loss_of(model)
+            loss = loss_of(model)
+            optimizer.backward(loss)
+            if rank == 0 and iteration == 1 and where == "between":
+                estimate_loss(model)
+            optimizer.step()
+            losses.append(loss.item())
+        except EngineError as error:
+            said.append(str(error))
+            if where == "recorded":
+                return said, losses
+        optimizer.zero_grad()
+    optimizer.close()
+    return said, losses
+
+
+EVALUATES = "Ranks are out of step: they have called different methods (rank 0: a forward without gradients; rank 1: "
+Told = tuple[list[str], list[float]]
+
+
+def every_evaluation(rank: int, folder: str) -> dict[str, Told]:
+    return {
+        "cpu": evaluated_alone(rank, "cpu", "before", folder),
+        "nvme": evaluated_alone(rank, "nvme", "before", folder),
+        "before its step": evaluated_alone(rank, "cpu", "between", folder),
+        "none": evaluated_alone(rank, "cpu", "nowhere", folder),
+        "gathered": evaluated_alone(rank, "cpu", "gathered", folder),
+        "stage 2, none": evaluated_alone(rank, "cpu", "nowhere", folder, 2),
+        "stage 2": evaluated_alone(rank, "cpu", "before", folder, 2),
+    }
+
+
+@pytest.fixture(scope="module")
+def evaluations(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Told]]:
+    """Of each rank, what became of evaluations that rank 0 runs alone."""
+    return run_ranks(every_evaluation, 2, str(tmp_path_factory.mktemp("swap")))
+
+
+@pytest.mark.parametrize(
+    ("case", "other"),
+    [("cpu", "a forward with gradients"), ("nvme", "a forward with gradients"), ("before its step", "step()")],
+)
+def test_an_evaluation_under_if_rank_0_is_named_on_all_ranks(
+    evaluations: list[dict[str, Told]], case: str, other: str
+) -> None:
+    """The training steps around it are made: the error has changed nothing."""
+    for said, losses in (found[case] for found in evaluations):
+        assert [text.partition("). ")[0] for text in said] == [f"{EVALUATES}{other}"]
+        assert "Run a forward on every rank, also an evaluation under `if rank == 0`." in said[0]
+        assert "inside of `with optimizer.gathered():`, which every rank enters" in said[0]
+        assert losses == pytest.approx(evaluations[0]["none"][1][:2])
+
+
+@pytest.mark.parametrize(("case", "none"), [("gathered", "none"), ("stage 2", "stage 2, none")])
+def test_an_evaluation_of_one_rank_that_needs_no_other_changes_nothing(
+    evaluations: list[dict[str, Told]], case: str, none: str
+) -> None:
+    for found in evaluations:
+        assert found[case] == found[none]
+        assert not found[case][0]
+
+
+def test_a_forward_too_many_on_one_rank_ends_all_of_them_by_its_name() -> None:
+    """Both have begun a forward with gradients; rank 0 begins another, and rank 1 its backward."""
+    (first, _), (second, _) = run_ranks(evaluated_alone, 2, "cpu", "recorded", "")
+    assert "Rank 0 of 2 hears nothing from another one in a forward with gradients" in first[0]
+    assert re.search(r"Rank 1 could not finish the \w+ of unit '\w+'", second[0])
+    assert "rank 0 waits in a forward with gradients, since" in second[0] or "could not finish" in second[0]

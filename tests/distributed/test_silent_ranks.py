@@ -1,5 +1,6 @@
 """A rank that others wait for: they say who it is and where it stands, and end after the timeout that was asked for."""
 
+import contextlib
 import json
 import logging
 import os
@@ -7,6 +8,7 @@ import re
 import signal
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -16,18 +18,19 @@ from torch import nn
 
 import penstock
 from penstock.errors import EngineError
-from penstock.machine.issued import HEARING_S
+from penstock.machine import council
+from penstock.machine.council import HEARING_S
 from tests.support import run_ranks
 
 TIMEOUT_S = 4.0
 BUSY_SECONDS = 10.0  # that a machine may be late
 
 
-def prepared() -> tuple[nn.Module, penstock.Optimizer]:
+def prepared(timeout_s: float = TIMEOUT_S) -> tuple[nn.Module, penstock.Optimizer]:
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Linear(16, 16) for _ in range(3)))
     stock = torch.optim.AdamW(model.parameters())
-    options = penstock.Options(timeout_s=TIMEOUT_S)
+    options = penstock.Options(timeout_s=timeout_s)
     return model, penstock.prepare(model, stock, units=(nn.Linear,), precision="fp32", options=options)
 
 
@@ -68,7 +71,7 @@ def test_a_rank_that_waits_for_long_says_once_who_is_missing_and_where() -> None
         assert re.match(r"Rank 0 has waited [23] s in \w.*\. Of the rest: rank 1 ", said), said
         assert re.search(r"rank 1 does something else, after \w.*, since \d\d:\d\d:\d\d UTC\. ", said), said
         assert said.endswith("Ranks wait for 4 s at most: Options(timeout_s=).")
-    assert "in the gather of unit '0'" in waits[0]
+    assert "in a forward with gradients" in waits[0]
 
 
 def stopped(rank: int, folder: Path, how: signal.Signals) -> None:
@@ -103,3 +106,104 @@ def test_a_rank_that_ends_or_stops_ends_the_others_in_bounded_time(tmp_path: Pat
     if how is signal.SIGSTOP:
         assert len(warned) == 1
         assert "Of the rest: rank 1 says nothing. One that says nothing has ended, is stopped" in warned[0]
+
+
+# A rank that is ended by an exception of its user's
+
+
+def in_finally(optimizer: penstock.Optimizer, error: BaseException) -> None:
+    try:
+        raise error
+    finally:
+        optimizer.close()
+
+
+def in_with(optimizer: penstock.Optimizer, error: BaseException) -> None:
+    with contextlib.closing(optimizer):
+        raise error
+
+
+def in_finalizer(optimizer: penstock.Optimizer, error: BaseException) -> None:
+    class Owner:
+        def __del__(self) -> None:
+            optimizer.close()
+
+    Owner()
+    raise error
+
+
+def ended(rank: int, leave: Callable[..., None], error: BaseException) -> None:
+    """Rank 1 raises. Rank 0 goes on to a forward once rank 1 has closed: a `close` that waits for it fails."""
+    heard = Heard()
+    logging.getLogger("penstock").addHandler(heard)
+    model, optimizer = prepared(timeout_s=60)
+    step(model, optimizer)
+    if rank == 1:
+        with pytest.raises(type(error), match="of mine"):
+            leave(optimizer, error)
+        assert ["waits for no other rank" in said for said in heard.messages] == [True]
+        assert all(p.numel() == 0 for p in model.parameters())
+        optimizer.close()
+    dist.barrier()
+    if rank == 0:
+        word = "the end of the program or of an object" if leave is in_finalizer else f"{type(error).__name__}: of mine"
+        with pytest.raises(EngineError, match=f"in a forward with gradients, .*; rank 1 was ended by {word}"):
+            step(model, optimizer)
+        with pytest.raises(EngineError, match=f"in close.*does something else; rank 1 was ended by {word}"):
+            optimizer.close()
+    dist.barrier()
+    logging.getLogger("penstock").removeHandler(heard)
+
+
+def all_ended(rank: int) -> None:
+    for leave in (in_finally, in_with, in_finalizer):
+        ended(rank, leave, ValueError("of mine"))
+    ended(rank, in_finally, KeyboardInterrupt("of mine"))
+
+
+def test_a_rank_that_raises_and_closes_waits_for_no_other() -> None:
+    run_ranks(all_ended, 2)
+
+
+def in_a_handler(rank: int) -> list[int]:
+    try:
+        raise MemoryError
+    except MemoryError:
+        model, optimizer = prepared()
+        step(model, optimizer)
+        optimizer.close()
+    return [p.numel() for p in model.parameters()]
+
+
+def test_a_loop_that_runs_in_an_except_block_as_a_whole_keeps_its_parameters() -> None:
+    assert run_ranks(in_a_handler, 2) == [[256, 16] * 3] * 2
+
+
+# A rank that does not come to prepare
+
+
+def absent(rank: int) -> tuple[str, list[str]]:
+    """Rank 2 never comes; rank 1 comes."""
+    heard = Heard()
+    logging.getLogger("penstock").addHandler(heard)
+    said = ""
+    if rank != 2:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(council, "WARN_S", 0.5)
+            patch.setattr(council, "JOINING_S", 3.0)
+            with pytest.raises(EngineError) as caught:
+                prepared(timeout_s=600)
+        said = str(caught.value)
+    dist.barrier()
+    return said, heard.messages
+
+
+def test_a_rank_that_does_not_come_to_prepare_is_named() -> None:
+    *came, (_, silent) = run_ranks(absent, 3)
+    assert silent == []
+    for rank, (said, warned) in enumerate(came):
+        assert said.startswith(f"Rank {rank} of 3 waited 3 s in prepare() for rank 2: ended, or not there yet.")
+        assert "the smaller of Options(timeout_s=) and 3 s" in said
+        assert warned == [
+            f"Rank {rank} has waited 0.5 s in prepare() for rank 2, of 3 ranks. It waits for 3 s at most."
+        ]

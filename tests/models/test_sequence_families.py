@@ -93,6 +93,20 @@ def test_gradients_of_every_type_are_those_of_one_rank(ranks: int, kinds: tuple[
                 torch.testing.assert_close(many, one, rtol=5e-6, atol=least, msg=lambda text: f"{row} {name} {text}")  # noqa: B023
 
 
+@pytest.mark.parametrize("kind", SHAREABLE)
+def test_every_type_of_the_table_is_accepted(kind: str) -> None:
+    """Also stablelm, which calls transformers' interface and does not say so."""
+    check_shareable(tiny(kind, "eager"), 2)
+
+
+def test_attention_of_its_own_under_a_known_name_is_refused() -> None:
+    model = tiny("stablelm", "sdpa")
+    layer = model.model.layers[0]
+    layer.self_attn.__class__ = type("OwnAttention", (type(layer.self_attn),), {"__module__": "transformers_modules.x"})
+    with pytest.raises(ConfigError, match="the model's attention is its own, that of StableLmForCausalLM"):
+        check_shareable(model, 2)
+
+
 @pytest.mark.parametrize("kind", ["gpt_oss", "falcon_h1", "bloom", "llama4_text", "jamba"])
 def test_types_that_are_not_known_are_refused_by_name(kind: str) -> None:
     from transformers import AutoConfig

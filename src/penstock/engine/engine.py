@@ -1,7 +1,9 @@
 """The parts of one engine, and how they end."""
 
 import contextlib
+import logging
 import sys
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -16,9 +18,16 @@ from penstock.engine.policy import StepPolicy
 from penstock.engine.state.torn import is_torn
 from penstock.engine.units.parameter import UnitParameter
 from penstock.engine.updates.rig import Rig
-from penstock.errors import CheckpointError, EngineError, NvmeError
+from penstock.errors import CheckpointError, EngineError, NvmeError, one_line
 from penstock.machine.council import Facts
 from penstock.tiers.store import Store
+
+_logger = logging.getLogger("penstock")
+
+_LEFT_EMPTY = (
+    "it was called while an exception is under way, or something ends, and waits for no other rank. To keep them, call "
+    "it after the `except` block, on every rank."
+)
 
 
 class Change(Protocol):
@@ -55,6 +64,7 @@ class Engine:
         adopter: trains parameters that come into a param group later.
         closed: whether everything was given back.
         elsewhere: the error of every use in a child of the process that has the engine; `None` in that process.
+        begun_in: the id of the exception that the caller of `prepare` was handling.
     """
 
     rig: Rig
@@ -69,6 +79,7 @@ class Engine:
     adopter: Adopter | None = None
     closed: bool = False
     elsewhere: EngineError | None = None
+    begun_in: int = field(default_factory=lambda: id(sys.exception()))
 
     def turn(self, method: str) -> contextlib.AbstractContextManager[None]:
         """Keep other threads from running the model while a method of the optimizer runs."""
@@ -97,8 +108,18 @@ class Engine:
         back, the parameters are left empty, and the error is raised; without parameters to keep, only if nobody has
         heard of it yet: `close` stands in a `finally`. Where whole parameters do not fit into memory, that is raised
         and nothing has changed.
+
+        While an exception is under way, other ranks may never come. They are told of it and not waited for: parameters
+        that ranks share are left empty.
         """
         raised = sys.exception()  # asked first: inside an `except` below it is another one
+        under_way = raised is not None and id(raised) != self.begun_in  # a loop may run in an `except` block as a whole
+        if self.rig.ranks.council.size > 1 and (under_way or _is_ending()):
+            why = f"{type(raised).__name__}: {raised}" if under_way else "the end of the program or of an object"
+            self.rig.ranks.council.tell(f"was ended by {why}")
+            if keep_params and self.rig.ranks.shards > 1:
+                keep_params = False
+                _logger.warning(f"close() leaves the model without parameters: {_LEFT_EMPTY} ({one_line(why, 200)})")
         # A save reads homes from a thread of its own, and ends before their memory goes.
         unsaved: CheckpointError | None = None
         try:
@@ -170,6 +191,14 @@ class Engine:
                 unit.drop()
             self.rig.pool.close()  # after the streams, whose threads call it
             self.rig.ranks.close()  # after the streams: a collective that is under way ends before its group
+
+
+def _is_ending() -> bool:
+    """Whether the interpreter exits, or an object of the caller's is collected, which other ranks' may not be."""
+    frame = sys._getframe(1)
+    while frame.f_back is not None and frame.f_code.co_name != "__del__":
+        frame = frame.f_back
+    return frame.f_code.co_name == "__del__" or not threading.main_thread().is_alive()
 
 
 def _is_among(error: BaseException, raised: BaseException | None) -> bool:

@@ -90,7 +90,8 @@ def check_shareable(model: Any, ranks: int) -> None:
         ConfigError: the attention is the model's own, or not "sdpa" or "eager"; the model is of a type that is not
             known; or the ranks do not divide its heads.
     """
-    if not getattr(model, "_supports_attention_backend", False):  # its layers would go on as if a chunk were all
+    if not (getattr(model, "_supports_attention_backend", False) or _has_known_layers(model)):
+        # Its layers would go on as if a chunk were all.
         raise ConfigError(
             f"the model's attention is its own, that of {type(model).__name__}, not one of transformers', and cannot "
             "be shared over ranks"
@@ -115,6 +116,12 @@ def check_shareable(model: Any, ranks: int) -> None:
     if not isinstance(heads, int):
         raise ConfigError("the model's config has no num_attention_heads: its attention cannot be shared over ranks")
     check_heads(heads, getattr(config, "num_key_value_heads", None) or heads, ranks)
+
+
+def _has_known_layers(model: Any) -> bool:
+    """Whether all attention layers are transformers' own classes: types that call its interface may lack the flag."""
+    layers = [type(module) for module in model.modules() if type(module).__name__.endswith("Attention")]
+    return bool(layers) and all(layer.__module__.startswith("transformers.models.") for layer in layers)
 
 
 def _no_mask(*_: Any, **__: Any) -> None:

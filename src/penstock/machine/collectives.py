@@ -18,12 +18,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from penstock.errors import EngineError
 from penstock.machine import uneven
 from penstock.machine.arena import view_apart
-from penstock.machine.council import DEFAULT_TIMEOUT_S, Council
+from penstock.machine.council import DEFAULT_TIMEOUT_S, FORWARDS, Council
 from penstock.machine.forming import form
 from penstock.machine.groups import all_gather_flat as _all_gather_flat
 from penstock.machine.groups import give_back, is_alive
 from penstock.machine.groups import reduce_scatter_flat as _reduce_scatter_flat
-from penstock.machine.issued import Tally, UnderWay, others_stand
+from penstock.machine.issued import Tally, UnderWay
 from penstock.machine.lifetime import Phase, at_end
 from penstock.machine.mesh import Nodes
 from penstock.machine.reach import Grid
@@ -270,10 +270,9 @@ class Ranks:
 
     def _could_not_finish(self, what: str, number: int, error: RuntimeError) -> EngineError:
         """Make the error of a collective that failed, with where the other ranks stand."""
-        others = others_stand(self.council.members, self.rank, what, self._whereabouts, self.council.host_of)
         return EngineError(
             f"Rank {self.rank}{self.council.host_of(self.rank)} could not finish {what}, collective {number} since the "
-            f"last step; {others}. {SAME} {self._patience} ({error})"
+            f"last step; {self.council.others_stand(what)}. {SAME} {self._patience} ({error})"
         )
 
     def _count(
@@ -289,7 +288,7 @@ class Ranks:
         except RuntimeError as error:
             raise EngineError(
                 f"Rank {self.rank}{self.council.host_of(self.rank)} could not finish the {name} that another one takes "
-                f"part in, which has ended or does something else. {self._patience} ({error})"
+                f"part in, which has ended or does something else{self.council.ended()}. {self._patience} ({error})"
             ) from error
 
     @property
@@ -303,6 +302,19 @@ class Ranks:
                 "torch.distributed.destroy_process_group() has ended the process groups of this engine. Call close() "
                 "before it; close(keep_params=False) after it."
             )
+
+    def begin_forward(self, *, recorded: bool) -> None:
+        """Refuse a forward that only some ranks run, before its first gather. Collective over the shard ranks.
+
+        A gather would meet another collective: of another size, gloo aborts the process. Copies of the shards may run
+        forwards of their own, and are not asked.
+
+        Arguments:
+            recorded: whether autograd records it.
+        """
+        if self.council.size == self.shards:
+            with self.council.together(FORWARDS[recorded]):
+                pass
 
     def report(self, failure: Exception | None) -> list[float]:
         """Return a number for ranks to sum, from which `check_reports` tells whether any has failed."""

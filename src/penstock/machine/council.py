@@ -8,9 +8,12 @@ A rank says it in 16 bytes, a digest and a flag. Only where those differ do the 
 length is checked before it is believed. Nothing that another rank sends is ever run.
 """
 
+import contextlib
 import hashlib
 import json
+import logging
 import os
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
@@ -21,17 +24,28 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from penstock.errors import EngineError, PenstockError
+from penstock.errors import EngineError, PenstockError, one_line
 from penstock.machine.groups import limit_of
 from penstock.machine.host import host_name, names_of_hosts
 from penstock.machine.mesh import peers_of
-from penstock.machine.whereabouts import Whereabouts
+from penstock.machine.whereabouts import WARN_S, Whereabouts
 
 #: What ranks compare: values that JSON has, by a name that a message can show.
 Facts = dict[str, Any]
 
+_logger = logging.getLogger("penstock")
+
 _MOST_BYTES = 1 << 28  # that one rank may say at once
+_MOST_NAMED = 8  # ranks in one message
 DEFAULT_TIMEOUT_S = 600.0
+JOINING_S = 300.0  # the longest wait for all members to join, also where the timeout is longer
+HEARING_S = 5.0  # how long to wait for the other ranks' words once something has failed
+#: How a forward of the model is called in messages: without, and with, a graph that autograd records.
+FORWARDS = ("a forward without gradients", "a forward with gradients")
+_ALONE = (
+    " Run a forward on every rank, also an evaluation under `if rank == 0`. One rank alone may run it inside of "
+    "`with optimizer.gathered():`, which every rank enters."
+)
 _INTERFACE = (
     "Ranks of several hosts find each other by GLOO_SOCKET_IFNAME: set it on each host to the name of its interface on "
     "the network between them. "
@@ -48,7 +62,7 @@ class Council:
     Arguments:
         members: the ranks of the job that belong to the council. All of them construct it at the same time.
         rank: this process's index in `members`.
-        timeout_s: how long to wait for the other members, in seconds.
+        timeout_s: how long to wait for the other members, in seconds; to join, `JOINING_S` at most.
         error: the class of the error that is raised when another member does not answer.
         advice: a sentence that is added to the message of that error.
         name: a name that all members know and that no council had before; empty to have one chosen.
@@ -83,6 +97,8 @@ class Council:
         self._name = name
         self._hosts = hosts
         self._group: Any = None  # torch does not type what a backend does
+        self._store: Any = None
+        self._has_told = False
         if self.size > 1:
             self._join()
 
@@ -95,20 +111,51 @@ class Council:
             # the same number, and no earlier council has it.
             number = store.add(f"penstock councils of {who} joined by {self.members[self.rank]}", 1)
             self._name = f"penstock council {number} of {hashlib.sha256(who.encode()).hexdigest()[:16]}"
-        prefixed = dist.distributed_c10d.PrefixStore(self._name, store)
-        limit = limit_of(self.timeout_s)
+        self._store = dist.distributed_c10d.PrefixStore(self._name, store)
+        everyone = [f"here {rank}" for rank in range(self.size)]
+        self._store.set(everyone[self.rank], host_name())
+        # Wait here until all are present: inside gloo's constructor the store's own timeout would count, not ours.
+        self._await(everyone)
         try:
-            # Wait here until all are present: inside gloo's constructor the store's own timeout would count, not ours.
-            everyone = [f"here {rank}" for rank in range(self.size)]
-            prefixed.set(everyone[self.rank], host_name())
-            prefixed.wait(everyone, limit)
             if self._hosts is None:  # now: when a message needs them, the host of the store may be the one that is gone
-                self._hosts = names_of_hosts(prefixed.multi_get(everyone))
-            self._group = dist.ProcessGroupGloo(prefixed, self.rank, self.size, _options(limit))
+                self._hosts = names_of_hosts(self._store.multi_get(everyone))
+            self._group = dist.ProcessGroupGloo(self._store, self.rank, self.size, _options(limit_of(self.timeout_s)))
         except RuntimeError as error:
             if self._hosts:  # all are present, and cannot reach each other
                 self._advice = _INTERFACE
             raise self._silence("prepare()", error) from error
+
+    def _await(self, everyone: Sequence[str]) -> None:
+        """Wait until every member has written its key; after a minute, log which have not."""
+        patience_s = min(self.timeout_s, JOINING_S)
+        first_s = min(WARN_S, patience_s / 2)
+        for limit_s in (first_s, patience_s - first_s):
+            try:
+                self._store.wait(list(everyone), limit_of(limit_s))
+                return
+            except RuntimeError as error:
+                failure = error
+            missing = self._absent(everyone)
+            if limit_s is first_s:
+                _logger.warning(
+                    f"Rank {self.members[self.rank]} has waited {first_s:g} s in prepare() for {missing}, of "
+                    f"{self.size} ranks. It waits for {patience_s:g} s at most."
+                )
+        raise self._error(
+            f"Rank {self.members[self.rank]} of {self.size} waited {patience_s:g} s in prepare() for {missing}: ended, "
+            "or not there yet. Look at the first error of those ranks. Ranks wait here for the smaller of "
+            f"Options(timeout_s=) and {JOINING_S:g} s: where one comes later, call torch.distributed.barrier() before "
+            f"prepare(). {self._advice}({failure})"
+        ) from failure
+
+    def _absent(self, everyone: Sequence[str]) -> str:
+        """Name the members that have not written their key."""
+        try:
+            absent = [rank for rank, key in zip(self.members, everyone, strict=True) if not self._store.check([key])]
+        except RuntimeError:
+            return "ranks that cannot be named: the rank that has the job's store has ended"
+        more = f" and {len(absent) - _MOST_NAMED} more" if len(absent) > _MOST_NAMED else ""
+        return f"rank{'s' * (len(absent) > 1)} {', '.join(map(str, absent[:_MOST_NAMED]))}{more}"
 
     @property
     def size(self) -> int:
@@ -195,10 +242,11 @@ class Council:
         # First the methods: ranks in different ones compare different facts, whose first difference would mislead.
         verbs = self.collect(verb)
         if len(set(verbs)) > 1:
+            alone = _ALONE if set(verbs) & set(FORWARDS) else ""
             called = "; ".join(f"{self.named(rank)}: {other}" for rank, other in zip(self.members, verbs, strict=True))
             raise EngineError(
                 f"Ranks are out of step: they have called different methods ({called}). Nothing was changed. Call "
-                "collective methods on every rank, in the same order."
+                f"collective methods on every rank, in the same order.{alone}"
             )
         differences = self.collect(_first_difference(self.share(facts), facts))
         for rank, difference in zip(self.members, differences, strict=True):
@@ -282,15 +330,61 @@ class Council:
         where, rank = f" in {verb}" if verb else "", self.members[self.rank]
         return self._error(
             f"Rank {rank} of {self.size}{self.host_of(rank)} hears nothing from another one{where}, which has ended or "
-            f"does something else. It waits for {self.timeout_s:g} s at most: Options(timeout_s=). "
+            f"does something else{self.ended()}. It waits for {self.timeout_s:g} s at most: Options(timeout_s=). "
             f"{self._advice}({error})"
         )
+
+    def tell(self, what: str) -> None:
+        """Write to the job's store what this rank could not finish, or was ended by. The first word stays.
+
+        A group in which a collective has failed carries nothing more; the store does.
+        """
+        if self._store is not None and not self._has_told:
+            self._has_told = True
+            with contextlib.suppress(RuntimeError):  # the rank that has the store has ended
+                self._store.set(_stopped(self.members[self.rank]), one_line(what, 300))
+
+    def others_stand(self, what: str) -> str:
+        """Tell the other ranks what this one could not finish, and hear where they stand, for some seconds."""
+        self.tell(f"could not finish {what}")
+        # A rank that is stuck in another collective finds out later than this one: give all of them some seconds.
+        ends = time.monotonic() + HEARING_S
+        said: list[str] = []
+        for rank in (member for member in self.members if member != self.members[self.rank]):
+            if len(said) == _MOST_NAMED:
+                said.append("others are not asked")
+                break
+            word = self._word(rank, ends - time.monotonic()) or self.whereabouts.said(rank)
+            said.append(f"{self.named(rank)} {word or _SILENT}")
+        return "; ".join(said)
+
+    def ended(self) -> str:
+        """Return what other ranks have said that they were ended by, for a message; empty where none has."""
+        words = ((rank, self._word(rank, 0)) for rank in self.members if rank != self.members[self.rank])
+        said = [f"; {self.named(rank)} {word}" for rank, word in words if word]
+        return "".join(said[:_MOST_NAMED])
+
+    def _word(self, rank: int, patience_s: float) -> str:
+        """Return what a rank has told, or tells in time; empty where it tells nothing or the store is gone."""
+        try:
+            self._store.wait([_stopped(rank)], limit_of(patience_s))
+            word: str = self._store.get(_stopped(rank)).decode()
+        except RuntimeError:
+            return ""
+        return word
 
     def close(self) -> None:
         """Give back the group, and those of the councils that `another` made."""
         for council in self._others:
             council.close()
         self._group = None
+
+
+_SILENT = "says nothing: it has ended, or runs something else"
+
+
+def _stopped(rank: int) -> str:
+    return f"stopped {rank}"
 
 
 def _options(timeout: timedelta, environment: Mapping[str, str] = os.environ) -> Any:

@@ -1,20 +1,15 @@
-"""Collectives that were issued: counted, and waited for; and where the other ranks stand once one has failed."""
+"""Collectives that were issued: counted, and waited for."""
 
 import contextlib
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
 
-from penstock.machine.groups import limit_of
 from penstock.machine.uneven import Together
-from penstock.machine.whereabouts import Whereabouts
-
-HEARING_S = 5.0  # how long to wait for the other ranks' words once a collective has failed
-_MOST_QUOTED = 8  # ranks in one message
 
 
 class Tally(Counter[str]):
@@ -91,52 +86,3 @@ class UnderWay:
         """When it was first asked for once it was over, in seconds of `time.monotonic`: torch does not tell more."""
         self._ended = self._ended or time.monotonic()
         return self._ended
-
-
-def others_stand(
-    members: Sequence[int], own: int, what: str, whereabouts: Whereabouts, host_of: Callable[[int], str]
-) -> str:
-    """Tell the other ranks where this one stands, and hear where they do.
-
-    By way of the job's store: a group in which a collective has failed carries nothing more.
-
-    Arguments:
-        members: the ranks that are heard.
-        own: this one's number among all ranks of the job.
-        what: what it could not finish.
-        whereabouts: where it is, and what others have said before.
-        host_of: names the host of a rank, in brackets, where there are several.
-    """
-    if not dist.is_initialized():
-        return "torch.distributed has been ended meanwhile"
-    store = dist.distributed_c10d._get_default_store()
-    said: list[str] = []
-    # A rank that is stuck in another collective finds out later than this one: give all of them some seconds.
-    ends = time.monotonic() + HEARING_S
-    try:
-        store.set(_stopped(own), f"could not finish {what}")
-        for rank in (member for member in members if member != own):
-            if len(said) == _MOST_QUOTED:
-                said.append("others are not asked")
-                break
-            said.append(f"rank {rank}{host_of(rank)} {_heard(store, rank, ends) or whereabouts.said(rank) or _SILENT}")
-    except RuntimeError:
-        said.append("the others cannot be asked: the rank that has the job's store has ended")
-    return "; ".join(said)
-
-
-_SILENT = "says nothing: it has ended, or runs something else"
-
-
-def _stopped(rank: int) -> str:
-    return f"penstock stopped {rank}"
-
-
-def _heard(store: dist.distributed_c10d.Store, rank: int, ends: float) -> str:
-    """Wait for what a rank could not finish, until a moment of `time.monotonic`; empty where it does not say."""
-    try:
-        store.wait([_stopped(rank)], limit_of(ends - time.monotonic()))
-    except RuntimeError:  # the time is over
-        return ""
-    said: str = store.get(_stopped(rank)).decode()
-    return said

@@ -59,6 +59,7 @@ class Forward:
         activations: Activations | None,
     ) -> None:
         self._model = rig.model
+        self._ranks = rig.ranks
         self._units = rig.units
         self._gatherer = gatherer
         self._backward = backward
@@ -186,6 +187,7 @@ class Forward:
             self._activations.end()
         for anchor in self.anchors.values():
             anchor.entered = 0  # they were told of the beginning alone
+        self._gatherer.announce = None
         self._gatherer.drop_unused()
         for unit in self._units:
             unit.holding.lose_forwards()  # else their counts would keep the units gathered for ever
@@ -198,6 +200,8 @@ class Forward:
             self._backward.abandon()  # it failed, and autograd tells nobody: its units are held still
         self._backward.handles.look()
         self._orders.begin_forward()
+        # Not before there is a gather: one rank alone may run a forward that needs no other, as in a `gathered` block.
+        self._gatherer.announce = partial(self._ranks.begin_forward, recorded=user_records())
         self._releases = any(unit.is_released_after_use for unit in self._units)  # homes may have moved
         if self._activations is not None and user_records():
             self._activations.begin()
@@ -205,6 +209,7 @@ class Forward:
     def _end(self, *, complete: bool) -> None:
         if self._activations is not None:
             self._activations.end()
+        self._gatherer.announce = None
         if complete:
             self._orders.end_forward()
         self._gatherer.drop_unused()  # gathered ahead for a unit that did not come

@@ -16,7 +16,7 @@ Nothing that differs between ranks decides where: not whether an event is done, 
 """
 
 import contextlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 import torch
 from torch import Tensor, nn
@@ -48,6 +48,8 @@ class Gatherer:
     Attributes:
         live_budget: how much full buffers may take at once for gathers ahead of use. A unit that is needed is always
             gathered. Memory of released units that others have views of does not count.
+        announce: called once, before the first gather of a unit that is gathered for each use; `None` where there is
+            nothing to call. It may raise: nothing of the gather has begun then.
     """
 
     def __init__(self, rig: Rig, movement: Movement, packing: Packing, *, live_bytes: int, prefetch_bytes: int) -> None:
@@ -57,6 +59,7 @@ class Gatherer:
         self._packing = packing
         self._secondary = SecondaryParts(rig.model, movement)
         self.live_budget = live_bytes
+        self.announce: Callable[[], None] | None = None
         self._prefetch_budget = prefetch_bytes
         self.live_bytes = 0
         self.peak_live_bytes = 0
@@ -334,10 +337,15 @@ class Gatherer:
 
     def _start(self, unit: Unit) -> None:
         """Start to bring what this rank has of a unit; what other ranks have may still have to come."""
+        is_shared = unit.stale if unit.replica is not None else self._ranks.shards > 1
+        # Of a replica that is stale the next forward gathers, whichever it is: one of another kind may meet it.
+        if is_shared and unit.replica is None and self.announce is not None:
+            announce, self.announce = self.announce, None
+            announce()
         # A resident unit is read where it rests: compute has to follow the last write of that memory alone.
         unit.event = unit.params.written if unit.resident else self._fill(unit)
         unit.holding.become(Residency.GATHERING)
-        if unit.stale if unit.replica is not None else self._ranks.shards > 1:
+        if is_shared:
             self._in_part.add(unit)
 
     def _fill(self, unit: Unit) -> Event:

@@ -177,7 +177,7 @@ def test_models_whose_sequences_cannot_be_shared_are_refused(config: dict[str, A
     known = SimpleNamespace(
         **{"model_type": "llama", "num_attention_heads": 2, "_attn_implementation": "sdpa", **config}
     )
-    model: Any = SimpleNamespace(config=known, _supports_attention_backend=supports)
+    model: Any = SimpleNamespace(config=known, _supports_attention_backend=supports, modules=list)
     with pytest.raises(ConfigError, match=said):
         check_model(model, 4)
 
@@ -220,4 +220,4 @@ def test_a_model_whose_attention_is_its_own_is_refused_wherever_sequences_are_sh
     known = SimpleNamespace(num_attention_heads=4, _attn_implementation="sdpa", model_type="llama")
     check_shareable(SimpleNamespace(config=known, _supports_attention_backend=True), 4)
     with pytest.raises(ConfigError, match="attention is its own"):
-        check_shareable(SimpleNamespace(config=known), 4)
+        check_shareable(SimpleNamespace(config=known, modules=list), 4)
