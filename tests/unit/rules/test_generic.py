@@ -450,3 +450,40 @@ def test_what_begins_to_be_written_after_prepare_is_refused() -> None:
     optimizer.param_groups[0]["lr"] = 2.0
     with pytest.raises(ConfigError, match="Late began to write 'late' into its parameter group after prepare"):
         rule.advance_group(optimizer.param_groups[0])
+
+
+def test_methods_of_the_class_that_work_on_whole_parameters_are_missed_by_name() -> None:
+    """`train` and `eval` of such a class exchange two sets of parameters, which are elsewhere once prepared."""
+
+    @penstock.elementwise
+    class Exchanging(Averaging):
+        def eval(self) -> None: ...
+
+    _, optimizer = trained(Exchanging, range(1), placement=penstock.Placement())
+    assert not hasattr(optimizer, "eval")
+    with pytest.raises(AttributeError, match=r"Exchanging\.eval is not there once the optimizer is prepared"):
+        optimizer.eval()
+    with pytest.raises(AttributeError, match="'Optimizer' object has no attribute 'nothing'"):
+        optimizer.nothing  # noqa: B018
+    optimizer.close()
+
+
+def test_what_schedulefree_evaluates_is_read_from_state() -> None:
+    """The formula of docs/rules.md, beside the class that exchanges parameters itself."""
+
+    class Exchanging(Averaging):
+        @torch.no_grad()
+        def eval(self) -> None:
+            for group in self.param_groups:
+                for p in group["params"]:
+                    p.lerp_(self.state[p]["z"], 1 - 1 / 0.9)
+
+    penstock.elementwise(Exchanging)
+    theirs, stock = trained(Exchanging, range(3))
+    ours, optimizer = trained(Exchanging, range(3), placement=penstock.Placement())
+    stock.eval()
+    for p in ours.parameters():
+        optimizer.set_full_param(p, optimizer.full_param(p).lerp(optimizer.full_state(p, "z"), 1 - 1 / 0.9))
+    for mine, plain in zip(ours.parameters(), theirs.parameters(), strict=True):
+        torch.testing.assert_close(optimizer.full_param(mine), plain.detach(), rtol=1e-6, atol=1e-8)
+    optimizer.close()
